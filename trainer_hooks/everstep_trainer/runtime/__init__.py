@@ -1,1 +1,1 @@
-"""Keep a rank in its generations: the worker, regrouping, aborts, interrupts and progress."""
+"""Keep a rank in its generations: worker, regrouping, aborts, interrupts and progress."""

@@ -1,8 +1,8 @@
-"""Out of a hung collective: how each kind of process group is made to let go.
+"""Abort hung collectives, for each kind of process group.
 
 A collective blocks in C++ until its peers answer or a time-out of minutes passes. When the agent says that the
-generation is over, nothing is worth waiting for, and every collective of the process is ended from the signal
-thread: whoever waits for an aborted one gets an error, and whoever enters one later gets it at once.
+generation is over, the signal thread ends every collective of the process. A thread that waits for an aborted
+collective gets an error; one that enters a collective later gets the error at once.
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ import torch.distributed as dist
 
 from everstep_trainer.runtime import interrupt
 
-# ---- descriptors
-# The process's own sockets, as the kernel lists them in /proc/self.
+# ---- the process's own sockets, as the kernel lists them in /proc/self
 
 _FDS = "/proc/self/fd"
 _EVENTPOLL = "anon_inode:[eventpoll]"
 
 
 def list_epoll_fds() -> list[int]:
-    """Open epoll instances."""
+    """Return the open epoll instances."""
     return [fd for fd in map(int, os.listdir(_FDS)) if _target(fd) == _EVENTPOLL]
 
 
@@ -45,7 +44,7 @@ def _target(fd: int) -> str:
 
 
 def epoll_targets(event_poll: int) -> list[int]:
-    """Descriptors registered with an epoll instance (``tfd`` lines of its fdinfo); empty where it is gone."""
+    """Return the descriptors registered with an epoll instance (``tfd`` lines of its fdinfo); empty if it is gone."""
     try:
         with open(f"/proc/self/fdinfo/{event_poll}") as info:
             return [int(line.split()[1]) for line in info if line.startswith("tfd:")]
@@ -54,7 +53,7 @@ def epoll_targets(event_poll: int) -> list[int]:
 
 
 def is_pipe(fd: int) -> bool:
-    """Whether the descriptor is open and a pipe."""
+    """Return whether the descriptor is open and a pipe."""
     try:
         return stat.S_ISFIFO(os.fstat(fd).st_mode)
     except OSError:
@@ -62,7 +61,7 @@ def is_pipe(fd: int) -> bool:
 
 
 def _duplicate(fd: int) -> socket.socket | None:
-    """An own descriptor of a TCP socket: it stays valid whatever the owner does meanwhile. None for all else."""
+    """Duplicate a TCP socket, so that it stays valid whatever its owner does; return None for all else."""
     try:
         if not stat.S_ISSOCK(os.fstat(fd).st_mode):
             return None
@@ -76,7 +75,7 @@ def _duplicate(fd: int) -> socket.socket | None:
 
 
 def duplicate_connections(fds: Iterable[int]) -> list[socket.socket]:
-    """Duplicates of the TCP sockets among the descriptors that are not listening."""
+    """Return duplicates of the TCP sockets among the descriptors that are not listening."""
     found = []
     for copy in filter(None, map(_duplicate, fds)):
         if _is_listening(copy):
@@ -91,7 +90,7 @@ def _is_listening(copy: socket.socket) -> bool:
 
 
 def has_listening_socket(fds: Iterable[int]) -> bool:
-    """Whether one of the descriptors is a TCP socket that accepts connections."""
+    """Return whether one of the descriptors is a TCP socket that accepts connections."""
     return any(_on_copy(fd, _is_listening) for fd in fds)
 
 
@@ -114,11 +113,11 @@ def _shut(copy: socket.socket, how: int) -> bool:
 def shut_connections(
     fds: Iterable[int], list_again: Callable[[], Iterable[int]], how: int = socket.SHUT_RDWR
 ) -> list[socket.socket]:
-    """Shuts the connected TCP sockets among ``fds``, in both directions unless told otherwise.
+    """Shut the connected TCP sockets among ``fds``, in both directions by default; their readers wake at once.
 
-    Whoever reads from them wakes at once. ``list_again`` is asked again after each was duplicated: a number that was
-    closed and reused by somebody else in between is left alone. Returns the duplicates of those that were shut: the
-    connection lives until its owner and the caller have closed theirs.
+    ``list_again`` is called after all were duplicated, so that a descriptor that was closed and reused in between is
+    left alone. Return the duplicates of shut sockets: a connection lives until its owner and the caller have closed
+    theirs.
     """
     copies = {fd: copy for fd in fds if (copy := _duplicate(fd)) is not None}
     confirmed = set(list_again())
@@ -132,13 +131,12 @@ def shut_connections(
 
 
 def close_sockets(copies: Iterable[socket.socket]) -> None:
-    """Closes duplicates."""
     for copy in copies:
         copy.close()
 
 
 def connections_to_port(port: int) -> list[int]:
-    """Descriptors of TCP connections whose far end has this port."""
+    """Return the descriptors of TCP connections to this port of a peer."""
     return [fd for fd in map(int, os.listdir(_FDS)) if _on_copy(fd, lambda copy: _peer_port(copy) == port)]
 
 
@@ -149,29 +147,26 @@ def _peer_port(copy: socket.socket) -> int | None:
         return None
 
 
-# ---- resets
-# Resets that come too late to be news, kept from gloo.
+# ---- drop late resets before gloo sees them
 #
-# The kernel closes a dead process's connections: gloo's thread reads the end of the stream and wakes whoever waits.
-# What
-# is written to such a connection is answered with a reset, and if gloo's thread has not read the end by then, the write
-# after that fails. gloo ignores this (gloo/transport/tcp/pair.cc, ``Pair::write`` on EPIPE and ECONNRESET) and puts the
-# operation into ``tx_``, where ``signalException`` looks at no unbound buffer: its waiter sleeps until the group's
-# time-out, and nothing that is done to the connection wakes it any more. One send makes two writes, its announcement
-# and its data, so the first of them breaks the second.
+# The kernel closes a dead process's connections; gloo's thread reads the end of the stream and wakes the waiters. A
+# write to such a connection is answered with a reset. If gloo's thread has not read the end by then, the next write
+# fails. gloo ignores this failure (gloo/transport/tcp/pair.cc, ``Pair::write`` on EPIPE and ECONNRESET) and puts the
+# operation into ``tx_``, where ``signalException`` looks at no unbound buffer. Its waiter then sleeps until the group's
+# time-out, and nothing done to the connection wakes it. One send makes two writes, header and data, so the first breaks
+# the second.
 #
-# These resets are dropped by a socket filter. The writes then succeed, and the end of the stream, which came before, is
-# read as ever. A reset that itself tells of the death, of a process that left data unread, acknowledges something as
-# well
-# and passes; what is written after one of those is ignored by gloo as before, and a process that cannot be freed is
-# replaced (``Presence``). That a peer's host has restarted and knows the connection no more is for the agents to tell.
+# A socket filter drops these resets. The writes then succeed, and the end of the stream, which came before, is read as
+# usual. A reset from a process that died with unread data also carries an acknowledgement, and passes the filter. gloo
+# ignores later writes there as before; a process that cannot be freed is replaced (``GenerationMembership``). Agents
+# detect a restarted host that no longer knows the connection.
 
 _SO_ATTACH_FILTER = 26  # asm-generic/socket.h; Python has no name for it
-_FLAGS_AT, _RST, _ACK = 13, 0x04, 0x10  # in the TCP header, where a filter of a TCP socket begins to read
+_FLAGS_AT, _RST, _ACK = 13, 0x04, 0x10  # offsets in the TCP header, where a filter of a TCP socket begins to read
 _LOAD_BYTE, _AND, _JUMP_EQUAL, _RETURN = 0x30, 0x54, 0x15, 0x06  # linux/bpf_common.h
 _ALL = 0xFFFFFFFF
 
-# A reset that answers what was written has no ACK; one that a peer sends of its own accord has (RFC 9293, 3.10.7).
+# A reset in answer to a write has no ACK; one that a peer sends of its own accord has (RFC 9293, 3.10.7).
 _INSTRUCTIONS = (
     (_LOAD_BYTE, 0, 0, _FLAGS_AT),
     (_AND, 0, 0, _RST | _ACK),
@@ -186,9 +181,9 @@ _connections: Callable[[], Iterable[socket.socket]] = tuple
 
 
 def ignore_late_resets(connection: socket.socket) -> None:
-    """From here on what is written to a connection that its peer has closed is lost, and is no error."""
+    """Make later writes to the connection succeed without effect after its peer has closed it."""
     program = struct.pack("HP", len(_INSTRUCTIONS), ctypes.addressof(_PROGRAM))
-    with contextlib.suppress(OSError):  # forbidden here: then gloo's connections are as they always were
+    with contextlib.suppress(OSError):  # forbidden here: gloo's connections then behave as without the filter
         connection.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
 
 
@@ -201,10 +196,10 @@ def _init_and_filter(group: Any, *args: Any, **options: Any) -> None:
 
 
 def install_reset_filter(connections: Callable[[], Iterable[socket.socket]]) -> None:
-    """Drops such resets on the connections of every gloo group that is made from here on.
+    """Drop late resets on the connections of every gloo group made from now on.
 
     Args:
-        connections: duplicates of the connections that gloo has open; a group has its own once it is made.
+        connections: Returns duplicates of gloo's open connections; a new group's are among them.
     """
     global _connections
     _connections = connections
@@ -214,43 +209,43 @@ def install_reset_filter(connections: Callable[[], Iterable[socket.socket]]) -> 
 logger = logging.getLogger(__name__)
 
 HOLD_OPEN_S = 1.0
-"""How long aborted connections are kept open: survivors hear of a new generation within tens of milliseconds of one
-another, and none should see another's connection close before it has aborted its own."""
+"""How long aborted connections stay open. Survivors hear of a new generation within tens of milliseconds of one
+another, and none should see a connection close before it has aborted its own."""
 
 NCCL_SETUP_TIMEOUT_S = 120
 """Longest set-up of an NCCL communicator. While torch waits for one it holds a lock that an abort needs."""
 
 
 class CollectiveBackend(Protocol):
-    """What regrouping needs of one kind of process group."""
+    """The operations that regrouping needs of one kind of process group."""
 
     @property
     def name(self) -> str:
         """The backend string for ``init_process_group``."""
 
     def prepare(self) -> None:
-        """Before the first group of the process: settings that the library reads once."""
+        """Apply settings that the library reads once, before the process's first group."""
 
     def connect(self, device: torch.device) -> None:
-        """Begins to set up the default group's communicator for ``device``, where it has one; does not wait for it."""
+        """Begin to set up the default group's communicator for ``device``, if it has one, without waiting."""
 
     def abort(self) -> int:
-        """Ends the collectives of all groups of the process, now and for good; callable from any thread, repeatedly.
+        """End the collectives of all groups of the process, now and for good; callable from any thread, repeatedly.
 
-        Returns how many connections or communicators were ended by this call.
+        Returns:
+            The number of connections or communicators that this call ended.
         """
 
     def wait_aborted(self, timeout_s: float) -> bool:
-        """Waits until all that ``abort`` began is done; False where that takes longer than ``timeout_s``."""
+        """Wait for all that ``abort`` began; return False if that takes longer than ``timeout_s``."""
 
 
 def gloo_event_loops() -> list[int]:
-    """The epoll instances of gloo devices in this process.
+    """Return the epoll instances of gloo devices in this process.
 
-    One is known by what it watches: the pipe of its deferred calls and its listening TCP socket, beside the
-    connections of its pairs (gloo/transport/tcp/loop.cc). Python's selectors and libuv watch no pipe together with
-    a listening socket. So connections that gloo opened late are found too, and the store's, the agent's and the
-    vault's never are.
+    An instance is recognised by what it watches: the pipe of its deferred calls and its listening TCP socket, beside
+    the connections of its pairs (gloo/transport/tcp/loop.cc). Python's selectors and libuv watch no pipe together with
+    a listening socket. So this finds connections that gloo opened late, and never those to store, agent or vault.
     """
     found = []
     for event_poll in list_epoll_fds():
@@ -261,16 +256,16 @@ def gloo_event_loops() -> list[int]:
 
 
 def gloo_connections() -> list[socket.socket]:
-    """Duplicates of the connections that gloo has open."""
+    """Return duplicates of gloo's open connections."""
     return [copy for loop in gloo_event_loops() for copy in duplicate_connections(epoll_targets(loop))]
 
 
 class GlooBackend:
     """Ends gloo's collectives by shutting its connections; ``ProcessGroupGloo.abort`` does not wake a waiter.
 
-    They are shut for reading, and kept open for HOLD_OPEN_S by duplicates. gloo's thread then reads the end of the
-    stream, which wakes those that wait. Were a connection closed at once, or shut for writing, a write that this or the
-    other process is about to make would fail; gloo ignores that and leaves the operation behind it waiting (pair.cc,
+    Connections are shut for reading, and duplicates keep them open for HOLD_OPEN_S. gloo's thread then reads the end of
+    the stream, which wakes the waiters. Closing at once, or shutting for writing, would make an imminent write of this
+    or the other process fail. gloo ignores that failure and leaves the operation behind it waiting (pair.cc,
     ``Pair::write`` on EPIPE and ECONNRESET).
     """
 
@@ -281,7 +276,7 @@ class GlooBackend:
         install_reset_filter(gloo_connections)
 
     def connect(self, device: torch.device) -> None:
-        """gloo connects all ranks when a group is made."""
+        """Do nothing: gloo connects all ranks when a group is made."""
 
     def wait_aborted(self, timeout_s: float) -> bool:
         return True
@@ -301,15 +296,15 @@ class GlooBackend:
 
 
 class NcclBackend:
-    """Ends NCCL's communicators with ``ncclCommAbort``, each from a thread of its own.
+    """Ends NCCL's communicators with ``ncclCommAbort``, each from its own thread.
 
-    Aborting one communicator may wait for another of the same process, so all are begun together. gloo carries the
+    Aborting one communicator may wait for another of the same process, so all aborts begin together. gloo carries the
     CPU tensors of the same groups and is ended with them.
 
-    All communicators of the process are non-blocking: the set-up of a blocking one cannot be aborted. The set-up of a
-    non-blocking one can, until a collective is called: torch then waits for the set-up under a lock that an abort
-    needs, for NCCL_SETUP_TIMEOUT_S at most. Therefore ``connect`` comes first, and no collective before all ranks are
-    known to have called it.
+    All communicators of the process are non-blocking, because the set-up of a blocking one cannot be aborted. A
+    non-blocking set-up can be aborted until a collective is called. torch then waits for the set-up under a lock that
+    an abort needs, for at most NCCL_SETUP_TIMEOUT_S. Therefore ``connect`` comes first, and no collective runs before
+    all ranks are known to have called it.
     """
 
     name = "cpu:gloo,cuda:nccl"
@@ -320,11 +315,11 @@ class NcclBackend:
         self._lock = threading.Lock()
 
     def prepare(self) -> None:
-        """torch's own watchdog must neither end the process nor abort behind our back: that is decided here."""
+        """Keep torch's own watchdog from ending the process or aborting by itself."""
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
         os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
-        os.environ.setdefault("TORCH_NCCL_USE_COMM_NONBLOCKING", "1")  # also of the groups that users make
+        os.environ.setdefault("TORCH_NCCL_USE_COMM_NONBLOCKING", "1")  # also for groups that users make
         os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(NCCL_SETUP_TIMEOUT_S))
         install_reset_filter(gloo_connections)
 
@@ -353,7 +348,7 @@ class NcclBackend:
         return not any(thread.is_alive() for thread in begun)
 
     def _communicators(self) -> list[Any]:
-        """NCCL backends of all live groups. torch keeps them in a private table; there is no public one."""
+        """Return the NCCL backends of all live groups, from torch's private table; there is no public one."""
         device = torch.device("cuda")
         groups = list(dist.distributed_c10d._world.pg_map)
         return [g._get_backend(device) for g in groups if device in g._device_types]
@@ -369,7 +364,7 @@ class NcclBackend:
 
 
 def make_backend(name: str) -> CollectiveBackend:
-    """The backend for a setting of ``auto``, ``gloo`` or ``nccl``."""
+    """Return the backend for the setting ``auto``, ``gloo`` or ``nccl``."""
     if name == "auto":
         name = "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
     return NcclBackend() if name == "nccl" else GlooBackend()

@@ -1,8 +1,8 @@
-"""What the launcher tells a worker, and when: the worker's side of ``everstep_trainer.launch``.
+"""Receive a worker's assignment from its launcher: the worker's side of ``everstep_trainer.launch``.
 
-A script that ``everstep-launch`` runs is one of two things. An *active* worker has a local rank from the start. A
-*standby* runs the script too, so that everything it imports is there, but waits in ``wait_for_local_rank`` until a
-worker has died; then it has that worker's local rank. Neither knows its rank before a generation says so::
+``everstep-launch`` runs a script as one of two kinds of worker. An *active* worker has a local rank from the start. A
+*standby* runs the script too, so that its imports are done, but waits in ``wait_for_local_rank`` until a worker dies
+and then takes over its local rank. Neither knows its rank before a generation begins::
 
     assignment = current_assignment()
     if assignment is not None:                    # started by everstep-launch
@@ -39,10 +39,14 @@ STANDBY_POLL_S = 1.0
 
 
 class WorkerAssignment(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker is told at its birth. ``local_rank`` is None for a standby that was not promoted yet.
+    """What the launcher tells a worker at its start.
 
-    ``start_from``: the checkpoint that a job starts from where nothing is in memory; empty for none. ``started_at``:
-    when the process of an active worker began to run (perf_counter); None for a standby, for which nobody waited.
+    Attributes:
+        job: Name of the job.
+        agent_socket: Path of the agent's socket.
+        local_rank: The local rank; None for a standby that was not promoted yet.
+        start_from: Checkpoint to start from if nothing is in memory; empty for none.
+        started_at: When an active worker's process began (perf_counter); None for a standby, for which nobody waited.
     """
 
     job: str
@@ -53,13 +57,13 @@ class WorkerAssignment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LauncherGone(SystemExit):
-    """The launcher ended while a standby waited: there is nothing left to wait for (exit status 1)."""
+    """The launcher ended while a standby waited for its promotion (exit status 1)."""
 
 
 def current_assignment() -> WorkerAssignment | None:
-    """The worker's assignment, or None where this process was not started by ``everstep-launch``.
+    """Return the worker's assignment, or None if ``everstep-launch`` did not start this process.
 
-    A child of a worker (of a data loader, say) inherits the environment but is no worker: None there too.
+    Also None in a child of a worker (such as a data loader's), which inherits the environment but is no worker.
     """
     if os.environ.get(WORKER_PID_VARIABLE) != str(os.getpid()):
         return None
@@ -76,11 +80,14 @@ def current_assignment() -> WorkerAssignment | None:
 
 
 def wait_for_local_rank() -> int:
-    """This worker's local rank: at once for an active worker, after its promotion for a standby.
+    """Return this worker's local rank: at once for an active worker, after its promotion for a standby.
 
-    Tells the launcher that the script has come this far, which is what makes it one whose ranks can be replaced.
-    Sets LOCAL_RANK in a promoted standby. Raises LauncherGone when the launcher ends first, RuntimeError outside
-    ``everstep-launch``.
+    Tells the launcher that the script has come this far; only then can its ranks be replaced. Sets LOCAL_RANK in a
+    promoted standby.
+
+    Raises:
+        LauncherGone: The launcher ended before the promotion.
+        RuntimeError: ``everstep-launch`` did not start this process.
     """
     assignment = current_assignment()
     if assignment is None:
@@ -103,8 +110,8 @@ _channel: ControlChannel[Promote] | None = None
 
 
 def _control() -> ControlChannel[Promote] | None:
-    """The control channel, opened once; None once the launcher closed it."""
-    global _channel  # one per process, as the descriptor is
+    """Return the control channel, opened once; None if the launcher closed it."""
+    global _channel  # one per process, like the descriptor
     if _channel is None and CONTROL_FD_VARIABLE in os.environ:
         _channel = ControlChannel(socket.socket(fileno=int(os.environ.pop(CONTROL_FD_VARIABLE))), Promote)
     return _channel
@@ -114,7 +121,7 @@ def _send_reached_main(control: ControlChannel[Promote]) -> None:
     try:
         control.send(ReachedMain())
     except OSError:
-        return  # an orphan for a moment: the kernel ends this process with its launcher
+        return  # orphaned: the kernel is about to end this process, as its launcher is gone
 
 
 def _wait_for_promotion(control: ControlChannel[Promote]) -> int:
@@ -137,10 +144,10 @@ def _wait_for_promotion(control: ControlChannel[Promote]) -> int:
 
 
 def torchrun_environment(spec: GenerationSpec, member: Member) -> dict[str, str]:
-    """The variables torchrun would set for ``member`` if the generation were one of its restarts.
+    """Return the variables that torchrun would set for ``member`` if the generation were one of its restarts.
 
-    The group rank of a node is its place among the roster's nodes, ordered by their first rank. ``init_method`` env://
-    finds the generation's store under MASTER_ADDR and MASTER_PORT as a client, on rank 0 too.
+    A node's group rank is its index among the roster's nodes, ordered by their first rank. ``init_method`` env:// finds
+    the generation's store under MASTER_ADDR and MASTER_PORT as a client, on rank 0 too.
     """
     nodes, locals_here = list(spec.seats), spec.spec.nproc_per_node
     host, port = split_address(spec.store)
@@ -165,5 +172,5 @@ def torchrun_environment(spec: GenerationSpec, member: Member) -> dict[str, str]
 
 
 def set_torchrun_environment(spec: GenerationSpec, member: Member) -> None:
-    """Sets ``os.environ`` to what torchrun would give ``member`` in this generation; call it at each one."""
+    """Set ``os.environ`` as torchrun would for ``member``; call it in each generation."""
     os.environ.update(torchrun_environment(spec, member))

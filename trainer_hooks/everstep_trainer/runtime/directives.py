@@ -1,4 +1,4 @@
-"""What the link's thread does for a rank: hears directives, looks after its progress, tells of it."""
+"""Handle the agent's directives and watch the rank's progress, on the link's thread."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ from everstep_trainer.config import HookSettings
 from everstep_trainer.runtime.interrupt import Interrupter
 from everstep_trainer.runtime.progress import HangWatchdog, Stall, StepProgress, all_stacks, main_stack
 
-# ---- orders
-# What the agent has told this process: the newest generation, and the end of the job.
+# ---- received directives: the newest generation and the end of the job
 
 
 class ReceivedDirectives:
-    """Written by the link's thread, read and waited for by the main thread. Older generations are dropped by rule."""
+    """The newest directives, written by the link's thread and awaited by the main thread. Older generations are
+    ignored."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # never taken through the condition where an interrupt may come: see interrupt
+        # not taken through the condition where an interrupt may come; see the module interrupt
+        self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._newest: GenerationSpec | None = None
         self._ended_through = 0
         self._stop: StopJob | None = None
 
     def add_generation(self, spec: GenerationSpec) -> bool:
-        """Takes a generation; False where it is not newer than what is known."""
+        """Record a generation; return False if a newer or equal one is known."""
         with self._lock:
             if self._newest is not None and spec.number <= self._newest.number:
                 return False
@@ -54,10 +55,10 @@ class ReceivedDirectives:
             return self._stop
 
     def is_generation_over(self, number: int, step: int) -> bool:
-        """Whether generation ``number`` must be left by a rank that finished ``step``.
+        """Return whether a rank that finished ``step`` must leave generation ``number``.
 
-        A generation with ``after_step`` leaves its predecessor in order, at that boundary; one without ends every
-        older generation at once, whatever boundary had been set before.
+        A newer generation with ``after_step`` ends its predecessor at that step; one without ends all older generations
+        at once, whatever step had been set before.
         """
         with self._lock:
             if self._stop is not None or self._ended_through > number:
@@ -68,12 +69,12 @@ class ReceivedDirectives:
             return newest.after_step is None or step >= newest.after_step
 
     def is_superseded(self, number: int) -> bool:
-        """Whether a newer generation, or the end of the job, is known."""
+        """Return whether a newer generation, or the end of the job, is known."""
         with self._lock:
             return self._next(number) is not None
 
     def wait_next(self, number: int, timeout_s: float | None = None) -> GenerationSpec | StopJob | None:
-        """What follows generation ``number``: a newer one or the end of the job; None when the time is up."""
+        """Wait for the directive after generation ``number``: a newer one or the end of the job; None on time-out."""
         with self._changed:
             self._changed.wait_for(lambda: self._next(number) is not None, timeout_s)
             return self._next(number)
@@ -86,8 +87,7 @@ class ReceivedDirectives:
         return None
 
 
-# ---- presence
-# Where the main thread is with respect to generations, and how the signal thread gets it out of one.
+# ---- membership: the main thread's state in a generation, and how the signal thread gets it out
 
 
 class MembershipState(Enum):
@@ -97,15 +97,19 @@ class MembershipState(Enum):
 
 
 class GenerationMembership:
-    """Three places: out of any generation, joining one, inside one (the training function runs).
+    """Tracks whether the main thread is outside of generations, joining one or inside one (in the training function).
 
-    The lock makes ``abort`` and the moves exclude each other, so that what is aborted is never the generation that
-    the main thread has gone on to.
+    The lock makes ``abort`` and the transitions exclude each other, so that an abort never hits the generation that the
+    main thread has gone on to.
 
     Args:
-        abort: ends the collectives of this process.
-        cut_store: breaks the connection to the rendezvous store, for a thread that waits on it.
-        end_process: ends the process, when nothing else has helped.
+        directives: The received directives.
+        progress: The rank's progress.
+        interrupter: Interrupts the main thread.
+        abort_collectives: Ends the collectives of this process.
+        cut_store: Breaks the connection to the rendezvous store, for a thread that waits on it.
+        end_process: Ends the process, when nothing else has helped.
+        settings: Settings of this rank.
     """
 
     def __init__(
@@ -132,18 +136,18 @@ class GenerationMembership:
         self._abort_started_at = 0.0
         self._regroup_started_at: float | None = None
 
-    # --- the main thread
+    # --- for the main thread
 
     def join(self, number: int) -> None:
-        """Begins to join a generation."""
+        """Begin to join a generation."""
         self._move(MembershipState.JOINING, number)
 
     def enter(self) -> None:
-        """The generation joined is entered."""
+        """Enter the joined generation."""
         self._move(MembershipState.INSIDE, self._number)
 
     def leave(self) -> None:
-        """Out of it; nothing is aborted any more."""
+        """Leave the generation; nothing is aborted from now on."""
         self._move(MembershipState.OUTSIDE, self._number)
 
     def _move(self, state: MembershipState, number: int) -> None:
@@ -151,17 +155,17 @@ class GenerationMembership:
             self._state, self._number, self._abort_attempts = state, number, 0
 
     def is_over(self) -> bool:
-        """Whether the generation joined or entered must be left."""
+        """Return whether the generation joined or entered must be left."""
         step = self._progress.finished_step if self._state is MembershipState.INSIDE else -1
         return self._directives.is_generation_over(self._number, step)
 
     def take_regroup_start(self) -> float:
-        """When the present regrouping began (perf_counter): with the news of it, or now if there was none."""
+        """Return when the current regrouping began (perf_counter): when it was announced, or now if it was not."""
         with self._lock:
             began, self._regroup_started_at = self._regroup_started_at, None
         return perf_counter() if began is None else began
 
-    # --- the signal thread
+    # --- for the signal thread
 
     @property
     def state(self) -> MembershipState:
@@ -169,20 +173,20 @@ class GenerationMembership:
 
     @property
     def is_aborting(self) -> bool:
-        """Whether the main thread was told to leave and has not."""
+        """Whether the main thread was asked to leave and has not."""
         return self._abort_attempts > 0 and self._state is not MembershipState.OUTSIDE
 
     @property
     def must_leave(self) -> bool:
-        """Whether the training function runs in a generation that it was told to leave."""
+        """Whether the training function runs in a generation that it was asked to leave."""
         return self._abort_attempts > 0 and self._state is MembershipState.INSIDE
 
     def abort(self) -> None:
-        """Gets the main thread out where its generation is over. Called with the news, and again until it is out.
+        """Get the main thread out of a generation that is over. Called with the news, and again until it is out.
 
-        At first the collectives are ended and the thread is asked to leave. One that is still there at the next call
-        may be waiting on the store, whose connection is worth keeping otherwise; then its Python code is interrupted;
-        in the end the process is given up.
+        The first call ends the collectives and asks the thread to leave. The second also cuts the connection to the
+        store, which the thread may be waiting on. Later calls interrupt its Python code, and in the end give up the
+        process.
         """
         with self._lock:
             if self._state is MembershipState.OUTSIDE or not self.is_over():
@@ -196,7 +200,7 @@ class GenerationMembership:
             self._escalate(now - self._abort_started_at)
 
     def _escalate(self, elapsed_s: float) -> None:
-        """One more attempt, ``elapsed_s`` after the first."""
+        """Make one more attempt, ``elapsed_s`` after the first."""
         self._abort_collectives()
         if self._state is MembershipState.JOINING or self._abort_attempts > 1:
             self._cut_store()
@@ -213,11 +217,11 @@ logger = logging.getLogger(__name__)
 
 class VersionListener(Protocol):
     def handle_versions(self, notice: VersionNotice) -> None:
-        """What is committed, and what may be next."""
+        """Receive which version is committed and which may be next."""
 
 
 class DirectiveListener:
-    """The link's listener. ``enter`` and ``leave`` are the main thread's, the rest is called from the link's."""
+    """Listens to the link. The main thread calls ``enter`` and ``leave``; the link's thread calls the rest."""
 
     def __init__(
         self,
@@ -240,15 +244,15 @@ class DirectiveListener:
         self.version_listener: VersionListener | None = None
 
     def enter(self, spec: GenerationSpec, member: Member) -> None:
-        """The main thread takes part in ``spec`` from here on, beginning with its rendezvous."""
+        """Begin to take part in ``spec``, from its rendezvous on."""
         self._watchdog.enter(spec.spec.hang_threshold_s)
         self._spec, self._member = spec, member
 
     def leave(self) -> None:
-        """It takes part in nothing."""
+        """Take part in no generation."""
         self._spec = self._member = self.version_listener = None
 
-    # --- the link's thread
+    # --- for the link's thread
 
     def handle_message(self, message: FromAgent) -> None:
         if isinstance(message, NewGeneration):
@@ -289,16 +293,16 @@ class DirectiveListener:
         )
 
     def _begun(self, spec: GenerationSpec) -> int:
-        """The last step begun in ``spec``: the main thread may still count those of the generation before."""
+        """Return the last step begun in ``spec``: the main thread may still count steps of the previous generation."""
         return self._progress.begun_step if self._progress.generation == spec.number else 0
 
     def _stack_in_a_hang(self, following: GenerationSpec) -> str:
-        """Where the main thread waits when a hang ends its generation; taken before anything is aborted."""
+        """Return the main thread's stack if a hang ends its generation, before anything is aborted."""
         hung = following.reason is GenerationReason.RANK_HUNG and self._membership.state is MembershipState.INSIDE
         return main_stack(self._settings.max_stack_bytes) if hung else ""
 
     def _log_hang(self, spec: GenerationSpec, stack: str) -> None:
-        """The agent may name a stopped rank long before anybody's watchdog looks: so every rank says where it stood."""
+        """Log where this rank stood: the agent may name a stopped rank long before any watchdog does."""
         logger.warning(
             "%s; until then this rank stood after step %d, in the last of %d collectives, at\n%s",
             spec.sentence,

@@ -1,4 +1,4 @@
-"""What happens around a training function's steps: nothing without Everstep, snapshots and fences with it."""
+"""Run the work around a training function's steps: snapshots, restore and exits from ended generations."""
 
 from __future__ import annotations
 
@@ -27,25 +27,24 @@ from everstep_trainer.snapshot.slot_negotiation import SnapshotOptions
 from everstep_trainer.snapshot.snapshotter import Snapshotter
 from everstep_trainer.state.tracked_state import TrackedState
 
-# ---- timeline
-# Where the time of a regrouping went.
+# ---- timeline of a regrouping
 
 
 class PhaseTimeline:
-    """Seconds by phase, one phase after the other without gaps; they sum up to the time from start to finish."""
+    """Seconds by phase, in sequence without gaps; their sum is the time from start to finish."""
 
     def __init__(self, began: float | None = None) -> None:
         self._last = perf_counter() if began is None else began
         self.phases_s: dict[str, float] = {}
 
     def end(self, phase: str) -> None:
-        """The time since the last call (or the start) belongs to ``phase``; more of the same phase adds up."""
+        """Assign the time since the last call (or the start) to ``phase``; repeated phases add up."""
         now = perf_counter()
         self.phases_s[phase] = self.phases_s.get(phase, 0.0) + now - self._last
         self._last = now
 
     def split_off(self, phase: str, parent: str, seconds: float) -> None:
-        """So much of the phase ``parent``, which has ended, was ``phase``; nothing where there was none of it."""
+        """Move this many seconds from the finished phase ``parent`` to ``phase``."""
         seconds = min(seconds, self.phases_s[parent])
         if seconds > 0.0:
             self.phases_s[phase] = self.phases_s.get(phase, 0.0) + seconds
@@ -53,39 +52,38 @@ class PhaseTimeline:
 
 
 class TrainingSession(Protocol):
-    """What ``Run`` tells, from the main thread."""
+    """The interface that ``Run`` calls from the main thread."""
 
     def track(self, objects: Mapping[str, object], options: SnapshotOptions) -> int:
-        """Restores the objects to the version agreed upon; returns the step it is of (0: from scratch)."""
+        """Restore the objects to the agreed version; return its step (0: from scratch)."""
 
     def before_update(self) -> None:
-        """An optimizer is about to change tracked state. May raise Regroup."""
+        """Wait until an optimizer may change tracked state. May raise Regroup."""
 
     def step_begun(self, step: int) -> None:
-        """A step begins."""
+        """Record that a step begins."""
 
     def raise_if_interrupted(self) -> None:
-        """A step is about to count as finished. Raises Regroup, or the error of a collective, where training code has
-        caught that."""
+        """Raise Regroup or a collective's error again if training code caught it, before a step counts as finished."""
 
     def step_finished(self, step: int) -> None:
-        """A step is finished, and the tracked state stands. May raise Regroup."""
+        """Record that a step is finished and snapshot the tracked state. May raise Regroup."""
 
     def report_loss(self, loss: torch.Tensor | float) -> None:
-        """The loss of the running step."""
+        """Report the loss of the running step."""
 
     def report_loss_refused(self, data_step: int, message: str) -> None:
-        """The guard of the training refused an update, on all ranks; said once."""
+        """Report once that the loss guard refused an update, on all ranks."""
 
     def record_wait(self, seconds: float) -> None:
-        """So long of the running step went by in a collective, where this rank waits for others."""
+        """Record seconds of the running step that this rank waited for others in a collective."""
 
     def atomic(self) -> AbstractContextManager[None]:
-        """A section in which no Regroup is raised from outside."""
+        """Return a section in which no Regroup is raised from outside."""
 
 
 class IdleSession:
-    """Keeps nothing: a script that runs without ``everstep-launch``."""
+    """The session of a script that runs without ``everstep-launch``; it stores nothing."""
 
     def track(self, objects: Mapping[str, object], options: SnapshotOptions) -> int:
         return 0
@@ -116,15 +114,15 @@ class IdleSession:
 
 
 class GenerationSession:
-    """Keeps one rank's state through one generation.
+    """Snapshots and restores one rank's state through one generation.
 
     Args:
-        connect_vault: makes the connection to the node's vault; called when state is tracked, or is sure to be.
-        send: to the agent; never blocks.
-        timeline: of the regrouping that led here; it ends with the first finished step.
-        start_from: a checkpoint on storage for when nothing in memory can be restored, and the job has not stored one
-            of its own; empty for none.
-        on_first_step: called once, after the first finished step was reported.
+        connect_vault: Makes the connection to the node's vault; called once state is tracked or certain to be.
+        send: Sends to the agent without blocking.
+        timeline: The timeline of the regrouping so far; it ends with the first finished step.
+        start_from: Checkpoint on storage, used if memory holds nothing restorable and the job has stored none of its
+            own; empty for none.
+        on_first_step: Called once, after the first finished step was reported.
     """
 
     def __init__(
@@ -155,7 +153,7 @@ class GenerationSession:
         self._snapshotter: Snapshotter | None = None
         self._restored: Version | None = None
         self._restoration: Restoration | None = None
-        if group.spec.restore.floor is not None:  # what was committed is restored for certain
+        if group.spec.restore.floor is not None:  # a committed version is restored for certain
             self._restoration = self._new_restoration()
             self._restoration.start()
 
@@ -164,7 +162,7 @@ class GenerationSession:
         return self._group.spec
 
     def track(self, objects: Mapping[str, object], options: SnapshotOptions) -> int:
-        """See Keeper. Raises ValueError when called twice: one call names all that belongs together."""
+        """Restore and track the objects; see `TrainingSession`. Raises ValueError on a second call."""
         if self._snapshotter is not None:
             raise ValueError("run.track was called before in this generation: name everything in one call")
         self._end_phase("build")
@@ -193,13 +191,13 @@ class GenerationSession:
         return step
 
     def _start_from_storage(self, objects: Mapping[str, object], state: TrackedState) -> int:
-        """From what the job stored, or was told to begin with; returns the step, 0 where there is neither."""
+        """Restore from the job's stored checkpoints or its starting checkpoint; return the step, 0 without either."""
         group, rule = self._group, self._spec.restore
         rank, world = group.member.rank, group.spec.world_size
 
         def read(url: str) -> ImportAttempt:
             from everstep_trainer.importers.importer import (
-                read_checkpoint,  # what it imports takes longer than a regrouping
+                read_checkpoint,  # importing this takes longer than a regrouping
             )
 
             return read_checkpoint(url, objects, state, rank, world)
@@ -229,7 +227,7 @@ class GenerationSession:
         )
 
     def before_update(self) -> None:
-        self._raise_if_over()  # first, while the state still stands
+        self._raise_if_over()  # first, while the state is still consistent
         if self._snapshotter is not None:
             with self._interrupter.atomic():  # shares a condition with the copier's thread
                 self._snapshotter.wait()
@@ -276,19 +274,19 @@ class GenerationSession:
         return self._interrupter.atomic()
 
     def handle_versions(self, notice: VersionNotice) -> None:
-        """From the signal thread: what is committed, and which step's version may be next."""
-        snapshotter = self._snapshotter  # ``close`` lets go of it
+        """Update, on the signal thread, which version is committed and which may be next."""
+        snapshotter = self._snapshotter  # ``close`` resets it
         if snapshotter is not None and notice.generation == self._spec.number:
             snapshotter.update_versions(notice.committed, notice.candidate, notice.pinned)
 
     def close(self) -> None:
-        """Ends the snapshots of this generation.
+        """End the snapshots of this generation.
 
-        A copy that has begun is completed: the optimizer waits for it before it changes anything, so while one runs
-        the live state is that of the last finished step, whatever else was interrupted.
+        A copy that has begun is completed. The optimizer waits for it before any change, so during a copy the live
+        state is that of the last finished step, whatever else was interrupted.
 
-        Lets go of all that was tracked: DistributedDataParallel's hook is in C++, where no cycle is found, and it tells
-        this of its waits. Models and optimizers of every generation would stay in memory.
+        All tracked objects are released. DistributedDataParallel's hook in C++ reports its waits to this object, and
+        the garbage collector does not see that cycle. Models and optimizers of every generation would stay in memory.
         """
         restoration, self._restoration = self._restoration, None
         if restoration is not None:
@@ -308,12 +306,12 @@ class GenerationSession:
             self._timeline.end(phase)
 
     def _report_resumed(self, step: int) -> None:
-        """The first finished step ends the failure's way."""
+        """Report the end of the regrouping, with the first finished step."""
         self._end_phase("first_step")
         assert self._timeline is not None
         self._timeline.split_off("compile", "first_step", compile_seconds_since(self._compiled_before_s))
         phases, self._timeline = self._timeline.phases_s, None
-        self._restoration = None  # only now: to unmap the slots takes a millisecond
+        self._restoration = None  # only now: unmapping the slots takes a millisecond
         self._send(
             Resumed(
                 job=self._spec.job,

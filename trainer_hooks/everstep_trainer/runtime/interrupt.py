@@ -1,15 +1,16 @@
-"""Calling a main thread back out of Python code.
+"""Interrupt a main thread in Python code.
 
-A collective is left by shutting its sockets; a main thread that loads data or computes is not in one. There are two
-ways to reach it. *Asking* raises ``Regroup`` where the thread calls a module next: a place like any other where a
-training function may raise, with nothing half done. *Interrupting* raises it between two byte codes, wherever that
-is. It works in any Python code, but an exception that arrives just after a lock was taken in Python code
-(``threading.Condition``, ``queue.Queue``, ``logging``) leaves it taken; so it comes second, when asking did not help.
-A thread that waits in Python's own C code (for a lock, a future, a socket, in ``sleep``) runs none of that code until a
-signal wakes it, so one is sent along, with a handler that does nothing.
+A collective is left by shutting its sockets, but a main thread that loads data or computes is not in one. Two ways
+reach it. *Asking* raises ``Regroup`` at the thread's next module call, where a training function may raise anyway and
+nothing is half done. *Interrupting* raises it between two byte codes, anywhere in Python code. An exception right after
+Python code took a lock (``threading.Condition``, ``queue.Queue``, ``logging``) leaves the lock taken. So interrupting
+comes second, when asking did not help.
 
-For the same reason locks that this package's own threads share with the main thread are plain ``threading.Lock``
-objects in ``with`` statements, where no such gap exists.
+A thread that waits in Python's own C code (for a lock, a future, a socket, in ``sleep``) runs no byte code until a
+signal wakes it. So a signal is sent along, with a handler that does nothing.
+
+For the same reason, locks that this package's threads share with the main thread are plain ``threading.Lock`` objects
+in ``with`` statements, which have no such gap.
 """
 
 from __future__ import annotations
@@ -33,26 +34,35 @@ class Regroup(BaseException):
     """The generation is over: leave the training function.
 
     A BaseException, so that ``except Exception`` in training code lets it pass. Code that catches it must raise it
-    again; what it protects is restored from a snapshot anyhow.
+    again; the state is restored from a snapshot in any case.
+
+    Example::
+
+        try:
+            validate(model)
+        except everstep.Regroup:
+            close_files()
+            raise
     """
 
 
 def _set_async_exception(thread_id: int, kind: type[BaseException] | None) -> None:
-    """Asks the interpreter to raise ``kind`` in a thread (None: takes an undelivered request back)."""
+    """Ask the interpreter to raise ``kind`` in a thread; None withdraws an undelivered request."""
     target = ctypes.py_object(kind) if kind is not None else None
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), target)
 
 
 WAIT_SLICE_S = 0.02
-"""Waits of the main thread, where they can be cut, end after so long and begin anew: what is raised between two slices
-arrives also where no signal wakes who waits, because it came a moment before, or is the training's own."""
+"""Length in seconds of one slice of a main thread's wait. An exception raised between two slices arrives even if no
+signal wakes the thread, because the signal came just before or because training code handles it."""
 
 WAKE_SIGNAL = signal.SIGURG
-"""Ignored where nobody handles it, so that one that comes late is no harm."""
+"""Ignored by default, so that a late one does no harm."""
 
 
 def _handle_wakes() -> bool:
-    """Whether this thread is one that signals wake, and the signal was free for it."""
+    """Install the handler and return whether signals wake this thread: it is the main thread and the signal was
+    free."""
     if threading.current_thread() is not threading.main_thread():
         return False
     if signal.getsignal(WAKE_SIGNAL) is signal.SIG_DFL:
@@ -61,7 +71,7 @@ def _handle_wakes() -> bool:
 
 
 def _woken(number: int, frame: object) -> None:
-    """Regroup is raised as this begins, and leaves it for whatever waits."""
+    """Do nothing: Regroup is raised as this function begins, and ends the interrupted wait."""
 
 
 class Interrupter:
@@ -79,27 +89,26 @@ class Interrupter:
         self._recorded_error: BaseException | None = None
 
     def record_interruption(self, error: BaseException) -> None:
-        """The running ``run`` was told by ``error``, Regroup or that of a collective, that its generation is over."""
+        """Record the error, Regroup or a collective's, that told the current ``run`` of its generation's end."""
         if self._recorded_error is None:
             words = f"the training function caught {type(error).__name__}: {error}"
             self._recorded_error = error if isinstance(error, Regroup) else dist.DistBackendError(words)
 
     def raise_if_interrupted(self) -> None:
-        """Where a step of the running ``run`` is about to count: raises again what it was told by, since training
-        code has caught that and gone on."""
+        """Raise the recorded error again before a step counts as finished, since training code has caught it."""
         if self._raised:
             raise Regroup
         if self._recorded_error is not None:
             raise self._recorded_error
 
     def request_regroup(self) -> None:
-        """From another thread: the running ``run`` ends with Regroup where it calls a module next."""
+        """End the current ``run`` with Regroup at its next module call; for another thread."""
         with self._lock:
             if self._open and not self._raised and self._module_hook is None:
                 self._module_hook = register_module_forward_pre_hook(self._at_module_call)
 
     def interrupt(self) -> bool:
-        """From another thread: makes the running ``run`` end with Regroup. False where there is none to end."""
+        """End the current ``run`` with Regroup; for another thread. Return False if none is running."""
         with self._lock:
             if not self._open or self._raised:
                 return False
@@ -122,7 +131,7 @@ class Interrupter:
             raise Regroup
 
     def run(self, function: Callable[[], None]) -> BaseException | None:
-        """Runs ``function`` and returns what it raised, or None. No interrupt is delivered outside of it."""
+        """Run ``function`` and return what it raised, or None. No interrupt is delivered outside of it."""
         failure: BaseException | None = None
         try:
             try:
@@ -138,7 +147,7 @@ class Interrupter:
 
     @contextmanager
     def atomic(self) -> Iterator[None]:
-        """Postpones an interrupt to the end of the block. For writes that must not be torn; keep them short."""
+        """Postpone an interrupt to the end of the block, for writes that must not be torn; keep them short."""
         with self._lock:
             self._atomic_depth += 1
         try:
@@ -169,36 +178,36 @@ class Interrupter:
                 self._module_hook = None
 
 
-# ---- waiting
-# Waiting for a collective in a way that can be given up.
+# ---- interruptible waits for collectives
 #
-# gloo wakes whoever waits for an operation when its connection closes, with one exception: an operation whose transfer
-# had begun (gloo/transport/tcp/pair.cc, ``signalException`` looks at neither ``rx_.ubuf`` nor ``tx_[i].ubuf``). Its
-# waiter sleeps until the group's time-out, in C++, where nothing reaches it. So waits that begin in Python are cut into
-# slices: between two of them the interpreter runs, and delivers what was raised in the thread. A message of one rank to
-# another cannot be waited for in slices: when the time is up gloo closes the connection (gloo/transport/tcp/pair.cc,
-# "Application timeout caused pair closure"). A thread waits for it, and the slices are those of waiting for the thread.
-# DistributedDataParallel without a communication hook waits in C++; there a process that cannot be freed is replaced
-# (``Presence``).
+# gloo wakes the waiters of a closed connection, except for an operation whose transfer had begun
+# (gloo/transport/tcp/pair.cc, ``signalException`` looks at neither ``rx_.ubuf`` nor ``tx_[i].ubuf``). That waiter
+# sleeps in C++ until the group's time-out, and nothing reaches it. So waits that begin in Python are cut into slices;
+# between two slices the interpreter delivers exceptions raised in the thread.
+#
+# A message from rank to rank cannot be awaited in slices: on time-out gloo closes the connection
+# (gloo/transport/tcp/pair.cc, "Application timeout caused pair closure"). Another thread waits for it, and the main
+# thread waits for that thread in slices. DistributedDataParallel without a communication hook waits in C++; a process
+# that hangs there is replaced (``GenerationMembership``).
 
 WAIT_SLICE = timedelta(seconds=WAIT_SLICE_S)
-"""Bounds how late a thread notices; one that is woken in time never sees it. A slice that ends costs some 10 us."""
+"""Longest delay until a thread notices the end of its generation. A slice that ends costs about 10 us."""
 
 POLL_S = 0.001
-"""Between two looks at a collective that a GPU computes."""
+"""Seconds between two checks of a collective that a GPU computes."""
 
 _original_wait = dist.Work.wait
 _is_over: Callable[[], bool] = bool
-"""Whether the main thread's generation is over: whoever waits there leaves between two slices."""
+"""Returns whether the main thread's generation is over; its waits then end between two slices."""
 _on_error: Callable[[BaseException], object] = bool
-"""Told what waits of the main thread end with, Regroup included: training code may catch it."""
+"""Receives the errors that end waits of the main thread, Regroup included, since training code may catch them."""
 
 
 _MESSAGES = [int(kind) for kind in (OpType.SEND, OpType.RECV, OpType.RECVANYSOURCE)]
 
 
 def _wait_in_slices(work: dist.Work, timeout: timedelta | None = None) -> bool:
-    """``Work.wait``: an explicit time-out is kept as it is."""
+    """Wait for ``work`` in slices; an explicit time-out is kept as it is."""
     if timeout is not None:
         return _original_wait(work, timeout)
     try:
@@ -217,13 +226,13 @@ def _wait_for_collective(work: dist.Work) -> bool:
             return _original_wait(work, WAIT_SLICE)
         except RuntimeError:
             if work.is_completed():
-                return _original_wait(work)  # at once; raises the work's own error, if that is what it was
+                return _original_wait(work)  # returns at once, or raises the work's own error
         if threading.current_thread() is threading.main_thread() and _is_over():
             raise Regroup
 
 
 def _wait_for_message(work: dist.Work) -> bool:
-    """In the main thread one that is given up is left to its thread, which ends with the connection or the group."""
+    """Wait in another thread; if the wait is given up, that thread ends with the connection or the group."""
     if threading.current_thread() is not threading.main_thread():
         return _original_wait(work)
     ended = threading.Lock()
@@ -248,22 +257,26 @@ def _wait_for_message(work: dist.Work) -> bool:
 
 
 def set_wait_callbacks(is_over: Callable[[], bool], on_error: Callable[[BaseException], object] = bool) -> None:
-    """Waits of the main thread that begin inside the training function raise Regroup once ``is_over`` is true;
-    ``on_error`` is told what they raise, but where they have a time-out of their own."""
-    global _is_over, _on_error  # one main thread, one training function
+    """Set the callbacks for waits of the main thread inside the training function.
+
+    Args:
+        is_over: Returns whether the generation is over; a wait then raises Regroup.
+        on_error: Receives the errors of waits without a time-out of their own.
+    """
+    global _over, _failed  # one main thread, one training function
     _is_over, _on_error = is_over, on_error
 
 
 def install_sliced_waits() -> None:
-    """Makes every ``work.wait()`` of this process, torch's own Python code included, one in slices.
+    """Make every ``work.wait()`` of this process wait in slices, including torch's own Python code.
 
-    For backends whose ``wait`` blocks the calling thread; NCCL's enqueues instead, and is to be left alone.
+    For backends whose ``wait`` blocks the calling thread. NCCL's ``wait`` enqueues instead and must be left alone.
     """
     dist.Work.wait = _wait_in_slices  # type: ignore[assignment]
 
 
 def wait_unless(work: dist.Work, is_over: Callable[[], bool]) -> None:
-    """Waits for a collective on host tensors; raises Regroup when ``is_over`` becomes true first."""
+    """Wait for a collective on host tensors; raise Regroup if ``is_over`` becomes true first."""
     while True:
         try:
             _original_wait(work, WAIT_SLICE)
@@ -277,10 +290,10 @@ def wait_unless(work: dist.Work, is_over: Callable[[], bool]) -> None:
 
 
 def poll_unless(work: dist.Work, is_over: Callable[[], bool]) -> None:
-    """Waits for a collective on GPU tensors; raises Regroup when ``is_over`` becomes true first.
+    """Wait for a collective on GPU tensors; raise Regroup if ``is_over`` becomes true first.
 
-    The work is asked whether it is done. NCCL must not be given a time-out: when one passes, torch marks the work as
-    failed and aborts the communicator.
+    The work is polled. NCCL must not be given a time-out: when one passes, torch marks the work as failed and aborts
+    the communicator.
     """
     while not work.is_completed():
         if is_over():

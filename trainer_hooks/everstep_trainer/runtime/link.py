@@ -1,7 +1,7 @@
-"""The line to the node's agent: one thread, one unix socket, for the life of the process.
+"""Connect a rank to its node's agent: one thread, one Unix socket, for the life of the process.
 
-The thread sleeps until a directive or the next tick is due. Training never waits for it: a message that the agent
-does not take at once is kept, and sent by this thread when it does; an agent that is gone is reconnected to for ever.
+The thread sleeps until a directive or the next tick is due. Training never waits for it: a message that the agent does
+not accept at once is kept and sent later. If the agent is gone, the thread tries to reconnect for ever.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ DEFAULT_TICK_S = 0.2
 
 
 class LinkListener(Protocol):
-    """What the link calls from its thread. Neither method may block."""
+    """The callbacks of the link's thread. None may block."""
 
     def handle_message(self, message: FromAgent) -> None:
-        """A directive came."""
+        """Handle a directive."""
 
     def make_tick(self) -> RankHeartbeat | None:
-        """A tick is due: looks after itself, and returns what to send (None: nothing yet)."""
+        """Check the rank's progress and return the heartbeat to send; None if there is none yet."""
 
     def is_aborting(self) -> bool:
-        """Whether pulses should come at ``abort_interval_s`` instead of the agent's interval."""
+        """Return whether to tick at ``abort_interval_s`` instead of the agent's interval."""
 
 
 class FrameOutbox:
-    """Frames on their way, oldest first, at most ``max_frames``; the one that is partly sent is never dropped."""
+    """Frames to send, oldest first, at most ``max_frames``; a partly sent frame is never dropped."""
 
     def __init__(self, max_frames: int) -> None:
         self._limit = max_frames
@@ -57,12 +57,12 @@ class FrameOutbox:
         self._frames.append(frame)
 
     def put_first(self, frames: list[bytes]) -> None:
-        """For a new connection: these go before all that waits, and a partly sent frame starts over."""
+        """Put frames first for a new connection, and send a partly sent frame from its beginning."""
         self._sent = 0
         self._frames.extendleft(reversed(frames))
 
     def flush(self, connection: socket.socket) -> None:
-        """Sends what the socket takes now. Raises OSError where the connection is gone."""
+        """Send what the socket accepts now. Raises OSError if the connection is gone."""
         while self._frames:
             frame = self._frames[0]
             try:
@@ -77,12 +77,13 @@ class FrameOutbox:
 
 
 class RankLink:
-    """The connection to ``agent.sock``.
+    """The connection to the agent's socket.
 
     Args:
-        hello: the first frame of every connection.
-        listener: called from the link's thread.
-        uniform: draws from [0, 1) for the back-off's jitter.
+        path: Path of the socket.
+        hello: The first frame of every connection.
+        listener: Called from the link's thread.
+        uniform: Draws from [0, 1) for the back-off's jitter.
     """
 
     def __init__(
@@ -112,7 +113,12 @@ class RankLink:
         self._thread = threading.Thread(target=self._run, name="everstep-link", daemon=True)
 
     def start(self, timeout_s: float) -> Welcome:
-        """Starts the thread; returns the agent's Welcome. Raises Unavailable when none came in time."""
+        """Start the thread and return the agent's Welcome.
+
+        Raises:
+            Unavailable: None came within ``timeout_s``.
+            VersionMismatch: The agent refused this version.
+        """
         self._thread.start()
         if not self._welcomed.wait(timeout_s):
             raise Unavailable(f"no agent answered at {self._path} within {timeout_s:.0f} s: is everstep-agent running?")
@@ -122,7 +128,7 @@ class RankLink:
         return self._welcome
 
     def send(self, message: ToAgent) -> None:
-        """Sends a message, at once where the agent takes it, else when it does. Never blocks; from any thread."""
+        """Send a message, at once or as soon as the agent accepts it. Never blocks; callable from any thread."""
         frame = encode_frame(message)
         with self._lock:
             self._outbox.put(frame)
@@ -132,14 +138,13 @@ class RankLink:
             self._wake()
 
     def send_persistent(self, message: ToAgent | None) -> None:
-        """Sends a message that stays true: it is said again after every reconnect, until the next
-        ``send_persistent``."""
+        """Send a message again after every reconnect, until the next call; None ends this."""
         self._persistent_message = message
         if message is not None:
             self.send(message)
 
     def close(self, detail: str) -> None:
-        """Says goodbye and ends the thread."""
+        """Say goodbye and end the thread."""
         self.send(Goodbye(detail=detail))
         self._closing.set()
         self._wake()
@@ -161,7 +166,7 @@ class RankLink:
         try:
             os.write(self._wake_write, b"\0")
         except BlockingIOError:
-            pass  # it has a wake-up waiting already
+            pass  # a wake-up is pending already
 
     # --- the thread
 
@@ -200,7 +205,7 @@ class RankLink:
         return connection
 
     def _pause(self, seconds: float) -> None:
-        """Waits for the next attempt, and keeps the pulse."""
+        """Wait for the next attempt, ticking meanwhile."""
         until = self._clock.monotonic() + seconds
         while not self._closing.is_set() and (left := until - self._clock.monotonic()) > 0:
             self._listener.make_tick()
@@ -236,7 +241,7 @@ class RankLink:
             return selectors.EVENT_READ | (selectors.EVENT_WRITE if self._outbox else 0)
 
     def _exchange(self, connection: socket.socket, decoder: FrameDecoder[FromAgent], events: int) -> bool:
-        """Sends and receives what is there; False at the end of the connection."""
+        """Send and receive what is ready; return False at the end of the connection."""
         if events & selectors.EVENT_WRITE:
             with self._lock:
                 self._flush()
@@ -265,7 +270,7 @@ class RankLink:
             self._listener.handle_message(message)
 
     def _tick(self) -> None:
-        """Ticks do not queue up: one that the agent cannot take now is worth nothing later."""
+        """Send a tick unless frames are waiting: a tick that is late is worthless."""
         tick = self._listener.make_tick()
         if tick is None:
             return

@@ -1,4 +1,4 @@
-"""How long this rank waits for others in collectives: what tells a slow rank from those that wait for it."""
+"""Measure how long this rank waits for others in collectives, to tell a slow rank from those that wait for it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 
 
 class CollectiveTimer:
-    """Times what runs inside ``measure`` and tells ``on_wait`` the seconds; for one thread.
+    """Times the blocks inside ``measure`` and passes the seconds to ``on_wait``; for one thread.
 
-    A collective on a GPU is timed there, by two events on the current stream, which is told when they have come to
-    pass: nothing waits for them, so the word may be a step late.
+    A collective on a GPU is timed by two events on the current stream. They are read once they have passed, without a
+    wait, so the seconds may be reported a step late.
     """
 
     def __init__(self, on_wait: Callable[[float], None]) -> None:
@@ -24,7 +24,7 @@ class CollectiveTimer:
 
     @contextmanager
     def measure(self, device: torch.device) -> Iterator[None]:
-        """Around a collective on tensors of ``device``. One that raises is not told of."""
+        """Time a collective on tensors of ``device``; one that raises is not reported."""
         if device.type != "cuda":
             began = perf_counter()
             yield

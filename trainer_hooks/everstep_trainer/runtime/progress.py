@@ -1,4 +1,4 @@
-"""How far this rank is: written by the main thread at step boundaries, read by the signal thread."""
+"""Record a rank's progress at step boundaries, and detect hangs from the signal thread."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from torch.distributed.tensor import DTensor
 from everstep.clock import Clock
 from everstep_trainer.config import HookSettings
 
-# ---- compiling
-# How long torch.compile has compiled in this process.
+# ---- time of torch.compile in this process
 
 _COUNTED = ("entire_frame_compile", "entire_backward_compile")
 
 
 def compile_seconds_since(before_s: float) -> float:
-    """Seconds since ``total_compile_s`` returned ``before_s``; ``torch.compiler.reset`` in between begins at zero."""
+    """Return seconds since ``total_compile_s`` returned ``before_s``, also across a ``torch.compiler.reset`` to
+    zero."""
     now_s = total_compile_s()
     return now_s - before_s if now_s >= before_s else now_s
 
 
 def total_compile_s() -> float:
-    """Seconds of all compilations so far, forward and backward; 0.0 where torch does not say.
+    """Return the seconds of all compilations so far, forward and backward; 0.0 if torch does not report them.
 
     Looking up a compiled graph in torch's cache counts as compiling it.
     """
-    utils = sys.modules.get("torch._dynamo.utils")  # what has not been imported has compiled nothing
+    utils = sys.modules.get("torch._dynamo.utils")  # a module that was not imported has compiled nothing
     if utils is None or not hasattr(utils, "calculate_time_spent"):
         return 0.0
     spent = utils.calculate_time_spent()
@@ -54,9 +54,9 @@ def _number(loss: torch.Tensor) -> torch.Tensor:
 
 
 class LatestLoss:
-    """The last reported loss, read when somebody asks and never waited for.
+    """The last reported loss, read on demand without a wait.
 
-    A CUDA tensor is copied to pinned memory beside the stream; until that copy is done the value before it stands.
+    A CUDA tensor is copied to pinned memory asynchronously; until the copy is done the previous value remains.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class LatestLoss:
         self._ready: Any = None  # a torch.cuda.Event; its methods carry no types
 
     def update(self, loss: torch.Tensor | float) -> None:
-        """Raises ValueError for what is not one number: whoever reads it later could tell nobody."""
+        """Set the loss. Raises ValueError unless it is one number: a later reader could report the error to nobody."""
         if not isinstance(loss, torch.Tensor):
             self._pending, self._value = None, float(loss)
             return
@@ -89,10 +89,12 @@ def _none() -> int:
 
 
 class StepProgress:
-    """Steps of one rank in one generation. ``finished_step`` is the last finished one (0: none); steps count from 1.
+    """Steps of one rank in one generation; written by the main thread, read by the signal thread.
 
-    ``begun_step``: the last step that was begun in this generation; the restored step, or 0, before the first.
-    ``snapshot_every``: how many steps apart snapshots are now; 0 where only what is to be committed is stored.
+    Attributes:
+        finished_step: The last finished step; steps count from 1, and 0 means none.
+        begun_step: The last step begun in this generation; before the first, the restored step or 0.
+        snapshot_every: Steps from one snapshot to the next; 0 if only versions to be committed are stored.
     """
 
     def __init__(self, window: int) -> None:
@@ -111,7 +113,7 @@ class StepProgress:
         self._count_collectives: Callable[[], int] = _none
 
     def enter(self, generation: int, rank: int, count_collectives: Callable[[], int]) -> None:
-        """A generation begins; steps counted so far belong to the one before."""
+        """Begin a generation; steps counted so far belong to the one before."""
         self.begun_step = 0  # first: the signal thread must not take it for a step of the new generation
         self.generation, self.rank = generation, rank
         self.finished_steps_here = 0
@@ -122,20 +124,20 @@ class StepProgress:
         self._count_collectives = count_collectives
 
     def leave(self) -> None:
-        """The generation is over: its process group is not asked any more, nor kept alive from here."""
+        """End the generation, and release its process group."""
         self._count_collectives = _none
 
     def resume_from(self, step: int) -> None:
-        """State of ``step`` stands restored."""
+        """Continue from the restored state of ``step``."""
         self.finished_step = self.begun_step = step
         self._step_began = perf_counter()
 
     def record_wait(self, seconds: float) -> None:
-        """So long of the running step this rank waited for others, in a collective that all of them take part in."""
+        """Record seconds of the running step that this rank waited for others in a collective of all ranks."""
         self._waited_s = (self._waited_s or 0.0) + seconds
 
     def begin_step(self, step: int) -> None:
-        """A step begins."""
+        """Record that a step begins."""
         self.begun_step = max(self.begun_step, step)
 
     def finish_step(self, step: int) -> None:
@@ -151,24 +153,23 @@ class StepProgress:
 
     @property
     def median_step_s(self) -> float:
-        """Median of the late steps' durations; before any, that of the generation before (0.0 at first)."""
-        durations = list(self._durations)  # at once: the main thread goes on adding to it
+        """Median duration of the last steps; before the first, that of the previous generation (0.0 at first)."""
+        durations = list(self._durations)  # one copy, since the main thread keeps adding to it
         return median(durations) if durations else self._before_s
 
     @property
     def median_busy_s(self) -> float | None:
-        """Median of what was left of late steps without the waits that were told of; None where none was."""
+        """Median duration of the last steps without recorded waits; None if no wait was recorded."""
         busy = list(self._busy)
         return median(busy) if busy else None
 
     @property
     def collective_count(self) -> int:
-        """Collectives begun in this generation."""
+        """Number of collectives begun in this generation."""
         return self._count_collectives()
 
 
-# ---- watchdog
-# Hangs, by this rank's own measure: no step finished for many times as long as steps take.
+# ---- watchdog: no finished step for many times the usual duration is a hang
 
 
 class Stall(msgspec.Struct, frozen=True):
@@ -179,14 +180,14 @@ class Stall(msgspec.Struct, frozen=True):
 
 
 class HangWatchdog:
-    """Looks at a rank's progress from the signal thread; says each stall, and again when it is twice as long.
+    """Watches a rank's progress from the signal thread; reports each stall, and again when it is twice as long.
 
-    Steps and collectives that are begun are progress. What was called a stall and is as slow at the next try, in a
-    generation of fresh groups, is the training's own: an evaluation or a save, say. It has twice the time at each try,
-    and once it was made, twice as long as that took is allowed from then on. A threshold that the job gives stays.
+    Begun steps and collectives are progress. A step that was reported as a stall may be as slow in the next generation
+    too; then it is the training's own, such as an evaluation or a save. Each attempt gets twice the time, and once the
+    step was finished, twice its duration is allowed from then on. A threshold that the job sets stays fixed.
 
-    It doubts itself first: when its own looks came late (the process was stopped, or the machine starved), time that
-    nobody observed does not count, since it says nothing about the step.
+    The watchdog discounts its own delays. If its checks came late (the process was stopped, or the machine was
+    overloaded), the unobserved time does not count, since it says nothing about the step.
     """
 
     def __init__(self, settings: HookSettings, clock: Clock) -> None:
@@ -199,12 +200,12 @@ class HangWatchdog:
         self._last_check_at = self._since
         self._reported_s = 0.0
         self._suspected_stall: tuple[int, float] | None = (
-            None  # after which step a stall was said, and at which threshold
+            None  # the step after which a stall was reported, and its threshold
         )
         self._allowed_s = 0.0
 
     def enter(self, configured_s: float | None) -> None:
-        """A generation begins. ``configured_s`` is the job's threshold, or None to follow the step time."""
+        """Begin a generation. ``configured_s`` is the job's threshold, or None to follow the step time."""
         self._configured_s = configured_s
         self._restart()
 
@@ -213,7 +214,7 @@ class HangWatchdog:
         self._reported_s = 0.0
 
     def threshold_s(self, progress: StepProgress) -> float:
-        """Seconds without progress that are a stall for this rank now."""
+        """Return the seconds without progress that count as a stall of this rank now."""
         s = self._settings
         if self._configured_s is not None:
             return (
@@ -227,7 +228,7 @@ class HangWatchdog:
         return steady if progress.finished_steps_here >= s.hang_warmup_steps else max(steady, s.first_step_allowance_s)
 
     def check(self, progress: StepProgress) -> Stall | None:
-        """A stall that is to be said, or None."""
+        """Return a stall to report, or None."""
         now = self._clock.monotonic()
         threshold = self.threshold_s(progress)
         unobserved = now - self._last_check_at
@@ -249,7 +250,7 @@ class HangWatchdog:
         return Stall(stalled, threshold)
 
     def _learn_allowance(self, position: tuple[int, int, int], lasted_s: float) -> None:
-        """Steps came to their end since the last look, or a generation began."""
+        """Learn from steps that finished since the last check, or in the previous generation."""
         made = position[0] == self._last_position[0] and position[1] > self._last_position[1]
         if made and self._suspected_stall is not None and self._suspected_stall[0] == self._last_position[1]:
             if lasted_s > self._suspected_stall[1]:
@@ -258,13 +259,13 @@ class HangWatchdog:
 
 
 def main_stack(limit_bytes: int) -> str:
-    """The main thread's Python stack, cut to ``limit_bytes``."""
+    """Return the main thread's Python stack, cut to ``limit_bytes``."""
     frame = sys._current_frames()[threading.main_thread().ident or 0]
     return _cut("".join(traceback.format_stack(frame)), limit_bytes)
 
 
 def all_stacks(limit_bytes: int) -> str:
-    """Every Python thread's stack, main thread first, cut to ``limit_bytes``."""
+    """Return every Python thread's stack, main thread first, cut to ``limit_bytes``."""
     names = {t.ident: t.name for t in threading.enumerate()}
     main = threading.main_thread().ident
     frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != main)

@@ -1,4 +1,4 @@
-"""Into a generation's process group, and out of it, in the same process."""
+"""Join and leave a generation's process group within the same process."""
 
 from __future__ import annotations
 
@@ -25,23 +25,17 @@ from everstep_trainer.runtime import abort
 from everstep_trainer.runtime.abort import CollectiveBackend
 from everstep_trainer.runtime.interrupt import Regroup, poll_unless, wait_unless
 
-# ---- meshes
-# Device meshes of one process that plays different ranks in the course of time, told apart.
+# ---- device meshes of a process that changes its rank
 #
-# torch remembers what it worked out for an operation on DTensors (where its output lies, what is to be sent) by the
-# meshes of its inputs, in every thread that computes, and compares meshes by the ranks in them: not by the place this
-# process has among those, nor by process group. After a regrouping that gives it another rank, the first ``detach`` of
-# a
-# parameter would come back on the mesh of an older generation: with another rank's offsets, and with the names of
-# groups
-# in which this process no longer is. The same after one in which the model is laid out in another way, and so makes
-# other
-# groups: they are named by counting.
+# torch caches what it worked out for an operation on DTensors (the layout of its output, what to send) by the meshes of
+# its inputs. It compares meshes by their ranks, not by this process's place among them or by process group. After a
+# regrouping that changes the rank, the first ``detach`` of a parameter would return a mesh of an older generation: with
+# another rank's offsets, and with names of groups that this process has left. The same happens after a regrouping that
+# lays the model out differently and so makes other groups, which are named by counting.
 #
-# A mesh does carry what tells ranks apart that are threads of one process, and is compared by it. Here the rank goes
-# there, and the names of the groups. So a process that keeps its rank and its layout keeps what torch remembers, which
-# is
-# about 0.1 s of its first step.
+# A mesh has a field that tells apart ranks that are threads of one process, and takes part in comparisons. The rank and
+# the names of the groups go there. A process that keeps its rank and its layout keeps torch's cache, which saves about
+# 0.1 s in its first step.
 
 _original_init = DeviceMesh.__init__
 _numbers: dict[tuple[object, ...], int] = {}
@@ -56,7 +50,7 @@ def _init_for_rank(mesh: DeviceMesh, *args: Any, **options: Any) -> None:
 
 
 def _number_of(mesh: DeviceMesh) -> int:
-    """One number for each rank with each set of groups; a part of a mesh has its root's groups, or some besides."""
+    """Return one number per rank and set of groups; a submesh has its root's groups and possibly more."""
     root = mesh._get_root_mesh()
     groups = tuple(getattr(mesh, "_dim_group_names", ()))
     of_root = None if root is mesh else root._thread_id
@@ -64,8 +58,7 @@ def _number_of(mesh: DeviceMesh) -> int:
 
 
 def patch_mesh_equality() -> None:
-    """From here on a mesh of this process equals one over the same ranks only where the process had the same rank, and
-    the groups in it have the same names."""
+    """Make meshes of this process equal only if ranks, this process's rank and the names of the groups are equal."""
     DeviceMesh.__init__ = _init_for_rank  # type: ignore[method-assign, assignment]
 
 
@@ -75,11 +68,11 @@ CONNECT_RETRY_S = 0.01
 CONNECT_TIMEOUT_S = 2.0
 RELEASE_TIMEOUT_S = 0.5
 ABORT_WAIT_S = 5.0
-"""How long a communicator's abort is waited for before its group is destroyed. Destroying first would wait for what
-hangs, and the abort for that."""
+"""How long to wait for a communicator's abort before its group is destroyed. Destroying first would wait for the hung
+operation, and the abort for the destruction."""
 BOUNDARY_JOIN_S = 3600.0
-"""Longest wait for the members of a generation that begins at a boundary: a newcomer is there long before the others,
-who may have steps of minutes to finish. The controller's deadlines end it where somebody does not come."""
+"""Longest wait for the members of a generation that begins at a step boundary. A newcomer arrives long before the
+others, whose steps may take minutes. The controller's deadlines end the wait if a member does not come."""
 
 
 class GenerationGroup:
@@ -95,26 +88,26 @@ class GenerationGroup:
 
     @property
     def mesh(self) -> DeviceMesh:
-        """A one-dimensional mesh over all ranks, made when first asked for. Users build other shapes from it."""
+        """A one-dimensional mesh over all ranks, made on first use. Users build other shapes from it."""
         if self._mesh is None:
             self._mesh = init_device_mesh(self.device.type, (self.spec.world_size,))
         return self._mesh
 
     def count_collectives(self) -> int:
-        """Collectives this rank has begun in the group; cheap, and safe from any thread."""
+        """Return the number of collectives this rank has begun in the group; cheap, and safe from any thread."""
         return int(self._group._get_sequence_number_for_group())
 
 
 def device_for(backend: CollectiveBackend, local_rank: int) -> torch.device:
-    """The device a local rank computes on: its CUDA device under NCCL, the CPU otherwise."""
+    """Return the device of a local rank: its CUDA device under NCCL, otherwise the CPU."""
     return torch.device("cuda", local_rank) if "nccl" in backend.name else torch.device("cpu")
 
 
 class Rendezvous:
     """Joins and leaves generations.
 
-    ``join`` blocks in torch's C++ code, on the store and on peers. All that it can block on hangs on sockets of this
-    process: ``cut_store`` here and the backend's ``abort``, from the signal thread, end it within milliseconds.
+    ``join`` blocks in torch's C++ code, on the store and on peers, and always on sockets of this process. ``cut_store``
+    and the backend's ``abort``, called from the signal thread, end it within milliseconds.
     """
 
     def __init__(self, backend: CollectiveBackend, settings: HookSettings) -> None:
@@ -128,13 +121,15 @@ class Rendezvous:
         self._releasing: list[threading.Thread] = []
         self.group: GenerationGroup | None = None
 
-    # --- in
+    # --- joining
 
     def join(self, spec: GenerationSpec, member: Member, is_over: Callable[[], bool]) -> None:
-        """Forms ``group``, the process group of ``spec``, together with its other members.
+        """Form ``group``, the process group of ``spec``, together with its other members.
 
-        Raises Regroup when ``is_over`` became true meanwhile, RuntimeError (torch's network errors are such) when the
-        store or a member did not answer within ``join_timeout_s``.
+        Raises:
+            Regroup: ``is_over`` became true meanwhile.
+            RuntimeError: The store or a member did not answer within ``join_timeout_s`` (torch's network errors are
+                such).
         """
         try:
             self.group = self._join(spec, member, is_over)
@@ -147,7 +142,7 @@ class Rendezvous:
 
     def _join(self, spec: GenerationSpec, member: Member, is_over: Callable[[], bool]) -> GenerationGroup:
         base = self._connect(spec.store, is_over)
-        if is_over():  # whoever cuts the connection from here on breaks what follows
+        if is_over():  # cutting the connection from now on breaks the calls below
             raise Regroup
         store = PrefixStore(f"g{spec.number}", base)
         device = device_for(self._backend, member.local_rank)
@@ -160,7 +155,7 @@ class Rendezvous:
         return group
 
     def _connect(self, address: str, is_over: Callable[[], bool]) -> TCPStore:
-        """The store's connection: the one there is, where it is to the same address and whole."""
+        """Return the connection to the store; reuse the present one if it is intact and has the same address."""
         wanted = split_address(address)
         if (
             self._connection is not None
@@ -178,7 +173,7 @@ class Rendezvous:
         return self._connection
 
     def _wait_reachable(self, address: tuple[str, int], is_over: Callable[[], bool]) -> None:
-        """Until something listens there: TCPStore's own attempts cannot be interrupted, and are loud."""
+        """Wait until something listens there: TCPStore's own attempts cannot be interrupted, and log loudly."""
         deadline = perf_counter() + self._settings.join_timeout_s
         while True:
             try:
@@ -193,8 +188,8 @@ class Rendezvous:
 
     def _initialize(self, store: Store, rank: int, spec: GenerationSpec) -> None:
         hook = sys.excepthook
-        # An initialization that failed has counted its group all the same, and the count names the next one: ranks
-        # that failed differently often would look for one another under different keys.
+        # A failed initialization has counted its group all the same, and the count names the next group. Ranks with
+        # different numbers of failures would look for one another under different keys.
         dist.distributed_c10d._world.group_count = 0
         dist.init_process_group(
             self._backend.name,
@@ -203,13 +198,13 @@ class Rendezvous:
             world_size=spec.world_size,
             timeout=timedelta(seconds=self._settings.join_timeout_s if spec.after_step is None else BOUNDARY_JOIN_S),
         )
-        sys.excepthook = hook  # torch wraps it anew each time, which would nest as generations pass
+        sys.excepthook = hook  # torch wraps it each time, which would nest over generations
 
     def _first_all_reduce(self, device: torch.device, world_size: int, is_over: Callable[[], bool]) -> None:
-        """A first all-reduce: everybody is there, and every connection carries data.
+        """Run a first all-reduce, to prove that all ranks are there and every connection carries data.
 
-        On a GPU the ranks meet over gloo before: once a collective waits for the set-up of NCCL's communicator, the
-        set-up cannot be aborted any more (see ``NcclBackend``).
+        On a GPU the ranks meet over gloo first. Once a collective waits for the set-up of NCCL's communicator, the
+        set-up can no longer be aborted (see ``NcclBackend``).
         """
         self._backend.connect(device)
         present = torch.ones(1)
@@ -220,12 +215,13 @@ class Rendezvous:
         if int(present.item()) != world_size:
             raise RuntimeError(f"{int(present.item())} of {world_size} ranks took part in the first all-reduce")
 
-    # --- out
+    # --- leaving
 
     def leave(self, *, must_abort: bool) -> None:
-        """Destroys all process groups of the process, if there are any; ``release`` lets go of what they hold.
+        """Destroy all process groups of the process; ``release`` then frees what they hold.
 
-        ``must_abort``: they are aborted first, with whatever still waits in them.
+        Args:
+            must_abort: Abort the groups first, with all operations that still wait in them.
         """
         self._retire(self.group)
         self.group = None
@@ -243,10 +239,10 @@ class Rendezvous:
             self._retired.append(group)
 
     def release(self) -> None:
-        """Drops the last references to groups that were left, beside the caller: call it when nobody else has any.
+        """Drop the last references to groups that were left; call it when nobody else has any.
 
-        A group's destructor waits for its threads, which takes gloo 10 to 20 ms, and for an operation that nobody can
-        wake (see ``waiting``) until its time-out. It does so without the GIL.
+        A group's destructor waits for its threads, which takes gloo 10 to 20 ms. For an operation that nobody can wake
+        (see the module interrupt) it waits until the time-out. It runs without the GIL, in a thread of its own.
         """
         retired, self._retired = self._retired, []
         self._releasing = [thread for thread in self._releasing if thread.is_alive()]
@@ -256,7 +252,7 @@ class Rendezvous:
             self._releasing.append(thread)
 
     def close(self) -> None:
-        """The end of the process is near: a destructor that returned while the interpreter ends would abort it."""
+        """Clean up before the process ends: a destructor that returns while the interpreter ends would abort it."""
         self.leave(must_abort=False)
         self._drop_connection()
         self.release()
@@ -268,7 +264,7 @@ class Rendezvous:
         self._connection = None
 
     def cut_store(self) -> None:
-        """From another thread: breaks the connection to the store, so that nobody waits on it any longer."""
+        """Break the connection to the store from another thread, so that nobody waits on it any longer."""
         if self._address is None:
             return
         port = self._address[1]
@@ -278,7 +274,7 @@ class Rendezvous:
 
 
 def _is_connected(connection: TCPStore) -> bool:
-    """Whether the store's host is the one that it was connected to: one that ended has another at its address."""
+    """Return whether the store is still the one connected to: a new host may listen at the address of an ended one."""
     try:
         connection.check(["answers"])
     except RuntimeError:
@@ -287,6 +283,6 @@ def _is_connected(connection: TCPStore) -> bool:
 
 
 def _bind_like(store_host: str) -> None:
-    """A job that meets on the loopback interface computes on it too: gloo would listen on the host's address."""
+    """Bind gloo to the loopback interface if the store is there; gloo would listen on the host's address."""
     if store_host in ("127.0.0.1", "localhost", "::1"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -1,4 +1,4 @@
-"""A rank's life under ``everstep-launch``: one training function, entered once in each generation."""
+"""Run one rank under ``everstep-launch``: call its training function once in each generation."""
 
 from __future__ import annotations
 
@@ -40,11 +40,10 @@ from everstep_trainer.runtime.link import RankLink
 from everstep_trainer.runtime.progress import StepProgress
 from everstep_trainer.runtime.regroup import GenerationGroup, Rendezvous
 
-# ---- blame
-# Whose fault an exception is: a lost peer shows as an error in the training function, and is none of its own.
+# ---- error attribution: a lost peer shows as an error of the training function
 
-# How the errors of gloo and NCCL begin that are plain RuntimeErrors (torch 2.13: gloo's name their source file). What
-# only speaks of a connection may come from a user's own: data from the network, say.
+# Beginnings of those errors of gloo and NCCL that are plain RuntimeErrors (torch 2.13; gloo's name their source file).
+# An error that only mentions a connection may come from user code, such as data from the network.
 _COMMUNICATION = re.compile(
     r"\[(enforce fail at )?[^\]\s]*gloo/[^\]\s]*:\d+\]|Gloo connectFullMesh failed|\[Rank \d+\]: .*monitoredBarrier"
     r"|NCCL [Ee]rror( in:| \d)"
@@ -54,7 +53,7 @@ _TYPES = (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
 
 
 def is_communication_error(error: BaseException) -> bool:
-    """Whether the error, or one it was raised from, is that of a collective or the rendezvous store."""
+    """Return whether the error, or one it was raised from, comes from a collective or the rendezvous store."""
     return any(_is_one(e) for e in _chain(error))
 
 
@@ -74,11 +73,13 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 
 class UnattributedFailures:
-    """Communication errors of this rank in groups that had come about, generation after generation, at the same step,
-    with nobody lost: whatever raises them does so at each try.
+    """Counts communication errors at the same step, generation after generation, in complete groups without a lost
+    rank.
+
+    Such errors recur at every attempt.
 
     Args:
-        limit: with so many in a row they are the training function's own.
+        limit: Number in a row from which they count as the training function's own.
     """
 
     def __init__(self, limit: int) -> None:
@@ -87,14 +88,14 @@ class UnattributedFailures:
         self._count = 0
 
     def count_failure(self, step: int, reason: GenerationReason) -> bool:
-        """Counts one after step ``step`` of a generation begun for ``reason``; whether the limit is reached."""
+        """Count a failure after ``step`` of a generation begun for ``reason``; return whether the limit is reached."""
         again = step == self._step and reason is GenerationReason.COLLECTIVE_FAILED
         self._step, self._count = step, self._count + 1 if again else 1
         return self._count >= self._limit
 
 
 def describe_error(error: BaseException, limit: int = 4096) -> str:
-    """One line: the class and what it says; of a traceback in there (a worker process's), the end."""
+    """Return the error's class and message in one line; of a worker process's traceback, only the end."""
     lines = [line.strip() for line in _words(error).splitlines() if line.strip()]
     if len(lines) > 2 and any(line.endswith(_TRACEBACK) for line in lines):
         lines = [lines[0], lines[-1]]
@@ -103,7 +104,7 @@ def describe_error(error: BaseException, limit: int = 4096) -> str:
 
 
 def full_traceback(error: BaseException, limit: int = 65_000) -> str:
-    """The traceback with causes; cut in front where it is longer than ``limit`` characters, since the end says most."""
+    """Return the traceback with causes; only the end if it is longer than ``limit`` characters."""
     return _sendable("".join(traceback.format_exception(error)))[-limit:]
 
 
@@ -115,12 +116,12 @@ def _words(error: BaseException) -> str:
 
 
 def _sendable(text: str) -> str:
-    """Without surrogates, which names of files have where they are not text, and which no message can hold."""
+    """Escape surrogates, which occur in file names that are not text and which no message can hold."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def clear_frames(error: BaseException | None) -> None:
-    """Lets go of every local variable the error's frames hold: the model, and with it the old process group."""
+    """Release every local variable in the error's frames: the model, and with it the old process group."""
     if error is None:
         return
     for one in _chain(error):
@@ -129,16 +130,15 @@ def clear_frames(error: BaseException | None) -> None:
             one.__traceback__ = None
 
 
-# ---- thread state
-# The main thread's torch state, put back after an interrupt.
+# ---- restore the main thread's torch state after an interrupt
 #
-# An exception raised between two byte codes can hit the exit of a context manager just before it restores what it
-# changed: gradients stay off, or a checkpointed block's hooks stay installed. Such state belongs to the thread, not to
-# objects that go away, so the next generation would inherit it.
+# An exception between two byte codes can hit the exit of a context manager just before it restores what it changed.
+# Gradients then stay off, or a checkpointed block's hooks stay installed. Such state belongs to the thread, so the next
+# generation would inherit it.
 
 
 def reset_thread_state() -> None:
-    """Grad mode on, autocast off, no saved-tensor hooks, no determinism of a checkpoint's recomputation left over."""
+    """Reset grad mode, autocast, saved-tensor hooks and the determinism of a checkpoint's recomputation."""
     torch.set_grad_enabled(True)
     for device in ("cpu", "cuda"):
         torch.set_autocast_enabled(device, False)
@@ -147,7 +147,7 @@ def reset_thread_state() -> None:
 
 
 def _drop_saved_tensor_hooks() -> None:
-    """torch has no public way to look at this stack; a version without these functions keeps what it has."""
+    """Drop saved-tensor hooks; torch has no public function, and a version without the private ones keeps its hooks."""
     autograd = torch._C._autograd
     top = getattr(autograd, "_top_saved_tensors_default_hooks", None)
     if top is None:
@@ -160,33 +160,32 @@ logger = logging.getLogger(__name__)
 
 TrainingFunction = Callable[[Run], None]
 REPLACEMENT_WAIT_S = 0.5
-"""A process that replaces another hears of its generation within this; a spare's may wait for hours."""
+"""Longest wait until a process that replaces another hears of its generation; a spare's wait may take hours."""
 
 
 def _show(text: str) -> None:
-    """On stderr, where the training function has left one that takes it: the job hears of it in any case."""
+    """Print to stderr, if the training function left a usable one; the job hears of it in any case."""
     with contextlib.suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)
 
 
 def _is_return(failure: BaseException) -> bool:
-    """``sys.exit()`` in the training function."""
+    """Return whether the training function ended by ``sys.exit()`` with status 0."""
     return isinstance(failure, SystemExit) and failure.code in (None, 0)
 
 
 def _end_child(failure: BaseException | None) -> None:
-    """The end of a child that training code forked by hand and let leave the training function: it speaks for nobody,
-    whatever of its parent's connections it has."""
+    """End a child that training code forked and let leave the training function: it must not speak for its parent."""
     if failure is not None and not _is_return(failure):
         _show(full_traceback(failure))
     os._exit(0 if failure is None or _is_return(failure) else 1)
 
 
 class Worker:
-    """One rank's process. For the main thread.
+    """The process of one rank. For the main thread.
 
     Args:
-        assignment: its local rank is known (a standby was promoted before).
+        assignment: Its local rank is known; a standby was promoted before.
     """
 
     def __init__(self, assignment: WorkerAssignment, settings: HookSettings, clock: Clock) -> None:
@@ -233,14 +232,18 @@ class Worker:
         self._unattributed = UnattributedFailures(settings.max_unattributed_failures)
 
     def run(self, train: TrainingFunction) -> None:
-        """Takes part in generation after generation until the job is stopped.
+        """Take part in generation after generation until the job is stopped.
 
-        Returns when the job ended well; raises SystemExit(1) when it did not, and KeyboardInterrupt when the training
-        function raised that. There ``sys.exit()`` is a return, and with another status an error like any: what a rank
-        leaves with, all must hear of. Raises Unavailable when no agent answers at the start.
+        ``sys.exit()`` in the training function counts as a return; with another status it is an error like any other.
+        Returns when the job ended well.
+
+        Raises:
+            SystemExit: With status 1, the job did not end well.
+            KeyboardInterrupt: The training function raised it.
+            Unavailable: No agent answers at the start.
         """
         self._welcome = self._link.start(self._settings.agent_connect_timeout_s)
-        gc.freeze()  # what was imported is not garbage: a collection between generations then costs microseconds
+        gc.freeze()  # imports are not garbage: a collection between generations then costs microseconds
         detail = "failed"
         try:
             self._run_generations(train)
@@ -253,7 +256,7 @@ class Worker:
 
     @cached_property
     def _vault(self) -> VaultClient:
-        """Connected to when something is tracked first; kept for the life of the process."""
+        """The connection to the vault, made when something is first tracked and kept for the life of the process."""
         assert self._welcome is not None
         return VaultClient(self._welcome.vault_socket, clock=self._clock)
 
@@ -277,10 +280,10 @@ class Worker:
                 self._take_part(order, member, train)
 
     def _next_directive(self, number: int, is_parked: bool) -> GenerationSpec | StopJob:
-        """What follows generation ``number``.
+        """Wait for the directive after generation ``number``.
 
-        The timeline of a parked process begins when that arrives. That of a process for which no standby was there goes
-        on where its generation was decided before it came: the agent says so at once.
+        A parked process's timeline begins when the directive arrives. A process started without a standby continues the
+        timeline that began before its generation was decided; its agent sends the directive at once.
         """
         order = self._directives.wait_next(number, REPLACEMENT_WAIT_S if "start" in self._timeline.phases_s else 0.0)
         if order is None:
@@ -296,7 +299,7 @@ class Worker:
             raise SystemExit(1)
 
     def _take_part(self, spec: GenerationSpec, member: Member, train: TrainingFunction) -> None:
-        """One generation, from its rendezvous until it is left."""
+        """Take part in one generation, from its rendezvous until it is left."""
         self._listener.enter(spec, member)
         try:
             if self._join(spec, member):
@@ -312,7 +315,8 @@ class Worker:
             self._listener.leave()
 
     def _join(self, spec: GenerationSpec, member: Member) -> bool:
-        """Whether the generation's group came about; where it did not, what comes next is known or was waited for."""
+        """Join the generation; return False if its group did not form, after the next directive is known or was
+        awaited."""
         self._membership.join(spec.number)
         try:
             self._rendezvous.join(spec, member, self._membership.is_over)
@@ -333,7 +337,7 @@ class Worker:
         return True
 
     def _enter(self, spec: GenerationSpec, member: Member, train: TrainingFunction) -> BaseException | None:
-        """Runs the training function once; returns what it raised. Keeps nothing of it but the error's frames."""
+        """Run the training function once; return what it raised, and keep nothing else of it."""
         group = self._rendezvous.group
         assert group is not None
         self._progress.enter(spec.number, member.rank, group.count_collectives)
@@ -360,7 +364,7 @@ class Worker:
         self._timeline = PhaseTimeline(self._membership.take_regroup_start())
         self._timeline.end("abort")
         if failure is not None and self._is_news(spec, failure):
-            # Before the group is left: whoever waits in it hears the verdict instead of a lost peer.
+            # Before the group is left: waiting peers then receive the verdict instead of a lost peer.
             if self._unattributed.count_failure(self._progress.finished_step, spec.reason):
                 self._report_user_error(spec, member, describe_error(failure), full_traceback(failure))
             else:
@@ -370,7 +374,7 @@ class Worker:
         return failure
 
     def _note_imports(self) -> None:
-        """The first step of a generation is made: what it imported, a standby may import in advance."""
+        """Record what the generation's first step imported, so that standbys import it in advance."""
         if self._imports is not None:
             self._imports.record()
 
@@ -398,7 +402,7 @@ class Worker:
     # --- how a training function ends
 
     def _finished(self, spec: GenerationSpec, member: Member) -> None:
-        """It returned. The group stays until everybody is done: peers may still read what this rank sent."""
+        """Report the return. The group stays until all ranks are done: peers may still read what this rank sent."""
         self._link.send_persistent(
             RankFinished(
                 **self._report(),
@@ -415,7 +419,7 @@ class Worker:
         self._timeline.end("teardown")
 
     def _failed(self, spec: GenerationSpec, member: Member, failure: BaseException) -> None:
-        """It raised: because of a peer, for a newer generation, or on its own account."""
+        """Handle an exception: caused by a peer, by a newer generation, or by the training function itself."""
         if isinstance(failure, KeyboardInterrupt):
             raise failure
         at_boundary = isinstance(failure, Regroup) and not self._directives.is_generation_over(spec.number, -1)
@@ -431,15 +435,17 @@ class Worker:
             self._report_user_error(spec, member, text, trace)
 
     def _leave_group(self, *, must_abort: bool) -> None:
-        """Destroys the groups; those that the training function's objects held first let go of them here."""
+        """Destroy the groups, including those that objects of the training function held."""
         self._progress.leave()
         self._rendezvous.leave(must_abort=must_abort)
         gc.collect()
         self._rendezvous.release()
 
     def _await_directive(self, spec: GenerationSpec, member: Member, detail: str) -> None:
-        """A collective failed, and the controller says how the job goes on. However long it is away, that is no error
-        of the training function's. One that took over has heard no witness: the word is said until it is answered.
+        """Wait for the controller's decision after a failed collective, for however long.
+
+        An absent controller is no error of the training function. A new controller has received no report of the
+        failure, so the report is repeated until it is answered.
         """
         began = self._clock.monotonic()
         while self._directives.wait_next(spec.number, self._settings.regroup_wait_s) is None:
@@ -449,7 +455,7 @@ class Worker:
             self._report_collective_failed(spec, member, detail)
 
     def _report_collective_failed(self, spec: GenerationSpec, member: Member, detail: str) -> None:
-        """At once: a witness's word shortens the wait for a rank's loss to be believed."""
+        """Report at once: witness reports shorten the time until a rank is declared lost."""
         self._link.send_persistent(
             CollectiveFailed(
                 **self._report(),
@@ -461,9 +467,11 @@ class Worker:
         )
 
     def _report_user_error(self, spec: GenerationSpec, member: Member, error: str, trace: str) -> None:
-        """No generation explained the error: it is the training function's own. Waits for what the job makes of it.
+        """Report the training function's own error, which no generation explained, and wait for the decision about the
+        job.
 
-        Raises SystemExit(1) when nobody says anything within ``job_decision_wait_s``.
+        Raises:
+            SystemExit: With status 1, no decision came within ``job_decision_wait_s``.
         """
         _show(trace)
         self._link.send_persistent(
@@ -481,14 +489,15 @@ class Worker:
             raise SystemExit(1)
 
     def _ask_for_replacement(self) -> None:
-        """From the link's thread: the main thread is beyond reach. Whoever takes this place starts with clean hands."""
+        """End the process, from the link's thread, because the main thread cannot be reached; a fresh one
+        replaces it."""
         logger.error("the main thread did not leave within %.1f s: this process ends", self._settings.leave_timeout_s)
         with contextlib.suppress(Exception):  # stderr may be gone
             faulthandler.dump_traceback()
         os._exit(os.EX_TEMPFAIL)
 
     def _report(self) -> dict[str, Any]:
-        """What every report of something new begins with. No trace: a new fault begins a new story."""
+        """Return the common fields of reports. They carry no trace: a new fault begins a new one."""
         return {"job": self._job, "at": self._clock.wall()}
 
     def _extra(self, spec: GenerationSpec) -> dict[str, Any]:
