@@ -1,6 +1,6 @@
-"""The launcher's line to its node's agent: offers the node to the job, hears what is decided.
+"""Connect the launcher to its node's agent: offer the node to the job and receive directives.
 
-Training never depends on it. While the agent is away the line is tried again and again, and reports wait.
+Training never depends on the connection. While the agent is away the launcher keeps reconnecting, and reports wait.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ log = logging.getLogger(__name__)
 
 RETRY = Backoff(floor_s=0.02, ceiling_s=1.0)
 MAX_UNSENT_REPORTS = 256
-"""Reports kept while the agent is away; the oldest go first. A launcher makes a handful in an hour."""
+"""Reports kept while the agent is away; the oldest are dropped first. A launcher makes a handful in an hour."""
 WELCOME_TIMEOUT_S = 10.0
-"""How long an agent may take to say Welcome before it is tried anew."""
+"""How long an agent may take to say Welcome before the launcher reconnects."""
 _CREDENTIALS = struct.Struct("3i")
 
 Directive = NewGeneration | KillRank | StopJob
 
 
 class LauncherLink:
-    """Keeps one connection to ``path``.
+    """Keeps one connection to the agent at ``path``.
 
     Args:
-        make_joined: makes the LauncherJoined to say after each Welcome.
-        on_directive: gets every directive for the job.
+        make_joined: Makes the LauncherJoined to send after each Welcome.
+        on_directive: Receives every directive for the job.
     """
 
     def __init__(
@@ -71,19 +71,19 @@ class LauncherLink:
         return self._writer is not None
 
     def report(self, message: RankExited) -> None:
-        """Sends at once, or when the agent is back."""
+        """Send a report at once, or when the agent is back."""
         if self._writer is None:
             self._unsent.append(message)
         else:
             self._writer.write(encode_frame(message))
 
     def rejoin(self) -> None:
-        """Says LauncherJoined again: what it tells has changed."""
+        """Send LauncherJoined again after its content has changed."""
         if self._writer is not None:
             self._writer.write(encode_frame(self._make_joined()))
 
     async def run(self) -> None:
-        """Connects, listens, and begins again, until cancelled."""
+        """Connect, listen and reconnect until cancelled."""
         attempt = 0
         told = ""
         while True:
@@ -93,14 +93,14 @@ class LauncherLink:
                 log.warning("the agent at %s closed the connection; training goes on, trying again", self._path)
             except (OSError, EverstepError) as error:
                 sentence = f"no agent at {self._path}: {error}"
-                if attempt >= 3 and sentence != told:  # an agent that restarts is back within a few tries
+                if attempt >= 3 and sentence != told:  # an agent that restarts is back within a few attempts
                     log.warning("%s; training goes on, trying again", sentence)
                     told = sentence
             await asyncio.sleep(RETRY.delay_s(attempt, random.random()))
             attempt += 1
 
     async def leave(self, detail: str) -> None:
-        """Leaves in order, where the agent is there to hear it."""
+        """Say goodbye if the agent is connected."""
         writer, self._writer = self._writer, None
         if writer is None:
             return
@@ -114,7 +114,7 @@ class LauncherLink:
             writer.close()
 
     async def _session(self) -> None:
-        """One connection, from Hello to end-of-file. Raises OSError or EverstepError where it fails."""
+        """Serve one connection, from Hello to end-of-file. Raises OSError or EverstepError if it fails."""
         reader, writer = await asyncio.open_unix_connection(self._path)
         try:
             _check_peer(writer)
@@ -131,7 +131,7 @@ class LauncherLink:
             writer.close()
 
     async def _await_welcome(self, reader: asyncio.StreamReader, decoder: FrameDecoder[FromAgent]) -> list[FromAgent]:
-        """Waits for Welcome; returns what came in the same breath after it."""
+        """Wait for Welcome; return the messages that arrived together with it."""
         messages: list[FromAgent] = []
         while not messages:
             async with asyncio.timeout(WELCOME_TIMEOUT_S):
@@ -160,7 +160,7 @@ class LauncherLink:
 
 
 def _check_peer(writer: asyncio.StreamWriter) -> None:
-    """Raises AuthenticationError unless the agent runs as this user or as root."""
+    """Raise AuthenticationError unless the agent runs as this user or as root."""
     connection: socket.socket = writer.get_extra_info("socket")
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, uid, _ = _CREDENTIALS.unpack(raw)

@@ -1,4 +1,4 @@
-"""``everstep-launch``: the command."""
+"""The command ``everstep-launch``."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the launcher; returns the exit status.
+    """Run the launcher and return its exit status.
 
-    0: the job finished. 1: it failed. 2: the command line is wrong. 128 and the signal's number: ended by it (130 for
-    Ctrl-C). A script that never calls ``everstep.main``: the status of the first of its processes that failed.
+    Returns:
+        0 if the job finished, 1 if it failed, 2 for a wrong command line. 128 plus the number of the signal that ended
+        it (130 for Ctrl-C). For a script that never calls ``everstep.main``, the status of its first failed process.
     """
     parent = os.getppid()
     logging.basicConfig(level=logging.INFO, format="everstep-launch: %(message)s", stream=sys.stderr)
@@ -48,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _run(options: LaunchOptions) -> LauncherOutcome:
-    """The launcher, ended in order by the first signal; a second one does not wait for anybody."""
+    """Run the launcher until it ends; the first signal ends it in order, a second one at once."""
     loop = asyncio.get_running_loop()
     work = asyncio.create_task(launch(options, SYSTEM_CLOCK, os.environ))
     received: list[signal.Signals] = []
@@ -59,7 +60,7 @@ async def _run(options: LaunchOptions) -> LauncherOutcome:
 
     for number in ENDING_SIGNALS:
         if signal.getsignal(number) is signal.SIG_IGN:
-            continue  # as nohup asked for
+            continue  # nohup asked for this
         loop.add_signal_handler(number, end, number)
     try:
         return await work

@@ -1,4 +1,4 @@
-"""The launcher's side of the fork server: orders out, births and deaths in, on the event loop."""
+"""Send orders to the fork server and receive its events, on the launcher's event loop."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from typing import Any
 
 from everstep_trainer.launch.fork_messages import ControlChannel, Fork, FromForkServer, Serve, Signal, make_socket_pair
 
-# ---- deaths
-# Waiting for a subprocess on the event loop, without a thread.
+# ---- wait for a subprocess on the event loop, without a thread
 
 
 async def wait_for_exit(process: subprocess.Popen[bytes]) -> int:
-    """Returns the process's status once it is dead and reaped."""
+    """Return the process's status once it is dead and reaped."""
     if process.poll() is None:
         await _readable(os.pidfd_open(process.pid))
     return process.wait()
@@ -39,22 +38,23 @@ async def _readable(descriptor: int) -> None:
 log = logging.getLogger(__name__)
 
 END_WAIT_S = 5.0
-"""How long the fork server may take to kill its children and go; it needs milliseconds."""
+"""How long the fork server may take to kill its children and exit; it needs milliseconds."""
 
 
 class ForkServerLost:
-    """The fork server is gone, and all it forked with it."""
+    """The fork server is gone, with all processes that it forked."""
 
 
 class ForkServerLink:
-    """Starts one fork server and speaks to it. ``on_event`` gets what it says, ``ForkServerLost`` last.
+    """Starts one fork server and talks to it.
 
-    The fork server is forked from a zygote that has torch imported. The zygote outlives it, so that the next one is
-    there in milliseconds.
+    The fork server is forked from a zygote that has imported torch. The zygote outlives it, so that the next fork
+    server starts in milliseconds.
 
     Args:
-        environment: the server's, and thereby its children's, environment.
-        modules: what the zygote imports; None for the default list.
+        on_event: Receives the fork server's messages, and ForkServerLost last.
+        environment: The environment of the fork server and its children.
+        modules: Modules that the zygote imports; None for the default list.
     """
 
     def __init__(
@@ -71,18 +71,19 @@ class ForkServerLink:
         self._channel: ControlChannel[FromForkServer] | None = None
 
     def start(self) -> None:
-        """Starts the server; orders may follow at once and wait until it has imported what it should."""
+        """Start the server; orders may follow at once and wait until its imports are done."""
         assert self._channel is None, "one server at a time"
         ours, theirs = make_socket_pair()
         with theirs:
             if not self._ask_zygote(theirs):
                 self._start_zygote()
-                self._ask_zygote(theirs)  # where that has ended already, nobody has ``theirs``: the server is lost
+                # if that zygote has ended already, nobody holds ``theirs``, and the server counts as lost
+                self._ask_zygote(theirs)
         self._channel = ControlChannel(ours, FromForkServer)
         asyncio.get_running_loop().add_reader(ours.fileno(), self._receive)
 
     def _ask_zygote(self, control: socket.socket) -> bool:
-        """Order a fork server with ``control`` as its end of the channel; False where there is no living zygote."""
+        """Ask the zygote for a fork server with ``control`` as its channel; return False if no zygote is alive."""
         if self._zygote is None or self._orders is None or self._zygote.poll() is not None:
             return False
         try:
@@ -94,20 +95,21 @@ class ForkServerLink:
     def _start_zygote(self) -> None:
         self._end_zygote()
         ours, theirs = make_socket_pair()
-        # -P: what is imported here must not be found in the current directory, whatever lies there.
+        # -P: imports must not find modules in the current directory.
         command = [sys.executable, "-P", "-m", "everstep_trainer.launch.forkserver"]
         command += ["--orders", str(theirs.fileno()), "--parent", str(os.getpid())]
         if self._modules is not None:
             command += ["--preload", *self._modules]
         with theirs:
-            # A session of its own: Ctrl-C in the terminal is for the launcher, which ends the children in order.
+            # In its own session, so that Ctrl-C in the terminal reaches only the launcher, which ends the children in
+            # order.
             self._zygote = subprocess.Popen(
                 command, env=self._environment, pass_fds=[theirs.fileno()], start_new_session=True
             )
         self._orders = ControlChannel(ours, Serve)
 
     def _end_zygote(self) -> None:
-        """Kill the zygote, if there is one, and with it its fork server."""
+        """Kill the zygote, if there is one, and its fork server with it."""
         zygote, self._zygote = self._zygote, None
         orders, self._orders = self._orders, None
         if orders is not None:
@@ -125,20 +127,20 @@ class ForkServerLink:
         environment: Mapping[str, str | None] | None = None,
         descriptors: tuple[int, ...] = (),
     ) -> None:
-        """Orders a child; ``Forked`` follows. The descriptors may be closed afterwards."""
+        """Order a child; ``Forked`` follows. The descriptors may be closed afterwards."""
         order = Fork(serial=serial, target=target, arguments=dict(arguments), environment=dict(environment or {}))
         self._send(order, descriptors)
 
     def signal(self, serial: int, number: signal.Signals) -> None:
-        """Sends a signal to a child; nothing happens where it is dead already."""
+        """Send a signal to a child; a dead child is ignored."""
         self._send(Signal(serial=serial, number=int(number)))
 
     async def end(self) -> None:
-        """Ends the server and whatever it still has; returns when it is gone."""
+        """End the server and all its children; return when it is gone."""
         self._forget_channel()
         if self._zygote is None:
             return
-        self._zygote.terminate()  # while it still imports it would not look at its orders
+        self._zygote.terminate()  # during its imports it would not read its orders
         try:
             async with asyncio.timeout(END_WAIT_S):
                 await wait_for_exit(self._zygote)
@@ -153,7 +155,7 @@ class ForkServerLink:
         try:
             self._channel.send(message, descriptors)
         except (BrokenPipeError, ConnectionResetError):
-            self._receive()  # finds the end-of-file and says Lost
+            self._receive()  # finds the end-of-file and reports ForkServerLost
 
     def _receive(self) -> None:
         while self._channel is not None:

@@ -1,7 +1,7 @@
-"""Messages with file descriptors between two processes of one launcher.
+"""Exchange messages with file descriptors between processes of one launcher.
 
-A sequenced-packet unix socket pair keeps message boundaries, carries descriptors, and says end-of-file when the
-other side is gone. Both ends are ours by birth, so there is nobody to authenticate.
+A sequenced-packet Unix socket pair keeps message boundaries, carries descriptors, and signals end-of-file when the
+other side is gone. Both ends belong to the launcher's processes from the start, so no authentication is needed.
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ import msgspec
 
 from everstep.errors import DECODE_ERRORS, MalformedMessage
 
-# ---- messages
-# What launcher, fork server and workers say to one another. Never leaves the machine, so it needs no version.
+# ---- messages between launcher, fork server and workers; they never leave the machine, so they carry no version
 
 
 class Fork(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """To the fork server: fork a child that calls ``target`` (``module:function``).
 
-    The function is called with the tuple of descriptors that came along, and ``arguments`` by keyword. ``environment``
-    is laid over the fork server's own; None removes a name. ``serial`` is the launcher's number for this child.
+    The function receives the tuple of accompanying descriptors, and ``arguments`` by keyword.
+
+    Attributes:
+        serial: The launcher's number for this child.
+        environment: Changes to the fork server's own environment; None removes a name.
     """
 
     serial: int
@@ -33,7 +35,7 @@ class Fork(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Signal(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """To the fork server: send ``number`` to a child (SIGKILL: to its whole process group). A no-op once it is dead.
+    """To the fork server: send ``number`` to a child (SIGKILL: to its whole process group). Ignored if it is dead.
 
     It goes through the fork server because only the parent can be sure that the pid still names its child.
     """
@@ -47,7 +49,7 @@ class Serve(msgspec.Struct, frozen=True, tag=True):
 
 
 class ForkServerReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """From the fork server: what was to be imported is."""
+    """From the fork server: its imports are done."""
 
 
 class Forked(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -67,11 +69,11 @@ class Exited(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class ReachedMain(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """From a worker: the script has run as far as ``everstep.main``."""
+    """From a worker: the script has reached ``everstep.main``."""
 
 
 class Promote(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """To a standby: you are ``local_rank`` now."""
+    """To a standby: it is now ``local_rank``."""
 
     local_rank: int
 
@@ -81,14 +83,14 @@ FromForkServer = ForkServerReady | Forked | Exited
 
 
 MAX_MESSAGE_BYTES = 192 << 10
-"""Under the kernel's default send buffer (208 KiB), so that one message always fits."""
+"""Below the kernel's default send buffer (208 KiB), so that one message always fits."""
 MAX_DESCRIPTORS = 8
 
 T = TypeVar("T")
 
 
 class ControlChannel(Generic[T]):
-    """One end of a socket pair; ``message_type`` is the (union) type of what arrives at it."""
+    """One end of a socket pair; ``message_type`` is the (union) type of the messages that it receives."""
 
     def __init__(self, end: socket.socket, message_type: Any) -> None:
         self._socket = end
@@ -102,7 +104,7 @@ class ControlChannel(Generic[T]):
         self._socket.close()
 
     def send(self, message: msgspec.Struct, descriptors: tuple[int, ...] = ()) -> None:
-        """Hands over one message. Raises OSError where the other side is gone, MalformedMessage where it is too big."""
+        """Send one message. Raises OSError if the other side is gone, MalformedMessage if the message is too big."""
         body = self._encoder.encode(message)
         if len(body) > MAX_MESSAGE_BYTES:
             raise MalformedMessage(
@@ -112,9 +114,11 @@ class ControlChannel(Generic[T]):
         socket.send_fds(self._socket, [body], list(descriptors), socket.MSG_NOSIGNAL)
 
     def receive(self, *, wait: bool = True) -> tuple[T, tuple[int, ...]] | None:
-        """The next message and its descriptors (close-on-exec), or None at end-of-file.
+        """Return the next message and its descriptors (close-on-exec), or None at end-of-file.
 
-        Raises BlockingIOError when nothing is there and ``wait`` is false, MalformedMessage for an unknown message.
+        Raises:
+            BlockingIOError: Nothing is there and ``wait`` is false.
+            MalformedMessage: The message is unknown.
         """
         flags = socket.MSG_CMSG_CLOEXEC | (0 if wait else socket.MSG_DONTWAIT)
         room = socket.CMSG_LEN(MAX_DESCRIPTORS * array.array("i").itemsize)
@@ -142,5 +146,5 @@ def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> tuple[int, ...]:
 
 
 def make_socket_pair() -> tuple[socket.socket, socket.socket]:
-    """Two connected ends, both close-on-exec."""
+    """Return two connected ends, both close-on-exec."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

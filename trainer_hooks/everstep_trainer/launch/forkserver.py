@@ -1,13 +1,12 @@
-"""The fork server: torch imported, one thread, a child in milliseconds; and the zygote that it is forked from.
+"""Fork workers in milliseconds from a process that has imported torch: the zygote and its fork server.
 
-``python -m everstep_trainer.launch.forkserver --orders FD --parent PID`` is the zygote. It imports torch once and then
-only waits: for each ``Serve`` of the launcher it forks a fork server, which shares its memory. A fork server that dies
-is therefore replaced in milliseconds, without another import. Where the zygote dies, the kernel kills its fork server.
+``python -m everstep_trainer.launch.forkserver --orders FD --parent PID`` is the zygote. It imports torch once, and then
+forks a fork server, which shares its memory, for each ``Serve`` from the launcher. A dead fork server is therefore
+replaced in milliseconds, without another import. If the zygote dies, the kernel kills its fork server.
 
-The launcher speaks to the fork server in ``everstep_trainer.launch.fork_messages`` over a socket pair. It reports the
-death of
-a child at once. When the launcher is gone it kills what it forked, waits for that and ends; when it is gone itself, the
-kernel kills its children.
+Launcher and fork server exchange ``everstep_trainer.launch.fork_messages`` over a socket pair. The fork server reports
+a child's death at once. When the launcher is gone it kills its children, waits for their end and exits. If the fork
+server itself dies, the kernel kills its children.
 """
 
 from __future__ import annotations
@@ -41,12 +40,11 @@ from everstep_trainer.launch.fork_messages import (
 )
 from everstep_trainer.launch.process_setup import reset_signals, set_process_name, signal_group
 
-# ---- preload
-# What the zygote imports, so that no fork server and no worker has to.
+# ---- preload: imports of the zygote, shared by fork servers and workers
 #
-# Everything here is imported lazily by ordinary training code at its first step, or its first failure; in a fresh
-# process that is where a replacement loses its seconds. Importing them together takes about 1.5 s and 310 MB once;
-# a child forked afterwards shares the pages and starts in 5 to 10 ms.
+# Ordinary training code imports these modules lazily, at its first step or its first failure, which costs a fresh
+# replacement seconds. Importing them together takes about 1.5 s and 310 MB once. A child forked afterwards shares the
+# pages and starts in 5 to 10 ms.
 
 PRELOAD_VARIABLE = "EVERSTEP_PRELOAD"
 """The environment variable with the modules of ``--preload``, separated by commas."""
@@ -61,7 +59,7 @@ PRELOAD_MODULES = (
     "torch.distributed.tensor.experimental",
     "torch.distributed.checkpoint",
     "torch.distributed.checkpoint.state_dict",
-    "torch.distributed.optim",  # DistributedDataParallel looks for it
+    "torch.distributed.optim",  # DistributedDataParallel imports it
     "torch.distributed.algorithms.ddp_comm_hooks",
     "torch.optim",
     "torch._dynamo",  # the first optimizer.step() imports it: 0.3 to 2 s
@@ -70,30 +68,34 @@ PRELOAD_MODULES = (
     "torch.profiler._cupti_monitor",  # the first backward imports it
     "encodings.idna",  # the first look-up of a host's name imports it: 2 ms
     "xxhash",
-    "everstep_trainer.entry_point",  # everstep.main and what it takes
+    "everstep_trainer.entry_point",  # everstep.main and its imports
 )
 
 
 def preload(modules: Iterable[str] = PRELOAD_MODULES) -> None:
-    """Imports ``modules`` and takes all that is there out of the garbage collector's sight.
+    """Import ``modules`` and hide all objects so far from the garbage collector.
 
-    Frozen objects are never walked, so a collection in a child does not touch (and thereby copy) the shared pages.
-    Raises ImportError for a missing package; a package's modules may be missing, since they differ between versions.
-    Asserts that CUDA stays untouched: a context does not survive a fork.
+    Frozen objects are never walked, so a collection in a child does not touch (and thereby copy) the shared pages. A
+    missing module of an installed package is skipped, since modules differ between versions. Asserts that CUDA stays
+    uninitialized: a CUDA context does not survive a fork.
+
+    Raises:
+        ImportError: A package is missing.
     """
     gc.disable()
     for name in modules:
         _import_if_there(name)
     cuda = sys.modules.get("torch.cuda")
     assert cuda is None or not cuda.is_initialized(), "an import initialized CUDA; forked workers could not use it"
-    gc.freeze()  # with what garbage the imports left, 2 % of it: collecting that takes 0.3 s and returns no page
+    gc.freeze()  # with the imports' garbage, 2 % of all: collecting it takes 0.3 s and returns no page
 
 
 def preload_requested(environ: Mapping[str, str] = os.environ) -> None:
-    """Import what ``--preload`` names, so that ranks and standbys share it. Call it before ``preload``.
+    """Import the modules of ``--preload``, so that ranks and standbys share them. Call it before ``preload``.
 
-    Raises SystemExit, with what to do, for a module that cannot be imported, that starts a Python thread or that
-    initializes CUDA: neither a thread nor a CUDA context survives the fork of a rank.
+    Raises:
+        SystemExit: A module cannot be imported, starts a Python thread or initializes CUDA; neither a thread nor a CUDA
+            context survives a fork.
     """
     for name in filter(None, environ.get(PRELOAD_VARIABLE, "").split(",")):
         threads = threading.active_count()
@@ -118,13 +120,13 @@ def _import_if_there(name: str) -> None:
 
 
 class ChildTask(msgspec.Struct, frozen=True):
-    """What a freshly forked child is to do."""
+    """The task of a freshly forked child."""
 
     request: Fork
     descriptors: tuple[int, ...]
 
     def run(self) -> None:
-        """Calls the target with the child's environment and descriptors; its exceptions are the process's end."""
+        """Call the target with the child's environment and descriptors; its exceptions end the process."""
         for name, value in self.request.environment.items():
             if value is None:
                 os.environ.pop(name, None)
@@ -136,12 +138,12 @@ class ChildTask(msgspec.Struct, frozen=True):
 
 
 class Zygote:
-    """Holds what was imported, and forks one fork server after another from it."""
+    """Holds the imports, and forks one fork server after another."""
 
     def __init__(self, orders: ControlChannel[Serve]) -> None:
         self._orders = orders
         self._server = 0
-        """The fork server's pid until it is reaped; then 0."""
+        """The fork server's pid; 0 once it is reaped."""
 
     def serve(self) -> ControlChannel[ToForkServer]:
         """Wait for orders. Returns only in a forked fork server, with its channel to the launcher."""
@@ -160,7 +162,8 @@ class Zygote:
 
     def _fork(self, control: int) -> ControlChannel[ToForkServer] | None:
         zygote = os.getpid()
-        # Blocked until it is known who is who: a handler must not run in the child, or before the pid is noted.
+        # Signals stay blocked until the process knows its role: a handler must not run in the child, or before the pid
+        # is noted.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         pid = os.fork()
         if pid == 0:
@@ -181,27 +184,27 @@ class Zygote:
             self._server = 0
 
     def _kill_server(self) -> None:
-        """Make sure that the fork server before is dead: its children must not meet those of the next one."""
+        """Make sure that the previous fork server is dead: its children must not meet those of the next one."""
         before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGCHLD, signal.SIGTERM))
         if self._server:
-            os.kill(self._server, signal.SIGKILL)  # not reaped yet, so the number is still its own
+            os.kill(self._server, signal.SIGKILL)  # not reaped yet, so the pid is still its own
             os.waitpid(self._server, 0)
             self._server = 0
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _end(self, *_: object) -> None:
-        """Let the fork server end in order, which kills its children, and end once it has."""
+        """Let the fork server end in order, which kills its children, and then exit."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGCHLD,))
         if self._server:
             os.kill(self._server, signal.SIGTERM)
-            os.kill(self._server, signal.SIGCONT)  # one that was stopped would not hear it
+            os.kill(self._server, signal.SIGCONT)  # a stopped process would not handle SIGTERM
             os.waitpid(self._server, 0)
         os._exit(0)
 
 
 class ForkServer:
-    """The loop between the launcher's orders and the children's deaths."""
+    """Executes the launcher's orders and reports the children's deaths."""
 
     def __init__(self, control: ControlChannel[ToForkServer]) -> None:
         self._control = control
@@ -214,7 +217,7 @@ class ForkServer:
         self._selector.register(self._woken, selectors.EVENT_READ)
 
     def serve(self) -> ChildTask | None:
-        """Serves until the launcher is gone (None), or returns in a forked child with what that is to do."""
+        """Serve until the launcher is gone (None); in a forked child, return its task."""
         signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGTERM, self._end)
@@ -243,7 +246,7 @@ class ForkServer:
         server = os.getpid()
         sys.stdout.flush()
         sys.stderr.flush()
-        # Blocked until the child has its own handlers: it must never run the server's.
+        # Signals stay blocked until the child has its own handlers: it must never run the server's.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         pid = os.fork()
         if pid == 0:
@@ -257,7 +260,7 @@ class ForkServer:
         return None
 
     def _detach_child(self, server: int) -> None:
-        """In the child: a session of its own, bound to the server's life, without the server's sockets and handlers."""
+        """Give the child its own session, bind it to the server's life, and drop the server's sockets and handlers."""
         die_with_parent(server, signal.SIGKILL)
         os.setsid()
         reset_signals()
@@ -267,14 +270,14 @@ class ForkServer:
         self._woken.close()
         gc.enable()
         numpy = sys.modules.get("numpy")
-        if numpy is not None:  # seeded once, at import; ``random`` looks after itself
+        if numpy is not None:  # seeded once, at import; ``random`` reseeds itself
             numpy.random.seed()
 
     def _signal(self, order: Signal) -> None:
         pid = self._children.get(order.serial)
         if pid is None:
             return
-        os.kill(pid, order.number)  # not reaped yet, so the number is still its own
+        os.kill(pid, order.number)  # not reaped yet, so the pid is still its own
         if order.number == signal.SIGKILL:
             signal_group(pid, order.number)
 
@@ -286,7 +289,7 @@ class ForkServer:
                 return
             exited = dead.si_code == os.CLD_EXITED
             if not (exited and dead.si_status == 0):
-                # Data loader workers and the like; the zombie keeps the group's number from being used again.
+                # Kill data loader workers and the like; the zombie keeps the group's number from being used again.
                 signal_group(dead.si_pid, signal.SIGKILL)
             os.waitpid(dead.si_pid, 0)
             serial = serials[dead.si_pid]
@@ -301,10 +304,10 @@ class ForkServer:
             self._end()
 
     def _end(self, *_: object) -> None:
-        """Kills all children and ends when they are gone: who waits for this process may count on that."""
+        """Kill all children and exit when they are gone: processes that wait for this one rely on that."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         for pid in self._children.values():
-            with contextlib.suppress(ProcessLookupError):  # a signal came between its reaping and its forgetting
+            with contextlib.suppress(ProcessLookupError):  # a signal came between reaping the child and forgetting it
                 os.kill(pid, signal.SIGKILL)
             signal_group(pid, signal.SIGKILL)
         for pid in self._children.values():
@@ -314,7 +317,7 @@ class ForkServer:
 
 
 def main() -> None:
-    """Entry point; returns only in children, when their target has."""
+    """Run the zygote; returns only in children, when their target has returned."""
     parser = argparse.ArgumentParser(prog="everstep-forkserver")
     parser.add_argument("--orders", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
@@ -323,7 +326,7 @@ def main() -> None:
     die_with_parent(options.parent)
     set_process_name("everstep-zygote")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Python 3.12 counts numpy's BLAS threads, which step aside for a fork by themselves (pthread_atfork).
+    # Python 3.12 also counts numpy's BLAS threads, which handle forks themselves (pthread_atfork).
     warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
     preload_requested()
     preload(options.preload)

@@ -1,12 +1,11 @@
-"""Let standbys import in advance what the node's ranks have imported in their training functions.
+"""Keep a job's compiled code, and let standbys import in advance what the node's ranks have imported.
 
-Trainers and compilers import much of themselves in the first step. A rank notes the names of these modules after the
-first step of each generation; a standby, whose script has come as far as ``everstep.main``, imports them while it
-waits. Nothing here runs in the fork server, so threads that a module starts are not lost in a fork.
+Trainers and compilers import much of themselves in the first step. A rank records the names of these modules after the
+first step of each generation. A standby that has reached ``everstep.main`` imports them while it waits. This never runs
+in the fork server, so threads that a module starts are not lost in a fork.
 
-Only modules of the standard library and of FOLLOWED_PACKAGES are followed, which are known to import without a rank, a
-process group or a device. Users' own modules are not: they may read RANK, open files or touch a GPU when they are
-imported.
+Only modules of the standard library and of FOLLOWED_PACKAGES are followed. They are known to import without a rank, a
+process group or a device. Users' own modules are not followed: importing them may read RANK, open files or use a GPU.
 """
 
 from __future__ import annotations
@@ -22,29 +21,28 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 
-# ---- cache
-# A folder on this node for what the processes of one job make and the next ones need again: compiled code, imports.
+# ---- cache folder: what the processes of one job make and later ones need again, compiled code and imports
 #
-# Ranks of a node share it, replacements find it, and so does the next launcher of the same job. Without it torch keeps
-# compiled code in a folder of the system's temporary directory whose name anybody can guess.
+# The ranks of a node share it, and so do their replacements and the next launcher of the same job. Without it torch
+# keeps compiled code in the system's temporary directory, in a folder whose name anybody can guess.
 
 log = logging.getLogger(__name__)
 
 USED_MARKER = "used"
 """A file in each folder, touched when a launcher begins to use it."""
 UNUSED_DAYS = 30
-"""After so long without a launcher of its job a folder is removed by the next launcher of any job."""
+"""After this time without a launcher of its job, the next launcher of any job removes the folder."""
 
 
 def cache_environment(state_dir: Path, name: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Make a job's folder, and return the variables by which ranks find it; empty where it cannot be made.
+    """Make a job's folder, and return the variables by which ranks find it; empty if it cannot be made.
 
-    Where ``environ`` sets torch's or Triton's variables already, these stay as they are.
+    Variables of torch or Triton that ``environ`` sets already stay as they are.
 
     Args:
-        state_dir: where launchers keep files; the folder is ``cache/NAME`` in it, for this user alone (mode 0700).
-        name: the job's, or its script's where the job's name was drawn.
-        environ: the launcher's environment.
+        state_dir: Where launchers keep files; the folder is ``cache/NAME`` in it, for this user alone (mode 0700).
+        name: Name of the job, or of its script if the job's name was generated.
+        environ: The launcher's environment.
     """
     folder = state_dir / "cache" / name
     try:
@@ -61,27 +59,27 @@ def cache_environment(state_dir: Path, name: str, environ: Mapping[str, str]) ->
         "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
     }
-    if "TORCHINDUCTOR_CACHE_DIR" not in environ:  # inductor's Triton cache is inside its own folder otherwise
+    if "TORCHINDUCTOR_CACHE_DIR" not in environ:  # otherwise inductor's Triton cache is inside its own folder
         wanted["TRITON_CACHE_DIR"] = str(folder / "triton")
     return {CACHE_VARIABLE: str(folder), **{name: value for name, value in wanted.items() if name not in environ}}
 
 
 def _require_own(folder: Path) -> None:
-    """Code is loaded from it. Raises PermissionError where somebody else could write there."""
+    """Raise PermissionError if another user could write to the folder: code is loaded from it."""
     found = folder.stat()
     if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o022:
         raise PermissionError(f"{folder} belongs to or can be written by another user; remove it, or set --state-dir")
 
 
 def _sweep(parent: Path, now: float) -> None:
-    """Remove the folders that no launcher has used for long. A job that has run for longer compiles anew."""
+    """Remove folders that no launcher has used for long; a job that has run for longer compiles again."""
     for used in parent.glob(f"*/{USED_MARKER}"):
         if used.stat().st_mtime < now - UNUSED_DAYS * 86_400:
             shutil.rmtree(used.parent, ignore_errors=True)
 
 
 CACHE_VARIABLE = "EVERSTEP_CACHE"
-"""The environment variable that names the job's folder on this node; ``launch/cache.py`` makes it."""
+"""The environment variable that names the job's folder on this node."""
 FOLLOWED_PACKAGES = frozenset(
     {
         "accelerate",
@@ -136,22 +134,22 @@ FOLLOWED_PACKAGES = frozenset(
     }
 )
 MAX_MODULES = 20_000
-"""Names in one file; what goes beyond is left out."""
+"""Most names in one file; further ones are left out."""
 MAX_FILE_BYTES = 4 << 20
 
 
 def is_followed(name: str) -> bool:
-    """Whether a standby imports a module of this name because a rank has."""
+    """Return whether standbys import modules of this name once a rank has."""
     package = name.partition(".")[0]
     return package in FOLLOWED_PACKAGES or package in sys.stdlib_module_names
 
 
 class ImportRecorder:
-    """The names that one local rank has noted, over all processes that had its place.
+    """Records the imports of one local rank, over all processes that held it.
 
     Args:
-        folder: the job's on this node.
-        local_rank: whose file it is; each local rank has one, so that no two processes write the same.
+        folder: The job's folder on this node.
+        local_rank: The local rank; each has its own file, so that no two processes write the same one.
     """
 
     def __init__(self, folder: Path, local_rank: int) -> None:
@@ -160,7 +158,7 @@ class ImportRecorder:
         self._before = frozenset(sys.modules)
 
     def record(self) -> None:
-        """Note what was imported since this object was made. Does nothing where there is nothing new."""
+        """Record the modules imported since this object was made, if there are new ones."""
         if len(sys.modules) == self._known:
             return
         modules = sys.modules.copy()
@@ -174,8 +172,7 @@ class ImportRecorder:
 
 
 def read_imports(file: Path) -> list[str]:
-    """The names in a file of ``ImportRecorder`` that are followed; none where there is no file, or one that is too
-    long."""
+    """Return the followed names in a file of an ImportRecorder; empty if the file is missing or too long."""
     try:
         if file.stat().st_size > MAX_FILE_BYTES:
             return []
@@ -186,11 +183,11 @@ def read_imports(file: Path) -> list[str]:
 
 
 class ImportFollower:
-    """A standby's side: imports what ranks of the node have noted.
+    """Imports in a standby what ranks of the node have recorded.
 
     Args:
-        folder: the job's on this node; None where there is none, and nothing to follow.
-        is_needed: whether this process is needed now: it stops between two modules.
+        folder: The job's folder on this node; None if there is none.
+        is_needed: Returns whether this process is needed now; importing then stops between two modules.
     """
 
     def __init__(self, folder: Path | None, is_needed: Callable[[], bool]) -> None:
@@ -199,7 +196,7 @@ class ImportFollower:
         self._read: dict[Path, int] = {}
 
     def import_new(self) -> None:
-        """Import what is new in the folder. A module that cannot be imported is left to whoever needs it."""
+        """Import the names that are new in the folder; skip a module that cannot be imported."""
         for name in self._new():
             if self._is_needed():
                 return
@@ -218,11 +215,11 @@ class ImportFollower:
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path | None:
-    """The job's folder on this node, where the launcher could make one."""
+    """Return the job's folder on this node, or None if the launcher could not make one."""
     return Path(environ[CACHE_VARIABLE]) if environ.get(CACHE_VARIABLE) else None
 
 
 def _can_be_named(name: str, module: ModuleType | None) -> bool:
-    """Whether ``import name`` gives the module: some are made by hand."""
+    """Return whether ``import name`` gives the module; some modules are made by hand."""
     spec = getattr(module, "__spec__", None)
     return spec is not None and spec.name == name and spec.origin is not None and is_followed(name)

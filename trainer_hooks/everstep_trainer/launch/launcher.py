@@ -1,7 +1,7 @@
-"""One node's launcher at work: brings everything up, deals with what happens, leaves nothing behind.
+"""Run one node's launcher: start everything, handle events, and clean up.
 
-Everything that happens comes through one queue and is dealt with in order. What a death means is decided in
-``worker_pool``; how it is done is in ``processes``.
+All events come through one queue and are handled in order. ``worker_pool`` decides what follows from a death;
+``processes`` carries it out.
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ from everstep_trainer.launch.private_services import PrivateServices, resolve_st
 from everstep_trainer.launch.processes import STORE_SERIAL, WorkerProcesses, WorkerReachedMain
 from everstep_trainer.launch.worker_pool import WorkerPool, WorkerPoolSettings, describe_exit
 
-# ---- address
-# Where this node's rendezvous store listens.
+# ---- address of this node's rendezvous store
 
 LOOPBACK = "127.0.0.1"
 
 
 def rendezvous_host(local_addr: str | None, *, several_nodes: bool) -> str:
-    """The address that goes to the other nodes' ranks: what was given, loopback for a job of one node, else the
-    address this host's name resolves to, or (where that is loopback) the one that its default route leaves from.
+    """Return the address that the ranks of other nodes use.
+
+    The given address; loopback for a job of one node; else the address that this host's name resolves to. If that is
+    loopback, the address that the default route leaves from.
     """
     if local_addr is not None:
         return local_addr
@@ -52,7 +53,11 @@ def rendezvous_host(local_addr: str | None, *, several_nodes: bool) -> str:
 
 
 def listening_socket(host: str) -> socket.socket:
-    """Listens on a free port of ``host`` alone. Raises ConfigurationError where that is not this machine's address."""
+    """Listen on a free port of ``host`` alone.
+
+    Raises:
+        ConfigurationError: The address does not belong to this machine.
+    """
     try:
         family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, 0), family=family, backlog=4096)
@@ -70,7 +75,7 @@ def _by_name() -> str | None:
 
 
 def _by_route() -> str | None:
-    """Connecting a datagram socket sends nothing; it only makes the kernel choose the way out."""
+    """Return the source address of the default route: connecting a datagram socket sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # RFC 5737: an address that belongs to nobody
@@ -82,22 +87,25 @@ def _by_route() -> str | None:
 log = logging.getLogger(__name__)
 
 LEAVE_WAIT_S = 30.0
-"""How long a node that gave up on a local rank waits for a generation of others without it: it may host the store."""
+"""How long a node that gave up on a local rank, and may host the store, waits for a generation without it."""
 JOB_END_WAIT_S = 5.0
-"""After a rank's exit status 0, until it left too early where an agent is there that has not said the job is over."""
+"""Seconds after a rank's exit with status 0 until it counts as too early, if a connected agent has not ended
+the job."""
 MAX_JOB_END_WAITS = 6
-"""So many without an agent, and a launcher whose ranks have all ended with status 0 takes the job to be over."""
+"""Number of such waits without an agent after which a launcher whose ranks all exited with status 0 assumes that the
+job is over."""
 ERROR_PRINT_WAIT_S = 0.5
-"""Between a StopJob for a failure, which ranks hear too, and SIGTERM: time to print why."""
+"""Seconds from a StopJob for a failure, which ranks receive too, to SIGTERM: time to print the reason."""
 MAX_EARLY_FORK_SERVER_DEATHS = 3
-"""Fork servers in a row that may end before they are ready, once one has been: a node under pressure kills again."""
+"""Fork servers in a row that may end before they are ready, once one has been ready: a node under memory pressure kills
+again."""
 FORWARDED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 MAX_STORE_DEATHS = 5
 STORE_WINDOW_S = 60.0
 
 
 class LauncherOutcome(msgspec.Struct, frozen=True):
-    """How the launcher ends: its exit status, and the sentence for people and for the agent."""
+    """The launcher's exit status, and a sentence for people and for the agent."""
 
     exit_status: int
     sentence: str
@@ -108,20 +116,22 @@ class StandbyDue(msgspec.Struct, frozen=True):
 
 
 class WaitTimedOut(msgspec.Struct, frozen=True):
-    """Something was waited for long enough."""
+    """A wait has reached its limit."""
 
     outcome: LauncherOutcome
 
 
 class ForwardedSignal(msgspec.Struct, frozen=True):
-    """A signal that means something to ranks alone, as a scheduler's word of a pre-emption does."""
+    """A signal that concerns ranks alone, such as a scheduler's notice of pre-emption."""
 
     number: signal.Signals
 
 
 class JobEndOverdue(msgspec.Struct, frozen=True):
-    """A process ended with status 0 ``waits`` waits ago, and nobody said that the job is over. ``joins``: how often
-    this launcher had joined the job before the last of them."""
+    """A process ended with status 0 ``waits`` waits ago, and nobody has ended the job.
+
+    ``joins``: how often this launcher had joined the job before the last of these waits.
+    """
 
     ended: crews.AwaitJobEnd
     joins: int
@@ -143,10 +153,13 @@ LauncherEvent = (
 
 
 async def launch(options: LaunchOptions, clock: Clock, environ: Mapping[str, str]) -> LauncherOutcome:
-    """Runs this node's part of a job from start to end. Cancel it to end in order.
+    """Run this node's part of a job from start to end. Cancel it to end in order.
 
-    Call it on an event loop in the process's main thread: children die with the thread that forked them. Raises
-    ConfigurationError or Unavailable where the start fails.
+    Call it on an event loop in the process's main thread: children die with the thread that forked them.
+
+    Raises:
+        ConfigurationError: The options cannot work here.
+        Unavailable: A needed service does not start.
     """
     async with contextlib.AsyncExitStack() as stack:
         private = PrivateServices(
@@ -165,7 +178,7 @@ async def launch(options: LaunchOptions, clock: Clock, environ: Mapping[str, str
 
 
 async def _summarize(options: LaunchOptions, private: PrivateServices) -> None:
-    """Say what became of the job. A fleet's controller is asked by those who have a token for it."""
+    """Log what became of the job. For a fleet's controller, log the command that asks it, since that takes a token."""
     if options.agent_socket is not None:
         log.info("steps and recoveries of job %s: everstep job show %s", options.job, options.job)
     for line in await private.summary():
@@ -179,7 +192,7 @@ async def _begin(
     stack: contextlib.AsyncExitStack,
     private: PrivateServices,
 ) -> Launcher:
-    """Brings everything up; what was brought up is ended by ``stack``, the last first."""
+    """Start everything; ``stack`` ends it in reverse order."""
     events: asyncio.Queue[LauncherEvent] = asyncio.Queue()
     host = rendezvous_host(options.local_addr, several_nodes=options.max_nodes > 1)
     listener = stack.enter_context(listening_socket(host))
@@ -230,13 +243,13 @@ class Launcher:
         self._global_ranks: dict[int, int] = {}
         self._joins = 0
         self._preloaded = False
-        self._early_losses_left = 0  # at the start it is the environment that is at fault, and stays so
+        self._early_losses_left = 0  # failures at the start are the environment's, and do not pass
         self._stopping: LauncherOutcome | None = None
         self._giving_up: str | None = None
         self._store_deaths: deque[float] = deque(maxlen=MAX_STORE_DEATHS)
 
     async def run(self) -> LauncherOutcome:
-        """Works until the job, or this node's part in it, is over."""
+        """Work until the job, or this node's part in it, is over."""
         self._carry_out(self._pool.start())
         while True:
             outcome = self._handle(await self._events.get())
@@ -244,7 +257,8 @@ class Launcher:
                 return outcome
 
     async def leave(self, detail: str) -> None:
-        """Says goodbye, then SIGTERM to all workers with time to obey; who is left is killed with the fork server."""
+        """Say goodbye and send SIGTERM to all workers; those left after the grace time are killed with the fork
+        server."""
         await self._link.leave(detail)
         if self._link_task is not None:
             self._link_task.cancel()
@@ -262,10 +276,10 @@ class Launcher:
             left = len(self._pool.serials())
             log.warning("%d processes did not end within %g s of SIGTERM; killing them", left, self._options.grace_s)
 
-    # --- what happens ---------------------------------------------------------------------------------------------
+    # --- events -------------------------------------------------------------------------------------------------------
 
     def _handle(self, event: LauncherEvent) -> LauncherOutcome | None:
-        """Deals with one event; an outcome ends the work."""
+        """Handle one event; a returned outcome ends the work."""
         match event:
             case ForkServerReady():
                 self._preloaded, self._early_losses_left = True, MAX_EARLY_FORK_SERVER_DEATHS
@@ -305,7 +319,7 @@ class Launcher:
         return self._carry_out(self._pool.handle_exit(event.serial, event.pid, event.code, event.signal, now))
 
     def _handle_store_death(self, event: Exited) -> LauncherOutcome | None:
-        """Another host takes over the listening socket; its keys are gone, which only a rendezvous under way feels."""
+        """Start another store host on the same listening socket; only a running rendezvous notices the lost keys."""
         now = self._clock.monotonic()
         self._store_deaths.append(now)
         if len(self._store_deaths) == MAX_STORE_DEATHS and now - self._store_deaths[0] < STORE_WINDOW_S:
@@ -315,7 +329,7 @@ class Launcher:
         return None
 
     def _handle_exit_after_stop(self, event: Exited, outcome: LauncherOutcome) -> LauncherOutcome | None:
-        """The job is over: nobody is replaced any more, and the last one to go ends the work."""
+        """Handle an exit after the job ended: nothing is replaced, and the last exit ends the work."""
         local_rank = self._pool.remove_worker(event.serial)
         if local_rank in self._global_ranks and outcome.exit_status == 0 and event.code != 0:
             outcome = LauncherOutcome(
@@ -327,7 +341,7 @@ class Launcher:
         return None if self._pool.active_workers() else outcome
 
     def _handle_fork_server_loss(self) -> LauncherOutcome | None:
-        """The fork server died, and every child with it: begin again with a new one."""
+        """Start anew with another fork server after one died with all its children."""
         if not self._preloaded:
             if self._early_losses_left == 0:
                 return LauncherOutcome(1, "the fork server ended before it was ready; what it said is above")
@@ -343,7 +357,7 @@ class Launcher:
                 return outcome
         return None
 
-    # --- what the agent says --------------------------------------------------------------------------------------
+    # --- directives ---------------------------------------------------------------------------------------------------
 
     def _handle_generation(self, directive: NewGeneration) -> LauncherOutcome | None:
         spec = directive.spec
@@ -367,7 +381,7 @@ class Launcher:
             self._processes.signal([serial], signal.SIGKILL)
 
     def _stop(self, outcome: LauncherOutcome) -> LauncherOutcome | None:
-        """The job is over. Where it went well, ranks may finish what follows training in the script."""
+        """End the job. If it succeeded, ranks may finish what follows training in the script."""
         if self._stopping is not None:
             return None
         self._stopping = outcome
@@ -379,7 +393,7 @@ class Launcher:
         elif self._global_ranks:
             self._processes.signal(set(self._pool.serials()) - ranks.keys(), signal.SIGTERM)
             self._later(self._options.exit_wait_s, WaitTimedOut(outcome))
-        else:  # a spare's workers, which never got a rank
+        else:  # workers of a spare node, which never got a rank
             return outcome
         return None
 
@@ -389,7 +403,7 @@ class Launcher:
     def _handle_job_end_overdue(self, event: JobEndOverdue) -> LauncherOutcome | None:
         if self._stopping is not None:
             return None
-        if self._link.connected and event.joins == self._joins:  # one that came meanwhile may not have heard yet
+        if self._link.connected and event.joins == self._joins:  # an agent that connected meanwhile may not know yet
             ended, now = event.ended, self._clock.monotonic()
             return self._carry_out(self._pool.handle_early_exit(ended.local_rank, ended.pid, now))
         if event.waits >= MAX_JOB_END_WAITS and self._pool.is_finished:
@@ -400,7 +414,7 @@ class Launcher:
         return None
 
     def _offer_node(self) -> None:
-        """Joins the job once all ranks here could begin: a spare that still imports would hold everybody up."""
+        """Join the job once all ranks here could begin: a spare that is still importing would delay everybody."""
         if self._link_task is None and self._pool.is_ready:
             self._link_task = asyncio.create_task(self._link.run(), name="agent link")
 
@@ -416,7 +430,7 @@ class Launcher:
             generation=self._pool.generation,
         )
 
-    # --- what follows ---------------------------------------------------------------------------------------------
+    # --- actions ------------------------------------------------------------------------------------------------------
 
     def _carry_out(self, actions: list[crews.PoolAction]) -> LauncherOutcome | None:
         outcomes = [self._do(action) for action in actions]

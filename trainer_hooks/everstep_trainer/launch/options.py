@@ -1,4 +1,4 @@
-"""What a launcher was asked for: the flags' values (flags.py) as options, and the contradictions among them."""
+"""Parse and validate the options of ``everstep-launch``."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from everstep.errors import ConfigurationError
 from everstep.ids import check_name, storage_url_error
 from everstep.wire.v1.training import JobSpec, SpillPlan
 
-# ---- devices
-# How many ranks a node offers when asked for ``gpu`` or ``auto``.
+# ---- number of ranks for ``gpu`` or ``auto``
 #
 # Counting may initialize CUDA, so it happens in a child of the fork server that does nothing else.
 
 
 def write_rank_count(descriptors: tuple[int, ...], *, kind: str) -> None:
-    """Writes the number of ranks for ``gpu``, ``cpu`` or ``auto`` as decimal text to the descriptor (gpu may be 0)."""
+    """Write the number of ranks for ``gpu``, ``cpu`` or ``auto`` to the descriptor, as decimal text (gpu may be 0)."""
     (answer,) = descriptors
     os.write(answer, str(count_ranks(kind)).encode())
 
 
 def count_ranks(kind: str) -> int:
-    """CUDA devices for ``gpu``, cores for ``cpu``, whichever there is for ``auto`` (as torchrun counts)."""
+    """Return the CUDA devices for ``gpu``, the cores for ``cpu``, devices or else cores for ``auto`` (as torchrun
+    counts)."""
     import torch
 
     devices = torch.cuda.device_count() if kind in ("gpu", "auto") else 0
@@ -40,12 +40,10 @@ def count_ranks(kind: str) -> int:
     return os.cpu_count() or 1
 
 
-# ---- flags
-# The flags of the command line: torchrun's, and those of our own.
+# ---- command-line flags: torchrun's and Everstep's own
 #
-# Every flag of torchrun's is taken, so that a command line can be carried over; what has no meaning here is named in
-# ``IGNORED_FLAGS`` and explained once. As with torchrun, PET_<FLAG> in the environment fills what the command line
-# leaves out.
+# Every flag of torchrun is accepted, so that command lines can be reused. Those without effect are listed in
+# ``IGNORED_FLAGS`` and explained once. As with torchrun, PET_<FLAG> in the environment replaces a missing flag.
 
 AGENT_SOCKET_VARIABLE = "EVERSTEP_AGENT_SOCKET"
 DEFAULT_AGENT_SOCKET = "/run/everstep/agent.sock"
@@ -69,13 +67,13 @@ IGNORED_FLAGS = {
     "run_path": "scripts are always run in a process that is there already",
     "virtual_local_rank": "every worker sees all devices; take the one that LOCAL_RANK names",
 }
-"""torchrun's flags that are taken and change nothing, with the reason that is printed."""
+"""torchrun's flags that are accepted without effect, with the reason that is printed."""
 _SWITCHES = frozenset({"run_path", "virtual_local_rank"})
-"""Of these, those without a value."""
+"""Those of the ignored flags that take no value."""
 
 
 def make_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
-    """The parser of everstep-launch. Values are as they were given, or as ``environ`` has them."""
+    """Return the parser of everstep-launch; defaults come from PET_ variables in ``environ``."""
     parser = argparse.ArgumentParser(
         prog="everstep-launch",
         description="Runs a training script on this node's ranks and replaces them one by one as they fail.",
@@ -84,7 +82,7 @@ def make_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
 
     def flag(name: str, *more: str, **how: Any) -> None:
-        """A flag in torchrun's both spellings, filled from PET_<NAME> where it is not given."""
+        """Add a flag in torchrun's both spellings, with a default from PET_<NAME>."""
         names = [f"--{name}", *([f"--{name.replace('-', '_')}"] if "-" in name else []), *more]
         variable = f"PET_{name.replace('-', '_').upper()}"
         if variable in environ and "action" not in how:
@@ -169,13 +167,13 @@ def _own_flags(flag: _Flag) -> None:
 
 
 class _Flag(Protocol):
-    """How ``flag`` above is called."""
+    """The signature of ``flag`` above."""
 
     def __call__(self, name: str, *more: str, **how: Any) -> None: ...
 
 
 DEFAULT_LINGER_S = 600.0
-"""Long enough for a scheduler or a person to start a killed launcher again."""
+"""Long enough for a scheduler or a person to restart a killed launcher."""
 
 _NOT_NEGATIVE = (
     "max_restarts",
@@ -189,42 +187,49 @@ _NOT_NEGATIVE = (
 
 
 class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What the command line asks for.
+    """The options on the command line.
 
-    script: the script's path, or the module's name with ``is_module``; arguments: its own.
-    job: the run's name; launchers with the same name (and controller) are one job.
-    cache_name: names the folder on this node that keeps compiled code for the job's later processes; the job's name, or
-        the script's where the job's was drawn, so that the next run of the script finds it.
-    preload: modules that are imported once, before ranks are forked.
-    min_nodes, max_nodes: bounds of the roster; launchers beyond are spares.
-    nproc_per_node: ranks on this node, or ``gpu``, ``cpu``, ``auto`` to count.
-    max_restarts: deaths of one local rank within a minute that are replaced (3: a fourth is no coincidence).
-    node_rank: taken from torchrun's command lines; ranks are given by the controller.
-    agent_socket: the node's agent; None starts a private controller and agent.
-    local_addr: this node's address for the other nodes' ranks; None: see ``rendezvous_host``.
-    standbys: warm processes waiting for a death (1: single failures are by far the most frequent).
-    standby_delay_s: seconds after a recovery began until the next standby is forked.
-    block_nodes, block_within: nodes that form one tensor x pipeline block, and the domain it must not leave.
-    priority: of jobs that want the same node the higher one gets it.
-    replicas: nodes that hold each byte of a checkpoint; on a single node, ranks (2: any one may be lost).
-    parity_group_size: members of groups that also keep clean versions by two parities (0: none); see
-        docs/how-to/checkpoints.md.
-    spill_to, spill_every, spill_keep: a path or URL to which versions go (None: none does), steps from one to the next
-        at least, and how many stay there (0: all).
-    digest_interval: steps between parameter digests, besides those of what is to be committed (0: none at all).
-    hang_threshold_s: seconds without progress that count as a hang; None: follows the job's own step time.
-    user_retries: how often the job goes on after an exception of the training function (0: it would come again).
-    join_wait_s: how long the first generation waits for ``max_nodes`` once ``min_nodes`` are there, seconds.
-    grace_s: seconds between SIGTERM and SIGKILL when workers are ended (torchrun: 30; a step must not take that long).
-    exit_wait_s: seconds workers may go on after the job finished (300, as torchrun's exit barrier).
-    die_with_parent: take the death of the process that started the launcher for SIGTERM.
-    start_from: a checkpoint on storage that the job starts from where nothing is in memory: a torch.save file, a
-        torch.distributed.checkpoint folder, weights as safetensors, or a folder of Everstep's own; a path or URL.
-    state_dir: logs and the private services' files; None: $XDG_STATE_HOME/everstep.
-    vault_linger_s: without an agent: how long checkpoints stay in memory for a launcher of the same job where this
-        one is killed (600 where a name was given). None: not at all, since nobody comes back to a name that was drawn.
-    log_dir: a directory for the workers' output; tee: also show it with a prefix.
-    ignored_flags: torchrun flags that were given and change nothing.
+    Attributes:
+        script: Path of the script, or name of the module if ``is_module``.
+        arguments: The script's own arguments.
+        job: Name of the run; launchers with the same name (and controller) form one job.
+        cache_name: Name of the folder on this node that keeps compiled code. The job's name, or the script's if the
+            job's name was generated, so that the script's next run finds the folder.
+        preload: Modules that are imported once, before ranks are forked.
+        min_nodes: Fewest nodes of the roster.
+        max_nodes: Most nodes of the roster; further launchers are spares.
+        nproc_per_node: Ranks on this node, or ``gpu``, ``cpu``, ``auto`` to count.
+        max_restarts: Deaths of one local rank within a minute that are replaced (3: a fourth is no coincidence).
+        node_rank: Accepted for torchrun's command lines; the controller assigns ranks.
+        agent_socket: Socket of the node's agent; None starts a private controller and agent.
+        local_addr: This node's address for the ranks of other nodes; None: see ``rendezvous_host``.
+        standbys: Warm processes waiting for a death (1: single failures are by far the most frequent).
+        standby_delay_s: Seconds after a recovery began until the next standby is forked.
+        block_nodes: Nodes that form one tensor x pipeline block.
+        block_within: The domain that a block must not leave.
+        priority: The job with the higher priority gets a contested node.
+        replicas: Nodes that hold each byte of a checkpoint; on a single node, ranks (2: any one may be lost).
+        parity_group_size: Members of groups that also keep clean versions by two parities (0: none); see
+            docs/operations.md.
+        spill_to: Path or URL to which versions are spilled; None: none are.
+        spill_every: Fewest steps from one spilled version to the next.
+        spill_keep: Number of spilled versions to keep (0: all).
+        digest_interval: Steps between parameter digests, besides those of versions to be committed (0: none at all).
+        hang_threshold_s: Seconds without progress that count as a hang; None: follows the job's own step time.
+        user_retries: How often the job continues after an exception of the training function (0: it would recur).
+        join_wait_s: Seconds that the first generation waits for ``max_nodes`` once ``min_nodes`` are there.
+        grace_s: Seconds between SIGTERM and SIGKILL when workers are ended (torchrun: 30; a step must not take that
+            long).
+        exit_wait_s: Seconds that workers may run after the job finished (300, as torchrun's exit barrier).
+        die_with_parent: Treat the death of the launcher's parent process as SIGTERM.
+        start_from: Checkpoint on storage, as a path or URL, to start from if memory holds none: a torch.save file, a
+            torch.distributed.checkpoint folder, weights as safetensors, or a folder of Everstep's own.
+        state_dir: Folder of logs and the private services' files; None: $XDG_STATE_HOME/everstep.
+        vault_linger_s: Without an agent: seconds that checkpoints stay in memory for the job's next launcher if this
+            one is killed (600 if a name was given). None: they do not, since nobody returns to a generated name.
+        log_dir: Folder of the workers' output.
+        tee: Also print the workers' output with a prefix.
+        ignored_flags: torchrun's flags that were given and have no effect.
     """
 
     script: str
@@ -265,7 +270,11 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
     ignored_flags: tuple[str, ...] = ()
 
     def validate(self) -> LaunchOptions:
-        """Returns itself. Raises ConfigurationError, saying how to mend it, for what cannot be."""
+        """Return these options if they are valid.
+
+        Raises:
+            ConfigurationError: Options contradict each other; the message says how to fix them.
+        """
         if not 1 <= self.min_nodes <= self.max_nodes:
             raise ConfigurationError(
                 f"--nnodes {self.min_nodes}:{self.max_nodes}: the minimum must be at least 1 and at most the maximum"
@@ -305,7 +314,7 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
         return self
 
     def _validate_parity_and_spill(self) -> None:
-        """What goes beyond copies; whether there are nodes enough for parity, the controller knows."""
+        """Check parity and spill options; the controller checks that there are enough nodes for parity."""
         if self.parity_group_size and not 2 <= self.parity_group_size <= 64:
             raise ConfigurationError(
                 f"--parity-group-size {self.parity_group_size}: a group has 2 to 64 members, and P and Q; "
@@ -322,7 +331,7 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigurationError(f"--spill-to: {why}")
 
     def job_spec(self, nproc_per_node: int) -> JobSpec:
-        """What is asked of the controller, the number of ranks being known."""
+        """Return the job's specification for the controller, given the number of ranks."""
         return JobSpec(
             job=self.job,
             min_nodes=self.min_nodes,
@@ -344,9 +353,11 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_options(argv: Sequence[str], environ: Mapping[str, str]) -> LaunchOptions:
-    """Options from the command line (without the program's name) and the environment.
+    """Return the options from the command line (without the program's name) and the environment.
 
-    Raises ConfigurationError for contradictions; leaves by SystemExit, as argparse does, for what is no option.
+    Raises:
+        ConfigurationError: Options contradict each other.
+        SystemExit: An option is unknown or malformed, as in argparse.
     """
     parser = make_parser(environ)
     given = parser.parse_args(argv)
@@ -409,7 +420,7 @@ def _nnodes(text: str) -> tuple[int, int]:
 
 
 def _absolute(url: str | None) -> str | None:
-    """A relative path is meant from here; a URL stays."""
+    """Make a relative path absolute; leave a URL as it is."""
     return url if url is None or "://" in url else os.path.abspath(url)
 
 

@@ -1,8 +1,8 @@
-"""A controller and an agent for one launcher alone, when none was given or found.
+"""Run a controller and an agent for one launcher alone, when no agent was given or found.
 
-They live in a directory of their own (``run_directory``) with a secret and a token made for the occasion, listen on
-loopback, die with the launcher, and are started again when they die before it. Of a launcher that is killed the vault
-stays for a while, with the checkpoints: a launcher of the same job that comes in time goes on with it (decision 0036).
+They live in their own directory (``run_directory``), with a secret and a token made for this run, and listen on
+loopback. They end with the launcher, and are restarted if they die earlier. If the launcher is killed, its vault stays
+for a while with the checkpoints, and the job's next launcher continues with it (decision 0036).
 """
 
 from __future__ import annotations
@@ -36,25 +36,24 @@ from everstep.vocabulary import GenerationReason, JobState
 from everstep.wire.v1.operator import GenerationRecovery, JobDetail
 from everstep_trainer.launch.fork_client import wait_for_exit
 
-# ---- run directory
-# Where a launcher's private services live: made for one launcher, left by one that is killed, taken over by the next.
+# ---- run directory of a launcher's private services
 #
-# A launcher that ends in order takes its directory and its vault's memory along. One that is killed leaves both, and
-# for
-# a while its vault: a launcher of the same job goes on with them, any other sweeps away what nobody is waiting in.
+# A launcher that ends in order removes its directory and its vault's memory. One that is killed leaves both, and its
+# vault for a while. The job's next launcher continues with them; any other launcher removes those that nobody waits
+# for.
 
 log = logging.getLogger(__name__)
 
 SEGMENT_ROOT = Path("/dev/shm")  # noqa: S108 - shared memory is the point
 SOCKET_PATH_BYTES = 107
-"""What sockaddr_un holds."""
+"""Size of a path in sockaddr_un."""
 POLL_S = 0.02
 EXIT_WAIT_S = 15.0
-"""For processes that have been told to end, or killed; freeing a vault's memory takes longest."""
+"""For processes that were asked to end or killed; freeing a vault's memory takes longest."""
 
 
 def resolve_state_dir(flag_value: str | None, environ: Mapping[str, str]) -> Path:
-    """Where logs and private services' files go: --state-dir, or $XDG_STATE_HOME/everstep."""
+    """Return the folder of logs and private services' files: --state-dir, or $XDG_STATE_HOME/everstep."""
     if flag_value is not None:
         return Path(flag_value).resolve()
     base = environ.get("XDG_STATE_HOME")
@@ -62,14 +61,16 @@ def resolve_state_dir(flag_value: str | None, environ: Mapping[str, str]) -> Pat
 
 
 class PrivateRunDirectory:
-    """A directory (mode 0700) that is this launcher's own, by a lock that ends with it.
+    """A directory (mode 0700) owned by this launcher through a lock that ends with it.
 
     Args:
-        state_dir: where it is made, as ``run-*``.
-        job: whose; what a killed launcher of the same job left is taken over where its checkpoints are in memory still.
+        state_dir: Where it is made, as ``run-*``.
+        job: Name of the job. The directory of the job's killed launcher is taken over if its checkpoints are still in
+            memory.
 
-    Raises ConfigurationError where the path is too long for sockets, Unavailable where the services of the launcher
-    before do not end.
+    Raises:
+        ConfigurationError: The path is too long for sockets.
+        Unavailable: The previous launcher's services do not end.
     """
 
     def __init__(self, state_dir: Path, job: str) -> None:
@@ -93,18 +94,18 @@ class PrivateRunDirectory:
         return segment_dir(self.path)
 
     def release(self) -> None:
-        """Lets go of it; the next launcher of the job finds everything."""
+        """Release the directory; the job's next launcher finds everything."""
         os.close(self._lock)
 
     def remove(self) -> None:
-        """Ends the vault, where its agent could not, and unlinks everything."""
+        """End the vault if its agent could not, and delete everything."""
         _end_vault(self.path)
         _remove(self.path)
         os.close(self._lock)
 
 
 def segment_dir(run_dir: Path) -> Path:
-    """Where the vault keeps its segments; named after the run directory, so that sweeping finds it."""
+    """Return the folder of the vault's segments; named after the run directory, so that sweeping finds it."""
     return SEGMENT_ROOT / f"everstep-{os.getuid()}" / run_dir.name
 
 
@@ -117,7 +118,7 @@ def _make(state_dir: Path, job: str) -> tuple[Path, int]:
 
 
 def _take_over(state_dir: Path, job: str) -> tuple[Path, int] | None:
-    """What the job's last launcher left; what others left and nobody waits in is swept away."""
+    """Return the directory of the job's last launcher, and remove other abandoned ones."""
     found = None
     for left in sorted(state_dir.glob("run-*")):
         lock = os.open(left / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -136,7 +137,7 @@ def _take_over(state_dir: Path, job: str) -> tuple[Path, int] | None:
 
 
 def _holds_job(run_dir: Path, job: str) -> bool:
-    """Whether the directory is of that job and checkpoints of it are in memory; after a boot they are not."""
+    """Return whether the directory belongs to the job and its checkpoints are in memory; after a boot they are not."""
     with contextlib.suppress(OSError):
         of_job = (run_dir / "job").read_text() == job and (run_dir / "operator.token").exists()
         return of_job and any((segment_dir(run_dir) / job).glob("own-*"))
@@ -144,7 +145,7 @@ def _holds_job(run_dir: Path, job: str) -> bool:
 
 
 def _end_services(run_dir: Path) -> None:
-    """They follow their launcher by themselves, the agent before the vault is taken from it."""
+    """End the previous launcher's services; they end by themselves, the agent before its vault is taken over."""
     for ready_file in (run_dir / "agent" / "agent.json", run_dir / "controller.json"):
         pid = _pid_in(ready_file)
         if not _wait_for_exit(pid, run_dir):
@@ -154,9 +155,10 @@ def _end_services(run_dir: Path) -> None:
 
 
 def _wait_for_agent(lock_file: Path) -> None:
-    """Returns when nobody holds the agent's lock: one that had just been started again says its pid nowhere yet.
+    """Wait until nobody holds the agent's lock: an agent that just restarted has not written its pid yet.
 
-    Raises Unavailable where it is held on.
+    Raises:
+        Unavailable: The lock is still held.
     """
     for _ in range(int(EXIT_WAIT_S / POLL_S)):
         if not is_locked(lock_file.parent, lock_file.name):
@@ -166,14 +168,14 @@ def _wait_for_agent(lock_file: Path) -> None:
 
 
 def _end_vault(run_dir: Path) -> None:
-    """That of an agent that was killed and not started again."""
+    """Kill the vault of an agent that was killed and not restarted."""
     note = read_note(segment_dir(run_dir))
     if note is not None and is_locked(segment_dir(run_dir)):
         _kill(note.pid, run_dir)
 
 
 def _kill(pid: int, run_dir: Path) -> None:
-    """Raises Unavailable where the process stays: two must not work over one directory."""
+    """Kill a process; raise Unavailable if it stays: two must not work in one directory."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
     if not _wait_for_exit(pid, run_dir):
@@ -181,7 +183,7 @@ def _kill(pid: int, run_dir: Path) -> None:
 
 
 def _wait_for_exit(pid: int, run_dir: Path) -> bool:
-    """Whether the process that was started over ``run_dir`` has ended, or does so in time."""
+    """Return whether the process that was started for ``run_dir`` has ended, or ends in time."""
     try:
         descriptor = os.pidfd_open(pid) if pid > 0 else -1
     except ProcessLookupError:
@@ -189,7 +191,7 @@ def _wait_for_exit(pid: int, run_dir: Path) -> bool:
     if descriptor < 0:
         return True
     try:
-        is_other = os.fsencode(run_dir) not in Path(f"/proc/{pid}/cmdline").read_bytes()  # the number is used again
+        is_other = os.fsencode(run_dir) not in Path(f"/proc/{pid}/cmdline").read_bytes()  # the pid was reused
         return is_other or bool(select.select([descriptor], [], [], EXIT_WAIT_S)[0])
     except (FileNotFoundError, ProcessLookupError):
         return True
@@ -221,17 +223,17 @@ def _remove(run_dir: Path) -> None:
 
 PRIVATE_NODE = "local"
 START_WAIT_S = 60.0
-"""Until a service must say that it is ready; it takes about a second, on a loaded machine several."""
+"""Longest start of a service; it takes about a second, or several on a loaded machine."""
 END_WAIT_S = 10.0
 MAX_LOGS = 40
-"""Log files of earlier runs that are kept, two for each."""
+"""Log files of earlier runs to keep, two per run."""
 MAX_RESTARTS = 5
 RESTART_WINDOW_S = 60.0
-"""So many unexpected ends of one service within this time are cured by another start; one more is no coincidence."""
+"""Window of MAX_RESTARTS: that many unexpected ends of one service lead to a restart; one more is no coincidence."""
 MAX_EARLY_KILLS = 3
-"""Kills (by the kernel for want of memory, say) of one service in a row that it may meet before it is ready."""
+"""Kills of one service in a row (such as by the kernel, for lack of memory) that are tolerated before it is ready."""
 VAULT_WITHOUT_AGENT_S = 30.0
-"""How long the vault is without agent and ranks at most, where all of them were killed at once, on a loaded machine."""
+"""Longest time that the vault is without agent and ranks, if all were killed at once on a loaded machine."""
 REQUIRED_MODULES = {
     "controller": ("everstep_controller.main", "fastapi", "uvicorn", "sqlalchemy", "alembic", "prometheus_client"),
     "agent": ("everstep_agent.main", "pynvml", "prometheus_client"),
@@ -239,13 +241,13 @@ REQUIRED_MODULES = {
 
 
 class PrivateServices:
-    """The pair of them.
+    """A private controller and agent.
 
     Args:
-        state_dir: where logs stay, and the run directory is made.
-        name: of the logs; the job's.
-        clock: for the deadline of the start.
-        linger_s: how long the vault waits for another launcher where this one is killed; None: not at all.
+        state_dir: Where logs stay and the run directory is made.
+        name: Name of the job, and of the logs.
+        clock: For the deadline of the start.
+        linger_s: How long the vault waits for another launcher if this one is killed; None: not at all.
     """
 
     def __init__(self, state_dir: Path, name: str, clock: Clock, linger_s: float | None = None) -> None:
@@ -259,10 +261,11 @@ class PrivateServices:
         self._address = ""
 
     async def start(self) -> Path:
-        """Starts both; returns the agent's socket once it is there.
+        """Start both; return the agent's socket once it is there.
 
-        Raises ConfigurationError where a package is missing, or the directory cannot be written, Unavailable with the
-        log's end where one does not come up.
+        Raises:
+            ConfigurationError: A package is missing, or the directory cannot be written.
+            Unavailable: A service does not start; the message has the end of its log.
         """
         _check_installed()
         logs = self._state_dir / "logs"
@@ -290,7 +293,7 @@ class PrivateServices:
         return run_dir / "agent" / "agent.sock"
 
     async def summary(self) -> list[str]:
-        """Return what the controller makes of the job, in lines for people; nothing where there is none to ask."""
+        """Return lines for people on what became of the job; empty if there is no controller to ask."""
         if self._run_directory is None or not self._serves:
             return []
         token = self._run_directory.path / "operator.token"
@@ -298,9 +301,9 @@ class PrivateServices:
         return [] if detail is None else summary(detail)
 
     async def end(self) -> None:
-        """Ends the agent, then the controller, and removes the run directory.
+        """End the agent, then the controller, and remove the run directory.
 
-        One that was taken over stays where its services did not come up: what it holds may be wanted all the same.
+        A directory that was taken over stays if its services did not start: its checkpoints may still be wanted.
         """
         for service in reversed(self._services):
             await service.end()
@@ -328,7 +331,7 @@ class PrivateServices:
 
 
 class PrivateService:
-    """One of the pair: started, watched, started again, ended."""
+    """One of the two services, which is started, supervised, restarted and ended."""
 
     def __init__(self, name: str, log_file: Path, ready_file: Path, clock: Clock) -> None:
         self._name = name
@@ -339,17 +342,20 @@ class PrivateService:
         self._watch: asyncio.Task[None] | None = None
 
     async def start(self, command: Callable[[Mapping[str, object] | None], list[str]]) -> Mapping[str, object]:
-        """Starts it and keeps it; returns what its ready file says.
+        """Start the service and supervise it; return the content of its ready file.
 
-        ``command`` makes the command line, given what the ready file said the last time (None at first). Raises
-        Unavailable with the end of its log where it does not come up.
+        Args:
+            command: Makes the command line from the ready file's previous content (None at first).
+
+        Raises:
+            Unavailable: The service does not start; the message has the end of its log.
         """
         ready = await self._launch(command(None))
         self._watch = asyncio.create_task(self._supervise(command, ready), name=f"keep {self._name}")
         return ready
 
     async def end(self) -> None:
-        """SIGTERM, and SIGKILL to its process group where that is not enough."""
+        """End the service with SIGTERM, and its process group with SIGKILL if that is not enough."""
         if self._watch is not None:
             self._watch.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -368,7 +374,7 @@ class PrivateService:
         process.wait()
 
     async def _launch(self, command: list[str]) -> Mapping[str, object]:
-        """Starts it until it is ready; one that is killed meanwhile is not at fault, and is started again."""
+        """Start the service until it is ready; restart it if it is killed meanwhile."""
         for _ in range(MAX_EARLY_KILLS):
             try:
                 return await self._launch_once(command)
@@ -397,7 +403,7 @@ class PrivateService:
         self._ready_file.unlink(missing_ok=True)
         descriptor = os.open(self._log_file, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
-            # A session of its own: Ctrl-C in the terminal is for the launcher, which ends it in order.
+            # In its own session, so that Ctrl-C in the terminal reaches only the launcher, which ends it in order.
             return subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -454,7 +460,7 @@ class PrivateService:
         return f"the private {self._name} {summary}; the end of {self._log_file}:\n{shown}"
 
 
-# -P below: "agent" and "controller" are names that a user's own directory may have too.
+# -P below: a user's directory may have modules named "agent" and "controller" too.
 
 
 def _controller_command(run_dir: Path, listen: str) -> list[str]:
@@ -519,17 +525,16 @@ def _prune(logs: Path) -> None:
         old.unlink(missing_ok=True)
 
 
-# ---- summary of a run
-# Say at the end of a run how far it came, what failed and what that cost.
+# ---- summary of a run: how far it came, what failed and what that cost
 
 MOST_LISTED = 20
-"""Recoveries that are listed one by one, the newest; all that the controller tells of are counted."""
+"""Recoveries that are listed, the newest; all that the controller knows are counted."""
 LONGEST_REASON = 160
 """Characters of a recovery's sentence."""
 
 
 async def read_detail(url: str, token_file: Path, job: str) -> JobDetail | None:
-    """Ask a controller about a job; None where it does not answer or knows no such job."""
+    """Ask a controller about a job; return None if it does not answer or does not know the job."""
 
     def ask() -> JobDetail:
         return ControllerClient(url, read_token(str(token_file))).get(path("jobs", job), JobDetail)

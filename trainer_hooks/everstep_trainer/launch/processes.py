@@ -1,4 +1,4 @@
-"""The processes of one launcher: made, spoken to, signalled and ended. What is to be done is decided elsewhere."""
+"""Start, signal and end the processes of one launcher; other modules decide when."""
 
 from __future__ import annotations
 
@@ -30,17 +30,16 @@ from everstep_trainer.runtime.assignment import (
     START_FROM_VARIABLE,
 )
 
-# ---- environment
-# Environment variables of the fork server and of workers; what a generation decides, the worker sets itself.
+# ---- environment variables of the fork server and of workers; those of a generation are set by the worker itself
 
 log = logging.getLogger(__name__)
 
 
 def fork_server_environment(options: LaunchOptions, environ: Mapping[str, str]) -> dict[str, str]:
-    """The fork server's, and so every worker's. One thread for each rank unless told otherwise, as torchrun does.
+    """Return the environment of the fork server and thus of every worker; makes the job's folder for compiled code.
 
-    It has to be set before torch is imported, which is before GPUs are counted: ``gpu`` and ``auto`` are several.
-    Makes the job's folder for compiled code, and names it.
+    Each rank gets one thread by default, as with torchrun. This must be set before torch is imported, which is before
+    GPUs are counted, so ``gpu`` and ``auto`` count as several ranks.
     """
     name = options.cache_name or options.job
     environment = {**environ, **cache_environment(resolve_state_dir(options.state_dir, environ), name, environ)}
@@ -54,7 +53,7 @@ def fork_server_environment(options: LaunchOptions, environ: Mapping[str, str]) 
 def worker_environment(
     options: LaunchOptions, *, agent_socket: str, nproc: int, local_rank: int | None
 ) -> dict[str, str | None]:
-    """What a worker has from its birth; a standby's LOCAL_RANK is unset, whatever the launcher's own is."""
+    """Return a new worker's variables; a standby's LOCAL_RANK is unset, whatever the launcher's own is."""
     return {
         JOB_VARIABLE: options.job,
         AGENT_SOCKET_VARIABLE: agent_socket,
@@ -68,7 +67,7 @@ def worker_environment(
 
 
 def static_rank_environment(*, local_rank: int, nproc: int, host: str, port: int) -> dict[str, str]:
-    """On a single node ranks are known beforehand: what a script needs that never calls ``everstep.main``."""
+    """Return a single node's static ranks, for a script that never calls ``everstep.main``."""
     rank = str(local_rank)
     return {
         "RANK": rank,
@@ -85,21 +84,21 @@ def static_rank_environment(*, local_rank: int, nproc: int, host: str, port: int
     }
 
 
-# ---- output
-# What workers write: to files, and with --tee on the launcher's own output, each line with its rank.
+# ---- output of workers: to files, and with --tee to the launcher's own output, each line with its rank
 
 CHUNK_BYTES = 1 << 16
 
 
 class WorkerOutputs:
-    """Pipes from workers into ``directory``.
+    """Pipes from workers into files in ``directory``.
 
     Args:
-        directory: made where it is missing; files are ``worker-SERIAL.out`` and ``.err``.
-        tee: also write every line to this process's stdout or stderr.
-        label: the present name of a worker by its serial, such as ``rank 3``.
+        directory: Created if missing; files are ``worker-SERIAL.out`` and ``.err``.
+        tee: Also write every line to this process's stdout or stderr.
+        label: Returns the current name of a worker, such as ``rank 3``, by its serial.
 
-    Raises ConfigurationError where the directory cannot be made.
+    Raises:
+        ConfigurationError: The directory cannot be made.
     """
 
     def __init__(self, directory: Path, tee: bool, label: Callable[[int], str]) -> None:
@@ -113,11 +112,11 @@ class WorkerOutputs:
         self._pumps: set[_Pump] = set()
 
     def open(self, serial: int) -> tuple[int, int]:
-        """Descriptors for the worker's stdout and stderr; close them once they were passed on."""
+        """Return descriptors for the worker's stdout and stderr; close them once they are passed on."""
         return self._open(serial, "out", sys.stdout.buffer), self._open(serial, "err", sys.stderr.buffer)
 
     def drain(self) -> None:
-        """Takes what the dead have left in their pipes, and closes everything."""
+        """Read what dead workers left in their pipes, and close everything."""
         for pump in list(self._pumps):
             pump.read()
             pump.close()
@@ -132,7 +131,7 @@ class WorkerOutputs:
 
 
 class _Pump:
-    """One pipe into one file."""
+    """Copies one pipe into one file."""
 
     def __init__(
         self,
@@ -150,7 +149,7 @@ class _Pump:
         asyncio.get_running_loop().add_reader(pipe, self.read)
 
     def read(self) -> None:
-        """Moves what is there; closes at end-of-file."""
+        """Copy what is there; close at end-of-file."""
         while True:
             try:
                 data = os.read(self._pipe, CHUNK_BYTES)
@@ -162,7 +161,8 @@ class _Pump:
             try:
                 self._file.write(data)
                 self._lost = False
-            except OSError as error:  # what could be written later is; the rank must not wait in its pipe
+            # keep reading, so that the rank does not block on its pipe; later writes may succeed
+            except OSError as error:
                 if not self._lost:
                     log.warning("what ranks write is lost: %s cannot be written: %s", self._file.name, error)
                 self._lost = True
@@ -197,7 +197,7 @@ COUNT_SERIAL = -1
 
 
 class WorkerReachedMain(msgspec.Struct, frozen=True):
-    """A worker's script came to ``everstep.main``."""
+    """A worker's script reached ``everstep.main``."""
 
     serial: int
 
@@ -209,9 +209,11 @@ class WorkerProcesses:
     """Store host, workers and standbys, through one fork server.
 
     Args:
-        listener: the rendezvous store's listening socket. It stays open here, so that the address outlives its host.
-        on_event: gets births, deaths and arrivals.
-        label: the present name of a worker, for its lines of output.
+        options: The launcher's options.
+        environ: The launcher's environment.
+        listener: The rendezvous store's listening socket. It stays open here, so that the address outlives its host.
+        on_event: Receives births, deaths and arrivals at ``everstep.main``.
+        label: Returns the current name of a worker, for its lines of output.
     """
 
     def __init__(
@@ -232,24 +234,29 @@ class WorkerProcesses:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Where the rendezvous store is."""
+        """Address of the rendezvous store."""
         host, port = self._listener.getsockname()[:2]
         return host, port
 
     def start(self) -> None:
-        """Starts the fork server and in it the store host; orders wait until torch is imported."""
+        """Start the fork server and in it the store host; orders wait until torch is imported."""
         self._forks.start()
         self.start_store_host()
 
     def start_store_host(self) -> None:
-        """Forks the process that serves the store."""
+        """Fork the process that serves the store."""
         host, port = self.address
         target = "everstep_trainer.launch.store_host:serve_store"
         arguments = {"address": host, "port": port}
         self._forks.fork(STORE_SERIAL, target, arguments, descriptors=(self._listener.fileno(),))
 
     async def count_ranks(self) -> int:
-        """Ranks of this node. Raises ConfigurationError where there is no GPU, Unavailable without a fork server."""
+        """Return the number of ranks on this node.
+
+        Raises:
+            ConfigurationError: GPUs were asked for, and there is none.
+            Unavailable: The fork server ended.
+        """
         kind = self._options.nproc_per_node
         if isinstance(kind, int):
             return kind
@@ -265,7 +272,7 @@ class WorkerProcesses:
         return int(text)
 
     def start_worker(self, serial: int, local_rank: int | None, *, nproc: int, agent_socket: str) -> None:
-        """Forks a worker, or a standby where ``local_rank`` is None."""
+        """Fork a worker, or a standby if ``local_rank`` is None."""
         options = self._options
         environment = worker_environment(options, agent_socket=agent_socket, nproc=nproc, local_rank=local_rank)
         if options.max_nodes == 1 and local_rank is not None:
@@ -288,19 +295,20 @@ class WorkerProcesses:
         asyncio.get_running_loop().add_reader(ours.fileno(), self._listen, serial)
 
     def promote(self, serial: int, local_rank: int) -> None:
-        """Tells a standby what it is now. Where it has just died, its exit follows."""
+        """Give a standby its local rank. If it has just died, its exit event follows."""
         try:
             self._controls[serial].send(Promote(local_rank=local_rank))
         except (KeyError, OSError):
             log.debug("worker %d is gone before its promotion", serial)
 
     def signal(self, serials: Iterable[int], number: signal.Signals) -> None:
-        """Sends a signal to each; those that are dead already do not mind."""
+        """Send a signal to each worker; dead ones are ignored."""
         for serial in serials:
             self._forks.signal(serial, number)
 
     def forward_signal(self, number: Signals, living: Iterable[tuple[int, int]]) -> None:
-        """Sends a signal to those of ``living`` (serials and pids) that have a handler for it: others it would end."""
+        """Send a signal to those of ``living`` (serials and pids) that have a handler for it; it would end the
+        others."""
         able = [serial for serial, pid in living if has_signal_handler(pid, number)]
         self.signal(able, number)
         if able:
@@ -309,14 +317,14 @@ class WorkerProcesses:
             log.warning("%s changes nothing: no rank has a handler for it", number.name)
 
     def close_control(self, serial: int) -> None:
-        """Closes the line to a worker."""
+        """Close the control channel of a worker."""
         control = self._controls.pop(serial, None)
         if control is not None:
             asyncio.get_running_loop().remove_reader(control.fileno())
             control.close()
 
     async def end(self) -> None:
-        """Ends the fork server, and with it everyone who is left."""
+        """End the fork server, and with it all remaining processes."""
         try:
             await self._forks.end()
         finally:

@@ -1,4 +1,4 @@
-"""The process that holds the rendezvous store, apart from every rank, so that it dies with none of them."""
+"""Host the rendezvous store in its own process, so that it outlives every rank."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from everstep_trainer.launch.process_setup import set_process_name
 
 
 def serve_store(descriptors: tuple[int, ...], *, address: str, port: int) -> None:
-    """Serves a TCPStore on the listening socket that came along, until the process is ended.
+    """Serve a TCPStore on the passed listening socket until the process is ended.
 
-    The launcher keeps the socket too: connections made before this process serves, or while it is being replaced,
-    wait in its queue instead of being refused.
+    The launcher keeps the socket open too. Connections made before this process serves, or while it is being replaced,
+    wait in the socket's queue instead of being refused.
     """
     from datetime import timedelta
 

@@ -1,8 +1,7 @@
-"""Who holds which local rank, and what follows from a death: plain data in, actions out.
+"""Assign processes to local ranks and decide what follows from a death: plain data in, actions out.
 
-No processes, sockets or clocks in here; the launcher carries the actions out and brings back what became of them.
-Children are known by the launcher's serial numbers, since a pid is only known once a child exists, and may be used
-again once it does not.
+This module uses no processes, sockets or clocks; the launcher carries out the actions and reports the results.
+Children have serial numbers, since a pid is known only once a child exists and may be reused after its death.
 """
 
 from __future__ import annotations
@@ -14,12 +13,16 @@ import msgspec
 
 
 class WorkerPoolSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How a launcher staffs its local ranks.
+    """Settings for the processes of local ranks.
 
-    ``nproc``: local ranks. ``standbys``: warm processes waiting to take one over. ``max_deaths`` within ``window_s``
-    of one local rank are replaced; one more, and the node gives up on it: something is wrong here that a fresh
-    process does not cure. ``standby_delay_s``: how long after a recovery began the next standby is forked, so that
-    it does not take the processor from it.
+    Attributes:
+        nproc: Number of local ranks.
+        standbys: Warm processes waiting to take over a local rank.
+        max_deaths: Deaths of one local rank within ``window_s`` that are replaced. After one more the node gives up on
+            it: a fresh process does not cure the cause.
+        window_s: Window of ``max_deaths``, in seconds.
+        standby_delay_s: Seconds from the start of a recovery to the fork of the next standby, which would compete for
+            the processor.
     """
 
     nproc: int
@@ -30,7 +33,7 @@ class WorkerPoolSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StartWorker(msgspec.Struct, frozen=True):
-    """Fork a worker; ``local_rank`` None makes it a standby."""
+    """Fork a worker; with ``local_rank`` None, a standby."""
 
     serial: int
     local_rank: int | None
@@ -43,14 +46,14 @@ class ScheduleStandby(msgspec.Struct, frozen=True):
 
 
 class PromoteWorker(msgspec.Struct, frozen=True):
-    """Tell the standby which local rank it is now."""
+    """Give a standby its local rank."""
 
     serial: int
     local_rank: int
 
 
 class ReportExit(msgspec.Struct, frozen=True):
-    """Tell the agent that the process of a local rank died, and whether another takes its place."""
+    """Report the death of a local rank's process to the agent, and whether it is being replaced."""
 
     local_rank: int
     pid: int
@@ -60,8 +63,10 @@ class ReportExit(msgspec.Struct, frozen=True):
 
 
 class AwaitJobEnd(msgspec.Struct, frozen=True):
-    """The process of a local rank ended with status 0, which is in order once the job is over. Call
-    ``handle_early_exit`` where nobody says that it is."""
+    """The process of a local rank ended with status 0, which is right only if the job is over.
+
+    Call ``handle_early_exit`` if nobody ends the job.
+    """
 
     local_rank: int
     pid: int
@@ -74,14 +79,14 @@ class GiveUp(msgspec.Struct, frozen=True):
 
 
 class ScriptFailed(msgspec.Struct, frozen=True):
-    """A worker ended before the script came to ``everstep.main``; ``code`` is what a shell would show."""
+    """A worker ended before its script reached ``everstep.main``; ``code`` is its status in a shell."""
 
     code: int
     sentence: str
 
 
 class ScriptEnded(msgspec.Struct, frozen=True):
-    """Every local rank's process ended with status 0, and none ever came to ``everstep.main``."""
+    """Every local rank's process ended with status 0, and none ever reached ``everstep.main``."""
 
 
 PoolAction = (
@@ -101,7 +106,7 @@ class PooledWorker(msgspec.Struct):
 
 EARLY_EXIT_REASON = "exit status 0 before the job was over"
 MAX_EARLY_STANDBY_DEATHS = 3
-"""Standbys in a row that end before they arrive until no more are made."""
+"""Standbys in a row that may end before ``everstep.main`` until no more are made."""
 
 
 class WorkerPool:
@@ -119,19 +124,19 @@ class WorkerPool:
         self._has_reached_main = False
         self.generation = 0
 
-    # --- what happens ---------------------------------------------------------------------------------------------
+    # --- events -------------------------------------------------------------------------------------------------------
 
     def start(self) -> list[PoolAction]:
-        """The first workers, one per local rank. Standbys follow once the script has shown that it can use them."""
+        """Start one worker per local rank. Standbys follow once the script has shown that it can use them."""
         return [self._new_worker(local_rank) for local_rank in range(self._settings.nproc)]
 
     def handle_forked(self, serial: int, pid: int) -> None:
-        """The fork server made the process."""
+        """Record the pid of a forked process."""
         if serial in self._workers:
             self._workers[serial].pid = pid
 
     def handle_reached_main(self, serial: int) -> list[PoolAction]:
-        """A worker's script came to ``everstep.main``."""
+        """Record that a worker's script reached ``everstep.main``."""
         worker = self._workers.get(serial)
         if worker is None:
             return []
@@ -143,17 +148,17 @@ class WorkerPool:
 
     @property
     def is_ready(self) -> bool:
-        """Whether every local rank has a process whose script came to ``everstep.main``."""
+        """Whether every local rank has a process whose script reached ``everstep.main``."""
         arrived = {worker.local_rank for worker in self._workers.values() if worker.has_reached_main}
         return all(local_rank in arrived for local_rank in range(self._settings.nproc))
 
     def handle_standby_due(self) -> list[PoolAction]:
-        """The delay of a ``ScheduleStandby`` is over."""
+        """Make the standby of a ``ScheduleStandby``."""
         self._standbys_due -= 1
         return [self._new_worker(None)]
 
     def handle_exit(self, serial: int, pid: int, code: int | None, signal: int | None, now: float) -> list[PoolAction]:
-        """A worker's process is dead: ``code`` or ``signal`` says how, ``now`` is monotonic seconds."""
+        """Handle a worker's death by exit ``code`` or ``signal``; ``now`` is monotonic seconds."""
         worker = self._workers.pop(serial, None)
         if worker is None:
             return []
@@ -166,10 +171,10 @@ class WorkerPool:
         return self._handle_death(worker.local_rank, pid, code, signal, now)
 
     def handle_generation(self, generation: int, local_ranks: frozenset[int], now: float) -> list[PoolAction]:
-        """A generation with ``local_ranks`` of this node in its roster: those without a process get one.
+        """Handle a generation with ``local_ranks`` of this node in its roster: fill those without a process.
 
-        Who ended with status 0 before a newer generation that counts on it had not finished, and died. Heard again (an
-        agent that restarted repeats it), a generation asks nothing of a local rank that has finished in it.
+        A process that ended with status 0 before a newer generation that includes it has not finished; it counts as
+        dead. If an agent that restarted repeats a generation, local ranks that have finished in it stay finished.
         """
         actions: list[PoolAction] = []
         if generation > self.generation:
@@ -181,28 +186,29 @@ class WorkerPool:
         return actions + [action for local_rank in missing for action in self._fill_rank(local_rank)]
 
     def handle_early_exit(self, local_rank: int, pid: int, now: float) -> list[PoolAction]:
-        """A process ended with status 0, and the job is not over: a death like any other."""
+        """Treat an exit with status 0 as a death, since the job is not over."""
         if self._finished.get(local_rank) != pid:
             return []
         del self._finished[local_rank]
         return self._handle_death(local_rank, pid, 0, None, now)
 
     def remove_worker(self, serial: int) -> int | None:
-        """A process ended that is not to be replaced; returns the local rank it had."""
+        """Remove a worker that is not to be replaced; return the local rank it had."""
         worker = self._workers.pop(serial, None)
         return worker.local_rank if worker is not None else None
 
-    # --- what is asked --------------------------------------------------------------------------------------------
+    # --- queries ------------------------------------------------------------------------------------------------------
 
     def worker_to_kill(self, local_rank: int, generation: int) -> int | None:
-        """The worker that was ``local_rank`` in ``generation``; None where it has been replaced since, or is dead."""
+        """Return the worker that was ``local_rank`` in ``generation``; None if it has been replaced since, or
+        is dead."""
         for worker in self._workers.values():
             if worker.local_rank == local_rank and worker.assigned_in_generation < generation:
                 return worker.serial
         return None
 
     def active_workers(self) -> dict[int, int]:
-        """Serial numbers of living active workers, with their local ranks."""
+        """Return the serial numbers of living active workers, with their local ranks."""
         return {w.serial: w.local_rank for w in self._workers.values() if w.local_rank is not None}
 
     @property
@@ -211,15 +217,15 @@ class WorkerPool:
         return len(self._finished) == self._settings.nproc
 
     def living_workers(self) -> list[tuple[int, int]]:
-        """Serial numbers and pids of all living workers (pid 0: not forked yet), standbys first."""
+        """Return serial numbers and pids of all living workers (pid 0: not forked yet), standbys first."""
         workers = sorted(self._workers.values(), key=lambda worker: worker.local_rank is not None)
         return [(worker.serial, worker.pid or 0) for worker in workers]
 
     def serials(self) -> list[int]:
-        """All living workers, standbys last."""
+        """Return the serial numbers of all living workers, standbys last."""
         return sorted(self._workers, key=lambda serial: (self._workers[serial].local_rank is None, serial))
 
-    # --- how ------------------------------------------------------------------------------------------------------
+    # --- internals ----------------------------------------------------------------------------------------------------
 
     def _new_worker(self, local_rank: int | None) -> StartWorker:
         self._serial += 1
@@ -246,7 +252,7 @@ class WorkerPool:
         )
 
     def _fill_rank(self, local_rank: int) -> list[PoolAction]:
-        """Puts a process on ``local_rank``: a standby if one lives, preferably one that is warm already."""
+        """Put a process on ``local_rank``: a standby if one is alive, preferably one that reached ``everstep.main``."""
         standbys = [worker for worker in self._workers.values() if worker.local_rank is None]
         if not standbys:
             return [self._new_worker(local_rank)]
@@ -284,7 +290,7 @@ def _script_failed(local_rank: int, code: int | None, signal: int | None) -> Scr
 
 
 def describe_exit(code: int | None, number: int | None) -> str:
-    """How a process ended, in words."""
+    """Return how a process ended, in words."""
     if number is None:
         return EARLY_EXIT_REASON if code == 0 else f"exit status {code}"
     try:

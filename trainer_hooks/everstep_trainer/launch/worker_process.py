@@ -1,4 +1,4 @@
-"""A worker's process: the user's script as ``__main__``, as if a shell had started it."""
+"""Run the user's script as ``__main__`` in a worker's process, as if a shell had started it."""
 
 from __future__ import annotations
 
@@ -20,9 +20,16 @@ from everstep_trainer.runtime.assignment import (
 
 
 def run(descriptors: tuple[int, ...], *, script: str, module: bool, arguments: list[str]) -> None:
-    """Runs ``script`` (a file, or a module's name) to its end. ``descriptors``: control socket[, stdout, stderr].
+    """Run ``script`` (a file, or a module's name) to its end.
 
-    Returns when the script does; raises SystemExit with its status where it left that way or by an exception.
+    Args:
+        descriptors: Control socket, and optionally stdout and stderr.
+        script: Path of the script, or name of the module.
+        module: Whether ``script`` names a module.
+        arguments: The script's arguments.
+
+    Raises:
+        SystemExit: The script ended with a status or by an exception.
     """
     control, *outputs = descriptors
     local_rank = os.environ.get(LOCAL_RANK_VARIABLE)
@@ -59,7 +66,7 @@ def _take_outputs(outputs: list[int]) -> None:
 
 
 def _show(error: BaseException) -> None:
-    """The traceback from the script on, without the frames that led to it. Goes through ``sys.excepthook``."""
+    """Print the traceback from the script on, without the frames above it, through ``sys.excepthook``."""
     tail = error.__traceback__
     while tail is not None and _ours(tail):
         tail = tail.tb_next
