@@ -1,1 +1,1 @@
-"""Find and describe the tracked state of a run: tensors, optimizers, Python state."""
+"""Find and describe the tracked state of a run: tensors, optimizers and Python state."""

@@ -1,12 +1,12 @@
-"""Small Python state as bytes and back: MessagePack, no pickle.
+"""Encode small Python state as bytes and back: MessagePack, no pickle.
 
-Numbers, strings, bytes, None, lists, tuples, dicts, sets, collections.OrderedDict and Counter, torch.Size, integers of
-any size, tensors, numpy arrays and scalars, torch dtypes and devices come back as what they were; members of an
-enumeration, and what else is a kind of number, string or bytes, as that. Everything else is a TypeError that names the
-path to it, other kinds of dictionaries and tuples among it.
+These types survive the round trip: numbers, strings, bytes, None, lists, tuples, dicts, sets, collections.OrderedDict
+and Counter, torch.Size, integers of any size, tensors, numpy arrays and scalars, torch dtypes and devices. Members of
+an enumeration and other subclasses of numbers, strings or bytes come back as their base type. Anything else, including
+other kinds of dictionaries and tuples, is a TypeError that names the path to it.
 
-Tensors on a GPU are copied to the host behind what the GPU still has to do; who asks for the bytes waits for that, not
-who takes the state.
+Tensors on a GPU are copied to the host behind the work already enqueued there. ``Blob.data`` waits for the copy;
+making the Blob does not.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from everstep.errors import DECODE_ERRORS, ConfigurationError, MalformedMessage
 
-# ---- refusals
-# What looks as if it could be stored, and would come back without some of it: refused by name, with what to do.
+# ---- refusals: values that seem storable but would come back incomplete, refused with the path and a fix
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _ODD_BITS = re.compile(r"torch\.(u?int[1-7]|bits\w+)")
@@ -35,16 +34,17 @@ _ODD_BITS = re.compile(r"torch\.(u?int[1-7]|bits\w+)")
 
 
 def require_own_memory(name: str, tensor: torch.Tensor, fix_hint: str) -> None:
-    """Raises TypeError, ending with ``fix_hint``, where the bytes at a tensor's address are not all of it.
+    """Raise TypeError, ending with ``fix_hint``, if the memory at a tensor's address is not all of the tensor.
 
-    A tensor that wraps others (8-bit optimizer state, float8 weights) has no memory, and all of them the same address.
+    A tensor that wraps others (8-bit optimizer state, float8 weights) has no memory; all such tensors share one
+    address.
     """
     if what := unsupported_reason(tensor):
         raise TypeError(f"{name} {what}: {fix_hint}")
 
 
 def unsupported_reason(tensor: torch.Tensor) -> str:
-    """Why a tensor cannot be stored, in words; empty where it can."""
+    """Return why a tensor cannot be stored, in words; empty if it can."""
     if is_lazy(tensor):
         return "is not initialized: give the model a first batch before"
     if tensor.layout is not torch.strided or tensor.is_nested:
@@ -63,7 +63,7 @@ def unsupported_reason(tensor: torch.Tensor) -> str:
 
 
 def refuse_overlap(name: str, tensor: torch.Tensor) -> None:
-    """Raises TypeError where elements share their memory, as those of an expanded tensor do: it cannot be filled."""
+    """Raise TypeError if elements share memory, as in an expanded tensor: such a tensor cannot be filled."""
     if tensor.numel() and any(
         size > 1 and not stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True)
     ):
@@ -74,9 +74,9 @@ def refuse_overlap(name: str, tensor: torch.Tensor) -> None:
 
 
 def refuse_own_shard(name: str, parameter: torch.Tensor, moment: torch.Tensor) -> None:
-    """Raises TypeError for optimizer state of a sharded parameter that is a plain tensor of the shape of its shard.
+    """Raise TypeError if optimizer state of a sharded parameter is a plain tensor of its shard's shape.
 
-    Each rank has its own values there, and plain tensors are taken to be equal on all.
+    Plain tensors are taken to be equal on all ranks, but each rank has its own values there.
     """
     if not isinstance(parameter, DTensor) or isinstance(moment, DTensor) or not moment.ndim:
         return
@@ -90,13 +90,13 @@ def refuse_own_shard(name: str, parameter: torch.Tensor, moment: torch.Tensor) -
 
 
 def refuse_fsdp1(top: str, parameter: torch.Tensor) -> None:
-    """Raises TypeError for a parameter of FSDP1."""
+    """Raise TypeError for a parameter of FSDP1."""
     if type(parameter).__name__ == "FlatParameter" or hasattr(parameter, "_is_flat_param"):
         raise TypeError(f"{top} is sharded by FSDP1, whose parameters have no boxes: use fully_shard (FSDP2)")
 
 
 def refuse_zero(top: str, optimizer: torch.optim.Optimizer) -> None:
-    """Raises TypeError for an optimizer that keeps its state in another one."""
+    """Raise TypeError for an optimizer that keeps its state in another one."""
     if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
         raise TypeError(
             f"{top} is a ZeroRedundancyOptimizer, whose state is in an optimizer inside it and would not be stored: "
@@ -105,7 +105,7 @@ def refuse_zero(top: str, optimizer: torch.optim.Optimizer) -> None:
 
 
 def refuse_long_history(top: str, optimizer: torch.optim.LBFGS, limit: int) -> None:
-    """Raises ValueError for LBFGS whose lists of past steps and gradients, which are Python state, will be over
+    """Raise ValueError for an LBFGS whose lists of past steps and gradients (Python state) will exceed
     ``limit`` bytes."""
     (group,) = optimizer.param_groups
     history, one = group["history_size"], 2 * sum(p.numel() * p.element_size() for p in group["params"])
@@ -120,7 +120,7 @@ def refuse_long_history(top: str, optimizer: torch.optim.LBFGS, limit: int) -> N
 
 MAX_BLOB_BYTES = 8 << 20
 MAX_DEPTH = 32
-"""Nesting beyond this is taken for a cycle."""
+"""Deeper nesting is taken for a cycle."""
 
 _TUPLE, _SET, _FROZENSET, _INTEGER, _TENSOR, _ARRAY, _SCALAR, _DTYPE, _DEVICE, _COMPLEX, _MAPPING = range(1, 12)
 _COUNTER, _ORDERED, _SIZE = range(12, 15)
@@ -135,14 +135,14 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class DeviceNumber:
-    """A tensor on a GPU that is stored as the number that it holds: what ``item()`` gives, which would wait for it."""
+    """A GPU tensor that is stored as the number it holds; ``item()`` would wait for the GPU."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
 
 
 class _Nested:
-    """An extension whose value is encoded with what is around it."""
+    """An extension whose value is encoded together with its surroundings."""
 
     def __init__(self, code: int, value: Any) -> None:
         self.code = code
@@ -153,7 +153,7 @@ class _Nested:
 
 
 class _PendingCopy:
-    """A tensor on its way from a GPU; its number, or its elements in row-major order."""
+    """A tensor being copied from a GPU; yields its number, or its elements in row-major order."""
 
     def __init__(self, tensor: torch.Tensor, *, number: bool) -> None:
         self._number = number
@@ -161,19 +161,24 @@ class _PendingCopy:
         self._copied = torch.cuda.current_stream(tensor.device).record_event()
 
     def longest(self) -> float | bytes:
-        """Something that is as long when encoded, or longer."""
+        """Return a value whose encoding is at least as long as the final one."""
         return 0.0 if self._number else bytes(self._host.nbytes)
 
     def value(self) -> Any:
-        """Waits for the copy."""
+        """Wait for the copy and return the value."""
         self._copied.synchronize()
         return self._host.item() if self._number else as_bytes(self._host)
 
 
 class Blob:
-    """A value as it was when this was made, on its way to bytes. ``max_bytes``: that it takes at most.
+    """A value captured when this is made, and its encoding.
 
-    Raises TypeError with the path of what cannot be stored, ConfigurationError for more than ``limit`` bytes.
+    Attributes:
+        max_bytes: Upper bound of the encoding's size.
+
+    Raises:
+        TypeError: Something cannot be stored; the message has its path.
+        ConfigurationError: The encoding exceeds ``limit`` bytes.
     """
 
     def __init__(self, value: Any, path: str = "state", limit: int = MAX_BLOB_BYTES) -> None:
@@ -190,13 +195,14 @@ class Blob:
             )
 
     def data(self) -> bytes:
-        """Waits for what is copied from a GPU. From one thread at a time."""
+        """Return the encoding, after pending copies from a GPU. For one thread at a time."""
         if self._data is None:
             self._data, self._packed = self._encode(self._packed, lambda coming: coming.value()), None
         return self._data
 
     def _largest(self, value: Any, path: str) -> str:
-        """The path of what takes most of ``value``: down to where nothing has a third of what it is in."""
+        """Return the path of the largest part of ``value``: descend while one member makes up a third of its
+        container."""
         pairs = [*value.items()] if isinstance(value, Mapping) else []
         if isinstance(value, list | tuple):
             pairs = [*enumerate(value)]
@@ -218,12 +224,12 @@ class Blob:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``float32`` for torch.float32."""
+    """Return ``float32`` for torch.float32."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The dtype of that name. Raises MalformedMessage where torch has none."""
+    """Return the dtype of that name. Raises MalformedMessage if torch has none."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise MalformedMessage(f"{name!r} is no dtype of torch {torch.__version__}")
@@ -231,13 +237,13 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def as_bytes(tensor: torch.Tensor) -> bytes:
-    """The tensor's elements in row-major order."""
+    """Return the tensor's elements in row-major order."""
     flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
 def from_bytes(data: bytes | bytearray, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """A fresh tensor. Raises MalformedMessage where the sizes do not fit."""
+    """Return a fresh tensor. Raises MalformedMessage if the sizes do not fit."""
     kind = dtype_of(dtype)
     if math.prod(shape) * kind.itemsize != len(data):
         raise MalformedMessage(f"{len(data)} bytes are no {dtype} tensor of shape {shape}")
@@ -247,15 +253,17 @@ def from_bytes(data: bytes | bytearray, dtype: str, shape: tuple[int, ...]) -> t
 
 
 def encode_blob(value: Any, path: str = "state", limit: int = MAX_BLOB_BYTES) -> bytes:
-    """``value`` as bytes.
+    """Return ``value`` as bytes.
 
-    Raises TypeError with the path of what cannot be stored, ConfigurationError for more than ``limit`` bytes.
+    Raises:
+        TypeError: Something cannot be stored; the message has its path.
+        ConfigurationError: The encoding exceeds ``limit`` bytes.
     """
     return Blob(value, path, limit).data()
 
 
 def decode_blob(data: bytes | memoryview) -> Any:
-    """Raises MalformedMessage."""
+    """Decode a value. Raises MalformedMessage."""
     try:
         return msgspec.msgpack.decode(data, ext_hook=_unpack)
     except (*DECODE_ERRORS, ValueError, TypeError) as error:
@@ -267,7 +275,7 @@ def _ext(code: int, value: Any) -> msgspec.msgpack.Ext:
 
 
 _Path = str | tuple[Any, object]
-"""Where a value is, said only in errors: a name, or a path and a key in what it leads to."""
+"""Place of a value for error messages: a name, or a path and a key in the container there."""
 
 
 def _describe_path(path: _Path) -> str:
@@ -292,7 +300,8 @@ def _pack(value: Any, path: _Path, depth: int) -> Any:
 
 
 def _pack_mapping(value: Mapping[Any, Any], path: _Path, depth: int) -> Any:
-    """A map of MessagePack where its keys can be; else a list of pairs, since an extension cannot be hashed."""
+    """Pack a mapping as a MessagePack map if its keys allow that; else as a list of pairs, since extensions are
+    unhashable."""
     kind = type(value)
     if kind is not dict and kind not in _MAPPINGS:
         raise _unsupported_error(value, path, "dict(...)")
@@ -363,7 +372,7 @@ def _pack_rest(value: Any, path: _Path, depth: int) -> Any:
 
 
 def _unsupported_error(value: Any, path: _Path, fix_hint: str) -> TypeError:
-    """Of a kind that would not come back: what is restored would be a plain one, without what makes it another."""
+    """Return the error for a subclass that would be restored as its plain base type."""
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     return TypeError(
         f"{_describe_path(path)} is a {kind}, which would come back as another type: give a {fix_hint} of it "
@@ -383,7 +392,7 @@ def _require_plain(tensor: torch.Tensor, path: _Path) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """A subclass (an enum member, say) as its plain value."""
+    """Return a subclass instance, such as an enum member, as its plain value."""
     base = next(b for b in (bool, int, float, str, bytes) if isinstance(value, b))
     return base(value.value if hasattr(value, "value") else value)
 

@@ -1,8 +1,7 @@
-"""Which bytes are where: a rank's layout, and the manifest that goes into each slot. Pure.
+"""Describe which bytes are where: a rank's layout, and the manifest that goes into each slot. Pure.
 
-A rank's *layout* says which box (everstep.layout.manifests) of each tensor it holds live; its *manifest*
-(everstep.layout.manifests) says
-which boxes its slot holds, and at which byte.
+A rank's *layout* says which box (everstep.layout.manifests) of each tensor it holds live. Its *manifest*
+(everstep.layout.manifests) says which boxes its slot holds, and at which byte.
 """
 
 from __future__ import annotations
@@ -52,10 +51,10 @@ ALIGN = 64
 
 
 class Sharing(StrEnum):
-    """How the ranks that hold the same box stand to each other.
+    """How the ranks that hold the same box relate to each other.
 
-    EQUAL: bit for bit the same, so any of them will do. FIRST_RANK: the lowest rank's is the truth (buffers that DDP
-    broadcasts from rank 0). PER_RANK: each rank has its own values; the tensor is then stored with the rank as an extra
+    EQUAL: bit for bit the same on all, so any rank's will do. FIRST_RANK: the lowest rank's counts (buffers that DDP
+    broadcasts from rank 0). PER_RANK: each rank has its own values; the tensor is stored with the rank as an extra
     leading dimension.
     """
 
@@ -65,11 +64,11 @@ class Sharing(StrEnum):
 
 
 class TensorPart(msgspec.Struct, frozen=True, array_like=True):
-    """One tensor in a rank's layout: the box this rank holds. ``dtype`` as torch names it, without ``torch.``.
+    """One tensor in a rank's layout, with the box that this rank holds.
 
-    For Sharing.PER_RANK ``shape`` and ``box`` have the leading rank dimension already. ``is_digested`` says whether the
-    tensor takes part in the digest that replicas compare. ``aliases``, ``groups`` and ``location`` are as in
-    everstep.layout.manifests.Tensor.
+    ``dtype`` is torch's name without ``torch.``. With Sharing.PER_RANK, ``shape`` and ``box`` already include the
+    leading rank dimension. ``is_digested``: the tensor takes part in the digest that replicas compare. ``aliases`` and
+    ``groups`` are as in everstep.layout.manifests.TensorInfo, and ``location`` is its ``placement``.
     """
 
     name: str
@@ -89,7 +88,7 @@ class TensorPart(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Layout(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank holds live, in the order of its tracked state."""
+    """The parts that one rank holds live, in the order of its tracked state."""
 
     parts: tuple[TensorPart, ...]
 
@@ -103,12 +102,12 @@ def encode(value: Manifest | Layout) -> bytes:
 
 
 def content_digest(data: bytes) -> str:
-    """xxh3-128 in hex: the name of a layout or manifest by its content."""
+    """Return the xxh3-128 in hex, which names a layout or manifest by its content."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
 def decode_layout(data: bytes) -> Layout:
-    """Raises MalformedMessage."""
+    """Decode a layout. Raises MalformedMessage."""
     try:
         return _layout_decoder.decode(data)
     except DECODE_ERRORS as error:

@@ -1,6 +1,6 @@
-"""Optimizer state that is not one tensor of its parameter's: what is nested in lists and dictionaries, and LBFGS's.
+"""Store optimizer state that is not one tensor per parameter: nested lists and dictionaries, and the state of LBFGS.
 
-It is Python state, which comes back from its bytes on the host.
+Such state is Python state, restored from bytes on the host.
 """
 
 from __future__ import annotations
@@ -16,30 +16,32 @@ from everstep.layout.manifests import TensorInfo, TensorPlacement
 from everstep_trainer.state.blob import dtype_of
 
 SHARED_KEY = ""
-"""In the place of a parameter's name: state of an optimizer that is of none."""
+"""Replaces a parameter's name for optimizer state that belongs to no parameter."""
 
 
 def has_joint_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its state is of all its parameters at once, under the first of them: LBFGS makes vectors of their
-    gradients, flat and one behind another, which torch replicates where the parameters are sharded (FSDP2)."""
+    """Return whether the optimizer keeps one state for all its parameters, under the first of them.
+
+    LBFGS does: it flattens and concatenates their gradients, and torch replicates the vectors if the parameters are
+    sharded (FSDP2).
+    """
     return isinstance(optimizer, torch.optim.LBFGS)
 
 
 def to_store(optimizer: torch.optim.Optimizer, value: Any) -> Any:
-    """A parameter's state without the mesh that it is replicated over, for a layout that has another or none."""
+    """Return a parameter's state without the mesh it is replicated over, for a layout with another mesh or none."""
     return map_tensors(value, _without_mesh) if has_joint_state(optimizer) else value
 
 
 def to_live(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, value: Any) -> Any:
-    """What was stored of a parameter's state, where its optimizer takes it from: on the device of the parameter, as
-    torch's own ``load_state_dict`` has it."""
+    """Return a stored parameter's state on the parameter's device, as torch's own ``load_state_dict`` places it."""
     if has_joint_state(optimizer):
         return map_tensors(value, lambda tensor: replicated(tensor, parameter))
     return map_tensors(value, lambda tensor: tensor.to(parameter.device))
 
 
 def replicated(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """In full wherever the parameter, or a part of it, is."""
+    """Return the tensor replicated over the mesh of the parameter."""
     here = tensor.to(parameter.device)
     if not isinstance(parameter, DTensor):
         return here
@@ -48,10 +50,12 @@ def replicated(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def shared_state(optimizers: Sequence[tuple[str, torch.optim.Optimizer]]) -> Iterator[tuple[str, dict[Any, Any]]]:
-    """What optimizers have of no parameter, by the keys under which they are tracked: torch keeps in ``state`` what is
-    under other keys than tensors, too.
+    """Yield optimizer state that belongs to no parameter, by the keys under which optimizers are tracked.
 
-    Raises ValueError where several are tracked under one key, and the one's would be the other's.
+    torch also keeps entries of ``state`` whose keys are not tensors.
+
+    Raises:
+        ValueError: Several optimizers are tracked under one key, so that their states would mix.
     """
     for top, optimizer in optimizers:
         if shared := {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}:
@@ -64,15 +68,14 @@ def shared_state(optimizers: Sequence[tuple[str, torch.optim.Optimizer]]) -> Ite
 
 
 def load_shared(optimizer: torch.optim.Optimizer, stored: Mapping[Any, Any]) -> None:
-    """What ``shared_state`` gave; its tensors on the device of the first parameter."""
+    """Load the result of ``shared_state``, with tensors on the device of the first parameter."""
     if stored:
         device = optimizer.param_groups[0]["params"][0].device
         optimizer.state.update(map_tensors(dict(stored), lambda tensor: tensor.to(device)))
 
 
 def require_same_parameters(top: str, stored: Sequence[Sequence[str]], live: Sequence[str]) -> None:
-    """Raises NotRestorable where ``live``, the parameters of an optimizer whose state is of all of them, are none of
-    the ``stored`` groups in the order that they have there."""
+    """Raise NotRestorable unless ``live``, an LBFGS's parameters, equals a stored group, including the order."""
     if list(live) not in [list(members) for members in stored]:
         raise NotRestorable(
             f"{top} is an LBFGS, which keeps vectors over all of its parameters one behind another, and these are not "
@@ -82,7 +85,8 @@ def require_same_parameters(top: str, stored: Sequence[Sequence[str]], live: Seq
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Nested state with its tensors changed; a value of another type than torch's own readers make is left as it is."""
+    """Return nested state with its tensors changed; values of types that torch's own readers do not make stay as they
+    are."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if type(value) is dict:
@@ -96,18 +100,18 @@ def _without_mesh(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-# ---- moments
-# Optimizer state that a fresh process does not have yet: room for it, where the optimizer would have made it.
+# ---- moments: allocate optimizer state that a fresh process lacks, as the optimizer would have made it
 
 
 def has_full_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it has state for every parameter that it trains, as it has after a step or a restore."""
+    """Return whether the optimizer has state for every parameter it trains, as after a step or a restore."""
     trained = (p for g in optimizer.param_groups for p in g["params"] if p.requires_grad)
-    return bool(optimizer.state) and all(optimizer.state.get(p) for p in trained)  # to look makes an empty one
+    # indexing would create an empty entry
+    return bool(optimizer.state) and all(optimizer.state.get(p) for p in trained)
 
 
 def location_of(parameter: torch.Tensor, moment: torch.Tensor) -> TensorPlacement:
-    """Where an optimizer has a tensor of its state for a parameter. A plain one on the CPU tells nothing."""
+    """Return where an optimizer holds a tensor of its state. A plain one on the CPU tells nothing."""
     if isinstance(moment, DTensor):
         return TensorPlacement.DTENSOR
     if parameter.device.type == "cpu" and not isinstance(parameter, DTensor):
@@ -120,18 +124,18 @@ def location_of(parameter: torch.Tensor, moment: torch.Tensor) -> TensorPlacemen
 def allocate_state(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: torch.Tensor, key: str, stored: TensorInfo
 ) -> torch.Tensor:
-    """Room for what was ``stored`` under ``key`` of the state of a parameter in this group of its optimizer."""
+    """Allocate the tensor ``stored`` under ``key`` in the state of a parameter of this group."""
     if has_joint_state(optimizer):
         return replicated(torch.empty(stored.shape, dtype=dtype_of(stored.dtype)), parameter)
     return allocate_moment(parameter, key, stored, bool(group.get("capturable") or group.get("fused")))
 
 
 def allocate_moment(parameter: torch.Tensor, key: str, stored: TensorInfo, capturable: bool) -> torch.Tensor:
-    """Room for what was ``stored`` under ``key`` of a parameter's state.
+    """Allocate the tensor ``stored`` under ``key`` in a parameter's state.
 
-    What has the parameter's shape is made like it, unless it was plain beside a DTensor. A scalar lies where it lay;
-    where that was not told, a step counter and all scalars of a larger parameter are on the host unless the optimizer
-    is fused or ``capturable``.
+    A tensor of the parameter's shape is made like the parameter, unless it was plain beside a DTensor. A scalar is
+    placed where it was. If that was not recorded, a step counter and all scalars of a larger parameter go to the host,
+    unless the optimizer is fused or ``capturable``.
     """
     dtype, shape, lies = dtype_of(stored.dtype), stored.shape, stored.placement
     counts = lies is TensorPlacement.HOST or (key == "step" and lies is not TensorPlacement.DTENSOR)
@@ -150,7 +154,8 @@ def allocate_moment(parameter: torch.Tensor, key: str, stored: TensorInfo, captu
 
 
 def _empty_like(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """torch.empty_like; of a DTensor past its dispatcher, whose first call in a process takes tens of milliseconds."""
+    """Like torch.empty_like, but without a DTensor's dispatcher, whose first call in a process takes tens of
+    milliseconds."""
     if not isinstance(parameter, DTensor):
         return torch.empty_like(parameter, dtype=dtype)
     return DTensor.from_local(

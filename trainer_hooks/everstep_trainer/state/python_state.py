@@ -1,8 +1,8 @@
-"""The Python state of tracked objects: all that is no tensor of a module or an optimizer.
+"""Store and merge the Python state of tracked objects: everything but the tensors of modules and optimizers.
 
-Every rank stores its own. What belongs to a parameter or a module stands under its full name, so that a rank of another
-layout takes it from whichever ranks had it: a rank of a pipeline knows of its stage's parameters only, and in the next
-generation of other ones. What belongs to neither (a schedule, a sampler) comes from a rank of the same stage.
+Every rank stores its own. State of a parameter or a module is stored under its full name, so that a rank of another
+layout can take it from any rank that had it: a pipeline rank knows only its stage's parameters, and may have others in
+the next generation. Other state (a schedule, a sampler) comes from a rank of the same stage.
 """
 
 from __future__ import annotations
@@ -18,22 +18,20 @@ import torch
 from everstep.errors import MalformedMessage, NotRestorable
 from everstep_trainer.state.blob import Blob, DeviceNumber, decode_blob, encode_blob
 
-# ---- schedules
-# Schedules keep a list with an entry for each of their optimizer's groups, by its place.
+# ---- schedules: lists with one entry per parameter group of their optimizer, in order
 #
-# A rank with other layers may have other groups, or fewer: a stage of a pipeline without biases has none for them. So
-# the
-# entries are taken where the parameters of a group stood.
+# A rank with other layers may have other groups, or fewer: a pipeline stage without biases has no group for them. So
+# entries are taken from the groups that held the parameters.
 
 PER_GROUP = frozenset({"base_lrs", "_last_lr", "min_lrs", "max_lrs", "base_momentums", "max_momentums", "lr_lambdas"})
-"""In torch's ``state_dict()`` of them."""
+"""The keys of such lists in torch's ``state_dict()`` of schedules."""
 
 GroupPosition = tuple[int, int]
-"""Which of several stored states, and which of its groups."""
+"""Index of one of several stored states, and index of one of its groups."""
 
 
 def merge_schedules(states: Sequence[Any], positions: Sequence[GroupPosition]) -> Any:
-    """The first of these states of one schedule, with entries for groups that stood at ``positions``."""
+    """Return the first of one schedule's states, with the entries of the groups at ``positions``."""
     first = states[0]
     if isinstance(first, dict):
         return {key: _entry(key, [of[key] for of in states if key in of], positions, len(states)) for key in first}
@@ -52,19 +50,22 @@ def _entry(key: Any, values: Sequence[Any], places: Sequence[GroupPosition], cou
     return values[0]
 
 
-# ---- one rank
-# Tracked objects whose state is one rank's, and fits no other: how far it has read its own file, say.
+# ---- per-rank state: objects whose state belongs to one rank, such as its position in its own file
 
 FIELDS = frozenset({"rank", "world_size", "state"})
-"""Of what is stored of such an object."""
+"""The fields stored for such an object."""
 
 
 class PerRankState:
-    """Stands in for a tracked object: its state is given back to the rank that stored it, at the same world size.
+    """Wraps a tracked object so that its state returns only to the rank that stored it, at the same world size.
 
     Args:
-        label: what it is, for messages. rank_noun: what counts as a rank. fix_hint: what to do where it cannot be
-        restored.
+        tracked: The object.
+        rank: This rank.
+        world_size: The number of ranks.
+        label: What the object is, for messages.
+        fix_hint: What to do if it cannot be restored, for messages.
+        rank_noun: What counts as a rank, for messages.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class PerRankState:
         return {"rank": self._rank, "world_size": self._world, "state": self._tracked.state_dict()}
 
     def load_state_dict(self, stored: Any) -> None:
-        """Raises NotRestorable for the state of another rank, or of another number of them."""
+        """Load the state. Raises NotRestorable for the state of another rank or another number of ranks."""
         if not isinstance(stored, Mapping) or stored.keys() != FIELDS:
             raise NotRestorable(f"what is stored of {self._label} does not say whose it is. {self._fix_hint}")
         if stored["world_size"] != self._world:
@@ -99,7 +100,8 @@ class PerRankState:
 
 
 def wrap_per_rank(objects: Mapping[str, object], names: Sequence[str], rank: int, world_size: int) -> dict[str, object]:
-    """The objects, with those of ``names`` as this rank's own. Raises TypeError or ValueError for what cannot be."""
+    """Return the objects, with those in ``names`` wrapped as per-rank. Raises TypeError or ValueError for unfit
+    ones."""
     if isinstance(names, str):
         raise TypeError(f"per_rank takes a list of names: per_rank=[{names!r}]")
     for name in names:
@@ -118,10 +120,10 @@ def wrap_per_rank(objects: Mapping[str, object], names: Sequence[str], rank: int
 
 
 def rank_markers(objects: Mapping[str, object]) -> dict[str, torch.Tensor]:
-    """For each such object a tensor of this rank's own, by its name. Checkpoints of others have none.
+    """Return a tensor of this rank's own for each per-rank object, by name; foreign checkpoints have none.
 
-    A version lacks such a tensor where a rank's slot is gone, so it is not whole, and the one before serves. And what a
-    rank alone has of tensors is copied to other nodes, with its Python state.
+    If a rank's slot is lost, the version lacks this tensor, so it is incomplete and the one before is used. A tensor
+    that one rank alone holds is also copied to other nodes, together with the rank's Python state.
     """
     return {f"{key}.of_rank": torch.zeros(1) for key, tracked in objects.items() if isinstance(tracked, PerRankState)}
 
@@ -136,20 +138,20 @@ def _fix_hint(key: str) -> str:
 FORMAT = 2
 
 StateName = tuple[str, str]
-"""The key under which an object is tracked, and a parameter's full name in it; ("", name) is a module with state of its
-own, (key, "") another object."""
+"""(key of a tracked object, full name of a parameter in it); ("", name) is a module with extra state, (key, "") any
+other object."""
 
 _ON_GPU = {"scale": "_scale", "_growth_tracker": "_growth_tracker"}
-"""What of a gradient scaler's state is a tensor: where it says it, and where it has it."""
+"""Tensors in a gradient scaler's state: key in its state_dict, attribute that holds it."""
 _STRUCTURE = frozenset({"params", "param_names"})
-"""What in a parameter group says which parameters it has, and so is the layout's."""
+"""Keys of a parameter group that name its parameters, and so belong to the layout."""
 
 
 MAX_NAMES_BYTES = 64 << 20
 
 
 class ParameterGroup(msgspec.Struct, frozen=True):
-    """A parameter group: the full names of its parameters, packed (``pack_names``), and its hyper-parameters."""
+    """A parameter group: the packed full names of its parameters (``pack_names``), and its hyper-parameters."""
 
     packed: bytes
     options: dict[str, Any]
@@ -160,12 +162,12 @@ class ParameterGroup(msgspec.Struct, frozen=True):
 
 
 def pack_names(names: Iterable[str]) -> bytes:
-    """Names as few bytes. They are written with every snapshot, and change with the objects only."""
+    """Compress names: they are written with every snapshot, and change only with the objects."""
     return zlib.compress("\0".join(names).encode(), 1)
 
 
 def unpack_names(data: bytes) -> tuple[str, ...]:
-    """Raises MalformedMessage, also for names that would take more than MAX_NAMES_BYTES."""
+    """Decompress names. Raises MalformedMessage, also if they would exceed MAX_NAMES_BYTES."""
     try:
         reader = zlib.decompressobj()
         text = reader.decompress(data, MAX_NAMES_BYTES).decode()
@@ -177,8 +179,14 @@ def unpack_names(data: bytes) -> tuple[str, ...]:
 
 
 class PythonState(msgspec.Struct, frozen=True):
-    """One rank's. By the key of an optimizer its parameter groups, and by parameter its state that is no tensor; extra
-    state of modules by their full names; the state of all other objects by their keys."""
+    """The Python state of one rank.
+
+    Attributes:
+        groups: Parameter groups, by the optimizer's key.
+        scalars: Optimizer state that is no tensor, by the optimizer's key and the parameter.
+        extra: Extra state of modules, by full name.
+        objects: State of all other objects, by key.
+    """
 
     groups: dict[str, list[ParameterGroup]]
     scalars: dict[str, dict[str, dict[str, Any]]]
@@ -187,13 +195,14 @@ class PythonState(msgspec.Struct, frozen=True):
 
     @property
     def names(self) -> frozenset[StateName]:
-        """All of which this says something."""
+        """All names that this state covers."""
         members = ((top, fqn) for top, groups in self.groups.items() for group in groups for fqn in group.members)
         return frozenset((*members, *(("", name) for name in self.extra), *((key, "") for key in self.objects)))
 
 
 def encode(state: PythonState) -> Blob:
-    """Raises TypeError with the path of what cannot be stored, ConfigurationError for too much of it."""
+    """Encode the state. Raises TypeError with the path of an unstorable value, ConfigurationError for too much
+    state."""
     groups = {top: [[g.packed, g.options] for g in groups] for top, groups in state.groups.items()}
     return Blob(
         {
@@ -207,7 +216,7 @@ def encode(state: PythonState) -> Blob:
 
 
 def decode(data: bytes | memoryview) -> PythonState:
-    """Raises MalformedMessage."""
+    """Decode the state. Raises MalformedMessage."""
     blob = decode_blob(data)
     if not isinstance(blob, dict) or blob.get("format") != FORMAT:
         raise MalformedMessage(
@@ -227,8 +236,7 @@ def decode(data: bytes | memoryview) -> PythonState:
 
 
 def get_state_dict(tracked: Any) -> Any:
-    """``tracked.state_dict()``; of a gradient scaler on a GPU without its reading two numbers from there, which would
-    wait for all that the GPU still has to do."""
+    """Return ``tracked.state_dict()``; for a gradient scaler on a GPU, without waiting to read its two numbers."""
     if not isinstance(tracked, torch.amp.GradScaler):
         return tracked.state_dict()
     held = {key: getattr(tracked, name, None) for key, name in _ON_GPU.items()}
@@ -237,23 +245,24 @@ def get_state_dict(tracked: Any) -> Any:
     }
     if len(live) < len(held):
         return tracked.state_dict()
-    unused = object.__new__(type(tracked))  # it says what it would begin with, for it has not made its tensors yet
+    # a copy without tensors reports its initial numbers instead of reading the GPU
+    unused = object.__new__(type(tracked))
     unused.__dict__.update(tracked.__dict__ | dict.fromkeys(_ON_GPU.values()))
     state = unused.state_dict()
     return state | {key: number for key, number in live.items() if key in state}
 
 
 def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyper-parameters of an optimizer's parameter group."""
+    """Return the hyper-parameters of an optimizer's parameter group."""
     return {key: value for key, value in group.items() if key not in _STRUCTURE}
 
 
 class MergedState:
-    """What several ranks stored of one version, as one rank of any layout needs it.
+    """The states that several ranks stored of one version, merged for one rank of any layout.
 
     Args:
-        states: the nearest to what this rank is first; of a name that several know the first one's word is taken.
-        names: of this rank. States that know exactly these names are of the same stage, and go before others.
+        states: The states, the nearest to this rank's first; the first state that knows a name counts.
+        names: The names of this rank. States with exactly these names are of the same stage, and take precedence.
     """
 
     def __init__(self, states: Sequence[PythonState], names: frozenset[StateName]) -> None:
@@ -275,21 +284,22 @@ class MergedState:
                 self._group_of |= {(top, fqn): group.options for group in groups for fqn in group.members}
 
     def has_parameter(self, top: str, fqn: str) -> bool:
-        """Whether an optimizer trained a parameter of this name."""
+        """Return whether an optimizer trained a parameter of this name."""
         return (top, fqn) in self._group_of
 
     def scalars(self, top: str, fqn: str) -> dict[str, Any]:
-        """An optimizer's state of a parameter that is no tensor."""
+        """Return an optimizer's state of a parameter that is no tensor."""
         return self._scalars.get((top, fqn), {})
 
     def members(self, top: str) -> list[tuple[str, ...]]:
-        """The parameters of each group that the optimizer had on any of the ranks, in their order."""
+        """Return the parameters of each group that the optimizer had on any of the ranks, in their order."""
         return [group.members for group in self._groups[top]]
 
     def options(self, top: str, index: int, members: Sequence[str]) -> dict[str, Any]:
-        """The hyper-parameters of an optimizer's group ``index``, which has these parameters now.
+        """Return the hyper-parameters of an optimizer's group ``index``, which now has these parameters.
 
-        Raises NotRestorable where they were in no group of it, or in groups that differ in their hyper-parameters.
+        Raises:
+            NotRestorable: The parameters were in no group, or in groups with different hyper-parameters.
         """
         if not members:
             return self._by_index.get((top, index), {})
@@ -311,7 +321,7 @@ class MergedState:
         return first
 
     def schedule(self, key: str, top: str, members: Sequence[Sequence[str]]) -> Any:
-        """The state of the schedule that is tracked under ``key``, for an optimizer with groups of these parameters."""
+        """Return the state of the schedule tracked under ``key``, for an optimizer with groups of these parameters."""
         states = [state for state in self._states if key in state.objects]
         places: dict[str, GroupPosition] = {}
         for number, state in enumerate(states):
@@ -326,23 +336,23 @@ class MergedState:
         return merge_schedules([state.objects[key] for state in states], found)
 
     def require(self, names: Iterable[StateName]) -> None:
-        """Raises NotRestorable where an object or a module's extra state was not stored."""
+        """Raise NotRestorable if an object or a module's extra state was not stored."""
         for top, fqn in names:
             if not fqn and top not in self.objects:
                 raise NotRestorable(f"{top} is tracked now, but was not when the version was stored")
 
 
 def describe_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """What differs, in words; nothing where nothing does."""
+    """Return the differences in words; empty if there are none."""
     keys = sorted(k for k in one.keys() | other.keys() if encode_blob(one.get(k)) != encode_blob(other.get(k)))
     return ", ".join(f"{key} {one.get(key)!r} and {other.get(key)!r}" for key in keys)
 
 
 def load_options(group: dict[str, Any], stored: Mapping[str, Any]) -> None:
-    """Stored hyper-parameters into a live parameter group."""
+    """Load stored hyper-parameters into a live parameter group."""
     for key, value in stored.items():
         present = group.get(key)
         if isinstance(present, torch.Tensor) and isinstance(value, torch.Tensor):
-            present.copy_(value)  # schedulers hold on to the tensor itself
+            present.copy_(value)  # schedulers keep a reference to the tensor itself
         else:
             group[key] = value

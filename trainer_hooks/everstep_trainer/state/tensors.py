@@ -1,8 +1,8 @@
-"""Whether tracked tensors are still those that were found, in the same memory and shape: asked at every step.
+"""Find the live tensors of tracked objects, and check at every step that they are unchanged in memory and shape.
 
-The training thread pays for the answer, so it goes through ``map`` over methods written in C, one list for each
-question, and shapes are asked of all tensors in one call: 0.1 us for optimizer state and 0.25 us for a parameter, as
-long as the caches have them.
+The training thread pays for the check. So it uses ``map`` over methods written in C, one list per question, and asks
+for the shapes of all tensors in one call. It takes 0.1 us per tensor of optimizer state and 0.25 us per parameter,
+while the caches hold them.
 """
 
 from __future__ import annotations
@@ -28,14 +28,11 @@ from everstep.layout.manifests import Box, Extent, TensorInfo, TensorPlacement, 
 from everstep_trainer.state.blob import as_bytes, dtype_name, refuse_overlap, require_own_memory
 from everstep_trainer.state.layout import Layout, Sharing, TensorPart
 
-# ---- placement
-# Placements on a mesh as boxes. Pure, and the only place that knows what torch's placements mean.
+# ---- placements on a mesh as boxes; pure, and the only place that interprets torch's placements
 #
-# FSDP2 over tensor parallelism cuts what tensor parallelism left it, so the mesh dimension on the left cuts after the
-# one
-# on its right; torch writes that as ``_StridedShard``. Applied in the order in which the cuts were made each rank has
-# one
-# box. Where a ``_StridedShard`` cannot be read so, a rank has a part of each of ``split_factor`` pieces.
+# FSDP2 over tensor parallelism cuts the part that tensor parallelism left, so the mesh dimension on the left cuts after
+# the one on its right; torch writes that as ``_StridedShard``. Applied in the order of the cuts, each rank has one box.
+# If a ``_StridedShard`` cannot be read this way, a rank has a part of each of ``split_factor`` pieces.
 
 IndexRun = tuple[int, int]
 """(start, length) along one dimension."""
@@ -44,10 +41,12 @@ IndexRun = tuple[int, int]
 def local_boxes(
     shape: Extent, mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
 ) -> list[tuple[Extent, Box]]:
-    """What the rank at ``coordinate`` holds of a tensor of this global shape.
+    """Return the boxes that the rank at ``coordinate`` holds of a tensor of this global shape.
 
-    Each box with the offset at which it begins in the local tensor; a box without volume where the rank holds nothing.
-    Raises TypeError for placements other than Shard, _StridedShard and Replicate.
+    Each comes with its offset in the local tensor; a rank that holds nothing has a box without volume.
+
+    Raises:
+        TypeError: A placement is not Shard, _StridedShard or Replicate.
     """
     unknown = [p for p in placements if not isinstance(p, Shard | _StridedShard | Replicate)]
     if unknown:
@@ -72,7 +71,7 @@ class _Cut:
 def _cuts(
     dim: int, mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
 ) -> list[_Cut]:
-    """The cuts of tensor dimension ``dim`` in the order in which they are to be made."""
+    """Return the cuts of tensor dimension ``dim`` in the order in which to make them."""
     ordered: list[_Cut] = []
     here = [
         _Cut(index, count, int(p.split_factor) if isinstance(p, _StridedShard) else 1)
@@ -81,14 +80,14 @@ def _cuts(
     ]
     for cut in reversed(here):
         after = _made_before(cut, ordered)
-        if after is None:  # not all pieces are ranks' parts: as torch has it, from left to right
+        if after is None:  # pieces do not match other ranks' parts: cut from left to right, as torch does
             return here
         ordered.insert(after, cut)
     return [_Cut(cut.index, cut.count, 1) for cut in ordered]
 
 
 def _made_before(cut: _Cut, ordered: list[_Cut]) -> int | None:
-    """How many of the cuts to the right of ``cut`` make up its pieces; None where no number of them does."""
+    """Return how many of the cuts to the right of ``cut`` make up its pieces; None if no number does."""
     pieces = 1
     for position in range(len(ordered) + 1):
         if pieces == cut.pieces:
@@ -118,7 +117,7 @@ def _runs(length: int, cuts: Sequence[_Cut]) -> list[IndexRun]:
 
 
 def _between(runs: Sequence[IndexRun], start: int, length: int) -> list[IndexRun]:
-    """What lies from ``start`` on, ``length`` long, in the runs taken one after another."""
+    """Return the part of the concatenated runs that begins at ``start`` and is ``length`` long."""
     found, passed = [], 0
     for at, n in runs:
         low, high = max(start, passed), min(start + length, passed + n)
@@ -133,20 +132,25 @@ def _with_local_offsets(runs: Sequence[IndexRun]) -> list[tuple[int, IndexRun]]:
     return list(zip(offsets, runs, strict=True))
 
 
-# ---- live
-# One live tensor: what part of the whole it is, and whether it is still where and what it was.
+# ---- live tensors: their part of the whole, and whether they are unchanged
 
 UNCOUNTED = -1
 ALWAYS_COMPARED_BYTES = 1 << 20
-"""Buffers up to this size are compared at every step, at some 10 GB/s."""
+"""Buffers up to this size are compared at every step, at about 10 GB/s."""
 
 
 class TrackedTensor(msgspec.Struct, frozen=True):
-    """One tensor, and the part of it that this rank holds; where that is several boxes, there is one of these each.
+    """One box of a tensor that this rank holds; a tensor with several boxes has one of these for each.
 
-    ``shape`` is global, ``box`` this rank's part; ``local`` is a view of the live memory with the box's size.
-    ``is_parameter``: it takes part in the digest that replicas compare. ``container[key]`` is the tensor itself, and
-    was ``original`` when the state was looked for."""
+    Attributes:
+        name: Full name of the tensor.
+        shape: Global shape.
+        box: This rank's part.
+        local: View of the live memory with the box's size.
+        is_parameter: Whether it takes part in the digest that replicas compare.
+        container: ``container[key]`` is the tensor itself.
+        original: The tensor found there when the state was searched.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -165,7 +169,7 @@ class TrackedTensor(msgspec.Struct, frozen=True):
         return self.sharing is not Sharing.EQUAL
 
     def current(self) -> torch.Tensor:
-        """The live memory of a buffer at this moment; a module may put another tensor into its place."""
+        """Return the live memory of a buffer now; a module may have replaced the tensor."""
         tensor, known = self.container[self.key], self.local
         if self.original is not None and tensor is self.original and _has_same_memory(tensor, known):
             return known
@@ -175,7 +179,7 @@ class TrackedTensor(msgspec.Struct, frozen=True):
     def to_part(
         self, rank: int, world: int, aliases: tuple[str, ...] = (), groups: tuple[tuple[str, int], ...] = ()
     ) -> TensorPart:
-        """How the tensor stands in this rank's layout."""
+        """Return the tensor's part in this rank's layout."""
         shape, box = self.shape, self.box
         if self.sharing is Sharing.PER_RANK:
             shape, box = (world, *shape), Box((rank, *box.offset), (1, *box.size))
@@ -185,28 +189,28 @@ class TrackedTensor(msgspec.Struct, frozen=True):
 
 
 def _has_same_memory(tensor: torch.Tensor, known: torch.Tensor) -> bool:
-    """Whether a plain tensor has the memory, shape and strides of ``known``."""
+    """Return whether a plain tensor has the memory, shape and strides of ``known``."""
     same_memory = tensor.data_ptr() == known.data_ptr()
     return same_memory and tensor.size() == known.size() and tensor.stride() == known.stride()
 
 
 class BufferRecord(msgspec.Struct):
-    """A buffer as it was, to see whether training changes it: most are constants, some are running statistics."""
+    """A recorded buffer, to detect changes by training: most buffers are constants, some are running statistics."""
 
     buffer: torch.Tensor
     version: int
     value: torch.Tensor
 
     def is_unchanged(self, current: torch.Tensor) -> bool:
-        """Whether ``current`` is the same buffer with the same bytes.
+        """Return whether ``current`` is the same buffer with the same bytes.
 
-        torch counts writes to a tensor, but batch normalization's kernels write past the count, and DDP writes what is
-        there already. So the bytes are compared: always where they are few, else when a write was counted.
+        torch counts writes to a tensor. But batch normalization's kernels write without counting, and DDP writes values
+        that are there already. So small buffers are always compared, larger ones when a write was counted.
         """
         if current is not self.buffer:
             return False
         writes = write_count(current)
-        if current.device.type != "cpu":  # a comparison would wait for the GPU: small buffers count as changing there
+        if current.device.type != "cpu":  # a comparison would wait for the GPU: small buffers there count as changing
             return writes == self.version != UNCOUNTED and current.nbytes > ALWAYS_COMPARED_BYTES
         if writes != self.version or writes == UNCOUNTED or current.nbytes <= ALWAYS_COMPARED_BYTES:
             if not has_same_values(current, self.value):
@@ -216,17 +220,17 @@ class BufferRecord(msgspec.Struct):
 
 
 def record_buffer(buffer: torch.Tensor) -> BufferRecord:
-    """The buffer as it is now."""
+    """Record the buffer as it is now."""
     return BufferRecord(buffer, write_count(buffer), buffer.detach().clone())
 
 
 def write_count(tensor: torch.Tensor) -> int:
-    """torch's count of them; UNCOUNTED of a tensor that was made in inference mode."""
+    """Return torch's count of writes; UNCOUNTED for a tensor made in inference mode."""
     return UNCOUNTED if tensor.is_inference() else tensor._version
 
 
 def has_same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether the values are the same, or the bytes are, as those of NaN and of dtypes that torch does not compare."""
+    """Return whether values are equal, or else bytes, as for NaN and dtypes that torch cannot compare."""
     try:
         if torch.equal(one, other):
             return True
@@ -236,8 +240,10 @@ def has_same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def refuse_duplicate_names(tensors: Iterable[TrackedTensor]) -> None:
-    """Raises ValueError where two tensors of this rank have one name and different values: the one would come back as
-    the other. Two stages of a pipeline may each have the same constant."""
+    """Raise ValueError if two tensors of this rank have one name and different values: one would overwrite the other.
+
+    Two stages of a pipeline may each have the same constant.
+    """
     first: dict[str, TrackedTensor] = {}
     for tensor in tensors:
         other = first.setdefault(tensor.name, tensor)
@@ -252,10 +258,11 @@ def refuse_duplicate_names(tensors: Iterable[TrackedTensor]) -> None:
 
 
 def local_parts(name: str, tensor: torch.Tensor) -> list[tuple[torch.Tensor, Box]]:
-    """The live local memory of a tensor and its box in the whole; several where this rank's part is not one box.
+    """Return a tensor's live local memory and its box in the whole; several if this rank's part is not one box.
 
-    Raises TypeError for placements with no box, for a mesh of a generation in which this process was another rank, and
-    for a tensor that is not dense, or made of others.
+    Raises:
+        TypeError: A placement has no box, the mesh is of a generation in which this process was another rank, or the
+            tensor is not dense or wraps others.
     """
     require_dense(name, tensor._local_tensor if isinstance(tensor, DTensor) else tensor)
     if not isinstance(tensor, DTensor):
@@ -263,7 +270,8 @@ def local_parts(name: str, tensor: torch.Tensor) -> list[tuple[torch.Tensor, Box
     boxes = _boxes_on_mesh(name, tuple(tensor.shape), tensor.device_mesh, tensor.placements)
     local = tensor._local_tensor.detach()
     volume = sum(box.volume for _, box in boxes)
-    if not volume and not local.numel() and local.ndim == tensor.ndim:  # torch writes nothing in several shapes
+    # torch represents an empty part in several shapes
+    if not volume and not local.numel() and local.ndim == tensor.ndim:
         return [(local, Box((0,) * local.ndim, tuple(local.shape)))]
     if local.numel() != volume or (len(boxes) == 1 and tuple(local.shape) != boxes[0][1].size):
         raise TypeError(
@@ -273,7 +281,7 @@ def local_parts(name: str, tensor: torch.Tensor) -> list[tuple[torch.Tensor, Box
 
 
 def require_dense(name: str, local: torch.Tensor) -> None:
-    """Raises TypeError for what of a module or an optimizer cannot be stored."""
+    """Raise TypeError if a tensor of a module or an optimizer cannot be stored."""
     require_own_memory(
         name, local, "only plain dense tensors are stored; leave it out by run.track(exclude=...), or hold it in such"
     )
@@ -289,8 +297,8 @@ def _narrowed(local: torch.Tensor, at: Extent, box: Box) -> torch.Tensor:
 def _boxes_on_mesh(
     name: str, shape: Extent, mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> list[tuple[Extent, Box]]:
-    """Asks the mesh each time: torch counts those of two generations as equal where they are of the same ranks, while
-    this process may be another one of them."""
+    """Return the boxes, asking the mesh each time: torch treats meshes with the same ranks as equal even if this
+    process's rank has changed."""
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return [((0,), Box((), (0,)))]
@@ -305,18 +313,17 @@ def _boxes_on_mesh(
         raise TypeError(f"{name} {error}") from None
 
 
-# ---- exclude
-# Tensors that a user does not want stored, by patterns on their full names: of frozen parts, of caches that refill.
+# ---- exclude: patterns of full names of tensors not to store, such as frozen parts and caches
 
 MAX_SUGGESTIONS = 5
 MIN_SIMILARITY = 0.4
-"""difflib's measure from which on a name is worth showing."""
+"""Lowest difflib ratio of a name worth suggesting."""
 
 
 class Exclusions:
-    """Patterns as of fnmatch: ``model.teacher.*``, ``optimizer.model.head.*``.
+    """fnmatch patterns of tensors to exclude, such as ``model.teacher.*`` or ``optimizer.model.head.*``.
 
-    A pattern may be of optimizer state, which is there after the first step only: so ``require_used`` is asked again.
+    A pattern may match optimizer state, which exists only after the first step; so ``require_used`` is called again.
     """
 
     def __init__(self, patterns: Iterable[str] = ()) -> None:
@@ -324,7 +331,7 @@ class Exclusions:
         self._patterns = tuple(self._unused)
 
     def excludes(self, name: str) -> bool:
-        """Whether the tensor of this name is left out."""
+        """Return whether the tensor of this name is excluded."""
         for pattern in self._patterns:
             if fnmatchcase(name, pattern):
                 self._unused.pop(pattern, None)
@@ -332,9 +339,9 @@ class Exclusions:
         return False
 
     def require_used(self, names: Collection[str], incomplete_optimizers: Collection[str]) -> None:
-        """Raises ValueError, with the names that are near, for a pattern that left nothing out and will not.
+        """Raise ValueError, suggesting similar names, for a pattern that excluded nothing and never will.
 
-        ``incomplete_optimizers``: keys of optimizers of which not all state is there.
+        ``incomplete_optimizers``: keys of optimizers whose state is not complete yet.
         """
         for pattern in self._unused:
             literal = pattern.partition("*")[0].partition("?")[0].partition("[")[0]
@@ -348,8 +355,10 @@ class Exclusions:
                 )
 
     def require_whole(self, name: str, keys: Collection[str]) -> None:
-        """Raises ValueError where a part of a parameter's optimizer state is left out: an optimizer that finds some of
-        it after a restore takes the rest for there."""
+        """Raise ValueError if only a part of a parameter's optimizer state is excluded.
+
+        An optimizer that finds a part of the state after a restore assumes that the rest exists.
+        """
         out = [key for key in keys if self._patterns and self.excludes(f"{name}.{key}")]
         if out and len(out) < len(keys):
             raise ValueError(
@@ -368,7 +377,7 @@ _form = attrgetter("dtype", "device", "shape")
 
 
 class StateFingerprint:
-    """Filled while tensors are looked for; then asked whether a search would find the same."""
+    """A record of the searched objects, filled during the search, that detects whether a new search would differ."""
 
     def __init__(self) -> None:
         self._containers: list[Collection[Any]] = []
@@ -391,10 +400,11 @@ class StateFingerprint:
         self._forms: list[tuple[Any, ...]] = []
         self._scalars: list[tuple[Mapping[Any, Any], Any]] = []
 
-    # --- what was found
+    # --- recording
 
     def add_module(self, module: torch.nn.Module) -> None:
-        """Which children it has, and how many parameters and buffers; ``add_tensor`` and ``add_volatile`` say which."""
+        """Record a module's children and its number of parameters and buffers; ``add_tensor`` and ``add_volatile`` do
+        the rest."""
         for inside in (module._parameters, module._buffers, module._modules):
             self._size_of(inside)
         self._size_of(module._non_persistent_buffers_set)
@@ -405,7 +415,7 @@ class StateFingerprint:
                 self._entry(inside, key, None)
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Its parameters in their groups, and which of them have state."""
+        """Record an optimizer's parameters, their groups, and which of them have state."""
         self._attributes += [(optimizer, name, getattr(optimizer, name)) for name in ("state", "param_groups")]
         self._walk(optimizer.param_groups)
         for group in optimizer.param_groups:
@@ -416,17 +426,17 @@ class StateFingerprint:
         self._walk(_OfParameters(optimizer.state) if shared else optimizer.state.values())
 
     def add_state(self, state: Mapping[str, Any]) -> None:
-        """A parameter's state in an optimizer: what is no tensor in it may change, but not become one."""
+        """Record a parameter's optimizer state: values that are no tensors may change, but not become tensors."""
         self._size_of(state)
         self._scalars += [(state, key) for key, value in state.items() if not isinstance(value, torch.Tensor)]
 
     def add_tensor(
         self, container: Mapping[Any, Any], key: Any, tensor: torch.Tensor, *, check_shape: bool = True
     ) -> None:
-        """One whose memory is copied from as it was found.
+        """Record a tensor whose memory is copied from as it was found.
 
-        ``check_shape``: it is also seen to be given another shape at the same address, as ``p.data = p.data[:n]`` does.
-        That is asked of what users prune, and costs as much as all else; of optimizer state it need not be.
+        ``check_shape``: also detect another shape at the same address, as ``p.data = p.data[:n]`` makes. Users prune
+        parameters that way. The check costs as much as all others together, and optimizer state does not need it.
         """
         memory = tensor
         if isinstance(tensor, DTensor):
@@ -442,7 +452,7 @@ class StateFingerprint:
             self._strides.append(memory.stride())
 
     def add_volatile(self, container: Mapping[Any, Any], key: Any, tensor: torch.Tensor) -> None:
-        """One that is asked for anew each time; another of the same form may stand in its place."""
+        """Record a tensor that is looked up each time; another of the same form may replace it."""
         self._moving.append((container, key))
         self._forms.append(_form(tensor))
 
@@ -451,7 +461,7 @@ class StateFingerprint:
         self._lengths.append(len(container))
 
     def _walk(self, container: Collection[Any]) -> None:
-        """The same members in the same order."""
+        """Record the container's members and their order."""
         self._size_of(container)
         self._walked.append(container)
         self._members += container
@@ -461,10 +471,10 @@ class StateFingerprint:
         self._keys.append(key)
         self._values.append(value)
 
-    # --- what is so now
+    # --- checking
 
     def is_unchanged(self) -> bool:
-        """Whether all of it is as it was found."""
+        """Return whether everything is as recorded."""
         return (
             list(map(len, self._containers)) == self._lengths
             and all(getattr(owner, name) is value for owner, name, value in self._attributes)
@@ -484,7 +494,7 @@ class StateFingerprint:
     def _forms_stand(self) -> bool:
         try:
             return list(map(_form, starmap(getitem, self._moving))) == self._forms
-        except (KeyError, AttributeError):  # gone, or no tensor any more
+        except (KeyError, AttributeError):  # gone, or no longer a tensor
             return False
 
     def _memory_stands(self) -> bool:
@@ -497,8 +507,8 @@ class StateFingerprint:
     def _shaped_as_found(self) -> bool:
         if (
             self._are_shapes_unchanged is None
-        ):  # now, where later calls will come from: the answer depends on autocast, say
-            # each once: to the guards a tensor that comes twice, as a tied one does, is not what they were made of
+        ):  # made here, in the context of later calls: the guards depend on autocast, for example
+            # each tensor once: the guards do not match a tensor that occurs twice, as a tied one does
             once = {id(tensor): at for at, tensor in enumerate(self._shaped)}.values()
             self._are_shapes_unchanged = _shape_check(
                 [self._shaped[at] for at in once], [self._sizes[at] for at in once], [self._strides[at] for at in once]
@@ -507,7 +517,7 @@ class StateFingerprint:
 
 
 class _OfParameters(Collection[Any]):
-    """The values in an optimizer's state but those of no parameter, which are Python state and may change."""
+    """The values of an optimizer's state that belong to parameters; the others are Python state and may change."""
 
     def __init__(self, state: Mapping[Any, Any]) -> None:
         self._state = state
@@ -525,10 +535,10 @@ class _OfParameters(Collection[Any]):
 def _shape_check(
     tensors: list[torch.Tensor], sizes: list[torch.Size], strides: list[tuple[int, ...]]
 ) -> Callable[[], bool]:
-    """Whether tensors have these sizes and strides, each time it is called.
+    """Return a function that tells whether the tensors still have these sizes and strides.
 
-    By the check that torch.compile guards its graphs with, a quarter of the time of asking each one: it also looks at
-    dtype, device and whether a gradient is wanted. It is no public part of torch; where it is another, each is asked.
+    It uses the guards of torch.compile, which take a quarter of the time of asking each tensor, and also check dtype,
+    device and requires_grad. They are not a public part of torch; if they differ, each tensor is asked.
     """
     try:
         guards = _Guards(
@@ -546,15 +556,14 @@ def _is_scalar(place: Mapping[Any, Any], key: Any) -> bool:
     return key in place and not isinstance(place[key], torch.Tensor)
 
 
-# ---- changes
-# What of a rank's tracked tensors is not what it was, in words for whoever changed it.
+# ---- descriptions of changes to a rank's tracked tensors
 
 MAX_SHOWN = 5
-"""Names of each kind."""
+"""Most names shown of each kind."""
 
 
 def describe_layout_change(before: Layout, after: Layout) -> str:
-    """Tensors that are new, gone, or of another type, shape or part, by name; empty where it is none of these."""
+    """Return the names of tensors that are new, gone or changed in type, shape or part; empty if there are none."""
     old, new = _by_name(before), _by_name(after)
     other = [name for name in new if name in old and old[name] != new[name]]
     kinds = {
@@ -573,7 +582,7 @@ def _by_name(layout: Layout) -> dict[str, list[TensorPart]]:
 
 
 def _describe_parts(parts: list[TensorPart]) -> str:
-    """Of the first part; of several the number."""
+    """Describe the first part, and the number of parts if there are several."""
     first = parts[0]
     more = f" in {len(parts)} parts" if len(parts) > 1 else ""
     held = "" if first.box.size == first.shape else f", of it {list(first.box.size)} at {list(first.box.offset)}"
@@ -586,9 +595,9 @@ def _listed(names: list[str]) -> str:
 
 
 def refuse_other_model(live: list[TrackedTensor], index_of: dict[str, int], catalog: tuple[TensorInfo, ...]) -> None:
-    """Raises NotRestorable, with names, where a live tensor was not stored or is another one than was stored.
+    """Raise NotRestorable, with names, if a live tensor was not stored or differs from the stored one.
 
-    ``index_of``: a name's place in ``catalog``.
+    ``index_of``: index in ``catalog`` by name.
     """
     missing = list(dict.fromkeys(t.name for t in live if t.name not in index_of))
     if missing:
@@ -613,9 +622,10 @@ def refuse_other_groups(
     groups: Mapping[str, Iterable[tuple[str, int]]],
     optimizers: Collection[str],
 ) -> None:
-    """Raises NotRestorable where one of ``optimizers`` trained a parameter that it does not train now.
+    """Raise NotRestorable if one of ``optimizers`` trained a parameter that it does not train now.
 
-    ``groups``: as Tensor.groups, by the names of live parameters. Of an optimizer without state nothing else is missed.
+    ``groups`` is as TensorInfo.groups, by the names of live parameters. An optimizer without state would otherwise lose
+    its group's options unnoticed.
     """
     for tensor in live if optimizers else ():
         now = {top for top, _ in groups.get(tensor.name, ())}
@@ -630,6 +640,6 @@ def refuse_other_groups(
 
 
 def _not_here(live: list[TrackedTensor], stored: Iterable[str]) -> str:
-    """Names that are of no tensor here; of a pipeline's other stages some always are."""
+    """Describe stored names of no tensor here; there are always some for a pipeline's other stages."""
     gone = sorted(set(stored) - {tensor.name for tensor in live})
     return f"{len(gone)} that were stored are not here ({', '.join(gone[:3])})" if gone else "none is gone"

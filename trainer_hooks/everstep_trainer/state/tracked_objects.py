@@ -1,4 +1,4 @@
-"""What a training function tracks, sorted: modules, optimizers and other objects, lists of them one by one."""
+"""Sort the tracked objects of a training function into modules, optimizers and others, and lists into their members."""
 
 from __future__ import annotations
 
@@ -15,26 +15,24 @@ from everstep_trainer.data.sampler import ElasticSampler
 from everstep_trainer.data.stream import StreamSampler
 from everstep_trainer.state.blob import refuse_zero
 
-# ---- module names
-# Names of a model's parts as they would be, had nobody wrapped them.
+# ---- module names, as if nothing were wrapped
 
 _INSIDE = ".module"
-"""Where DistributedDataParallel has what it replicates."""
+"""The attribute in which DistributedDataParallel holds its model."""
 _WRAPPERS = re.compile(r"(^|\.)(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)(?=\.|$)")
 
 
 def strip_wrapper_names(name: str) -> str:
-    """``name`` without what torch's wrappers that have a name of their own add to it."""
+    """Return ``name`` without the components that torch's wrappers add."""
     return _WRAPPERS.sub("", name)
 
 
 def named_modules(
     top: str, root: torch.nn.Module, *, remove_duplicate: bool = True
 ) -> Iterator[tuple[str, torch.nn.Module]]:
-    """``root.named_modules``, named below ``top`` as without compilation, checkpointing and DistributedDataParallel,
-    wherever they stand: a model that is compiled around its replica has the names that it has on one rank alone.
+    """Yield ``root.named_modules``, named below ``top`` as if nothing were compiled, checkpointed or wrapped in DDP.
 
-    A wrapper and what is in it have one name.
+    So a compiled or replicated model has the same names as on a single rank. A wrapper and its content share one name.
     """
     replicas: list[str] = []
     for name, module in root.named_modules(prefix=top, remove_duplicate=remove_duplicate):
@@ -49,17 +47,23 @@ def named_modules(
 
 
 def find_replicas(top: str, root: torch.nn.Module) -> Iterator[tuple[str, DistributedDataParallel]]:
-    """Those parts, with their names."""
+    """Yield the DistributedDataParallel modules in ``root``, with their names."""
     for name, module in named_modules(top, root):
         if isinstance(module, DistributedDataParallel):
             yield name, module
 
 
 class TrackedObjects:
-    """The objects by what they are, each with the key under which it is tracked, in the order in which they came.
+    """The tracked objects by kind, each with its key, in their original order.
 
-    ``broadcast_modules``: names of modules whose buffers DDP sends from rank 0. Raises TypeError for what has no state
-    to keep, or was sharded by ZeroRedundancyOptimizer.
+    Attributes:
+        modules: Modules.
+        broadcast_modules: Names of modules whose buffers DDP broadcasts from rank 0.
+        optimizers: Optimizers.
+        others: All other objects, by key.
+
+    Raises:
+        TypeError: An object has no state to store, or is a ZeroRedundancyOptimizer.
     """
 
     def __init__(self, objects: Mapping[str, object]) -> None:
@@ -96,7 +100,7 @@ def _fix_hint(tracked: object) -> str:
 
 
 def as_list(tracked: object) -> Sequence[object]:
-    """A list of modules or of optimizers one by one; anything else alone."""
+    """Return the members of a list of modules or of optimizers; any other object alone."""
     if isinstance(tracked, list | tuple) and tracked:
         for kind in (torch.nn.Module, torch.optim.Optimizer):
             if all(isinstance(one, kind) for one in tracked):

@@ -1,9 +1,9 @@
-"""What a training run must not lose: the tensors and the small Python state of the objects a user tracks.
+"""The state that a training run must not lose: tensors and small Python state of the tracked objects.
 
-Tensors are named ``model.blocks.0.weight`` (the key under which the object is tracked, then its own name for it) and
-``optimizer.model.blocks.0.weight.exp_avg`` (the optimizer's key, the parameter's full name, the optimizer's key for
-it). A plain tensor is taken to be equal on all ranks; what differs between them must be a DTensor, or a buffer that
-training changes. Everything that is not a tensor of a module or an optimizer goes into the blob.
+Tensors are named ``model.blocks.0.weight`` (the object's key, then its own name for the tensor) and
+``optimizer.model.blocks.0.weight.exp_avg`` (the optimizer's key, the parameter's full name, the optimizer's key for the
+state). A plain tensor is taken to be equal on all ranks; one that differs must be a DTensor, or a buffer that training
+changes. Everything but the tensors of modules and optimizers goes into the blob.
 """
 
 from __future__ import annotations
@@ -62,20 +62,20 @@ from everstep_trainer.state.tracked_objects import TrackedObjects, named_modules
 __all__ = ["TrackedState", "TrackedTensor"]
 
 
-# ---- ties
-# What is one tensor under several names: tied in a module, or shared by parameters in an optimizer.
+# ---- ties: one tensor under several names, tied in a module or shared by parameters in an optimizer
 #
-# What is tied in one layout may be apart in another: word embeddings that a pipeline has in its first stage and in its
-# last, each with optimizer state of its own, are one parameter on a single rank.
+# Tensors tied in one layout may be separate in another. Word embeddings that a pipeline has in its first and its last
+# stage, each with its own optimizer state, are one parameter on a single rank.
 
 TiedPair = tuple[str, TrackedTensor, TrackedTensor]
-"""A name that was stored apart from that of a live tensor, which it is tied to now; this, and one to read into."""
+"""A name that was stored separately, the live tensor that it is tied to now, and a tensor to read its stored values
+into."""
 Aliases = Mapping[str, tuple[str, ...]]
 """The other names of a tensor, by its first."""
 
 
 def find_aliases(modules: Iterable[tuple[str, torch.nn.Module]], tensors: Iterable[TrackedTensor]) -> Aliases:
-    """Those of tied tensors, and of those in modules that stand in several places."""
+    """Return the other names of tied tensors, and of tensors in modules that occur in several places."""
     first = {_memory(t.container[t.key]): t.name for t in tensors}
     aliases: dict[str, tuple[str, ...]] = {}
     for top, root in modules:
@@ -89,14 +89,14 @@ def find_aliases(modules: Iterable[tuple[str, torch.nn.Module]], tensors: Iterab
 
 
 def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
-    """What two tensors have in common that are tied."""
+    """Return a key that is equal for tied tensors."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     dense = not is_lazy(local) and local.layout is torch.strided and local.numel()
     return (local.data_ptr(), local.size(), local.stride(), local.dtype) if dense else (id(tensor),)
 
 
 def other_names(name: str, aliases: Aliases, optimizers: Iterable[str]) -> Iterator[str]:
-    """Of a tensor, and of optimizer state where its parameter has them."""
+    """Yield the other names of a tensor, and of optimizer state whose parameter has other names."""
     yield from aliases.get(name, ())
     for top in optimizers:
         if name.startswith(f"{top}."):
@@ -108,8 +108,8 @@ class StoredNames:
     """The names under which a version's tensors may be live.
 
     Args:
-        catalog: of the version.
-        optimizers: the keys under which they are tracked.
+        catalog: The version's tensors.
+        optimizers: The keys under which optimizers are tracked.
     """
 
     def __init__(self, catalog: tuple[TensorInfo, ...] = (), optimizers: Collection[str] = ()) -> None:
@@ -123,17 +123,17 @@ class StoredNames:
         self._alike = {one: (n, *others) for n, others in self._aliases.items() for one in (n, *others)}
 
     def names_of(self, name: str) -> Iterator[str]:
-        """A stored tensor's names: its own, and those that no other was stored under."""
+        """Yield a stored tensor's own name, and its other names that no other tensor was stored under."""
         yield name
         if self._aliases:
             yield from (n for n in other_names(name, self._aliases, self._optimizers) if n not in self._exact)
 
     def all_names(self, name: str) -> tuple[str, ...]:
-        """All names of what one of these was stored under."""
+        """Return all names of the tensor that was stored under one of them."""
         return self._alike.get(name, (name,))
 
     def separately_stored(self, live: Iterable[TrackedTensor], aliases: Aliases) -> list[TiedPair]:
-        """What is tied now and was stored under several names: each but the first."""
+        """Return the tensors that are tied now but were stored under several names: each name but the first."""
         return [
             (other, tensor, msgspec.structs.replace(tensor, local=torch.empty_like(tensor.local)))
             for tensor in (live if aliases else ())
@@ -143,7 +143,7 @@ class StoredNames:
 
 
 def require_equal_values(pairs: Iterable[TiedPair]) -> None:
-    """Raises NotRestorable where what is tied now was stored apart with other values."""
+    """Raise NotRestorable if tensors that are tied now were stored separately with different values."""
     for name, one, other in pairs:
         if not has_same_values(one.local, other.local):
             raise NotRestorable(
@@ -159,12 +159,15 @@ class TrackedState:
     """The tracked objects of one training function.
 
     Args:
-        objects: modules (DDP and FSDP2 are seen through), optimizers, and anything else with ``state_dict`` and
-            ``load_state_dict``; under one key also a list of modules or of optimizers, such as a rank's stages of a
-            pipeline, whose names are taken to be those of one model. Raises TypeError for what is none of these, or was
-            sharded by FSDP1 or ZeroRedundancyOptimizer; ValueError for LBFGS with a history too long to be stored.
-        exclude: patterns of names of tensors that are neither stored nor restored. Raises ValueError for one that
-            matches nothing, here or, of optimizer state, when that is there.
+        objects: Modules (including those wrapped by DDP and FSDP2), optimizers, and objects with ``state_dict`` and
+            ``load_state_dict``. A key may also hold a list of modules or of optimizers, such as a rank's pipeline
+            stages, whose names are taken to be those of one model.
+        exclude: Patterns of names of tensors that are neither stored nor restored.
+
+    Raises:
+        TypeError: An object is none of these, or was sharded by FSDP1 or ZeroRedundancyOptimizer.
+        ValueError: A pattern matches nothing, now or (for optimizer state) once that exists; or an LBFGS has a history
+            too long to store.
     """
 
     def __init__(self, objects: Mapping[str, object], exclude: Iterable[str] = ()) -> None:
@@ -181,7 +184,7 @@ class TrackedState:
         self._packed: list[bytes] | None = None
         self._locations: dict[str, TensorPlacement] = {}
         self._tied: dict[str, dict[str, None]] = defaultdict(dict)
-        """Optimizer state that is another tensor too, by the name that this has."""
+        """Names of optimizer state that is also another tensor, by the other tensor's name."""
         self._rank_markers = rank_markers(self._others)
         self._stored = StoredNames()
         self._separately_stored: list[TiedPair] = []
@@ -201,14 +204,16 @@ class TrackedState:
     # --- finding tensors
 
     def record_buffers(self) -> None:
-        """Takes the buffers as they are now for unchanged: those that training changes from here on are found out."""
+        """Record the buffers as unchanged; those that training changes from now on are detected."""
         self._settled = {name: record_buffer(b) for name, _, _, b in self._buffers() if not unsupported_reason(b)}
 
     def tensors(self) -> list[TrackedTensor]:
-        """All tensors now, in an order that is the same on every rank. Tied ones once, under their first name.
+        """Return all current tensors, in the same order on every rank; tied ones once, under their first name.
 
-        Call it between an optimizer step and the next forward pass. Raises TypeError for placements other than
-        Shard and Replicate, and for tensors whose memory is not all of them.
+        Call it between an optimizer step and the next forward pass.
+
+        Raises:
+            TypeError: A placement is not Shard or Replicate, or a tensor's memory is not all of it.
         """
         self._reshard()
         self._fqns = self._names()
@@ -241,7 +246,7 @@ class TrackedState:
         return (each for each in tensors if not self._exclude.excludes(each[0]))
 
     def is_complete(self) -> bool:
-        """Whether every optimizer has state for every parameter it trains, as it has after a step or a restore."""
+        """Return whether every optimizer has state for every parameter it trains, as after a step or a restore."""
         return all(has_full_state(optimizer) for _, optimizer in self._optimizers)
 
     @property
@@ -250,11 +255,11 @@ class TrackedState:
 
     @property
     def has_optimizers(self) -> bool:
-        """Whether an optimizer is tracked, whose steps are announced."""
+        """Whether an optimizer is tracked, so that changes are announced by its steps."""
         return bool(self._optimizers)
 
     def is_unchanged(self) -> bool:
-        """Whether the tensors are still those that ``tensors`` found, in the same memory. Fast: every step asks."""
+        """Return whether the tensors are those that ``tensors`` found, in the same memory. Fast: called every step."""
         return (
             self._has_searched
             and self._identity.is_unchanged()
@@ -268,7 +273,7 @@ class TrackedState:
                     part.reshard()
 
     def _names(self) -> dict[int, str]:
-        """Parameters' full names by identity; of a tied one, the first."""
+        """Return parameters' full names by identity; a tied one has its first."""
         names: dict[int, str] = {}
         for name, _, _, parameter in self._parameters():
             names.setdefault(id(parameter), name)
@@ -286,7 +291,7 @@ class TrackedState:
         parameter: bool,
         lies: TensorPlacement | None = None,
     ) -> None:
-        """``lies``: of optimizer state."""
+        """Add a tensor's parts; ``lies`` is set for optimizer state."""
         parts = local_parts(name, tensor)
         if sharing is Sharing.EQUAL:
             self._identity.add_tensor(place, key, tensor, check_shape=lies is None)
@@ -312,8 +317,11 @@ class TrackedState:
                 )
 
     def _sharing_of(self, name: str, buffer: torch.Tensor) -> Sharing:
-        """A constant is equal everywhere. What training was seen to change is rank 0's under DDP, which broadcasts it
-        before each forward pass, and each rank's own elsewhere."""
+        """Return how ranks share a buffer.
+
+        A constant is equal everywhere. A buffer that training was seen to change is rank 0's under DDP, which
+        broadcasts it before each forward pass, and otherwise each rank's own.
+        """
         if isinstance(buffer, DTensor):
             return Sharing.EQUAL
         require_dense(name, buffer)
@@ -368,7 +376,7 @@ class TrackedState:
                     yield name, state, key, value
 
     def _trained(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:
-        """Parameters with their names and groups; one that is in no tracked module is named by its place."""
+        """Yield parameters with their names and groups; one in no tracked module is named by its position."""
         for _, index, group in self._all_groups():
             if any(group is own for own in optimizer.param_groups):
                 for name, parameter in zip(self._names_in(group, index), group["params"], strict=True):
@@ -377,14 +385,14 @@ class TrackedState:
     # --- targets of a restore
 
     def layout(self, tensors: list[TrackedTensor], rank: int, world: int) -> Layout:
-        """What this rank holds, for the plan."""
+        """Return this rank's layout, for the plan."""
         aliases, groups = {**find_aliases(self._modules, tensors)}, self._groups()
         for name, others in self._tied.items():
             aliases[name] = (*aliases.get(name, ()), *others)
         return Layout(tuple(t.to_part(rank, world, aliases.get(t.name, ()), groups.get(t.name, ())) for t in tensors))
 
     def _groups(self) -> dict[str, tuple[tuple[str, int], ...]]:
-        """Which optimizers train a parameter, each with the index of its parameter group."""
+        """Return which optimizers train a parameter, each with the index of its parameter group."""
         groups: dict[str, tuple[tuple[str, int], ...]] = {}
         for top, index, group in self._all_groups():
             for name in (self._fqns.get(id(parameter)) for parameter in group["params"]):
@@ -393,12 +401,12 @@ class TrackedState:
         return groups
 
     def restore_targets(self, catalog: tuple[TensorInfo, ...]) -> list[tuple[int, TrackedTensor]]:
-        """Live tensors to fill, each with the index of its source in ``catalog``. Others of the catalog may be live on
-        other ranks.
+        """Return the live tensors to fill, each with the index of its source in ``catalog``.
 
-        Optimizer state that a fresh process does not have yet is created (moments.py).
+        Other tensors of the catalog may be live on other ranks. Optimizer state that a fresh process lacks is created.
 
-        Raises NotRestorable where a tensor was not stored, or as another one.
+        Raises:
+            NotRestorable: A tensor was not stored, or differs from the stored one.
         """
         self._stored = StoredNames(catalog, [top for top, _ in self._optimizers])
         index_of = self._stored.index_of
@@ -438,13 +446,15 @@ class TrackedState:
     # --- the Python state
 
     def blob(self) -> bytes:
-        """What ``capture`` takes, as bytes; waits for what of it lies on a GPU."""
+        """Return the captured Python state as bytes, after pending copies from a GPU."""
         return self.capture().data()
 
     def capture(self) -> Blob:
-        """Hyper-parameters, optimizer state that is no tensor, and the state of all other objects, as they are now.
+        """Capture hyper-parameters, optimizer state that is no tensor, and the state of all other objects.
 
-        Raises TypeError with the path of what cannot be stored, ConfigurationError for too much of it.
+        Raises:
+            TypeError: Something cannot be stored; the message has its path.
+            ConfigurationError: There is too much of it.
         """
         if not self._has_searched:
             self.tensors()
@@ -461,14 +471,14 @@ class TrackedState:
         return encode(PythonState(groups, scalars, extra, objects))
 
     def python_names(self) -> frozenset[StateName]:
-        """All that ``load_python`` needs something of."""
+        """Return all names that ``load_python`` needs."""
         if not self._has_searched:
             self.tensors()
         trained = ((top, fqn) for top, optimizer in self._optimizers for fqn, *_ in self._trained(optimizer))
         return frozenset((*trained, *(("", name) for name, _ in self._extra), *((key, "") for key in self._others)))
 
     def require_python(self, stored: MergedState) -> None:
-        """Raises NotRestorable where ``load_python`` would not find what it needs, or would have to mix it."""
+        """Raise NotRestorable if ``load_python`` would miss something or would have to mix different states."""
         require_equal_values(self._separately_stored)
         self._separately_stored = []
         for top, index, group in self._all_groups():
@@ -481,7 +491,8 @@ class TrackedState:
         stored.require(self.python_names())
 
     def load_python(self, stored: MergedState) -> None:
-        """Puts stored Python state into the objects. Raises NotRestorable where they are others than were stored."""
+        """Load stored Python state into the objects. Raises NotRestorable if the objects differ from the stored
+        ones."""
         members: dict[str, list[list[str]]] = defaultdict(list)
         for top, index, group in self._all_groups():
             names = self._stored_names(stored, top, self._names_in(group, index))
@@ -503,7 +514,7 @@ class TrackedState:
             tracked.load_state_dict(stored.schedule(key, top, members[top]) if alone else stored.objects[key])
 
     def _all_groups(self) -> Iterator[tuple[str, int, dict[str, Any]]]:
-        """Every parameter group, with its optimizer's key and its number among the groups under that."""
+        """Yield every parameter group, with its optimizer's key and its number among the groups under that key."""
         counts: dict[str, int] = {}
         for top, optimizer in self._optimizers:
             for group in optimizer.param_groups:

@@ -1,7 +1,7 @@
-"""What tracked objects have that is not found where state is looked for, told before the first step.
+"""Warn before the first step of state in tracked objects that is not stored.
 
-Of a module its parameters, buffers and extra state are stored. What it adds to ``state_dict()`` by a hook, or by a
-method of its own, is not; nor are parameters that an optimizer trains and no tracked module holds.
+A module's parameters, buffers and extra state are stored. Values that its hooks or methods add to ``state_dict()`` are
+not, and neither are parameters that an optimizer trains but no tracked module holds.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from everstep_trainer.sdc.digest import WeightedDigest
 from everstep_trainer.state.tensors import Exclusions
 from everstep_trainer.state.tracked_objects import TrackedObjects, named_modules, strip_wrapper_names
 
-# ---- unrestored
-# What of replicated models no restore brings: excluded tensors, buffers that are not persistent, untracked modules.
+# ---- state of replicated models that no restore brings: excluded tensors, non-persistent buffers, untracked modules
 #
-# DistributedDataParallel's constructor sends rank 0's state to all. Where a version will be restored that is left out:
-# the restore makes replicas equal. But not in what is no part of it, which each rank's program made for itself.
+# DistributedDataParallel's constructor broadcasts rank 0's state. If a version will be restored, the broadcast is
+# skipped, since the restore makes replicas equal. It does not restore the state above, which each rank's program made
+# for itself.
 
 
 class ReplicaSync:
@@ -36,13 +36,15 @@ class ReplicaSync:
     def add_model(
         self, model: nn.Module, group: dist.ProcessGroup | None = None, *, ignored: Iterable[str] = ()
     ) -> None:
-        """A model with replicas on the ranks of ``group`` (None: on all). ``ignored``: names that are a rank's own."""
+        """Add a model with replicas on the ranks of ``group`` (None: all). ``ignored``: names that belong to
+        one rank."""
         self._models.append((model, frozenset(ignored), group))
 
     def broadcast(self, objects: Mapping[str, object], exclude: Iterable[str]) -> None:
-        """After the restore of ``objects`` without ``exclude``: gives all replicas what rank 0's program made.
+        """Broadcast rank 0's values of everything that was not restored, after restoring ``objects`` without
+        ``exclude``.
 
-        A collective. Ranks compare digests first, since mostly all have read or computed the same.
+        A collective. Ranks compare digests first, since usually all have read or computed the same values.
         """
         restored = {id(tensor) for tensor in _restored(objects, exclude)}
         for model, ignored, group in self._models:
@@ -62,7 +64,7 @@ def _restored(objects: Mapping[str, object], exclude: Iterable[str]) -> Iterator
 
 
 def _replicated(model: nn.Module, ignored: frozenset[str]) -> Iterator[torch.Tensor]:
-    """Not shards, which are no replicas."""
+    """Yield dense tensors; shards are no replicas."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         dense = not isinstance(tensor, DTensor) and not is_lazy(tensor) and tensor.layout is torch.strided
         if dense and tensor.numel() and name not in ignored:
@@ -92,8 +94,10 @@ MAX_SHOWN = 3
 
 
 def check_untracked(objects: Mapping[str, object]) -> None:
-    """Raises ValueError for an optimizer with parameters in no tracked module, and warns, by name, of what modules say
-    in ``state_dict()`` that is none of their tensors."""
+    """Raise ValueError for an optimizer with parameters in no tracked module.
+
+    Also warn, with names, of values in modules' ``state_dict()`` that are none of their tensors.
+    """
     tracked = TrackedObjects(objects)
     held = {id(parameter) for _, module in tracked.modules for parameter in module.parameters()}
     for top, optimizer in tracked.optimizers:
@@ -120,13 +124,15 @@ def check_untracked(objects: Mapping[str, object]) -> None:
 
 
 def _untracked_names(root: nn.Module) -> Iterator[str]:
-    """Names in ``state_dict()`` whose values share no memory with what is stored; asked only where somebody changes
-    what it says, since torch's own says nothing else."""
+    """Yield names in ``state_dict()`` whose values share no memory with stored tensors.
+
+    Modules with torch's own ``state_dict`` are skipped: it contains nothing else.
+    """
     if not any(map(_has_custom_state_dict, root.modules())):
         return
     try:
         said = root.state_dict(keep_vars=True)
-    except Exception:  # of the module's own code, which may work at other times only
+    except Exception:  # raised by the module's own code, which may work only at other times
         log.info("the state_dict() of a %s cannot be looked at now", type(root).__qualname__, exc_info=True)
         return
     stored = {_memory(tensor) for tensor in (*root.parameters(), *root.buffers())}
@@ -144,7 +150,7 @@ def _has_custom_state_dict(module: nn.Module) -> bool:
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    """What a tensor has in common with its views."""
+    """Return a key that a tensor shares with its views."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     if is_lazy(local) or local.layout is not torch.strided:
         return id(tensor)
