@@ -1,1 +1,2 @@
-"""Every step's state into shared memory: planned when tracked tensors are found or change, copied many times."""
+"""Snapshot every step's state into shared memory: plan when tracked tensors are found or change, then copy each
+step."""

@@ -1,4 +1,4 @@
-"""A plan in use: this rank's share, its manifest, and the segment with views into its slots."""
+"""A snapshot plan in use: this rank's share, its manifest, and the segment with views into its slots."""
 
 from __future__ import annotations
 
@@ -42,19 +42,22 @@ from everstep_trainer.state.layout import ALIGN, Layout
 log = logging.getLogger(__name__)
 
 MIN_BLOB_BYTES = 16 << 10
-"""Room for Python state: twice its first size, and at least this. A longer one makes a new manifest, no new plan."""
+"""Smallest room for Python state; the room is twice the state's first size. Longer state needs a new manifest, but no
+new plan."""
 
 
 SMALL_BYTES = 2 << 20
 SMALL_PIECE_COUNT = 2048
-"""Up to here a share is copied sooner than another thread, with Python's lock to be had, begins to: 0.1 to 0.5 ms."""
+"""Largest share that is copied sooner than another thread, which needs Python's lock, begins to: 0.1 to 0.5 ms."""
 
 
 class ActivePlan:
-    """What each snapshot needs, made once: nothing in here depends on the step, but that only those from ``since`` on
-    are stored by it.
+    """The parts of a snapshot that do not depend on the step, made once.
 
-    ``plan_with_covers``: the same for all that this rank can store, where others' pieces are among it.
+    Attributes:
+        since_step: First step that is stored by this plan.
+        plan_with_covers: The plan for all that this rank can store, if that includes other ranks' pieces.
+        is_small: Whether the training thread may copy the share itself.
     """
 
     def __init__(
@@ -78,15 +81,15 @@ class ActivePlan:
         self._targets: dict[int, SlotTargets] = {}
 
     def fits(self, blob_bytes: int) -> bool:
-        """Whether Python state of this size fits where the manifest says."""
+        """Return whether Python state of this size fits into the manifest's room."""
         return blob_bytes <= self.manifest.blob_capacity
 
     def slot_digests(self, chunks: Sequence[bytes] | None) -> list[bytes] | None:
-        """All that a slot is sealed with, from those of its payload's chunks."""
+        """Return all digests that a slot is sealed with, from those of its payload's chunks."""
         return None if chunks is None else [self._manifest_digest, *chunks]
 
     def slot_targets(self, slot: int) -> SlotTargets:
-        """Views into a slot that was begun with this plan's manifest, one for each piece of the share."""
+        """Return views into a slot that was begun with this plan's manifest, one for each piece of the share."""
         if slot not in self._targets:
             payload = torch.frombuffer(self.segment.view.payload(slot), dtype=torch.uint8)
             views = (
@@ -101,7 +104,7 @@ class ActivePlan:
 
 
 class _LayoutAgreement(NamedTuple):
-    """What ranks told of ``layout``, and what came of it. ``mine``: the layout as it is shared on all ranks."""
+    """The outcome of an exchange of layouts. ``mine``: this rank's layout with the sharing that all ranks agreed on."""
 
     layout: Layout
     mine: Layout
@@ -111,10 +114,11 @@ class _LayoutAgreement(NamedTuple):
 
 
 class SnapshotPlanner:
-    """Makes plans, in the copier thread: exchange of layouts, division, provision, manifest, segment.
+    """Makes plans in the copier thread: exchange layouts, divide state, agree on slots, build the manifest, open the
+    segment.
 
     Args:
-        versions_to_carry: what goes along into a segment of fewer slots, the most important first.
+        versions_to_carry: Returns the versions to move into a segment of fewer slots, the most important first.
     """
 
     def __init__(
@@ -141,11 +145,20 @@ class SnapshotPlanner:
         self.agreed = AgreedProvision(acceptable_provisions(options)[0])
 
     def plan(self, layout: Layout, blob_bytes: int, since: int) -> ActivePlan:
-        """A plan for ``layout`` with room for ``blob_bytes`` of Python state.
+        """Return a plan for ``layout`` with room for ``blob_bytes`` of Python state.
 
-        The ranks exchange layouts only where ``layout`` is not the last one planned, or ``is_superseded`` said so;
-        ``since`` is as in Exchange.layouts. Raises Unavailable, OutOfSlotMemory, and ValueError where ranks hold
-        different tensors under one name.
+        The ranks exchange layouts only if ``layout`` is not the last one planned, or after ``is_superseded`` returned
+        True.
+
+        Args:
+            layout: This rank's layout.
+            blob_bytes: Room for Python state.
+            since: As in LayoutExchange.layouts.
+
+        Raises:
+            Unavailable: Other ranks or the vault do not answer.
+            OutOfSlotMemory: There is no memory for slots.
+            ValueError: Ranks hold different tensors under one name.
         """
         if self._agreement is None or self._agreement.layout is not layout:
             self._agree(layout, blob_bytes, since)
@@ -163,18 +176,19 @@ class SnapshotPlanner:
         )
 
     def is_superseded(self) -> bool:
-        """Whether other ranks plan anew, as this one then has to; see Exchange."""
+        """Return whether other ranks plan anew, so that this one must too; see LayoutExchange."""
         if not self._exchange.is_superseded():
             return False
         self._agreement = None
         return True
 
     def missing_ranks(self) -> list[int]:
-        """Ranks without which nothing can be planned; see Exchange."""
+        """Return the ranks whose layouts are missing; see LayoutExchange."""
         return self._exchange.missing_ranks()
 
     def is_equivalent(self, planned: Layout, layout: Layout) -> bool:
-        """Whether ``layout`` is what the plan for ``planned`` makes of that, since other ranks knew it before."""
+        """Return whether ``layout`` equals the plan's version of ``planned``, whose sharing other ranks knew
+        earlier."""
         agreement = self._agreement
         return agreement is not None and agreement.layout is planned and agreement.mine == layout
 
@@ -204,9 +218,9 @@ class SnapshotPlanner:
         provision: SlotProvision,
         tentative: bool,
     ) -> None:
-        """Whether the node has room for all that its ranks and its vault will need. Raises OutOfSlotMemory.
+        """Check that the node has room for all that its ranks and its vault will need. Raises OutOfSlotMemory.
 
-        What ranks differ in besides their tensors is taken to be as this rank has it: Python state, and the manifest.
+        Python state and manifest of other ranks are taken to be as large as this rank's.
         """
         encoded, whole = len(encode_manifest(manifest)), _whole_bytes(manifest)
 
@@ -220,13 +234,14 @@ class SnapshotPlanner:
             return self._slot_bytes(provision, encoded, payload, whole)
 
         needs = segment_needs(self._member.node, self._spec, shares, provision.slots, slot_bytes)
-        below = 0 if provision.has_spare_room else FIRST_CHECKPOINT_RANK  # not for the sake of a loss that may come
+        # a reserve for a possible loss must not crowd out existing checkpoints
+        below = 0 if provision.has_spare_room else FIRST_CHECKPOINT_RANK
         self._vault.check_room(
             self._spec.job, tuple(needs), tentative=tentative, below=below, keep=tuple(self._versions_to_carry())
         )
 
     def _report_lack(self) -> None:
-        """Before anybody needs what there is no room for. Raises OutOfSlotMemory where the job requires checkpoints."""
+        """Report a lack of memory early. Raises OutOfSlotMemory if the job requires checkpoints."""
         lacking, why = self.agreed.short_node, self.agreed.reason
         if not lacking:
             return
@@ -237,21 +252,21 @@ class SnapshotPlanner:
             log.error("this node has no memory for all of the job's checkpoints: %s", why, extra=where)
 
     def _open(self, manifest: Manifest) -> MappedSegment:
-        """The rank's segment, with room for ``manifest``; for more than that where the job has memory to spare."""
+        """Open the rank's segment, with room for ``manifest`` and more if the job has memory to spare."""
         encoded, provision = len(encode_manifest(manifest)), self.agreed.provision
         whole = _whole_bytes(manifest)
         return self._open_slots(provision.slots, self._slot_bytes(provision, encoded, manifest.payload_bytes, whole))
 
     def _slot_bytes(self, provision: SlotProvision, encoded: int, payload: int, whole: int) -> int:
-        """Of a slot for a manifest and a payload of so many bytes. ``whole``: no share can be larger."""
+        """Return the size of a slot for a manifest and a payload of these sizes. ``whole``: no share can be larger."""
         if not provision.has_spare_room:
             return slot_bytes_for(encoded, payload)
         return slot_bytes_for(2 * encoded, self._larger_payload(payload, whole)) + PAGE_BYTES
 
     def _larger_payload(self, payload: int, whole: int) -> int:
-        """Of the share that is left to a rank when one node goes, bytes.
+        """Return the size of the share that a rank gets when one node is lost, in bytes.
 
-        Enlarging a segment costs the first touch of its pages, so it should not come on top of a loss.
+        Enlarging a segment costs the first touch of its pages, which should not add to the cost of a loss.
         """
         world, node = self._spec.world_size, self._spec.spec.nproc_per_node
         fewer = max(world - node, node)
@@ -259,7 +274,8 @@ class SnapshotPlanner:
         return max(payload, min(more, whole))
 
     def _open_slots(self, slots: int, slot_bytes: int) -> MappedSegment:
-        """With slots for pinned versions, where the node has the memory: without them these are let go too early."""
+        """Open a segment with slots for pinned versions if memory allows; without them those versions are dropped too
+        early."""
         job, more, keep = self._spec.job, self._spec.spec.pinned_slots, tuple(self._versions_to_carry())
         if more:
             try:
@@ -274,6 +290,6 @@ def _capacity(blob_bytes: int) -> int:
 
 
 def _whole_bytes(manifest: Manifest) -> int:
-    """A slot that holds everything: no share can be larger."""
+    """Return the payload of a slot that holds everything: no share can be larger."""
     tensors = sum(math.prod(t.shape) * t.itemsize + ALIGN for t in manifest.catalog)
     return tensors + manifest.blob_capacity + 2 * ALIGN

@@ -1,8 +1,8 @@
-"""Live tensors to slot bytes: views made once in a plan, then nothing but copies.
+"""Copy live tensors into slots, through views made once per plan.
 
-On the CPU all pieces are copied with Python's lock released, and hashed on the way where that is to be had. On a GPU
-they go to page-locked slot memory on a stream of their own, behind an event of the training stream and before an event
-that the next optimizer step waits on; on several GPUs of one process so on each of them.
+On the CPU all pieces are copied without Python's lock, and hashed on the way if the native code is there. On a GPU they
+go to page-locked slot memory on a separate stream, after an event of the training stream and before an event that the
+next optimizer step waits for. A process with several GPUs does so on each of them.
 """
 
 from __future__ import annotations
@@ -31,36 +31,32 @@ from everstep_trainer.state.blob import dtype_of
 from everstep_trainer.state.layout import ALIGN
 from everstep_trainer.state.tensors import TrackedTensor
 
-# ---- device
-# Which GPUs a rank's state lies on, and which one a thread acts on.
+# ---- devices of a rank's state and of a thread
 
 
 def gpus_of(tensors: Iterable[TrackedTensor]) -> tuple[torch.device, ...]:
-    """The GPUs that tracked tensors lie on, lowest first: mostly one. None of them where all are on the host."""
+    """Return the GPUs that tracked tensors are on, lowest first; mostly one, and none if all are on the host."""
     found = {tensor.local.device for tensor in tensors if tensor.local.is_cuda}
     return tuple(sorted(found, key=lambda device: device.index or 0))
 
 
 def current_gpu() -> torch.device | None:
-    """The GPU that the calling thread acts on; None in a process that has not used CUDA."""
+    """Return the calling thread's current GPU; None in a process that has not used CUDA."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
     return torch.device("cuda", torch.cuda.current_device())
 
 
-# ---- gather
-# Copies of many tensors into one slot: what is small and lies side by side goes in one call.
+# ---- copy many tensors into one slot: small adjacent ones in one call
 #
-# ``torch._foreach_copy_`` takes 0.9 us a tensor on a CPU whatever its size. A slot is also a file, and the kernel
-# gathers
-# into a file what lies at up to 1,024 addresses: ``pwritev`` takes 0.1 us a tensor, and Python and torch have no part
-# in
-# it. So small pieces are gathered by runs; the bytes between two of them are zeroes.
+# ``torch._foreach_copy_`` takes 0.9 us per tensor on a CPU, whatever its size. A slot is also a file, and the kernel
+# can gather up to 1,024 addresses into a file: ``pwritev`` takes 0.1 us per tensor, without Python or torch. So runs of
+# small pieces are gathered; bytes between two pieces are zeroes.
 
 SMALL_BYTES = 8 << 10
-"""Up to here a piece costs more to begin than to copy; from here on the kernel is slower than torch, page by page."""
+"""Below this size a piece costs more to begin than to copy; above it the kernel, page by page, is slower than torch."""
 MAX_BUFFERS = 1024
-"""Of one call: IOV_MAX in limits.h."""
+"""Most buffers of one call: IOV_MAX in limits.h."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.pwritev.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64)
@@ -82,7 +78,7 @@ class MappedFile(Protocol):
 
 
 class SlotTargets(list[torch.Tensor]):
-    """Views into a slot of ``file``. ``payload``: all that is hashed of the slot, where the digests are wanted."""
+    """Views into a slot of ``file``. ``payload``: all bytes of the slot that are hashed, if digests are wanted."""
 
     def __init__(self, views: Iterable[torch.Tensor], file: MappedFile, payload: torch.Tensor | None = None) -> None:
         super().__init__(views)
@@ -97,7 +93,7 @@ class _Buffer(ctypes.Structure):
 
 
 class _Run(NamedTuple):
-    """Pairs whose targets lie side by side: ``length`` bytes at ``offset`` of the file, made up of ``buffers``."""
+    """Pairs whose targets are adjacent: ``length`` bytes at ``offset`` of the file, from ``buffers``."""
 
     targets: list[torch.Tensor]
     sources: list[torch.Tensor]
@@ -107,11 +103,11 @@ class _Run(NamedTuple):
 
 
 class CopyBatch:
-    """Pairs of tensors of one dtype and shape each, to be copied again and again; the memory of none may move.
+    """Pairs of tensors of equal dtype and shape, copied repeatedly; their memory must not move.
 
     Args:
-        targets: contiguous, disjoint parts of one payload that begin at multiples of ALIGN.
-        sources: live tensors on the CPU.
+        targets: Contiguous, disjoint parts of one payload that begin at multiples of ALIGN.
+        sources: Live tensors on the CPU.
     """
 
     def __init__(self, targets: SlotTargets, sources: list[torch.Tensor]) -> None:
@@ -122,13 +118,13 @@ class CopyBatch:
         self._runs = [self._run(run) for run in _runs([pair for pair in pairs if _is_small(pair[1])])]
 
     def copy(self) -> None:
-        """Everything, without Python's lock for most of it."""
+        """Copy everything, mostly without Python's lock."""
         with torch.no_grad():
             if self._targets:
                 torch._foreach_copy_(self._targets, self._sources)
             for run in self._runs:
                 written = _libc.pwritev(self._file.descriptor, run.buffers, len(run.buffers), run.offset)
-                if written != run.length:  # a limit of the process on files, say
+                if written != run.length:  # cut short, such as by the process's limit on file size
                     torch._foreach_copy_(run.targets, run.sources)
 
     def _run(self, run: list[CopyPair]) -> _Run:
@@ -144,7 +140,7 @@ class CopyBatch:
 
 
 def _runs(pairs: list[CopyPair]) -> Iterator[list[CopyPair]]:
-    """Pairs of which one target follows the other with nothing but padding between, as many as one call may take."""
+    """Yield runs of pairs whose targets are separated by nothing but padding, as long as one call may take."""
     run: list[CopyPair] = []
     for target, source in pairs:
         if run and (2 * len(run) >= MAX_BUFFERS or not 0 <= target.data_ptr() - _end(run[-1][0]) < ALIGN):
@@ -164,19 +160,20 @@ def _end(target: torch.Tensor) -> int:
     return target.data_ptr() + target.nbytes
 
 
-# ---- hashing gather
-# Copies of many tensors into one slot that make the digests of its chunks in the same pass.
+# ---- copy many tensors into one slot and compute the digests of its chunks in the same pass
 #
-# What would be hashed when the slot is sealed need not be read again, and the digests are of what was in live memory,
-# not
-# of what lies in the slot by then. As fast as a plain copy, so that training is not held up for longer.
+# The data need not be read again to hash the slot when it is sealed, and the digests are of the live memory rather than
+# of the slot's later content. It is as fast as a plain copy, so training is not delayed further.
 
 MIN_THREAD_BYTES = 16 << 20
 
 
 class _Chunk(NamedTuple):
-    """``rows``: what fills it, but the other way round: to the offset ``source`` in the chunk, from the address
-    ``target``. ``columns``: where the rows' columns are."""
+    """A chunk of the payload, filled and hashed in one call.
+
+    ``rows`` lists the copies, with reversed roles: to the offset ``source`` in the chunk, from the address ``target``.
+    ``columns`` has the addresses of the rows' columns.
+    """
 
     address: int
     length: int
@@ -185,12 +182,12 @@ class _Chunk(NamedTuple):
 
 
 class HashingCopyBatch:
-    """Pairs of tensors of one dtype and shape each, to be copied again and again; the memory of none may move.
+    """Pairs of tensors of equal dtype and shape, copied repeatedly; their memory must not move.
 
     Args:
-        payload: the slot's bytes, all that is hashed; what nothing is copied to is hashed as it is then.
-        targets: contiguous, disjoint parts of it.
-        sources: live tensors on the CPU.
+        payload: The slot's bytes, all of which are hashed; bytes that no copy fills are hashed as they are.
+        targets: Contiguous, disjoint parts of it.
+        sources: Live tensors on the CPU.
     """
 
     def __init__(
@@ -205,7 +202,7 @@ class HashingCopyBatch:
         self._chunks = list(self._cut())
 
     def copy(self) -> list[bytes]:
-        """Everything, without Python's lock for most of it; the xxh3-128 of each chunk."""
+        """Copy everything, mostly without Python's lock; return the xxh3-128 of each chunk."""
         if self._targets:
             with torch.no_grad():
                 torch._foreach_copy_(self._targets, self._sources)
@@ -254,20 +251,20 @@ def _chunk(address: int, length: int, rows: CopyTable) -> _Chunk:
 
 
 def _is_plain(source: torch.Tensor) -> bool:
-    """Whether its bytes are its elements in a row."""
+    """Return whether the tensor's memory is its elements in a row."""
     kind = type(source) in (torch.Tensor, torch.nn.Parameter) and not source.is_conj() and not source.is_neg()
     return kind and source.is_contiguous()
 
 
 MakeDigests = Callable[[], dict[str, WeightedDigest]]
-"""Makes them, or gives those made before. Their buffers are cleared on the stream that is current then."""
+"""Makes the digests, or returns earlier ones. Their buffers are cleared on the then current stream."""
 
 MAX_COPY_BATCHES = 16
-"""One for each slot of a segment, and some for segments before it."""
+"""One for each slot of a segment, and some for earlier segments."""
 
 
 def view_of_box(local: torch.Tensor, held: Box, wanted: Box) -> torch.Tensor:
-    """The view of ``local``, which is box ``held``, on box ``wanted`` inside it."""
+    """Return the view of ``local``, which is box ``held``, on box ``wanted`` inside it."""
     view = local
     for dim, (start, size, base) in enumerate(zip(wanted.offset, wanted.size, held.offset, strict=True)):
         if size != view.shape[dim]:
@@ -276,24 +273,29 @@ def view_of_box(local: torch.Tensor, held: Box, wanted: Box) -> torch.Tensor:
 
 
 def slot_view(payload: torch.Tensor, at: int, dtype: str, size: Sequence[int]) -> torch.Tensor:
-    """Bytes of a payload from ``at`` on as a contiguous tensor."""
+    """Return the bytes of a payload from ``at`` on as a contiguous tensor."""
     kind = dtype_of(dtype)
     return payload[at : at + math.prod(size) * kind.itemsize].view(kind).view(tuple(size))
 
 
 class CopyResult(NamedTuple):
-    """What was made on the way. ``digests``: of groups of tensors; ``chunks``: the xxh3-128 of each chunk of the slot's
-    payload as it is now, None where they are still to be made."""
+    """The digests made by a copy.
+
+    Attributes:
+        digests: Digests of groups of tensors.
+        chunks: The xxh3-128 of each chunk of the slot's payload; None if the slot is still to be hashed.
+    """
 
     digests: dict[str, torch.Tensor]
     chunks: list[bytes] | None = None
 
 
 class SnapshotSources:
-    """Where a share's bytes come from: views of live tensors, and copies of those that a forward pass may change."""
+    """The sources of a share's bytes: views of live tensors, and staged copies of those that a forward pass may
+    change."""
 
     def __init__(self, tensors: list[TrackedTensor], share: RankShare | None) -> None:
-        """``share`` None: nothing is planned yet, so every volatile tensor is staged."""
+        """Without a ``share``, nothing is planned yet, so every volatile tensor is staged."""
         self.share = share
         wanted = None if share is None else {piece.part for piece in (*share.pieces, *share.cover_pieces)}
         self._volatile = [(i, t) for i, t in enumerate(tensors) if t.is_volatile and (wanted is None or i in wanted)]
@@ -310,7 +312,7 @@ class SnapshotSources:
         return isinstance(self.mover, DeviceMover)
 
     def stage(self) -> None:
-        """Copies the volatile tensors aside; from the training thread, before the next forward pass."""
+        """Stage the volatile tensors; for the training thread, before the next forward pass."""
         if self._volatile:
             with torch.no_grad():
                 now = [t.current() for _, t in self._volatile]
@@ -318,10 +320,9 @@ class SnapshotSources:
         self.mover.mark_ready()
 
     def copy(self, share: RankShare, targets: SlotTargets, *, digest: bool) -> CopyResult:
-        """Copies the share's pieces to ``targets``, and digests each of its groups if asked to.
+        """Copy the share's pieces to ``targets``, and digest each of its groups if ``digest``. For the copier thread.
 
-        From the copier thread. On a GPU both are enqueued when this returns; ``mover.finish`` waits for them, after
-        which the digests are host tensors.
+        On a GPU both are only enqueued; after ``mover.finish`` the digests are host tensors.
         """
         return self.mover.run(targets, self._views_of(share), partial(self._digests_of, share) if digest else dict)
 
@@ -349,27 +350,27 @@ class SnapshotSources:
 
 
 def write_blob(payload: memoryview, manifest: Manifest, blob: bytes) -> None:
-    """The Python state into its place, behind its length."""
+    """Write the Python state into its place, after its length."""
     at = manifest.blob_offset
     payload[at : at + BLOB_LENGTH_BYTES] = len(blob).to_bytes(BLOB_LENGTH_BYTES, "little")
     payload[at + BLOB_LENGTH_BYTES : at + BLOB_LENGTH_BYTES + len(blob)] = blob
 
 
 class HostMover:
-    """Copies between host tensors; done when ``run`` returns."""
+    """Copies between host tensors; complete when ``run`` returns."""
 
     def __init__(self) -> None:
         self._gathers: dict[tuple[int, int], tuple[SlotTargets, list[torch.Tensor], CopyBatch | HashingCopyBatch]] = {}
 
     def mark_ready(self) -> None:
-        """Called by the training thread when the state is as it shall be copied."""
+        """Mark the state as ready to be copied; called by the training thread."""
 
     def run(self, targets: SlotTargets, sources: list[torch.Tensor], digests: MakeDigests) -> CopyResult:
         chunks = self._gather(targets, sources).copy()
         return CopyResult({group: digest.enqueue() for group, digest in digests().items()}, chunks)
 
     def _gather(self, targets: SlotTargets, sources: list[torch.Tensor]) -> CopyBatch | HashingCopyBatch:
-        """Made once for each slot; a list is known by its identity as long as it is held here."""
+        """Return the batch for a slot, made once; identity of the lists is a safe key while they are held here."""
         key = (id(targets), id(sources))
         if key not in self._gathers:
             if len(self._gathers) >= MAX_COPY_BATCHES:
@@ -382,10 +383,10 @@ class HostMover:
         return self._gathers[key][2]
 
     def order_before_step(self) -> None:
-        """Called by the training thread before the state changes again."""
+        """Order the copy before later changes of the state; called by the training thread."""
 
     def finish(self) -> None:
-        """Waits, in the copier thread, until the bytes are there."""
+        """Wait, in the copier thread, until the bytes are there."""
 
 
 class GpuLane:
@@ -399,7 +400,7 @@ class GpuLane:
 
 
 class DeviceMover(HostMover):
-    """Copies from GPUs, each on a stream of its own, into page-locked slots."""
+    """Copies from GPUs into page-locked slots, each on its own stream."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         super().__init__()
@@ -411,14 +412,15 @@ class DeviceMover(HostMover):
 
     def run(self, targets: SlotTargets, sources: list[torch.Tensor], digests: MakeDigests) -> CopyResult:
         with torch.no_grad(), ExitStack() as current:
-            # all at once: each copy goes by the stream that is current on its GPU, and a digest may want several GPUs
-            for lane in reversed(self.lanes):  # the thread acts on the first of them
+            # all streams together: each copy uses the stream that is current on its GPU, and a digest may need several
+            # GPUs
+            for lane in reversed(self.lanes):  # reversed, so that the thread's current device is the first
                 current.enter_context(torch.cuda.stream(lane.stream))
                 lane.stream.wait_event(lane.ready)
-            wanted = digests()  # before the copies: the thread waits for what it makes of them on the GPU
+            wanted = digests()  # before the copies: making them waits for the GPU
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source, non_blocking=True)
-            # to the host on this stream: read on another one they would wait for all that training has enqueued there
+            # copied to the host on this stream: on another they would wait for all enqueued training work
             made = {group: digest.enqueue().to("cpu", non_blocking=True) for group, digest in wanted.items()}
             for lane in self.lanes:
                 lane.copied.record(lane.stream)

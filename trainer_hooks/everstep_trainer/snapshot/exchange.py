@@ -1,9 +1,9 @@
-"""The ranks tell one another their layouts through their generation's store: in rounds, all ranks in each.
+"""Exchange all ranks' layouts through their generation's store, in rounds that all ranks join.
 
-Round 0 is there from the beginning. A rank whose layout becomes another one opens the next, whatever its step is, and
-all tell their layouts once more, those with nothing new as well. Whoever waits in a round hears of the next one there.
-Whoever has planned asks the store now and then, but not while versions are committed: a rank that waits in a newer
-round stores none, so nothing is.
+Round 0 exists from the beginning. A rank whose layout changes opens the next round, at any step, and all ranks publish
+their layouts again, including unchanged ones. Ranks that wait in a round notice the next one there. Ranks that have
+planned check the store from time to time, but not while versions are committed: a rank waiting in a newer round stores
+no version, so none could be committed.
 """
 
 from __future__ import annotations
@@ -25,22 +25,21 @@ from everstep_trainer.state.blob import Blob
 from everstep_trainer.state.layout import Layout, content_digest, decode_layout, encode
 from everstep_trainer.state.python_state import FIELDS
 
-# ---- store messages
-# Messages of ranks to one another through their generation's store.
+# ---- messages between ranks through their generation's store
 
 STORE_WAIT_SLICE_S = 0.25
-"""A wait in the store cannot be interrupted; one of this length can, between two of them."""
+"""Length of one uninterruptible wait in the store; a longer wait is cut into these."""
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 
 def put_value(store: Store, key: str, value: msgspec.Struct) -> None:
-    """The store's values are bytes for C++, and text for its Python signature."""
+    """Publish a value; the store's values are bytes in C++ and text in its Python signature."""
     store.set(key, msgspec.msgpack.encode(value))  # type: ignore[arg-type]
 
 
 def wait_for_values(store: Store, keys: Sequence[str], clock: Clock, timeout_s: float) -> list[bytes]:
-    """The values, once all are there; for the training thread. Raises DistStoreError after ``timeout_s``."""
+    """Return the values once all are there; for the training thread. Raises DistStoreError after ``timeout_s``."""
     deadline = clock.monotonic() + timeout_s
     while True:
         try:
@@ -53,7 +52,7 @@ def wait_for_values(store: Store, keys: Sequence[str], clock: Clock, timeout_s: 
 
 
 def decode_value(body: bytes, kind: type[T]) -> T:
-    """Raises MalformedMessage."""
+    """Decode a value. Raises MalformedMessage."""
     try:
         return msgspec.msgpack.decode(body, type=kind)
     except DECODE_ERRORS as error:
@@ -63,16 +62,15 @@ def decode_value(body: bytes, kind: type[T]) -> T:
 FIRST_POLL_S = 0.001
 LAST_POLL_S = 0.02
 ROUND_CHECK_S = 3.0
-"""A rank that has planned asks for a newer round so often at most. A longer time spares the store of a job of many
-ranks some requests while the controller is away; after a shorter one snapshots go on sooner where ranks change apart.
-"""
+"""Shortest time between a planned rank's checks for a newer round. A longer one saves a large job's store some requests
+while the controller is away; with a shorter one snapshots resume sooner if ranks change at different times."""
 FIRST_ROUND_CHECK_S = 0.1
-"""The same after ranks have planned anew, and from there on twice as long each time: where one has changed others do,
-and one that was late may have told what it had before."""
+"""The same after a new round, doubling each time: if one rank has changed others probably will, and a late one may have
+published its old layout."""
 
 
 class RoundSuperseded(Unavailable):
-    """What is waited for is of a round that ranks have left for a newer one."""
+    """The ranks have left the awaited round for a newer one."""
 
 
 def poll_values(
@@ -84,10 +82,13 @@ def poll_values(
     timeout_s: float,
     is_superseded: Callable[[], bool] = lambda: False,
 ) -> list[bytes]:
-    """The values of ``keys``, once all are there; for threads beside the training thread.
+    """Return the values of ``keys`` once all are there; for threads other than the training thread.
 
-    The store is asked and not waited on: a connection that waits would stand in the way of the training thread's own
-    use of it. Raises Unavailable when they are not there in time or ``stop`` was set, Superseded when that is true.
+    The store is polled, since a waiting connection would block the training thread's own use of it.
+
+    Raises:
+        Unavailable: The values did not come in time, or ``stop`` was set.
+        RoundSuperseded: ``is_superseded`` returned True.
     """
     deadline = clock.monotonic() + timeout_s
     pause_s = FIRST_POLL_S
@@ -101,8 +102,10 @@ def poll_values(
 
 
 class LayoutRound(NamedTuple):
-    """What all ranks told: their layouts, of which equal ones are one object. All go by them from step ``since_step``
-    on, so that of no version some slots are of this round and others of the one before."""
+    """All ranks' layouts, with equal ones as one object.
+
+    All ranks use them from step ``since_step`` on, so that no version mixes slots of this round and the one before.
+    """
 
     number: int
     layouts: list[Layout]
@@ -110,13 +113,16 @@ class LayoutRound(NamedTuple):
 
 
 class LayoutExchange:
-    """All ranks' layouts, for the copier thread.
+    """The exchange of layouts, for the copier thread.
 
-    Bodies are stored by their digest, so that equal layouts (DDP: all of them) cross the store once.
+    Layouts are stored by their digest, so that equal ones (under DDP, all) cross the store once.
 
     Args:
-        store: the generation's store, with its prefix.
-        stop: when set, ``layouts`` gives up.
+        store: The generation's store, with its prefix.
+        rank: This rank.
+        world: Number of ranks.
+        clock: Source of time.
+        stop: Once set, ``layouts`` gives up.
     """
 
     def __init__(self, store: Store, rank: int, world: int, clock: Clock, stop: threading.Event) -> None:
@@ -131,10 +137,16 @@ class LayoutExchange:
         self._check_at = float("-inf")
 
     def layouts(self, mine: Layout, since: int, timeout_s: float) -> LayoutRound:
-        """The newest round; one that this rank opens where ``mine`` is another object than the last time.
+        """Return the newest round; open a new one if ``mine`` is another object than last time.
 
-        ``since``: this rank has stored no step from there on yet. Raises Unavailable when a rank's layout is not there
-        in time or ``stop`` was set, Superseded where it is to be called again.
+        Args:
+            mine: This rank's layout.
+            since: First step that this rank has not stored yet.
+            timeout_s: Longest wait for the other ranks.
+
+        Raises:
+            Unavailable: A layout did not come in time, or ``stop`` was set.
+            RoundSuperseded: Call it again.
         """
         if self._world == 1:
             self._round, self._mine = self._round + (mine is not self._mine), mine
@@ -143,7 +155,7 @@ class LayoutExchange:
         digest = content_digest(body)
         known = {digest: mine}
         number = self._join(mine)
-        if number != self._round:  # what was told once stands, for others may have read it
+        if number != self._round:  # a published layout stays, since others may have read it
             self._round, self._mine = number, mine
             self._put_body(number, digest, body)
             self._store.set(_rank_key(number, self._rank), f"{digest} {since}")
@@ -157,7 +169,7 @@ class LayoutExchange:
         return LayoutRound(number, [known[each] for each, _ in told], max(int(step) for _, step in told))
 
     def is_superseded(self) -> bool:
-        """Whether ranks have left the round that this rank has planned by; mostly without asking."""
+        """Return whether ranks have left the round of this rank's plan; mostly without asking the store."""
         now = self._clock.monotonic()
         if self._world == 1 or self._round < 0 or now < self._check_at:
             return False
@@ -166,11 +178,11 @@ class LayoutExchange:
         return self._is_over(self._round)
 
     def handle_commit(self) -> None:
-        """A version was, which all ranks stored. From any thread."""
+        """Record that a version, which all ranks stored, was committed; postpones the next check. From any thread."""
         self._check_at = self._clock.monotonic() + ROUND_CHECK_S
 
     def missing_ranks(self) -> list[int]:
-        """Ranks that have not told their layout in this rank's round; asks for each."""
+        """Return the ranks that have not published their layout in this rank's round; asks for each."""
         return [rank for rank in range(self._world) if not self._store.check([_rank_key(self._round, rank)])]
 
     def _join(self, mine: Layout) -> int:
@@ -186,11 +198,11 @@ class LayoutExchange:
         return self._store.check([_open_key(number + 1)])
 
     def put(self, key: str, body: bytes) -> None:
-        """Publishes something else that ranks plan by."""
+        """Publish another value that ranks plan by."""
         self._store.set(key, body)  # type: ignore[arg-type]  # takes bytes
 
     def get(self, keys: list[str], timeout_s: float) -> list[bytes]:
-        """The values of ``keys`` of this rank's round, once all are there. Raises as ``layouts`` does."""
+        """Return the values of ``keys`` in this rank's round, once all are there. Raises as ``layouts`` does."""
         superseded = partial(self._is_over, self._round)
         return poll_values(
             self._store, keys, stop=self._stop, clock=self._clock, timeout_s=timeout_s, is_superseded=superseded
@@ -214,23 +226,22 @@ def _body_key(number: int, digest: str) -> str:
     return f"snapshot/{number}/body/{digest}"
 
 
-# ---- alikeness
-# Whether the state that is taken to be alike on all ranks is so: found out before a loss makes it matter.
+# ---- comparison of Python state that is taken to be the same on all ranks
 #
-# Of what is neither a module nor an optimizer each rank stores its own, and where that is gone takes another rank's:
-# right for a schedule, wrong for how far a rank has read its own file. So once in WINDOW steps ranks that hold the same
-# tensors compare digests, through the generation's store: who comes first publishes, the others look when they have
-# stored the next version. Nobody waits, and training goes on whatever is found.
+# Each rank stores its own state of objects that are neither modules nor optimizers; if that is lost, it takes another
+# rank's. This is right for a schedule, and wrong for a rank's position in its own file. So once in COMPARE_WINDOW
+# steps, ranks that hold the same tensors compare digests through the generation's store. The first rank publishes, and
+# the others compare when they have stored the next version. Nobody waits, and training continues whatever the result.
 
 log = logging.getLogger(__name__)
 
 COMPARE_WINDOW = 64
 MAX_FIELDS = 100
-"""Of one object's state: what has more is compared as a whole."""
+"""Most fields of one object; state with more is compared as a whole."""
 
 
 class _Stored(msgspec.Struct):
-    """What is read of a rank's Python state (python_state.encode)."""
+    """The part of a rank's Python state (python_state.encode) that is read here."""
 
     objects: dict[str, msgspec.Raw]
 
@@ -241,11 +252,13 @@ _digests = msgspec.msgpack.Decoder(dict[str, str])
 
 
 class PythonStateComparison:
-    """One rank's part, in one generation; for one thread beside the training thread.
+    """One rank's part of the comparison in one generation; for one thread other than the training thread.
 
     Args:
-        store: the generation's, with its prefix.
-        log_fields: the fields of the log.
+        store: The generation's store, with its prefix.
+        rank: This rank.
+        world_size: Number of ranks.
+        log_fields: Fields for log records.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, log_fields: Mapping[str, object]) -> None:
@@ -258,7 +271,7 @@ class PythonStateComparison:
         self._stage: tuple[Layout, str] | None = None
 
     def compare(self, step: int, layout: Layout, blob: Blob) -> None:
-        """A version was stored, with this Python state. Raises what the store raises."""
+        """Compare the Python state of a version just stored. Raises what the store raises."""
         if self._over:
             return
         self._look()
@@ -300,19 +313,20 @@ class PythonStateComparison:
         )
 
     def _stage_of(self, layout: Layout) -> str:
-        """The same on ranks that hold the same tensors, or parts of them: only from these is anything taken."""
+        """Return a key that is equal on ranks with the same tensors, or parts of them: state is taken only from
+        these."""
         if self._stage is None or self._stage[0] is not layout:
             self._stage = layout, content_digest("\0".join(part.name for part in layout.parts).encode())
         return self._stage[1]
 
 
 def field_digests(data: bytes) -> dict[str, str]:
-    """Of a rank's Python state: by object and field, but for what is said to be one rank's."""
+    """Return digests of a rank's Python state by object and field, without per-rank objects."""
     found: dict[str, str] = {}
     for key, raw in _stored.decode(data).objects.items():
         try:
             fields = _fields.decode(raw)
-        except msgspec.ValidationError:  # no mapping with names for keys
+        except msgspec.ValidationError:  # no mapping with string keys
             fields = {}
         if fields.keys() == FIELDS:
             continue

@@ -1,4 +1,4 @@
-"""One snapshot on its way from the training thread to a sealed slot: what it is of, and how far it has come."""
+"""One snapshot on its way from the training thread to a sealed slot: its content and its progress."""
 
 from __future__ import annotations
 
@@ -27,8 +27,12 @@ class SnapshotPhase(enum.Enum):
 
 
 class TensorScan:
-    """The tensors as they were found, and the layout that is planned for them. ``change``: what is not as it was
-    before, in words. ``gpus``: where they lie; none for the host."""
+    """The tensors found by a search, and the layout that is planned for them.
+
+    Attributes:
+        change: The differences from the search before, in words.
+        gpus: The GPUs of the tensors; none for the host.
+    """
 
     def __init__(self, tensors: list[TrackedTensor], layout: Layout, change: str = "") -> None:
         self.tensors = tensors
@@ -39,7 +43,7 @@ class TensorScan:
 
 
 class FilledSlot(NamedTuple):
-    """What was copied, and what it took, seconds. ``slot_digests``: None where the slot is still to be hashed."""
+    """A filled slot and the seconds its copy took. ``slot_digests``: None if the slot is still to be hashed."""
 
     planned: ActivePlan
     slot: int
@@ -48,7 +52,7 @@ class FilledSlot(NamedTuple):
     copy_s: float
 
     def to_sealed_share(self, version: Version, *, kept: bool) -> SealedShare:
-        """What is reported of it, once it is."""
+        """Return the report of the slot, for when it is sealed."""
         manifest = self.planned.manifest
         return SealedShare(
             version=version,
@@ -62,9 +66,9 @@ class FilledSlot(NamedTuple):
 
 
 class Latch:
-    """What one thread waits for and another sets, once; what is used of ``threading.Event``.
+    """A one-time signal from one thread to another, like ``threading.Event`` but cheaper.
 
-    Made, waited for and set twice in every step, where an Event of Python code takes 10 us more each time.
+    One is made, awaited and set twice in every step, and an Event's Python code takes 10 us more each time.
     """
 
     def __init__(self) -> None:
@@ -73,9 +77,9 @@ class Latch:
         self._unset = [True]
 
     def set(self) -> None:
-        """Let all go on that wait, now or later. From any thread, as often as one likes."""
+        """Release all waiters, now and later. From any thread, repeatedly."""
         try:
-            self._unset.pop()  # by one thread alone
+            self._unset.pop()  # only one thread succeeds
         except IndexError:
             return
         self._held.release()
@@ -84,16 +88,20 @@ class Latch:
         return not self._unset
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until it is set, for so long at most; returns whether it is."""
+        """Wait until it is set, for at most ``timeout_s``; return whether it is."""
         if self._unset and self._held.acquire(timeout=timeout_s):
             self._held.release()
         return self.is_set()
 
 
 class SnapshotJob:
-    """One snapshot on its way. ``kept``: its version may be committed. ``blocks_training``: ``begin`` waits until it is
-    copied, as it does where it must (``must_block``). ``may_change``: its state may change; ``was_overtaken``: it did
-    before.
+    """One snapshot on its way.
+
+    Attributes:
+        kept: Its version may be committed.
+        blocks_training: ``begin`` waits until it is copied.
+        may_change: The state may change now.
+        was_overtaken: The state changed before it was allowed to.
     """
 
     def __init__(
@@ -112,7 +120,8 @@ class SnapshotJob:
         self.blob = blob
         self.kept = False
         self.filled: FilledSlot | None = None
-        share = sources.share  # known from the second snapshot on: of a pipeline's stage it says what the look cannot
+        # known from the second snapshot on; also covers a pipeline stage's state that the scan cannot recognise
+        share = sources.share
         alone = scan.is_sharded or (share is not None and share.has_unshared_state)
         self.blocks_training = must_block or (alone and not (sources.is_on_gpu if overlap is None else overlap))
         self.may_change = self.was_overtaken = False
@@ -122,9 +131,9 @@ class SnapshotJob:
         self.done = Latch()
 
     def record_writes(self) -> None:
-        """Notes the state as it is to be copied; from the training thread."""
+        """Record the write counts of the state that is to be copied; from the training thread."""
         self._write_counts = self.sources.writes.counts()
 
     def changed_parameters(self) -> list[str]:
-        """Names of parameters that were written to since then."""
+        """Return the names of parameters written to since then."""
         return [] if self._write_counts is None else self.sources.writes.written_since(self._write_counts)

@@ -1,12 +1,11 @@
-"""Whether tracked state stands still while it is copied.
+"""Detect changes of tracked state while it is being copied.
 
-Tracked optimizers ask before they change it (``Snapshotter.wait``). What does not ask (an optimizer that is not
-tracked, a momentum encoder in a forward pass, an update by hand) is seen by torch's own count of writes to each
-parameter: such a copy is dropped, and from then on training waits for each one. It also waits for the one that follows
-a step in which nobody asked.
+Tracked optimizers announce a change (``Snapshotter.wait``). Unannounced changes (an untracked optimizer, a momentum
+encoder in a forward pass, an update by hand) show in torch's count of writes to each parameter. Such a copy is
+dropped, and from then on training waits for each copy. It also waits for the copy after a step without announcement.
 
-Not counted are writes by fused optimizers, of ``_foreach`` operations to DTensors, through ``.data``, by kernels that
-go past torch, and of CUDA graphs.
+The count misses writes by fused optimizers, by ``_foreach`` operations on DTensors, through ``.data``, by kernels that
+bypass torch, and by CUDA graphs.
 """
 
 from __future__ import annotations
@@ -32,15 +31,17 @@ _version = attrgetter("_version")
 
 
 class WriteCounts:
-    """Counts of writes to parameters, some 50 ns each. Buffers that training changes are copied aside before, and state
-    of tracked optimizers changes in their steps only."""
+    """Counts of writes to parameters, about 50 ns each.
+
+    Buffers that training changes are staged earlier, and state of tracked optimizers changes only in their steps.
+    """
 
     def __init__(self, parameters: Iterable[TrackedTensor]) -> None:
         self._counted: list[torch.Tensor] = []
         self._names: list[str] = []
         for tracked in parameters:
             tensor = tracked.container[tracked.key]
-            # a write to a DTensor counts for itself, one to its local tensor for that
+            # a DTensor and its local tensor count separately
             for each in (tensor, tensor._local_tensor) if isinstance(tensor, DTensor) else (tensor,):
                 if not each.is_inference():
                     self._counted.append(each)
@@ -50,7 +51,7 @@ class WriteCounts:
         return list(map(_version, self._counted))
 
     def written_since(self, counts: list[int]) -> list[str]:
-        """The names of tensors that were written to since then; of an operation that still runs, not yet."""
+        """Return the names of tensors written to since then; an operation that still runs is not counted yet."""
         now = self.counts()
         if now == counts:
             return []
@@ -58,11 +59,11 @@ class WriteCounts:
 
 
 class MutationGuard:
-    """Of one rank in one generation.
+    """The guard of one rank in one generation.
 
     Args:
-        is_announced: whether somebody will ask before the first update: an optimizer is tracked.
-        log_fields: fields for the log.
+        is_announced: Whether the first update will be announced: an optimizer is tracked.
+        log_fields: Fields for log records.
     """
 
     def __init__(self, is_announced: bool, log_fields: Mapping[str, object]) -> None:
@@ -71,21 +72,21 @@ class MutationGuard:
         self._log_fields = dict(log_fields)
 
     def must_block(self) -> bool:
-        """Whether the copy that begins now must be complete before training goes on; once for each."""
+        """Return whether the copy that begins now must complete before training continues; once for each copy."""
         asked, self._is_announced = self._is_announced, False
         return self._changes_unannounced or not asked
 
     def allow_changes(self, job: SnapshotJob | None) -> None:
-        """From the training thread: from here on the state need not stand as ``job`` copies it."""
+        """Allow the state that ``job`` copies to change; from the training thread."""
         self._is_announced = True
         if job is not None:
             self.was_overtaken(job)
             job.may_change = True
 
     def was_overtaken(self, job: SnapshotJob) -> bool:
-        """Whether what ``job`` copies was changed before it might be. From any thread."""
+        """Return whether the state that ``job`` copies changed before it was allowed to. From any thread."""
         moved = [] if job.may_change else job.changed_parameters()
-        if moved and not job.may_change:  # not released before the counts were read
+        if moved and not job.may_change:  # changes were still not allowed after the counts were read
             job.was_overtaken = True
             self._warn_changed(moved, job.version.step)
         return job.was_overtaken

@@ -1,12 +1,12 @@
-"""How many steps apart snapshots are, so that training does not stand still for them for long.
+"""Choose the number of steps between snapshots, so that they block training only for a small share of its time.
 
-Each rank measures for how long a snapshot holds up its training, and how long a step is (stopwatch.py). All take the
-same pace, that of the rank that needs the slowest, from the same step on, without a collective: steps are counted in
-windows of WINDOW. In a window's first quarter each rank says what it would have needed in the window before; in the
-second rank 0 decides for the next window; from the third on all read that. Ranks are in lock step, and each has done
-what it had to before it begins its next snapshot, at most MOST steps later: so whoever reads finds it written.
+Each rank measures how long a snapshot blocks its training and how long a step is (StepStopwatch). All ranks take the
+same pace, that of the slowest, from the same step on, without a collective: steps are counted in windows of
+PACE_WINDOW. In a window's first quarter each rank publishes the pace that it needed in the window before. In the second
+quarter rank 0 decides for the next window; from the third on all ranks read the decision. Ranks run in lock step and do
+their part before the next snapshot, at most MAX_INTERVAL steps later, so readers find the decision written.
 
-What the controller announces is stored at any pace, about twice a second.
+Versions that the controller announces are stored at any pace, about twice a second.
 """
 
 from __future__ import annotations
@@ -24,16 +24,12 @@ import torch
 
 from everstep.clock import Clock
 
-# ---- stopwatch
-# How long steps are, and for how long of them training is held up by snapshots: in the time of whoever trains.
+# ---- stopwatch: duration of steps, and how long snapshots block training in them
 #
-# On the CPU that is the training thread. On a GPU it is the training stream: a thread that runs ahead of it may wait
-# for
-# as long as there is work left for it, and holds up nothing. There a moment is an event, and the time between one
-# before
-# a wait and one after it is what the stream stood still for, whether it was the thread that waited or the stream
-# itself.
-# Nothing waits for the events: what they say is told a step or more later.
+# On the CPU the training thread's time counts. On a GPU the training stream's time counts: a thread ahead of the stream
+# delays nothing while it waits. There a time point is an event. The time between one event before a wait and one after
+# it is how long the stream stood still, whether the thread or the stream itself waited. Nothing waits for the events;
+# they are read a step or more later.
 
 TimePoint = Any
 """Seconds, or a torch.cuda.Event of each GPU; their methods carry no types."""
@@ -41,20 +37,20 @@ OnStep = Callable[[float, float | None], None]
 
 
 class StepClock(Protocol):
-    """Whose time it is."""
+    """Source of time points."""
 
     def now(self) -> TimePoint:
-        """This moment, between what was done so far and what will be."""
+        """Return a time point between the work so far and later work."""
 
     def has_passed(self, moment: TimePoint) -> bool:
-        """Whether it has, and with it all before."""
+        """Return whether the time point, and thus all before it, has passed."""
 
     def seconds_between(self, first: TimePoint, last: TimePoint) -> float:
-        """Seconds between two moments that have come."""
+        """Return the seconds between two time points that have passed."""
 
 
 class ThreadClock:
-    """The calling thread's."""
+    """The calling thread's clock."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -70,7 +66,7 @@ class ThreadClock:
 
 
 class StreamClock:
-    """That of the streams on which the calling thread's work for ``gpus`` is done; of several, of the slowest."""
+    """The clock of the streams on which the calling thread enqueues work for ``gpus``; of several, the slowest's."""
 
     def __init__(self, gpus: Sequence[torch.device]) -> None:
         self._gpus = gpus
@@ -90,7 +86,7 @@ def _timed_event() -> torch.cuda.Event:
 
 
 class _Step(msgspec.Struct):
-    """From the end of one step to that of the next; ``has_snapshot``: a snapshot was begun in it."""
+    """One step, from the end of the previous one to its own; ``has_snapshot``: a snapshot began in it."""
 
     began: TimePoint
     ended: TimePoint = None
@@ -99,11 +95,12 @@ class _Step(msgspec.Struct):
 
 
 class StepStopwatch:
-    """For one training thread.
+    """Times the steps of one training thread.
 
     Args:
-        on_step: takes the seconds of each step without what it was held up for, and, of one in which a snapshot was
-            begun, for how long it was; in order, from ``end_step``. None: nothing is measured.
+        on_step: Receives the seconds of each step without blocked time and, if a snapshot began in it, the blocked
+            seconds; in order, from ``end_step``. None: nothing is measured.
+        clock: Source of time on the CPU.
     """
 
     def __init__(self, on_step: OnStep | None, clock: Clock) -> None:
@@ -115,7 +112,8 @@ class StepStopwatch:
         self._over: deque[_Step] = deque()
 
     def end_step(self, gpus: Sequence[torch.device]) -> None:
-        """A step is finished, by a GPU when it gets there. ``gpus``: where the state lies; none for the host."""
+        """Record that a step is finished, by a GPU when it gets there. ``gpus``: the state's GPUs; none for the
+        host."""
         if self._on_step is None:
             return
         if gpus != self._gpus:
@@ -139,7 +137,7 @@ class StepStopwatch:
 
     @contextmanager
     def blocked(self, *, has_snapshot: bool = False) -> Iterator[None]:
-        """Around what training waits in, or is ordered to wait by. ``has_snapshot``: a snapshot begins there."""
+        """Measure a wait of training, or an order to wait. ``has_snapshot``: a snapshot begins in it."""
         step = self._step
         if step is None:
             yield
@@ -153,20 +151,20 @@ class StepStopwatch:
 log = logging.getLogger(__name__)
 
 MAX_BLOCKED_SHARE = 0.1
-"""Of the training's time that may go by blocked by snapshots before they come less often."""
+"""Largest share of training's time that snapshots may block before they become less frequent."""
 MIN_BLOCKED_S = 0.02
-"""A snapshot that blocks for less than this comes with every step: a lost step costs more than it saves."""
+"""A snapshot that blocks for less than this is made in every step: losing a step costs more than it saves."""
 RELAX_FACTOR = 0.8
-"""Of MAX_BLOCKED_SHARE, where they come more often again, so that a pace between two does not change in every
-window."""
+"""Factor of MAX_BLOCKED_SHARE below which snapshots become more frequent again, so that the pace does not alternate
+between windows."""
 MIN_STEP_S = 1e-6
 PACE_WINDOW = 64
 MAX_INTERVAL = 8
-"""Steps apart, at most. A quarter of a window is twice as long."""
+"""Most steps between snapshots. A quarter of a window is twice as long."""
 
 
 class PaceStore(Protocol):
-    """What is used of a generation's store."""
+    """The methods of a generation's store that are used here."""
 
     def add(self, key: str, amount: int, /) -> int: ...
 
@@ -178,12 +176,12 @@ class PaceStore(Protocol):
 
 
 def wanted_interval(blocked_s: float, step_s: float, current: int) -> int:
-    """Steps from one snapshot to the next, so that training is held up for MAX_BLOCKED_SHARE of its time at most.
+    """Return the steps between snapshots that keep blocked time within MAX_BLOCKED_SHARE.
 
     Args:
-        blocked_s: by each snapshot.
-        step_s: a step without that.
-        current: how many steps apart they are.
+        blocked_s: Seconds that each snapshot blocks training.
+        step_s: Seconds of a step without that.
+        current: The present number of steps between snapshots.
     """
     if blocked_s < MIN_BLOCKED_S:
         return 1
@@ -196,9 +194,12 @@ def wanted_interval(blocked_s: float, step_s: float, current: int) -> int:
 
 
 class SnapshotPace:
-    """One rank's, in one generation. ``fixed_interval``: fixed by the user; nothing is measured or told then.
+    """The pace of one rank in one generation.
 
     ``end_step``, ``record_step`` and ``is_due`` are for the training thread, ``agree`` for the copier.
+
+    Args:
+        fixed_interval: The user's choice; nothing is measured or published then. None: adaptive.
     """
 
     def __init__(self, store: PaceStore, rank: int, fixed_interval: int | None) -> None:
@@ -206,7 +207,7 @@ class SnapshotPace:
         self._rank = rank
         self._fixed = fixed_interval
         self._paces = [(0, 1)]
-        """From which window on, the last one and the one before."""
+        """(first window, interval): the last two decisions."""
         self._wanted_intervals: dict[int, int] = {}
         self._steps: list[float] = []
         self._blocked: list[float] = []
@@ -215,28 +216,28 @@ class SnapshotPace:
 
     @property
     def is_fixed(self) -> bool:
-        """Whether the user chose it, so that nobody needs to measure."""
+        """Whether the user chose the pace, so that nobody needs to measure."""
         return self._fixed is not None
 
     def interval_at(self, step: int) -> int:
-        """How many steps apart regular snapshots are at ``step``."""
+        """Return the number of steps between regular snapshots at ``step``."""
         if self._fixed is not None:
             return self._fixed
         return next(every for window, every in reversed(self._paces) if window <= step // PACE_WINDOW)
 
     def is_due(self, step: int) -> bool:
-        """Whether every rank stores this step. The same on all of them."""
+        """Return whether every rank stores this step; the same on all of them."""
         return step % self.interval_at(step) == 0
 
-    # --- the training thread
+    # --- for the training thread
 
     def end_step(self, step: int) -> None:
-        """``step`` is finished; before anything is begun for it."""
+        """Record that ``step`` is finished, before its snapshot begins."""
         if not self.is_fixed and step // PACE_WINDOW != self._window:
             self._publish_wanted(step)
 
     def record_step(self, step_s: float, blocked_s: float | None) -> None:
-        """A step took so long; and where a snapshot was begun in it, that held up training for so long beside."""
+        """Record a step's seconds and, if a snapshot began in it, the seconds that it blocked training."""
         self._steps.append(step_s)
         if blocked_s is not None:
             self._blocked.append(blocked_s)
@@ -249,10 +250,11 @@ class SnapshotPace:
             }
         self._steps, self._blocked, self._window = [], [], step // PACE_WINDOW
 
-    # --- the copier thread
+    # --- for the copier thread
 
     def agree(self, step: int) -> None:
-        """After each snapshot, before the next one may begin. Raises what the store raises."""
+        """Take part in the agreement after each snapshot, before the next one may begin. Raises what the store
+        raises."""
         if self._fixed is not None:
             return
         window, at = divmod(step, PACE_WINDOW)

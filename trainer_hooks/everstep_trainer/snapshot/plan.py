@@ -1,9 +1,9 @@
-"""Who stores what: a pure function from every rank's layout to every rank's share.
+"""Divide the state among ranks: a pure function from every rank's layout to every rank's share.
 
-State that several ranks hold alike is divided among them so that each byte lies on ``replicas`` different nodes and
-no rank stores more than it must. State that one rank holds alone is its own to store, and its vault's to send on.
-Where all ranks are on one node, one of them stores each byte, and others *cover* it: only when that one died while it
-copied do they store what they hold alike (docs/decisions/0010).
+State that several ranks hold alike is divided so that each byte is on ``replicas`` different nodes and no rank stores
+more than it must. A rank stores the state that it alone holds, and its vault sends it on. If all ranks are on one node,
+one rank stores each byte and others *cover* it: they store it only if that rank died while it copied
+(docs/decisions/0010).
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ from everstep.wire.v1.training import GenerationSpec
 from everstep_trainer.state.layout import ALIGN, Layout, Sharing, TensorPart
 
 MIN_CUT_BYTES = 64 << 10
-"""Tensors are not cut below this: a piece costs about a microsecond to copy, which is 16 KiB of memory traffic."""
+"""Tensors are not cut below this: a piece costs about a microsecond to copy, which equals 16 KiB of memory traffic."""
 SCALAR_BYTES = 64
-"""Boxes up to this size (step counters) are stored by every holder, so that nobody must ask another for a few bytes."""
+"""Every holder stores boxes up to this size (step counters), so that nobody must ask another for a few bytes."""
 CUTS_PER_HOLDER = 4
-"""Pieces no larger than 1/4 of a holder's fair share keep the shares within a few percent of each other."""
+"""Pieces of at most 1/4 of a holder's fair share keep the shares within a few percent of each other."""
 
 
 class SharePiece(msgspec.Struct, frozen=True, order=True):
-    """A box of part ``part`` (index in the rank's own layout) to store. ``is_exclusive``: too few nodes hold it
-    alike."""
+    """A box to store of part ``part`` (index in the rank's own layout). ``is_exclusive``: too few nodes hold it."""
 
     part: int
     box: Box
@@ -37,10 +36,16 @@ class SharePiece(msgspec.Struct, frozen=True, order=True):
 
 
 class RankShare(msgspec.Struct, frozen=True):
-    """What one rank stores, exclusive pieces first, and the groups whose digests it takes part in: name to indices in
-    its layout. ``cover_pieces`` are pieces that it holds and that the ranks ``covered_ranks`` store. ``partial_copies``
-    are nodes that store again what is not exclusive, each a part of it. ``has_unshared_state``: some of it no other
-    rank of several holds."""
+    """The share that one rank stores, exclusive pieces first.
+
+    Attributes:
+        pieces: The pieces to store.
+        digest_groups: Groups whose digests the rank takes part in: name to indices in its layout.
+        cover_pieces: Pieces that it holds and that the ranks ``covered_ranks`` store.
+        covered_ranks: Ranks whose pieces it covers.
+        partial_copies: Nodes that each store again a part of the pieces that are not exclusive.
+        has_unshared_state: Whether no other rank of several holds some of it.
+    """
 
     pieces: tuple[SharePiece, ...]
     digest_groups: dict[str, tuple[int, ...]]
@@ -50,7 +55,7 @@ class RankShare(msgspec.Struct, frozen=True):
     has_unshared_state: bool = False
 
     def with_covers(self) -> RankShare:
-        """All that this rank can store for itself and others."""
+        """Return the share of everything that this rank can store for itself and others."""
         return RankShare(tuple(sorted((*self.pieces, *self.cover_pieces), key=_exclusive_first)), {})
 
 
@@ -63,7 +68,7 @@ class _Held(msgspec.Struct):
 
 
 class _ShareBuilder(msgspec.Struct):
-    """A rank's share while it is made."""
+    """A rank's share under construction."""
 
     pieces: list[SharePiece] = []
     cover_pieces: list[SharePiece] = []
@@ -78,10 +83,14 @@ def divide_state(
     replicas: int,
     preferred_nodes: Mapping[str, Sequence[str]] | None = None,
 ) -> list[RankShare]:
-    """Shares of all ranks. ``nodes[rank]`` is where a rank runs; ``preferred_nodes``: nodes that are not likely to be
-    lost together with a node, and so are the first choice for what it stores as well.
+    """Return the shares of all ranks; the same arguments give the same answer on every rank.
 
-    The same arguments give the same answer on every rank, whatever the order of hashing or of arrival.
+    Args:
+        layouts: Layout of each rank.
+        nodes: Node of each rank.
+        replicas: Number of nodes for each byte.
+        preferred_nodes: For each node, the nodes unlikely to be lost together with it; they are the first choice for
+            second copies.
     """
     world = len(layouts)
     books = [_ShareBuilder() for _ in range(world)]
@@ -111,8 +120,11 @@ def divide_state(
 
 
 def unify_sharing(layouts: Sequence[Layout]) -> list[Layout]:
-    """The layouts, where a tensor is shared as on the rank that knows most: what is one rank's own, or the first rank's
-    to say, is so on all that have it. One rank sees earlier than another that training changes a buffer."""
+    """Return the layouts with each tensor's sharing as on the rank that knows most.
+
+    A tensor that is per-rank, or the first rank's, on one rank is so on all. One rank sees earlier than another that
+    training changes a buffer.
+    """
     most: dict[str, Sharing] = {}
     for layout in {id(layout): layout for layout in layouts}.values():
         for part in layout.parts:
@@ -122,7 +134,7 @@ def unify_sharing(layouts: Sequence[Layout]) -> list[Layout]:
     shared = []
     for rank, layout in enumerate(layouts):
         other = {p.name: most[p.name] for p in layout.parts if most.get(p.name, p.sharing) != p.sharing}
-        key = (id(layout), rank if Sharing.PER_RANK in other.values() else 0)  # equal ones stay one object
+        key = (id(layout), rank if Sharing.PER_RANK in other.values() else 0)  # equal layouts stay one object
         if other and key not in made:
             made[key] = Layout(tuple(_shared_as(p, other.get(p.name), rank, len(layouts)) for p in layout.parts))
         shared.append(made[key] if other else layout)
@@ -143,8 +155,11 @@ def _exclusive_first(piece: SharePiece) -> tuple[bool, SharePiece]:
 
 
 def _group_names(holders: Iterable[tuple[int, ...]], world: int) -> dict[tuple[int, ...], str]:
-    """A name for each set of holders, by the first of them: several sets may have the same one (what the first and the
-    last stage of a pipeline share, beside what the first stage's replicas share)."""
+    """Return a name for each set of holders, after its first rank, made unique.
+
+    Several sets may have the same first rank: a pipeline's first and last stage share tensors, and so do the first
+    stage's replicas.
+    """
     names: dict[tuple[int, ...], str] = {}
     used: dict[int, int] = defaultdict(int)
     for ranks in sorted(holders):
@@ -178,7 +193,8 @@ def _divide_among(
     preferred_nodes: Mapping[str, Sequence[str]],
     builders: list[_ShareBuilder],
 ) -> None:
-    """Gives every piece of ``boxes`` (all of the same holders) to the least loaded holders, different nodes first."""
+    """Assign every piece of ``boxes`` (all with the same holders) to the least loaded holders, different nodes
+    first."""
     holders = boxes[0].ranks
     if len(holders) == 1 < len(nodes):
         shared = (held.part for held in boxes if held.part.sharing is not Sharing.PER_RANK)
@@ -220,7 +236,7 @@ def _divide_among(
 
 
 def _units(held: _Held, largest: int, holders: int) -> Iterator[Box]:
-    """The box, cut along its first dimension to about ``largest`` bytes where there is a choice of holder."""
+    """Yield the box, cut along its first dimension to about ``largest`` bytes if there is a choice of holder."""
     box, nbytes = held.part.box, held.part.nbytes
     if holders == 1 or nbytes <= largest or not box.size or held.part.sharing is Sharing.FIRST_RANK:
         yield box
@@ -246,10 +262,11 @@ def _least_loaded(
 
 
 def build_manifest(rank: int, layouts: Sequence[Layout], share: RankShare, blob_capacity: int) -> Manifest:
-    """The slot layout of a rank's share: exclusive pieces, the Python state, then what other ranks hold as well.
+    """Return the slot layout of a rank's share: exclusive pieces, the Python state, then pieces that other ranks hold
+    too.
 
-    ``blob_capacity`` is the room for the Python state, bytes. It travels with the exclusive pieces, where there are
-    any: a rank whose tensors others hold has Python state that others hold too.
+    ``blob_capacity`` is the room for Python state in bytes. Python state travels with the exclusive pieces, if there
+    are any; otherwise other ranks hold this rank's tensors, and its Python state too.
     """
     catalog, index_of = _catalog(layouts)
     parts = layouts[rank].parts
@@ -271,7 +288,7 @@ def build_manifest(rank: int, layouts: Sequence[Layout], share: RankShare, blob_
 
 
 def payload_bytes(layout: Layout, share: RankShare, blob_capacity: int) -> int:
-    """Of the manifest that ``build_manifest`` makes of that share, without making it."""
+    """Return the payload size of the manifest that ``build_manifest`` would make of that share."""
     pieces = (_aligned(piece.box.volume * layout.parts[piece.part].itemsize) for piece in share.pieces)
     return sum(pieces) + _aligned(BLOB_LENGTH_BYTES + blob_capacity)
 
@@ -310,18 +327,19 @@ def _catalog(layouts: Sequence[Layout]) -> tuple[tuple[TensorInfo, ...], dict[st
     return tuple(seen.values()), {name: index for index, name in enumerate(seen)}
 
 
-# ---- needs
-# What a node's vault will be asked for, known as soon as all ranks' shares are: slots of its ranks, copies of others'.
+# ---- memory that a node's vault will be asked for: slots of its ranks, and copies of others'
 #
-# The parity of other ranks' shards is not among it: the controller chooses its homes later.
+# Parity of other ranks' shards is not included: the controller chooses its nodes later.
 
 
 def segment_needs(
     node: str, spec: GenerationSpec, shares: Sequence[RankShare], slots: int, slot_bytes: Callable[[int], int]
 ) -> Iterator[SegmentRequirement]:
-    """The segments that ranks open on ``node``, and those that its vault makes for what other nodes' ranks send it.
+    """Yield the segments that ranks open on ``node``, and those that its vault makes for other nodes' ranks.
 
-    ``slots``: that each rank has besides those for pinned versions. ``slot_bytes``: that a rank asks for.
+    Args:
+        slots: Slots of each rank, besides those for pinned versions.
+        slot_bytes: Returns the slot size that a rank asks for.
     """
     pinned = spec.spec.pinned_slots
 

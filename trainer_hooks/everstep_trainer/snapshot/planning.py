@@ -1,4 +1,4 @@
-"""The plan that a rank's snapshots go by, made anew where it does not fit, and what is told of it."""
+"""Manage the plan of a rank's snapshots: replace it when it no longer fits, and report on it."""
 
 from __future__ import annotations
 
@@ -25,16 +25,15 @@ from everstep_trainer.snapshot.slot_negotiation import AgreedProvision, Snapshot
 from everstep_trainer.state.layout import Layout
 from everstep_trainer.state.tensors import TrackedTensor, describe_layout_change
 
-# ---- first plan
-# The first plan of a generation, for jobs that would rather not train than train without checkpoints.
+# ---- first plan of a generation, for jobs that must not train without checkpoints
 
 
 class FirstPlan:
-    """Whether the generation has slots. The copier thread tells, the training thread asks.
+    """Tells the training thread whether the generation has slots; set by the copier thread.
 
     Args:
-        is_required: whether the lack of memory for them is the training script's to hear of. Once there are slots, what
-            fails later is told in the log alone, as for every job.
+        is_required: Whether a lack of memory is raised to the training script. Once there are slots, later failures are
+            only logged, as for every job.
     """
 
     def __init__(self, is_required: bool) -> None:
@@ -50,35 +49,36 @@ class FirstPlan:
             self._error = error
 
     def mark_attempted(self) -> None:
-        """As soon as can be: with a plan, without one, or where what is to be stored is not known yet."""
+        """Record the first attempt as soon as possible: with a plan, without one, or if the state is not known yet."""
         self._attempted.set()
 
     def wait(self) -> None:
-        """Before the first step. Raises OutOfSlotMemory."""
+        """Wait for the first attempt, before the first step. Raises OutOfSlotMemory."""
         while self._is_required and not self._attempted.wait(WAIT_SLICE_S):
             pass
         self.raise_if_failed()
 
     def raise_if_failed(self) -> None:
-        """Raises OutOfSlotMemory where it was what the plan failed for."""
+        """Raise OutOfSlotMemory if the plan failed for that reason."""
         if self._error is not None:
             raise self._error
 
 
-# ---- locked
-# Slot memory that a GPU copies into by itself: registered with CUDA while a process has it mapped.
+# ---- page-locked slot memory, which a GPU copies into: registered with CUDA while a process has it mapped
 
 log = logging.getLogger(__name__)
 
 HOST_REGISTER_PORTABLE = 1
-"""cudaHostRegisterPortable: for all GPUs of the process, not only the one that the thread acts on."""
+"""cudaHostRegisterPortable: for all GPUs of the process, not only the thread's current one."""
 
 
 def page_lock(segment: MappedSegment) -> None:
-    """Page-locks a segment's mapping for the GPU, until nobody holds the segment or the process ends in order.
+    """Page-lock a segment's mapping for the GPU, until nobody holds the segment or the process ends in order.
 
-    Whoever copies into it holds it until the copies are done. Raises RuntimeError with CUDA's reason where the system
-    does not let us lock that much (``ulimit -l``).
+    Hold the segment until copies into it are done.
+
+    Raises:
+        RuntimeError: The system refuses to lock that much (``ulimit -l``); the message has CUDA's error.
     """
     if segment.is_page_locked:
         return
@@ -92,30 +92,32 @@ def page_lock(segment: MappedSegment) -> None:
             "raise the limit on locked memory (ulimit -l)"
         )
     segment.is_page_locked = True
-    weakref.finalize(segment, _unlock, cudart, address, length)  # before its mapping goes
+    weakref.finalize(segment, _unlock, cudart, address, length)  # runs before the mapping is released
 
 
 def _unlock(cudart: Any, address: int, length: int) -> None:
-    """CUDA would keep the pages, and find the address taken when another mapping comes to lie there."""
+    """Unlock the pages; CUDA would keep them, and refuse another mapping at the same address."""
     code = int(cudart.cudaHostUnregister(address))
     if code != 0:
         log.info("%d bytes of slot memory stay page-locked until this process ends: CUDA error %d", length, code)
 
 
 UNPLANNED_WARN_S = 30.0
-"""After so long without a plan it is told: nothing is stored meanwhile. A change that ranks see at different steps is
-planned for within some seconds."""
+"""Seconds without a plan, and so without snapshots, until a warning. Ranks that see a change at different steps need
+several seconds to plan for it."""
 MAX_SHOWN = 8
-"""Ranks."""
+"""Most ranks named in a message."""
 
 
 class PlanManager:
-    """Of one rank in one generation. ``make`` is for the copier thread, the rest for any. ``blob_bytes``: the Python
-    state that there was room for the last time.
+    """The plan of one rank in one generation. ``make`` is for the copier thread, the rest for any.
+
+    Attributes:
+        blob_bytes: Room for Python state in the last plan.
 
     Args:
-        retention: hears how many slots there are.
-        send_finding: takes what is to be known of the job, from the copier thread; must not block.
+        retention: Receives the number of slots.
+        send_finding: Receives findings about the job, from the copier thread; must not block.
     """
 
     def __init__(
@@ -144,17 +146,18 @@ class PlanManager:
 
     @property
     def candidates_only(self) -> bool:
-        """Whether only what is to be committed is stored. The same on all ranks from the step on that was planned."""
+        """Whether only versions to be committed are stored; the same on all ranks from the planned step on."""
         return self._planner.agreed.provision.candidates_only
 
     def plan_for(self, scan: TensorScan) -> ActivePlan | None:
-        """The plan there is, where it is one for this layout."""
+        """Return the current plan if it is for this scan's layout."""
         return self.current if self.current is not None and self.current.layout is scan.layout else None
 
     def make_scan(
         self, tensors: list[TrackedTensor], layout: Layout, known: TensorScan | None, step: int
     ) -> TensorScan:
-        """What was found after ``step``; to be planned only where it is another layout than the ``known`` one."""
+        """Return the scan after ``step``; it reuses the ``known`` scan's layout, and so its plan, if nothing
+        changed."""
         if known is None:
             return TensorScan(tensors, layout)
         if known.layout == layout or self._is_equivalent(known, layout):
@@ -169,30 +172,34 @@ class PlanManager:
         return self.plan_for(known) is not None and self._planner.is_equivalent(known.layout, layout)
 
     def is_superseded(self) -> bool:
-        """Whether other ranks plan anew. Nothing begins by the plan there is from then on; for the copier thread."""
+        """Return whether other ranks plan anew; the current plan is then dropped. For the copier thread."""
         if self.current is None or not self._planner.is_superseded():
             return False
         self.current = None
         return True
 
     def make(self, scan: TensorScan, blob_bytes: int, since: int) -> ActivePlan:
-        """The plan there is where it fits, else a new one; its slots are page-locked where state lies on a GPU.
+        """Return the current plan if it fits, else a new one; page-lock its slots if state is on a GPU.
 
-        ``since``: no step from there on was stored by an older one.
+        Args:
+            scan: The tensors and their layout.
+            blob_bytes: Room for Python state.
+            since: First step that no older plan stored.
 
-        Raises what Planner does, and RuntimeError where the slots cannot be locked.
+        Raises:
+            RuntimeError: The slots cannot be locked; or any error of SnapshotPlanner.plan.
         """
         gpu = scan.gpus[0] if scan.gpus else self._gpu
         if gpu is not None:
-            torch.cuda.set_device(gpu)  # each thread has its own; a new one begins with the first GPU
+            torch.cuda.set_device(gpu)  # each thread has its own current GPU, initially the first
         planned = self.plan_for(scan)
         try:
             if planned is None or not planned.fits(blob_bytes):
-                self.current = None  # its segment may be about to make place for another
+                self.current = None  # its segment may have to make room for another
                 self.blob_bytes = blob_bytes
                 try:
                     planned = self._planner.plan(scan.layout, blob_bytes, since)
-                finally:  # also where there is no room for this rank's own slots
+                finally:  # also if there is no room for this rank's own slots
                     self._report_agreed()
                 self._retention.set_slot_count(self._planner.agreed.provision.slots)
                 self.current = planned
@@ -202,7 +209,7 @@ class PlanManager:
                 page_lock(planned.segment)
         except Exception as error:
             self.first_plan.mark_failed(error)
-            if not isinstance(error, OutOfSlotMemory):  # which is told in its own words
+            if not isinstance(error, OutOfSlotMemory):  # reported separately
                 self._report_unplanned(error)
             raise
         return planned
@@ -213,7 +220,7 @@ class PlanManager:
         self._unplanned_since, self._has_reported_unplanned = None, False
 
     def _report_unplanned(self, error: Exception) -> None:
-        """Once, by the first of the ranks that are there."""
+        """Report once, from the first of the ranks that are there."""
         now = self._clock.monotonic()
         if self._unplanned_since is None:
             self._unplanned_since = now
@@ -237,7 +244,7 @@ class PlanManager:
         return {"node": self._member.node, "job": self._spec.job, "generation": self._spec.number}
 
     def _report_agreed(self) -> None:
-        """Rank 0 says what all ranks have, where it is not the best that may be, or was not before."""
+        """Report the agreed provision from rank 0, if it is not the best possible or was not before."""
         before, self._reported = self._reported, self._planner.agreed
         if self._member.rank != 0 or self._reported == before:
             return

@@ -1,4 +1,4 @@
-"""What becomes of a share once it is sealed: copies on other nodes, and the word to the controller."""
+"""Replicate a sealed share to other nodes and report it to the controller."""
 
 from __future__ import annotations
 
@@ -18,13 +18,20 @@ from everstep_trainer.memory_tier.vault_client import VaultClient
 log = logging.getLogger(__name__)
 
 REPLICATION_WAIT_S = 1.0
-"""How long a copy waits until the version before it is replicated, so that nodes too hold versions one step apart."""
+"""Longest wait of a copy for the replication of the version before, so that nodes hold versions one step apart
+as well."""
 
 
 class SealedShare(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank's share of a version in ``slot``: ``nbytes`` of payload, of which the first ``exclusive_bytes`` lie on too
-    few nodes; ``partial_copies`` store the rest again. ``kept``: until a later version is committed. ``digests`` in hex
-    by replica group."""
+    """A rank's share of a version in a slot.
+
+    Attributes:
+        nbytes: Size of the payload.
+        exclusive_bytes: Size of its first part, which is on too few nodes.
+        kept: Whether it is kept until a later version is committed.
+        digests: Digests in hex by replica group.
+        partial_copies: Nodes that store the rest again.
+    """
 
     version: Version
     slot: int
@@ -36,7 +43,7 @@ class SealedShare(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SealReporter:
-    """Of one rank in one generation. ``on_sealed`` takes each report, from a thread of ours; it must not block."""
+    """Reports of one rank in one generation. ``on_sealed`` receives them, from another thread; it must not block."""
 
     def __init__(
         self,
@@ -62,7 +69,7 @@ class SealReporter:
         return self._replicating is not None and not self._is_replication_failing and not self._replicating.done()
 
     def await_copies(self) -> None:
-        """Waits until the last share has its copies; where that takes long or fails, not again until it works."""
+        """Wait until the last share has its copies; after a slow or failed replication, not again until it works."""
         if self._replicating is None or self._is_replication_failing:
             return
         _, late = wait_for([self._replicating], timeout=REPLICATION_WAIT_S)
@@ -70,9 +77,9 @@ class SealReporter:
             self._log_replication_state(f"no answer within {REPLICATION_WAIT_S:.0f} s")
 
     def replicate_and_report(self, share: SealedShare, keep_versions: Iterable[Version]) -> None:
-        """Has the share copied where it must be, and reports it then. Copies of the versions ``keep_versions`` stay."""
+        """Copy the share to the nodes that need it, then report it. Copies of ``keep_versions`` stay there."""
         to = self._spec.replica_nodes.get(self._member.node, ()) if share.exclusive_bytes else ()
-        if not to:  # the slot's header says all that the vault needs to know
+        if not to:  # the slot's header tells the vault all that it needs
             self._report(share, safe=True, nodes=())
             return
         future = self._replicating = self._vault.report_sealed(
@@ -91,11 +98,11 @@ class SealReporter:
         future.add_done_callback(lambda answered: self._replicated(answered, share, wanted))
 
     def close(self) -> None:
-        """The generation is over: that copies of its last share are refused now is no trouble."""
+        """End the generation: refused copies of its last share are expected from now on."""
         self._is_over = True
 
     def _replicated(self, answered: Future[Replicated], share: SealedShare, wanted_copies: int) -> None:
-        """Safe are as many copies as the job asks for, or as there are nodes for."""
+        """Report the share; it is safe with as many copies as the job asks for, or as there are nodes."""
         error = answered.exception()
         trouble = error or answered.result().failed
         self._log_replication_state(f"version {share.version}: {trouble}" if trouble else "")
@@ -103,7 +110,7 @@ class SealReporter:
         self._report(share, safe=len(nodes) >= wanted_copies, nodes=nodes)
 
     def _report(self, share: SealedShare, *, safe: bool, nodes: tuple[str, ...]) -> None:
-        """Tells of what the controller can do something with: commit it, or compare its digests."""
+        """Report a share that can be committed or whose digests can be compared."""
         if not share.kept and not share.digests:
             return
         self._on_sealed(
@@ -123,7 +130,7 @@ class SealReporter:
         )
 
     def _log_replication_state(self, error: str) -> None:
-        """Warns when replication begins to fail and when it works again, not at every step between."""
+        """Warn when replication begins to fail and when it works again, not at every step between."""
         if self._is_over or bool(error) == self._is_replication_failing:
             return
         self._is_replication_failing = bool(error)

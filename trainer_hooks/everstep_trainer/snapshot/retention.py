@@ -1,6 +1,6 @@
-"""Which versions a rank keeps in its slots, and of which steps it stores any: what the controller said last decides.
+"""Decide which versions a rank keeps in its slots and which steps it stores, by the controller's last notice.
 
-Used from the copier thread; ``update`` comes from another one.
+Used from the copier thread; ``update`` is called from another one.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from everstep_trainer.snapshot.slot_negotiation import CANDIDATE_ONLY_SLOTS
 
 
 class VersionRetention:
-    """Of one rank in one generation.
+    """Retention of one rank in one generation.
 
     Args:
-        rule: what the generation could start from.
-        restored: what it started from; its next step is the first that may be committed.
-        slots: that there are, besides those for pinned versions.
+        generation: Number of the generation.
+        rule: The versions that the generation could start from.
+        restored: The version it started from; its next step is the first that may be committed.
+        slots: Number of slots, besides those for pinned versions.
     """
 
     def __init__(
@@ -38,11 +39,15 @@ class VersionRetention:
         self._kept: Version | None = None
 
     def update(self, committed: Version | None, candidate: int | None, pinned: Iterable[Version]) -> bool:
-        """What the controller says: the newest committed version, and the step whose version may be committed next.
-        Whether more is committed than was known.
+        """Apply the controller's notice; return whether a newer version is committed than was known.
 
-        Both are kept, and the candidate before until then; a candidate that is sealed already comes too late.
-        ``pinned`` are kept besides, as long as there is a slot to fill without them.
+        Both the committed version and the candidate are kept, and the previous candidate until then. A candidate that
+        is already sealed comes too late.
+
+        Args:
+            committed: The newest committed version.
+            candidate: The step whose version may be committed next.
+            pinned: Versions to keep as well, as long as there is another slot to fill.
         """
         with self._lock:
             self._pinned = frozenset(pinned)
@@ -54,60 +59,67 @@ class VersionRetention:
             return newer
 
     def is_candidate(self, step: int) -> bool:
-        """Whether the version of this step may be the next one to be committed, as far as is known now."""
+        """Return whether the version of this step may be committed next, as far as is known now."""
         with self._lock:
             return step == self._candidate
 
     def set_slot_count(self, slots: int) -> None:
-        """So many slots there are from now on, on all ranks from the same step on. Where they are fewer than before,
-        they hold what ``versions_to_carry`` said."""
+        """Set the number of slots, on all ranks from the same step on.
+
+        After a reduction they hold the versions of ``versions_to_carry``.
+        """
         self._slots = slots
 
     def versions_to_carry(self) -> list[Version]:
-        """What goes along into fewer slots, as far as there are some: the committed version; the candidate sealed last,
-        which may be committed without our knowing, or as long as there is none what the generation started from; and
-        what is pinned."""
+        """Return the versions to move into fewer slots, as far as there is room, the most important first.
+
+        These are the committed version; the candidate sealed last, which may have been committed meanwhile, or before
+        the first candidate the version that the generation started from; and the pinned versions.
+        """
         with self._lock:
             last = self._kept if self._kept is not None else self._restored
             first = [version for version in (self._committed, last) if version is not None]
             return list(dict.fromkeys([*first, *sorted(self._pinned)]))
 
     def keep_candidate(self, version: Version) -> None:
-        """A candidate was sealed."""
+        """Record that a candidate was sealed."""
         self._kept = version
 
     def slot_to_fill(self, headers: Sequence[SlotHeader | None], is_regular: Callable[[int], bool]) -> int:
-        """Where to write: over the oldest of those that are not kept. ``is_regular`` as below.
+        """Return the slot to write: the oldest one whose version is not needed. ``is_regular`` is as in ``needed``.
 
-        Raises OutOfSlotMemory where every slot holds a version that is needed.
+        Raises:
+            OutOfSlotMemory: Every slot holds a version that is needed.
         """
         needed = self.needed(_sealed(headers), is_regular)
         try:
             return slot_to_fill(list(headers), needed | self._pins(headers))
-        except OutOfSlotMemory:  # training comes before whoever reads those
+        except OutOfSlotMemory:  # training takes precedence over readers of pinned versions
             return slot_to_fill(list(headers), needed)
 
     def versions_needed_in_copies(
         self, headers: Sequence[SlotHeader | None], is_regular: Callable[[int], bool]
     ) -> set[Version]:
-        """What must not be overwritten where this rank's slots are copied to."""
+        """Return the versions that must not be overwritten where this rank's slots are copied to."""
         return self.needed(_sealed(headers), is_regular) | self._pins(headers)
 
     def _pins(self, headers: Sequence[SlotHeader | None]) -> frozenset[Version]:
-        """What is pinned, where there are slots for that."""
+        """Return the pinned versions, if there are slots for them."""
         with self._lock:
             return self._pinned if len(headers) > self._slots else frozenset()
 
     def needed(self, sealed: Iterable[Version], is_regular: Callable[[int], bool]) -> set[Version]:
-        """Of these, what must not be overwritten now: the committed version, the candidate sealed last, and the two
-        newest of ``is_regular`` steps, those that all ranks store whatever they have heard.
+        """Return which of the sealed versions must not be overwritten now.
 
-        A version is let go when the third one after it is begun. Then every rank has taken part in that step, so it had
-        begun the second one after it, for which it had sealed the next one: that one all ranks have. What this
-        generation did not restore is no state of its own.
+        These are the committed version, the candidate sealed last, and the two newest of regular steps, which all ranks
+        store whatever notices they have received.
 
-        A lean rank has only the committed one to fall back on. It begins the next candidate when that is announced,
-        and with it what became of the last one: it is the committed one then, or never will be.
+        A version is released when the third one after it begins. Every rank has then taken part in that step, so it had
+        begun the second one after it, and before that had sealed the next one: all ranks have that one. A version that
+        this generation did not restore is no state of its own.
+
+        With CANDIDATE_ONLY_SLOTS a rank has only the committed version to fall back on. It begins the next candidate
+        when that is announced, together with the outcome of the last one: committed by then, or never.
         """
         with self._lock:
             committed = {self._committed} if self._committed is not None else set()

@@ -1,8 +1,8 @@
-"""How many slots a rank has, and how large: what every node of the job has the memory for, the same on all ranks.
+"""Agree on the number and size of slots, the same on all ranks, that every node of the job has the memory for.
 
-Which steps are stored, and which versions stay, goes by it (retention.py). So when the ranks know one another's
-layouts, one of each node asks its vault for what is best that the node has room for, and says so in the generation's
-store; all take the least of what was said.
+The agreement decides which steps are stored and which versions stay (VersionRetention). When the ranks know one
+another's layouts, one rank of each node asks its vault for the best provision that the node has room for, and publishes
+it in the generation's store; all take the smallest.
 """
 
 from __future__ import annotations
@@ -16,33 +16,28 @@ from everstep.layout.slots import SLOTS_PER_RANK
 from everstep.wire.v1.training import GenerationSpec, Member
 from everstep_trainer.snapshot.exchange import decode_value
 
-# ---- choices
-# What a job chooses for its snapshots in ``run.track``; the same on all ranks.
+# ---- a job's choices for its snapshots in ``run.track``; the same on all ranks
 
 CANDIDATE_ONLY_SLOTS = 2
 """The committed version and the one that may be committed next."""
 
 
 class SnapshotOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Raises ValueError, with the mend, for what is no choice.
+    """The options of ``Run.track``. Raises ValueError, with a fix, for invalid ones.
 
-    ``overlap``: whether the next step begins while state that no other rank holds is still copied. A rank that is
-    lost meanwhile then costs the step. None: where a GPU holds it, since there a copy costs the step next to nothing.
-
-    ``slots``: places for versions in each rank's memory, and again on the node that keeps its copies. With all of them
-    (SLOTS_PER_RANK) each step is stored, and a loss costs none that is finished; with CANDIDATE_ONLY_SLOTS only
-    versions that are to be committed are, about two a second, and a loss costs the steps since the last of those. None:
-    all of them where every node of the job has the memory, else CANDIDATE_ONLY_SLOTS
-    (everstep_trainer.snapshot.slot_negotiation).
-
-    ``interval``: how many steps apart snapshots are, besides those of steps that are announced to be committed. None:
-    as many as it takes that training does not stand still for them for long (everstep_trainer.snapshot.pace), one as a
-    rule. With CANDIDATE_ONLY_SLOTS there are none besides those.
-
-    ``require_checkpoints``: whether the training script hears of it where a node has no memory for checkpoints, instead
-    of training on without (everstep_trainer.snapshot.planning).
-
-    ``exclude``: patterns of names of tensors that are neither stored nor restored (everstep_trainer.state.tensors).
+    Attributes:
+        overlap: Whether the next step begins while state that no other rank holds is still being copied. A rank that is
+            lost meanwhile then costs the step. None: only for state on a GPU, where a copy costs the next step almost
+            nothing.
+        slots: Versions in each rank's memory, and again on the node that keeps its copies. SLOTS_PER_RANK stores each
+            step, and a loss costs no finished step. CANDIDATE_ONLY_SLOTS stores only versions to be committed, about
+            two a second, and a loss costs the steps since the last of them. None: SLOTS_PER_RANK if every node of the
+            job has the memory, else CANDIDATE_ONLY_SLOTS.
+        interval: Steps between snapshots, besides those announced to be committed. None: as many as keep blocked time
+            short (everstep_trainer.snapshot.pace), usually one. With CANDIDATE_ONLY_SLOTS there are no others.
+        exclude: Patterns of names of tensors that are neither stored nor restored (everstep_trainer.state.tensors).
+        require_checkpoints: Whether the training script gets an error if a node has no memory for checkpoints, instead
+            of training without (everstep_trainer.snapshot.planning).
     """
 
     overlap: bool | None = None
@@ -67,7 +62,7 @@ class SnapshotOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def candidates_only(self) -> bool:
-        """Whether the user wants it so."""
+        """Whether the user chose to store only versions to be committed."""
         return self.slots == CANDIDATE_ONLY_SLOTS
 
 
@@ -75,15 +70,18 @@ DEFAULT_OPTIONS = SnapshotOptions()
 
 
 class SlotProvision(msgspec.Struct, frozen=True):
-    """``slots`` of each rank, besides those for pinned versions. ``has_spare_room``: each with room for the larger
-    share that is left to a rank when one node goes, so that nothing must grow on top of a loss."""
+    """A number of slots for each rank, besides those for pinned versions.
+
+    ``has_spare_room``: each has room for the larger share that a rank gets when one node is lost, so that nothing must
+    grow on top of a loss.
+    """
 
     slots: int
     has_spare_room: bool = False
 
     @property
     def candidates_only(self) -> bool:
-        """Whether only what is to be committed is stored."""
+        """Whether only versions to be committed are stored."""
         return self.slots == CANDIDATE_ONLY_SLOTS
 
 
@@ -92,15 +90,20 @@ EVERY_STEP = (SlotProvision(SLOTS_PER_RANK, has_spare_room=True), SlotProvision(
 
 
 def acceptable_provisions(options: SnapshotOptions) -> tuple[SlotProvision, ...]:
-    """What may be, the best first."""
+    """Return the provisions that the options allow, the best first."""
     if options.slots is None:
         return (*EVERY_STEP, CANDIDATES_ONLY)
     return (CANDIDATES_ONLY,) if options.candidates_only else EVERY_STEP
 
 
 class NodeRoom(msgspec.Struct, frozen=True):
-    """What one node has room for: the first of the provisions that fits, and why none before it does.
-    ``is_insufficient``: not even the last one fits."""
+    """The room of one node.
+
+    Attributes:
+        provision_index: The first of the provisions that fits.
+        reason: Why no earlier one fits.
+        is_insufficient: Not even the last one fits.
+    """
 
     provision_index: int
     reason: str = ""
@@ -108,8 +111,12 @@ class NodeRoom(msgspec.Struct, frozen=True):
 
 
 class AgreedProvision(msgspec.Struct, frozen=True):
-    """What all take. ``reason``: there is no room for a better one, in words; empty for the best. ``short_node``: the
-    node that has no room for this either, empty where there is none."""
+    """The provision that all ranks take.
+
+    Attributes:
+        reason: Why there is no room for a better one; empty for the best.
+        short_node: A node without room even for this one; empty if there is none.
+    """
 
     provision: SlotProvision
     reason: str = ""
@@ -117,14 +124,15 @@ class AgreedProvision(msgspec.Struct, frozen=True):
 
 
 RoomCheck = Callable[[SlotProvision, bool], None]
-"""Whether this node has room for that; the flag: as one of several choices. Raises OutOfSlotMemory."""
+"""Checks that this node has room for a provision; the flag marks one of several choices. Raises OutOfSlotMemory."""
 
 
 class SlotNegotiation:
     """One rank's part in the agreement.
 
     Args:
-        publish: publishes under a key, for all ranks. receive: waits for the values of keys.
+        publish: Publishes a value under a key, for all ranks.
+        receive: Waits for the values of keys.
     """
 
     def __init__(
@@ -143,10 +151,15 @@ class SlotNegotiation:
         self._published: dict[str, NodeRoom] = {}
 
     def agree(self, tag: str, check_room: RoomCheck) -> AgreedProvision:
-        """What all ranks take for the layouts that were exchanged under ``tag``. Asked again it is the same: what a
-        node has said once stands, since others may have read it. Raises Unavailable where a node is silent,
-        MalformedMessage where it cannot be understood."""
-        speaks = self._member.local_rank == 0  # once for the node
+        """Return the provision that all ranks take for the layouts exchanged under ``tag``.
+
+        A repeated call returns the same: a node's published room stays, since others may have read it.
+
+        Raises:
+            Unavailable: A node has published nothing.
+            MalformedMessage: A node's value cannot be read.
+        """
+        speaks = self._member.local_rank == 0  # once per node
         if speaks and tag not in self._published:
             self._published[tag] = self._find_room(check_room)
         if self._spec.world_size == 1:

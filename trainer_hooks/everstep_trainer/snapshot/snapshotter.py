@@ -1,10 +1,11 @@
-"""A rank's snapshots: the training thread says when the state stands still, a copier thread does the rest.
+"""Snapshot a rank's state: the training thread says when the state is consistent, a copier thread does the rest.
 
-``begin`` waits until the snapshot before is hashed and sealed, mostly long ago; the copy runs beside the next forward
-and backward pass, after the copies that other nodes make of the one before (for a second at most); ``wait``, before the
-next optimizer step, blocks until the bytes are in the slot. For a rank that is lost before it has sealed what is COPIED
-its vault does (docs/decisions/0035). What is copied sooner than another thread wakes up, ``begin`` copies itself
-(docs/decisions/0039). Who does not wait is found out (standing.py).
+``begin`` waits until the previous snapshot is hashed and sealed, which usually happened long before. The copy runs
+beside the next forward and backward pass, after the replication of the previous snapshot (for a second at most).
+``wait``, before the next optimizer step, blocks until the bytes are in the slot. If a rank is lost before it has sealed
+a copied slot, its vault seals it (docs/decisions/0035). A small share, copied sooner than another thread wakes up, is
+copied by ``begin`` itself (docs/decisions/0039). Changes without ``wait`` are detected (mutation_guard.py).
+
 No failure in here reaches the training loop: a snapshot that cannot be made is skipped, with a warning that says why.
 """
 
@@ -39,15 +40,14 @@ from everstep_trainer.snapshot.retention import VersionRetention
 from everstep_trainer.snapshot.slot_negotiation import DEFAULT_OPTIONS, SnapshotOptions
 from everstep_trainer.state.tracked_state import TrackedState
 
-# ---- cover
-# What another rank of this node should have stored of a step, and died over, stored by one that holds the same.
+# ---- covers: store what another rank of this node died over, from a rank that holds the same
 #
-# On one node each byte that ranks hold alike is stored by one of them at every step. When a generation ends, those that
-# could have stored it as well look at whether it was; only for the rank that was killed while it copied it was not.
+# On a single node, one rank stores each byte that several hold, at every step. When a generation ends, the others check
+# whether it was stored; it is missing only for a rank that was killed while it copied.
 
 
 def all_stored(directory: str, members: Iterable[Member], version: Version) -> bool:
-    """Whether all of these ranks, whose segments are in ``directory``, have copied their shares of ``version``."""
+    """Return whether all these ranks, with segments in ``directory``, have copied their shares of ``version``."""
     return all(_has_stored(Path(directory, segment_name("own", m.local_rank)), m.rank, version) for m in members)
 
 
@@ -62,9 +62,9 @@ def _has_stored(path: Path, rank: int, version: Version) -> bool:
 def store_with_covers(
     plan: ActivePlan, slot: int, rank: int, version: Version, blob: bytes, sources: SnapshotSources
 ) -> None:
-    """Fills ``slot`` with this rank's share and what it covers; a narrower slot of the version is given up for it.
+    """Fill ``slot`` with this rank's share and its covers, and discard a slot of the version without covers.
 
-    The live state must stand as it was after the version's step.
+    The live state must still be that after the version's step.
     """
     view = plan.segment.view
     narrower = [other for other, header in view.sealed_slots() if header.version == version]
@@ -80,29 +80,30 @@ def store_with_covers(
 log = logging.getLogger(__name__)
 
 PLAN_WAIT_S = 2.0
-"""How long ``wait`` lets a snapshot be planned before it goes on without it."""
+"""How long ``wait`` lets a snapshot be planned before training goes on without it."""
 PLAN_TIMEOUT_S = 10.0
-"""How long a plan is given, for which training does not wait: ranks that change at different steps meet in it."""
+"""Time for making a plan, without training waiting: ranks that change at different steps meet in it."""
 RETRY_S = 5.0
-"""After a plan failed, snapshots are skipped for this long, so that training does not stop for each attempt. Also how
-often a failure that stays is told."""
+"""After a plan failed, snapshots are skipped for this long, so that training does not stop for each attempt. Also the
+interval of repeated warnings."""
 FINISH_TIMEOUT_S = 5.0
 MAX_REST_S = 0.05
-"""A copy on the CPU is hashed after as long a rest as it took, and this at most: ranks that share cores begin together,
-and the first to be done should not take them from those who still hold up their training."""
+"""Longest pause before a copy on the CPU is hashed; it pauses as long as the copy took. Ranks that share cores begin
+together, and the first to finish must not take cores from those that still block their training."""
 COPIER_POLL_S = 0.02
-"""How often the copier looks for what the training thread has copied itself: nobody wakes it for that."""
+"""How often the copier looks for snapshots that the training thread copied itself: it is not woken for them."""
 
 
 class Snapshotter:
     """Snapshots of one rank in one generation.
 
     Args:
-        store: the generation's store, already under the generation's prefix.
-        send_report: takes each report, from a thread of ours; must not block.
-        restored: the version this generation started from; it is kept until two newer ones are sealed.
-        options: the job's; the same on all ranks.
-        is_over: whether the generation is: its store is cut before ``close`` is called, which is nobody's to mend.
+        store: The generation's store, with its prefix.
+        on_sealed: Receives each report, from another thread; must not block.
+        restored: The version this generation started from; it is kept until two newer ones are sealed.
+        options: The job's options; the same on all ranks.
+        is_over: Returns whether the generation is over; its store is cut before ``close`` is called, and errors from
+            that are not reported.
     """
 
     def __init__(
@@ -155,16 +156,17 @@ class Snapshotter:
         self._thread = threading.Thread(target=self._run, name="everstep-copier", daemon=True)
         self._thread.start()
 
-    # --- the training thread
+    # --- for the training thread
 
     def begin(self, step: int) -> None:
-        """The state after ``step`` stands still now, until ``wait`` returned.
+        """Snapshot the state after ``step``, which must not change until ``wait`` has returned.
 
-        Nothing is done for a step that the job's choice leaves out. Else returns when the last one is sealed; but where
-        state is sharded, or no other rank holds it, and the job's choice is so, when the share is copied: from then on
-        the step outlives this process. It also waits for that where others change the state without ``wait``.
+        Does nothing for a step that is not stored. Otherwise it returns when the previous snapshot is sealed. It also
+        waits until the share is copied, so that the step outlives this process, if state is sharded or unshared and not
+        overlapped, or if the state changes without ``wait``.
 
-        Raises TypeError for tracked state that cannot be stored: that is for the user to mend.
+        Raises:
+            TypeError: Tracked state cannot be stored.
         """
         self._pace.end_step(step)
         self._stopwatch.end_step(() if self._scan is None else self._scan.gpus)
@@ -173,14 +175,14 @@ class Snapshotter:
                 self._begin(step)
 
     def interval_at(self, step: int) -> int:
-        """How many steps apart snapshots are at ``step``; 0 where only what is to be committed is stored."""
+        """Return the number of steps between snapshots at ``step``; 0 if only versions to be committed are stored."""
         return 0 if self._plans.candidates_only else self._pace.interval_at(step)
 
     def _is_stored(self, step: int) -> bool:
         return self._retention.is_candidate(step) or (not self._plans.candidates_only and self._pace.is_due(step))
 
     def _begin(self, step: int) -> None:
-        self._begun_step = step  # before it is looked which plan there is
+        self._begun_step = step  # before the current plan is read
         if self._last is not None:
             self._wanted.set()
             with self._changed:
@@ -207,15 +209,17 @@ class Snapshotter:
                 self._queued = job
                 self._changed.notify_all()
         if small is not None:
-            job.may_change = True  # when it is copied this thread may go on
+            job.may_change = True  # once it is copied this thread may continue
             self._fill_at_once(job, small)
         elif job.blocks_training:
             self._await(job, job.copied)
             job.may_change = True
 
     def _plan_if_small(self, job: SnapshotJob) -> ActivePlan | None:
-        """The plan under which the training thread copies this itself; None where it is for the copier, which alone may
-        wait for others and does the digests, or where the job wants all copies under the next step."""
+        """Return the plan under which the training thread copies this snapshot itself, or None.
+
+        The copier does it if it involves other ranks or digests, or if the job wants all copies under the next step.
+        """
         planned = self._plans.plan_for(job.scan)
         if planned is None or not planned.fits(job.blob.max_bytes) or job.version.step < planned.since_step:
             return None
@@ -228,18 +232,20 @@ class Snapshotter:
     def _fill_at_once(self, job: SnapshotJob, planned: ActivePlan) -> None:
         try:
             self._attempt(partial(self._fill, job, planned), f"snapshot step {job.version.step}")
-        finally:  # also where the generation ended in the middle
+        finally:  # also if the generation ended in between
             with self._changed:
                 if job.phase is SnapshotPhase.COPIED and not self._closing:
-                    self._queued = job  # whoever is woken takes the core, or Python's lock, from who goes on training
+                    self._queued = job  # without a wake-up, which would take the core or Python's lock from training
                 else:
                     self._end(job)
 
     def wait(self) -> None:
-        """Blocks until the copy of the last ``begin`` is done; call it before the state changes again.
+        """Block until the copy of the last ``begin`` is done; call it before the state changes again.
 
-        Returns without a copy when the generation ended meanwhile, or no plan could be made in PLAN_WAIT_S.
-        Raises OutOfSlotMemory where that was why, and the job requires checkpoints.
+        Returns without a copy if the generation ended meanwhile, or no plan could be made in PLAN_WAIT_S.
+
+        Raises:
+            OutOfSlotMemory: There is no plan for that reason, and the job requires checkpoints.
         """
         if self._last is not None:
             with self._stopwatch.blocked():
@@ -256,18 +262,17 @@ class Snapshotter:
                 break
 
     def update_versions(self, committed: Version | None, candidate: int | None, pinned: Iterable[Version] = ()) -> None:
-        """What the controller says; see Retention."""
+        """Apply the controller's notice; see VersionRetention."""
         if self._retention.update(committed, candidate, pinned):
             self._exchange.handle_commit()
 
     def close(self, finish: bool) -> None:
-        """The generation is over for this rank.
+        """End the generation for this rank.
 
         Args:
-            finish: a copy that was begun is completed and sealed (bounded by FINISH_TIMEOUT_S), since the live state
-            stands
-                still until then, and so is what others died over while they copied it. Otherwise it is left
-                unfinished, where nobody reads it; one that was copied is sealed.
+            finish: Complete and seal a copy that has begun (within FINISH_TIMEOUT_S), and store what other ranks died
+                over, since the live state does not change until then. Otherwise an unfinished copy is abandoned, and a
+                finished one is sealed.
         """
         with self._changed:
             self._closing = True
@@ -291,14 +296,14 @@ class Snapshotter:
             )
 
     def _rescan(self, step: int) -> TensorScan:
-        """Finds the tensors anew."""
+        """Search for the tensors again."""
         tensors = self._state.tensors()
         layout = self._state.layout(tensors, self._member.rank, self._spec.world_size)
         self._sources = None
         return self._plans.make_scan(tensors, layout, self._scan, step)
 
     def _fitting_sources(self, scan: TensorScan) -> SnapshotSources:
-        """Views for what is planned; before it is planned, of everything that must be staged."""
+        """Return views for the planned share; before there is a plan, of everything that must be staged."""
         planned = self._plans.plan_for(scan)
         share = None if planned is None else planned.share
         if self._sources is None or self._sources.share is not share:
@@ -306,7 +311,7 @@ class Snapshotter:
         return self._sources
 
     def _give_up(self, job: SnapshotJob) -> bool:
-        """Leaves a snapshot that is not being copied yet. False when it is: then its bytes must be waited for."""
+        """Give up a snapshot that is not being copied yet. Return False if it is: then its bytes must be waited for."""
         with self._changed:
             if job.phase in (SnapshotPhase.COPYING, SnapshotPhase.COPIED):
                 return False
@@ -317,7 +322,7 @@ class Snapshotter:
         log.warning("no snapshot of step %d: it could not be planned in time%s", step, why, extra=self._log_fields)
         return True
 
-    # --- the copier thread
+    # --- for the copier thread
 
     def _run(self) -> None:
         early = self._scan
@@ -335,8 +340,10 @@ class Snapshotter:
                 self._end(job)
 
     def _attempt(self, work: Callable[[], object], label: str, at_end: bool = False) -> None:
-        """Runs ``work``. What fails in it is told and forgotten: a snapshot less must not stop the training. What fails
-        because the generation ends is not even told, but where ``work`` is for that ``at_end``."""
+        """Run ``work``; log a failure and go on, since a missing snapshot must not stop the training.
+
+        A failure because the generation ends is not logged, unless ``work`` is ``at_end``.
+        """
         try:
             work()
         except (EverstepError, RuntimeError, OSError, ValueError) as error:
@@ -346,7 +353,7 @@ class Snapshotter:
                 log.warning("cannot %s, training goes on without: %s", label, error, extra=self._log_fields)
 
     def _next(self) -> SnapshotJob | None:
-        """The next one to do; until there is one, what other ranks plan is followed."""
+        """Return the next job; until there is one, follow other ranks' new plans."""
         while True:
             self._attempt(self._replan_with_others, "plan anew with the other ranks")
             with self._changed:
@@ -358,7 +365,7 @@ class Snapshotter:
                     return job
 
     def _replan_with_others(self) -> None:
-        """Where other ranks plan anew this one does, too, for steps that have not begun."""
+        """Plan anew together with other ranks, for steps that have not begun."""
         if self._plans.is_superseded() and self._scan is not None:
             self._plan(self._scan, self._plans.blob_bytes, self._begun_step + 1)
 
@@ -368,7 +375,7 @@ class Snapshotter:
         job.done.set()
 
     def _advance(self, job: SnapshotJob, before: SnapshotPhase, after: SnapshotPhase) -> bool:
-        """Moves a job on, unless it was given up meanwhile."""
+        """Move a job to the next phase, unless it was given up meanwhile."""
         with self._changed:
             if job.phase is not before:
                 return False
@@ -388,7 +395,8 @@ class Snapshotter:
         if job.phase is SnapshotPhase.QUEUED:
             step = job.version.step
             planned = self._plan(job.scan, job.blob.max_bytes, step)
-            lean = self._plans.candidates_only and not self._retention.is_candidate(step)  # it may have just become so
+            # the step may have just become the candidate
+            lean = self._plans.candidates_only and not self._retention.is_candidate(step)
             if step >= planned.since_step and not lean:
                 self._fill(job, planned)
         if job.filled is not None:
@@ -403,7 +411,7 @@ class Snapshotter:
         job.kept = self._retention.is_candidate(job.version.step)
         began = self._clock.monotonic()
         if not job.sources.is_on_gpu:
-            write_blob(payload, manifest, job.blob.data())  # before, since it may be hashed with what is copied
+            write_blob(payload, manifest, job.blob.data())  # first, since it may be hashed together with the tensors
         copied = job.sources.copy(planned.share, planned.slot_targets(slot), digest=self._digest_due(job))
         if not self._advance(job, SnapshotPhase.COPYING, SnapshotPhase.COPIED):
             return
@@ -425,7 +433,7 @@ class Snapshotter:
             self._wanted.wait(min(MAX_REST_S, filled.copy_s))
         if self._mutation_guard.was_overtaken(
             job
-        ):  # by what had begun before it was copied, and was counted when it ended
+        ):  # by an operation that began before the copy and was counted when it ended
             view.discard(filled.slot)
             return
         view.seal(filled.slot, filled.slot_digests)
@@ -440,7 +448,8 @@ class Snapshotter:
         self._reports.replicate_and_report(sealed, copies_keep)
 
     def _cover(self, job: SnapshotJob) -> None:
-        """Stores what ranks of this node died over, of the last finished step: no optimizer has touched it since."""
+        """Store what ranks of this node died over in the last finished step; no optimizer has changed the state
+        since."""
         planned, version = self._plans.plan_for(job.scan), job.version
         if planned is None or planned.plan_with_covers is None or version.step < planned.since_step:
             return
