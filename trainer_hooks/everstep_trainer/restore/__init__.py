@@ -1,4 +1,4 @@
-"""Restore the newest whole version in the vaults into live tensors, in whatever layout the new generation has."""
+"""Restore live tensors, in any layout of the new generation, from the newest complete version in the vaults."""
 
 from typing import TYPE_CHECKING, Any
 

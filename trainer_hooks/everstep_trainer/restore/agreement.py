@@ -1,7 +1,8 @@
-"""How the ranks of a generation agree on a version, through its store: inventories, a choice, outcomes, a verdict.
+"""Agree on a version among the ranks of a generation, through its store: inventories, a choice, outcomes, a decision.
 
-The first rank of each node tells what its vault holds. Rank 0 chooses. Every rank reads what it needs and says how
-that went; only when all have what they need do they go on, else rank 0 chooses again without what proved bad.
+The first rank of each node publishes what its vault holds, and rank 0 chooses a version. Every rank reads what it needs
+and reports the outcome. When all have what they need they go on; otherwise rank 0 chooses again without the slots that
+proved bad.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ RANK_TIMEOUT_S = 60.0
 
 
 class SlotKey(msgspec.Struct, frozen=True):
-    """Which slot, among all of the job."""
+    """Identity of a slot among all slots of the job."""
 
     node: str
     rank: int
@@ -53,8 +54,10 @@ class NodeInventory(msgspec.Struct, frozen=True):
 
 
 class VersionProposal(msgspec.Struct, frozen=True):
-    """Rank 0's choice, or why there is none. ``newest`` is the newest version of which anything was found, or that was
-    committed."""
+    """Rank 0's choice, or why there is none.
+
+    ``newest`` is the newest version that was committed or of which anything was found.
+    """
 
     choice: VersionChoice | None
     newest: Version | None
@@ -70,10 +73,13 @@ class VersionProposal(msgspec.Struct, frozen=True):
 
 
 class RestoreOutcome(msgspec.Struct, frozen=True):
-    """How reading went for one rank: whether it has all it needs, and which slots proved bad.
+    """The outcome of reading for one rank.
 
-    ``live_tensors``: a bit for each tensor of the catalog that this rank has live, lowest first; empty when it has all
-    of them. ``error``: no other choice would help.
+    Attributes:
+        succeeded: Whether the rank has all it needs.
+        bad_slots: Slots that proved bad.
+        live_tensors: A bit for each tensor of the catalog that this rank has live, lowest first; empty if it has all.
+        error: An error that no other choice would avoid.
     """
 
     succeeded: bool
@@ -83,8 +89,13 @@ class RestoreOutcome(msgspec.Struct, frozen=True):
 
 
 class RestoreDecision(msgspec.Struct, frozen=True):
-    """What the outcomes come to: whether all ranks have what they need, all slots that proved bad, and what speaks
-    against any choice."""
+    """The combined outcome of all ranks.
+
+    Attributes:
+        succeeded: Whether all ranks have what they need.
+        bad_slots: All slots that proved bad.
+        error: An error that no other choice would avoid.
+    """
 
     succeeded: bool
     bad_slots: tuple[SlotKey, ...] = ()
@@ -92,9 +103,10 @@ class RestoreDecision(msgspec.Struct, frozen=True):
 
 
 class RestoreAgreement:
-    """One rank's voice in a restore. The same code on all ranks; rank 0 also chairs.
+    """One rank's part in the agreement. All ranks run the same code; rank 0 also coordinates.
 
-    What is there may be told, gathered and proposed by a thread beside the training thread; the rest is for the latter.
+    Inventories and proposals may be handled by a thread beside the training thread; the rest is for the training
+    thread.
     """
 
     def __init__(self, store: Store, spec: GenerationSpec, member: Member, clock: Clock) -> None:
@@ -116,13 +128,13 @@ class RestoreAgreement:
 
     @property
     def reports_for_node(self) -> bool:
-        """Whether this rank tells what its node's vault holds: the first of the node does."""
+        """Whether this rank, as the first of its node, publishes the inventory of the node's vault."""
         return self._member.local_rank == 0
 
-    # --- what is there
+    # --- inventory
 
     def publish_inventory(self, slots: tuple[SlotInfo, ...], manifests: dict[str, bytes]) -> None:
-        """Publishes what this node's vault holds, with the manifests of it. Only what the rule admits is of use."""
+        """Publish the slots of this node's vault that the rule admits, and their manifests."""
         for digest, body in manifests.items():
             self.add_local_manifest(digest, body)
             self.publish_manifest(digest, body)
@@ -130,26 +142,27 @@ class RestoreAgreement:
         put_value(self._store, f"restore/inventory/{self._member.node}", NodeInventory(self._own_slots))
 
     def publish_manifest(self, digest: str, body: bytes) -> None:
-        """Publishes one manifest by its digest."""
+        """Publish one manifest under its digest."""
         self._store.set(f"restore/manifest/{digest}", body)  # type: ignore[arg-type]  # takes bytes
 
     def add_local_manifest(self, digest: str, body: bytes) -> None:
-        """Takes a manifest that was read where it lies; one that is not the digest's is not believed."""
+        """Add a manifest read on this node, unless it does not match its digest."""
         if content_digest(body) == digest:
             self._bodies[digest] = body
 
     def knows_manifest(self, digest: str) -> bool:
-        """Whether it need not be asked for."""
+        """Return whether this rank has the manifest."""
         return digest in self._bodies
 
     def is_manifest_available(self, digest: str) -> bool:
-        """Whether this rank knows it, or somebody published it."""
+        """Return whether this rank has the manifest or another one published it."""
         return self.knows_manifest(digest) or self._store.check([f"restore/manifest/{digest}"])
 
     def gather_inventories(self, stop: threading.Event) -> tuple[SlotInfo, ...]:
-        """What all nodes of the roster told, for the speaker of one of them.
+        """Return the slots that all nodes of the roster published; for the first rank of a node.
 
-        Raises DistStoreError when a node stays silent for RANK_TIMEOUT_S, or ``stop`` was set.
+        Raises:
+            DistStoreError: A node published nothing within RANK_TIMEOUT_S, or ``stop`` was set.
         """
         nodes = [node for node in self._spec.seats if node != self._member.node]
         keys = [f"restore/inventory/{node}" for node in nodes]
@@ -160,7 +173,7 @@ class RestoreAgreement:
         return self._own_slots + tuple(slot for body in told for slot in decode_value(body, NodeInventory).slots)
 
     def manifest(self, digest: str) -> Manifest:
-        """One that was learnt or published. Raises MalformedMessage where nobody could read it, or it is damaged."""
+        """Return a known or published manifest. Raises MalformedMessage if nobody could read it, or it is damaged."""
         if digest not in self._manifests:
             if not self.is_manifest_available(digest):
                 raise MalformedMessage(f"manifest {digest} could not be read where it lies")
@@ -174,7 +187,7 @@ class RestoreAgreement:
     # --- choosing
 
     def decide(self, slots: tuple[SlotInfo, ...]) -> VersionProposal:
-        """What rank 0 makes of these slots."""
+        """Return rank 0's proposal for these slots."""
         floor = [] if self.rule.floor is None or self.rule.from_scratch else [self.rule.floor]
         newest = max((*floor, *(s.version for s in slots if is_admitted(self.rule, s.version))), default=None)
         try:
@@ -183,11 +196,11 @@ class RestoreAgreement:
             return VersionProposal(None, newest, str(error))
 
     def publish_proposal(self, attempt: int, proposal: VersionProposal) -> None:
-        """Rank 0: publishes choice ``attempt``."""
+        """Publish the choice of this attempt; for rank 0."""
         put_value(self._store, f"restore/choice/{attempt}", proposal)
 
     def receive_choice(self, attempt: int) -> VersionChoice:
-        """The published choice, checked against the rule. Raises NotRestorable with the sentence of what is missing."""
+        """Return the published choice, checked against the rule. Raises NotRestorable, saying what is missing."""
         (body,) = self._get([f"restore/choice/{attempt}"])
         made = decode_value(body, VersionProposal)
         if made.choice is None:
@@ -198,10 +211,17 @@ class RestoreAgreement:
         return made.choice
 
     def exchange_outcomes(self, attempt: int, outcome: RestoreOutcome, names: Sequence[str] = ()) -> RestoreDecision:
-        """Tells this rank's outcome of choice ``attempt``, and hears what all of them come to.
+        """Publish this rank's outcome of an attempt, and return the combined outcome.
 
-        ``names``: of the version's tensors. No rank need have all of them live (a stage of a pipeline does not), but
-        each must be live on some rank. Raises NotRestorable, on all ranks alike, where no choice would help.
+        No rank must have all tensors live (a pipeline stage does not), but each tensor must be live on some rank.
+
+        Args:
+            attempt: Number of the choice.
+            outcome: This rank's outcome.
+            names: Names of the version's tensors, for rank 0.
+
+        Raises:
+            NotRestorable: On all ranks alike, no choice would help.
         """
         put_value(self._store, f"restore/outcome/{attempt}/{self._member.rank}", outcome)
         if self.is_coordinator:
@@ -220,7 +240,7 @@ class RestoreAgreement:
 
 
 def encode_live_tensors(indices: Iterable[int], count: int) -> bytes:
-    """Which of ``count`` tensors are live, as Outcome has it."""
+    """Encode which of ``count`` tensors are live, as RestoreOutcome.live_tensors."""
     distinct = set(indices)
     if len(distinct) == count:
         return b""
@@ -231,7 +251,7 @@ def encode_live_tensors(indices: Iterable[int], count: int) -> bytes:
 
 
 def combine_outcomes(outcomes: Sequence[RestoreOutcome], names: Sequence[str]) -> RestoreDecision:
-    """What all ranks' outcomes come to; see Council.settle."""
+    """Combine all ranks' outcomes; see RestoreAgreement.exchange_outcomes."""
     bad = tuple(dict.fromkeys(key for outcome in outcomes for key in outcome.bad_slots))
     errors = [outcome.error for outcome in outcomes if outcome.error]
     ok = all(outcome.succeeded for outcome in outcomes)
@@ -252,23 +272,23 @@ def combine_outcomes(outcomes: Sequence[RestoreOutcome], names: Sequence[str]) -
     return RestoreDecision(ok, bad, errors[0] if errors else "")
 
 
-# ---- survey
-# Before anything is restored: what the vaults hold is laid open, and rank 0 proposes a version.
+# ---- survey: before a restore, publish what the vaults hold and propose a version
 #
-# That needs no model, so it goes on in a thread while the training function builds its own.
+# This needs no model, so it runs in a thread while the training function builds its own.
 
 log = logging.getLogger(__name__)
 
 FORMER_NODE_TIMEOUT_S = 0.5
-"""For vaults outside the roster, which may be gone: they are asked only where the roster's do not have the newest."""
+"""For vaults outside the roster, which may be gone: they are asked only if the roster's vaults lack the newest
+version."""
 
 
 class InventorySurvey:
-    """What one rank tells of its node, and rank 0's proposals.
+    """Publishes one node's inventory and, on rank 0, makes proposals.
 
     Args:
-        local: this node's slots.
-        on_bad_slot: hears of slots that cannot be read.
+        local: This node's slots.
+        on_bad_slot: Receives slots that cannot be read.
     """
 
     def __init__(
@@ -294,24 +314,24 @@ class InventorySurvey:
         self._begun = False
 
     def begin(self) -> None:
-        """Tells this node's inventory and proposes a version, each where that falls to this rank. Returns at once."""
+        """Publish this node's inventory and propose a version, each if it is this rank's task. Returns at once."""
         if self._begun:
             return
         self._begun = True
-        if self._agreement.reports_for_node:  # as the first of all ranks, rank 0 does too
+        if self._agreement.reports_for_node:  # rank 0 is its node's first rank, too
             threading.Thread(target=self._run, name="everstep-survey", daemon=True).start()
         else:
             self._over.set()
 
     def finish(self) -> None:
-        """Waits for what was begun. Raises DistStoreError where the store or a node of the roster is silent."""
+        """Wait for the begun work. Raises DistStoreError if the store or a node of the roster does not answer."""
         while not self._over.wait(WAIT_SLICE_S):
             pass
         if self._error is not None:
             raise self._error
 
     def close(self) -> None:
-        """Nobody waits for the proposal any more."""
+        """Stop: nobody waits for the proposal any more."""
         self._stop.set()
 
     def _run(self) -> None:
@@ -340,10 +360,10 @@ class InventorySurvey:
                     self._on_bad_slot(bad)
         self._agreement.publish_inventory(slots, manifests)
 
-    # --- rank 0
+    # --- for rank 0
 
     def propose(self, attempt: int, bad_slots: set[SlotKey]) -> None:
-        """Publishes choice ``attempt``, made without the slots that proved bad."""
+        """Publish the choice of this attempt, made without the slots that proved bad."""
         proposal = self._decide(bad_slots)
         if not proposal.is_newest:
             self._known += self._ask_former_nodes()
@@ -360,7 +380,7 @@ class InventorySurvey:
         return self._agreement.decide(tuple(slot for slot in self._known if slot_key(slot) not in bad_slots))
 
     def _ask_former_nodes(self) -> tuple[SlotInfo, ...]:
-        """Slots in vaults of nodes that left the roster but may still answer, with their manifests published."""
+        """Return slots in vaults of nodes that left the roster but may still answer, and publish their manifests."""
         asked = {s.node for s in self._known}
         outside = tuple(
             h.node for h in self._spec.holders if h.node not in asked and h.node not in self._spec.seated_nodes
@@ -377,7 +397,7 @@ class InventorySurvey:
         return found
 
     def _parity_slots(self, protection: Protection, there: Collection[int]) -> Iterator[SlotInfo]:
-        """Shards of the protected version that nobody holds, as vaults make them again from parity."""
+        """Yield shards of the protected version that nobody holds, as vaults can rebuild them from parity."""
         for group in protection.shards():
             for rank, node in group.members:
                 if rank in there:

@@ -1,7 +1,7 @@
-"""What is copied to which address, in columns: a million tensors are three arrays, not a million objects.
+"""Plan copies of bytes to addresses in columns: a million tensors are three arrays, not a million objects.
 
-Live memory is written by address, past torch: two tensors of one dtype whose bytes are both in a row are the same
-bytes. What is not so (a part of a larger box, another device) stays a copy between two tensors of torch.
+Live memory is written by address, without torch: two contiguous tensors of one dtype have the same bytes. Other copies
+(a part of a larger box, another device) go between two torch tensors.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from everstep.layout.manifests import Range
 from everstep.layout.slots import CHUNK_BYTES
 from everstep.wire.v1.local import SlotInfo
 
-# ---- rows
-# Copies of bytes in columns: a million tensors are three arrays, not a million objects.
+# ---- copy tables
 
 Column = np.ndarray
 
@@ -36,7 +35,7 @@ class CopyTable(NamedTuple):
         return int(self.length.sum())
 
     def split_at_multiples(self, every: int) -> CopyTable:
-        """The same copies, none across a multiple of ``every`` bytes of the source."""
+        """Return the same copies, none across a multiple of ``every`` bytes of the source."""
         first, last = self.source // every, (self.source + self.length - 1) // every
         count = last - first + 1
         which = np.repeat(np.arange(len(count)), count)
@@ -54,7 +53,7 @@ NO_COPIES = CopyTable(*(np.zeros(0, np.int64) for _ in range(3)))
 
 
 SMALL_BYTES = 64 << 10
-"""Below, to hand Python's lock over costs more than the copy."""
+"""Below this size, releasing Python's lock costs more than the copy."""
 
 _libc = ctypes.CDLL(None)
 _libc.memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
@@ -65,7 +64,7 @@ _locked.memmove.restype = None
 
 
 class TensorCopies:
-    """Collects copies into live tensors, which stay alive as long as this does."""
+    """Collects copies into live tensors, and keeps the tensors alive."""
 
     def __init__(self) -> None:
         self._source: list[int] = []
@@ -77,7 +76,7 @@ class TensorCopies:
         return len(self._source)
 
     def add(self, target: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> None:
-        """Fills ``target``, for which ``is_byte_copyable`` holds, with byte ranges of the source one after another."""
+        """Fill ``target``, which must satisfy ``is_byte_copyable``, with consecutive byte ranges of the source."""
         address = target.data_ptr()
         for start, length in ranges:
             self._source.append(start)
@@ -89,7 +88,7 @@ class TensorCopies:
         self._tensors.append(target)
 
     def table(self) -> CopyTable:
-        """In order of the source; what lies side by side at both ends is one copy."""
+        """Return the copies in order of the source, joined where they are adjacent at both ends."""
         if not self._source:
             return NO_COPIES
         columns = np.array((self._source, self._target, self._length), np.int64)
@@ -100,7 +99,7 @@ class TensorCopies:
         return CopyTable(source[begins], target[begins], np.add.reduceat(length, begins))
 
     def mark_written(self) -> None:
-        """Tells torch that the tensors were written, as its own writes would have."""
+        """Increment torch's write counts of the tensors, as torch's own writes would have."""
         torch.autograd.graph.increment_version(self._tensors)
 
 
@@ -116,19 +115,19 @@ class FilledMemory:
         self._ends = ends[np.append(first[1:] - 1, len(ends) - 1)] if len(begins) else ends
 
     def contains(self, target: torch.Tensor) -> bool:
-        """Whether all of a tensor's bytes, which lie in a row, are among it."""
+        """Return whether all bytes of a contiguous tensor were filled."""
         at = int(np.searchsorted(self._begins, target.data_ptr(), side="right")) - 1
         return at >= 0 and target.data_ptr() + target.nbytes <= int(self._ends[at])
 
 
 def run_copies(base: int, copies: CopyTable) -> None:
-    """Copies out of the memory that begins at address ``base``."""
+    """Run the copies from the memory that begins at address ``base``."""
     for source, target, length in zip(*(column.tolist() for column in copies), strict=True):
         (_locked if length < SMALL_BYTES else _libc).memmove(target, base + source, length)
 
 
 def is_byte_copyable(target: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether stored elements of ``dtype`` are this tensor's own bytes in its own order."""
+    """Return whether stored elements of ``dtype`` equal this tensor's own bytes in order."""
     return (
         type(target) in (torch.Tensor, torch.nn.Parameter)
         and target.layout is torch.strided
@@ -140,20 +139,21 @@ def is_byte_copyable(target: torch.Tensor, dtype: torch.dtype) -> bool:
     )
 
 
-# ---- batches
-# A slot's bytes that are wanted, in pieces that are asked for, received and hashed by themselves.
+# ---- batches: the wanted bytes of a slot in pieces that are requested, received and hashed separately
 
 BATCH_BYTES = 2 * CHUNK_BYTES
-"""Of a slot in one request: whole chunks, so that each is hashed once where it lies."""
+"""Bytes of a slot in one request: whole chunks, so that each is hashed once by its holder."""
 GAP_BYTES = 4 << 10
-"""Bytes between two ranges that are cheaper to fetch than another range."""
+"""Gap between two ranges that is cheaper to fetch than another range."""
 MAX_RANGES = 1 << 16
-"""A quarter of what a vault takes in one request."""
+"""A quarter of the ranges that a vault accepts in one request."""
 
 
 class FetchBatch(msgspec.Struct, frozen=True):
-    """Ranges of a slot that are fetched together, none across a chunk's end, and the copies out of where they land one
-    after another."""
+    """Ranges of a slot that are fetched together, and the copies from where they land one after another.
+
+    No range crosses a chunk's end.
+    """
 
     slot: SlotInfo
     ranges: tuple[Range, ...]
@@ -162,7 +162,7 @@ class FetchBatch(msgspec.Struct, frozen=True):
 
 
 def split_into_batches(slot: SlotInfo, copies: CopyTable) -> Iterator[FetchBatch]:
-    """What to ask for, so that ``copies`` can be copied, whose sources are offsets in the slot's payload."""
+    """Yield the requests for ``copies``, whose sources are offsets in the slot's payload."""
     copies = copies.split_at_multiples(min(BATCH_BYTES, CHUNK_BYTES))
     block = copies.source // BATCH_BYTES
     for first, last in _runs(block[1:] != block[:-1], len(block)):
@@ -171,7 +171,8 @@ def split_into_batches(slot: SlotInfo, copies: CopyTable) -> Iterator[FetchBatch
 
 
 def _runs(breaks: np.ndarray, count: int) -> Iterator[tuple[int, int]]:
-    """(first, one behind the last) of each run; ``breaks`` says of each member but the first whether it begins one."""
+    """Yield (first, one after the last) of each run; ``breaks`` tells for each member but the first whether a run
+    begins."""
     if count:
         begins = [0, *(np.flatnonzero(breaks) + 1).tolist()]
         yield from zip(begins, [*begins[1:], count], strict=True)

@@ -1,7 +1,7 @@
-"""Slot bytes into live tensors: this node's slots straight from their mapping, others' from the vaults that hold them.
+"""Read slots into live tensors: this node's slots from their mapping, others' from the vaults that hold them.
 
-Nothing is used unchecked: of a local slot the chunks that are read are hashed, here or by the rank that wrote it; what
-comes from elsewhere is held against what was sealed there. A slot that fails is named, never guessed around.
+All bytes are checked before use. The chunks read from a local slot are hashed, here or by the rank that wrote it;
+remote bytes are compared with the digests sealed there. A slot that fails is reported, never worked around.
 """
 
 from __future__ import annotations
@@ -42,24 +42,23 @@ from everstep_trainer.restore.remote_slots import ScratchFetch, SlotStreams
 from everstep_trainer.snapshot.copy import slot_view, view_of_box
 from everstep_trainer.state.blob import dtype_of
 
-# ---- reshard
-# From boxes as they were stored to boxes as they are needed, in byte ranges. Pure: any layout to any other.
+# ---- resharding: from stored boxes to needed boxes, in byte ranges. Pure: any layout to any other.
 
 MAX_RUNS = 256
-"""A box of more contiguous runs than this is fetched with the rows it lies in, where that is not much more."""
+"""A box of more contiguous runs than this is fetched with its surrounding rows, unless these are much larger."""
 MAX_EXCESS_FACTOR = 4
-"""How many times the wanted bytes such rows may have."""
+"""Largest ratio of such rows to the wanted bytes."""
 
 
 class NeededBox(msgspec.Struct, frozen=True, gc=False):
-    """Box ``box`` of tensor ``tensor_index`` (index in the catalog) is needed."""
+    """A needed box of tensor ``tensor_index`` (index in the catalog)."""
 
     tensor_index: int
     box: Box
 
 
 class PlannedRead(msgspec.Struct, frozen=True, gc=False):
-    """Part ``box`` of want ``needed_index`` comes from ``stored`` in supply ``source_index``."""
+    """The part ``box`` of a needed box is read from ``stored`` in source ``source_index``."""
 
     needed_index: int
     source_index: int
@@ -68,9 +67,12 @@ class PlannedRead(msgspec.Struct, frozen=True, gc=False):
 
 
 def plan_reads(needed: Sequence[NeededBox], sources: Iterable[Manifest]) -> list[PlannedRead]:
-    """Reads that fill every want exactly once, each byte from the first supply that has it: order them by nearness.
+    """Return reads that fill every needed box exactly once, each byte from the first source that has it.
 
-    Takes no more of ``sources`` than it needs. Raises NotRestorable where something is in no supply.
+    Order the sources by distance; no more of them are consumed than needed.
+
+    Raises:
+        NotRestorable: A part is in no source.
     """
     wanting: dict[int, list[int]] = defaultdict(list)
     for index, want in enumerate(needed):
@@ -104,7 +106,7 @@ def plan_reads(needed: Sequence[NeededBox], sources: Iterable[Manifest]) -> list
 def _plan_from_stored(
     needed_index: int, source_index: int, stored: StoredBox, uncovered: list[Box], reads: list[PlannedRead]
 ) -> list[Box]:
-    """Adds reads of what ``stored`` has of ``uncovered``; returns what is still lacking."""
+    """Add reads of the uncovered parts that ``stored`` has; return the parts still missing."""
     lacking: list[Box] = []
     for part in uncovered:
         common = part.intersect(stored.box)
@@ -117,7 +119,7 @@ def _plan_from_stored(
 
 
 def box_to_fetch(held: Box, wanted: Box) -> Box:
-    """What to move over the network for ``wanted``: itself, or whole rows of ``held`` where it lies in many crumbs."""
+    """Return the box to fetch for ``wanted``: itself, or whole rows of ``held`` if it consists of many small runs."""
     runs = math.prod(wanted.size[: run_dimension(held, wanted)])
     if runs <= MAX_RUNS:
         return wanted
@@ -143,8 +145,10 @@ class ReadSource(msgspec.Struct, frozen=True):
 
 
 class RestoreTarget(Protocol):
-    """Live memory to fill: ``local`` is a view with the size of ``box``, which lies in the whole tensor. What is a
-    parameter is sent for first."""
+    """Live memory to fill.
+
+    ``local`` is a view with the size of ``box``, which is a part of the whole tensor. Parameters are fetched first.
+    """
 
     @property
     def local(self) -> torch.Tensor: ...
@@ -165,8 +169,13 @@ class LandedRead(msgspec.Struct, frozen=True):
 
 
 class _Arrivals(msgspec.Struct, frozen=True):
-    """What is fetched of one remote slot: ``staged_reads`` are bytes of which torch makes tensors when they have
-    landed; ``blob`` takes the Python state, and is empty where none is fetched."""
+    """The fetch of one remote slot.
+
+    Attributes:
+        moves: Copies into live memory.
+        staged_reads: Byte buffers that torch copies from once they have been received.
+        blob: Receives the Python state; empty if none is fetched.
+    """
 
     source: ReadSource
     reads: list[PlannedRead]
@@ -179,10 +188,10 @@ class SlotLoader:
     """Carries out a plan of reads.
 
     Args:
-        member: this rank; slots on its node are read directly.
-        targets: what each want of the plan fills.
-        local: the slots of this rank's node.
-        hash_scope: which chunks of a slot of this node are hashed here.
+        member: This rank; slots on its node are read directly.
+        targets: The target of each needed box.
+        local: The slots of this rank's node.
+        hash_scope: Returns which chunks of a slot of this node are hashed here.
     """
 
     def __init__(
@@ -208,10 +217,10 @@ class SlotLoader:
     def load(
         self, reads: Sequence[PlannedRead], sources: Sequence[ReadSource], blob_source: int
     ) -> tuple[bytes, list[BadSlot]]:
-        """Fills the targets; returns the Python state of supply ``blob_source``, and the slots that failed.
+        """Fill the targets; return the Python state of source ``blob_source``, and the slots that failed.
 
-        Where any failed, what was filled is not to be used. The next call, which may have other supplies, does not
-        bring anew what came from other nodes and hashed right, unless the slot that it came from proved corrupt.
+        After a failure the targets must not be used. A repeated call, possibly with other sources, does not fetch bytes
+        again that came from other nodes with the right hash, unless their slot proved corrupt.
         """
         self.bytes_by_source = dict(self._kept_bytes)
         of_supply: dict[int, list[PlannedRead]] = defaultdict(list)
@@ -246,7 +255,7 @@ class SlotLoader:
         return b"".join(blobs), failures
 
     def read_python_state(self, supply: ReadSource) -> bytes:
-        """One more slot's Python state. Raises BadSlot."""
+        """Return the Python state of another slot. Raises BadSlot."""
         if supply.slot.is_on(self._member.node):
             return self._read_local(supply, [], with_blob=True)
         arrivals = [self._arrivals(supply, [], with_blob=True)]
@@ -258,7 +267,7 @@ class SlotLoader:
     def _fetch_all(
         self, arrivals: Sequence[_Arrivals], meanwhile: Callable[[], None] = lambda: None
     ) -> tuple[list[BadSlot], list[FetchBatch]]:
-        """All of it, from holders and from parity; the slots that failed, and what came of others and of those."""
+        """Fetch everything, from holders and from parity; return the failed slots and the received batches."""
         batches = [batch for each in arrivals for batch in split_into_batches(each.source.slot, each.moves.table())]
         streams = SlotStreams(self._vault, self._job, (batch for batch in batches if batch.slot.parity_group is None))
         lost = (batch for batch in batches if batch.slot.parity_group is not None)
@@ -273,7 +282,7 @@ class SlotLoader:
             landing.close()
 
     def fetch_manifest(self, slot: SlotInfo) -> bytes:
-        """A remote slot's manifest. Raises what the vault answers, Unavailable where it does not."""
+        """Return a remote slot's manifest. Raises the vault's error, or Unavailable if it does not answer."""
         into = self._scratch_file()
         landed: Fetched = self._vault.fetch(
             job=self._job,
@@ -288,7 +297,7 @@ class SlotLoader:
             return file.read(landed.bytes)
 
     def _copy(self, data: torch.Tensor, supply: ReadSource, landed: list[LandedRead]) -> None:
-        """Copies what landed in ``data`` to its targets."""
+        """Copy the received ``data`` to its targets."""
         sources, targets = [], []
         for item in landed:
             tensor = supply.tensor(item.read)
@@ -296,7 +305,7 @@ class SlotLoader:
             sources.append(here[0] if tensor.per_rank else here)
             targets.append(self._part(item.read, tensor))
         pairs = list(zip(targets, sources, strict=True))
-        lazy = [pair for pair in pairs if pair[0].is_conj() or pair[0].is_neg()]  # which torch fills one by one only
+        lazy = [pair for pair in pairs if pair[0].is_conj() or pair[0].is_neg()]  # torch fills these only one by one
         if lazy:
             pairs = [pair for pair in pairs if not (pair[0].is_conj() or pair[0].is_neg())]
         with torch.no_grad():
@@ -315,7 +324,7 @@ class SlotLoader:
     # --- this node's slots
 
     def _read_local(self, supply: ReadSource, reads: list[PlannedRead], with_blob: bool) -> bytes:
-        """Fills the reads' targets; returns the Python state if it is wanted. Raises BadSlot."""
+        """Fill the reads' targets; return the Python state if it is wanted. Raises BadSlot."""
         moves, rest = self._sorted(supply, reads)
         also = [(item.offset, item.box.volume * supply.tensor(item.read).itemsize) for item in rest]
         if with_blob:
@@ -331,7 +340,7 @@ class SlotLoader:
         return blob
 
     def _sorted(self, supply: ReadSource, reads: list[PlannedRead]) -> tuple[TensorCopies, list[LandedRead]]:
-        """Those that are copies of bytes, in columns; and the others, which torch copies from tensor to tensor."""
+        """Sort reads into byte copies, in columns, and others, which torch copies between tensors."""
         moves, rest = TensorCopies(), []
         kinds = {name: dtype_of(name) for name in {supply.tensor(read).dtype for read in reads}}
         for read in reads:
@@ -345,7 +354,7 @@ class SlotLoader:
         return moves, rest
 
     def _part(self, read: PlannedRead, tensor: TensorInfo) -> torch.Tensor:
-        """The live memory that a read fills."""
+        """Return the live memory that a read fills."""
         target, box = self._targets[read.needed_index], read.box
         if tensor.per_rank:
             box = Box(box.offset[1:], box.size[1:])
@@ -354,7 +363,7 @@ class SlotLoader:
     # --- other nodes' slots
 
     def _arrivals(self, supply: ReadSource, reads: list[PlannedRead], with_blob: bool) -> _Arrivals:
-        """What is fetched of a remote slot: plain tensors into their own memory, others by way of one of bytes."""
+        """Return the fetch of a remote slot: plain tensors directly into their memory, others through a byte buffer."""
         moves, rest = self._sorted(supply, reads)
         boxes = [box_to_fetch(item.read.stored.box, item.read.box) for item in rest]
         asides = []
@@ -371,8 +380,10 @@ class SlotLoader:
     def _settle(
         self, arrivals: Sequence[_Arrivals], failures: list[BadSlot], landed: Sequence[FetchBatch]
     ) -> list[bytes]:
-        """After all has come; the Python state, where it was among it. Where anything failed, what came from others and
-        hashed right need not come again."""
+        """Finish after everything arrived; return the Python states.
+
+        If a slot failed, its bytes that arrived with the right hash are not fetched again.
+        """
         blobs = []
         for each in arrivals:
             each.moves.mark_written()
@@ -389,7 +400,7 @@ class SlotLoader:
         return blobs
 
     def _landed_reads(self, arrivals: _Arrivals, landed: Sequence[FetchBatch]) -> list[PlannedRead]:
-        """Those reads of a slot that failed whose targets had been filled before that, with what hashed right."""
+        """Return the reads of a failed slot whose targets had been filled with correctly hashed bytes."""
         supply = arrivals.source
         filled = FilledMemory([batch.copies for batch in landed if batch.slot is supply.slot])
         aside = {id(item.read) for _, item in arrivals.staged_reads}
@@ -407,7 +418,7 @@ class SlotLoader:
         self._kept_reads.update((read.needed_index, read.box) for read in reads)
 
     def _scratch_file(self) -> Path:
-        """Beside this rank's segment; a rank that has none yet gets the smallest."""
+        """Return a scratch file beside this rank's segment; a rank without one gets the smallest."""
         if self._scratch is None:
             segment = self._vault.open_segment(self._job, self._member.local_rank, PAGE_BYTES, slots=1)
             self._scratch = Path(segment.directory) / f"scratch-{self._member.local_rank}"
@@ -415,7 +426,7 @@ class SlotLoader:
 
 
 def _ranges(read: PlannedRead, itemsize: int) -> list[Range] | None:
-    """Where the bytes of a read lie in the slot; None where they are in many crumbs."""
+    """Return the byte ranges of a read in the slot; None if it consists of too many runs."""
     stored = read.stored
     if read.box == stored.box:
         return [(stored.offset, stored.box.volume * itemsize)]
@@ -425,7 +436,7 @@ def _ranges(read: PlannedRead, itemsize: int) -> list[Range] | None:
 
 
 def _blob(data: torch.Tensor, at: int) -> bytes:
-    """Raises MalformedMessage where the length before it cannot be."""
+    """Return the Python state behind its length. Raises MalformedMessage for an impossible length."""
     length = int.from_bytes(data[at : at + BLOB_LENGTH_BYTES].numpy().tobytes(), "little")
     if length > data.numel() - at - BLOB_LENGTH_BYTES:
         raise MalformedMessage(f"a slot's Python state says that it has {length} bytes")

@@ -1,7 +1,7 @@
-"""One pass over a slot: each chunk is hashed and copied at once, by several threads.
+"""Copy from this node's slots and hash them in one pass, with several threads.
 
-A chunk is copied as its hash is made, so its bytes reach live memory before its digest is known. A chunk that is not
-what was sealed fails the whole pass: then nothing of what was filled may be used.
+A chunk is copied while its hash is computed, so its bytes reach live memory before its digest is known. A chunk with a
+wrong digest fails the whole pass, and no filled memory may be used.
 """
 
 from __future__ import annotations
@@ -27,24 +27,25 @@ from everstep.wire.v1.local import SlotInfo
 from everstep_trainer.restore.byte_moves import NO_COPIES, CopyTable, run_copies
 
 BLOCK_BYTES = 2 << 20
-"""Hashed, then copied, where nothing does both at once: from 1 MiB on the C library writes past the cache, which takes
-half the time, and a block of this size is still in the cache when it is copied."""
+"""Hashed, then copied, if no native code does both at once. From 1 MiB on the C library's copy bypasses the cache,
+which takes half the time; a block of this size is still in the cache when it is copied."""
 MIN_THREAD_BYTES = 16 << 20
 MAX_THREADS = 8
-"""By then memory is what is waited for."""
+"""With more threads, memory bandwidth is the limit."""
 
 
 class HashingCopy:
     """Checks chunks of a payload and copies from it, once.
 
     Args:
-        payload: where it is mapped.
-        copies: what to copy; sources are offsets in the payload.
-        digests: of each chunk, as sealed.
-        checked: the chunks to hash; of others the bytes are taken as they are.
-        native: what hashes and copies at once.
+        payload: The mapped payload.
+        copies: The copies; sources are offsets in the payload.
+        digests: The sealed digest of each chunk.
+        checked: The chunks to hash; others are used unchecked.
+        native: Native code that hashes and copies at once.
 
-    Raises IndexError where a copy would begin or end outside the payload.
+    Raises:
+        IndexError: A copy would begin or end outside the payload.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class HashingCopy:
         self._failures: list[Exception] = []
 
     def run(self, threads: int) -> None:
-        """Raises DigestMismatch, naming a chunk. When this returns or raises, no thread copies any more."""
+        """Run the pass. Raises DigestMismatch, naming a chunk. Afterwards no thread copies any more."""
         todo = iter(self._chunks)
         worth = len(self._chunks) * CHUNK_BYTES // MIN_THREAD_BYTES
         helpers = [
@@ -138,43 +139,42 @@ class HashingCopy:
             run_copies(self._address, self._in_block(at))
 
     def _in_block(self, at: int) -> CopyTable:
-        """What is copied of the block that begins there."""
+        """Return the copies from the block that begins there."""
         first, last = self._of_block.get(at // self._block_bytes, (0, 0))
         return CopyTable(*(column[first:last] for column in self._copies))
 
 
 def threads_for(ranks: int) -> int:
-    """How many threads each of so many ranks of this machine should copy with."""
+    """Return the number of copying threads for each of ``ranks`` ranks on this machine."""
     return max(2, min(MAX_THREADS, len(os.sched_getaffinity(0)) // ranks))
 
 
 def chunks_of(ranges: Iterable[tuple[int, int]]) -> set[int]:
-    """The chunks that (offset, length) ranges touch."""
+    """Return the chunks that (offset, length) ranges touch."""
     runs = (range(start // CHUNK_BYTES, (start + length - 1) // CHUNK_BYTES + 1) for start, length in ranges if length)
     return set(itertools.chain.from_iterable(runs))
 
 
 def chunks_of_copies(copies: CopyTable) -> set[int]:
-    """The chunks that copies read."""
+    """Return the chunks that copies read."""
     cut = copies.split_at_multiples(CHUNK_BYTES)
     return set(np.unique(cut.source // CHUNK_BYTES).tolist())
 
 
-# ---- local
-# This node's slots, read straight from their segment files, and nothing of them unchecked.
+# ---- this node's slots, read from their segment files and always checked
 
 
 def map_read_only(path: str, length: int = 0) -> memoryview:
-    """A file mapped shared and read-only: a fault costs a third of a private mapping's. Raises OSError."""
+    """Map a file shared and read-only: a page fault costs a third of a private mapping's. Raises OSError."""
     with open(path, "rb") as file:
         return memoryview(mmap.mmap(file.fileno(), length, access=mmap.ACCESS_READ))
 
 
 def as_tensor(buffer: memoryview) -> torch.Tensor:
-    """Read-only bytes as a tensor to copy from.
+    """Return read-only bytes as a tensor to copy from.
 
-    torch has no read-only tensors and warns of what a write would do. Here it would end the process: the pages cannot
-    be written.
+    torch has no read-only tensors and warns of the effects of a write. Here a write would end the process: the pages
+    cannot be written.
     """
     array = np.frombuffer(buffer, np.uint8)
     alias = (ctypes.c_ubyte * array.nbytes).from_address(array.ctypes.data)
@@ -183,7 +183,7 @@ def as_tensor(buffer: memoryview) -> torch.Tensor:
 
 
 class BadSlot(Exception):
-    """A slot that cannot be used, and why; ``is_corrupt`` when its bytes are not what was sealed."""
+    """A slot that cannot be used, and why; ``is_corrupt`` if its bytes are not those sealed."""
 
     def __init__(self, slot: SlotInfo, reason: str, *, is_corrupt: bool) -> None:
         super().__init__(reason)
@@ -193,8 +193,8 @@ class BadSlot(Exception):
 
 
 class HashScope(Enum):
-    """Which chunks of a slot a reader hashes: all of them, those that it reads, or none, because another rank's word
-    on them is heard before anything is used."""
+    """Chunks of a slot that a reader hashes: all, those it reads, or none, because another rank's check precedes any
+    use."""
 
     ALL = auto()
     READ = auto()
@@ -205,9 +205,9 @@ class LocalSlots:
     """Sealed slots in this node's segment files.
 
     Args:
-        own_segment: a segment that this process has mapped already, by its path; None of another one, which is then
-            mapped read-only. To map a slot anew costs as much as to copy it.
-        threads: that copy and hash side by side.
+        own_segment: Returns the segment at a path if this process has mapped it already; others are mapped read-only.
+            Mapping a slot again costs as much as copying it.
+        threads: Number of threads that copy and hash in parallel.
     """
 
     def __init__(self, own_segment: Callable[[str], SegmentView | None] = lambda _: None, threads: int = 2) -> None:
@@ -221,7 +221,7 @@ class LocalSlots:
         return self._views[slot.path]
 
     def manifest(self, slot: SlotInfo) -> bytes:
-        """The slot's manifest, checked. Raises BadSlot."""
+        """Return the slot's manifest, checked. Raises BadSlot."""
         try:
             return self._require(slot).manifest(slot.slot)
         except (DigestMismatch, OSError) as error:
@@ -234,10 +234,16 @@ class LocalSlots:
         extra_ranges: Iterable[Range] = (),
         scope: HashScope = HashScope.ALL,
     ) -> torch.Tensor:
-        """Copies ``copies`` out of the slot, and hashes what ``scope`` says; returns the payload.
+        """Copy from the slot, hash the chunks of ``scope``, and return the payload.
 
-        ``extra_ranges``: ranges that will be read from what is returned. Raises BadSlot, after which nothing of what
-        was copied may be used.
+        Args:
+            slot: The slot.
+            copies: The copies.
+            extra_ranges: Ranges that the caller will read from the returned payload.
+            scope: The chunks to hash.
+
+        Raises:
+            BadSlot: The slot cannot be used, and neither can the copied bytes.
         """
         try:
             view = self._require(slot)
@@ -255,7 +261,7 @@ class LocalSlots:
             raise self._bad(slot, error) from error
 
     def require_unchanged(self, slot: SlotInfo) -> None:
-        """Raises BadSlot where the slot was filled anew since."""
+        """Raise BadSlot if the slot was refilled since."""
         try:
             self._require(slot)
         except DigestMismatch as error:
@@ -270,7 +276,7 @@ class LocalSlots:
         return view
 
     def _bad(self, slot: SlotInfo, error: Exception) -> BadSlot:
-        """A slot that was filled anew while it was hashed is not corrupt."""
+        """Return the error for a slot; a slot that was refilled while it was hashed is not corrupt."""
         corrupt = isinstance(error, DigestMismatch) and not isinstance(error, _SlotRefilled)
         if corrupt:
             try:
@@ -281,4 +287,4 @@ class LocalSlots:
 
 
 class _SlotRefilled(DigestMismatch):
-    """The slot is another one by now: no corruption."""
+    """The slot has been refilled: no corruption."""

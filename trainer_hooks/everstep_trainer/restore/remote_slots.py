@@ -1,9 +1,9 @@
-"""What comes from other nodes: received straight into live memory, and hashed while it is in the cache.
+"""Receive slots of other nodes straight into live memory, hashed while they are in the cache.
 
-The node's vault proves a connection to the holder's vault and hands it over. Bytes reach live memory before their
-digests are known, so a batch counts only when it has come to its end and hashed right. The holder sends whole chunks
-without a look at them; of those that come wrong it is asked once more, to learn whether they are wrong there. Whoever
-waits, or goes away, may be sure that nothing is written any more once ``finish`` has returned, or ``close``.
+The node's vault authenticates a connection to the holder's vault and hands it over. Bytes reach live memory before
+their digests are known, so a batch counts only when it is complete with the right hash. The holder sends whole chunks
+unchecked. If chunks arrive wrong it is asked once more, to learn whether they are wrong there. Once ``finish`` or
+``close`` has returned, nothing is written any more.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from everstep_trainer.restore.local_slots import BadSlot, map_read_only
 from everstep_trainer.state.layout import ALIGN
 
 STREAM_COUNT = 2
-"""Connections at once: one is bound by one core at each end, and waits while the other end hashes."""
+"""Parallel connections: one is bound by one core at each end, and waits while the other end hashes."""
 MIN_STREAM_BYTES = 32 << 20
 BLOCK_BYTES = 256 << 10
-"""Received, then hashed: with what the kernel copies it from, it must stay in a core's own cache. Divides
+"""Received, then hashed: together with the kernel's source buffer it must fit a core's own cache. Divides
 CHUNK_BYTES."""
 MAX_VIEWS = 128
-"""Copies out of a piece that are received each into its place; more come through a buffer."""
+"""Copies of a piece that are each received into place; with more, the piece goes through a buffer."""
 
 
 class BadTransfer(BadSlot):
-    """What arrived is not what the holder says that it sent."""
+    """The received bytes are not those that the holder says it sent."""
 
     def __init__(self, slot: SlotInfo, reason: str) -> None:
         super().__init__(slot, reason, is_corrupt=True)
 
 
 class SlotStreams:
-    """Carries out batches, about in their order, from threads of its own."""
+    """Receives batches, roughly in order, in threads of its own."""
 
     def __init__(self, vault: VaultClient, job: str, batches: Iterable[FetchBatch]) -> None:
         self._vault = vault
@@ -63,7 +63,7 @@ class SlotStreams:
         self.failures: list[BadSlot] = []
 
     def start(self) -> None:
-        """Returns at once. What was begun is not begun again."""
+        """Start the threads, unless they run already. Returns at once."""
         if self._threads or not self._todo:
             return
         worth = sum(batch.nbytes for batch in self._todo) // MIN_STREAM_BYTES
@@ -75,7 +75,7 @@ class SlotStreams:
             thread.start()
 
     def finish(self) -> list[BadSlot]:
-        """Waits for all of it; the slots that failed. Of those only what ``landed`` may be used."""
+        """Wait for everything; return the failed slots. Of these only the batches in ``landed`` may be used."""
         self.start()
         for thread in self._threads:
             thread.join()
@@ -84,14 +84,14 @@ class SlotStreams:
         return self.failures
 
     def close(self) -> None:
-        """Leaves what is not finished."""
+        """Abandon unfinished batches."""
         with self._changed:
             self._stopped = True
             for channel in self._open:
                 channel.shutdown()
             self._changed.wait_for(lambda: not self._open)
 
-    # --- in threads
+    # --- in the threads
 
     def _work(self) -> None:
         receivers: dict[str, _Receiver] = {}
@@ -157,11 +157,11 @@ class SlotStreams:
 
 
 class _NotAsSent(DigestMismatch):
-    """Found here, and not by the holder."""
+    """A mismatch found here, but not by the holder."""
 
 
 class _Receiver:
-    """Asks for batches over one connection. ``buffer``: of BLOCK_BYTES, for what is not received into its place."""
+    """Requests batches over one connection. ``buffer``: BLOCK_BYTES, for bytes that are not received into place."""
 
     def __init__(self, channel: VaultChannel, answer_timeout_s: float, io_timeout_s: float, buffer: bytearray) -> None:
         self.channel = channel
@@ -171,14 +171,18 @@ class _Receiver:
         self._address = np.frombuffer(buffer, np.uint8).ctypes.data
 
     def receive(self, batch: FetchBatch) -> None:
-        """Fills the batch's targets. Raises DigestMismatch, Unavailable, MalformedMessage, and what the holder refuses
-        for; after any of them the connection is of no more use, and what was filled is not to be used."""
+        """Fill the batch's targets.
+
+        Raises:
+            EverstepError: DigestMismatch, Unavailable, MalformedMessage, or the holder's refusal. Afterwards neither
+                the connection nor the filled memory may be used.
+        """
         if self._comes_right(batch, unhashed=True):
             return
         slot = batch.slot
         wrong = _NotAsSent(f"what {slot.node} sent of rank {slot.rank}'s version {slot.version} did not hash right")
         try:
-            self._comes_right(batch, unhashed=False)  # the holder refuses what is wrong there already
+            self._comes_right(batch, unhashed=False)  # the holder itself refuses bytes that are wrong there
         except (DigestMismatch, NotFound):
             raise
         except EverstepError as error:
@@ -186,7 +190,7 @@ class _Receiver:
         raise wrong
 
     def _comes_right(self, batch: FetchBatch, unhashed: bool) -> bool:
-        """Fills the batch's targets, and says whether that is what was sealed. ``unhashed``: as in Get."""
+        """Fill the batch's targets; return whether the bytes are those sealed. ``unhashed``: as Get.skip_hash."""
         slot, channel = batch.slot, self.channel
         channel.send(Get(rank=slot.rank, version=slot.version, ranges=batch.ranges, skip_hash=unhashed))
         channel.set_receive_timeout(self._answer_timeout_s)
@@ -198,13 +202,12 @@ class _Receiver:
         for at, rows in _cut(batch.copies, CHUNK_BYTES, 0, batch.nbytes):
             self._piece(at, min(CHUNK_BYTES, batch.nbytes - at), rows, hasher)
             if not channel.receive_piece_status():
-                channel.receive_answer(DataEnd)  # raises what the peer refuses for
+                channel.receive_answer(DataEnd)  # raises the holder's refusal
                 raise MalformedMessage(f"{slot.node} said that the slot cannot be read on, and then that it can")
         return channel.receive_answer(DataEnd).digests == hasher.digests()
 
     def _piece(self, at: int, length: int, rows: CopyTable, hasher: RangeHasher) -> None:
-        """Straight to where the bytes belong; all through the buffer where there are many rows, or bytes that two of
-        them want."""
+        """Receive a piece into place, or through the buffer if it has many copies or bytes that two of them want."""
         if len(rows.source) <= MAX_VIEWS and np.all(rows.source[1:] >= rows.source[:-1] + rows.length[:-1]):
             for view in self._views(at, length, rows):
                 for start in range(0, len(view), BLOCK_BYTES):
@@ -219,8 +222,7 @@ class _Receiver:
         hasher.update(view)
 
     def _views(self, at: int, length: int, rows: CopyTable) -> Iterator[memoryview]:
-        """Where the bytes from ``at`` on go: into live memory, and into the buffer where nobody wants them, which is
-        GAP_BYTES at most."""
+        """Yield where the bytes from ``at`` on go: live memory, or the buffer for unwanted ones, at most GAP_BYTES."""
         here = at
         for source, target, count in zip(*(column.tolist() for column in rows), strict=True):
             yield self._buffer[: source - here]
@@ -230,7 +232,7 @@ class _Receiver:
 
 
 def _cut(rows: CopyTable, every: int, begin: int, end: int) -> Iterator[tuple[int, CopyTable]]:
-    """(where it begins, copies out of it) of each ``every`` bytes from ``begin``, a multiple of that, to ``end``."""
+    """Yield (begin, copies from it) of each ``every`` bytes from ``begin``, a multiple of ``every``, to ``end``."""
     rows = rows.split_at_multiples(every)
     starts = np.arange(begin, end, every)
     bounds = np.searchsorted(rows.source, np.append(starts, end)).tolist()
@@ -238,26 +240,24 @@ def _cut(rows: CopyTable, every: int, begin: int, end: int) -> Iterator[tuple[in
         yield start, CopyTable(*(column[first:last] for column in rows))
 
 
-# ---- landing
-# What the node's vault makes again from parity: batch by batch in a small window, copied out of it while more comes.
+# ---- slots that the node's vault rebuilds from parity, copied out of a small window while more arrives
 #
-# The window is a scratch file that the vault writes and this rank reads. Its pages are made once, which takes as long
-# as
-# fetching as much, and are kept for the next restore: so it is small, and used again and again. Every byte in it was
-# hashed by the vault.
+# The window is a scratch file that the vault writes and this rank reads. Making its pages takes as long as fetching as
+# much, and they are kept for the next restore, so it is small and reused. The vault has hashed every byte in it.
 
 WINDOW_BATCHES = 4
 MAX_CONCURRENT_FETCHES = 16
-"""Fetches, where all that is fetched fits into the window. A vault works on 64 of one process."""
+"""Parallel fetches if everything fits into the window. A vault works on 64 of one process."""
 WINDOW_BYTES = WINDOW_BATCHES * BATCH_BYTES
-"""Kept for the next restore, which then needs none of the 50 ms that making these pages takes. Goes with the job."""
+"""Kept for the next restore, which then saves the 50 ms of making these pages. Removed with the job."""
 
 
 class ScratchFetch:
-    """Carries out batches in their order.
+    """Fetches batches in their order.
 
     Args:
-        scratch: the window's file, below the vault's directory of segments; asked for when there is something to fetch.
+        scratch: Returns the window's file, below the vault's directory of segments; called if there is something to
+            fetch.
     """
 
     def __init__(
@@ -274,7 +274,7 @@ class ScratchFetch:
         self.failures: list[BadSlot] = []
 
     def start(self) -> None:
-        """Asks for as much as the window takes. Returns at once."""
+        """Request as much as the window takes. Returns at once."""
         most = WINDOW_BATCHES if self._is_circular else MAX_CONCURRENT_FETCHES
         while self._todo and len(self._under_way) < most:
             batch = self._todo.popleft()
@@ -294,7 +294,7 @@ class ScratchFetch:
             self._under_way.append((batch, at, asked))
 
     def finish(self) -> list[BadSlot]:
-        """Waits for all of it; the slots that failed, of which nothing may be used."""
+        """Wait for everything; return the failed slots, whose bytes must not be used."""
         self.start()
         while self._under_way:
             batch, at, asked = self._under_way[0]
@@ -308,13 +308,12 @@ class ScratchFetch:
         return self.failures
 
     def close(self) -> None:
-        """Leaves what is not finished. A vault may still write what nobody waits for any more: not into a file that is
-        used again."""
+        """Abandon unfinished batches. The vault may still write them, so their file is not reused."""
         if self._under_way or self.failures or self._end > WINDOW_BYTES:
             self._scratch().unlink(missing_ok=True)
 
     def _window_offset(self, batch: FetchBatch) -> int:
-        """Where it lands: in a place of the window that has been copied out of, unless all of it fits at once."""
+        """Return where a batch lands: a part of the window already copied from, unless all batches fit at once."""
         if self._is_circular:
             at = self._base + self._number % WINDOW_BATCHES * BATCH_BYTES
             self._number += 1
@@ -330,7 +329,7 @@ class ScratchFetch:
     def _fail(self, slot: SlotInfo, error: EverstepError) -> None:
         if not self._failed(slot):
             self.failures.append(BadSlot(slot, str(error), is_corrupt=isinstance(error, DigestMismatch)))
-        self._base, self._next = -(-self._end // ALIGN) * ALIGN, 0  # where no late write of it lands
+        self._base, self._next = -(-self._end // ALIGN) * ALIGN, 0  # beyond late writes of the failed fetch
 
     def _address(self, at: int, nbytes: int) -> int:
         if at + nbytes > len(self._data):

@@ -1,4 +1,4 @@
-"""One rank's part in a restore, from beginning to end."""
+"""Run one rank's part in a restore from beginning to end."""
 
 from __future__ import annotations
 
@@ -41,8 +41,7 @@ from everstep_trainer.state.python_state import decode as decode_python
 from everstep_trainer.state.tensors import TrackedTensor
 from everstep_trainer.state.tracked_state import TrackedState
 
-# ---- findings
-# What a rank finds while it restores: bytes that are not what was written. They accuse no node by themselves.
+# ---- findings: bytes that are not those written; they accuse no node by themselves
 
 
 def make_restore_finding(
@@ -56,11 +55,12 @@ def make_restore_finding(
     source: str,
     evidence: dict[str, str],
 ) -> FindingRaised:
-    """A warning for the agent to pass on, under the generation's trace.
+    """Return a warning for the agent to pass on, under the generation's trace.
 
     Args:
-        reason: what is wrong, in words; ``fallback``: what is used in its place.
-        source: by what it was seen.
+        reason: What is wrong, in words.
+        fallback: What is used instead, in words.
+        source: The check that found it.
     """
     finding = Finding(
         kind=kind,
@@ -76,15 +76,14 @@ def make_restore_finding(
     return FindingRaised(finding=finding, job=spec.job)
 
 
-# ---- before
-# What a restore that is given up must leave no trace of: the tracked state as it was before.
+# ---- backup: the tracked state before a restore, which an abandoned restore must leave unchanged
 
 
 class StateBackup:
-    """Tracked state as it is when this is made.
+    """The tracked state at the time this is made.
 
     Args:
-        with_values: whether the tensors' values are to come back as well, of which copies are held in host memory.
+        with_values: Also hold the tensors' values in host memory, to restore them.
     """
 
     def __init__(self, state: TrackedState, *, with_values: bool) -> None:
@@ -94,8 +93,10 @@ class StateBackup:
         self._values = [(tensor.local, tensor.local.to("cpu", copy=True)) for tensor in live]
 
     def undo(self) -> None:
-        """Optimizers have the state that they had, and tensors their values, where those were to come back. Else the
-        tensors hold what was tried last, for another version to be read over it."""
+        """Restore the optimizers' state and, if they were held, the tensors' values.
+
+        Otherwise the tensors keep the values tried last, and another version is read over them.
+        """
         for optimizer, held in self._held:
             optimizer.state.clear()
             optimizer.state.update(held)
@@ -106,18 +107,17 @@ class StateBackup:
             self._state.record_buffers()
 
 
-# ---- report
-# What is said of a slot that cannot be used: a line in the log, and a finding where its bytes are not those sealed.
+# ---- reports of unusable slots: a log line, and a finding if the bytes are not those sealed
 
 log = logging.getLogger(__name__)
 
 
 class SlotReporter:
-    """Tells of bad slots; callable from any thread.
+    """Reports bad slots; callable from any thread.
 
     Args:
-        on_finding: takes findings about slots on this rank's node, and about what came otherwise than it was sent; of
-            a slot elsewhere its own vault tells.
+        on_finding: Receives findings about slots on this rank's node, and about bytes that arrived wrong. For other
+            slots, their own vault reports.
     """
 
     def __init__(
@@ -157,16 +157,15 @@ class SlotReporter:
             )
 
 
-# ---- nearness
-# Which holder of the same bytes a rank reads from first.
+# ---- distance: which holder of the same bytes a rank reads from first
 
 
 def slot_distance(spec: GenerationSpec, own: Member, slot: SlotInfo) -> tuple[int, int, int, int]:
-    """A key to sort by, the nearest first.
+    """Return a sort key, nearest slot first.
 
-    This node's slots come first, its own rank's before others. Then the roster's, those of its rack before others, each
-    rank beginning with another, so that not all ask the same vault. Then those of nodes outside it, which may have been
-    evicted for lying; last what has to be made from parity.
+    This node's slots come first, the rank's own before others. Then the roster's, those of the same rack first; each
+    rank begins with another one, so that not all ask the same vault. Then those of nodes outside it, which may have
+    been evicted for wrong data; last those rebuilt from parity.
     """
     if slot.parity_group is not None:
         return 3, 0, slot.rank, 0
@@ -179,15 +178,19 @@ def slot_distance(spec: GenerationSpec, own: Member, slot: SlotInfo) -> tuple[in
 
 
 MAX_UNHELPFUL_RANKS = 8
-"""Ranks whose Python state is read for something of which no slot says whose it was."""
+"""Most ranks whose Python state is read in search of a name that no slot can be linked to."""
 
 
 class RestoreResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank starts from.
+    """The state that a rank starts from.
 
-    ``version`` None and ``step`` 0: from scratch. ``phases_s``: seconds in inventory, choose, read and agree.
-    ``bytes_by_source``: tensor bytes from this rank's own slot (own), other slots on its node (node), elsewhere
-    (remote), made again from parity (parity). ``sentence`` says why this version.
+    Attributes:
+        version: The version; None: from scratch.
+        step: Its step; 0 from scratch.
+        phases_s: Seconds in inventory, choose, read and agree.
+        bytes_by_source: Tensor bytes from this rank's own slot (own), other slots on its node (node), other nodes
+            (remote), and rebuilt from parity (parity).
+        sentence: Why this version was chosen.
     """
 
     version: Version | None
@@ -199,7 +202,7 @@ class RestoreResult(msgspec.Struct, frozen=True, kw_only=True):
 
 @contextmanager
 def _gc_paused() -> Iterator[None]:
-    """A plan is many small objects and no cycles: to look for some among them takes as long as to make it."""
+    """Pause garbage collection: a plan is many small objects without cycles, and searching them doubles its cost."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -210,13 +213,13 @@ def _gc_paused() -> Iterator[None]:
 
 
 class Restoration:
-    """Fills a rank's state from the newest version that the generation's rule admits and that is whole.
+    """Fills a rank's state from the newest complete version that the generation's rule admits.
 
     Every rank of the roster makes one; all get the same version or none does.
 
     Args:
-        store: the generation's, already under its prefix.
-        on_finding: hears of slots whose bytes are not what was sealed; from any thread.
+        store: The generation's store, with its prefix.
+        on_finding: Receives findings about slots whose bytes are not those sealed; from any thread.
     """
 
     def __init__(
@@ -242,16 +245,18 @@ class Restoration:
         self._state_error: Exception | None = None
 
     def start(self) -> None:
-        """Begins with what needs no state, beside the caller. ``fill`` does it where nobody did."""
+        """Begin the work that needs no state, in the background; otherwise ``fill`` does it."""
         if not self._spec.restore.from_scratch:
             self._survey.begin()
 
     def fill(self, state: TrackedState) -> RestoreResult:
-        """Fills ``state``; once, together with all ranks.
+        """Fill ``state``; once, together with all ranks.
 
-        Raises NotRestorable where nothing admitted is whole, or the tracked objects are others than were stored;
-        what a rank cannot store or fill raises TypeError, or what torch says, there, and NotRestorable on the others;
-        DistStoreError where a rank stays away.
+        Raises:
+            NotRestorable: No admitted version is complete, the objects differ from the stored ones, or another rank
+                failed.
+            TypeError: This rank cannot store or fill an object; torch's own errors pass through as well.
+            DistStoreError: A rank does not take part.
         """
         with _gc_paused():
             return self._fill(state)
@@ -271,7 +276,7 @@ class Restoration:
             self._end_phase("choose")
             if choice.version is None:
                 return self._done(None, {}, choice.sentence)
-            if before is None:  # once something was committed, a version or a checkpoint is read over what was built
+            if before is None:  # after a commit, another version or a checkpoint is always read over the tensors
                 before = StateBackup(state, with_values=self._spec.restore.floor is None)
             outcome, python, sources = self._try(state, choice)
             self._end_phase("read")
@@ -292,7 +297,7 @@ class Restoration:
                 self._survey.propose(number, bad)
 
     def close(self) -> None:
-        """The generation is over: what was begun is left."""
+        """End with the generation: abandon work in progress."""
         self._survey.close()
 
     def _done(self, version: Version | None, sources: dict[str, int], sentence: str) -> RestoreResult:
@@ -311,13 +316,13 @@ class Restoration:
     # --- reading
 
     def _names(self, choice: VersionChoice) -> tuple[str, ...]:
-        """Of the version's tensors, for rank 0, which looks whether all of them are live somewhere."""
+        """Return the names of the version's tensors on rank 0, which checks that all of them are live somewhere."""
         if not self._agreement.is_coordinator:
             return ()
         return tuple(tensor.name for tensor in self._catalog(choice.slots))
 
     def _catalog(self, slots: Sequence[SlotInfo]) -> tuple[TensorInfo, ...]:
-        """The same in every slot of a version. Raises MalformedMessage where no manifest can be read."""
+        """Return the catalog, equal in every slot of a version. Raises MalformedMessage if no manifest can be read."""
         for slot in slots[:-1]:
             try:
                 return self._manifest(slot).catalog
@@ -328,11 +333,11 @@ class Restoration:
     def _try(
         self, state: TrackedState, choice: VersionChoice
     ) -> tuple[RestoreOutcome, MergedState | None, dict[str, int]]:
-        """Reads the choice. Where this rank's objects are others than were stored, all ranks hear of it."""
+        """Read the choice. If this rank's objects differ from the stored ones, all ranks are told."""
         try:
             return self._read(state, choice)
         except DistError:
-            raise  # of the store, by which the others would hear
+            raise  # an error of the store, through which the others would be told
         except (NotRestorable, MalformedMessage, RuntimeError, TypeError, ValueError) as error:
             self._state_error = None if isinstance(error, NotRestorable | MalformedMessage) else error
             return RestoreOutcome(False, error=f"rank {self._member.rank}: {error}"), None, {}
@@ -340,7 +345,7 @@ class Restoration:
     def _read(
         self, state: TrackedState, choice: VersionChoice
     ) -> tuple[RestoreOutcome, MergedState | None, dict[str, int]]:
-        """Reads what this rank needs; slots that fail are left out and the rest tried, as long as it suffices."""
+        """Read what this rank needs; slots that fail are left out and the rest tried, as long as they suffice."""
         slots = sorted(choice.slots, key=lambda slot: slot_distance(self._spec, self._member, slot))
         targets, wants = self._wants(state, slots)
         lives = encode_live_tensors((want.tensor_index for want in wants), len(self._catalog(slots)))
@@ -365,13 +370,13 @@ class Restoration:
                 self._report(failure)
                 bad.append(slot_key(failure.slot))
             if any(self._hash_scope(failure.slot) is HashScope.ALL for failure in failures):
-                return RestoreOutcome(False, tuple(bad)), None, {}  # others trust this rank's word on it
+                return RestoreOutcome(False, tuple(bad)), None, {}  # others rely on this rank's check of the slot
             slots = [slot for slot in slots if slot_key(slot) not in bad]
 
     def _check_unread(
         self, slots: list[SlotInfo], supplies: list[ReadSource], reads: list[PlannedRead], source: int
     ) -> list[BadSlot]:
-        """Hashes those of this rank's own slots that it reads nothing of: others of the node may."""
+        """Hash those of this rank's own slots that it does not read, because others of the node may read them."""
         read = {slot_key(supplies[number].slot) for number in {source, *(read.source_index for read in reads)}}
         failures = []
         for slot in slots:
@@ -383,23 +388,23 @@ class Restoration:
         return failures
 
     def _hash_scope(self, slot: SlotInfo) -> HashScope:
-        """Ranks of a node read much the same slots there, so each hashes its own for all of them."""
+        """Return what to hash: ranks of a node read mostly the same slots, so each hashes its own for all of them."""
         if not self._has_checker(slot):
             return HashScope.READ
         return HashScope.ALL if slot.rank == self._member.rank else HashScope.NONE
 
     def _own_segment(self, path: str) -> SegmentView | None:
-        """The rank's own segment in the mapping that it is written through, whose pages are mapped already."""
+        """Return the rank's own segment in its writable mapping, whose pages are mapped already."""
         if Path(path).name != segment_name("own", self._member.local_rank):
             return None
         return self._vault.map_segment(path).view
 
     def _has_checker(self, slot: SlotInfo) -> bool:
-        """Whether the rank that wrote the slot is still on this node, and so hashes it."""
+        """Return whether the rank that wrote the slot is still on this node, and so hashes it."""
         return not slot.replica and slot.is_on(self._member.node) and self._spec.has_rank_on(slot.node, slot.rank)
 
     def _wants(self, state: TrackedState, slots: list[SlotInfo]) -> tuple[list[TrackedTensor], list[NeededBox]]:
-        """The live tensors to fill, and which boxes they need. Raises NotRestorable for another model."""
+        """Return the live tensors to fill and the boxes they need. Raises NotRestorable for another model."""
         catalog = self._catalog(slots)
         targets, wants = [], []
         for index, target in state.restore_targets(catalog):
@@ -412,7 +417,7 @@ class Restoration:
         return targets, wants
 
     def _plan(self, needed: list[NeededBox], slots: list[SlotInfo]) -> tuple[list[PlannedRead], list[ReadSource]]:
-        """Reads from as few slots as suffice: the manifests of others are not even looked at."""
+        """Plan reads from as few slots as suffice, without looking at the manifests of others."""
         supplies: list[ReadSource] = []
 
         def manifests() -> Iterator[Manifest]:
@@ -426,7 +431,7 @@ class Restoration:
         return reads, supplies
 
     def _supplies(self, slots: list[SlotInfo]) -> Iterator[ReadSource]:
-        """Those of the slots whose manifest can be read, one after another."""
+        """Yield the slots whose manifest can be read."""
         for slot in slots:
             try:
                 supply = ReadSource(slot, self._manifest(slot))
@@ -436,16 +441,16 @@ class Restoration:
             yield supply
 
     def _manifest(self, slot: SlotInfo) -> Manifest:
-        """Read where it lies, if that is on this node, which spares the store. Raises MalformedMessage."""
+        """Return a manifest, read on this node if possible, which spares the store. Raises MalformedMessage."""
         if slot.is_on(self._member.node) and not self._agreement.knows_manifest(slot.manifest_digest):
             try:
                 self._agreement.add_local_manifest(slot.manifest_digest, self._local.manifest(slot))
             except BadSlot:
-                pass  # found out, and told, when its bytes are read
+                pass  # reported when the slot's bytes are read
         return self._agreement.manifest(slot.manifest_digest)
 
     def _blob_source(self, supplies: list[ReadSource]) -> int:
-        """The rank's own Python state if it is there, else that of the lowest rank: most of it is equal anyway."""
+        """Return the index of the rank's own Python state, else of the lowest rank's: most of it is equal anyway."""
         return min(
             range(len(supplies)),
             key=lambda i: (supplies[i].slot.rank != self._member.rank, supplies[i].slot.rank, i),
@@ -454,9 +459,11 @@ class Restoration:
     def _python(
         self, state: TrackedState, loader: SlotLoader, slots: list[SlotInfo], first: SlotInfo, blob: bytes
     ) -> MergedState:
-        """The Python state of as many ranks as know all that this one needs; mostly ``first`` alone does.
+        """Return the Python state of as many ranks as cover all names that this one needs; mostly ``first`` alone does.
 
-        Raises BadSlot; NotRestorable where no rank knows of something that is tracked now.
+        Raises:
+            BadSlot: A slot cannot be used.
+            NotRestorable: No rank has the state of an object tracked now.
         """
         names, read, told = state.python_names(), {first.rank}, [decode_python(blob)]
         while lacking := names.difference(*(python.names for python in told)):
@@ -480,7 +487,7 @@ class Restoration:
         return merged
 
     def _has_names(self, slot: SlotInfo, lacking: frozenset[StateName]) -> bool:
-        """Whether the slot's rank had one of these parameters or modules: what it stored it had."""
+        """Return whether the slot's rank had one of these parameters or modules, judged by its stored tensors."""
         fqns = {fqn for _, fqn in lacking if fqn}
         try:
             manifest = self._manifest(slot)

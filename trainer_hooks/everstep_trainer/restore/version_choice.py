@@ -1,4 +1,4 @@
-"""Which version to start from: a pure function of the rule and of what the vaults hold."""
+"""Choose the version to start from: a pure function of the rule and of the vaults' slots."""
 
 from __future__ import annotations
 
@@ -14,14 +14,20 @@ from everstep.wire.v1.local import SlotInfo
 from everstep.wire.v1.training import RestoreRule
 
 FIRST_CHECKPOINT_RANK = 1 << 19
-"""Ranks from here on are no ranks of a job, but those under which its checkpoints of DCP lie (memory_tier/dcp)."""
+"""Rank numbers from here on belong to DCP checkpoints of a job (memory_tier/dcp), not to its ranks."""
 
 ManifestOf = Callable[[str], Manifest]
-"""The manifest of a digest. Raises MalformedMessage where it cannot be had or read."""
+"""Returns the manifest of a digest. Raises MalformedMessage if it is missing or unreadable."""
 
 
 class VersionChoice(msgspec.Struct, frozen=True):
-    """``version`` None: start from scratch. ``slots`` hold the version; ``sentence`` says why it was chosen."""
+    """A chosen version.
+
+    Attributes:
+        version: The version; None: start from scratch.
+        slots: The slots that hold it.
+        sentence: Why it was chosen.
+    """
 
     version: Version | None
     slots: tuple[SlotInfo, ...]
@@ -29,12 +35,12 @@ class VersionChoice(msgspec.Struct, frozen=True):
 
 
 def only_snapshots(slots: Iterable[SlotInfo]) -> tuple[SlotInfo, ...]:
-    """The slots that are no checkpoints of DCP."""
+    """Return the slots that are no DCP checkpoints."""
     return tuple(slot for slot in slots if slot.rank < FIRST_CHECKPOINT_RANK)
 
 
 def is_admitted(rule: RestoreRule, version: Version) -> bool:
-    """Whether the rule allows this version: for want of a newer one, what parity keeps as well."""
+    """Return whether the rule allows this version; a version kept by parity is allowed for lack of a newer one."""
     below = rule.floor is not None and version < rule.floor
     if rule.from_scratch or (below and not (rule.protection is not None and version == rule.protection.version)):
         return False
@@ -42,7 +48,7 @@ def is_admitted(rule: RestoreRule, version: Version) -> bool:
 
 
 def group_by_version(rule: RestoreRule, slots: Iterable[SlotInfo]) -> list[tuple[Version, list[SlotInfo]]]:
-    """The admitted versions with their slots, newest first."""
+    """Return the admitted versions with their slots, newest first."""
     found: dict[Version, list[SlotInfo]] = defaultdict(list)
     for slot in slots:
         if is_admitted(rule, slot.version):
@@ -51,10 +57,13 @@ def group_by_version(rule: RestoreRule, slots: Iterable[SlotInfo]) -> list[tuple
 
 
 def choose_version(rule: RestoreRule, slots: Sequence[SlotInfo], manifest_of: ManifestOf) -> VersionChoice:
-    """The newest admitted version whose slots together cover every tensor.
+    """Return the newest admitted version whose slots together cover every tensor.
 
-    Without a floor nothing was ever committed, so scratch is the answer where no version is whole, and so it is where
-    the rule names a checkpoint on storage. Else raises NotRestorable with what is missing of each version.
+    Without a floor nothing was ever committed, so the answer is scratch if no version is complete. The same holds if
+    the rule names a checkpoint on storage.
+
+    Raises:
+        NotRestorable: No version is complete; the message says what each one lacks.
     """
     if rule.from_scratch:
         return VersionChoice(None, (), "the generation starts from scratch")
@@ -86,7 +95,7 @@ def _order(slot: SlotInfo) -> tuple[int, str, bool, str, int]:
 
 
 def describe_missing(holders: Sequence[SlotInfo], manifest_of: ManifestOf) -> str:
-    """What these slots of one version lack of the whole, in words; empty when nothing."""
+    """Return what these slots of one version lack, in words; empty if they are complete."""
     manifests, unreadable = _readable(holders, manifest_of)
     if not manifests:
         return f"none of {len(holders)} manifests can be read: {unreadable}"
@@ -118,7 +127,7 @@ def _readable(holders: Sequence[SlotInfo], manifest_of: ManifestOf) -> tuple[lis
 
 
 def is_whole(tensor: TensorInfo, held: set[Box]) -> bool:
-    """Whether the boxes together make up the tensor; of one that each rank has its own of, all ranks' that have it."""
+    """Return whether the boxes make up the tensor; for a per-rank tensor, the parts of all ranks that have it."""
     if not tensor.ranks:
         return covers(tensor.shape, held)
     rows = (Box((rank, *(0 for _ in tensor.shape[1:])), (1, *tensor.shape[1:])) for rank in tensor.ranks)
@@ -126,6 +135,6 @@ def is_whole(tensor: TensorInfo, held: set[Box]) -> bool:
 
 
 def covers(shape: tuple[int, ...], held: set[Box]) -> bool:
-    """Whether the boxes together make up a whole tensor of this shape."""
+    """Return whether the boxes together make up a whole tensor of this shape."""
     wanted = full_box(shape)
     return wanted in held or not uncovered(wanted, sorted(held))
