@@ -1,7 +1,7 @@
-"""Where a rank's checkpoints of DCP lie in its vault, beside its snapshots and apart from them.
+"""Place a rank's DCP checkpoints in its vault, separate from its snapshots.
 
-They have slots in a segment of their own, under numbers of ranks and local ranks that no snapshot has: restoring a job
-does not see them, and they are copied to other nodes as snapshots are.
+They have slots in their own segment, under rank and local rank numbers that no snapshot uses. So restoring a job does
+not see them, and they are copied to other nodes as snapshots are.
 """
 
 from __future__ import annotations
@@ -23,20 +23,24 @@ from everstep_trainer.restore.version_choice import FIRST_CHECKPOINT_RANK
 FIRST_CHECKPOINT_LOCAL_RANK = 32
 """Half of the local ranks for which a vault keeps segments."""
 TIER_SLOTS = 3
-"""The one being written, the newest that is known to be whole, and the newest besides."""
+"""The checkpoint being written, the newest complete one, and the newest other one."""
 WHOLE_KEY = "dcp/whole"
-"""Where the generation's store has it."""
+"""The key of the newest complete checkpoint in the generation's store."""
 _FILL_LOCK = threading.Lock()
-"""Held by whoever fills a slot: a thread that a generation left behind may be at it while the next one begins."""
+"""Held while a slot is filled: a thread left over from an ended generation may still fill one when the next begins."""
 
 
 class MemoryTier:
-    """One rank's place in the memory tier, in one generation.
+    """One rank's place in the memory tier, in one generation. ``Run.tier`` makes it.
 
     Args:
-        store: the generation's, on which ranks agree which checkpoint they load.
+        vault: Client of the node's vault.
+        spec: The generation.
+        member: This rank.
+        store: The generation's store, on which ranks agree which checkpoint they load.
 
-    Raises ConfigurationError on a node of more ranks than a vault has segments for.
+    Raises:
+        ConfigurationError: The node has more ranks than a vault has segments for.
     """
 
     def __init__(self, vault: VaultClient, spec: GenerationSpec, member: Member, store: Store) -> None:
@@ -51,7 +55,7 @@ class MemoryTier:
         self.local_slots = LocalSlots()
         self.load_count = 0
         self.is_over = False
-        """The generation was left: what a thread of it still wants to write is refused."""
+        """The generation was left: its threads may not write any more."""
         self.fill_lock = _FILL_LOCK
         self._loaded: Version | None = None
 
@@ -63,17 +67,17 @@ class MemoryTier:
 
     @property
     def rank(self) -> int:
-        """Of this rank's slots."""
+        """Rank number of this rank's slots."""
         return FIRST_CHECKPOINT_RANK + self.member.rank
 
     @property
     def local_rank(self) -> int:
-        """Of this rank's segment."""
+        """Local rank number of this rank's segment."""
         return FIRST_CHECKPOINT_LOCAL_RANK + self.member.local_rank
 
     def checkpoints(self) -> dict[Version, list[SlotInfo]]:
-        """The slots of all checkpoints that this job's vaults hold, nearest first."""
-        self.local_slots = LocalSlots()  # under a path that was mapped there may be a larger segment by now
+        """Return the slots of all checkpoints that this job's vaults hold, nearest first."""
+        self.local_slots = LocalSlots()  # a mapped path may have a larger segment by now
         nodes = tuple(dict.fromkeys((*self.spec.seats, *(holder.node for holder in self.spec.holders))))
         slots = self.vault.inventory(self.spec.job, tuple(n for n in nodes if n != self.member.node))
         found: dict[Version, list[SlotInfo]] = defaultdict(list)
@@ -88,19 +92,19 @@ class MemoryTier:
         return slot.node != own.node, far, slot.replica, (slot.rank - self.rank) % FIRST_CHECKPOINT_RANK
 
     def mark_whole(self, version: Version) -> None:
-        """All ranks wrote this one; rank 0 says so."""
+        """Record that all ranks wrote this checkpoint; called on rank 0."""
         self.store.set(WHOLE_KEY, _text(version))
 
     def mark_loaded(self, version: Version) -> None:
-        """It was whole, and nothing newer is known to be."""
+        """Record that this checkpoint was complete, and that no newer one is known."""
         self._loaded = version
 
     def newest_whole(self) -> Version | None:
-        """The newest checkpoint that is known to be whole: what must not be written over."""
+        """Return the newest checkpoint known to be complete, which must not be overwritten."""
         return _version(self.store.get(WHOLE_KEY).decode()) if self.store.check([WHOLE_KEY]) else self._loaded
 
     def agree(self, chosen: Version | None) -> Version:
-        """What rank 0 chose, on all ranks. Raises NotRestorable where it chose nothing."""
+        """Return rank 0's choice on all ranks. Raises NotRestorable if it chose nothing."""
         key = f"dcp/load/{self.load_count}"
         self.load_count += 1
         if self.member.rank == 0:

@@ -1,8 +1,8 @@
-"""A rank's line to its node's vault: requests out, answers in, over one unix socket and one reader thread.
+"""Connect a rank to its node's vault: requests and answers over one Unix socket, with one reader thread.
 
-Every request is idempotent, so a request that was not answered when the vault went away is sent again to the next
-vault on the same path; callers see at most a longer wait. Errors the vault answers with come back as the class of
-``everstep.errors`` with that code.
+Every request is idempotent. A request that was unanswered when the vault went away is sent again to the next vault on
+the same path, so callers see at most a longer wait. Errors from the vault come back as the class of ``everstep.errors``
+with that code.
 """
 
 from __future__ import annotations
@@ -54,16 +54,15 @@ from everstep.wire.v1.local import (
 from everstep.wire.v1.training import PeerConnectionLost
 from everstep.wire.v1.vault_orders import ParityGroup
 
-# ---- locality
-# Which NUMA node a rank's memory should be near: its GPU's, else that of the processors it may run on.
+# ---- NUMA node of a rank's memory: its GPU's, else that of the processors it may run on
 
 SYSFS = Path("/sys")
 
 
 def numa_node(sysfs: Path = SYSFS) -> int | None:
-    """None where the machine has one node only, or the rank belongs to none of them more than to another.
+    """Return the NUMA node; None if the machine has one node only, or the rank belongs to none in particular.
 
-    A process that has not used CUDA yet is judged by its processors (``numactl``, Slurm's and the launcher's bindings).
+    A process that has not used CUDA yet is judged by its processors (bindings by ``numactl``, Slurm or the launcher).
     """
     nodes = _nodes(sysfs)
     if len(nodes) < 2:
@@ -76,7 +75,7 @@ def numa_node(sysfs: Path = SYSFS) -> int | None:
 
 
 def _nodes(sysfs: Path) -> dict[int, set[int]]:
-    """The processors of each node that has some."""
+    """Return the processors of each node that has some."""
     found = {}
     for folder in sorted((sysfs / "devices/system/node").glob("node[0-9]*")):
         if processors := _listed((folder / "cpulist").read_text()):
@@ -85,7 +84,7 @@ def _nodes(sysfs: Path) -> dict[int, set[int]]:
 
 
 def _listed(text: str) -> set[int]:
-    """The kernel's form of a set of numbers: ``0-3,8``."""
+    """Parse the kernel's notation of a set of numbers: ``0-3,8``."""
     numbers: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -94,7 +93,7 @@ def _listed(text: str) -> set[int]:
 
 
 def _gpu_address() -> str | None:
-    """Where on the PCI bus the GPU is that this process uses, as sysfs writes it."""
+    """Return the PCI address of the GPU that this process uses, as sysfs writes it."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return None
@@ -110,14 +109,15 @@ def _device_numa_node(sysfs: Path, address: str) -> int | None:
     return node if node >= 0 else None  # -1: the firmware does not say
 
 
-# ---- mapped segment
-# A segment file in a rank's own memory.
+# ---- segment file mapped by a rank
 
 
 class MappedSegment:
     """A segment file mapped writable into this process. The mapping lives as long as this object or a view of it.
 
-    ``descriptor``: of the file, open as long as this object lives; ``address``: of the mapping's first byte.
+    Attributes:
+        descriptor: The file's descriptor, open as long as this object lives.
+        address: Address of the mapping's first byte.
     """
 
     def __init__(self, path: str) -> None:
@@ -135,11 +135,11 @@ class MappedSegment:
 
     @property
     def directory(self) -> str:
-        """Where scratch files that the vault may write to go."""
+        """The directory for scratch files that the vault may write to."""
         return os.path.dirname(self.path)
 
     def is_current(self) -> bool:
-        """Whether the path still names the file that is mapped (a restarted vault may have made another)."""
+        """Return whether the path still names the mapped file; a restarted vault may have made another."""
         try:
             status = os.stat(self.path)
         except FileNotFoundError:
@@ -151,20 +151,20 @@ log = logging.getLogger(__name__)
 
 RECEIVE_BYTES = 1 << 16
 MAX_DESCRIPTORS = 16
-"""In one call; the kernel ends a read behind the first frame that has one."""
+"""In one call; the kernel ends a read after the first frame with a descriptor."""
 TICK_S = 0.25
 """How often the reader looks for requests whose deadline passed."""
 OPEN_TIMEOUT_S = 300.0
-"""For a segment to be made: the first touch of its pages runs at 0.6 GB/s, and all ranks of a node begin together."""
+"""For making a segment: the first touch of its pages runs at 0.6 GB/s, and all ranks of a node begin together."""
 DECODE_TIMEOUT_S = 300.0
-"""For a slot that is made again from parity: all the others of its group are read for that."""
+"""For rebuilding a slot from parity, which reads all other slots of its group."""
 STARTUP_CHECK_WAIT_S = 20.0
-"""For vaults to hash what they found when they began, newest versions first; ranks wait a minute for one another."""
+"""For vaults to hash the slots they found at start, newest versions first; ranks wait a minute for one another."""
 RECONNECT = Backoff(floor_s=0.01, ceiling_s=0.5)
 
 
 class VaultConnection(msgspec.Struct, frozen=True):
-    """A proved connection to another node's vault, and how long to wait on it."""
+    """An authenticated connection to another node's vault, and how long to wait on it."""
 
     sock: socket.socket
     answer_timeout_s: float
@@ -178,11 +178,12 @@ class _Pending(msgspec.Struct):
 
 
 class VaultClient:
-    """Speaks to the vault at ``socket_path``; connects when first used, reconnects when the vault restarts.
+    """Client of the vault at ``socket_path``; connects on first use, and reconnects when the vault restarts.
 
     Args:
-        socket_path: the node's ``vault.sock``.
-        timeout_s: how long a request waits for its answer, reconnections included, before Unavailable.
+        socket_path: Path of the node's vault socket.
+        timeout_s: How long a request waits for its answer, reconnections included, before Unavailable.
+        clock: Source of time.
     """
 
     def __init__(self, socket_path: str, *, timeout_s: float = 10.0, clock: Clock = SYSTEM_CLOCK) -> None:
@@ -209,10 +210,13 @@ class VaultClient:
         slots: int = SLOTS_PER_RANK,
         keep: tuple[Version, ...] | None = None,
     ) -> MappedSegment:
-        """The rank's segment, mapped writable, with slots of at least ``slot_bytes``.
+        """Return the rank's segment, mapped writable, with slots of at least ``slot_bytes``.
 
-        With ``keep`` it has just so many slots; where they were more, these versions are the first that stay.
-        Raises OutOfSlotMemory where the node has no room, Unavailable where the vault does not answer.
+        With ``keep`` it has exactly ``slots`` slots; if it had more, these versions are the first to stay.
+
+        Raises:
+            OutOfSlotMemory: The node has no room.
+            Unavailable: The vault does not answer.
         """
         near = numa_node()
         answer: SegmentOpened = self._request(
@@ -235,9 +239,11 @@ class VaultClient:
         below: int = 0,
         keep: tuple[Version, ...] = (),
     ) -> None:
-        """Whether the node has all of these segments, or could make them. See CheckRoom for the rest.
+        """Check that the node has all of these segments or could make them. See CheckCapacity for the other arguments.
 
-        Raises OutOfSlotMemory, with the arithmetic, where it could not; Unavailable.
+        Raises:
+            OutOfSlotMemory: It could not; the message has the arithmetic.
+            Unavailable: The vault does not answer.
         """
         self._request(
             lambda n: CheckCapacity(
@@ -246,9 +252,11 @@ class VaultClient:
         ).result()
 
     def map_segment(self, path: str) -> MappedSegment:
-        """The rank's segment at ``path`` in the mapping that is there already, or in a new one that is kept as well.
+        """Return the rank's segment at ``path`` in its existing mapping, or in a new one that is kept as well.
 
-        Raises OSError where there is none, DigestMismatch where it is no segment.
+        Raises:
+            OSError: There is no such file.
+            DigestMismatch: It is not a segment.
         """
         known = self._segments.get(path)
         if known is None or not known.is_current():
@@ -269,7 +277,7 @@ class VaultClient:
         keep: tuple[Version, ...] = (),
         kept: bool = False,
     ) -> Future[Replicated]:
-        """Says that a slot is sealed; the future holds which nodes have a copy now. Returns at once."""
+        """Report that a slot is sealed; the future returns the nodes that have a copy. Returns at once."""
         return self._request(
             lambda n: SlotSealed(
                 request=n,
@@ -287,9 +295,9 @@ class VaultClient:
         )
 
     def inventory(self, job: str, nodes: tuple[str, ...] = (), *, timeout_s: float = 1.0) -> tuple[SlotInfo, ...]:
-        """The job's sealed slots here and in the vaults of ``nodes``; a silent node is left out after ``timeout_s``.
+        """Return the job's sealed slots here and in the vaults of ``nodes``, without nodes silent for ``timeout_s``.
 
-        Vaults that began a moment ago, and have yet to hash what they found, are given STARTUP_CHECK_WAIT_S for it.
+        Vaults that have just started, and have yet to hash what they found, get STARTUP_CHECK_WAIT_S for it.
         """
         deadline = self._clock.monotonic() + STARTUP_CHECK_WAIT_S
         while True:
@@ -314,9 +322,12 @@ class VaultClient:
         target_offset: int = 0,
         parity_group: ParityGroup | None = None,
     ) -> Future[Fetched]:
-        """Copies the manifest of a slot on ``node`` into the file ``target_path``. With a ``parity_group`` the slot is
-        made again from that; then (offset, length) ranges can be had too, one after another. Returns at once; the
-        future raises DigestMismatch, NotFound, Unavailable, or NotRestorable where the group has lost too much."""
+        """Copy the manifest of a slot on ``node`` into the file ``target_path``. Returns at once.
+
+        With a ``parity_group`` the slot is rebuilt from that group; then (offset, length) ranges can be fetched as
+        well, one after another. The future raises DigestMismatch, NotFound, Unavailable, or NotRestorable if the group
+        has lost too much.
+        """
         return self._request(
             lambda n: Fetch(
                 request=n,
@@ -333,16 +344,18 @@ class VaultClient:
         )
 
     def connect(self, *, job: str, node: str) -> Future[VaultConnection]:
-        """A connection of the caller's own to ``node``'s vault, which the vault here has proved. Returns at once; the
-        future raises NotFound, Unavailable, AuthenticationError."""
+        """Open a connection to ``node``'s vault, authenticated by the vault here and owned by the caller.
+
+        Returns at once; the future raises NotFound, Unavailable or AuthenticationError.
+        """
         return self._request(lambda n: OpenPeerConnection(request=n, job=job, node=node))
 
     def report_broken_connection(self, *, job: str, node: str, reason: str) -> None:
-        """Tells the vault that such a connection ended without the caller's doing. Returns at once."""
+        """Report to the vault that such a connection broke without the caller's doing. Returns at once."""
         self._request(lambda n: PeerConnectionBroken(request=n, job=job, node=node, reason=reason[:1000]))
 
     def close(self) -> None:
-        """Ends the connection and its thread; what is unanswered raises Unavailable. Mappings stay valid."""
+        """End the connection and its thread; unanswered requests raise Unavailable. Mappings stay valid."""
         self._closed.set()
         self._wanted.set()
         with self._lock:
@@ -353,7 +366,7 @@ class VaultClient:
     # --- sending
 
     def _request(self, build: Callable[[int], ToVault], timeout_s: float | None = None) -> Future[Any]:
-        """Sends a request built around its number. The future never outlives the timeout by more than a tick."""
+        """Send a request built around its number. The future outlives the timeout by at most a tick."""
         number = next(self._numbers)
         patience_s = self._timeout_s if timeout_s is None else timeout_s
         pending = _Pending(encode_frame(build(number)), self._clock.monotonic() + patience_s, Future())
@@ -426,8 +439,10 @@ class VaultClient:
                 sock.close()
 
     def _receive(self, connection: socket.socket, decoder: FrameDecoder[FromVault], lent: deque[socket.socket]) -> bool:
-        """Takes what came, or notes that nothing did; False where the connection has ended. A descriptor comes with or
-        before the end of the frame that it belongs to, in the order of those frames."""
+        """Receive what is there, and return False at the end of the connection.
+
+        A descriptor arrives with or before the end of its frame, in the order of frames.
+        """
         data = b""
         try:
             data, descriptors, _, _ = socket.recv_fds(

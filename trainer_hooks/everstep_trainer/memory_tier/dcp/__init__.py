@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint over the vaults' memory, for programs that save and load with their own code."""
+"""torch.distributed.checkpoint in the vaults' memory, for programs that save and load with their own code."""
 
 from everstep_trainer.memory_tier.dcp.dcp_format import VaultLoadPlanner, VaultSavePlanner
 from everstep_trainer.memory_tier.dcp.reader import VaultReader

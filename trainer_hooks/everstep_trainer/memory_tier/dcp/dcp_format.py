@@ -1,4 +1,4 @@
-"""Slots of one checkpoint as DCP's metadata, and where each of its chunks lies. Nothing in it is pickled."""
+"""Describe the slots of a checkpoint as DCP metadata with the location of each chunk, without pickle."""
 
 from __future__ import annotations
 
@@ -26,12 +26,11 @@ from everstep.errors import DECODE_ERRORS, MalformedMessage
 from everstep.layout.manifests import Box, Manifest, StoredBox
 from everstep_trainer.state.blob import decode_blob, dtype_of, encode_blob
 
-# ---- steps
-# Which step a checkpoint is of, where only DCP's name for it is known.
+# ---- step of a checkpoint of which only DCP's name is known
 
 
 def parse_step(checkpoint_id: str | os.PathLike[str] | None) -> int:
-    """The number at its end. Raises ValueError where there is none."""
+    """Return the number at the end of the name. Raises ValueError if there is none."""
     found = re.search(r"(\d+)\D*$", os.fspath(checkpoint_id or ""))
     if found is None:
         raise ValueError(f"which step {checkpoint_id!r} is cannot be told: give VaultWriter or VaultReader the step")
@@ -39,7 +38,7 @@ def parse_step(checkpoint_id: str | os.PathLike[str] | None) -> int:
 
 
 class NonTensorData(msgspec.Struct, frozen=True):
-    """What a slot holds besides tensors: values that are none, by name, and the paths of names in nested state."""
+    """The content of a slot besides tensors: other values by name, and the paths of names in nested state."""
 
     values: dict[str, bytes] = {}
     paths: dict[str, tuple[str | int, ...]] = {}
@@ -53,7 +52,7 @@ def encode_non_tensor(data: NonTensorData) -> bytes:
 
 
 def decode_non_tensor(data: bytes) -> NonTensorData:
-    """Raises MalformedMessage."""
+    """Decode the content. Raises MalformedMessage."""
     try:
         return _aside.decode(data)
     except DECODE_ERRORS as error:
@@ -61,15 +60,14 @@ def decode_non_tensor(data: bytes) -> NonTensorData:
 
 
 class ItemLocation(msgspec.Struct, frozen=True):
-    """Where an item lies: in the slot of supply ``source_index``; ``stored`` None: in what the slot holds besides
-    tensors."""
+    """Location of an item in the slot of source ``source_index``; ``stored`` None: in its content besides tensors."""
 
     source_index: int
     stored: StoredBox | None = None
 
 
 def build_metadata(manifests: Sequence[Manifest], non_tensor: Sequence[NonTensorData]) -> Metadata:
-    """DCP's metadata of a checkpoint from all its ranks' slots, the places of items as its ``storage_data``."""
+    """Return DCP's metadata of a checkpoint from all its ranks' slots, with locations as its ``storage_data``."""
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     places: dict[MetadataIndex, ItemLocation] = {}
     paths: dict[str, Any] = {}
@@ -97,18 +95,17 @@ def chunk_metadata(box: Box) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.size))
 
 
-# ---- planner
-# DCP's planners without pickle: what is no tensor is stored as Everstep stores Python state.
+# ---- planners without pickle: values that are no tensors are stored like Everstep's Python state
 #
-# torch's own planners store it by ``torch.save`` and read it by ``torch.load`` with ``weights_only=False``, so that
-# whoever can put bytes into a peer's memory could run code here.
+# torch's own planners store them by ``torch.save`` and read them by ``torch.load`` with ``weights_only=False``. Whoever
+# can put bytes into a peer's memory could then run code here.
 
 PLAIN_PREFIX = b"everstep\x01"
-"""What begins bytes that were stored without pickle."""
+"""Prefix of bytes that were stored without pickle."""
 
 
 class VaultSavePlanner(DefaultSavePlanner):
-    """torch's default planner, but for values that are no tensors: TypeError for those that would need pickle."""
+    """torch's default planner, without pickle: values that would need it raise TypeError."""
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         if write_item.type is WriteItemType.BYTE_IO:
@@ -117,10 +114,10 @@ class VaultSavePlanner(DefaultSavePlanner):
 
 
 class VaultLoadPlanner(DefaultLoadPlanner):
-    """torch's default planner, but for values that are no tensors: they are read without pickle."""
+    """torch's default planner, which reads values that are no tensors without pickle."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Raises MalformedMessage for bytes that another planner stored."""
+        """Load a value. Raises MalformedMessage for bytes that another planner stored."""
         data = value.getvalue()
         if not data.startswith(PLAIN_PREFIX):
             raise MalformedMessage(

@@ -1,4 +1,4 @@
-"""``torch.distributed.checkpoint.load`` from the vaults: byte ranges from the nearest holder, hashed before use."""
+"""Serve ``torch.distributed.checkpoint.load`` from the vaults: ranges from the nearest holder, hashed before use."""
 
 from __future__ import annotations
 
@@ -45,16 +45,20 @@ class Destination(msgspec.Struct, frozen=True):
 
 
 class VaultReader(StorageReader):
-    """Reads the newest whole checkpoint of the memory tier, or that of one step, into any layout.
+    """Read the newest complete checkpoint of the memory tier, or that of one step, into any layout.
 
     Use it with ``planner=VaultLoadPlanner()``. All ranks load together.
 
+    Example::
+
+        dcp.load(state, storage_reader=VaultReader(run.tier), planner=VaultLoadPlanner())
+
     Args:
-        tier: this rank's place, ``run.tier``.
-        step: which checkpoint. None: the number at the end of the ``checkpoint_id`` that DCP is given, or the newest
-            whole one where it is given none.
-        allow_pickle: whether values that are no tensors may be read that another planner stored as pickles. They come
-            from other nodes' memory, and run what they say.
+        tier: This rank's memory tier, ``run.tier``.
+        step: Step of the checkpoint. None: the number at the end of DCP's ``checkpoint_id`` or, without an id, the
+            newest complete one.
+        allow_pickle: Whether to read values that another planner stored as pickles. These come from other nodes'
+            memory, and can run any code.
     """
 
     def __init__(self, tier: MemoryTier, step: int | None = None, *, allow_pickle: bool = False) -> None:
@@ -67,23 +71,26 @@ class VaultReader(StorageReader):
         self._metadata: Metadata | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Raises ValueError for an id without a number."""
+        """Reset for another checkpoint. Raises ValueError for an id without a number."""
         self._step = (
             self._given_step if self._given_step is not None or checkpoint_id is None else parse_step(checkpoint_id)
         )
         self._metadata = None
 
     def newest_step(self) -> int | None:
-        """The step of the newest whole checkpoint; None where there is none. All ranks ask together."""
+        """Return the step of the newest complete checkpoint, or None. All ranks call it together."""
         try:
             return self._agreed()[0].step
         except NotRestorable:
             return None
 
     def read_metadata(self, *args: Any, **_: Any) -> Metadata:
-        """Raises NotRestorable where no whole checkpoint is there.
+        """Return the metadata.
 
-        A parameter by the name of ``kwargs`` would tell torch that each rank has metadata of its own to fall back on.
+        A parameter named ``kwargs`` would tell torch that each rank can fall back on metadata of its own.
+
+        Raises:
+            NotRestorable: There is no complete checkpoint.
         """
         if self._metadata is None:
             self._use_version(*self._agreed())
@@ -91,7 +98,7 @@ class VaultReader(StorageReader):
         return self._metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
@@ -100,7 +107,8 @@ class VaultReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Raises NotRestorable where every copy of a slot is damaged, TypeError for pickles that are not allowed."""
+        """Read the plan's items. Raises NotRestorable if all copies of a slot are damaged, TypeError for refused
+        pickles."""
         tensors: dict[int, list[ReadItem]] = defaultdict(list)
         for item in plan.items:
             place = self._location(item)
@@ -118,10 +126,10 @@ class VaultReader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return False
 
-    # --- which checkpoint
+    # --- choice of the checkpoint
 
     def _agreed(self) -> tuple[Version, list[SlotInfo]]:
-        """The version that rank 0 found, and its slots. Raises NotRestorable on all ranks where it found none."""
+        """Return the version that rank 0 found, and its slots. Raises NotRestorable on all ranks if it found none."""
         found = self._tier.checkpoints()
         chosen = self._newest_whole(found) if self._tier.member.rank == 0 else None
         version = self._tier.agree(chosen)
@@ -139,7 +147,7 @@ class VaultReader(StorageReader):
         return None
 
     def _manifests_of(self, slots: list[SlotInfo]) -> list[list[ReadSource]]:
-        """Every rank's slots with their manifests, nearest first. Raises NotRestorable where a rank has none."""
+        """Return every rank's slots with their manifests, nearest first. Raises NotRestorable if a rank has none."""
         supplies: dict[int, list[ReadSource]] = defaultdict(list)
         world = 0
         for slot in slots:

@@ -1,4 +1,4 @@
-"""``torch.distributed.checkpoint.save`` into the vault: copied to shared memory, hashed, and copied to other nodes."""
+"""Serve ``torch.distributed.checkpoint.save`` from the vault: copied to shared memory, hashed, and replicated."""
 
 from __future__ import annotations
 
@@ -39,16 +39,20 @@ log = logging.getLogger(__name__)
 
 
 class VaultWriter(StorageWriter):
-    """Writes checkpoints into the memory tier; the two written last are kept, and the newest that all ranks wrote.
+    """Write checkpoints into the memory tier; it keeps the last two and the newest that all ranks wrote.
 
-    Use it with ``planner=VaultSavePlanner()``. DCP's own collectives make it one checkpoint of all ranks.
-    ``async_save`` takes it as well, with ``process_group=`` a group of its own that was made in this generation.
+    Use it with ``planner=VaultSavePlanner()``. DCP's own collectives make one checkpoint of all ranks. ``async_save``
+    works too, with ``process_group=`` a separate group made in this generation.
+
+    Example::
+
+        dcp.save(state, storage_writer=VaultWriter(run.tier, step=step), planner=VaultSavePlanner())
 
     Args:
-        tier: this rank's place, ``run.tier``.
-        step: the checkpoint's number; of one generation a later one has a higher number. None: the number at the end
-            of the ``checkpoint_id`` that DCP is given, such as ``outputs/step-40``.
-        allow_pickle: whether values that are no tensors may be stored by another planner, that is, as pickles.
+        tier: This rank's memory tier, ``run.tier``.
+        step: Step of the checkpoint; it rises within a generation. None: the number at the end of DCP's
+            ``checkpoint_id``, such as ``outputs/step-40``.
+        allow_pickle: Whether another planner may store values that are no tensors, as pickles.
     """
 
     def __init__(self, tier: MemoryTier, step: int | None = None, *, allow_pickle: bool = False) -> None:
@@ -58,12 +62,12 @@ class VaultWriter(StorageWriter):
         self._allow_pickle = allow_pickle
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Raises ValueError where nothing says which step it is."""
+        """Reset for another checkpoint. Raises ValueError if neither argument nor id has a step."""
         step = self._step if self._step is not None else parse_step(checkpoint_id)
         self._version = Version(self._tier.spec.number, step)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Raises ValueError in a thread that would use whatever process group is the default one by then."""
+        """Raise ValueError in a thread that would use the default process group of a later generation."""
         if threading.current_thread() is not threading.main_thread() and _is_over_default_group():
             raise ValueError(
                 "a thread that saves by itself must have a process group of its own, or after a regroup it uses that "
@@ -77,9 +81,11 @@ class VaultWriter(StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Fills and seals a slot; the future is done when it has its copies on other nodes, or cannot have them.
+        """Fill and seal a slot; the future is done when it has its copies on other nodes, or cannot have them.
 
-        Raises TypeError for pickled values where they are not allowed, OutOfSlotMemory where there is no room.
+        Raises:
+            TypeError: Pickled values are not allowed.
+            OutOfSlotMemory: There is no room.
         """
         tensors: list[WriteItem] = []
         others: list[WriteItem] = []
@@ -119,7 +125,7 @@ class VaultWriter(StorageWriter):
             raise StaleGeneration(f"checkpoint {self._version} is given up: its generation was left")
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """A checkpoint is whole when the slots of all its ranks are there; nothing is written last."""
+        """Mark the checkpoint as complete: the slots of all its ranks are there, and no final write is needed."""
         self._tier.mark_whole(self._version)
 
     @classmethod
@@ -162,7 +168,7 @@ class VaultWriter(StorageWriter):
         return self._tier.vault.open_segment(self._tier.spec.job, self._tier.local_rank, needed, slots=TIER_SLOTS)
 
     def _slot(self, segment: MappedSegment) -> int:
-        """Over the oldest that nobody needs; what was written before under this version is given up."""
+        """Return the oldest slot that nobody needs, after discarding an earlier one of this version."""
         view = segment.view
         for slot, header in list(view.sealed_slots()):
             if header.version == self._version:
@@ -207,7 +213,7 @@ class VaultWriter(StorageWriter):
 
 
 def _is_over_default_group() -> bool:
-    """Whether DCP's save, above here, was given no process group. It tells a storage writer nothing of that."""
+    """Return whether DCP's save, further up the stack, got no process group; it does not tell storage writers."""
     frame = sys._getframe()
     while frame := frame.f_back:  # type: ignore[assignment]
         wrapper = frame.f_locals.get("distW")
@@ -217,7 +223,7 @@ def _is_over_default_group() -> bool:
 
 
 def box_of(item: WriteItem) -> Box:
-    """Of a tensor's item."""
+    """Return the box of a tensor's item."""
     assert item.tensor_data is not None, "an item that is no bytes is a tensor"
     chunk = item.tensor_data.chunk
     return Box(tuple(chunk.offsets), tuple(chunk.sizes))
