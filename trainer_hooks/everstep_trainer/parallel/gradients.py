@@ -1,10 +1,9 @@
-"""Data-parallel replicas whose gradients do not depend on how gradients were bucketed.
+"""Replicate a model with gradients that do not depend on DistributedDataParallel's buckets.
 
-DistributedDataParallel sorts its buckets anew after the first step of its life, and a ring all-reduce adds each
-element in an order that depends on its place in the bucket. So the first step after a regroup rounds otherwise than
-the same step of a run that nothing happened to: equal to 1e-8, not to the last bit. Here every element is added in
-the order of ranks, whatever the bucket: an all-to-all hands each rank its part of everybody's gradients, it adds them,
-an all-gather hands the sums back. The bytes on the wire are those of a ring.
+DistributedDataParallel rearranges its buckets after its first step, and a ring all-reduce adds each element in an order
+that depends on its place in the bucket. So the first step after a regroup would round differently from an undisturbed
+run: equal to 1e-8, not to the last bit. Here every element is added in the order of ranks. An all-to-all gives each
+rank its part of all gradients, the rank adds them, and an all-gather returns the sums. The traffic equals a ring's.
 
 No ``from __future__ import annotations`` here: DistributedDataParallel compares the hook's annotations as objects.
 """
@@ -20,11 +19,11 @@ from torch.nn.parallel import DistributedDataParallel
 from everstep_trainer.runtime.peer_wait import CollectiveTimer
 
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-"""By its name from torch 2.13 on; the older one warns there."""
+"""Its name from torch 2.13 on, where the older name warns."""
 
 
 class GradientExchange:
-    """What the hook needs: the group (None: the default one), and a timer of its collectives."""
+    """State of the hook: the group (None: the default one), and a timer of its collectives."""
 
     def __init__(self, group: dist.ProcessGroup | None, timer: CollectiveTimer) -> None:
         self.group = group
@@ -35,10 +34,10 @@ def mean_in_rank_order(
     exchange: GradientExchange,
     bucket: dist.GradBucket,  # type: ignore[name-defined]  # exported at run time
 ) -> torch.futures.Future[torch.Tensor]:
-    """A DDP communication hook: the mean over ranks, each element added in the order of ranks.
+    """Return the mean over ranks, each element added in the order of ranks: a DDP communication hook.
 
-    ``bucket.buffer()`` is ``[n]`` of any n; it is padded to a multiple of the world size where it must be. Blocks
-    until the mean is there: gloo's callbacks must not start collectives of their own.
+    ``bucket.buffer()`` is ``[n]`` of any n, padded to a multiple of the world size if needed. Blocks until the mean is
+    there: gloo's callbacks must not start collectives of their own.
     """
     buffer, group = bucket.buffer(), exchange.group
     world = dist.get_world_size(group)
@@ -66,7 +65,7 @@ def _ignore_wait(seconds: float) -> None:
 
 
 def refuse_sparse(module: nn.Module, cannot: str) -> None:
-    """Raises TypeError for a part whose gradients are sparse, by its name; ``cannot``: what they are not taken for."""
+    """Raise TypeError for a part with sparse gradients, by name; ``cannot``: what is not possible with them."""
     for name, part in module.named_modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
             raise TypeError(f"{name} has sparse gradients, which cannot {cannot}")
@@ -81,17 +80,19 @@ def replicate(
     process_group: dist.ProcessGroup | None = None,
     **options: Any,
 ) -> DistributedDataParallel:
-    """``module`` in a DistributedDataParallel of its own.
+    """Return ``module`` in a DistributedDataParallel.
 
     Args:
-        exact: add gradients in the order of ranks, so that a regroup leaves no trace in the numbers. Costs the overlap
-            of communication with backward.
-        equal_already: every replica will be restored from one checkpoint, so the constructor need not send rank 0's
-            parameters to all (25 to 35 ms for 2.1 M parameters over loopback).
-        on_wait: told the seconds that each collective of an exact replica took.
-        options: passed on to DistributedDataParallel.
+        exact: Add gradients in the order of ranks, so that a regroup leaves no trace in the results. Costs the overlap
+            of communication with the backward pass.
+        equal_already: Every replica will be restored from one checkpoint, so the constructor need not broadcast rank
+            0's parameters (25 to 35 ms for 2.1 M parameters over loopback).
+        on_wait: Receives the seconds that each collective of an exact replica took.
+        process_group: The ranks with replicas; None: all.
+        options: Passed to DistributedDataParallel.
 
-    Raises TypeError for sparse gradients where ``exact``.
+    Raises:
+        TypeError: ``exact`` is set and gradients are sparse.
     """
     if exact:
         refuse_sparse(module, "be added in the order of ranks: take sparse=False, or run.replicate(model, exact=False)")

@@ -1,8 +1,8 @@
-"""Which replica of the model a rank belongs to: it has the replica's samples and random numbers, not some of its own.
+"""Determine which replica of the model a rank belongs to; the ranks of a replica share samples and random numbers.
 
-Under DDP, FSDP2 and HSDP every rank is a replica. Under tensor parallelism, and in a pipeline, several ranks compute
-one: with samples of its own each would compute a part of another batch, and with random numbers of its own the part of
-a layer before which something else was dropped.
+Under DDP, FSDP2 and HSDP every rank is a replica. Under tensor parallelism and in a pipeline, several ranks compute
+one. With samples of its own, each rank would compute a part of another batch; with random numbers of its own, dropout
+would differ between the parts of a layer.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ from torch.nn.parallel import DistributedDataParallel
 from everstep_trainer.memory_tier.tier import MemoryTier
 from everstep_trainer.state.tracked_objects import as_list
 
-# ---- place
-# Where a rank stands in its generation.
+# ---- place of a rank in its generation
 
 
 class RankContext(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a rank stands in its generation. ``will_restore``: a version will be restored for certain."""
+    """Place of a rank in its generation. ``will_restore``: a version will be restored for certain."""
 
     rank: int = 0
     world_size: int = 1
@@ -43,11 +42,11 @@ class RankContext(msgspec.Struct, frozen=True, kw_only=True):
 
 
 MAX_SHOWN = 8
-"""So many replicas are named by an error: there may be thousands."""
+"""Most replicas named in an error: there may be thousands."""
 
 
 class Replica(msgspec.Struct, frozen=True):
-    """Replica ``index`` of ``count``, counted from 0; ``stage``: of its pipeline, the one that this rank has."""
+    """Replica ``index`` of ``count``, counted from 0; ``stage``: this rank's pipeline stage in it."""
 
     index: int
     count: int
@@ -55,10 +54,10 @@ class Replica(msgspec.Struct, frozen=True):
 
 
 class ReplicaAssignment:
-    """What a rank's replica is: the rank itself, until the training function says otherwise.
+    """The replica of a rank: the rank itself, unless the training function declares otherwise.
 
     Args:
-        device: where collectives take their tensors from; None without a process group.
+        device: Device of the tensors for collectives; None without a process group.
     """
 
     def __init__(self, rank: int, world_size: int, device: torch.device | None) -> None:
@@ -70,7 +69,7 @@ class ReplicaAssignment:
         self.is_declared = False
 
     def declare(self, replicas: DeviceMesh | tuple[int, int], stage: DeviceMesh | int) -> Replica:
-        """See ``Run.data_parallel``. A collective."""
+        """Declare the replica; see ``Run.data_parallel``. A collective."""
         if self.is_declared:
             raise ValueError("run.data_parallel was called before in this generation: one call says what a replica is")
         if self._used_for:
@@ -86,7 +85,7 @@ class ReplicaAssignment:
         return replica
 
     def replica_for(self, use: str) -> Replica:
-        """The replica, for ``use``; from here on it cannot become another one."""
+        """Return the replica for ``use``; it cannot be declared any more afterwards."""
         self._used_for = self._used_for or use
         return self._replica
 
@@ -96,9 +95,13 @@ class ReplicaAssignment:
         return self._replica.count == self._world
 
     def set_gradient_group(self, options: dict[str, Any]) -> bool:
-        """Gives options of DistributedDataParallel the group of ranks that have the same part of all replicas.
+        """Set the process group in options of DistributedDataParallel: the ranks with the same part of all replicas.
 
-        False where no group is known, and none is needed: there is one replica. Raises ValueError where there are more.
+        Returns:
+            False if no group is known and none is needed, because there is one replica.
+
+        Raises:
+            ValueError: No group is known, and there are several replicas.
         """
         replica = self.replica_for("run.replicate")
         if self.has_replica_per_rank or "process_group" in options:
@@ -114,7 +117,7 @@ class ReplicaAssignment:
         )
 
     def mean(self, value: torch.Tensor | None, weight: float) -> torch.Tensor:
-        """See ``Run.mean``. A collective."""
+        """Return the mean over replicas; see ``Run.mean``. A collective."""
         self.replica_for("run.mean")
         if isinstance(value, DTensor):
             value = value.full_tensor()
@@ -132,7 +135,8 @@ class ReplicaAssignment:
         return total
 
     def _mean_over_replicas(self, value: torch.Tensor | None, weight: float) -> torch.Tensor:
-        """As many ranks of each replica have its value, so the mean over these ranks is that over replicas."""
+        """Return the mean over ranks with a value, which equals that over replicas if each has equally many
+        such ranks."""
         known = torch.zeros((), device=self._device) if value is None else value.detach()
         weighted: torch.Tensor = known * weight
         have = weighted.new_zeros(self._replica.count, dtype=torch.float64)
@@ -149,7 +153,7 @@ class ReplicaAssignment:
         return (sums[: weighted.numel()] / sum(counts)).to(weighted.dtype).reshape(weighted.shape)
 
     def _of_all_ranks(self, own: Replica) -> list[tuple[int, int]]:
-        """The index and the count that each rank says."""
+        """Return the index and count that each rank declares."""
         if self._device is None:
             return [(own.index, own.count)]
         mine = torch.tensor([own.index, own.count], device=self._device)
@@ -159,7 +163,7 @@ class ReplicaAssignment:
 
 
 def _place_among(replicas: DeviceMesh | tuple[int, int]) -> tuple[int, int]:
-    """This rank's place and the number of places; of a mesh of several dimensions, in the order of its ranks."""
+    """Return this rank's place and the number of places; in a mesh of several dimensions, in the order of its ranks."""
     if not isinstance(replicas, DeviceMesh):
         index, count = replicas
         return index, count
@@ -176,7 +180,7 @@ def _place_among(replicas: DeviceMesh | tuple[int, int]) -> tuple[int, int]:
 
 
 def _require_whole_replicas(declared: list[tuple[int, int]], world_size: int) -> None:
-    """Raises ValueError unless all ranks agree how many replicas there are, and these are of equally many ranks."""
+    """Raise ValueError unless all ranks declare the same count, and replicas have equally many ranks."""
     counts = sorted({count for _, count in declared})
     if len(counts) > 1:
         raise ValueError(f"ranks differ in how many replicas they say there are: {counts}")
@@ -192,14 +196,13 @@ def _require_whole_replicas(declared: list[tuple[int, int]], world_size: int) ->
     )
 
 
-# ---- model parallel
-# Whether a model looks as if one replica of it took several ranks, for a word to who has not said so.
+# ---- detection of undeclared model parallelism
 
 log = logging.getLogger(__name__)
 
 
 def warn_of_model_parallelism(tracked: Iterable[object], world_size: int) -> None:
-    """To be asked where nobody said what a replica is: a line in the log where it seems to be more than one rank."""
+    """Log a warning if no replicas are declared and one seems to span several ranks."""
     sign = find_model_parallelism(tracked, world_size)
     if sign:
         log.warning(
@@ -212,9 +215,9 @@ def warn_of_model_parallelism(tracked: Iterable[object], world_size: int) -> Non
 
 
 def find_model_parallelism(tracked: Iterable[object], world_size: int) -> str:
-    """What in the modules among ``tracked`` (or in lists there) looks so; empty where nothing does.
+    """Return a sign of model parallelism in the modules among ``tracked`` (or in lists there), or an empty string.
 
-    Stages of a pipeline are not seen where they are plain modules.
+    Pipeline stages that are plain modules are not recognised.
     """
     for one in tracked:
         for module in as_list(one):
@@ -225,7 +228,7 @@ def find_model_parallelism(tracked: Iterable[object], world_size: int) -> str:
 
 
 def _signs(module: nn.Module, name: str, *, sharded: bool, world_size: int) -> Iterator[str]:
-    """``sharded``: by fully_shard, which is data parallelism, as part of a module further out."""
+    """Yield signs in a module; ``sharded``: an outer module is sharded by fully_shard, which is data parallelism."""
     if isinstance(module, DistributedDataParallel) and (size := dist.get_world_size(module.process_group)) < world_size:
         yield f"a model is replicated over {size} of {world_size} ranks"
     sharded = sharded or isinstance(module, FSDPModule)

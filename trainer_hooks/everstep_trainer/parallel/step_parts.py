@@ -1,4 +1,4 @@
-"""Which parts of a step a rank computes, and how the gradients of all parts are added: by ranks, or virtual ones."""
+"""Divide a step into the parts of ranks or virtual ranks, and combine their gradients."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from everstep_trainer.state.untracked_state import ReplicaSync
 
 
 class StepParallelism:
-    """What ``Run`` does by replicas. ``on_wait``: hears of seconds that went by in collectives."""
+    """The replica-dependent operations of ``Run``. ``on_wait``: receives the seconds of collectives."""
 
     def __init__(self, context: RankContext, replicas: ReplicaAssignment, on_wait: Callable[[float], None]) -> None:
         self._context = context
@@ -32,12 +32,12 @@ class StepParallelism:
         self._equal_already = context.will_restore
 
     def step_finished(self) -> None:
-        """See Run."""
+        """End a step; see Run."""
         if self._exact is not None:
             self._exact.step_finished()
 
     def replicate(self, model: nn.Module, exact: bool, virtual_ranks: int | None, options: dict[str, Any]) -> nn.Module:
-        """See Run."""
+        """Replicate a model; see Run."""
         if virtual_ranks is not None:
             return self._replicate_virtually(model, virtual_ranks, exact, options)
         if self._exact is not None:
@@ -70,30 +70,31 @@ class StepParallelism:
         return model
 
     def synchronize_restored(self, objects: Mapping[str, object], exclude: Iterable[str]) -> None:
-        """Tracked state is that of the version, if there was one: makes replicas equal in what is not part of it."""
+        """Make replicas equal in state that the restored version does not contain, after a restore."""
         if self._equal_already:
             self._replica_sync.broadcast(objects, exclude)
         self._equal_already = False
 
     def require_elementwise(self, tracked: Iterable[object]) -> None:
-        """Raises ValueError where exact mode cannot have an optimizer that is tracked."""
+        """Raise ValueError if exact mode does not allow a tracked optimizer."""
         if self._exact is not None:
             self._exact.require_elementwise(tracked)
 
     def assigned_ranks(self) -> list[tuple[int, int]]:
-        """The replicas whose parts this rank computes, and of how many."""
+        """Return the replicas whose parts this rank computes, each with their total number."""
         if self._exact is not None:
             return self._exact.assigned_ranks()
         replica = self._replicas.replica_for("run.loader")
         return [(replica.index, replica.count)]
 
     def rng_stream(self) -> tuple[int, int]:
-        """Whose random numbers a step begins with: (replica, stage); with virtual ranks everybody's, on all alike."""
+        """Return the (replica, stage) of the random numbers that a step begins with; one for all ranks with virtual
+        ranks."""
         replica = self._replicas.replica_for("run.steps")
         return (replica.index, replica.stage) if self._exact is None else (ALL_REPLICAS, 0)
 
     def parts(self, sampler: Sampler, step: int, seed: int) -> Iterator[StepPart]:
-        """See Run."""
+        """Yield the parts of a step; see Run."""
         if self._exact is not None:
             yield from self._exact.parts(sampler, step, seed)
             return
@@ -102,7 +103,7 @@ class StepParallelism:
         yield StepPart(replica.index, sampler.indices(step), sampler.loss_weight(step), next(batches))
 
     def mean(self, value: Loss | None, weight: float) -> torch.Tensor:
-        """See Run."""
+        """Return the mean over replicas; see Run."""
         if value is not None and not isinstance(value, torch.Tensor):
             if self._exact is not None:
                 return self._exact.mean.mean_of_scalars([each * weight for each in value])

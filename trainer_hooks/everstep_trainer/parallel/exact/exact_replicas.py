@@ -1,7 +1,7 @@
-"""Replicas of a model whose gradients are the same to the last bit on any number of ranks.
+"""Compute the gradients of model replicas with the same bits on any number of ranks.
 
-Each rank computes its virtual ranks one after another, whole forward and backward passes on the same samples with the
-same random numbers whoever plays them; their gradients are added along one tree (``sums.py``, ``sharded.py``).
+Each rank computes its virtual ranks one after another: full forward and backward passes with the same samples and
+random numbers on whichever rank. Their gradients are added along one tree (``summation.py``, ``sharded.py``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from everstep_trainer.parallel.gradients import refuse_sparse
 
 
 class VirtualGradients:
-    """Those of parameters of one dtype and device, one after another in flat buffers ``[n]`` that are used again."""
+    """Gradients of parameters of one dtype and device, concatenated in flat buffers ``[n]`` that are reused."""
 
     def __init__(self, parameters: list[nn.Parameter], mean: VirtualMean) -> None:
         self._parameters = parameters
@@ -30,16 +30,16 @@ class VirtualGradients:
         self._partial = mean.new_partial_sums(self._add)
 
     def begin_step(self) -> None:
-        """A step: what gradients there are belong to the one before."""
+        """Begin a step: existing gradients belong to the one before."""
         self._spare += [values for _, values in self._partial.parts]
         self._partial = self._mean.new_partial_sums(self._add)
         for parameter in self._parameters:
             parameter.grad = None
 
     def collect(self, rank: int | None) -> None:
-        """A virtual rank's gradients are there: takes them away. A parameter that it did not use counts as zero.
+        """Take the gradients of a virtual rank; a parameter that it did not use counts as zero.
 
-        None: of a repeated pass, which counts for nothing.
+        None: drop the gradients of a repeated pass.
         """
         if rank is not None:
             self._keep(rank)
@@ -47,7 +47,7 @@ class VirtualGradients:
             parameter.grad = None
 
     def reduce(self) -> None:
-        """The mean over all virtual ranks as the parameters' gradients. A collective."""
+        """Set the parameters' gradients to the mean over all virtual ranks. A collective."""
         sizes = [parameter.numel() for parameter in self._parameters]
         values_of_all = torch.split(self._mean.mean(self._partial, self._workspace), sizes)
         for parameter, values in zip(self._parameters, values_of_all, strict=True):
@@ -68,9 +68,11 @@ class VirtualReplicas:
     """The module's gradients in exact mode.
 
     Args:
-        equal_already: every replica will be restored from one checkpoint, so rank 0's state need not be sent to all.
+        equal_already: Every replica will be restored from one checkpoint, so rank 0's state need not be broadcast.
 
-    Raises ValueError or TypeError, with the name of the part, for what cannot be exact.
+    Raises:
+        ValueError: A named part cannot be exact.
+        TypeError: As ValueError, because of a type.
     """
 
     def __init__(self, module: nn.Module, mean: VirtualMean, *, equal_already: bool) -> None:
@@ -89,7 +91,7 @@ class VirtualReplicas:
             _send_first_ranks(module)
 
     def _arrange(self) -> None:
-        """Buffers for the parameters that are trained now. A collective."""
+        """Make buffers for the parameters that are trained now. A collective."""
         self._trained = _trained(self._module)
         by_kind: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
         for parameter in self._trained:
@@ -99,7 +101,8 @@ class VirtualReplicas:
             _refuse_differences(self._mean.virtual_ranks, [p for p in self._module.parameters() if p.requires_grad])
 
     def begin_step(self) -> None:
-        """Before the first virtual rank of a step. Parameters may have been frozen or thawed, on all ranks alike."""
+        """Begin a step, before its first virtual rank. Parameters may have been frozen or thawed, on all ranks
+        alike."""
         if [*map(id, _trained(self._module))] != [*map(id, self._trained)]:
             for parameter in self._trained:
                 parameter.grad = None
@@ -111,7 +114,7 @@ class VirtualReplicas:
             shards.begin_step()
 
     def collect(self, rank: int | None) -> None:
-        """After the backward pass of each virtual rank; None: after one that is repeated."""
+        """Take the gradients after the backward pass of a virtual rank; None: after a repeated pass."""
         self._refuse_changed_buffers()
         for gradients in self._gradients:
             gradients.collect(rank)
@@ -119,7 +122,7 @@ class VirtualReplicas:
             shards.collect()
 
     def reduce(self) -> None:
-        """After the last: the gradients of the step are there. A collective."""
+        """Compute the gradients of the step after the last pass. A collective."""
         for gradients in self._gradients:
             gradients.reduce()
         for shards in self._shards:
@@ -166,7 +169,7 @@ def _refuse_nondeterminism(module: nn.Module) -> None:
 
 
 def _refuse_differences(virtual_ranks: int, parameters: list[nn.Parameter]) -> None:
-    """The number of threads is part of how a CPU's kernels add."""
+    """Raise ValueError if ranks differ, including in their number of threads, on which a CPU's sums depend."""
     device = parameters[0].device if parameters else torch.device("cpu")
     own = torch.tensor([virtual_ranks, torch.get_num_threads(), sum(p.numel() for p in parameters)], device=device)
     everybodys = [torch.empty_like(own) for _ in range(dist.get_world_size())]
@@ -178,7 +181,8 @@ def _refuse_differences(virtual_ranks: int, parameters: list[nn.Parameter]) -> N
 
 
 def _send_first_ranks(module: nn.Module) -> None:
-    """Rank 0's parameters and buffers to all, as DistributedDataParallel does; not shards, which are no replicas."""
+    """Broadcast rank 0's parameters and buffers as DistributedDataParallel does, except shards, which are no
+    replicas."""
     with torch.no_grad():
         for tensor in _state(module):
             dist.broadcast(tensor.data, src=0)

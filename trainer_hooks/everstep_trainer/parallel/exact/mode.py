@@ -1,4 +1,4 @@
-"""A run in exact mode: which virtual ranks this rank plays, and what they make of its models."""
+"""Run in exact mode: assign virtual ranks to this rank and combine their results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from everstep_trainer.parallel.exact.summation import VirtualMean
 from everstep_trainer.state.tracked_objects import as_list
 
 _NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon")
-"""Optimizers of torch that look at more than one element at a time: at what a rank has of a parameter."""
+"""Optimizers of torch that use several elements at a time, and so depend on a rank's part of a parameter."""
 
 
 class ExactMode:
@@ -28,7 +28,7 @@ class ExactMode:
         self._sharded = False
 
     def add_model(self, model: nn.Module, *, equal_already: bool) -> None:
-        """See ``Run.replicate``. A collective."""
+        """Add a model; see ``Run.replicate``. A collective."""
         replicas = VirtualReplicas(model, self.mean, equal_already=equal_already)
         if replicas.is_sharded:
             self._sharded = True
@@ -36,13 +36,13 @@ class ExactMode:
         self._models.append(replicas)
 
     def assigned_ranks(self) -> list[tuple[int, int]]:
-        """The virtual ranks that this rank plays, and of how many."""
+        """Return the virtual ranks that this rank plays, each with their total number."""
         return [(rank, self.mean.virtual_ranks) for rank in self.mean.mine]
 
     def parts(self, sampler: Sampler, step: int, seed: int) -> Iterator[StepPart]:
-        """See ``Run.parts``.
+        """Yield the parts of a step; see ``Run.parts``.
 
-        A pass over shards is a matter of all ranks: who has fewer virtual ranks than another repeats its last one.
+        A pass over shards involves all ranks, so a rank with fewer virtual ranks than another repeats its last one.
         """
         batches = iter_batches(sampler, step)
         self._begun = True
@@ -65,7 +65,7 @@ class ExactMode:
         self._given = True
 
     def step_finished(self) -> None:
-        """Raises RuntimeError where the step's gradients are not those of its virtual ranks."""
+        """Raise RuntimeError if the step's gradients are not those of its virtual ranks."""
         begun, given = self._begun, self._given
         self._begun = self._given = False
         if given:
@@ -78,7 +78,7 @@ class ExactMode:
         )
 
     def require_elementwise(self, tracked: Iterable[object]) -> None:
-        """Raises ValueError for an optimizer whose numbers depend on how its parameters are sharded."""
+        """Raise ValueError for an optimizer whose results depend on how its parameters are sharded."""
         every = [one for some in tracked for one in as_list(some)]
         for optimizer in every if self._sharded else ():
             if not isinstance(optimizer, torch.optim.Optimizer):

@@ -1,9 +1,9 @@
-"""Gradients of parameters that ``fully_shard`` splits over the ranks, in exact mode.
+"""Add the gradients of parameters that ``fully_shard`` splits over the ranks, in exact mode.
 
-``fully_shard`` takes a reduce-scatter of one's own. The one here is an all-to-all: after each pass a rank has its slice
-of every rank's gradients, and adds them along the tree (``tree.py``). Virtual ranks are dealt out in turn, so those of
-one pass are neighbours: of a slice there are never more than the logarithm of the virtual ranks held, and of whole
-gradients those of one module, as without exact mode.
+``fully_shard`` accepts a custom reduce-scatter. The one here is an all-to-all: after each pass a rank has its slice of
+every rank's gradients, and adds them along the tree (``summation.py``). Virtual ranks are interleaved, so those of one
+pass are neighbours. A rank then holds at most log2(virtual ranks) sums of its slice and, as without exact mode, the
+whole gradients of one module.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ SUPPORTED_PARALLELISM = (
 
 
 class ScratchMemory:
-    """Where fully_shard puts what nobody reads: one piece of memory for all modules."""
+    """Memory for unused output of fully_shard, shared by all modules."""
 
     def __init__(self) -> None:
         self._memory: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
     def get(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """``[count]``, zeros as long as nobody writes there."""
+        """Return a tensor ``[count]``, zeros as long as nobody writes there."""
         known = self._memory.get((dtype, device))
         if known is None or known.numel() < count:
             known = self._memory[dtype, device] = torch.zeros(count, dtype=dtype, device=device)
@@ -58,13 +58,13 @@ class ScratchMemory:
 
 
 class ShardedGradients:
-    """Those of parameters that ``fully_shard`` communicates together; for it, the reduce-scatter.
+    """Gradients of parameters that ``fully_shard`` communicates together; it uses this as its reduce-scatter.
 
-    A sum has the wider of the parameters' dtype and that of the reduction, and is divided and rounded to the
-    parameters' once, at the end.
+    Sums have the wider dtype of parameters and reduction, and are divided and rounded to the parameters' dtype once, at
+    the end.
 
     Args:
-        param_group: fully_shard's own record of them. Its fields are private, and read in torch 2.13.
+        param_group: fully_shard's own record of the parameters. Its fields are private, and read in torch 2.13.
     """
 
     def __init__(
@@ -88,12 +88,12 @@ class ShardedGradients:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The trained ones, in the order of their gradients in what fully_shard sends."""
+        """The trained parameters, in the order of their gradients in fully_shard's buffer."""
         every = [known.sharded_param for known in self._param_group.fsdp_params]
         return [parameter for parameter in every if parameter.requires_grad]
 
     def begin_step(self) -> None:
-        """A step: what gradients there are belong to the one before."""
+        """Begin a step: existing gradients belong to the one before."""
         self._module.set_requires_gradient_sync(True, recurse=False)
         self._module.set_requires_all_reduce(False, recurse=False)  # of replicas (HSDP), which is done here
         self._spare += [values for partial in self._partials for _, values in partial.parts]
@@ -102,12 +102,12 @@ class ShardedGradients:
         self._drop()
 
     def collect(self) -> None:
-        """All ranks have done a pass."""
+        """End a pass that all ranks have done."""
         self._round, self._call = self._round + 1, 0
         self._drop()
 
     def reduce(self) -> None:
-        """The mean over all virtual ranks as the parameters' gradients. A collective."""
+        """Set the parameters' gradients to the mean over all virtual ranks. A collective."""
         sizes = self._sizes()
         mine = self._total()
         values = mine if mine is not None else torch.zeros(sum(sizes), device=self._param_group.device)
@@ -130,9 +130,9 @@ class ShardedGradients:
             )
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Called by fully_shard: for what it gives, which it then fills, and for what it wants back, which is unused.
+        """Allocate a buffer; called by fully_shard first for its input, then for its output, which is unused.
 
-        Where it has nobody to send to it stops there.
+        If a single rank has the parameters, fully_shard stops here and sends nothing.
         """
         (count,) = map(int, size)
         if self._given is None:
@@ -151,11 +151,11 @@ class ShardedGradients:
         op: object,
         async_op: bool = False,
     ) -> None:
-        """Called by fully_shard. What is wanted back is there when the step's last pass is over, see ``reduce``."""
+        """Take the input; called by fully_shard. The result is set after the step's last pass; see ``reduce``."""
         self._collect(input_tensor)
 
     def _collect(self, gradients: torch.Tensor) -> None:
-        """``[ranks that share the parameters * n]``, a part for each of them."""
+        """Take gradients ``[ranks that share the parameters * n]``, a part for each of them."""
         if gradients.numel() != len(self._ranks) * sum(self._sizes()):
             raise ValueError("parameters were frozen or thawed between two passes of a step: exact mode needs the same")
         received = gradients
@@ -175,7 +175,7 @@ class ShardedGradients:
         self._keep(parts)
 
     def _keep(self, parts: dict[TreeNode, torch.Tensor]) -> None:
-        """Adds them to those of the same call of other passes: a module may be called several times in one."""
+        """Add the parts to those of the same call in other passes: a module may be called several times in one pass."""
         if self._call == len(self._partials):
             self._partials.append(self._mean.new_partial_sums(self._add))
         for node, values in parts.items():
@@ -186,19 +186,21 @@ class ShardedGradients:
     def _total(self) -> torch.Tensor | None:
         total: torch.Tensor | None = None
         for partial in self._partials:
-            for leaf in _missing(partial, self._mean.virtual_ranks):  # it did not use the module: counts as zero
+            # a virtual rank that did not use the module counts as zero
+            for leaf in _missing(partial, self._mean.virtual_ranks):
                 partial.add((leaf, leaf + 1), torch.zeros_like(partial.parts[0][1]))
             ((_, values),) = partial.parts
             total = values if total is None else total.add_(values)
         return None if total is None else total.div_(self._mean.virtual_ranks)
 
     def _leaves(self, ranks: Sequence[int]) -> list[int]:
-        """What the ranks play in this pass: the last may have too few virtual ranks for all."""
+        """Return the virtual ranks that these ranks play in this pass; the last pass may have too few for all."""
         first = self._round * self._mean.world_size
         return [first + rank for rank in ranks if first + rank < self._mean.virtual_ranks]
 
     def _sizes(self) -> list[int]:
-        """Of each parameter's part of a slice: the rows of a rank that has most, or its even share."""
+        """Return the size of each parameter's part of a slice: the largest number of rows on a rank, or its
+        even share."""
         found = []
         for parameter in self.parameters:
             assert isinstance(parameter, DTensor)
@@ -219,9 +221,11 @@ class ShardedGradients:
 
 
 def find_sharded_gradients(model: nn.Module, mean: VirtualMean) -> list[ShardedGradients]:
-    """One for each group of parameters that ``fully_shard`` communicates together.
+    """Return one object for each group of parameters that ``fully_shard`` communicates together.
 
-    Raises TypeError or ValueError, with the module's name, for what cannot be exact.
+    Raises:
+        TypeError: A named module cannot be exact.
+        ValueError: As TypeError, because of its settings.
     """
     room, scratch, found = Workspace(), ScratchMemory(), []
     for name, module, group in _groups(model):
@@ -274,7 +278,7 @@ def _require_mean(name: str, group: Any) -> None:
 
 
 def _rows(mesh: torch.Tensor, replicas: dist.ProcessGroup | None, own: list[int]) -> list[list[int]]:
-    """The ranks that share one replica's parameters, for each replica, in the order of ``replicas``."""
+    """Return the ranks that share one replica's parameters, for each replica, in the order of ``replicas``."""
     if replicas is None:
         return [own]
     rows: list[list[int]] = mesh.tolist()

@@ -1,8 +1,8 @@
-"""The mean over all virtual ranks of what each rank has of its own, the same to the last bit on any number of ranks.
+"""Compute means over all virtual ranks with the same bits on any number of physical ranks.
 
-Each rank adds up the subtrees that it has whole. An all-to-all hands each rank its slice of all of them, it adds along
-the rest of the tree, an all-gather hands the sums back. The wire carries a ring's bytes times the subtrees of a rank,
-of which there are at most 2 log2(V), and one where V divides by a power of two of ranks.
+Each rank adds up the subtrees that it has completely. An all-to-all gives each rank its slice of all of them, it adds
+along the rest of the tree, and an all-gather returns the sums. The traffic is a ring's bytes times the subtrees of a
+rank: at most 2 log2(V), and one if V divides by a power of two of ranks.
 """
 
 from __future__ import annotations
@@ -16,23 +16,22 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from everstep_trainer.runtime.peer_wait import CollectiveTimer
 
-# ---- assign
-# Which virtual ranks a physical rank plays.
+# ---- assignment of virtual ranks to physical ranks
 
 
 def contiguous_virtual_ranks(rank: int, world_size: int, virtual_ranks: int) -> range:
-    """The virtual ranks of ``rank``: neighbours, as many as any other rank's or one more. At least one.
+    """Return the virtual ranks of ``rank``: neighbours, as many as any other rank's or one more, and at least one.
 
-    What neighbours have can be added before it is sent. Raises ValueError for more ranks than virtual ones.
+    Values of neighbours can be added before they are sent. Raises ValueError for more ranks than virtual ranks.
     """
     _require_work(world_size, virtual_ranks)
     return range(rank * virtual_ranks // world_size, (rank + 1) * virtual_ranks // world_size)
 
 
 def interleaved_virtual_ranks(rank: int, world_size: int, virtual_ranks: int) -> range:
-    """The same, dealt out one after another: what all ranks have of their n-th ones are neighbours.
+    """Return the virtual ranks of ``rank``, interleaved, so that the n-th ones of all ranks are neighbours.
 
-    So what they send as they go can be added at once, and is not held until the last one is there.
+    Values that ranks send pass by pass can then be added at once, instead of being held until the last pass.
     """
     _require_work(world_size, virtual_ranks)
     return range(rank, virtual_ranks, world_size)
@@ -46,29 +45,27 @@ def _require_work(world_size: int, virtual_ranks: int) -> None:
         )
 
 
-# ---- tree
-# The order in which leaves are summed: one binary tree over all of them, whoever holds which.
+# ---- tree: the order in which leaves are summed, one binary tree whichever rank holds them
 #
 # A node is the range ``[first, last)`` of its leaves. It is cut after the largest power of two of leaves that is less
-# than it has, so a tree is fixed by the number of its leaves alone. Floating-point addition is not associative: sums
-# are
-# sure to be equal to the last bit only where they were taken along the same tree.
+# than it has, so the number of leaves alone determines a tree. Floating-point addition is not associative: sums are
+# certain to have equal bits only along the same tree.
 
 T = TypeVar("T")
 TreeNode = tuple[int, int]
 Add = Callable[[T, T], T]
-"""``add(left, right)``; may write over ``left``, and is handed neither of them again."""
+"""``add(left, right)``; may overwrite ``left``, and receives neither of them again."""
 
 
 def children(node: TreeNode) -> tuple[TreeNode, TreeNode]:
-    """The two children of a node of two leaves or more."""
+    """Return the two children of a node of two leaves or more."""
     first, last = node
     middle = first + (1 << ((last - first - 1).bit_length() - 1))
     return (first, middle), (middle, last)
 
 
 def minimal_cover(leaves: int, chosen: Iterable[int]) -> tuple[TreeNode, ...]:
-    """The fewest nodes that together have the chosen leaves and no others, from left to right."""
+    """Return the fewest nodes that together have the chosen leaves and no others, from left to right."""
     nodes: PartialSums[None] = PartialSums(leaves, lambda left, right: None)
     for leaf in chosen:
         nodes.add((leaf, leaf + 1), None)
@@ -76,7 +73,7 @@ def minimal_cover(leaves: int, chosen: Iterable[int]) -> tuple[TreeNode, ...]:
 
 
 def sum_subtree(node: TreeNode, parts: Mapping[TreeNode, T], add: Add[T]) -> T:
-    """The sum of a node from those of nodes below it. ``parts`` covers the node once, with nodes of its tree."""
+    """Return the sum of a node from sums of nodes below it; ``parts`` covers the node once, with nodes of its tree."""
     if node in parts:
         return parts[node]
     left, right = children(node)
@@ -84,7 +81,7 @@ def sum_subtree(node: TreeNode, parts: Mapping[TreeNode, T], add: Add[T]) -> T:
 
 
 class PartialSums(Generic[T]):
-    """Sums of nodes that come in any order, each leaf once, with as few values held as can be."""
+    """Sums of nodes that arrive in any order, each leaf once, holding as few values as possible."""
 
     def __init__(self, leaves: int, add: Add[T]) -> None:
         self._leaves = leaves
@@ -92,7 +89,7 @@ class PartialSums(Generic[T]):
         self._held: dict[TreeNode, T] = {}
 
     def add(self, node: TreeNode, value: T) -> None:
-        """What a leaf or a whole node has."""
+        """Add the value of a leaf or a whole node."""
         while node != (0, self._leaves):
             left, right = children(self._parent(node))
             other = right if node == left else left
@@ -105,7 +102,7 @@ class PartialSums(Generic[T]):
 
     @property
     def parts(self) -> list[tuple[TreeNode, T]]:
-        """One value for each node of the cover of what has come, from left to right."""
+        """One value for each node of the minimal cover of the added leaves, from left to right."""
         return sorted(self._held.items(), key=lambda part: part[0])
 
     def _parent(self, node: TreeNode) -> TreeNode:
@@ -116,17 +113,17 @@ class PartialSums(Generic[T]):
 
 
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-"""By its name from torch 2.13 on; the older one warns there."""
+"""Its name from torch 2.13 on, where the older name warns."""
 
 
 class Workspace:
-    """Memory of a mean that is taken in every step: pages are touched once."""
+    """Reused memory for a mean in every step, so that pages are touched once."""
 
     def __init__(self) -> None:
         self._tensors: dict[tuple[object, ...], torch.Tensor] = {}
 
     def get(self, name: str, like: torch.Tensor, *shape: int) -> torch.Tensor:
-        """Zeros at first, then what was left there."""
+        """Return a tensor: zeros at first, later with its old content."""
         key = (name, like.dtype, like.device, shape)
         if key not in self._tensors:
             self._tensors[key] = like.new_zeros(shape)
@@ -141,12 +138,12 @@ def exchange_slices(
     timer: CollectiveTimer,
     group: dist.ProcessGroup | None = None,
 ) -> dict[TreeNode, torch.Tensor]:
-    """This rank's slice of what all ranks of ``group`` have: ``[ceil(n / ranks)]`` of each node. A collective.
+    """Return this rank's slice of the parts of all ranks of ``group``: ``[ceil(n / ranks)]`` per node. A collective.
 
     Args:
-        parts: what this rank has, ``[n]`` of each node.
-        covers: the nodes of each rank, which all of them know.
-        like: of ``[n]``, for a rank that has nothing.
+        parts: This rank's values, ``[n]`` per node.
+        covers: The nodes of each rank, known to all of them.
+        like: A tensor ``[n]``, for a rank that has no values.
     """
     width = max(1, -(-like.numel() // len(covers)))
     sent = workspace.get("sent", like, len(covers), len(parts), width)
@@ -173,7 +170,7 @@ class VirtualMean:
         self._deal(contiguous_virtual_ranks)
 
     def interleave_ranks(self) -> None:
-        """Ranks play ``interleaved_virtual_ranks`` from here on. Before the first step, on all ranks."""
+        """Use ``interleaved_virtual_ranks`` from now on. Before the first step, on all ranks."""
         self._deal(interleaved_virtual_ranks)
 
     def _deal(self, assign: Callable[[int, int, int], range]) -> None:
@@ -183,13 +180,13 @@ class VirtualMean:
         self._covers = [minimal_cover(self.virtual_ranks, leaves) for leaves in of_all]
 
     def new_partial_sums(self, add: Add[torch.Tensor] = torch.Tensor.add_) -> PartialSums[torch.Tensor]:
-        """For this rank's own values, one of each of its virtual ranks."""
+        """Return empty sums for this rank's own values, one per virtual rank."""
         return PartialSums(self.virtual_ranks, add)
 
     def mean(self, partial: PartialSums[torch.Tensor], workspace: Workspace) -> torch.Tensor:
-        """The mean of all virtual ranks' values, which are ``[n]`` of one dtype and device. A collective.
+        """Return the mean of all virtual ranks' values, ``[n]`` of one dtype and device. A collective.
 
-        It lies in ``workspace``, or where a value did.
+        The result is in ``workspace`` or in the memory of a value.
         """
         parts = partial.parts
         assert tuple(node for node, _ in parts) == self._covers[self._rank], "one value of each virtual rank"
@@ -203,24 +200,23 @@ class VirtualMean:
         return whole[: like.numel()]
 
     def mean_of_scalars(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The same of one scalar of each of this rank's virtual ranks. Those of repeated passes come last."""
+        """Return the mean of one scalar per virtual rank; those of repeated passes come last and are ignored."""
         partial = self.new_partial_sums()
         for leaf, value in zip(self.mine, values[: len(self.mine)], strict=True):
             partial.add((leaf, leaf + 1), value.detach().clone().reshape(1))
         return self.mean(partial, Workspace())[0]
 
     def _fold(self, parts: dict[TreeNode, torch.Tensor]) -> torch.Tensor:
-        """Divided here and nowhere else: where one divides is part of the rounding."""
+        """Return the sum divided by the number of virtual ranks; the place of the division affects the rounding."""
         total = sum_subtree((0, self.virtual_ranks), parts, torch.Tensor.add_)
         return total.div_(self.virtual_ranks)
 
 
-# ---- norm
-# The norm of gradients, added in an order that does not depend on how they are sharded.
+# ---- norm of gradients, added in an order that does not depend on sharding
 #
-# A row of a parameter (along the dimension that is sharded; of whole ones the first) lies on one rank, so ranks add the
-# squares of their rows, and each adds those of all rows. Halves are added element by element: kernels of sums take
-# another order on other shapes and numbers of threads.
+# A row of a parameter (along the sharded dimension, or the first if unsharded) is on one rank. Ranks add the squares of
+# their rows, and each adds the sums of all rows. Halves are added element by element: sum kernels use another order for
+# other shapes and numbers of threads.
 
 _EPSILON = 1e-6
 """Added to the norm, as by torch.nn.utils.clip_grad_norm_."""
@@ -230,10 +226,15 @@ _EPSILON = 1e-6
 def clip_grad_norm_fixed_order(
     parameters: Iterable[torch.Tensor], max_norm: float, timer: CollectiveTimer
 ) -> torch.Tensor:
-    """Scales gradients to a 2-norm of at most ``max_norm``, as torch.nn.utils.clip_grad_norm_ does.
+    """Scale gradients to a 2-norm of at most ``max_norm``, as torch.nn.utils.clip_grad_norm_ does.
 
-    Returns the norm before, a scalar of float32, or float64 where a gradient is. A collective where gradients are
-    sharded. Raises TypeError for a layout other than that of fully_shard.
+    A collective if gradients are sharded.
+
+    Returns:
+        The norm before: a scalar of float32, or float64 if a gradient is.
+
+    Raises:
+        TypeError: The layout is not that of fully_shard.
     """
     if isinstance(parameters, torch.Tensor):
         parameters = [parameters]
@@ -251,7 +252,7 @@ def clip_grad_norm_fixed_order(
 def _of_all_rows(
     squares: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], waits: CollectiveTimer
 ) -> Sequence[torch.Tensor]:
-    """Of each gradient the sums of squares of all its rows, from those of the rows that are here."""
+    """Return the sums of squares of all rows of each gradient, from those of the local rows."""
     every = list(squares)
     by_group: dict[dist.ProcessGroup, list[int]] = {}
     for place, gradient in enumerate(gradients):
@@ -276,7 +277,7 @@ def _of_all_rows(
 
 
 def _rows(gradient: torch.Tensor) -> torch.Tensor:
-    """Of each row that is here the sum of squares, ``[rows]`` in float32 or float64."""
+    """Return the sum of squares of each local row, ``[rows]`` in float32 or float64."""
     local = _local(gradient)
     if local.ndim == 0:
         local = local[None]
@@ -287,10 +288,7 @@ def _rows(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _pairwise(values: torch.Tensor) -> torch.Tensor:
-    """``[n, m]`` to ``[n]``: the right half is added to the left one until one column is left.
-
-    Writes over ``values``.
-    """
+    """Reduce ``[n, m]`` to ``[n]`` by adding the right half to the left one repeatedly. Overwrites ``values``."""
     while (width := values.shape[1]) > 1:
         half = (width + 1) // 2
         values[:, : width - half] += values[:, half:]
@@ -303,7 +301,7 @@ def _local(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _dim(gradient: torch.Tensor) -> int:
-    """The one that is sharded."""
+    """Return the sharded dimension."""
     if not isinstance(gradient, DTensor):
         return 0
     *replicated, shard = gradient.placements
