@@ -1,10 +1,9 @@
-"""Ordinary checkpoints, read a box at a time: a torch.distributed.checkpoint folder, a torch.save file, or weights as
-safetensors files (``safetensors_files``).
+"""Read ordinary checkpoints one box at a time: DCP folders, torch.save files, or weights as safetensors.
 
-Everything is checked before it is used: what Everstep wrote against its digests, in one pass with reading, archives of
-others against their own checksums (docs/decisions/0043). Nothing is unpickled but tensors and plain values: archives by
-torch's restricted reader (``weights_only=True``), and ``.metadata`` by one that knows the classes torch writes there
-and no other.
+Everything is checked before use: Everstep's own files against their digests, while they are read; other archives
+against their own checksums (docs/decisions/0043). Only tensors and plain values are unpickled: archives by torch's
+restricted reader (``weights_only=True``), and ``.metadata`` by a reader that accepts only the classes torch writes
+there.
 """
 
 from __future__ import annotations
@@ -34,15 +33,15 @@ from everstep_trainer.importers.storage_reads import DamagedCheckpoint, MappedAr
 from everstep_trainer.snapshot.copy import view_of_box
 from everstep_trainer.state.optimizer_state import map_tensors
 
-# ---- safetensors files
-# Weights as safetensors files, one or several with an index, read a box at a time: what transformers'
-# ``save_pretrained`` writes. Such a file is the length of its header (8 bytes, little-endian), that header in JSON, and
-# the bytes of all tensors: nothing of it can be code, and nothing tells a flipped bit.
+# ---- safetensors files: weights in one or several files with an index, as transformers' ``save_pretrained`` writes
+#
+# Such a file is the length of its header (8 bytes, little-endian), that header in JSON, and the bytes of all tensors.
+# It cannot contain code, and it has no checksum to detect a flipped bit.
 
 SAFETENSORS_SUFFIX = ".safetensors"
 SAFETENSORS_INDEX = f"{SAFETENSORS_SUFFIX}.index.json"
 MAX_HEADER_BYTES = 100_000_000
-"""As the format's own library has it."""
+"""The limit of the format's own library."""
 _DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -74,16 +73,17 @@ class _Index(msgspec.Struct):
 
 
 class _TensorLocation(msgspec.Struct, frozen=True):
-    """Of a tensor: its file, and where its bytes begin in that."""
+    """The file of a tensor, and where its bytes begin in it."""
 
     file: str
     offset: int
 
 
 def find_weights_file(filesystem: Any, folder: str) -> str:
-    """The index, or the one file of weights, that a folder has; empty where it has neither.
+    """Return the index, or the only weights file, of a folder; empty if it has neither.
 
-    Raises NotRestorable where it has several.
+    Raises:
+        NotRestorable: There are several.
     """
     if not filesystem.isdir(folder):
         return ""
@@ -96,9 +96,11 @@ def find_weights_file(filesystem: Any, folder: str) -> str:
 
 
 class SafetensorsCheckpoint:
-    """A checkpoint (everstep_trainer.importers.checkpoint_files) of weights alone.
+    """A checkpoint of weights alone, in safetensors files.
 
-    Raises Damaged where a file is not whole, or no safetensors file; NotRestorable for tensors that torch cannot hold.
+    Raises:
+        DamagedCheckpoint: A file is incomplete or not a safetensors file.
+        NotRestorable: torch has no such tensors.
     """
 
     def __init__(self, url: str, filesystem: Any, path: str) -> None:
@@ -120,7 +122,7 @@ class SafetensorsCheckpoint:
         self.paths: Mapping[str, tuple[str | int, ...]] = {key: (key,) for key in self.tensors}
 
     def read(self, key: str, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
-        """The rows that the box lies in are read, and no others."""
+        """Read the rows that contain the box, and no others."""
         dtype, shape = self.tensors[key]
         rows = full_box(shape)
         if shape:
@@ -138,10 +140,10 @@ class SafetensorsCheckpoint:
         return self._locations[key]
 
     def close(self) -> None:
-        """Nothing was fetched."""
+        """Do nothing: no file was fetched."""
 
     def _add_file(self, file: str, keys: set[str] | None) -> None:
-        """What a file has, all of it or the tensors that the index says it has."""
+        """Add a file's tensors: all, or those that the index lists."""
         size = self._size(file)
         length = int.from_bytes(self._bytes(file, 0, 8), "little")
         if length > min(size - 8, MAX_HEADER_BYTES):
@@ -192,7 +194,7 @@ _SPILL_FOLDER = re.compile(r"step-\d+-g\d+")
 
 
 def _member(kind: object, name: str) -> object:
-    """A member of an enumeration as early releases of Python 3.11 pickle it (3.11.2 does): ``getattr(kind, name)``."""
+    """Return a member of an enumeration, as Python 3.11.2 and earlier pickle it: ``getattr(kind, name)``."""
     if kind is not dcp._MEM_FORMAT_ENCODING:
         raise pickle.UnpicklingError(f"getattr of {kind!r} has no place in a checkpoint's metadata")
     return dcp._MEM_FORMAT_ENCODING[name]
@@ -204,7 +206,7 @@ _ALLOWED_CLASSES = {
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
     ("collections", "OrderedDict"): dict,
-    ("pathlib", "PosixPath"): pathlib.PurePosixPath,  # where it was saved: of no use here
+    ("pathlib", "PosixPath"): pathlib.PurePosixPath,  # the original path: not used here
     ("pathlib._local", "PosixPath"): pathlib.PurePosixPath,
 } | {
     ("torch.distributed.checkpoint.metadata", kind.__name__): kind
@@ -222,33 +224,34 @@ _ALLOWED_CLASSES = {
 
 
 class CheckpointReader(Protocol):
-    """What is stored, by flattened key: ``paths`` has the path in the nested state dict that it was made of."""
+    """A checkpoint's content by flattened key; ``paths`` has each key's path in the nested state dict."""
 
     url: str
     paths: Mapping[str, KeyPath]
     tensors: Mapping[str, tuple[torch.dtype, Extent]]
 
     def read(self, key: str, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
-        """Disjoint parts of ``box`` with their values, which together make it up. Raises NotRestorable (Damaged where
-        the bytes are not those that were written), OSError."""
-
-    def read_value(self, key: str) -> Any:
-        """A tensor in full, or another value. Raises NotRestorable for what would have to be unpickled, Damaged,
+        """Yield disjoint parts that make up ``box``, with values. Raises NotRestorable, DamagedCheckpoint or
         OSError."""
 
+    def read_value(self, key: str) -> Any:
+        """Return a tensor or another value. Raises NotRestorable for pickles, DamagedCheckpoint or OSError."""
+
     def storage_identity(self, key: str) -> object:
-        """Where a tensor lies; two that are one tensor, or were when they were stored, lie in one place."""
+        """Return the location of a tensor; tensors that are tied, or were when they were stored, share one."""
 
     def close(self) -> None:
-        """All ranks of the node have opened it, or this one has no use for it: a file that was fetched goes. What was
-        read stays."""
+        """Release a fetched file, once all ranks of the node have opened it or this one does not need it; reads stay
+        valid."""
 
 
 def find_checkpoints(url: str) -> list[str]:
-    """What there is to start from at a path or URL, as it is now: itself, or in a folder with Everstep's checkpoints
-    in it these, the newest first.
+    """Return the checkpoints now at a path or URL: itself, or the Everstep checkpoints in the folder, newest first.
 
-    Raises NotRestorable where there is none, ConfigurationError for a URL nobody knows, OSError.
+    Raises:
+        NotRestorable: There is none.
+        ConfigurationError: The URL's scheme is unknown.
+        OSError: Storage failed.
     """
     filesystem, path = _resolve_url(url)
     filesystem.invalidate_cache()
@@ -266,7 +269,12 @@ def find_checkpoints(url: str) -> list[str]:
 
 
 def open_checkpoint(url: str) -> CheckpointReader:
-    """One of those that ``find_checkpoints`` names. Raises NotRestorable, Damaged, OSError where it cannot be read."""
+    """Open a checkpoint that ``find_checkpoints`` returned.
+
+    Raises:
+        NotRestorable: It cannot be used, or is damaged (DamagedCheckpoint).
+        OSError: Storage failed.
+    """
     filesystem, path = _resolve_url(url)
     if path.endswith((SAFETENSORS_SUFFIX, SAFETENSORS_INDEX)):
         return SafetensorsCheckpoint(url, filesystem, path)
@@ -284,13 +292,13 @@ def _resolve_url(url: str) -> tuple[Any, str]:
 
 
 def _newest_first(filesystem: Any, path: str) -> list[str]:
-    """By when they were written: a job that starts again from storage counts its generations from 1 again."""
+    """Return names by the time they were written: a job restarted from storage counts generations from 1 again."""
     if not filesystem.isdir(path):
         return []
     names = [entry.rstrip("/").rpartition("/")[2] for entry in filesystem.ls(path, detail=False)]
     found = []
     for name in filter(_SPILL_FOLDER.fullmatch, names):
-        with suppress(FileNotFoundError):  # not whole, or removed while we look
+        with suppress(FileNotFoundError):  # incomplete, or removed meanwhile
             found.append((filesystem.modified(f"{path}/{name}/.metadata"), name))
     return [name for _, name in sorted(found, reverse=True)]
 
@@ -306,7 +314,7 @@ class _MetadataReader(pickle.Unpickler):
 
 
 class DcpCheckpoint:
-    """What torch.distributed.checkpoint.save wrote, or a vault."""
+    """A folder written by torch.distributed.checkpoint.save or a vault."""
 
     def __init__(self, url: str, filesystem: Any, path: str) -> None:
         self.url = url
@@ -359,7 +367,7 @@ class DcpCheckpoint:
         return tuple((at.relative_path, at.offset) for at in map(self._stored.get, indices) if at is not None) or key
 
     def close(self) -> None:
-        """Nothing was fetched."""
+        """Do nothing: no file was fetched."""
 
     def _tensor(self, key: str, offset: Extent, held: Box) -> torch.Tensor:
         tensor = self._load(key, dcp.MetadataIndex(key, offset))
@@ -380,7 +388,7 @@ class DcpCheckpoint:
         return _load_restricted(io.BytesIO(data), f"{self.url}/{info.relative_path}: {key}")
 
     def _check(self, info: _StorageInfo, data: bytes) -> None:
-        """Raises Damaged where these are not the bytes that were written."""
+        """Raise DamagedCheckpoint if these are not the bytes that were written."""
         what = f"{self.url}/{info.relative_path}"
         if len(data) != info.length:
             raise DamagedCheckpoint(
@@ -394,7 +402,7 @@ class DcpCheckpoint:
             )
 
     def _digests_with(self, metadata: bytes) -> dict[tuple[str, int], tuple[int, bytes]] | None:
-        """Length and digest of each archive, by file and offset. None in a folder of others or of an early release."""
+        """Return length and digest of each archive by file and offset; None for folders of others or early releases."""
         try:
             body = self._bytes(DIGESTS_FILE)
         except DamagedCheckpoint:
@@ -431,8 +439,7 @@ def _load_restricted(file: BinaryIO, label: str, **options: Any) -> Any:
 
 
 class TorchFileCheckpoint:
-    """What torch.save wrote: nested dictionaries of tensors and values, mapped; fetched before, where it is not on this
-    machine."""
+    """A mapped torch.save file of nested dictionaries; a remote one is fetched first."""
 
     def __init__(self, url: str, filesystem: Any, path: str) -> None:
         self.url = url
@@ -460,7 +467,7 @@ class TorchFileCheckpoint:
         yield box, view_of_box(value, full_box(tuple(value.shape)), box)
 
     def read_value(self, key: str) -> Any:
-        return map_tensors(self._checked(key), torch.clone)  # somebody may write over what is mapped
+        return map_tensors(self._checked(key), torch.clone)  # a clone, since callers may write to it
 
     def storage_identity(self, key: str) -> object:
         value = self._values[key]
@@ -472,7 +479,7 @@ class TorchFileCheckpoint:
 
     def close(self) -> None:
         if self._fetched is not None:
-            self._fetched.unlink(missing_ok=True)  # what is mapped stays, here and in other ranks
+            self._fetched.unlink(missing_ok=True)  # existing mappings stay valid, here and in other ranks
 
     def _mapped(self, path: str, label: str) -> MappedArchive:
         load = partial(_load_restricted, path, self.url, mmap=True)  # type: ignore[arg-type]  # torch maps only a path's file
@@ -480,7 +487,7 @@ class TorchFileCheckpoint:
 
 
 def _leaves(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, Any]]:
-    """As torch.distributed.checkpoint flattens, but for keys, which keep their type."""
+    """Yield leaves as torch.distributed.checkpoint flattens, except that keys keep their type."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from _leaves((*path, key), item)

@@ -1,7 +1,7 @@
-"""A job that starts from an ordinary checkpoint: each rank reads what it needs of it into what is tracked.
+"""Start a job from an ordinary checkpoint: each rank reads what it needs into the tracked objects.
 
-Of Everstep's own checkpoints all comes back, the step too. Of others the tensors of modules must all be there; an
-optimizer or another object that is not stays as it was made, which is said in the log. Steps then begin at 1.
+Everstep's own checkpoints restore everything, including the step. Other checkpoints must have all tensors of modules.
+An optimizer or other object that is missing there keeps its initial state, which is logged; steps then begin at 1.
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ from everstep_trainer.state.tensors import TrackedTensor
 from everstep_trainer.state.tracked_objects import TrackedObjects, named_modules, strip_wrapper_names
 from everstep_trainer.state.tracked_state import Aliases, TrackedState
 
-# ---- plain keys
-# Keys of ordinary checkpoints: under which an object may have been saved, and nested state of what is there.
+# ---- keys of ordinary checkpoints: names that an object may have been saved under, and nested state
 
 
 def uncompiled_key(key: str) -> str:
-    """A key as it would be, had the model not been compiled."""
+    """Return a key as if the model had not been compiled."""
     return strip_wrapper_names(key).removeprefix(".")
 
 
@@ -43,7 +42,7 @@ def join_path(path: KeyPath) -> str:
 
 
 def candidate_prefixes(top: str, conventional: tuple[str, ...] | None) -> Iterator[str]:
-    """Under which keys an object may have been saved: its own, those that are usual, and none at all."""
+    """Yield the prefixes under which an object may have been saved: its own, conventional ones, and none."""
     for key in dict.fromkeys((top, *(conventional or ()))):
         yield f"{key}."
         yield f"{key}_state_dict."
@@ -52,12 +51,12 @@ def candidate_prefixes(top: str, conventional: tuple[str, ...] | None) -> Iterat
 
 
 def path_below(path: KeyPath, prefix: str) -> KeyPath:
-    """A path without the parts that make up a flattened key."""
+    """Return a path without the parts that make up a flattened key."""
     return next(path[n:] for n in range(1, len(path) + 1) if len(join_path(path[:n])) >= len(prefix))
 
 
 def nest_leaves(leaves: Mapping[KeyPath, Any]) -> Any:
-    """Nested state from its leaves: integers in paths are indices of lists."""
+    """Return nested state from its leaves; integers in paths are indices of lists."""
     if () in leaves:
         return leaves[()]
     heads = dict.fromkeys(path[0] for path in leaves)
@@ -68,7 +67,7 @@ def nest_leaves(leaves: Mapping[KeyPath, Any]) -> Any:
 
 
 class CheckpointKeys:
-    """Those of one checkpoint, by what they would be, had the model not been compiled."""
+    """The keys of one checkpoint, as if the model had not been compiled."""
 
     def __init__(self, checkpoint: CheckpointReader) -> None:
         self._checkpoint = checkpoint
@@ -78,14 +77,14 @@ class CheckpointKeys:
             self._stored_as[name] = key if name not in checkpoint.paths else name
         heads = (path[:n] for path in checkpoint.paths.values() for n in range(1, len(path)))
         self.top_prefixes = {"", *(f"{join_path(head)}." for head in set(heads))}
-        """What keys begin with, up to where one dictionary lies in another."""
+        """Prefixes of keys, up to where one dictionary is inside another."""
 
     def stored_key(self, key: str) -> str:
-        """The key itself."""
+        """Return the key as stored."""
         return self._stored_as.get(key, key)
 
     def read_under(self, prefix: str) -> Any:
-        """The nested state under a key, or None where there is nothing."""
+        """Return the nested state under a key, or None if there is none."""
         found = [key for name, key in self._stored_as.items() if name.startswith(f"{prefix}.")]
         if not found:
             return None
@@ -94,28 +93,27 @@ class CheckpointKeys:
         )
 
 
-# ---- plain modules
-# Modules in an ordinary checkpoint: under which keys one has what its tensors are called now.
+# ---- modules in an ordinary checkpoint: mapping from tensors' names to stored keys
 #
-# One rule of names serves all tensors of a tracked module, so that none is taken for another that is called alike:
-# ``model.norm.weight`` may be the norm of what was saved under ``model``, or that of a part that is called so.
+# One mapping serves all tensors of a tracked module, so that none is confused with one of a similar name. For example,
+# ``model.norm.weight`` may be the norm of what was saved under ``model``, or that of a part called ``model``.
 
 log = logging.getLogger(__name__)
 
 
 class KeyMapping(msgspec.Struct, frozen=True):
-    """How a name within a tracked module becomes a key: what comes off its front, and what stands there instead."""
+    """A mapping from names in a tracked module to keys: a prefix to remove, and one to add."""
 
     added_prefix: str
     removed_prefix: str = ""
 
     def map(self, name: str) -> str:
-        """``name`` begins with the key under which the module is tracked."""
+        """Return the key for ``name``, which begins with the key under which the module is tracked."""
         return self.added_prefix + name.partition(".")[2].removeprefix(self.removed_prefix)
 
 
 class StoredModules:
-    """What a checkpoint has of the modules that are tracked, by the keys under which these are."""
+    """The stored parts of tracked modules, by their keys."""
 
     def __init__(
         self, checkpoint: CheckpointReader, keys: CheckpointKeys, modules: Mapping[str, Sequence[torch.nn.Module]]
@@ -126,7 +124,7 @@ class StoredModules:
         self._rules: dict[str, KeyMapping] = {}
 
     def map_keys(self, parts: Iterable[TensorPart]) -> dict[str, str]:
-        """Where each tensor of the modules is. Raises NotRestorable naming what is nowhere."""
+        """Return the stored key of each tensor. Raises NotRestorable, naming missing ones."""
         of: dict[str, list[TensorPart]] = defaultdict(list)
         for part in parts:
             of[part.name.partition(".")[0]].append(part)
@@ -153,7 +151,7 @@ class StoredModules:
         return keys
 
     def extra_states(self) -> Iterator[tuple[torch.nn.Module, Any]]:
-        """Modules' extra state, as far as there is some."""
+        """Yield modules with their stored extra state."""
         for top, roots in self._modules.items():
             for name, module in (found for root in roots for found in named_modules(top, root)):
                 if type(module).get_extra_state is torch.nn.Module.get_extra_state:
@@ -179,8 +177,10 @@ class StoredModules:
                 yield part.name, key
 
     def _possible(self, top: str) -> Iterator[KeyMapping]:
-        """Those under which the checkpoint has something by itself, and then those that only look so; then with the
-        name that transformers' models give to what is below a head, or without it."""
+        """Yield possible mappings: first those whose prefix is a dictionary of its own, then others.
+
+        Last come those with or without transformers' name for the model below a head.
+        """
         usual = ("model", "state_dict") if len(self._modules) == 1 else None
         whole = self._keys.top_prefixes
         for prefix in sorted(candidate_prefixes(top, usual), key=lambda prefix: prefix not in whole):
@@ -196,25 +196,25 @@ def _base(root: torch.nn.Module) -> str:
     return next((name for name in names if name and isinstance(name, str)), "")
 
 
-# ---- plain optimizers
-# Optimizers in an ordinary checkpoint: by parameters' names, as get_optimizer_state_dict has them, or by numbers, as
-# ``state_dict()`` has; nested, or flattened by name, as torchtitan saves.
+# ---- optimizers in an ordinary checkpoint
+#
+# State is stored by parameters' names, as by get_optimizer_state_dict, or by numbers, as by ``state_dict()``; nested,
+# or flattened by name, as torchtitan saves.
 
 
 class StoredMoment(msgspec.Struct, frozen=True):
-    """A part of a parameter's state: its name there, and the keys under which it is stored: several where it is nested
-    in lists or dictionaries, one behind another."""
+    """A part of a parameter's state, and the keys that store it: several if it is nested in lists or dictionaries."""
 
     optimizer: torch.optim.Optimizer
     parameter: torch.Tensor
     full_name: str
-    """Its full name, as a tensor's."""
+    """Full name, as a tensor's."""
     name: str
     keys: tuple[str, ...]
 
 
 class StoredOptimizers:
-    """What a checkpoint has of the optimizers that are tracked, by the keys under which these are."""
+    """The stored state of tracked optimizers, by their keys."""
 
     def __init__(
         self, checkpoint: CheckpointReader, keys: CheckpointKeys, optimizers: Mapping[str, list[torch.optim.Optimizer]]
@@ -225,7 +225,7 @@ class StoredOptimizers:
         self._names: dict[int, str] = {}
         self._prefixes: dict[str, str | None] = {}
         self._within: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-        """By the key of a parameter's state, by the name in it."""
+        """Stored keys by the key of a parameter's state and the name in it."""
         self._depth: dict[str, int] = {}
         for key, path in checkpoint.paths.items():
             above, _, name = uncompiled_key(key).rpartition(".")
@@ -236,9 +236,11 @@ class StoredOptimizers:
             self._within[above][name].append(key)
 
     def moments(self, names: dict[int, str], aliases: Aliases) -> Iterator[StoredMoment]:
-        """What there is of the state of parameters, whose full names are given by identity.
+        """Yield the stored parts of parameters' state.
 
-        ``aliases``: other names under which their state may be.
+        Args:
+            names: Full names of parameters by identity.
+            aliases: Other names under which their state may be stored.
         """
         self._names = names
         for top, optimizers in self._optimizers.items():
@@ -257,15 +259,18 @@ class StoredOptimizers:
                             break
 
     def read_value(self, moment: StoredMoment) -> Any:
-        """Of one that is no tensor, or has tensors in it."""
+        """Return the value of a part that is no tensor, or contains tensors."""
         found = {self._checkpoint.paths[key][self._depth.get(key, 0) :]: key for key in moment.keys}
         if len(found) == 1 and moment.keys[0] not in self._depth:
             return self._checkpoint.read_value(moment.keys[0])
         return nest_leaves({path: self._checkpoint.read_value(key) for path, key in found.items()})
 
     def group_options(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-        """Each parameter group with the hyper-parameters that are stored for it. After ``moments``. Raises
-        NotRestorable where groups are others than were stored."""
+        """Yield each parameter group with its stored hyper-parameters. Call it after ``moments``.
+
+        Raises:
+            NotRestorable: The groups differ from the stored ones.
+        """
         for top in self._optimizers:
             if (prefix := self._prefix(top)) is None:
                 continue
@@ -279,7 +284,7 @@ class StoredOptimizers:
                 yield group, {key: value for key, value in stored.items() if key != "params"}
 
     def _prefix(self, top: str) -> str | None:
-        """The key under which an optimizer's state is, or None where it is not in the checkpoint."""
+        """Return the key under which an optimizer's state is stored, or None."""
         if top not in self._prefixes:
             usual = ("optimizer", "optim") if len(self._optimizers) == 1 else ()
             candidates = [prefix.rstrip(".") for prefix in candidate_prefixes(top, usual) if prefix]
@@ -294,8 +299,10 @@ class StoredOptimizers:
         return [group for optimizer in self._optimizers[top] for group in optimizer.param_groups]
 
     def _by_name(self, top: str, prefix: str) -> list[dict[str, Any]]:
-        """The options of each live group, where they are stored for each parameter by its name
-        (``flatten_optimizer_state_dict``, as torchtitan has it)."""
+        """Return the options of each live group from those stored per parameter name.
+
+        ``flatten_optimizer_state_dict`` stores them this way, and so does torchtitan.
+        """
         stored: dict[str, dict[str, Any]] = defaultdict(dict)
         begin = f"{prefix}.param_groups."
         for key in self._checkpoint.paths:
@@ -305,12 +312,12 @@ class StoredOptimizers:
         return [self._agreed(top, stored, self._names_in(group)) for group in self._groups_of(top)]
 
     def _names_in(self, group: Mapping[str, Any]) -> list[str]:
-        """Of a group's parameters that are tracked, without the key of their module."""
+        """Return the names of a group's tracked parameters, without their module's key."""
         names = (self._names.get(id(parameter), "") for parameter in group["params"])
         return [name.partition(".")[2] for name in names if name]
 
     def _agreed(self, top: str, stored: Mapping[str, dict[str, Any]], names: Sequence[str]) -> dict[str, Any]:
-        """What is stored for these names. Raises NotRestorable where that differs, or is not there."""
+        """Return the options stored for these names. Raises NotRestorable if they differ or are missing."""
         for name in names:
             if name not in stored:
                 raise NotRestorable(f"{self._checkpoint.url} has no options of {name}, which {top} trains now")
@@ -330,11 +337,14 @@ _PER_RANK_KEY = re.compile(r"everstep\.own\.(\d{1,7})\.(.+)")
 def read_checkpoint(
     url: str, objects: Mapping[str, object], state: TrackedState, rank: int, world: int
 ) -> CheckpointImport:
-    """Reads the checkpoint at ``url`` into the tensors of ``state``, which tracks ``objects``. What is no tensor is
-    read too, and put into the objects by ``finish``.
+    """Read the checkpoint at ``url`` into the tensors of ``state``, which tracks ``objects``.
 
-    Each rank calls it for itself; there is no collective. Raises NotRestorable with what is missing or does not fit,
-    Damaged where what is stored is not what was written, OSError where reading fails.
+    Other values are read too, and ``finish`` loads them into the objects. Each rank calls it for itself, without
+    collectives.
+
+    Raises:
+        NotRestorable: Something is missing or does not fit, or the checkpoint is damaged (DamagedCheckpoint).
+        OSError: Reading failed.
     """
     started = CheckpointImport(open_checkpoint(url), objects, state, rank)
     try:
@@ -346,7 +356,7 @@ def read_checkpoint(
 
 
 class CheckpointImport:
-    """A checkpoint on its way into a rank's objects."""
+    """A checkpoint being read into a rank's objects."""
 
     def __init__(
         self, checkpoint: CheckpointReader, objects: Mapping[str, object], state: TrackedState, rank: int
@@ -375,7 +385,7 @@ class CheckpointImport:
         self._backup = StateBackup(state, with_values=False)
 
     def read(self, world: int) -> None:
-        """All that this rank needs."""
+        """Read all that this rank needs."""
         self._fill_tensors(world)
         if _VERSION in self._checkpoint.tensors:
             self._read_blob()
@@ -383,7 +393,7 @@ class CheckpointImport:
             self._read_objects()
 
     def finish(self) -> int:
-        """Puts what is no tensor into the objects; returns the step the checkpoint is of, 0 where it does not say."""
+        """Load everything but tensors into the objects; return the checkpoint's step, 0 if it has none."""
         for put in self._deferred_loads:
             put()
         self._checkpoint.close()
@@ -392,14 +402,14 @@ class CheckpointImport:
         return self._step
 
     def undo(self) -> None:
-        """Takes away the optimizers' state that was made for this checkpoint: another one may have none of it."""
+        """Remove optimizer state that was made for this checkpoint: another one may have none."""
         self._checkpoint.close()
         self._backup.undo()
 
     # --- tensors
 
     def _fill_tensors(self, world: int) -> None:
-        """Parameters, buffers and moments."""
+        """Fill parameters, buffers and moments."""
         live = self._state.tensors()
         parts = {p.name: p for p in self._state.layout(live, self._rank, world).parts}
         mine = [p for p in parts.values() if p.name.partition(".")[0] in self._tops]
@@ -426,7 +436,7 @@ class CheckpointImport:
             self._fill(target, catalog[index], keys[catalog[index].name])
 
     def _tied_there(self, keys: Mapping[str, str]) -> Aliases:
-        """Other names that a vault wrote a live tensor under: its state in an optimizer is under one of these."""
+        """Return other names that a vault stored a live tensor under; its optimizer state is under one of them."""
         if _VERSION not in self._checkpoint.tensors:
             return {}
         places: dict[object, list[str]] = defaultdict(list)
@@ -437,7 +447,7 @@ class CheckpointImport:
         return {name: tuple(key for key in all_ if key != name) for name, all_ in alike.items() if len(all_) > 1}
 
     def _as_stored(self, part: TensorPart, key: str, aliases: tuple[str, ...] = ()) -> TensorInfo:
-        """A catalog entry that the live tensor fits; torch converts between dtypes while it copies."""
+        """Return a catalog entry that fits the live tensor; torch converts dtypes while it copies."""
         shape = part.shape[1:] if part.sharing is Sharing.PER_RANK else part.shape
         stored = self._checkpoint.tensors
         if stored[key][1] != shape:
@@ -450,7 +460,7 @@ class CheckpointImport:
         return TensorInfo(part.name, part.dtype, part.itemsize, (rows[-1] + 1, *shape), True, ranks=tuple(rows))
 
     def _fill(self, target: TrackedTensor, tensor: TensorInfo, key: str) -> None:
-        """Of a buffer that each rank stored for itself the values that this one begins with."""
+        """Fill a target; a per-rank buffer gets the values of the rank that this one continues."""
         if tensor.per_rank:
             key = f"everstep.own.{tensor.source_rank(self._rank)}.{tensor.name}"
         if not target.box.volume:
@@ -462,8 +472,10 @@ class CheckpointImport:
     # --- everything else
 
     def _read_blob(self) -> None:
-        """The Python state of Everstep's own checkpoint: this rank's, or the first's for a rank that is new, and what
-        that one did not know from others."""
+        """Read the Python state of Everstep's own checkpoint.
+
+        It is this rank's, or the first rank's for a new rank; names that it lacks come from other ranks.
+        """
         ranks = [int(k.rpartition(".")[2]) for k in self._checkpoint.tensors if k.startswith(f"{_BLOB}.")]
         names, told = self._state.python_names(), list[PythonState]()
         for rank in sorted(ranks, key=lambda rank: (rank != self._rank, rank)):
@@ -476,7 +488,8 @@ class CheckpointImport:
         _, self._step = self._checkpoint.read_value(_VERSION).tolist()
 
     def _read_objects(self) -> None:
-        """Hyper-parameters, modules' extra state, and the state of objects that are neither modules nor optimizers."""
+        """Read hyper-parameters, modules' extra state, and the state of objects that are neither modules nor
+        optimizers."""
         self._deferred_loads += [
             partial(module.set_extra_state, value) for module, value in self._modules.extra_states()
         ]

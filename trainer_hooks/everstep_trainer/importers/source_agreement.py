@@ -1,8 +1,8 @@
-"""How the ranks of a generation agree on a checkpoint on storage: rank 0 names one, all read it and say how that went.
+"""Agree on a checkpoint on storage: rank 0 proposes one, and all ranks read it and report the outcome.
 
-Somebody may write to the place, or remove from it, while they look: each for itself they would find different things.
-Only when all have what they need do they go on; where one finds it damaged or gone, rank 0 looks again and names the
-next one. Storage that fails for a moment is asked again first (``storage_patience``).
+Others may write to the storage or remove files meanwhile, so ranks on their own could find different checkpoints. When
+all have what they need they go on. If one finds it damaged or gone, rank 0 looks again and proposes the next one.
+Storage that fails for a moment is retried first (``storage_reads``).
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from everstep_trainer.snapshot.exchange import decode_value, put_value, wait_for
 log = logging.getLogger(__name__)
 
 RANK_TIMEOUT_S = 3600.0
-"""For a rank that reads: storage may be slow for one and quick for another. A rank that is lost ends the generation."""
+"""For a rank to finish reading: storage may be slow for one rank only. A lost rank ends the generation."""
 
 
 class SourceProposal(msgspec.Struct, frozen=True):
-    """What rank 0 says: a checkpoint to try, or why there is none."""
+    """Rank 0's proposal: a checkpoint to try, or why there is none."""
 
     url: str = ""
     error: str = ""
 
 
 class ImportOutcome(msgspec.Struct, frozen=True):
-    """How it went for one rank: ``unusable`` where another checkpoint may serve, ``error`` where none would."""
+    """One rank's outcome: ``unusable`` if another checkpoint may serve, ``error`` if none would."""
 
     unusable: str = ""
     error: str = ""
@@ -43,19 +43,19 @@ class ImportAttempt(Protocol):
     """A checkpoint that was read into a rank's tensors."""
 
     def finish(self) -> int:
-        """Puts everything else into the objects; returns the step."""
+        """Load everything else into the objects; return the step."""
 
     def undo(self) -> None:
-        """Takes away what was not there before, for another checkpoint that may not have it."""
+        """Remove state that was not there before, since another checkpoint may lack it."""
 
 
 class SourceAgreement:
-    """One rank's voice. The same code on all ranks.
+    """One rank's part in the agreement. All ranks run the same code.
 
     Args:
-        store: the generation's.
-        on_unusable: hears of each checkpoint that this rank found damaged or gone, with the reason.
-        wait: before storage that failed is asked again, so many seconds.
+        store: The generation's store.
+        on_unusable: Receives each checkpoint that this rank found damaged or gone, with the reason.
+        wait: Waits some seconds before failing storage is retried.
     """
 
     def __init__(
@@ -75,11 +75,16 @@ class SourceAgreement:
         self._wait = wait
 
     def load(self, locations: Sequence[str], read: Callable[[str], ImportAttempt]) -> int:
-        """Tries the checkpoints at ``locations`` in this order, and in a folder of several the newest first, until all
-        ranks could read one; returns its step, or 0 where there are no places. What rank 0 was told counts for all.
+        """Try the checkpoints at ``locations`` in order, newest first in a folder, until all ranks could read one.
 
-        Raises NotRestorable, on all ranks alike, where none can be used or the objects are others than were stored;
-        DistStoreError where a rank says nothing for RANK_TIMEOUT_S.
+        Rank 0's locations count for all ranks.
+
+        Returns:
+            The checkpoint's step, or 0 if there are no locations.
+
+        Raises:
+            NotRestorable: On all ranks alike, none can be used or the objects differ from the stored ones.
+            DistStoreError: A rank reported nothing for RANK_TIMEOUT_S.
         """
         failed: dict[str, str] = {}
         while True:
@@ -102,7 +107,7 @@ class SourceAgreement:
             log.warning("%s is not used: %s", url, verdict.unusable)
 
     def _receive_proposal(self, number: int, locations: Sequence[str], failed: dict[str, str]) -> str:
-        """What rank 0 names; empty where it was told of no place."""
+        """Return rank 0's proposal; empty if it has no locations."""
         key = f"stored/named/{number}"
         if self._rank == 0:
             named = self._propose(locations, failed)
@@ -138,7 +143,7 @@ class SourceAgreement:
             return None, ImportOutcome(error=f"rank {self._rank}: {error}"), error
 
     def _combine_outcomes(self, number: int, outcome: ImportOutcome) -> ImportOutcome:
-        """What all ranks' words come to."""
+        """Return the combined outcome of all ranks."""
         put_value(self._store, f"stored/read/{number}/{self._rank}", outcome)
         key = f"stored/verdict/{number}"
         if self._rank == 0:
@@ -160,9 +165,9 @@ class SourceAgreement:
 
 
 def _find_all(locations: Sequence[str]) -> Iterator[str]:
-    """Everything that is there now. Raises NotRestorable at the end, where one of the places has nothing."""
+    """Yield all checkpoints that exist now. Raises NotRestorable at the end if a location has none."""
     from everstep_trainer.importers.checkpoint_files import (
-        find_checkpoints,  # its imports take longer than a regrouping
+        find_checkpoints,  # these imports take longer than a regrouping
     )
 
     empty: NotRestorable | None = None

@@ -1,7 +1,7 @@
-"""Checksums of the zip archives that torch.save writes: torch's own reader passes over them.
+"""Check torch.save's archives, fetch remote files, and retry failing storage.
 
-What is looked at is what torch uses: the directory's entries against the records' own headers, and the CRC-32 of each
-record that is read.
+torch's own reader ignores the checksums of its zip archives. The checks cover what torch uses: the directory's entries
+against the records' own headers, and the CRC-32 of each record that is read.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from everstep.layout.object_storage import storage_errors
 from everstep_trainer.runtime.interrupt import WAIT_SLICE_S
 
 _DATA = re.compile(r"[^/]+/data/[^/]+")
-"""The record of a tensor's bytes; all others are small."""
+"""A record with a tensor's bytes; all others are small."""
 _CHUNK_BYTES = 1 << 20
 _MALFORMED = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, ValueError, LookupError, OverflowError, OSError)
 _UNSUPPORTED = (NotImplementedError, RuntimeError)
-"""What a damaged directory comes to in ``zipfile``: offsets before the file's begin, compressions that nobody has."""
+"""Errors that ``zipfile`` raises for a damaged directory: offsets before the file's begin, unknown compressions."""
 
 
 class DamagedCheckpoint(NotRestorable):
-    """What is stored is not what was written, or not all of it is there: another checkpoint may serve."""
+    """Stored data is incomplete or not what was written: another checkpoint may serve."""
 
 
 @contextmanager
@@ -54,7 +54,7 @@ def _zip_errors(label: str) -> Iterator[None]:
 
 
 def check_archive(data: bytes, label: str) -> None:
-    """Looks at all of an archive in memory. Raises Damaged, which names ``label``."""
+    """Check all of an archive in memory. Raises DamagedCheckpoint, naming ``label``."""
     with _zip_errors(label), zipfile.ZipFile(io.BytesIO(data)) as archive:
         for record in archive.infolist():
             _check_record(archive, record)
@@ -63,20 +63,21 @@ def check_archive(data: bytes, label: str) -> None:
 def _check_record(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> None:
     if record.compress_type != zipfile.ZIP_STORED or record.compress_size != record.file_size:
         raise zipfile.BadZipFile(f"{record.filename} is compressed")
-    with archive.open(record) as file:  # which compares the checksum when it comes to the end
+    with archive.open(record) as file:  # compares the checksum at its end
         while file.read(_CHUNK_BYTES):
             pass
 
 
 class MappedArchive:
-    """An archive whose tensors torch has mapped: each record is looked at when something of it is first used.
+    """An archive whose tensors torch has mapped; each record is checked on first use.
 
     Args:
-        path: of the file, on this machine.
-        label: its name in errors.
-        load: maps it, and returns what is in it.
+        path: Path of the file, on this machine.
+        label: Its name in errors.
+        load: Maps it, and returns its content.
 
-    Raises Damaged where the archive, or a record that is no tensor's, is not what was written.
+    Raises:
+        DamagedCheckpoint: The archive, or a record that is no tensor's, is not what was written.
     """
 
     def __init__(self, path: str, label: str, load: Callable[[], object]) -> None:
@@ -94,7 +95,7 @@ class MappedArchive:
         self._mappings = list(_mappings_of(path))
 
     def check(self, value: object) -> None:
-        """Looks at a tensor's bytes; for another value that may have tensors in it, at all bytes. Raises Damaged."""
+        """Check a tensor's bytes; for a value that may contain tensors, all bytes. Raises DamagedCheckpoint."""
         if isinstance(value, torch.Tensor):
             self._check(self._record_of(value))
         elif not isinstance(value, str | bytes | int | float | bool | None):
@@ -108,7 +109,7 @@ class MappedArchive:
                 del self._unchecked[record.filename]
 
     def _record_of(self, tensor: torch.Tensor) -> list[zipfile.ZipInfo]:
-        """The record that the tensor's storage is mapped from; all of them where it lies elsewhere."""
+        """Return the record that the tensor's storage is mapped from; all records if it is elsewhere."""
         if tensor.layout is not torch.strided or tensor.is_quantized:
             return self._records
         storage = tensor.untyped_storage()
@@ -123,7 +124,7 @@ class MappedArchive:
 
 
 def _mappings_of(path: str) -> Iterator[tuple[int, int, int]]:
-    """Where the file is mapped in this process: the first and last address, and the offset of the first in it."""
+    """Yield the file's mappings in this process: first and last address, and the first one's offset in the file."""
     real = os.path.realpath(path)
     for line in Path("/proc/self/maps").read_text().splitlines():
         fields = line.split(maxsplit=5)
@@ -132,20 +133,22 @@ def _mappings_of(path: str) -> Iterator[tuple[int, int, int]]:
             yield int(begin, 16), int(end, 16), int(fields[2], 16)
 
 
-# ---- fetched file
-# A file of an object store on this node's disk: fetched once for all processes of the node, mapped, and removed.
+# ---- file of an object store on this node's disk: fetched once for all processes of the node, mapped, and removed
 
 _COPY_CHUNK = 16 << 20
 
 
 @contextmanager
 def fetch_to_local(filesystem: Any, path: str, url: str) -> Iterator[Path]:
-    """Where the file of ``url`` lies on this machine, in the folder for temporary files (``TMPDIR``).
+    """Fetch the file of ``url`` into the folder for temporary files (``TMPDIR``) and yield its path.
 
-    Until the block ends no other process removes it or looks whether it is whole: map it in there, and unlink it when
-    nobody is about to map it any more. A block that raises unlinks it, since what came may not be what is stored.
+    Until the block ends, no other process removes the file or checks whether it is complete. Map it in the block, and
+    unlink it when nobody is about to map it any more. A block that raises unlinks it, since the fetched bytes may be
+    wrong.
 
-    Raises NotRestorable where there is no room for it, OSError.
+    Raises:
+        NotRestorable: There is no room for it.
+        OSError: Fetching failed.
     """
     size = filesystem.info(path).get("size")
     if size is None:
@@ -153,7 +156,7 @@ def fetch_to_local(filesystem: Any, path: str, url: str) -> Iterator[Path]:
     local = Path(tempfile.gettempdir()) / f"everstep-start-{os.getuid()}-{filesystem.ukey(path)[:32]}.pt"
     descriptor = _locked(local)
     try:
-        if os.fstat(descriptor).st_size != size:  # nobody has it mapped: it never was whole
+        if os.fstat(descriptor).st_size != size:  # nobody has it mapped, since it was never complete
             _fetch(filesystem, path, url, descriptor, size)
         yield local
     except BaseException:
@@ -170,7 +173,7 @@ _FIX_HINT = (
 
 
 def _locked(local: Path) -> int:
-    """The file at ``local``, made if need be, which other processes wait for."""
+    """Open the file at ``local``, making it if needed, under a lock that other processes wait for."""
     while True:
         descriptor = os.open(local, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
@@ -187,7 +190,7 @@ def _locked(local: Path) -> int:
         except BaseException:
             os.close(descriptor)
             raise
-        os.close(descriptor)  # it was removed while we waited
+        os.close(descriptor)  # removed while this process waited
 
 
 def _fetch(filesystem: Any, path: str, url: str, descriptor: int, size: int) -> None:
@@ -205,8 +208,7 @@ def _fetch(filesystem: Any, path: str, url: str, descriptor: int, size: int) -> 
         raise OSError(f"{url} has {size} bytes, and {came} came")
 
 
-# ---- storage patience
-# Storage that fails for a moment is asked again; what is damaged is read once more, and what is gone is gone.
+# ---- retries: failing storage is asked again, damaged data is read once more, missing files are final
 
 log = logging.getLogger(__name__)
 
@@ -214,23 +216,25 @@ T = TypeVar("T")
 
 RETRY_BACKOFF = Backoff(floor_s=0.5, ceiling_s=8.0)
 MAX_TRIES = 5
-"""Of what fails: 0.5, 1, 2 and 4 s at most lie between them. A job that goes back a checkpoint loses many minutes."""
+"""Attempts, with at most 0.5, 1, 2 and 4 s in between. A job that goes back a checkpoint loses many minutes."""
 
 _PERMANENT_ERRORS = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
-"""Errors that say what is there, not that nobody could look."""
+"""Errors about what is there, not about reaching it."""
 
 
 def sleep_in_slices(seconds: float) -> None:
-    """Waits, in slices."""
+    """Wait, in slices."""
     for _ in range(round(seconds / WAIT_SLICE_S)):
         sleep(WAIT_SLICE_S)
 
 
 def retry_read(read: Callable[[], T], wait: Callable[[float], None] = sleep_in_slices) -> T:
-    """What ``read`` returns, which is called again where a storage failed it (a time-out is that too), and once more
-    where it raised Damaged: a bit may have flipped on its way.
+    """Return the result of ``read``, retrying when storage fails (a time-out included).
 
-    Raises what it raised last, and OSError for what only the storage's package has a name for.
+    It is called once more after DamagedCheckpoint: a bit may have flipped in transit.
+
+    Raises:
+        Exception: The last error; OSError for errors that only the storage's package defines.
     """
     failed, damaged = 0, False
     while True:
