@@ -1,1 +1,1 @@
-"""Finding hardware that lies: digests that replicas must agree on."""
+"""Detect hardware that computes wrong results: digests that replicas must agree on."""

@@ -1,11 +1,11 @@
-"""The digest that equal replicas must agree on: a position-weighted sum modulo 2^64 with odd random weights.
+"""Compute the digest that equal replicas must agree on: a position-weighted sum modulo 2^64 with odd random weights.
 
-A sum with odd weights sees every single flipped bit, and with random ones the structured patterns that broken hardware
-makes and that XOR fingerprints are blind to (even counts of the same bit, lane swaps, stuck tiles). It is independent
-of the order of summation. As an integer matrix-vector product it runs near memory speed with Python's lock released.
+Odd weights detect every single flipped bit. Random weights detect the structured patterns of broken hardware that XOR
+fingerprints miss (even counts of the same bit, lane swaps, stuck tiles). The sum does not depend on the order of
+summation. As an integer matrix-vector product it runs near memory speed without Python's lock.
 
-It covers parameters. A corrupted moment reaches its parameter at the next step and is seen one step later; the shares
-of the rank that is then named are replaced by the equal ones of other holders.
+The digest covers parameters. A corrupted moment reaches its parameter at the next step and is detected one step later;
+the blamed rank's shares are then replaced by the equal ones of other holders.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _row_weights(device: torch.device) -> torch.Tensor:
 
 
 def _mix(n: int) -> int:
-    """splitmix64, made odd: the weight of row ``n``."""
+    """Return the weight of row ``n``: splitmix64, made odd."""
     z = (n + 1) * 0x9E3779B97F4A7C15 & _MASK
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB & _MASK
@@ -46,8 +46,8 @@ def _mix(n: int) -> int:
 class WeightedDigest:
     """The digest of a fixed list of tensors; buffers and weights are made once, on the first tensor's device.
 
-    Equal bytes in equal order give equal digests in any process, however the tensors lie in memory. Not for use from
-    two threads at once.
+    Equal bytes in equal order give equal digests in any process, however the tensors are laid out in memory. Not for
+    use from two threads at once.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -63,7 +63,7 @@ class WeightedDigest:
         self._sums = torch.zeros(rows, dtype=torch.int64, device=device)
 
     def _words_of(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """The tensor's bytes where they lie, or a place to copy them to if they cannot be read as words there."""
+        """Return the tensor's bytes in place, or a buffer to copy them to if they cannot be read there as words."""
         if tensor.device == device and tensor.is_contiguous() and tensor.data_ptr() % WORD_BYTES == 0:
             return tensor.detach().reshape(-1).view(torch.uint8)
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
@@ -71,7 +71,8 @@ class WeightedDigest:
         return copy.reshape(-1).view(torch.uint8)
 
     def enqueue(self) -> torch.Tensor:
-        """The digest of the bytes as they are now, as a tensor of one signed 64-bit number; on a GPU, enqueued."""
+        """Return the digest of the current bytes as a tensor of one signed 64-bit number; on a GPU it is only
+        enqueued."""
         with torch.no_grad():
             if self._copies:
                 torch._foreach_copy_([to for to, _ in self._copies], [of for _, of in self._copies])
@@ -81,11 +82,11 @@ class WeightedDigest:
             return (self._sums * self._row_keys).sum()
 
     def value(self) -> int:
-        """The digest, 0 to 2^64 - 1."""
+        """Return the digest, 0 to 2^64 - 1."""
         return to_unsigned(self.enqueue())
 
     def _add_rows(self, flat: torch.Tensor, row: int) -> int:
-        """Writes the weighted sums of ``flat``'s rows from ``row`` on; returns the row after them."""
+        """Write the weighted sums of ``flat``'s rows from ``row`` on; return the row after them."""
         words = flat[: flat.numel() // WORD_BYTES * WORD_BYTES].view(torch.int64)
         full = words.numel() // ROW_WORDS
         for first in range(0, full, BLOCK_ROWS):
@@ -101,7 +102,7 @@ class WeightedDigest:
 
 
 def to_unsigned(digest: torch.Tensor) -> int:
-    """A digest as ``enqueue`` gives it, as a number from 0 to 2^64 - 1. Waits for the GPU."""
+    """Return an enqueued digest as a number from 0 to 2^64 - 1. Waits for the GPU."""
     return int(digest.item()) & _MASK
 
 
@@ -110,12 +111,12 @@ def _signed(n: int) -> int:
 
 
 def _product(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Row sums. CUDA has no integer matrix product, so there the weighting and the sum are two passes."""
+    """Return row sums. CUDA has no integer matrix product, so there the weighting and the sum are two passes."""
     return torch.mv(rows, weights) if rows.device.type == "cpu" else (rows * weights).sum(dim=1)
 
 
 def _gather_buffer(tensors: list[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """One buffer for the small tensors, each at a multiple of a word, and their views in it."""
+    """Return one buffer for the small tensors, each aligned to a word, and their views in it."""
     starts, at = [], 0
     for tensor in tensors:
         starts.append(at)
