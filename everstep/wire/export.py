@@ -1,4 +1,4 @@
-"""Writes the messages' JSON Schemas: ``python -m everstep.wire.export`` (``make schema``)."""
+"""Export the messages' JSON Schemas: ``python -m everstep.wire.export`` (``make schema``)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ MODULES: tuple[ModuleType, ...] = (
 
 
 def _messages(module: ModuleType) -> list[type[Message]]:
-    """The messages that the module and its parts define, by name."""
+    """Return the messages that the module defines, by name."""
     found = [
         kind
         for kind in vars(module).values()
@@ -49,7 +49,7 @@ def _messages(module: ModuleType) -> list[type[Message]]:
 
 
 def module_schema(module: ModuleType) -> dict[str, Any]:
-    """One document: every message of the module and its parts under ``$defs``, with whatever those refer to."""
+    """Return one document with every message of the module, and all referenced types, under ``$defs``."""
     _, components = msgspec.json.schema_components(_messages(module), ref_template="#/$defs/{name}")
     name = module.__name__.removeprefix("everstep.wire.")
     return {
@@ -61,17 +61,17 @@ def module_schema(module: ModuleType) -> dict[str, Any]:
 
 
 def schema_text(module: ModuleType) -> str:
-    """The document as it is checked in."""
+    """Return the document as it is checked in."""
     return json.dumps(module_schema(module), indent=2, ensure_ascii=False) + "\n"
 
 
 def schema_path(module: ModuleType) -> Path:
-    """Where the module's document is checked in."""
+    """Return the path of the module's checked-in document."""
     return SCHEMA_DIRECTORY / (module.__name__.removeprefix("everstep.wire.") + ".json")
 
 
 def main() -> None:
-    """Writes all of them."""
+    """Write all documents."""
     SCHEMA_DIRECTORY.mkdir(exist_ok=True)
     for module in MODULES:
         schema_path(module).write_text(schema_text(module))

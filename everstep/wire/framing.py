@@ -1,7 +1,7 @@
-"""One connection to another node's vault, blocking, for a thread: frames, and bulk bytes at the wire's speed.
+"""Exchange frames and bulk bytes with another node's vault over a blocking connection, for a thread.
 
-The kernel keeps the time (SO_RCVTIMEO, SO_SNDTIMEO): so a whole piece moves in one system call with Python's lock
-released, where a socket with Python's own time-out would wake up for every packet train.
+The kernel enforces time-outs (SO_RCVTIMEO, SO_SNDTIMEO). So a whole piece moves in one system call without Python's
+lock; a socket with Python's own time-out would wake up for every packet train.
 """
 
 from __future__ import annotations
@@ -17,18 +17,17 @@ from everstep.errors import DECODE_ERRORS, MalformedMessage, Unavailable, Versio
 from everstep.ids import split_address
 from everstep.wire.v1 import transfer
 
-# ---- version
-# Which protocol versions this build speaks, and how two sides agree on one.
+# ---- protocol versions of this build, and negotiation
 
 SUPPORTED_VERSIONS: tuple[int, ...] = (1,)
 VAULT_SUPPORTED_VERSIONS: tuple[int, ...] = (2,)
-"""Among themselves. In version 1 a slot's manifest was part of the frame that offered it."""
+"""Versions between vaults. In version 1 a slot's manifest was part of the frame that offered it."""
 MOST_SHOWN = 8
-"""Of offered versions, in a refusal."""
+"""Most offered versions named in a refusal."""
 
 
 def negotiate(offered: Iterable[int], supported: Iterable[int] = SUPPORTED_VERSIONS) -> int:
-    """The newest version in both. Raises VersionMismatch, saying which side is older, where there is none."""
+    """Return the newest version in both. Raises VersionMismatch, naming the older side, if there is none."""
     theirs, ours = set(offered), set(supported)
     both = theirs & ours
     if both:
@@ -40,13 +39,12 @@ def negotiate(offered: Iterable[int], supported: Iterable[int] = SUPPORTED_VERSI
 
 
 def _newest(versions: set[int]) -> str:
-    """The newest few, in words: a stranger may offer thousands."""
+    """Return the newest few versions in words: a stranger may offer thousands."""
     shown = sorted(versions)[-MOST_SHOWN:]
     return f"{shown}" if len(shown) == len(versions) else f"{shown} and {len(versions) - len(shown)} older"
 
 
-# ---- framing
-# Length-prefixed MessagePack frames, without sockets: bytes in, messages out.
+# ---- length-prefixed MessagePack frames, without sockets: bytes in, messages out
 
 PREFIX_BYTES = 4
 T = TypeVar("T")
@@ -55,7 +53,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode_frame(message: Any) -> bytes:
-    """One frame: a 4-byte big-endian length and the message in MessagePack."""
+    """Return one frame: a 4-byte big-endian length and the message in MessagePack."""
     body = _encoder.encode(message)
     return len(body).to_bytes(PREFIX_BYTES, "big") + body
 
@@ -64,8 +62,8 @@ class FrameDecoder(Generic[T]):
     """Cuts a byte stream into messages of one (union) type.
 
     Args:
-        kind: the type every frame must decode to.
-        max_bytes: a longer frame raises MalformedMessage before it is buffered.
+        kind: The type that every frame must decode to.
+        max_bytes: A longer frame raises MalformedMessage before it is buffered.
     """
 
     def __init__(self, kind: Any, max_bytes: int) -> None:
@@ -74,7 +72,7 @@ class FrameDecoder(Generic[T]):
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[T]:
-        """The messages completed by ``data``. Raises MalformedMessage for an oversized or undecodable frame."""
+        """Return the messages completed by ``data``. Raises MalformedMessage for an oversized or undecodable frame."""
         self._buffer += data
         messages: list[T] = []
         while len(self._buffer) >= PREFIX_BYTES:
@@ -88,14 +86,14 @@ class FrameDecoder(Generic[T]):
             del self._buffer[:end]
             try:
                 messages.append(self._decoder.decode(body))
-            # msgspec lets bad UTF-8, and what is nested without end, through as the latter two
+            # msgspec raises UnicodeDecodeError for bad UTF-8 and RecursionError for endless nesting
             except DECODE_ERRORS as error:
                 raise MalformedMessage(f"a frame of {length} bytes is not a known message: {error}") from error
         return messages
 
     @property
     def pending_bytes(self) -> int:
-        """Bytes of an unfinished frame; not zero at end of stream means it was truncated."""
+        """Bytes of an unfinished frame; not zero at the end of the stream means that it was truncated."""
         return len(self._buffer)
 
 
@@ -110,8 +108,8 @@ MAX_IOVECS = 512
 class VaultChannel:
     """A connected TCP socket. Used by one thread at a time; ``shutdown`` may come from any.
 
-    Every method raises Unavailable where the peer is gone or too slow, and MalformedMessage for what it should not
-    have sent. After either, the connection is of no more use.
+    Every method raises Unavailable if the peer is gone or too slow, and MalformedMessage for an unexpected message.
+    After either, the connection cannot be used any more.
     """
 
     def __init__(self, sock: socket.socket, peer: str, timeout_s: float) -> None:
@@ -125,12 +123,12 @@ class VaultChannel:
         self.set_receive_timeout(timeout_s)
 
     def set_receive_timeout(self, timeout_s: float) -> None:
-        """How long to wait for the peer's next bytes, seconds."""
+        """Set how long to wait for the peer's next bytes, seconds."""
         if timeout_s != self._receive_timeout_s:
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(timeout_s))
             self._receive_timeout_s = timeout_s
 
-    # --- frames ---------------------------------------------------------------------------------------------------
+    # --- frames -------------------------------------------------------------------------------------------------------
 
     def send(self, message: Any) -> None:
         self.send_bulk([memoryview(encode_frame(message))])
@@ -145,14 +143,14 @@ class VaultChannel:
         return self._frame(_request, transfer.MAX_TRANSFER_FRAME_BYTES)
 
     def receive_answer(self, kind: type[T]) -> T:
-        """The peer's answer, of that kind. Raises what a refusal stands for."""
+        """Return the peer's answer of that kind. Raises the error of a refusal."""
         answer = self.receive_any_answer()
         if isinstance(answer, kind):
             return answer
         raise MalformedMessage(f"{self.peer} answered with {type(answer).__name__}, not with {kind.__name__}")
 
     def receive_any_answer(self) -> transfer.TransferAnswer:
-        """The peer's answer, of any kind. Raises what a refusal stands for."""
+        """Return the peer's answer of any kind. Raises the error of a refusal."""
         answer = self._frame(_answer, transfer.MAX_TRANSFER_FRAME_BYTES)
         if isinstance(answer, transfer.TransferRefused):
             raise transfer.error_from_refused(answer, self.peer)
@@ -171,10 +169,10 @@ class VaultChannel:
         except DECODE_ERRORS as error:
             raise MalformedMessage(f"{self.peer} sent a frame that is no known message: {error}") from error
 
-    # --- bulk -----------------------------------------------------------------------------------------------------
+    # --- bulk ---------------------------------------------------------------------------------------------------------
 
     def receive_into(self, view: memoryview) -> None:
-        """Fills ``view``."""
+        """Fill ``view``."""
         while view:
             try:
                 count = self._sock.recv_into(view, 0, socket.MSG_WAITALL)
@@ -187,13 +185,13 @@ class VaultChannel:
             view = view[count:]
 
     def receive_piece_status(self) -> bool:
-        """Whether the piece just received still was the slot's."""
+        """Return whether the piece just received still belonged to the slot."""
         byte = bytearray(1)
         self.receive_into(memoryview(byte))
         return bytes(byte) == transfer.PIECE_VALID
 
     def send_bulk(self, views: Sequence[memoryview]) -> None:
-        """Sends the views one after another; when this returns, their bytes have been read."""
+        """Send the views in order; after this returns, their bytes may change."""
         try:
             if len(views) == 1:
                 self._sock.sendall(views[0])
@@ -216,17 +214,17 @@ class VaultChannel:
     def send_piece_status(self, good: bool) -> None:
         self.send_bulk([memoryview(transfer.PIECE_VALID if good else transfer.PIECE_STALE)])
 
-    # --- the end --------------------------------------------------------------------------------------------------
+    # --- end ----------------------------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """Wakes whoever waits on this connection, with Unavailable. Safe from any thread."""
+        """Wake all waiters on this connection, with Unavailable. Safe from any thread."""
         try:
             self._sock.shutdown(socket.SHUT_RDWR)
         except OSError:
-            pass  # it was closed or broken already
+            pass  # closed or broken already
 
     def detach(self) -> socket.socket:
-        """The socket, for whoever has the connection from now on."""
+        """Return the socket, for a new owner of the connection."""
         return self._sock
 
     def close(self) -> None:
@@ -235,7 +233,7 @@ class VaultChannel:
 
 
 def connect(address: str, peer: str, connect_timeout_s: float, io_timeout_s: float) -> VaultChannel:
-    """Raises Unavailable where nobody listens at ``address``."""
+    """Connect to a vault. Raises Unavailable if nobody listens at ``address``."""
     try:
         sock = socket.create_connection(split_address(address), connect_timeout_s)
     except (OSError, ValueError) as error:

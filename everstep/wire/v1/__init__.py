@@ -1,13 +1,15 @@
 """Protocol version 1.
 
-``training``    what is said about a job: specification, generations, rank reports
-``directives``  what the controller asks of a node
-``agent``       the agent's HTTP requests and their answers
-``session``     the same and pushed directives as frames of one connection
-``local``       frames on the node's unix sockets (trainer, launcher, agent, vault)
-``transfer``    frames between vaults
-``operator``    answers of the operator routes
+``training``          a job: specification, generations, rank reports
+``directives``        the controller's orders to a node
+``agent``             an agent's session with the controller: frames and messages
+``enrolment``         credentials of nodes and people
+``local``             frames on the node's Unix sockets (trainer, launcher, agent, vault)
+``transfer``          frames between vaults
+``vault_orders``      parity groups, and reports on orders to vaults
+``operator``          requests and answers of the operator routes
+``operator_history``  the same, about the past and the policy
 
-All messages are ``msgspec`` structs. What tells something may have fields that the reader does not know, what asks for
-something may not (``base``). JSON on HTTP, MessagePack on sockets.
+All messages are ``msgspec`` structs. Reports and answers may have fields that the reader does not know; requests may
+not (``base``). JSON on HTTP, MessagePack on sockets.
 """

@@ -1,4 +1,4 @@
-"""An agent's session with the controller: its frames and their messages."""
+"""Define an agent's session with the controller: its frames and their messages."""
 
 from __future__ import annotations
 
@@ -14,54 +14,53 @@ from everstep.wire.v1.base import Message, ShortText
 from everstep.wire.v1.directives import Directive
 from everstep.wire.v1.training import AnyReport, RankProgress
 
-# ---- session
-# An agent's session: one connection for everything, so that a fleet costs its controller one socket a node.
+# ---- session: one connection for everything, so that a fleet costs its controller one socket per node
 #
 # The agent asks ``GET /v1/agents/{node}/session`` with ``Connection: Upgrade``, ``Upgrade: everstep/1`` and its bearer
 # token. ``101 Switching Protocols`` opens the session; a refusal is an ordinary HTTP answer. From then on both sides
-# send
-# frames: a 4-byte big-endian length of what follows, one byte of ``Frame``, and a body in JSON.
+# send frames: a 4-byte big-endian length of the rest, one byte of ``FrameKind``, and a body in JSON.
 #
-# ========================  =====================  ==============================================================
-# agent                     controller             rule
-# ========================  =====================  ==============================================================
-# REGISTER ``Register``     REGISTERED             first in each life, and whenever the facts of the node change
-# HEARTBEAT ``Heartbeat``   HEARTBEAT_ANSWER       answered at once, in order
-# ONE_WAY_HEARTBEAT ``Heartbeat`` (none)            one that is not answered: it tells of no findings, and what the
-# controller has to say comes as PUSH, GO_AWAY or REFUSED
-# REPORTS ``Reports``       REPORTS_ANSWER         answered when durable, in order; beats overtake them
-# ACKNOWLEDGE               (none)                 directives up to a number have been taken over
-# (none)                    PUSH ``DirectivesAnswer``  directives as they are decided, each once per session
-# (none)                    DEFLATED_PUSH          one large directive: its number in 8 bytes, its body deflated (zlib)
-# (none)                    GO_AWAY                no body: the session is not held any more; hang up when all is
-# answered
-# any                       REFUSED ``FrameRefused``    instead of the answer to one frame; the session goes on
-# ========================  =====================  ==============================================================
+# ==============================  ============================  =============================================
+# agent                           controller                    rule
+# ==============================  ============================  =============================================
+# REGISTER ``Register``           REGISTERED                    first in each life, and when the node's facts
+#                                                               change
+# HEARTBEAT ``Heartbeat``         HEARTBEAT_ANSWER              answered at once, in order
+# ONE_WAY_HEARTBEAT               (none)                        a ``Heartbeat`` without findings and without
+#                                                               an answer; PUSH, GO_AWAY or REFUSED may follow
+# REPORTS ``Reports``             REPORTS_ANSWER                answered when durable, in order; heartbeats
+#                                                               overtake them
+# ACKNOWLEDGE ``Acknowledge``     (none)                        directives up to a number were accepted
+# (none)                          PUSH ``DirectivesAnswer``     new directives, each once per session
+# (none)                          DEFLATED_PUSH                 one large directive: its number in 8 bytes,
+#                                                               its body deflated (zlib)
+# (none)                          GO_AWAY                       no body: hang up when all is answered
+# any                             REFUSED ``FrameRefused``      instead of the answer to one frame; the
+#                                                               session goes on
+# ==============================  ============================  =============================================
 #
-# Directives that waited for the node come before others: in the answer to the session's first beat, or pushed after
-# REGISTERED where that was the first frame. A session belongs to the life (incarnation) of its first accepted frame;
-# the
-# newest session of a node takes the place of the one before, which the controller closes.
+# Directives that waited for the node come first: in the answer to the session's first heartbeat, or pushed after
+# REGISTERED if that was the first frame. A session belongs to the life (incarnation) of its first accepted frame. A
+# node's newest session replaces the previous one, which the controller closes.
 #
-# A beat is quiet where the agent has asked for an answer lately (``ANSWER_EVERY_S``), awaits none, and holds its
-# session:
-# most of what a beat costs a controller is its answer.
+# A heartbeat is one-way if the agent has recently asked for an answer (``ANSWER_INTERVAL_S``), awaits none, and keeps
+# its session open: the answer is most of a heartbeat's cost for the controller.
 #
-# The end of the connection tells the controller at once that the agent is gone, unless it was told not to hold it
-# (``HeartbeatAnswer.keep_open``, GO_AWAY).
+# The end of the connection tells the controller at once that the agent is gone, unless the agent was told not to keep
+# it open (``HeartbeatAnswer.keep_open``, GO_AWAY).
 
 UPGRADE = "everstep/1"
 PREFIX_BYTES = 4
-"""Of the length, which counts the kind's byte and the body."""
+"""Size of the length, which counts the kind's byte and the body."""
 DIRECTIVE_NUMBER_BYTES = 8
-"""Of the directive's number (big-endian) at the front of a DEFLATED_PUSH. What follows is ``Directive.body`` in JSON,
-deflated as RFC 1950 has it, so that one deflation serves every node that is sent the same."""
+"""Size of the directive's number (big-endian) at the front of a DEFLATED_PUSH. ``Directive.body`` in JSON follows,
+deflated as in RFC 1950, so that one deflation serves every node with the same directive."""
 MAX_AGENT_FRAME_BYTES = 16 << 20
-"""Largest frame an agent reads: a generation of 100,000 ranks is some 10 MiB of JSON. A controller reads
-``agent.MAX_BODY_BYTES`` and the kind's byte. An inflated push is no longer than this either."""
+"""Largest frame an agent reads: a generation of 100,000 ranks is about 10 MiB of JSON. A controller reads
+``MAX_BODY_BYTES`` and the kind's byte. An inflated push is no longer than this either."""
 
 ANSWER_INTERVAL_S = 4.0
-"""Seconds after which an agent asks for an answer again, so that it learns of a controller that hears no more."""
+"""Seconds after which an agent asks for an answer again, to notice a controller that no longer receives."""
 
 
 class FrameKind(IntEnum):
@@ -82,13 +81,16 @@ class FrameKind(IntEnum):
 
 
 class Acknowledge(Message, frozen=True, kw_only=True):
-    """The agent has taken over every directive up to and including ``through``."""
+    """The agent has accepted every directive up to and including ``through``."""
 
     through: NonNegativeInt
 
 
 class FrameRefused(Message, frozen=True, kw_only=True):
-    """A frame of kind ``of`` is refused; ``code`` of everstep.errors. ``retry_after_s``: when it may be sent again."""
+    """A frame of kind ``frame_kind`` is refused; ``code`` of everstep.errors.
+
+    ``retry_after_s``: when it may be sent again.
+    """
 
     frame_kind: int
     code: str
@@ -97,37 +99,43 @@ class FrameRefused(Message, frozen=True, kw_only=True):
 
 
 def encode_frame(kind: FrameKind, body: bytes) -> bytes:
-    """One frame."""
+    """Return one frame."""
     return (len(body) + 1).to_bytes(PREFIX_BYTES, "big") + bytes((kind,)) + body
 
 
 MAX_HARDWARE_TEXT = 128
-"""Characters of a word that hardware says of itself; an agent cuts longer ones."""
+"""Longest text that hardware reports about itself; an agent cuts longer ones."""
 
 LABEL_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._/-]{0,62}"
 
 HardwareText = Annotated[str, msgspec.Meta(max_length=MAX_HARDWARE_TEXT)]
-"""What hardware says of itself."""
+"""Text that hardware reports about itself."""
 
 MAX_BODY_BYTES = 1 << 20
-"""Largest request body the controller reads."""
+"""Largest request body that the controller reads."""
 
 MOST_FINDINGS = 256
-"""Most findings that a message may carry, and most that the controller keeps of a node. They take about 100 KiB."""
+"""Most findings in a message, and most that the controller keeps of a node. They take about 100 KiB."""
 
 Findings = Annotated[tuple[Finding, ...], msgspec.Meta(max_length=MOST_FINDINGS)]
-"""All findings that stand on a node. An agent that has more sends the gravest, and a finding that counts the rest."""
+"""All current findings of a node. An agent with more sends the gravest, and a finding that counts the rest."""
 
 
 def _intern_fields(message: Message, *names: str) -> None:
-    """Lets equal words of many nodes be one string: a controller holds a million GPUs of one model."""
+    """Intern the fields, so that equal text of many nodes is one string: a controller may hold a million GPUs of one
+    model."""
     for name in names:
         msgspec.structs.force_setattr(message, name, sys.intern(getattr(message, name)))
 
 
 class Gpu(Message, frozen=True, kw_only=True, gc=False):
-    """One GPU as NVML names it. ``part_number`` of its board; ``vbios``, ``inforom``: versions of its firmware and of
-    its InfoROM's image. What it does not tell is empty."""
+    """One GPU as NVML names it; unknown fields are empty.
+
+    Attributes:
+        part_number: Part number of its board.
+        vbios: Version of its firmware.
+        inforom: Version of its InfoROM's image.
+    """
 
     index: SafeInt
     uuid: str
@@ -146,7 +154,7 @@ class Gpu(Message, frozen=True, kw_only=True, gc=False):
 class Host(Message, frozen=True, kw_only=True, gc=False):
     """The machine around the GPUs as its firmware names it (DMI), and the kernel's release.
 
-    Serial numbers are readable by root only: empty where the agent runs as somebody else.
+    Serial numbers are readable by root only: empty if the agent runs as another user.
     """
 
     vendor: HardwareText = ""
@@ -160,11 +168,11 @@ class Host(Message, frozen=True, kw_only=True, gc=False):
 
 
 UNKNOWN_HOST = Host()
-"""One of which nothing is told; this very object is left out of messages."""
+"""A host of which nothing is known; this very object is left out of messages."""
 
 
 class Domain(Message, frozen=True, kw_only=True, gc=False):
-    """Failure domains a node belongs to; equal strings fail together."""
+    """Failure domains of a node; nodes with equal strings fail together."""
 
     rack: str = ""
     switch: str = ""
@@ -178,11 +186,11 @@ Labels = Annotated[
     dict[Annotated[str, full_match(LABEL_PATTERN)], Annotated[str, msgspec.Meta(max_length=63)]],
     msgspec.Meta(max_length=32),
 ]
-"""A site's own words for a node (``pool=a``, ``owner=vision``), by which people find it."""
+"""A site's own labels for a node (``pool=a``, ``owner=vision``), by which people find it."""
 
 
 class Register(Message, frozen=True, kw_only=True):
-    """An agent's first words in each of its lives."""
+    """An agent's first message in each of its lives."""
 
     protocols: tuple[SafeInt, ...]
     node: NodeId
@@ -200,10 +208,13 @@ class Register(Message, frozen=True, kw_only=True):
 
 
 class Registered(Message, frozen=True, kw_only=True):
-    """The controller's answer: the protocol to speak, how often to beat, and from where directives count.
+    """The controller's answer to Register.
 
-    ``next_directive`` is the smallest sequence number the node may be sent; older ones are void for this life.
-    ``hold``: see ``HeartbeatAnswer``.
+    Attributes:
+        protocol: The protocol to use.
+        heartbeat_interval_s: Seconds between heartbeats.
+        next_directive: The smallest sequence number that the node may be sent; older ones are void for this life.
+        keep_open: As in ``HeartbeatAnswer``.
     """
 
     protocol: int
@@ -215,19 +226,25 @@ class Registered(Message, frozen=True, kw_only=True):
 
 
 class LeadershipProof(Message, frozen=True, kw_only=True):
-    """That a controller has led by ``epoch``: what ``/readyz`` tells of it. Only who holds the fleet's secret can make
-    the ``proof`` (``everstep.bearer_tokens.epoch_proof``); who carries it need not be believed."""
+    """Proof that a controller has led in ``epoch``, from its ``/readyz``.
+
+    Only a holder of the fleet's secret can make the ``proof`` (``everstep.bearer_tokens.epoch_proof``), so its carrier
+    need not be trusted.
+    """
 
     epoch: NonNegativeInt
     proof: ShortText
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
-    """Once a second. ``findings`` is the full picture, only when it changed since the last answered beat.
+    """An agent's heartbeat, once a second.
 
-    ``reports_through`` is the last report number sent, so that a gap is noticed. ``directives_through`` is the last
-    directive taken over (0: none in this life): the way to acknowledge for who has no session, or hangs up between
-    beats. ``leadership_proof``: what another controller said, where the answer to the last beat asked for it.
+    Attributes:
+        findings: All current findings; only when they changed since the last answered heartbeat.
+        reports_through: Number of the last report sent, so that a gap is noticed.
+        directives_through: Number of the last accepted directive (0: none in this life). Acknowledges directives for an
+            agent without a session, or one that hangs up between heartbeats.
+        leadership_proof: Another controller's proof, if the last answer asked for it.
     """
 
     incarnation: Incarnation
@@ -241,18 +258,19 @@ class Heartbeat(Message, frozen=True, kw_only=True):
 
 
 class HeartbeatAnswer(Message, frozen=True, kw_only=True):
-    """``resend``: the controller has no picture of this node (it restarted): send findings in full, and the offers of
-    launchers whose ranks the beat did not tell of.
+    """The controller's answer to a heartbeat.
 
-    ``directives``: every one the node has not acknowledged, outside a session and in the first answer of one; later
-    in a session they are pushed. ``hold``: whether a session is to stay open. A controller that runs short of file
-    descriptors says False to nodes that no job waits for, and to others only when that is not enough. Such a node
-    hangs up once it has no answer to wait for, connects again for its next beat (or sooner, with an urgent report),
-    and says in that beat what it has taken over. Its hanging up is no sign of trouble; its silence is judged by
-    deadlines alone. Every answer says it anew.
-
-    ``unconfirmed_epoch``: the epoch by which this controller leads, where it cannot reach the database and so cannot
-    know whether another one leads by a higher one: the agent is to ask the controllers it knows. 0 where it is sure.
+    Attributes:
+        resend: The controller has no state of this node (it restarted). Send all findings, and the offers of launchers
+            whose ranks the heartbeat did not list.
+        directives: Every directive that the node has not acknowledged, outside a session and in a session's first
+            answer; later ones are pushed.
+        keep_open: Whether to keep the session open. A controller short of file descriptors says False to nodes that no
+            job waits for, and to others only if that is not enough. The node then hangs up once it awaits no answer,
+            reconnects for its next heartbeat (or for an urgent report), and acknowledges directives in it. Hanging up
+            is no sign of a fault then; only deadlines judge its silence. Every answer repeats the flag.
+        unconfirmed_epoch: The epoch in which this controller leads, if it cannot reach the database and so cannot know
+            whether another leads in a higher one; the agent then asks the controllers it knows. 0: confirmed.
     """
 
     server_at: float
@@ -263,7 +281,7 @@ class HeartbeatAnswer(Message, frozen=True, kw_only=True):
 
 
 class NumberedReport(Message, frozen=True, kw_only=True):
-    """A report with its number in this agent's life; the controller drops numbers it has already taken."""
+    """A report with its number in this agent's life; the controller drops numbers it has already processed."""
 
     number: NonNegativeInt
     body: AnyReport
@@ -283,6 +301,6 @@ class ReportsAnswer(Message, frozen=True, kw_only=True):
 
 
 class DirectivesAnswer(Message, frozen=True, kw_only=True):
-    """What a node has not seen after ``after``; empty when the wait ended without any."""
+    """The directives after ``after``; empty if the wait ended without any."""
 
     directives: tuple[Directive, ...] = ()

@@ -1,4 +1,4 @@
-"""What every message of version 1 shares, and what every report about a job does."""
+"""Define the bases of all messages, requests and reports of version 1."""
 
 from __future__ import annotations
 
@@ -14,17 +14,23 @@ ShortText = Annotated[str, msgspec.Meta(max_length=4096)]
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A message: immutable and by keyword only. A field that this release does not know is passed over, so that two
-    releases understand each other whichever is upgraded first (docs/decisions/0046)."""
+    """A message: immutable and by keyword only.
+
+    Unknown fields are ignored, so that two releases understand each other whichever is upgraded first
+    (docs/decisions/0046).
+    """
 
 
 class Request(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What somebody asks for. A field that we do not know is refused: half of what was asked for is something else."""
+    """A request. An unknown field is refused, since a request fulfilled in part is another request."""
 
 
 class OperatorRequest(Request, frozen=True, kw_only=True):
-    """What a person orders. ``reason``: why; it stands in the audit log beside the name, as one line without control
-    characters, which would forge lines there or steer a terminal."""
+    """A person's order.
+
+    ``reason``: why; the audit log shows it beside the name, as one line without control characters, which could forge
+    lines or control a terminal.
+    """
 
     reason: Annotated[
         str, msgspec.Meta(min_length=1, max_length=1024, extra_json_schema={"pattern": r"[^\s\x00-\x1f\x7f-\x9f]"})
@@ -39,7 +45,7 @@ class OperatorRequest(Request, frozen=True, kw_only=True):
 
 
 class Report(Message, frozen=True, kw_only=True):
-    """Base of what a node reports about a job. ``at`` is the node's wall clock at the observation."""
+    """Base of a node's reports about a job. ``at`` is the node's wall clock at the observation."""
 
     job: JobId
     at: float

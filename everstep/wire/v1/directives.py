@@ -1,4 +1,5 @@
-"""What the controller asks of a node. Delivered in order, at least once; a node skips what it has already seen."""
+"""Define the controller's orders to a node. Delivered in order, at least once; a node skips those it has
+already seen."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from everstep.wire.v1.vault_orders import ParityGroup
 
 
 class NewGeneration(Message, frozen=True, kw_only=True, tag=True):
-    """Enter this generation; whoever of the node is not in its roster parks as a spare."""
+    """Enter this generation; processes of the node that are not in its roster park as spares."""
 
     spec: GenerationSpec
 
@@ -31,9 +32,12 @@ class KillRank(Message, frozen=True, kw_only=True, tag=True):
 
 
 class StopJob(Message, frozen=True, kw_only=True, tag=True):
-    """The job is over. ``ok`` is what launchers exit by; ``reason`` what they print.
+    """The job is over.
 
-    ``launcher``: the one that is meant. A later one of the node begins the job anew; 0: whichever is there.
+    Attributes:
+        ok: Determines the launchers' exit status.
+        reason: Printed by launchers.
+        launcher: The launcher that is meant; a later one of the node begins the job anew. 0: any.
     """
 
     job: JobId
@@ -42,16 +46,19 @@ class StopJob(Message, frozen=True, kw_only=True, tag=True):
     launcher: Incarnation = 0
 
     def applies_to(self, launcher: int) -> bool:
-        """Whether it is said to that launcher."""
+        """Return whether the order is meant for that launcher."""
         return not self.launcher or launcher <= self.launcher
 
 
 class VersionNotice(Message, frozen=True, kw_only=True, tag=True):
-    """What a job's ranks keep: the newest committed version, and the one to come that may be committed next.
+    """The versions that a job's ranks must keep.
 
-    ``candidate`` is a step of ``generation`` that no rank has finished yet. Its version is kept by every rank that
-    hears of it in time, and so told in ``Sealed.kept``; a version that all of them keep is committed. ``pinned``:
-    versions to be kept besides, where there is a slot for them: somebody is still reading them.
+    Attributes:
+        committed: The newest committed version.
+        candidate: A step of ``generation`` that no rank has finished yet, whose version may be committed next. Every
+            rank that hears of it in time keeps the version and says so in ``VersionSealed.commit_candidate``. A version
+            that all of them keep is committed.
+        pinned: Further versions to keep if there is a slot for them: they are still being read.
     """
 
     job: JobId
@@ -64,8 +71,8 @@ class VersionNotice(Message, frozen=True, kw_only=True, tag=True):
 class SpillVersion(Message, frozen=True, kw_only=True, tag=True):
     """Have the node's vault write its part of ``version`` to storage; the answer is ``VersionSpilled``.
 
-    ``writers``, ``keep`` as in ``local.Spill``. Said again until it is answered: the same order while it is carried out
-    is passed over. ``url`` has no credentials; the vault has its own.
+    ``writers`` and ``keep_last`` are as in ``local.Spill``. The order is repeated until it is answered; a vault ignores
+    repetitions while it works. ``url`` has no credentials; the vault has its own.
     """
 
     job: JobId
@@ -80,7 +87,7 @@ class SpillVersion(Message, frozen=True, kw_only=True, tag=True):
 class ProtectVersion(Message, frozen=True, kw_only=True, tag=True):
     """Have the node's vault make P or Q of ``version`` for these groups; the answer is ``VersionProtected``.
 
-    ``keep``: versions whose parity stays. Said again until it is answered, as ``SpillVersion``.
+    ``keep``: versions whose parity stays. Repeated until it is answered, as ``SpillVersion``.
     """
 
     job: JobId
@@ -91,11 +98,11 @@ class ProtectVersion(Message, frozen=True, kw_only=True, tag=True):
 
 
 class RunProbe(Message, frozen=True, kw_only=True, tag=True):
-    """Take part in a probe. ``kind`` all_reduce has two or more ``nodes``, the other kinds one: the node itself.
+    """Take part in a probe.
 
-    The first of ``nodes`` hosts the store at ``store``, which names its host with port 0 when the host is to choose
-    and announce it. ``sizes`` in bytes, of an all-reduce. An all_reduce of one node is a compute probe, as it was
-    before there were kinds.
+    A probe of kind all_reduce has two or more ``nodes``, other kinds one: the node itself. The first of ``nodes`` hosts
+    the store at ``store``; with port 0 the host chooses the port and announces it. ``sizes``: bytes of an all-reduce.
+    An all_reduce of one node is a compute probe, as before kinds existed.
     """
 
     probe: str

@@ -1,15 +1,15 @@
-"""How a node gets a credential of its own, and how operators issue, list, revoke and rotate credentials.
+"""Define how a node gets its own credential, and how operators issue, list, revoke and rotate credentials.
 
-=======  ==================================  ==================  ===========================================
-method   path                                body                answer
-=======  ==================================  ==================  ===========================================
-POST     /v1/enrol                           Enrol               Enrolled (join token)
-POST     /v1/credentials                     Issue               Issued
-GET      /v1/credentials                                         CredentialList
-GET      /v1/credentials/{id}                                    Credential
-POST     /v1/credentials/{id}/revoke         operator.Because    operator.Changed
-POST     /v1/credentials/{id}/rotate         Rotate              Issued
-=======  ==================================  ==================  ===========================================
+=======  ==================================  ==========================  =====================================
+method   path                                body                        answer
+=======  ==================================  ==========================  =====================================
+POST     /v1/enrol                           Enrol                       Enrolled (join token)
+POST     /v1/credentials                     IssueRequest                Issued
+GET      /v1/credentials                                                 CredentialList
+GET      /v1/credentials/{id}                                            Credential
+POST     /v1/credentials/{id}/revoke         operator.ReasonOnlyRequest  operator.ChangeResult
+POST     /v1/credentials/{id}/rotate         Rotate                      Issued
+=======  ==================================  ==========================  =====================================
 
 All but the first need an operator's token. A token's text is ``es1.ID.SECRET`` (``everstep.bearer_tokens``).
 """
@@ -40,10 +40,10 @@ MAX_USES = 1_000_000
 
 
 class Enrol(Message, frozen=True, kw_only=True):
-    """A node asks for a credential of its own, with a join token.
+    """A node's request for its own credential, with a join token.
 
-    The agent makes the secret (256 random bits in hex), keeps it and tells only its hash: no answer carries the
-    secret, and one that is lost is asked for again. The same hash for the same node is answered as before.
+    The agent makes the secret (256 random bits in hex), keeps it and sends only its hash. So no answer carries the
+    secret, and after a lost answer the agent asks again: the same hash for the same node gets the same answer.
     """
 
     node: NodeId
@@ -58,7 +58,7 @@ class Enrolled(Message, frozen=True, kw_only=True):
 
 
 class _IssueRequest(OperatorRequest, frozen=True, kw_only=True, tag_field="role"):
-    """``expires_in_s``: seconds that the credential lives; None: until it is revoked. ``note`` is for people."""
+    """Base: ``expires_in_s`` is the credential's lifetime in seconds (None: until revoked), ``note`` is for people."""
 
     expires_in_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_LIFETIME_S)] | None = None
     note: Note = ""
@@ -89,10 +89,11 @@ class IssueViewer(_IssueRequest, frozen=True, kw_only=True, tag="viewer"):
 
 
 class IssueJoin(_IssueRequest, frozen=True, kw_only=True, tag="join"):
-    """A join token: enrols nodes whose names fit ``subject``, and does nothing else.
+    """A join token: enrols nodes whose names match ``subject``, and does nothing else.
 
-    ``uses``: how many nodes; None: any number. ``replace``: a node that is enrolled already may enrol again, which
-    revokes the credential it had.
+    Attributes:
+        uses: Number of nodes; None: any.
+        replace: A node that is enrolled already may enrol again, which revokes its previous credential.
     """
 
     subject: NodePattern = "*"
@@ -104,10 +105,12 @@ IssueRequest = IssueAgent | IssueTrainer | IssueOperator | IssueViewer | IssueJo
 
 
 class Credential(Message, frozen=True, kw_only=True):
-    """What is known of a credential; never its secret.
+    """A credential, without its secret.
 
-    ``created_by``: the operator who issued it, or ``join:ID`` of the join token it was enrolled by. ``uses_left`` and
-    ``replace`` belong to join tokens; ``uses_left`` None: any number.
+    Attributes:
+        created_by: The operator who issued it, or ``join:ID`` of the join token used to enrol.
+        uses_left: Of a join token; None: any number.
+        replace: Of a join token.
     """
 
     id: CredentialId
@@ -123,7 +126,7 @@ class Credential(Message, frozen=True, kw_only=True):
 
 
 class Issued(Message, frozen=True, kw_only=True):
-    """A new credential; ``token`` is shown this once. ``trace`` finds it in the audit log."""
+    """A new credential; ``token`` is shown only here. ``trace`` finds it in the audit log."""
 
     credential: Credential
     token: str
@@ -131,14 +134,16 @@ class Issued(Message, frozen=True, kw_only=True):
 
 
 class CredentialList(Message, frozen=True, kw_only=True):
-    """Credentials that live, and those that died lately; oldest first. ``next`` is the ``cursor`` of the page after
-    (empty on the last one)."""
+    """Live credentials and recently ended ones, oldest first.
+
+    ``next`` is the ``cursor`` of the next page (empty on the last one).
+    """
 
     credentials: tuple[Credential, ...]
     next: str = ""
 
 
 class Rotate(OperatorRequest, frozen=True, kw_only=True):
-    """A second credential for the same subject; the first lives for ``grace_s`` seconds more."""
+    """Issue a second credential for the same subject; the first lives for ``grace_s`` seconds more."""
 
     grace_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_GRACE_S)] = 3600.0

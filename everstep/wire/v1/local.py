@@ -1,14 +1,13 @@
-"""Frames on a node's unix sockets. Each is a 4-byte big-endian length and one MessagePack document.
+"""Define frames on a node's Unix sockets. Each is a 4-byte big-endian length and one MessagePack document.
 
-``agent.sock``: launchers and ranks connect; peer credentials (same user, or root) are the authentication. The first
-frame is ``Hello``; the agent answers ``Welcome``, then sends directives of that job as they come.
+``agent.sock``: launchers and ranks connect, authenticated by peer credentials (same user, or root). The first frame is
+``Hello``; the agent answers ``Welcome``, then sends directives of that job as they come.
 
-* a launcher sends ``LauncherJoined`` and receives ``NewGeneration``, ``KillRank``, ``StopJob``;
-* a rank sends ``Tick`` and reports, and receives ``NewGeneration``, ``StopJob``, ``VersionNotice``. The end of its
-  connection is the end of its process: the agent reports ``RankLost`` at once.
+* A launcher sends ``LauncherJoined`` and receives ``NewGeneration``, ``KillRank``, ``StopJob``.
+* A rank sends ``RankHeartbeat`` and reports, and receives ``NewGeneration``, ``StopJob``, ``VersionNotice``. The end of
+  its connection is the end of its process: the agent reports ``RankLost`` at once.
 
-``vault.sock``: ranks and the agent's supervisor, whose own requests are in ``supervision``. Requests carry
-``request``; the answer repeats it.
+``vault.sock``: ranks and the agent's supervisor connect. Requests carry ``request``; the answer repeats it.
 """
 
 from __future__ import annotations
@@ -35,15 +34,14 @@ from everstep.wire.v1.training import (
 )
 from everstep.wire.v1.vault_orders import ParityGroup
 
-# ---- supervision
-# What only a node's supervisor and its vault say to each other on ``vault.sock``; all else there is in ``local``.
+# ---- messages between a node's supervisor and its vault alone, on ``vault.sock``
 
 
 class ConfigureJob(Message, frozen=True, kw_only=True, tag=True):
-    """From the supervisor: the job's generation, the secret and the vaults of its nodes.
+    """From the supervisor: the job's generation, its secret and the vaults of its nodes.
 
-    Sent for every generation, before its ranks hear of it. The secret has at least 16 characters. ``Failed`` with
-    StaleGeneration where a newer generation was said before.
+    Sent for every generation, before its ranks hear of it. The secret has at least 16 characters. ``RequestFailed``
+    with StaleGeneration if a newer generation was configured before.
     """
 
     request: int
@@ -61,10 +59,10 @@ class ForgetJob(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Protect(Message, frozen=True, kw_only=True, tag=True):
-    """From the supervisor of a home of parity: make P or Q of a group's shards of ``version``. Answer: Protected.
+    """From the supervisor of a parity node: make P or Q of a group's shards of ``version``. Answer: Protected.
 
     The members' vaults are read, so the version must stay in their slots meanwhile. ``keep``: versions whose parity
-    must not be overwritten by this one. ``Failed`` with NotFound where a member does not hold its shard any more.
+    this one must not overwrite. ``RequestFailed`` with NotFound if a member no longer holds its shard.
     """
 
     request: int
@@ -76,9 +74,9 @@ class Protect(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Protected(Message, frozen=True, kw_only=True, tag=True):
-    """P or Q of the group is sealed here, made of bytes that hashed as their ranks had sealed them.
+    """P or Q of the group is sealed here, made of bytes that matched their ranks' digests.
 
-    ``members``: a digest of what those shards were sealed as. P and Q are of use together only where it is the same.
+    ``members_digest``: a digest of the shards' sealed digests. P and Q work together only if it is the same.
     """
 
     request: int
@@ -89,12 +87,11 @@ class Protected(Message, frozen=True, kw_only=True, tag=True):
 class Spill(Message, frozen=True, kw_only=True, tag=True):
     """From the supervisor of a node that holds shares of ``version``: write them to storage. Answer: Spilled.
 
-    ``writers``: the nodes that are asked, each with the ranks whose shares it writes; the same for all of them, since
-    each byte is written by one. Together they make an ordinary checkpoint in a folder under ``url``, a path or URL; the
-    last one to finish makes it whole, and then all under ``url`` but the ``keep`` written last are removed (0: none).
-
-    The version must stay in the slots meanwhile: ``Failed`` with NotFound where a share is not there any more. Asked
-    again, a vault goes on where it ended.
+    ``writers``: the asked nodes, each with the ranks whose shares it writes; the same for all, since one node writes
+    each byte. Together they make an ordinary checkpoint in a folder under ``url``, a path or URL. The last one to
+    finish makes it complete, and then removes all under ``url`` but the ``keep_last`` newest (0: none are removed). The
+    version must stay in the slots meanwhile: ``RequestFailed`` with NotFound if a share is gone. A repeated request
+    continues where the last one ended.
     """
 
     request: int
@@ -107,8 +104,13 @@ class Spill(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Spilled(Message, frozen=True, kw_only=True, tag=True):
-    """This node's part is on storage. ``whole``: so is all the rest. ``removed``: folders of older checkpoints;
-    ``left``: of all that are whole, where some are removed."""
+    """This node's part is on storage.
+
+    Attributes:
+        complete: All other parts are, too.
+        removed: Folders of older checkpoints that were removed.
+        remaining: All complete folders, if some are removed.
+    """
 
     request: int
     folder: str
@@ -119,20 +121,21 @@ class Spilled(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Statistics(Message, frozen=True, kw_only=True, tag=True):
-    """From the supervisor: what has the vault done so far? Answer: StatisticsAnswer."""
+    """From the supervisor: request the vault's statistics. Answer: StatisticsAnswer."""
 
     request: int
 
 
 class StatisticsAnswer(Message, frozen=True, kw_only=True, tag=True):
-    """Counts since the vault started (``counters``), requests refused since then by code, and what is there now.
+    """Counts since the vault started (``counters``), refused requests since then by code, and current levels
+    (``gauges``).
 
-    Counters: replicated_slots, replicated_bytes (sent and acknowledged), received_slots, received_bytes (sealed
-    here for others), reused_bytes (of those: were here already, and not sent), received_manifests (one for each plan),
-    superseded_copies, served_bytes, fetched_bytes (for ranks, but for what they read themselves), parity_slots,
-    parity_bytes (made here), parity_recovered_bytes (made again from parity), spilled_slots, spilled_bytes (on
-    storage), scrubbed_slots, scrubbed_bytes, corrupt_slots, corrupt_transfers. Levels: segment_bytes, free_bytes,
-    sealed_slots, peer_connections.
+    Counters: replicated_slots, replicated_bytes (sent and acknowledged), received_slots, received_bytes (sealed here
+    for others), reused_bytes (of those: already here, and not sent), received_manifests (one per plan),
+    superseded_copies, served_bytes, fetched_bytes (for ranks, without their own reads), parity_slots, parity_bytes
+    (made here), parity_recovered_bytes (rebuilt from parity), spilled_slots, spilled_bytes (on storage),
+    scrubbed_slots, scrubbed_bytes, corrupt_slots, corrupt_transfers. Levels: segment_bytes, free_bytes, sealed_slots,
+    peer_connections.
     """
 
     request: int
@@ -142,10 +145,10 @@ class StatisticsAnswer(Message, frozen=True, kw_only=True, tag=True):
 
 
 class VaultFinding(Message, frozen=True, kw_only=True, tag=True):
-    """To the supervisor, unasked: something the scrubber or a transfer found.
+    """To the supervisor, unasked: a finding of the scrubber or of a transfer.
 
-    A connection is the supervisor's once it has sent Configure, Forget or Statistics; until then findings wait.
-    ``PeerLost`` goes to it in the same way, but does not wait: it is about this moment.
+    A connection is the supervisor's once it has sent ConfigureJob, ForgetJob or Statistics; until then findings wait.
+    ``PeerConnectionLost`` goes to it in the same way, but does not wait: it concerns the present moment.
     """
 
     finding: FindingRaised
@@ -160,7 +163,7 @@ class ConnectionRole(StrEnum):
 
 
 class Hello(Message, frozen=True, kw_only=True, tag=True):
-    """Who is at the other end. ``local_rank`` is None for a launcher."""
+    """The connecting process. ``local_rank`` is None for a launcher."""
 
     protocols: tuple[int, ...]
     role: ConnectionRole
@@ -179,10 +182,11 @@ class Welcome(Message, frozen=True, kw_only=True, tag=True):
 
 
 class RankHeartbeat(Message, frozen=True, kw_only=True, tag=True):
-    """A rank's sign of life from its signal thread, with its progress. No tick for long: ``RankUnresponsive``.
+    """A rank's sign of life from its signal thread, with its progress. After long silence: ``RankUnresponsive``.
 
-    ``snapshot_every``: how many steps apart its snapshots are; 0 where only what is to be committed is stored.
-    ``begun``: the last step that the rank has begun in ``generation``; 0 before the first.
+    Attributes:
+        snapshot_every: Steps between its snapshots; 0 if only versions to be committed are stored.
+        started_step: The last step that the rank has begun in ``generation``; 0 before the first.
     """
 
     generation: GenerationNumber
@@ -209,9 +213,9 @@ class LauncherLost(Message, frozen=True, kw_only=True, tag=True):
 
 
 class RankExited(Message, frozen=True, kw_only=True, tag=True):
-    """From a launcher: how a rank's process ended, and whether another stands ready for its place.
+    """From a launcher: how a rank's process ended, and whether another is ready to replace it.
 
-    ``generation``: the newest one that the launcher had heard of by then (0: none).
+    ``generation``: the newest that the launcher knew by then (0: none).
     """
 
     local_rank: int
@@ -239,15 +243,16 @@ ToAgent = (
 FromAgent = Welcome | NewGeneration | KillRank | StopJob | VersionNotice | LauncherLost
 
 
-# --- vault -------------------------------------------------------------------------------------------------------
+# --- vault --------------------------------------------------------------------------------------------------------
 
 
 class OpenSegment(Message, frozen=True, kw_only=True, tag=True):
-    """Make (or find) the segment of one rank's slots, large enough for ``slot_bytes`` each. Answer: Segment.
+    """Make (or find) the segment of one rank's slots, large enough for ``slot_bytes`` each. Answer: SegmentOpened.
 
-    ``keep``: where it is given, the segment has just so many slots, and where they are fewer than before these versions
-    are taken along first, in this order; else one with more slots serves as well. ``numa_node``: the one whose memory
-    it should be made of.
+    Attributes:
+        keep: If given, the segment has exactly ``slots`` slots, and after a reduction these versions are moved first,
+            in this order. Otherwise a segment with more slots serves as well.
+        numa_node: The NUMA node whose memory to use.
     """
 
     request: int
@@ -260,7 +265,7 @@ class OpenSegment(Message, frozen=True, kw_only=True, tag=True):
 
 
 class SegmentOpened(Message, frozen=True, kw_only=True, tag=True):
-    """Where a segment is: a file in a shared-memory file system, laid out by ``everstep.layout.slots``."""
+    """The location of a segment: a file in a shared-memory file system, laid out by ``everstep.layout.slots``."""
 
     request: int
     path: str
@@ -269,9 +274,12 @@ class SegmentOpened(Message, frozen=True, kw_only=True, tag=True):
 
 
 class SegmentRequirement(Message, frozen=True, kw_only=True, array_like=True):
-    """A segment that a node will be asked for: ``slots`` of ``slot_bytes``, and ``pinned`` slots more for versions on
-    their way to storage or parity. ``replica``: for copies of what rank ``number`` of another node has; else the local
-    rank ``number``'s own.
+    """A segment that a node will be asked for.
+
+    Attributes:
+        replica: Whether it is for copies of another node's rank ``number``, else for the local rank ``number``'s own
+            slots.
+        pinned_slots: Slots besides ``slots`` for versions on their way to storage or parity.
     """
 
     replica: bool
@@ -282,13 +290,15 @@ class SegmentRequirement(Message, frozen=True, kw_only=True, array_like=True):
 
 
 class CheckCapacity(Message, frozen=True, kw_only=True, tag=True):
-    """From one rank of a node, when the job's layout is known: is there room for all of these? Nothing is made.
+    """From one rank of a node, when the job's layout is known: check for room for all of these. Nothing is made.
 
-    Answer: Done; or ``Failed`` with OutOfSlotMemory, which the supervisor hears of as a finding. ``tentative``: there
-    is a choice that takes less, so a part of the free memory must be left to the training, and a lack is only answered.
+    Answer: RequestDone; or ``RequestFailed`` with OutOfSlotMemory, which the supervisor receives as a finding.
 
-    ``below``: before that lack, copies of ranks below this number that are not among ``needs`` give their memory back,
-    all versions but ``keep``. 0: nothing is given back.
+    Attributes:
+        has_fallback: There is a choice that takes less. So a part of the free memory must be left to the training, and
+            a lack is only answered, without a finding.
+        reclaim_below_rank: Before a lack is reported, copies of ranks below this number that are not among ``needs``
+            release their memory, all versions but ``keep``. 0: nothing is released.
     """
 
     request: int
@@ -302,14 +312,16 @@ class CheckCapacity(Message, frozen=True, kw_only=True, tag=True):
 class SlotSealed(Message, frozen=True, kw_only=True, tag=True):
     """From a rank: slot ``slot`` of its segment is sealed. The vault replicates it and answers ``Replicated``.
 
-    ``replicate``: byte ranges (offset, length) within the slot's payload that no other rank holds and that go to
-    ``to``; empty when equal copies elsewhere already make it safe. Where it is not empty, the whole slot (manifest,
-    payload, digests) is copied, so that each copy can be checked and served by itself. ``keep``: versions that the
-    rank itself does not overwrite, nor may its copies be. ``kept``: this one may be committed.
+    Attributes:
+        replicate_ranges: Byte ranges (offset, length) of the slot's payload that no other rank holds and that go to
+            ``replica_nodes``. Empty if equal copies elsewhere already make it safe. Otherwise the whole slot (manifest,
+            payload, digests) is copied, so that each copy can be checked and served by itself.
+        keep: Versions that the rank does not overwrite, and its copies must not either.
+        commit_candidate: This version may be committed.
 
-    A node that is still busy with an older slot of this rank is given the newest one next, or the newest that may be
-    committed: what else waited is answered as failed with "superseded by VERSION". Refused (``Failed``) with NotFound
-    where that slot is not sealed as that version, and StaleGeneration where ``generation`` is over.
+    A node that is still busy with an older slot of this rank gets the newest next, or the newest that may be committed.
+    The others fail with "superseded by VERSION". Refused (``RequestFailed``) with NotFound if the slot is not sealed as
+    that version, and with StaleGeneration if ``generation`` is over.
     """
 
     request: int
@@ -326,7 +338,7 @@ class SlotSealed(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Replicated(Message, frozen=True, kw_only=True, tag=True):
-    """Nodes that hold a hashed copy of the sealed slot now; ``failed`` maps a node to why it does not."""
+    """Nodes that now hold a hashed copy of the sealed slot; ``failed`` maps a node to why it does not."""
 
     request: int
     nodes: tuple[NodeId, ...]
@@ -334,9 +346,9 @@ class Replicated(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Inventory(Message, frozen=True, kw_only=True, tag=True):
-    """Which sealed slots of the job are here, own and replica, and in the vaults of ``nodes``. Answer: InventoryAnswer.
+    """List the job's sealed slots, own and replica, here and in the vaults of ``nodes``. Answer: InventoryAnswer.
 
-    A node that does not answer within ``timeout_s`` is left out of the answer.
+    A node that does not answer within ``timeout_s`` is left out.
     """
 
     request: int
@@ -346,10 +358,10 @@ class Inventory(Message, frozen=True, kw_only=True, tag=True):
 
 
 class SlotInfo(Message, frozen=True, kw_only=True, array_like=True):
-    """One sealed slot: on which node, whose, which version, its file there, and the digest of its manifest.
+    """One sealed slot: its node, rank, version, file, and the digest of its manifest.
 
-    ``group``: it is nowhere any more, and vaults make it again from this group when it is fetched; ``node`` had it, and
-    ``path`` and ``slot`` say nothing.
+    ``parity_group``: the slot is gone, and vaults rebuild it from this group when it is fetched; ``node`` had it, and
+    ``path`` and ``slot`` are meaningless.
     """
 
     node: NodeId
@@ -362,13 +374,16 @@ class SlotInfo(Message, frozen=True, kw_only=True, array_like=True):
     parity_group: ParityGroup | None = None
 
     def is_on(self, node: str) -> bool:
-        """Whether its file is on that node."""
+        """Return whether its file is on that node."""
         return self.node == node and self.parity_group is None
 
 
 class InventoryAnswer(Message, frozen=True, kw_only=True, tag=True):
-    """``unchecked``: sealed slots of the job that those vaults found when they began and have yet to hash. They are not
-    among ``slots``; ask again."""
+    """The sealed slots that were found.
+
+    ``unchecked``: number of slots of the job that those vaults found when they started and have yet to hash. They are
+    not among ``slots``; ask again.
+    """
 
     request: int
     slots: tuple[SlotInfo, ...]
@@ -376,14 +391,17 @@ class InventoryAnswer(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Fetch(Message, frozen=True, kw_only=True, tag=True):
-    """From a rank: copy a slot's manifest, or ranges of one that is nowhere any more. The vault answers ``Fetched``.
+    """From a rank: copy a slot's manifest, or ranges of a slot that is gone. The vault answers ``Fetched``.
 
-    ``ranges`` are (offset, length) in the slot's payload; they land one after another from ``into_offset`` on in the
-    file ``into`` (a scratch file under the segment directory). Empty ranges: the manifest lands there.
+    Attributes:
+        ranges: (offset, length) in the slot's payload, written one after another from ``target_offset`` on. Empty: the
+            manifest.
+        target_path: A scratch file under the segment directory.
+        parity_group: Nobody holds the slot any more; rebuild it from this group, which contains it (``node`` is
+            ignored).
 
-    ``group``: nobody holds the slot any more; make it again from this group that it is a member of (``node`` says
-    nothing then). ``Failed`` with NotRestorable where more is lost than the group bears, and with ``malformed`` for
-    ranges without a group: a rank reads slots that are there itself (``Connect``).
+    ``RequestFailed`` with NotRestorable if more is lost than the group can rebuild, and with ``malformed`` for ranges
+    without a group: ranks read existing slots themselves (``OpenPeerConnection``).
     """
 
     request: int
@@ -403,7 +421,8 @@ class Fetched(Message, frozen=True, kw_only=True, tag=True):
 
 
 class OpenPeerConnection(Message, frozen=True, kw_only=True, tag=True):
-    """From a rank: let me read slots of ``node``'s vault myself. The vault answers ``Connected``, with a descriptor."""
+    """From a rank: open a connection to read slots of ``node``'s vault. Answer: PeerConnectionOpened, with a
+    descriptor."""
 
     request: int
     job: JobId
@@ -411,10 +430,13 @@ class OpenPeerConnection(Message, frozen=True, kw_only=True, tag=True):
 
 
 class PeerConnectionOpened(Message, frozen=True, kw_only=True, tag=True):
-    """Beside this frame comes the descriptor (SCM_RIGHTS) of a connection between vaults, proved and unused.
+    """The descriptor (SCM_RIGHTS) of an authenticated, unused connection between vaults accompanies this frame.
 
-    It is the rank's from now on, for reads as ``transfer`` has them. ``answer_timeout_s``: how long to wait for the
-    answer to a request, ``io_timeout_s``: for the next byte after that.
+    The rank owns it from now on, for reads as in ``transfer``.
+
+    Attributes:
+        answer_timeout_s: How long to wait for the answer to a request.
+        io_timeout_s: How long to wait for the next byte after that.
     """
 
     request: int
@@ -423,8 +445,10 @@ class PeerConnectionOpened(Message, frozen=True, kw_only=True, tag=True):
 
 
 class PeerConnectionBroken(Message, frozen=True, kw_only=True, tag=True):
-    """From a rank: such a connection ended without its doing. The vault looks whether the peer is there, and answers
-    ``Done``."""
+    """From a rank: such a connection broke without its doing.
+
+    The vault checks whether the peer is there, and answers ``RequestDone``.
+    """
 
     request: int
     job: JobId

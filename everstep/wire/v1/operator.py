@@ -1,7 +1,7 @@
-"""What operators ask and are told.
+"""Define the requests of operators and their answers.
 
-docs/reference shows which route takes and answers what. Reading needs a viewer's or an operator's token, changing an
-operator's. Times are wall seconds of the controller.
+docs/api.md lists the routes. Reading needs a viewer's or an operator's token, changing an operator's. Times are wall
+seconds of the controller.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from everstep.wire.v1.training import GenerationSpec, JobSpec, Member
 
 
 class ReasonOnlyRequest(OperatorRequest, frozen=True, kw_only=True):
-    """Why an operator changes something; it stands in the audit log beside the operator's name."""
+    """A change without parameters; the audit log shows the reason beside the operator's name."""
 
 
 class Resize(OperatorRequest, frozen=True, kw_only=True):
@@ -28,19 +28,25 @@ class Resize(OperatorRequest, frozen=True, kw_only=True):
 
 
 class ChangeResult(Message, frozen=True, kw_only=True):
-    """The change is durable. ``trace`` finds everything that follows from it; ``sentence`` says what was decided."""
+    """The change is durable. ``trace`` finds all its consequences; ``sentence`` is the decision."""
 
     trace: TraceId
     sentence: ShortText = ""
 
 
 class NodeSummary(Message, frozen=True, kw_only=True):
-    """One line about a node. ``reason`` says why it is in its state, ``job`` whose roster it is in.
+    """One line about a node.
 
-    ``connected``: it can be told something at once. ``findings`` counts what is raised and not cleared. ``model``: of
-    its GPUs; ``labels``: the site's own words for it. ``hold``: a person's order that keeps it out, whatever its state.
-    ``driver``: its version. ``outbreaks``: kinds (and XIDs) of findings that stand on it and for which it is not
-    evicted, since they stand on many nodes at once. A node with any is not fit, whatever its state.
+    Attributes:
+        reason: Why it is in its state.
+        connected: Directives reach it at once.
+        job: The job whose roster it is in.
+        findings: Number of findings that are raised and not cleared.
+        gpu_model: Model of its GPUs.
+        labels: The site's own labels for it.
+        hold_reason: A person's order that keeps it out, whatever its state.
+        outbreaks: Kinds (and XIDs) of its findings for which it is not evicted, since many nodes show them at once. A
+            node with any is not fit, whatever its state.
     """
 
     node: NodeId
@@ -69,11 +75,17 @@ class PlannedMaintenance(Message, frozen=True, kw_only=True):
 
 
 class NodeDetail(Message, frozen=True, kw_only=True):
-    """Everything known about a node. ``verdicts`` are its newest first. ``registered_at``: when its agent last did.
+    """Everything known about a node.
 
-    ``offences``: its score of repeated faults, which time halves. ``hold``: a person's order that keeps it out;
-    ``cordoned_by``: who else keeps it out; ``maintenance_until``: the end of its window; ``planned``: those to come.
-    ``held_by``: what holds an eviction that it is convicted to.
+    Attributes:
+        verdicts: Its verdicts, newest first.
+        registered_at: When its agent last registered.
+        offence_score: Score of repeated faults, which decays over time.
+        hold_reason: A person's order that keeps it out.
+        external_cordon_by: Another system that keeps it out.
+        maintenance_until: End of its maintenance window.
+        planned_maintenance: Windows to come.
+        eviction_deferred_by: What defers its decided eviction.
     """
 
     summary: NodeSummary
@@ -98,8 +110,10 @@ class NodeDetail(Message, frozen=True, kw_only=True):
 
 
 class NodeList(Message, frozen=True, kw_only=True):
-    """In the order of their names. ``total`` counts all that match, ``next`` is the ``cursor`` of the page after (empty
-    on the last one)."""
+    """Nodes in the order of their names.
+
+    ``total`` counts all that match; ``next`` is the ``cursor`` of the next page (empty on the last one).
+    """
 
     nodes: tuple[NodeSummary, ...]
     total: int = 0
@@ -109,8 +123,10 @@ class NodeList(Message, frozen=True, kw_only=True):
 class GenerationRecovery(Message, frozen=True, kw_only=True):
     """One generation after the first: from the decision to the first step of its last rank.
 
-    ``seconds`` is None while a rank has not resumed. ``phases_s`` is, by phase, the slowest rank's seconds.
-    ``resumed`` counts ranks that reported their first step.
+    Attributes:
+        duration_s: Seconds of the recovery; None while a rank has not resumed.
+        resumed_ranks: Number of ranks that reported their first step.
+        phases_s: The slowest rank's seconds, by phase.
     """
 
     generation: GenerationNumber
@@ -153,9 +169,9 @@ class JobSummary(Message, frozen=True, kw_only=True):
 
 
 class JobDetail(Message, frozen=True, kw_only=True):
-    """Everything known about a job. ``recoveries`` oldest first.
+    """Everything known about a job. ``recoveries`` are oldest first.
 
-    ``unable``: nodes whose launchers have joined and that may not be seated now, and why.
+    ``ineligible_nodes``: nodes whose launchers have joined but that may not be seated now, and why.
     """
 
     summary: JobSummary
@@ -169,12 +185,13 @@ class JobDetail(Message, frozen=True, kw_only=True):
 
 
 class Exposure(Message, frozen=True, kw_only=True):
-    """What the job would lose if ``nodes`` were lost with their memory, all at once.
+    """The job's loss if ``nodes`` were lost with their memory, all at once.
 
-    ``kind``: one node, a pair of them, or everything in one rack, switch or power unit (``name``). ``whole``: the
-    committed version stays complete, or parity has an older one (``falls_back``). Where not, ``ranks`` are those whose
-    shares would be gone (the first 64). ``nodes_left``: the roster the job would go on with; 0: it would be paused,
-    below its minimum.
+    Attributes:
+        kind: One node, a pair of nodes, or everything in one rack, switch or power unit (``name``).
+        restorable: The committed version stays complete, or parity has an older one (``fallback_version``).
+        nodes_left: Size of the remaining roster; 0: the job would be paused, below its minimum.
+        ranks: If not restorable, the ranks whose shares would be gone (the first 64).
     """
 
     kind: Literal["node", "pair", "rack", "switch", "power"]
@@ -188,12 +205,14 @@ class Exposure(Message, frozen=True, kw_only=True):
 
 
 class Restorability(Message, frozen=True, kw_only=True):
-    """What the job goes back to if something fails now, and what it cannot afford to lose.
+    """The version that the job would restore after a failure now, and the losses that it cannot survive.
 
-    ``version``: what was committed last. A crash restores this one or a newer one (None: nothing is committed yet, and
-    it takes what is found whole, or starts anew). ``ceiling``: after corruption nothing newer counts. ``missing``:
-    ranks whose shares of ``version`` nobody in reach holds now (the first 64). ``exposures``: those that would cost
-    something come first.
+    Attributes:
+        version: The version committed last. A crash restores this one or a newer one. None: nothing is committed yet,
+            and the job takes a complete version that it finds, or starts anew.
+        ceiling: After corruption no newer version counts.
+        missing_ranks: Ranks whose shares of ``version`` no reachable node holds now (the first 64).
+        exposures: Those that would cost something come first.
     """
 
     job: JobId
@@ -206,7 +225,7 @@ class Restorability(Message, frozen=True, kw_only=True):
 
 
 class JobList(Message, frozen=True, kw_only=True):
-    """In the order of their names; ``total`` and ``next`` as in NodeList."""
+    """Jobs in the order of their names; ``total`` and ``next`` as in NodeList."""
 
     jobs: tuple[JobSummary, ...]
     total: int = 0
@@ -221,7 +240,7 @@ class GenerationList(Message, frozen=True, kw_only=True):
 
 
 class Event(Message, frozen=True, kw_only=True):
-    """One line of the audit log: what happened or was decided, in a sentence, with its facts in ``detail``."""
+    """One line of the audit log: an event or decision in a sentence, with its facts in ``detail``."""
 
     id: int
     at: float
@@ -235,10 +254,10 @@ class Event(Message, frozen=True, kw_only=True):
 
 
 class EventGap(Message, frozen=True, kw_only=True):
-    """Of the event stream: what follows ``after`` up to ``through`` is not in the audit log, and never comes.
+    """A gap in the event stream: events after ``after`` up to ``through`` are not in the audit log, and never come.
 
-    ``reason``: ``deleted`` by age or number, or ``unknown``: ``after`` is beyond the newest event, so the reader has
-    seen a database that this one is not.
+    ``reason``: ``deleted`` by age or number; or ``unknown``: ``after`` is beyond the newest event, so the reader has
+    seen another database.
     """
 
     after: int
@@ -248,7 +267,7 @@ class EventGap(Message, frozen=True, kw_only=True):
 
 
 class EventList(Message, frozen=True, kw_only=True):
-    """Oldest first. ``next_after`` is what to ask ``after`` next."""
+    """Events, oldest first. ``next_after`` is the next request's ``after``."""
 
     events: tuple[Event, ...]
     next_after: int
@@ -270,7 +289,7 @@ class ProbeRow(Message, frozen=True, kw_only=True):
 
 
 class ProbeStatus(Message, frozen=True, kw_only=True):
-    """``ok`` is None while a node's answer is missing; ``answers`` says what each had to say."""
+    """A probe. ``ok`` is None while a node's answer is missing; ``answers`` has each node's answer."""
 
     probe: str
     nodes: tuple[NodeId, ...]
@@ -282,24 +301,26 @@ class ProbeStatus(Message, frozen=True, kw_only=True):
 
 
 class ProbeList(Message, frozen=True, kw_only=True):
-    """Newest first; those since the controller began to lead. ``next`` is the ``cursor`` of the page after (empty on
-    the last one)."""
+    """Probes since the controller began to lead, newest first.
+
+    ``next`` is the ``cursor`` of the next page (empty on the last one).
+    """
 
     probes: tuple[ProbeStatus, ...]
     next: str = ""
 
 
 class Outbreak(Message, frozen=True, kw_only=True):
-    """A finding that stands on so many nodes at once that none of them is evicted for it.
+    """A finding on so many nodes at once that none of them is evicted for it.
 
     Attributes:
-        finding: its kind, and XID: ``gpu.xid/79``.
-        rule: id of the rule that judges it.
-        count: how many nodes it stands on.
-        nodes: the first of these, at most 32.
-        since: when the first of them showed it, in wall seconds.
-        sentence: where it stands, and what is suspected.
-        advice: what happens next, and what a person can do.
+        finding: Its kind, and XID: ``gpu.xid/79``.
+        rule: Id of the rule that judges it.
+        count: Number of nodes with the finding.
+        nodes: The first of these, at most 32.
+        since: When the first of them showed it, in wall seconds.
+        sentence: Where it is, and the suspected cause.
+        advice: What happens next, and what a person can do.
     """
 
     finding: str
@@ -312,14 +333,18 @@ class Outbreak(Message, frozen=True, kw_only=True):
 
 
 class FleetStatus(Message, frozen=True, kw_only=True):
-    """The fleet on one screen. ``nodes`` counts by state; ``jobs`` are the ones not over.
+    """The fleet on one screen.
 
-    Nodes that serve although a finding of one of the ``outbreaks`` stands on them are counted as ``outbreak``, whatever
-    their state.
-
-    ``budget_left`` is how many nodes may be evicted now, ``breaker`` why automatic eviction is paused ("" when it is
-    not), since ``breaker_at``. ``epoch`` counts the controller's lives over this database. ``store_away`` says why the
-    database cannot be written ("" when it can): jobs run and regroup, and nothing else is decided.
+    Attributes:
+        epoch: Number of the controller's lives over this database.
+        nodes: Number of nodes by state. Nodes that serve despite a finding of one of the ``outbreaks`` count as
+            ``outbreak``, whatever their state.
+        jobs: The jobs that are not over.
+        budget_left: Number of nodes that may be evicted now.
+        breaker: Why automatic eviction is paused; empty if it is not.
+        breaker_at: Since when it is paused.
+        database_outage: Why the database cannot be written, empty if it can. Jobs still run and regroup; nothing else
+            is decided.
     """
 
     version: str

@@ -1,6 +1,7 @@
-"""What operators read of the past and of the rules: findings, verdicts, checkpoints, remedies, budget, policy.
+"""Define what operators read of the past and of the rules: findings, verdicts, checkpoints, remediations, budget,
+policy.
 
-Lists are in pages, newest first. ``next`` is what to give as ``?cursor=`` for the page after; empty on the last one.
+Lists are in pages, newest first. ``next`` is the ``?cursor=`` of the next page; empty on the last one.
 """
 
 from __future__ import annotations
@@ -14,14 +15,13 @@ from everstep.vocabulary import Action, Finding, NodeState, Verdict
 from everstep.wire.v1.agent import UNKNOWN_HOST, Domain, Gpu, Host
 from everstep.wire.v1.base import Message, OperatorRequest, Request, ShortText
 
-# ---- evidence
-# What goes with a node that is sent to repair: one document for whoever has to mend or replace the hardware.
+# ---- evidence: one document that accompanies a node to repair
 
 EVIDENCE_FORMAT = "everstep.evidence/1"
 
 
 class EvidenceNote(Message, frozen=True, kw_only=True):
-    """One thing that happened: a ``finding`` raised or ``cleared``, a ``verdict``, a ``probe``, an ``action``."""
+    """One event: a ``finding`` raised or ``cleared``, a ``verdict``, a ``probe``, an ``action``."""
 
     at: float
     kind: str
@@ -32,11 +32,15 @@ class EvidenceNote(Message, frozen=True, kw_only=True):
 class Evidence(Message, frozen=True, kw_only=True):
     """Everything known against a node. Times are wall seconds.
 
-    ``suspects`` are those of ``gpus`` that findings name, with serial number and UUID. ``findings`` stand now, with
-    threshold, source and evidence of each; ``history`` tells, oldest first, what stood and was done before.
-    ``evictions`` and ``remedied``: when it was taken out, and reset or rebooted; what was only a dry run is in
-    ``history`` alone. ``offences``: its score (each weighed by how long ago it was). ``rule`` and ``action``: by what
-    it is out, and the cure that is due.
+    Attributes:
+        rule: The rule that keeps it out.
+        action: The remediation that is due.
+        suspect_gpus: Those of ``gpus`` that findings name, with serial number and UUID.
+        findings: Current findings, with threshold, source and evidence of each.
+        eviction_times: When it was evicted.
+        remediation_times: When it was reset or rebooted; dry runs are in ``history`` alone.
+        offence_score: Score of its faults, each weighed by its age.
+        history: Earlier findings and actions, oldest first.
     """
 
     format: str
@@ -63,16 +67,18 @@ class Evidence(Message, frozen=True, kw_only=True):
     history: tuple[EvidenceNote, ...] = ()
 
 
-# ---- kept
-# What operators read of a job's checkpoints as they are now: ``GET /v1/jobs/{job}/checkpoints``.
+# ---- current checkpoints of a job: ``GET /v1/jobs/{job}/checkpoints``
 
 
 class CheckpointCopy(Message, frozen=True, kw_only=True):
     """A version in one of the places where it is kept.
 
-    ``place``: slots in ``memory``, slots with ``parity``, or ``storage``. ``state``: whole there, or on its ``way``.
-    ``restorable``: the job could go back to it now; ``sentence`` says why, or why not. ``at``: since when it is there,
-    or on its way. ``url``: the folder on storage, which any program loads by torch.distributed.checkpoint.
+    Attributes:
+        tier: Slots in ``memory``, slots with ``parity``, or ``storage``.
+        state: Complete there, or in progress.
+        restorable: The job could go back to it now; ``sentence`` says why, or why not.
+        since: When it was complete there, or begun.
+        url: The folder on storage, which any program can load with torch.distributed.checkpoint.
     """
 
     version: Version
@@ -87,10 +93,11 @@ class CheckpointCopy(Message, frozen=True, kw_only=True):
 
 
 class JobCheckpoints(Message, frozen=True, kw_only=True):
-    """All that a job could go back to, in the order in which it would: what stands first and is restorable is taken.
+    """All versions that a job could go back to, in order of preference: the first restorable one is taken.
 
-    ``spills_lost``: versions that were to be written to storage, and never got there; ``trouble``: why the last one
-    did not, or the last one's parity was not made, empty where the newest was.
+    Attributes:
+        spills_lost: Number of versions that were to be written to storage, and were not.
+        last_error: Why the last one was not written, or its parity was not made; empty if the newest was.
     """
 
     job: JobId
@@ -101,7 +108,7 @@ class JobCheckpoints(Message, frozen=True, kw_only=True):
 
 
 class FindingRecord(Message, frozen=True, kw_only=True):
-    """A finding of a node, standing or past. ``id`` numbers what was seen; times are wall seconds."""
+    """A finding of a node, current or past. ``id`` numbers observations; times are wall seconds."""
 
     id: int
     node: NodeId
@@ -137,8 +144,10 @@ class CheckpointList(Message, frozen=True, kw_only=True):
 
 
 class RemediationStatus(Message, frozen=True, kw_only=True):
-    """An action on a node that was asked of the outside, and what came of it. ``state``: wanted, begun, confirmed (read
-    back), failed or superseded (a later one came before it was begun)."""
+    """A remediation of a node that an external system was asked for, and its outcome.
+
+    ``state``: requested, started, confirmed (read back), failed, or superseded (by a later one before it was started).
+    """
 
     id: str
     node: NodeId
@@ -158,9 +167,11 @@ class RemediationList(Message, frozen=True, kw_only=True):
 
 
 class BudgetScope(Message, frozen=True, kw_only=True):
-    """The budget of the ``kind`` fleet, rack or job of that ``name``: evictions in the window, and when the oldest of
-    them leaves it. ``frees_at`` is 0.0 where none is in it, and while the breaker is latched: no time frees anything
-    then, a person does."""
+    """The eviction budget of the fleet, a rack or a job (``kind``) of that ``name``.
+
+    ``frees_at``: when the oldest eviction leaves the window. 0.0 if there is none, and while the breaker is open: then
+    only a person frees the budget.
+    """
 
     kind: str
     name: str
@@ -172,7 +183,7 @@ class BudgetScope(Message, frozen=True, kw_only=True):
 
 
 class DeferredEviction(Message, frozen=True, kw_only=True):
-    """A node that is convicted and stays, and what holds its eviction."""
+    """A node whose eviction is decided but deferred, and what defers it."""
 
     node: NodeId
     finding: str
@@ -180,8 +191,10 @@ class DeferredEviction(Message, frozen=True, kw_only=True):
 
 
 class BudgetStatus(Message, frozen=True, kw_only=True):
-    """What may still be evicted. ``breaker``: why nobody is until an operator resets it; empty while evictions are
-    allowed."""
+    """The evictions that are still allowed.
+
+    ``breaker``: why none is until an operator resets it; empty while evictions are allowed.
+    """
 
     window_s: float
     breaker: str = ""
@@ -205,7 +218,7 @@ class PolicyChange(Request, frozen=True, kw_only=True):
 
 
 class PolicyCheckResult(Message, frozen=True, kw_only=True):
-    """Whether the change could be put in force; ``complaint`` says why not, and how to mend it."""
+    """Whether the change could be put in force; ``error`` says why not, and how to fix it."""
 
     ok: bool
     error: str = ""
@@ -213,14 +226,14 @@ class PolicyCheckResult(Message, frozen=True, kw_only=True):
 
 
 class PolicyTrialRequest(Request, frozen=True, kw_only=True):
-    """A change, and how far back to try it on what was recorded."""
+    """A change, and how many hours of recorded events to try it on."""
 
     change: PolicyChange
     hours: Annotated[float, msgspec.Meta(gt=0, le=24 * 31)] = 168.0
 
 
 class RecordedSpan(Message, frozen=True, kw_only=True):
-    """Of the past, what one controller recorded without a gap while it led; ``epoch``: that leadership's number."""
+    """A part of the past that one controller recorded without a gap while it led; ``epoch`` numbers that leadership."""
 
     begins_at: float
     ends_at: float
@@ -228,11 +241,15 @@ class RecordedSpan(Message, frozen=True, kw_only=True):
 
 
 class PolicyTrialResult(Message, frozen=True, kw_only=True):
-    """What the change would have done with the recorded past, apart from what operators ordered.
+    """What the change would have done with the recorded past, apart from operators' orders.
 
-    ``also``: evictions of nodes that did not leave and would have, ``not_then``: of nodes that left and would not have;
-    by node, whenever it was. ``since``: where the record begins. ``stretches``: what is recorded since then, ``gaps``:
-    (from, to) of what is not: each controller keeps a journal of its own."""
+    Attributes:
+        since: Start of the record.
+        added_evictions: Evictions of nodes that did not leave and would have.
+        avoided_evictions: Nodes that left and would not have, whenever it was.
+        gaps: (from, to) of unrecorded times: each controller keeps its own journal.
+        spans: The recorded times.
+    """
 
     since: float
     events: int
@@ -245,7 +262,7 @@ class PolicyTrialResult(Message, frozen=True, kw_only=True):
 
 
 class CancelMaintenance(OperatorRequest, frozen=True, kw_only=True):
-    """What is planned for a node, or for a rack, is not to begin."""
+    """Cancel maintenance that is planned for a node or a rack."""
 
     node: NodeId | None = None
     rack: Annotated[str, msgspec.Meta(min_length=1, max_length=64)] | None = None
@@ -254,8 +271,9 @@ class CancelMaintenance(OperatorRequest, frozen=True, kw_only=True):
 class MaintenanceRequest(OperatorRequest, frozen=True, kw_only=True):
     """A window for people to work on a node, or on all nodes of a rack.
 
-    They leave their jobs at a boundary at ``starts_at`` (wall seconds; None: now), and come back by probation at
-    ``until``."""
+    The nodes leave their jobs at a boundary at ``starts_at`` (wall seconds; None: now), and return through probation at
+    ``until``.
+    """
 
     starts_at: Annotated[float, msgspec.Meta(gt=0)] | None = None
     until: Annotated[float, msgspec.Meta(gt=0)]

@@ -1,4 +1,4 @@
-"""What is said about a job: its specification, its generations, and what its ranks and launchers report."""
+"""Define a job's specification, its generations, and the reports of its ranks and launchers."""
 
 from __future__ import annotations
 
@@ -27,9 +27,11 @@ LongText = Annotated[str, msgspec.Meta(max_length=65536)]
 
 
 class SpillPlan(Request, frozen=True, kw_only=True):
-    """Which versions of a job also go to storage: the first committed one that is ``every`` steps or more after the
-    last one that went there. ``to``: an absolute path or a URL, without credentials; the job gets a folder of its own
-    under it. ``keep``: so many stay there, the ones written last (0: all).
+    """Which versions of a job also go to storage: committed ones at least ``every_steps`` steps apart.
+
+    Attributes:
+        url: An absolute path or a URL, without credentials; the job gets its own folder under it.
+        keep_last: Number of versions to keep there, the newest (0: all).
     """
 
     every_steps: Annotated[int, msgspec.Meta(ge=1, lt=1 << 53)]
@@ -38,20 +40,23 @@ class SpillPlan(Request, frozen=True, kw_only=True):
 
 
 class JobSpec(Request, frozen=True, kw_only=True):
-    """What a launcher asks for. All launchers of a job must say the same.
+    """A launcher's request for a job. All launchers of a job must request the same.
 
-    ``min_nodes`` and ``max_nodes`` bound the roster; launchers beyond ``max_nodes`` are spares. A roster always has
-    ``nproc_per_node`` ranks on each of its nodes. The first generation is formed when ``max_nodes`` have joined,
-    or ``min_nodes`` have and ``join_wait_s`` passed. ``replicas`` is how many failure domains hold each byte of a
-    version. ``digest_interval`` is the number of steps between parameter digests (0: none). ``max_user_retries``
-    is how often a training function that raised is entered again.
-
-    ``block_nodes``: nodes that form one tensor x pipeline block. A roster is a whole number of blocks, whose nodes have
-    consecutive seats; the bounds are rounded inwards to whole blocks. ``block_within``: the nodes of a block share
-    this failure domain. ``priority``: of jobs that want the same node the one with the higher number gets it.
-
-    ``parity``: members of a parity group (0: no parity). Besides the copies, a clean version is then kept by groups of
-    at most so many nodes with two more for P and Q, which bear the loss of any two.
+    Attributes:
+        min_nodes: Fewest nodes of the roster.
+        max_nodes: Most nodes of the roster; further launchers are spares.
+        nproc_per_node: Ranks on each node of a roster.
+        join_wait_s: The first generation forms when ``max_nodes`` have joined, or when ``min_nodes`` have and this time
+            has passed.
+        replicas: Number of failure domains that hold each byte of a version.
+        digest_interval: Steps between parameter digests (0: none).
+        max_user_retries: How often a training function that raised is called again.
+        block_nodes: Nodes that form one tensor x pipeline block. A roster is a whole number of blocks, whose nodes have
+            consecutive seats; the bounds are rounded inwards to whole blocks.
+        block_within: The failure domain that the nodes of a block share.
+        priority: The job with the higher number gets a contested node.
+        parity_group_size: Members of a parity group (0: no parity). Besides the copies, a clean version is kept by
+            groups of at most this many nodes, with two more for P and Q, which survive the loss of any two.
     """
 
     job: JobId
@@ -71,13 +76,16 @@ class JobSpec(Request, frozen=True, kw_only=True):
 
     @property
     def pinned_slots(self) -> int:
-        """Slots that a rank needs besides the usual ones: for the version on its way to storage; for the one that is
-        kept by parity, and the next one while its parity is made."""
+        """Slots that a rank needs besides the usual ones.
+
+        One for the version on its way to storage; two for the version kept by parity, and the next while its parity is
+        made.
+        """
         return (self.spill is not None) + 2 * (self.parity_group_size > 0)
 
 
 class Member(Message, frozen=True, kw_only=True, gc=False):
-    """One rank of a roster. Whichever process holds ``local_rank`` on ``node`` is that rank."""
+    """One rank of a roster: the process that holds ``local_rank`` on ``node``."""
 
     rank: Rank
     node: NodeId
@@ -87,8 +95,8 @@ class Member(Message, frozen=True, kw_only=True, gc=False):
 class Holder(Message, frozen=True, kw_only=True, gc=False):
     """A vault that may hold slots of the job: every roster node's, and those of nodes that left the roster.
 
-    One of the latter need not answer: it is asked only where the roster's lack something. ``rack``: as the node was
-    registered; what another rack holds is farther away.
+    A vault outside the roster may not answer, and is asked only if the roster's lack something. ``rack``: as the node
+    was registered; slots of another rack are farther away.
     """
 
     node: NodeId
@@ -97,16 +105,20 @@ class Holder(Message, frozen=True, kw_only=True, gc=False):
 
 
 class RestoreRule(Message, frozen=True, kw_only=True):
-    """Which version a generation may start from; the ranks choose within it by what is whole (docs/decisions/0003).
+    """Which version a generation may start from; the ranks choose a complete one within it (docs/decisions/0003).
 
-    The newest whole version ``v`` with ``floor <= v <= ceiling`` is taken. ``floor`` is the newest version the
-    controller logged as committed: every rank keeps it, and an older one is never taken in silence. ``ceiling`` is set
-    after corruption: the newest version known to be clean. ``scratch`` starts anew (no version was ever committed).
+    The newest complete version ``v`` with ``floor <= v <= ceiling`` is taken. If there is none, two fallbacks follow in
+    this order, never silently: the version of ``protection``, with shards rebuilt from parity, and the checkpoint at
+    ``storage_url``.
 
-    ``pinned``: versions that the ranks go on keeping, whatever else they keep. Where nothing that the rule admits is
-    whole, two more are looked at, in this order, and never in silence: the version of ``protection``, with the shards
-    that its parity gives; and the checkpoint at ``storage``, a path or URL, which is also what a start from scratch
-    begins with (empty: none). ``storage_before``: those stored before it, newest first, for where it is damaged.
+    Attributes:
+        floor: The newest version that the controller logged as committed: every rank keeps it, and an older one is
+            never taken silently.
+        ceiling: Set after corruption: the newest version known to be clean.
+        from_scratch: Start anew (no version was ever committed).
+        pinned: Versions that the ranks must keep, whatever else they keep.
+        storage_url: A path or URL, from which a start from scratch begins, too (empty: none).
+        older_storage_urls: Earlier checkpoints, newest first, in case that one is damaged.
     """
 
     floor: Version | None = None
@@ -121,11 +133,13 @@ class RestoreRule(Message, frozen=True, kw_only=True):
 class GenerationSpec(Message, frozen=True, kw_only=True, dict=True):
     """A job's membership: the unit of truth.
 
-    ``seats`` are its nodes: on each of them compute ``spec.nproc_per_node`` consecutive ranks, which ``roster`` names.
-    ``store`` is the rendezvous store to meet at, hosted by the launcher on ``store_node``; its keys go under
-    the generation's number. ``replica_nodes`` maps a node to those whose vaults copy what its ranks alone hold.
-    ``after_step``: leave the running generation in order when this step is finished (a boundary), instead of at once.
-    ``secret`` (hex) authenticates vault transfers of this job.
+    Attributes:
+        seats: Its nodes, with ``spec.nproc_per_node`` consecutive ranks each; ``roster`` lists the ranks.
+        store: Address of the rendezvous store; its keys go under the generation's number.
+        store_node: The node whose launcher hosts the store.
+        replica_nodes: For each node, those whose vaults copy the state that its ranks alone hold.
+        secret: Authenticates vault transfers of this job (hex).
+        after_step: Leave the running generation in order when this step is finished (a boundary), instead of at once.
     """
 
     job: JobId
@@ -150,7 +164,7 @@ class GenerationSpec(Message, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def seated_nodes(self) -> frozenset[str]:
-        """The nodes, to look one up in."""
+        """The nodes as a set, for look-ups."""
         return frozenset(self.seats)
 
     @cached_property
@@ -159,7 +173,7 @@ class GenerationSpec(Message, frozen=True, kw_only=True, dict=True):
         return {holder.node: holder.rack for holder in self.holders if holder.rack}
 
     def is_same_rack(self, node: str, other: str) -> bool:
-        """Whether both are in one rack, as far as is known."""
+        """Return whether both nodes are known to be in one rack."""
         rack = self.racks.get(node)
         return rack is not None and rack == self.racks.get(other)
 
@@ -170,40 +184,40 @@ class GenerationSpec(Message, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def roster(self) -> tuple[Member, ...]:
-        """Every rank, in order. Of ten thousand it takes a while: ask for one node's, or one rank, where that does."""
+        """Every rank, in order. Slow for ten thousand: ask for one node or one rank if possible."""
         return tuple(member for node in self.seats for member in self.members_on(node))
 
     def members_on(self, node: str | None) -> tuple[Member, ...]:
-        """The ranks of a node, none where it has no seat."""
+        """Return the ranks of a node; none if it has no seat."""
         if node is None:
             return ()
         return tuple(Member(rank=rank, node=node, local_rank=at) for at, rank in enumerate(self.ranks_on(node)))
 
     def node_of(self, rank: int) -> str:
-        """Where a rank computes. Raises IndexError where there is no such rank."""
+        """Return the node of a rank. Raises IndexError if there is no such rank."""
         return self.seats[rank // self.spec.nproc_per_node]
 
     def ranks_on(self, node: str) -> range:
-        """The global ranks that compute on ``node``; none where it has no seat."""
+        """Return the global ranks on ``node``; none if it has no seat."""
         place, nproc = self.seat_index.get(node), self.spec.nproc_per_node
         return range(0) if place is None else range(place * nproc, (place + 1) * nproc)
 
     def has_rank_on(self, node: str, rank: int) -> bool:
-        """Whether there is such a rank, and it computes on ``node``."""
+        """Return whether there is such a rank, and it is on ``node``."""
         return rank < self.world_size and self.node_of(rank) == node
 
     def member_at(self, node: str, local_rank: int) -> Member | None:
-        """The rank that ``local_rank`` on ``node`` plays, or None where it plays none."""
+        """Return the member at ``local_rank`` on ``node``, or None."""
         return next((member for member in self.members_on(node) if member.local_rank == local_rank), None)
 
 
-# --- reports: from ranks and launchers, through the agent, to the controller -------------------------------------
+# --- reports: from ranks and launchers, through the agent, to the controller --------------------------------------
 
 
 class LauncherJoined(Report, frozen=True, kw_only=True, tag=True):
     """A launcher offers its node to the job. Sent again after every reconnect of launcher or agent.
 
-    ``generation`` is what its ranks are in (0: none), so that a controller that lost track can catch up.
+    ``generation``: the one its ranks are in (0: none), so that a controller that lost track can catch up.
     """
 
     spec: JobSpec
@@ -213,7 +227,7 @@ class LauncherJoined(Report, frozen=True, kw_only=True, tag=True):
 
 
 class LauncherLeft(Report, frozen=True, kw_only=True, tag=True):
-    """A launcher is gone: ``orderly`` when it said goodbye, else its socket closed."""
+    """A launcher is gone: ``orderly`` if it said goodbye, else its socket closed."""
 
     launcher: Incarnation
     orderly: bool
@@ -221,7 +235,8 @@ class LauncherLeft(Report, frozen=True, kw_only=True, tag=True):
 
 
 class RankLost(Report, frozen=True, kw_only=True, tag=True):
-    """A rank's process is gone. ``replacement``: the launcher has a process ready, or can fork one, for its place."""
+    """A rank's process is gone. ``has_replacement``: the launcher has a process ready for its place, or can
+    fork one."""
 
     generation: GenerationNumber
     rank: Rank
@@ -233,7 +248,7 @@ class RankLost(Report, frozen=True, kw_only=True, tag=True):
 
 
 class CollectiveFailed(Report, frozen=True, kw_only=True, tag=True):
-    """A rank's collective raised. It says that somebody is lost, not who; a witness, not a judge."""
+    """A rank's collective raised. Some rank is lost, but the reporter does not know which: a witness, not a judge."""
 
     generation: GenerationNumber
     rank: Rank
@@ -244,10 +259,12 @@ class CollectiveFailed(Report, frozen=True, kw_only=True, tag=True):
 class RankStalled(Report, frozen=True, kw_only=True, tag=True):
     """A rank made no progress for ``stalled_s``, over its own threshold.
 
-    ``step`` is the last finished step; ``collectives`` counts collectives entered in this generation: the rank with
-    the smallest (step, collectives), or that does not report at all, is the one the others wait for. ``stacks``
-    is every Python thread's stack. ``begun``: the last step that the rank has begun in this generation; 0 before the
-    first.
+    Attributes:
+        step: The last finished step.
+        collectives: Number of collectives entered in this generation. The others wait for the rank with the smallest
+            (step, collectives), or for one that does not report at all.
+        stacks: Every Python thread's stack.
+        begun: The last step that the rank has begun in this generation; 0 before the first.
     """
 
     generation: GenerationNumber
@@ -261,7 +278,7 @@ class RankStalled(Report, frozen=True, kw_only=True, tag=True):
 
 
 class RankUnresponsive(Report, frozen=True, kw_only=True, tag=True):
-    """The agent's own view: a rank whose signal thread stopped ticking (a stopped or starved process)."""
+    """The agent's own observation: a rank whose signal thread stopped ticking (a stopped or starved process)."""
 
     generation: GenerationNumber
     rank: Rank
@@ -271,14 +288,17 @@ class RankUnresponsive(Report, frozen=True, kw_only=True, tag=True):
 
 
 class VersionSealed(Report, frozen=True, kw_only=True, tag=True):
-    """A rank's share of a version is sealed in the node's vault, or has been copied where it must be.
+    """A rank's share of a version is sealed in the node's vault, or has been copied to the nodes that need it.
 
-    Told of versions that may be committed (``kept``: the rank keeps it until a later one is) and of those with
-    ``digests``; the others are found in the vaults when they are needed. ``replicas``: nodes whose vaults have
-    acknowledged the copy. ``safe``: as many failure domains hold every byte of this share as the job asks for (other
-    ranks' equal copies counted). ``alike``: nodes that store again, each a part of it, what of this share is not copied
-    to ``replicas``. ``digests`` maps a replica group (ranks that must be equal) to the weighted digest of
-    its parameters, in hex.
+    Sent for versions that may be committed and for those with ``digests``; others are found in the vaults when needed.
+
+    Attributes:
+        durable: As many failure domains hold every byte of this share as the job asks for, including other ranks' equal
+            copies.
+        commit_candidate: The rank keeps the version until a later one is committed.
+        full_copies: Nodes whose vaults have acknowledged the copy.
+        digests: Weighted digest of the parameters, in hex, of each replica group (ranks that must be equal).
+        partial_copies: Nodes that each store again a part of the share that is not copied to ``full_copies``.
     """
 
     generation: GenerationNumber
@@ -293,12 +313,13 @@ class VersionSealed(Report, frozen=True, kw_only=True, tag=True):
 
 
 class Resumed(Report, frozen=True, kw_only=True, tag=True):
-    """A rank finished its first step in a generation; the acknowledgement that ends a failure's way.
+    """A rank finished its first step in a generation, which ends the recovery from a failure.
 
-    ``restored`` is the version it started from (None: from scratch). ``phases_s`` has the seconds of each phase, one
-    after the other: start (of a process for which no standby was there), abort, teardown, wait, rendezvous, build (the
-    training function up to ``run.track``), restore, plan (of snapshots) and first_step. compile is the part of the
-    first step in which torch.compile compiled, and is not counted in first_step.
+    Attributes:
+        restored: The version it started from (None: from scratch).
+        phases_s: Seconds of each phase, in sequence: start (of a process without a standby), abort, teardown, wait,
+            rendezvous, build (the training function up to ``run.track``), restore, plan (of snapshots) and first_step.
+            compile is the time of torch.compile in the first step, and is not counted in first_step.
     """
 
     generation: GenerationNumber
@@ -321,8 +342,9 @@ class UserError(Report, frozen=True, kw_only=True, tag=True):
 class RankFinished(Report, frozen=True, kw_only=True, tag=True):
     """A rank's training function returned.
 
-    ``step``: the last finished step. ``begun``: the last step that the rank began, which a ``break`` leaves unfinished;
-    None where it is not known.
+    Attributes:
+        step: The last finished step.
+        started_step: The last step that the rank began, which a ``break`` leaves unfinished; None if unknown.
     """
 
     generation: GenerationNumber
@@ -332,9 +354,9 @@ class RankFinished(Report, frozen=True, kw_only=True, tag=True):
 
 
 class PeerConnectionLost(Report, frozen=True, kw_only=True, tag=True):
-    """The node's vault lost its connection to the vault on ``peer``, and a new one is not taken there.
+    """The node's vault lost its connection to the vault on ``peer``, and a new one is refused there.
 
-    A hint that ``peer`` may be gone: it accuses nobody and shortens a wait at most. At most one a second for each peer.
+    A hint that ``peer`` may be gone: it accuses nobody, and at most shortens a wait. At most one per second and peer.
     """
 
     peer: NodeId
@@ -342,7 +364,7 @@ class PeerConnectionLost(Report, frozen=True, kw_only=True, tag=True):
 
 
 class FindingRaised(Message, frozen=True, kw_only=True, tag=True):
-    """The agent found something about its node; ``job`` where it belongs to one."""
+    """The agent found something about its node; ``job`` if it concerns one."""
 
     finding: Finding
     job: JobId | None = None
@@ -356,12 +378,14 @@ class FindingCleared(Message, frozen=True, kw_only=True, tag=True):
 
 
 class ProbeFinished(Message, frozen=True, kw_only=True, tag=True):
-    """One side's result of a probe. ``rows``: bytes, latency in seconds (median), bus bandwidth in bytes/s.
+    """One side's result of a probe.
 
-    ``wrong``: the work was done and its result is wrong, which convicts; a probe that could not be done does not.
-    ``began``: this side had what it takes, and went to work or to meet the others, so that a failure after that says
-    something of the nodes or the way between them. A failure without it says nothing of anybody, nor does one of an
-    agent that does not know the field.
+    Attributes:
+        rows: Bytes, latency in seconds (median), bus bandwidth in bytes/s.
+        wrong_result: The work was done and its result is wrong, which is grounds for a verdict; a probe that could not
+            be done is not.
+        started: This side was able to begin, so a later failure says something about the nodes or the path between
+            them. A failure without it says nothing, and neither does one of an agent that does not know the field.
     """
 
     probe: str
@@ -393,15 +417,16 @@ AnyReport = (
 
 
 class RankProgress(Message, frozen=True, kw_only=True, array_like=True, gc=False):
-    """A rank's progress in a heartbeat: last finished step, and seconds that step took (median of late ones).
+    """A rank's progress in a heartbeat.
 
-    ``busy_s``: of these, the seconds in which the rank did not wait for others (median of late steps), where it is
-    measured. In lock step all ranks take equally long; this tells which of them the others wait for.
-
-    ``begun``: the last step that the rank has begun in this generation; 0 before the first.
-
-    ``job`` is not held against the pattern of names here: that took three times as long as reading the whole beat, and
-    a job that nobody knows by that name is passed over.
+    Attributes:
+        job: Not checked against the pattern of names, which took three times as long as reading the whole heartbeat; an
+            unknown job is ignored.
+        step: The last finished step.
+        step_s: Seconds per step (median of the last ones).
+        busy_s: Of these, the seconds in which the rank did not wait for others (median), if measured. In lock step all
+            ranks take equally long; this tells which of them the others wait for.
+        started_step: The last step that the rank has begun in this generation; 0 before the first.
     """
 
     job: Annotated[str, msgspec.Meta(max_length=63)]

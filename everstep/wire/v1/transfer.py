@@ -1,37 +1,38 @@
-"""Frames between vaults. Each is a 4-byte big-endian length and one MessagePack document, as on the unix sockets.
+"""Define frames between vaults. Each is a 4-byte big-endian length and one MessagePack document, as on the Unix
+sockets.
 
 A connection serves one job and begins with a mutual challenge: both sides prove that they know the job's secret,
 over both nonces, the job and both nodes' names::
 
     client                                   server
-    Greeting(job, node, to, nonce)     ->
+    Greeting(job, node, peer, nonce)   ->
                                        <-    Challenge(nonce)
     Proof(mac of the client)           ->
                                        <-    Proof(mac of the server)
 
 Then the client asks and the server answers, one request at a time:
 
-* ``Put`` -> ``Ready`` (or ``Ack``: the slot is here already), which says what need not be sent; where the manifest is
-  not here, ``ManifestPart`` with it -> ``PartDone``; ``Part`` with its chunks, on this connection or on others of the
-  same client, each -> ``PartDone``; ``PutDone`` -> ``Ack``, once everything has hashed right. A ``Put`` said again
-  after its connection broke goes on where that ended.
+* ``Put`` -> ``Ready``, which says what need not be sent, or ``Ack`` if the slot is here already. If the manifest is not
+  here, ``ManifestPart`` with it -> ``PartDone``. ``Part`` with its chunks, on this connection or on others of the same
+  client, each -> ``PartDone``. ``PutDone`` -> ``Ack``, once everything has the right hash. A ``Put`` repeated after its
+  connection broke continues where that ended.
 * ``Get`` -> ``Data`` with its pieces, ``DataEnd``.
-* ``DigestsAsk`` -> ``Digests``.
-* ``InventoryAsk`` -> ``InventoryList``.
+* ``DigestsRequest`` -> ``Digests``.
+* ``InventoryRequest`` -> ``InventoryList``.
 
-Bulk bytes follow a frame raw, in pieces of at most CHUNK_BYTES. One status byte after each piece says whether the
-slot still was what its header had said once the piece had been read: a slot that its rank filled anew meanwhile is
-no corruption, and must not be taken for it. After a piece of ``Data`` it also says whether the next piece hashes right
-(or was not to be hashed), or else that ``Refused`` follows instead. Any request may be answered with ``Refused``.
+Bulk bytes follow a frame raw, in pieces of at most CHUNK_BYTES. One status byte after each piece says whether the slot
+still matched its header after the piece had been read: a slot that its rank refilled meanwhile is not corruption. After
+a piece of ``Data`` it also says whether the next piece hashes right (or was not to be hashed), or else that
+``TransferRefused`` follows instead. Any request may be answered with ``TransferRefused``.
 
-A manifest is the same for all versions of a plan and may have many times the bytes of all else that is said of a slot:
-it is named by its digest, crosses the wire as bulk, and only to where no slot of the same rank has it already.
+A manifest is the same for all versions of a plan, and may be much larger than everything else about a slot. So it is
+named by its digest, sent as bulk, and only to vaults where no slot of the same rank has it already.
 
-A ``Put`` speaks for a generation and is refused when that is over. Reads do not: what is sealed and hashes right is
-as true for a rank that slept, and the version says what it is.
+A ``Put`` belongs to a generation and is refused when that is over. Reads do not: sealed bytes with the right hash are
+valid for a rank that was suspended, too, and the version identifies them.
 
-The challenge keeps strangers out; the bytes are neither encrypted nor signed one by one. Against an attacker on the
-path between two nodes, run the vaults on a network of their own or inside a tunnel.
+The challenge keeps strangers out; the bytes are neither encrypted nor signed individually. Against an attacker on the
+path between two nodes, run the vaults on a separate network or inside a tunnel.
 """
 
 from __future__ import annotations
@@ -52,10 +53,10 @@ from everstep.wire.v1.local import SlotInfo
 from everstep.wire.v1.vault_orders import ParityGroup
 
 MAX_GREETING_BYTES = 4096
-"""Longest frame taken from a peer that has not proved itself."""
+"""Longest frame from a peer that has not authenticated itself."""
 
 MAX_TRANSFER_FRAME_BYTES = 16 << 20
-"""Longest frame of a proved peer; a slot's digests must fit in one."""
+"""Longest frame of an authenticated peer; a slot's digests must fit in one."""
 
 MAX_RANGES = 1 << 18
 """Most byte ranges in one ``Get``."""
@@ -75,9 +76,9 @@ ManifestBytes = Annotated[int, msgspec.Meta(ge=0, le=MAX_MANIFEST_BYTES)]
 
 
 class Greeting(Message, frozen=True, kw_only=True, tag=True):
-    """The client's first words: for which job, who it is, and whom it means to reach.
+    """The client's first message: the job, its own node, and the node it means to reach.
 
-    ``read_only``: nothing will be copied here over this connection, and is not to be.
+    ``read_only``: nothing may be copied here over this connection.
     """
 
     protocols: tuple[int, ...]
@@ -94,17 +95,19 @@ class Challenge(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Proof(Message, frozen=True, kw_only=True, tag=True):
-    """``prove`` of one side's role."""
+    """``make_proof`` of one side's role."""
 
     mac: Mac
 
 
 class Put(Message, frozen=True, kw_only=True, tag=True):
-    """A sealed slot wants to be copied here.
+    """A request to copy a sealed slot here.
 
-    ``slot_bytes`` and ``slots`` are those of the sender's segment, so that the copy's segment need not grow later.
-    ``digests``: the manifest's and each payload chunk's xxh3-128, one after another. ``keep``: copies of this rank's
-    versions that must not be overwritten by this one.
+    Attributes:
+        slot_bytes: Slot size of the sender's segment, so that the copy's segment need not grow later.
+        slots: Number of slots of the sender's segment.
+        digests: The xxh3-128 of the manifest and of each payload chunk, concatenated.
+        keep: Versions of this rank whose copies this one must not overwrite.
     """
 
     generation: GenerationNumber
@@ -119,11 +122,13 @@ class Put(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Ready(Message, frozen=True, kw_only=True, tag=True):
-    """A slot is set aside; parts carry ``transfer``.
+    """A slot is reserved; parts carry ``transfer``.
 
-    ``here``: a bit for each payload chunk, lowest first, that need not be sent: it came before the connection broke, or
-    another version has the very same bytes (frozen layers, embeddings whose rows saw no token). Missing bits are 0.
-    ``manifest``: it must be sent, since no slot here has it.
+    Attributes:
+        needs_manifest: It must be sent, since no slot here has it.
+        present_chunks: A bit for each payload chunk, lowest first, that need not be sent: it arrived before the
+            connection broke, or another version has the same bytes (frozen layers, embeddings whose rows saw no token).
+            Missing bits are 0.
     """
 
     transfer: TransferId
@@ -132,7 +137,7 @@ class Ready(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Part(Message, frozen=True, kw_only=True, tag=True):
-    """``chunks`` payload chunks from ``first`` on follow, a status byte after each."""
+    """``chunks`` payload chunks from ``first_chunk`` on follow, a status byte after each."""
 
     transfer: TransferId
     first_chunk: Count
@@ -146,7 +151,7 @@ class ManifestPart(Message, frozen=True, kw_only=True, tag=True):
 
 
 class PartDone(Message, frozen=True, kw_only=True, tag=True):
-    """Every chunk of the part, or the manifest, hashed right."""
+    """Every chunk of the part, or the manifest, has the right hash."""
 
 
 class PutDone(Message, frozen=True, kw_only=True, tag=True):
@@ -156,17 +161,19 @@ class PutDone(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Ack(Message, frozen=True, kw_only=True, tag=True):
-    """The slot is sealed here. ``already``: it was before, and nothing needs to be sent."""
+    """The slot is sealed here. ``already_sealed``: it was before, and nothing needs to be sent."""
 
     already_sealed: bool = False
 
 
 class Get(Message, frozen=True, kw_only=True, tag=True):
-    """Byte ranges (offset, length) of a sealed slot's payload; no ranges: its manifest.
+    """Request byte ranges (offset, length) of a sealed slot's payload; without ranges, its manifest.
 
-    ``parity``: not of a rank's slot, but of the parity of the group with that number. ``unhashed``: a range that is one
-    whole chunk may be sent without a look at it, since whoever asks hashes it and is told what was sealed. Who finds it
-    wrong asks again without that word, and learns whether it is wrong where it lies.
+    Attributes:
+        parity: Read the parity of the group with the number ``rank`` instead of a rank's slot.
+        skip_hash: A range that is one whole chunk may be sent unchecked, since the requester hashes it and receives the
+            sealed digest. If it is wrong, the requester asks again without this flag, to learn whether it is wrong at
+            its source.
     """
 
     rank: Rank
@@ -183,15 +190,15 @@ class Data(Message, frozen=True, kw_only=True, tag=True):
 
 
 class DataEnd(Message, frozen=True, kw_only=True, tag=True):
-    """After the bulk: the xxh3-128 of each range (or of the manifest), one after another."""
+    """After the bulk: the xxh3-128 of each range (or of the manifest), concatenated."""
 
     digests: bytes
 
 
 class DigestsRequest(Message, frozen=True, kw_only=True, tag=True):
-    """What was sealed as that rank's version (``parity``: as that of the group with that number)?
+    """Request the sealed digests of that rank's version (``parity``: of the group with that number).
 
-    ``group``: it is asked in order to make parity of that group, which the shard is a member of.
+    ``group``: the request serves to make parity of that group, which the shard is a member of.
     """
 
     rank: Rank
@@ -201,18 +208,18 @@ class DigestsRequest(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Digests(Message, frozen=True, kw_only=True, tag=True):
-    """``digests``: the manifest's and each payload chunk's xxh3-128, one after another. ``Get`` brings the manifest."""
+    """The xxh3-128 of the manifest and of each payload chunk, concatenated. ``Get`` fetches the manifest."""
 
     payload_bytes: Count
     digests: bytes
 
 
 class InventoryRequest(Message, frozen=True, kw_only=True, tag=True):
-    """Which sealed slots of the job are there?"""
+    """Request the list of the job's sealed slots."""
 
 
 class InventoryList(Message, frozen=True, kw_only=True, tag=True):
-    """``unchecked``: how many more there are that this vault has yet to hash."""
+    """The sealed slots. ``unchecked``: number of further ones that this vault has yet to hash."""
 
     slots: tuple[SlotInfo, ...]
     unchecked: int = 0
@@ -232,9 +239,9 @@ TransferAnswer = Ready | PartDone | Ack | Data | DataEnd | Digests | InventoryLi
 
 
 def make_proof(secret: bytes, role: str, greeting: Greeting, challenge: Challenge) -> bytes:
-    """HMAC-SHA256 under the job's secret over who speaks, to whom, for which job, and both nonces.
+    """Return the HMAC-SHA256 under the job's secret over both nodes, the job and both nonces.
 
-    ``role`` ("client" or "server") is part of it, so that one side's proof cannot be played back as the other's.
+    ``role`` ("client" or "server") is part of it, so that one side's proof cannot be replayed as the other's.
     """
     names = ("everstep/1/vault", role, greeting.job, greeting.node, greeting.peer, challenge.protocol)
     text = msgspec.msgpack.encode((*names, greeting.nonce, challenge.nonce))
@@ -242,17 +249,17 @@ def make_proof(secret: bytes, role: str, greeting: Greeting, challenge: Challeng
 
 
 def is_valid_proof(mac: bytes, secret: bytes, role: str, greeting: Greeting, challenge: Challenge) -> bool:
-    """Whether ``mac`` is that role's proof. Takes the same time for every wrong one."""
+    """Return whether ``mac`` is that role's proof. Takes the same time for every wrong one."""
     return hmac.compare_digest(mac, make_proof(secret, role, greeting, challenge))
 
 
 def split_digests(joined: bytes) -> list[bytes]:
-    """Digests sent one after another, apart."""
+    """Split concatenated digests."""
     return [joined[at : at + DIGEST_BYTES] for at in range(0, len(joined), DIGEST_BYTES)]
 
 
 def chunk_bitmap(chunks: Iterable[int]) -> bytes:
-    """A set of chunks, as ``Ready.here`` says it."""
+    """Return a set of chunks as a bitmap, as in ``Ready.present_chunks``."""
     number = 0
     for chunk in chunks:
         number |= 1 << chunk
@@ -260,17 +267,17 @@ def chunk_bitmap(chunks: Iterable[int]) -> bytes:
 
 
 def missing_chunks(count: int, bits: bytes) -> list[int]:
-    """Which of ``count`` chunks are not in such a set."""
+    """Return which of ``count`` chunks are not in such a bitmap."""
     number = int.from_bytes(bits, "little")
     return [chunk for chunk in range(count) if not number >> chunk & 1]
 
 
 def refused_from_error(error: EverstepError) -> TransferRefused:
-    """An error, as it goes over the wire."""
+    """Return the refusal for an error."""
     return TransferRefused(code=error.code, message=str(error)[:4096])
 
 
 def error_from_refused(refused: TransferRefused, peer: str) -> EverstepError:
-    """The peer's refusal as the error it stands for; the message says ``by`` whom."""
+    """Return the error of a peer's refusal; the message names the peer."""
     kind = BY_CODE.get(refused.code, EverstepError)
     return kind(f"{peer}: {refused.message}")

@@ -1,4 +1,4 @@
-"""Groups of shards that are kept by parity: told to vaults, which make it and make lost shards from it."""
+"""Define groups of shards that are kept by parity, and reports on orders to vaults."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from everstep.wire.v1.base import Message, Report, ShortText
 
 
 class ParityGroup(Message, frozen=True, kw_only=True):
-    """The shards of ``members``, rank and node, in the order of their coefficients; P and Q of them on two other nodes.
+    """The shards of ``members``, rank and node, in the order of their coefficients; two other nodes hold P and Q.
 
-    ``group`` numbers the groups of a job's version, and is the number of the segment that holds its parity.
+    ``group`` numbers the groups of a job's version, and the segments that hold their parity.
     """
 
     group: Rank
@@ -23,8 +23,12 @@ class ParityGroup(Message, frozen=True, kw_only=True):
 
 
 class NodeGroup(Message, frozen=True, kw_only=True):
-    """Nodes whose shards are kept together. ``members`` in the order of their coefficients; ``parity``: where P and
-    where Q of their shards is kept."""
+    """Nodes whose shards are protected together.
+
+    Attributes:
+        members: The nodes, in the order of their coefficients.
+        parity: The nodes that hold P and Q of their shards.
+    """
 
     members: tuple[NodeId, ...]
     parity: tuple[NodeId, NodeId]
@@ -35,8 +39,12 @@ class NodeGroup(Message, frozen=True, kw_only=True):
 
 
 class Protection(Message, frozen=True, kw_only=True):
-    """A version that is kept by parity: ``seats`` are the nodes whose ranks stored it, in their order, with
-    ``nproc_per_node`` ranks each; ``groups`` those of them that parity keeps."""
+    """A version that is kept by parity.
+
+    Attributes:
+        seats: The nodes whose ranks stored it, in order, with ``nproc_per_node`` ranks each.
+        groups: The groups of these nodes that parity protects.
+    """
 
     version: Version
     seats: tuple[NodeId, ...]
@@ -44,7 +52,7 @@ class Protection(Message, frozen=True, kw_only=True):
     groups: tuple[NodeGroup, ...]
 
     def shards(self) -> Iterator[ParityGroup]:
-        """What is told to vaults: a group of shards for each local rank of each group of nodes."""
+        """Yield the groups for vaults: one group of shards for each local rank of each group of nodes."""
         first = {node: place * self.nproc_per_node for place, node in enumerate(self.seats)}
         for number, group in enumerate(self.groups):
             for local_rank in range(self.nproc_per_node):
@@ -55,19 +63,21 @@ class Protection(Message, frozen=True, kw_only=True):
                 )
 
 
-# ---- vault reports
-# What became of the controller's orders to a node's vault: versions to storage, parity of versions.
+# ---- reports on the controller's orders to a node's vault: spills and parity
 
 _NUMBERED = msgspec.Meta(extra_json_schema={"propertyNames": {"pattern": "^(0|[1-9][0-9]{0,5})$"}})
-"""Of a dictionary whose keys are numbers: JSON has text for them, and msgspec's schema does not say which."""
+"""For a dictionary with number keys: JSON makes them text, and msgspec's schema does not say which."""
 
 
 class VersionSpilled(Report, frozen=True, kw_only=True, tag=True):
-    """What became of a node's part of ``SpillVersion``, the order's ``attempt`` said again.
+    """The outcome of a node's part of ``SpillVersion``, with the order's ``attempt``.
 
-    With an error's ``code`` it was not written, for the reason in ``message``. Else it is on storage in the folder at
-    ``url``; ``whole``: so is all the rest, and the checkpoint can be loaded; ``removed``: names of older folders;
-    ``left``: of all that are whole, where only so many stay (who removed one may be lost with the word of it).
+    Attributes:
+        url: The folder on storage.
+        complete: All other parts are there, and the checkpoint can be loaded.
+        removed: Names of older folders that were removed.
+        remaining: Names of all complete folders, if only some are kept (the report of a removal may be lost).
+        code: Code of the error because of which it was not written; ``message`` has the reason.
     """
 
     version: Version
@@ -82,10 +92,11 @@ class VersionSpilled(Report, frozen=True, kw_only=True, tag=True):
 
 
 class VersionProtected(Report, frozen=True, kw_only=True, tag=True):
-    """What became of ``ProtectVersion`` on a home of parity.
+    """The outcome of ``ProtectVersion`` on a parity node.
 
-    ``made``: by group, as what its members were sealed when P or Q was made of them; with an error's ``code``, for the
-    reason in ``message``, not all groups of the order are there.
+    Attributes:
+        members_digests: For each group, the digest of its members' sealed digests when P or Q was made.
+        code: Code of the error because of which not all groups of the order are there; ``message`` has the reason.
     """
 
     version: Version
