@@ -1,1 +1,1 @@
-"""The layout of checkpoint memory and of checkpoints on storage, over any buffer."""
+"""Define the layout of checkpoint memory and of checkpoints on storage, over any buffer."""

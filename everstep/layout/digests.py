@@ -1,7 +1,7 @@
-"""What the bytes of a checkpoint on storage hash to: a file in its folder, written by vaults, read by ranks.
+"""Encode the digests of a checkpoint on storage: a file in its folder, written by vaults and read by ranks.
 
-A digest stands for an archive inside a file, not for the file: of a file a rank reads the archives of what it needs,
-each from end to end. torch does not look into the folder in which this lies.
+A digest covers an archive inside a file, not the file: ranks read only the archives that they need, each from end to
+end. torch ignores the subfolder of this file.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ import xxhash
 from everstep.errors import DECODE_ERRORS, DigestMismatch, MalformedMessage
 from everstep.native import DIGEST_BYTES
 
-# ---- range digests
-# Digests of byte ranges that pass by one after another.
+# ---- digests of consecutive byte ranges
 
 
 class RangeHasher:
-    """xxh3-128 of each range, fed with the ranges' bytes one after another while they are still in the cache.
+    """Compute the xxh3-128 of each range from the ranges' bytes, fed in order while they are still in the cache.
 
     Args:
-        lengths: of the ranges, bytes.
-        known: the digest of each, where it is known already; the bytes of that range are not looked at. Empty: of none.
+        lengths: Lengths of the ranges, bytes.
+        known: Known digests, or None; bytes of a range with a known digest are skipped. Empty: none is known.
     """
 
     def __init__(self, lengths: Sequence[int], known: Sequence[bytes | None] = ()) -> None:
@@ -53,13 +52,13 @@ class RangeHasher:
             self._hash = xxhash.xxh3_128()
 
     def digests(self) -> bytes:
-        """All digests, one after another. To be asked once everything was fed."""
+        """Return all digests concatenated, after all bytes were fed."""
         self._close_finished()
         return b"".join(self._digests)
 
 
 DIGESTS_FILE = ".everstep/digests"
-"""Its name in a checkpoint's folder."""
+"""Name of the file in a checkpoint's folder."""
 _FORMAT = 1
 
 
@@ -84,13 +83,14 @@ class _Sealed(msgspec.Struct, frozen=True, array_like=True):
 
 
 def encode_digests(digests: StoredDigests) -> bytes:
-    """The file's bytes. The same digests give the same."""
+    """Return the file's bytes; equal digests give equal bytes."""
     body = msgspec.msgpack.encode(_Sealed(_FORMAT, msgspec.Raw(msgspec.msgpack.encode(digests))))
     return xxhash.xxh3_128_digest(body) + body
 
 
 def decode_digests(data: bytes) -> StoredDigests:
-    """Raises DigestMismatch where these are not the bytes that were written, MalformedMessage for another format."""
+    """Decode the file. Raises DigestMismatch if its bytes are not those written, MalformedMessage for another
+    format."""
     body = data[DIGEST_BYTES:]
     if xxhash.xxh3_128_digest(body) != data[:DIGEST_BYTES]:
         raise DigestMismatch(f"{DIGESTS_FILE} is not what was written")

@@ -1,6 +1,6 @@
-"""A slot's manifest: which boxes of which tensors its payload holds, and at which byte.
+"""Define a slot's manifest: which boxes of which tensors its payload holds, and at which byte.
 
-Written by ranks; read by ranks, and by vaults that write checkpoints to storage.
+Ranks write and read it; vaults read it to write checkpoints to storage.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ import msgspec
 
 from everstep.errors import DECODE_ERRORS, ConfigurationError, MalformedMessage
 
-# ---- boxes
-# Boxes: axis-aligned parts of tensors, in the coordinates of the whole (global) tensor. Pure.
+# ---- boxes: axis-aligned parts of tensors, in the coordinates of the whole (global) tensor. Pure.
 
 Extent = tuple[int, ...]
 Range = tuple[int, int]
-"""Bytes: offset and length."""
+"""Offset and length in bytes."""
 
 
 class Box(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
@@ -33,7 +32,7 @@ class Box(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
         return math.prod(self.size)
 
     def intersect(self, other: Box) -> Box | None:
-        """The common part, or None where it is empty."""
+        """Return the common part, or None if it is empty."""
         low = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
         size = tuple(
             min(a + n, b + m) - o
@@ -42,7 +41,7 @@ class Box(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
         return None if any(n <= 0 for n in size) else Box(low, size)
 
     def chunk(self, dim: int, index: int, count: int) -> Box:
-        """Part ``index`` of ``count`` along ``dim``."""
+        """Return part ``index`` of ``count`` along ``dim``."""
         start, length = chunk(self.size[dim], index, count)
         offset, size = list(self.offset), list(self.size)
         offset[dim] += start
@@ -50,7 +49,7 @@ class Box(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
         return Box(tuple(offset), tuple(size))
 
     def subtract(self, other: Box) -> list[Box]:
-        """What is left of this box when ``hole``, which must lie inside it, is cut out: disjoint boxes."""
+        """Return the rest of this box without ``other``, which must be inside it, as disjoint boxes."""
         rest: list[Box] = []
         offset, size = list(self.offset), list(self.size)
         for dim in range(len(size)):
@@ -66,19 +65,19 @@ class Box(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
 
 
 def chunk(length: int, index: int, count: int) -> tuple[int, int]:
-    """(start, length) of part ``index`` of ``count``, as torch.chunk cuts: the last ones may be shorter, or empty."""
+    """Return (start, length) of part ``index`` of ``count``, cut like torch.chunk: the last may be shorter or empty."""
     full = -(-length // count)
     start = min(index * full, length)
     return start, min(full, length - start)
 
 
 def full_box(shape: Extent) -> Box:
-    """The box of a tensor of this shape in full."""
+    """Return the box of a whole tensor of this shape."""
     return Box((0,) * len(shape), shape)
 
 
 def uncovered(target: Box, boxes: Iterable[Box]) -> list[Box]:
-    """The parts of ``wanted`` that no box covers; empty when it is covered."""
+    """Return the parts of ``target`` that no box covers; empty if it is covered."""
     rest = [target] if target.volume else []
     for box in boxes:
         if not rest:
@@ -93,9 +92,10 @@ def _cut(part: Box, box: Box) -> list[Box]:
 
 
 def byte_ranges(stored: Box, selected: Box, itemsize: int, offset: int) -> list[Range]:
-    """Where ``wanted`` lies when ``held``, which contains it, is stored in row-major order from byte ``at`` on.
+    """Return the byte ranges of ``selected`` when ``stored``, which contains it, lies in row-major order from
+    ``offset`` on.
 
-    (offset, length) of each contiguous run, ascending; one after another they are ``wanted`` in row-major order.
+    They are (offset, length) of contiguous runs, ascending; concatenated they are ``selected`` in row-major order.
     """
     if not selected.volume:
         return []
@@ -108,7 +108,8 @@ def byte_ranges(stored: Box, selected: Box, itemsize: int, offset: int) -> list[
 
 
 def run_dimension(stored: Box, selected: Box) -> int:
-    """The first dimension of a contiguous run: all behind it are wanted in full, and before it there is one each."""
+    """Return the first dimension of a contiguous run: later ones are selected in full, earlier ones have one index
+    each."""
     split = len(stored.size)
     while split and selected.size[split - 1] == stored.size[split - 1]:
         split -= 1
@@ -128,15 +129,18 @@ def _byte_strides(size: Sequence[int], itemsize: int) -> list[int]:
 
 LAYOUT_FORMAT = 1
 MAX_MANIFEST_BYTES = 64 << 20
-"""Some 500,000 tensors with long names. It stands in each slot, is read as a whole, and goes to whoever reads one."""
+"""About 500,000 tensors with long names. Each slot has a manifest, which is read as a whole and sent to readers."""
 BLOB_LENGTH_BYTES = 8
-"""Bytes of the little-endian length that stands before the Python state."""
+"""Size of the little-endian length before the Python state."""
 
 
 class TensorPlacement(IntEnum):
-    """Where an optimizer had a tensor of its state: as a plain tensor on the host or on its parameter's device, or
-    spread over its parameter's mesh (a DTensor). WHOLE: plain, in full, beside a parameter of its shape that is a
-    DTensor. UNTOLD: on a CPU, by releases before, and of what is no such state."""
+    """Where an optimizer had a tensor of its state.
+
+    UNKNOWN: not recorded (on a CPU, by older releases, or no optimizer state). HOST: plain, on the host. DEVICE: plain,
+    on its parameter's device. DTENSOR: on its parameter's mesh. FULL: plain and in full, beside a parameter of its
+    shape that is a DTensor.
+    """
 
     UNKNOWN = 0
     HOST = 1
@@ -148,10 +152,12 @@ class TensorPlacement(IntEnum):
 class TensorInfo(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A tensor of the job, as every manifest lists it.
 
-    ``own``: each rank has its own values, and ``shape`` begins with the number of ranks; ``ranks`` are those that have
-    the tensor at all, where not all do. ``aliases`` are the other names of a tied one, of optimizer state that several
-    parameters share among them. ``groups``: the optimizers that train it, by the key they are tracked under, each with
-    the index of the parameter group. ``lies`` is of optimizer state.
+    Attributes:
+        per_rank: Each rank has its own values, and ``shape`` begins with the number of ranks.
+        aliases: Other names of a tied tensor, or of optimizer state that several parameters share.
+        groups: The optimizers that train it, by their keys, each with the index of the parameter group.
+        ranks: The ranks that have the tensor, if not all do.
+        placement: Where it was, for optimizer state.
     """
 
     name: str
@@ -166,16 +172,17 @@ class TensorInfo(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def owner_ranks(self) -> tuple[int, ...]:
-        """Of an own tensor, the ranks that have it."""
+        """The ranks that have a per-rank tensor."""
         return self.ranks or tuple(range(self.shape[0]))
 
     def source_rank(self, rank: int) -> int:
-        """Which rank's values a rank of a later generation begins with: its own, or a copy of another's."""
+        """Return the rank whose values a rank of a later generation begins with: its own, or another to copy."""
         return rank if rank in self.owner_ranks else self.owner_ranks[rank % len(self.owner_ranks)]
 
 
 class StoredBox(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A box in a slot: of tensor ``catalog[tensor]``, contiguous in row-major order from byte ``at`` of the payload."""
+    """A box of tensor ``catalog[tensor]`` in a slot, contiguous in row-major order from byte ``offset`` of the
+    payload."""
 
     tensor: int
     box: Box
@@ -183,12 +190,15 @@ class StoredBox(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Manifest(msgspec.Struct, frozen=True, array_like=True):
-    """What a slot's payload holds.
+    """The content of a slot's payload.
 
-    ``catalog`` lists every tensor of the job, not only those stored here, so that a missing one is missed. The Python
-    state lies at ``blob_at``: its length in BLOB_PREFIX bytes, then up to ``blob_capacity`` bytes. The first
-    ``exclusive`` bytes of the payload lie on too few nodes and must be copied to others; the rest is in the slots of
-    enough ranks as it is.
+    Attributes:
+        catalog: Every tensor of the job, not only those stored here, so that a missing one is noticed.
+        stored: The boxes stored here.
+        blob_offset: Start of the Python state: its length in BLOB_LENGTH_BYTES bytes, then up to ``blob_capacity``
+            bytes.
+        exclusive_bytes: Size of the payload's first part, which is on too few nodes and must be copied to others;
+            enough ranks have the rest in their slots.
     """
 
     format: int
@@ -207,7 +217,7 @@ _decoder = msgspec.msgpack.Decoder(Manifest)
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Raises ConfigurationError where it takes more than MOST_MANIFEST_BYTES."""
+    """Encode a manifest. Raises ConfigurationError if it exceeds MAX_MANIFEST_BYTES."""
     data = _encoder.encode(manifest)
     if len(data) > MAX_MANIFEST_BYTES:
         tensors, stored = len(manifest.catalog), len(manifest.stored)
@@ -220,7 +230,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def decode_manifest(data: bytes) -> Manifest:
-    """Raises MalformedMessage for anything but a manifest of this format whose indices hold."""
+    """Decode a manifest. Raises MalformedMessage for another format, or for indices out of bounds."""
     try:
         manifest = _decoder.decode(data)
     except DECODE_ERRORS as error:

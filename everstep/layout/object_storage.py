@@ -1,7 +1,6 @@
-"""The file system that a URL names, as fsspec has it: by the package that fsspec knows for it (s3fs, gcsfs, adlfs), or
-by obstore where that is not installed.
+"""Open the fsspec file system that a URL names: with fsspec's own package (s3fs, gcsfs, adlfs), or with obstore.
 
-obstore is one package without dependencies of its own; s3fs brings botocore, which does not install beside some others
+obstore is one package without dependencies. s3fs needs botocore, which conflicts with some other packages
 (docs/decisions/0047).
 """
 
@@ -12,12 +11,16 @@ from typing import Any
 from urllib.parse import urlsplit
 
 _ERRORS = {"obstore.exceptions": "BaseError", "botocore.exceptions": "BotoCoreError", "aiohttp": "ClientError"}
-"""Of packages below fsspec, what they raise that is no OSError where a storage fails."""
+"""Errors of packages below fsspec that signal failing storage and are no OSError."""
 
 
 def filesystem_of(url: str) -> tuple[Any, str]:
-    """The file system, and the path in it. Raises ImportError where a package is missing, ValueError for a URL that
-    nobody knows."""
+    """Return the file system, and the path in it.
+
+    Raises:
+        ImportError: A package is missing.
+        ValueError: The URL's scheme is unknown.
+    """
     import fsspec
 
     try:
@@ -36,6 +39,6 @@ def filesystem_of(url: str) -> tuple[Any, str]:
 
 
 def storage_errors() -> tuple[type[Exception], ...]:
-    """What is raised where a storage fails: OSError, and what the packages that are in use have for it besides."""
+    """Return the errors of failing storage: OSError, and those of the packages in use."""
     used = ((sys.modules[module], name) for module, name in _ERRORS.items() if module in sys.modules)
     return OSError, *(getattr(module, name) for module, name in used)

@@ -1,6 +1,6 @@
-"""A slot's header: two records that say the same, each with a digest of its own.
+"""Encode the headers of segments and of their slots.
 
-::
+A slot's header is two equal records, each with its own digest::
 
       0  u32  state            4  u32  rank
       8  u64  generation      16  u64  step           24  u64  sequence
@@ -8,12 +8,11 @@
      48  u16  slot            50  u16  slots          52  u32  zero
      56  16s  xxh3-128 of the chunk digests           72  16s  nonce of the segment
      88  zeros
-    112  u64  xxh3-64 of what is before it
+    112  u64  xxh3-64 of the bytes before it
 
-The first record is believed where its digest is right, else the second. Whoever writes, writes both, the first one
-first, before it touches anything that depends on them. So a writer that dies in the middle leaves either what was
-before, while all its bytes are still there, or what comes after.
-A record that is all zeros has no right digest: an empty slot says that it is empty.
+The first record counts if its digest is right, else the second. A writer writes both, the first one first, before any
+bytes that depend on them. A writer that dies in between leaves either the previous state, with all its bytes intact, or
+the next one. A record of zeros has no right digest: an empty slot must say that it is empty.
 """
 
 from __future__ import annotations
@@ -29,18 +28,17 @@ from everstep.errors import DigestMismatch, VersionMismatch
 from everstep.ids import Version
 from everstep.native import DIGEST_BYTES
 
-# ---- segment header
-# What a segment says of itself as a whole: how many slots, of how many bytes each, and whose.
+# ---- segment header: number and size of the slots, and their owner
 #
-# Written once, twice over: in the file's first page and in its last. A copy is believed by its digest and where it
-# agrees with the file's length; where neither is, the length and the slots' own records say what it must have been::
+# Written once, in two copies: in the file's first page and in its last. A copy counts if its digest is right and it
+# matches the file's length. If neither does, the header is derived from the length and the slots' own records::
 #
-# 0  8s   magic
-# 8  u32  layout           12  u32  slots
-# 16  u64  slot_bytes
-# 24  u32  kind             28  u32  number (local rank, rank, or group)
-# 32  16s  nonce            48  64s  job
-# 112  16s  xxh3-128 of what is before it
+#   0    8s   magic
+#   8    u32  layout           12  u32  slots
+#   16   u64  slot_bytes
+#   24   u32  kind             28  u32  number (local rank, rank, or group)
+#   32   16s  nonce            48  64s  job
+#   112  16s  xxh3-128 of the bytes before it
 
 PAGE_BYTES = 4096
 MAGIC = b"EVRSTEP\x02"
@@ -48,18 +46,27 @@ LAYOUT_VERSION = 2
 MAX_SLOTS = 64
 NONCE_BYTES = 16
 KINDS = ("own", "replica", "parity")
-"""Of segments, in the order of their numbers in the header."""
+"""Kinds of segments, in the order of their numbers in the header."""
 
 _HEADER_BODY = struct.Struct("<8sIIQII16s64s")
 HEADER_BYTES = _HEADER_BODY.size + DIGEST_BYTES
 _FORMAT_1 = b"EVRSTEP\x01\x01\x00\x00\x00"
 
 SegmentHint = tuple[bytes, int, int]
-"""What a slot's record says of its segment: nonce, its own number, and how many slots there are."""
+"""A slot's record about its segment: nonce, number of the slot, number of slots."""
 
 
 class SegmentHeader(msgspec.Struct, frozen=True):
-    """``slot_bytes``: of each slot, behind its header page. ``nonce``: which file this is, whatever its path."""
+    """The header of a segment.
+
+    Attributes:
+        slots: Number of slots.
+        slot_bytes: Size of each slot, after its header page.
+        nonce: Identifies the file, whatever its path.
+        kind: One of KINDS.
+        number: Local rank, rank or group, by kind.
+        job: Name of the job.
+    """
 
     slots: int
     slot_bytes: int
@@ -70,38 +77,41 @@ class SegmentHeader(msgspec.Struct, frozen=True):
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of the file."""
+        """Size of the file."""
         return segment_bytes(self.slots, self.slot_bytes)
 
     def slot_offset(self, slot: int) -> int:
-        """Where a slot's header page begins."""
+        """Return the offset of a slot's header page."""
         return PAGE_BYTES + slot * (PAGE_BYTES + self.slot_bytes)
 
 
 def segment_bytes(slots: int, slot_bytes: int) -> int:
-    """Size of a segment file."""
+    """Return the size of a segment file."""
     return PAGE_BYTES + slots * (PAGE_BYTES + slot_bytes) + PAGE_BYTES
 
 
 def write_header(buffer: memoryview, header: SegmentHeader) -> None:
-    """Writes both copies of the header of a segment that fills ``buffer``."""
+    """Write both copies of the header of a segment that fills ``buffer``."""
     raw = _pack(header)
     for at in _header_offsets(len(buffer)):
         buffer[at : at + HEADER_BYTES] = raw
 
 
 def is_intact(buffer: memoryview, header: SegmentHeader) -> bool:
-    """Whether both copies say this."""
+    """Return whether both copies equal this header."""
     raw = _pack(header)
     return all(bytes(buffer[at : at + HEADER_BYTES]) == raw for at in _header_offsets(len(buffer)))
 
 
 def read_header(buffer: memoryview, hint_at: Callable[[int], SegmentHint | None]) -> tuple[SegmentHeader, bool]:
-    """The header, and whether both copies are intact.
+    """Return the header, and whether both copies are intact.
 
-    ``clue_at``: what a slot's record that can be believed and begins at an offset says of its segment. A header that is
-    made out from those does not know its kind, number and job. Raises DigestMismatch where nothing fits, and
-    VersionMismatch for a segment of layout 1.
+    ``hint_at`` returns the hint in the valid slot record at an offset. A header derived from hints lacks kind, number
+    and job.
+
+    Raises:
+        DigestMismatch: No header fits.
+        VersionMismatch: The segment has layout 1.
     """
     if len(buffer) < 2 * PAGE_BYTES:
         raise DigestMismatch(f"{len(buffer)} bytes are no segment")
@@ -148,7 +158,7 @@ def _unpack(raw: bytes, length: int) -> SegmentHeader | None:
 
 
 def _candidate_headers(length: int, clue_at: Callable[[int], SegmentHint | None]) -> Iterator[SegmentHeader]:
-    """All segments of ``length`` bytes of which some slot speaks, each nonce by itself."""
+    """Yield all segments of ``length`` bytes that some slot's record describes, one per nonce."""
     for slots in range(1, MAX_SLOTS + 1):
         stride, rest = divmod(length - 2 * PAGE_BYTES, slots)
         if rest or stride % PAGE_BYTES or stride <= PAGE_BYTES:
@@ -160,14 +170,14 @@ def _candidate_headers(length: int, clue_at: Callable[[int], SegmentHint | None]
 
 
 def _matching_slots(header: SegmentHeader, clue_at: Callable[[int], SegmentHint | None]) -> int:
-    """Slots whose records say that they are just there, in a segment of so many."""
+    """Return the number of slots whose records agree with this header on nonce, position and count."""
     return sum(clue_at(header.slot_offset(slot)) == (header.nonce, slot, header.slots) for slot in range(header.slots))
 
 
 RECORD_OFFSETS = (0, 2048)
-"""In the slot's header page."""
+"""Offsets of the two records in the slot's header page."""
 REPAIR_FLAG_OFFSET = 1024
-"""In the slot's header page: a word that says that the slot is being mended, see ``SegmentView.mend``."""
+"""Offset in the slot's header page of a word that marks the slot as being repaired; see ``SegmentView.repair``."""
 
 _RECORD_BODY = struct.Struct("<IIQQQQQHHI16s16s24x")
 RECORD_BYTES = _RECORD_BODY.size + 8
@@ -175,8 +185,10 @@ NO_DIGEST = bytes(16)
 
 
 class SlotState(IntEnum):
-    """COPIED is for bytes that are whole while their digests are missing. DAMAGED is never written: neither record
-    can be believed."""
+    """The state of a slot.
+
+    COPIED: all bytes are there, but not their digests. DAMAGED is never written: neither record is valid.
+    """
 
     EMPTY = 0
     FILLING = 1
@@ -186,10 +198,15 @@ class SlotState(IntEnum):
 
 
 class SlotHeader(msgspec.Struct, frozen=True):
-    """What a slot says of itself: whose shard, of which version, how many bytes of manifest and payload.
+    """The header of a slot.
 
-    ``sequence`` counts the segment's fills, so that two of the same version differ. ``table``: digest of the chunk
-    digests, zeros before the slot is sealed.
+    Attributes:
+        rank: The rank whose shard it holds.
+        version: The version it holds.
+        manifest_bytes: Size of the manifest.
+        payload_bytes: Size of the payload.
+        sequence: Number of the fill in the segment, so that two fills with one version differ.
+        table_digest: Digest of the chunk digests; zeros before the slot is sealed.
     """
 
     state: SlotState
@@ -202,9 +219,13 @@ class SlotHeader(msgspec.Struct, frozen=True):
 
 
 class SlotRecordPair(msgspec.Struct, frozen=True):
-    """Both records of a slot as they were. ``header``: what the slot is, None where neither can be believed.
+    """Both records of a slot as read.
 
-    ``bad``: the records (0, 1) that cannot. ``agree`` is False too where a writer is, or died, between the two.
+    Attributes:
+        raw: Their bytes.
+        header: The slot's header; None if neither is valid.
+        invalid: The records (0, 1) that are not valid.
+        is_consistent: Both are valid and equal; False also if a writer is, or died, between the two.
     """
 
     raw: tuple[bytes, bytes]
@@ -218,7 +239,7 @@ class SlotRecordPair(msgspec.Struct, frozen=True):
 
 
 def parse_segment_hint(raw: bytes) -> tuple[bytes, int, int] | None:
-    """What a record says of its segment: nonce, slot, slots. None where it cannot be believed."""
+    """Return nonce, slot and number of slots from a record; None if it is not valid."""
     if not _is_whole(raw):
         return None
     fields = _RECORD_BODY.unpack_from(raw)
@@ -228,7 +249,7 @@ def parse_segment_hint(raw: bytes) -> tuple[bytes, int, int] | None:
 class SlotRecords:
     """The records of all slots of a segment whose header is known.
 
-    ``fits``: whether a slot has room for what a header says it holds.
+    ``fits``: returns whether a slot has room for a manifest and a payload of these sizes.
     """
 
     def __init__(self, buffer: memoryview, segment: SegmentHeader, fits: Callable[[int, int], bool]) -> None:
@@ -240,31 +261,31 @@ class SlotRecords:
         self._seen: list[tuple[bytes, SlotHeader | None]] = [(b"", None)] * segment.slots
 
     def header(self, slot: int) -> SlotHeader | None:
-        """What the slot is, EMPTY included; None where neither record can be believed. Raises IndexError."""
+        """Return the slot's header, EMPTY included; None if neither record is valid. Raises IndexError."""
         raw = self._raw(slot, 0)
         seen, header = self._seen[slot]
-        if raw != seen:  # most slots are as they were at the last look
+        if raw != seen:  # most slots are unchanged since the last call
             header = self._parse(slot, raw)
             self._seen[slot] = raw, header
         return header or self._parse(slot, self._raw(slot, 1))
 
     def read_pair(self, slot: int) -> SlotRecordPair:
-        """Both records, for whoever mends them."""
+        """Return both records, for repair."""
         raw = self._raw(slot, 0), self._raw(slot, 1)
         first, second = self._parse(slot, raw[0]), self._parse(slot, raw[1])
         bad = tuple(number for number, found in enumerate((first, second)) if found is None)
         return SlotRecordPair(raw, first or second, bad, first is not None and first == second)
 
     def write(self, slot: int, header: SlotHeader) -> None:
-        """Writes both."""
+        """Write both records."""
         raw = self._pack(slot, header)
         for number in (0, 1):
             self._write(slot, number, raw)
 
     def repair(self, slot: int, seen: SlotRecordPair) -> bool:
-        """Writes the record that is bad, or was not written any more, from its twin.
+        """Restore a record that is invalid or was not written any more from the other one.
 
-        Only of slots that stand: one that is filled has a writer. False where the slot is no longer what was seen.
+        Only for slots that no writer is filling. Return False if the slot has changed since it was seen.
         """
         if seen.header is None or seen.header.state in _WRITTEN or seen.raw != self.read_pair(slot).raw:
             return False

@@ -1,17 +1,16 @@
-"""Checkpoint slots in shared memory: the layout, over any buffer, without I/O.
+"""Define checkpoint slots in shared memory: the layout, over any buffer, without I/O.
 
 A *segment* is one file that holds the slots of one rank::
 
-    offset 0              segment header, one page (``segment_header``)
-    PAGE + i * stride     slot i: header of two records, one page (``segment_records``); chunk digests, manifest,
+    offset 0              segment header, one page (``segments``)
+    PAGE + i * stride     slot i: header of two records, one page (``segments``); chunk digests, manifest,
                           payload (64-byte aligned)
-    the last page         the segment header once more
+    the last page         the segment header again
 
-A slot goes EMPTY -> FILLING -> COPIED -> SEALED. It is believed only when a record of its header has a right digest
-and says SEALED; its chunk digests (xxh3-128 per CHUNK_BYTES of manifest and of payload) only when they hash to the
-header's digest of them; its bytes only when they hash to the chunk digests. A writer killed in the middle of a fill
-leaves FILLING behind, which nobody reads; one killed before it hashed what it had copied, COPIED: that is sealed for
-it.
+A slot goes EMPTY -> FILLING -> COPIED -> SEALED. A slot counts as sealed only if a record of its header has a right
+digest and says SEALED. Its chunk digests (xxh3-128 per CHUNK_BYTES of manifest and of payload) are valid only if they
+match the header's digest of them, and its bytes only if they match the chunk digests. A writer killed during a fill
+leaves FILLING, which nobody reads. One killed after copying but before hashing leaves COPIED, and the vault seals it.
 """
 
 from __future__ import annotations
@@ -47,17 +46,17 @@ from everstep.native import DIGEST_BYTES
 ALIGNMENT_BYTES = 64
 CHUNK_BYTES = 8 << 20
 SLOTS_PER_RANK = 5
-"""Of one rank: the one being filled, the two sealed last, the committed one, and the one to be committed next."""
+"""Slots of one rank: the one being filled, the two sealed last, the committed one, and the next to be committed."""
 
 _WORD = struct.Struct("<Q")
 _REPAIR_MARK = 0xB5E9_6A3C_1D57_F208
-"""A slot's flag while it is being mended; no flipped bit makes it of zero."""
+"""A slot's flag during a repair; no flipped bit turns zero into it."""
 _FENCE = threading.Lock()
 """Taking it orders this thread's stores before its later loads, as seen by other processes."""
 
 
 def segment_name(kind: str, number: int) -> str:
-    """The file of a local rank's own slots (``own``), or of the copies of another node's rank (``replica``)."""
+    """Return the file name of a local rank's own slots (``own``), or of copies of another node's rank (``replica``)."""
     return f"{kind}-{number}"
 
 
@@ -66,12 +65,12 @@ def _aligned(n: int, to: int) -> int:
 
 
 def chunk_count(n: int) -> int:
-    """Chunks that ``n`` bytes are hashed in."""
+    """Return the number of chunks in which ``n`` bytes are hashed."""
     return -(-n // CHUNK_BYTES)
 
 
 def slot_bytes_for(manifest_bytes: int, payload_bytes: int) -> int:
-    """Bytes a slot needs behind its header for a manifest and a payload of these sizes."""
+    """Return the size of a slot, without its header, for a manifest and a payload of these sizes."""
     return _aligned(_payload_offset(manifest_bytes, payload_bytes) + payload_bytes, PAGE_BYTES)
 
 
@@ -84,7 +83,7 @@ def _payload_offset(manifest_bytes: int, payload_bytes: int) -> int:
 
 
 def chunk_digests(data: memoryview) -> Iterator[bytes]:
-    """xxh3-128 of each CHUNK_BYTES of ``data``."""
+    """Yield the xxh3-128 of each CHUNK_BYTES of ``data``."""
     for start in range(0, len(data), CHUNK_BYTES):
         yield xxhash.xxh3_128_digest(data[start : start + CHUNK_BYTES])
 
@@ -99,9 +98,11 @@ def format_segment(
     number: int = 0,
     job: str = "",
 ) -> None:
-    """Writes an empty segment's headers over ``buffer``, which it fills. ``nonce`` should be of no other segment.
+    """Write the headers of an empty segment that fills ``buffer``. ``nonce`` should differ from all other segments'.
 
-    Raises OutOfSlotMemory where the buffer is too small, ConfigurationError where it is not just as long as it must be.
+    Raises:
+        OutOfSlotMemory: The buffer is too small.
+        ConfigurationError: The buffer or a slot has another size than required.
     """
     need = segment_bytes(slots, slot_bytes)
     if len(buffer) < need:
@@ -126,9 +127,12 @@ _EMPTY = SlotHeader(SlotState.EMPTY, 0, Version(0, 0), 0, 0)
 class SegmentView:
     """A segment's slots over a writable (or, for readers, read-only) buffer.
 
-    A segment header of which one copy was damaged is read from the other, and where both were, from the slots;
-    ``mended_header`` says so. Raises DigestMismatch where the buffer is no segment of this layout, VersionMismatch
-    where it is one of an older layout.
+    A segment header with one damaged copy is read from the other; if both are damaged, it is derived from the slots.
+    ``header_was_repaired`` tells of either.
+
+    Raises:
+        DigestMismatch: The buffer is no segment of this layout.
+        VersionMismatch: The buffer is a segment of an older layout.
     """
 
     def __init__(self, buffer: memoryview) -> None:
@@ -137,7 +141,8 @@ class SegmentView:
         self.header_was_repaired = not intact
         self.slots = self.segment.slots
         self.slot_bytes = self.segment.slot_bytes
-        size = self.slot_bytes  # no method of ours: the memory is to go with its last holder, not with the next gc
+        # no method of this object, whose reference cycle would keep the memory until the next gc
+        size = self.slot_bytes
         self._records = SlotRecords(buffer, self.segment, lambda said, held: _payload_offset(said, held) + held <= size)
         self._copied = 0
         known = [self._records.header(slot) for slot in range(self.slots)]
@@ -152,33 +157,34 @@ class SegmentView:
             raise IndexError(f"slot {slot} of {self.slots}")
         return self.segment.slot_offset(slot)
 
-    # --- headers --------------------------------------------------------------------------------------------------
+    # --- headers ------------------------------------------------------------------------------------------------------
 
     def header(self, slot: int) -> SlotHeader | None:
-        """The slot's header, or None where it is empty, or damaged in both its records."""
+        """Return the slot's header; None if it is empty, or both its records are damaged."""
         self._base(slot)  # raises IndexError
         header = self._records.header(slot)
         return None if header is None or header.state is SlotState.EMPTY else header
 
     def headers(self) -> list[SlotHeader | None]:
-        """Of all slots, in their order."""
+        """Return the headers of all slots, in order."""
         return [self.header(slot) for slot in range(self.slots)]
 
     def read_records(self, slot: int) -> SlotRecordPair:
-        """Both records of the slot's header; tells a damaged slot from an empty one."""
+        """Return both records of the slot's header, which tell a damaged slot from an empty one."""
         return self._records.read_pair(slot)
 
     def repair_records(self, slot: int, seen: SlotRecordPair) -> bool:
-        """Writes one record from the other. False where the slot is no longer what was seen, or is being filled."""
+        """Restore one record from the other. Return False if the slot has changed since it was seen, or is being
+        filled."""
         with self._repairing(slot):
             return self._records.repair(slot, seen)
 
     def sealed_slots(self) -> Iterator[tuple[int, SlotHeader]]:
-        """The slots that say SEALED, with their headers."""
+        """Yield the sealed slots with their headers."""
         return self._in_states(SlotState.SEALED)
 
     def complete_slots(self) -> Iterator[tuple[int, SlotHeader]]:
-        """The same, and those that say COPIED."""
+        """Yield the sealed and the copied slots with their headers."""
         return self._in_states(SlotState.SEALED, SlotState.COPIED)
 
     def _in_states(self, *states: SlotState) -> Iterator[tuple[int, SlotHeader]]:
@@ -193,10 +199,10 @@ class SegmentView:
             raise DigestMismatch(f"slot {slot} is empty or its header is damaged")
         return header
 
-    # --- filling --------------------------------------------------------------------------------------------------
+    # --- filling ------------------------------------------------------------------------------------------------------
 
     def begin(self, slot: int, rank: int, version: Version, manifest: bytes, payload_bytes: int) -> memoryview:
-        """``reserve`` with the manifest written: returns the payload to fill."""
+        """Reserve the slot and write the manifest; return the payload to fill."""
         _, payload = self.reserve(slot, rank, version, len(manifest), payload_bytes)
         start = self._base(slot) + PAGE_BYTES + _table_bytes(payload_bytes)
         self._buffer[start : start + len(manifest)] = manifest
@@ -205,9 +211,11 @@ class SegmentView:
     def reserve(
         self, slot: int, rank: int, version: Version, manifest_bytes: int, payload_bytes: int
     ) -> tuple[memoryview, memoryview]:
-        """Marks the slot FILLING, and returns the manifest and the payload to fill.
+        """Mark the slot FILLING; return the manifest and the payload to fill.
 
-        Raises OutOfSlotMemory where the two do not fit, and Conflict where the slot is being mended.
+        Raises:
+            OutOfSlotMemory: The two do not fit.
+            Conflict: The slot is being repaired.
         """
         offset = _payload_offset(manifest_bytes, payload_bytes)
         if offset + payload_bytes > self.slot_bytes:
@@ -227,9 +235,10 @@ class SegmentView:
         return self._buffer[self._manifest_range(slot, header)], payload
 
     def mark_copied(self, slot: int) -> None:
-        """Marks a slot that is being filled COPIED: all its bytes are there, and whoever finds it so may seal it.
+        """Mark a slot that is being filled COPIED: all its bytes are there, and any process may seal it.
 
-        Raises DigestMismatch where the slot is not being filled.
+        Raises:
+            DigestMismatch: The slot is not being filled.
         """
         header = self.header(slot)
         if header is None or header.state is not SlotState.FILLING:
@@ -238,11 +247,13 @@ class SegmentView:
         self._records.write(slot, msgspec.structs.replace(header, state=SlotState.COPIED))
 
     def seal(self, slot: int, digests: Sequence[bytes] | None = None) -> SlotHeader:
-        """Writes the digests and marks the slot SEALED, the last step of a fill; unless ``seal_for`` was quicker.
+        """Write the digests and mark the slot SEALED, the last step of a fill, unless ``seal_copied`` was faster.
 
-        ``digests`` (the manifest's, then one per payload chunk) is for a caller who hashed these very bytes as they
-        came in; without it, everything is hashed here. Raises DigestMismatch where the slot was never begun, or the
-        number of digests is not that of its bytes.
+        ``digests`` (the manifest's, then one per payload chunk) is for a caller who hashed these bytes while copying;
+        without it, everything is hashed here.
+
+        Raises:
+            DigestMismatch: The slot was never begun, or the number of digests does not fit its bytes.
         """
         header = self.header(slot)
         if header is not None and header.state is SlotState.SEALED and header.sequence == self._copied:
@@ -256,7 +267,7 @@ class SegmentView:
         return self._seal(slot, header, b"".join(digests))
 
     def seal_copied(self, slot: int, header: SlotHeader, digests: Sequence[bytes]) -> bool:
-        """Seals what another process copied and left, from ``digests_anew``. False where it no longer is ``header``."""
+        """Seal a slot that another process copied and left. Return False if its header is no longer ``header``."""
         with self._repairing(slot):
             if header.state is not SlotState.COPIED or self.header(slot) != header:
                 return False
@@ -264,7 +275,7 @@ class SegmentView:
             return True
 
     def compute_digests(self, slot: int, header: SlotHeader) -> list[bytes]:
-        """The manifest's and then each chunk's, of the bytes as they are."""
+        """Return digests of the present bytes: the manifest's, then one per payload chunk."""
         manifest = self._buffer[self._manifest_range(slot, header)]
         return list(self._all_digests(manifest, self._payload_of(slot, header)))
 
@@ -276,7 +287,7 @@ class SegmentView:
         return sealed
 
     def discard(self, slot: int) -> None:
-        """Marks the slot EMPTY. For the slot's own writer; others have ``discard_bad``."""
+        """Mark the slot EMPTY. For the slot's own writer; others use ``discard_if_unchanged``."""
         self._records.write(slot, msgspec.structs.replace(_EMPTY, sequence=self._sequence))
 
     @staticmethod
@@ -284,14 +295,14 @@ class SegmentView:
         yield xxhash.xxh3_128_digest(manifest)
         yield from chunk_digests(payload)
 
-    # --- reading --------------------------------------------------------------------------------------------------
+    # --- reading ------------------------------------------------------------------------------------------------------
 
     def _manifest_range(self, slot: int, header: SlotHeader) -> slice:
         start = self._base(slot) + PAGE_BYTES + _table_bytes(header.payload_bytes)
         return slice(start, start + header.manifest_bytes)
 
     def payload(self, slot: int) -> memoryview:
-        """The payload's bytes, unchecked."""
+        """Return the payload's bytes, unchecked."""
         return self._payload_of(slot, self._require(slot))
 
     def _payload_of(self, slot: int, header: SlotHeader) -> memoryview:
@@ -299,7 +310,7 @@ class SegmentView:
         return self._buffer[start : start + header.payload_bytes]
 
     def digests(self, slot: int) -> list[bytes]:
-        """The sealed digests, checked: the manifest's, then one per payload chunk. Raises DigestMismatch."""
+        """Return the sealed digests, checked: the manifest's, then one per payload chunk. Raises DigestMismatch."""
         table = self._table(slot, self._require(slot))
         return [table[at : at + DIGEST_BYTES] for at in range(0, len(table), DIGEST_BYTES)]
 
@@ -311,11 +322,11 @@ class SegmentView:
         return table
 
     def manifest_view(self, slot: int) -> memoryview:
-        """The manifest's bytes, unchecked."""
+        """Return the manifest's bytes, unchecked."""
         return self._buffer[self._manifest_range(slot, self._require(slot))]
 
     def manifest(self, slot: int) -> bytes:
-        """The manifest, checked. Raises DigestMismatch."""
+        """Return the manifest, checked. Raises DigestMismatch."""
         header = self._require(slot)
         manifest = bytes(self._buffer[self._manifest_range(slot, header)])
         if xxhash.xxh3_128_digest(manifest) != self._table(slot, header)[:DIGEST_BYTES]:
@@ -323,10 +334,13 @@ class SegmentView:
         return manifest
 
     def verify_chunks(self, slot: int, start: int = 0, length: int | None = None) -> None:
-        """Hashes the chunks that hold payload bytes [start, start + length).
+        """Hash the chunks that hold payload bytes [start, start + length) and compare them with the sealed digests.
 
-        Raises DigestMismatch, and IndexError where the range is not within the payload. The header is read once, so
-        that a slot which is filled anew meanwhile is a mismatch and nothing worse.
+        The header is read once, so that a slot refilled meanwhile is only a mismatch.
+
+        Raises:
+            DigestMismatch: A chunk is not as sealed.
+            IndexError: The range is not within the payload.
         """
         header = self._require(slot)
         payload, table = self._payload_of(slot, header), self._table(slot, header)
@@ -339,11 +353,11 @@ class SegmentView:
                 raise DigestMismatch(f"chunk {index} of slot {slot} is not what was sealed")
 
     def verify(self, slot: int) -> None:
-        """Hashes everything. Raises DigestMismatch."""
+        """Check the manifest and the whole payload. Raises DigestMismatch."""
         self.manifest(slot)
         self.verify_chunks(slot)
 
-    # --- mending --------------------------------------------------------------------------------------------------
+    # --- repair -------------------------------------------------------------------------------------------------------
 
     def _is_being_repaired(self, slot: int) -> bool:
         at = self._base(slot) + REPAIR_FLAG_OFFSET
@@ -355,10 +369,10 @@ class SegmentView:
 
     @contextmanager
     def _repairing(self, slot: int) -> Iterator[None]:
-        """Inside, the slot's own writer gives way, or has begun a fill already, which the header then says.
+        """Keep the slot's own writer from beginning a fill inside the block; a fill that has begun shows in the header.
 
-        The writer says FILLING and then looks at the flag; a mender sets the flag and then looks at the header. So one
-        of them sees the other, and no mender ever writes into a fill. For one mender at a time.
+        The writer writes FILLING and then looks at the flag; a repairer sets the flag and then looks at the header. So
+        one of them sees the other, and no repairer ever writes into a fill. For one repairer at a time.
         """
         self._flag(slot, _REPAIR_MARK)
         try:
@@ -369,7 +383,7 @@ class SegmentView:
             self._flag(slot, 0)
 
     def discard_if_unchanged(self, slot: int, header: SlotHeader | None) -> bool:
-        """Marks the slot EMPTY if it still is what ``header`` says (None: damaged)."""
+        """Mark the slot EMPTY if its header is still ``header`` (None: damaged); return whether it was."""
         with self._repairing(slot):
             if self._records.header(slot) != header:
                 return False
@@ -377,7 +391,7 @@ class SegmentView:
             return True
 
     def rebuild_table(self, slot: int, header: SlotHeader) -> bytes | None:
-        """The chunk digests made anew from bytes that are whole; None where they are not."""
+        """Return the chunk digests computed again from intact bytes; None if the bytes are not intact."""
         table = b"".join(self.compute_digests(slot, header))
         return table if xxhash.xxh3_128_digest(table) == header.table_digest else None
 
@@ -390,7 +404,7 @@ class SegmentView:
         manifest: bytes | None = None,
         table: bytes | None = None,
     ) -> bool:
-        """Writes bytes into a slot that stands. False where it is no longer what ``header`` says."""
+        """Write bytes into a slot that is not being filled. Return False if its header is no longer ``header``."""
         with self._repairing(slot):
             if self.header(slot) != header:
                 return False
@@ -403,21 +417,20 @@ class SegmentView:
             return True
 
     def finish_repair(self, slot: int) -> bool:
-        """Ends a mend whose mender died. False where there is none."""
+        """End a repair whose process died. Return False if there is none."""
         if not self._is_being_repaired(slot):
             return False
         self._flag(slot, 0)
         return True
 
 
-# ---- slot choice
-# Which slot of a segment to write over. Pure.
+# ---- choice of a slot to overwrite. Pure.
 
 
 def slot_to_fill(headers: list[SlotHeader | None], keep: set[Version]) -> int:
-    """Which slot to fill next: an empty or unfinished one, else the oldest that is not to be kept.
+    """Return the slot to fill next: an empty or unfinished one, else the oldest one that need not be kept.
 
-    ``keep`` are versions that somebody may still need. Raises OutOfSlotMemory where every slot holds one of those.
+    ``keep``: versions that may still be needed. Raises OutOfSlotMemory if every slot holds one of them.
     """
     free = [i for i, h in enumerate(headers) if h is None or h.state is not SlotState.SEALED]
     if free:

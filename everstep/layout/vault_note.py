@@ -1,4 +1,4 @@
-"""Whose memory a directory of slots is: a lock that its vault holds, and in its file what the vault says of itself.
+"""Lock a directory of slots for its vault, and keep the vault's note about itself in the lock file.
 
 The lock ends with the vault, however it ends; its file stays beside the slots.
 """
@@ -19,12 +19,18 @@ _NOTE_BYTES = 4096
 
 
 Pid = Annotated[int, msgspec.Meta(gt=0, le=1 << 22)]
-"""One process: other numbers mean groups of them, or all, to whoever sends a signal."""
+"""A single process: other numbers name groups of processes, or all, when a signal is sent."""
 
 
 class VaultNote(msgspec.Struct, frozen=True, kw_only=True):
-    """``pid``: the vault. ``run_dir``: where its socket is. ``alone_since``: wall seconds since when neither an agent
-    nor a rank is connected, None where one is. ``ends_at``: when it ends for that, None where it does not."""
+    """A vault's note about itself.
+
+    Attributes:
+        pid: The vault.
+        run_dir: Directory of its socket.
+        idle_since: Wall seconds since when neither an agent nor a rank is connected; None while one is.
+        ends_at: Wall seconds at which it ends because of that; None if it does not.
+    """
 
     pid: Pid
     run_dir: str
@@ -33,13 +39,15 @@ class VaultNote(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_note(lock: int, note: VaultNote) -> None:
-    """Writes the note through the descriptor of the held lock, in one call, so that a reader sees this or the last."""
+    """Write the note through the held lock's descriptor, in one call, so that readers see this one or the last."""
     os.pwrite(lock, msgspec.json.encode(note).ljust(_NOTE_BYTES - 1) + b"\n", 0)
 
 
 def read_note(directory: Path) -> VaultNote | None:
-    """What the vault of ``directory``, alive or not, said last; None where nothing can be read, or where it names a
-    process of somebody who is not the note's owner: whoever reads it may end that process."""
+    """Return the last note of the vault of ``directory``, alive or not; None if it cannot be read.
+
+    Also None if the note names a process of another user than its owner, since the reader may end that process.
+    """
     try:
         with (directory / LOCK_FILE).open("rb") as file:
             note = msgspec.json.decode(file.read(_NOTE_BYTES), type=VaultNote)
@@ -49,7 +57,7 @@ def read_note(directory: Path) -> VaultNote | None:
 
 
 def _owner_of(pid: int) -> int | None:
-    """The user of a process; None where it has ended."""
+    """Return the user of a process; None if it has ended."""
     try:
         return os.stat(f"/proc/{pid}").st_uid
     except FileNotFoundError:
@@ -57,7 +65,7 @@ def _owner_of(pid: int) -> int | None:
 
 
 def is_locked(directory: Path, name: str = LOCK_FILE) -> bool:
-    """Whether a process holds the lock ``name`` in ``directory``."""
+    """Return whether a process holds the lock ``name`` in ``directory``."""
     try:
         lock = os.open(directory / name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
