@@ -1,16 +1,19 @@
-"""Keep a PyTorch training function stepping through ranks that die, hang or lie.
+"""Keep a PyTorch training function stepping through ranks that die, hang or compute wrong results.
 
-::
+Example::
 
     import everstep
 
     def train(run: everstep.Run) -> None:
         model = run.replicate(Model().to(run.device))
         optimizer = torch.optim.AdamW(model.parameters())
-        sampler = run.sampler(len(data), global_batch=32)
+        loader = run.loader(dataset, global_batch=32)
         run.track(model=model, optimizer=optimizer)
         for step in run.steps(until=1000):
-            ...
+            optimizer.zero_grad()
+            loss = model(loader.batch(step)).mean()
+            (loss * loader.loss_weight(step)).backward()
+            optimizer.step()
 
     if __name__ == "__main__":
         everstep.main(train)

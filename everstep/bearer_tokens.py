@@ -1,14 +1,14 @@
-"""The three forms of a bearer token.
+"""Mint, parse and verify bearer tokens, which have three forms.
 
 ========================  ==========================================================================================
-``role:subject:mac``      minted from the fleet's secret (HMAC-SHA256), needs no table; for a private controller,
+``role:subject:mac``      minted from the fleet's secret (HMAC-SHA256), without a table; for a private controller,
                           tests, and the first operator of a fleet
 ``es1.id.secret``         a stored credential: 256 bits, of which the controller keeps the SHA-256; can be listed,
-                          expire, be revoked and rotated one by one
+                          expire, and be revoked and rotated individually
 ``job.job.mac``           a job's trainers: HMAC-SHA256 of a fixed text under the job's own secret
 ========================  ==========================================================================================
 
-An agent should be given its own token only; whoever holds the fleet's secret can mint any of the first form.
+Give an agent only its own token: whoever holds the fleet's secret can mint any token of the first form.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _JOB_TEXT = b"everstep/1 a token of this job's trainers"
 
 
 class TokenRole(StrEnum):
-    """What a bearer may do.
+    """The rights of a bearer.
 
     AGENT: speak for its own node. TRAINER: read its own job. OPERATOR: read and change. VIEWER: read. JOIN: enrol a
     node, nothing else.
@@ -44,16 +44,20 @@ class TokenRole(StrEnum):
 
 
 MINTABLE_ROLES = (TokenRole.AGENT, TokenRole.OPERATOR, TokenRole.VIEWER)
-"""Roles that the fleet's secret can mint: a join token is always stored, a trainer's comes from its job."""
+"""Roles that the fleet's secret can mint: a join token is always stored, and a trainer's comes from its job."""
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """Who a verified token speaks for.
+    """The identity that a verified token proves.
 
-    ``subject``: a node's id for agents, a job's for trainers, a pattern of node names for join tokens, a person's or
-    program's name otherwise. ``credential``: what proved it (a stored credential's id, a fingerprint of the fleet's
-    secret, ``certificate``), for the log and to notice a revocation; empty where nobody asked. ``ends_at``: wall
-    seconds at which it ends by itself, where it says so (a certificate's ``notAfter``); stored ones are looked up.
+    Attributes:
+        role: The bearer's rights.
+        subject: A node's id for agents, a job's for trainers, a pattern of node names for join tokens, otherwise the
+            name of a person or program.
+        credential: The proof, for the log and to notice a revocation: a stored credential's id, a fingerprint of the
+            fleet's secret, or ``certificate``. Empty if nobody asked.
+        ends_at: Wall seconds at which it expires, if it says so (a certificate's ``notAfter``); stored ones are looked
+            up.
     """
 
     role: TokenRole
@@ -63,7 +67,7 @@ class Identity(msgspec.Struct, frozen=True):
 
 
 def looks_like_token(text: str) -> bool:
-    """Whether a file's text can be one at all: one word of ASCII, and not a key, a secret's lines or a page of HTML."""
+    """Return whether a file's text may be a token: one ASCII word, and not a key, several secrets or an HTML page."""
     return text.isascii() and text.isprintable() and bool(text) and " " not in text
 
 
@@ -72,17 +76,17 @@ def _mac(secret: bytes, role: str, subject: str) -> str:
 
 
 def epoch_proof(secret: bytes, epoch: int) -> str:
-    """What shows that a controller with this secret has led by ``epoch``. No role of a token has this name."""
+    """Return the proof that a controller with this secret has led in ``epoch``. No token's role has this name."""
     return _mac(secret, "epoch", str(epoch))
 
 
 def is_epoch_proof(secrets: Iterable[bytes], epoch: int, proof: str) -> bool:
-    """Whether ``proof`` was made for ``epoch`` under one of the secrets."""
+    """Return whether ``proof`` was made for ``epoch`` under one of the secrets."""
     return any(hmac.compare_digest(proof.encode(), epoch_proof(one, epoch).encode()) for one in secrets)
 
 
 def check_secret(secret: bytes) -> bytes:
-    """Returns ``secret``. Raises ConfigurationError where it is too short to hold."""
+    """Return ``secret``. Raises ConfigurationError if it is too short to be safe."""
     if len(secret) < MINIMUM_SECRET_BYTES:
         raise ConfigurationError(
             f"the fleet secret has {len(secret)} bytes, and needs {MINIMUM_SECRET_BYTES}: "
@@ -92,13 +96,13 @@ def check_secret(secret: bytes) -> bytes:
 
 
 def split_secrets(content: bytes) -> tuple[bytes, ...]:
-    """The secrets in a file's content, one a line: the first mints, all verify. Raises ConfigurationError."""
+    """Return the secrets in a file, one per line: the first mints, all verify. Raises ConfigurationError."""
     lines = tuple(line for line in (line.strip() for line in content.split(b"\n")) if line)
     return tuple(check_secret(line) for line in lines or (b"",))
 
 
 def mint(secret: bytes, role: TokenRole, subject: str) -> str:
-    """A token for ``subject`` in ``role``. Raises ValueError where there can be none."""
+    """Return a token for ``subject`` in ``role``. Raises ValueError if there can be none."""
     if role not in MINTABLE_ROLES:
         raise ValueError(
             f"a {role} token is not minted from the fleet's secret: use one of {', '.join(MINTABLE_ROLES)}"
@@ -109,12 +113,12 @@ def mint(secret: bytes, role: TokenRole, subject: str) -> str:
 
 
 def verify(secret: bytes, token: str) -> Identity:
-    """Who a minted ``token`` speaks for. Raises AuthenticationError where it does not verify."""
+    """Return the identity of a minted ``token``. Raises AuthenticationError if it does not verify."""
     return verify_with_secret((secret,), token)[0]
 
 
 def verify_with_secret(secrets: Iterable[bytes], token: str) -> tuple[Identity, bytes]:
-    """Who a minted ``token`` speaks for, and the secret it was minted under. Raises AuthenticationError."""
+    """Return the identity of a minted ``token`` and the secret it was minted under. Raises AuthenticationError."""
     role, _, rest = token.partition(":")
     subject, _, mac = rest.rpartition(":")
     given = mac.encode()
@@ -131,27 +135,27 @@ def verify_with_secret(secrets: Iterable[bytes], token: str) -> tuple[Identity, 
 
 
 def job_token(job: str, secret: str) -> str:
-    """The token of a job's trainers; ``secret`` is ``GenerationSpec.secret``."""
+    """Return the token of a job's trainers; ``secret`` is ``GenerationSpec.secret``."""
     return f"{JOB_PREFIX}{job}.{hmac.new(secret.encode(), _JOB_TEXT, hashlib.sha256).hexdigest()}"
 
 
 def claimed_job(token: str) -> str:
-    """The job that a token of the third form speaks of; nothing is proved by it."""
+    """Return the job that a token of the third form names, without proof."""
     return token[len(JOB_PREFIX) :].rpartition(".")[0]
 
 
 def stored_token(id: str, secret: str) -> str:
-    """The text of a stored credential's token."""
+    """Return the text of a stored credential's token."""
     return f"{STORED_PREFIX}{id}.{secret}"
 
 
 def split_stored(token: str) -> tuple[str, str]:
-    """Id and secret of a stored credential's token; both empty where it is none."""
+    """Return id and secret of a stored credential's token; both are empty for other tokens."""
     prefix, _, rest = token.partition(".")
     id, dot, secret = rest.partition(".")
     return (id, secret) if f"{prefix}." == STORED_PREFIX and dot else ("", "")
 
 
 def hash_secret(secret: str) -> str:
-    """What is kept of a stored credential's secret: its SHA-256 in hex. With 256 bits it needs no salt."""
+    """Return the SHA-256 in hex of a stored credential's secret, which is all that is kept; 256 bits need no salt."""
     return hashlib.sha256(secret.encode()).hexdigest()

@@ -1,28 +1,28 @@
-"""What can go wrong, as a tree.
+"""Define the errors of this project, as a tree.
 
 ::
 
     EverstepError
     ├── ConfigurationError (ValueError)   settings that contradict each other or the machine
-    ├── ProtocolError                     the other side said something we cannot accept
+    ├── ProtocolError                     the other side's message cannot be accepted
     │   ├── VersionMismatch               no protocol version in common
     │   ├── MalformedMessage              truncated, oversized, or not of the declared shape
     │   │   ├── TooLarge                  more bytes than this side reads
-    │   │   └── WrongMediaType            a body of another form than is read
+    │   │   └── WrongMediaType            a body of another form than the one that is read
     │   └── StaleGeneration               the message speaks for a generation that is over
-    ├── AuthenticationError               no, or a wrong, token or secret
-    ├── PermissionDenied                  a right token, for something else
+    ├── AuthenticationError               no token or secret, or a wrong one
+    ├── PermissionDenied                  a valid token without this right
     ├── NotFound                          no such node, job, generation, verdict or slot
-    ├── Outdated                          it has changed since you looked (If-Match)
+    ├── Outdated                          changed since the client looked (If-Match)
     ├── Conflict                          refused in the present state: over budget, already held, ...
     ├── Unavailable                       the other side is away; try again after ``retry_after_s``
     ├── RateLimited                       more requests than this identity may send
     └── CheckpointError
-        ├── DigestMismatch                bytes are not what was sealed
-        ├── NotRestorable                 no version is whole
-        └── OutOfSlotMemory               the vault has no room; the arithmetic is in the message
+        ├── DigestMismatch                bytes are not those sealed
+        ├── NotRestorable                 no version is complete
+        └── OutOfSlotMemory               the vault has no room; the message has the arithmetic
 
-Every class carries the HTTP status the controller answers with and a stable ``code`` for machines.
+Every class has the HTTP status that the controller answers with, and a stable ``code`` for machines.
 """
 
 from __future__ import annotations
@@ -32,53 +32,53 @@ from typing import ClassVar
 import msgspec
 
 DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises for bytes that are no message of the type asked for, or one that is nested without end."""
+"""Errors of msgspec for bytes that are no message of the expected type, or nested without end."""
 
 
 class EverstepError(Exception):
-    """Base of all errors this project raises on purpose."""
+    """Base of all errors that this project raises on purpose."""
 
     status: ClassVar[int] = 500
     code: ClassVar[str] = "internal"
 
 
 class ConfigurationError(EverstepError, ValueError):
-    """Settings that contradict each other or the machine; the message says which and how to mend it."""
+    """Settings contradict each other or the machine; the message says which ones, and how to fix them."""
 
     status = 422
     code = "configuration"
 
 
 class ProtocolError(EverstepError):
-    """The other side said something that cannot be accepted."""
+    """The other side's message cannot be accepted."""
 
     status = 400
     code = "protocol"
 
 
 class VersionMismatch(ProtocolError):
-    """No protocol version in common; the message names both ranges and which side to upgrade."""
+    """The sides have no protocol version in common; the message names both ranges and the side to upgrade."""
 
     status = 426
     code = "protocol_version"
 
 
 class MalformedMessage(ProtocolError):
-    """Truncated, oversized, or not of the declared shape."""
+    """A message is truncated, oversized, or not of the declared shape."""
 
     status = 422
     code = "malformed"
 
 
 class TooLarge(MalformedMessage):
-    """More bytes than this side reads; the message names the limit."""
+    """A message has more bytes than this side reads; the message names the limit."""
 
     status = 413
     code = "too_large"
 
 
 class WrongMediaType(MalformedMessage):
-    """A body that says it is of another form than the one that is read."""
+    """A body declares another form than the one that is read."""
 
     status = 415
     code = "media_type"
@@ -92,35 +92,35 @@ class StaleGeneration(ProtocolError):
 
 
 class AuthenticationError(EverstepError):
-    """No token, or one that does not verify."""
+    """There is no token, or one that does not verify."""
 
     status = 401
     code = "unauthenticated"
 
 
 class PermissionDenied(EverstepError):
-    """A valid token that does not allow this."""
+    """The token is valid, but does not allow this."""
 
     status = 403
     code = "forbidden"
 
 
 class NotFound(EverstepError):
-    """No such node, job, generation, verdict or slot."""
+    """There is no such node, job, generation, verdict or slot."""
 
     status = 404
     code = "not_found"
 
 
 class Conflict(EverstepError):
-    """Refused in the present state."""
+    """The request is refused in the present state."""
 
     status = 409
     code = "conflict"
 
 
 class Outdated(EverstepError):
-    """What was to be changed is not as it was when the client looked; it should look again."""
+    """The object has changed since the client looked; the client should look again."""
 
     status = 412
     code = "outdated"
@@ -130,7 +130,7 @@ class Unavailable(EverstepError):
     """The other side is away or overloaded.
 
     Args:
-        retry_after_s: when it makes sense to try again, seconds.
+        retry_after_s: Seconds after which a retry makes sense.
     """
 
     status = 503
@@ -142,10 +142,10 @@ class Unavailable(EverstepError):
 
 
 class RateLimited(EverstepError):
-    """More requests than this identity may send.
+    """This identity sent more requests than it may.
 
     Args:
-        retry_after_s: when the next one will be taken, seconds.
+        retry_after_s: Seconds until the next request is accepted.
     """
 
     status = 429
@@ -163,21 +163,21 @@ class CheckpointError(EverstepError):
 
 
 class DigestMismatch(CheckpointError):
-    """Bytes are not what was sealed."""
+    """Bytes are not those that were sealed."""
 
     status = 422
     code = "digest_mismatch"
 
 
 class NotRestorable(CheckpointError):
-    """No version is whole among the holders that answer."""
+    """No version is complete among the holders that answer."""
 
     status = 409
     code = "not_restorable"
 
 
 class OutOfSlotMemory(CheckpointError):
-    """The vault has no room for the slots; the message shows the arithmetic."""
+    """The vault has no room for the slots; the message has the arithmetic."""
 
     status = 507
     code = "slot_memory"
@@ -191,4 +191,4 @@ def _classes(kind: type[EverstepError]) -> dict[str, type[EverstepError]]:
 
 
 BY_CODE = _classes(EverstepError)
-"""The class that a code stands for; of several with one code, the one that the others are kinds of."""
+"""The class of each code; of several with one code, their base class."""

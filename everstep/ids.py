@@ -1,4 +1,4 @@
-"""Names of things, and the rules a name must follow."""
+"""Define names, numbers and addresses, and the rules that they must follow."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ import msgspec
 
 
 def full_match(pattern: str) -> msgspec.Meta:
-    """For a text that is all of this pattern: with ``$`` Python lets a line's end follow, and a name with one looks
-    like another. A JSON schema's ``$`` does not, and ``\\Z`` is unknown there: give schemas to ``in_schema``."""
+    r"""Return a constraint for text that matches the whole pattern.
+
+    Python's ``$`` lets a newline follow, and a name with one looks like another. A JSON schema's ``$`` does not, and
+    ``\Z`` is unknown there: pass schemas through ``with_portable_patterns``.
+    """
     return msgspec.Meta(pattern=rf"^{pattern}\Z")
 
 
 def with_portable_patterns(part: Any) -> Any:
-    """A JSON schema, or a part of one, in which ``whole`` texts end as schemas say it."""
+    """Return a JSON schema, or a part of one, with the patterns of ``full_match`` ended as schemas require."""
     if isinstance(part, dict):
         return {
             name: _pattern(value) if name == "pattern" else with_portable_patterns(value)
@@ -40,13 +43,13 @@ JobId = Annotated[str, full_match(NAME_PATTERN)]
 """A training run across restarts and regroupings."""
 
 TraceId = Annotated[str, msgspec.Meta(max_length=64)]
-"""One stimulus and all that followed from it: on every message, log line and audit row of a failure's way."""
+"""One stimulus and all its consequences: in every message, log line and audit row of a failure."""
 
 NonNegativeInt = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 """A count or a number that every JSON reader and every database column holds exactly."""
 
 SafeInt = Annotated[int, msgspec.Meta(ge=-(1 << 53), lt=1 << 53)]
-"""The same, where it may be negative. Whatever a node says is bounded: what it says is written, and said to others."""
+"""The same, but possibly negative. Numbers from nodes are bounded, since they are stored and passed on."""
 
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
 GenerationNumber = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
@@ -71,7 +74,7 @@ class Version(msgspec.Struct, frozen=True, order=True, array_like=True):
 
 
 def check_name(value: str, kind: str) -> str:
-    """Returns ``value`` if it may name a node or a job. Raises ValueError with the rule otherwise."""
+    """Return ``value`` if it may name a node or a job. Raises ValueError with the rule otherwise."""
     if not _NAME.fullmatch(value):
         raise ValueError(
             f"{value!r} cannot name a {kind}: use 1 to 63 letters, digits, dots, dashes or underscores, "
@@ -81,24 +84,23 @@ def check_name(value: str, kind: str) -> str:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """``host:port`` as a pair. Raises ValueError where it is not one."""
+    """Return ``host:port`` as a pair. Raises ValueError for other text."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise ValueError(f"{address!r} is not an address: expected host:port, such as 127.0.0.1:7707")
     return host.strip("[]"), int(port)
 
 
-# ---- storage
-# Where checkpoints may be stored, as people name it: paths and URLs that say nothing secret.
+# ---- storage: paths and URLs of checkpoints, without secrets
 
 _SECRET_WORDS = ("secret", "token", "key", "password", "passwd", "signature", "sig", "credential")
 
 
 def storage_url_error(url: str) -> str:
-    """Why a job cannot have its checkpoints written to ``url``, with the mend; empty where it can.
+    """Return why a job cannot write checkpoints to ``url``, with a fix; empty if it can.
 
-    What is told to a controller is stored, logged and shown. So credentials have no place in it, and are not repeated
-    in what is said here: the processes that read and write storage take them from their own surroundings.
+    The controller stores, logs and shows the URL, so it must not contain credentials, and the answer does not repeat
+    them. Processes that use storage take credentials from their own environment.
     """
     if "://" not in url:
         if url.startswith("/"):

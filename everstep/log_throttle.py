@@ -1,4 +1,4 @@
-"""Bound the log lines that whoever connects to a port can cause."""
+"""Bound the log lines that anybody who connects to a port can cause."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 BURST = 10
 PERIOD_S = 10.0
 MAX_CHARACTERS = 500
-"""Of a line's message: what a stranger sent may be quoted in it."""
+"""Longest log message, which may quote what a stranger sent."""
 
 
 class LogThrottle:
     """Passes some lines of a kind in each period, and counts the others. Safe from any thread.
 
-    The first line after a period in which some were left out is preceded by their number.
+    The first line after a period with dropped lines is preceded by their number.
 
     Args:
-        log: where lines go.
-        monotonic: the clock, seconds.
-        burst: lines in a period.
-        every_s: seconds of a period, which begins with its first line.
+        log: Receives the lines.
+        monotonic: The clock, seconds.
+        burst: Lines per period.
+        period_s: Seconds of a period, which begins with its first line.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class LogThrottle:
         self._said = self._left_out = 0
 
     def __call__(self, level: int, message: str, *args: object, extra: dict[str, Any] | None = None) -> None:
-        """Logs a line, shortened to MOST_CHARACTERS, or counts it."""
+        """Log a line, shortened to MAX_CHARACTERS, or count it."""
         if not self._log.isEnabledFor(level):
             return
         with self._lock:

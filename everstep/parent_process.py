@@ -1,4 +1,4 @@
-"""How a process makes sure that it does not outlive the one that started it (Linux)."""
+"""Make a process end together with the one that started it (Linux)."""
 
 from __future__ import annotations
 
@@ -14,21 +14,26 @@ _PR_SET_PDEATHSIG = 1
 
 
 def parent_pid() -> int:
-    """The pid of the process that started this one, for ``die_with_parent``: as it said itself, or as the kernel says,
-    for whom another takes its place where it ends before anybody asks. Takes the word out of the environment."""
+    """Return the pid of the process that started this one, for ``die_with_parent``.
+
+    The parent may have written it into the environment, from which it is removed. Otherwise the kernel is asked, which
+    names another process once the parent has ended.
+    """
     return int(os.environ.pop(PARENT_VARIABLE, "") or os.getppid())
 
 
 def die_with_parent(parent: int, signum: signal.Signals = signal.SIGTERM) -> None:
-    """Lets this process get ``signum`` when ``parent`` ends; at once where it has ended already.
+    """Have the kernel send ``signum`` to this process when ``parent`` ends; at once if it has ended already.
+
+    The kernel follows the parent's *thread*: start children from a thread that lives as long as its process.
 
     Args:
-        parent: the pid of the process that started this one: given by it, or what ``os.getppid()`` said first thing
-            in ``main``. It may well be 1, or 0 from another process namespace, in a container.
-        signum: have its handler in place before. SIGKILL for a process with nothing to put in order.
+        parent: Pid of the process that started this one, from that process or from ``os.getppid()`` at the start of
+            ``main``. In a container it may be 1, or 0 for another process namespace.
+        signum: The signal; install its handler before. SIGKILL for a process that has nothing to clean up.
 
-    The kernel counts the parent's *thread*: a child must be started by a thread that lives as long as its process.
-    Raises ConfigurationError where the kernel refuses.
+    Raises:
+        ConfigurationError: The kernel refuses.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0) != 0:

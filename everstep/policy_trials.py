@@ -1,6 +1,6 @@
-"""What a change of policy would have done with the past: told of one controller's journal, or of several together.
+"""Combine trials of a policy change on the past, from the journals of one or several controllers.
 
-Each controller writes a journal while it leads, and one leads at a time: together theirs are the past of the fleet.
+Each controller writes a journal while it leads, and one leads at a time: together the journals are the fleet's past.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from everstep.wire.v1.operator_history import PolicyTrialResult, RecordedSpan
 T = TypeVar("T")
 
 FAILOVER_S = 60.0
-"""Seconds from a leader's last event to the first of the next one, at most, for which nothing is taken to be missing: a
-journal is written when something happens."""
+"""Longest time, in seconds, between a leader's last event and the next leader's first one that counts as no gap: a
+journal is written only when something happens."""
 
 
 def recording_gaps(spans: Iterable[RecordedSpan]) -> tuple[tuple[float, float], ...]:
-    """(from, to) between stretches, oldest first, but for those in which nobody else can have led."""
+    """Return the gaps (from, to) between recorded spans, oldest first, without those in which nobody else can
+    have led."""
     ordered = sorted(spans, key=lambda one: one.begins_at)
     return tuple(
         (before.ends_at, after.begins_at)
@@ -37,7 +38,7 @@ def _follows(before: RecordedSpan, after: RecordedSpan) -> bool:
 
 
 def newest_per_node(found: Iterable[tuple[str, T]], counts: Counter[str]) -> tuple[T, ...]:
-    """The newest ``wanted`` of each node, of what is given oldest first as (node, what); in that order."""
+    """Return the newest items of each node, up to ``counts``, from (node, item) given oldest first; in that order."""
     left = counts.copy()
     kept: list[T] = []
     for node, one in reversed(list(found)):
@@ -48,12 +49,12 @@ def newest_per_node(found: Iterable[tuple[str, T]], counts: Counter[str]) -> tup
 
 
 def evicted_node(line: str) -> str:
-    """The node that a verdict evicts, from the line that a journal has of it: ``verdict NODE-NUMBER (evict): ...``."""
+    """Return the node that a verdict evicts, from its journal line ``verdict NODE-NUMBER (evict): ...``."""
     return line.split()[1].rpartition("-")[0]
 
 
 def describe_result(result: PolicyTrialResult) -> str:
-    """What came of it, in a sentence."""
+    """Return the result in a sentence."""
     also, not_then = len(result.added_evictions), len(result.avoided_evictions)
     nodes = ", ".join(verdict.node for verdict in result.added_evictions[:20])
     sentence = f"it would have evicted {'once' if result.evictions == 1 else f'{result.evictions} times'}"
@@ -67,10 +68,10 @@ def describe_result(result: PolicyTrialResult) -> str:
 
 
 def merge_results(answers: Mapping[str, PolicyTrialResult | EverstepError]) -> PolicyTrialResult:
-    """One outcome from those of several controllers, by address; what one of them could not say is named.
+    """Merge the results of several controllers, by address, and name failed answers.
 
-    A controller that never led has nothing to say. A journal that two of them have (one directory, or two addresses of
-    one controller) counts once. Raises what the first one said where none says anything.
+    A controller that never led has no result. A journal that two answers cover (one directory, or two addresses of one
+    controller) counts once. Raises the first error if there is no result.
     """
     parts = _distinct([said for said in answers.values() if isinstance(said, PolicyTrialResult)])
     silent = {url: said for url, said in answers.items() if isinstance(said, EverstepError)}
@@ -84,7 +85,7 @@ def merge_results(answers: Mapping[str, PolicyTrialResult | EverstepError]) -> P
 
 
 def _distinct(parts: Iterable[PolicyTrialResult]) -> list[PolicyTrialResult]:
-    """The parts without those that tell only what another one tells: a leadership is one controller's."""
+    """Return the results without those that add no leadership: each belongs to one controller."""
     kept: list[PolicyTrialResult] = []
     counted: set[int] = set()
     for part in parts:

@@ -1,4 +1,4 @@
-"""TOML files into structs, with errors that name the line, the key and the nearest key there is."""
+"""Load TOML files into structs, with errors that name the line, the key and the nearest known key."""
 
 from __future__ import annotations
 
@@ -13,20 +13,18 @@ import msgspec
 
 from everstep.errors import ConfigurationError
 
-# ---- environment
-# Settings from environment variables: a misspelt one is told, not passed over.
+# ---- settings from environment variables: misspelt ones are reported, not ignored
 
 _SERVICE_LINK = re.compile(
     r"(SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|PORT|PORT_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
 )
-"""What Kubernetes puts into every pod beside a service that has the prefix for its name."""
+"""Variables that Kubernetes sets in every pod for a service with the prefix as its name."""
 
 
 def unknown_variables(
     names: Iterable[str], prefix: str, known: Collection[str], others: Collection[str] = ()
 ) -> list[str]:
-    """The variables that begin with ``prefix`` and are no setting: neither ``known`` nor, under the same prefix, of
-    ``others``. All three are whole names."""
+    """Return variables with ``prefix`` that are no settings: neither ``known`` nor ``others``. All are whole names."""
     ours = (name for name in names if name.startswith(prefix) and name not in known and name not in others)
     return sorted(name for name in ours if _SERVICE_LINK.fullmatch(name.removeprefix(prefix)) is None)
 
@@ -39,9 +37,15 @@ _TABLE_OF_MANY = re.compile(r"^\.([A-Za-z0-9_]+)\[(\d+)\]")
 
 
 def load_toml(path: Path, kind: type[T], known: Iterable[type[msgspec.Struct]] = ()) -> T:
-    """The file at ``path`` as a ``kind``. Raises ConfigurationError for whatever is wrong with it.
+    """Load the file at ``path`` as a ``kind``.
 
-    ``known``: the structs that can occur inside ``kind``, from whose fields a near miss is suggested.
+    Args:
+        path: The TOML file.
+        kind: Type of the result.
+        known: Structs that can occur inside ``kind``, whose fields are suggested for a misspelt key.
+
+    Raises:
+        ConfigurationError: The file cannot be read or does not fit.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -51,7 +55,7 @@ def load_toml(path: Path, kind: type[T], known: Iterable[type[msgspec.Struct]] =
 
 
 def parse_toml(text: str, name: str, kind: type[T], known: Iterable[type[msgspec.Struct]] = ()) -> T:
-    """``text`` as a ``kind``; ``name`` is what errors call it. Raises ConfigurationError."""
+    """Return ``text`` as a ``kind``; errors call it ``name``. Raises ConfigurationError."""
     try:
         return msgspec.convert(tomllib.loads(text), kind)
     except tomllib.TOMLDecodeError as error:
@@ -61,7 +65,7 @@ def parse_toml(text: str, name: str, kind: type[T], known: Iterable[type[msgspec
 
 
 def explain_error(error: msgspec.ValidationError, known: Iterable[type[msgspec.Struct]]) -> str:
-    """The message of a failed conversion, with the nearest known key where one was mistyped."""
+    """Return the message of a failed conversion, with the nearest known key for a misspelt one."""
     message = str(error)
     unknown = _UNKNOWN.search(message)
     if unknown is None:
@@ -78,7 +82,7 @@ def _place(message: str) -> str:
 
 
 def _line(text: str, message: str) -> str:
-    """`` line N`` of the key that ``message`` complains of, as well as it can be told from the text."""
+    """Return `` line N`` of the key that ``message`` is about, as far as the text tells."""
     where = _WHERE.search(message)
     path = where[1] if where else ""
     unknown = _UNKNOWN.search(message)

@@ -1,4 +1,4 @@
-"""The one place that reads the real clock."""
+"""Read the machine's clock; the only module that does."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The words in which findings, verdicts and states are said.
+"""Define the terms of findings, verdicts and states.
 
-A *finding* is a fact a sensor, probe or audit saw. A *verdict* is what the controller made of findings.
+A *finding* is a fact from a sensor, probe or audit. A *verdict* is the controller's judgement of findings.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from everstep.ids import NodeId, SafeInt, TraceId
 
 
 class FindingKind(StrEnum):
-    """What was seen. The prefix names the sensor's domain."""
+    """Kind of a finding. The prefix names the sensor's domain."""
 
     GPU_LOST = "gpu.lost"
     GPU_XID = "gpu.xid"
@@ -57,7 +57,7 @@ class FindingKind(StrEnum):
 
 
 class Severity(StrEnum):
-    """How bad, for the node's fitness to compute."""
+    """Severity of a finding for the node's fitness to compute."""
 
     INFO = "info"
     WARNING = "warning"
@@ -65,7 +65,7 @@ class Severity(StrEnum):
 
 
 class Action(StrEnum):
-    """What would cure it, weakest first. ``Action.strongest`` compares by this order."""
+    """Remediation of a fault, weakest first. ``Action.strongest`` compares by this order."""
 
     NONE = "none"
     RESTART_RANK = "restart_rank"
@@ -95,7 +95,7 @@ class Mode(StrEnum):
 
 
 class ProbeKind(StrEnum):
-    """What a probe does.
+    """Kind of a probe.
 
     ALL_REDUCE: sums between nodes, with their latency and bandwidth. COMPUTE: products on one node whose right result
     is known. MEMORY: patterns written to a node's memories and read back, with their bandwidth.
@@ -107,7 +107,7 @@ class ProbeKind(StrEnum):
 
 
 class NodeState(StrEnum):
-    """Where a node stands with the fleet."""
+    """State of a node in the fleet."""
 
     HEALTHY = "healthy"
     SUSPECT = "suspect"
@@ -119,7 +119,7 @@ class NodeState(StrEnum):
 
 
 class JobState(StrEnum):
-    """Where a job stands."""
+    """State of a job."""
 
     FORMING = "forming"
     RUNNING = "running"
@@ -147,11 +147,16 @@ class GenerationReason(StrEnum):
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A fact, with what a person needs to check it.
+    """A fact about a node, with the data to check it.
 
-    ``key`` identifies the finding on its node (kind and subject): a second report with the same key updates the
-    first. ``value`` and ``threshold`` are in the unit that ``message`` names. ``rule`` is the id of the policy rule
-    that turned the sample into a finding, ``source`` where that rule's number comes from. ``since`` is wall seconds.
+    Attributes:
+        value: Measured value, in the unit that ``message`` names.
+        threshold: Threshold, in the same unit.
+        rule: Id of the policy rule that turned the sample into a finding.
+        source: Where the rule's number comes from.
+        since: Wall seconds.
+
+    ``key`` identifies the finding on its node (kind and subject): a second report with the same key updates the first.
     """
 
     kind: FindingKind
@@ -176,10 +181,10 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Decision(StrEnum):
-    """What a verdict decided.
+    """Decision of a verdict.
 
     RESTART: a rank's process is ended, and another takes its place; the node stays.
-    CORRELATED: so many nodes show the same that it is taken for a fault of software, driver or network; nobody leaves.
+    CORRELATED: so many nodes show the finding that software, driver or network is suspected; no node leaves.
     """
 
     EVICT = "evict"

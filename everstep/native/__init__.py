@@ -1,7 +1,7 @@
-"""The one piece of this project that is in C: copies that hash what they copy in the same pass (``copy_hash.c``).
+"""Load the C library that copies and hashes in one pass (``copy_hash.c``).
 
-It is compiled when the package is installed (``hatch_build.py``). Without a compiler then, or on a machine without
-AVX2, ``copy_hash`` is None, and whoever would use it hashes and copies in two passes: the same bytes and digests.
+It is compiled when the package is installed (``hatch_build.py``). Without a compiler, or on a machine without AVX2,
+``copy_hash`` is None; callers then hash and copy in two passes, with the same bytes and digests.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ MIN_BYTES = 241
 DIGEST_BYTES = 16
 """Size of an xxh3-128 digest."""
 ENV_VARIABLE = "EVERSTEP_NATIVE"
-"""Environment variable: 0 leaves the library alone."""
+"""Environment variable; 0 disables the library."""
 
 _Address = ctypes.c_void_p
 _ARGUMENTS = (_Address, ctypes.c_uint64, _Address, _Address, _Address, ctypes.c_uint64, _Address)
 
 
 class CopyHash:
-    """The library's calls, which release Python's lock. Columns are addresses of as many 64-bit integers as parts.
+    """The library's functions, which release Python's lock. Columns are addresses of arrays of 64-bit integers, one per
+    part.
 
-    Nothing is checked: all that is named must be mapped, and stay so.
+    Nothing is checked: all memory must be mapped, and stay so.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -37,15 +38,20 @@ class CopyHash:
             call.argtypes, call.restype = _ARGUMENTS, None
 
     def scatter(self, source: int, length: int, offsets: int, targets: int, sizes: int, count: int) -> bytes:
-        """The xxh3-128 of ``length`` bytes at address ``source``, SHORTEST_BYTES at least, of which ``count`` parts are
-        copied: ``sizes`` bytes from ``offsets`` on, which ascend, to the addresses ``targets``."""
+        """Copy ``count`` parts out of ``length`` bytes (at least MIN_BYTES) at ``source``, and return their xxh3-128.
+
+        The parts are ``sizes`` bytes at ascending ``offsets``, copied to the addresses ``targets``.
+        """
         digest = ctypes.create_string_buffer(DIGEST_BYTES)
         self._scatter(source, length, offsets, targets, sizes, count, digest)
         return digest.raw
 
     def gather(self, target: int, length: int, offsets: int, sources: int, sizes: int, count: int) -> bytes:
-        """The xxh3-128 of ``length`` bytes at address ``target``, SHORTEST_BYTES at least, after ``count`` parts of it
-        were filled: ``sizes`` bytes from ``offsets`` on, which ascend, from the addresses ``sources``."""
+        """Fill ``count`` parts of ``length`` bytes (at least MIN_BYTES) at ``target``, and return the xxh3-128 of all
+        bytes.
+
+        The parts are ``sizes`` bytes at ascending ``offsets``, filled from the addresses ``sources``.
+        """
         digest = ctypes.create_string_buffer(DIGEST_BYTES)
         self._gather(target, length, offsets, sources, sizes, count, digest)
         return digest.raw
@@ -57,10 +63,10 @@ def _load() -> CopyHash | None:
     try:
         library = ctypes.CDLL(str(LIBRARY))
         return CopyHash(library) if library.everstep_usable() else None
-    except (OSError, AttributeError) as error:  # another platform's, or an older release's
+    except (OSError, AttributeError) as error:  # of another platform or an older release
         log.warning("%s cannot be used, copies are hashed in a second pass: %s", LIBRARY, error)
         return None
 
 
 copy_hash = _load()
-"""None where there is none."""
+"""The library, or None if it is not available."""
