@@ -83,7 +83,7 @@ _STRENGTH = {action: strength for strength, action in enumerate(Action)}
 
 
 class Mode(StrEnum):
-    """What a policy rule may do by itself, weakest first. ``Mode.weakest`` compares by this order."""
+    """Autonomy of a policy rule, weakest first. ``Mode.weakest`` compares by this order."""
 
     OBSERVE = "observe"
     RECOMMEND = "recommend"

@@ -92,8 +92,7 @@ def _cut(part: Box, box: Box) -> list[Box]:
 
 
 def byte_ranges(stored: Box, selected: Box, itemsize: int, offset: int) -> list[Range]:
-    """Return the byte ranges of ``selected`` when ``stored``, which contains it, lies in row-major order from
-    ``offset`` on.
+    """Return the byte ranges of ``selected`` in ``stored``, a row-major box at ``offset`` that contains it.
 
     They are (offset, length) of contiguous runs, ascending; concatenated they are ``selected`` in row-major order.
     """
@@ -135,7 +134,7 @@ BLOB_LENGTH_BYTES = 8
 
 
 class TensorPlacement(IntEnum):
-    """Where an optimizer had a tensor of its state.
+    """Place where an optimizer had a tensor of its state.
 
     UNKNOWN: not recorded (on a CPU, by older releases, or no optimizer state). HOST: plain, on the host. DEVICE: plain,
     on its parameter's device. DTENSOR: on its parameter's mesh. FULL: plain and in full, beside a parameter of its

@@ -26,8 +26,7 @@ _ARGUMENTS = (_Address, ctypes.c_uint64, _Address, _Address, _Address, ctypes.c_
 
 
 class CopyHash:
-    """The library's functions, which release Python's lock. Columns are addresses of arrays of 64-bit integers, one per
-    part.
+    """The library's functions, which release Python's lock; columns are addresses of 64-bit integers, one per part.
 
     Nothing is checked: all memory must be mapped, and stay so.
     """
@@ -47,8 +46,7 @@ class CopyHash:
         return digest.raw
 
     def gather(self, target: int, length: int, offsets: int, sources: int, sizes: int, count: int) -> bytes:
-        """Fill ``count`` parts of ``length`` bytes (at least MIN_BYTES) at ``target``, and return the xxh3-128 of all
-        bytes.
+        """Fill ``count`` parts of ``length`` bytes (at least MIN_BYTES) at ``target``; return the xxh3-128 of all.
 
         The parts are ``sizes`` bytes at ascending ``offsets``, filled from the addresses ``sources``.
         """

@@ -34,13 +34,13 @@ class HookSettings(msgspec.Struct, frozen=True, kw_only=True):
     """torch's own time-out of a collective: the last resort if neither agent nor watchdog can act."""
 
     explanation_grace_s: float = 0.25
-    """How long an exception of the training function is held back until a newer generation may explain it, since a lost
-    peer can show as any error. About ten times the delay from a death to the directive; it delays the report of a
+    """Seconds that an exception of the training function is held back until a newer generation may explain it, since a
+    lost peer can show as any error. About ten times the delay from a death to the directive; it delays the report of a
     user's error."""
 
     regroup_wait_s: float = 30.0
-    """How long a failed collective waits for the next generation before the rank reports the failure again. The rank
-    then goes on waiting: the controller may be away or may have been replaced."""
+    """Seconds that a failed collective waits for the next generation before the rank reports the failure again. The
+    rank then goes on waiting: the controller may be away or may have been replaced."""
 
     max_unattributed_failures: int = 8
     """Generations in a row in which a rank's collectives may fail at the same step although its group formed and no
@@ -48,10 +48,10 @@ class HookSettings(msgspec.Struct, frozen=True, kw_only=True):
     waits in between add up to about 20 s; a smaller number ends a job because of a short network outage."""
 
     job_decision_wait_s: float = 60.0
-    """How long a rank that reported an error, or that finished, waits for the decision about the job."""
+    """Seconds that a rank waits, after it reported an error or finished, for the decision about the job."""
 
     agent_connect_timeout_s: float = 60.0
-    """How long a rank tries to reach its agent at start before it gives up."""
+    """Seconds that a rank tries to reach its agent at start."""
 
     min_hang_threshold_s: float = 1.0
     """Smallest threshold of the watchdog unless the job sets one; below it, a busy machine looks like a hang."""
@@ -74,13 +74,13 @@ class HookSettings(msgspec.Struct, frozen=True, kw_only=True):
     connections lazily, and joining opens new ones."""
 
     interrupt_after_s: float = 0.2
-    """How long a main thread that was asked to leave may take to reach a module call, a collective, an optimizer step
-    or the end of its step, before its Python code is interrupted anywhere. A shorter time gains little: a training step
-    passes many such points."""
+    """Seconds that a main thread that was asked to leave may take to reach a module call, a collective, an optimizer
+    step or the end of its step, before its Python code is interrupted anywhere. A shorter time gains little: a training
+    step passes many such points."""
 
     leave_timeout_s: float = 2.0
-    """How long a main thread may take to leave an ended generation before its process exits and the launcher replaces
-    it. Leaving nearly always takes milliseconds; a wait in foreign C++ code cannot be interrupted."""
+    """Seconds that a main thread may take to leave an ended generation before its process exits and the launcher
+    replaces it. Leaving nearly always takes milliseconds; a wait in foreign C++ code cannot be interrupted."""
 
     outbox_frames: int = 1024
     """Messages kept while the agent is away; the oldest are dropped. 1024 seals are minutes of training."""

@@ -175,7 +175,7 @@ class Run:
 
     @property
     def distributed(self) -> bool:
-        """Whether there is a process group, even one of a single rank."""
+        """True if there is a process group, even one of a single rank."""
         return self._context.mesh is not None
 
     @property
@@ -362,8 +362,7 @@ class Run:
         yield from self._parallelism.parts(sampler, step, self._seed)
 
     def clip_grad_norm_(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
-        """Clip gradients by their 2-norm, like torch's function of this name, with the same bits however they are
-        sharded.
+        """Clip gradients by their 2-norm, like torch's function, with the same bits however they are sharded.
 
         A collective. Needed for exact mode under ``fully_shard``; accepts unsharded gradients as well.
 
@@ -472,8 +471,8 @@ class Run:
             per_rank: Names of objects whose state belongs to this rank alone, such as a position in its own file.
                 Modules and optimizers cannot be named. The state is restored only to the same rank of the same world
                 size. For all other objects, any rank's state may replace that of a lost rank.
-            overlap: Copy the state under the next step. Default: on for GPUs; off for CPU state that no other rank
-                holds (shards), so that a lost rank costs no finished step.
+            overlap: Copy state that no other rank holds (shards) under the next step; a lost rank may then cost that
+                step. Default: only on GPUs. Other state is always copied under the next step.
             slots: 5 stores each step; 2 stores only versions that will be committed, in less memory. Default: 5 if
                 every node of the job has the memory, else 2.
             snapshot_every: With 5 slots, steps from one snapshot to the next. Default: 1, or more if snapshots would
@@ -549,8 +548,7 @@ class Run:
         seed_step(seed, step, *self._parallelism.rng_stream())
 
     def step_finished(self) -> None:
-        """Mark the next step as finished, for a custom loop instead of ``steps``. Call ``seed_step`` where a step
-        begins.
+        """Mark the next step as finished, in a custom loop that calls ``seed_step`` where a step begins.
 
         Example::
 

@@ -56,7 +56,7 @@ class VersionNotice(Message, frozen=True, kw_only=True, tag=True):
     Attributes:
         committed: The newest committed version.
         candidate: A step of ``generation`` that no rank has finished yet, whose version may be committed next. Every
-            rank that hears of it in time keeps the version and says so in ``VersionSealed.commit_candidate``. A version
+            rank that receives it in time keeps the version and says so in ``VersionSealed.commit_candidate``. A version
             that all of them keep is committed.
         pinned: Further versions to keep if there is a slot for them: they are still being read.
     """

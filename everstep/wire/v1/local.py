@@ -40,7 +40,7 @@ from everstep.wire.v1.vault_orders import ParityGroup
 class ConfigureJob(Message, frozen=True, kw_only=True, tag=True):
     """From the supervisor: the job's generation, its secret and the vaults of its nodes.
 
-    Sent for every generation, before its ranks hear of it. The secret has at least 16 characters. ``RequestFailed``
+    Sent for every generation, before its ranks receive it. The secret has at least 16 characters. ``RequestFailed``
     with StaleGeneration if a newer generation was configured before.
     """
 
@@ -127,8 +127,7 @@ class Statistics(Message, frozen=True, kw_only=True, tag=True):
 
 
 class StatisticsAnswer(Message, frozen=True, kw_only=True, tag=True):
-    """Counts since the vault started (``counters``), refused requests since then by code, and current levels
-    (``gauges``).
+    """Counts since the vault started (``counters``), refusals since then by code, and current levels (``gauges``).
 
     Counters: replicated_slots, replicated_bytes (sent and acknowledged), received_slots, received_bytes (sealed here
     for others), reused_bytes (of those: already here, and not sent), received_manifests (one per plan),

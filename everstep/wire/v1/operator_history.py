@@ -1,5 +1,4 @@
-"""Define what operators read of the past and of the rules: findings, verdicts, checkpoints, remediations, budget,
-policy.
+"""Define what operators read of the past and the rules: findings, verdicts, checkpoints, remediations, policy.
 
 Lists are in pages, newest first. ``next`` is the ``?cursor=`` of the next page; empty on the last one.
 """
@@ -218,7 +217,7 @@ class PolicyChange(Request, frozen=True, kw_only=True):
 
 
 class PolicyCheckResult(Message, frozen=True, kw_only=True):
-    """Whether the change could be put in force; ``error`` says why not, and how to fix it."""
+    """The answer whether the change could be put in force; ``error`` says why not, and how to fix it."""
 
     ok: bool
     error: str = ""
@@ -241,7 +240,7 @@ class RecordedSpan(Message, frozen=True, kw_only=True):
 
 
 class PolicyTrialResult(Message, frozen=True, kw_only=True):
-    """What the change would have done with the recorded past, apart from operators' orders.
+    """The effect that the change would have had on the recorded past, apart from operators' orders.
 
     Attributes:
         since: Start of the record.

@@ -27,7 +27,7 @@ LongText = Annotated[str, msgspec.Meta(max_length=65536)]
 
 
 class SpillPlan(Request, frozen=True, kw_only=True):
-    """Which versions of a job also go to storage: committed ones at least ``every_steps`` steps apart.
+    """The versions of a job that also go to storage: committed ones at least ``every_steps`` steps apart.
 
     Attributes:
         url: An absolute path or a URL, without credentials; the job gets its own folder under it.
@@ -105,7 +105,7 @@ class Holder(Message, frozen=True, kw_only=True, gc=False):
 
 
 class RestoreRule(Message, frozen=True, kw_only=True):
-    """Which version a generation may start from; the ranks choose a complete one within it (docs/decisions/0003).
+    """The versions that a generation may start from; the ranks choose a complete one of them (docs/decisions/0003).
 
     The newest complete version ``v`` with ``floor <= v <= ceiling`` is taken. If there is none, two fallbacks follow in
     this order, never silently: the version of ``protection``, with shards rebuilt from parity, and the checkpoint at

@@ -1,5 +1,4 @@
-"""Define frames between vaults. Each is a 4-byte big-endian length and one MessagePack document, as on the Unix
-sockets.
+"""Define frames between vaults: a 4-byte big-endian length and one MessagePack document, as on Unix sockets.
 
 A connection serves one job and begins with a mutual challenge: both sides prove that they know the job's secret,
 over both nonces, the job and both nodes' names::

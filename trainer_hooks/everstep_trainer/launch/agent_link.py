@@ -36,7 +36,7 @@ RETRY = Backoff(floor_s=0.02, ceiling_s=1.0)
 MAX_UNSENT_REPORTS = 256
 """Reports kept while the agent is away; the oldest are dropped first. A launcher makes a handful in an hour."""
 WELCOME_TIMEOUT_S = 10.0
-"""How long an agent may take to say Welcome before the launcher reconnects."""
+"""Longest wait for an agent's Welcome before the launcher reconnects."""
 _CREDENTIALS = struct.Struct("3i")
 
 Directive = NewGeneration | KillRank | StopJob
@@ -67,7 +67,7 @@ class LauncherLink:
 
     @property
     def connected(self) -> bool:
-        """Whether the agent has welcomed this launcher and is still there."""
+        """True if the agent has welcomed this launcher and is still there."""
         return self._writer is not None
 
     def report(self, message: RankExited) -> None:

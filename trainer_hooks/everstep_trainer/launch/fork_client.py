@@ -38,7 +38,7 @@ async def _readable(descriptor: int) -> None:
 log = logging.getLogger(__name__)
 
 END_WAIT_S = 5.0
-"""How long the fork server may take to kill its children and exit; it needs milliseconds."""
+"""Longest time for the fork server to kill its children and exit; it needs milliseconds."""
 
 
 class ForkServerLost:

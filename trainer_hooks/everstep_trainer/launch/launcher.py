@@ -87,7 +87,7 @@ def _by_route() -> str | None:
 log = logging.getLogger(__name__)
 
 LEAVE_WAIT_S = 30.0
-"""How long a node that gave up on a local rank, and may host the store, waits for a generation without it."""
+"""Longest wait of a node that gave up on a local rank, and may host the store, for a generation without it."""
 JOB_END_WAIT_S = 5.0
 """Seconds after a rank's exit with status 0 until it counts as too early, if a connected agent has not ended
 the job."""

@@ -148,7 +148,7 @@ class WorkerPool:
 
     @property
     def is_ready(self) -> bool:
-        """Whether every local rank has a process whose script reached ``everstep.main``."""
+        """True if every local rank has a process whose script reached ``everstep.main``."""
         arrived = {worker.local_rank for worker in self._workers.values() if worker.has_reached_main}
         return all(local_rank in arrived for local_rank in range(self._settings.nproc))
 
@@ -213,7 +213,7 @@ class WorkerPool:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the last process of every local rank ended with status 0."""
+        """True if the last process of every local rank ended with status 0."""
         return len(self._finished) == self._settings.nproc
 
     def living_workers(self) -> list[tuple[int, int]]:

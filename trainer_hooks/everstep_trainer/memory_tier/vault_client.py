@@ -151,15 +151,16 @@ log = logging.getLogger(__name__)
 
 RECEIVE_BYTES = 1 << 16
 MAX_DESCRIPTORS = 16
-"""In one call; the kernel ends a read after the first frame with a descriptor."""
+"""Most descriptors in one call; the kernel ends a read after the first frame with a descriptor."""
 TICK_S = 0.25
-"""How often the reader looks for requests whose deadline passed."""
+"""Interval at which the reader looks for requests whose deadline passed."""
 OPEN_TIMEOUT_S = 300.0
-"""For making a segment: the first touch of its pages runs at 0.6 GB/s, and all ranks of a node begin together."""
+"""Time-out for making a segment: the first touch of its pages runs at 0.6 GB/s, and all ranks of a node begin
+together."""
 DECODE_TIMEOUT_S = 300.0
-"""For rebuilding a slot from parity, which reads all other slots of its group."""
+"""Time-out for rebuilding a slot from parity, which reads all other slots of its group."""
 STARTUP_CHECK_WAIT_S = 20.0
-"""For vaults to hash the slots they found at start, newest versions first; ranks wait a minute for one another."""
+"""Time for vaults to hash the slots they found at start, newest versions first; ranks wait a minute for one another."""
 RECONNECT = Backoff(floor_s=0.01, ceiling_s=0.5)
 
 

@@ -91,7 +91,7 @@ class ReplicaAssignment:
 
     @property
     def has_replica_per_rank(self) -> bool:
-        """Whether every rank is a replica of its own."""
+        """True if every rank is a replica of its own."""
         return self._replica.count == self._world
 
     def set_gradient_group(self, options: dict[str, Any]) -> bool:

@@ -128,7 +128,7 @@ class RestoreAgreement:
 
     @property
     def reports_for_node(self) -> bool:
-        """Whether this rank, as the first of its node, publishes the inventory of the node's vault."""
+        """True if this rank, as the first of its node, publishes the inventory of the node's vault."""
         return self._member.local_rank == 0
 
     # --- inventory

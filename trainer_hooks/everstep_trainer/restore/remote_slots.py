@@ -222,7 +222,8 @@ class _Receiver:
         hasher.update(view)
 
     def _views(self, at: int, length: int, rows: CopyTable) -> Iterator[memoryview]:
-        """Yield where the bytes from ``at`` on go: live memory, or the buffer for unwanted ones, at most GAP_BYTES."""
+        """Yield the destinations of the bytes from ``at`` on: live memory, or the buffer for unwanted ones, at most
+        GAP_BYTES."""
         here = at
         for source, target, count in zip(*(column.tolist() for column in rows), strict=True):
             yield self._buffer[: source - here]

@@ -209,7 +209,7 @@ def install_reset_filter(connections: Callable[[], Iterable[socket.socket]]) -> 
 logger = logging.getLogger(__name__)
 
 HOLD_OPEN_S = 1.0
-"""How long aborted connections stay open. Survivors hear of a new generation within tens of milliseconds of one
+"""Seconds that aborted connections stay open. Survivors learn of a new generation within tens of milliseconds of one
 another, and none should see a connection close before it has aborted its own."""
 
 NCCL_SETUP_TIMEOUT_S = 120

@@ -39,7 +39,7 @@ STANDBY_POLL_S = 1.0
 
 
 class WorkerAssignment(msgspec.Struct, frozen=True, kw_only=True):
-    """What the launcher tells a worker at its start.
+    """A worker's assignment by the launcher, at its start.
 
     Attributes:
         job: Name of the job.

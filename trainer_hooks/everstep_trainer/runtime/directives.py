@@ -173,12 +173,12 @@ class GenerationMembership:
 
     @property
     def is_aborting(self) -> bool:
-        """Whether the main thread was asked to leave and has not."""
+        """True if the main thread was asked to leave and has not."""
         return self._abort_attempts > 0 and self._state is not MembershipState.OUTSIDE
 
     @property
     def must_leave(self) -> bool:
-        """Whether the training function runs in a generation that it was asked to leave."""
+        """True if the training function runs in a generation that it was asked to leave."""
         return self._abort_attempts > 0 and self._state is MembershipState.INSIDE
 
     def abort(self) -> None:

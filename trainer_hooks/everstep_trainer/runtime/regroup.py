@@ -68,7 +68,7 @@ CONNECT_RETRY_S = 0.01
 CONNECT_TIMEOUT_S = 2.0
 RELEASE_TIMEOUT_S = 0.5
 ABORT_WAIT_S = 5.0
-"""How long to wait for a communicator's abort before its group is destroyed. Destroying first would wait for the hung
+"""Longest wait for a communicator's abort before its group is destroyed. Destroying first would wait for the hung
 operation, and the abort for the destruction."""
 BOUNDARY_JOIN_S = 3600.0
 """Longest wait for the members of a generation that begins at a step boundary. A newcomer arrives long before the

@@ -73,8 +73,7 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 
 class UnattributedFailures:
-    """Counts communication errors at the same step, generation after generation, in complete groups without a lost
-    rank.
+    """Counts communication errors at the same step, over generations, in complete groups without a lost rank.
 
     Such errors recur at every attempt.
 
@@ -160,11 +159,11 @@ logger = logging.getLogger(__name__)
 
 TrainingFunction = Callable[[Run], None]
 REPLACEMENT_WAIT_S = 0.5
-"""Longest wait until a process that replaces another hears of its generation; a spare's wait may take hours."""
+"""Longest wait until a process that replaces another learns of its generation; a spare's wait may take hours."""
 
 
 def _show(text: str) -> None:
-    """Print to stderr, if the training function left a usable one; the job hears of it in any case."""
+    """Print to stderr, if the training function left a usable one; the error is reported to the job in any case."""
     with contextlib.suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)
 
@@ -467,8 +466,7 @@ class Worker:
         )
 
     def _report_user_error(self, spec: GenerationSpec, member: Member, error: str, trace: str) -> None:
-        """Report the training function's own error, which no generation explained, and wait for the decision about the
-        job.
+        """Report the training function's own, unexplained error, and wait for the decision about the job.
 
         Raises:
             SystemExit: With status 1, no decision came within ``job_decision_wait_s``.

@@ -114,8 +114,7 @@ class _LayoutAgreement(NamedTuple):
 
 
 class SnapshotPlanner:
-    """Makes plans in the copier thread: exchange layouts, divide state, agree on slots, build the manifest, open the
-    segment.
+    """Makes plans in the copier thread: exchanges layouts, divides state, agrees on slots, opens the segment.
 
     Args:
         versions_to_carry: Returns the versions to move into a segment of fewer slots, the most important first.

@@ -216,7 +216,7 @@ class SnapshotPace:
 
     @property
     def is_fixed(self) -> bool:
-        """Whether the user chose the pace, so that nobody needs to measure."""
+        """True if the user chose the pace, so that nobody needs to measure."""
         return self._fixed is not None
 
     def interval_at(self, step: int) -> int:

@@ -262,8 +262,7 @@ def _least_loaded(
 
 
 def build_manifest(rank: int, layouts: Sequence[Layout], share: RankShare, blob_capacity: int) -> Manifest:
-    """Return the slot layout of a rank's share: exclusive pieces, the Python state, then pieces that other ranks hold
-    too.
+    """Return the slot layout of a share: exclusive pieces, Python state, then pieces that other ranks hold too.
 
     ``blob_capacity`` is the room for Python state in bytes. Python state travels with the exclusive pieces, if there
     are any; otherwise other ranks hold this rank's tensors, and its Python state too.

@@ -146,7 +146,7 @@ class PlanManager:
 
     @property
     def candidates_only(self) -> bool:
-        """Whether only versions to be committed are stored; the same on all ranks from the planned step on."""
+        """True if only versions to be committed are stored; the same on all ranks from the planned step on."""
         return self._planner.agreed.provision.candidates_only
 
     def plan_for(self, scan: TensorScan) -> ActivePlan | None:

@@ -65,7 +65,7 @@ class SealReporter:
 
     @property
     def is_copying(self) -> bool:
-        """Whether ``await_copies`` would wait now."""
+        """True if ``await_copies`` would wait now."""
         return self._replicating is not None and not self._is_replication_failing and not self._replicating.done()
 
     def await_copies(self) -> None:

@@ -62,7 +62,7 @@ class SnapshotOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def candidates_only(self) -> bool:
-        """Whether the user chose to store only versions to be committed."""
+        """True if the user chose to store only versions to be committed."""
         return self.slots == CANDIDATE_ONLY_SLOTS
 
 
@@ -81,7 +81,7 @@ class SlotProvision(msgspec.Struct, frozen=True):
 
     @property
     def candidates_only(self) -> bool:
-        """Whether only versions to be committed are stored."""
+        """True if only versions to be committed are stored."""
         return self.slots == CANDIDATE_ONLY_SLOTS
 
 

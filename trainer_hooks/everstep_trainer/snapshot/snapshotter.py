@@ -80,7 +80,7 @@ def store_with_covers(
 log = logging.getLogger(__name__)
 
 PLAN_WAIT_S = 2.0
-"""How long ``wait`` lets a snapshot be planned before training goes on without it."""
+"""Longest time that ``wait`` lets a snapshot be planned before training goes on without it."""
 PLAN_TIMEOUT_S = 10.0
 """Time for making a plan, without training waiting: ranks that change at different steps meet in it."""
 RETRY_S = 5.0
@@ -91,7 +91,7 @@ MAX_REST_S = 0.05
 """Longest pause before a copy on the CPU is hashed; it pauses as long as the copy took. Ranks that share cores begin
 together, and the first to finish must not take cores from those that still block their training."""
 COPIER_POLL_S = 0.02
-"""How often the copier looks for snapshots that the training thread copied itself: it is not woken for them."""
+"""Interval at which the copier looks for snapshots that the training thread copied itself: it is not woken for them."""
 
 
 class Snapshotter:

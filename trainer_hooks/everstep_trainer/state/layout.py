@@ -51,7 +51,7 @@ ALIGN = 64
 
 
 class Sharing(StrEnum):
-    """How the ranks that hold the same box relate to each other.
+    """Relation between the ranks that hold the same box.
 
     EQUAL: bit for bit the same on all, so any rank's will do. FIRST_RANK: the lowest rank's counts (buffers that DDP
     broadcasts from rank 0). PER_RANK: each rank has its own values; the tensor is stored with the rank as an extra

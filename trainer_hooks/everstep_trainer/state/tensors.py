@@ -165,7 +165,7 @@ class TrackedTensor(msgspec.Struct, frozen=True):
 
     @property
     def is_volatile(self) -> bool:
-        """Whether forward passes may change it, so that it must be copied before the next one."""
+        """True if forward passes may change it, so that it must be copied before the next one."""
         return self.sharing is not Sharing.EQUAL
 
     def current(self) -> torch.Tensor:

@@ -255,7 +255,7 @@ class TrackedState:
 
     @property
     def has_optimizers(self) -> bool:
-        """Whether an optimizer is tracked, so that changes are announced by its steps."""
+        """True if an optimizer is tracked, so that changes are announced by its steps."""
         return bool(self._optimizers)
 
     def is_unchanged(self) -> bool:

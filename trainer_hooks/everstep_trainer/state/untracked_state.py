@@ -41,8 +41,7 @@ class ReplicaSync:
         self._models.append((model, frozenset(ignored), group))
 
     def broadcast(self, objects: Mapping[str, object], exclude: Iterable[str]) -> None:
-        """Broadcast rank 0's values of everything that was not restored, after restoring ``objects`` without
-        ``exclude``.
+        """Broadcast rank 0's values of everything that the restore of ``objects`` without ``exclude`` left out.
 
         A collective. Ranks compare digests first, since usually all have read or computed the same values.
         """
