@@ -149,14 +149,17 @@ class Run:
 
     @property
     def rank(self) -> int:
+        """Number of this rank in its generation, from 0. It may change from one generation to the next."""
         return self._context.rank
 
     @property
     def world_size(self) -> int:
+        """Number of ranks in this generation."""
         return self._context.world_size
 
     @property
     def local_rank(self) -> int:
+        """Number of this rank on its node, from 0; the same in every generation."""
         return self._context.local_rank
 
     @property
@@ -171,6 +174,7 @@ class Run:
 
     @property
     def device(self) -> torch.device:
+        """The CUDA device of this rank under NCCL, otherwise the CPU."""
         return self._context.device
 
     @property
