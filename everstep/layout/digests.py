@@ -19,7 +19,7 @@ from everstep.native import DIGEST_BYTES
 
 
 class RangeHasher:
-    """Compute the xxh3-128 of each range from the ranges' bytes, fed in order while they are still in the cache.
+    """Computes the xxh3-128 of each range from the ranges' bytes, fed in order while they are still in the cache.
 
     Args:
         lengths: Lengths of the ranges, bytes.

@@ -41,7 +41,7 @@ ACCUMULATION_CHECK_STEPS = 32
 
 
 class OptimizerHooks:
-    """Call ``before_update`` before each step of the watched optimizers, until ``close``.
+    """Calls ``before_update`` before each step of the watched optimizers, until ``close``.
 
     ``close`` matters for an optimizer that outlives its generation: the next generation's run hooks it again.
     ``log_fields`` are added to log records.

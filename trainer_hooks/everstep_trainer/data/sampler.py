@@ -105,7 +105,7 @@ class StepPart(msgspec.Struct, frozen=True):
 
 
 class ElasticSampler:
-    """Split a constant global batch over any number of ranks.
+    """Splits a constant global batch over any number of ranks.
 
     Step ``s`` (from 1) takes positions ``(s - 1) * global_batch`` up to ``s * global_batch`` of an endless sequence of
     shuffled epochs. A batch may straddle two epochs, so that no sample is dropped. With ``drop_last`` an epoch ends at

@@ -99,7 +99,7 @@ def _preserve_rng_state() -> Iterator[None]:
 
 
 class MapBatchDataset:
-    """Adapt a map-style data set to batch requests: torch's fetcher passes a whole request to ``__getitems__``.
+    """Adapts a map-style data set to batch requests: torch's fetcher passes a whole request to ``__getitems__``.
 
     With ``fetch_together`` all samples of a request are fetched at once, with streams seeded from the first position.
     """
@@ -169,7 +169,7 @@ class StreamSampler:
 
 
 class StreamReader:
-    """Read samples of one stream at rising positions. Raises ValueError if an epoch of the data has no samples."""
+    """Reads samples of one stream at rising positions. Raises ValueError if an epoch of the data has no samples."""
 
     def __init__(self, dataset: Iterable[Any], seed: int = 0) -> None:
         self._dataset = dataset
@@ -223,7 +223,7 @@ class StreamReader:
 
 
 class StreamBatchDataset(IterableDataset[Any]):
-    """Yield whole batches to a DataLoader without a batch size.
+    """Yields whole batches to a DataLoader without a batch size.
 
     Worker ``w`` of ``n`` makes each ``n``-th batch, which is the order in which the DataLoader asks its workers. Each
     worker reads the whole sequence. Data sets that split themselves by ``get_worker_info()``, as torch's documentation

@@ -148,7 +148,7 @@ class _Progress:
 
 
 class EverstepCallback(Callback):
-    """Track model, optimizers, schedulers, loss scaler and progress, and finish a step of the run with each update.
+    """Tracks model, optimizers, schedulers, loss scaler and progress; finishes a step of the run with each update.
 
     Args:
         run: The run of the training function.

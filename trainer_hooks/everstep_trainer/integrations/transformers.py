@@ -73,7 +73,7 @@ class _RemainingBatches:
 
 
 class _EverstepCallback(TrainerCallback):
-    """Track model, optimizer, schedule and loss scaler, and finish a step of the run with each update."""
+    """Tracks model, optimizer, schedule and loss scaler, and finishes a step of the run with each update."""
 
     def __init__(self, trainer: Trainer, run: Run, seed: int, extra_objects: dict[str, Any]) -> None:
         self._trainer = trainer

@@ -33,27 +33,27 @@ class WorkerPoolSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StartWorker(msgspec.Struct, frozen=True):
-    """Fork a worker; with ``local_rank`` None, a standby."""
+    """Action: fork a worker; with ``local_rank`` None, a standby."""
 
     serial: int
     local_rank: int | None
 
 
 class ScheduleStandby(msgspec.Struct, frozen=True):
-    """Call ``handle_standby_due`` after ``delay_s``."""
+    """Action: call ``handle_standby_due`` after ``delay_s``."""
 
     delay_s: float
 
 
 class PromoteWorker(msgspec.Struct, frozen=True):
-    """Give a standby its local rank."""
+    """Action: give a standby its local rank."""
 
     serial: int
     local_rank: int
 
 
 class ReportExit(msgspec.Struct, frozen=True):
-    """Report the death of a local rank's process to the agent, and whether it is being replaced."""
+    """Action: report the death of a local rank's process to the agent, and whether it is being replaced."""
 
     local_rank: int
     pid: int

@@ -45,7 +45,7 @@ class Destination(msgspec.Struct, frozen=True):
 
 
 class VaultReader(StorageReader):
-    """Read the newest complete checkpoint of the memory tier, or that of one step, into any layout.
+    """Reads the newest complete checkpoint of the memory tier, or that of one step, into any layout.
 
     Use it with ``planner=VaultLoadPlanner()``. All ranks load together.
 

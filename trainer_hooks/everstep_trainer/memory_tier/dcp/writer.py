@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 class VaultWriter(StorageWriter):
-    """Write checkpoints into the memory tier; it keeps the last two and the newest that all ranks wrote.
+    """Writes checkpoints into the memory tier, which keeps the last two and the newest that all ranks wrote.
 
     Use it with ``planner=VaultSavePlanner()``. DCP's own collectives make one checkpoint of all ranks. ``async_save``
     works too, with ``process_group=`` a separate group made in this generation.
