@@ -149,14 +149,14 @@ class GenerationReason(StrEnum):
 class Finding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A fact about a node, with the data to check it.
 
+    ``key`` identifies the finding on its node (kind and subject): a second report with the same key updates the first.
+
     Attributes:
         value: Measured value, in the unit that ``message`` names.
         threshold: Threshold, in the same unit.
         rule: Id of the policy rule that turned the sample into a finding.
         source: Where the rule's number comes from.
         since: Wall seconds.
-
-    ``key`` identifies the finding on its node (kind and subject): a second report with the same key updates the first.
     """
 
     kind: FindingKind

@@ -311,16 +311,16 @@ class CheckCapacity(Message, frozen=True, kw_only=True, tag=True):
 class SlotSealed(Message, frozen=True, kw_only=True, tag=True):
     """From a rank: slot ``slot`` of its segment is sealed. The vault replicates it and answers ``Replicated``.
 
+    A node that is still busy with an older slot of this rank gets the newest next, or the newest that may be committed.
+    The others fail with "superseded by VERSION". Refused (``RequestFailed``) with NotFound if the slot is not sealed as
+    that version, and with StaleGeneration if ``generation`` is over.
+
     Attributes:
         replicate_ranges: Byte ranges (offset, length) of the slot's payload that no other rank holds and that go to
             ``replica_nodes``. Empty if equal copies elsewhere already make it safe. Otherwise the whole slot (manifest,
             payload, digests) is copied, so that each copy can be checked and served by itself.
         keep: Versions that the rank does not overwrite, and its copies must not either.
         commit_candidate: This version may be committed.
-
-    A node that is still busy with an older slot of this rank gets the newest next, or the newest that may be committed.
-    The others fail with "superseded by VERSION". Refused (``RequestFailed``) with NotFound if the slot is not sealed as
-    that version, and with StaleGeneration if ``generation`` is over.
     """
 
     request: int
@@ -392,15 +392,15 @@ class InventoryAnswer(Message, frozen=True, kw_only=True, tag=True):
 class Fetch(Message, frozen=True, kw_only=True, tag=True):
     """From a rank: copy a slot's manifest, or ranges of a slot that is gone. The vault answers ``Fetched``.
 
+    ``RequestFailed`` with NotRestorable if more is lost than the group can rebuild, and with ``malformed`` for ranges
+    without a group: ranks read existing slots themselves (``OpenPeerConnection``).
+
     Attributes:
         ranges: (offset, length) in the slot's payload, written one after another from ``target_offset`` on. Empty: the
             manifest.
         target_path: A scratch file under the segment directory.
         parity_group: Nobody holds the slot any more; rebuild it from this group, which contains it (``node`` is
             ignored).
-
-    ``RequestFailed`` with NotRestorable if more is lost than the group can rebuild, and with ``malformed`` for ranges
-    without a group: ranks read existing slots themselves (``OpenPeerConnection``).
     """
 
     request: int
