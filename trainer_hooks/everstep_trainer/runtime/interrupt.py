@@ -89,26 +89,27 @@ class Interrupter:
         self._recorded_error: BaseException | None = None
 
     def record_interruption(self, error: BaseException) -> None:
-        """Record the error, Regroup or a collective's, that told the current ``run`` of its generation's end."""
+        """The running ``run`` was told by ``error``, Regroup or that of a collective, that its generation is over."""
         if self._recorded_error is None:
             words = f"the training function caught {type(error).__name__}: {error}"
             self._recorded_error = error if isinstance(error, Regroup) else dist.DistBackendError(words)
 
     def raise_if_interrupted(self) -> None:
-        """Raise the recorded error again before a step counts as finished, since training code has caught it."""
+        """Where a step of the running ``run`` is about to count: raises again what it was told by, since training
+        code has caught that and gone on."""
         if self._raised:
             raise Regroup
         if self._recorded_error is not None:
             raise self._recorded_error
 
     def request_regroup(self) -> None:
-        """End the current ``run`` with Regroup at its next module call; for another thread."""
+        """From another thread: the running ``run`` ends with Regroup where it calls a module next."""
         with self._lock:
             if self._open and not self._raised and self._module_hook is None:
                 self._module_hook = register_module_forward_pre_hook(self._at_module_call)
 
     def interrupt(self) -> bool:
-        """End the current ``run`` with Regroup; for another thread. Return False if none is running."""
+        """From another thread: makes the running ``run`` end with Regroup. False where there is none to end."""
         with self._lock:
             if not self._open or self._raised:
                 return False
@@ -257,13 +258,9 @@ def _wait_for_message(work: dist.Work) -> bool:
 
 
 def set_wait_callbacks(is_over: Callable[[], bool], on_error: Callable[[BaseException], object] = bool) -> None:
-    """Set the callbacks for waits of the main thread inside the training function.
-
-    Args:
-        is_over: Returns whether the generation is over; a wait then raises Regroup.
-        on_error: Receives the errors of waits without a time-out of their own.
-    """
-    global _over, _failed  # one main thread, one training function
+    """Waits of the main thread that begin inside the training function raise Regroup once ``is_over`` is true;
+    ``on_error`` is told what they raise, but where they have a time-out of their own."""
+    global _is_over, _on_error  # one main thread, one training function
     _is_over, _on_error = is_over, on_error
 
 
@@ -276,7 +273,7 @@ def install_sliced_waits() -> None:
 
 
 def wait_unless(work: dist.Work, is_over: Callable[[], bool]) -> None:
-    """Wait for a collective on host tensors; raise Regroup if ``is_over`` becomes true first."""
+    """Waits for a collective on host tensors; raises Regroup when ``is_over`` becomes true first."""
     while True:
         try:
             _original_wait(work, WAIT_SLICE)
@@ -290,7 +287,7 @@ def wait_unless(work: dist.Work, is_over: Callable[[], bool]) -> None:
 
 
 def poll_unless(work: dist.Work, is_over: Callable[[], bool]) -> None:
-    """Wait for a collective on GPU tensors; raise Regroup if ``is_over`` becomes true first.
+    """Waits for a collective on GPU tensors; raises Regroup when ``is_over`` becomes true first.
 
     The work is polled. NCCL must not be given a time-out: when one passes, torch marks the work as failed and aborts
     the communicator.
