@@ -212,7 +212,7 @@ class Loader:
         """Return this rank's samples of the step, int64; for a stream, their positions."""
         return self._sampler.indices(step)
 
-    def weight(self, step: int) -> float:
+    def loss_weight(self, step: int) -> float:
         """Return the loss factor; see `ElasticSampler.loss_weight`."""
         return self._sampler.loss_weight(step)
 

@@ -121,7 +121,7 @@ def test_events_page_has_kinds_of_every_part() -> None:
         "rank.lost",
         "job.created",
         "job.<state>",
-        "operator.<kind>",
+        "operator.<action>",
         "database.unavailable",
     }
     assert len(Decision) > 1

@@ -1,0 +1,57 @@
+"""Pin what ``import everstep`` offers to a training script."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import everstep
+
+SCRIPT = '''
+import everstep
+import torch
+from torch import nn
+
+
+def train(run: everstep.Run) -> None:
+    model = nn.Linear(4, 1)
+    replicated = run.replicate(model)
+    optimizer = torch.optim.AdamW(replicated.parameters())
+    sampler = run.sampler(100, global_batch=4)
+    run.track(model=model, optimizer=optimizer, sampler=sampler)
+    for _ in run.steps(until=10):
+        optimizer.zero_grad()
+        replicated(torch.ones(4, 4)).sum().backward()
+        optimizer.step()
+
+
+if __name__ == "__main__":
+    everstep.main(train)
+'''
+
+
+def test_public_names_are_pinned() -> None:
+    assert sorted(everstep.__all__) == ["ElasticSampler", "HookSettings", "Regroup", "Run", "main"]
+    assert all(getattr(everstep, name) is not None for name in everstep.__all__)
+
+
+def test_unknown_name_is_refused() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = everstep.nothing  # type: ignore[attr-defined]
+
+
+def test_import_of_everstep_loads_no_torch() -> None:
+    code = "import sys, everstep; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0
+
+
+@pytest.mark.slow
+def test_script_of_a_user_passes_mypy_strict(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path / "cache"), str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, timeout=230)
+    assert done.returncode == 0, done.stdout
