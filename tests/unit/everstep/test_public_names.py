@@ -10,7 +10,7 @@ import pytest
 
 import everstep
 
-SCRIPT = '''
+SCRIPT = """
 import everstep
 import torch
 from torch import nn
@@ -30,7 +30,7 @@ def train(run: everstep.Run) -> None:
 
 if __name__ == "__main__":
     everstep.main(train)
-'''
+"""
 
 
 def test_public_names_are_pinned() -> None:
