@@ -1,1 +1,4 @@
-"""Record what the core was told and decided, and decide it again."""
+"""Journal of the core's events and decisions: recording, replay, and trials of policy changes.
+
+No decision depends on the journal.
+"""

@@ -1,12 +1,12 @@
-"""The journal: what the core was told and what it decided, written so that any hour of it can be decided again.
+"""Record the core's events and decisions in a journal from which any hour can be replayed.
 
-A journal is a directory of segments. Each begins with the whole state, so that it stands by itself, and goes on with
-one entry per event: the event, what its rules read of heartbeats (``Turn.reads``: beats themselves are too many), and
-the decisions in words. It is for people: no decision rests on it, and where its disk is slow or full the journal gets
-a gap, never the controller. Secrets are blanked out.
+A journal is a directory of segments. Each segment begins with the whole state, and continues with one entry per event:
+the event, the heartbeat data that rules read for it (``Transition.reads``; heartbeats themselves are too many), and the
+decisions as text. No decision depends on the journal. If its disk is slow or full, the journal gets a gap and the
+controller goes on. Secrets are blanked out.
 
-A segment is a line ``MAGIC`` and a zlib stream of frames: a 4-byte big-endian length and MessagePack; first a
-``Beginning``, then ``Entry``.
+A segment is the line ``MAGIC`` and a zlib stream of frames, each a 4-byte big-endian length and MessagePack: first a
+``SegmentStart``, then ``JournalEntry`` frames.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ log = logging.getLogger(__name__)
 MAGIC = b"everstep-journal 1\n"
 SUFFIX = ".journal"
 SEGMENT_BYTES = 64 << 20
-"""Bytes written, compressed, after which the next segment begins."""
+"""Compressed bytes after which the next segment begins."""
 SEGMENT_S = 86400.0
 """Seconds after which the next segment begins."""
 DRAIN_TIMEOUT_S = 5.0
-"""For how long somebody who wants to read what was decided just now waits for the disk."""
+"""Maximum seconds that a reader of the newest decisions waits for the disk."""
 MAX_PENDING_BYTES = 16 << 20
-"""What may wait for the disk beside how a segment begins, which is the whole state; beyond it the segment ends there,
+"""Maximum bytes that may wait for the disk, not counting the state at the segment's start. Beyond it the segment ends
 and another begins."""
 RETRY_S = 10.0
-"""Seconds from the beginning of a segment that failed to that of the next: each costs the whole state in words."""
+"""Seconds from the start of a failed segment to the start of the next one: each start encodes the whole state."""
 FLUSH_BYTES = 64 << 10
 FLUSH_S = 0.2
-"""Either makes the next event take what waits to the disk."""
+"""Waiting data is handed to the disk at the next event after either limit."""
 FRAME_LIMIT = 1 << 30
 _LONGEST_LINE = 64
 _BLANK = "0" * 64
@@ -59,37 +59,34 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class SegmentStart(msgspec.Struct, frozen=True, kw_only=True):
-    """How a segment begins: the state before its first event (``FleetState`` in MessagePack, secrets blank).
-
-    ``follows``: this controller wrote the segment before, to its end.
-    """
+    """The first frame of a segment."""
 
     version: str
     at: float
-    state: msgspec.Raw
-    is_continuation: bool = False
+    state: msgspec.Raw  # ``FleetState`` before the first event, in MessagePack, with blank secrets
+    is_continuation: bool = False  # this controller completed the segment before
 
 
 class JournalEntry(msgspec.Struct, frozen=True, array_like=True):
-    """One event that was handled. ``decisions``: ``describe`` of its effects; ``digest``: a hash of the effects in
-    full."""
+    """One handled event."""
 
     at: float
     event: Event
     reads: tuple[RecordedRead, ...]
-    decisions: tuple[str, ...]
-    digest: int
+    decisions: tuple[str, ...]  # ``describe`` of its effects
+    digest: int  # hash of the complete effects
 
 
 class Journal:
-    """Writes the journal; every method belongs to the loop's thread and waits for no disk.
+    """Writes the journal. Every method runs in the loop's thread and never waits for the disk, except ``drain``.
 
     Args:
-        directory: made where it is missing, for its owner only. Raises ConfigurationError where that fails.
-        most_bytes, keep_s: older segments are deleted beyond either.
+        directory: created with access for its owner only if missing. Raises ConfigurationError if that fails.
+        max_bytes: maximum size of all segments; the oldest are deleted.
+        keep_s: seconds after which segments are deleted.
 
     Attributes:
-        gaps: segments that ended early, and lack what came until the next.
+        gaps: number of segments that ended early, each followed by a gap.
     """
 
     def __init__(self, directory: Path, *, max_bytes: int, keep_s: float, segment_bytes: int = SEGMENT_BYTES) -> None:
@@ -113,7 +110,7 @@ class Journal:
         self.gaps = 0
 
     def decide(self, state: FleetState, event: Event, now: float) -> list[Effect]:
-        """``fleet.handle``, written down. Raises as that does, with nothing changed and nothing written."""
+        """Run the core on an event and record it. If the core raises, nothing is changed or recorded."""
         self._before(state, now)
         turn = engine.run_transition(state, event, now)
         effects = turn.finish()
@@ -124,7 +121,7 @@ class Journal:
         return effects
 
     def _before(self, state: FleetState, now: float) -> None:
-        """Begins a segment where one is due."""
+        """Begin a segment if one is due."""
         segment = self._segment
         if segment is not None and not self._is_over(segment, now):
             return
@@ -155,7 +152,7 @@ class Journal:
         self._waiting += len(body).to_bytes(4, "big") + body
 
     def flush(self) -> None:
-        """Hands what waits to the disk's thread, unless that is busy: then the next call does."""
+        """Hand waiting data to the disk's thread, unless the thread is busy; a later call does it then."""
         segment = self._segment
         if segment is None or not self._waiting or (self._writing is not None and not self._writing.done()):
             if len(self._waiting) > MAX_PENDING_BYTES + self._beginning_bytes:
@@ -180,10 +177,10 @@ class Journal:
         self._segment = None
 
     async def drain(self) -> None:
-        """Waits until the disk has everything that was decided before. Raises Unavailable where it takes too long."""
+        """Wait until the disk has all earlier decisions. Raises Unavailable if that takes too long."""
         try:
             async with asyncio.timeout(DRAIN_TIMEOUT_S):
-                for _ in range(2):  # what the disk's thread is busy with, and then what waited for that
+                for _ in range(2):  # first the data being written, then the data that waited for it
                     self.flush()
                     await asyncio.wrap_future(self._thread.submit(lambda: None))
         except TimeoutError:
@@ -193,13 +190,13 @@ class Journal:
             ) from None
 
     def close(self) -> None:
-        """Writes what waits."""
+        """Write waiting data and end the journal's thread."""
         self._end_segment()
         self._thread.shutdown()
 
 
 class _Segment:
-    """One file; its methods run in the journal's thread, ``failed`` and ``written`` are read from the loop's."""
+    """One file. Methods run in the journal's thread; the loop's thread reads ``failed`` and ``written``."""
 
     def __init__(self, path: Path, began_at: float) -> None:
         self.path = path
@@ -232,7 +229,7 @@ class _Segment:
 
 
 def _blanked(state: FleetState) -> bytes:
-    """The state without its secrets. They are looked for in the jobs alone: nodes are a hundred times as much."""
+    """Return the encoded state without secrets. Only jobs are searched: nodes have none and are far larger."""
     body = _encoder.encode(state.jobs)
     for job in state.jobs.values():
         if job.secret:
@@ -242,7 +239,7 @@ def _blanked(state: FleetState) -> bytes:
 
 
 def segments(directory: Path) -> list[Path]:
-    """The segments of a journal, oldest first."""
+    """Return the segments of a journal, oldest first."""
     return sorted(directory.glob("*" + SUFFIX))
 
 
@@ -256,14 +253,15 @@ def _prune(directory: Path, most_bytes: int, not_before: float) -> None:
         del sizes[path]
 
 
-# --- reading -----------------------------------------------------------------------------------------------------
+# ---- reading
 
 
 def read_segment(path: Path) -> tuple[SegmentStart, Iterator[JournalEntry]]:
-    """A segment's beginning and its entries, as far as they were written.
+    """Return a segment's start and its entries, as far as they were written.
 
-    Raises MalformedMessage for what is no journal, or one that this release does not understand (entries as they are
-    read), OSError where it cannot be read.
+    Raises:
+        MalformedMessage: the file is no journal, or of an incompatible release. Entries raise it when they are read.
+        OSError: the file cannot be read.
     """
     file = path.open("rb")
     if (line := file.readline(_LONGEST_LINE)) != MAGIC:
@@ -319,7 +317,7 @@ def _frames(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _inflated(file: BinaryIO) -> Iterator[bytes]:
-    """What was written before a crash cut the stream off."""
+    """Yield the decompressed data up to the end, or up to a cut by a crash."""
     inflate = zlib.decompressobj()
     while data := file.read(1 << 20):
         try:

@@ -1,8 +1,7 @@
-"""A journal decided again: the same decisions today, or what differs.
+"""Replay a journal and compare today's decisions with the recorded ones.
 
-With the code and the policy of the time, every event leads to the same decisions as then. With a newer core the
-differences are shown as they arise; from the first one on, what follows in the journal happened in a world that had
-gone another way, and is to be read so. The same holds for another policy.
+With the same code and policy, every event leads to the recorded decisions. With newer code or another policy, replay
+shows the differences. After the first difference, the recorded events no longer fit the replayed state: read them so.
 """
 
 from __future__ import annotations
@@ -33,44 +32,37 @@ HIDDEN_DIFFERENCE = (
 
 
 class ReplayedEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """One event, decided again.
-
-    ``then`` and ``now`` are decisions in lines; ``hidden``: these are the same, and what they leave out is not.
-    ``verdicts`` are today's. ``ordered``: an operator's order about a node.
-    """
+    """One event, decided again."""
 
     at: float
     event_name: str
     trace: str
     node: str
     job: str
-    recorded: tuple[str, ...]
-    replayed: tuple[str, ...]
-    verdicts: tuple[Verdict, ...]
-    is_operator_order: bool
-    has_hidden_difference: bool = False
+    recorded: tuple[str, ...]  # recorded decisions, as lines
+    replayed: tuple[str, ...]  # today's decisions, as lines
+    verdicts: tuple[Verdict, ...]  # today's verdicts
+    is_operator_order: bool  # an operator's order about a node
+    has_hidden_difference: bool = False  # equal lines, but the complete effects differ
 
     @property
     def differs(self) -> bool:
         return self.has_hidden_difference or self.recorded != self.replayed
 
     def difference(self) -> list[str]:
-        """A unified difference without its header: ``-`` then, ``+`` now."""
+        """Return a unified diff without its header: ``-`` recorded, ``+`` replayed."""
         if self.has_hidden_difference:
             return [*(f" {line}" for line in self.replayed), HIDDEN_DIFFERENCE]
         return list(difflib.unified_diff(self.recorded, self.replayed, lineterm="", n=100))[3:]
 
 
 class Recording(msgspec.Struct, frozen=True, kw_only=True):
-    """A segment, opened: which release wrote it, when it begins, and its events decided again, one by one.
+    """An open segment, whose events are decided again one by one."""
 
-    ``follows``: whether nothing was left out between the segment before and this one. ``state`` goes on with ``steps``.
-    """
-
-    version: str
+    version: str  # release that wrote the segment
     begins_at: float
-    is_continuation: bool
-    state: FleetState
+    is_continuation: bool  # nothing is missing between the segment before and this one
+    state: FleetState  # advances with ``events``
     events: Iterator[ReplayedEvent]
 
     @property
@@ -79,10 +71,15 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def replay(segment: Path, policy: CorePolicy | None = None, before: FleetState | None = None) -> Recording:
-    """Decides a segment again, with the policy of the time or with ``policy``; from the state that it begins with, or
-    from ``before``, that of the segment which it follows.
+    """Decide a segment again.
 
-    Raises MalformedMessage for what is no journal, or one whose state this release does not understand.
+    Args:
+        segment: the segment's file.
+        policy: policy to use instead of the recorded one.
+        before: final state of the segment before, to use instead of the recorded start if this segment continues it.
+
+    Raises:
+        MalformedMessage: the file is no journal, or this release does not understand its state.
     """
     beginning, entries = read_segment(segment)
     if before is not None and beginning.is_continuation:
@@ -128,10 +125,10 @@ def _steps(state: FleetState, entries: Iterable[JournalEntry]) -> Iterator[Repla
 
 
 def _again(state: FleetState, entry: JournalEntry) -> tuple[tuple[str, ...], tuple[Verdict, ...], int]:
-    """Today's decisions: in lines, the verdicts among them, and the digest of all of it."""
+    """Return today's decisions as lines, the verdicts among them, and a digest of the complete effects."""
     try:
         effects: list[Effect] = engine.run_transition(state, entry.event, entry.at, entry.reads).finish()
-    except EverstepError as error:  # in a world that went another way, a node or a job may not be there
+    except EverstepError as error:  # after a difference, the node or job may not exist
         return (f"refused ({error.code}): {error}",), (), 0
     verdicts = tuple(effect.verdict for effect in effects if isinstance(effect, PutVerdict))
     words = tuple(describe(effects))
@@ -139,7 +136,7 @@ def _again(state: FleetState, entry: JournalEntry) -> tuple[tuple[str, ...], tup
 
 
 def _name(event: Event) -> str:
-    """What the event is, in a word or two."""
+    """Return a short name of the event."""
     if isinstance(event, ReportArrived):
         return f"{type(event.body).__name__} from {event.node}"
     if isinstance(event, HeartbeatChanged):
@@ -153,11 +150,10 @@ def _job_of(event: Event) -> str:
 
 
 # ---- replay command
-# ``everstep-controller replay``: shows a recorded incident again, as it was decided and as it would be today.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
+    """Add the arguments of ``everstep-controller replay``."""
     parser.add_argument("log", type=Path, metavar="LOG", help="a journal's directory, or one of its segments")
     parser.add_argument("--node", default="", help="only what the node said, or what names it")
     parser.add_argument("--job", default="", help="only what was said of the job, or what names it")
@@ -177,7 +173,7 @@ def _wall(text: str) -> float:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the incident; 1 where something would be decided otherwise, else 0. Raises NotFound, MalformedMessage."""
+    """Print the incident. Return 1 if any decision differs, else 0. Raises NotFound or MalformedMessage."""
     paths = segments(options.log) if options.log.is_dir() else [options.log]
     if not paths or not paths[0].exists():
         raise NotFound(f"no journal in {options.log}: give the directory that journal_dir names, or a *.journal file")

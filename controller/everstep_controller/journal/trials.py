@@ -1,4 +1,4 @@
-"""Changes of policy, tried on what this controller recorded: also while another one leads."""
+"""Try policy changes on this controller's journal, also while another controller leads."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ Flush = Callable[[], Awaitable[None]]
 
 
 async def _flush_nothing() -> None:
-    """Who records nothing has nothing to bring to the disk."""
+    """Do nothing: without a journal there is no data to flush."""
 
 
 class PolicyTrialRunner:
-    """One at a time, each in a process of its own: it is long work, and the loop has a fleet to look after.
+    """Runs one trial at a time, each in its own process, because a trial takes long and the event loop is busy.
 
     Args:
-        journal: the directory that is kept, empty for none.
-        flush: brings what is being recorded to the disk.
+        journal: the journal's directory; empty for none.
+        flush: writes pending journal data to the disk.
     """
 
     def __init__(self, journal: str, flush: Flush = _flush_nothing) -> None:
@@ -38,10 +38,12 @@ class PolicyTrialRunner:
         self._trying = asyncio.Lock()
 
     async def run(self, policy: CorePolicy, request: PolicyTrialRequest, now: float) -> PolicyTrialResult:
-        """What the change to ``policy`` would have done in the ``hours`` up to ``now``.
+        """Return what the change to ``policy`` would have done in the requested hours up to ``now``.
 
-        Raises what ``flush`` raises, ConfigurationError for a change that cannot be, Conflict where no journal is kept
-        or another change is being tried, NotFound where nothing is recorded.
+        Raises:
+            ConfigurationError: the change is invalid.
+            Conflict: no journal is kept, or another trial is running.
+            NotFound: nothing is recorded for that time.
         """
         changed = rulebook.apply_change(policy, request.change)
         if not self._journal:

@@ -1,6 +1,6 @@
-"""What another policy would have done with the recorded past: a journal decided again under it.
+"""Replay a journal under another policy and compare evictions.
 
-From the first decision that differs on, what is recorded happened in a world that went another way: read it so.
+After the first decision that differs, the recorded events no longer fit the replayed state: read them so.
 """
 
 from __future__ import annotations
@@ -27,31 +27,27 @@ from everstep_controller.journal.replay import Recording, ReplayedEvent, replay
 
 
 class PolicyTrialOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What a policy would have done with a stretch of the past. ``at`` of verdicts is when.
+    """What a policy would have done with a recorded period. A verdict's ``at`` is the time of its decision."""
 
-    ``evictions``: how many it would have carried out; those that operators ordered are left out everywhere. ``also``:
-    those of nodes that were not evicted, or not as often; ``not_then``: evictions of nodes that it would have left in.
-    ``events``: how many were decided again, from ``since`` on. ``stretches``: what is recorded without a gap.
-    """
-
-    since: float | None
-    events: int
-    evictions: int
-    added_evictions: tuple[Verdict, ...]
-    avoided_evictions: tuple[str, ...]
-    spans: tuple[RecordedSpan, ...]
+    since: float | None  # time of the first replayed event
+    events: int  # number of replayed events
+    evictions: int  # evictions under the policy, without operators' orders (as in all fields)
+    added_evictions: tuple[Verdict, ...]  # evictions of nodes that were not evicted, or less often
+    avoided_evictions: tuple[str, ...]  # evicted nodes that the policy would not have evicted
+    spans: tuple[RecordedSpan, ...]  # recorded periods without gaps
 
     @property
     def gaps(self) -> tuple[tuple[float, float], ...]:
-        """(from, to) of what is not recorded in between, since another controller led, this one was down, or its disk
-        failed."""
+        """Return (from, to) of each period between the spans that was not recorded."""
         return recording_gaps(self.spans)
 
 
 def replay_with_policy(journal: Path, policy: CorePolicy, since: float) -> PolicyTrialOutcome:
-    """Decides everything in ``journal`` (a directory) from ``since`` on again under ``policy``.
+    """Replay ``journal`` (a directory) from ``since`` on under ``policy``.
 
-    Raises NotFound where nothing was recorded since then, MalformedMessage as ``replay``.
+    Raises:
+        NotFound: nothing is recorded since then.
+        MalformedMessage: as from ``replay``.
     """
     reached = _reaching(segments(journal), since)
     if not reached:
@@ -79,7 +75,7 @@ class _Tally:
         self._begins_at = self._newest = 0.0
 
     def begin(self, segment: Recording) -> None:
-        """What comes next may follow what was counted."""
+        """Begin a segment, which may continue the previous one."""
         self._newest = max(self._newest, segment.begins_at)
         if segment.is_continuation and self._stretches:
             self._begins_at = self._stretches.pop().begins_at
@@ -87,7 +83,7 @@ class _Tally:
             self._begins_at = segment.begins_at
 
     def end(self, epoch: int) -> None:
-        """The segment is counted. It was written under that epoch."""
+        """End a segment that was written under ``epoch``."""
         self._stretches.append(RecordedSpan(begins_at=self._begins_at, ends_at=self._newest, epoch=epoch))
 
     def count(self, step: ReplayedEvent) -> None:
@@ -119,35 +115,34 @@ class _Tally:
 
 
 def _reaching(found: list[Path], since: float) -> list[Path]:
-    """Segments with events after ``since``: all that begin later, and the one before them."""
+    """Return the segments with events after ``since``: all that begin later, and the one before them."""
     later = [path for path in found if int(path.name[:15]) / 1000 > since]
     return found[-len(later) - 1 :]
 
 
 def _evicts(line: str) -> bool:
-    """Whether a line of ``describe`` is a verdict that evicts."""
+    """Return whether a line of ``describe`` is an evicting verdict."""
     return line.startswith("verdict ") and f"({Decision.EVICT}): " in line
 
 
 # ---- trial process
-# ``python -m everstep_controller.journal.what_if PARENT``: decides a journal again under another policy, as standard
-# input asks,
-# and says on standard output what came of it. It ends with its parent, of that process id.
+# ``python -m everstep_controller.journal.what_if PARENT`` reads a TrialRequest from standard input and writes a
+# TrialReply to standard output. The process ends with its parent.
 #
-# No pool of ``multiprocessing``: where the controller is killed, the worker of one waits on for ever, and so do its
-# semaphores in ``/dev/shm``.
+# A pool of ``multiprocessing`` is unsuitable: if the controller is killed, a worker and its semaphores in ``/dev/shm``
+# remain forever.
 
 
 class TrialRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """``since``: unix seconds. ``journal``: a directory."""
+    """A request to the trial process."""
 
-    journal: str
+    journal: str  # directory
     policy: CorePolicy
-    since: float
+    since: float  # unix seconds
 
 
 class TrialReply(msgspec.Struct, frozen=True, kw_only=True):
-    """What was found, or the code and words of the error for which nothing was."""
+    """The outcome, or the code and message of an error."""
 
     outcome: PolicyTrialOutcome | None = None
     code: str = ""
@@ -155,9 +150,12 @@ class TrialReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def run_trial(trial: TrialRequest) -> PolicyTrialOutcome:
-    """What that policy would have done; who is cancelled meanwhile ends the process.
+    """Run a trial in a child process; cancelling ends the process.
 
-    Raises NotFound where nothing is recorded, MalformedMessage, and Unavailable where the process ended without a word.
+    Raises:
+        NotFound: nothing is recorded.
+        MalformedMessage: a segment cannot be read.
+        Unavailable: the process ended without a reply.
     """
     command = [sys.executable, "-P", "-m", __name__, str(os.getpid())]
     process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
