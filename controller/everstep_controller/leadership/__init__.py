@@ -1,1 +1,1 @@
-"""Choose one leader among several controllers, and hand over between them."""
+"""Leader election among several controllers, and handover between them."""

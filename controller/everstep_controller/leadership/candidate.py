@@ -1,4 +1,4 @@
-"""One controller's part in the choice of a leader: it watches the lease, takes it when it may, and renews it."""
+"""Run one controller's part in the leader election: watch the lease, take it when allowed, and renew it."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from everstep_controller.store.threads import CallTimeout, DatabaseStore, Databa
 log = logging.getLogger(__name__)
 
 LOOK_INTERVAL_S = 0.1
-"""Seconds between two looks at the lease: how soon a leader's death is seen, for ten small statements a second."""
+"""Seconds between reads of the lease. A leader's death is noticed this soon, for ten small statements per second."""
 STARTUP_LEASE_S = 30.0
-"""What the first lease is longer by: restoring a large fleet keeps the event loop from renewing it. A leader that dies
-meanwhile is missed by its lock as ever."""
+"""Extra seconds of the first lease: restoring a large fleet keeps the event loop from renewing it. A leader that dies
+meanwhile is still noticed by its released lock."""
 OUTAGE_LOOK_INTERVAL_S = 0.5
-"""The same while the database is away."""
+"""Seconds between reads of the lease while the database is unavailable."""
 CONTACT_WRITE_INTERVAL_S = 2.0
-"""Seconds between two times that a standby writes down how many nodes insist on it, while any does."""
+"""Seconds between writes of a standby's count of persistent nodes, while there are any."""
 
 CheckStandbys = Callable[[StandbyReport], Awaitable[Resignation | None]]
-"""What a leader concludes from what standbys have written down."""
+"""Returns a leader's conclusion from the reports of standbys."""
 
 
 class Election(NamedTuple):
-    """What a leader starts from, and how long it leads."""
+    """The state that a new leader starts from, and its tenure."""
 
     loaded: LoadedState
     known_records: KnownRecords
@@ -51,15 +51,16 @@ class Election(NamedTuple):
 
 
 class Candidate:
-    """A database session for one stay as standby and the tenure that follows it.
+    """One controller's database session, from standing by to the end of the tenure that follows.
 
     Args:
-        name: of this controller, unlike any other's.
-        address: where others reach it, told as a hint; empty for none.
-        lease_s, renew_s: how long the lease holds, and how often its holder renews it.
-        threshold: closed while the lease is taken. Who goes on from there opens it.
-        knocks: nodes that were sent on.
-        goes_last: this one gave the lease up, since nodes did not reach it: any other may have it first.
+        name: unique name of this controller.
+        address: where others reach this controller, stored as a hint; empty for none.
+        lease_s: seconds that the lease lasts.
+        renew_s: seconds between renewals.
+        takeover_gate: closed while the lease is taken. The caller opens it once this controller leads.
+        contacts: nodes that contacted this standby.
+        resigned_before: this controller gave up the lease because nodes did not reach it, so others go first.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class Candidate:
         self.first_look_done = asyncio.Event()
 
     async def wait_for_election(self, store: DatabaseStore, known_records: Callable[[], KnownRecords]) -> Election:
-        """Stands by until this controller leads; what it starts from. ``known``: what it has read ahead by then."""
+        """Stand by until this controller leads. Pass the records read ahead in ``known_records``."""
         while True:
             seen = await self._wait_for_reason()
             self._takeover_gate.close()
@@ -112,8 +113,12 @@ class Candidate:
             await asyncio.sleep(LOOK_INTERVAL_S)
 
     async def renew_until_lost(self, epoch: int, tenure: Tenure, check_standbys: CheckStandbys) -> None:
-        """Keeps the lease for as long as it lasts. Raises Superseded when another controller has it, and Resigned when
-        ``watch``, which is asked after each renewal, would have it given up."""
+        """Renew the lease until it is lost. ``check_standbys`` runs after each renewal.
+
+        Raises:
+            Superseded: another controller has the lease.
+            Resigned: ``check_standbys`` asked to give the lease up.
+        """
         asked_at = self._clock.monotonic()
         while True:
             await asyncio.sleep(max(0.0, asked_at + self._renew_s - self._clock.monotonic()))
@@ -129,24 +134,26 @@ class Candidate:
                 self._note_outage(str(error))
 
     async def close(self) -> None:
-        """Ends the session: whoever waits for the lease may have it at once."""
+        """End the session, which frees the lease's lock at once."""
         await asyncio.to_thread(self._lane.close, self._session.close)
         self._engine.dispose()
 
     def _renew(self, epoch: int) -> StandbyReport:
-        self._session.lock_epoch(
-            epoch
-        )  # it is lost with a session that broke; a standby that looks has it for a moment
+        # A broken session loses the lock, and a standby that reads the lease holds the lock for a moment.
+        self._session.lock_epoch(epoch)
         self._session.renew(epoch, self._lease_s)
         return self._session.read_standby_report()
 
     async def _resign(self, epoch: int, resignation: Resignation) -> None:
-        """The lease stays ours until this session ends, when nothing is answered here any more."""
+        """Record the resignation.
+
+        The lease stays ours until the session ends, when this controller no longer answers.
+        """
         await self._lane.call(lambda: self._session.resign(epoch, resignation.successor), self._renew_s)
         raise Resigned(resignation.sentence)
 
     async def _wait_for_reason(self) -> LeaseView:
-        """Waits until there is a reason to lead."""
+        """Wait until this controller has a reason to lead."""
         while True:
             seen = await self._look()
             if seen is not None:
@@ -164,7 +171,7 @@ class Candidate:
             await asyncio.sleep(OUTAGE_LOOK_INTERVAL_S if seen is None else LOOK_INTERVAL_S)
 
     def _lets_others_first(self) -> bool:
-        """The lease may be had. Whoever else stands by has it within a look; nobody does if it is still there later."""
+        """Return whether to wait with a free lease. Another standby would take it within one read of the lease."""
         now = self._clock.monotonic()
         if self._vacant_since is None:
             self._vacant_since = now
@@ -172,7 +179,7 @@ class Candidate:
         return waits and not self._contacts.count_persistent()
 
     async def _write_contacts(self) -> None:
-        """Nothing depends on it here: what cannot be written is written the next time."""
+        """Write the contacts if due. A failed write is repeated at the next time."""
         now = self._clock.monotonic()
         if now < self._write_contacts_at:
             return
@@ -182,7 +189,7 @@ class Candidate:
                 await self._lane.call(lambda: self._session.write_contacts(self._name, nodes), self._lease_s)
 
     async def _look(self) -> LeaseView | None:
-        """None while the database is away. It is back when it can be written, as its leader has to."""
+        """Return the lease, or None while the database is unavailable, which includes a database that is read-only."""
         try:
             seen = await self._lane.call(self._session.read, self._lease_s)
             if self._outage:
@@ -196,7 +203,7 @@ class Candidate:
         return seen
 
     async def _take_lease(self, seen: LeaseView, store: DatabaseStore, known: KnownRecords) -> Election | None:
-        """The lock of the epoch to come first: who sees that epoch must never find its lock free while we live."""
+        """Take the epoch's lock before its lease: a reader of the epoch must never find the lock free while we live."""
         epoch = seen.newest_epoch + 1
         if not await self._lane.call(lambda: self._session.lock_epoch(epoch), self._lease_s):
             await self._lane.call(lambda: self._session.end_silent_holder(epoch, self._lease_s), self._lease_s)
@@ -218,7 +225,7 @@ class Candidate:
         return Election(loaded, known, tenure)
 
     async def _keep_lock_alive(self, epoch: int) -> None:
-        """While the lease is taken: other standbys wait for as long as the lock's holder says something."""
+        """Keep the session active while the lease is taken: other standbys wait while the lock's holder is active."""
         while True:
             await asyncio.sleep(self._renew_s)
             with contextlib.suppress(DatabaseUnavailable, CallTimeout):

@@ -1,8 +1,8 @@
-"""A leader that cannot reach the database does not know whether it is away for everybody: its agents may find out.
+"""Let agents find out whether another controller leads while this leader cannot reach the database.
 
-Where it is, training needs this leader. Where only this one is cut off, another one has taken the lease, and agents
-that stay here are lost there. Agents reach both, also where the two do not reach one another. So a few of them are
-asked to look at the other controllers; what they bring is believed for its proof, and never for who brings it.
+If the database is down for all, training needs this leader. If only this leader is cut off, another controller has
+taken the lease, and agents that stay here are lost there. Agents reach both controllers, so a few of them query the
+others. A response counts because of its proof, not because of its sender.
 """
 
 from __future__ import annotations
@@ -31,16 +31,15 @@ from everstep_controller.runtime.transaction import Transaction, new_trace
 from everstep_controller.store.database_errors import Superseded
 
 CHECKS_PER_SECOND = 16
-"""Agents that are asked in each second: one that reaches the other controller is enough, and a whole fleet would be a
-load to the controllers that stand by."""
+"""Agents asked per second. One that reaches the other controller is enough; a whole fleet would overload standbys."""
 OUTAGE_REASON = "the lease cannot be renewed"
 
 
 class EpochCheck:
-    """What one leadership over a lease asks of its agents.
+    """Asks agents about other leaders, during one leadership.
 
     Args:
-        epoch: by which it leads.
+        epoch: epoch of this leadership.
     """
 
     def __init__(self, tenure: Tenure, keyring: Keyring, clock: Clock, epoch: int) -> None:
@@ -53,7 +52,7 @@ class EpochCheck:
         self._superseded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def unconfirmed_epoch(self) -> int:
-        """What the answer to a beat asks: this leader's epoch, or 0 for nothing."""
+        """Return the epoch that a heartbeat's answer asks the agent to check, or 0 for none."""
         if self._tenure.outage_s() is None:
             return 0
         second = math.floor(self._clock.monotonic())
@@ -63,37 +62,36 @@ class EpochCheck:
         return self._epoch if self._asked <= CHECKS_PER_SECOND else 0
 
     def take_proof(self, proof: LeadershipProof) -> None:
-        """What an agent found. Without a proof, or where nothing is in doubt, it is passed over."""
+        """Take an agent's finding. A finding without valid proof, or while the database is available, is ignored."""
         higher = proof.epoch > self._epoch and self._tenure.outage_s() is not None
         if higher and not self._superseded.done() and is_epoch_proof(self._keyring.secrets, proof.epoch, proof.proof):
             error = Superseded(f"the database is out of reach, and another controller leads by epoch {proof.epoch}")
             self._superseded.set_exception(error)
 
     async def wait_superseded(self) -> None:
-        """Waits until it is shown that another controller leads. Raises Superseded then."""
+        """Wait until an agent proves that another controller leads, then raise Superseded."""
         await asyncio.shield(self._superseded)
 
     def database_outage(self, now: float) -> DatabaseOutage | None:
-        """The database's, as the lease tells of it; ``now`` in the loop's seconds."""
+        """Return the database's outage as seen by the lease; ``now`` in the loop's seconds."""
         absent_s = self._tenure.outage_s()
         return DatabaseOutage(since=now - absent_s, reason=OUTAGE_REASON) if absent_s is not None else None
 
     def proof_fields(self) -> dict[str, object]:
-        """What ``/readyz`` tells of this leadership: fields of ``Succession``."""
+        """Return this leadership's fields in ``/readyz``: fields of ``LeadershipProof``."""
         return {"epoch": self._epoch, "proof": epoch_proof(self._keyring.secrets[0], self._epoch)}
 
 
-# ---- elsewhere
-# What a leader does about nodes that come to other controllers: it tells of it, and gives its lease up for it.
+# ---- standby contacts: notices to people, and resignation
 
 log = logging.getLogger(__name__)
 
 RECENT_HEARTBEATS = 3.0
-"""A node was heard lately if it was within so many beats, or a third of ``resign_after_s``."""
+"""A node was heard recently if it was heard within this many heartbeats, or a third of ``resign_after_s``."""
 
 
 class StandbyWatch:
-    """One leadership's watch over the doors of the others. ``told``: what was found there last."""
+    """One leadership's watch over nodes that contact standbys. ``report`` is the latest report."""
 
     def __init__(self, settings: ControllerSettings, loop: FleetLoop, clock: Clock) -> None:
         self.report = StandbyReport()
@@ -105,7 +103,7 @@ class StandbyWatch:
         self._reachability = LeaderReachability(settings.resign_after_s, settings.lease_s)
 
     async def check(self, report: StandbyReport) -> Resignation | None:
-        """What follows from what standbys have written down; a resignation is in the audit log when this returns."""
+        """Return a resignation if the standbys' report demands one; it is in the audit log when this method returns."""
         self.report = report
         if not self._after_s:
             return None
@@ -119,7 +117,7 @@ class StandbyWatch:
         return None
 
     async def _write_audit(self, kind: str, sentence: str) -> bool:
-        """Whether it is in the audit log. The lease is not renewed meanwhile."""
+        """Return whether the entry was written to the audit log. The lease is not renewed meanwhile."""
         try:
             async with asyncio.timeout(self._patience_s):
                 await self._loop.submit(lambda tx, now: _note(tx, now, kind, sentence))
@@ -129,7 +127,7 @@ class StandbyWatch:
         return True
 
     def _recently_heard(self) -> int:
-        """Nodes that were heard lately."""
+        """Return the number of nodes heard recently."""
         since = self._loop.now() - self._lately_s
         return sum(live.heartbeats.last_seen_at >= since for live in self._loop.state.node_runtime.values())
 

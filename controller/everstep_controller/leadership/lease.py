@@ -1,11 +1,6 @@
-"""Whether nodes reach the controller that leads, or one that stands by: when a leader gives its lease up for that.
+"""Decide who may take the lease, how long a leader may rely on it, and when a leader resigns.
 
-A leader renews its lease as long as it reaches the database. Where none of its nodes reaches it, nothing is decided,
-and no rule of the lease sees that. The standbys do: nodes insist at their doors
-(``everstep_controller.leadership.lease``), and they write
-down how many. Silence alone proves nothing: a fleet that is down, or cut off from everybody, is at nobody's door.
-
-Pure: the time and what is known are arguments.
+Pure: the time and all facts are arguments.
 """
 
 from __future__ import annotations
@@ -16,42 +11,34 @@ from everstep.clock import Clock
 from everstep.errors import Unavailable
 
 # ---- lease
-# Who leads: what a standby may conclude from the lease, and what a leader may still believe of its own.
-#
 # The lease is one row in the database, in the database's time, beside an advisory lock that the leader's session holds.
-# A dead leader's session ends with it, and its lock with that: it is followed within a look of its standbys. A leader
-# that is stopped, or cut off, keeps the lock, and is followed when the lease expires. Neither is what makes writes
-# safe:
-# that is the epoch, which every transaction checks (``everstep_controller.store.writer``).
+# A dead leader's session releases the lock, and a standby follows at its next read. A leader that is paused or cut off
+# keeps the lock, and is followed when the lease expires. Writes are safe because every transaction checks the epoch
+# (``everstep_controller.store.writer``).
 
 SAFETY_SHARE = 0.1
-"""Of the lease that a leader gives up early: far more than two clocks differ in their speed (a 1000th, at worst)."""
+"""Share of the lease that a leader gives up early: far more than the speeds of two clocks differ (0.1% at worst)."""
 
 
 class LeaseView(msgspec.Struct, frozen=True, kw_only=True):
-    """One look at the lease.
+    """The lease as read once from the database."""
 
-    ``epoch``: of the lease. ``newest``: of the newest life over this database, larger where that had no lease.
-    ``free``: nobody held the lock of ``epoch``. ``expires_in_s``: by the database's clock; negative when it is over.
-    ``heir``: for whom its holder gave it up a moment ago; empty where that was not so, or another leads since.
-    """
-
-    epoch: int
-    newest_epoch: int
+    epoch: int  # epoch of the lease
+    newest_epoch: int  # newest epoch over this database; larger than ``epoch`` if that one had no lease
     holder: str
     address: str
-    expires_in_s: float
-    is_lock_free: bool
-    successor: str = ""
+    expires_in_s: float  # by the database's clock; negative after the end
+    is_lock_free: bool  # nobody holds the lock of ``epoch``
+    successor: str = ""  # controller for which the holder has just resigned; else empty
 
 
 def reason_to_lead(lease: LeaseView, name: str, *, database_was_away: bool) -> str:
-    """Why this controller may take the lease; empty when another one has it.
+    """Return the reason why this controller may take the lease, or "" if another one has it.
 
     Args:
-        name: of the one who asks.
-        patient: the database itself was away a moment ago: its leader gets the time to come back first, for it may
-            have decided things in memory that nobody else knows.
+        name: name of this controller.
+        database_was_away: the database was unavailable a moment ago. The old leader then gets time to return first,
+            because it may hold decisions in memory that nobody else knows.
     """
     if not lease.holder:
         return "nobody has led before"
@@ -69,7 +56,7 @@ def reason_to_lead(lease: LeaseView, name: str, *, database_was_away: bool) -> s
 
 
 class NotLeading(Unavailable):
-    """This controller does not lead. ``leader``: the address of the one that does, empty where it is not known."""
+    """This controller does not lead. ``leader`` is the leader's address, or empty if unknown."""
 
     def __init__(self, message: str, leader: str = "") -> None:
         super().__init__(message, 0.2)
@@ -77,12 +64,12 @@ class NotLeading(Unavailable):
 
 
 class Tenure:
-    """What a leader knows of its own lease by its own monotonic clock.
+    """A leader's knowledge of its own lease, by its monotonic clock.
 
-    It may answer as leader while its lease cannot have been taken: a renewal counts from the moment it was asked for.
-    While the database is away nobody can take it either; then each failed renewal carries the leader on, as long as
-    they follow one another without a gap. A process that was stopped has that gap, and must renew first. Whether the
-    database is away for the others too is not known here (``everstep_controller.leadership.leader_checks``).
+    The leader may answer while nobody can have taken its lease; a renewal counts from the moment of its request. While
+    the database is unavailable nobody can take the lease either, so each failed renewal extends the tenure if renewals
+    follow one another without a gap. A process that was paused has a gap, and must renew first. Whether the database is
+    unavailable to others too is unknown here (see ``everstep_controller.leadership.leader_checks``).
     """
 
     def __init__(self, clock: Clock, lease_s: float) -> None:
@@ -92,22 +79,22 @@ class Tenure:
         self._absent_since: float | None = None
 
     def start(self, asked_at: float, extra_s: float) -> None:
-        """The lease was taken, ``more_s`` longer than usual, as was asked for at ``asked_at`` (monotonic)."""
+        """Record that the lease was taken, as requested at ``asked_at`` (monotonic), ``extra_s`` longer than usual."""
         self._until = asked_at + extra_s + self._certain_s
 
     def begin_renewal(self) -> float:
-        """The database is asked now to renew the lease; when that is. A longer one ends with it, answered or not."""
+        """Note and return the time of a renewal request. A longer lease is cut to the usual length."""
         now = self._clock.monotonic()
         self._until = min(self._until, now + self._certain_s)
         return now
 
     def confirm_renewal(self, asked_at: float) -> None:
-        """The database has renewed the lease, as it was asked to at ``asked_at``."""
+        """Record that the database renewed the lease as requested at ``asked_at``."""
         self._until = asked_at + self._certain_s
         self._absent_since = None
 
     def fail_renewal(self) -> None:
-        """The database could not be asked."""
+        """Record that the database could not be reached."""
         now = self._clock.monotonic()
         if self._absent_since is None:
             self._absent_since = now
@@ -115,66 +102,67 @@ class Tenure:
             self._until = now + self._certain_s
 
     def outage_s(self) -> float | None:
-        """For how long the lease could not be renewed; None where it was, at the last try."""
+        """Return the seconds since renewals began to fail, or None if the last one succeeded."""
         return None if self._absent_since is None else self._clock.monotonic() - self._absent_since
 
     def is_certain(self) -> bool:
-        """Whether this controller may answer as the leader now."""
+        """Return whether this controller may answer as the leader now."""
         return self._clock.monotonic() < self._until
 
     def check(self) -> None:
-        """Raises NotLeading where it may not."""
+        """Raise NotLeading if this controller may not answer as the leader."""
         if not self.is_certain():
             raise NotLeading("this controller led, and cannot be sure that it still does: ask another one, or again")
 
 
+# ---- resignation
+# A leader renews its lease as long as it reaches the database, even if none of its nodes reaches the leader. Standbys
+# detect this: nodes contact them persistently, and they write down how many. Missed heartbeats alone prove nothing,
+# because a fleet that is down contacts nobody.
+
 CUT_OFF_RATIO = 10
-"""A leader is deaf where so many times the nodes that it hears are at one other controller's door. Where both hear a
-part of the fleet neither place is right for all, and moving helps some at the cost of others."""
+"""A leader is cut off if one standby has this many times as many contacting nodes as the leader hears. If both reach a
+part of the fleet, moving helps some nodes at the cost of others."""
 MIN_LOOKS = 4
-"""Looks at which it must have been so, however long they took."""
+"""Minimum number of consecutive checks that must agree, whatever time they take."""
 MAX_DOUBLINGS = 6
-"""A leader that follows one which resigned within the hour waits twice as long before it does so too, and so on, up to
-64 times: moving did not help, so the network changes faster than anybody can follow."""
+"""Each further resignation within an hour doubles the delay, up to 64 times: moving did not help, so the network
+changes faster than a leader can follow."""
 PARTITION_FACTOR = 2.0
-"""So many times as long as before a resignation before a split is told: after a failover knocks of before count on for
-a while."""
+"""A partition is reported after this many resignation delays: contacts from before a failover still count for a
+while."""
 
 
 class StandbyReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What the database holds beside the lease.
+    """Standbys' contacts and recent resignations, as stored beside the lease."""
 
-    ``knocks``: controllers that stand by and were knocked at in the last seconds, by how many nodes. ``resignations``:
-    how many leaders in a row gave the lease up, each within an hour of the one before; 0 where the last is longer ago.
-    """
-
-    contacts: dict[str, int] = {}
-    resignations: int = 0
+    contacts: dict[str, int] = {}  # persistent nodes by standby, from the last seconds
+    resignations: int = 0  # consecutive resignations, each within an hour of the one before
 
 
 class Resignation(msgspec.Struct, frozen=True):
-    """This leader is to give its lease up for ``heir``."""
+    """A decision that this leader gives its lease to ``successor``."""
 
     successor: str
     sentence: str
 
 
 class LeadershipNotice(msgspec.Struct, frozen=True):
-    """Something that people should know: a line of the audit log."""
+    """A notice to people, written to the audit log."""
 
     kind: str
     sentence: str
 
 
 class _Streak:
-    """For how long something has been so at every look."""
+    """How long a condition has held at every check."""
 
     def __init__(self) -> None:
         self._since: float | None = None
         self._looks = 0
 
     def lasted_s(self, now: float, *, is_true: bool) -> float:
-        """One look more; 0.0 where it is not so, or was not looked at often enough."""
+        """Add one check. Return 0.0 if the condition is false or was checked too rarely."""
         if not is_true:
             self._since = None
             return 0.0
@@ -185,17 +173,16 @@ class _Streak:
 
 
 def is_cut_off(recent_nodes: int, contacts: int) -> bool:
-    """Whether nodes reach another controller, at whose door ``knocks`` of them are, and nearly none this one, which
-    heard ``heard`` of them lately."""
+    """Return whether ``contacts`` nodes reach a standby while hardly any reach this leader."""
     return contacts > 0 and recent_nodes * CUT_OFF_RATIO <= contacts
 
 
 class LeaderReachability:
-    """One leadership's looks at it.
+    """Evaluates whether nodes reach this leader, during one leadership.
 
     Args:
-        after_s: how long it must have been deaf without a break, where no leader resigned lately.
-        gap_s: looks further apart than this see nothing in between: this process was stopped, or the database away.
+        after_s: seconds that the leader must be cut off without a break before it resigns.
+        gap_s: after a longer gap between checks the streaks restart, because the process or the database was away.
     """
 
     def __init__(self, after_s: float, gap_s: float) -> None:
@@ -209,15 +196,16 @@ class LeaderReachability:
         self._deaf, self._apart, self._together = _Streak(), _Streak(), _Streak()
 
     def resign_delay_s(self, resignations: int) -> float:
-        """How long this leader must be deaf before it resigns."""
+        """Return the seconds that this leader must be cut off before it resigns."""
         return float(self._after_s * 2 ** min(resignations, MAX_DOUBLINGS))
 
     def evaluate(self, now: float, recent_nodes: int, report: StandbyReport) -> Resignation | LeadershipNotice | None:
-        """What follows from one look; call it after each renewal of the lease.
+        """Evaluate one check; call this after each renewal of the lease.
 
         Args:
             now: monotonic seconds.
-            heard: nodes that this leader has heard in the last seconds.
+            recent_nodes: number of nodes that this leader heard recently.
+            report: the standbys' report.
         """
         if self._looked_at is not None and now - self._looked_at > self._gap_s:
             self._begin_anew()
@@ -258,23 +246,20 @@ def _partition_message(heir: str, knocks: int, heard: int) -> str:
     )
 
 
-# ---- knocks
-# Nodes that come to a controller that stands by, again and again: they may not reach the one that leads.
-#
-# An agent that starts, or lost its session, tries the addresses that it was given in turn: it knocks here once, or for
-# as
-# long as nobody leads. One that does not get through to the leader goes on knocking.
+# ---- contacts of a standby
+# An agent that starts or loses its session tries its addresses in turn. It contacts a standby once, or for as long as
+# nobody leads. An agent that does not reach the leader contacts the standby again and again.
 
 CONTACT_GAP_S = 10.0
-"""Seconds between two knocks of a node that count as one stay: an agent waits for an address that says nothing for up
-to seconds before it tries the next one."""
+"""Maximum seconds between two contacts of a node that count as one streak: an agent waits some seconds for an address
+that does not answer before it tries the next one."""
 
 
 class StandbyContacts:
-    """Who knocked lately, and since when. For the event loop's thread.
+    """Nodes that contacted this standby recently. For the event loop's thread.
 
     Args:
-        insistent_s: for so long a node must have come again and again to count.
+        persistent_after_s: seconds of repeated contacts after which a node counts.
     """
 
     def __init__(self, clock: Clock, persistent_after_s: float) -> None:
@@ -283,13 +268,13 @@ class StandbyContacts:
         self._stays: dict[str, tuple[float, float]] = {}
 
     def record(self, node: str) -> None:
-        """A node that proved who it is was sent on."""
+        """Record a contact of an authenticated node."""
         now = self._clock.monotonic()
         since, last = self._stays.get(node, (now, now))
         self._stays[node] = (since if now - last <= CONTACT_GAP_S else now, now)
 
     def count_persistent(self) -> int:
-        """How many different nodes come again and again."""
+        """Return the number of nodes that contact this standby persistently."""
         now = self._clock.monotonic()
         self._stays = {node: stay for node, stay in self._stays.items() if now - stay[1] <= CONTACT_GAP_S}
         return sum(last - since >= self._insistent_s for since, last in self._stays.values())

@@ -1,7 +1,7 @@
-"""One controller among any number: it stands by until it leads, leads until it is superseded, and stands by again.
+"""Run one of several controllers through its roles: standby, leader until superseded, standby again.
 
-Over PostgreSQL the lease decides. Over SQLite, which belongs to one machine, a controller leads at once, and one that
-is superseded ends.
+Over PostgreSQL the lease decides. Over SQLite, which belongs to one machine, a controller leads at once, and ends when
+it is superseded.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ log = logging.getLogger(__name__)
 
 
 class ControllerReplica:
-    """The process's ASGI application, whoever leads. ``run`` it, and cancel that to end in order.
+    """The process's ASGI application in either role. Run ``run``, and cancel it for an orderly end.
 
     Args:
-        database: its URL, with the password.
-        address: where others reach this controller, ``http://HOST:PORT``; empty where they cannot.
+        database: URL of the database, with the password.
+        address: where others reach this controller, ``http://HOST:PORT``; empty if they cannot.
 
     Attributes:
-        settled: set as soon as it is known who leads.
-        on_end: called when this controller ceases to lead: connections of before are void.
+        leader_known: set as soon as the leader is known.
+        on_leadership_lost: called when this controller ceases to lead; its connections are void.
     """
 
     def __init__(
@@ -76,16 +76,16 @@ class ControllerReplica:
         self.on_leadership_lost: Callable[[], None] = lambda: None
 
     def leading(self) -> Controller | None:
-        """The controller to ask, while this one is sure that it leads."""
+        """Return the controller while this process is certain to lead, else None."""
         controller = self._controller
         return controller if controller is not None and controller.is_certain_leader() else None
 
     def not_leading_error(self) -> NotLeading:
-        """What whoever wants a leader is told while this controller is none."""
+        """Return the error for requests that need a leader."""
         return self.standby.not_leading_error()
 
     def record_contact(self, node: str, headers: Headers, peer: ConnectionPeer) -> None:
-        """An agent has come while this controller does not lead."""
+        """Record an agent that contacted this controller while it does not lead."""
         self.standby.record_contact(node, headers, peer)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -93,13 +93,12 @@ class ControllerReplica:
         await (controller.app if controller is not None else self.standby)(scope, receive, send)
 
     async def run(self) -> None:
-        """Until cancelled. Raises what a controller cannot go on from; then the process must end at once, and not wait
-        for its threads."""
+        """Run until cancelled. After any error the process must end at once, without waiting for its threads."""
         while True:
             await self._term()
 
     def close_connections(self) -> None:
-        """Ends sessions and streams, so that the server can stop."""
+        """Close sessions and streams, so that the server can stop."""
         if self._controller is not None:
             self._controller.close_connections()
 
@@ -111,7 +110,7 @@ class ControllerReplica:
         return engine_of(self._url, most_idle_s=self._settings.lease_s, name=self._settings.name)
 
     async def _term(self) -> None:
-        """From standing by to the end of one leadership."""
+        """Run one term: stand by, lead, and step down."""
         settings = self._settings
         store = DatabaseStore(self._engine(), commit_timeout_s=settings.commit_timeout_s)
         if self._url.drivername == "sqlite":
@@ -149,8 +148,7 @@ class ControllerReplica:
             self._known_records = NO_RECORDS
 
     async def _watch(self, candidate: Candidate, store: DatabaseStore) -> None:
-        """While it stands by: tells when it is known who leads, and keeps up with who may read the metrics, and
-        with what it would start from."""
+        """While standing by, refresh the credentials for the metrics and the records that a leader starts from."""
         await candidate.first_look_done.wait()
         self.leader_known.set()
         while True:
@@ -169,7 +167,7 @@ class ControllerReplica:
         candidate: Candidate | None = None,
         tenure: Tenure | None = None,
     ) -> None:
-        """Ends by an error only; one after which this process may go on leaves it out of the leader's place."""
+        """Lead until an error. After Superseded the process stands by again."""
         try:
             controller = await Controller.lead(
                 self._settings, self._keyring, store, loaded, known, self._clock, self._make_remediator, tenure
@@ -195,7 +193,7 @@ class ControllerReplica:
     async def _until_over(
         self, controller: Controller, candidate: Candidate | None, epoch: int, tenure: Tenure | None
     ) -> None:
-        """Ends by an error only: of the loop, of the lease, or of what looks after the outside."""
+        """Wait for the first error of the loop, the lease, remediation or the epoch check, and raise it."""
         assert controller.loop_task is not None
         tasks: set[asyncio.Future[None]] = {controller.loop_task, controller.remediation.failure}
         if candidate is not None and tenure is not None:

@@ -1,4 +1,4 @@
-"""What a controller answers while another one leads: that it is there, who to ask, and what only it recorded."""
+"""Answer requests while another controller leads: health, the leader's address, and trials on the local journal."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _TRY = msgspec.json.Decoder(PolicyTrialRequest)
 
 
 class StandbyApp:
-    """An ASGI application. It keeps no connection open, so that everybody is at the leader's port soon.
+    """ASGI application of a standby. It keeps no connection open, so that clients move to the leader soon.
 
     Args:
-        leader: the leader's address as far as it is known, else empty.
+        leader: returns the leader's address, or "" if unknown.
 
     Attributes:
-        knocks: agents that were sent on since this controller stands by.
+        contacts: agents that contacted this standby.
     """
 
     def __init__(self, settings: ControllerSettings, keyring: Keyring, clock: Clock, leader: Callable[[], str]) -> None:
@@ -56,7 +56,7 @@ class StandbyApp:
         insistent.set_function(lambda: self.contacts.count_persistent())
 
     def update_credentials(self, credentials: Iterable[CredentialRow]) -> None:
-        """Stored credentials as they are now: who may read the metrics."""
+        """Replace the stored credentials, which decide who may read the metrics."""
         self._authenticator = self._gate_of(credentials)
 
     def _gate_of(self, credentials: Iterable[CredentialRow]) -> Authenticator:
@@ -88,25 +88,25 @@ class StandbyApp:
             await responses.send_error(send, error)
 
     def start(self) -> StandbyContacts:
-        """This controller stands by from now on; who knocked before does not count."""
+        """Begin to stand by, with an empty record of contacts."""
         self.contacts = StandbyContacts(self._clock, self._settings.resign_after_s / 3)
         return self.contacts
 
     def record_contact(self, node: str, headers: Headers, peer: ConnectionPeer) -> None:
-        """An agent asks for a session. Only one that could have it counts."""
+        """Record an agent that asks for a session. Only an agent that is authorized for one counts."""
         with contextlib.suppress(EverstepError):
             self._authenticator.authorize_agent(headers, node, peer)
             self.contacts.record(node)
 
     async def _run_policy_trial(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Tries a change on what was recorded here while this controller led."""
+        """Try a policy change on the journal that this controller recorded while it led."""
         self._authenticator.authorize(POLICY_ROUTES["try_policy"].access, scope["headers"], scope.get(SCOPE_KEY))
         wanted = responses.decode(_TRY, await responses.read_body(scope, receive, MAX_BODY_BYTES))
         told = await self._trials.run(with_rules(self._settings.policy), wanted, self._clock.wall())
         await responses.send_answer(send, responses.encode(told), headers=[(b"connection", b"close")])
 
     def not_leading_error(self) -> NotLeading:
-        """What whoever wants a leader is told."""
+        """Return the error for requests that need a leader."""
         leader = self._leader()
         where = f"ask {leader}" if leader else "which one does is being settled: ask again"
         return NotLeading(f"this controller stands by, another one leads: {where}", leader)
@@ -119,7 +119,7 @@ def _is_local_trial(scope: Scope) -> bool:
 
 
 async def _send_not_leading(send: Send, error: NotLeading) -> None:
-    """The problem with one field more, and a header that says the same to who reads no bodies."""
+    """Send the error with an additional role field, and a header for clients that read no bodies."""
     said = msgspec.json.decode(responses.problem_of(error))
     headers = [*responses.error_headers(error), (b"connection", b"close")]
     said["role"] = "standby"

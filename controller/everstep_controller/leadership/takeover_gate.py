@@ -1,7 +1,7 @@
-"""Agents that come while this controller takes over: they wait at the door instead of knocking again and again.
+"""Hold back agents while this controller takes over.
 
-A fleet whose leader died is at the next one's port before that has restored its state. Each that is refused is back in
-a fifth of a second: 12,500 agents would keep it from restoring.
+After a leader dies, its fleet contacts the next controller before that has restored its state. An agent that is refused
+returns after 0.2 s, and 12,500 such agents would keep the controller from restoring.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ import asyncio
 from typing import Protocol
 
 WAIT_S = 0.75
-"""Seconds that an agent is kept waiting: less than the second after which it would take this controller for hung
+"""Seconds that an agent is held back: less than the second after which the agent would consider this controller hung
 (``connect_timeout_s`` of ``everstep_agent.config``)."""
 ADMITTED_PER_TURN = 32
-"""So many are let in before whoever else waits for the event loop has his turn: about five milliseconds."""
+"""Agents admitted per turn of the event loop: about five milliseconds of work."""
 
 
 class WaitingConnection(Protocol):
-    """A connection that waits."""
+    """A connection that is held back."""
 
     def on_leader_known(self) -> None:
-        """It is known who leads: ask again."""
+        """Ask again: the leader is known now."""
 
 
 class TakeoverGate:
-    """Who waits, and whether anybody should. For the event loop's thread."""
+    """The connections held back during a takeover. For the event loop's thread."""
 
     def __init__(self) -> None:
         self._taking_over = False
@@ -32,22 +32,22 @@ class TakeoverGate:
         self._admit_task: asyncio.Task[None] | None = None
 
     def close(self) -> None:
-        """This controller begins to take over: whoever comes waits."""
+        """Hold back connections from now on: a takeover begins."""
         self._taking_over = True
 
     def open(self) -> None:
-        """It leads, or another one does after all."""
+        """Admit connections: the takeover is over, whether or not it succeeded."""
         self._taking_over = False
         self._admit_task = asyncio.create_task(self._admit_waiting())
 
     def hold_back(self, connection: WaitingConnection) -> bool:
-        """Takes a visitor in, who is told with ``settled``; False where nothing is to be settled."""
+        """Hold ``connection`` back until ``on_leader_known``. Return False if no takeover is in progress."""
         if self._taking_over:
             self._waiting[connection] = None
         return self._taking_over
 
     def remove(self, connection: WaitingConnection) -> None:
-        """He does not wait any more."""
+        """Remove a connection that no longer waits."""
         self._waiting.pop(connection, None)
 
     async def _admit_waiting(self) -> None:
