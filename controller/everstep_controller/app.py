@@ -1,4 +1,4 @@
-"""The controller put together: store, state, loop, routes. One instance per process, on one event loop."""
+"""Assemble a controller from its store, state, event loop and routes: one instance per process and event loop."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _journal(settings: ControllerSettings) -> Journal | None:
 async def _set_back(
     store: DatabaseStore, loaded: LoadedState, known: KnownRecords, wall: float
 ) -> tuple[LoadedState, KnownRecords]:
-    """Sets the times of the database back to the wall clock, in the database first."""
+    """Set stored times back to the wall clock, in the database before in memory."""
     moved, batch = await asyncio.to_thread(set_times_back, loaded, known, wall)
     await store.commit(batch)
     await store.write(lambda connection: clamp_history(connection, wall))
@@ -76,18 +76,18 @@ async def _set_back(
 
 
 openapi_document = functools.cache(openapi.document)
-"""The description of all routes; 70 ms, which a standby spends before anybody waits for it."""
+"""The OpenAPI document of all routes. Building it takes 70 ms, so a standby builds it before requests arrive."""
 
 MakeRemediator = Callable[[], Remediator]
-"""Makes what acts on nodes; called once for each time that this controller leads."""
+"""Makes the remediator that acts on nodes; called once per leadership."""
 
 
 class Controller:
-    """Everything that one running controller consists of. Make it with ``start``, end it with ``stop``.
+    """All parts of one running controller. Create it with ``start`` or ``lead``, and end it with ``stop``.
 
     Attributes:
-        app: the ASGI application: agents' routes in front, FastAPI behind.
-        task: the loop; when it ends by itself, a transaction failed and the process must end too.
+        app: ASGI application with the agents' routes in front of FastAPI.
+        loop_task: the event loop's task. If it ends by itself, a transaction failed and the process must end too.
     """
 
     def __init__(
@@ -195,16 +195,21 @@ class Controller:
         make_remediator: MakeRemediator,
         tenure: Tenure | None = None,
     ) -> Controller:
-        """Restores what was loaded from a database that was taken over, and runs the first event.
+        """Restore the state loaded from a database that was taken over, and handle the first event.
 
-        ``known``: the records that ``loaded`` leaves out.
+        Requests may be served when this method returns.
 
-        Raises what the database raises. When it returns, requests may be served.
+        Args:
+            known_records: the records that ``loaded`` leaves out.
+
+        Raises:
+            DatabaseUnavailable: or any other error of the database.
         """
         rules = with_rules(settings.policy)
         if clock_set_back_s(clock.wall(), loaded.newest_at, trust_clock=settings.trust_clock):
             loaded, known_records = await _set_back(store, loaded, known_records, clock.wall())
-        state = await asyncio.to_thread(restore_state, rules, loaded, known_records)  # who comes meanwhile is heard
+        # Runs in a thread so that the event loop still answers.
+        state = await asyncio.to_thread(restore_state, rules, loaded, known_records)
         controller = cls(settings, keyring, store, loaded, state, clock, make_remediator, tenure)
         task = controller.loop_task = asyncio.create_task(controller.loop.run(), name="fleet loop")
         started = asyncio.create_task(controller.loop.started.wait())
@@ -235,12 +240,12 @@ class Controller:
         clock: Clock,
         make_remediator: MakeRemediator,
     ) -> Controller:
-        """Takes a database over that no other controller shares, and leads. Raises as ``lead``."""
+        """Take over a database that no other controller shares, and lead. Raises the same errors as ``lead``."""
         store = DatabaseStore(engine, commit_timeout_s=settings.commit_timeout_s)
         return await cls.lead(settings, keyring, store, await store.take_over(), NO_RECORDS, clock, make_remediator)
 
     def retention_limits(self) -> RetentionLimits:
-        """What history stays, as of now. Of two clocks that differ, the one that deletes less counts."""
+        """Return the current retention limits. Of two clocks that differ, use the one that deletes less."""
         settings = self._settings
         return RetentionLimits(
             since=min(self.loop.now(), self._clock.wall()) - settings.retention_days * 86400,
@@ -251,23 +256,23 @@ class Controller:
         )
 
     def database_outage(self) -> DatabaseOutage | None:
-        """The database's absence: nothing can be written, or the lease not be renewed."""
+        """Return the current outage: the database cannot be written, or the lease cannot be renewed."""
         away = self.loop.database_outage()
         return (
             away if away is not None or self.epoch_check is None else self.epoch_check.database_outage(self.loop.now())
         )
 
     def is_certain_leader(self) -> bool:
-        """Whether it may answer as the leader now."""
+        """Return whether this controller may answer as the leader now."""
         return self._tenure is None or self._tenure.is_certain()
 
     def close_connections(self) -> None:
-        """Ends sessions and streams, so that the server can stop."""
+        """Close sessions and streams, so that the server can stop."""
         self.outbox.close()
         self.feed.close()
 
     async def stop(self) -> None:
-        """Ends the loop and closes the database, once what is being written has been."""
+        """End the loop, wait for pending writes, and close the database."""
         self.close_connections()
         tasks = {task for task in (self.loop_task, *self.background) if task is not None}
         for task in tasks:
@@ -279,11 +284,11 @@ class Controller:
         await asyncio.to_thread(self.store.close)
 
     def is_serving(self) -> bool:
-        """Whether the loop still runs."""
+        """Return whether the loop still runs."""
         return self.loop_task is not None and not self.loop_task.done()
 
     def _operator_app(self, gate: Authenticator) -> FastAPI:
-        """Everything but the agents' routes, which stand in front of it: FastAPI costs 8 us a request."""
+        """Build the FastAPI application. Agents' routes stay outside because FastAPI costs 8 us per request."""
         app = FastAPI(
             title="Everstep controller", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False
         )
@@ -340,7 +345,7 @@ class Controller:
             body: dict[str, object] = {"ok": ok, "role": "controller"}
             if self.epoch_check is not None:
                 body |= self.epoch_check.proof_fields()
-            if away is not None:  # still ready: running jobs need it, and no other controller could do more
+            if away is not None:  # still ready: running jobs need this controller, and no other could do more
                 body["database"] = "unavailable"
             return Response(msgspec.json.encode(body), status_code=200 if ok else 503, media_type="application/json")
 

@@ -1,4 +1,4 @@
-"""The controller's settings: explicit arguments first, then a settings file, the environment, a preset."""
+"""Load the controller's settings from explicit arguments, a settings file, the environment, or a preset."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from everstep_controller.rulebook import with_rules
 ENVIRONMENT_PREFIX = "EVERSTEP_CONTROLLER_"
 POLICY_PREFIX = ENVIRONMENT_PREFIX + "POLICY_"
 SECRETS_COMMAND = ENVIRONMENT_PREFIX + "COMMAND"
-"""By which deploy/make-secrets.sh is told where this program is."""
+"""Environment variable that tells deploy/make-secrets.sh where this program is."""
 PRESETS = ("production", "lab")
 
 
 def _address(place: str) -> tuple[str, int]:
-    """Host and port; port 0 is any. Raises ValueError."""
+    """Return host and port; port 0 means any free port. Raise ValueError for another form."""
     host, _, port = place.rpartition(":")
     return (host.strip("[]"), 0) if port == "0" and host else split_address(place)
 
 
 def is_http_url(url: str) -> bool:
-    """Whether something can be sent to ``url``: http or https, a host, and no port that there is none of."""
+    """Return whether ``url`` is an http or https URL with a host and a valid port."""
     try:
         parts = urlsplit(url)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -44,153 +44,154 @@ def is_http_url(url: str) -> bool:
 
 
 class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How one controller runs. The decisions' own knobs are in ``policy``."""
+    """Settings of one controller. Settings of the decision core are in ``policy``."""
 
     listen: str = "127.0.0.1:7700"
-    """``host:port`` to serve on. Loopback by default: to be reached from elsewhere is a decision, and wants TLS.
-    Port 0 takes any free port; the ready file says which."""
+    """``host:port`` to serve on. The default is loopback; use TLS before you serve other machines.
+    Port 0 takes any free port, which the ready file names."""
     operators_listen: str = ""
-    """``host:port`` of a second door to the same routes, for people, dashboards and health checks: whoever comes by it
-    does not stand in line with agents. At the first a whole fleet that comes back at once is let in before them, 0.2 ms
-    for each. Empty: none."""
+    """``host:port`` of a second listener for the same routes, meant for people, dashboards and health checks. Its
+    requests do not queue behind agents. On the first listener, a whole fleet that reconnects goes first, at 0.2 ms
+    per agent. Empty: no second listener."""
     database: str = "sqlite:///everstep-controller.db"
-    """Where everything is kept: ``sqlite:///PATH`` for one machine, ``postgresql://...`` for a fleet."""
+    """URL of the database: ``sqlite:///PATH`` for one machine, ``postgresql://...`` for a fleet."""
     database_password_file: str = ""
-    """A file with PostgreSQL's password, readable by its owner only, so that it stands in no command line. Empty: the
-    password is in ``database``, or none is asked for."""
+    """File with PostgreSQL's password, readable by its owner only. It keeps the password out of command lines. Empty:
+    the password is in ``database``, or none is needed."""
     secret_file: str = ""
-    """A file with the fleet's secret, readable by its owner only. Whoever holds it can mint any token. It may hold
-    several, one a line: the first mints, all verify; it is read again when it changes."""
+    """File with the fleet's secret, readable by its owner only. Anybody with the secret can mint any token. The file
+    may hold several secrets, one per line: the first mints tokens, all verify them. It is reread when it changes."""
     ready_file: str = ""
-    """Written when requests are served: JSON with ``pid`` and ``address``. Empty: none."""
+    """File written once requests are served: JSON with ``pid`` and ``address``. Empty: none."""
     migrate: bool = True
-    """Bring the database's schema up to date at start. Off: an old schema is refused, for sites that migrate apart."""
+    """Update the database's schema at start. Off: an old schema is refused, for sites that migrate separately."""
     check_database: bool = True
-    """Read a SQLite file once at start and refuse a damaged one: some seconds a GiB. Off: damage shows when it is
-    met."""
+    """Check a SQLite file at start and refuse a damaged one, which takes some seconds per GiB. Off: damage shows only
+    when a damaged page is read."""
     die_with_parent: bool = False
-    """End when the process that started this one ends: for tests, demonstrations and private controllers."""
+    """End when the parent process ends: for tests, demonstrations and private controllers."""
     name: str = ""
-    """How the controller calls itself, to agents and in the lease; no two may share it. Empty: as it is advertised."""
+    """Name of this controller, shown to agents and in the lease. It must be unique. Empty: the advertised address."""
     tls_certificate: str = ""
-    """PEM file of the server's certificate chain; with ``tls_key`` all routes are HTTPS."""
+    """PEM file of the server's certificate chain. With ``tls_key``, all routes use HTTPS."""
     tls_key: str = ""
-    """PEM file of the certificate's key."""
+    """PEM file of the certificate's private key."""
     tls_client_ca: str = ""
-    """PEM file of the authorities that sign client certificates. A certificate of theirs that names
-    ``everstep://agent/NODE``, ``everstep://operator/NAME`` or ``everstep://viewer/NAME`` stands for a token; none is
-    asked of those who show a token. Empty: certificates count for nothing."""
+    """PEM file of the authorities that sign client certificates. A certificate that names
+    ``everstep://agent/NODE``, ``everstep://operator/NAME`` or ``everstep://viewer/NAME`` replaces a token. Clients with
+    a token need no certificate. Empty: client certificates are ignored."""
     agent_requests_per_s: float = 400.0
-    """Requests, or frames of a session, that one agent may send a second. It needs two, and in a storm of 200 reports a
-    second one for each; an agent gone wild at this rate costs a few per cent of a core."""
+    """Requests per second, or session frames per second, allowed for one agent. An agent normally needs two, and one
+    more for each of up to 200 reports per second in a storm. A faulty agent at this rate costs a few per cent of a
+    core."""
     agent_reports_per_s: float = 1000.0
-    """Reports that one agent may send a second, at up to 1024 a request: five times a storm of its kernel log. What is
-    more waits in the agent's spool, and none is lost."""
+    """Reports per second allowed for one agent, at up to 1024 per request: five times a storm in its kernel log.
+    Further reports wait in the agent's spool; none is lost."""
     requests_per_s: float = 200.0
-    """The same for one operator, viewer or job's trainers. A dashboard asks ten times a second, a script fifty."""
+    """Requests per second allowed for one operator, viewer or job's trainers. A dashboard needs ten, a script fifty."""
     failed_authentications_per_s: float = 20.0
-    """Requests with a wrong token that one address may send a second and still be told why. A fleet behind one address
-    whose tokens have expired tries about one tenth of its nodes a second. Right tokens pass whatever others do."""
+    """Requests per second with a wrong token from one address that still get a detailed error. A fleet behind one
+    address with expired tokens tries about one tenth of its nodes per second. This never limits valid tokens."""
     request_burst_s: float = 5.0
-    """Seconds' worth of each of these limits that may come at once: a restart brings everybody at the same moment."""
+    """Burst allowed for each of these limits, in seconds of its rate: after a restart all clients return at once."""
     max_concurrent_requests: int = 16
-    """Requests of one operator, viewer or job's trainers that may wait, be worked on, or be sent at a time; more are
-    answered 429. A dashboard has one or two; displays that share a token share these."""
+    """Requests of one operator, viewer or job's trainers that may be queued, handled or sent at the same time; more get
+    status 429. A dashboard has one or two. Displays that share a token share this limit."""
     max_unsent_answer_bytes: int = 32 << 20
-    """Bytes of answers to one of them that may wait until it has taken them; an answer that comes on top is 429. A
-    thousand nodes are some 200 KB."""
+    """Bytes of responses to one such client that may wait to be sent; a further response becomes status 429. A view of
+    a thousand nodes takes some 200 KB."""
     answer_loop_share: float = 0.5
-    """Of the event loop's time, what answers to all of them may take while agents' beats and reports wait for it too:
-    after each slice of an answer the loop is theirs for as long as that took. Larger answers people sooner while
-    somebody reads much, and agents later."""
+    """Share of the event loop's time that such responses may take while heartbeats and reports of agents wait. After
+    each slice of a response, agents get the loop for as long as the share demands. Larger values answer people sooner
+    under heavy reading, and agents later."""
     heartbeat_interval_s: float = 1.0
-    """Seconds between an agent's beats. Shorter finds silence sooner; 12,500 nodes at 1 s cost well under a core."""
+    """Seconds between an agent's heartbeats. Shorter finds silence sooner; 12,500 nodes at 1 s cost under one core."""
     max_commit_batch: int = 256
-    """Most requests that share one transaction: larger is more throughput under a storm, longer for its first."""
+    """Maximum requests in one transaction. Larger raises throughput in a storm, and delays a batch's first."""
     queue_limit: int = 20_000
-    """Requests that may wait for a transaction; beyond it agents are told to come again, and their spools hold."""
+    """Requests that may wait for a transaction. Beyond this limit, agents are asked to retry and keep their spools."""
     commit_timeout_s: float = 2.0
-    """Seconds a transaction may take before it is broken off and the database counts as away. Nothing is decided while
-    one is written: longer makes a database that hangs delay a regroup, shorter takes a slow one for a dead one."""
+    """Seconds until a transaction is aborted and the database counts as unavailable. The controller decides nothing
+    meanwhile: with a longer value a hung database delays a regroup, with a shorter value a slow one counts as down."""
     outage_buffer_bytes: int = 64 << 20
-    """About how many bytes of decisions are kept in memory while the database is away; beyond it agents are told to
-    come again, and their spools hold. A regroup of 1,000 ranks is some 100 KiB."""
+    """Approximate bytes of decisions kept in memory while the database is unavailable. Beyond this limit, agents are
+    asked to retry and keep their spools. A regroup of 1,000 ranks takes some 100 KiB."""
     max_clock_ahead_days: float = 7.0
-    """Days that the machine's clock may be ahead of the newest time in the database when the controller starts. Beyond
-    that the clock is taken for wrong, and the start is refused: a clock that is months ahead would end credentials and
-    delete history by age. A running controller notes the time every minute, so this is how long none may have run.
-    0: any clock is believed."""
+    """Days that the machine's clock may be ahead of the database's newest time at start; beyond that the start is
+    refused. A clock that is months ahead would expire credentials and delete history. A running controller records the
+    time every minute, so this also limits how long no controller may have run. 0: accept any clock."""
     trust_clock: bool = False
-    """Believe the machine's clock at this start, however far it is from the newest time in the database. Where the
-    database is ahead, because an earlier start had a clock that was, its times are set back. Meant for one start."""
+    """Trust the machine's clock at this start, however far it differs from the database's newest time. If the database
+    is ahead, its times are set back. Use it for one start only, after an earlier start with a wrong clock."""
     retention_days: float = 90.0
-    """Days for which the audit log, verdicts, and findings and remedies that are over are kept. What a controller
-    starts from is kept whatever its age, and so is each node's newest verdict."""
+    """Days for which the audit log, verdicts, and closed findings and remediations are kept. Records needed for
+    a start, and each node's newest verdict, are kept at any age."""
     retention_events: int = 2_000_000
-    """Most lines of the audit log, about half a KiB each; the oldest go first, however young."""
+    """Maximum entries of the audit log, about half a KiB each. The oldest go first, at any age."""
     retention_orders: int = 200_000
-    """Most lines of the audit log that people wrote (orders, and changes of credentials), in addition. They are kept
-    whatever their age, and nothing that a node says pushes them out."""
+    """Maximum entries of the audit log caused by people (orders and changes of credentials), in addition to
+    ``retention_events``. They are kept at any age, and entries caused by nodes never displace them."""
     retention_rows: int = 200_000
-    """Most verdicts, most findings and most remedies, a few KiB each; the oldest that may go at all go first, however
-    young."""
+    """Maximum verdicts, findings and remediations each, a few KiB per record. The oldest that may be deleted go first,
+    at any age."""
     node_events_burst: int = 500
-    """Lines of each kind that one node may put into the audit log at once. What is more is counted
-    (``events.suppressed``), and decided all the same. A node that is repaired and tried for weeks writes dozens."""
+    """Burst of audit entries of one kind from one node. Further entries are counted in ``events.suppressed``, and the
+    decisions are made all the same. A node that is repaired and retried for weeks writes dozens."""
     node_events_per_s: float = 0.1
-    """How many more of each kind it may write a second. At this rate one kind of one node takes seven months to fill
-    ``retention_events``; a whole storm is rather ``node_events_burst``."""
+    """Further audit entries per second of one kind from one node. At this rate one kind of one node fills
+    ``retention_events`` in seven months."""
     retention_generations: int = 1000
-    """Most rosters of each job that are kept, a few KiB each, up to some MiB in a fleet of 10,000 nodes."""
+    """Maximum rosters kept per job, a few KiB each, or up to some MiB in a fleet of 10,000 nodes."""
     lease_s: float = 5.0
-    """Seconds for which a leader leads without renewing, over PostgreSQL: after so long a controller that was stopped,
-    or cut off from the database, is followed by another. (One that died is followed at once.) Shorter follows sooner,
-    and gives a leader less time to find a database that moved."""
+    """Seconds that a leader's lease lasts without renewal, over PostgreSQL. After that time another controller replaces
+    a leader that is paused or cut off from the database; a leader that died is replaced at once. Shorter replaces
+    sooner, and gives a leader less time to reconnect to a database that moved."""
     lease_renew_s: float = 1.0
-    """Seconds between two renewals; at most a third of ``lease_s``, so that one may fail."""
+    """Seconds between renewals; at most a third of ``lease_s``, so that one renewal may fail."""
     resign_after_s: float = 15.0
-    """Seconds for which a leader goes on, over PostgreSQL, while it hears nearly none of its nodes and they knock at
-    another controller; then it gives the lease up for that one. Twice as long after each time within an hour. Shorter
-    moves sooner, and gives a fleet less time to find a leader that is new. 0: never."""
+    """Seconds until a leader over PostgreSQL resigns because its nodes contact a standby and hardly any reaches the
+    leader. The lease then goes to that standby. Each further resignation within an hour waits twice as long. Shorter
+    moves sooner, and gives a fleet less time to find a new leader. 0: never."""
     advertise: str = ""
-    """``host:port`` by which others reach this controller, told by the controllers that stand by. Empty: as served."""
+    """``host:port`` by which others reach this controller; standbys announce it. Empty: the address served."""
     stop_grace_s: float = 0.5
-    """Seconds that requests under way may take once the controller is told to stop."""
+    """Seconds that running requests may take after the controller is asked to stop."""
     remediation: Literal["dry_run", "webhook", "slurm", "kubernetes"] = "dry_run"
-    """Who drains, reboots and hands to repair: nobody (the log says what would be done), a receiver of your own at
-    ``webhook_url``, Slurm by ``scontrol``, or Kubernetes."""
+    """Backend that drains nodes, reboots them and hands them to repair: ``dry_run`` only logs each action, ``webhook``
+    posts to ``webhook_url``, ``slurm`` calls ``scontrol``, ``kubernetes`` calls its API."""
     webhook_url: str = ""
-    """Where remedies are posted."""
+    """URL to which remediation requests are posted."""
     webhook_secret_file: str = ""
-    """A file with the secret that signs those posts, readable by its owner only."""
+    """File with the secret that signs these requests, readable by its owner only."""
     webhook_reports_cordons: bool = False
-    """Whether that receiver can tell which nodes people have taken out of service."""
+    """Whether the webhook's receiver can report the nodes that people have cordoned."""
     slurm_conf: str = ""
-    """Slurm's configuration file. Empty: Slurm's own default."""
+    """Slurm's configuration file. Empty: Slurm's default."""
     kubeconfig: str = ""
-    """How to reach Kubernetes. Empty: as the pod that the controller runs in."""
+    """Kubeconfig file for reaching Kubernetes. Empty: the service account of the controller's pod."""
     kubernetes_evict: bool = False
-    """Whether a cordoned node's pods are evicted as well. Off: whoever runs them sees the taint and decides."""
+    """Evict a cordoned node's pods. Off: the pods' owners see the taint and decide."""
     alert_url: str = ""
-    """Where to post what stands wrong, in the form of Alertmanager's webhooks. Empty: nowhere."""
+    """URL to which alerts are posted, in the format of Alertmanager's webhooks. Empty: none."""
     alert_token_file: str = ""
-    """A file with a bearer token for ``alert_url``, readable by its owner only. Empty: none is sent."""
+    """File with a bearer token for ``alert_url``, readable by its owner only. Empty: no token."""
     journal_dir: str = ""
-    """A directory for the journal of events and decisions, by which an incident is replayed and a change of policy is
-    tried on the past. Empty: none is kept."""
+    """Directory for the journal of events and decisions, used to replay incidents and to try policy changes on the
+    past. Empty: no journal."""
     journal_bytes: int = 1 << 30
-    """Most bytes the journal takes; the oldest days go first. A fleet of 1,000 nodes that trains writes some 100 MB a
+    """Maximum bytes of the journal; the oldest days go first. A training fleet of 1,000 nodes writes some 100 MB per
     day."""
     journal_days: float = 8.0
-    """Days the journal goes back: a week, and the one that is being written."""
+    """Days of journal to keep: by default a week, and the day being written."""
     policy_dir: str = ""
-    """A directory with the site's own rules on findings (``*.toml``), over the shipped ones key by key. Empty: none."""
+    """Directory with the site's own verdict rules (``*.toml``), which override the shipped ones key by key. Empty:
+    none."""
     policy: CorePolicy = CorePolicy()
-    """How decisions are made."""
+    """Settings of the decision core."""
 
     @classmethod
     def preset(cls, name: str) -> Self:
-        """``production`` or ``lab``. Raises ConfigurationError for another name."""
+        """Return the settings of the preset ``production`` or ``lab``. Raises ConfigurationError for another name."""
         if name == "production":
             return cls()
         if name == "lab":
@@ -199,16 +200,16 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port to listen on; port 0 is any."""
+        """Host and port to listen on; port 0 means any free port."""
         return _address(self.listen)
 
     @property
     def operators_address(self) -> tuple[str, int] | None:
-        """The same of the second door, where there is one."""
+        """Host and port of the second listener, or None."""
         return _address(self.operators_listen) if self.operators_listen else None
 
     def validate(self) -> Self:
-        """Returns the settings. Raises ConfigurationError for values that contradict each other."""
+        """Return the settings. Raises ConfigurationError for values that contradict each other."""
         for name in ("listen", "operators_listen"):
             try:
                 _address(getattr(self, name) or self.listen)
@@ -324,10 +325,13 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 def load_settings(
     given: Mapping[str, Any], *, preset: str = "production", file: Path | None = None, environment: Mapping[str, str]
 ) -> ControllerSettings:
-    """Settings from what was given explicitly, then ``file`` (TOML), then the environment, then the preset.
+    """Return settings from ``given``, then ``file`` (TOML), then the environment, then the preset.
 
-    Environment variables are ``EVERSTEP_CONTROLLER_`` and a setting's name in capitals; for the policy's knobs,
-    ``EVERSTEP_CONTROLLER_POLICY_``. Raises ConfigurationError for a wrong name, a wrong type or a contradiction.
+    Environment variables are ``EVERSTEP_CONTROLLER_`` and a setting's name in capitals; for the policy's settings,
+    ``EVERSTEP_CONTROLLER_POLICY_``.
+
+    Raises:
+        ConfigurationError: a name is unknown, a value has the wrong type, or settings contradict each other.
     """
     _check_environment(environment)
     base = ControllerSettings.preset(preset)
@@ -354,12 +358,12 @@ def _from_environment(environment: Mapping[str, str], prefix: str, kind: type[ms
 
 
 def _variables(prefix: str, kind: type[msgspec.Struct]) -> dict[str, str]:
-    """Fields by the names of their environment variables."""
+    """Return field names keyed by the names of their environment variables."""
     return {prefix + name.upper(): name for name in kind.__struct_fields__ if name not in ("policy", "rules")}
 
 
 def _check_environment(environment: Mapping[str, str]) -> None:
-    """Raises ConfigurationError for a variable that would be a setting, were it spelled as one."""
+    """Raise ConfigurationError for a variable that looks like a misspelt setting."""
     known = _variables(ENVIRONMENT_PREFIX, ControllerSettings) | _variables(POLICY_PREFIX, CorePolicy)
     if wrong := unknown_variables(environment, ENVIRONMENT_PREFIX, known, others=(SECRETS_COMMAND,)):
         near = get_close_matches(wrong[0], known, n=1)
@@ -377,22 +381,24 @@ def _read_toml(file: Path) -> dict[str, Any]:
 
 
 def read_secret(path: str) -> bytes:
-    """The secret in a file, without the white space around it.
+    """Return the secret in a file, without surrounding white space.
 
-    Raises ConfigurationError where it is missing, too short, or open to other users' eyes.
+    Raises:
+        ConfigurationError: the file is missing, its secret too short, or other users can read it.
     """
     return check_secret(_read_private(path))
 
 
 def read_secrets(path: str) -> tuple[bytes, ...]:
-    """The fleet's secrets in a file, one a line: the first mints, all verify. Raises as ``read_secret``."""
+    """Return the fleet's secrets in a file, one per line. The first mints, all verify. Raises as ``read_secret``."""
     return split_secrets(_read_private(path))
 
 
 def read_password(path: str) -> str:
-    """The password in a file, without the white space around it.
+    """Return the password in a file, without surrounding white space.
 
-    Raises ConfigurationError where it is missing, empty, or open to other users' eyes.
+    Raises:
+        ConfigurationError: the file is missing or empty, or other users can read it.
     """
     try:
         password = _read_private(path).decode()

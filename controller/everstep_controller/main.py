@@ -1,5 +1,4 @@
-"""``everstep-controller``: ``serve`` runs a controller, ``backup`` copies its database, ``token`` prints a token,
-``replay`` an incident once more."""
+"""Parse the command line of ``everstep-controller``: the ``serve``, ``backup``, ``token`` and ``replay`` commands."""
 
 from __future__ import annotations
 
@@ -83,7 +82,10 @@ def _token(arguments: dict[str, Any]) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Ends the process with 0, EXIT_CONFIGURATION (what to mend is said on stderr) or ``serve``'s EXIT_CRASHED."""
+    """Run one command and end the process.
+
+    The exit status is 0, EXIT_CONFIGURATION (stderr says what to correct) or EXIT_CRASHED (``serve`` only).
+    """
     parent = parent_pid()
     options = _parser().parse_args(argv)
     arguments = vars(options).copy()

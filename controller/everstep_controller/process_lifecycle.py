@@ -1,4 +1,4 @@
-"""How the process is seen from outside: announced when it serves, its log readable."""
+"""Write the ready file and set up logging for the controller process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FIELDS = ("node", "job", "generation", "trace")
 
 
 def write_atomically(path: Path, content: Any) -> None:
-    """Writes ``content`` as JSON, for this user's eyes, so that a reader sees all of it or nothing."""
+    """Write ``content`` as JSON, readable by its owner only; a reader sees the whole file or none."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     with os.fdopen(descriptor, "wb") as file:
@@ -26,7 +26,7 @@ def write_atomically(path: Path, content: Any) -> None:
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object a line, with the fields that a log search needs."""
+    """Format each log record as one line of JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
         at = datetime.datetime.fromtimestamp(record.created, datetime.UTC).isoformat(timespec="milliseconds")
@@ -38,7 +38,7 @@ class JsonLines(logging.Formatter):
 
 
 def log_to_stderr() -> None:
-    """Readable lines on a terminal, JSON elsewhere."""
+    """Log plain lines to a terminal, and JSON lines elsewhere."""
     handler = logging.StreamHandler(sys.stderr)
     if sys.stderr.isatty():
         handler.setFormatter(PlainLineFormatter())

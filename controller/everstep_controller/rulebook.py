@@ -1,4 +1,4 @@
-"""Reads the rules on findings: the shipped policy files, and a site's over them, kind by kind and key by key."""
+"""Read the verdict rules: the shipped policy files, overridden by a site's files kind by kind and key by key."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ POLICY_FOLDER = Path(__file__).parent / "policy"
 
 
 class PolicyFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One file of whole rules."""
+    """The contents of one policy file."""
 
     rule: tuple[VerdictRule, ...] = ()
 
@@ -36,10 +36,13 @@ Tables = dict[tuple[str, str], dict[str, Any]]
 
 
 def load_rulebook(site: Path | None = None, folder: Path = POLICY_FOLDER) -> Rulebook:
-    """The shipped rules, and those of the ``*.toml`` in ``site`` over them.
+    """Return the shipped rules, overridden by the ``*.toml`` files in ``site``.
 
-    A site's rule of the same kind (and name) replaces the keys that it gives and keeps the others; one with a new name
-    stands before the kind's nameless rule. Raises ConfigurationError with file, line and key for what is wrong.
+    A site's rule with the same kind and name replaces the keys that it gives and keeps the others. A rule with a new
+    name is tried before the unnamed rule of its kind.
+
+    Raises:
+        ConfigurationError: a file is wrong; the message gives file, line and key.
     """
     if site is not None and not site.is_dir():
         raise ConfigurationError(f"the policy folder {site} is no directory")
@@ -50,7 +53,7 @@ def load_rulebook(site: Path | None = None, folder: Path = POLICY_FOLDER) -> Rul
 
 
 def changed_rules(rulebook: Rulebook, changes: Iterable[Mapping[str, Any]]) -> Rulebook:
-    """The rules with ``changes`` over them, as a site's file would be. Raises ConfigurationError."""
+    """Return the rules overridden by ``changes``, as by a site's file. Raises ConfigurationError."""
     tables: Tables = {
         (str(rule.kind), rule.name): msgspec.to_builtins(rule)
         for rules in rulebook.rules_by_kind.values()
@@ -74,23 +77,23 @@ def _book(tables: Tables) -> Rulebook:
 
 @functools.cache
 def shipped_rulebook() -> Rulebook:
-    """The rules as shipped."""
+    """Return the rules as shipped."""
     return load_rulebook()
 
 
 def with_rules(policy: CorePolicy, site: Path | None = None) -> CorePolicy:
-    """The policy with its rulebook read, where it has none yet. Raises ConfigurationError."""
+    """Return the policy with its rulebook loaded if it has none or ``site`` is given. Raises ConfigurationError."""
     if policy.rules.rules_by_kind and site is None:
         return policy
     rules = shipped_rulebook() if site is None else load_rulebook(site)
     return msgspec.structs.replace(policy, rules=rules)
 
 
-# --- inside ------------------------------------------------------------------------------------------------------
+# ---- helpers
 
 
 def _read(folder: Path) -> Tables:
-    """The rules of all files in the folder, as tables whose keys and values were checked, by kind and name."""
+    """Return the checked rules of all files in the folder, as tables keyed by kind and name."""
     tables: Tables = {}
     for path in sorted(folder.glob("*.toml")):
         try:
@@ -107,7 +110,7 @@ def _read(folder: Path) -> Tables:
 
 
 def _whole(table: dict[str, Any]) -> VerdictRule:
-    """The rule as all files together give it."""
+    """Return the rule merged from all files. Raise ConfigurationError if the merged rule is invalid."""
     try:
         rule = msgspec.convert(table, VerdictRule)
     except msgspec.ValidationError as error:
@@ -145,12 +148,11 @@ def _contradictions(rule: VerdictRule) -> tuple[tuple[bool, str], ...]:
     )
 
 
-# ---- policy change
-# A change of policy, checked as the settings are.
+# ---- policy changes
 
 
 def policy_document(policy: CorePolicy) -> PolicyDocument:
-    """The policy as people read it."""
+    """Return the policy in the form shown to people."""
     knobs: dict[str, Any] = msgspec.to_builtins(policy)
     del knobs["rules"]
     rules = (rule for kind in policy.rules.rules_by_kind.values() for rule in kind)
@@ -158,7 +160,11 @@ def policy_document(policy: CorePolicy) -> PolicyDocument:
 
 
 def apply_change(policy: CorePolicy, change: PolicyChange) -> CorePolicy:
-    """The policy with the change. Raises ConfigurationError for what cannot be put in force, and how to mend it."""
+    """Return the policy with the change applied.
+
+    Raises:
+        ConfigurationError: the change is invalid; the message says how to correct it.
+    """
     if "rules" in change.knobs:
         raise ConfigurationError("rules is no knob: give the rules beside the knobs")
     knobs: dict[str, Any] = {name: getattr(policy, name) for name in policy.__struct_fields__ if name != "rules"}
@@ -170,7 +176,7 @@ def apply_change(policy: CorePolicy, change: PolicyChange) -> CorePolicy:
 
 
 def check_change(policy: CorePolicy, change: PolicyChange) -> PolicyCheckResult:
-    """Whether the change could be put in force, and what of the policy it changes."""
+    """Return whether the change is valid, and how it would change the policy."""
     try:
         changed = apply_change(policy, change)
     except ConfigurationError as error:

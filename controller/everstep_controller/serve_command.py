@@ -1,8 +1,7 @@
-"""``everstep-controller serve``: a controller from its settings to its orderly, or sudden, end.
+"""Run a controller from its settings to its end, for ``everstep-controller serve``.
 
-Apart from ``everstep_controller.main``, whose other commands need neither a web server nor, mostly, a database:
-importing
-those takes a second.
+This module is separate from ``everstep_controller.main`` because importing the web server and the database takes
+about one second, which the other commands do not need.
 """
 
 from __future__ import annotations
@@ -45,13 +44,16 @@ from everstep_controller.store.database_errors import DatabaseUnavailable, diagn
 log = logging.getLogger("everstep_controller")
 
 EXIT_CRASHED = 70
-"""A transaction failed; the supervisor should start the controller again."""
+"""Exit status after a failed transaction; the supervisor should restart the controller."""
 
 
 def serve(settings: ControllerSettings) -> int:
-    """Serves until it is told to end; the exit status. Ends the process with EXIT_CRASHED where a transaction failed.
+    """Serve until the process is asked to stop, and return the exit status.
 
-    Raises ConfigurationError for what an operator can mend.
+    After a failed transaction the process ends at once with EXIT_CRASHED.
+
+    Raises:
+        ConfigurationError: an operator must correct something first.
     """
     raise_file_limit()
     tune_interpreter()
@@ -60,7 +62,7 @@ def serve(settings: ControllerSettings) -> int:
 
 
 def _database(settings: ControllerSettings) -> str:
-    """The database's URL with the password that stands in a file; it goes into no log and no message."""
+    """Return the database URL with the password from its file. Never log this URL."""
     if not settings.database_password_file:
         return settings.database
     url = parse_url(settings.database).set(password=read_password(settings.database_password_file))
@@ -74,7 +76,7 @@ async def _serve(settings: ControllerSettings) -> int:
         open_database, _database(settings), migrate=settings.migrate, check=settings.check_database
     )
     await asyncio.to_thread(_check_clock, engine, settings)
-    engine.dispose()  # it was for the schema: each leadership has connections of its own
+    engine.dispose()  # only for the schema: each leadership opens its own connections
     listeners = [listen(settings.address)]
     if (second := settings.operators_address) is not None:
         listeners.append(listen(second, "operators_listen"))
@@ -104,7 +106,7 @@ async def _serve(settings: ControllerSettings) -> int:
 
 
 async def _begun(running: asyncio.Task[None], member: ControllerReplica, settings: ControllerSettings) -> None:
-    """Waits until it is known who leads. Raises ConfigurationError where this controller cannot begin."""
+    """Wait until the leader is known. Raise ConfigurationError if this controller cannot start."""
     settled = asyncio.create_task(member.leader_known.wait())
     await asyncio.wait({running, settled}, return_when=asyncio.FIRST_COMPLETED)
     settled.cancel()
@@ -116,15 +118,17 @@ async def _begun(running: asyncio.Task[None], member: ControllerReplica, setting
         raise ConfigurationError(diagnose(error, parse_url(settings.database))) from error
     except DatabaseUnavailable as error:
         raise ConfigurationError(str(error)) from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # a RecursionError may be of anything that was begun
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # RecursionError is not listed: any code could raise one
         raise ConfigurationError(
             f"what the database holds is not understood ({error}): it was written by another release; run that one"
         ) from error
 
 
 def _check_clock(engine: Engine, settings: ControllerSettings) -> None:
-    """Raises ConfigurationError where this machine's clock is far ahead of the database. The newest time of a restored
-    copy says nothing: it is as old as the backup."""
+    """Raise ConfigurationError if this machine's clock is far ahead of the database.
+
+    A restored backup is exempt: its newest time is as old as the backup.
+    """
     if settings.trust_clock:
         return
     try:
@@ -139,14 +143,14 @@ _ANYWHERE = ("0.0.0.0:", "[::]:")
 
 
 def _own_name(settings: ControllerSettings, address: str) -> str:
-    """A name that no other controller has."""
+    """Return a name that no other controller has."""
     if settings.advertise or not address.startswith(_ANYWHERE):
         return settings.advertise or address
     return f"{socket.gethostname()}:{address.rpartition(':')[2]}"
 
 
 def _advertised(settings: ControllerSettings, address: str) -> str:
-    """Where others reach this controller; empty where it listens everywhere and was not told a name."""
+    """Return the URL by which others reach this controller, or "" if it listens on all interfaces without a name."""
     if not settings.advertise and address.startswith(_ANYWHERE):
         return ""
     scheme = "https" if settings.tls_certificate else "http"
@@ -155,7 +159,7 @@ def _advertised(settings: ControllerSettings, address: str) -> str:
 
 async def _announce(server: uvicorn.Server, settings: ControllerSettings, address: str, *operators: str) -> None:
     while not server.started:
-        await asyncio.sleep(0.002)  # uvicorn offers no event for it
+        await asyncio.sleep(0.002)  # uvicorn offers no event to wait for
     database = parse_url(settings.database).render_as_string(hide_password=True)
     log.info("serving on %s, database %s", " and ".join((address, *operators)), database)
     if settings.ready_file:
@@ -164,7 +168,7 @@ async def _announce(server: uvicorn.Server, settings: ControllerSettings, addres
 
 
 async def _end(running: asyncio.Task[None], settings: ControllerSettings) -> int:
-    """0 after an orderly end. After a failed transaction the process ends at once: its threads may hang."""
+    """Return 0 after an orderly end. After a failed transaction end the process at once: its threads may hang."""
     running.cancel()
     await asyncio.wait({running})
     failure = None if running.cancelled() else running.exception()

@@ -1,1 +1,4 @@
-"""HTTP: agents' hot routes as plain ASGI, operators' routes as FastAPI, one way of saying errors."""
+"""HTTP API: operators' routes in FastAPI, authentication, credentials, admission control and the event stream.
+
+Agents' routes and sessions are in ``server``; decisions are in ``core``.
+"""

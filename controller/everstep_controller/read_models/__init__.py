@@ -1,1 +1,1 @@
-"""Show the state of the fleet to people and to Prometheus; no decision rests on these."""
+"""Views of the fleet for people and for Prometheus. No decision depends on them."""

@@ -1,1 +1,1 @@
-"""Doing to machines what was decided: draining, rebooting, handing to repair. Default: say it in the log only."""
+"""Execution of remediation on machines: drain, reboot, hand to repair. The default only logs each action."""

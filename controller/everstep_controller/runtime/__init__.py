@@ -1,1 +1,1 @@
-"""Run the core: take events in, store what it decides, push directives to agents."""
+"""Event loop around the core: event intake, one transaction per batch of events, and directives pushed to agents."""

@@ -1,1 +1,1 @@
-"""Hold the port: the listener, connections, agents' sessions, and how errors are said."""
+"""Network server: the listener, connections, agents' sessions, error responses. Operators' routes are in ``api``."""

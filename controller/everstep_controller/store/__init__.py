@@ -1,1 +1,1 @@
-"""What the controller remembers: SQLAlchemy over SQLite or PostgreSQL, one transaction per batch of events."""
+"""Persistence with SQLAlchemy over SQLite or PostgreSQL, with one transaction per batch of events."""
