@@ -1,4 +1,4 @@
-"""The time that decisions are made in: close to the wall clock, without its jumps, and never running backwards."""
+"""Keep the time that decisions use: close to the wall clock, without its jumps, and never running backwards."""
 
 from __future__ import annotations
 
@@ -8,26 +8,24 @@ from collections import deque
 from everstep.clock import Clock
 
 SLEW_INTERVAL_S = 10.0
-"""Seconds between two calls of ``follow``."""
+"""Seconds between two calls of ``slew``."""
 SLEW = 0.1
-"""Largest share by which this time runs faster or slower than monotonic time. A deadline may be off by as much, which
-is less than the deadlines' own margins; an error of a minute is gone in ten."""
+"""Largest share by which this time runs faster or slower than monotonic time. Deadlines may be off by as much, which is
+less than their margins. An error of one minute is corrected in ten minutes."""
 MAX_SLEWED_S = 3600.0
-"""A wall clock that is farther ahead than this is not followed. It is more likely wrong than right, and a restart of
-the controller settles it (``everstep_controller.runtime.clock_check``)."""
+"""A wall clock farther ahead than this is not followed, because it is probably wrong. A restart of the controller
+resolves the difference (``everstep_controller.runtime.clock_check``)."""
 
 
 class SteadyTime:
-    """Monotonic time since the start, counted from the wall clock of the start, and led back to the wall clock slowly.
+    """Time that starts at the wall clock, advances with monotonic time, and slowly converges to the wall clock.
 
-    Deadlines and timestamps share this time. It advances with monotonic time, so a jump of the wall clock fires no
-    deadline and delays none by more than ``SLEW``. ``follow`` changes its speed, never its value, so it does not run
-    backwards.
+    Deadlines and timestamps share this time. A jump of the wall clock triggers no deadline early, and delays none by
+    more than ``SLEW``. ``slew`` changes the speed, never the value, so this time does not run backwards.
 
     Args:
         clock: the machine's clocks.
-        not_before: wall seconds of the newest time in the database. The time starts there where the wall clock is
-            behind it.
+        not_before: newest time in the database, in wall seconds. This time starts there if the wall clock is behind.
     """
 
     def __init__(self, clock: Clock, not_before: float = 0.0) -> None:
@@ -37,20 +35,19 @@ class SteadyTime:
         self._value = max(clock.wall(), not_before)
 
     def now(self) -> float:
-        """Seconds since the epoch."""
+        """Return seconds since the Unix epoch."""
         return self._value + (self._clock.monotonic() - self._anchor) * self._rate
 
     def seconds_until(self, due: float) -> float:
-        """Monotonic seconds until ``now`` is ``due``; 0.0 where that has passed."""
+        """Return monotonic seconds until ``now`` reaches ``due``; 0.0 if that has passed."""
         return max(0.0, due - self.now()) / self._rate
 
     def ahead_s(self) -> float:
-        """Seconds by which this time is ahead of the wall clock; negative where it is behind."""
+        """Return seconds by which this time is ahead of the wall clock; negative if it is behind."""
         return self.now() - self._clock.wall()
 
     def slew(self) -> None:
-        """Sets the speed for the next ``FOLLOW_EVERY_S``, so that at their end this time and the wall clock agree, or
-        differ by less."""
+        """Set the speed for the next ``SLEW_INTERVAL_S`` so that this time approaches the wall clock."""
         monotonic = self._clock.monotonic()
         self._value += (monotonic - self._anchor) * self._rate
         self._anchor = monotonic
@@ -59,15 +56,15 @@ class SteadyTime:
         self._rate = 1.0 - max(-SLEW, min(SLEW, slower))
 
 
-# ---- lag
-# How late this process is itself: an observer that lags must not call others late.
+# ---- event loop lag
+# A controller whose own event loop lags must not declare nodes late.
 
 INTERVAL_S = 0.1
 WINDOW_SAMPLES = 10
 
 
 class LagMeter:
-    """Samples how late the event loop runs a callback that was due, ten times a second; remembers one second."""
+    """Samples the event loop's lateness ten times per second, over the last second."""
 
     def __init__(self) -> None:
         self._samples: deque[float] = deque(maxlen=WINDOW_SAMPLES)
@@ -75,13 +72,13 @@ class LagMeter:
         self._due = 0.0
 
     def start(self) -> None:
-        """Begins to sample on the running loop."""
+        """Begin sampling on the running loop."""
         loop = asyncio.get_running_loop()
         self._due = loop.time() + INTERVAL_S
         self._timer = loop.call_at(self._due, self._sample)
 
     def stop(self) -> None:
-        """Ends sampling."""
+        """End sampling."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -90,6 +87,6 @@ class LagMeter:
         self.start()
 
     def recent_s(self) -> float:
-        """The worst lateness of the last second, and of the sample that is overdue now."""
+        """Return the worst lateness of the last second in seconds, including a sample that is overdue now."""
         overdue = max(0.0, asyncio.get_running_loop().time() - self._due) if self._timer is not None else 0.0
         return max((*self._samples, overdue))

@@ -1,4 +1,4 @@
-"""Doubt the machine's clock: at start against the database, and while the controller runs against its own time."""
+"""Check the machine's clock: at start against the database, and later against the controller's own time."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from everstep_controller.runtime.clock import MAX_SLEWED_S, SLEW_INTERVAL_S, Ste
 log = logging.getLogger(__name__)
 
 RECORD_INTERVAL_S = 60.0
-"""Seconds between two notes of the time in the database. The next start compares its clock with the last one."""
+"""Seconds between writes of the time to the database. The next start compares its clock with the last one."""
 SLEWED_S = 60.0
-"""A difference up to this is left to ``SteadyTime.follow``."""
+"""``SteadyTime.slew`` corrects a difference up to this, in seconds."""
 DIVERGED_S = 1.0
-"""Difference between the controller's time and the wall clock from which on the log mentions it."""
+"""Difference in seconds between the controller's time and the wall clock from which the log reports it."""
 
 
 def check_clock_at_start(wall: float, newest_at: float, most_days: float) -> None:
-    """Raises ConfigurationError where the wall clock is implausibly far ahead of the database.
+    """Raise ConfigurationError if the wall clock is implausibly far ahead of the database.
 
-    Everything that a controller writes carries its time. One start with a clock that is ahead by months would stamp
-    new events months ahead, end credentials early, and let retention by age delete the history.
+    A start with a clock that is months ahead would date new events months ahead, expire credentials early, and let
+    retention delete the history.
 
     Args:
-        wall: the wall clock now.
-        newest_at: the newest time in the database; 0.0 where there is none.
-        most_days: how many days may lie between them; 0: any number.
+        wall: current wall time.
+        newest_at: newest time in the database; 0.0 if there is none.
+        most_days: allowed difference in days; 0 for any.
     """
     ahead_days = (wall - newest_at) / 86400
     if not newest_at or not most_days or ahead_days <= most_days:
@@ -44,14 +44,16 @@ def check_clock_at_start(wall: float, newest_at: float, most_days: float) -> Non
 
 
 def clock_set_back_s(wall: float, newest_at: float, *, trust_clock: bool) -> float:
-    """Seconds by which a controller that starts sets its time back, and with it whatever the database dates later
-    than ``wall``. 0.0 unless an operator vouches for the clock, and where the difference is gone soon by itself."""
+    """Return the seconds by which a starting controller sets its time and later stored times back.
+
+    Return 0.0 unless an operator trusts the clock and the difference is too large to slew.
+    """
     behind_s = newest_at - wall
     return behind_s if trust_clock and behind_s > SLEWED_S else 0.0
 
 
 class ClockMonitor:
-    """Leads the controller's time back to the wall clock, and logs once when they part and once when they agree.
+    """Slews the controller's time to the wall clock, and logs once when they diverge and once when they agree.
 
     Args:
         note: writes the controller's time into the database.
@@ -64,13 +66,13 @@ class ClockMonitor:
         self._has_warned: Callable[[float], str] | None = None
 
     async def run(self) -> None:
-        """Runs until cancelled."""
+        """Check until cancelled."""
         while True:
             await self.check()
             await asyncio.sleep(SLEW_INTERVAL_S)
 
     async def check(self) -> None:
-        """Compares once, and notes the time where that is due."""
+        """Compare once, and write the time to the database if due."""
         self._steady.slew()
         self._tell(self._steady.ahead_s())
         now = self._steady.now()

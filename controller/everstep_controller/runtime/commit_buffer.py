@@ -1,4 +1,4 @@
-"""Making decisions durable; while the database is away, keeping them in memory and writing them when it is back."""
+"""Commit decisions, and buffer them in memory while the database is unavailable."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ FIRST_RETRY_S = 0.1
 MAX_RETRY_S = 1.0
 
 Commit = Callable[[Batch], Awaitable[None]]
-"""Writes a batch: durable on return. StoreAway where the database cannot be used at present."""
+"""Writes a batch; durable on return. Raises DatabaseUnavailable while the database cannot be used."""
 
 
 class DatabaseOutage(msgspec.Struct):
-    """That the database is away: since when (the loop's seconds), why by the newest try, and what waits for it."""
+    """An outage of the database."""
 
-    since: float
-    reason: str
+    since: float  # start, in the loop's seconds
+    reason: str  # cause, from the newest attempt
     buffered_bytes: int = 0
 
 
 class CommitBuffer:
-    """Belongs to the loop, which has at most one call of ``keep`` under way.
+    """Writes batches for the loop, which runs at most one call of ``write`` at a time.
 
-    While the database is away it tries again by itself; once a try has succeeded, the next ``keep`` writes what is
-    left and ends the absence. ``wake`` is called when there is reason for that, or for an end.
+    During an outage the buffer retries by itself. After a successful retry, the next ``write`` writes the rest and ends
+    the outage. ``wake`` is called when the loop should call ``write``.
 
     Args:
-        limit_bytes: about how much may wait in memory.
+        limit_bytes: approximate bytes that may wait in memory.
 
     Attributes:
-        away: None while everything that was decided is durable.
+        outage: None while everything decided is durable.
     """
 
     def __init__(self, commit: Commit, *, now: Callable[[], float], wake: Callable[[], None], limit_bytes: int) -> None:
@@ -53,13 +53,13 @@ class CommitBuffer:
 
     @property
     def retry_finished(self) -> bool:
-        """Whether a try has come to its end: ``keep`` would end the absence, or raise what ended the tries."""
+        """Whether a retry has finished: ``write`` would end the outage, or raise the retry's error."""
         return self._retrying is not None and self._retrying.done()
 
     async def write(self, batch: Batch) -> bool:
-        """True when the batch, and whatever waited, is durable. False while it waits in memory.
+        """Write a batch. Return True once it and all buffered batches are durable, False while they wait in memory.
 
-        Raises what ``commit`` raises beside StoreAway; nothing may be answered after that.
+        Raises the errors of ``commit`` except DatabaseUnavailable. After an error nothing may be answered.
         """
         if self.outage is not None and not self.retry_finished:
             self._add(batch)
@@ -79,7 +79,7 @@ class CommitBuffer:
         return True
 
     def check_room(self) -> None:
-        """Raises Unavailable where as much waits as may."""
+        """Raise Unavailable if the buffer is full."""
         away = self.outage
         if away is not None and away.buffered_bytes >= self._limit_bytes:
             raise Unavailable(
@@ -89,7 +89,7 @@ class CommitBuffer:
             )
 
     def close(self) -> None:
-        """Ends the tries; what waits is lost, and nobody was told that it was not."""
+        """Stop retrying. Buffered decisions are lost, and nobody was promised them."""
         if self._retrying is not None:
             self._retrying.cancel()
 
@@ -97,11 +97,12 @@ class CommitBuffer:
         self._waiting.merge(batch)
         if self.outage is not None:
             self.outage.buffered_bytes += batch.approximate_bytes()
-            if self.outage.buffered_bytes >= self._limit_bytes:  # the sum counts documents that were replaced since
+            # The sum also counts documents that later ones replaced.
+            if self.outage.buffered_bytes >= self._limit_bytes:
                 self.outage.buffered_bytes = self._waiting.approximate_bytes()
 
     def _restore_failed(self, batch: Batch, error: DatabaseUnavailable) -> None:
-        """What a failed try leaves to us goes before what has come meanwhile."""
+        """Put a failed batch back before the batches that arrived meanwhile, if it is ours again."""
         if not error.is_batch_kept:
             batch.merge(self._waiting)
             self._waiting = batch
@@ -121,7 +122,7 @@ class CommitBuffer:
         self.outage = self._retrying = None
 
     async def _retry(self) -> None:
-        """Writes what waits, again and again, until that has succeeded once."""
+        """Write buffered batches repeatedly until one attempt succeeds."""
         wait_s = FIRST_RETRY_S
         while True:
             await asyncio.sleep(wait_s)

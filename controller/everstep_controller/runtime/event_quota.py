@@ -1,8 +1,8 @@
-"""Bound how many events each node may put into the audit log, so that one node cannot push out the history of others.
+"""Limit each node's events in the audit log, so that one node cannot displace the history of others.
 
-Each node has an allowance of events of each kind. What exceeds it is not stored and not shown: it is counted, and one
-event a minute tells how many of which kind there were. Decisions are not affected, and a kind that is rare on a node
-is stored even while the node floods the log with another.
+Each node has an allowance per kind of event. Events beyond it are counted but neither stored nor shown, and one event
+per minute reports the counts. Decisions are not affected. A kind that is rare on a node is stored even while the node
+floods the log with another kind.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from everstep_controller.core.effects import AuditEntry
 log = logging.getLogger(__name__)
 
 SUPPRESSED = "events.suppressed"
-"""Kind of the event that tells how many were not stored."""
+"""Kind of the event that reports how many events were not stored."""
 REPORT_INTERVAL_S = 60.0
 
 
 class AuditWriter(Protocol):
-    """A transaction, which takes lines for the audit log."""
+    """A transaction, as far as it takes entries for the audit log."""
 
     def add_audit_entry(self, entry: AuditEntry) -> None:
-        """Puts a line in the log."""
+        """Add an entry to the log."""
 
 
 class _Allowance:
-    """What a node has left of one kind, as of ``at``."""
+    """A node's remaining allowance for one kind, as of ``at``."""
 
     __slots__ = ("at", "left")
 
@@ -44,9 +44,9 @@ class EventQuota:
     """Counts events by node and kind. For the event loop's thread.
 
     Args:
-        burst: events of a kind that a node may cause at once.
-        per_s: how many more it may cause each second.
-        suppressed: called for each event that exceeds that.
+        burst: events of one kind that a node may cause at once.
+        per_s: further events of one kind per second.
+        on_suppressed: called for each event beyond that.
     """
 
     def __init__(self, burst: int, per_s: float, on_suppressed: Callable[[], None] = lambda: None) -> None:
@@ -57,7 +57,7 @@ class EventQuota:
         self._suppressed: dict[str, dict[str, int]] = {}
 
     def is_allowed(self, node: str, kind: str, now: float) -> bool:
-        """Whether one more event of ``kind`` that ``node`` caused is stored."""
+        """Return whether one more event of ``kind`` from ``node`` is stored."""
         allowance = self._allowances.get((node, kind))
         if allowance is None:
             allowance = self._allowances[node, kind] = _Allowance(self._burst, now)
@@ -73,8 +73,7 @@ class EventQuota:
         return False
 
     def take_suppressed(self, now: float) -> dict[str, dict[str, int]]:
-        """How many events of which kind each node caused beyond its allowance since the last call. Allowances that are
-        full again are forgotten."""
+        """Return the suppressed events since the last call, by node and kind. Full allowances are dropped."""
         full = [
             place
             for place, allowance in self._allowances.items()
@@ -87,7 +86,7 @@ class EventQuota:
 
 
 def causing_node(event: ev.Event) -> str:
-    """The node whose agent caused the event; empty where none did."""
+    """Return the node whose agent caused the event, or ""."""
     match event:
         case ev.AgentRegistered(register=register):
             return register.node
@@ -97,7 +96,7 @@ def causing_node(event: ev.Event) -> str:
 
 
 def record_suppressed(quota: EventQuota, transaction: AuditWriter, now: float) -> int:
-    """Puts an event in the log for each node that exceeded its allowance. Returns how many."""
+    """Add one event for each node beyond its allowance. Return their number."""
     told = quota.take_suppressed(now)
     for node, kinds in sorted(told.items()):
         most = sorted(kinds.items(), key=lambda one: (-one[1], one[0]))
@@ -114,7 +113,7 @@ def record_suppressed(quota: EventQuota, transaction: AuditWriter, now: float) -
 async def run_suppressed_reports(
     submit: Callable[[Callable[[AuditWriter, float], int]], Awaitable[int]], quota: EventQuota
 ) -> None:
-    """Tells once a minute what was not stored. Runs until cancelled.
+    """Report suppressed events once per minute, until cancelled.
 
     Args:
         submit: runs a stimulus in a transaction (``FleetLoop.submit``).

@@ -1,7 +1,7 @@
-"""What waits for a transaction: two classes, bounded together; where there is no room the routine one is shed first.
+"""Queue stimuli for a transaction in two classes with a common limit; at the limit, routine ones are dropped first.
 
-What is routine rests between transactions, so that one node whose log has gone mad costs a few of them a second and
-not hundreds, and everybody else's beats are answered as ever.
+Routine stimuli pause between transactions. A node whose log runs wild then costs a few transactions per second, not
+hundreds, and heartbeats of other nodes are answered as usual.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from everstep.errors import Unavailable
 T = TypeVar("T")
 
 ROUTINE_SHARE = 8
-"""One in so many places of a transaction is the routine class's, however much urgent waits: a beat that was never
-read would make its node look silent."""
+"""One of this many places in a transaction is reserved for routine stimuli: a heartbeat that is never read would make
+its node look silent."""
 
 
 PAUSE_FACTOR = 9.0
-"""A transaction with routine stimuli is followed by a rest of so many times its length: alone, they take a tenth of
+"""After a transaction with routine stimuli these pause for this many times its duration: alone, they take a tenth of
 the controller's time."""
 MAX_PAUSE_S = 0.5
-"""So long may a warning wait, at most, or a picture of a node that is well known."""
+"""Maximum seconds that a warning or a known node's findings may be delayed."""
 
 
 class Urgency(StrEnum):
-    """How soon a stimulus is wanted."""
+    """How soon a stimulus is handled."""
 
     URGENT = "urgent"
-    """Registrations, disconnections, operators, most reports: something happened, or somebody waits for it."""
+    """Registrations, disconnections, operators, most reports: a change, or somebody waits."""
     ROUTINE = "routine"
-    """What ``core.fleet`` lets wait: pictures and reports of mild findings, and of those that stand already."""
+    """Stimuli that the core allows to be deferred: known findings, and reports of mild or known findings."""
 
 
 class PendingStimulus(Generic[T]):
-    """A stimulus and who waits for it.
+    """A stimulus and the future that its submitter waits for.
 
     Args:
-        source: the node that it is about; its stimuli are never reordered.
-        urgency: what is routine becomes urgent beside something urgent of its source, whichever came first.
+        source: the node that it is about; stimuli of one source keep their order.
+        urgency: a routine stimulus becomes urgent beside an urgent one of its source, whichever came first.
     """
 
     __slots__ = ("arrived_at", "future", "source", "stimulus", "urgency")
@@ -56,19 +56,19 @@ class PendingStimulus(Generic[T]):
         self.arrived_at = time.perf_counter()
 
     def refuse(self, error: Exception) -> None:
-        """Answers with ``error``, unless it is answered or nobody waits any more."""
+        """Answer with ``error``, unless it is answered already or nobody waits."""
         if not self.future.done():
             self.future.set_exception(error)
-            self.future.exception()  # whoever waited may have gone; that is no error of ours
+            self.future.exception()  # marks the error as retrieved, in case the submitter is gone
 
 
 class Intake(Generic[T]):
-    """The queue before the loop.
+    """The loop's input queue.
 
     Args:
-        limit: stimuli that may wait, of both classes together.
-        group: routine stimuli that make a transaction of their own: so many do not rest.
-        shed: told of each one that is not taken, or is dropped for a more urgent one.
+        limit: stimuli of both classes that may wait.
+        group: this many routine stimuli end a pause, because they fill a transaction.
+        on_shed: called for each stimulus that is refused or dropped.
     """
 
     def __init__(self, limit: int, group: int, on_shed: Callable[[Urgency], None]) -> None:
@@ -76,7 +76,7 @@ class Intake(Generic[T]):
         self._group = group
         self._shed = on_shed
         self._urgent: deque[PendingStimulus[T]] = deque()
-        self._routine: deque[PendingStimulus[T]] = deque()  # with what was hurried meanwhile, which is passed over
+        self._routine: deque[PendingStimulus[T]] = deque()  # includes expedited ones, which are skipped
         self._paused: dict[str, deque[PendingStimulus[T]]] = {}
         self._paused_count = 0
         self._expedited: Counter[str] = Counter()
@@ -86,10 +86,9 @@ class Intake(Generic[T]):
         return len(self._urgent) + self._paused_count
 
     def put(self, waiting: PendingStimulus[T]) -> None:
-        """Queues ``waiting``. Raises Unavailable where there is no room for it.
+        """Queue ``waiting``. Raises Unavailable if there is no room.
 
-        An urgent one takes the place of the oldest routine one: whoever sent that has waited longest already, and
-        will say the same again.
+        An urgent one replaces the oldest routine one, whose sender will repeat it.
         """
         if len(self) >= self._limit:
             full = Unavailable(f"{len(self)} requests wait already: send this again in a second")
@@ -102,15 +101,15 @@ class Intake(Generic[T]):
             self.expedite(waiting.source)
             self._push_urgent(waiting)
         else:
-            waiting.arrived_at = max(waiting.arrived_at, self._paused_until)  # a rest is no lag
+            waiting.arrived_at = max(waiting.arrived_at, self._paused_until)  # a pause is not lag
             self._routine.append(waiting)
             self._paused.setdefault(waiting.source, deque()).append(waiting)
             self._paused_count += 1
 
     def expedite(self, source: str) -> None:
-        """Something urgent of ``source`` has come, or is behind what rests: that is urgent too, and goes before it.
+        """Make routine stimuli of ``source`` urgent, to keep them before an urgent one of the same source.
 
-        O(1) for each that it hurries: a whole fleet may do so in a second.
+        O(1) for each: a whole fleet may need this within a second.
         """
         hurried = self._paused.pop(source, ())
         self._paused_count -= len(hurried)
@@ -119,18 +118,18 @@ class Intake(Generic[T]):
         self._skip_expedited()
 
     def pause_routine_after(self, taken: list[PendingStimulus[T]], worked_s: float) -> None:
-        """A transaction is done, and took so long."""
+        """Pause routine stimuli after a transaction that took ``worked_s``."""
         if any(waiting.urgency is Urgency.ROUTINE for waiting in taken):
             self._paused_until = time.perf_counter() + min(MAX_PAUSE_S, PAUSE_FACTOR * worked_s)
 
     def next_due_in_s(self) -> float | None:
-        """Seconds until something is to be taken, 0.0 where something is; None while nothing waits."""
+        """Return seconds until a stimulus is due, 0.0 if one is; None while nothing waits."""
         if self._urgent or self._paused_count >= self._group:
             return 0.0
         return max(0.0, self._paused_until - time.perf_counter()) if self._paused_count else None
 
     def take(self) -> list[PendingStimulus[T]]:
-        """The next group: urgent ones first, but a share of the places is kept for routine ones that do not rest."""
+        """Return the next batch: urgent ones first, but with places reserved for routine ones that are not paused."""
         ready = self._paused_count
         if ready < self._group and time.perf_counter() < self._paused_until:
             ready = 0
@@ -140,12 +139,12 @@ class Intake(Generic[T]):
         return taken + [self._pop_routine() for _ in range(routine)]
 
     def oldest_wait_s(self) -> float:
-        """How long the one that could have been taken longest ago has waited, seconds; 0.0 while none does."""
+        """Return seconds that the oldest stimulus has waited beyond its pause; 0.0 while none waits."""
         heads = [queue[0].arrived_at for queue in (self._urgent, self._routine) if queue]
         return max(0.0, time.perf_counter() - min(heads)) if heads else 0.0
 
     def refuse_all(self, error: Exception) -> None:
-        """Empties the queue: everybody in it is answered with ``error``."""
+        """Empty the queue, and answer everybody with ``error``."""
         while self._urgent:
             self._pop_urgent().refuse(error)
         while self._paused_count:

@@ -1,16 +1,15 @@
-"""The one task that owns the fleet's state: stimuli in, one transaction, then answers and directives out.
+"""Own the fleet's state in one task: apply stimuli, commit one transaction, then send answers and directives.
 
-Stimuli that wait together share a transaction (group commit); the effects of one are never split. Nothing is
-answered and nothing is pushed before its transaction is durable.
+Stimuli that wait together share a transaction (group commit); the effects of one are never split. No answer and no
+directive is sent before its transaction is durable.
 
-Where the database is away, memory goes ahead of it: the core is told, and decides only what needs no promise; what it
-sends from then on is pushed, and nobody is acknowledged, so that everybody asks again. When the database is back,
-everything is written before anything is acknowledged. What the failed transaction itself would have sent is held back
-until then: its numbers may be given once more by the controller that follows, if this one dies first. So is a job's
-end, which cannot be taken back.
+During a database outage the loop runs ahead in memory. The core is told, and decides only where no promise is needed.
+Later directives are pushed, but nobody is acknowledged, so everybody retries. When the database returns, everything is
+written before anything is acknowledged. Directives of the failed transaction are held back until then, because a
+successor could reuse their numbers if this controller dies. A job's end, which is irreversible, is held back too.
 
-For errors of its own the process is crash-only: nobody is answered, it ends, and its supervisor starts it again from
-the last committed state.
+On an internal error the process is crash-only: it answers nobody and ends, and its supervisor restarts it from the last
+committed state.
 """
 
 from __future__ import annotations
@@ -37,17 +36,16 @@ from everstep_controller.runtime.transaction import AuditNumbers, DecideFunction
 from everstep_controller.store.rows import AuditRow, Batch, PoisonedRow, RemediationRow
 
 # ---- answers
-# What became of stimuli: told to whoever waits for it once it is durable, refused where nothing can be promised.
 
 T = TypeVar("T")
 Stimulus = Callable[[Transaction, float], T]
-"""Runs events in a transaction at a time; what it returns is what its submitter gets once all is durable. It raises
-EverstepError only before anything was changed."""
+"""Runs events in a transaction at a given time. Its submitter gets the return value once all is durable. A stimulus may
+raise EverstepError only before it changes anything."""
 
 AnyPending = PendingStimulus[Stimulus[Any]]
 
 ANSWERS_PER_TURN = 16
-"""Answers that are sent in one turn of the event loop: half a millisecond's work."""
+"""Answers sent per turn of the event loop: half a millisecond of work."""
 NOT_DURABLE = (
     "the database is away, so this is kept in memory only, and not promised: send it again; what was ordered may count "
     "when the database is back"
@@ -55,7 +53,7 @@ NOT_DURABLE = (
 
 
 class StimulusResult(NamedTuple):
-    """What became of a stimulus. ``forgettable``: see ``Transaction``."""
+    """The result of one stimulus. ``is_ephemeral``: see ``Transaction``."""
 
     pending: AnyPending
     value: Any
@@ -63,10 +61,10 @@ class StimulusResult(NamedTuple):
     is_ephemeral: bool
 
     def resolve(self, outage: DatabaseOutage | None) -> None:
-        """Answers, with a refusal where a promise is asked for that an absent database does not let us give."""
+        """Answer the submitter. During an outage, refuse a promise that needs the database."""
         done = self.pending.future
         if done.done():
-            return  # its client is gone; what it asked for is done all the same
+            return  # the client is gone, but its request was carried out
         if self.error is not None:
             done.set_exception(self.error)
         elif outage is None or self.is_ephemeral:
@@ -76,7 +74,7 @@ class StimulusResult(NamedTuple):
 
 
 async def resolve_all(results: Iterable[StimulusResult], outage: DatabaseOutage | None) -> None:
-    """Each answer is put together and sent by the callback of its future, in the event loop's next turn."""
+    """Answer all. Each future's callback builds and sends its answer in the event loop's next turn."""
     for number, result in enumerate(results, 1):
         result.resolve(outage)
         if number % ANSWERS_PER_TURN == 0:
@@ -87,17 +85,17 @@ log = logging.getLogger(__name__)
 
 
 LEADERSHIP_RECHECK_S = 0.05
-"""Seconds between two looks whether this controller may be sure again that it leads."""
+"""Seconds between checks whether this controller is certain to lead again."""
 MAX_BLOCKING_S = 0.0005
-"""Seconds of work after which beats are read and answered, in the middle of a transaction's events too: fifteen or so
-have come meanwhile from 12,500 nodes, and wait as long again for one another."""
+"""Seconds of work after which heartbeats are read and answered, also between a transaction's events. About fifteen
+heartbeats of 12,500 nodes arrive meanwhile."""
 MIN_TICK_INTERVAL_S = 0.01
-"""Least seconds between two Ticks. A fleet of 12,500 nodes has 2,500 deadlines a second at which all is well:
-twenty-five to a Tick, they cost a tenth. Nothing that is counted in deadlines is shorter than five times this."""
+"""Minimum seconds between two Ticks. A healthy fleet of 12,500 nodes has 2,500 deadlines per second; with twenty-five
+per Tick they cost a tenth. Every interval measured in deadlines is at least five times this."""
 
 
 class _BlockingBudget:
-    """Work that lets others have the event loop after LONGEST_STRETCH_S of it."""
+    """Yields the event loop after MAX_BLOCKING_S of work."""
 
     def __init__(self) -> None:
         self._until = time.perf_counter() + MAX_BLOCKING_S
@@ -109,7 +107,7 @@ class _BlockingBudget:
 
 
 class _Unpublished:
-    """What the outside is told once it is durable."""
+    """Records to publish once they are durable."""
 
     def __init__(self) -> None:
         self.audit: list[AuditRow] = []
@@ -123,10 +121,10 @@ class _Unpublished:
 
 
 class _Timer(NamedTuple):
-    """The next Tick: the core's deadline, when it could first be served, and the event loop's timer."""
+    """The timer for the next Tick."""
 
-    deadline: float
-    due: float
+    deadline: float  # the core's deadline
+    due: float  # earliest time of the Tick
     handle: asyncio.TimerHandle
 
 
@@ -134,15 +132,15 @@ class FleetLoop:
     """Owns the state. Every method belongs to the event loop's thread.
 
     Args:
-        state: what was restored; ``ControllerStarted`` is the first event.
+        state: restored state; ``ControllerStarted`` is the first event.
         commit: writes one transaction.
-        epoch: which life of a controller over its database this is.
-        check_leading: raises NotLeading where this controller may not be sure that it leads.
-        outage_buffer_bytes: about how much may wait in memory for a database that is away.
-        on_audit, on_remedies: told what was committed, after it was.
+        epoch: epoch of this leadership.
+        check_leading: raises NotLeading while this controller is not certain to lead.
+        outage_buffer_bytes: approximate bytes that may wait in memory during an outage.
+        on_audit, on_remediations: called with committed records.
         decide: the core, or a journal around it.
-        quota: bounds what each node may put into the audit log.
-        group: most stimuli that share a transaction: larger is more throughput, and a longer wait for the first.
+        quota: limits each node's entries in the audit log.
+        max_batch: maximum stimuli per transaction; larger raises throughput and delays the first.
         queue_limit: stimuli that may wait; beyond it new ones are refused with Unavailable.
     """
 
@@ -194,25 +192,32 @@ class FleetLoop:
         self.started = asyncio.Event()
 
     def now(self) -> float:
-        """The time decisions are made in."""
+        """Return the time used for decisions."""
         return self._clock.now()
 
     def queued(self) -> int:
-        """Stimuli that wait for their transaction."""
+        """Return the number of stimuli that wait for their transaction."""
         return len(self._queue) + len(self._in_flight)
 
     async def submit(self, stimulus: Stimulus[T]) -> T:
-        """Runs ``stimulus`` in its turn; returns its result when everything it did is durable.
+        """Run ``stimulus`` in turn, and return its result once everything it did is durable.
 
-        Raises what the stimulus raises, and Unavailable while too much waits or after a transaction failed.
+        Raises:
+            EverstepError: whatever the stimulus raises.
+            Unavailable: too many stimuli wait, or a transaction failed.
         """
         return await self.enqueue(stimulus)
 
     def enqueue(self, stimulus: Stimulus[T], source: str = "", urgency: Urgency = Urgency.URGENT) -> asyncio.Future[T]:
-        """``submit`` for who does not wait: the future of its result. Raises Unavailable.
+        """Queue ``stimulus`` and return the future of its result.
 
         Args:
-            source: the node that it is about; its stimuli keep their order.
+            stimulus: runs in a transaction.
+            source: node that the stimulus is about; stimuli of one source keep their order.
+            urgency: routine stimuli may be delayed.
+
+        Raises:
+            Unavailable: too many stimuli wait, or the controller stops or does not lead.
         """
         if self._stopped:
             raise Unavailable("the controller is stopping: send this again to the one that follows", 0.2)
@@ -224,20 +229,20 @@ class FleetLoop:
         return done
 
     def expedite(self, source: str) -> None:
-        """Something urgent of a node waits behind what was routine."""
+        """Make a node's waiting routine stimuli urgent, because an urgent one waits behind them."""
         self._queue.expedite(source)
         self._schedule_wake()
 
     def check_leading(self) -> None:
-        """Raises NotLeading where this controller cannot be sure that it leads: then it must not say anything."""
+        """Raise NotLeading if this controller is not certain to lead; it must not answer then."""
         self._check_leading()
 
     def database_outage(self) -> DatabaseOutage | None:
-        """The database's absence, if it is away."""
+        """Return the database's current outage, or None."""
         return self._commit_buffer.outage
 
     async def run(self) -> None:
-        """Runs until cancelled. Raises what made a transaction fail; nothing was answered after that."""
+        """Run until cancelled. Raise the error of a failed transaction; nothing is answered after that."""
         self.lag.start()
         try:
             await self._run_transaction([self._first()])
@@ -258,7 +263,7 @@ class FleetLoop:
 
     async def _something_to_do(self) -> None:
         if self._queue.next_due_in_s() == 0.0 or self._store_change is not None or self._commit_buffer.retry_finished:
-            await asyncio.sleep(0)  # let requests that have just arrived join the group
+            await asyncio.sleep(0)  # requests that have just arrived join the batch
             return
         self._work.clear()
         self._arm(engine.next_deadline(self.state))
@@ -266,7 +271,7 @@ class FleetLoop:
         await self._work.wait()
 
     def _schedule_wake(self) -> None:
-        """Wakes the loop for what waits in the queue, now or when it has rested."""
+        """Wake the loop for queued stimuli, now or at the end of their pause."""
         wait_s = self._queue.next_due_in_s()
         if wait_s == 0.0:
             self._work.set()
@@ -287,7 +292,7 @@ class FleetLoop:
             self._armed = _Timer(deadline, due, handle)
 
     async def _run_transaction(self, taken: list[AnyPending]) -> None:
-        """Everything that waits, then the timer: what was heard counts before anybody is called late."""
+        """Run all waiting stimuli, then the timer: received messages count before a node is declared late."""
         started = time.perf_counter()
         self._in_flight = taken
         transaction = Transaction(
@@ -313,7 +318,7 @@ class FleetLoop:
         self._queue.pause_routine_after(taken, time.perf_counter() - started)
 
     async def _apply_all(self, taken: list[AnyPending], transaction: Transaction) -> list[StimulusResult]:
-        """Beats are answered in between: what they touch is no part of a transaction."""
+        """Apply all stimuli, and yield to heartbeats in between; their effects are in no transaction."""
         results: list[StimulusResult] = []
         stretch = _BlockingBudget()
         for waiting in taken:
@@ -330,7 +335,7 @@ class FleetLoop:
         return StimulusResult(waiting, value, None, transaction.is_ephemeral)
 
     def _report_store_change(self, transaction: Transaction) -> None:
-        """The core hears of the database before of anything that came later."""
+        """Tell the core about a change of the database's availability before any later event."""
         news, self._store_change = self._store_change, None
         if news is None:
             return
@@ -350,8 +355,10 @@ class FleetLoop:
         transaction.handle(ev.Tick(lag_s=lag_s, trace=new_trace()), now)
 
     async def _record_poisoned(self, event: ev.Event | None) -> None:
-        """An error of the core's own ends the process; its agent would send the report that led to it again and
-        again, to every life that follows. So that one report is remembered, and dropped when it comes."""
+        """Record a report whose handling raised an internal error, so that it is dropped when the agent repeats it.
+
+        Otherwise the repeated report would end every later process too.
+        """
         if not isinstance(event, ev.ReportArrived):
             return
         kind = type(event.body).__name__
@@ -368,7 +375,7 @@ class FleetLoop:
         await self._commit_buffer.write(Batch(audit=[row], poisoned=[poisoned]))
 
     async def _commit(self, transaction: Transaction, events: int) -> bool:
-        """Whether it is durable, and everything before it."""
+        """Return whether this transaction and all before it are durable."""
         was_away = self._commit_buffer.outage is not None
         while transaction.encode(MAX_BLOCKING_S):
             await asyncio.sleep(0)
@@ -400,7 +407,7 @@ class FleetLoop:
         )
 
     def _publish(self) -> None:
-        """Tells the outside what has become durable, in order."""
+        """Publish durable records, in order."""
         told, self._unpublished = self._unpublished, _Unpublished()
         self._on_audit(told.audit)
         self._metrics.count_user_errors(told.audit)
@@ -419,7 +426,7 @@ class FleetLoop:
         self._work.set()
 
     def _end(self) -> None:
-        """Refuses everybody who waits; they are told to send it again."""
+        """Refuse all waiting stimuli, and ask their senders to retry."""
         self._stopped = True
         self._commit_buffer.close()
         self.lag.stop()

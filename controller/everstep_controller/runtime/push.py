@@ -1,7 +1,7 @@
-"""Directives on their way to nodes: what is committed, not yet acknowledged, and who is there to take it.
+"""Queue directives for nodes and push them to connected sessions until they are acknowledged.
 
-Everything here mirrors committed rows of the outbox table; nothing is offered before its transaction is durable.
-Runs in the event loop's thread only.
+The queues mirror committed rows of the outbox table; no directive is offered before its transaction is durable.
+Everything runs in the event loop's thread.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ import msgspec
 from everstep_controller.store.rows import OutboxRow
 
 SEQ_PER_EPOCH = 1_000_000_000
-"""Directives a node may be sent in one life of a controller: at a hundred a second, four months without a pause."""
+"""Directive numbers per node and epoch: enough for a hundred per second over four months."""
 HINTS_PER_TURN = 64
-"""Nodes that are sent a hint before the next beats are read: together they take about a millisecond."""
+"""Nodes that are sent a hint before the next heartbeats are read: about a millisecond of work."""
 DEFLATE_MIN_BYTES = 16 << 10
-"""Bodies from here on are deflated: a generation of 10,000 ranks shrinks from half a megabyte to a fifteenth, and goes
-to 1,250 nodes."""
+"""Bodies of at least this size are deflated: a generation of 10,000 ranks shrinks from half a megabyte to a fifteenth,
+and goes to 1,250 nodes."""
 
 
 class EncodedBody:
-    """A directive's body in JSON: encoded once, and deflated once, for all nodes that it goes to.
+    """A directive's JSON body, encoded and deflated once for all its nodes.
 
     Args:
         text: the JSON.
-        stored: what stands for it in the outbox table; the text itself where nothing shorter does.
+        stored: shorter reference for the outbox table; by default the text itself.
     """
 
     __slots__ = ("_deflated", "json", "stored", "text")
@@ -48,41 +48,37 @@ class EncodedBody:
 
     @property
     def deflated(self) -> bytes:
-        """The JSON as RFC 1950 deflates it; level 1, for the first receiver waits for it."""
+        """The JSON in zlib format (RFC 1950), at level 1 because the first receiver waits for it."""
         if self._deflated is None:
             self._deflated = zlib.compress(self.json, 1)
         return self._deflated
 
 
 class EncodedDirective(msgspec.Struct, frozen=True):
-    """``Directive`` over an encoded body."""
+    """``Directive`` with an encoded body."""
 
     seq: int
     body: msgspec.Raw
 
 
 class OutgoingDirective(msgspec.Struct, frozen=True, kw_only=True):
-    """A directive for a node.
-
-    ``durable``: stored until acknowledged. ``topic``: a newer one of the same topic makes this one pointless, if it
-    ``replaces`` others. ``final``: whoever has heard it does not come back, so it is not said from memory.
-    """
+    """A directive for a node."""
 
     node: str
     seq: int
     body: EncodedBody
-    is_durable: bool = True
-    topic: str = ""
-    replaces_older: bool = True
-    is_final: bool = False
+    is_durable: bool = True  # stored until acknowledged
+    topic: str = ""  # shared by directives of which only the newest matters
+    replaces_older: bool = True  # drop queued directives of the same topic
+    is_final: bool = False  # irreversible at the receiver, so sent only once durable
 
     def encode(self) -> EncodedDirective:
-        """For an answer that carries it."""
+        """Return the directive in the form that answers carry."""
         return EncodedDirective(self.seq, msgspec.Raw(self.body.json))
 
 
 def generation_topic(job: str) -> str:
-    """A node that is away needs the newest generation of a job only: it is not sent all those that it has missed."""
+    """Return the topic of a job's generations: a node that was away needs only the newest."""
     return f"generation/{job}"
 
 
@@ -91,7 +87,7 @@ class _Job(msgspec.Struct):
 
 
 class _NewGeneration(msgspec.Struct, tag="NewGeneration"):
-    """What is read of a stored generation."""
+    """The part that is read of a stored generation."""
 
     spec: _Job
 
@@ -104,25 +100,25 @@ def _stored_topic(text: str) -> str:
 
 
 class DirectiveReceiver(Protocol):
-    """A node's session. ``incarnation``: the life of the node that it belongs to."""
+    """A node's session, for one incarnation of the node."""
 
     @property
     def incarnation(self) -> int: ...
 
     def push(self, directives: Sequence[OutgoingDirective]) -> None:
-        """Sends what was just committed, in order. Never raises and never waits."""
+        """Send committed directives, in order. Never raises and never waits."""
 
     def dismiss(self) -> None:
-        """Ends the session: another one, or another life of the node, took its place."""
+        """End the session: another session or incarnation replaced it."""
 
 
 class Outbox:
-    """Every node's queue of directives, and the sessions that take them.
+    """Every node's queue of directives, and the sessions that receive them.
 
     Args:
-        epoch: which life of a controller this is. Numbers begin at ``epoch * SPAN``, so they grow across lives
-            without being stored, whatever was acknowledged and deleted meanwhile.
-        rows: what was stored and not acknowledged.
+        epoch: epoch of this leadership. Numbers begin at ``epoch * SEQ_PER_EPOCH``, so they grow across controllers
+            without being stored.
+        rows: stored directives that were not acknowledged.
     """
 
     def __init__(self, epoch: int, rows: Iterable[OutboxRow] = ()) -> None:
@@ -142,21 +138,21 @@ class Outbox:
             self._queues[row.node].append(OutgoingDirective(node=row.node, seq=row.seq, body=body, topic=topic))
 
     def take_seq(self, node: str) -> int:
-        """Takes the node's next number."""
+        """Take the node's next number."""
         self._newest[node] = self.next_seq(node)
         return self._newest[node]
 
     def next_seq(self, node: str) -> int:
-        """The number that the node's next directive will get."""
+        """Return the number of the node's next directive."""
         return self._newest.get(node, self._first) + 1
 
     def oldest_seq(self, node: str) -> int:
-        """The number of the first directive that the node has not acknowledged, or of the next one to come."""
+        """Return the number of the node's first unacknowledged directive, or of its next one."""
         queue = self._queues.get(node)
         return queue[0].seq if queue else self.next_seq(node)
 
     def deliver(self, outgoing: Iterable[OutgoingDirective]) -> None:
-        """Queues what is committed (in order of its numbers per node) and hands it to whoever is there for it."""
+        """Queue committed directives (per node in order of their numbers) and push them to connected sessions."""
         fresh: dict[str, list[OutgoingDirective]] = {}
         for one in outgoing:
             if one.topic and one.replaces_older:
@@ -177,7 +173,7 @@ class Outbox:
             receiver.push(directives if before is None else [*before, *directives])
 
     def _defer_hint(self, node: str, hint: OutgoingDirective) -> None:
-        """A hint to a whole job can wait while beats are answered; whatever else comes for the node brings it along."""
+        """Delay a hint to a whole job while heartbeats are answered. Any other directive takes the hint along."""
         if not self._later:
             asyncio.get_running_loop().call_soon(self._push_some)
         self._later.setdefault(node, []).append(hint)
@@ -189,8 +185,10 @@ class Outbox:
             asyncio.get_running_loop().call_soon(self._push_some)
 
     def attach(self, node: str, receiver: DirectiveReceiver) -> tuple[OutgoingDirective, ...]:
-        """From now on ``receiver`` is handed the node's directives, and whoever was is dismissed. Returns those that
-        wait already."""
+        """Make ``receiver`` the node's session, and dismiss the previous one.
+
+        Return the directives that wait already.
+        """
         self._later.pop(node, None)
         before = self._receivers.get(node)
         self._receivers[node] = receiver
@@ -199,19 +197,19 @@ class Outbox:
         return self.pending(node)
 
     def detach(self, node: str, receiver: DirectiveReceiver) -> None:
-        """Ends that, if it is still ``receiver`` that takes them."""
+        """Detach ``receiver`` if it is still the node's session."""
         if self._receivers.get(node) is receiver:
             del self._receivers[node]
 
     def dismiss(self, node: str, incarnation: int) -> None:
-        """The node lives as ``incarnation`` from now on: who takes directives for another life of it is dismissed."""
+        """Dismiss the node's session if it belongs to another incarnation than ``incarnation``."""
         receiver = self._receivers.get(node)
         if receiver is not None and receiver.incarnation != incarnation:
             del self._receivers[node]
             receiver.dismiss()
 
     def has_receiver(self, node: str) -> bool:
-        """Whether the node has a session."""
+        """Return whether the node has a session."""
         return node in self._receivers
 
     def _drop(self, node: str, topic: str) -> None:
@@ -221,7 +219,7 @@ class Outbox:
             self._queues[node] = deque(one for one in queue if one.topic != topic)
 
     def acknowledge(self, node: str, through: int) -> None:
-        """The node has every directive up to ``through``; the next transaction deletes their rows."""
+        """Record that the node has every directive up to ``through``; the next transaction deletes their rows."""
         queue = self._queues.get(node)
         if not queue or queue[0].seq > through:
             return
@@ -233,40 +231,40 @@ class Outbox:
         self._pruned[node] = through
 
     def forget(self, node: str) -> None:
-        """Nothing waits for the node any more. Its numbers go on: its agent may be back under the same name."""
+        """Drop the node's queue. Its numbers continue, because its agent may return under the same name."""
         self._queues.pop(node, None)
         self._later.pop(node, None)
         self._pruned.pop(node, None)
         self._dropped = [place for place in self._dropped if place[0] != node]
 
     def take_acknowledged(self) -> dict[str, int]:
-        """What was acknowledged since the last call: node to number."""
+        """Return acknowledgements since the last call: node to number."""
         pruned, self._pruned = self._pruned, {}
         return pruned
 
     def take_superseded(self) -> list[tuple[str, int]]:
-        """Stored directives that newer ones made pointless since the last call: nodes and numbers."""
+        """Return stored directives that newer ones replaced since the last call: nodes and numbers."""
         dropped, self._dropped = self._dropped, []
         return dropped
 
     def pending(self, node: str, after: int = 0) -> tuple[OutgoingDirective, ...]:
-        """What the node has not acknowledged, beyond ``after``, in order."""
+        """Return the node's unacknowledged directives beyond ``after``, in order."""
         return tuple(one for one in self._queues.get(node, ()) if one.seq > after)
 
     def pending_count(self, node: str) -> int:
-        """Directives the node has not acknowledged."""
+        """Return the number of the node's unacknowledged directives."""
         return len(self._queues.get(node, ()))
 
     def total_pending(self) -> int:
-        """Directives that no node has acknowledged yet, of all nodes."""
+        """Return the number of unacknowledged directives of all nodes."""
         return sum(len(queue) for queue in self._queues.values())
 
     def connected_count(self) -> int:
-        """Nodes with a session."""
+        """Return the number of nodes with a session."""
         return len(self._receivers)
 
     def close(self) -> None:
-        """Ends every session: the controller is going."""
+        """End every session: the controller stops."""
         self.closed = True
         for receiver in list(self._receivers.values()):
             receiver.dismiss()

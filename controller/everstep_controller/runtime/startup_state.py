@@ -1,4 +1,4 @@
-"""The core's state from what the database held."""
+"""Restore the core's state from the database."""
 
 from __future__ import annotations
 
@@ -19,17 +19,13 @@ from everstep_controller.store.reader import NO_ROW_VERSIONS, RowVersions, chang
 from everstep_controller.store.rows import LoadedState
 
 # ---- read ahead
-# What a standby has read before its turn comes: the nodes' records, which are most of what a leader starts from.
-#
-# A fleet whose leader died waits while the next one restores its state. Records change seldom (a beat changes none), so
-# a
-# standby that looks now and then has nearly all of them decoded by then, and reads the few others in the transaction
-# that
-# takes the database over.
+# A fleet whose leader died waits while its successor restores the state, which consists mostly of node records. Records
+# change seldom (a heartbeat changes none). A standby that reads ahead has decoded nearly all of them, and reads only
+# the changed ones in the transaction that takes the database over.
 
 
 class KnownRecords(NamedTuple):
-    """Records and their marks, by node. Never changed: the next reading makes another one."""
+    """Records and their row versions, by node. Immutable: the next reading makes a new one."""
 
     row_versions: RowVersions
     records: dict[str, NodeRecord]
@@ -39,27 +35,27 @@ NO_RECORDS = KnownRecords(NO_ROW_VERSIONS, {})
 
 
 def read_records(connection: Connection, known: KnownRecords) -> KnownRecords:
-    """``known`` brought up to date. Raises what the database raises. For a thread of its own."""
+    """Return ``known`` brought up to date. Raises the database's errors. For a thread of its own."""
     found = changed_nodes(connection, known.row_versions)
     marks = {node: known.row_versions.nodes[node] for node in found.unchanged}
     records = {node: known.records[node] for node in found.unchanged}
     for row in found.rows:
         try:
             records[row.node] = msgspec.json.decode(row.doc, type=NodeRecord)
-        except DECODE_ERRORS:  # of another release: who leads says so
+        except DECODE_ERRORS:  # written by another release; the leader reports it
             continue
         marks[row.node] = row.row_version
     return KnownRecords(RowVersions(found.server, marks), records)
 
 
 class _FirstFleet(msgspec.Struct):
-    """The fleet's document under schema 0001: evictions by time alone."""
+    """The fleet's document under schema 0001, which counted evictions by time alone."""
 
     evictions: list[float] = []
 
 
 def _fleet(doc: str, nodes: Iterable[NodeRecord]) -> FleetRecord:
-    """The fleet's record. What schema 0001 counted against the budget is found again at the nodes."""
+    """Return the fleet's record. Evictions that schema 0001 counted are recovered from node records."""
     record, times = msgspec.json.decode(doc, type=FleetRecord), msgspec.json.decode(doc, type=_FirstFleet).evictions
     if times:
         known = [
@@ -73,7 +69,7 @@ def _fleet(doc: str, nodes: Iterable[NodeRecord]) -> FleetRecord:
 
 
 def restore_state(policy: CorePolicy, loaded: LoadedState, known: KnownRecords = NO_RECORDS) -> FleetState:
-    """The state as it was stored, made of the ``known`` records themselves."""
+    """Return the stored state. It contains the ``known`` record objects themselves."""
     nodes = {node: known.records[node] for node in loaded.unchanged}
     nodes |= {node: msgspec.json.decode(doc, type=NodeRecord) for node, doc in loaded.nodes.items()}
     for (node, key), doc in loaded.active_findings.items():

@@ -1,4 +1,4 @@
-"""What the events of one transaction add up to: rows to write, and what to do once they are durable."""
+"""Collect the effects of one transaction's events: rows to write, and actions to take once they are durable."""
 
 from __future__ import annotations
 
@@ -39,16 +39,13 @@ from everstep_controller.store.rows import (
     generation_reference,
 )
 
-# ---- standing
-# Which findings the database has of each node.
-#
-# They are written one by one, as they come and go, and not with their node's record: of a node whose kernel log has
-# gone
-# mad hundreds stand, and every line of it would write them all again.
+# ---- finding changes
+# Findings are written one by one, not with their node's record: a faulty kernel log raises hundreds on one node, and
+# each new line would rewrite them all.
 
 
 class FindingDelta:
-    """What was written last, or is about to be. Findings are frozen: one that is the same object has not changed."""
+    """Findings last written of each node. Findings are frozen, so an identical object has not changed."""
 
     def __init__(self, nodes: Iterable[NodeRecord]) -> None:
         self._written: dict[NodeId, dict[str, Finding]] = {}
@@ -56,8 +53,7 @@ class FindingDelta:
             self._note(record)
 
     def changes(self, record: NodeRecord) -> Iterator[tuple[str, Finding | None]]:
-        """The findings of a node by key that are to be written, None for those that stand no more; they count as
-        written from now on."""
+        """Yield the changed findings of a node by key, None for cleared ones. They count as written from now on."""
         written = self._written.get(record.node, {})
         if not written and not record.agent_findings:
             return
@@ -70,7 +66,7 @@ class FindingDelta:
         self._note(record)
 
     def forget(self, node: NodeId) -> None:
-        """The database has nothing of the node any more."""
+        """Forget a node whose findings were deleted from the database."""
         self._written.pop(node, None)
 
     def _note(self, record: NodeRecord) -> None:
@@ -81,22 +77,22 @@ class FindingDelta:
 
 
 def without_findings(record: NodeRecord) -> NodeRecord:
-    """The record as its document has it."""
+    """Return the record as stored in its document."""
     return msgspec.structs.replace(record, agent_findings={})
 
 
 _encode = msgspec.json.Encoder().encode
 
 DecideFunction = Callable[[FleetState, ev.Event, float], list[fx.Effect]]
-"""``core.fleet.handle``, or what wraps it."""
+"""``core.engine.handle``, or a wrapper around it."""
 
 
 _trace_numbers = random.Random(secrets.randbits(256))
-"""Seeded once: drawing from the system gives the interpreter's lock to another thread, which may keep it for 5 ms."""
+"""Seeded once: a system call per trace would release the interpreter's lock for up to 5 ms."""
 
 
 def new_trace() -> str:
-    """A fresh stimulus id: 16 hex digits. It is no secret."""
+    """Return a new stimulus id of 16 hex digits. It is not secret."""
     return f"{_trace_numbers.getrandbits(64):016x}"
 
 
@@ -105,7 +101,7 @@ def _text(value: Any) -> str:
 
 
 class AuditNumbers:
-    """The audit log's next number. One writer per database, so it is counted here, not there."""
+    """The audit log's next number. It is counted in memory because a database has one writer."""
 
     def __init__(self, newest: int) -> None:
         self.newest = newest
@@ -118,11 +114,15 @@ class AuditNumbers:
 class Transaction:
     """Runs events through the core and collects their effects. Build one per commit; never reuse it.
 
-    ``handling`` is the event that the core is at, or that it could not survive: then nothing here may be written.
-    Documents are encoded by ``batch``, when the core has finished with them: nothing else changes them.
-    ``forgettable``: set by a stimulus whose answer promises nothing that must survive this controller (whoever is
-    answered says it again to the next one); it is answered while the database is away too.
-    ``quota``: bounds the lines of the audit log that each node causes; None: as many as it likes.
+    Documents are encoded by ``batch``, after the core has finished with them.
+
+    Args:
+        quota: limits each node's entries in the audit log; None for no limit.
+
+    Attributes:
+        handling: the current event. If the core raised on it, nothing here may be written.
+        is_ephemeral: set by a stimulus whose answer promises nothing durable, because its sender repeats it to the next
+            controller. Such a stimulus is answered during an outage too.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class Transaction:
         self._bodies: dict[int, tuple[Any, EncodedBody]] = {}
 
     def handle(self, event: ev.Event, now: float) -> list[fx.Effect]:
-        """Applies one event. Raises what ``core.fleet.handle`` raises, with nothing changed."""
+        """Apply one event. Raises what the core raises, with nothing changed."""
         kind = type(event).__name__
         started = time.perf_counter()
         self.handling = event
@@ -175,41 +175,44 @@ class Transaction:
         return effects
 
     def handle_ephemeral(self, event: ev.Event, now: float) -> list[fx.Effect]:
-        """``handle`` for what promises nothing: another controller would hear of it anew."""
+        """Apply an event that promises nothing durable: another controller would receive it again."""
         self.is_ephemeral = True
         return self.handle(event, now)
 
     def mark_reports(self, node: str, incarnation: int, through: int) -> None:
-        """Remembers that the node's reports up to ``through`` were taken."""
+        """Record that the node's reports up to ``through`` were taken."""
         self._batch.report_marks[node, incarnation] = through
 
     def add_audit_entry(self, entry: fx.AuditEntry) -> None:
-        """Puts a line in the audit log that is not the core's: what the shell itself has changed."""
+        """Add an audit entry for a change made outside the core."""
         self.audit.append(_audit_row(self._numbers.take(), entry))
 
     def put_credential(self, row: CredentialRow) -> None:
-        """Writes a credential, new or changed."""
+        """Write a new or changed credential."""
         self._batch.credentials[row.id] = row
 
     def put_remediation(self, row: RemediationRow) -> None:
-        """Writes a remedy, new or further on its way."""
+        """Write a new or changed remediation."""
         self._batch.remediations[row.id] = row
 
     def resend(self, outgoing: Iterable[OutgoingDirective]) -> None:
-        """Directives that were held back, under new numbers: later ones have overtaken them."""
+        """Send held-back directives under new numbers, because later directives have overtaken them."""
         for one in outgoing:
             if one.is_durable:
                 self.outgoing.append(msgspec.structs.replace(one, seq=self._outbox.take_seq(one.node)))
 
     def take_final(self) -> list[OutgoingDirective]:
-        """Takes out the directives that nobody comes back from: these are not pushed before they are durable."""
+        """Remove and return the final directives, which are not pushed before they are durable."""
         final = [one for one in self.outgoing if one.is_final]
         if final:
             self.outgoing = [one for one in self.outgoing if not one.is_final]
         return final
 
     def encode(self, budget_s: float = math.inf) -> bool:
-        """Encodes changed documents for so many seconds; False when none is left. ``batch`` encodes the rest."""
+        """Encode changed documents for ``budget_s`` seconds.
+
+        Return False when none is left; ``batch`` encodes the rest.
+        """
         until = time.perf_counter() + budget_s
         while self._documents and time.perf_counter() < until:
             (table, key), doc = self._documents.popitem()
@@ -224,7 +227,7 @@ class Transaction:
         return bool(self._documents)
 
     def batch(self) -> Batch:
-        """Everything to write."""
+        """Return everything to write."""
         self.encode()
         self._batch.audit = self.audit
         self._batch.outbox = [
@@ -289,9 +292,12 @@ class Transaction:
             self._metrics.observe_recovery(job.job, recovery.reason, recovery.duration_s)
 
     def _send(self, node: str, body: Any) -> None:
-        """What is said again until it is answered, or with the next one, is pushed but not stored. A generation
-        makes older ones of its job pointless, unless it begins at a boundary that these have to reach first."""
-        kept = self._bodies.get(id(body))  # the object is kept too: its id is its own only while it lives
+        """Send a directive. One that is repeated until answered is pushed but not stored.
+
+        A generation replaces older ones of its job, unless it begins at a boundary that these must reach first.
+        """
+        # The entry holds the body, because an id is unique only while its object lives.
+        kept = self._bodies.get(id(body))
         encoded = kept[1] if kept else EncodedBody(_text(body), _reference(body))
         self._bodies[id(body)] = (body, encoded)
         durable, topic, replaces = True, "", True
@@ -319,7 +325,7 @@ class Transaction:
 
 
 def _reference(body: Any) -> str:
-    """What the outbox table says instead of the body; empty where it is the body itself."""
+    """Return the outbox table's reference to the body, or "" to store the body itself."""
     return generation_reference(body.spec.job, body.spec.number) if isinstance(body, NewGeneration) else ""
 
 
