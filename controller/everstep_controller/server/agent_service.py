@@ -1,7 +1,7 @@
-"""What an agent may ask in its session, and what follows from it.
+"""Handle the requests of agents' sessions.
 
-A fleet of 12,500 nodes beats 12,500 times a second; a beat that says nothing new costs one ``touch``, no transaction
-and no task.
+A fleet of 12,500 nodes sends 12,500 heartbeats per second. A heartbeat without news costs one ``apply_heartbeat``, no
+transaction and no task.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from everstep_controller.runtime.transaction import Transaction, new_trace
 from everstep_controller.server import responses
 from everstep_controller.server.connections import DescriptorBudget
 
-# ---- one by one
-# What may take a while is done one thing in each turn of the event loop, so that beats are answered in between.
+# ---- serial work
+# Slow work runs one item per turn of the event loop, so that heartbeats are answered in between.
 
 Defer = Callable[[Callable[[], None]], None]
 
 
 class SerialQueue:
-    """Keeps the order. For the event loop's thread only."""
+    """Runs work in order, one item per turn of the event loop. For the event loop's thread only."""
 
     def __init__(self) -> None:
         self._waiting: deque[Callable[[], None]] = deque()
@@ -64,7 +64,7 @@ _REGISTER = msgspec.json.Decoder(Register)
 
 
 class EncodedHeartbeatAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """``HeartbeatAnswer`` over encoded directives."""
+    """``HeartbeatAnswer`` with encoded directives."""
 
     server_at: float
     resend: bool = False
@@ -74,7 +74,7 @@ class EncodedHeartbeatAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class _Offer(msgspec.Struct):
-    """What every protocol version's Register has in common."""
+    """The part of Register that all protocol versions share."""
 
     protocols: tuple[int, ...]
 
@@ -83,16 +83,16 @@ _OFFER = msgspec.json.Decoder(_Offer)
 
 
 class AgentService:
-    """Takes what agents say. Every method raises what the agent is to be told.
+    """Handles agents' messages. Every method raises the error that the agent should receive.
 
     Args:
-        soon: runs something in a turn of its own, in order.
-        name: how this controller calls itself to agents.
-        heartbeat_interval_s: how often agents are told to beat.
-        marks: (node, incarnation) to the newest report number that was taken, as stored.
-        poisoned: (node, incarnation, number) of reports that an earlier life of the controller did not survive.
-        charge_reports: told of a node and how many reports it sends at a time; raises RateLimited for too many.
-        doubt: whether another controller may lead; None where none can.
+        defer: runs work in a later turn of the event loop, in order.
+        name: name of this controller, as told to agents.
+        heartbeat_interval_s: interval of heartbeats, as told to agents.
+        report_marks: (node, incarnation) to the newest report number taken, as stored.
+        poisoned_reports: (node, incarnation, number) of reports that ended an earlier controller process.
+        charge_reports: called with a node and its number of reports; raises RateLimited for too many.
+        epoch_check: asks agents about other leaders; None if there can be none.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class AgentService:
         self._first_heard: dict[str, int] = {}
 
     def check_incarnation(self, node: str, incarnation: int) -> None:
-        """Raises NotFound where the node (or this life of it) must register first, StaleGeneration where it is over."""
+        """Raise NotFound if the node or incarnation must register first, StaleGeneration if it is over."""
         record = self._state.nodes.get(node)
         if record is None:
             raise NotFound(f"node {node} is not known here: register first")
@@ -139,31 +139,34 @@ class AgentService:
             raise NotFound(f"incarnation {incarnation} of node {node} is not known here: register first")
 
     def should_keep_open(self, node: str) -> bool:
-        """Whether the node's session is to stay open between beats; see ``HeartbeatAnswer``."""
+        """Return whether the node's session stays open between heartbeats; see ``HeartbeatAnswer``."""
         if not self.descriptors.is_scarce:
             return True
         return not self.descriptors.is_exhausted and self._has_active_job(node)
 
     def unconfirmed_epoch(self) -> int:
-        """See ``HeartbeatAnswer``."""
+        """Return the epoch to check; see ``HeartbeatAnswer``."""
         return self._epoch_check.unconfirmed_epoch() if self._epoch_check is not None else 0
 
     def _has_active_job(self, node: str) -> bool:
-        """Whether a job that is not over has a launcher on the node: it may be sent directives at any moment."""
+        """Return whether an active job has a launcher on the node: it may need directives at any moment."""
         live = self._state.node_runtime.get(node)
         return live is not None and bool(live.open)
 
-    # --- register ------------------------------------------------------------------------------------------------
+    # --- registration
 
     def register(self, node: str, register: Register) -> asyncio.Future[Registered]:
-        """Begins a life of the node, or introduces it again in the same one."""
+        """Begin an incarnation of the node, or register the same one again."""
         if register.node != node:
             raise MalformedMessage(f"the body speaks of node {register.node}, the path of {node}")
         protocol = negotiate(register.protocols)
         return self._loop.enqueue(lambda tx, now: self._begin_life(register, protocol, tx, now), node)
 
     def _begin_life(self, register: Register, protocol: int, tx: Transaction, now: float) -> Registered:
-        """Answers with the number of the first directive of this life. In a new life older ones are void."""
+        """Answer with the number of this incarnation's first directive.
+
+        In a new incarnation older directives are void.
+        """
         node, outbox = register.node, self.outbox
         known = self._state.nodes.get(node)
         fresh = known is None or known.incarnation != register.incarnation
@@ -189,10 +192,10 @@ class AgentService:
             keep_open=self.should_keep_open(node),
         )
 
-    # --- heartbeat -----------------------------------------------------------------------------------------------
+    # --- heartbeats
 
     def take_heartbeat(self, node: str, beat: Heartbeat) -> asyncio.Future[bool] | bool:
-        """Takes a beat, now or in a transaction. True: its node's findings are to be sent again."""
+        """Take a heartbeat, now or in a transaction. True: the node must send its findings again."""
         self._loop.check_leading()
         if beat.leadership_proof is not None and self._epoch_check is not None:
             self._epoch_check.take_proof(beat.leadership_proof)
@@ -216,16 +219,16 @@ class AgentService:
         try:
             taken = self._loop.enqueue(lambda tx, now: self._take_changed_heartbeat(node, beat, tx, now), node, urgency)
         except Unavailable:
-            engine.apply_heartbeat(self._state, node, beat.incarnation, self._now())  # it was heard all the same
+            # The node counts as heard all the same.
+            engine.apply_heartbeat(self._state, node, beat.incarnation, self._now())
             raise
         if not (comes and waits):
             return taken
-        taken.add_done_callback(_ignore_result)  # whoever leads after us asks for it again
+        taken.add_done_callback(_ignore_result)  # the next leader asks for it again
         return False
 
     def _check_offers(self, node: str, beat: Heartbeat) -> None:
-        """Raises NotFound where this controller cannot go on from its records with a node whose first picture this is,
-        or is to come."""
+        """Raise NotFound if this controller's records are insufficient for a node whose first findings are due."""
         live = self._state.node_runtime.get(node)
         if live is None or live.has_full_findings:
             return
@@ -233,15 +236,18 @@ class AgentService:
             raise NotFound(f"the launcher of job {job} on node {node} is not known here: register and join again")
 
     def _note_first_heard(self, node: str, incarnation: int) -> None:
-        """The first word of a node since this controller began. A whole fleet says it in the same second: they come
-        before the core together, and ahead of their registrations."""
+        """Record the first heartbeat of a node since this controller started.
+
+        After a start the whole fleet sends one within a second, so they reach the core as one event, before
+        registrations.
+        """
         asked = bool(self._first_heard)
         self._first_heard[node] = incarnation
         if asked:
             return
         try:
             told = self._loop.enqueue(self._flush_first_heard)
-        except Unavailable:  # the node says it again in a second
+        except Unavailable:  # the node repeats it within a second
             self._first_heard.clear()
         else:
             told.add_done_callback(_ignore_result)
@@ -261,21 +267,21 @@ class AgentService:
         tx.handle_ephemeral(event, now)
         return False
 
-    # --- reports -------------------------------------------------------------------------------------------------
+    # --- reports
 
     def take_reports(self, node: str, reports: Reports) -> asyncio.Future[int]:
-        """Takes reports; the number of the newest that is durable."""
+        """Take reports, and return the number of the newest durable one."""
         self._charge_reports(node, len(reports.reports))
         bodies = [report.body for report in reports.reports]
         urgency = Urgency.ROUTINE if engine.can_defer_reports(self._state, node, bodies) else Urgency.URGENT
         return self._loop.enqueue(lambda tx, now: self._take_reports(node, reports, tx, now), node, urgency)
 
     def expedite(self, node: str) -> None:
-        """More reports of the node have come while earlier ones wait."""
+        """Make the node's waiting reports urgent, because more have arrived."""
         self._loop.expedite(node)
 
     def _take_reports(self, node: str, reports: Reports, tx: Transaction, now: float) -> int:
-        """Runs every report that was not taken before; returns the newest number taken."""
+        """Handle every new report, and return the newest number taken."""
         incarnation = reports.incarnation
         self.check_incarnation(node, incarnation)
         life, before = self._marks.get(node, (incarnation, 0))
@@ -307,31 +313,32 @@ class AgentService:
         )
         try:
             tx.handle(event, now)
-        except EverstepError as error:  # about a job that is gone, say: taken, so that the others are not held up
+        except EverstepError as error:
+            # For example about a deleted job: count it as taken so that others are not held up.
             self.metrics.count_refused("agents/reports/one", error.code)
             log.warning("report %d (%s) refused: %s", number, type(body).__name__, error, extra={"node": node})
 
-    # --- connections ---------------------------------------------------------------------------------------------
+    # --- connections
 
     def take_disconnect(self, node: str, incarnation: int) -> None:
-        """The node's connection ended without our doing, and it has no other."""
+        """Record that the node closed its only connection."""
         event = ev.NodeDisconnected(node=node, incarnation=incarnation, trace=new_trace())
         try:
             told = self._loop.enqueue(lambda tx, now: tx.handle_ephemeral(event, now), node)
-        except EverstepError as error:  # nobody is left to tell
+        except EverstepError as error:  # nobody is left to answer
             log.info("the end of a connection of node %s was not taken up: %s", node, error, extra={"node": node})
         else:
             told.add_done_callback(_ignore_result)
 
 
 def _ignore_result(future: asyncio.Future[Any]) -> None:
-    """Nobody waits for it: a refusal (the controller is stopping) is no error of ours."""
+    """Ignore a result that nobody waits for: a refusal (the controller stops) is not an error."""
     if not future.cancelled():
         future.exception()
 
 
 def decode_register(body: bytes) -> Register:
-    """Raises VersionMismatch for a message of a protocol that is not spoken here, else MalformedMessage."""
+    """Decode a Register. Raises VersionMismatch for an unknown protocol, else MalformedMessage."""
     try:
         return responses.decode(_REGISTER, body)
     except MalformedMessage:

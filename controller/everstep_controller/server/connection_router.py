@@ -1,7 +1,7 @@
-"""The first bytes of a connection: an agent that opens its session is answered here, everything else is HTTP.
+"""Route new connections by their first bytes: agents' session upgrades are handled here, everything else is HTTP.
 
-A session is opened without uvicorn, whose objects would outlive the upgrade: a fleet that hangs up between beats opens
-thousands a second, one that does not holds them all.
+A session bypasses uvicorn, whose objects would outlive the upgrade. A fleet that closes sessions between heartbeats
+opens thousands per second; one that keeps them open holds all of them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 16 << 10
 FIRST_REQUEST_S = 10.0
-"""Seconds that a new connection may take to say what it wants: it holds a file descriptor meanwhile."""
+"""Seconds for the first request of a new connection, which holds a file descriptor meanwhile."""
 
 _BEFORE_NODE, _AFTER_NODE = b"GET /v1/agents/", b"/session"
 _WANTED = UPGRADE.encode()
@@ -37,7 +37,7 @@ MakeHttp = Callable[[], asyncio.Protocol]
 
 
 class LeadingController(Protocol):
-    """What of a controller that leads sessions are held with."""
+    """The parts of a leading controller that sessions use."""
 
     @property
     def agent_service(self) -> AgentService: ...
@@ -51,21 +51,21 @@ class ControllerProcess(Protocol):
     takeover_gate: TakeoverGate
 
     def leading(self) -> LeadingController | None:
-        """The controller here, while it leads."""
+        """Return the controller while this process leads, else None."""
 
     def not_leading_error(self) -> EverstepError:
-        """What an agent is told while none does."""
+        """Return the error for agents while this process does not lead."""
 
     def record_contact(self, node: str, headers: Headers, peer: ConnectionPeer) -> None:
-        """An agent has come while none does."""
+        """Record an agent that arrives while this process does not lead."""
 
 
 class ConnectionRouter(asyncio.Protocol):
-    """A connection until it is known what it is for.
+    """A connection until its purpose is known.
 
     Args:
-        connections: everything that is told to ``shutdown`` when the server stops.
-        make_http: uvicorn's protocol, for whatever is not a session.
+        connections: all connections on which ``shutdown`` is called when the server stops.
+        make_http: makes uvicorn's protocol, for connections that are not sessions.
     """
 
     __slots__ = ("_connections", "_deadline", "_descriptors", "_head", "_make_http", "_process", "_transport")
@@ -101,11 +101,11 @@ class ConnectionRouter(asyncio.Protocol):
         self._descriptors.open -= 1
 
     def shutdown(self) -> None:
-        """The server stops."""
+        """Close the connection, because the server stops."""
         self._transport.close()
 
     def abort(self) -> None:
-        """It has stopped, and waits no longer."""
+        """Close the connection at once."""
         self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
@@ -148,7 +148,7 @@ class ConnectionRouter(asyncio.Protocol):
         )
 
     def _wait_for_leader(self) -> None:
-        """Until it is known whether this process leads, where that is being settled."""
+        """Hold the connection during a takeover, else refuse it."""
         if not self._process.takeover_gate.hold_back(self):
             self._refuse(self._process.not_leading_error())
             return
@@ -161,7 +161,7 @@ class ConnectionRouter(asyncio.Protocol):
         self._refuse(self._process.not_leading_error())
 
     def on_leader_known(self) -> None:
-        """It is known: what was asked for is looked at again."""
+        """Route the held request, now that the leader is known."""
         self._leave()
         self._transport.resume_reading()
         self.data_received(b"")
@@ -171,7 +171,7 @@ class ConnectionRouter(asyncio.Protocol):
         self._transport.close()
 
     def _open(self, session: AgentSession, first: bytes) -> None:
-        """Hands the connection over; ``first`` is what came after the upgrade already."""
+        """Hand the connection over to a session; ``first`` are bytes that followed the upgrade."""
         self._leave()
         self._connections.add(session)
         self._descriptors.add(session)
@@ -198,7 +198,7 @@ class ConnectionRouter(asyncio.Protocol):
 
 
 def _path(request_line: bytes) -> bytes:
-    """What follows ``GET /v1/agents/``; empty for a request line that is none."""
+    """Return the part after ``GET /v1/agents/``, or b"" for another request line."""
     parts = request_line.split(b" ")
     return parts[1][len(_BEFORE_NODE) - len(b"GET ") :] if len(parts) == 3 and parts[2] == b"HTTP/1.1" else b""
 
@@ -209,7 +209,7 @@ def _header(line: bytes) -> tuple[bytes, bytes]:
 
 
 def _refusal(error: EverstepError) -> bytes:
-    """The HTTP answer to an upgrade that is not accepted."""
+    """Return the HTTP response to a refused upgrade."""
     body = problem_of(error)
     headers = [
         (b"content-type", MEDIA_TYPE.encode()),

@@ -1,4 +1,4 @@
-"""How many connections this process holds, against how many file descriptors it may have."""
+"""Limit this process's connections to its file descriptors, and identify connections' peers."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ from urllib.parse import unquote, urlsplit
 from everstep.bearer_tokens import Identity, TokenRole
 
 RESERVED = 256
-"""File descriptors kept for everything that is no agent's connection: the database, logs, libraries, operators."""
+"""File descriptors reserved for the database, logs, libraries and operators."""
 SCARCE_SHARE = 0.75
-"""Of the descriptors, from which on agents whose nodes no job waits for hang up between beats."""
+"""Share of descriptors from which agents without an active job close their sessions between heartbeats."""
 CROWDED_SHARE = 0.8
-"""From which on a connection that comes makes others leave. Above the share from which on new ones are not held, or a
-fleet that stands there with all it has open would lose two sessions to each beat, and open each again for the next."""
+"""Share from which each new connection closes others. It is above SCARCE_SHARE: otherwise an idle fleet of that size
+would lose two sessions per heartbeat and open them again."""
 EXHAUSTED_SHARE = 0.85
-"""From which on all agents hang up: better that directives come with the next beat than that an agent is refused. Of a
-fleet of a million GPUs that beats every 20 s, thousands of connections are on their way in a bad half second."""
+"""Share from which all agents close their sessions: late directives are better than refused agents. In a fleet of a
+million GPUs with a heartbeat every 20 s, thousands of connections can be in progress within half a second."""
 
 
 CLOSE_PER_CONNECTION = 2
-"""Sessions that are let go for each new connection then: more leave than come."""
+"""Sessions closed per new connection above CROWDED_SHARE: more leave than arrive."""
 SCAN_PER_CONNECTION = 8
-"""Sessions that are looked at for that: where all are needed, a connection costs no more than this."""
+"""Sessions examined for that, at most: it bounds the cost of a connection when all sessions are needed."""
 
 
 class ClosableSession(Protocol):
     """A session, as far as its descriptor is concerned."""
 
     def request_close(self) -> bool:
-        """Asks the agent to hang up, where the session can be done without. Returns whether it was asked."""
+        """Ask the agent to hang up if its session is dispensable. Return whether it was asked."""
 
 
 class DescriptorBudget:
-    """Counts connections, and asks those to leave that are needed least.
+    """Counts connections, and closes the least needed ones under pressure.
 
-    A fleet has more agents than a process may have files: when thousands of them have news in the same moment (their
-    jobs start, a switch fails), those that only wait for their next beat make room.
+    A fleet may have more agents than a process may have files. When thousands of agents have news at once (their jobs
+    start, a switch fails), agents that only wait for their next heartbeat make room.
 
     Args:
-        limit: connections that may be open at once; further ones are closed on arrival.
+        limit: maximum open connections; further ones are closed on arrival.
     """
 
     __slots__ = ("_sessions", "crowded_from", "exhausted_from", "limit", "open", "scarce_from")
@@ -68,19 +68,19 @@ class DescriptorBudget:
 
     @property
     def is_over_limit(self) -> bool:
-        """Whether no further connection may be taken."""
+        """Whether no further connection may be accepted."""
         return self.open > self.limit
 
     def add(self, session: ClosableSession) -> None:
-        """A session was opened."""
+        """Add an open session."""
         self._sessions[session] = None
 
     def remove(self, session: ClosableSession) -> None:
-        """It has ended."""
+        """Remove a closed session."""
         self._sessions.pop(session, None)
 
     def make_room(self) -> None:
-        """A connection has come: where they crowd, lets others go, those first that were opened first."""
+        """Close dispensable sessions if connections are crowded, the oldest first."""
         if self.open < self.crowded_from:
             return
         left = CLOSE_PER_CONNECTION
@@ -94,31 +94,30 @@ class DescriptorBudget:
 
 @cache
 def process_descriptors() -> DescriptorBudget:
-    """The process's own: as many as its limit leaves, when this is first asked."""
+    """Return this process's budget, from its file limit at the first call."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return DescriptorBudget(max(soft - RESERVED, soft // 2))
 
 
 # ---- peers
-# The other end of a connection: its address, and who its certificate says it is.
 
 SCOPE_KEY = "everstep.peer"
-"""Where the server's protocol puts the connection's ``Peer`` into each request's ASGI scope."""
+"""Key in each request's ASGI scope for the connection's ``ConnectionPeer``."""
 HANG_UP_KEY = "everstep.hang_up"
-"""Where it puts what ends the connection at once, with all that was not taken: a function without arguments."""
+"""Key for a function without arguments that aborts the connection and discards unsent data."""
 REST_KEY = "everstep.rest"
-"""Where it puts what keeps it from reading further requests for so many seconds: a function of these."""
+"""Key for a function that stops reading further requests for a number of seconds."""
 URI_SCHEME = "everstep"
 CERTIFICATE_CREDENTIAL = "certificate"
 _ROLES = (TokenRole.AGENT, TokenRole.OPERATOR, TokenRole.VIEWER)
 
 
 class ConnectionPeer:
-    """One connection's other end. Make it once per connection.
+    """The remote end of one connection. Create it once per connection.
 
     Attributes:
-        address: its IP address; empty where there is none.
-        identity: who its certificate, which TLS has verified, speaks for; None where there is none, or none of ours.
+        address: IP address; empty if there is none.
+        identity: identity from a TLS-verified certificate; None without one.
     """
 
     __slots__ = ("address", "identity")
@@ -129,7 +128,7 @@ class ConnectionPeer:
 
     @classmethod
     def from_transport(cls, transport: BaseTransport) -> ConnectionPeer:
-        """Of a connection that has just been made (its handshake done)."""
+        """Return the peer of a new connection, after its handshake."""
         name = transport.get_extra_info("peername")
         tls = transport.get_extra_info("ssl_object")
         return cls(str(name[0]) if isinstance(name, tuple) else "", tls.getpeercert() if tls is not None else None)
@@ -139,11 +138,10 @@ UNKNOWN_PEER = ConnectionPeer()
 
 
 def identity_of(certificate: Mapping[str, Any]) -> Identity | None:
-    """Who a verified certificate (as ``ssl.SSLObject.getpeercert`` shows it) speaks for, until it ends.
+    """Return the identity in a verified certificate, as from ``ssl.SSLObject.getpeercert``; both end together.
 
-    It is named by one URI among its subject's alternative names: ``everstep://agent/NODE``,
-    ``everstep://operator/NAME``
-    or ``everstep://viewer/NAME``. None where there is no such name, or more than one.
+    The identity is one URI among the subject alternative names: ``everstep://agent/NODE``, ``everstep://operator/NAME``
+    or ``everstep://viewer/NAME``. Return None if there is no such name, or more than one.
     """
     found = [
         identity
@@ -160,6 +158,6 @@ def _identity(uri: str, certificate: Mapping[str, Any]) -> Identity | None:
         return None
     name = unquote(parts.path[1:])
     if parts.scheme != URI_SCHEME or parts.netloc not in _ROLES or not name or "/" in name or not name.isprintable():
-        return None  # of what is not printable a log would be forged, and a database refuse it
+        return None  # an unprintable name could forge log lines, and databases refuse it
     ends_at = float(ssl.cert_time_to_seconds(certificate["notAfter"]))
     return Identity(TokenRole(parts.netloc), name, CERTIFICATE_CREDENTIAL, ends_at)

@@ -1,4 +1,4 @@
-"""The little of HTTP that hot routes need: bounded bodies in, encoded bodies and errors out."""
+"""HTTP helpers for hot routes: bounded request bodies, encoded responses, and RFC 9457 errors."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from everstep.errors import (
     WrongMediaType,
 )
 
-# ---- problems
-# How every refusal is said over HTTP: RFC 9457 problem details.
+# ---- problem details
 
 MEDIA_TYPE = "application/problem+json"
 TYPE_PREFIX = "urn:everstep:error:"
@@ -52,13 +51,13 @@ TITLES = MappingProxyType(
         "http": "Not a request that is understood",
     }
 )
-"""By code: what RFC 9457 calls the title, the same for every occurrence."""
+"""RFC 9457 titles by code, the same for every occurrence."""
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """``type`` and ``code`` are for machines, ``detail`` is a sentence that says what to do.
+    """The body of every error response (RFC 9457). ``type`` and ``code`` are for programs, ``detail`` is for people.
 
-    ``retry_after_s``: when to come again, where the header Retry-After, in whole seconds, is too coarse for it.
+    ``retry_after_s`` is finer than the Retry-After header, which has whole seconds.
     """
 
     type: str
@@ -70,7 +69,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def problem(status: int, code: str, detail: str, retry_after_s: float | None = None) -> bytes:
-    """The body of an answer that refuses."""
+    """Return the body of an error response."""
     said = Problem(
         type=TYPE_PREFIX + code,
         title=TITLES.get(code, code),
@@ -83,7 +82,7 @@ def problem(status: int, code: str, detail: str, retry_after_s: float | None = N
 
 
 def problem_of(error: EverstepError) -> bytes:
-    """The body of an answer that refuses for this error."""
+    """Return the body of the response for this error."""
     return problem(error.status, error.code, str(error), getattr(error, "retry_after_s", None))
 
 
@@ -97,20 +96,22 @@ _NUL = re.compile(rb"(?<!\\)((?:\\\\)*)\\u0000")
 
 
 def encode(message: object) -> bytes:
-    """A message in JSON."""
+    """Return a message in JSON."""
     body: bytes = _encoder.encode(message)
     return body
 
 
-class ClientGone(Exception):  # not an error of ours: nobody is left to answer
+class ClientGone(Exception):  # no EverstepError: nobody is left to answer
     """The client closed its connection before its request was complete."""
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
-    """The request's body.
+    """Return the request's body.
 
-    Raises WrongMediaType for one that says it is no JSON, TooLarge as soon as it is over ``limit`` bytes, ClientGone
-    when it breaks off.
+    Raises:
+        WrongMediaType: the content type is not JSON.
+        TooLarge: the body exceeds ``limit`` bytes; raised as soon as that is known.
+        ClientGone: the client closed the connection early.
     """
     for name, value in scope["headers"]:
         if name == b"content-length" and value.isdigit() and (len(value) > _LENGTH_DIGITS or int(value) > limit):
@@ -135,10 +136,10 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
 
 
 def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
-    """The message in ``body``. Raises MalformedMessage with the path of what is wrong.
+    """Return the message in ``body``. Raises MalformedMessage with the path of the error.
 
-    A NUL in a text, which PostgreSQL cannot store, is replaced: the tail of a crashed rank's output may hold some, and
-    its report must not be refused for that.
+    A NUL in text, which PostgreSQL cannot store, is replaced: a crashed rank's output may contain one, and its report
+    must not be refused for that.
     """
     if _NUL_ESCAPE in body:
         body = _NUL.sub(rb"\1\\ufffd", body)
@@ -151,8 +152,7 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
 
 
 def parse_query(scope: Scope) -> dict[str, str]:
-    """The query string; a NUL is replaced, as in bodies. Raises MalformedMessage for a name that comes twice: which of
-    the two was meant, nobody knows."""
+    """Return the query's parameters, with NULs replaced as in bodies. Raises MalformedMessage for a repeated name."""
     text = scope["query_string"].replace(b"%00", b"%EF%BF%BD").decode("latin-1")
     values = parse_qs(text, keep_blank_values=True)
     for name, given in values.items():
@@ -162,7 +162,7 @@ def parse_query(scope: Scope) -> dict[str, str]:
 
 
 def int_parameter(values: dict[str, str], name: str, default: int | None = None) -> int:
-    """Query parameter ``name`` as a number that is not negative. Raises MalformedMessage."""
+    """Return query parameter ``name`` as a non-negative integer. Raises MalformedMessage."""
     raw = values.get(name)
     if raw is None and default is not None:
         return default
@@ -172,12 +172,12 @@ def int_parameter(values: dict[str, str], name: str, default: int | None = None)
 
 
 def seconds_parameter(values: dict[str, str], name: str, default: float, limit: float) -> float:
-    """Query parameter ``name`` in seconds, held within [0, limit]. Raises MalformedMessage."""
+    """Return query parameter ``name`` in seconds, clipped to [0, limit]. Raises MalformedMessage."""
     try:
         value = float(values.get(name, default))
     except ValueError:
         raise MalformedMessage(f"query parameter {name} must be seconds, not {values[name]!r}") from None
-    if not value >= 0:  # refuses NaN too
+    if not value >= 0:  # also refuses NaN
         raise MalformedMessage(f"query parameter {name} must not be negative: {value}")
     return min(value, limit)
 
@@ -185,20 +185,20 @@ def seconds_parameter(values: dict[str, str], name: str, default: float, limit: 
 async def send_answer(
     send: Send, body: bytes, status: int = 200, headers: Headers | None = None, media_type: bytes = b"application/json"
 ) -> None:
-    """Sends an answer, in JSON if nothing else is said."""
+    """Send a response, by default as JSON."""
     lines = [(b"content-type", media_type), (b"content-length", str(len(body)).encode()), *(headers or ())]
     await send({"type": "http.response.start", "status": status, "headers": lines})
     await send({"type": "http.response.body", "body": body})
 
 
 async def send_error(send: Send, error: EverstepError) -> None:
-    """Sends an error as the answer."""
+    """Send an error response."""
     body = problem_of(error)
     await send_answer(send, body, error.status, error_headers(error), MEDIA_TYPE.encode())
 
 
 def error_headers(error: EverstepError) -> Headers:
-    """What an error's answer says beside its body."""
+    """Return the headers of an error response."""
     if isinstance(error, Unavailable | RateLimited):
         return [(b"retry-after", str(max(1, math.ceil(error.retry_after_s))).encode())]
     if isinstance(error, TooLarge):

@@ -1,8 +1,8 @@
-"""An agent's session: frames on the connection that it upgraded (``everstep.wire.v1.agent`` has the rules).
+"""Serve an agent's session: frames on its upgraded connection (rules in ``everstep.wire.v1.agent``).
 
-A beat that says nothing new is taken inside ``data_received``, and answered there unless it is a quiet one. What needs
-a transaction is queued, and answered by the callback of its future: beats and registrations in one lane, reports in
-another, each in order and one at a time. A session costs one object and no task.
+A heartbeat without news is handled and answered inside ``data_received`` (a one-way heartbeat without an answer).
+Frames that need a transaction are queued, and answered by their future's callback. Heartbeats and registrations share
+one lane, reports have another; each lane handles one frame at a time, in order. A session costs one object and no task.
 """
 
 from __future__ import annotations
@@ -43,18 +43,17 @@ from everstep_controller.runtime.push import EncodedDirective, OutgoingDirective
 from everstep_controller.server import responses
 from everstep_controller.server.agent_service import AgentService, EncodedHeartbeatAnswer, decode_register
 
-# ---- pushes
-# Directives as the frames of a session.
+# ---- pushed directives
 
 
 class _Directives(msgspec.Struct, frozen=True):
-    """``DirectivesAnswer`` over encoded directives."""
+    """``DirectivesAnswer`` with encoded directives."""
 
     directives: tuple[EncodedDirective, ...]
 
 
 def frames_of(directives: Sequence[OutgoingDirective]) -> Iterator[tuple[bytes, ...]]:
-    """The parts of each frame, in order. What is small goes together, what is large by itself."""
+    """Yield the parts of each frame, in order. Small directives share a frame, large ones have their own."""
     small: list[OutgoingDirective] = []
     for one in directives:
         if one.body.is_large:
@@ -69,14 +68,14 @@ def frames_of(directives: Sequence[OutgoingDirective]) -> Iterator[tuple[bytes, 
 
 
 def _together(directives: list[OutgoingDirective]) -> tuple[bytes]:
-    if len(directives) == 1:  # a notice to a whole job, mostly
+    if len(directives) == 1:  # mostly a notice to a whole job
         (one,) = directives
         return (encode_frame(FrameKind.PUSH, b'{"directives":[{"seq":%d,"body":%b}]}' % (one.seq, one.body.json)),)
     return (encode_frame(FrameKind.PUSH, responses.encode(_Directives(tuple(one.encode() for one in directives)))),)
 
 
 def _alone(one: OutgoingDirective) -> tuple[bytes, bytes]:
-    """The number, and the deflated body that all receivers share: it is not copied."""
+    """Return the frame's head, and the deflated body that all receivers share without copying."""
     deflated = one.body.deflated
     length = (1 + DIRECTIVE_NUMBER_BYTES + len(deflated)).to_bytes(PREFIX_BYTES, "big")
     return length + bytes((FrameKind.DEFLATED_PUSH,)) + one.seq.to_bytes(DIRECTIVE_NUMBER_BYTES, "big"), deflated
@@ -85,32 +84,32 @@ def _alone(one: OutgoingDirective) -> tuple[bytes, bytes]:
 log = logging.getLogger(__name__)
 
 MAX_PARKED = 16
-"""Frames of one session that may wait for those before them; with more, or more bytes, it is not read from."""
+"""Frames of one session that may wait; with more frames or bytes, reading pauses."""
 MAX_PARKED_BYTES = 256 << 10
 STALLED_S = 20.0
-"""Seconds that an agent may leave its pushes unread before it is cut off; it comes back and is sent them again."""
+"""Seconds that an agent may leave pushes unread before its session is cut; they are sent again when it returns."""
 MAX_UNREAD_BYTES = 32 << 20
-"""Bytes unread, of pushes or refusals, after which it is cut off at once: two generations of a million GPUs."""
+"""Unread bytes of pushes or refusals at which the session is cut at once: two generations of a million GPUs."""
 
 _HEAD = PREFIX_BYTES + 1
 _HEARTBEAT = msgspec.json.Decoder(Heartbeat)
 _REPORTS = msgspec.json.Decoder(Reports)
 _ACKNOWLEDGE = msgspec.json.Decoder(Acknowledge)
-_QUIET_BEAT = int(FrameKind.ONE_WAY_HEARTBEAT)  # an enumeration's names take time to look up
+_QUIET_BEAT = int(FrameKind.ONE_WAY_HEARTBEAT)  # an int, because looking up an enumeration's name is slow
 _BEATS = (_QUIET_BEAT, int(FrameKind.HEARTBEAT))
 _REPORTS_LANE = (FrameKind.REPORTS,)
 _BEATS_LANE = (FrameKind.HEARTBEAT, FrameKind.ONE_WAY_HEARTBEAT, FrameKind.REGISTER)
 
 
 class AgentSession(asyncio.Protocol):
-    """One agent's. Made for a connection whose upgrade was accepted.
+    """One agent's session, on a connection whose upgrade was accepted.
 
     Args:
-        identity: the agent's, as the gate admitted it; every frame is counted as its own, while it holds.
-        on_end: told when the connection has ended.
+        identity: the authenticated agent. Every frame is charged to it while it is valid.
+        on_end: called when the connection has ended.
 
     Attributes:
-        incarnation: the life that its first frame speaks for; 0 until then.
+        incarnation: the node's incarnation, from the first frame; 0 until then.
     """
 
     __slots__ = (
@@ -155,10 +154,13 @@ class AgentSession(asyncio.Protocol):
         self._keep_open = True
         self._closed = self._beats_busy = self._reports_busy = False
 
-    # --- the connection ------------------------------------------------------------------------------------------
+    # --- connection
 
     def begin(self, upgrade_answer: bytes, data: bytes) -> None:
-        """Takes what came with the upgrade; ``before`` leaves first, in one write with an answer that is there."""
+        """Handle bytes that followed the upgrade.
+
+        ``upgrade_answer`` is sent first, in one write with any answer to them.
+        """
         self._before = upgrade_answer
         self.data_received(data)
         if self._before:
@@ -202,7 +204,7 @@ class AgentSession(asyncio.Protocol):
             self._service.take_disconnect(self._node, self.incarnation)
 
     def eof_received(self) -> None:
-        """The agent has closed its end: so do we."""
+        """Close our end, because the agent has closed its own."""
 
     def pause_writing(self) -> None:
         self._stalled = asyncio.get_running_loop().call_later(STALLED_S, self._cut)
@@ -211,15 +213,15 @@ class AgentSession(asyncio.Protocol):
         self._forget_stall()
 
     def shutdown(self) -> None:
-        """The server stops: an orderly end, which says nothing about the node."""
+        """Close the session because the server stops; this implies nothing about the node."""
         self.dismiss()
 
     def abort(self) -> None:
-        """It has stopped, and waits no longer."""
+        """Close the connection at once."""
         self._transport.abort()
 
     def dismiss(self) -> None:
-        """Ends the session: another one, or another life of the node, took its place."""
+        """End the session: another session or incarnation replaced it."""
         if self._attached:
             self._attached = False
             self._service.outbox.detach(self._node, self)
@@ -230,7 +232,7 @@ class AgentSession(asyncio.Protocol):
         self._transport.close()
 
     def _cut(self) -> None:
-        """The agent does not read. What it was sent waits until it comes back."""
+        """Cut the session of an agent that does not read. Its directives wait until it returns."""
         self._service.metrics.sessions_cut.inc()
         log.warning("node %s does not read what it is sent: its session is cut off", self._node)
         self._closed = True
@@ -242,7 +244,7 @@ class AgentSession(asyncio.Protocol):
             self._stalled = None
 
     def request_close(self) -> bool:
-        """Asks the agent to hang up, where nobody needs the session and nothing is under way."""
+        """Ask the agent to hang up if the session is idle and not needed."""
         busy = self._beats_busy or self._reports_busy or not self._attached
         if self._closed or busy or not self._keep_open or self._service.should_keep_open(self._node):
             return False
@@ -250,7 +252,7 @@ class AgentSession(asyncio.Protocol):
         self._send(FrameKind.GO_AWAY, b"")
         return True
 
-    # --- frames in -----------------------------------------------------------------------------------------------
+    # --- incoming frames
 
     def _frame(self, kind: int, body: bytes) -> None:
         try:
@@ -287,7 +289,7 @@ class AgentSession(asyncio.Protocol):
             self._transport.pause_reading()
 
     def _next(self, lane: tuple[FrameKind, ...]) -> None:
-        """The frame before is answered: takes those of its lane that wait, until one of them waits for the loop."""
+        """Handle waiting frames of a lane, until one of them waits for the loop."""
         while self._parked and not (self._reports_busy if lane is _REPORTS_LANE else self._beats_busy):
             found = next((place for place, (kind, _) in enumerate(self._parked) if kind in lane), None)
             if found is None:
@@ -331,7 +333,7 @@ class AgentSession(asyncio.Protocol):
         self._send(FrameKind.HEARTBEAT_ANSWER, responses.encode(answer))
 
     def _answer_one_way(self, waited: tuple[OutgoingDirective, ...], *, resend: bool) -> None:
-        """Says what an answer would have said, where that is something."""
+        """Send an answer's content to a one-way heartbeat, if there is any."""
         if waited:
             self.push(waited)
         if resend:
@@ -383,11 +385,11 @@ class AgentSession(asyncio.Protocol):
 
     def _acknowledge(self, body: bytes) -> None:
         acknowledge = responses.decode(_ACKNOWLEDGE, body)
-        if self._attached:  # else it speaks for a life that may be over
+        if self._attached:  # otherwise the incarnation may be over
             self._service.outbox.acknowledge(self._node, acknowledge.through)
 
     def _check_own(self, incarnation: int) -> None:
-        """Raises StaleGeneration for another life than the session's own."""
+        """Raise StaleGeneration for another incarnation than the session's."""
         if incarnation != self.incarnation and self.incarnation:
             raise StaleGeneration(
                 f"this session belongs to incarnation {self.incarnation} of node {self._node}, "
@@ -395,17 +397,17 @@ class AgentSession(asyncio.Protocol):
             )
 
     def _attach(self, incarnation: int) -> tuple[OutgoingDirective, ...]:
-        """The first frame was accepted: from now on directives are pushed here. Returns those that wait already."""
+        """Attach to the outbox after the first accepted frame. Return the directives that wait already."""
         if self._closed:
             return ()
         self.incarnation = incarnation
         self._attached = True
         return self._service.outbox.attach(self._node, self)
 
-    # --- frames out ----------------------------------------------------------------------------------------------
+    # --- outgoing frames
 
     def push(self, directives: Sequence[OutgoingDirective]) -> None:
-        """Sends directives, in order. Never raises and never waits. One whose credential died hears nothing more."""
+        """Send directives, in order, if the credential is still valid. Never raises and never waits."""
         try:
             self._authenticator.check_valid(self._identity)
         except AuthenticationError as error:
@@ -428,7 +430,7 @@ class AgentSession(asyncio.Protocol):
             self._cut()
 
     def _check_result(self, kind: int, done: asyncio.Future[Any]) -> bool:
-        """Whether it went well; else the agent is told why not."""
+        """Return whether the request succeeded; otherwise send the error."""
         error = done.exception()
         if error is None:
             return True
@@ -444,13 +446,13 @@ class AgentSession(asyncio.Protocol):
         self._send(FrameKind.REFUSED, responses.encode(refused))
 
     def _hang_up(self, kind: int, error: EverstepError) -> None:
-        """What came cannot be told apart from what follows it (kind 0), or nothing more may come."""
+        """Refuse and close: the frame's end is unknown (kind 0), or no further frame is allowed."""
         self._refuse(kind, error)
         self._close()
 
 
 def _needed(buffer: bytearray) -> int:
-    """Bytes that ``buffer`` must have to hold its first frame, as far as that is known."""
+    """Return the bytes needed for the first frame in ``buffer``, as far as known."""
     if len(buffer) < _HEAD:
         return _HEAD
     return PREFIX_BYTES + min(int.from_bytes(buffer[:PREFIX_BYTES], "big"), 1 + MAX_BODY_BYTES)
