@@ -1,8 +1,8 @@
-"""Bound what people and programs may have under way, and what of the event loop's time their answers take.
+"""Limit concurrent requests of people and programs, and the share of the event loop's time that their responses take.
 
-Agents' beats and reports are handled by the same event loop, as they come. A request of anybody else is cut into
-*slices*, each of which is a few milliseconds of work. One slice runs in a turn of the loop, identities take turns, and
-after each the loop is left to agents for as long as the slice took (at the default share).
+Agents' heartbeats and reports use the same event loop. Every other request is cut into *slices* of a few milliseconds.
+One slice runs per turn of the loop, and identities alternate. After each slice the loop is left to agents for as long
+as the slice took (at the default share).
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from everstep.bearer_tokens import Identity, TokenRole
 from everstep.errors import RateLimited
 
 RETRY_AFTER_S = 1.0
-"""What a refused request is told to wait: by then most of those before it have been answered."""
+"""Seconds that a refused client should wait: most earlier requests are answered by then."""
 
 LIMITS = ("in_flight", "bytes")
-"""For which a request may be refused."""
+"""Limits for which a request may be refused."""
 
 IdentityKey = tuple[str, str]
 """Role and subject."""
 
 
 def identity_key(identity: Identity) -> IdentityKey:
-    """As whom an identity is counted: all its tokens and certificates are one."""
+    """Return the key under which an identity is counted: all its tokens and certificates share one."""
     return identity.role, identity.subject
 
 
 class AdmissionControl:
-    """Every request under way that is not an agent's. For the event loop's thread only.
+    """Admits requests that are not agents'. For the event loop's thread only.
 
     Args:
-        most: requests of one identity that may be under way: waiting, being worked on, or being sent.
-        most_bytes: bytes of answers to one identity that may wait for it to take them.
-        share: of the event loop's time that answers may take, in (0, 1].
-        monotonic: the clock, seconds.
-        refused: told one of LIMITS for each request that is refused for it.
+        max_requests: requests of one identity that may wait, run, or be sent at the same time.
+        max_bytes: bytes of responses to one identity that may be unsent.
+        loop_share: share of the event loop's time that responses may take, in (0, 1].
+        monotonic: clock in seconds.
+        on_refused: called with one of LIMITS for each refused request.
 
     Attributes:
-        held_bytes: bytes of all answers that are being sent.
+        buffered_bytes: bytes of all responses that are being sent.
     """
 
     def __init__(
@@ -66,9 +66,9 @@ class AdmissionControl:
         return sum(place.bytes for places in self._open.values() for place in places)
 
     def reserve(self, identity: Identity) -> RequestReservation:
-        """A place for one request, which must be left. Raises RateLimited where the identity has too many.
+        """Reserve a place for one request; the caller must release it. Raises RateLimited for too many.
 
-        Nodes that join are not counted: one token may be shared by a whole rack.
+        Joining nodes are not limited, because a whole rack may share one token.
         """
         who = identity_key(identity)
         places = self._open.get(who, [])
@@ -84,11 +84,11 @@ class AdmissionControl:
         return place
 
     async def wait_for_slice(self, who: IdentityKey) -> None:
-        """Waits until a slice of this identity's may run; the slice ends with the caller's next await."""
+        """Wait until a slice of this identity may run; the slice ends with the caller's next await."""
         await self._turns.take(who)
 
     def add_bytes(self, place: RequestReservation, size: int) -> None:
-        """Counts an answer that is to be sent. Raises RateLimited where too much is unsent already."""
+        """Count a response that is about to be sent. Raises RateLimited if too much is unsent."""
         others = sum(one.bytes for one in self._open[place.identity_key])
         if others and others + size > self._most_bytes:
             self._refused("bytes")
@@ -108,7 +108,7 @@ class AdmissionControl:
 
 
 class RequestReservation:
-    """One request's, from its admission until its answer is sent."""
+    """One request's reservation, from its admission until its response is sent."""
 
     __slots__ = ("_admission", "bytes", "identity_key")
 
@@ -118,20 +118,20 @@ class RequestReservation:
         self.bytes = 0
 
     async def wait_for_slice(self) -> None:
-        """Waits until the next slice may run."""
+        """Wait until the next slice may run."""
         await self._admission.wait_for_slice(self.identity_key)
 
     def add_bytes(self, size: int) -> None:
-        """So many bytes of the answer are about to be sent. Raises RateLimited."""
+        """Count ``size`` bytes of the response before they are sent. Raises RateLimited."""
         self._admission.add_bytes(self, size)
 
     def release(self) -> None:
-        """The answer is sent, or there is none."""
+        """End the reservation: the response is sent, or there is none."""
         self._admission.release(self)
 
 
 class _SliceScheduler:
-    """Lets one waiting slice run in a turn of the event loop, of each identity after the other."""
+    """Runs one waiting slice per turn of the event loop, with identities alternating."""
 
     def __init__(self, share: float, monotonic: Callable[[], float]) -> None:
         self._rest = 1.0 / share - 1.0
@@ -161,19 +161,19 @@ class _SliceScheduler:
         if waiting is None:
             self._due = False
             return
-        waiting.set_result(None)  # the slice is the next thing that the loop calls, and then
+        waiting.set_result(None)  # the slice runs next in the event loop, and then the callback below
         asyncio.get_running_loop().call_soon(self._ended)
         self._began = self._monotonic()
 
     def _next(self) -> asyncio.Future[None] | None:
-        """The longest waiting one of the identity whose turn it is; the identity then goes to the end."""
+        """Return the longest waiting slice of the next identity, and move the identity to the end."""
         while self._waiting:
             who = next(iter(self._waiting))
             queue = self._waiting.pop(who)
             first = queue.popleft()
             if queue:
                 self._waiting[who] = queue
-            if not first.done():  # its client has not gone
+            if not first.done():  # its client is still connected
                 return first
         return None
 

@@ -1,4 +1,4 @@
-"""Who is asking, and whether they may."""
+"""Authenticate and authorize requests, and limit their rate."""
 
 from __future__ import annotations
 
@@ -21,33 +21,29 @@ from everstep_controller.core.records import JobRecord
 from everstep_controller.server.connections import CERTIFICATE_CREDENTIAL, UNKNOWN_PEER, ConnectionPeer
 
 # ---- limits
-# How many requests one identity may send, and how many failed authentications one address.
-#
-# A bucket is one number: the time at which it would be full again if nothing more came (the generic cell rate
-# algorithm,
-# ITU-T I.371). A bucket whose time is past is the same as none, so that idle ones cost nothing; a request costs one
-# look
-# and one entry in a dictionary.
+# A bucket is one number: the time at which it would be full again without further requests (the generic cell rate
+# algorithm, ITU-T I.371). A bucket whose time is past equals no bucket, so idle ones cost nothing. A request costs one
+# lookup and one entry in a dictionary.
 
 log = logging.getLogger(__name__)
 
 K = TypeVar("K", bound=Hashable)
 
 MAX_BUCKETS = 1 << 17
-"""Larger than any fleet; some 20 MiB when all of them are in use."""
+"""Maximum number of buckets: larger than any fleet, some 20 MiB when all are in use."""
 MAX_REPORTS = 1024
-"""In one request, as its message says."""
+"""Maximum reports in one request, as in its message definition."""
 LOG_EVERY_S = 10.0
-"""Seconds between two lines in the log about failed authentications, however many there are."""
+"""Minimum seconds between two log lines about failed authentications."""
 
 
 class TokenBuckets(Generic[K]):
-    """A token bucket for each key.
+    """A token bucket per key.
 
     Args:
-        per_s: how fast each bucket fills.
-        burst_s: seconds of filling that each holds.
-        monotonic: the clock, seconds.
+        per_s: tokens per second.
+        burst_s: seconds of tokens that a bucket holds.
+        monotonic: clock in seconds.
     """
 
     def __init__(
@@ -63,7 +59,7 @@ class TokenBuckets(Generic[K]):
         return len(self._full_at)
 
     def take(self, key: K, tokens: int = 1) -> float:
-        """Takes ``count`` out of the bucket of ``key``; 0.0, or where it has less the seconds until it has so many."""
+        """Take ``tokens`` from the bucket of ``key``. Return 0.0, or the seconds until it holds that many."""
         now = self._monotonic()
         full_at = self._full_at.get(key, now)
         if full_at < now:
@@ -78,21 +74,21 @@ class TokenBuckets(Generic[K]):
         return 0.0
 
     def _forget(self, now: float) -> None:
-        """Drops full buckets; where that is not half of them, all: a moment's largesse is better than memory lost."""
+        """Drop full buckets, or all if less than half are full: a burst too many is better than unbounded memory."""
         self._full_at = {key: full_at for key, full_at in self._full_at.items() if full_at > now}
         if len(self._full_at) > self._most // 2:
             self._full_at.clear()
 
 
 class RequestLimits:
-    """The limits of those whose token or certificate is good.
+    """Rate limits of authenticated clients.
 
     Args:
-        agents_per_s: requests (or frames of a session) a second of one agent or join token.
-        reports_per_s: reports a second of one agent, of which a request carries up to 1024. One that is slowed keeps
-            them, and sends larger requests: none is lost.
-        others_per_s: requests a second of one operator, viewer or trainer.
-        burst_s: seconds of each that may come at once; of reports more than a full request.
+        agents_per_s: requests (or session frames) per second of one agent or join token.
+        reports_per_s: reports per second of one agent, at up to 1024 per request. A limited agent keeps them and sends
+            larger requests, so none is lost.
+        others_per_s: requests per second of one operator, viewer or trainer.
+        burst_s: burst of each in seconds; the burst of reports exceeds a full request.
     """
 
     def __init__(
@@ -110,7 +106,7 @@ class RequestLimits:
         self._others: TokenBuckets[tuple[TokenRole, str]] = TokenBuckets(others_per_s, burst_s, monotonic)
 
     def charge(self, identity: Identity) -> None:
-        """Counts one request. Raises RateLimited."""
+        """Count one request. Raises RateLimited."""
         role, subject = identity.role, identity.subject
         if role is TokenRole.AGENT:
             wait_s = self._agents.take(subject)
@@ -125,14 +121,14 @@ class RequestLimits:
             )
 
     def charge_reports(self, node: str, count: int) -> None:
-        """Counts the reports of one request. Raises RateLimited."""
+        """Count the reports of one request. Raises RateLimited."""
         wait_s = self._reports.take(node, count)
         if wait_s:
             raise RateLimited(f"too many reports of node {node}: send these {count} again in {wait_s:.3g} s", wait_s)
 
 
 def network_of(address: str) -> str:
-    """What one attacker holds: an IPv4 address, or the /64 around an IPv6 address."""
+    """Return the network of one client: an IPv4 address, or the /64 around an IPv6 address."""
     try:
         ip = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
@@ -143,10 +139,10 @@ def network_of(address: str) -> str:
 
 
 class FailedAuthentications:
-    """Counts what does not verify, for the log and against whoever tries on and on.
+    """Counts failed authentications per address, for the log and against brute force.
 
     Args:
-        per_s: failures a second of one address that are answered with their reason.
+        per_s: failures per second and address that are answered with their reason.
     """
 
     def __init__(self, *, per_s: float, burst_s: float, monotonic: Callable[[], float]) -> None:
@@ -156,7 +152,7 @@ class FailedAuthentications:
         self._log_at = 0.0
 
     def record(self, address: str, error: AuthenticationError) -> None:
-        """One failure. Raises RateLimited where the address has had too many."""
+        """Record one failure. Raises RateLimited if the address has had too many."""
         self._unlogged += 1
         now = self._monotonic()
         if now >= self._log_at:
@@ -171,8 +167,8 @@ class FailedAuthentications:
 Headers = Iterable[tuple[bytes, bytes]]
 
 MAX_CACHED_TOKENS = 1 << 18
-"""Verified tokens that are remembered: more than the nodes of a million GPUs, whose agents may all hang up between
-beats and come with their token again. Some 0.4 KiB each."""
+"""Maximum cached tokens, some 0.4 KiB each: more than the nodes of a million GPUs, whose agents may all reconnect
+between heartbeats."""
 MAX_TOKEN_CHARS = 512
 _BEARER = b"bearer "
 _BY_JOB = "job-"
@@ -186,20 +182,20 @@ ALLOWED_ROLES = MappingProxyType(
         RouteAccess.JOIN: frozenset({TokenRole.JOIN}),
     }
 )
-"""Which roles each kind of route is for. An agent must be the route's node besides, a trainer of the route's job."""
+"""Roles allowed for each kind of route. An agent must also be the route's node, a trainer of the route's job."""
 
 
 class Authenticator:
-    """Knows a request's sender by token or certificate, and refuses what is not theirs to ask.
+    """Identifies a request's sender by token or certificate, and refuses what the sender may not do.
 
-    Every method raises what the caller should be told: AuthenticationError, PermissionDenied, RateLimited. A token
-    that was verified is remembered until it dies, so that the next request with it costs a look in a dictionary. (The
-    look is not in constant time, but by a hash keyed per process: to time it one would need the token.)
+    Every method raises the error for the client: AuthenticationError, PermissionDenied or RateLimited. A verified token
+    is cached until it expires, so its next request costs one dictionary lookup. (The lookup is not in constant time,
+    but uses a hash keyed per process: a timing attack would need the token.)
 
     Args:
         keyring: the fleet's secrets, for minted tokens.
-        credentials: the stored ones.
-        job_secret: a job's secret, for its trainers' tokens; None where there is no such job, or it is over.
+        credentials: the stored credentials.
+        job_secret: returns a job's secret, for its trainers' tokens; None if the job is unknown or over.
         now: wall seconds by which credentials expire.
     """
 
@@ -235,7 +231,7 @@ class Authenticator:
         clock: Clock,
         now: Callable[[], float],
     ) -> Authenticator:
-        """As the settings limit it, for these jobs."""
+        """Create an authenticator with the settings' limits, for these jobs."""
         burst_s = settings.request_burst_s
         return cls(
             keyring,
@@ -255,7 +251,7 @@ class Authenticator:
             now=now,
         )
 
-    # --- what routes ask -----------------------------------------------------------------------------------------
+    # --- requests
 
     def authorize(
         self,
@@ -266,38 +262,42 @@ class Authenticator:
         node: str = "",
         job: str = "",
     ) -> Identity:
-        """Who asks for a route of this kind; ``node`` and ``job`` are what it is about. Counts the request."""
+        """Return the sender of a request for a route with this access, about ``node`` or ``job``.
+
+        Counts the request.
+        """
         identity = self.authenticate(headers, peer or UNKNOWN_PEER)
         self._limits.charge(identity)
         _check(access, identity, node, job)
         return identity
 
     def authorize_agent(self, headers: Headers, node: str, peer: ConnectionPeer | None = None) -> Identity:
-        """The agent of ``node``, and nobody else."""
+        """Return the identity if it is the agent of ``node``."""
         return self.authorize(RouteAccess.AGENT, headers, peer, node=node)
 
     def charge_reports(self, node: str, count: int) -> None:
-        """Counts what a node reports at a time. Raises RateLimited."""
+        """Count the reports of one request from a node. Raises RateLimited."""
         self._limits.charge_reports(node, count)
 
     def charge_frame(self, identity: Identity) -> None:
-        """For each further frame of a session whose beginning was admitted: counts it as a request.
+        """Count a further frame of an admitted session as a request.
 
-        Raises RateLimited, and AuthenticationError once what proved the identity has been revoked or has expired; then
-        the session should end.
+        Raises:
+            RateLimited: too many frames.
+            AuthenticationError: the credential was revoked or has expired; the session should end.
         """
         self.check_valid(identity)
         self._limits.charge(identity)
 
     def authenticate(self, headers: Headers, peer: ConnectionPeer = UNKNOWN_PEER) -> Identity:
-        """Who the Authorization header speaks for, or without one the connection's certificate."""
+        """Return the identity in the Authorization header, or else in the connection's certificate."""
         try:
             return self._identify(headers, peer)
         except AuthenticationError as error:
             self._failures.record(peer.address, error)
             raise
 
-    # --- knowing -------------------------------------------------------------------------------------------------
+    # --- verification
 
     def _identify(self, headers: Headers, peer: ConnectionPeer) -> Identity:
         self._follow_keyring()
@@ -313,7 +313,7 @@ class Authenticator:
         )
 
     def _follow_keyring(self) -> None:
-        """Forgets what was verified under other secrets than those that hold now."""
+        """Drop cached tokens if the secrets have changed."""
         changes = self._keyring.refresh(self._clock)
         if changes != self._keyring_changes:
             self._keyring_changes = changes
@@ -327,7 +327,7 @@ class Authenticator:
         if len(token) > MAX_TOKEN_CHARS:
             raise AuthenticationError(f"a token of {len(token)} characters is none of ours")
         if token.startswith(JOB_PREFIX):
-            return self._trainer(token)  # not remembered: a job's secret ends with the job
+            return self._trainer(token)  # not cached: a job's secret ends with the job
         if token.startswith(STORED_PREFIX):
             identity, end = self._credentials.verify(token, self._now())
         else:
@@ -346,7 +346,7 @@ class Authenticator:
         return Identity(TokenRole.TRAINER, job, _by_job(secret))
 
     def check_valid(self, identity: Identity) -> None:
-        """Raises AuthenticationError once what proved the identity has been revoked or has ended."""
+        """Raise AuthenticationError once the identity's credential is revoked or has ended."""
         if not self.is_valid(identity):
             by_certificate = identity.credential == CERTIFICATE_CREDENTIAL
             what = (
@@ -355,7 +355,7 @@ class Authenticator:
             raise AuthenticationError(f"{what}: come again with another")
 
     def is_valid(self, identity: Identity) -> bool:
-        """Whether what proved the identity is good still."""
+        """Return whether the identity's credential is still valid."""
         if identity.role is TokenRole.TRAINER:
             secret = self._job_secret(identity.subject)
             return secret is not None and identity.credential == _by_job(secret)
@@ -368,12 +368,12 @@ class Authenticator:
 
 
 def _by_job(secret: str) -> str:
-    """Names a job's secret: another run by the job's name has another."""
+    """Return a name for a job's secret: another run with the same job name has another secret."""
     return _BY_JOB + hash_secret(secret)[:12]
 
 
 def _check(access: RouteAccess, identity: Identity, node: str, job: str) -> None:
-    """Raises PermissionDenied where the identity may not."""
+    """Raise PermissionDenied if the identity may not use the route."""
     role, subject = identity.role, identity.subject
     if role not in ALLOWED_ROLES[access]:
         article = "an" if role in (TokenRole.AGENT, TokenRole.OPERATOR) else "a"

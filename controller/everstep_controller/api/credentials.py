@@ -1,8 +1,8 @@
-"""Stored credentials: who has one, whether it is good, and every change to them.
+"""Store credentials: issue, rotate, revoke, enrol and verify them.
 
-They are kept in memory too, so that a check costs no SQL. The one controller that leads makes every change, inside the
-loop, and writes it in the loop's own transaction together with its line in the audit log: a change holds in memory at
-once, and is answered when it is durable.
+Credentials are also kept in memory, so a check costs no SQL. The leading controller makes every change inside the loop,
+and writes it in the loop's transaction together with its audit entry. A change holds in memory at once, and is answered
+when it is durable.
 """
 
 from __future__ import annotations
@@ -39,32 +39,33 @@ from everstep_controller.runtime.transaction import Transaction
 from everstep_controller.store.rows import DEAD_CREDENTIAL_KEPT_S, CredentialRow, decode_cursor, encode_cursor
 
 # ---- secret file
-# The fleet's secret as it stands in its file, watched: to rotate it needs no restart.
+# The file is watched, so rotating the fleet's secret needs no restart.
 
 log = logging.getLogger(__name__)
 
 RELOAD_INTERVAL_S = 1.0
-"""Seconds between two looks at the file's date: a look costs 2 us, and nobody rotates faster."""
+"""Seconds between checks of the file's modification time; a check costs 2 us."""
 
 Secrets = tuple[bytes, ...]
 
 
 def fingerprint(secret: bytes) -> str:
-    """Names a secret in logs and identities, and tells nothing of it."""
+    """Return a name for a secret in logs and identities that reveals nothing of the secret."""
     return "secret-" + hashlib.sha256(b"everstep/1 fingerprint\0" + secret).hexdigest()[:12]
 
 
 class Keyring:
-    """The secrets that minted tokens are verified under: the first is for minting.
+    """The secrets that verify minted tokens; the first one mints.
 
     Args:
-        secrets: what it begins with; each of 16 bytes or more. Raises ConfigurationError.
-        read: reads them again; raises ConfigurationError, and then those known stay.
-        stamp: changes when there is something new to read.
+        secrets: initial secrets, each of 16 bytes or more. Raises ConfigurationError.
+        read: reads the secrets again; if it raises ConfigurationError, the known ones stay.
+        stamp: returns a value that changes when the secrets may have changed.
 
     Attributes:
-        secrets, names: those that hold, and their fingerprints.
-        changes: how often others came to hold; what was verified before may be worth nothing then.
+        secrets: current secrets.
+        names: their fingerprints.
+        changes: number of changes of the secrets; a change may invalidate cached tokens.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Keyring:
 
     @classmethod
     def of_file(cls, path: str) -> Keyring:
-        """The secrets in a file, read again when it changes. Raises ConfigurationError where it cannot be used now."""
+        """Return the secrets in a file, reread when it changes. Raises ConfigurationError if it is unusable now."""
 
         def stamp() -> object:
             try:
@@ -96,12 +97,12 @@ class Keyring:
         self.names = frozenset(self._names.values())
 
     def verify(self, token: str) -> Identity:
-        """Who a minted token speaks for. Raises AuthenticationError."""
+        """Return the identity in a minted token. Raises AuthenticationError."""
         identity, secret = verify_with_secret(self.secrets, token)
         return Identity(identity.role, identity.subject, self._names[secret])
 
     def refresh(self, clock: Clock) -> int:
-        """Reads the file again if it has changed, looking once a second at most. Returns ``changes``."""
+        """Reread the file if it has changed, checking at most once per second. Return ``changes``."""
         if self._read is not None and self._stamp is not None and clock.monotonic() >= self._look_at:
             self._look_at = clock.monotonic() + RELOAD_INTERVAL_S
             stamp = self._stamp()
@@ -122,15 +123,15 @@ class Keyring:
 
 
 MAX_CREDENTIALS = 300_000
-"""Credentials at once: two for each node of the largest fleet. A stolen join token cannot fill the memory."""
+"""Maximum credentials: two per node of the largest fleet. A stolen join token cannot fill the memory."""
 FIRST_SWEEP = 1024
 RETRY_WINDOW_S = 86400.0
-"""Seconds for which a join token that is used up still answers those whom it has enrolled: their answer may be lost."""
+"""Seconds for which a used-up join token still answers the nodes it enrolled, because an answer may be lost."""
 _DUMMY_HASH = hash_secret("nobody's")
 
 
 class ChangeContext(msgspec.Struct, frozen=True):
-    """Who wants a change, why, and the stimulus it is part of."""
+    """The author of a change, the reason, and the trace of the stimulus."""
 
     identity: Identity
     reason: str
@@ -138,7 +139,7 @@ class ChangeContext(msgspec.Struct, frozen=True):
 
 
 def public_credential(row: CredentialRow) -> wire.Credential:
-    """The credential as operators see it."""
+    """Return the credential as shown to operators."""
     return wire.Credential(
         id=row.id,
         role=TokenRole(row.role),
@@ -154,13 +155,13 @@ def public_credential(row: CredentialRow) -> wire.Credential:
 
 
 class CredentialBook:
-    """The book of credentials. Belongs to the event loop's thread.
+    """All stored credentials. For the event loop's thread.
 
     Args:
-        rows: as loaded when this controller took the database over.
+        rows: credentials loaded when this controller took over the database.
 
     Attributes:
-        on_death: called when a credential is good no longer, or not for as long as it was.
+        on_death: called when a credential becomes invalid or ends sooner.
     """
 
     def __init__(self, rows: Iterable[CredentialRow] = ()) -> None:
@@ -173,10 +174,10 @@ class CredentialBook:
         for row in rows:
             self._index(row)
 
-    # --- checking ------------------------------------------------------------------------------------------------
+    # --- verification
 
     def verify(self, token: str, now: float) -> tuple[Identity, float]:
-        """Who a stored token speaks for, and until when (wall seconds, infinity). Raises AuthenticationError."""
+        """Return a stored token's identity and end (wall seconds or infinity). Raises AuthenticationError."""
         id, secret = split_stored(token)
         row = self._rows.get(id)
         kept = row.hash if row is not None else _DUMMY_HASH  # an unknown id takes as long as a wrong secret
@@ -189,14 +190,16 @@ class CredentialBook:
         return Identity(TokenRole(row.role), row.subject, id), math.inf if end is None else end
 
     def is_valid(self, id: str, now: float) -> bool:
-        """Whether there is a credential of this id, and it is good."""
+        """Return whether a valid credential has this id."""
         row = self._rows.get(id)
         return row is not None and row.is_valid_at(now)
 
     def page(self, role: str, subject: str, cursor: str, limit: int) -> tuple[list[CredentialRow], str]:
-        """Rows of that role and subject (empty: any), oldest first, from after ``cursor`` on; and the cursor of the
-        page after. Those of one moment go by id, so that the order outlives a controller. Raises MalformedMessage for a
-        cursor that nobody was given."""
+        """Return a page of rows of a role and subject (empty: any), oldest first, and the cursor of the next page.
+
+        Rows of one time are ordered by id, so the order is the same in every controller. Raises MalformedMessage for an
+        invalid cursor.
+        """
         place = decode_cursor(cursor, (float, str))
         begin = bisect_right(self._order, place) if place is not None else 0
         found: list[CredentialRow] = []
@@ -210,20 +213,20 @@ class CredentialBook:
         return found, ""
 
     def get(self, id: str) -> CredentialRow:
-        """Raises NotFound."""
+        """Return the credential. Raises NotFound."""
         row = self._rows.get(id)
         if row is None:
             raise NotFound(f"no credential {id}: `everstep token list` names them")
         return row
 
     def digest(self) -> str:
-        """Of all that is listed, in hex: it changes when any of it does, and costs nothing to ask for."""
+        """Return a hex digest that changes with any listed credential. It is maintained, so a call costs nothing."""
         return f"{self._digest:016x}"
 
-    # --- changing ------------------------------------------------------------------------------------------------
+    # --- changes
 
     def issue(self, request: wire.IssueRequest, context: ChangeContext, tx: Transaction, now: float) -> wire.Issued:
-        """Makes a credential. Its token is in the answer and nowhere else. Raises Conflict where there are too many."""
+        """Issue a credential, whose token is only in the answer. Raises Conflict if there are too many."""
         join = request if isinstance(request, wire.IssueJoin) else None
         row = CredentialRow(
             id=self._new_id(now),
@@ -240,11 +243,11 @@ class CredentialBook:
         return self._issued(row, f"{context.identity.subject} issued {_named(row)}", context, tx)
 
     def rotate(self, id: str, grace_s: float, context: ChangeContext, tx: Transaction, now: float) -> wire.Issued:
-        """Issues a second credential for the same subject; the first lives for ``grace_s`` more, at most.
+        """Issue a second credential for the same subject, and limit the first to ``grace_s`` more seconds.
 
-        The second lives as long from now as the first did from its beginning. The uses that a join token has left go
-        over to it at once: nobody can enrol more nodes than it was issued for. Raises NotFound, and Conflict where the
-        first is dead.
+        The second credential's lifetime equals the first one's. A join token's remaining uses move to the second at
+        once, so nobody can enrol more nodes than intended. Raises NotFound, or Conflict if the first is not valid any
+        more.
         """
         old = self._valid_row(id, now)
         life_s = None if old.expires_at is None else old.expires_at - old.created_at
@@ -264,15 +267,21 @@ class CredentialBook:
         return self._issued(new, sentence, context, tx)
 
     def revoke(self, id: str, context: ChangeContext, tx: Transaction, now: float) -> str:
-        """Ends a credential; returns the sentence that says so. Raises NotFound, and Conflict where it is dead."""
+        """End a credential, and return a sentence about it.
+
+        Raises NotFound, or Conflict if it is not valid any more.
+        """
         row = self._valid_row(id, now)
         self._put(msgspec.structs.replace(row, revoked_at=now), tx)
         return _note("revoked", f"{context.identity.subject} revoked {_named(row)}", row, context, tx, now)
 
     def enrol(self, request: wire.Enrol, identity: Identity, trace: str, tx: Transaction, now: float) -> wire.Enrolled:
-        """A node's own credential, against a join token; the same request again is answered the same.
+        """Issue a node's own credential for a join token. A repeated request gets the same answer.
 
-        Raises PermissionDenied where the token is used up or for other nodes, and Conflict for a node that is enrolled.
+        Raises:
+            AuthenticationError: the join token is no longer valid.
+            PermissionDenied: the join token is used up, or is for other nodes.
+            Conflict: the node is enrolled already.
         """
         join = self._rows.get(identity.credential)
         if join is None or not join.is_valid_at(now):
@@ -333,7 +342,7 @@ class CredentialBook:
             end = min(now + RETRY_WINDOW_S, end or now + RETRY_WINDOW_S)
         self._put(msgspec.structs.replace(join, uses_left=left, expires_at=end), tx)
 
-    # --- the book ------------------------------------------------------------------------------------------------
+    # --- storage
 
     def _issued(self, row: CredentialRow, sentence: str, order: ChangeContext, tx: Transaction) -> wire.Issued:
         secret = secrets.token_hex(32)
@@ -349,7 +358,7 @@ class CredentialBook:
         return secrets.token_hex(8)
 
     def _forget_dead(self, now: float) -> None:
-        """Now and then drops what the table has dropped too."""
+        """Drop dead credentials now and then, as the table does."""
         if len(self._rows) < self._sweep_at:
             return
         for id, row in list(self._rows.items()):
@@ -399,7 +408,7 @@ def _named(row: CredentialRow) -> str:
 
 
 def _note(what: str, sentence: str, row: CredentialRow, order: ChangeContext, tx: Transaction, now: float) -> str:
-    """Puts a change in the audit log: who and why."""
+    """Write an audit entry with the author and reason of a change, and return its sentence."""
     sentence = f"{sentence}: {order.reason}"
     data = {"actor": order.identity.subject, "reason": order.reason, "credential": row.id}
     node = row.subject if row.role == TokenRole.AGENT else None

@@ -1,4 +1,4 @@
-"""From a table of routes to FastAPI's: admission, body and answer are the same for all."""
+"""Build FastAPI routes from the route table, with common admission, bodies, responses, errors and entity tags."""
 
 from __future__ import annotations
 
@@ -32,28 +32,27 @@ from everstep_controller.server import responses
 from everstep_controller.server.connections import REST_KEY, SCOPE_KEY
 
 PIECE_BYTES = 64 << 10
-"""Of an answer, written at a time: as much as a transport holds before it asks its writer to wait."""
+"""Bytes of a response written at a time: as much as a transport holds before it makes its writer wait."""
 _PLACE_KEY = "everstep.place"
 
 
 class TaggedAnswer(msgspec.Struct, frozen=True):
-    """An answer with its entity tag. ``tag``: of what an order rests on. ``shown``: of what is shown beside that; an
-    order does not heed it, and the answer is sent again when it has changed."""
+    """An answer with its entity tag."""
 
     answer: Any
-    order_tag: str
-    display_tag: str = ""
+    order_tag: str  # tag of the facts that an order depends on
+    display_tag: str = ""  # tag of facts that are only shown; a change resends the answer but invalidates no order
 
     @property
     def etag(self) -> str:
-        """Both, as they are sent."""
+        """The combined tag, as sent to clients."""
         return f"{self.order_tag[:-1]}.{self.display_tag[1:]}" if self.display_tag else self.order_tag
 
 
 def check_tag(request: Request, tag: Callable[[], str]) -> None:
-    """Raises Outdated where the request names, by If-Match, another state than the one of this tag.
+    """Raise Outdated if the request's If-Match names another state than ``tag``.
 
-    To be asked inside the change's own stimulus: nothing comes between the look and the change.
+    Call this inside the change's own stimulus, so that nothing intervenes between check and change.
     """
     wanted = request.headers.get("if-match", "*")
     if wanted != "*" and tag() not in map(_ordered, _tags(wanted)):
@@ -65,7 +64,7 @@ def _tags(header: str) -> list[str]:
 
 
 def _ordered(tag: str) -> str:
-    """The part of a tag that orders heed."""
+    """Return the part of a tag that matters for orders."""
     before, dot, _ = tag.partition(".")
     return f'{before}"' if dot else tag
 
@@ -80,7 +79,7 @@ def install_routes(
     routes: Mapping[str, Route],
     handlers: object,
 ) -> None:
-    """Adds every route of the table; the method of ``handlers`` that has its name answers it."""
+    """Add every route of the table; it is answered by the method of ``handlers`` with the same name."""
     for name, route in routes.items():
         app.add_api_route(
             route.path,
@@ -92,12 +91,12 @@ def install_routes(
 
 
 def methods(method: str) -> list[str]:
-    """Whoever may GET may ask for the HEAD of it, as health checks and caches do."""
+    """Return the methods of a route. GET includes HEAD, as health checks and caches use it."""
     return ["GET", "HEAD"] if method == "GET" else [method]
 
 
 def invalid_path_reason(path_params: Mapping[str, str]) -> str | None:
-    """Why a path names nothing that there can be; None where it fits."""
+    """Return the reason why a path parameter is invalid, or None."""
     for name, value in path_params.items():
         try:
             msgspec.convert(value, PATH_PARAMETERS[name])
@@ -108,10 +107,10 @@ def invalid_path_reason(path_params: Mapping[str, str]) -> str | None:
 
 
 def check_parameters(route: Route, request: Request) -> None:
-    """Raises NotFound for a path that names nothing there can be, MalformedMessage for a query that does not fit.
+    """Raise NotFound for an invalid path parameter, MalformedMessage for an invalid query.
 
-    A parameter that the route does not have is refused: an answer without the filter that was meant looks right, and
-    orders may follow from it.
+    An unknown query parameter is refused: an answer without the intended filter looks right, and orders may follow from
+    it.
     """
     if (why := invalid_path_reason(request.path_params)) is not None:
         raise NotFound(why)
@@ -133,7 +132,7 @@ def _invalid_query(name: str, value: str, error: msgspec.ValidationError) -> str
 
 
 def authorize(authenticator: Authenticator, access: RouteAccess, request: Request) -> Identity:
-    """Who asks. Raises AuthenticationError, PermissionDenied or RateLimited."""
+    """Return the sender. Raises AuthenticationError, PermissionDenied or RateLimited."""
     job = ""
     if access is RouteAccess.JOB:
         job = request.path_params.get("job") or responses.parse_query(request.scope).get("job", "")
@@ -141,7 +140,7 @@ def authorize(authenticator: Authenticator, access: RouteAccess, request: Reques
 
 
 async def read_message(request: Request, kind: Any) -> Any:
-    """The request's body as a message of this kind. Raises MalformedMessage."""
+    """Return the request's body as a message of this kind. Raises MalformedMessage."""
     return responses.decode(_decoder(kind), await responses.read_body(request.scope, request.receive, MAX_BODY_BYTES))
 
 
@@ -170,9 +169,9 @@ def _endpoint(
 async def placed(
     admission: AdmissionControl, identity: Identity, request: Request, respond: Callable[[], Awaitable[Response]]
 ) -> Response:
-    """The response of ``respond``, which runs in a place and a turn of the identity's
-    (``everstep_controller.api.admission``).
-    The place is left once the response is sent. Raises RateLimited where there is none.
+    """Run ``respond`` in the identity's reservation and slice (``everstep_controller.api.admission``).
+
+    The reservation is released once the response is sent. Raises RateLimited if there is none.
     """
     place = request.scope[_PLACE_KEY] = admission.reserve(identity)
     try:
@@ -186,16 +185,16 @@ async def placed(
 
 
 async def turn(request: Request) -> None:
-    """Ends the slice that the request's handler is in; when this returns, the next one may run.
+    """End the current slice of the request's handler, and return when the next one may run.
 
-    To be called every few milliseconds of work.
+    Call this every few milliseconds of work.
     """
     place: RequestReservation = request.scope[_PLACE_KEY]
     await place.wait_for_slice()
 
 
 class _Sent(Response):
-    """Sends a response in pieces, the next once the client has taken most of those before, and leaves its place."""
+    """Sends a response in pieces as the client takes them, then releases the reservation."""
 
     def __init__(self, response: Response, place: RequestReservation) -> None:
         self.status_code, self.body, self.background = response.status_code, response.body, None
@@ -226,7 +225,6 @@ def _response(request: Request, answer: Any) -> Response:
 
 
 # ---- errors
-# Every error of the operator routes, said in one way and counted.
 
 log = logging.getLogger(__name__)
 
@@ -234,13 +232,13 @@ _HTTP_ERRORS = {404: ("not_found", "no such path: /openapi.json lists them")}
 
 
 def _route(request: Request) -> str:
-    """The route's template: a metric's label must not grow with what clients ask for."""
+    """Return the route's template: a metric's label must not grow with clients' input."""
     path: str = getattr(request.scope.get("route"), "path", "unknown")
     return path
 
 
 def _methods(request: Request) -> set[str]:
-    """Those that the path has: Starlette itself names only those of the first route that it meets."""
+    """Return the path's methods: Starlette reports only those of the first matching route."""
     found: set[str] = set()
     for route in request.app.router.routes:
         match, scope = route.matches(request.scope)
@@ -250,7 +248,7 @@ def _methods(request: Request) -> set[str]:
 
 
 def install_error_handlers(app: FastAPI, metrics: Metrics) -> None:
-    """Adds the handlers."""
+    """Add handlers that answer and count every error of the operators' routes."""
 
     async def refused(request: Request, error: Exception) -> Response:
         assert isinstance(error, EverstepError)
@@ -294,15 +292,14 @@ def _answer(status: int, code: str, message: str, headers: dict[str, str]) -> Re
     return Response(body, status_code=status, media_type=responses.MEDIA_TYPE, headers=headers)
 
 
-# ---- tags
-# Entity tags: what an order's If-Match is compared with.
-#
-# A tag changes with whatever a decision could rest on, and not with each heartbeat. It is made of contents, not of a
-# count of changes, which would begin anew with every controller.
+# ---- entity tags
+# An order's If-Match is compared with a tag. A tag changes with every fact that a decision could depend on, and not
+# with each heartbeat. It hashes contents rather than counting changes, because a count would restart with every
+# controller.
 
 
 def tag_of(document: Any) -> str:
-    """The tag of a document."""
+    """Return the tag of a document."""
     return f'"{xxhash.xxh3_64_hexdigest(responses.encode(document))}"'
 
 
@@ -318,15 +315,19 @@ def job_tag(job: JobRecord) -> str:
 
 
 def job_display_tag(job: op.JobDetail) -> str:
-    """Of what is shown of a job beside what an order rests on: versions are committed twice a second, and an order that
-    was decided a moment before is still meant. How far its ranks are is no part of it."""
+    """Return the tag of the facts that are only shown of a job.
+
+    Versions are committed twice per second, and must not invalidate an order. Ranks' progress is not included.
+    """
     summary = job.summary
     return tag_of((summary.committed, summary.verified, summary.spares, job.recoveries, job.ineligible_nodes))
 
 
 def node_tag_parts(context: fleet_views.ViewContext, summaries: Iterable[op.NodeSummary]) -> list[Any]:
-    """What the tag of a page of nodes is made of: findings count by their keys, GPUs not at all. To be read in the same
-    slice as the summaries."""
+    """Return the parts of a page's tag: findings count by their keys, GPUs not at all.
+
+    Read the summaries in the same slice.
+    """
     nodes = context.state.nodes
     return [
         (
@@ -351,19 +352,19 @@ def node_tag_parts(context: fleet_views.ViewContext, summaries: Iterable[op.Node
 
 
 def node_page_tag(lines: list[Any], total: int, following: str) -> str:
-    """Of a page of nodes, with the cursor of the ``following`` one."""
+    """Return the tag of a page of nodes; ``following`` is the next page's cursor."""
     return tag_of((lines, total, following))
 
 
 def rack_tag(context: fleet_views.ViewContext, rack: str) -> str:
-    """That of ``GET /v1/nodes?rack=``."""
+    """Return the tag of ``GET /v1/nodes?rack=``."""
     found = fleet_views.find_nodes(context, fleet_views.NodeFilter(rack=rack))
     page, following = fleet_views.take_page(found, "", fleet_views.MAX_PAGE_SIZE)
     return node_page_tag(node_tag_parts(context, fleet_views.node_summaries(context, page)), len(found), following)
 
 
 def budget_tag(context: fleet_views.ViewContext) -> str:
-    """That of ``GET /v1/budget``: the breaker stands there, with what it holds."""
+    """Return the tag of ``GET /v1/budget``, which shows the breaker and the deferred evictions."""
     return tag_of(fleet_views.budget_status(context))
 
 
@@ -372,12 +373,12 @@ def policy_tag(policy: CorePolicy) -> str:
 
 
 def probes_tag(probes: Iterable[op.ProbeStatus]) -> str:
-    """Of all probes that are kept, whatever page is shown."""
+    """Return the tag of all probes, whatever page is shown."""
     return tag_of(list(probes))
 
 
 def subject_tag(context: fleet_views.ViewContext, order: ev.OperatorCommand) -> str:
-    """Of what the order is about. One that does not exist has none; the order itself will be refused for that."""
+    """Return the tag of an order's subject. A missing subject has none; the order itself will be refused."""
     state = context.state
     if order.action is ev.OperatorAction.RESET_BREAKER:
         return budget_tag(context)

@@ -1,4 +1,4 @@
-"""What people and programs ask of the past: events, findings, verdicts, checkpoints, remedies, rosters."""
+"""Answer queries about the past: events, findings, verdicts, checkpoints, remediations and generations."""
 
 from __future__ import annotations
 
@@ -43,22 +43,22 @@ VERDICTS_IN_EVIDENCE = 100
 
 
 def page_size(asked: dict[str, str], default: int = DEFAULT_PAGE_SIZE) -> int:
-    """``?limit=``, within bounds."""
+    """Return ``?limit=``, clipped to its bounds."""
     return max(1, min(responses.int_parameter(asked, "limit", default), fleet_views.MAX_PAGE_SIZE))
 
 
 def bool_parameter(asked: dict[str, str], name: str) -> bool | None:
-    """A yes or no in the query, as ``endpoints`` has checked it; None where nothing is said."""
+    """Return a boolean query parameter that ``endpoints`` has checked, or None if it is missing."""
     return msgspec.convert(asked[name], bool, strict=False) if name in asked else None
 
 
 def _time(asked: dict[str, str], name: str) -> float | None:
-    """Wall seconds in the query, as ``endpoints`` has checked them; None where nothing is said."""
+    """Return wall seconds from the query that ``endpoints`` has checked, or None if missing."""
     return float(asked[name]) if name in asked else None
 
 
 class HistoryRoutes:
-    """The handlers of ``everstep_controller.api.routes.HISTORY``, by name."""
+    """Handlers of ``everstep_controller.api.routes.HISTORY_ROUTES``, by name."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class HistoryRoutes:
         return op.EventList(events=tuple(events), next_after=events[-1].id if events else after)
 
     async def stream(self, request: Request) -> Response:
-        """Server-sent events from ``Last-Event-ID`` (or ``?after=``) on; without either, from now on."""
+        """Send server-sent events after ``Last-Event-ID`` (or ``?after=``); without either, from now on."""
         who = endpoints.authorize(self._gate, PLAIN_ROUTES["stream"].access, request)
         endpoints.check_parameters(PLAIN_ROUTES["stream"], request)
         asked = responses.parse_query(request.scope)
@@ -117,15 +117,14 @@ class HistoryRoutes:
 
         async def read(seen: int) -> EventPage:
             found = await self._store.read(lambda reader: reader.events_after(seen, FRAME_ROWS))
-            await self._admission.wait_for_slice(
-                identity_key(who)
-            )  # a reader of the whole past is not to keep agents waiting either
+            # Even a reader of the whole past must not keep agents waiting.
+            await self._admission.wait_for_slice(identity_key(who))
             return found
 
         frames = event_frames(self._feed, after, read)
         return EventStream(frames, self._readers.reserve(who), self._cut, lambda: self._gate.is_valid(who))
 
-    # --- pages -----------------------------------------------------------------------------------------------------
+    # --- pages
 
     async def findings(self, request: Request, _who: Identity) -> past.FindingList:
         asked = responses.parse_query(request.scope)
@@ -178,7 +177,7 @@ class HistoryRoutes:
     async def _page(
         self, query: Any, shown: Callable[[dict[str, Any]], T], asked: dict[str, str], **wanted: Any
     ) -> tuple[tuple[T, ...], str]:
-        """Rows as they are ``shown``, made so in the thread that reads them, and the cursor of the next page."""
+        """Return rows converted by ``shown`` in the reading thread, and the cursor of the next page."""
         limit, cursor = page_size(asked), asked.get("cursor", "")
 
         def read(reader: HistoryReader) -> tuple[tuple[T, ...], str]:
@@ -235,7 +234,7 @@ def _generation(doc: str) -> GenerationSpec:
 
 
 class _RemediationDetails(msgspec.Struct):
-    """Of a remedy's document, what its row does not have."""
+    """The fields of a remediation that only its document has."""
 
     sentence: str = ""
     verdict_id: str = ""

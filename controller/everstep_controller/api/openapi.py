@@ -1,4 +1,4 @@
-"""The OpenAPI document: FastAPI knows the routes' functions, this knows their messages."""
+"""Generate the OpenAPI document from the route table and the message types."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _parameters(route: Route) -> list[dict[str, Any]]:
 
 
 def _conditions(route: Route) -> list[str]:
-    """Request headers with entity tags that the route heeds."""
+    """Return the request headers with entity tags that the route uses."""
     return ["If-None-Match"] * route.has_etag + ["If-Match"] * bool(route.etag_source)
 
 
@@ -65,7 +65,7 @@ def _description(route: Route) -> str:
 
 
 def _statuses(name: str, route: Route) -> list[int]:
-    """Which refusals a route knows."""
+    """Return the error statuses of a route."""
     if route.access is RouteAccess.OPEN:
         return []
     statuses = {401, 403, 429, 503}
@@ -119,9 +119,9 @@ def _plain(name: str) -> dict[str, Any]:
 
 
 def _for_generators(schema: Any) -> Any:
-    """Give every array ``items`` that are a schema.
+    """Give every array an ``items`` schema.
 
-    msgspec closes a tuple by ``"items": false`` and leaves it out where more may follow. Code generators understand
+    msgspec closes a tuple by ``"items": false``, and omits ``items`` if more may follow. Code generators understand
     neither. The tuple stays closed by its ``maxItems``.
     """
     if isinstance(schema, list):
@@ -137,7 +137,7 @@ def _for_generators(schema: Any) -> Any:
 
 
 def document() -> dict[str, Any]:
-    """The whole document."""
+    """Return the whole document."""
     routes = {**ROUTES, **PLAIN_ROUTES}
     kinds = list({kind: None for route in routes.values() for kind in (route.response, route.body) if kind is not None})
     out, components = msgspec.json.schema_components((*kinds, responses.Problem), ref_template=_REF)

@@ -1,4 +1,4 @@
-"""What people and programs ask and order: FastAPI routes over the fleet's state and its history."""
+"""Handle operators' queries and orders: FastAPI handlers over the fleet's state and its history."""
 
 from __future__ import annotations
 
@@ -34,14 +34,13 @@ from everstep_controller.server import responses
 from everstep_controller.store.threads import DatabaseStore
 
 # ---- credentials
-# The handlers of ``everstep_controller.api.routes.CREDENTIALS``, by name.
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
 class CredentialRoutes:
-    """Enrolment, and the orders about credentials. Each is one stimulus: the change and its line in the audit log."""
+    """Handlers of ``CREDENTIAL_ROUTES``. Each change is one stimulus, together with its audit entry."""
 
     def __init__(self, *, loop: FleetLoop, credentials: CredentialBook) -> None:
         self._loop = loop
@@ -102,7 +101,7 @@ class CredentialRoutes:
         endpoints.check_tag(request, lambda: tag_of(public_credential(self._credentials.get(id))))
 
     async def _submit(self, change: Callable[[Transaction, float], T]) -> T:
-        """Runs a change in the loop. Raises Unavailable while the database is away: it could not be promised."""
+        """Run a change in the loop. Raises Unavailable during a database outage, when it could not be made durable."""
 
         def stimulus(tx: Transaction, now: float) -> T:
             if away := tx.state.database_outage:
@@ -113,15 +112,14 @@ class CredentialRoutes:
 
 
 # ---- policies
-# What people ask of the rules: the policy in force, a change of it, what of the budget is left.
 
 
 class PolicyRoutes:
-    """The handlers of ``everstep_controller.api.routes.POLICY``, by name.
+    """Handlers of ``POLICY_ROUTES``, by name.
 
     Args:
-        journal: the directory that is kept, empty for none.
-        flush: brings what was recorded to the disk.
+        journal: the journal's directory; empty for none.
+        flush: writes pending journal data to the disk.
     """
 
     def __init__(self, context: fleet_views.ViewContext, journal: str, flush: Flush) -> None:
@@ -151,22 +149,22 @@ class PolicyRoutes:
 
 
 NODES_IN_A_SLICE = 100
-"""About a millisecond's work."""
+"""Nodes per slice: about a millisecond of work."""
 RECOVERIES_SHOWN = 200
 VERDICTS_SHOWN = 20
 MAX_WINDOW_S = 366 * 86400.0
-"""From now to the end of a maintenance window. Times in milliseconds are beyond it."""
+"""Maximum seconds from now to the end of a maintenance window. It catches times given in milliseconds."""
 
 
 class OperatorRoutes:
-    """The handlers of ``everstep_controller.api.routes.OPERATOR``, by name."""
+    """Handlers of ``OPERATOR_ROUTES``, by name."""
 
     def __init__(self, *, context: fleet_views.ViewContext, loop: FleetLoop, store: DatabaseStore) -> None:
         self._desk = context
         self._loop = loop
         self._store = store
 
-    # --- reading -------------------------------------------------------------------------------------------------
+    # --- queries
 
     async def status(self, request: Request, _who: Identity) -> op.FleetStatus:
         jobs = self._desk.state.jobs
@@ -196,9 +194,8 @@ class OperatorRoutes:
     async def node(self, request: Request, _who: Identity) -> endpoints.TaggedAnswer:
         node = request.path_params["node"]
         detail = fleet_views.node_detail(self._desk, node)
-        tag = endpoints.node_tag(
-            self._desk, self._desk.node(node)
-        )  # of what is shown, not of what comes while the store is read
+        # Before the store is read, so that the tag fits the detail shown.
+        tag = endpoints.node_tag(self._desk, self._desk.node(node))
         verdicts = await self._store.read(
             lambda reader: [
                 msgspec.json.decode(doc, type=Verdict) for doc in reader.verdicts(node, limit=VERDICTS_SHOWN)
@@ -216,7 +213,7 @@ class OperatorRoutes:
         return op.JobList(jobs=tuple(summaries), total=len(found), next=following)
 
     async def _summaries(self, request: Request, names: Iterable[str]) -> list[op.JobSummary]:
-        """Of the jobs that there are still, one in a slice: each is linear in its ranks."""
+        """Return summaries of the jobs that still exist, one per slice: each is linear in its ranks."""
         state, found = self._desk.state, []
         for name in names:
             await endpoints.turn(request)
@@ -253,7 +250,7 @@ class OperatorRoutes:
     async def probe(self, request: Request, _who: Identity) -> op.ProbeStatus:
         return self._loop.read_models.probes.get(request.path_params["probe"])
 
-    # --- ordering ------------------------------------------------------------------------------------------------
+    # --- orders
 
     async def order(self, request: Request, who: Identity) -> op.ChangeResult:
         because = await endpoints.read_message(request, op.ReasonOnlyRequest)
@@ -327,13 +324,13 @@ def _changed(command: ev.OperatorCommand, tx: Transaction, now: float) -> op.Cha
 
 
 def _without_repeats(sentences: list[str]) -> list[str]:
-    """Those that another one does not say already: an order's own words come again in what followed from it."""
+    """Drop sentences contained in others: an order's own text recurs in what followed from it."""
     different = list(dict.fromkeys(sentences))
     return [one for one in different if not any(one != other and one in other for other in different)]
 
 
 def _started_probe(event: ev.ProbeRequested, tx: Transaction, now: float) -> str:
-    """The id of the probe that the event began."""
+    """Return the id of the probe that the event started."""
     for effect in tx.handle(event, now):
         if isinstance(effect, fx.Send) and isinstance(effect.body, RunProbe):
             return effect.body.probe

@@ -1,4 +1,4 @@
-"""The table of routes: what each takes, answers and needs. FastAPI and the OpenAPI document are made from it."""
+"""Define the table of routes, from which the FastAPI application and the OpenAPI document are built."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from everstep.wire.v1.operator_history import Evidence, JobCheckpoints
 
 
 class RouteAccess(StrEnum):
-    """Whose token a route needs."""
+    """The token that a route requires."""
 
     AGENT = "the node's agent"
     READ = "a viewer or an operator"
@@ -28,12 +28,12 @@ class RouteAccess(StrEnum):
 
 
 def _one_of(words: type[StrEnum]) -> Any:
-    """The words of an enumeration, spelled out: a parameter's schema stands by itself."""
+    """Return the values of an enumeration as a Literal: a parameter's schema must be self-contained."""
     return Literal[tuple(word.value for word in words)]
 
 
 def _some_of(words: type[StrEnum]) -> Any:
-    """One of the words of an enumeration, or several with commas between."""
+    """Return a type for one or several comma-separated values of an enumeration."""
     one = "|".join(word.value for word in words)
     return Annotated[str, full_match(f"({one})(,({one}))*")]
 
@@ -49,7 +49,7 @@ PATH_PARAMETERS: dict[str, Any] = {
     "order": Literal["drain", "hold", "release", "readmit", "evict", "repair", "forget"],
     "id": enrolment.CredentialId,
 }
-"""Path parameters, by name."""
+"""Types of path parameters, by name."""
 
 QUERY_PARAMETERS: dict[str, Any] = {
     "after": NonNegativeInt,
@@ -78,7 +78,7 @@ QUERY_PARAMETERS: dict[str, Any] = {
     "until": Seconds,
     "local": bool,
 }
-"""Query parameters, by name; a value that does not fit is refused, and so is a name that the route does not have."""
+"""Types of query parameters, by name. An invalid value is refused, and so is a name that the route does not have."""
 
 PARAMETER_CHOICES: dict[str, tuple[str, ...]] = {
     "state": tuple(NodeState),
@@ -88,25 +88,22 @@ PARAMETER_CHOICES: dict[str, tuple[str, ...]] = {
         if get_origin(kind) is Literal
     },
 }
-"""What may be said where only certain words may, for whoever said another."""
+"""Allowed values of enumerated parameters, for error messages."""
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):
-    """One route. ``body`` and ``answers`` are message types; ``query`` names optional parameters.
-
-    A route with ``Access.JOB`` names its job in its path, or else in its query; where it names none, it is about all.
-    ``tagged``: the answer has an ETag. A route with a body says in ``matches`` which GET has the tag that its If-Match
-    is compared with, or in ``repeats`` why it takes none.
-    """
+    """One route."""
 
     method: str
     path: str
+    # With ``RouteAccess.JOB`` the path or query names the job; without a name the request is about all jobs.
     access: RouteAccess
     summary: str
-    response: Any
-    body: Any = None
-    query: tuple[str, ...] = ()
-    has_etag: bool = False
+    response: Any  # message type of the answer
+    body: Any = None  # message type of the request's body
+    query: tuple[str, ...] = ()  # names of optional parameters
+    has_etag: bool = False  # the answer has an ETag
+    # A route with a body names the GET route whose tag is compared with If-Match, or the reason why it needs none.
     etag_source: str = ""
     idempotency: str = ""
 
@@ -283,7 +280,7 @@ CREDENTIAL_ROUTES: dict[str, Route] = {
 }
 
 ROUTES: dict[str, Route] = {**OPERATOR_ROUTES, **HISTORY_ROUTES, **POLICY_ROUTES, **CREDENTIAL_ROUTES}
-"""Every route that has a message for its answer."""
+"""Every route whose answer is a message."""
 
 PLAIN_ROUTES: dict[str, Route] = {
     "stream": Route(
@@ -302,4 +299,4 @@ PLAIN_ROUTES: dict[str, Route] = {
     ),
     "ready": Route(method="GET", path="/readyz", access=RouteAccess.OPEN, summary="Whether it serves.", response=None),
 }
-"""Routes whose answers are no messages."""
+"""Routes whose answers are not messages."""

@@ -1,4 +1,4 @@
-"""The audit log as it grows: kept a while in memory, and sent as server-sent events."""
+"""Stream the audit log as server-sent events, from recent rows in memory and older rows in the store."""
 
 from __future__ import annotations
 
@@ -19,18 +19,17 @@ from everstep_controller.store.reader import EventPage
 from everstep_controller.store.rows import AuditRow
 
 # ---- readers
-# Who reads the event stream: how many at once, and how much waits for them.
 
 MAX_STREAMS_PER_IDENTITY = 8
-"""Streams of one identity: a wall of displays that share a token."""
+"""Streams of one identity, such as a wall of displays that share a token."""
 MAX_STREAMS = 256
-"""Streams of all. Each event is put into words for each of them; one that is stuck holds some 0.2 MiB."""
+"""Streams of all identities. Each event is encoded for each stream; a stuck one holds some 0.2 MiB."""
 RETRY_AFTER_S = 10.0
-"""Seconds after which one that does not read has been cut off, and left its place."""
+"""Seconds after which a reader that does not read has been cut off."""
 
 
 class StreamReservation:
-    """One reader's place among the others, until it leaves."""
+    """One reader's reservation, until it is released."""
 
     def __init__(self, readers: StreamReservations, identity: Identity) -> None:
         self._readers = readers
@@ -38,21 +37,21 @@ class StreamReservation:
         self._held = 0
 
     def set_buffered(self, bytes_: int) -> None:
-        """So much waits for the reader to take it."""
+        """Set the bytes that wait for the reader."""
         self._readers.buffered_bytes += bytes_ - self._held
         self._held = bytes_
 
     def release(self) -> None:
-        """The stream is over."""
+        """End the reservation: the stream is over."""
         self.set_buffered(0)
         self._readers.release(self._identity)
 
 
 class StreamReservations:
-    """Counts streams.
+    """Counts and limits streams.
 
     Attributes:
-        held_bytes: what was made for readers that have not taken it, beside the buffers of their sockets.
+        buffered_bytes: encoded bytes that readers have not taken, without their sockets' buffers.
     """
 
     def __init__(self) -> None:
@@ -63,7 +62,7 @@ class StreamReservations:
         return self._open.total()
 
     def reserve(self, identity: Identity) -> StreamReservation:
-        """A place, which must be left. Raises RateLimited where there is none."""
+        """Reserve a stream; the caller must release it. Raises RateLimited if there are too many."""
         who = (identity.role, identity.subject)
         if self._open.get(who, 0) >= MAX_STREAMS_PER_IDENTITY:
             raise RateLimited(
@@ -82,7 +81,7 @@ class StreamReservations:
         return StreamReservation(self, identity)
 
     def release(self, identity: Identity) -> None:
-        """One of its streams is over."""
+        """End one of the identity's streams."""
         who = (identity.role, identity.subject)
         self._open[who] -= 1
         if not self._open[who]:
@@ -90,27 +89,27 @@ class StreamReservations:
 
 
 ROWS_IN_MEMORY = 4096
-"""Rows in memory. A reader that falls farther behind is served from the store."""
+"""Rows in memory. A reader that falls further behind is served from the store."""
 FRAME_ROWS = 256
 FRAME_BYTES = 64 << 10
-"""Either ends what is sent at a time: a reader that is stuck holds no more than that, and one row."""
+"""Either limit ends one write: a stuck reader holds no more than that and one row."""
 KEEPALIVE_S = 15.0
-"""Seconds between comments on an idle stream, below the 30 s after which proxies give connections up."""
+"""Seconds between comments on an idle stream, below the 30 s after which proxies close connections."""
 
 RETRY_MS = 500
-"""After which a reader comes again whose stream has ended."""
+"""Milliseconds after which a reader reconnects when its stream has ended."""
 OUTAGE_RETRY_MS = 5000
-"""The same where it ended since what the reader lacks cannot be read."""
+"""Milliseconds until a reconnect if the stream ended because the database cannot be read."""
 
 SLOW_READER_S = 10.0
-"""Seconds that a reader may take for what fits a socket's buffers. A dashboard on a train may take as long once."""
+"""Seconds that a reader may take for a socket's full buffers. A dashboard on a train may need as long once."""
 
 Read = Callable[[int], Awaitable[EventPage]]
-"""What the store has beyond an id, a page of it."""
+"""Returns a page of stored events after an id."""
 
 
 def event_of(row: AuditRow) -> Event:
-    """The row as operators see it."""
+    """Return the row as shown to operators."""
     return Event(
         id=row.id,
         at=row.at,
@@ -125,7 +124,7 @@ def event_of(row: AuditRow) -> Event:
 
 
 class AuditFeed:
-    """The newest committed rows, and who waits for more."""
+    """The newest committed rows, and a signal for more."""
 
     def __init__(self, newest: int) -> None:
         self.newest = newest
@@ -134,7 +133,7 @@ class AuditFeed:
         self.closed = False
 
     def publish(self, rows: list[AuditRow]) -> None:
-        """Rows that have just been committed, in order."""
+        """Publish rows that were just committed, in order."""
         if not rows:
             return
         self._rows.extend(rows)
@@ -142,7 +141,7 @@ class AuditFeed:
         self._wake()
 
     def close(self) -> None:
-        """Ends every stream."""
+        """End every stream."""
         self.closed = True
         self._wake()
 
@@ -151,7 +150,7 @@ class AuditFeed:
         self._more = asyncio.Event()
 
     def since(self, after: int) -> list[AuditRow] | None:
-        """The first FRAME_ROWS rows beyond ``after``; None where memory does not reach back that far."""
+        """Return the first FRAME_ROWS rows after ``after``, or None if memory does not reach back that far."""
         if after >= self.newest:
             return []
         if not self._rows or self._rows[0].id > after + 1:
@@ -160,7 +159,7 @@ class AuditFeed:
         return [self._rows[i] for i in range(first, min(first + FRAME_ROWS, len(self._rows)))]
 
     async def wait_for_more(self, timeout_s: float) -> None:
-        """Waits for new rows or the end, ``timeout_s`` at most."""
+        """Wait up to ``timeout_s`` for new rows or the end."""
         if self.closed:
             return
         try:
@@ -171,10 +170,12 @@ class AuditFeed:
 
 
 class EventStream(StreamingResponse):
-    """Sends frames to a reader as long as it reads; one that takes nothing for SLOW_S is cut off, and ``cut`` called.
+    """Sends frames as long as the client reads.
 
-    What it did not get is in the audit log: it comes again with Last-Event-ID. ``place`` is left at the end. The stream
-    ends, with nothing more said, once the reader ``may`` not read any more.
+    A client that takes nothing for ``slow_s`` is cut off, and ``on_cut`` is called.
+
+    The client loses nothing: the events are in the audit log, and it reconnects with Last-Event-ID. The reservation is
+    released at the end. The stream ends silently once ``check_allowed`` returns False.
     """
 
     def __init__(
@@ -212,8 +213,8 @@ class EventStream(StreamingResponse):
                 self._place.set_buffered(0)
         except TimeoutError:
             self._cut()
-            self._hang_up()  # a connection that is closed in order waits for its reader to take what was sent
-            await asyncio.sleep(0)  # so that the server knows that it is over
+            self._hang_up()  # an orderly close would wait for the reader to take the sent data
+            await asyncio.sleep(0)  # lets the server notice the end
             return
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -223,13 +224,15 @@ def _frame(row: AuditRow) -> bytes:
 
 
 def with_gaps(after: int, found: EventPage) -> Iterator[bytes]:
-    """The rows' frames beyond ``after``, with a gap wherever retention has left one. What people wrote is kept for
-    longer than its neighbours, so there may be many."""
+    """Yield the frames of rows after ``after``, with a gap wherever retention deleted rows.
+
+    Rows written by people are kept longer than their neighbours, so there may be many gaps.
+    """
     return _bounded(found.rows, after, found.deleted_through)
 
 
 def _bounded(rows: Iterable[AuditRow], after: int = 0, pruned: int = 0) -> Iterator[bytes]:
-    """The rows' frames, joined up to FRAME_BYTES and FRAME_ROWS."""
+    """Yield the rows' frames, joined up to FRAME_BYTES and FRAME_ROWS."""
     joined, count = bytearray(), 0
     for row in rows:
         if after < row.id - 1 and after < pruned:
@@ -245,25 +248,27 @@ def _bounded(rows: Iterable[AuditRow], after: int = 0, pruned: int = 0) -> Itera
 
 
 def _gap(gap: EventGap) -> bytes:
-    """Its id is the last that is missing, so that whoever comes again after it is not told twice."""
+    """Return a gap's frame. Its id is the last missing one, so that a reconnecting reader does not get it twice."""
     return b"id: %d\nevent: gap\ndata: %s\n\n" % (gap.through, msgspec.json.encode(gap))
 
 
 def deleted_gap(after: int, through: int) -> EventGap:
-    """Retention was faster than the reader."""
+    """Return the gap for a reader that was slower than retention."""
     sentence = f"events {after + 1} to {through} are not kept any more: the stream goes on with event {through + 1}"
     return EventGap(after=after, through=through, reason="deleted", sentence=sentence)
 
 
 def unknown_gap(after: int, newest: int) -> EventGap:
-    """The reader has seen what this database has not."""
+    """Return the gap for a reader that has seen events which this database lacks."""
     sentence = f"there is no event {after}: this database ends with event {newest}, and the stream goes on after it"
     return EventGap(after=after, through=newest, reason="unknown", sentence=sentence)
 
 
 async def event_frames(feed: AuditFeed, after: int, read: Read) -> AsyncIterator[bytes]:
-    """Everything beyond ``after``, then whatever comes, until the feed closes; what is missing is said. Where the
-    database cannot be read, the reader is asked to come again later."""
+    """Yield all events after ``after``, with gaps, then new ones until the feed closes.
+
+    If the database cannot be read, the reader is asked to reconnect later.
+    """
     yield b"retry: %d\n\n" % RETRY_MS
     try:
         async for frames in _following(feed, after, read):
@@ -275,7 +280,7 @@ async def event_frames(feed: AuditFeed, after: int, read: Read) -> AsyncIterator
 async def _following(feed: AuditFeed, after: int, read: Read) -> AsyncIterator[bytes]:
     if after > feed.newest:
         known = await read(after)
-        if after > known.newest:  # else it is durable, and about to be published
+        if after > known.newest:  # otherwise the event is durable, and about to be published
             yield _gap(unknown_gap(after, known.newest))
             after = known.newest
     while not feed.closed:
