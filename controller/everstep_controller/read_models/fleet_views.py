@@ -1,7 +1,6 @@
-"""What operators are shown: the fleet's state as messages, read in the event loop's thread.
+"""Build operators' views of the fleet's state as messages, in the event loop's thread.
 
-What is shown may be ahead of the database by the one transaction that is being written; directives and answers to
-changes never are.
+A view may be ahead of the database by the transaction being written; directives and answers to changes never are.
 """
 
 from __future__ import annotations
@@ -43,17 +42,15 @@ from everstep_controller.runtime.commit_buffer import DatabaseOutage
 from everstep_controller.runtime.push import Outbox
 from everstep_controller.store.rows import decode_cursor, encode_cursor
 
-# ---- boards
-# What is gathered from reports for people to read; no decision rests on it.
-#
-# The core counts who resumed and who passed a probe. Here the rest of what those reports say is kept: the phases of a
-# recovery, the figures of a probe.
+# ---- trackers
+# The core only counts the ranks that resumed and the nodes that passed a probe. The trackers keep the remaining
+# contents of those reports for people: phases of a recovery, and measurements of a probe.
 
 PROBES_KEPT = 256
 
 
 class _ResumedRanks(msgspec.Struct):
-    """What the ranks of a generation said of their way back."""
+    """Reports of a generation's ranks about their recovery."""
 
     restored: Version | None = None
     ranks: set[int] = msgspec.field(default_factory=set)
@@ -61,10 +58,10 @@ class _ResumedRanks(msgspec.Struct):
 
 
 class RecoveryTracker:
-    """How each generation came to step.
+    """Tracks how each generation recovered.
 
     Args:
-        jobs: as they were stored: what came to step in an earlier life is not told again.
+        jobs: stored jobs; recoveries finished before this controller started are not reported again.
     """
 
     def __init__(self, jobs: Iterable[JobRecord] = ()) -> None:
@@ -76,7 +73,7 @@ class RecoveryTracker:
         }
 
     def record_resumed(self, report: Resumed) -> None:
-        """A rank's first step in a generation."""
+        """Record a rank's first step in a generation."""
         heard = self._resuming.setdefault((report.job, report.generation), _ResumedRanks())
         heard.ranks.add(report.rank)
         heard.restored = report.restored if heard.restored is None else heard.restored
@@ -84,12 +81,12 @@ class RecoveryTracker:
             heard.phases_s[phase] = max(seconds, heard.phases_s.get(phase, 0.0))
 
     def forget(self, job: str) -> None:
-        """The job is known no more."""
+        """Forget a deleted job."""
         self._reported.pop(job, None)
         self._resuming = {key: heard for key, heard in self._resuming.items() if key[0] != job}
 
     def current(self, job: JobRecord) -> GenerationRecovery | None:
-        """The newest generation's recovery, as far as it has come."""
+        """Return the newest generation's recovery as far as it has progressed."""
         spec = job.generation
         if spec is None:
             return None
@@ -110,7 +107,7 @@ class RecoveryTracker:
         )
 
     def take_finished(self, job: JobRecord) -> GenerationRecovery | None:
-        """The recovery that has just ended with this change of the job; each is returned once."""
+        """Return the recovery that just finished with this change of the job; each is returned once."""
         spec = job.generation
         if spec is None or job.generation_resumed_at is None or self._reported.get(job.job) == spec.number:
             return None
@@ -121,14 +118,14 @@ class RecoveryTracker:
 
 
 class ProbeTracker:
-    """The newest probes and what their members measured; forgotten at a restart."""
+    """The newest probes and their members' measurements; forgotten at a restart."""
 
     def __init__(self) -> None:
         self._probes: dict[str, ProbeStatus] = {}
         self._answers: dict[str, dict[str, ProbeFinished]] = {}
 
     def record_started(self, probe: RunProbe, now: float) -> None:
-        """A node was told to take part."""
+        """Record the start of a probe."""
         if probe.probe in self._probes:
             return
         self._probes[probe.probe] = ProbeStatus(probe=probe.probe, nodes=probe.nodes, started_at=now, trace=probe.trace)
@@ -138,9 +135,9 @@ class ProbeTracker:
             del self._probes[oldest], self._answers[oldest]
 
     def record_result(self, node: str, report: ProbeFinished) -> None:
-        """A member's result."""
+        """Record a member's result."""
         status = self._probes.get(report.probe)
-        if status is None or node not in status.nodes:  # a node speaks of its own part only
+        if status is None or node not in status.nodes:  # a node may report only its own part
             return
         answers = self._answers[report.probe]
         answers[node] = report
@@ -154,12 +151,14 @@ class ProbeTracker:
         )
 
     def newest(self) -> tuple[ProbeStatus, ...]:
-        """Newest first."""
+        """Return the probes, newest first."""
         return tuple(reversed(self._probes.values()))
 
     def page(self, node: str, cursor: str, limit: int) -> tuple[tuple[ProbeStatus, ...], str]:
-        """Probes that ``node`` (empty: any) takes part in, newest first, from after ``cursor`` on; and the cursor of
-        the page after. Raises MalformedMessage for a cursor that nobody was given."""
+        """Return a page of probes with ``node`` (empty: any), newest first, and the cursor of the next page.
+
+        Raises MalformedMessage for an invalid cursor.
+        """
         place = decode_cursor(cursor, (int,))
         found = [
             status
@@ -170,7 +169,7 @@ class ProbeTracker:
         return tuple(found[:limit]), encode_cursor([_number(found[limit - 1].probe)]) if more else ""
 
     def get(self, probe: str) -> ProbeStatus:
-        """Raises NotFound."""
+        """Return the probe. Raises NotFound."""
         status = self._probes.get(probe)
         if status is None:
             raise NotFound(f"no probe {probe!r}: the newest {PROBES_KEPT} since the controller's start are kept")
@@ -178,12 +177,12 @@ class ProbeTracker:
 
 
 def _number(probe: str) -> int:
-    """The fleet counts its probes."""
+    """Return the probe's number in the fleet."""
     return int(probe.rpartition("-")[2])
 
 
 def _slowest(answers: Iterable[ProbeFinished]) -> tuple[ProbeRow, ...]:
-    """Per size, the longest latency and the lowest bandwidth that a member saw."""
+    """Return per size the longest latency and lowest bandwidth of all members."""
     rows: dict[int, ProbeRow] = {}
     for answer in answers:
         for size, latency_s, bandwidth in answer.rows:
@@ -197,14 +196,14 @@ def _slowest(answers: Iterable[ProbeFinished]) -> tuple[ProbeRow, ...]:
 
 
 class ReadModels:
-    """Both boards, fed from the same reports."""
+    """Both trackers, fed by the same reports."""
 
     def __init__(self, jobs: Iterable[JobRecord] = ()) -> None:
         self.recoveries = RecoveryTracker(jobs)
         self.probes = ProbeTracker()
 
     def record_report(self, node: str, body: AnyReport) -> None:
-        """A report that the core has taken."""
+        """Record a report that the core has taken."""
         if isinstance(body, Resumed):
             self.recoveries.record_resumed(body)
         elif isinstance(body, ProbeFinished):
@@ -215,15 +214,15 @@ _STEP, _STEP_S = attrgetter("step"), attrgetter("step_s")
 
 ENDED_JOB_STATES = (JobState.FINISHED, JobState.FAILED)
 MAX_PAGE_SIZE = 1000
-"""Entries in an answer, at most."""
+"""Maximum entries in an answer."""
 IN_OUTBREAK = "outbreak"
-"""How nodes are counted that serve although an outbreak's finding stands on them: they are not healthy."""
+"""State shown for nodes that serve despite an outbreak's finding: they are not healthy."""
 OUTBREAK_NODES_NAMED = 32
-"""Nodes of an outbreak that are named in the fleet's status, at most."""
+"""Maximum nodes of an outbreak that the fleet's status names."""
 
 
 class ViewContext(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything a view may look at."""
+    """Everything that a view may read."""
 
     state: FleetState
     outbox: Outbox
@@ -240,18 +239,18 @@ class ViewContext(msgspec.Struct, frozen=True, kw_only=True):
     clock_ahead_s: Callable[[], float] = lambda: 0.0
 
     def budget_left(self) -> int:
-        """How many nodes may be evicted now."""
+        """Return how many nodes may be evicted now."""
         return budget_left(self.state, self.now())
 
     def node(self, node: str) -> NodeRecord:
-        """Raises NotFound."""
+        """Return the node. Raises NotFound."""
         record = self.state.nodes.get(node)
         if record is None:
             raise NotFound(f"no node {node!r}: `everstep nodes` lists them; a node appears when its agent registers")
         return record
 
     def job(self, job: str) -> JobRecord:
-        """Raises NotFound."""
+        """Return the job. Raises NotFound."""
         record = self.state.jobs.get(job)
         if record is None:
             raise NotFound(f"no job {job!r}: `everstep jobs` lists them; a job appears when its first launcher joins")
@@ -259,21 +258,19 @@ class ViewContext(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeFilter(msgspec.Struct, frozen=True, kw_only=True):
-    """Which nodes are asked for; an empty field asks for all. ``state``: one, or several with commas between, as
-    ``standing_of`` names them.
-    ``label``: NAME, or NAME=VALUE. ``model``: a part of the GPUs' name. ``gpu``: one's UUID or serial number."""
+    """A filter for nodes; an empty field matches all."""
 
-    state: str = ""
+    state: str = ""  # one, or several separated by commas, of ``effective_state``
     rack: str = ""
     switch: str = ""
     job: str = ""
-    gpu_model: str = ""
+    gpu_model: str = ""  # part of the GPUs' model name
     driver: str = ""
-    gpu: str = ""
-    label: str = ""
+    gpu: str = ""  # UUID or serial number
+    label: str = ""  # NAME, or NAME=VALUE
 
     def matches(self, state: FleetState, record: NodeRecord) -> bool:
-        """Whether the node is one of them, its job apart."""
+        """Return whether the node matches all fields except ``job``."""
         if self.state and effective_state(state, record) not in self.state.split(","):
             return False
         if (self.rack and record.domain.rack != self.rack) or (self.switch and record.domain.switch != self.switch):
@@ -289,19 +286,19 @@ class NodeFilter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def effective_state(state: FleetState, record: NodeRecord) -> str:
-    """The node's state, or IN_OUTBREAK for one that serves only because its finding is an outbreak's."""
+    """Return the node's state, or IN_OUTBREAK for one that serves only because its finding is an outbreak's."""
     if record.state in IN_SERVICE and spared_of(state, record):
         return IN_OUTBREAK
     return str(record.state)
 
 
 def node_counts(state: FleetState) -> dict[str, int]:
-    """How many nodes there are in each state, by ``standing_of``."""
+    """Return the number of nodes by ``effective_state``."""
     return dict(Tally(effective_state(state, record) for record in state.nodes.values()))
 
 
 def outbreaks(state: FleetState) -> tuple[op.Outbreak, ...]:
-    """The outbreaks that stand, the oldest first."""
+    """Return the active outbreaks, the oldest first."""
     known = len(state.nodes)
     return tuple(
         op.Outbreak(
@@ -318,7 +315,7 @@ def outbreaks(state: FleetState) -> tuple[op.Outbreak, ...]:
 
 
 def _reason(record: NodeRecord, spared: Sequence[Finding]) -> str:
-    """Why the node is in its state, and what stands on it that an outbreak keeps it from being evicted for."""
+    """Return the reason for the node's state, and the findings for which an outbreak spares the node."""
     if not spared or record.state not in IN_SERVICE:
         return record.sentence
     found = "; ".join(f"{signature(finding)} stands on {record.node}: {finding.message}" for finding in spared[:3])
@@ -326,7 +323,7 @@ def _reason(record: NodeRecord, spared: Sequence[Finding]) -> str:
 
 
 def _job_of(state: FleetState, node: str) -> str | None:
-    """In whose running roster the node is."""
+    """Return the job in whose running roster the node is, or None."""
     seated = jobs_seated_on(state, node) if node in state.node_runtime else []
     return next(
         (job.job for job in seated if job.state not in ENDED_JOB_STATES and node in seats_of(job.generation)), None
@@ -356,7 +353,7 @@ def node_summary(context: ViewContext, record: NodeRecord, job: str | None) -> o
 
 
 def find_nodes(context: ViewContext, node_filter: NodeFilter) -> list[str]:
-    """The names of the nodes that are asked for, in order."""
+    """Return the names of the matching nodes, in order."""
     state = context.state
     if node_filter.job:
         job = state.jobs.get(node_filter.job)
@@ -367,20 +364,20 @@ def find_nodes(context: ViewContext, node_filter: NodeFilter) -> list[str]:
 
 
 def take_page(found: Sequence[str], cursor: str, limit: int) -> tuple[Sequence[str], str]:
-    """The names from after ``cursor`` on, and what is the next page's cursor; empty where there is none."""
+    """Return the names after ``cursor``, and the next page's cursor (empty if there is none)."""
     begin = bisect_right(found, cursor) if cursor else 0
     page = found[begin : begin + limit]
     return page, page[-1] if begin + limit < len(found) else ""
 
 
 def node_summaries(context: ViewContext, names: Iterable[str]) -> list[op.NodeSummary]:
-    """Of the nodes that there are still."""
+    """Return summaries of the nodes that still exist."""
     state = context.state
     return [node_summary(context, state.nodes[name], _job_of(state, name)) for name in names if name in state.nodes]
 
 
 def node_detail(context: ViewContext, node: str) -> op.NodeDetail:
-    """All but the verdicts, which are in the store. Raises NotFound."""
+    """Return all but the verdicts, which are in the store. Raises NotFound."""
     record = context.node(node)
     return op.NodeDetail(
         summary=node_summary(context, record, _job_of(context.state, node)),
@@ -408,7 +405,7 @@ def node_detail(context: ViewContext, node: str) -> op.NodeDetail:
 
 
 def _progress(spec: GenerationSpec | None, live: JobRuntime | None) -> list[RankProgress]:
-    """The running generation's progress, by rank."""
+    """Return the running generation's progress, by rank."""
     if spec is None or live is None:
         return []
     known = live.progress.by_rank
@@ -416,7 +413,7 @@ def _progress(spec: GenerationSpec | None, live: JobRuntime | None) -> list[Rank
 
 
 def ineligible_nodes(state: FleetState, job: JobRecord) -> dict[str, str]:
-    """Nodes that offer themselves to the job and may not be seated now, and why."""
+    """Return the nodes that offer themselves to the job and may not be seated now, with the reasons."""
     worked_out: RostersByJob = {}
     promises = claimed_by_priority(state, job, worked_out)
     fit = {*eligible_nodes(state, job, rosters=worked_out), *seats_of(job.generation)}
@@ -424,7 +421,7 @@ def ineligible_nodes(state: FleetState, job: JobRecord) -> dict[str, str]:
 
 
 def job_summary(state: FleetState, job: JobRecord) -> op.JobSummary:
-    """Linear in the job's ranks, and quick: Prometheus and dashboards ask often."""
+    """Return a job's summary. It is linear in the job's ranks, and fast, because dashboards poll it."""
     spec, live = job.generation, state.job_runtime.get(job.job)
     progress = live.progress.by_rank if live is not None else {}
     number = spec.number if spec is not None else 0
@@ -449,7 +446,7 @@ def job_summary(state: FleetState, job: JobRecord) -> op.JobSummary:
 
 
 def _loss(progress: Mapping[Rank, RankProgress], spec: GenerationSpec | None) -> float | None:
-    """The lowest rank's that tells one: most often the first."""
+    """Return the loss of the lowest rank that reports one, usually the first."""
     number, ranks = (spec.number, spec.world_size) if spec is not None and progress else (0, 0)
     for rank in range(ranks):
         one = progress.get(rank)
@@ -459,12 +456,12 @@ def _loss(progress: Mapping[Rank, RankProgress], spec: GenerationSpec | None) ->
 
 
 def find_jobs(context: ViewContext, job_state: str) -> list[str]:
-    """The names of the jobs in this state, or of all where it is empty, in order."""
+    """Return the names of the jobs in this state (empty: any), in order."""
     return sorted(name for name, job in context.state.jobs.items() if not job_state or job.state == job_state)
 
 
 def job_detail(context: ViewContext, job: str) -> op.JobDetail:
-    """All but the recoveries, which are in the store. Raises NotFound."""
+    """Return all but the recoveries, which are in the store. Raises NotFound."""
     record = context.job(job)
     spec = record.generation
     return op.JobDetail(
@@ -483,7 +480,7 @@ def job_detail(context: ViewContext, job: str) -> op.JobDetail:
 
 
 def fleet_status(context: ViewContext, jobs: Iterable[op.JobSummary]) -> op.FleetStatus:
-    """``jobs``: those that are not over."""
+    """Return the fleet's status; ``jobs`` are those that have not ended."""
     state = context.state
     return op.FleetStatus(
         version=__version__,

@@ -1,75 +1,75 @@
-"""What the controller says of itself to Prometheus.
+"""Export the controller's metrics to Prometheus.
 
 ======================================================  =========  =====================================================
 name                                                    kind       meaning
 ======================================================  =========  =====================================================
 everstep_controller_info{version}                       gauge      1
-everstep_controller_epoch                               gauge      lives of a controller over this database
-everstep_controller_events_total{kind}                  counter    events the core has handled
+everstep_controller_epoch                               gauge      number of take-overs of this database
+everstep_controller_events_total{kind}                  counter    events handled by the core
 everstep_controller_event_handling_seconds              histogram  the core's time per event
-everstep_controller_commit_seconds                      histogram  a transaction, until it is durable
-everstep_controller_commit_events                       histogram  events that shared a transaction
+everstep_controller_commit_seconds                      histogram  time until a transaction is durable
+everstep_controller_commit_events                       histogram  events per transaction
 everstep_controller_loop_lag_seconds                    gauge      worst lateness of the event loop, last second
-everstep_controller_clock_ahead_seconds                 gauge      its time minus the machine's clock
-everstep_controller_leader                              gauge      1 where this controller leads, 0 where it stands by
+everstep_controller_clock_ahead_seconds                 gauge      controller's time minus the machine's clock
+everstep_controller_leader                              gauge      1 if this controller leads, 0 if it stands by
 everstep_controller_database_unavailable                gauge      1 while the database cannot be written
-everstep_controller_database_outage_seconds             gauge      for how long, 0 while it can
-everstep_controller_database_outage_buffered_bytes      gauge      about what waits in memory for it
-everstep_controller_queue_depth                         gauge      stimuli that wait for their transaction
-everstep_controller_requests_shed_total{class}          counter    stimuli refused because too many waited
+everstep_controller_database_outage_seconds             gauge      the outage's duration, 0 without one
+everstep_controller_database_outage_buffered_bytes      gauge      approximate bytes buffered during the outage
+everstep_controller_queue_depth                         gauge      stimuli waiting for their transaction
+everstep_controller_requests_shed_total{class}          counter    stimuli refused because the queue was full
 everstep_controller_agent_sessions_cut_total            counter    sessions whose agent did not read its pushes
 everstep_controller_heartbeats_total                    counter    heartbeats answered
 everstep_controller_reports_total                       counter    reports taken
-everstep_controller_reports_repeated_total              counter    reports dropped: their number was taken before
-everstep_controller_events_suppressed_total             counter    lines a node caused beyond its allowance
+everstep_controller_reports_repeated_total              counter    reports dropped because they were taken before
+everstep_controller_events_suppressed_total             counter    audit entries beyond a node's allowance
 everstep_controller_reports_ignored_total{reason}       counter    reports the core dropped by rule
 everstep_controller_requests_refused_total{route,code}  counter    requests answered with an error
-everstep_controller_requests_over_limit_total{limit}    counter    refused since the bearer had too much "in_flight", or
-                                                                   too many "bytes" unread
-everstep_controller_requests_in_flight                  gauge      that are no agent's
-everstep_controller_answers_buffered_bytes              gauge      of them, what is being sent
-everstep_controller_journal_gaps_total                  counter    places where the journal lacks something
-everstep_controller_standby_contacts                    gauge      nodes that insist on this one, which stands by
-everstep_controller_nodes_contacting_standby            gauge      nodes that insist on another one, which stands by
-everstep_controller_leader_resignations                 gauge      leaders in a row that gave up: see resign_after_s
+everstep_controller_requests_over_limit_total{limit}    counter    refused: too many requests "in_flight", or too many
+                                                                   unsent "bytes"
+everstep_controller_requests_in_flight                  gauge      requests in progress, without agents'
+everstep_controller_answers_buffered_bytes              gauge      bytes of their responses being sent
+everstep_controller_journal_gaps_total                  counter    gaps in the journal
+everstep_controller_standby_contacts                    gauge      nodes that contact this standby persistently
+everstep_controller_nodes_contacting_standby            gauge      nodes that contact another controller, a standby
+everstep_controller_leader_resignations                 gauge      resignations in a row: see resign_after_s
 everstep_controller_agents_connected                    gauge      nodes with a session
 everstep_controller_nodes{state}                        gauge      nodes by state, or ``outbreak``
 everstep_controller_outbreaks                           gauge      findings on so many nodes that none is evicted
-everstep_controller_outbreak_nodes                      gauge      nodes that such a finding stands on
-everstep_controller_nodes_missing_heartbeats            gauge      over their deadline, or cut off; not lost yet
-everstep_controller_correlated_silence                  gauge      1 while many are silent at once: none is lost for it
-everstep_controller_node_findings{severity}             gauge      findings raised and not cleared
-everstep_controller_outbox_depth                        gauge      directives not acknowledged yet
+everstep_controller_outbreak_nodes                      gauge      nodes with such a finding
+everstep_controller_nodes_missing_heartbeats            gauge      nodes past their deadline or cut off, not yet lost
+everstep_controller_correlated_silence                  gauge      1 while many nodes are silent, which spares them all
+everstep_controller_node_findings{severity}             gauge      active findings
+everstep_controller_outbox_depth                        gauge      unacknowledged directives
 everstep_controller_verdicts_total{decision}            counter    verdicts given
 everstep_controller_eviction_breaker_open               gauge      1 while automatic eviction is stopped
 everstep_controller_eviction_budget_left                gauge      nodes that may be evicted now
-everstep_controller_evictions_deferred                  gauge      nodes that are convicted, and stay
-everstep_controller_remediations_open                   gauge      cordons, resets and the like that have not ended
+everstep_controller_evictions_deferred                  gauge      nodes whose eviction is deferred
+everstep_controller_remediations_open                   gauge      remediations (cordons, resets, ...) not ended
 everstep_controller_job_state{run,state}                gauge      1 for the state the job is in
 everstep_controller_job_generation{run}                 gauge      generation number
 everstep_controller_job_world_size{run}                 gauge      ranks of the roster
-everstep_controller_job_spares{run}                     gauge      launchers that wait outside the roster
+everstep_controller_job_spares{run}                     gauge      launchers waiting outside the roster
 everstep_controller_job_step{run}                       gauge      newest step that all ranks finished
 everstep_controller_job_step_seconds{run}               gauge      slowest rank's step time
 everstep_controller_job_loss{run}                       gauge      newest loss reported by the lowest rank
 everstep_controller_job_committed_step{run}             gauge      step of the newest committed version
 everstep_controller_job_verified_step{run}              gauge      step of the newest verified version
-everstep_controller_job_parity_step{run}                gauge      step of the version that parity keeps
-everstep_controller_job_parity_failures{run}            gauge      versions in a row whose parity was not made
+everstep_controller_job_parity_step{run}                gauge      step of the version protected by parity
+everstep_controller_job_parity_failures{run}            gauge      consecutive versions without parity
 everstep_controller_job_storage_step{run}               gauge      step of the newest checkpoint on storage
-everstep_controller_job_storage_timestamp_seconds{run}  gauge      when that was whole, unix time
-everstep_controller_job_spill_in_progress{run}          gauge      1 while a version is on its way to storage
-everstep_controller_job_spills_failed{run}              gauge      versions that were to be written there, and given up
-everstep_controller_recoveries_total{run,reason}        counter    generations after the first that came to step
+everstep_controller_job_storage_timestamp_seconds{run}  gauge      its completion, unix time
+everstep_controller_job_spill_in_progress{run}          gauge      1 while a version is written to storage
+everstep_controller_job_spills_failed{run}              gauge      versions whose writing to storage failed
+everstep_controller_recoveries_total{run,reason}        counter    recovered generations, without the first
 everstep_controller_recovery_seconds{reason}            histogram  decision to the last rank's first step
-everstep_controller_user_errors_total{run}              counter    exceptions of a training function's own
-everstep_controller_remediation_failures_total          counter    calls to the outside that were given up
-everstep_controller_event_streams                       gauge      event streams that are open
-everstep_controller_event_streams_buffered_bytes        gauge      of them, what their readers have not taken yet
-everstep_controller_event_streams_cut_total             counter    event streams cut off: their readers did not read
+everstep_controller_user_errors_total{run}              counter    exceptions of training functions
+everstep_controller_remediation_failures_total          counter    external calls that were given up
+everstep_controller_event_streams                       gauge      open event streams
+everstep_controller_event_streams_buffered_bytes        gauge      bytes that their readers have not taken yet
+everstep_controller_event_streams_cut_total             counter    event streams cut off because of slow readers
 ======================================================  =========  =====================================================
 
-No series carries a node's name: a fleet has thousands. What a node says of itself is in its agent's metrics.
+No series has a node label, because a fleet has thousands. Per-node metrics come from the agents.
 """
 
 from __future__ import annotations
@@ -104,12 +104,10 @@ _COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 class Metrics:
-    """Counters and histograms, in a registry of their own (one per controller, none shared between tests).
+    """Counters and histograms, in one registry per controller.
 
-    A series whose labels are known beforehand exists from the start, at 0: ``increase()`` does not see the first event
-    of a series that begins with it.
-
-    ``beats`` is how many heartbeats were answered.
+    A series with predictable labels exists from the start, at 0, because ``increase()`` misses the first event of a
+    series that begins with it. ``heartbeats`` is the number of heartbeats answered.
     """
 
     def __init__(self) -> None:
@@ -130,7 +128,7 @@ class Metrics:
         self._repeated = self._counter("reports_repeated", "Reports dropped: their number was taken before.")
         self._refused = self._counter("requests_refused", "Requests answered with an error.", "route", "code")
         self._over = self._counter("requests_over_limit", "Refused since the bearer had too much at once.", "limit")
-        for limit in LIMITS:  # none yet is a number too
+        for limit in LIMITS:  # a series at 0 from the start
             self._over.labels(limit)
         self._under_way = self._plain_gauge("requests_in_flight", "Requests under way that are no agent's.")
         self._answer_bytes = self._plain_gauge("answers_buffered_bytes", "Of answers that are being sent.")
@@ -158,16 +156,16 @@ class Metrics:
         Gauge(_PREFIX + "info", "The program.", ["version"], registry=self.registry).labels(__version__).set(1)
 
     def watch_requests(self, admission: AdmissionControl) -> None:
-        """Shows what is under way."""
+        """Export the requests in progress."""
         self._under_way.set_function(lambda: len(admission))
         self._answer_bytes.set_function(lambda: admission.buffered_bytes)
 
     def over_limit(self, limit: str) -> None:
-        """A request was refused for one of LIMITS."""
+        """Count a request that was refused for one of LIMITS."""
         self._over.labels(limit).inc()
 
     def watch_streams(self, readers: StreamReservations) -> None:
-        """Shows who reads the event stream."""
+        """Export the open event streams."""
         self._streams.set_function(lambda: len(readers))
         self._streams_bytes.set_function(lambda: readers.buffered_bytes)
 
@@ -215,7 +213,7 @@ class Metrics:
         """Return all series in Prometheus' text format.
 
         Args:
-            runs: the jobs that the controller knows. Each has its counters from now on; those of others go.
+            runs: jobs that the controller knows. Each has its counters from now on; counters of others are removed.
         """
         for run in self._runs - set(runs):
             self._user_errors.remove(run)
@@ -230,7 +228,7 @@ class Metrics:
 
 
 class _HeartbeatCollector(Collector):
-    """Heartbeats, counted in a plain number: a Counter's lock costs as much as what it counts."""
+    """Exports heartbeats from a plain integer: a Counter's lock costs as much as the work it counts."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -240,14 +238,14 @@ class _HeartbeatCollector(Collector):
 
 
 class FleetCollector(Collector):
-    """Gauges that are read from the fleet's state when Prometheus asks."""
+    """Gauges read from the fleet's state at each scrape."""
 
     def __init__(self, context: fleet_views.ViewContext) -> None:
         self._context = context
         self._jobs_seen: list[JobSummary] = []
 
     async def refresh(self, turn: Callable[[], Awaitable[None]]) -> None:
-        """Before ``collect``: reads the jobs, one in each ``turn``, since they have all the ranks."""
+        """Read the jobs before ``collect``, one per ``turn``, because each is linear in its ranks."""
         jobs, seen = self._context.state.jobs, []
         for name in list(jobs):
             if name in jobs:
@@ -347,7 +345,7 @@ def _jobs(summaries: list[JobSummary]) -> Iterator[Metric]:
 
 
 def _storage_and_parity(state: FleetState) -> Iterator[Metric]:
-    """What jobs keep beyond copies in memory: by parity, and on storage."""
+    """Yield metrics of jobs' parity and stored checkpoints."""
     jobs = {name: job for name, job in state.jobs.items() if job.spec.spill is not None or job.stored_checkpoints}
     parity = {name: job for name, job in state.jobs.items() if job.spec.parity_group_size}
     columns: tuple[tuple[str, str, dict[str, float | None]], ...] = (
