@@ -1,7 +1,7 @@
-"""Posts the picture of alerts when it changes, and again now and then.
+"""Post active alerts when they change, and again periodically.
 
-What is posted for the first time is in the database before, and leaves it once its end was taken by the receiver: a
-controller that follows tells the end of what it finds there. Ends may be told twice, and are never left out.
+An alert is stored before it is first posted, and deleted once a receiver has taken its end. The next controller posts
+the end of stored alerts. An end may be posted twice, but is never omitted.
 """
 
 from __future__ import annotations
@@ -25,42 +25,41 @@ from everstep_controller.store.database_errors import DatabaseUnavailable
 from everstep_controller.store.rows import AlertRow, LoadedState
 
 # ---- alerts
-# What stands wrong now, as alerts in the form of Alertmanager's webhooks, so that its receivers understand it.
+# The format is that of Alertmanager's webhooks, version 4 (configuration reference, ``webhook_config``).
 #
-# Alerts are a picture of the present, not a log: the whole picture is posted when it changes, and again every few
-# minutes, so that a post that was lost is made good by the next. What a picture cannot show is what has ended since the
-# one before, so whatever may have been told is kept in the database until its end was told.
-# Format: Alertmanager's configuration reference, ``webhook_config``, version 4.
+# Alerts describe the present and are no log: all active alerts are posted when they change, and again every few
+# minutes, so the next post makes up for a lost one. Ended alerts are no longer active, so every alert that may have
+# been posted is kept in the database until its end was posted.
 
 OUT_SEVERITY = {NodeState.QUARANTINED: "warning", NodeState.LOST: "warning", NodeState.REPAIR: "critical"}
-"""States of a node that somebody should know of, and how much they matter."""
+"""Node states that raise an alert, and their severities."""
 ENDED_JOB_S = 3600.0
-"""Seconds for which a job that failed is still told."""
+"""Seconds for which a failed job raises an alert."""
 MAX_ALERTS_PER_POST = 1000
-"""Alerts in one post; what is more goes into further ones."""
+"""Maximum alerts in one post; more go into further posts."""
 
 
 class Alert(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that stands wrong. ``labels`` say which one it is; ``since`` is wall seconds."""
+    """One problem."""
 
-    labels: dict[str, str]
+    labels: dict[str, str]  # identify the alert
     summary: str
-    since: float
+    since: float  # wall seconds
 
     @property
     def fingerprint(self) -> str:
-        """16 hex digits by which the same alert is known again."""
+        """16 hex digits that identify the alert."""
         text = "\0".join(f"{name}={self.labels[name]}" for name in sorted(self.labels))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def active_alerts(state: FleetState, now: float) -> list[Alert]:
-    """Everything that stands wrong, the fleet's own first."""
+    """Return all active alerts, the fleet's own first."""
     return [*_fleet(state), *_jobs(state, now), *_nodes(state)]
 
 
 def database_alert(reason: str, since: float) -> Alert:
-    """The one alert that cannot be kept in the database before it is told."""
+    """Return the alert about an outage, the only one that cannot be stored before it is posted."""
     return _alert("EverstepDatabaseUnavailable", "critical", f"the database is away: {reason}", since)
 
 
@@ -97,21 +96,23 @@ def _alert(name: str, severity: str, summary: str, since: float, **labels: str) 
 
 
 def possibly_notified(loaded: LoadedState) -> list[Alert]:
-    """What earlier lives may have told without its end: what they kept, and that the database was away, if they ended
-    while it was."""
+    """Return the alerts that earlier controllers may have posted without their end.
+
+    These are the stored alerts, and an outage during which an earlier controller may have ended.
+    """
     kept = [msgspec.json.decode(row.doc, type=Alert) for row in loaded.alerts]
     return [*kept, database_alert("", loaded.newest_at)] if loaded.epoch > 1 else kept
 
 
 class AlertPost(msgspec.Struct, frozen=True, kw_only=True):
-    """One post, and the fingerprints of the alerts whose end it tells."""
+    """One post, and the fingerprints of the alerts that it resolves."""
 
     body: bytes
     resolved: tuple[str, ...]
 
 
 def build_posts(firing: list[Alert], resolved: list[Alert], now: float, controller: str) -> Iterator[AlertPost]:
-    """The whole picture, at most MOST alerts in a post; what has ended comes first."""
+    """Yield posts of all alerts, at most MAX_ALERTS_PER_POST each; resolved alerts come first."""
     told = [*((alert, now) for alert in resolved), *((alert, None) for alert in firing)]
     for start in range(0, len(told), MAX_ALERTS_PER_POST):
         page = told[start : start + MAX_ALERTS_PER_POST]
@@ -150,28 +151,28 @@ def _when(at: float) -> str:
 log = logging.getLogger(__name__)
 
 CHECK_INTERVAL_S = 2.0
-"""Seconds between two looks at what stands wrong."""
+"""Seconds between checks for alerts."""
 REPEAT_S = 300.0
-"""Seconds after which a picture that has not changed is posted again, while anything stands wrong."""
+"""Seconds after which unchanged alerts are posted again, while any is active."""
 RETRY_S = 10.0
-"""Seconds after a post that failed until the picture of then is tried."""
+"""Seconds between a failed post and the next attempt."""
 
 Write = Callable[[list[AlertRow], list[str]], Awaitable[None]]
-"""Stores alerts and deletes those of the fingerprints, durable on return. Raises Superseded, StoreAway, and
+"""Stores alerts and deletes those with the fingerprints; durable on return. Raises Superseded, DatabaseUnavailable, or
 SQLAlchemy's errors."""
 
 
 class AlertNotifier:
-    """Watches ``state`` until cancelled.
+    """Watches ``state`` and posts alerts until cancelled.
 
     Args:
-        url: an Alertmanager-compatible receiver. Raises ConfigurationError for anything but http and https.
-        token: sent as a bearer token; empty for none.
-        controller: this controller's URL, for people who want to look.
-        told: what earlier lives may have told, and not the end of it.
-        check_leading: raises Unavailable where this controller may not be sure that it leads: what stood when it was
-            stopped may be over, and another has said so.
-        failed: called for each post that failed.
+        url: an Alertmanager-compatible receiver. Raises ConfigurationError for other schemes than http and https.
+        token: bearer token; empty for none.
+        controller: this controller's URL, as a link for people.
+        notified: alerts that earlier controllers may have posted without their end.
+        check_leading: raises Unavailable if this controller is not certain to lead: after a pause, another may have
+            resolved its alerts.
+        on_failure: called for each failed post.
     """
 
     def __init__(
@@ -201,20 +202,20 @@ class AlertNotifier:
         self._failing = False
 
     async def run(self) -> None:
-        """Looks and posts until cancelled."""
+        """Check and post until cancelled."""
         while True:
             await self.check()
             await asyncio.sleep(CHECK_INTERVAL_S)
 
     async def check(self) -> None:
-        """One look, and a post where one is due."""
+        """Check once, and post if due."""
         now = self._now()
         firing = {alert.fingerprint: alert for alert in active_alerts(self._state, now)}
         resolved = [alert for name, alert in self._notified.items() if name not in firing]
         changed = bool(resolved) or not firing.keys() <= self._notified.keys()
         due = now >= self._due or (changed and not self._failing)
         if due:
-            self._notified |= firing  # before it is known whether they were taken: no answer is no refusal
+            self._notified |= firing  # before posting: without an answer they may still have been taken
         try:
             await self._remember()
             if due and (firing or resolved):
@@ -226,7 +227,7 @@ class AlertNotifier:
             self._failing, self._due = True, now + RETRY_S
 
     async def _notify(self, firing: list[Alert], resolved: list[Alert], now: float) -> None:
-        """Posts the picture. Raises Unavailable at the first post that is not taken."""
+        """Post all alerts. Raises Unavailable at the first failed post."""
         for post in build_posts(firing, resolved, now, self._controller):
             self._check_leading()
             await asyncio.to_thread(call_guarded, self._post, post.body)
@@ -235,8 +236,10 @@ class AlertNotifier:
         self._failing, self._due = False, now + REPEAT_S
 
     async def _remember(self) -> None:
-        """Brings the database up to date. While it cannot be written alerts are told all the same, and kept later.
-        Raises Unavailable where another controller leads."""
+        """Bring the stored alerts up to date. During an outage alerts are posted all the same, and stored later.
+
+        Raises Unavailable if another controller leads.
+        """
         begun = [alert for name, alert in self._notified.items() if self._stored.get(name) != alert.since]
         over = [name for name in self._stored if name not in self._notified]
         if self._state.database_outage or not (begun or over):

@@ -1,9 +1,9 @@
-"""Remedies on their way: each is asked for, read back, and its outcome told to the core; across crashes, once.
+"""Carry out remediations: request each one, read it back, and report its outcome to the core, also across crashes.
 
-A remedy is stored in the transaction that decided it. Before it is first asked for it is stored as begun, so that the
-next life of a controller, finding it begun, reads back before it asks again. Remedies of one node follow one another;
-different nodes do not wait for each other. One that was not begun is dropped where a later one makes it pointless, and
-so is a cordon, or the end of one, that was begun and is held up.
+A remediation is stored in the transaction that decided it, and stored as started before its first request. A later
+controller that finds it started reads it back before it repeats the request. Remediations of one node run in order;
+nodes are independent. A remediation that was not started is dropped if a later one makes it pointless. So is a started
+cordon or uncordon that is delayed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from everstep_controller.store.rows import RemediationRow, RemediationState
 log = logging.getLogger(__name__)
 
 THREADS = 8
-"""Calls to the outside at once."""
+"""Concurrent calls to external systems."""
 PATIENCE_S = {
     RemediationKind.CORDON: 300.0,
     RemediationKind.UNCORDON: 300.0,
@@ -38,55 +38,56 @@ PATIENCE_S = {
     RemediationKind.REBOOT: 3600.0,
     RemediationKind.REPAIR: 300.0,
 }
-"""Seconds until a remedy that was not confirmed is given up. A reboot waits for the node to be idle, and for its
-firmware's memory test. What is to stand, a cordon or a node's return, is asked for until the outside answers: given up,
-it would stay as it is, and nobody would ask again."""
+"""Seconds until an unconfirmed remediation is given up. A reboot waits for the node to be idle, and for its firmware's
+memory test. A cordon or uncordon is requested until the external system answers: if it were given up, nobody would
+request it again."""
 _REPAIR_ACTIONS = frozenset({RemediationKind.RESET_GPU, RemediationKind.REBOOT})
 DEADLINE_SHARE = 0.9
-"""Of the time that the core waits for a cure: it is given up here before it is given up there, so that the next one is
-not asked for while somebody works at it."""
+"""Share of the core's deadline for a repair action after which it is given up here, before the core gives it up. The
+next action is then not requested while this one is still in progress."""
 PATIENCE_SHARE = 0.6
-"""Of that time, at most, once it was asked for; so it is asked for in the first third of it or not at all."""
+"""Maximum share of the deadline after the request; a request is therefore made in the first third or not at all."""
 _SUPERSEDED_IF_PENDING_BY = {
     RemediationKind.CORDON: frozenset({RemediationKind.UNCORDON}),
     RemediationKind.UNCORDON: frozenset({RemediationKind.CORDON}),
     **dict.fromkeys(_REPAIR_ACTIONS, _REPAIR_ACTIONS | {RemediationKind.REPAIR, RemediationKind.UNCORDON}),
 }
-"""What makes a remedy pointless that was not begun: of cordons the opposite, of a cure the next step of the ladder, a
-person, or that the node serves again. A cordon stands beside the cure that follows it, and every repair is told."""
+"""Later kinds that make an unstarted remediation pointless: for a cordon the opposite; for a repair action the next
+step of the ladder, a person, or the node's return to service. A cordon and its following action coexist, and every
+repair is reported."""
 _SUPERSEDED_IF_STARTED_BY = {
     RemediationKind.CORDON: frozenset({RemediationKind.UNCORDON}),
     RemediationKind.UNCORDON: frozenset({RemediationKind.CORDON}),
 }
-"""What makes it pointless to go on with what was begun: the opposite stands behind it."""
+"""Later kinds that make it pointless to continue a started remediation: its opposite."""
 _SUPERSEDED_IF_PARTIAL_BY = {RemediationKind.CORDON: frozenset({RemediationKind.REPAIR})}
-"""The same where it stands outside but for something that goes with it: a repair keeps the node out as well."""
+"""The same for a partly done remediation: a repair keeps the node out of service as well."""
 NOT_CONFIRMED = "it was not confirmed"
 RETRY_BACKOFF = Backoff(floor_s=0.5, ceiling_s=30.0)
-"""Between two attempts, and between two looks at whether it is done."""
+"""Delays between attempts, and between checks for completion."""
 
 Submit = Callable[[Callable[[Transaction, float], None]], Awaitable[None]]
 """``FleetLoop.submit``."""
 
 
 class _Superseded(Exception):
-    """A remedy that was begun is not gone on with."""
+    """A started remediation is not continued."""
 
 
 class RemediationExecutor:
-    """Carries remedies out. Every method belongs to the event loop's thread.
+    """Carries out remediations. Every method belongs to the event loop's thread.
 
     Args:
-        submit: runs a stimulus in a transaction; durable on return. Raises Unavailable while the database is away.
+        submit: runs a stimulus in a transaction; durable on return. Raises Unavailable during a database outage.
         now: wall seconds, as decisions are dated.
-        uniform: draws from [0, 1), for the jitter between attempts.
-        check_leading: raises Unavailable where this controller may not be sure that it leads: one that was stopped, and
-            wakes, must not ask for what another has had done meanwhile.
-        failed: called for each remedy that is given up, or waits for an outside that was away for longer than patience,
-            and for each call that failed unexpectedly.
-        watch: told of each task that carries remedies out; one that fails leaves its node's undone.
-        rows: what was stored and has not ended.
-        patience_s: seconds, by kind, until a remedy that was not confirmed is given up.
+        uniform: draws from [0, 1), for jitter between attempts.
+        check_leading: raises Unavailable if this controller is not certain to lead: after a pause, it must not request
+            what another controller has already done.
+        on_failure: called for each remediation that is given up or waits for an external system beyond its patience,
+            and for each unexpected error.
+        on_task: called with each task that carries out remediations; a failed task leaves its node's undone.
+        rows: stored remediations that have not ended.
+        patience_s: seconds, by kind, until an unconfirmed remediation is given up.
     """
 
     def __init__(
@@ -118,12 +119,12 @@ class RemediationExecutor:
         self._unfinished = sorted(rows, key=_place)
 
     def start(self) -> None:
-        """Goes on with what an earlier life left."""
+        """Continue the remediations that an earlier controller left."""
         self.enqueue(self._unfinished)
         self._unfinished = []
 
     def enqueue(self, rows: Iterable[RemediationRow]) -> None:
-        """Remedies that have just become durable, in order."""
+        """Queue remediations that have just become durable, in order."""
         for row in rows:
             self._queues.setdefault(row.node, deque()).append(row)
             if row.node not in self._workers:
@@ -132,15 +133,15 @@ class RemediationExecutor:
                 self._watch(worker)
 
     def open_count(self) -> int:
-        """Remedies that have not ended."""
+        """Return the number of remediations that have not ended."""
         return sum(len(queue) for queue in self._queues.values())
 
     def is_idle(self, node: str) -> bool:
-        """Whether nothing is asked for, or about to be, at the node."""
+        """Return whether no remediation of the node is queued or in progress."""
         return node not in self._workers
 
     async def stop(self) -> None:
-        """Leaves what is under way to the next life."""
+        """Stop, and leave unfinished remediations to the next controller."""
         workers = list(self._workers.values())
         for worker in workers:
             worker.cancel()
@@ -148,7 +149,7 @@ class RemediationExecutor:
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._remediator.close()
 
-    # --- one node ------------------------------------------------------------------------------------------------
+    # --- one node
 
     async def _work(self, node: str) -> None:
         queue = self._queues[node]
@@ -180,7 +181,7 @@ class RemediationExecutor:
         await self._end(row, RemediationState.FAILED if trouble else RemediationState.CONFIRMED, trouble)
 
     async def _apply_until_done(self, remedy: Remediation, *, look_first: bool) -> str:
-        """Asks until it is done; why it was given up, or nothing. Raises _Overtaken."""
+        """Repeat until done. Return "" or the reason for giving up. Raises _Superseded."""
         if remedy.kind not in self._remediator.kinds:
             return f"{self._remediator.name} cannot {remedy.kind.replace('_', ' ')}"
         patience_s = self._patience_s[remedy.kind]
@@ -200,18 +201,16 @@ class RemediationExecutor:
                 if ask and self._now() > ask_until:
                     if not asked:
                         return "it is too late to ask for it: the next step is due before it could be done"
-                    ask = False  # an order whose answer was lost may have been taken
+                    ask = False  # a request whose answer was lost may have been accepted
                 if ask:
                     asked = True
-                    if (
-                        remedy.deadline
-                    ):  # it may take as long from here on: nobody hears that it is given up before that
+                    if remedy.deadline:  # the patience begins with the request
                         until = min(self._now() + patience_s, end)
                     await self._in_thread(self._remediator.apply, remedy)
                     ask = False
                 if await self._in_thread(self._remediator.is_done, remedy):
                     return ""
-                ask, look_first = look_first, False  # an earlier life may have died before it asked
+                ask, look_first = look_first, False  # an earlier controller may have died before its request
                 is_unfinished = False
             except Conflict as error:
                 return str(error)
@@ -220,7 +219,8 @@ class RemediationExecutor:
                     self._failed()
                 trouble, is_away, is_unfinished = str(error), True, isinstance(error, PartiallyDone)
             else:
-                if is_away and remedy.kind not in _REPAIR_ACTIONS:  # patience is with an outside that answers
+                # Patience counts only while the external system answers.
+                if is_away and remedy.kind not in _REPAIR_ACTIONS:
                     until = self._now() + patience_s
                 trouble, is_away = NOT_CONFIRMED, False
             if later is not None:
@@ -235,7 +235,7 @@ class RemediationExecutor:
             attempt += 1
 
     def _superseding_row(self, remedy: Remediation, *, is_unfinished: bool) -> RemediationRow | None:
-        """The remedy behind ``remedy``, which was begun, that makes it pointless to go on with it."""
+        """Return the queued remediation that makes it pointless to continue the started ``remedy``, or None."""
         to = _SUPERSEDED_IF_STARTED_BY.get(remedy.kind, frozenset[RemediationKind]())
         if is_unfinished:
             to |= _SUPERSEDED_IF_PARTIAL_BY.get(remedy.kind, frozenset())
@@ -247,8 +247,7 @@ class RemediationExecutor:
         log.error("%s of node %s %s", remedy.kind, remedy.node, what, extra=extra)
 
     async def _in_thread(self, call: Callable[[Remediation], Any], remedy: Remediation) -> Any:
-        """Runs ``call`` when a thread is free. Raises NotLeading where the lease has ended by then: the next leader may
-        have decided otherwise."""
+        """Run ``call`` in a thread. Raises NotLeading if the lease has ended before a thread is free."""
 
         def called() -> Any:
             self._check_leading()
@@ -261,7 +260,7 @@ class RemediationExecutor:
         detail = detail or ("dry run: nothing was done" if dry_run else "")
         ended = msgspec.structs.replace(row, state=state, detail=detail[:1024], ended_at=self._now())
         report = None
-        if state is not RemediationState.SUPERSEDED or row.kind in _REPAIR_ACTIONS:  # a cure may be waited for
+        if state is not RemediationState.SUPERSEDED or row.kind in _REPAIR_ACTIONS:  # the core waits for the latter
             trace = msgspec.json.decode(row.doc, type=Remediation).trace
             ok = state is RemediationState.CONFIRMED
             words = detail[:1024]
@@ -271,7 +270,7 @@ class RemediationExecutor:
         await self._write(ended, report)
 
     async def _write(self, row: RemediationRow, report: RemediationFinished | None = None) -> None:
-        """Makes a remedy's new state durable, with what the core makes of it; waits while the database is away."""
+        """Make a remediation's new state and its consequences in the core durable; wait during a database outage."""
 
         taken = False
 
@@ -293,13 +292,13 @@ class RemediationExecutor:
                 delay_s = max(error.retry_after_s, self._backoff.delay_s(attempt, self._uniform()))
                 await asyncio.sleep(min(delay_s, self._backoff.ceiling_s))
                 attempt += 1
-            except EverstepError as error:  # the node is gone from the records: there is nobody to tell
+            except EverstepError as error:  # the node was deleted, so there is nobody to report to
                 log.warning("the outcome of remedy %s was not taken up: %s", row.id, error)
                 return
 
 
 def _replaced_by(queue: deque[RemediationRow]) -> RemediationRow | None:
-    """The remedy in ``queue`` that makes its first one pointless."""
+    """Return the remediation in ``queue`` that makes its first one pointless, or None."""
     first, *rest = queue
     if first.state is not RemediationState.REQUESTED:
         return None
@@ -308,5 +307,5 @@ def _replaced_by(queue: deque[RemediationRow]) -> RemediationRow | None:
 
 
 def _place(row: RemediationRow) -> tuple[float, list[int]]:
-    """The order of decisions: those of one moment by the numbers in their ids, of which 10 comes after 9."""
+    """Return the order of decisions; within one time by the numbers in the ids, so that 10 follows 9."""
     return row.requested_at, [int(digits) for digits in re.findall(r"\d+", row.id)]

@@ -1,10 +1,10 @@
-"""Kubernetes: nodes are cordoned, tainted and, where asked, emptied; every step leaves an event at the node.
+"""Remediate nodes through Kubernetes: cordon, taint and optionally evict; every step adds an event to the node.
 
-Our cordon is known by the annotation ``everstep.dev/cordon``, which holds the remedy's id and reason, on a node whose
-``unschedulable`` was last set by us, as its managed fields say (``kubectl uncordon`` and ``cordon`` leave annotations
-alone). Any other is somebody else's and stays. Nodes are patched only as they were read: a taint that somebody adds
-meanwhile is not lost. A reboot is asked for by the annotation ``everstep.dev/reboot``, which a site's own reboot
-controller acts on, and is done when the node's boot id has changed. Roles: ``deploy/kubernetes/rbac.yaml``.
+Our cordon has the annotation ``everstep.dev/cordon`` with the remediation's id and reason, on a node whose
+``unschedulable`` field was last set by us according to its managed fields (``kubectl cordon`` and ``uncordon`` do not
+change annotations). Any other cordon stays untouched. Patches carry the resource version, so a taint added meanwhile is
+not lost. A reboot is requested by the annotation ``everstep.dev/reboot``, for a site's own reboot controller, and is
+done when the node's boot id has changed. Roles: ``deploy/kubernetes/rbac.yaml``.
 """
 
 from __future__ import annotations
@@ -23,23 +23,24 @@ CORDON, REBOOT, REPAIR = "everstep.dev/cordon", "everstep.dev/reboot", "everstep
 NO_ANNOTATIONS = {CORDON: None, REBOOT: None, REPAIR: None}
 TAINT = {"key": "everstep.dev/quarantined", "value": "true", "effect": "NoSchedule"}
 MIRROR_ANNOTATION = "kubernetes.io/config.mirror"
-"""The annotation of a pod that only shows what the node runs from a file of its own: evicting it moves nothing."""
+"""Annotation of a pod that mirrors a file on the node: evicting such a pod has no effect."""
 UNKNOWN_FIELD_MANAGER = "ancient-changes"
-"""The manager under which an API server puts what the oldest of more than ten managers have set."""
+"""Manager to which an API server assigns the oldest fields when there are more than ten managers."""
 NODES_A_PAGE = 500
 
 
 class Unanswered(Unavailable):
-    """No answer came, not even a refusal."""
+    """No answer arrived, not even a refusal."""
 
 
 def connect(kubeconfig: str = "") -> Any:
-    """The official client's ``CoreV1Api``: by ``kubeconfig``, or as the pod that this runs in.
+    """Return the official client's ``CoreV1Api``, by ``kubeconfig`` or by the pod's service account.
 
-    Raises ConfigurationError where the client is not installed or finds no cluster.
+    Raises:
+        ConfigurationError: the client is not installed, or finds no cluster.
     """
     try:
-        from kubernetes import client, config  # takes most of a second: only who uses Kubernetes pays for it
+        from kubernetes import client, config  # importing takes most of a second
     except ModuleNotFoundError:
         raise ConfigurationError(
             "remediation by Kubernetes needs its client: `pip install everstep[kubernetes]`"
@@ -55,13 +56,13 @@ def connect(kubeconfig: str = "") -> Any:
 
 
 class KubernetesRemediator:
-    """Satisfies ``Remediator``. A node's name is its name in the cluster.
+    """Implements ``Remediator``. A node's name is its name in the cluster.
 
     Args:
-        api: a ``CoreV1Api`` (``connect``).
-        evict: whether a cordon also evicts the node's pods (not those of daemon sets, nor static ones), by the eviction
-            API, so that disruption budgets hold.
-        namespace: where events are written.
+        api: a ``CoreV1Api`` (see ``connect``).
+        evict: whether a cordon also evicts the node's pods (except static ones and those of daemon sets), by the
+            eviction API, which respects disruption budgets.
+        namespace: namespace of the events.
     """
 
     name = "kubernetes"
@@ -82,15 +83,15 @@ class KubernetesRemediator:
             raise _others(remediation)
         change = self._change(node, remediation)
         try:
-            self._record_event(node, remediation)  # first: of a node that shows what was asked for nobody asks again
-        finally:  # no node stays in service because its event was not taken
+            self._record_event(node, remediation)  # first: once the node shows the change, the request is not repeated
+        finally:  # a refused event must not keep the node in service
             if change is not None:
                 self._patch(node, change)
             if remediation.kind is RemediationKind.CORDON and self._evict:
                 self._evict_pods(remediation.node)
 
     def _change(self, node: Any, remedy: Remediation) -> dict[str, Any] | None:
-        """The patch that brings ``remedy`` about; None where nothing is to be changed."""
+        """Return the patch that applies ``remedy``, or None if nothing needs to change."""
         notes = _annotations(node)
         match remedy.kind:
             case RemediationKind.CORDON | RemediationKind.REPAIR:
@@ -132,12 +133,12 @@ class KubernetesRemediator:
                 return False
 
     def _remove_own_cordon(self, node: Any) -> None:
-        """Takes from a node that somebody else has cordoned what is left of a cordon of ours."""
+        """Remove what remains of our cordon from a node that somebody else has cordoned."""
         if CORDON in _annotations(node):
             self._patch(node, _merge_patch(NO_ANNOTATIONS, taints=_others_taints(node)))
 
     def _patch(self, node: Any, change: dict[str, Any]) -> None:
-        """Changes the node if it still is as it was read; it is asked again otherwise."""
+        """Patch the node if it is unchanged since it was read; otherwise a later attempt does."""
         change["metadata"]["resourceVersion"] = node.metadata.resource_version
         self._call(self._api.patch_node, node.metadata.name, change, field_manager=CORDON_OWNER)
 
@@ -155,10 +156,10 @@ class KubernetesRemediator:
     def close(self) -> None:
         self._api.api_client.close()
 
-    # --- pods and events -------------------------------------------------------------------------------------------
+    # --- pods and events
 
     def _pods(self, node: NodeId) -> list[Any]:
-        """Pods on the node that an eviction is to move: neither a daemon set's, nor static, nor over."""
+        """Return the node's pods to evict: not static, finished, or of a daemon set."""
         listed = self._call(self._api.list_pod_for_all_namespaces, field_selector=f"spec.nodeName={node}")
         return [
             pod
@@ -169,7 +170,7 @@ class KubernetesRemediator:
         ]
 
     def _evict_pods(self, node: NodeId) -> None:
-        """Evicts every pod; a refusal, as by a disruption budget (429), is of that pod only, and raised at the end."""
+        """Evict every pod. A refusal, as by a disruption budget (429), concerns one pod, and is raised at the end."""
         pods = self._pods(node)
         refusals: list[Conflict | Unavailable] = []
         for pod in pods:
@@ -177,7 +178,7 @@ class KubernetesRemediator:
                 try:
                     self._evict_pod(pod.metadata.name, pod.metadata.namespace)
                 except Unanswered:
-                    raise  # each of the others would wait as long
+                    raise  # each further pod would wait as long
                 except (Conflict, Unavailable) as refusal:
                     refusals.append(refusal)
         if refusals:
@@ -195,7 +196,7 @@ class KubernetesRemediator:
         self._call(self._api.create_namespaced_pod_eviction, name, namespace, body, gone=True)
 
     def _record_event(self, node: Any, remedy: Remediation) -> None:
-        """An event at the node; its name is the remedy's, so that it is there once."""
+        """Add an event to the node; it is named after the remediation, so it exists once."""
         at = datetime.fromtimestamp(remedy.at, UTC).isoformat().replace("+00:00", "Z")
         event = {
             "metadata": {"name": f"{CORDON_OWNER}.{remedy.id}".lower().replace("_", "-"), "namespace": self._namespace},
@@ -214,7 +215,7 @@ class KubernetesRemediator:
         return self._call(self._api.read_node, node)
 
     def _call(self, ask: Callable[..., Any], *arguments: Any, gone: bool = False, **options: Any) -> Any:
-        """One request. ``gone``: that what it is about is there already, or no longer, is as good as done."""
+        """Send one request. ``gone``: an object that exists already, or no longer exists, counts as success."""
         from kubernetes.client.exceptions import ApiException
         from urllib3.exceptions import HTTPError
 
@@ -235,7 +236,7 @@ def _annotations(node: Any) -> dict[str, str]:
 
 
 def _is_ours(node: Any) -> bool:
-    """Whether the node is out of service by us. Where a server keeps no managed fields, our annotation is believed."""
+    """Return whether the node's cordon is ours. Without managed fields, our annotation decides."""
     set_by = {
         entry.manager
         for entry in node.metadata.managed_fields or ()
@@ -275,7 +276,7 @@ def _boot_id(node: Any) -> str:
 
 
 def _merge_patch(annotations: Mapping[str, str | None], **spec: Any) -> dict[str, Any]:
-    """A merge patch: an annotation of None goes, taints are replaced as a whole."""
+    """Return a merge patch: an annotation of None is removed, and taints are replaced as a whole."""
     return {"metadata": {"annotations": annotations}, "spec": spec}
 
 

@@ -1,4 +1,4 @@
-"""The seam to whatever drains, reboots and repairs machines."""
+"""Define the interface to systems that drain, reboot and repair machines, and its default, a dry run."""
 
 from __future__ import annotations
 
@@ -13,55 +13,55 @@ from everstep.ids import NodeId
 from everstep_controller.core.effects import Remediation, RemediationKind
 
 CORDON_OWNER = "everstep"
-"""How our own cordons are known again outside: their reason begins with it."""
+"""Marks our own cordons in external systems: their reason begins with this."""
 
 
 class CordonStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What the outside shows of a node. ``cordoned_by``: who keeps it out of service, ``MARK`` for ourselves, empty
-    for nobody; ``reason`` as it stands there."""
+    """A node's cordon as shown by the external system."""
 
-    cordoned_by: str = ""
-    reason: str = ""
+    cordoned_by: str = ""  # owner of the cordon, CORDON_OWNER for ourselves, empty if there is none
+    reason: str = ""  # as shown there
 
 
 class PartiallyDone(Unavailable):
-    """What was asked for stands outside, and something that goes with it does not yet; it will be tried again."""
+    """The request took effect, but a part of it did not yet; it will be tried again."""
 
 
 class Remediator(Protocol):
-    """Acts on nodes. Every method may block for some seconds (a thread calls it) and bounds that by itself.
+    """Acts on nodes. Every method may block for a bounded time of some seconds, and runs in a thread.
 
-    Raises Unavailable where the outside does not answer (it will be tried again), Unfinished where a part of it is held
-    up, and Conflict where it will never do
-    as asked (a node it does not know, a cordon that is somebody else's).
+    Raises:
+        Unavailable: the external system does not answer; the call is repeated.
+        PartiallyDone: a part of the request is delayed; the call is repeated.
+        Conflict: the request can never succeed (an unknown node, somebody else's cordon).
     """
 
     name: str
     kinds: frozenset[RemediationKind]
-    """What it can do; anything else is given up with a sentence."""
+    """Supported kinds; any other is given up with an explanation."""
     dry_run: bool
-    """Whether it only says what it would do. What it reports as done was not done."""
+    """Whether it only logs actions. Actions reported as done were not done."""
 
     def apply(self, remediation: Remediation) -> None:
-        """Has ``remedy`` carried out. To ask again for what is done, or under way, changes nothing."""
+        """Request ``remediation``. Repeating a request that is done or in progress changes nothing."""
 
     def is_done(self, remediation: Remediation) -> bool:
-        """Reads back whether ``remedy`` has come about."""
+        """Return whether ``remediation`` has taken effect."""
 
     def cordon_status(self, nodes: Sequence[NodeId]) -> dict[NodeId, CordonStatus]:
-        """What is shown of each of ``nodes`` that the outside knows; empty where it shows nothing of the kind."""
+        """Return the status of each known node of ``nodes``; empty if the system has no such status."""
 
     def close(self) -> None:
-        """No more calls come."""
+        """Release resources; no more calls follow."""
 
 
 def cordon_reason(remediation: Remediation, max_chars: int = 256) -> str:
-    """What is written beside a cordon, so that people and ``is_done`` know whose it is and why."""
+    """Return the reason to store with a cordon, by which people and ``is_done`` identify it."""
     return f"{CORDON_OWNER} {remediation.id}: {remediation.sentence}"[:max_chars]
 
 
-# ---- boundary
-# Where calls to the outside leave our own thread: whatever they raise, somebody goes on and says so.
+# ---- guarded calls
+# A call to an external system may raise anything; the caller must go on and log the error.
 
 log = logging.getLogger(__name__)
 
@@ -69,11 +69,11 @@ T = TypeVar("T")
 
 
 class UnexpectedFailure(Unavailable):
-    """The outside, or what speaks to it, failed in a way that nobody has thought of."""
+    """The external system or its client failed unexpectedly."""
 
 
 def call_guarded(call: Callable[..., T], *arguments: object) -> T:
-    """What ``call`` returns. Raises what it raises of ours, and Unexpected for anything else, which is logged."""
+    """Call ``call``. Raises its EverstepErrors; any other error is logged and becomes UnexpectedFailure."""
     try:
         return call(*arguments)
     except EverstepError:
@@ -85,11 +85,10 @@ def call_guarded(call: Callable[..., T], *arguments: object) -> T:
 
 
 # ---- dry run
-# The default: what would be done is said in the log, and nothing is done.
 
 
 class DryRunRemediator:
-    """Satisfies ``Remediator``; takes everything for done at once."""
+    """Implements ``Remediator`` by logging each action, and counts it as done at once. The default."""
 
     name = "dry_run"
     dry_run = True

@@ -1,4 +1,4 @@
-"""Everything that a leading controller does towards the outside: remedies, a look at the scheduler, alerts."""
+"""Run a leading controller's external work: remediations, observation of the scheduler's cordons, and alerts."""
 
 from __future__ import annotations
 
@@ -31,24 +31,23 @@ from everstep_controller.runtime.loop import FleetLoop
 from everstep_controller.runtime.transaction import Transaction, new_trace
 from everstep_controller.store.rows import LoadedState
 
-# ---- observer
-# What the scheduler shows of nodes, looked at now and then; the core hears of every change.
+# ---- cordon observer
 
 log = logging.getLogger(__name__)
 
 OBSERVE_INTERVAL_S = 15.0
-"""Seconds between two looks: how long a person's cordon may go unnoticed."""
+"""Seconds between observations: how long a person's cordon may go unnoticed."""
 
 SubmitEvent = Callable[[SchedulerStateChanged], Awaitable[None]]
-"""Hands an event to the loop."""
+"""Submits an event to the loop."""
 
 
 class CordonObserver:
-    """Asks the remediator for the standing of all nodes and tells what differs from the records.
+    """Compares the scheduler's cordons with the records, and reports every difference to the core.
 
     Args:
-        failed: called for each look that failed unexpectedly.
-        settled: whether nothing that was asked for at a node is still under way.
+        on_failure: called for each observation that failed unexpectedly.
+        is_idle: returns whether no remediation of a node is in progress.
     """
 
     def __init__(
@@ -67,18 +66,18 @@ class CordonObserver:
         self._failed = on_failure
 
     async def run(self, every_s: float = OBSERVE_INTERVAL_S) -> None:
-        """Looks until cancelled."""
+        """Observe until cancelled."""
         while True:
             try:
                 await self.observe()
-            except EverstepError as error:  # it, or the database, is away: what changed is seen at the next look
+            except EverstepError as error:  # the next observation finds the change
                 if isinstance(error, UnexpectedFailure):
                     self._failed()
                 log.warning("what %s shows of the nodes could not be taken up: %s", self._remediator.name, error)
             await asyncio.sleep(every_s)
 
     async def observe(self) -> None:
-        """One look. Raises what the remediator, or the loop, raises."""
+        """Observe once. Raises errors of the remediator or the loop."""
         nodes = list(self._state.nodes)
         before = {} if self._state.database_outage else self._cordoned()
         shown = await asyncio.to_thread(call_guarded, self._remediator.cordon_status, nodes)
@@ -98,22 +97,24 @@ class CordonObserver:
                 )
 
     def _cordoned(self) -> dict[str, str]:
-        """Nodes that Everstep has out of service with the scheduler, by the remedy that is not under way any more."""
+        """Return the nodes with a finished cordon of ours, with the ids of the remediations."""
         nodes = self._state.nodes.items()
         return {node: record.cordon_id for node, record in nodes if record.cordon_id and self._settled(node)}
 
     def _lifted_cordon(self, node: str, cordoned: str, before: dict[str, str]) -> str:
-        """The remedy whose cordon an earlier look has shown, and which stood in the records before this one and after;
-        empty where there is none: what is only decided, or was never taken, is not gone."""
+        """Return the id of a cordon of ours that somebody lifted, or "".
+
+        An earlier observation must have shown the cordon, and the records must contain it before and after this one: a
+        cordon that was only decided, or never took effect, was not lifted.
+        """
         return cordoned if cordoned and cordoned == before.get(node) == self._own_cordons.get(node) else ""
 
 
-# ---- choose
-# The remediator that the settings name.
+# ---- service
 
 
 def create_remediator(settings: ControllerSettings, clock: Clock) -> Remediator:
-    """Raises ConfigurationError where what it needs is missing."""
+    """Return the remediator that the settings name. Raises ConfigurationError if its requirements are missing."""
     match settings.remediation:
         case "webhook":
             secret = read_secret(settings.webhook_secret_file)
@@ -129,17 +130,18 @@ def create_remediator(settings: ControllerSettings, clock: Clock) -> Remediator:
 
 
 class RemediationService:
-    """Made for one time of leading. Every method belongs to the event loop's thread.
+    """All external work of one leadership. Every method belongs to the event loop's thread.
 
     Args:
-        loaded: what earlier lives left: remedies, and alerts that they told.
-        write_alerts: keeps what was told.
-        failed: called for each remedy that is given up, and each post of alerts that failed.
+        loaded: remediations and alerts that earlier controllers left.
+        write_alerts: stores alerts.
+        on_failure: called for each remediation that is given up, and each failed post of alerts.
 
     Attributes:
-        ended: raises what a part of it has failed with: nobody would look after that part any more.
+        failure: future that raises the error of a failed part, because nothing would restart that part.
 
-    Raises ConfigurationError for settings that cannot be.
+    Raises:
+        ConfigurationError: the settings are invalid.
     """
 
     def __init__(
@@ -189,7 +191,7 @@ class RemediationService:
         await self._loop.submit(stimulus)
 
     def start(self) -> None:
-        """Call once the loop runs."""
+        """Start all parts; call this once the loop runs."""
         self.executor.start()
         self._tasks = [asyncio.create_task(self._observer.run(), name="observer")]
         if self._alerting is not None:
@@ -206,10 +208,10 @@ class RemediationService:
             self.failure.set_exception(error)
 
     async def stop(self) -> None:
-        """Leaves what is under way to the next life."""
+        """Stop, and leave unfinished work to the next controller."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.executor.stop()
         if not self.failure.cancel() and not self.failure.cancelled():
-            self.failure.exception()  # heard, whoever waited for it
+            self.failure.exception()  # marks the error as retrieved

@@ -1,7 +1,7 @@
-"""Slurm: nodes are drained with our reason, resumed, and rebooted by ``scontrol``.
+"""Remediate nodes through Slurm: ``scontrol`` drains them with our reason, resumes and reboots them.
 
-A reboot's reason holds the time of the boot before it, as Slurm tells it, and is read back by a later one: only Slurm's
-own clock is asked, and whoever leads next finds in Slurm what was asked for.
+A reboot's reason contains the previous boot time as reported by Slurm, and a later boot time confirms the reboot. This
+needs only Slurm's clock, and any later controller finds the request in Slurm.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from everstep_controller.remediation.remediator import CORDON_OWNER, CordonStatu
 
 TIMEOUT_S = 10.0
 OUT_STATES = frozenset({"DRAIN", "DRAINED", "DRAINING", "FAIL", "FAILING", "MAINT", "RESERVED"})
-"""Flags of a node that takes no new jobs because somebody said so (``scontrol`` manual, NODE STATES)."""
+"""Flags of a node that takes no new jobs on somebody's request (``scontrol`` manual, NODE STATES)."""
 SLURM_REASONS = (
     "Not responding",
     "Node unexpectedly rebooted",
@@ -38,11 +38,11 @@ SLURM_REASONS = (
     "batch job complete failure",
     "Powered down",
 )
-"""How slurmctld's own reasons begin for a node that it took ``DOWN`` (its strings). With another one somebody did."""
+"""Prefixes of slurmctld's own reasons for a ``DOWN`` node (its strings). Any other reason is a person's."""
 REBOOT_STATES = frozenset({"REBOOT", "REBOOT_ISSUED", "REBOOT_REQUESTED"})
 BOOT_JITTER_S = 5.0
-"""Seconds by which the time of one and the same boot may differ: Slurm reckons it anew, from the node's uptime and its
-own clock, whenever the node registers."""
+"""Seconds by which reported times of one boot may differ: Slurm recomputes them from the node's uptime and its own
+clock whenever the node registers."""
 _FIELD = re.compile(r"(?:^|\s)(\w+)=")
 _REBOOT = re.compile(rf"{CORDON_OWNER} (\S+) after boot of (\S+): ")
 _UNKNOWN = re.compile(r"Node \S+ not found")
@@ -54,16 +54,16 @@ _REFUSED = (
     "RebootProgram isn't defined",
     "Requested operation not supported",
 )
-"""What ``scontrol`` says where asking again is of no use. Anything else (nobody there, a backup in standby, munge away,
-words of another release) may pass."""
+"""Messages of ``scontrol`` for which a retry is useless. Any other may be temporary (slurmctld down, a backup in
+standby, munge unavailable, texts of another release)."""
 
 
 class SlurmNode(msgspec.Struct, frozen=True, kw_only=True):
-    """A node as ``scontrol show node`` tells of it. ``booted_at``: wall seconds, 0.0 where it is not known."""
+    """A node as shown by ``scontrol show node``."""
 
     states: frozenset[str]
     reason: str
-    booted_at: float
+    booted_at: float  # wall seconds; 0.0 if unknown
 
     @property
     def is_out(self) -> bool:
@@ -75,13 +75,13 @@ class SlurmNode(msgspec.Struct, frozen=True, kw_only=True):
         return self.reason.startswith(CORDON_OWNER)
 
     def boot_before(self, remediation: Remediation) -> float | None:
-        """The boot before the reboot ``remedy``, in wall seconds; None where that was not asked for."""
+        """Return the boot time before the reboot ``remediation`` in wall seconds, or None if it was not requested."""
         asked = _REBOOT.match(self.reason)
         return _wall(asked[2]) if asked and asked[1] == remediation.id else None
 
 
 def parse_node(line: str) -> SlurmNode:
-    """One line of ``scontrol --oneliner show node``."""
+    """Parse one line of ``scontrol --oneliner show node``."""
     places = list(_FIELD.finditer(line))
     ends = [place.start() for place in places[1:]] + [len(line)]
     fields = {place[1]: line[place.end() : end].strip() for place, end in zip(places, ends, strict=True)}
@@ -94,7 +94,7 @@ def parse_node(line: str) -> SlurmNode:
 
 
 def _wall(text: str) -> float:
-    """``scontrol`` says UTC, as its environment asks for, without a zone."""
+    """Return wall seconds; ``scontrol`` prints UTC without a zone, as its environment requests."""
     try:
         return datetime.fromisoformat(text).replace(tzinfo=UTC).timestamp()
     except ValueError:
@@ -102,11 +102,11 @@ def _wall(text: str) -> float:
 
 
 class SlurmRemediator:
-    """Satisfies ``Remediator``. A node's name is its name in Slurm.
+    """Implements ``Remediator``. A node's name is its name in Slurm.
 
     Args:
-        scontrol: the program; Raises ConfigurationError where it is not there.
-        configuration: Slurm's configuration file, empty for Slurm's own default.
+        scontrol: the program. Raises ConfigurationError if it is missing.
+        configuration: Slurm's configuration file; empty for Slurm's default.
     """
 
     name = "slurm"
@@ -219,7 +219,7 @@ def _reboot_reason(remedy: Remediation, node: SlurmNode) -> str:
 
 
 def _plain(reason: str) -> str:
-    return reason.replace("=", ":")  # it would read as a field
+    return reason.replace("=", ":")  # "=" would start a field
 
 
 def _standing(node: SlurmNode) -> CordonStatus:

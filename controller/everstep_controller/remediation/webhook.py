@@ -1,12 +1,13 @@
-"""Remedies posted to a URL of the site's own; what it answers is what is believed.
+"""Post remediations to a site's own URL, whose answers decide their state.
 
-``POST URL`` has the remedy in JSON. ``Everstep-Remediation`` is its id: a receiver does the same id once, however
-often it is posted. ``Everstep-Signature`` is ``sha256=`` and the HMAC-SHA256, in hex, of ``TIMESTAMP.METHOD.ID.BODY``
-under the webhook's own secret, ``Everstep-Timestamp`` the seconds in it, so that an old post cannot be played again.
-The answer, also that of ``GET URL?remediation=ID`` by which it is read back, is JSON: ``{"state": "done" | "pending" |
-"refused", "detail": "..."}``. With ``cordons`` set, ``GET URL?nodes=a,b`` answers with an object that has, for each
-node that is kept out of service, ``{"cordoned_by": "...", "reason": "..."}``, and nothing is posted of one that
-somebody other than ``everstep`` keeps out.
+``POST URL`` carries the remediation in JSON. ``Everstep-Remediation`` is its id; a receiver must carry out each id
+once. ``Everstep-Signature`` is ``sha256=`` and the HMAC-SHA256, in hex, of ``TIMESTAMP.METHOD.ID.BODY`` under the
+webhook's secret. ``Everstep-Timestamp`` is that timestamp in seconds, against replays. The answer, also of ``GET
+URL?remediation=ID``, which reads the state back, is JSON: ``{"state": "done" | "pending" | "refused", "detail":
+"..."}``.
+
+With ``cordons``, ``GET URL?nodes=a,b`` answers an object with ``{"cordoned_by": "...", "reason": "..."}`` for each
+cordoned node, and no remediation is posted for a node that somebody other than ``everstep`` has cordoned.
 """
 
 from __future__ import annotations
@@ -27,18 +28,17 @@ from everstep_controller.core.effects import Remediation, RemediationKind
 from everstep_controller.remediation.remediator import CORDON_OWNER, CordonStatus
 
 # ---- receiver
-# Somebody's URL that remedies or alerts are sent to: one exchange, one connection.
 
 TIMEOUT_S = 5.0
 MAX_ANSWER_BYTES = 1 << 20
 
 
 class HttpReceiver:
-    """Belongs to whoever asks; one thread at a time.
+    """A URL that remediations or alerts are sent to; each request has its own connection. One thread at a time.
 
     Args:
-        url: http or https. Raises ConfigurationError for anything else.
-        what: what is expected there, for messages: "a webhook".
+        url: http or https. Raises ConfigurationError for any other.
+        description: the receiver's role, for messages, such as "a webhook".
     """
 
     def __init__(self, url: str, description: str) -> None:
@@ -52,7 +52,7 @@ class HttpReceiver:
     def request(
         self, method: str, headers: dict[str, str], body: bytes = b"", query: dict[str, str] | None = None
     ) -> tuple[int, bytes]:
-        """Status and beginning of the answer. Raises Unavailable where there is none."""
+        """Return the status and beginning of the answer. Raises Unavailable without an answer."""
         kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
         connection = kind(self.host, self._parts.port, timeout=TIMEOUT_S)
         try:
@@ -73,25 +73,25 @@ NODES_PER_REQUEST = 100
 
 
 class WebhookReply(msgspec.Struct, frozen=True, kw_only=True):
-    """What the receiver says of a remedy."""
+    """The receiver's answer about a remediation."""
 
     state: Literal["done", "pending", "refused"]
     detail: str = ""
 
 
 def signature(secret: bytes, timestamp: str, method: str, subject: str, body: bytes) -> str:
-    """The value of ``Everstep-Signature``."""
+    """Return the value of ``Everstep-Signature``."""
     text = f"{timestamp}.{method}.{subject}.".encode() + body
     return "sha256=" + hmac.new(secret, text, hashlib.sha256).hexdigest()
 
 
 class WebhookRemediator:
-    """Satisfies ``Remediator``.
+    """Implements ``Remediator``.
 
     Args:
-        url: http or https. Raises ConfigurationError for anything else.
-        wall: the wall clock, for the signature's time.
-        cordons: whether the receiver can tell who has cordoned a node.
+        url: http or https. Raises ConfigurationError for any other.
+        wall: wall clock, for the signature's timestamp.
+        cordons: whether the receiver reports who has cordoned a node.
     """
 
     name = "webhook"
