@@ -1,4 +1,4 @@
-"""Opening the database: drivers, durability, migrations, and errors a person can act on."""
+"""Open, migrate, check and back up the database."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from everstep_controller.store.database_errors import diagnose, redacted_url
 from everstep_controller.store.table_access import COPY_EPOCH_GAP
 from everstep_controller.store.tables import HEAD
 
-# ---- migrate
-# Schema migrations by Alembic, over a connection that is already in a transaction.
+# ---- migration
+# Alembic runs over a connection that is already in a transaction.
 
 
 def config() -> Config:
-    """Alembic's configuration; give it the connection under ``attributes["connection"]``."""
+    """Return Alembic's configuration; pass the connection under ``attributes["connection"]``."""
     made = Config()
     made.set_main_option("script_location", "everstep_controller.store:migrations")
     made.set_main_option("path_separator", "os")
@@ -39,40 +39,37 @@ def config() -> Config:
 
 
 def upgrade(connection: Connection) -> None:
-    """Runs the missing migrations in the connection's transaction."""
+    """Run the missing migrations in the connection's transaction."""
     made = config()
     made.attributes["connection"] = connection
     command.upgrade(made, "head")
 
 
 def head() -> str:
-    """The newest migration there is."""
+    """Return the newest migration."""
     newest = ScriptDirectory.from_config(config()).get_current_head()
     assert newest is not None
     return newest
 
 
-# ---- check
-# Check a SQLite file before a controller starts from it.
-#
-# SQLite opens a file that was cut short or overwritten in part, and fails only when it reads the damaged pages:
-# requests
-# would be answered with errors hours after the damage. ``PRAGMA quick_check`` reads every page once.
+# ---- damage check
+# SQLite opens a truncated or partly overwritten file, and fails only when it reads the damaged pages, perhaps hours
+# later. ``PRAGMA quick_check`` reads every page once.
 
 log = logging.getLogger(__name__)
 
 TELL_EVERY_S = 5.0
-"""Seconds between two lines of log while a large file is checked."""
+"""Seconds between log lines while a large file is checked."""
 INSTRUCTIONS = 100_000
-"""Steps of SQLite's machine between two looks at the time: some milliseconds."""
+"""SQLite instructions between progress callbacks: some milliseconds."""
 _BUSY_S = 5.0
 
 
 def check_file(path: Path) -> None:
-    """Reads the whole file once; a file that is missing or empty is a new database.
+    """Read the whole file once. A missing or empty file is a new database.
 
     Raises:
-        ConfigurationError: it is damaged; the message says what SQLite found and what to do.
+        ConfigurationError: the file is damaged; the message says what SQLite found and what to do.
     """
     size = path.stat().st_size if path.exists() else 0
     if not size:
@@ -92,7 +89,7 @@ def check_file(path: Path) -> None:
         with contextlib.closing(sqlite3.connect(path, timeout=_BUSY_S)) as connection:
             connection.set_progress_handler(tell, INSTRUCTIONS)
             (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
-    except sqlite3.OperationalError as error:  # locked, no permission, a failing disk: opening it says what to do
+    except sqlite3.OperationalError as error:  # locked or unreadable: the error from opening says what to do
         log.warning("the database %s could not be checked for damage: %s", path, error)
         return
     except sqlite3.DatabaseError as error:
@@ -110,21 +107,21 @@ def _damaged(path: Path, found: str) -> str:
 
 
 BUSY_TIMEOUT_MS = 5000
-"""How long SQLite waits for another process's lock. Long enough for a backup's snapshot, short enough to be noticed."""
+"""Milliseconds that SQLite waits for another process's lock: enough for a backup, and short enough to be noticed."""
 
 CONNECT_TIMEOUT_S = 3
 STATEMENT_TIMEOUT_MS = 10_000
-"""A PostgreSQL statement that takes longer is ended by the server; a controller has given it up before."""
+"""PostgreSQL ends a statement that takes longer; the controller has given it up before."""
 
 _MIGRATION_LOCK = 0x6576_6572_7374_6570
-"""PostgreSQL advisory lock (``everstep`` in ASCII): of several controllers starting at once, one migrates."""
+"""PostgreSQL advisory lock (``everstep`` in ASCII): one of several starting controllers migrates."""
 
 _WRITE = {"everstep_write": True}
 _migrating = threading.Lock()
 
 
 def parse_url(database: str) -> URL:
-    """The database's URL with our drivers filled in. Raises ConfigurationError where it is of another kind."""
+    """Return the database's URL with our drivers filled in. Raises ConfigurationError for an unsupported kind."""
     try:
         url = make_url(database)
     except ArgumentError:
@@ -141,8 +138,10 @@ def parse_url(database: str) -> URL:
 
 
 def _private_file(path: str) -> None:
-    """Makes the SQLite file readable by its owner only: it holds the jobs' transfer secrets. Of one that is there and
-    others can read, as a copy may be, the log says so: who may read it is for whoever made it to say."""
+    """Create the SQLite file readable by its owner only, because it holds the jobs' transfer secrets.
+
+    If an existing file is readable by others, only log a warning: its owner may want that.
+    """
     parent = Path(path).absolute().parent
     if not parent.is_dir():
         raise ConfigurationError(f"the directory {parent} of the database does not exist: `mkdir -p {parent}`")
@@ -166,7 +165,7 @@ def _sqlite_engine(url: URL) -> Engine:
 
     @event.listens_for(engine, "connect")
     def _configure(connection: Any, _record: Any) -> None:
-        connection.isolation_level = None  # sqlite3 would commit around DDL; we say BEGIN ourselves
+        connection.isolation_level = None  # sqlite3 would commit around DDL, so we send BEGIN ourselves
         for pragma in (
             f"busy_timeout={BUSY_TIMEOUT_MS}",
             "journal_mode=WAL",
@@ -184,7 +183,7 @@ def _sqlite_engine(url: URL) -> Engine:
 
 
 def application_name(name: str) -> str:
-    """How the sessions of the controller ``name`` call themselves; PostgreSQL cuts longer ones off."""
+    """Return the application name of the controller's sessions; PostgreSQL truncates longer names."""
     return f"everstep-controller {name}".strip().encode("ascii", "replace").decode()[:63]
 
 
@@ -208,12 +207,13 @@ def _postgresql_engine(url: URL, most_idle_s: float, name: str) -> Engine:
 
 
 def engine_of(url: URL, *, most_idle_s: float = 0.0, name: str = "") -> Engine:
-    """An engine whose connections are set up for us; nothing is connected yet.
+    """Return an engine with configured connections; nothing is connected yet.
 
     Args:
-        most_idle_s: PostgreSQL ends a session that says nothing inside a transaction for longer, so that a controller
-            that was stopped there holds no lock for ever; 0 is no limit.
-        name: of the controller whose sessions they are.
+        url: URL of the database, with the password.
+        most_idle_s: seconds after which PostgreSQL ends a session that is idle in a transaction, so that a paused
+            controller does not hold locks forever; 0 for no limit.
+        name: name of the controller.
     """
     return _sqlite_engine(url) if url.drivername == "sqlite" else _postgresql_engine(url, most_idle_s, name)
 
@@ -235,7 +235,7 @@ def _refuse_unknown(revision: str | None, url: URL) -> None:
 
 @contextmanager
 def _migration_turn(connection: Connection) -> Iterator[None]:
-    """Waits until no other controller migrates this database."""
+    """Wait until no other controller migrates this database."""
     with _migrating:
         if connection.dialect.name == "postgresql":
             connection.execute(text("SET LOCAL statement_timeout = 0"))
@@ -265,17 +265,17 @@ def _check_schema(engine: Engine, url: URL) -> None:
 
 
 def open_database(database: str, *, migrate: bool = True, check: bool = False) -> Engine:
-    """An engine for ``database`` (a URL) whose schema is current.
+    """Return an engine for ``database`` (a URL) whose schema is current.
 
     Args:
-        check: read a SQLite file once and refuse a damaged one, before anything is written to it. PostgreSQL checks
-            its pages itself, where it was set up with checksums.
-        migrate: bring the schema up to date, in one transaction (on PostgreSQL under an advisory lock). Without it
-            an old schema is refused.
+        database: URL of the database.
+        check: read a SQLite file first and refuse a damaged one. PostgreSQL checks its own pages if it uses checksums.
+        migrate: update the schema in one transaction (on PostgreSQL under an advisory lock). Otherwise an old schema is
+            refused.
 
     Raises:
-        ConfigurationError: wrong URL, nothing there, no permission, a newer schema, damage; the message says
-            how to mend it.
+        ConfigurationError: the URL is wrong, or the database is missing, inaccessible, newer or damaged; the message
+            says how to correct it.
     """
     url = parse_url(database)
     if check and url.drivername == "sqlite" and url.database:
@@ -296,22 +296,25 @@ def open_database(database: str, *, migrate: bool = True, check: bool = False) -
 
 
 def for_writing(connection: Connection) -> Connection:
-    """The connection, set to take the write lock at each BEGIN (SQLite would find out too late otherwise)."""
+    """Return the connection, set to take SQLite's write lock at BEGIN, where a conflict can still be waited for."""
     return connection.execution_options(**_WRITE)
 
 
 # ---- backup
-# A copy of a SQLite database while its controller writes, and what makes a copy fit to go on from.
 
 
 def back_up(database: str, target: Path) -> int:
-    """Writes ``target``: the database as one transaction sees it, whole and checked. Writers are not held up.
+    """Back up a SQLite database to ``target`` as a checked snapshot, without blocking its writers.
 
     Args:
-        database: its URL.
+        database: URL of the database.
+        target: path of the new file.
 
-    Returns the copy's size in bytes. Raises ConfigurationError where there is no such database, where it is not
-    SQLite's, and where something is at ``target`` already.
+    Returns:
+        The copy's size in bytes.
+
+    Raises:
+        ConfigurationError: the database is missing or not SQLite, or ``target`` exists.
     """
     url = parse_url(database)
     if url.drivername != "sqlite" or not url.database:
@@ -343,7 +346,7 @@ def _opened(path: Path, mode: str) -> Iterator[sqlite3.Connection]:
 
 @contextlib.contextmanager
 def _temporary_file(target: Path) -> Iterator[Path]:
-    """An empty file beside ``target``, for this user's eyes; it becomes ``target`` when it is complete."""
+    """Create an empty file beside ``target``, readable by its owner only; it becomes ``target`` once complete."""
     draft = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         if target.exists():

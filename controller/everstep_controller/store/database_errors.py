@@ -1,4 +1,4 @@
-"""What a database error means to a person: one sentence that says what is wrong and how to mend it."""
+"""Define database errors, and diagnose driver errors in sentences that say what is wrong and how to correct it."""
 
 from __future__ import annotations
 
@@ -13,26 +13,25 @@ from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 
 from everstep.errors import Unavailable
 
-# ---- trouble
-# What can become of a transaction, and which errors of a driver mean that the database is away.
+# ---- errors
 
 _READ_ONLY = "25006"
-"""SQLSTATE of a PostgreSQL that was demoted to a standby: its successor will answer at the same address."""
+"""SQLSTATE of a PostgreSQL server that was demoted to a standby: its successor will answer at the same address."""
 
 
 class Superseded(Unavailable):
-    """Another controller took this database over; this one must not write any more."""
+    """Another controller took over this database; this one must not write any more."""
 
 
 class Resigned(Superseded):
-    """This controller gave its lease up: its nodes reach another one. The message says why."""
+    """This controller gave up its lease because nodes reach another one. The message has the reason."""
 
 
 class DatabaseUnavailable(Unavailable):
-    """The database cannot be used at present; the same write may succeed later. The message says why.
+    """The database cannot be used at present; the same write may succeed later. The message has the reason.
 
-    ``kept``: the store holds the batch and writes it, unless that turns out to have been done, before any other.
-    Otherwise nothing of it was written, and it is its caller's again.
+    If ``is_batch_kept``, the store keeps the batch, and writes it before any other unless it was written after all.
+    Otherwise nothing of it was written, and the caller keeps it.
     """
 
     def __init__(self, message: str, *, is_batch_kept: bool = False) -> None:
@@ -41,7 +40,7 @@ class DatabaseUnavailable(Unavailable):
 
 
 def is_unavailable(error: DBAPIError) -> bool:
-    """Whether ``error`` is the database's condition (gone, full, locked, slow, read-only), not what was asked of it."""
+    """Return whether ``error`` is caused by the database's condition (gone, full, locked, slow, read-only)."""
     if error.connection_invalidated or isinstance(error, OperationalError | InterfaceError):
         return True
     return getattr(error.orig, "sqlstate", None) == _READ_ONLY
@@ -77,7 +76,7 @@ _ANY_OF = {"password authentication failed", "timeout expired", "too many client
 
 
 def redacted_url(url: URL) -> str:
-    """The URL without its password."""
+    """Return the URL without its password."""
     return url.render_as_string(hide_password=True)
 
 
@@ -87,7 +86,7 @@ def _matches(marks: tuple[str, ...], text: str) -> bool:
 
 
 def diagnose(error: Exception, url: URL) -> str:
-    """A sentence for ``error`` at ``url``: what is wrong there, how to mend it, and the driver's own words."""
+    """Return a sentence for ``error`` at ``url``: the problem, the remedy, and the driver's message."""
     cause = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
     words = " ".join(str(cause).split())
     text = words.lower()
@@ -95,13 +94,12 @@ def diagnose(error: Exception, url: URL) -> str:
     return f"the database at {redacted_url(url)} cannot be used: {mend} ({type(cause).__name__}: {words[:400]})"
 
 
-# ---- cut
-# Breaking off what hangs in a database's driver.
+# ---- aborting
 
 
 def abort_connection(connection: Connection) -> None:
-    """Ends a connection under the thread that waits on it. Any thread may call this."""
-    with contextlib.suppress(Exception):  # it may be closing, or closed, in its own thread at this moment
+    """Abort a connection that another thread is waiting on. Any thread may call this."""
+    with contextlib.suppress(Exception):  # its own thread may be closing it at this moment
         driver: Any = connection.connection.dbapi_connection
         if connection.dialect.name == "sqlite":
             driver.interrupt()

@@ -1,7 +1,7 @@
-"""The lease in the database: one row, and an advisory lock that lives as long as its leader's session.
+"""Store the lease: one database row, and an advisory lock that lives as long as its leader's session.
 
-Blocking, for one thread; ``abort`` alone may be called from another. PostgreSQL only. The lock belongs to a session, so
-a pooler between must not share sessions out by transaction.
+Blocking, for one thread; only ``abort`` may be called from another. PostgreSQL only. The lock belongs to a session, so
+a connection pooler must not share sessions between transactions.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _LOCKS = 0x6576_7374
 """First half of the advisory locks' keys (``evst`` in ASCII); the second is the epoch."""
 _KEYS = 1 << 31
 SUCCESSOR_WAIT_S = 10.0
-"""Seconds for which a lease that was given up waits for its successor; then the successor is taken for dead."""
+"""Seconds that a lease after a resignation waits for its successor; then the successor counts as dead."""
 CONTACTS_VALID_S = 5.0
-"""Seconds for which a standby's count of knocks holds: it writes one every two."""
+"""Seconds that a standby's count of contacting nodes is valid; it is written every two seconds."""
 RESIGNATION_SERIES_S = 3600.0
-"""Seconds between two resignations that belong together."""
+"""Maximum seconds between two resignations of one series."""
 CONTACTS_KEPT_S = 86400.0
-"""Seconds until the counts of a controller that is there no more are deleted."""
+"""Seconds until the counts of a vanished controller are deleted."""
 _NOW = "extract(epoch from clock_timestamp())"
 
 _LOOK = text(
@@ -88,11 +88,14 @@ _CLAIM = text(
 
 
 def claim(holder: str, address: str, lease_s: float, *, is_lock_free: bool) -> Claim:
-    """What makes a take-over's transaction take the lease as well.
+    """Return a function that takes the lease within a take-over's transaction.
 
     Args:
-        free: its holder's session is gone. Otherwise the lease must be over by now: one that was renewed meanwhile
-            makes its holder sure for as long, and raises Superseded.
+        holder: name of the new leader.
+        address: where others reach the new leader.
+        lease_s: seconds that the lease lasts.
+        is_lock_free: the old holder's session is gone. Otherwise the lease must have expired; if it was renewed
+            meanwhile, the function raises Superseded.
     """
 
     def write(connection: Connection, epoch: int) -> None:
@@ -104,10 +107,10 @@ def claim(holder: str, address: str, lease_s: float, *, is_lock_free: bool) -> C
 
 
 class LeaseSession:
-    """A session of its own, so that it lives exactly as long as its process and no transaction holds it up.
+    """A dedicated database session, outside any transaction, that lives as long as its process.
 
-    Every method raises StoreAway where the database cannot be used; the session is then made anew by the next call,
-    and its locks are gone.
+    Every method raises DatabaseUnavailable if the database cannot be used. The next call then opens a new session, and
+    the old locks are gone.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -116,7 +119,7 @@ class LeaseSession:
         self._held: set[int] = set()
 
     def read(self) -> LeaseView:
-        """The lease as it is. What a take-over that came to nothing had locked is free afterwards."""
+        """Return the current lease. Releases locks left by a failed take-over."""
         if self._held:
             self._execute(lambda connection: connection.execute(_UNLOCK_ALL))
             self._held.clear()
@@ -132,7 +135,7 @@ class LeaseSession:
         )
 
     def lock_epoch(self, epoch: int) -> bool:
-        """Takes the lock of ``epoch``; False while another session has it."""
+        """Take the lock of ``epoch``. Return False while another session has it."""
         if epoch in self._held and self._connection is not None:
             return True
         taken: bool = self._execute(lambda connection: connection.execute(_LOCK, _key(epoch)).scalar_one())
@@ -141,55 +144,62 @@ class LeaseSession:
         return taken
 
     def try_writing(self) -> None:
-        """Changes nothing. Raises StoreAway also where the database only answers: one that is read-only, or full."""
+        """Write without a change. Raises DatabaseUnavailable also if the database is read-only or full."""
         self._execute(lambda connection: connection.execute(_WRITE))
 
     def touch(self) -> None:
-        """Shows that whoever holds a lock in this session is alive; see ``end_silent_holder``."""
+        """Show that this session's lock holder is alive; see ``end_silent_holder``."""
         self._execute(lambda connection: connection.execute(_SPEAK).scalar_one())
 
     def end_sessions_of(self, holder: str) -> None:
-        """Ends the database sessions of a controller whose lease is over. One that was stopped inside a transaction
-        holds a lock that its successor needs; in the middle of a pipeline no time-out of the server's sees that."""
+        """End the database sessions of a controller whose lease is over.
+
+        A controller that was paused inside a transaction holds a lock that its successor needs. No server timeout ends
+        a session that is inside a pipeline.
+        """
         self._execute(lambda connection: connection.execute(_END, {"application": application_name(holder)}).all())
 
     def end_silent_holder(self, epoch: int, silent_s: float) -> None:
-        """Ends the database sessions of whoever holds the lock of ``epoch`` and has said nothing in the session that
-        does for ``silent_s``: a controller that was stopped, or lost its machine, before its lease could begin."""
+        """End the database sessions of the lock holder of ``epoch`` if its session was silent for ``silent_s``.
+
+        Such a controller was paused, or lost its machine, before its lease could begin.
+        """
         self._execute(lambda connection: connection.execute(_END_SILENT, {**_key(epoch), "silent_s": silent_s}).all())
 
     def renew(self, epoch: int, lease_s: float) -> None:
-        """Another ``lease_s`` from now on, by the database's clock. Raises Superseded where another one has it."""
+        """Extend the lease to ``lease_s`` from now, by the database's clock.
+
+        Raises Superseded if another one has it.
+        """
         values = {"epoch": epoch, "lease_s": lease_s}
         if self._execute(lambda connection: connection.execute(_RENEW, values).rowcount) == 0:
             raise Superseded(f"another controller has taken the lease of epoch {epoch}")
 
     def write_contacts(self, controller: str, nodes: int) -> None:
-        """Writes down how many nodes insist on a controller that stands by."""
+        """Store the number of nodes that contact a standby persistently."""
         self._execute(lambda connection: connection.execute(_TELL, {"controller": controller, "nodes": nodes}))
 
     def read_standby_report(self) -> StandbyReport:
-        """What those that stand by have written down in the last seconds."""
+        """Return the recent reports of standbys."""
         rows = self._execute(lambda connection: connection.execute(_TOLD).all())
         knocks = {row.controller: row.nodes for row in rows if row.controller is not None}
         return StandbyReport(contacts=knocks, resignations=rows[0].resignations)
 
     def resign(self, epoch: int, successor: str) -> None:
-        """Keeps the lease for ``successor``, from the end of this session on. Raises Superseded where another one has
-        it."""
+        """Reserve the lease for ``successor`` from the end of this session. Raises Superseded if another one has it."""
         values = {"epoch": epoch, "successor": successor}
         if self._execute(lambda connection: connection.execute(_RESIGN, values).rowcount) == 0:
             raise Superseded(f"another controller has taken the lease of epoch {epoch}")
 
     def close(self) -> None:
-        """Ends the session; its locks are free at once."""
+        """End the session, which frees its locks at once."""
         connection, self._connection = self._connection, None
         self._held.clear()
         if connection is not None:
             connection.close()
 
     def abort(self) -> None:
-        """Makes a call that hangs in the other thread fail soon. Any thread."""
+        """Make a call that hangs in the other thread fail soon. Any thread may call this."""
         connection = self._connection
         if connection is not None:
             abort_connection(connection)
@@ -198,7 +208,7 @@ class LeaseSession:
         try:
             if self._connection is None:
                 self._connection = self._engine.connect().execution_options(isolation_level="AUTOCOMMIT")
-                self._connection.detach()  # so that its end is the session's end
+                self._connection.detach()  # so that closing it ends the session
             return question(self._connection)
         except BaseException as error:
             self.close()

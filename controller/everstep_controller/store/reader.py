@@ -1,4 +1,4 @@
-"""What operators ask of history. Every method blocks: it belongs in the reading thread."""
+"""Read history for operators, and the state that a controller starts from. Blocking, for the reading thread."""
 
 from __future__ import annotations
 
@@ -26,19 +26,17 @@ from everstep_controller.store.database_errors import abort_connection
 from everstep_controller.store.rows import AuditRow, LoadedState, OutboxRow, VersionRow, decode_cursor, encode_cursor
 from everstep_controller.store.table_access import SET_BACK
 
-# ---- ahead
-# Which nodes' records have changed since they were last read: for a standby that reads ahead of its turn.
-#
-# PostgreSQL only, where each version of a row has a place (``ctid``) and the number of the transaction that wrote it
-# (``xmin``). Both together are its mark: under the same mark stands the same text, while the server runs. One that was
-# restored from a copy, or a replica that was promoted without the last transactions, gives their numbers once more.
+# ---- read ahead
+# A standby rereads only records that have changed. PostgreSQL only: a row version is identified by its place (``ctid``)
+# and its writing transaction (``xmin``) while the server runs. A server that was restored from a copy, or a replica
+# promoted without the last transactions, reuses these numbers.
 
 
 class RowVersions(NamedTuple):
-    """Of records as they were read. ``server``: the run of a server that they hold for. ``nodes``: by node."""
+    """Versions of node records as they were read."""
 
-    server: str
-    nodes: Mapping[str, str]
+    server: str  # server run for which the versions are valid
+    nodes: Mapping[str, str]  # version by node
 
 
 NO_ROW_VERSIONS = RowVersions("", {})
@@ -55,15 +53,15 @@ class NodeRow(NamedTuple):
 
 
 class NodeChanges(NamedTuple):
-    """``server``: as of ``Marks``. ``same``: nodes whose record is as it was."""
+    """Node records that changed since an earlier reading."""
 
-    server: str
-    unchanged: Set[str]
+    server: str  # as in ``RowVersions``
+    unchanged: Set[str]  # nodes with an unchanged record
     rows: list[NodeRow]
 
 
 def changed_nodes(connection: Connection, row_versions: RowVersions) -> NodeChanges:
-    """What is not as it was when ``known`` was read."""
+    """Return the records that changed since ``row_versions`` was read."""
     server: str = connection.exec_driver_sql(_SERVER).scalar_one()
     before = row_versions.nodes if row_versions.server == server else NO_ROW_VERSIONS.nodes
     marks = {row.node: row.mark for row in connection.exec_driver_sql(_MARKS)}
@@ -73,17 +71,17 @@ def changed_nodes(connection: Connection, row_versions: RowVersions) -> NodeChan
 
 
 # ---- history
-# Pages of history, newest first. Every function blocks, and takes a connection of the reading thread.
+# Pages are ordered newest first.
 
 HistoryRow = dict[str, Any]
 Page = tuple[list[HistoryRow], str]
-"""Rows, and the cursor of the page after them (empty: there is none)."""
+"""Rows, and the cursor of the next page (empty if there is none)."""
 
 
 def _page(
     connection: Connection, statement: Select[Any], table: Table, order: Mapping[str, type], cursor: str, limit: int
 ) -> Page:
-    """Rows of ``statement`` from after ``cursor`` on, newest first by the columns of ``order``."""
+    """Return rows of ``statement`` after ``cursor``, newest first by the columns of ``order``."""
     columns = [table.c[name] for name in order]
     place = decode_cursor(cursor, tuple(order.values()))
     if place is not None:
@@ -104,7 +102,7 @@ def _where(statement: Select[Any], table: Table, **wanted: str) -> Select[Any]:
 
 
 def findings(connection: Connection, *, node: str, kind: str, active: bool | None, cursor: str, limit: int) -> Page:
-    """Findings as they were seen."""
+    """Return findings, by the time they were raised."""
     table = tables.findings
     statement = _where(select(table), table, node=node, kind=kind)
     if active is not None:
@@ -113,14 +111,14 @@ def findings(connection: Connection, *, node: str, kind: str, active: bool | Non
 
 
 def verdicts(connection: Connection, *, node: str, decision: str, cursor: str, limit: int) -> Page:
-    """Verdicts."""
+    """Return verdicts."""
     table = tables.verdicts
     statement = _where(select(table), table, node=node, decision=decision)
     return _page(connection, statement, table, {"at": float, "id": str}, cursor, limit)
 
 
 def checkpoints(connection: Connection, *, job: str, verified: bool | None, cursor: str, limit: int) -> Page:
-    """Versions that were committed."""
+    """Return committed versions."""
     table = tables.versions
     statement = _where(select(table), table, job=job)
     if verified is not None:
@@ -130,14 +128,14 @@ def checkpoints(connection: Connection, *, job: str, verified: bool | None, curs
 
 
 def remediations(connection: Connection, *, node: str, state: str, cursor: str, limit: int) -> Page:
-    """Actions asked of the outside."""
+    """Return remediations."""
     table = tables.remediations
     statement = _where(select(table), table, node=node, state=state)
     return _page(connection, statement, table, {"requested_at": float, "id": str}, cursor, limit)
 
 
 def generations(connection: Connection, *, job: str, cursor: str, limit: int) -> Page:
-    """Rosters."""
+    """Return generations."""
     table = tables.generations
     statement = _where(select(table), table, job=job)
     order = {"number": int} if job else {"issued_at": float, "job": str, "number": int}
@@ -148,14 +146,14 @@ T = TypeVar("T")
 
 
 def newest_versions(connection: Connection, job: str, limit: int) -> list[VersionRow]:
-    """The job's newest versions, newest first."""
+    """Return the job's newest versions, newest first."""
     columns = tables.versions.c
     newest = select(tables.versions).where(columns.job == job).order_by(desc(columns.generation), desc(columns.step))
     return [VersionRow(**row) for row in connection.execute(newest.limit(limit)).mappings()]
 
 
 def newest_verified(connection: Connection, job: str) -> list[VersionRow]:
-    """The job's newest verified version, or nothing."""
+    """Return the job's newest verified version, or nothing."""
     columns = tables.versions.c
     statement = (
         select(tables.versions)
@@ -167,18 +165,20 @@ def newest_verified(connection: Connection, job: str) -> list[VersionRow]:
 
 
 class EventPage(NamedTuple):
-    """The oldest ``rows`` beyond an id, the newest id that retention has deleted, and the newest there is."""
+    """The oldest events after an id."""
 
     rows: list[AuditRow]
-    deleted_through: int
-    newest: int
+    deleted_through: int  # newest id that retention has deleted
+    newest: int  # newest id of all
 
 
 def _ids_of_kinds(
     connection: Connection, kinds: Sequence[str], wanted: list[ColumnElement[bool]], *, newest: bool, limit: int
 ) -> list[int]:
-    """The first (or ``newest``) ``limit`` ids of what is ``wanted`` whose kind begins with one of ``kinds``: as many of
-    each kind, in the order of its index, and of these the first. A range of kinds would have to be sorted."""
+    """Return the first (or ``newest``) ``limit`` matching ids whose kind begins with one of ``kinds``.
+
+    Up to ``limit`` ids are read for each kind in its index's order, because a range of kinds would need sorting.
+    """
     audit = tables.audit.c
     order = desc if newest else asc
     parts = []
@@ -193,9 +193,11 @@ def _ids_of_kinds(
 
 
 def _first_at(connection: Connection, at: float) -> int:
-    """A number that all events from ``at`` on have or exceed, and none before: their times rise as their numbers do
-    (``SteadyTime``), so it is found by halving, some twenty looks at the primary key. Where the time was set back they
-    rise before that event, and from it on."""
+    """Return an id that all events at or after ``at`` reach or exceed, and no earlier event does.
+
+    Times rise with ids (``SteadyTime``), so some twenty lookups of the primary key find it by bisection. If the time
+    was set back, times rise separately before and after that event.
+    """
     audit = tables.audit.c
     low, newest = connection.execute(select(func.min(audit.id), func.max(audit.id))).one()
     if newest is None:
@@ -216,8 +218,10 @@ def _first_at(connection: Connection, at: float) -> int:
 
 
 class HistoryReader:
-    """What operators ask of history. A connection of its own, so that a long read delays no decision. Used from one
-    thread only, but for ``abort``."""
+    """Reads history over its own connection, so that a long read delays no decision.
+
+    For one thread, except ``abort``.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -233,7 +237,7 @@ class HistoryReader:
                 self._connection = None
 
     def abort(self) -> None:
-        """Makes a read that hangs in the other thread fail soon. Any thread."""
+        """Make a read that hangs in the other thread fail soon. Any thread may call this."""
         connection = self._connection
         if connection is not None:
             abort_connection(connection)
@@ -251,10 +255,15 @@ class HistoryReader:
         since: float | None = None,
         until: float | None = None,
     ) -> list[AuditRow]:
-        """Rows with an id over ``after``, oldest first: of all that match, the first (or ``newest``) ``limit``.
+        """Return rows with an id over ``after``, oldest first: the first (or ``newest``) ``limit`` matching rows.
 
-        ``kinds``: those whose kind begins with one of them; all where there is none. ``since``, ``until``: wall
-        seconds, the end not included.
+        Args:
+            after: rows must have a larger id.
+            limit: maximum number of rows.
+            trace, node, job: values to match; empty for any.
+            kinds: prefixes of the kind; empty for any.
+            newest: return the newest matching rows instead of the oldest.
+            since, until: wall seconds; ``until`` is exclusive.
         """
         audit = tables.audit.c
         wanted = [audit.id > after]
@@ -274,56 +283,55 @@ class HistoryReader:
         return found[::-1] if newest else found
 
     def events_after(self, after: int, limit: int) -> EventPage:
-        """What the event stream has to know of the log beyond ``after``."""
-        rows = self.events(after=after, limit=limit)  # first: what is deleted after it is no gap in these rows
+        """Return events after ``after`` with the facts that the event stream needs to report gaps."""
+        rows = self.events(after=after, limit=limit)  # first: rows deleted after this are no gap in these rows
         meta, newest = tables.meta.c, select(func.max(tables.audit.c.id))
         with self._connected() as connection:
             pruned = connection.execute(select(meta.value).where(meta.key == "audit_pruned")).scalar() or 0
             return EventPage(rows, pruned, max(pruned, connection.execute(newest).scalar() or 0))
 
     def page(self, query: Callable[[Connection], T]) -> T:
-        """Runs a query of ``everstep_controller.store.reader``."""
+        """Run a query of ``everstep_controller.store.reader``."""
         with self._connected() as connection:
             return query(connection)
 
     def recoveries(self, job: str, *, limit: int) -> list[str]:
-        """The job's newest recoveries (JSON), oldest first."""
+        """Return the job's newest recoveries (JSON), oldest first."""
         columns = tables.recoveries.c
         statement = select(columns.doc).where(columns.job == job).order_by(desc(columns.generation)).limit(limit)
         with self._connected() as connection:
             return [row[0] for row in connection.execute(statement)][::-1]
 
     def verdicts(self, node: str, *, limit: int) -> list[str]:
-        """The node's newest verdicts (JSON), newest first."""
+        """Return the node's newest verdicts (JSON), newest first."""
         columns = tables.verdicts.c
         statement = select(columns.doc).where(columns.node == node).order_by(desc(columns.at)).limit(limit)
         with self._connected() as connection:
             return [row[0] for row in connection.execute(statement)]
 
     def verdict(self, verdict: str) -> str | None:
-        """The verdict of this id (JSON)."""
+        """Return the verdict with this id (JSON), or None."""
         with self._connected() as connection:
             statement = select(tables.verdicts.c.doc).where(tables.verdicts.c.id == verdict)
             doc: str | None = connection.execute(statement).scalar()
             return doc
 
     def versions(self, job: str, *, limit: int) -> list[VersionRow]:
-        """The job's newest committed versions, newest first."""
+        """Return the job's newest committed versions, newest first."""
         with self._connected() as connection:
             return newest_versions(connection, job, limit)
 
 
-# ---- load
-# Reading what a controller starts from.
+# ---- starting state
 
 VERSIONS_LOADED = 64
-"""Versions of each job that a controller starts with."""
+"""Versions per job that a controller starts with."""
 
 
 def load_state(
     connection: Connection, epoch: int, batch: int, row_versions: RowVersions = NO_ROW_VERSIONS
 ) -> LoadedState:
-    """Everything that the next life starts from, as ``epoch`` finds it, but records of nodes that are ``known``."""
+    """Return the state that a controller of ``epoch`` starts from, without unchanged node records."""
     same, nodes = _nodes(connection, row_versions)
     marks, audit = tables.report_marks.c, tables.audit.c
     newest = connection.execute(select(audit.id).order_by(desc(audit.id)).limit(1)).scalar()
@@ -372,8 +380,11 @@ def _standing(connection: Connection) -> dict[tuple[str, str], str]:
 
 
 def _outbox(connection: Connection) -> list[OutboxRow]:
-    """Directives that were not acknowledged. Nodes that wait for the same generation share its text; one that is not
-    kept any more is nothing that anybody could still enter."""
+    """Return unacknowledged directives.
+
+    Nodes that wait for the same generation share its text. Directives for a generation that is no longer kept are
+    dropped, because nobody could still enter it.
+    """
     outbox, generations = tables.outbox.c, tables.generations.c
     stored = connection.execute(select(outbox.node, outbox.seq, outbox.body).order_by(outbox.node, outbox.seq)).all()
     texts: dict[str, str] = {}

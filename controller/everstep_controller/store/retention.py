@@ -1,9 +1,10 @@
-"""Deleting what is older than anybody wants to read.
+"""Delete old history in the background.
 
-What people wrote in the audit log goes by number alone, never by age, and has a number of its own.
+Audit entries by people are limited by number alone, never by age, and have their own limit.
 
-What may go is looked for in the reading thread, however long that takes; the writing one deletes by primary keys, BITE
-rows in a transaction, of one table and one job. The audit log alone, whose ids are in order, is pruned in one go.
+The reading thread finds rows to delete, however long that takes. The writing thread deletes by primary keys,
+DELETE_BATCH_ROWS per transaction, of one table and one job. Only the audit log, whose ids are in order, is pruned by
+range.
 """
 
 from __future__ import annotations
@@ -23,34 +24,32 @@ from everstep_controller.store.table_access import id_before_newest, upsert
 from everstep_controller.store.threads import DatabaseStore
 
 DELETE_BATCH_ROWS = 500
-"""Rows at a time: a few milliseconds, in which no decision is written."""
+"""Rows per transaction: a few milliseconds, during which no decision is written."""
 ORDERS_PRUNED = "orders_pruned"
-"""Key in ``meta``: the newest id of a line by people that retention may delete."""
+"""Key in ``meta``: newest id of an entry by people that retention may delete."""
 VERSIONS_KEPT = 1000
-"""Versions of each job: it commits about two a second."""
+"""Versions kept per job, which commits about two per second."""
 
 
 class RetentionLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What stays: everything younger than ``since`` (wall seconds), but at most the newest ``events`` of the audit log,
-    ``rows`` of verdicts, of findings and of remedies each, ``generations`` of each job. Of what people wrote in the
-    audit log the newest ``orders`` lines stay, whatever their age."""
+    """The history to keep."""
 
-    since: float
-    events: int
-    orders: int
-    rows: int
-    generations: int
+    since: float  # wall seconds; everything younger is kept within the limits below
+    events: int  # maximum entries of the audit log by nodes
+    orders: int  # maximum entries of the audit log by people, kept at any age
+    rows: int  # maximum verdicts, findings and remediations each
+    generations: int  # maximum generations per job
 
 
 class DeleteBatch(msgspec.Struct, frozen=True):
-    """Rows to delete, by their primary keys; ``may_go`` is looked at once more."""
+    """Rows to delete by primary key; ``condition`` is checked again at the deletion."""
 
     table: Table
     keys: list[tuple[Any, ...]]
     condition: ColumnElement[bool] | None = None
 
     def execute(self, connection: Connection) -> None:
-        """Deletes them."""
+        """Delete the rows."""
         columns = list(self.table.primary_key.columns)
         one = len(columns) == 1
         wanted = columns[0].in_([key[0] for key in self.keys]) if one else tuple_(*columns).in_(self.keys)
@@ -58,22 +57,23 @@ class DeleteBatch(msgspec.Struct, frozen=True):
 
 
 class OrdersDeleteBatch(DeleteBatch, frozen=True):
-    """Lines of the audit log that people wrote, oldest first. The mark up to which the triggers let them go moves with
-    it."""
+    """Audit entries by people, oldest first. The mark up to which triggers allow deletion moves with them."""
 
     def execute(self, connection: Connection) -> None:
-        """Deletes them."""
+        """Move the mark, and delete the rows."""
         upsert(connection, tables.meta, [{"key": ORDERS_PRUNED, "value": self.keys[-1][0]}])
         super().execute(connection)
 
 
 ChooseBatch = Callable[[Connection], DeleteBatch | None]
-"""Looks for the next rows to delete, in the reading thread; None where there are no more."""
+"""Finds the next rows to delete, in the reading thread; None if there are no more."""
 
 
 def prune_events(connection: Connection, keep: RetentionLimits) -> int:
-    """Deletes the oldest lines of the audit log that no person wrote, never the newest of all, which says how far time
-    has come. Returns how many ids it has gone through: BITE where there may be more."""
+    """Delete the oldest audit entries that no person wrote, and return the number of ids passed.
+
+    The newest entry stays, because it holds the newest time. A result of DELETE_BATCH_ROWS means there may be more.
+    """
     audit, meta = tables.audit.c, tables.meta.c
     pruned = func.coalesce(select(meta.value).where(meta.key == "audit_pruned").scalar_subquery(), 0)
     beyond = select(func.min(audit.id), func.max(audit.id)).where(audit.id > pruned)
@@ -92,8 +92,7 @@ def prune_events(connection: Connection, keep: RetentionLimits) -> int:
 
 
 def find_deletions(connection: Connection, keep: RetentionLimits) -> list[ChooseBatch]:
-    """Where there may be rows to delete: for the reading thread, as is each of what it returns. Nothing that a
-    controller starts from goes."""
+    """Return functions that find rows to delete, for the reading thread. Data needed at a start is never deleted."""
     found: list[ChooseBatch] = [
         lambda connection: _orders(connection, keep),
         lambda connection: _verdicts(connection, keep),
@@ -110,7 +109,7 @@ def find_deletions(connection: Connection, keep: RetentionLimits) -> list[Choose
 
 
 def _orders(connection: Connection, keep: RetentionLimits) -> DeleteBatch | None:
-    """The oldest lines that people wrote, beyond their own number."""
+    """Find the oldest entries by people beyond their limit."""
     audit = tables.audit.c
     theirs = audit.kind.in_(table_access.kinds_written_by_people(connection))
     surplus = (
@@ -123,14 +122,14 @@ def _orders(connection: Connection, keep: RetentionLimits) -> DeleteBatch | None
 
 
 def _verdicts(connection: Connection, keep: RetentionLimits) -> DeleteBatch | None:
-    """All but the newest of each node, which may be why it stands where it stands."""
+    """Find old verdicts, except each node's newest, which may explain the node's state."""
     verdicts, later = tables.verdicts, tables.verdicts.alias()
     superseded = select(later.c.id).where(later.c.node == verdicts.c.node, later.c.at > verdicts.c.at).exists()
     return _old(connection, verdicts, superseded, verdicts.c.at < keep.since, verdicts.c.at, keep)
 
 
 def _ended(connection: Connection, table: Table, ended: str, order: str, keep: RetentionLimits) -> DeleteBatch | None:
-    """What is over; what stands stays, however much it is."""
+    """Find old ended rows; rows that have not ended stay, whatever their number."""
     return _old(connection, table, table.c[ended].is_not(None), table.c[ended] < keep.since, table.c[order], keep)
 
 
@@ -142,7 +141,7 @@ def _old(
     order: ColumnElement[Any],
     keep: RetentionLimits,
 ) -> DeleteBatch | None:
-    """Of what ``may_go``: a bite of what is ``too_old``, or else the first in ``order`` of what is too much."""
+    """Find a batch of deletable rows that are too old, or else the first surplus ones in ``order``."""
     old = connection.execute(select(table.c.id).where(may_go, too_old).limit(DELETE_BATCH_ROWS)).all()
     if not old:
         surplus = connection.execute(select(func.count()).select_from(table)).scalar_one() - keep.rows
@@ -157,7 +156,7 @@ def _jobs_with_more(connection: Connection, table: Table, most: int) -> list[str
 
 
 def _of_job(table: Table, job: str, most: int) -> ChooseBatch:
-    """The oldest rows of a job beyond its newest ``most``; but a job's newest verified version stays."""
+    """Return a function that finds a job's surplus rows beyond ``most``, except its newest verified version."""
     _, *places = table.primary_key.columns
 
     def choose(connection: Connection) -> DeleteBatch | None:
@@ -190,24 +189,24 @@ def _given(condition: ColumnElement[bool] | None) -> tuple[ColumnElement[bool], 
     return () if condition is None else (condition,)
 
 
-# ---- retention
-# Deleting old history in the background, a bite at a time between the loop's own transactions.
+# ---- background task
 
 log = logging.getLogger(__name__)
 
 ROUND_S = 60.0
 BATCH_PAUSE_S = 0.05
-"""So that deleting a long history takes a tenth of the database's time at most."""
+"""Pause between batches: deletion takes at most a tenth of the database's time."""
 
 
 async def run_retention(
     store: DatabaseStore, limits: Callable[[], RetentionLimits], *, first_s: float = ROUND_S
 ) -> None:
-    """Runs until cancelled.
+    """Delete old history until cancelled.
 
     Args:
-        keep: what stays, as of now.
-        first_s: when to begin: a controller that has just taken over has other things to do.
+        store: the database.
+        limits: returns the current limits.
+        first_s: seconds until the first round, because a new leader has more urgent work.
     """
     wait_s = first_s
     while True:

@@ -1,4 +1,4 @@
-"""What crosses between the loop and the database thread: plain rows and encoded documents, nothing shared."""
+"""Define the rows and encoded documents that pass between the event loop and the database thread."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from everstep.errors import MalformedMessage
 
 
 class AuditRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the audit log. ``detail`` is JSON; ``at`` wall seconds."""
+    """One entry of the audit log."""
 
     id: int
-    at: float
+    at: float  # wall seconds
     kind: str
     sentence: str
     node: str = ""
     job: str = ""
     generation: int | None = None
     trace: str = ""
-    detail: str = "{}"
+    detail: str = "{}"  # JSON
 
 
 class GenerationRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One roster. ``doc`` is the GenerationSpec in JSON."""
+    """One generation. ``doc`` is the GenerationSpec in JSON."""
 
     job: str
     number: int
@@ -38,7 +38,7 @@ class GenerationRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VersionRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A version that was committed, and perhaps verified, at these wall times."""
+    """A committed and perhaps verified version; times are wall seconds."""
 
     job: str
     generation: int
@@ -50,7 +50,7 @@ class VersionRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RecoveryRow(msgspec.Struct, frozen=True, kw_only=True):
-    """How a generation came to step. ``doc`` is ``everstep.wire.v1.operator.Recovery`` in JSON."""
+    """A generation's recovery. ``doc`` is ``everstep.wire.v1.operator.GenerationRecovery`` in JSON."""
 
     job: str
     generation: int
@@ -69,22 +69,24 @@ class VerdictRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def generation_reference(job: str, number: int) -> str:
-    """What an outbox row says in place of a NewGeneration, whose roster is in a table of its own: half a megabyte for
-    each of 1,250 nodes would be more than a database writes in the time there is."""
+    """Return the reference that an outbox row stores instead of a NewGeneration.
+
+    The roster is stored once in its own table: half a megabyte for each of 1,250 nodes would take the database too
+    long.
+    """
     return f"@{job}/{number}"
 
 
 class OutboxRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One directive for a node, not acknowledged yet. ``body`` is JSON; as it is stored, a ``generation_reference``
-    stands for a generation."""
+    """One unacknowledged directive for a node."""
 
     node: str
     seq: int
-    body: str
+    body: str  # JSON; as stored, a ``generation_reference`` replaces a generation
 
 
 class PoisonedRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A report that the core could not survive."""
+    """A report that ended the controller process when it was handled."""
 
     node: str
     incarnation: int
@@ -92,49 +94,46 @@ class PoisonedRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 DEAD_CREDENTIAL_KEPT_S = 30 * 86400.0
-"""Seconds for which a credential that expired or was revoked is still listed; the audit log has it for longer."""
+"""Seconds for which an expired or revoked credential is still listed; the audit log keeps it longer."""
 
 
 class CredentialRow(msgspec.Struct, frozen=True, kw_only=True):
-    """Somebody's credential. ``hash`` is the SHA-256 of its secret, in hex; times are wall seconds.
-
-    ``uses_left`` (None: any number) and ``replaces`` belong to join tokens.
-    """
+    """One stored credential; times are wall seconds."""
 
     id: str
     role: str
     subject: str
-    hash: str
+    hash: str  # SHA-256 of its secret, in hex
     created_at: float
     created_by: str
     expires_at: float | None = None
     revoked_at: float | None = None
-    uses_left: int | None = None
-    replaces: bool = False
+    uses_left: int | None = None  # of a join token; None for any number
+    replaces: bool = False  # a join token that may enrol an enrolled node again
     note: str = ""
 
     def ends_at(self) -> float | None:
-        """When it stopped, or will stop, being good; None: it has no end yet."""
+        """Return the time at which the credential ends or ended, or None."""
         return self.expires_at if self.revoked_at is None else self.revoked_at
 
     def is_valid_at(self, now: float) -> bool:
-        """Whether it is good at ``now``."""
+        """Return whether the credential is valid at ``now``."""
         end = self.ends_at()
         return end is None or now < end
 
 
 class FindingRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A finding raised (``doc`` is the Finding in JSON), or cleared (``doc`` is empty), at ``at``."""
+    """A finding raised or cleared."""
 
     node: str
     key: str
     kind: str
-    at: float
-    doc: str = ""
+    at: float  # wall seconds
+    doc: str = ""  # the Finding in JSON; empty if it was cleared
 
 
 class RemediationState(StrEnum):
-    """How far a remediation has come. STARTED: it may have been asked for outside."""
+    """Progress of a remediation. STARTED: it may have been requested from the external system."""
 
     REQUESTED = "requested"
     STARTED = "started"
@@ -144,64 +143,62 @@ class RemediationState(StrEnum):
 
 
 class RemediationRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One remedy asked of the outside. ``doc`` is ``core.effects.Remediation`` in JSON; times are wall seconds."""
+    """One remediation; times are wall seconds."""
 
     id: str
     node: str
     kind: str
     state: RemediationState
     requested_at: float
-    doc: str
+    doc: str  # ``core.effects.Remediation`` in JSON
     ended_at: float | None = None
     detail: str = ""
 
 
 class AlertRow(msgspec.Struct, frozen=True, kw_only=True):
-    """An alert that may have been told. ``doc`` is ``everstep_controller.remediation.alerts.Alert`` in JSON."""
+    """An alert that may have been posted. ``doc`` is ``everstep_controller.remediation.alerts.Alert`` in JSON."""
 
     fingerprint: str
     doc: str
 
 
 class Batch(msgspec.Struct, kw_only=True):
-    """Everything one transaction writes: the outcome of one or more events, none of them in part.
+    """Everything that one transaction writes: the complete outcome of one or more events.
 
-    ``nodes``, ``jobs`` and ``fleet`` are documents that replace what is there. ``active_findings`` maps (node, key) to
-    a finding's document, or to nothing where it stands no more. ``acknowledged`` maps a node to the directive number
-    up to which it has everything; ``superseded`` are nodes and numbers of directives that newer ones made pointless;
-    ``report_marks`` maps (node, incarnation) to its newest report number.
-    ``forgotten_nodes`` and ``forgotten_jobs`` are deleted with all that is kept for them alone, before anything is
-    written: what is written of one of them came after.
-    ``number`` is the store's: one more than that of the batch before, so that none is applied twice.
+    Deletions of ``forgotten_nodes`` and ``forgotten_jobs`` come first; anything written about them is newer.
     """
 
-    number: int = 0
+    number: int = 0  # assigned by the store in sequence, so that no batch is applied twice
 
-    fleet: str | None = None
-    nodes: dict[str, str] = msgspec.field(default_factory=dict)
+    fleet: str | None = None  # document that replaces the stored one
+    nodes: dict[str, str] = msgspec.field(default_factory=dict)  # documents, replacing stored ones
+    # Document by (node, key); empty if cleared.
     active_findings: dict[tuple[str, str], str] = msgspec.field(default_factory=dict)
-    jobs: dict[str, str] = msgspec.field(default_factory=dict)
+    jobs: dict[str, str] = msgspec.field(default_factory=dict)  # documents, replacing stored ones
     generations: list[GenerationRow] = msgspec.field(default_factory=list)
     versions: dict[tuple[str, int, int], VersionRow] = msgspec.field(default_factory=dict)
     recoveries: list[RecoveryRow] = msgspec.field(default_factory=list)
     verdicts: list[VerdictRow] = msgspec.field(default_factory=list)
     audit: list[AuditRow] = msgspec.field(default_factory=list)
     outbox: list[OutboxRow] = msgspec.field(default_factory=list)
+    # Directive number up to which each node has everything.
     acknowledged: dict[str, int] = msgspec.field(default_factory=dict)
+    # Nodes and numbers of directives that newer ones replace.
     superseded: list[tuple[str, int]] = msgspec.field(default_factory=list)
+    # Newest report number by (node, incarnation).
     report_marks: dict[tuple[str, int], int] = msgspec.field(default_factory=dict)
     poisoned: list[PoisonedRow] = msgspec.field(default_factory=list)
     credentials: dict[str, CredentialRow] = msgspec.field(default_factory=dict)
     remediations: dict[str, RemediationRow] = msgspec.field(default_factory=dict)
     findings: list[FindingRow] = msgspec.field(default_factory=list)
-    forgotten_nodes: dict[str, None] = msgspec.field(default_factory=dict)
-    forgotten_jobs: dict[str, None] = msgspec.field(default_factory=dict)
+    forgotten_nodes: dict[str, None] = msgspec.field(default_factory=dict)  # deleted with all their own data
+    forgotten_jobs: dict[str, None] = msgspec.field(default_factory=dict)  # deleted with all their own data
 
     def __bool__(self) -> bool:
         return self.fleet is not None or any(len(getattr(self, name)) > 0 for name in (*_KEYED, *_LISTED))
 
     def merge(self, later: Batch) -> None:
-        """Adds what came after, as if both had been one transaction from the start."""
+        """Add a later batch, as if both were one transaction."""
         for node in later.forgotten_nodes:
             self.forget_node(node)
         for job in later.forgotten_jobs:
@@ -224,7 +221,7 @@ class Batch(msgspec.Struct, kw_only=True):
         ]
 
     def forget_node(self, node: str) -> None:
-        """The node is deleted, and nothing that was to be written of it is."""
+        """Delete the node, and drop pending writes about it."""
         self.forgotten_nodes[node] = None
         self.nodes.pop(node, None)
         self.acknowledged.pop(node, None)
@@ -235,7 +232,7 @@ class Batch(msgspec.Struct, kw_only=True):
         self.superseded = [place for place in self.superseded if place[0] != node]
 
     def forget_job(self, job: str) -> None:
-        """The same of a job."""
+        """Delete the job, and drop pending writes about it."""
         self.forgotten_jobs[job] = None
         self.jobs.pop(job, None)
         self.versions = {place: row for place, row in self.versions.items() if place[0] != job}
@@ -243,7 +240,7 @@ class Batch(msgspec.Struct, kw_only=True):
         self.recoveries = [row for row in self.recoveries if row.job != job]
 
     def approximate_bytes(self) -> int:
-        """About how many bytes of memory it holds."""
+        """Return the approximate memory use in bytes."""
         texts = [self.fleet or "", *self.nodes.values(), *self.active_findings.values(), *self.jobs.values()]
         texts += [row.body for row in self.outbox] + [row.doc for row in self.generations]
         for documented in (self.recoveries, self.verdicts, self.findings, self.remediations.values()):
@@ -257,17 +254,16 @@ _REPLACED = ("nodes", "active_findings", "jobs", "acknowledged", "report_marks",
 _KEYED = (*_REPLACED, "versions", "forgotten_nodes", "forgotten_jobs")
 _LISTED = ("generations", "recoveries", "verdicts", "audit", "outbox", "superseded", "poisoned", "findings")
 _ROW_BYTES = 400
-"""Of an object's own in memory, beside its text."""
+"""Approximate memory of an object besides its text, in bytes."""
 
 
 class LoadedState(msgspec.Struct, frozen=True, kw_only=True):
-    """What a controller starts from. ``batch``: number of the newest batch that was applied; ``same``: nodes whose
-    records it has read before, which are not among ``nodes``."""
+    """The state that a controller starts from."""
 
     epoch: int
-    batch: int
+    batch: int  # number of the newest batch applied
     fleet: str | None
-    unchanged: Set[str] = frozenset()
+    unchanged: Set[str] = frozenset()  # nodes whose records were read before, and are not in ``nodes``
     nodes: dict[str, str]
     active_findings: dict[tuple[str, str], str]
     jobs: dict[str, str]
@@ -283,18 +279,18 @@ class LoadedState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 # ---- cursors
-# Cursors of lists: the place of the last entry that was given, opaque to clients and checked when it comes back.
+# A list's cursor is the place of the last entry returned, opaque to clients and checked when it returns.
 
 _BETWEEN = "~"
 
 
 def encode_cursor(values: Iterable[Any]) -> str:
-    """The cursor of the page after this place."""
+    """Return the cursor of the page after this place."""
     return _BETWEEN.join(repr(part) if isinstance(part, float) else str(part) for part in values)
 
 
 def decode_cursor(cursor: str, kinds: Sequence[type]) -> tuple[Any, ...] | None:
-    """The values in a cursor; None in the empty one. Raises MalformedMessage for one that nobody was given."""
+    """Return a cursor's values, or None for the empty one. Raises MalformedMessage for an invalid cursor."""
     if not cursor:
         return None
     parts = cursor.split(_BETWEEN)
@@ -310,7 +306,7 @@ def decode_cursor(cursor: str, kinds: Sequence[type]) -> tuple[Any, ...] | None:
 
 
 def _is_storable(part: Any) -> bool:
-    """Whether a database can compare it: integers have 64 bits there, and nothing comes after NaN."""
+    """Return whether a database can compare the value: integers have 64 bits, and NaN has no order."""
     if isinstance(part, float):
         return math.isfinite(part)
     return not isinstance(part, int) or -(1 << 63) <= part < 1 << 63

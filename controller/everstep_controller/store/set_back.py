@@ -1,7 +1,7 @@
-"""Set the times in a database back, after a clock that was ahead wrote times that have not come yet.
+"""Set stored times back after a clock that was ahead wrote times in the future.
 
-The core must never see its time run backwards. So it is not told: between two lives of a controller its records are
-changed as if the wrong clock had never been ahead, and the next life begins with the right time.
+The core must never see its time run backwards. Between two controllers' lifetimes its records are therefore changed as
+if the clock had never been ahead, and the next controller starts with the right time.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from everstep_controller.store.rows import AuditRow, Batch, CredentialRow, Loade
 
 T = TypeVar("T")
 ShiftTime = Callable[[float], float]
-"""Makes a time of the wrong clock one of the right clock."""
+"""Converts a time of the wrong clock to the right clock."""
 
 MAX_SET_BACK_S = 400 * 86400.0
-"""Nothing is due later than this after it was written, so a larger number is no time."""
+"""No deadline lies further ahead, so a larger number is not a time."""
 UNSHIFTED_FIELDS = ("maintenance_until", "value", "threshold")
-"""Fields that a person chose (as all of a ``Window``), or whose numbers are no times."""
+"""Fields set by a person (like every field of a maintenance window), and fields whose numbers are not times."""
 HISTORY = (
     tables.verdicts.c.at,
     tables.findings.c.at,
@@ -37,18 +37,18 @@ HISTORY = (
     tables.versions.c.committed_at,
     tables.versions.c.verified_at,
 )
-"""Columns by which history is sorted, and deleted by age. The audit log is append-only, and keeps its times."""
+"""Columns by which history is sorted and deleted by age. The audit log is append-only, and keeps its times."""
 
 
 def set_times_back(loaded: LoadedState, known: KnownRecords, wall: float) -> tuple[LoadedState, Batch]:
-    """What the next life starts from, with no time of the past later than ``wall``, and the batch that stores it.
+    """Return the starting state with no past time later than ``wall``, and the batch that stores it.
 
-    A time up to the newest one in the database becomes ``wall``. A later one was due some time after that, and stays
-    as long after ``wall``. Times that people set stay as they are.
+    A time up to the newest one in the database becomes ``wall``. A later time was a deadline, and keeps its distance to
+    the newest time. Times that people set do not change.
 
     Args:
-        loaded: as it was read, with ``newest_at`` later than ``wall``.
-        known: the records that ``loaded`` leaves out.
+        loaded: state as read, with ``newest_at`` later than ``wall``.
+        known: records that ``loaded`` leaves out.
         wall: wall seconds of the right clock.
     """
     newest = loaded.newest_at
@@ -105,14 +105,14 @@ def set_times_back(loaded: LoadedState, known: KnownRecords, wall: float) -> tup
 
 
 def clamp_history(connection: Connection, wall: float) -> None:
-    """Lets no row of the history be later than ``wall``, and notes ``wall`` as the newest time."""
+    """Limit all times of the history to ``wall``, and store ``wall`` as the newest time."""
     for column in HISTORY:
         connection.execute(update(column.table).where(column > wall).values({column: wall}))
     table_access.mark(connection, wall)
 
 
 def shift_times(value: T, shift: ShiftTime) -> T:
-    """A copy of ``value``, a struct or a container, with each float in it moved."""
+    """Return a copy of ``value``, a struct or a container, with each float shifted."""
     changed: Any = value
     if isinstance(value, float):
         changed = shift(value)
@@ -130,7 +130,7 @@ def shift_times(value: T, shift: ShiftTime) -> T:
 
 
 def _credential(row: CredentialRow, wall: float, move: ShiftTime) -> CredentialRow:
-    """The end of a credential that was issued under the right clock is right."""
+    """Shift a credential's times. The end of one issued under the right clock stays."""
     after = shift_times(row, move)
     return after if row.created_at > wall else msgspec.structs.replace(after, expires_at=row.expires_at)
 

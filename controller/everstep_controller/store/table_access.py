@@ -1,12 +1,11 @@
-"""Many rows through one statement.
+"""Read and write tables, with one compiled statement for many rows.
 
-SQLAlchemy puts the parameters of each row together again, at fifteen microseconds a row in which the interpreter can do
-nothing else: a storm of findings made every agent's beat wait for that. The statement is compiled once, by SQLAlchemy
-for the database at hand, and its rows go to the driver as they are: all our columns are texts and numbers, which no
-driver needs converted.
+SQLAlchemy processes the parameters of each row for fifteen microseconds, during which a storm of findings delayed every
+heartbeat. Here SQLAlchemy compiles the statement once, and rows go directly to the driver: all columns are texts and
+numbers, which need no conversion.
 
-PostgreSQL's driver would send many rows one by one, each a statement of its own, in three times the time. Inserts and
-deletes go to it as one statement with an array for each column.
+PostgreSQL's driver would send one statement per row, which takes three times as long. Inserts and deletes are sent as
+one statement with an array per column.
 """
 
 from __future__ import annotations
@@ -51,13 +50,13 @@ from everstep_controller.store.rows import (
     RemediationState,
 )
 
-# ---- people
-# Which lines of the audit log people wrote. They have a quota of their own, so that no node pushes them out.
+# ---- entries by people
+# Audit entries that people caused have their own limit, so that nodes cannot displace them.
 
 PREFIXES = ("operator.", "credential.")
-"""How the kinds of lines begin that tell what people ordered."""
+"""Prefixes of the kinds of entries that people cause."""
 OF_NODES = "credential.enrolled"
-"""The one among them that a node writes, with a join token."""
+"""The only such kind that a node causes, with a join token."""
 
 _KIND = tables.audit.c.kind
 _KINDS = text(
@@ -68,38 +67,37 @@ _KINDS = text(
 
 
 def is_written_by_person() -> ColumnElement[bool]:
-    """Whether a line is theirs. The triggers of the audit log say the same (migration 0002)."""
+    """Return the condition for an entry by a person. The audit log's triggers use the same one (migration 0001)."""
     return and_(or_(*(_KIND.like(prefix + "%") for prefix in PREFIXES)), _KIND != OF_NODES)
 
 
 def kinds(connection: Connection) -> list[str]:
-    """Every kind of line that there is: a few dozen, each by one step in the index."""
+    """Return all kinds of entries: a few dozen, each found by one step in the index."""
     return list(connection.execute(_KINDS).scalars())
 
 
 def kinds_written_by_people(connection: Connection) -> list[str]:
-    """Those of them that people wrote."""
+    """Return the kinds that people cause."""
     return [kind for kind in kinds(connection) if kind.startswith(PREFIXES) and kind != OF_NODES]
 
 
 # ---- clock mark
-# The newest time that a database knows of: what its newest event carries, and what its controller noted since.
+# The newest time that a database knows is in its newest event, or was written by its controller since.
 
 CLOCK = "clock"
 """Key in ``meta``: wall seconds when a controller was last known to run."""
 SET_BACK = "clock.set_back"
-"""Kind of the event that says that the time was set back: earlier ones may carry later times."""
+"""Kind of the event that records that the time was set back: earlier events may have later times."""
 _META = tables.meta.c
 
 
 def mark(connection: Connection, now: float) -> None:
-    """Notes that a controller runs at ``now``. A quiet fleet writes no event for weeks, which is no reason to doubt the
-    clock of the next start."""
+    """Record that a controller runs at ``now``: a quiet fleet may write no event for weeks."""
     upsert(connection, tables.meta, [{"key": CLOCK, "value": int(now)}])
 
 
 def newest_at(connection: Connection) -> float:
-    """Wall seconds; 0.0 in a database that no controller has written in."""
+    """Return the newest known time in wall seconds; 0.0 for a new database."""
     audit = tables.audit.c
     event = connection.execute(select(audit.at).order_by(desc(audit.id)).limit(1)).scalar()
     noted = connection.execute(select(_META.value).where(_META.key == CLOCK)).scalar()
@@ -107,7 +105,7 @@ def newest_at(connection: Connection) -> float:
 
 
 def is_copy(connection: Connection) -> bool:
-    """Whether the database is a restored copy that no controller has led over yet. Its newest time may be old."""
+    """Return whether the database is a restored copy that no controller has led over yet; its times may be old."""
     found = {row.key: row.value for row in connection.execute(select(_META.key, _META.value))}
     return "last_writing_epoch" in found and found["epoch"] - found["last_writing_epoch"] >= COPY_EPOCH_GAP
 
@@ -115,23 +113,23 @@ def is_copy(connection: Connection) -> bool:
 Row = dict[str, Any]
 
 MIN_ROWS_FOR_ARRAYS = 8
-"""Rows from which on one statement with arrays is quicker than one for each."""
+"""Number of rows from which one statement with arrays is faster than one per row."""
 _PARAMETER = re.compile(r"%\((\w+)\)s(?:::(\w+))?")
 _INSERT = re.compile(r"(INSERT INTO \w+ \([^)]*\)) VALUES \(((?:%\(\w+\)s(?:::\w+)?(?:, )?)+)\)(.*)", re.DOTALL)
 _DELETE = re.compile(r"DELETE FROM (\w+) WHERE (.*)", re.DOTALL)
 _NUMBER = "DOUBLE PRECISION"
-"""What a parameter is that SQLAlchemy gives no type in the text."""
+"""Type of a parameter to which SQLAlchemy gives no type in the text."""
 
 
 def execute_many(connection: Connection, statement: Executable, rows: Sequence[Row]) -> None:
-    """Runs ``statement`` (one that lives as long as the process) with each of the rows, which have all its names."""
+    """Run ``statement``, which must live as long as the process, with each of the rows, which have equal keys."""
     if not rows:
         return
     text, given = _compiled(statement, connection.dialect, tuple(rows[0]))
     if len(rows) >= MIN_ROWS_FOR_ARRAYS and connection.dialect.name == "postgresql" and (one := _with_arrays(text)):
         text, numbers = one
         arrays = {name: [row[name] for row in rows] for name in rows[0]}
-        for name in numbers:  # an array is of one type: no whole numbers among others
+        for name in numbers:  # an array has one type, so integers must become floats
             arrays[name] = [None if value is None else float(value) for value in arrays[name]]
         connection.exec_driver_sql(text, arrays)
         return
@@ -140,8 +138,10 @@ def execute_many(connection: Connection, statement: Executable, rows: Sequence[R
 
 @cache
 def _with_arrays(text: str) -> tuple[str, tuple[str, ...]] | None:
-    """The statement over arrays of its parameters, and which of those are of numbers; None for what is neither an
-    insert of values nor a delete."""
+    """Return the statement over arrays of its parameters, and the names of numeric ones.
+
+    Return None for anything but an insert of values or a delete.
+    """
     parameters = dict(_PARAMETER.findall(text))
     arrays = ", ".join(f"%({name})s::{kind or _NUMBER}[]" for name, kind in parameters.items())
     numbers = tuple(name for name, kind in parameters.items() if not kind)
@@ -159,7 +159,7 @@ def _with_arrays(text: str) -> tuple[str, tuple[str, ...]] | None:
 def _compiled(
     statement: Any, dialect: Dialect, names: tuple[str, ...]
 ) -> tuple[str, Callable[[Sequence[Row]], Sequence[Any]]]:
-    """The statement's text for a database, and what makes its driver's parameters of rows with these names."""
+    """Return the statement's text for a database, and a function that makes driver parameters of rows."""
     compiled: SQLCompiler = statement.compile(dialect=dialect, column_keys=names, for_executemany=True)
     if not compiled.positional:
         return str(compiled), lambda rows: rows
@@ -171,20 +171,21 @@ def _compiled(
 
 
 # ---- upsert
-# Inserting rows, or bringing those up to date that are there.
 
 
 def upsert(
     connection: Connection, table: Table, rows: list[dict[str, Any]], *, overwrite_with_none: bool = False
 ) -> None:
-    """Inserts rows, or updates every other column where the primary key is there; None leaves a column as it is,
-    unless ``overwrite_with_none``."""
+    """Insert rows, or update all other columns where the primary key exists.
+
+    None leaves a column unchanged, unless ``overwrite_with_none``.
+    """
     execute_many(connection, _upsert_statement(connection.dialect.name, table, overwrite_with_none), rows)
 
 
 @cache
 def _upsert_statement(dialect_name: str, table: Table, whole: bool) -> Insert:
-    """Built once: putting it together takes SQLAlchemy several times as long as a transaction takes SQLite."""
+    """Return the cached statement: building it takes SQLAlchemy several times as long as SQLite's transaction."""
     dialect: Any = postgresql if dialect_name == "postgresql" else sqlite
     statement = dialect.insert(table)
     keys = [column.name for column in table.primary_key]
@@ -200,36 +201,35 @@ def _upsert_statement(dialect_name: str, table: Table, whole: bool) -> Insert:
 
 
 # ---- alerts
-# The table of alerts that were told. Every function blocks, and belongs into the transaction of its caller.
+# All functions below block, and run in their caller's transaction.
 
 _OVER = delete(tables.notified_alerts).where(tables.notified_alerts.c.fingerprint == bindparam("of"))
 
 
 def load_alerts(connection: Connection) -> list[AlertRow]:
-    """Every alert whose end has not been told."""
+    """Return every alert whose end was not posted."""
     table = tables.notified_alerts
     return [AlertRow(**row) for row in connection.execute(select(table).order_by(table.c.fingerprint)).mappings()]
 
 
 def write_alerts(connection: Connection, notified: Collection[AlertRow], resolved: Collection[str]) -> None:
-    """Inserts or replaces ``told``, and deletes those whose fingerprints are in ``over``."""
+    """Insert or replace ``notified``, and delete the fingerprints in ``resolved``."""
     upsert(connection, tables.notified_alerts, [msgspec.structs.asdict(row) for row in notified])
     execute_many(connection, _OVER, [{"of": fingerprint} for fingerprint in resolved])
 
 
 # ---- credentials
-# The credentials' table. Every function blocks, and belongs into the transaction of its caller.
 
 
 def load_credentials(connection: Connection) -> list[CredentialRow]:
-    """Every row, oldest first."""
+    """Return every row, oldest first."""
     table = tables.credentials
     rows = connection.execute(select(table).order_by(table.c.created_at, table.c.id)).mappings()
     return [CredentialRow(**{**row, "replaces": bool(row["replaces"])}) for row in rows]
 
 
 def write_credentials(connection: Connection, rows: Collection[CredentialRow]) -> None:
-    """Inserts rows or replaces those of the same id, and deletes what was dead for KEPT_DEAD_S when these were made."""
+    """Insert or replace rows by id, and delete those that were dead for DEAD_CREDENTIAL_KEPT_S at their creation."""
     values = [{**msgspec.structs.asdict(row), "replaces": int(row.replaces)} for row in rows]
     if not values:
         return
@@ -240,14 +240,13 @@ def write_credentials(connection: Connection, rows: Collection[CredentialRow]) -
     connection.execute(delete(table).where(died_at < bindparam("then")), {"then": now - DEAD_CREDENTIAL_KEPT_S})
 
 
-# ---- remedies
-# The remedies' table. Every function blocks, and belongs into the transaction of its caller.
+# ---- remediations
 
 OPEN_STATES = (RemediationState.REQUESTED, RemediationState.STARTED)
 
 
 def load_remediations(connection: Connection) -> list[RemediationRow]:
-    """What has not ended, oldest first."""
+    """Return remediations that have not ended, oldest first."""
     table = tables.remediations
     rows = connection.execute(
         select(table).where(table.c.state.in_(OPEN_STATES)).order_by(table.c.requested_at, table.c.id)
@@ -256,12 +255,11 @@ def load_remediations(connection: Connection) -> list[RemediationRow]:
 
 
 def write_remediations(connection: Connection, rows: Collection[RemediationRow]) -> None:
-    """Inserts rows, or brings those of the same id up to date."""
+    """Insert or update rows by id."""
     upsert(connection, tables.remediations, [msgspec.structs.asdict(row) for row in rows])
 
 
 # ---- findings
-# The history of findings. Every function blocks, and belongs into the transaction of its caller.
 
 _TABLE = tables.findings
 _COLUMNS = ("node", "key", "kind", "at", "doc")
@@ -281,7 +279,7 @@ _RAISE_WHAT_DOES_NOT_STAND = insert(_TABLE).from_select(
 
 
 def write_findings(connection: Connection, rows: Sequence[FindingRow]) -> None:
-    """Takes raised and cleared findings over, in order. One that stands already is brought up to date."""
+    """Write raised and cleared findings, in order. An active finding that is raised again is updated."""
     for cleared, raised in _rounds(rows):
         execute_many(connection, _CLEAR, [{"of": row.node, "is": row.key, "at_s": row.at} for row in cleared])
         latest = [{"of": first.node, "is": first.key, "text": last.doc} for first, last in raised]
@@ -296,11 +294,11 @@ def write_findings(connection: Connection, rows: Sequence[FindingRow]) -> None:
 
 
 _Raised = tuple[FindingRow, FindingRow]
-"""What a finding was when it was raised, and what it has become since."""
+"""A finding as it was raised, and its newest state."""
 
 
 def _rounds(rows: Sequence[FindingRow]) -> Iterator[tuple[list[FindingRow], list[_Raised]]]:
-    """What may be written together: in a round each finding is cleared or raised, and not both."""
+    """Yield groups that may be written together: in a group each finding is either cleared or raised."""
     cleared: dict[tuple[str, str], FindingRow] = {}
     raised: dict[tuple[str, str], _Raised] = {}
     for row in rows:
@@ -316,23 +314,21 @@ def _rounds(rows: Sequence[FindingRow]) -> Iterator[tuple[list[FindingRow], list
 
 
 # ---- audit ids
-# Ids of the audit log's lines after a database went back in time: none is used twice, whatever readers have seen.
-#
-# The epoch of a copy is LIVES newer than that of the last life that wrote in it (``backup`` sees to that, or whoever
-# restores a dump). The first life that finds it so leaves out what may have been given since the copy was made: its ids
-# begin at the next multiple of ROOM.
+# After a database was restored, no audit id may be used twice. The epoch of a copy is COPY_EPOCH_GAP newer than the
+# last epoch that wrote to it (``back_up`` or whoever restores a dump sees to that). The first controller that finds
+# this skips ids that may have been used since the copy was made: its ids begin at the next multiple of AUDIT_ID_GAP.
 
 COPY_EPOCH_GAP = 1000
-"""How many lives newer than its original a copy is. Numbers of directives and generations begin with the life's; what
-agents have seen of the lives after the copy was made must look old to them."""
+"""Epochs by which a copy is ahead of its original. Numbers of directives and generations begin with the epoch, so
+numbers that agents saw after the copy was made look old to them."""
 AUDIT_ID_GAP = 10**10
-"""More lines than any fleet writes between a copy and its return: a thousand a second for four months."""
+"""More entries than any fleet writes between a copy and its restoration: a thousand per second for four months."""
 RESTORED = "database.restored"
-"""Kind of the first line after the ids that were left out."""
+"""Kind of the first entry after the skipped ids."""
 
 
 def skip_used_ids(connection: Connection) -> None:
-    """Lets the audit log go on beyond every id that may have been given, with a line that says so."""
+    """Continue the audit log after every id that may have been used, with an entry about it."""
     audit, meta = tables.audit.c, tables.meta.c
     pruned = connection.execute(select(meta.value).where(meta.key == "audit_pruned")).scalar() or 0
     newest = max(pruned, connection.execute(select(func.max(audit.id))).scalar() or 0)
@@ -357,7 +353,7 @@ def skip_used_ids(connection: Connection) -> None:
 
 
 def id_before_newest(connection: Connection, newest: int, lines: int) -> int:
-    """The id that just so many lines follow, of which ``newest`` is the last; 0 or less where there are not so many."""
+    """Return the id that exactly ``lines`` entries up to ``newest`` follow; 0 or less if there are fewer."""
     while newest % AUDIT_ID_GAP + 1 < lines:
         lines -= newest % AUDIT_ID_GAP + 1
         before = tables.audit.c.id < newest - newest % AUDIT_ID_GAP

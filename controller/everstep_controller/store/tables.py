@@ -1,7 +1,7 @@
-"""The tables, as the newest migration leaves them.
+"""Define the tables as of the newest migration.
 
-Documents (``doc``, ``body``) are JSON of msgspec structs in text columns: the core's state is read and written
-whole, never queried by its inside, so columns exist only for what is looked up.
+Documents (``doc``, ``body``) are JSON of msgspec structs in text columns. The core's state is read and written whole,
+so other columns exist only for lookups.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 from sqlalchemy import BigInteger, Column, Float, Index, Integer, MetaData, PrimaryKeyConstraint, Table, Text
 
 HEAD = "0001"
-"""The newest migration; a database at this revision needs no migration tool at start."""
+"""Newest migration; a database at this revision needs no migration tool at start."""
 
 metadata = MetaData()
 
 fleet = Table("fleet", metadata, Column("id", Integer, primary_key=True), Column("doc", Text, nullable=False))
-"""One row: what belongs to no single node or job (eviction history, probes)."""
+"""One row: state of the fleet as a whole (eviction history, probes)."""
 
 nodes = Table(
     "nodes",
@@ -31,7 +31,7 @@ active_findings = Table(
     Column("doc", Text, nullable=False),
     PrimaryKeyConstraint("node", "key", name="one_finding_per_key"),
 )
-"""What stands now, as the core's node records have it; ``findings`` is the history."""
+"""Active findings of the core's node records; ``findings`` is the history."""
 
 jobs = Table(
     "jobs",
@@ -105,9 +105,8 @@ audit = Table(
     Index("audit_by_job", "job", "id"),
     Index("audit_by_kind", "kind", "id"),
 )
-"""Append-only: triggers refuse UPDATE, in SQLite INSERT under an id that is not the newest (which is how REPLACE would
-rewrite a line), and DELETE of what is newer than meta's ``audit_pruned``, or than ``orders_pruned`` where people wrote
-it."""
+"""Append-only. Triggers refuse UPDATE; in SQLite, INSERT under an id that is not the newest (REPLACE would rewrite an
+entry so); and DELETE beyond meta's ``audit_pruned``, or beyond ``orders_pruned`` for entries by people."""
 
 outbox = Table(
     "outbox",
@@ -135,7 +134,7 @@ poisoned_reports = Table(
     Column("number", BigInteger, nullable=False),
     PrimaryKeyConstraint("node", "incarnation", "number", name="one_row_per_report"),
 )
-"""Reports that the core could not survive: dropped when they come again."""
+"""Reports that ended a controller process; they are dropped when repeated."""
 
 meta = Table(
     "meta",
@@ -143,11 +142,10 @@ meta = Table(
     Column("key", Text, primary_key=True),
     Column("value", BigInteger, nullable=False),
 )
-"""``epoch``: how often a controller took this database over; every write checks it. ``batch``: number of the newest
-batch that was applied. ``audit_pruned``: newest id of the audit log that retention may delete, ``orders_pruned`` of
-lines that people wrote. ``last_writing_epoch``: the newest
-epoch in which a controller has written; a database whose epoch is far beyond it is a copy (``audit_ids``). ``clock``:
-wall seconds when a controller was last known to run (``clock_mark``)."""
+"""``epoch``: number of take-overs of this database, checked by every write. ``batch``: newest batch applied.
+``audit_pruned``: newest id of the audit log that retention may delete; ``orders_pruned``: the same for entries by
+people. ``last_writing_epoch``: newest epoch that has written; if the epoch is far ahead of it, the database is a copy.
+``clock``: wall seconds when a controller was last known to run."""
 
 lease = Table(
     "lease",
@@ -162,9 +160,8 @@ lease = Table(
     Column("resigned_at", Float(53), nullable=False, server_default="0"),
     Column("resignations", Integer, nullable=False, server_default="0"),
 )
-"""One row: who leads, and until when unless it is renewed; in seconds of the database's own clock. ``successor``: for
-whom the leader before gave it up ("" otherwise), ``resigned_at`` when one did last, ``resignations`` how many in a
-row."""
+"""One row: the leader, and the end of its lease by the database's clock. ``successor``: controller for which the last
+leader resigned, else ""; ``resigned_at``: time of the last resignation; ``resignations``: length of the series."""
 
 standby_contacts = Table(
     "standby_contacts",
@@ -173,8 +170,8 @@ standby_contacts = Table(
     Column("nodes", Integer, nullable=False),
     Column("reported_at", Float(53), nullable=False),
 )
-"""How many nodes insist on controllers that stand by, by the database's clock; PostgreSQL only. No part of the
-fleet's state: written without the fence, and read for what it is."""
+"""Number of nodes that contact each standby persistently, by the database's clock; PostgreSQL only. It is written
+without the fence, and is not part of the fleet's state."""
 
 credentials = Table(
     "credentials",
@@ -192,8 +189,8 @@ credentials = Table(
     Column("note", Text, nullable=False),
     Index("credentials_by_subject", "role", "subject"),
 )
-"""Who may speak. ``hash`` is SHA-256 of the secret part, never the secret. ``uses_left`` and ``replaces`` (0 or 1:
-whether a node that has a credential may enrol again) belong to join tokens."""
+"""Stored credentials. ``hash`` is SHA-256 of the secret part, never the secret. ``uses_left`` and ``replaces`` (0 or 1:
+an enrolled node may enrol again) belong to join tokens."""
 
 remediations = Table(
     "remediations",
@@ -209,7 +206,7 @@ remediations = Table(
     Index("remediations_by_node", "node", "requested_at"),
     Index("remediations_by_state", "state"),
 )
-"""What is asked of the outside: ``state`` is requested, started, confirmed, failed or superseded."""
+"""Remediations; ``state`` is requested, started, confirmed, failed or superseded."""
 
 notified_alerts = Table(
     "notified_alerts",
@@ -217,7 +214,7 @@ notified_alerts = Table(
     Column("fingerprint", Text, primary_key=True),
     Column("doc", Text, nullable=False),
 )
-"""Alerts whose beginning a receiver may have heard of, and whose end it has not."""
+"""Alerts whose start may have been posted, and whose end was not."""
 
 findings = Table(
     "findings",
@@ -233,7 +230,7 @@ findings = Table(
     Index("findings_by_kind", "kind", "id"),
     Index("findings_by_key", "node", "key"),
 )
-"""The history of findings; what stands now is in the nodes' documents."""
+"""History of findings; active ones are also in ``active_findings``."""
 
 _ACTIVE, _IS_OVER = findings.c.cleared_at.is_(None), findings.c.cleared_at.is_not(None)
 Index("findings_active", findings.c.id, sqlite_where=_ACTIVE, postgresql_where=_ACTIVE)

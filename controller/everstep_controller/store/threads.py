@@ -1,4 +1,4 @@
-"""The database away from the event loop: one thread that writes, one that reads, and neither is waited for for ever."""
+"""Access the database from the event loop: one writing thread, one reading thread, and a timeout for every call."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from everstep_controller.store.writer import Claim, DatabaseWriter
 T = TypeVar("T")
 
 ABORT_TIMEOUT_S = 0.2
-"""Seconds that a call may take to fail once its connection was cut."""
+"""Seconds within which an aborted call must fail."""
 CLOSE_TIMEOUT_S = 2.0
 READ_TIMEOUT_S = 10.0
 LOAD_TIMEOUT_S = 60.0
-"""For everything that a controller starts from."""
+"""Seconds for loading the state that a controller starts from."""
 
 
 class CallTimeout(TimeoutError):
-    """A call has not returned. ``is_running``: it was this one, and it may still come to its end."""
+    """A call has not returned. ``is_running``: this call was started, and may still complete."""
 
     def __init__(self, message: str, *, is_running: bool) -> None:
         super().__init__(message)
@@ -36,7 +36,7 @@ class CallTimeout(TimeoutError):
 
 
 class DatabaseThread:
-    """One thread; what is called in it runs one after the other, and one call that hangs holds up no other lane."""
+    """One thread that runs calls in order. A hanging call blocks no other thread."""
 
     def __init__(self, name: str, abort: Callable[[], None]) -> None:
         self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=name)
@@ -46,8 +46,10 @@ class DatabaseThread:
         self._hangs_since = 0.0
 
     async def call(self, function: Callable[[], T], timeout_s: float) -> T:
-        """Runs ``function``; after ``timeout_s`` its connection is cut. Raises Hangs where that does not end it,
-        and at once while an earlier call hangs."""
+        """Run ``function``, and abort its connection after ``timeout_s``.
+
+        Raises CallTimeout if that does not end the call, and at once while an earlier call hangs.
+        """
         if self._hanging is not None and not self._hanging.done():
             raise CallTimeout(f"no answer for {time.perf_counter() - self._hangs_since:.0f} s", is_running=False)
         started = time.perf_counter()
@@ -65,7 +67,7 @@ class DatabaseThread:
         return waiting.result()
 
     def close(self, final_call: Callable[[], None]) -> None:
-        """Runs ``last`` after what is running, which gets CLOSE_S to end, and ends the thread. Blocks."""
+        """Run ``final_call`` after the current call, which gets CLOSE_TIMEOUT_S, and end the thread. Blocks."""
         running = self._newest
         if running is not None and concurrent.futures.wait({running}, timeout=CLOSE_TIMEOUT_S).not_done:
             self._abort()
@@ -77,10 +79,10 @@ class DatabaseThread:
 
 
 class DatabaseStore:
-    """Async access to the tables. The writing connection lives in its own thread, so commits never wait for reads.
+    """Async access to the tables. The writing connection has its own thread, so commits never wait for reads.
 
     Args:
-        commit_timeout_s: a transaction that takes longer is broken off: a database that hangs is a database away.
+        commit_timeout_s: seconds after which a transaction is aborted; a hanging database counts as unavailable.
     """
 
     def __init__(self, engine: Engine, *, commit_timeout_s: float = 3.0) -> None:
@@ -97,8 +99,10 @@ class DatabaseStore:
     async def take_over(
         self, *, expected: int | None = None, claim: Claim | None = None, row_versions: RowVersions = NO_ROW_VERSIONS
     ) -> LoadedState:
-        """Fences earlier controllers off and reads everything a controller starts from, but what is ``known``.
-        Raises as ``Writer`` does."""
+        """Fence off earlier controllers and return the starting state, without unchanged records of ``row_versions``.
+
+        Raises as ``DatabaseWriter`` does.
+        """
         loaded = await self._written(
             lambda: self._writer.take_over(expected=expected, claim=claim, known=row_versions), LOAD_TIMEOUT_S
         )
@@ -106,10 +110,14 @@ class DatabaseStore:
         return loaded
 
     async def commit(self, batch: Batch) -> None:
-        """Writes the batch, and before it those whose outcome was not known, in one transaction; durable on return.
-        Without anything to write it passes the fence.
+        """Write the batch, after any batches with unknown outcome, in one transaction; durable on return.
 
-        Raises Superseded, StoreAway (its ``kept`` says whose the batch is now), and SQLAlchemy's where a row is wrong.
+        Without anything to write, only the fence is checked.
+
+        Raises:
+            Superseded: another controller took over the database.
+            DatabaseUnavailable: its ``is_batch_kept`` says who keeps the batch.
+            SQLAlchemyError: a row is wrong.
         """
         if batch:
             self._number += 1
@@ -126,7 +134,7 @@ class DatabaseStore:
         self._kept.clear()
 
     def _attempt(self, batches: list[Batch]) -> None:
-        """A connection that broke while it was idle costs nobody anything: there is a second try on a new one."""
+        """Try to commit, twice if the connection was open before: it may have broken while idle."""
         was_connected = self._writer.connected
         try:
             self._writer.commit(batches)
@@ -141,15 +149,15 @@ class DatabaseStore:
                 ) from error
 
     async def write(self, change: Callable[[Connection], T]) -> T:
-        """Runs ``change`` in a transaction of its own, fenced as every other. Raises Superseded and StoreAway."""
+        """Run ``change`` in its own fenced transaction. Raises Superseded and DatabaseUnavailable."""
         return await self._written(lambda: self._writer.run(change), self._commit_timeout_s)
 
     async def query(self, query: Callable[[Connection], T]) -> T:
-        """Runs a query that belongs to no ``Reader`` in the reading thread. Raises as ``read``."""
+        """Run a query that is no ``HistoryReader`` method in the reading thread. Raises as ``read``."""
         return await self.read(lambda reader: reader.page(query))
 
     async def read(self, query: Callable[[HistoryReader], T]) -> T:
-        """Runs a query in the reading thread. Raises Unavailable where the database fails."""
+        """Run a query in the reading thread. Raises Unavailable if the database fails."""
         try:
             return await self._reads.call(lambda: query(self._reader), READ_TIMEOUT_S)
         except SQLAlchemyError as error:
@@ -166,7 +174,7 @@ class DatabaseStore:
             ) from error
 
     def close(self) -> None:
-        """Waits for what is being written, unless it hangs, then closes the connections. Blocks; may be repeated."""
+        """Wait for the current write, unless it hangs, then close the connections. Blocks; may be repeated."""
         if self._closed:
             return
         self._closed = True

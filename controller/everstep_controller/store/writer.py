@@ -1,4 +1,4 @@
-"""Writing: one connection, numbered batches, and the fence that every transaction passes first."""
+"""Write numbered batches over one connection, with a fence against superseded controllers in every transaction."""
 
 from __future__ import annotations
 
@@ -31,14 +31,16 @@ _FLEET_ROW = 1
 EPOCH, BATCH, LAST_WRITING_EPOCH = "epoch", "batch", "last_writing_epoch"
 
 Claim = Callable[[Connection, int], None]
-"""Writes into the transaction of a take-over, given its epoch."""
+"""Extra writes in a take-over's transaction, given its epoch."""
 
 
 class DatabaseWriter:
-    """The one writing connection, made again where it broke. Used from one thread only, but for ``abort``.
+    """The writing connection, reopened after it broke. For one thread, except ``abort``.
 
-    Raises (from every method that writes) Superseded where another controller has taken the database over since
-    ``take_over``, StoreAway where the database cannot be used, and what SQLAlchemy raises where a row is wrong.
+    Every writing method raises:
+        Superseded: another controller took over the database since ``take_over``.
+        DatabaseUnavailable: the database cannot be used.
+        SQLAlchemyError: a row is wrong.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -50,17 +52,20 @@ class DatabaseWriter:
 
     @property
     def connected(self) -> bool:
-        """Whether the connection was there already."""
+        """Whether the connection is open."""
         return self._connection is not None
 
     def close(self) -> None:
-        """Ends the connection."""
+        """Close the connection."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
 
     def abort(self) -> None:
-        """Makes what hangs in the other thread fail soon; a local disk that hangs cannot be helped. Any thread."""
+        """Make a call that hangs in the other thread fail soon, except on a hanging local disk.
+
+        Any thread may call this.
+        """
         connection = self._connection
         if connection is not None:
             abort_connection(connection)
@@ -68,11 +73,12 @@ class DatabaseWriter:
     def take_over(
         self, *, expected: int | None = None, claim: Claim | None = None, known: RowVersions = NO_ROW_VERSIONS
     ) -> LoadedState:
-        """Fences every earlier controller off and reads what there is, in one transaction.
+        """Fence off every earlier controller and load the state, in one transaction.
 
         Args:
-            expected: the epoch that must still be there; Superseded where another controller was faster.
-            known: of records that were read before, and are not read again.
+            expected: epoch that must still be current; raises Superseded if another controller was faster.
+            claim: extra writes of the transaction.
+            known: versions of records that need not be read again.
         """
         with self._transaction() as connection:
             found = _lock_meta(connection)
@@ -88,7 +94,7 @@ class DatabaseWriter:
         return loaded
 
     def commit(self, batches: Sequence[Batch]) -> None:
-        """Writes those of the numbered batches that were not applied before, in one transaction."""
+        """Write the batches that were not applied before, in one transaction."""
         with self._fenced() as (connection, newest):
             for batch in batches:
                 if batch.number > newest:
@@ -97,7 +103,7 @@ class DatabaseWriter:
                 _set_meta(connection, BATCH, batches[-1].number)
 
     def run(self, change: Callable[[Connection], T]) -> T:
-        """Runs ``change`` in a transaction of its own, behind the same fence."""
+        """Run ``change`` in its own fenced transaction."""
         with self._fenced() as (connection, _):
             return change(connection)
 
@@ -132,7 +138,7 @@ class DatabaseWriter:
         return self._connection
 
     def _drop(self) -> None:
-        """Ends a connection in an unknown state; what it had not committed is rolled back by the database."""
+        """Close a connection in an unknown state; the database rolls back what was not committed."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.invalidate()
@@ -140,13 +146,13 @@ class DatabaseWriter:
 
 
 _META = tables.meta.c
-# Statements of every transaction are built once: putting one together takes longer than running it.
+# Statements of every transaction are built once, because building takes longer than running.
 _LOCK_META = select(_META.key, _META.value).where(_META.key.in_((BATCH, EPOCH))).order_by(_META.key).with_for_update()
 _SET_META = update(tables.meta).where(_META.key == bindparam("of")).values(value=bindparam("to"))
 
 
 def _lock_meta(connection: Connection) -> dict[str, int]:
-    """``epoch`` and ``batch``, locked until the transaction's end: transactions that write come one after another."""
+    """Return ``epoch`` and ``batch``, locked until the end of the transaction, which serializes writers."""
     return {row.key: row.value for row in connection.execute(_LOCK_META)}
 
 
@@ -155,7 +161,7 @@ def _set_meta(connection: Connection, key: str, value: int) -> None:
 
 
 def _note_life(connection: Connection, found: int, epoch: int) -> None:
-    """A database in which the last life is far behind the epoch that was ``found`` is a copy."""
+    """Record the writing epoch. If the last one is far behind ``found``, the database is a copy: skip audit ids."""
     led = connection.execute(select(_META.value).where(_META.key == LAST_WRITING_EPOCH)).scalar()
     if led is not None and found - led >= COPY_EPOCH_GAP:
         skip_used_ids(connection)
@@ -163,7 +169,7 @@ def _note_life(connection: Connection, found: int, epoch: int) -> None:
 
 
 def _write(connection: Connection, batch: Batch, lives: dict[str, int]) -> None:
-    """``lives``: which life each node's newest mark was of."""
+    """Write the batch. ``lives`` holds the incarnation of each node's newest report mark."""
     _forget(connection, batch, lives)
     upsert(connection, tables.nodes, [{"node": node, "doc": doc} for node, doc in batch.nodes.items()])
     _write_standing(connection, batch.active_findings)
@@ -201,7 +207,7 @@ _PRUNE_MARKS = delete(tables.report_marks).where(
 
 
 def _forget(connection: Connection, batch: Batch, lives: dict[str, int]) -> None:
-    """Deletes what is known no more. History by time (audit log, findings, remedies) goes by its age."""
+    """Delete forgotten nodes and jobs. History (audit log, findings, remediations) is deleted by age instead."""
     nodes, jobs = list(batch.forgotten_nodes), list(batch.forgotten_jobs)
     of_nodes = (tables.nodes, tables.active_findings, tables.verdicts, tables.outbox, tables.report_marks)
     for table in of_nodes if nodes else ():

@@ -1,4 +1,4 @@
-"""Alembic entry point: runs over the connection, and in the transaction, that ``store.database`` passes to it."""
+"""Run Alembic over the connection and transaction that ``store.database`` passes."""
 
 from __future__ import annotations
 

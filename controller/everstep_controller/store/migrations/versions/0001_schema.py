@@ -1,4 +1,4 @@
-"""The schema: documents, history, judgements, the audit log, delivery, the lease, credentials and remediations."""
+"""Create the schema: documents, history, verdicts, audit log, outbox, lease, credentials and remediations."""
 
 from __future__ import annotations
 
