@@ -11,11 +11,8 @@ from everstep.vocabulary import GenerationReason, JobState
 from everstep_controller.core.events import DatabaseAvailabilityChanged
 from everstep_controller.core.jobs.generations import RegroupCause, regroup
 from everstep_controller.core.jobs.lifecycle import wake_jobs
-from everstep_controller.core.state import FleetState
+from everstep_controller.core.state import DATABASE_SCOPE, FleetState
 from everstep_controller.core.transition import Transition
-
-DATABASE_SCOPE = "database"
-"""What holds an eviction while the database is away."""
 
 
 def refuse_during_outage(state: FleetState) -> None:

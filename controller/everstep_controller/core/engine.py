@@ -59,7 +59,7 @@ from everstep_controller.core.health.examinations import (
     handle_probe_finished,
 )
 from everstep_controller.core.health.quarantine import PROBE_PASSED, PROBE_SKIPPED, check_seen_on_probation
-from everstep_controller.core.jobs import hangs, joining, lifecycle, losses
+from everstep_controller.core.jobs import ending, hangs, joining, lifecycle, losses
 from everstep_controller.core.jobs.generations import check_boundary, note_beyond_boundary, note_waiting
 from everstep_controller.core.jobs.hangs import settle_pending_regroup
 from everstep_controller.core.jobs.membership import ENDED_STATES
@@ -371,7 +371,7 @@ _REPORTS: dict[type[Any], Callable[[Transition, JobRecord, str, Any], None]] = {
     VersionSealed: examinations.handle_sealed,
     Resumed: lifecycle.handle_resumed,
     UserError: lifecycle.handle_user_error,
-    RankFinished: lifecycle.handle_rank_finished,
+    RankFinished: ending.handle_rank_finished,
     VersionSpilled: handle_version_spilled,
     VersionProtected: handle_version_protected,
 }

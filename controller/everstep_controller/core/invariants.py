@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from everstep.vocabulary import JobState, NodeState
 from everstep.wire.v1.training import GenerationSpec
-from everstep_controller.core.database_outage import DATABASE_SCOPE
 from everstep_controller.core.health.eviction import FLEET
 from everstep_controller.core.jobs.membership import (
     ENDED_STATES,
@@ -19,7 +18,7 @@ from everstep_controller.core.jobs.membership import (
 )
 from everstep_controller.core.liveness.correlation import groups_of
 from everstep_controller.core.records import JobRecord, NodeRecord
-from everstep_controller.core.state import FleetState, SilenceCount
+from everstep_controller.core.state import DATABASE_SCOPE, FleetState, SilenceCount
 
 UNSEATABLE_STATES = (NodeState.QUARANTINED, NodeState.REPAIR, NodeState.LOST)
 

@@ -18,10 +18,10 @@ from everstep_controller.core.health.evidence import clear_controller_findings
 from everstep_controller.core.health.node_state import set_state
 from everstep_controller.core.health.quarantine import begin_probation, begin_quarantine
 from everstep_controller.core.health.remediation_ladder import send_to_repair
-from everstep_controller.core.jobs import lifecycle
+from everstep_controller.core.jobs import ending, lifecycle
 from everstep_controller.core.jobs.generations import RegroupCause
-from everstep_controller.core.jobs.joining import offer_to_jobs
-from everstep_controller.core.jobs.losses import clear_job_blame, regroup_jobs_without
+from everstep_controller.core.jobs.joining import clear_job_blame, offer_to_jobs
+from everstep_controller.core.jobs.losses import regroup_jobs_without
 from everstep_controller.core.jobs.membership import ENDED_STATES
 from everstep_controller.core.state import FleetState
 from everstep_controller.core.transition import Transition
@@ -115,7 +115,7 @@ def execute_command(transition: Transition, command: OperatorCommand) -> None:
     if command.action is OperatorAction.RESET_BREAKER:
         reset_breaker(transition)
     elif command.job is not None and command.action is OperatorAction.STOP_JOB:
-        lifecycle.stop_job(transition, transition.state.jobs[command.job], command.actor, command.reason)
+        ending.stop_job(transition, transition.state.jobs[command.job], command.actor, command.reason)
     elif command.job is not None and command.action is OperatorAction.RESIZE_JOB and command.node_limit is not None:
         lifecycle.resize_job(transition, transition.state.jobs[command.job], command.node_limit, command.actor)
     elif command.action is OperatorAction.MAINTENANCE:

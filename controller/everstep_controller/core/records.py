@@ -13,7 +13,9 @@ from everstep.vocabulary import Action, Finding, JobState, NodeState, ProbeKind
 from everstep.wire.v1.agent import UNKNOWN_HOST, Domain, Gpu, Host
 from everstep.wire.v1.training import GenerationSpec, JobSpec
 from everstep.wire.v1.vault_orders import Protection
-from everstep_controller.core.policy import LadderHistory, ReportHistory
+
+IN_SERVICE = (NodeState.HEALTHY, NodeState.SUSPECT, NodeState.PROBATION)
+"""States in which a node serves or is about to."""
 
 
 class MaintenanceWindow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -216,9 +218,9 @@ class NodeRecord(msgspec.Struct, kw_only=True):
     """Scope that defers the eviction (``core.health.eviction``)."""
     booted_at: float = 0.0
     """First sighting of the node after its last boot."""
-    report_history: dict[str, ReportHistory] = {}
+    report_history: dict[str, list[tuple[float, bool]]] = {}
     """Counted reports, by rule and finding key."""
-    ladder_history: dict[str, LadderHistory] = {}
+    ladder_history: dict[str, list[tuple[float, Action]]] = {}
     """Ladder steps taken, by rule."""
     undecided_findings: dict[str, str] = {}
     """Reasons why findings cannot be judged yet, by finding key."""

@@ -12,7 +12,7 @@ from everstep_controller.core.effects import RecordFindingCleared
 from everstep_controller.core.health import node_state
 from everstep_controller.core.health.eviction import drop_deferral
 from everstep_controller.core.jobs import job_index
-from everstep_controller.core.jobs.lifecycle import fail_job
+from everstep_controller.core.jobs.ending import fail_job
 from everstep_controller.core.jobs.membership import ENDED_STATES, is_seated
 from everstep_controller.core.records import JobRecord, NodeRecord, ReadmissionPlan, UnfitNode
 from everstep_controller.core.state import FleetState

@@ -8,7 +8,6 @@ from everstep.vocabulary import NodeState
 from everstep_controller.core.checkpoints.commits import resume_commits
 from everstep_controller.core.events import ControllerStarted
 from everstep_controller.core.health.eviction import restore_deferral, schedule_deferral_checks
-from everstep_controller.core.health.examinations import backfill_tie_times
 from everstep_controller.core.health.maintenance import resume_windows
 from everstep_controller.core.health.outbreaks import restore_outbreaks
 from everstep_controller.core.health.quarantine import PROBE_PASSED, PROBE_SKIPPED, begin_probation
@@ -47,15 +46,12 @@ def restore_state(
     for record in nodes:
         state.nodes[record.node] = record
         state.node_runtime[record.node] = NodeRuntime()
-        if record.state is NodeState.HELD and not (record.external_cordon_by or record.maintenance_until):
-            record.hold_reason = record.hold_reason or record.sentence  # stored before holds had a field of their own
         if record.reachable:
             if record.state is NodeState.SUSPECT:
                 state.silent.add(record.node)
             add_expected(state, record.node)
             state.unseen.add(record.node)
         restore_deferral(state, record.node)
-    backfill_tie_times(state)
     lost = {node: record.loss_times[-1] for node, record in state.nodes.items() if record.loss_times}
     state.recent_losses = dict(sorted(lost.items(), key=lambda one: one[1]))
     for job in jobs:
@@ -87,7 +83,10 @@ def handle_controller_started(transition: Transition, event: ControllerStarted) 
     state.rejoin_window_latest_at = transition.now + transition.policy.rejoin_window_max_s
     if state.unseen:
         transition.schedule(state.rejoin_window_ends_at, "reunion", FLEET)
+    stored = state.fleet.outbreaks
     restore_outbreaks(state, transition.now)
+    if state.fleet.outbreaks != stored:
+        transition.mark_fleet_changed()
     schedule_deferral_checks(transition)
     update_correlated_silence(transition)
     for node, record in state.nodes.items():

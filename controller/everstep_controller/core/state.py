@@ -16,6 +16,9 @@ from everstep.wire.v1.training import RankProgress
 from everstep_controller.core.policy import BlameIsolationMethod, CorePolicy
 from everstep_controller.core.records import FleetRecord, JobRecord, NodeRecord
 
+DATABASE_SCOPE = "database"
+"""Scope that defers an eviction while the database is unavailable."""
+
 Ignored = Literal[
     "remediation_finished.unknown",
     "collective_failed.not_a_member",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
@@ -28,8 +29,70 @@ from everstep_controller.core.effects import (
     RequestRemediation,
     Send,
 )
-from everstep_controller.core.jobs.progress import StepRate, Stragglers, compute_step_rate, find_stragglers
-from everstep_controller.core.state import FleetState, Ignored
+from everstep_controller.core.state import FleetState, Ignored, JobProgress
+
+MIN_STEP_S = 1e-6
+"""Shorter reported step times, in seconds, are ignored: the steps per second would be no number that can be sent."""
+MAX_SAMPLED_RANKS = 512
+"""Maximum number of ranks in the median step time, because sorting ten thousand takes milliseconds."""
+
+
+class StepRate(msgspec.Struct, frozen=True, tag=True):
+    """Step rate of a job."""
+
+    subject: JobId
+    """The job."""
+    step: int | None
+    """Last finished step of the furthest rank; None if unknown."""
+    at: float
+    """Time at which ``step`` was reported."""
+    step_s: float
+    """Median step time in seconds, of a sample in large jobs, whose ranks step together; 0.0 if unknown."""
+
+    def predict_step(self, now: float, max_unseen_s: float) -> int:
+        """Return the extrapolated step of the furthest rank, for at most ``max_unseen_s`` seconds beyond the last
+        report.
+
+        Needs a known step and step time.
+        """
+        assert self.step is not None
+        return self.step + int(min(now - self.at, max_unseen_s) / self.step_s)
+
+
+def compute_step_rate(job: JobId, job_progress: JobProgress) -> StepRate:
+    apart = 1 + len(job_progress.by_rank) // MAX_SAMPLED_RANKS
+    some = itertools.islice(job_progress.by_rank.values(), 0, None, apart)
+    times = sorted(progress.step_s for progress in some if progress.step_s >= MIN_STEP_S)
+    return StepRate(
+        job, job_progress.furthest_step, job_progress.furthest_step_at, times[len(times) // 2] if times else 0.0
+    )
+
+
+MIN_EXCESS_SHARE = 0.05
+"""Minimum excess over the median, as a share of the step time. Less is noise of a loop that hardly computes."""
+
+
+class Stragglers(msgspec.Struct, frozen=True, tag=True):
+    """Ranks of a job whose own time per step stands out."""
+
+    subject: JobId
+    """The job."""
+    measured_ranks: int
+    """Number of ranks that report their own time."""
+    median_s: float
+    """Lower median of their own times in seconds."""
+    slow: dict[Rank, float]
+    """Seconds of the ranks that exceed the median by the factor, and enough to delay a step."""
+
+
+def find_stragglers(job: JobId, job_progress: JobProgress, factor: float) -> Stragglers:
+    """Return the ranks that need more than ``factor`` times the median."""
+    busy = {rank: progress.busy_s for rank, progress in job_progress.by_rank.items() if progress.busy_s is not None}
+    if not busy:
+        return Stragglers(job, 0, 0.0, {})
+    median = sorted(busy.values())[(len(busy) - 1) // 2]
+    limit = max(factor * median, median + MIN_EXCESS_SHARE * compute_step_rate(job, job_progress).step_s)
+    return Stragglers(job, len(busy), median, {rank: own for rank, own in busy.items() if own > limit})
 
 
 class HeartbeatRead(msgspec.Struct, frozen=True, tag=True):

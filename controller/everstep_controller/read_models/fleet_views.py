@@ -24,7 +24,6 @@ from everstep.wire.v1.training import AnyReport, GenerationSpec, ProbeFinished, 
 from everstep_controller.core.health.eviction import budget_left, eviction_budget
 from everstep_controller.core.health.evidence import offender_score
 from everstep_controller.core.health.maintenance import planned_windows
-from everstep_controller.core.health.node_state import IN_SERVICE
 from everstep_controller.core.health.outbreaks import signature, spared_of, standing
 from everstep_controller.core.jobs.membership import (
     RostersByJob,
@@ -35,7 +34,7 @@ from everstep_controller.core.jobs.membership import (
     seats_of,
     spares,
 )
-from everstep_controller.core.records import JobRecord, NodeRecord
+from everstep_controller.core.records import IN_SERVICE, JobRecord, NodeRecord
 from everstep_controller.core.state import FleetState, JobRuntime
 from everstep_controller.leadership.lease import StandbyReport
 from everstep_controller.runtime.commit_buffer import DatabaseOutage

@@ -18,7 +18,6 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 from everstep.vocabulary import Action, Decision, Finding, JobState, NodeState
-from everstep_controller.core.database_outage import DATABASE_SCOPE
 from everstep_controller.core.health import evidence
 from everstep_controller.core.health.outbreaks import (
     NOT_SELF_CLEARING,
@@ -41,7 +40,7 @@ from everstep_controller.core.jobs.membership import (
 )
 from everstep_controller.core.policy import VerdictRule
 from everstep_controller.core.records import Eviction, JobRecord
-from everstep_controller.core.state import FleetState
+from everstep_controller.core.state import DATABASE_SCOPE, FleetState
 from everstep_controller.core.transition import Transition, defer_judgement
 
 # Budget: the number of nodes that the controller may evict within one window, from the fleet, a rack or a job.

@@ -24,7 +24,7 @@ from everstep_controller.core.health.evidence import (
 )
 from everstep_controller.core.health.findings import judge_after_isolation, judge_controller_findings, recheck_undecided
 from everstep_controller.core.health.node_state import CORDONED_STATES
-from everstep_controller.core.jobs import lifecycle
+from everstep_controller.core.jobs import ending
 from everstep_controller.core.jobs.generations import RegroupCause, note_beyond_boundary, regroup
 from everstep_controller.core.jobs.losses import running_generation
 from everstep_controller.core.jobs.membership import is_seated
@@ -66,7 +66,7 @@ def _digests_differ(
     if (
         not settled and _record_tie(transition, job) and not transition.state.database_outage
     ):  # the end of a job cannot be revoked, so it waits for the database
-        lifecycle.fail_job(transition, job, f"{what}; {_describe_ties(job)}, and {_explain_fault(transition, job)}")
+        ending.fail_job(transition, job, f"{what}; {_describe_ties(job)}, and {_explain_fault(transition, job)}")
         return
     cause = RegroupCause(reason=GenerationReason.CORRUPTION, sentence=f"{what}; {back}", trace=transition.trace)
     regroup(transition, job, cause)
@@ -166,7 +166,7 @@ def settle_digest_case(transition: Transition, case: BlameCase) -> None:
     if job.state is not JobState.RUNNING:
         return
     if not out and _record_tie(transition, job):
-        lifecycle.fail_job(
+        ending.fail_job(
             transition, job, f"{case.summary}; {_describe_ties(job)}, and {_explain_fault(transition, job)}"
         )
     elif out or any(is_seated(job, node) and not is_serving(transition, node) for node in case.failed):
@@ -208,17 +208,6 @@ def _remembered_tie(transition: Transition, node: str) -> list[str]:
 
 def _tie_memory_s(state: FleetState) -> float:
     return state.policy.rules.default_rule(FindingKind.DIGEST_MISMATCH).step_memory_s
-
-
-def backfill_tie_times(state: FleetState) -> None:
-    """Date ties that were stored without a time by their findings."""
-    for record in state.nodes.values():
-        if not record.digest_tie_nodes or record.digest_tie_at:
-            continue
-        doubts = {key: found for key, found in record.controller_findings.items() if _is_unproven(found)}
-        record.digest_tie_at = max((found.since for found in doubts.values()), default=record.since)
-        for key, found in doubts.items():
-            record.controller_findings_until.setdefault(key, found.since + _tie_memory_s(state))
 
 
 def _is_unproven(finding: Finding) -> bool:

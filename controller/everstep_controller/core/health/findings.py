@@ -8,7 +8,7 @@ from everstep.vocabulary import Action, Decision, Finding, FindingKind, Generati
 from everstep.wire.v1.agent import MOST_FINDINGS
 from everstep_controller.core import records
 from everstep_controller.core.effects import RecordFindingCleared, RecordFindingRaised
-from everstep_controller.core.health import diagnostics, remediation_ladder
+from everstep_controller.core.health import diagnostics
 from everstep_controller.core.health.eviction import (
     DEFERRAL_RECHECK_S,
     drop_deferral,
@@ -34,8 +34,8 @@ from everstep_controller.core.health.quarantine import (
     check_quarantine,
     quarantine_relapsed,
 )
+from everstep_controller.core.jobs import losses
 from everstep_controller.core.jobs.generations import RegroupCause
-from everstep_controller.core.jobs.losses import regroup_jobs_without
 from everstep_controller.core.policy import (
     BlameIsolationMethod,
     CountingScope,
@@ -188,11 +188,11 @@ def _restart_ranks(transition: Transition, node: str, finding: Finding, rule: Ve
     if transition.state.database_outage:
         defer_judgement(transition, node, finding.key, "database", transition.now + DEFERRAL_RECHECK_S)
         return
-    if not again and (why := remediation_ladder.node_restart_cap(transition, node)) and rule.ladder[-1] is not rung:
+    if not again and (why := losses.node_restart_cap(transition, node)) and rule.ladder[-1] is not rung:
         record.ladder_history[rule.id] = append_ladder_step(steps, rule, rung, transition.now - rule.coalesce_s)
         evict_for(transition, node, finding, f"{finding.message}; {why}")
         return
-    if not again and (cap := remediation_ladder.fleet_restart_cap(transition))[0]:
+    if not again and (cap := losses.fleet_restart_cap(transition))[0]:
         defer_judgement(transition, node, finding.key, "restarts", cap[1])
         if is_logged:
             _add_verdict(
@@ -203,7 +203,7 @@ def _restart_ranks(transition: Transition, node: str, finding: Finding, rule: Ve
                 finding,
             )
         return
-    target = remediation_ladder.find_restart_target(transition, node, finding, rule)
+    target = losses.find_restart_target(transition, node, finding, rule)
     words = f"{node}: {finding.message} ({describe_rule(rule, record, finding, rung)})"
     record.ladder_history[rule.id] = append_ladder_step(steps, rule, rung, transition.now)
     transition.mark_node_changed(node)
@@ -211,9 +211,7 @@ def _restart_ranks(transition: Transition, node: str, finding: Finding, rule: Ve
         words = f"{words}; {target.describe()} is restarted"
         if not again:
             _add_verdict(transition, node, Decision.RESTART, words, finding, rung)
-        remediation_ladder.restart_ranks(
-            transition, node, target, words, finding.trace or transition.trace, counted=not again
-        )
+        losses.restart_ranks(transition, node, target, words, finding.trace or transition.trace, counted=not again)
     elif not again:
         why = "no rank computes there" if target is None else "its rank has just been replaced"
         _add_verdict(transition, node, Decision.NO_ACTION, f"{words}; {why}", finding)
@@ -267,7 +265,7 @@ def evict_for(transition: Transition, node: str, finding: Finding, proof: str = 
         trace=finding.trace or transition.trace,
         at_boundary=finding.kind not in (FindingKind.DIGEST_MISMATCH, FindingKind.COMPUTE_WRONG),
     )
-    regroup_jobs_without(transition, node, cause)
+    losses.regroup_jobs_without(transition, node, cause)
     return True
 
 

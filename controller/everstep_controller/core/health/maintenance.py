@@ -12,11 +12,11 @@ from everstep.vocabulary import GenerationReason, JobState, NodeState
 from everstep_controller.core import records
 from everstep_controller.core.events import OperatorCommand, SchedulerStateChanged
 from everstep_controller.core.health import node_state, remediation_ladder
-from everstep_controller.core.health.node_state import IN_SERVICE, out_of_service_reason, set_state
+from everstep_controller.core.health.node_state import out_of_service_reason, set_state
 from everstep_controller.core.health.quarantine import begin_probation
 from everstep_controller.core.jobs.generations import RegroupCause, regroup, roster_at
 from everstep_controller.core.jobs.membership import is_computing, jobs_seated_on, min_roster_nodes
-from everstep_controller.core.records import JobRecord, MaintenanceWindow, NodeRecord
+from everstep_controller.core.records import IN_SERVICE, JobRecord, MaintenanceWindow, NodeRecord
 from everstep_controller.core.state import FleetState
 from everstep_controller.core.transition import Transition
 

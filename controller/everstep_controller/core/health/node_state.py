@@ -13,8 +13,6 @@ from everstep_controller.core.transition import Transition
 
 CORDONED_STATES = (NodeState.QUARANTINED, NodeState.HELD, NodeState.REPAIR)
 """States in which nothing else should give the node work either."""
-IN_SERVICE = (NodeState.HEALTHY, NodeState.SUSPECT, NodeState.PROBATION)
-"""States in which a node serves or is about to."""
 
 
 def set_state(transition: Transition, node: str, state: NodeState, sentence: str) -> None:

@@ -17,7 +17,6 @@ import msgspec
 
 from everstep.ids import NodeId
 from everstep.vocabulary import Action, Finding, FindingKind, Mode
-from everstep_controller.core.health.node_state import IN_SERVICE
 from everstep_controller.core.policy import (
     CORRELATED_PAIR_SHARE,
     MIN_CORRELATED_NODES,
@@ -28,7 +27,7 @@ from everstep_controller.core.policy import (
     describe_action,
     next_ladder_step,
 )
-from everstep_controller.core.records import NodeRecord
+from everstep_controller.core.records import IN_SERVICE, NodeRecord
 from everstep_controller.core.state import FleetState
 from everstep_controller.core.transition import Transition
 from everstep_controller.core.wording import join_names

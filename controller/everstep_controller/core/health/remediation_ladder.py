@@ -4,33 +4,24 @@ from __future__ import annotations
 
 import math
 
-import msgspec
-
 from everstep.vocabulary import (
     Action,
     Decision,
-    Finding,
     FindingKind,
-    GenerationReason,
-    JobState,
     Mode,
     NodeState,
     Severity,
 )
-from everstep.wire.v1.training import GenerationSpec, Member
 from everstep_controller.core import records
 from everstep_controller.core.events import RemediationFinished
 from everstep_controller.core.health import evidence as offenders
 from everstep_controller.core.health import node_state
-from everstep_controller.core.health.evidence import clear_controller_findings, suspect_gpus
+from everstep_controller.core.health.evidence import clear_controller_findings
 from everstep_controller.core.health.node_state import out_of_service_reason, set_state
 from everstep_controller.core.health.outbreaks import ACTION_DELAY_S, rollback_possible_until
-from everstep_controller.core.jobs.generations import RegroupCause
-from everstep_controller.core.jobs.losses import replace_rank, running_generation
 from everstep_controller.core.jobs.membership import jobs_seated_on
-from everstep_controller.core.jobs.notifications import record_replaced_rank, send_kill
-from everstep_controller.core.policy import VerdictRule, append_ladder_step, describe_action
-from everstep_controller.core.records import JobRecord, NodeRecord, ReadmissionPlan
+from everstep_controller.core.policy import append_ladder_step, describe_action
+from everstep_controller.core.records import NodeRecord, ReadmissionPlan
 from everstep_controller.core.transition import Transition
 
 SEAT_RECHECK_S = 1.0
@@ -220,80 +211,3 @@ def repair_if_lemon(transition: Transition, node: str) -> bool:
         return True
     send_to_repair(transition, node, f"{node} offends again and again: {offenders.describe_score(transition, node)}")
     return True
-
-
-# Rank restarts: the mildest action. The processes of a node's ranks are killed, and their job regroups with new ones.
-#
-# A restart costs the job one regroup and no eviction. The kill carries the generation's number and precedes the next
-# generation, so that it never hits the replacement process.
-
-
-class RestartTarget(msgspec.Struct, frozen=True):
-    """Ranks of a job to restart, all on one node. ``members`` is empty if they were just restarted."""
-
-    job: JobRecord
-    spec: GenerationSpec
-    members: tuple[Member, ...]
-
-    def describe(self) -> str:
-        ranks = ", ".join(str(member.rank) for member in self.members)
-        return f"rank {ranks} of {self.job.job}"
-
-
-def find_restart_target(transition: Transition, node: str, finding: Finding, rule: VerdictRule) -> RestartTarget | None:
-    """Return the ranks that the finding concerns: those of its GPU if known, else all on the node; None if no rank runs
-    there.
-
-    Ranks replaced within the rule's ``coalesce_s`` are left out, because the finding concerns the earlier process.
-    """
-    record = transition.state.nodes[node]
-    job = next((job for job in jobs_seated_on(transition.state, node) if job.state is JobState.RUNNING), None)
-    spec = running_generation(job) if job is not None else None
-    members = tuple(spec.members_on(node)) if spec is not None else ()
-    if job is None or spec is None or not members:
-        return None
-    gpus = {gpu.index for gpu in suspect_gpus(record, (finding,))}
-    if gpus and spec.spec.nproc_per_node == len(record.gpus):  # only then does a local rank use the GPU of its number
-        members = tuple(member for member in members if member.local_rank in gpus)
-    replaced = transition.state.job_runtime[job.job].rank_replaced_at.get(node, {})
-    due = (member for member in members if replaced.get(member.local_rank, 0.0) <= transition.now - rule.coalesce_s)
-    return RestartTarget(job, spec, tuple(due))
-
-
-def restart_ranks(
-    transition: Transition, node: str, target: RestartTarget, sentence: str, trace: str, *, counted: bool
-) -> None:
-    """Kill the processes and regroup. ``counted`` is false for another GPU of the same crash, which counts once under
-    the caps."""
-    if counted:
-        record, fleet, policy = transition.state.nodes[node], transition.state.fleet, transition.policy
-        record.rank_restart_times = node_state.append_time(
-            record.rank_restart_times, transition.now, policy.remediation_node_window_s
-        )
-        fleet.rank_restart_times = node_state.append_time(
-            fleet.rank_restart_times, transition.now, policy.remediation_fleet_window_s
-        )
-        transition.mark_node_changed(node)
-        transition.mark_fleet_changed()
-    for member in target.members:
-        send_kill(transition, target.job, member, target.spec.number, sentence, trace)
-        record_replaced_rank(transition, target.job, node, member.local_rank)
-    replace_rank(
-        transition, target.job, node, RegroupCause(reason=GenerationReason.RANK_LOST, sentence=sentence, trace=trace)
-    )
-
-
-def node_restart_cap(transition: Transition, node: str) -> str:
-    """Return why the node's ranks are not restarted again; "" while they may be."""
-    times, policy = transition.state.nodes[node].rank_restart_times, transition.policy
-    what = "its ranks were restarted"
-    return node_state.describe_cap(
-        times, transition.now, policy.remediation_node_window_s, policy.rank_restarts_per_node, what
-    )
-
-
-def fleet_restart_cap(transition: Transition) -> tuple[str, float]:
-    """Return why no rank is restarted now, and the time of the next restart; ("", 0.0) below the fleet's cap."""
-    times, window_s = transition.state.fleet.rank_restart_times, transition.policy.remediation_fleet_window_s
-    count, at = node_state.next_allowed_at(times, transition.now, window_s, transition.policy.rank_restarts_per_fleet)
-    return (f"ranks were restarted {count} times within {window_s:g} s" if count else ""), at

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 
 from everstep.vocabulary import GenerationReason, JobState
 from everstep.wire.v1.training import GenerationSpec, Member, RankStalled, RankUnresponsive
-from everstep_controller.core.jobs import lifecycle
+from everstep_controller.core.jobs import ending
 from everstep_controller.core.jobs.generations import RegroupCause, note_beyond_boundary
 from everstep_controller.core.jobs.losses import (
     find_generation,
@@ -76,7 +76,7 @@ def handle_rank_stalled(transition: Transition, job: JobRecord, node: str, repor
     if not spec.has_rank_on(node, report.rank):
         transition.count_ignored("rank_stalled.not_a_member")
         return
-    if lifecycle.check_even(transition, job, {report.rank: report.begun}):
+    if ending.check_even(transition, job, {report.rank: report.begun}):
         return
     live = transition.state.job_runtime[job.job]
     live.stalled_ranks[report.rank] = (report.step, report.collectives)
@@ -112,7 +112,7 @@ def _fail_uneven(transition: Transition, job: JobRecord, spec: GenerationSpec, r
         if len(job.finished_ranks) == 1
         else f"{len(job.finished_ranks)} other ranks have"
     )
-    lifecycle.fail_job(
+    ending.fail_job(
         transition,
         job,
         f"{words}, and {ranks} returned from the training function: all ranks have to make the same steps (what takes "

@@ -452,3 +452,12 @@ def _preempt(transition: Transition, job: JobRecord, victim: JobRecord, taken: l
         left_out=frozenset(plan.seats),
     )
     regroup(transition, victim, cause)
+
+
+def clear_job_blame(transition: Transition, job_id: str, node: str) -> None:
+    """Clear the job's lost ranks, exclusion and straggler mark for the node."""
+    job = transition.state.jobs[job_id]
+    job.excluded_nodes.pop(node, None)
+    job.rank_loss_times.pop(node, None)
+    job.replaced_stragglers.pop(node, None)
+    transition.mark_job_changed(job_id)

@@ -6,9 +6,10 @@ import msgspec
 
 from everstep.clock import Backoff
 from everstep.vocabulary import Finding, FindingKind, GenerationReason, JobState, Severity
-from everstep.wire.v1.training import CollectiveFailed, GenerationSpec, LauncherLeft, RankLost
-from everstep_controller.core.health.evidence import raise_controller_finding
-from everstep_controller.core.jobs import lifecycle
+from everstep.wire.v1.training import CollectiveFailed, GenerationSpec, LauncherLeft, Member, RankLost
+from everstep_controller.core.health import node_state
+from everstep_controller.core.health.evidence import raise_controller_finding, suspect_gpus
+from everstep_controller.core.jobs import ending
 from everstep_controller.core.jobs.generations import (
     RegroupCause,
     consider_growth,
@@ -18,7 +19,8 @@ from everstep_controller.core.jobs.generations import (
 )
 from everstep_controller.core.jobs.job_index import launcher_went
 from everstep_controller.core.jobs.membership import is_seated, jobs_seated_on, min_roster_nodes, seats_of
-from everstep_controller.core.jobs.notifications import record_replaced_rank
+from everstep_controller.core.jobs.notifications import record_replaced_rank, send_kill
+from everstep_controller.core.policy import VerdictRule
 from everstep_controller.core.records import JobRecord
 from everstep_controller.core.state import PendingRegroup
 from everstep_controller.core.transition import Transition
@@ -120,20 +122,11 @@ def replace_rank(transition: Transition, job: JobRecord, node: str, cause: Regro
     job.excluded_nodes[node] = sentence
     _raise_rank_flapping(transition, node, sentence, count)
     if len(current_roster(transition, job)) < min_roster_nodes(job):
-        lifecycle.fail_job(transition, job, f"{cause.sentence}; {sentence}, and no other node can take its place")
+        ending.fail_job(transition, job, f"{cause.sentence}; {sentence}, and no other node can take its place")
         return
     regroup(
         transition, job, RegroupCause(reason=cause.reason, sentence=f"{cause.sentence}; {sentence}", trace=cause.trace)
     )
-
-
-def clear_job_blame(transition: Transition, job_id: str, node: str) -> None:
-    """Clear the job's lost ranks, exclusion and straggler mark for the node."""
-    job = transition.state.jobs[job_id]
-    job.excluded_nodes.pop(node, None)
-    job.rank_loss_times.pop(node, None)
-    job.replaced_stragglers.pop(node, None)
-    transition.mark_job_changed(job_id)
 
 
 def regroup_with_seen(transition: Transition, job: JobRecord, cause: RegroupCause) -> None:
@@ -347,3 +340,80 @@ def regroup_jobs_without(transition: Transition, node: str, cause: RegroupCause)
         leaves = job.generation is not None and node not in job.generation.seated_nodes
         if job.state is JobState.RUNNING and not (leaves and cause.at_boundary):
             regroup(transition, job, cause)
+
+
+# Rank restarts: the mildest action. The processes of a node's ranks are killed, and their job regroups with new ones.
+#
+# A restart costs the job one regroup and no eviction. The kill carries the generation's number and precedes the next
+# generation, so that it never hits the replacement process.
+
+
+class RestartTarget(msgspec.Struct, frozen=True):
+    """Ranks of a job to restart, all on one node. ``members`` is empty if they were just restarted."""
+
+    job: JobRecord
+    spec: GenerationSpec
+    members: tuple[Member, ...]
+
+    def describe(self) -> str:
+        ranks = ", ".join(str(member.rank) for member in self.members)
+        return f"rank {ranks} of {self.job.job}"
+
+
+def find_restart_target(transition: Transition, node: str, finding: Finding, rule: VerdictRule) -> RestartTarget | None:
+    """Return the ranks that the finding concerns: those of its GPU if known, else all on the node; None if no rank runs
+    there.
+
+    Ranks replaced within the rule's ``coalesce_s`` are left out, because the finding concerns the earlier process.
+    """
+    record = transition.state.nodes[node]
+    job = next((job for job in jobs_seated_on(transition.state, node) if job.state is JobState.RUNNING), None)
+    spec = running_generation(job) if job is not None else None
+    members = tuple(spec.members_on(node)) if spec is not None else ()
+    if job is None or spec is None or not members:
+        return None
+    gpus = {gpu.index for gpu in suspect_gpus(record, (finding,))}
+    if gpus and spec.spec.nproc_per_node == len(record.gpus):  # only then does a local rank use the GPU of its number
+        members = tuple(member for member in members if member.local_rank in gpus)
+    replaced = transition.state.job_runtime[job.job].rank_replaced_at.get(node, {})
+    due = (member for member in members if replaced.get(member.local_rank, 0.0) <= transition.now - rule.coalesce_s)
+    return RestartTarget(job, spec, tuple(due))
+
+
+def restart_ranks(
+    transition: Transition, node: str, target: RestartTarget, sentence: str, trace: str, *, counted: bool
+) -> None:
+    """Kill the processes and regroup. ``counted`` is false for another GPU of the same crash, which counts once under
+    the caps."""
+    if counted:
+        record, fleet, policy = transition.state.nodes[node], transition.state.fleet, transition.policy
+        record.rank_restart_times = node_state.append_time(
+            record.rank_restart_times, transition.now, policy.remediation_node_window_s
+        )
+        fleet.rank_restart_times = node_state.append_time(
+            fleet.rank_restart_times, transition.now, policy.remediation_fleet_window_s
+        )
+        transition.mark_node_changed(node)
+        transition.mark_fleet_changed()
+    for member in target.members:
+        send_kill(transition, target.job, member, target.spec.number, sentence, trace)
+        record_replaced_rank(transition, target.job, node, member.local_rank)
+    replace_rank(
+        transition, target.job, node, RegroupCause(reason=GenerationReason.RANK_LOST, sentence=sentence, trace=trace)
+    )
+
+
+def node_restart_cap(transition: Transition, node: str) -> str:
+    """Return why the node's ranks are not restarted again; "" while they may be."""
+    times, policy = transition.state.nodes[node].rank_restart_times, transition.policy
+    what = "its ranks were restarted"
+    return node_state.describe_cap(
+        times, transition.now, policy.remediation_node_window_s, policy.rank_restarts_per_node, what
+    )
+
+
+def fleet_restart_cap(transition: Transition) -> tuple[str, float]:
+    """Return why no rank is restarted now, and the time of the next restart; ("", 0.0) below the fleet's cap."""
+    times, window_s = transition.state.fleet.rank_restart_times, transition.policy.remediation_fleet_window_s
+    count, at = node_state.next_allowed_at(times, transition.now, window_s, transition.policy.rank_restarts_per_fleet)
+    return (f"ranks were restarted {count} times within {window_s:g} s" if count else ""), at

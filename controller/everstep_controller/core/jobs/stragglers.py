@@ -11,10 +11,9 @@ from everstep.wire.v1.training import GenerationSpec
 from everstep_controller.core.health.evidence import extend_controller_finding, raise_controller_finding
 from everstep_controller.core.jobs.generations import RegroupCause, boundary_step, regroup
 from everstep_controller.core.jobs.membership import next_seats, seats_of
-from everstep_controller.core.jobs.progress import Stragglers
 from everstep_controller.core.records import JobRecord
 from everstep_controller.core.state import JobRuntime
-from everstep_controller.core.transition import Transition
+from everstep_controller.core.transition import Stragglers, Transition
 
 STRAGGLER_SUBJECT = "ranks"
 STRAGGLER_KEY = f"{FindingKind.RANK_STRAGGLER}/{STRAGGLER_SUBJECT}"

@@ -14,7 +14,7 @@ import msgspec
 from everstep.vocabulary import Finding, FindingKind, JobState, NodeState, Severity
 from everstep.wire.v1.training import PeerConnectionLost
 from everstep_controller.core.health.evidence import clear_controller_findings, raise_controller_finding
-from everstep_controller.core.health.node_state import IN_SERVICE, out_of_service_reason, set_state
+from everstep_controller.core.health.node_state import out_of_service_reason, set_state
 from everstep_controller.core.health.outbreaks import common_cause
 from everstep_controller.core.health.quarantine import begin_probation, check_probation, check_quarantine
 from everstep_controller.core.jobs.joining import offer_to_jobs
@@ -22,7 +22,7 @@ from everstep_controller.core.jobs.losses import regroup_without_missing, remove
 from everstep_controller.core.jobs.membership import jobs_seated_on, max_roster_nodes, seats_of
 from everstep_controller.core.liveness import correlation
 from everstep_controller.core.policy import CorePolicy
-from everstep_controller.core.records import JobRecord, NodeRecord
+from everstep_controller.core.records import IN_SERVICE, JobRecord, NodeRecord
 from everstep_controller.core.state import HeartbeatState, ObserverState
 from everstep_controller.core.transition import Transition
 from everstep_controller.core.wording import join_names

@@ -77,3 +77,11 @@ def test_failed_ladder_step_is_written_while_next_step_waits() -> None:
     course = fleet.state.nodes[NODES[0]].readmission_plan
     assert course is not None
     assert course.ladder[course.ladder_step] is Action.REPAIR, "which waits for an outbreak that may be behind it"
+
+
+def test_outbreak_that_ended_while_down_is_removed_from_records() -> None:
+    fleet = _Watched(quick_policy())
+    fleet.register(*NODES[:2])
+    fleet.state.fleet.outbreaks = {"gpu.xid/79": 1.0}
+    fleet.restart()
+    assert fleet.state.fleet.outbreaks == {}

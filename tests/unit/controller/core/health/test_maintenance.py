@@ -124,16 +124,6 @@ def test_node_held_on_probation_resumes_probation() -> None:
     assert fleet.node_state("n2") is NodeState.PROBATION
 
 
-def test_hold_from_older_release_is_respected() -> None:
-    fleet = _fleet()
-    fleet.order(OperatorAction.HOLD, node="n2")
-    fleet.state.nodes["n2"].hold_reason = ""
-    fleet.restart()
-    _observe(fleet, "n2", "maria")
-    _observe(fleet, "n2")
-    assert fleet.node_state("n2") is NodeState.HELD
-
-
 # --- maintenance -------------------------------------------------------------------------------------------------
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 from everstep_controller.core.events import OperatorAction
-from everstep_controller.core.jobs.progress import Stragglers, find_stragglers
 from everstep_controller.core.jobs.stragglers import STRAGGLER_KEY, slow_nodes
 from everstep_controller.core.policy import CorePolicy
 from everstep_controller.core.state import JobProgress
+from everstep_controller.core.transition import Stragglers, find_stragglers
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,0 +1,127 @@
+"""End a job: all ranks finished, ranks finished unevenly, an operator stopped it, or it failed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from everstep.ids import Rank
+from everstep.vocabulary import JobState
+from everstep.wire.v1.training import RankFinished
+from everstep_controller.core.checkpoints.commits import release_versions
+from everstep_controller.core.jobs.generations import (
+    wake_competing_jobs,
+)
+from everstep_controller.core.jobs.job_index import job_ended
+from everstep_controller.core.jobs.notifications import send_stop
+from everstep_controller.core.records import JobRecord
+from everstep_controller.core.transition import Transition
+from everstep_controller.core.wording import ranks_named
+
+EVEN_LOOK_S = 0.25
+"""Seconds between checks whether others have begun a later step than the ranks that have returned."""
+
+
+def fail_job(transition: Transition, job: JobRecord, sentence: str) -> None:
+    """End the job as failed and send the reason to all its nodes."""
+    _end(transition, job, JobState.FAILED, sentence)
+
+
+def _end(transition: Transition, job: JobRecord, state: JobState, sentence: str) -> None:
+    live = transition.state.job_runtime[job.job]
+    if live.committed_version is not None:  # used if no rank reports its last step
+        job.ended_step = max(job.ended_step, live.committed_version.step)
+    job.state, job.since, job.sentence, job.trace = state, transition.now, sentence, transition.trace
+    live.pending_regroup = None
+    transition.audit(f"job.{state}", sentence, job=job.job, generation=job.last_generation_number)
+    send_stop(transition, job)
+    release_versions(transition, job)
+    job.outgoing_generation = None
+    job_ended(transition.state, job)
+    transition.mark_job_changed(job.job)
+    wake_competing_jobs(transition, job)
+
+
+def handle_rank_finished(transition: Transition, job: JobRecord, node: str, report: RankFinished) -> None:
+    """Record that a training function returned; the job is finished once all have."""
+    running = job.outgoing_generation or job.generation
+    if running is None or job.state is not JobState.RUNNING or report.generation != running.number:
+        transition.count_ignored("rank_finished.stale")
+        return
+    if not running.has_rank_on(node, report.rank):
+        transition.count_ignored("rank_finished.not_a_member")
+        return
+    job.ended_step = max(job.ended_step, report.step)
+    if report.rank not in job.finished_ranks:
+        if _ends_uneven(transition, job, report):
+            return
+        job.finished_ranks.append(report.rank)
+        job.last_begun = report.started_step
+        transition.mark_job_changed(job.job)
+    if check_even(transition, job):
+        return
+    if len(job.finished_ranks) == running.world_size:
+        _end(transition, job, JobState.FINISHED, f"all {running.world_size} rank(s) finished at step {report.step}")
+
+
+def _ends_uneven(turn: Transition, job: JobRecord, report: RankFinished) -> bool:
+    """Fail the job if the rank's last step differs from that of ranks that returned before."""
+    if (
+        not job.finished_ranks
+        or job.last_begun is None
+        or report.started_step is None
+        or report.started_step == job.last_begun
+    ):
+        return False
+    if report.started_step > job.last_begun:
+        _fail_uneven(turn, job, job.finished_ranks, job.last_begun, {report.rank: report.started_step})
+    else:
+        _fail_uneven(turn, job, [report.rank], report.started_step, dict.fromkeys(job.finished_ranks, job.last_begun))
+    return True
+
+
+def check_even(turn: Transition, job: JobRecord, begun: Mapping[Rank, int] = MappingProxyType({})) -> bool:
+    """Fail the job, and return True, if some ranks have returned and another has begun a later step.
+
+    All ranks that returned began the same last step. Other ranks may take any time in that step or after it
+    (evaluation, saving). They can never complete a later step, because the returned ranks are missing in its
+    collectives. Each rank counts the steps it begins, so an ordinary end of training never triggers this, however far
+    apart the ranks return.
+
+    Args:
+        turn: The transition.
+        job: A running job.
+        begun: Last begun steps that ranks have just reported. Heartbeats report those of all ranks, but later.
+    """
+    running = job.outgoing_generation or job.generation
+    if (
+        running is None
+        or not job.finished_ranks
+        or job.last_begun is None
+        or len(job.finished_ranks) == running.world_size
+    ):
+        return False
+    last = job.last_begun
+    further = turn.beyond(job.job, last) | {rank: step for rank, step in begun.items() if step > last}
+    if further:
+        _fail_uneven(turn, job, job.finished_ranks, job.last_begun, further)
+        return True
+    turn.schedule(turn.now + EVEN_LOOK_S, "job", job.job)
+    return False
+
+
+def _fail_uneven(turn: Transition, job: JobRecord, left: list[Rank], last: int, further: dict[Rank, int]) -> None:
+    go_on = "goes on" if len(further) == 1 else "go on"
+    fail_job(
+        turn,
+        job,
+        f"{ranks_named(left)} left the training function after step {last} while {ranks_named(further)} {go_on} with "
+        f"step {max(further.values())}: all ranks have to make the same steps. Let all ranks decide alike when to stop "
+        "(on run.mean of the loss, say), and give all of them the same number of steps",
+    )
+
+
+def stop_job(transition: Transition, job: JobRecord, actor: str, reason: str) -> None:
+    """End the job by an operator's order."""
+    because = f": {reason}" if reason else ""
+    fail_job(transition, job, f"stopped by {actor}{because}")
