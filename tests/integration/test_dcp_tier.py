@@ -28,7 +28,7 @@ def train(run):
     state = {"model": model.state_dict(), "step": 0}
     own_group = dist.new_group(backend="gloo")
     reader = VaultReader(run.tier)
-    newest = reader.newest()
+    newest = reader.newest_step()
     if newest is not None:
         dcp.load(state, storage_reader=reader, planner=VaultLoadPlanner(), checkpoint_id=f"out/step-{newest}")
         value = model.weight.full_tensor()

@@ -46,26 +46,42 @@ POINTS = (
     Point("filling", "rank", "everstep.layout.slots", "SegmentView.begin", after=True),
     Point("filled", "rank", "everstep.layout.slots", "SegmentView.seal", after=False),
     Point("sealed", "rank", "everstep.layout.slots", "SegmentView.seal", after=True),
-    Point("vault-told", "rank", "everstep_trainer.snapshot.reports", "Reports.sealed", after=True),
-    Point("safe", "rank", "everstep_trainer.snapshot.reports", "Reports._report", after=False),
-    Point("agent-told", "rank", "everstep_trainer.snapshot.reports", "Reports._report", after=True),
+    Point("vault-told", "rank", "everstep_trainer.snapshot.reports", "SealReporter.replicate_and_report", after=True),
+    Point("safe", "rank", "everstep_trainer.snapshot.reports", "SealReporter._report", after=False),
+    Point("agent-told", "rank", "everstep_trainer.snapshot.reports", "SealReporter._report", after=True),
     Point("asked-to-copy", "vault", "everstep_agent.vault.transfer.sending", "Replicator.replicate", after=False),
-    Point("offered-a-copy", "vault", "everstep_agent.vault.transfer.receiving", "Receiver.begin", after=True),
-    Point("received-bytes", "vault", "everstep_agent.vault.transfer.receiving", "Receiver.part", after=True),
-    Point("copy-whole", "vault", "everstep_agent.vault.transfer.receiving", "Receiver.finish", after=False),
-    Point("copy-sealed", "vault", "everstep_agent.vault.transfer.receiving", "Receiver.finish", after=True),
-    Point("copy-acknowledged", "vault", "everstep_agent.vault.transfer.sending", "Sender.send", after=True),
-    Point("hears-a-seal", "agent", "everstep_agent.jobs.registry", "LocalJobs._forward", after=False),
-    Point("passed-a-seal-on", "agent", "everstep_agent.jobs.registry", "LocalJobs._forward", after=True),
-    Point("hears-of-a-commit", "agent", "everstep_agent.jobs.registry", "LocalJobs._notice", after=False),
-    Point("told-of-a-commit", "agent", "everstep_agent.jobs.registry", "LocalJobs._notice", after=True),
-    Point("counts-a-seal", "controller", "everstep_controller.core.checkpoints.commits", "take_seal", after=False),
-    Point("commits", "controller", "everstep_controller.core.checkpoints.commits", _COMMIT, after=True),
+    Point("offered-a-copy", "vault", "everstep_agent.vault.transfer.receiving", "SlotReceiver.begin", after=True),
     Point(
-        "stores-a-commit", "controller", "everstep_controller.store.writer", "Writer.commit", after=False, since=_COMMIT
+        "received-bytes", "vault", "everstep_agent.vault.transfer.receiving", "SlotReceiver.receive_part", after=True
+    ),
+    Point("copy-whole", "vault", "everstep_agent.vault.transfer.receiving", "SlotReceiver.finish", after=False),
+    Point("copy-sealed", "vault", "everstep_agent.vault.transfer.receiving", "SlotReceiver.finish", after=True),
+    Point("copy-acknowledged", "vault", "everstep_agent.vault.transfer.sending", "SlotSender.send", after=True),
+    Point("hears-a-seal", "agent", "everstep_agent.jobs.registry", "JobRegistry._forward", after=False),
+    Point("passed-a-seal-on", "agent", "everstep_agent.jobs.registry", "JobRegistry._forward", after=True),
+    Point(
+        "hears-of-a-commit", "agent", "everstep_agent.jobs.registry", "JobRegistry._forward_version_notice", after=False
     ),
     Point(
-        "stored-a-commit", "controller", "everstep_controller.store.writer", "Writer.commit", after=True, since=_COMMIT
+        "told-of-a-commit", "agent", "everstep_agent.jobs.registry", "JobRegistry._forward_version_notice", after=True
+    ),
+    Point("counts-a-seal", "controller", "everstep_controller.core.checkpoints.commits", "record_seal", after=False),
+    Point("commits", "controller", "everstep_controller.core.checkpoints.commits", _COMMIT, after=True),
+    Point(
+        "stores-a-commit",
+        "controller",
+        "everstep_controller.store.writer",
+        "DatabaseWriter.commit",
+        after=False,
+        since=_COMMIT,
+    ),
+    Point(
+        "stored-a-commit",
+        "controller",
+        "everstep_controller.store.writer",
+        "DatabaseWriter.commit",
+        after=True,
+        since=_COMMIT,
     ),
 )
 """In the order of FILLING, SEALED, REPLICATED, COMMITTED; what all ranks agree on is VERIFIED with its commit."""

@@ -147,7 +147,7 @@ def test_process_with_another_rank_continues_bit_identically(fleet: Fleet, layou
 @pytest.mark.slow
 def test_state_survives_a_node_lost_with_its_memory(fleet: Fleet) -> None:
     four = fleet.run(1, 3, layout="fsdp2")
-    assert all(r["sealed"][-1].safe for r in four)
+    assert all(r["sealed"][-1].durable for r in four)
     fleet.by_node["n2"].kill()
     three = fleet.run(2, 4, layout="fsdp2", nodes=("n1", "n3", "n4"))
     assert {r["restored_as"] for r in three} == {r["fingerprint"] for r in four}
@@ -256,7 +256,7 @@ def test_hybrid_shards_vote_in_pairs_and_survive_a_lost_node(fleet: Fleet) -> No
     digests = [r["sealed"][-1].digests for r in four]
     assert [set(d) for d in digests] == [{"replicated-0"}, {"replicated-1"}] * 2
     assert digests[:2] == digests[2:]
-    assert all(r["sealed"][-1].replicas == () and r["sealed"][-1].safe for r in four)
+    assert all(r["sealed"][-1].full_copies == () and r["sealed"][-1].durable for r in four)
     fleet.by_node["n2"].kill()
     three = fleet.run(2, 4, layout="ddp", nodes=("n1", "n3", "n4"))
     assert {r["restored_as"] for r in three} == {r["fingerprint"] for r in four}
