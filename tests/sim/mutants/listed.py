@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 from everstep_agent.uplink.session import ControllerSession, UplinkState
 from everstep_controller.core import startup
+from everstep_controller.core import transition as transitions
 from everstep_controller.core.checkpoints import commits, parity, storage
 from everstep_controller.core.health import (
     eviction,
@@ -24,7 +25,7 @@ from everstep_controller.core.health import (
     outbreaks,
     quarantine,
 )
-from everstep_controller.core.jobs import generations, lifecycle, losses, membership, progress, stragglers
+from everstep_controller.core.jobs import generations, lifecycle, losses, membership, stragglers
 from everstep_controller.core.liveness import node_liveness, registration
 from everstep_controller.leadership import lease
 from everstep_controller.remediation.executor import RemediationExecutor
@@ -208,7 +209,7 @@ def _orders_given_once() -> Iterator[None]:
 
 def _against_its_own_past() -> AbstractContextManager[None]:
     """A rank is slow when it takes longer than in the window before, whatever the others take."""
-    real, before = progress.find_stragglers, dict[tuple[str, int], float]()
+    real, before = transitions.find_stragglers, dict[tuple[str, int], float]()
 
     def laggards_of(job: str, pace: Any, factor: float) -> Any:
         busy = {rank: one.busy_s for rank, one in pace.by_rank.items() if one.busy_s}
