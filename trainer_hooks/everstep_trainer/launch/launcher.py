@@ -486,7 +486,7 @@ class Launcher:
     def _hint(self) -> str:
         if self._options.max_nodes == 1:
             return ""
-        return " (in a job of several nodes a script has no rank before it calls trainer_hooks.main)"
+        return " (in a job of several nodes a script has no rank before it calls everstep.main)"
 
     def _relabel(self) -> None:
         for serial, local_rank in self._pool.active_workers().items():
