@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from statistics import median
 
-from everstep_trainer.restore import Restoration
+from everstep_trainer.restore.restorer import Restoration
 from everstep_trainer.state.tracked_state import TrackedState
 
 from bench.checkpoint_rows.fleet import Fleet

@@ -16,7 +16,7 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
-from everstep_trainer.restore import Restoration
+from everstep_trainer.restore.restorer import Restoration
 from everstep_trainer.sdc.digest import WeightedDigest
 from everstep_trainer.snapshot.pace import StepStopwatch
 from everstep_trainer.snapshot.slot_negotiation import SnapshotOptions

@@ -17,8 +17,7 @@ from everstep.wire.v1.local import ToAgent
 from everstep.wire.v1.training import FindingRaised, GenerationSpec, Resumed
 from everstep_trainer.importers.source_agreement import ImportAttempt, SourceAgreement
 from everstep_trainer.memory_tier.vault_client import VaultClient
-from everstep_trainer.restore import Restoration
-from everstep_trainer.restore.restorer import make_restore_finding
+from everstep_trainer.restore.restorer import Restoration, make_restore_finding
 from everstep_trainer.runtime.directives import ReceivedDirectives
 from everstep_trainer.runtime.interrupt import Interrupter, Regroup
 from everstep_trainer.runtime.progress import StepProgress, compile_seconds_since, total_compile_s

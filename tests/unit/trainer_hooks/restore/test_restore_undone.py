@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from everstep_trainer.memory_tier.vault_client import VaultClient
-from everstep_trainer.restore import Restoration, RestoreResult
+from everstep_trainer.restore.restorer import Restoration, RestoreResult
 from everstep_trainer.snapshot.snapshotter import Snapshotter
 from everstep_trainer.state.tracked_state import TrackedState
 from torch import nn

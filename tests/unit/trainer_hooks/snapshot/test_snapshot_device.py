@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from everstep_trainer.memory_tier import vault_client
 from everstep_trainer.memory_tier.vault_client import VaultClient
-from everstep_trainer.restore import Restoration
+from everstep_trainer.restore.restorer import Restoration
 from everstep_trainer.snapshot import copy
 from everstep_trainer.snapshot.copy import DeviceMover, SlotTargets, SnapshotSources, gpus_of
 from everstep_trainer.snapshot.snapshotter import Snapshotter

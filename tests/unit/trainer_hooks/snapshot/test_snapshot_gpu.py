@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from everstep_trainer.memory_tier.vault_client import MappedSegment, VaultClient
-from everstep_trainer.restore import Restoration
+from everstep_trainer.restore.restorer import Restoration
 from everstep_trainer.sdc.digest import WeightedDigest
 from everstep_trainer.snapshot.pace import StepStopwatch
 from everstep_trainer.snapshot.planning import page_lock

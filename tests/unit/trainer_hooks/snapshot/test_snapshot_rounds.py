@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from everstep_trainer.memory_tier.vault_client import VaultClient
-from everstep_trainer.restore import Restoration
+from everstep_trainer.restore.restorer import Restoration
 from everstep_trainer.snapshot import exchange, planning, snapshotter
 from everstep_trainer.snapshot.exchange import LayoutExchange, LayoutRound, RoundSuperseded
 from everstep_trainer.snapshot.slot_negotiation import SnapshotOptions

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from everstep_trainer.parallel.replica_groups import RankContext
-from everstep_trainer.restore import Restoration
+from everstep_trainer.restore.restorer import Restoration
 from everstep_trainer.run import Run
 from everstep_trainer.runtime.generation_session import IdleSession
 from everstep_trainer.runtime.interrupt import Regroup

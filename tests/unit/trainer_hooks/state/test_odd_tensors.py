@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from everstep_trainer.restore import Restoration
+from everstep_trainer.restore.restorer import Restoration
 from everstep_trainer.restore.restorer import Restoration as Restorer
 from everstep_trainer.snapshot.snapshotter import Snapshotter
 from everstep_trainer.state.blob import decode_blob, encode_blob
