@@ -77,7 +77,7 @@ def _stale_seals() -> AbstractContextManager[None]:
     real = examinations.handle_sealed
 
     def arrived(transition: Any, job: Any, node: str, report: Any) -> None:
-        spec = losses.running_generation(job)
+        spec = membership.running_generation(job)
         if spec is not None and report.generation < spec.number and report.rank < spec.world_size:
             commits.record_seal(transition, job, spec, report)
         else:

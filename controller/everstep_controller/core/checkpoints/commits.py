@@ -25,7 +25,7 @@ from everstep_controller.core.checkpoints.parity import (
 )
 from everstep_controller.core.checkpoints.storage import consider_spill, end_spills, mark_stored_corrupt, restore_urls
 from everstep_controller.core.effects import PutVersion
-from everstep_controller.core.jobs.membership import seats_of
+from everstep_controller.core.jobs.membership import running_generation, seats_of
 from everstep_controller.core.records import JobRecord, ShareLocations, VersionLocations, VersionRecord
 from everstep_controller.core.state import JobRuntime, VersionSeals
 from everstep_controller.core.transition import Transition
@@ -226,7 +226,7 @@ def resume_commits(transition: Transition, job: JobRecord) -> None:
 
     The exception is a generation that has neither stepped nor committed, so that nothing can have been announced.
     """
-    live, running = transition.state.job_runtime[job.job], job.outgoing_generation or job.generation
+    live, running = transition.state.job_runtime[job.job], running_generation(job)
     committed = live.committed_version.generation if live.committed_version is not None else 0
     if running is None or (job.generation_resumed_at is None and committed < running.number):
         return
@@ -254,7 +254,7 @@ def _interval_s(transition: Transition, running: GenerationSpec) -> float:
 
 def _announce_next(transition: Transition, job: JobRecord, live: JobRuntime) -> None:
     """Announce the latest commit, and the next candidate: a step that no rank has finished yet."""
-    running = job.outgoing_generation or job.generation
+    running = running_generation(job)
     stride = transition.read_step_rate(job.job)
     step_s = stride.step_s
     if running is None or stride.step is None or step_s <= 0:

@@ -26,8 +26,7 @@ from everstep_controller.core.health.findings import judge_after_isolation, judg
 from everstep_controller.core.health.node_state import CORDONED_STATES
 from everstep_controller.core.jobs import ending
 from everstep_controller.core.jobs.generations import RegroupCause, note_beyond_boundary, regroup
-from everstep_controller.core.jobs.losses import running_generation
-from everstep_controller.core.jobs.membership import is_seated
+from everstep_controller.core.jobs.membership import is_seated, running_generation
 from everstep_controller.core.policy import BlameIsolationMethod
 from everstep_controller.core.records import JobRecord
 from everstep_controller.core.state import BlameCase, FleetState

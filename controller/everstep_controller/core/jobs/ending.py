@@ -9,10 +9,9 @@ from everstep.ids import Rank
 from everstep.vocabulary import JobState
 from everstep.wire.v1.training import RankFinished
 from everstep_controller.core.checkpoints.commits import release_versions
-from everstep_controller.core.jobs.generations import (
-    wake_competing_jobs,
-)
+from everstep_controller.core.jobs.generations import wake_competing_jobs
 from everstep_controller.core.jobs.job_index import job_ended
+from everstep_controller.core.jobs.membership import running_generation
 from everstep_controller.core.jobs.notifications import send_stop
 from everstep_controller.core.records import JobRecord
 from everstep_controller.core.transition import Transition
@@ -44,7 +43,7 @@ def _end(transition: Transition, job: JobRecord, state: JobState, sentence: str)
 
 def handle_rank_finished(transition: Transition, job: JobRecord, node: str, report: RankFinished) -> None:
     """Record that a training function returned; the job is finished once all have."""
-    running = job.outgoing_generation or job.generation
+    running = running_generation(job)
     if running is None or job.state is not JobState.RUNNING or report.generation != running.number:
         transition.count_ignored("rank_finished.stale")
         return
@@ -93,7 +92,7 @@ def check_even(turn: Transition, job: JobRecord, begun: Mapping[Rank, int] = Map
         job: A running job.
         begun: Last begun steps that ranks have just reported. Heartbeats report those of all ranks, but later.
     """
-    running = job.outgoing_generation or job.generation
+    running = running_generation(job)
     if (
         running is None
         or not job.finished_ranks

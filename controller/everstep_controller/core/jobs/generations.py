@@ -23,6 +23,7 @@ from everstep_controller.core.jobs.membership import (
     max_roster_nodes,
     min_roster_nodes,
     next_seats,
+    running_generation,
     seat_changes,
     seats_of,
 )
@@ -300,7 +301,7 @@ def restate_waiting(turn: Transition, job: JobRecord) -> None:
 
 def _kill_left_out(transition: Transition, job: JobRecord, cause: RegroupCause, seats: list[str]) -> None:
     """Kill the running ranks on nodes that had to leave, since no generation announces the change to them."""
-    running, stay = job.outgoing_generation or job.generation, set(seats)
+    running, stay = running_generation(job), set(seats)
     for node in running.seats if running else ():
         if node not in stay and node in transition.state.reachable and running:
             for member in running.members_on(node):

@@ -14,8 +14,8 @@ from everstep_controller.core.jobs.losses import (
     regroup_with_seen,
     regroup_without_missing,
     replace_rank,
-    running_generation,
 )
+from everstep_controller.core.jobs.membership import running_generation
 from everstep_controller.core.jobs.notifications import record_replaced_rank, send_kill
 from everstep_controller.core.records import JobRecord
 from everstep_controller.core.state import PendingRegroup

@@ -18,7 +18,7 @@ from everstep_controller.core.jobs.generations import (
     resume_timeout_s,
 )
 from everstep_controller.core.jobs.joining import consider_forming, consider_preemption
-from everstep_controller.core.jobs.membership import ENDED_STATES, max_roster_nodes, seats_of
+from everstep_controller.core.jobs.membership import ENDED_STATES, max_roster_nodes, running_generation, seats_of
 from everstep_controller.core.jobs.notifications import record_replaced_rank, send_generation, send_kill
 from everstep_controller.core.jobs.stragglers import check_stragglers, start_straggler_windows
 from everstep_controller.core.records import JobRecord
@@ -209,7 +209,7 @@ def handle_user_error(transition: Transition, job: JobRecord, node: str, report:
     The job retries as often as it asked to, unless another node raised the same exception before, which rules out a
     transient fault.
     """
-    running = job.outgoing_generation or job.generation
+    running = running_generation(job)
     if running is None or job.state is not JobState.RUNNING or report.generation != running.number:
         transition.count_ignored("user_error.stale")
         return

@@ -18,7 +18,13 @@ from everstep_controller.core.jobs.generations import (
     regroup,
 )
 from everstep_controller.core.jobs.job_index import launcher_went
-from everstep_controller.core.jobs.membership import is_seated, jobs_seated_on, min_roster_nodes, seats_of
+from everstep_controller.core.jobs.membership import (
+    is_seated,
+    jobs_seated_on,
+    min_roster_nodes,
+    running_generation,
+    seats_of,
+)
 from everstep_controller.core.jobs.notifications import record_replaced_rank, send_kill
 from everstep_controller.core.policy import VerdictRule
 from everstep_controller.core.records import JobRecord
@@ -30,11 +36,6 @@ UNSEEN_REASON = "has not been heard since this controller began"
 CLOSED_REASON = "closed its connection"
 MAX_LATE_GENERATIONS = 1
 """Consecutive generations that a node's ranks may enter late before the node is no longer taken back automatically."""
-
-
-def running_generation(job: JobRecord) -> GenerationSpec | None:
-    """Return the generation whose ranks compute: the outgoing one before a boundary, else the current one."""
-    return job.outgoing_generation or job.generation
 
 
 def find_generation(job: JobRecord, number: int) -> GenerationSpec | None:
@@ -296,7 +297,7 @@ def handle_launcher_left(transition: Transition, job: JobRecord, node: str, repo
 def _has_finished(job: JobRecord, node: str) -> bool:
     """Return whether all ranks on the node have finished. The node is then not missed, and the other ranks are about to
     end."""
-    running = job.outgoing_generation or job.generation
+    running = running_generation(job)
     ranks = running.members_on(node) if running is not None else ()
     return bool(ranks) and all(member.rank in job.finished_ranks for member in ranks)
 

@@ -22,6 +22,11 @@ from everstep_controller.core.wording import format_node_count, join_names
 # share a failure domain, where the fast links are.
 
 
+def running_generation(job: JobRecord) -> GenerationSpec | None:
+    """Return the generation whose ranks compute: the outgoing one before a boundary, else the current one."""
+    return job.outgoing_generation or job.generation
+
+
 def min_seats(spec: JobSpec) -> int:
     """Return ``min_nodes`` rounded up to whole blocks."""
     return -(-spec.min_nodes // spec.block_nodes) * spec.block_nodes
