@@ -83,10 +83,7 @@ def handle_controller_started(transition: Transition, event: ControllerStarted) 
     state.rejoin_window_latest_at = transition.now + transition.policy.rejoin_window_max_s
     if state.unseen:
         transition.schedule(state.rejoin_window_ends_at, "reunion", FLEET)
-    stored = state.fleet.outbreaks
-    restore_outbreaks(state, transition.now)
-    if state.fleet.outbreaks != stored:
-        transition.mark_fleet_changed()
+    restore_outbreaks(transition)
     schedule_deferral_checks(transition)
     update_correlated_silence(transition)
     for node, record in state.nodes.items():

@@ -314,9 +314,10 @@ def record_seen_at(transition: Transition, node: str, key: str, name: str) -> No
     transition.mark_node_changed(node)
 
 
-def restore_outbreaks(state: FleetState, now: float) -> None:
+def restore_outbreaks(transition: Transition) -> None:
     """Restore outbreaks from nodes that wait for the end of one, or were evicted or deferred recently enough to join
     one."""
+    state, now = transition.state, transition.now
     found: list[tuple[float, str, str]] = []
     rules: dict[str, VerdictRule] = {}
     for node, record in state.nodes.items():
@@ -342,7 +343,10 @@ def restore_outbreaks(state: FleetState, now: float) -> None:
         if not _holds_for_any_driver(state, rule, _nodes_standing(state, rule, name, lately)):
             del state.outbreaks[name]
     dated = {name: min(state.sightings[name].values(), default=now) for name in state.outbreaks}
-    state.fleet.outbreaks = {name: state.fleet.outbreaks.get(name, at) for name, at in dated.items()}
+    restored = {name: state.fleet.outbreaks.get(name, at) for name, at in dated.items()}
+    if restored != state.fleet.outbreaks:
+        state.fleet.outbreaks = restored
+        transition.mark_fleet_changed()
 
 
 # Rules applied to one node
