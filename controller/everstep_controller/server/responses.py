@@ -171,17 +171,6 @@ def int_parameter(values: dict[str, str], name: str, default: int | None = None)
     return int(raw)
 
 
-def seconds_parameter(values: dict[str, str], name: str, default: float, limit: float) -> float:
-    """Return query parameter ``name`` in seconds, clipped to [0, limit]. Raises MalformedMessage."""
-    try:
-        value = float(values.get(name, default))
-    except ValueError:
-        raise MalformedMessage(f"query parameter {name} must be seconds, not {values[name]!r}") from None
-    if not value >= 0:  # also refuses NaN
-        raise MalformedMessage(f"query parameter {name} must not be negative: {value}")
-    return min(value, limit)
-
-
 async def send_answer(
     send: Send, body: bytes, status: int = 200, headers: Headers | None = None, media_type: bytes = b"application/json"
 ) -> None:

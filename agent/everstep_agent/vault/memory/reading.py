@@ -77,10 +77,6 @@ class SealedSlotReader:
     def views(self, ranges: Sequence[ByteRange]) -> list[memoryview]:
         return [self.payload[offset : offset + length] for offset, length in ranges]
 
-    def chunked_views(self, ranges: Sequence[ByteRange]) -> Iterator[list[memoryview]]:
-        """Return the ranges' bytes in pieces of CHUNK_BYTES (the last may be shorter), as lists of views."""
-        return (self.views(piece) for piece in split_into_chunks(ranges))
-
 
 def split_into_chunks(ranges: Sequence[ByteRange]) -> Iterator[list[ByteRange]]:
     """Split consecutive ranges into pieces of exactly CHUNK_BYTES; the last holds the rest."""
