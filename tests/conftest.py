@@ -65,17 +65,18 @@ def own_temporary_directory() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Refuse two tests of one name, of which xdist would run one. Where files are shared among workers, put those with
-    slow tests first, so that no worker begins a long file while the others have nothing left to do."""
+    """Refuse two tests of one name, of which xdist would run one. Mark tests that start processes as slow. Where files
+    are shared among workers, put those with slow tests first, so that no worker begins a long file while the others
+    have nothing left to do."""
     twice = [name for name, times in Counter(item.nodeid for item in items).items() if times > 1]
     if twice:
         raise pytest.UsageError(f"tests must have names of their own: {', '.join(twice)}")
-    if hasattr(config, "workerinput"):
-        slow = {item.path for item in items if item.get_closest_marker("slow")}
-        items.sort(key=lambda item: item.path not in slow)
     for item in items:
         if starts_processes(item):
             item.add_marker("slow")
+    if hasattr(config, "workerinput"):
+        slow = {item.path for item in items if item.get_closest_marker("slow")}
+        items.sort(key=lambda item: item.path not in slow)
 
 
 def starts_processes(item: pytest.Item) -> bool:
