@@ -19,7 +19,7 @@ from everstep.cli.tables import age, size
 from everstep.errors import ConfigurationError
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1 import operator as op
-from everstep.wire.v1 import operator_history as past
+from everstep.wire.v1 import operator_history
 from everstep.wire.v1.operator_history import Evidence, JobCheckpoints
 
 T = TypeVar("T")
@@ -59,7 +59,7 @@ def findings(
         wanted = {"node": node, "kind": kind, "active": "true" if active else ""}
         seen = tuple(
             one
-            for page in fetch_pages(client, "/v1/findings", past.FindingList, limit, **wanted)
+            for page in fetch_pages(client, "/v1/findings", operator_history.FindingList, limit, **wanted)
             for one in page.findings
         )
         now, view = SYSTEM_CLOCK.wall(), tables.table("node", "severity", "finding", "seen", "cleared")
@@ -68,7 +68,7 @@ def findings(
             view.add_row(
                 one.node, one.finding.severity, one.finding.message, f"{age(now - one.raised_at)} ago", cleared
             )
-        show(past.FindingList(findings=seen), as_json, view)
+        show(operator_history.FindingList(findings=seen), as_json, view)
 
 
 def verdicts(
@@ -83,13 +83,13 @@ def verdicts(
         wanted = {"node": node, "decision": decision}
         given = tuple(
             one
-            for page in fetch_pages(client, "/v1/verdicts", past.VerdictList, limit, **wanted)
+            for page in fetch_pages(client, "/v1/verdicts", operator_history.VerdictList, limit, **wanted)
             for one in page.verdicts
         )
         now, view = SYSTEM_CLOCK.wall(), tables.table("verdict", "decision", "when", "why")
         for one in given:
             view.add_row(one.id, one.decision, f"{age(now - one.at)} ago", one.sentence)
-        show(past.VerdictList(verdicts=given), as_json, view)
+        show(operator_history.VerdictList(verdicts=given), as_json, view)
 
 
 def checkpoints(
@@ -127,7 +127,7 @@ def _show_job_checkpoints(client: ControllerClient, job: str, as_json: bool) -> 
 def _show_committed(client: ControllerClient, job: str, limit: int, as_json: bool) -> None:
     kept = tuple(
         one
-        for page in fetch_pages(client, "/v1/checkpoints", past.CheckpointList, limit, job=job)
+        for page in fetch_pages(client, "/v1/checkpoints", operator_history.CheckpointList, limit, job=job)
         for one in page.checkpoints
     )
     now, view = (
@@ -137,7 +137,7 @@ def _show_committed(client: ControllerClient, job: str, limit: int, as_json: boo
     for one in kept:
         verified = "-" if one.verified_at is None else f"{age(now - one.verified_at)} ago"
         view.add_row(one.job, str(one.version), f"{age(now - one.committed_at)} ago", verified, size(one.bytes))
-    show(past.CheckpointList(checkpoints=kept), as_json, view)
+    show(operator_history.CheckpointList(checkpoints=kept), as_json, view)
 
 
 def remediations(
@@ -152,14 +152,14 @@ def remediations(
         wanted = {"node": node, "remediation_state": state}
         asked = tuple(
             one
-            for page in fetch_pages(client, "/v1/remediations", past.RemediationList, limit, **wanted)
+            for page in fetch_pages(client, "/v1/remediations", operator_history.RemediationList, limit, **wanted)
             for one in page.remediations
         )
         now, view = SYSTEM_CLOCK.wall(), tables.table("node", "action", "state", "asked", "why")
         for one in asked:
             why = f"{one.sentence} ({one.detail})" if one.detail else one.sentence
             view.add_row(one.node, one.kind.replace("_", " "), one.state, f"{age(now - one.requested_at)} ago", why)
-        show(past.RemediationList(remediations=asked), as_json, view)
+        show(operator_history.RemediationList(remediations=asked), as_json, view)
 
 
 def probes(context: typer.Context, node: Node = "", limit: LimitOption = 50, as_json: Json = False) -> None:
@@ -178,7 +178,7 @@ def probes(context: typer.Context, node: Node = "", limit: LimitOption = 50, as_
 def budget(context: typer.Context, as_json: Json = False) -> None:
     """What may still be evicted, and who is held."""
     with connected_client(context) as client:
-        now, left = SYSTEM_CLOCK.wall(), client.get("/v1/budget", past.BudgetStatus)
+        now, left = SYSTEM_CLOCK.wall(), client.get("/v1/budget", operator_history.BudgetStatus)
         view = tables.table(
             "of", "left", "limit", "used", "nodes", "frees in", right=("left", "limit", "used", "nodes")
         )

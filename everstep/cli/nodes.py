@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from everstep.cli import history as past
-from everstep.cli import tables
+from everstep.cli import history, tables
 from everstep.cli.client import ControllerClient, path
 from everstep.cli.context import Json, Reason, connected_client, print_change, print_error, send_order, show
 from everstep.errors import AuthenticationError, EverstepError, Unavailable
@@ -47,7 +46,7 @@ def fetch_nodes(client: ControllerClient, **wanted: str) -> tuple[op.NodeSummary
     """Return all matching nodes."""
     return tuple(
         node
-        for page in past.fetch_pages(client, "/v1/nodes", op.NodeList, sys.maxsize, **wanted)
+        for page in history.fetch_pages(client, "/v1/nodes", op.NodeList, sys.maxsize, **wanted)
         for node in page.nodes
     )
 

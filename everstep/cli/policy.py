@@ -15,7 +15,7 @@ from everstep.cli.client import ControllerClient
 from everstep.cli.context import Json, connected_client, console, show
 from everstep.errors import ConfigurationError, Conflict
 from everstep.policy_trials import merge_results
-from everstep.wire.v1 import operator_history as past
+from everstep.wire.v1 import operator_history
 
 TRIAL_TIMEOUT_S = 600.0
 """Seconds that a controller may take to repeat its decisions of a month."""
@@ -27,7 +27,7 @@ _HELP = escape("TOML: knobs under [policy], rules as [[rule]] tables.")
 Change = Annotated[Path, typer.Argument(metavar="FILE", help=_HELP)]
 
 
-def _read(file: Path) -> past.PolicyChange:
+def _read(file: Path) -> operator_history.PolicyChange:
     """Return the change in a file, which is written as in the settings or in a policy file."""
     try:
         written: dict[str, Any] = tomllib.loads(file.read_text())
@@ -39,7 +39,7 @@ def _read(file: Path) -> past.PolicyChange:
         raise ConfigurationError(f"{file} has {', '.join(sorted(unknown))}: give [policy] and [[rule]] only")
     try:
         return msgspec.convert(
-            {"knobs": written.get("policy", {}), "rules": written.get("rule", [])}, past.PolicyChange
+            {"knobs": written.get("policy", {}), "rules": written.get("rule", [])}, operator_history.PolicyChange
         )
     except msgspec.ValidationError as error:
         raise ConfigurationError(f"{file}: {error}") from error
@@ -53,7 +53,7 @@ def show_(
 ) -> None:
     """The policy in force."""
     with connected_client(context) as client:
-        policy = client.get("/v1/policy", past.PolicyDocument)
+        policy = client.get("/v1/policy", operator_history.PolicyDocument)
         if rules:
             view = tables.table("rule", "mode", "ladder", "n of m", "source")
             for rule in policy.rules:
@@ -72,7 +72,7 @@ def show_(
 def check(context: typer.Context, file: Change, as_json: Json = False) -> None:
     """Whether a change could be put in force, and what it changes."""
     with connected_client(context) as client:
-        checked = client.post("/v1/policy/check", _read(file), past.PolicyCheckResult)
+        checked = client.post("/v1/policy/check", _read(file), operator_history.PolicyCheckResult)
         view = tables.table("what", "change")
         for name, change in checked.changes.items():
             view.add_row(name, change)
@@ -91,7 +91,7 @@ def try_(
 ) -> None:
     """What a change would have done with what the controllers' journals recorded."""
     with connected_client(context) as client:
-        told = _run_trial(client, past.PolicyTrialRequest(change=_read(file), hours=hours))
+        told = _run_trial(client, operator_history.PolicyTrialRequest(change=_read(file), hours=hours))
         view = tables.table("would have been evicted", "why")
         for verdict in told.added_evictions:
             view.add_row(verdict.node, verdict.sentence)
@@ -102,10 +102,14 @@ def try_(
                 console.print(f"would not have been: {line}", highlight=False, markup=False)
 
 
-def _run_trial(client: ControllerClient, wanted: past.PolicyTrialRequest) -> past.PolicyTrialResult:
+def _run_trial(
+    client: ControllerClient, wanted: operator_history.PolicyTrialRequest
+) -> operator_history.PolicyTrialResult:
     """Try the change; with several controllers ask each, since each recorded the decisions of its own lead."""
     if not client.has_several_controllers:
-        return client.post("/v1/policy/try", wanted, past.PolicyTrialResult, timeout_s=TRIAL_TIMEOUT_S)
+        return client.post("/v1/policy/try", wanted, operator_history.PolicyTrialResult, timeout_s=TRIAL_TIMEOUT_S)
     return merge_results(
-        client.post_to_all("/v1/policy/try?local=true", wanted, past.PolicyTrialResult, timeout_s=TRIAL_TIMEOUT_S)
+        client.post_to_all(
+            "/v1/policy/try?local=true", wanted, operator_history.PolicyTrialResult, timeout_s=TRIAL_TIMEOUT_S
+        )
     )

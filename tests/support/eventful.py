@@ -12,7 +12,7 @@ import msgspec
 from everstep.bearer_tokens import TokenRole
 from everstep.ids import Version
 from everstep.vocabulary import Action, Finding, FindingKind, Severity
-from everstep.wire.v1 import operator_history as past
+from everstep.wire.v1 import operator_history
 from everstep.wire.v1.agent import Domain, Gpu, Heartbeat, NumberedReport, Register, Reports
 from everstep.wire.v1.training import AnyReport, FindingRaised, RankLost, RankProgress, Resumed, VersionSealed
 from tests.support import spoken
@@ -139,7 +139,7 @@ class EventfulFleet:
         while True:
             headers = bearer(TokenRole.VIEWER, "vera", self._secret)
             _, body = self._ask("GET", "/v1/remediations?remediation_state=confirmed", None, headers)
-            if msgspec.json.decode(body, type=past.RemediationList).remediations:
+            if msgspec.json.decode(body, type=operator_history.RemediationList).remediations:
                 return
             assert time.perf_counter() < deadline, body
             time.sleep(0.01)

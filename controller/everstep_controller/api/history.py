@@ -13,7 +13,7 @@ from everstep.errors import MalformedMessage, NotFound
 from everstep.ids import Version
 from everstep.vocabulary import Finding, Verdict
 from everstep.wire.v1 import operator as op
-from everstep.wire.v1 import operator_history as past
+from everstep.wire.v1 import operator_history
 from everstep.wire.v1.operator_history import Evidence
 from everstep.wire.v1.training import GenerationSpec
 from everstep_controller.api import endpoints
@@ -126,7 +126,7 @@ class HistoryRoutes:
 
     # --- pages
 
-    async def findings(self, request: Request, _who: Identity) -> past.FindingList:
+    async def findings(self, request: Request, _who: Identity) -> operator_history.FindingList:
         asked = responses.parse_query(request.scope)
         found, more = await self._page(
             history.findings,
@@ -136,13 +136,13 @@ class HistoryRoutes:
             kind=asked.get("kind", ""),
             active=bool_parameter(asked, "active"),
         )
-        return past.FindingList(findings=found, next=more)
+        return operator_history.FindingList(findings=found, next=more)
 
-    async def verdicts(self, request: Request, _who: Identity) -> past.VerdictList:
+    async def verdicts(self, request: Request, _who: Identity) -> operator_history.VerdictList:
         asked = responses.parse_query(request.scope)
         wanted = {"node": asked.get("node", ""), "decision": asked.get("decision", "")}
         found, more = await self._page(history.verdicts, lambda row: _verdict(row["doc"]), asked, **wanted)
-        return past.VerdictList(verdicts=found, next=more)
+        return operator_history.VerdictList(verdicts=found, next=more)
 
     async def verdict(self, request: Request, _who: Identity) -> Verdict:
         verdict = request.path_params["verdict"]
@@ -151,7 +151,7 @@ class HistoryRoutes:
             raise NotFound(f"no verdict {verdict!r}: `everstep verdicts` names them")
         return _verdict(doc)
 
-    async def checkpoints(self, request: Request, _who: Identity) -> past.CheckpointList:
+    async def checkpoints(self, request: Request, _who: Identity) -> operator_history.CheckpointList:
         asked = responses.parse_query(request.scope)
         found, more = await self._page(
             history.checkpoints,
@@ -160,13 +160,13 @@ class HistoryRoutes:
             job=asked.get("job", ""),
             verified=bool_parameter(asked, "verified"),
         )
-        return past.CheckpointList(checkpoints=found, next=more)
+        return operator_history.CheckpointList(checkpoints=found, next=more)
 
-    async def remediations(self, request: Request, _who: Identity) -> past.RemediationList:
+    async def remediations(self, request: Request, _who: Identity) -> operator_history.RemediationList:
         asked = responses.parse_query(request.scope)
         wanted = {"node": asked.get("node", ""), "state": asked.get("remediation_state", "")}
         found, more = await self._page(history.remediations, _remedy, asked, **wanted)
-        return past.RemediationList(remediations=found, next=more)
+        return operator_history.RemediationList(remediations=found, next=more)
 
     async def generations(self, request: Request, _who: Identity) -> op.GenerationList:
         asked = responses.parse_query(request.scope)
@@ -204,8 +204,8 @@ def _last_seen(header: str) -> int:
         raise MalformedMessage(f"Last-Event-ID is the number of an event, not {header[:100]!r}") from None
 
 
-def _finding(row: dict[str, Any]) -> past.FindingRecord:
-    return past.FindingRecord(
+def _finding(row: dict[str, Any]) -> operator_history.FindingRecord:
+    return operator_history.FindingRecord(
         id=row["id"],
         node=row["node"],
         finding=msgspec.json.decode(row["doc"], type=Finding),
@@ -214,8 +214,8 @@ def _finding(row: dict[str, Any]) -> past.FindingRecord:
     )
 
 
-def _checkpoint(row: dict[str, Any]) -> past.Checkpoint:
-    return past.Checkpoint(
+def _checkpoint(row: dict[str, Any]) -> operator_history.Checkpoint:
+    return operator_history.Checkpoint(
         job=row["job"],
         version=Version(row["generation"], row["step"]),
         committed_at=row["committed_at"],
@@ -241,9 +241,9 @@ class _RemediationDetails(msgspec.Struct):
     trace: str = ""
 
 
-def _remedy(row: dict[str, Any]) -> past.RemediationStatus:
+def _remedy(row: dict[str, Any]) -> operator_history.RemediationStatus:
     asked = msgspec.json.decode(row["doc"], type=_RemediationDetails)
-    return past.RemediationStatus(
+    return operator_history.RemediationStatus(
         id=row["id"],
         node=row["node"],
         kind=row["kind"],

@@ -14,7 +14,7 @@ from everstep.errors import Conflict, MalformedMessage, Unavailable
 from everstep.vocabulary import Verdict
 from everstep.wire.v1 import enrolment as wire
 from everstep.wire.v1 import operator as op
-from everstep.wire.v1 import operator_history as past
+from everstep.wire.v1 import operator_history
 from everstep.wire.v1.directives import RunProbe
 from everstep.wire.v1.operator_history import JobCheckpoints
 from everstep_controller import rulebook
@@ -130,13 +130,13 @@ class PolicyRoutes:
         policy = self._desk.state.policy
         return endpoints.TaggedAnswer(rulebook.policy_document(policy), endpoints.policy_tag(policy))
 
-    async def check_policy(self, request: Request, _who: Identity) -> past.PolicyCheckResult:
-        change = await endpoints.read_message(request, past.PolicyChange)
+    async def check_policy(self, request: Request, _who: Identity) -> operator_history.PolicyCheckResult:
+        change = await endpoints.read_message(request, operator_history.PolicyChange)
         self._check_tag(request)
         return rulebook.check_change(self._desk.state.policy, change)
 
-    async def try_policy(self, request: Request, _who: Identity) -> past.PolicyTrialResult:
-        wanted = await endpoints.read_message(request, past.PolicyTrialRequest)
+    async def try_policy(self, request: Request, _who: Identity) -> operator_history.PolicyTrialResult:
+        wanted = await endpoints.read_message(request, operator_history.PolicyTrialRequest)
         self._check_tag(request)
         return await self._trials.run(self._desk.state.policy, wanted, self._desk.now())
 
@@ -258,7 +258,7 @@ class OperatorRoutes:
         return await self._command(request, _order(kind, who, because.reason, node=node))
 
     async def maintenance(self, request: Request, who: Identity) -> op.ChangeResult:
-        window = await endpoints.read_message(request, past.MaintenanceRequest)
+        window = await endpoints.read_message(request, operator_history.MaintenanceRequest)
         if (window.node is None) == (window.rack is None):
             raise MalformedMessage("maintenance is of a node or of a rack: name one of them")
         if window.until > self._desk.now() + MAX_WINDOW_S:
@@ -271,7 +271,7 @@ class OperatorRoutes:
         return await self._command(request, msgspec.structs.replace(order, starts_at=window.starts_at))
 
     async def cancel_maintenance(self, request: Request, who: Identity) -> op.ChangeResult:
-        plan = await endpoints.read_message(request, past.CancelMaintenance)
+        plan = await endpoints.read_message(request, operator_history.CancelMaintenance)
         if (plan.node is None) == (plan.rack is None):
             raise MalformedMessage("what is planned is for a node or for a rack: name one of them")
         kind = ev.OperatorAction.CANCEL_MAINTENANCE

@@ -10,9 +10,8 @@ import msgspec
 from everstep.bearer_tokens import TokenRole
 from everstep.ids import JobId, NodeId, NonNegativeInt, TraceId, full_match
 from everstep.vocabulary import Decision, JobState, NodeState, Verdict
-from everstep.wire.v1 import enrolment
+from everstep.wire.v1 import enrolment, operator_history
 from everstep.wire.v1 import operator as op
-from everstep.wire.v1 import operator_history as past
 from everstep.wire.v1.operator_history import Evidence, JobCheckpoints
 
 
@@ -164,13 +163,13 @@ OPERATOR_ROUTES: dict[str, Route] = {
     ),
     "maintenance": _change(
         "/v1/maintenance",
-        past.MaintenanceRequest,
+        operator_history.MaintenanceRequest,
         "A window for people to work on a node or a rack.",
         "/v1/nodes/{node}, or of /v1/nodes?rack=RACK",
     ),
     "cancel_maintenance": _change(
         "/v1/maintenance/cancel",
-        past.CancelMaintenance,
+        operator_history.CancelMaintenance,
         "What is planned for a node or a rack does not begin.",
         "/v1/nodes/{node}, or of /v1/nodes?rack=RACK",
     ),
@@ -200,20 +199,22 @@ HISTORY_ROUTES: dict[str, Route] = {
         *("after", "limit", "node", "job", "since", "until", "newest"),
     ),
     "findings": _read(
-        "/v1/findings", past.FindingList, "Findings, in pages.", "node", "kind", "active", "limit", "cursor"
+        "/v1/findings", operator_history.FindingList, "Findings, in pages.", "node", "kind", "active", "limit", "cursor"
     ),
-    "verdicts": _read("/v1/verdicts", past.VerdictList, "Verdicts, in pages.", "node", "decision", "limit", "cursor"),
+    "verdicts": _read(
+        "/v1/verdicts", operator_history.VerdictList, "Verdicts, in pages.", "node", "decision", "limit", "cursor"
+    ),
     "verdict": _read("/v1/verdicts/{verdict}", Verdict, "One verdict, with its evidence."),
     "checkpoints": _read(
         "/v1/checkpoints",
-        past.CheckpointList,
+        operator_history.CheckpointList,
         "Committed versions, in pages.",
         *("job", "verified", "limit", "cursor"),
         access=RouteAccess.JOB,
     ),
     "remediations": _read(
         "/v1/remediations",
-        past.RemediationList,
+        operator_history.RemediationList,
         "Actions on nodes, in pages.",
         *("node", "remediation_state", "limit", "cursor"),
     ),
@@ -221,27 +222,27 @@ HISTORY_ROUTES: dict[str, Route] = {
 }
 
 POLICY_ROUTES: dict[str, Route] = {
-    "policy": _tagged("/v1/policy", past.PolicyDocument, "The policy in force."),
+    "policy": _tagged("/v1/policy", operator_history.PolicyDocument, "The policy in force."),
     "check_policy": _change(
         "/v1/policy/check",
-        past.PolicyChange,
+        operator_history.PolicyChange,
         "Whether a change could be put in force.",
         "/v1/policy",
-        past.PolicyCheckResult,
+        operator_history.PolicyCheckResult,
         RouteAccess.READ,
     ),
     "try_policy": msgspec.structs.replace(
         _change(
             "/v1/policy/try",
-            past.PolicyTrialRequest,
+            operator_history.PolicyTrialRequest,
             "What a change would have done lately; with `local`, also one that stands by tells what it recorded.",
             "/v1/policy",
-            past.PolicyTrialResult,
+            operator_history.PolicyTrialResult,
             RouteAccess.READ,
         ),
         query=("local",),
     ),
-    "budget": _tagged("/v1/budget", past.BudgetStatus, "What may still be evicted, and what is held."),
+    "budget": _tagged("/v1/budget", operator_history.BudgetStatus, "What may still be evicted, and what is held."),
 }
 
 CREDENTIAL_ROUTES: dict[str, Route] = {

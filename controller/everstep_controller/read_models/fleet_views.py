@@ -17,7 +17,7 @@ from everstep.errors import NotFound
 from everstep.ids import Rank, Version
 from everstep.vocabulary import Finding, JobState
 from everstep.wire.v1 import operator as op
-from everstep.wire.v1 import operator_history as past
+from everstep.wire.v1 import operator_history
 from everstep.wire.v1.directives import RunProbe
 from everstep.wire.v1.operator import GenerationRecovery, ProbeRow, ProbeStatus
 from everstep.wire.v1.training import AnyReport, GenerationSpec, ProbeFinished, RankProgress, Resumed
@@ -498,15 +498,15 @@ def fleet_status(context: ViewContext, jobs: Iterable[op.JobSummary]) -> op.Flee
     )
 
 
-def budget_status(context: ViewContext) -> past.BudgetStatus:
+def budget_status(context: ViewContext) -> operator_history.BudgetStatus:
     state = context.state
     now = eviction_budget(state, context.now())
-    return past.BudgetStatus(
+    return operator_history.BudgetStatus(
         window_s=now.window_s,
         breaker=now.breaker_reason,
         breaker_at=now.breaker_tripped_at,
         scopes=tuple(
-            past.BudgetScope(
+            operator_history.BudgetScope(
                 kind=one.kind,
                 name=one.name,
                 limit=one.limit,
@@ -518,7 +518,7 @@ def budget_status(context: ViewContext) -> past.BudgetStatus:
             for one in now.scopes
         ),
         deferred=tuple(
-            past.DeferredEviction(
+            operator_history.DeferredEviction(
                 node=record.node, finding=record.deferred_eviction_key, deferred_by=record.eviction_deferred_by
             )
             for record in state.nodes.values()

@@ -22,7 +22,7 @@ from everstep.errors import ConfigurationError
 from everstep.wire.v1.directives import KillRank, NewGeneration, StopJob
 from everstep.wire.v1.local import RankExited
 from everstep.wire.v1.training import JobSpec, LauncherJoined
-from everstep_trainer.launch import worker_pool as crews
+from everstep_trainer.launch import worker_pool
 from everstep_trainer.launch.agent_link import Directive, LauncherLink
 from everstep_trainer.launch.fork_client import ForkServerLost
 from everstep_trainer.launch.fork_messages import Exited, Forked, ForkServerReady
@@ -133,7 +133,7 @@ class JobEndOverdue(msgspec.Struct, frozen=True):
     ``joins``: how often this launcher had joined the job before the last of these waits.
     """
 
-    ended: crews.AwaitJobEnd
+    ended: worker_pool.AwaitJobEnd
     joins: int
     waits: int
 
@@ -397,7 +397,7 @@ class Launcher:
             return outcome
         return None
 
-    def _await_job_end(self, ended: crews.AwaitJobEnd, waits: int = 1) -> None:
+    def _await_job_end(self, ended: worker_pool.AwaitJobEnd, waits: int = 1) -> None:
         self._later(JOB_END_WAIT_S, JobEndOverdue(ended, self._joins, waits))
 
     def _handle_job_end_overdue(self, event: JobEndOverdue) -> LauncherOutcome | None:
@@ -432,38 +432,38 @@ class Launcher:
 
     # --- actions ------------------------------------------------------------------------------------------------------
 
-    def _carry_out(self, actions: list[crews.PoolAction]) -> LauncherOutcome | None:
+    def _carry_out(self, actions: list[worker_pool.PoolAction]) -> LauncherOutcome | None:
         outcomes = [self._do(action) for action in actions]
         self._relabel()
         return next((outcome for outcome in outcomes if outcome is not None), None)
 
-    def _do(self, action: crews.PoolAction) -> LauncherOutcome | None:
+    def _do(self, action: worker_pool.PoolAction) -> LauncherOutcome | None:
         match action:
-            case crews.StartWorker():
+            case worker_pool.StartWorker():
                 nproc = self._spec.nproc_per_node
                 self._processes.start_worker(
                     action.serial, action.local_rank, nproc=nproc, agent_socket=self._agent_socket
                 )
-            case crews.PromoteWorker():
+            case worker_pool.PromoteWorker():
                 self._processes.promote(action.serial, action.local_rank)
-            case crews.ScheduleStandby():
+            case worker_pool.ScheduleStandby():
                 self._later(action.delay_s, StandbyDue())
-            case crews.ReportExit():
+            case worker_pool.ReportExit():
                 self._report(action)
-            case crews.AwaitJobEnd():
+            case worker_pool.AwaitJobEnd():
                 self._await_job_end(action)
-            case crews.GiveUp():
+            case worker_pool.GiveUp():
                 self._giving_up = action.sentence
                 log.error("%s; leaving the job", action.sentence)
                 wait_s = LEAVE_WAIT_S if self._options.max_nodes > 1 else ERROR_PRINT_WAIT_S
                 self._later(wait_s, WaitTimedOut(LauncherOutcome(1, action.sentence)))
-            case crews.ScriptFailed():
+            case worker_pool.ScriptFailed():
                 return LauncherOutcome(action.code, action.sentence + self._hint())
-            case crews.ScriptEnded():
+            case worker_pool.ScriptEnded():
                 return LauncherOutcome(0, "the script ended without calling everstep.main")
         return None
 
-    def _report(self, action: crews.ReportExit) -> None:
+    def _report(self, action: worker_pool.ReportExit) -> None:
         self._link.report(
             RankExited(
                 local_rank=action.local_rank,

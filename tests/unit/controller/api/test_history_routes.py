@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 
 from everstep.vocabulary import Decision, NodeState
 from everstep.wire.v1 import operator as op
-from everstep.wire.v1 import operator_history as past
+from everstep.wire.v1 import operator_history
 from everstep.wire.v1.agent import Domain, Gpu, Host
 from everstep.wire.v1.enrolment import Issued, IssueViewer
 from everstep.wire.v1.operator_history import Evidence
@@ -102,7 +102,7 @@ def test_order_with_outdated_tag_is_refused(client: TestClient) -> None:
 def test_planned_maintenance_is_shown_and_cancellable(client: TestClient) -> None:
     Speaker(client, "n1").register(domain=Domain(rack="r1"))
     now = get(client, "/v1/status", op.FleetStatus).now
-    plan = past.MaintenanceRequest(starts_at=now + 3600, until=now + 7200, reason="new switch", rack="r1")
+    plan = operator_history.MaintenanceRequest(starts_at=now + 3600, until=now + 7200, reason="new switch", rack="r1")
     assert "from now, for 3600 s: new switch" in post(client, "/v1/maintenance", plan, op.ChangeResult).sentence
     detail = get(client, "/v1/nodes/n1", op.NodeDetail)
     assert (detail.summary.state, detail.maintenance_until) == ("healthy", 0.0)
@@ -110,26 +110,26 @@ def test_planned_maintenance_is_shown_and_cancellable(client: TestClient) -> Non
     backwards = msgspec.structs.replace(plan, until=now + 1800)
     with pytest.raises(Refused, match="later than `starts_at`"):
         post(client, "/v1/maintenance", backwards, op.ChangeResult)
-    cancelled = past.CancelMaintenance(rack="r1", reason="it has to wait")
+    cancelled = operator_history.CancelMaintenance(rack="r1", reason="it has to wait")
     post(client, "/v1/maintenance/cancel", cancelled, op.ChangeResult)
     assert get(client, "/v1/nodes/n1", op.NodeDetail).planned_maintenance == ()
     with pytest.raises(Refused, match="nothing is planned for rack r1"):
         post(client, "/v1/maintenance/cancel", cancelled, op.ChangeResult)
     with pytest.raises(Refused, match="for a node or for a rack"):
-        post(client, "/v1/maintenance/cancel", past.CancelMaintenance(reason="x"), op.ChangeResult)
+        post(client, "/v1/maintenance/cancel", operator_history.CancelMaintenance(reason="x"), op.ChangeResult)
 
 
 def test_rack_maintenance_applies_to_all_its_nodes(client: TestClient) -> None:
     for name in ("n1", "n2", "n3"):
         Speaker(client, name).register(domain=Domain(rack="r1" if name != "n3" else "r2"))
     until = get(client, "/v1/status", op.FleetStatus).now + 3600
-    window = past.MaintenanceRequest(until=until, reason="new switch", rack="r1")
+    window = operator_history.MaintenanceRequest(until=until, reason="new switch", rack="r1")
     changed = post(client, "/v1/maintenance", window, op.ChangeResult)
     assert "new switch" in changed.sentence
     assert get(client, "/v1/nodes/n1", op.NodeDetail).maintenance_until == until
     assert get(client, "/v1/nodes/n3", op.NodeDetail).maintenance_until == 0.0
     with pytest.raises(Refused, match="of a node or of a rack"):
-        post(client, "/v1/maintenance", past.MaintenanceRequest(until=until, reason="x"), op.ChangeResult)
+        post(client, "/v1/maintenance", operator_history.MaintenanceRequest(until=until, reason="x"), op.ChangeResult)
 
 
 # --- the past ----------------------------------------------------------------------------------------------------
@@ -138,20 +138,20 @@ def test_rack_maintenance_applies_to_all_its_nodes(client: TestClient) -> None:
 def test_findings_stand_until_cleared_and_stay_in_history(client: TestClient) -> None:
     (speaker,) = fleet(client, "n1")
     speaker.report(FindingRaised(finding=FELL_OFF))
-    (seen,) = get(client, "/v1/findings?active=true", past.FindingList).findings
+    (seen,) = get(client, "/v1/findings?active=true", operator_history.FindingList).findings
     assert (seen.node, seen.finding.xid, seen.cleared_at) == ("n1", 79, None)
     speaker.report(FindingCleared(key=FELL_OFF.key))
-    assert get(client, "/v1/findings?active=true", past.FindingList).findings == ()
-    (seen,) = get(client, "/v1/findings?node=n1&kind=gpu.xid", past.FindingList).findings
+    assert get(client, "/v1/findings?active=true", operator_history.FindingList).findings == ()
+    (seen,) = get(client, "/v1/findings?node=n1&kind=gpu.xid", operator_history.FindingList).findings
     assert seen.cleared_at is not None
-    assert get(client, "/v1/findings?kind=gpu.lost", past.FindingList).findings == ()
+    assert get(client, "/v1/findings?kind=gpu.lost", operator_history.FindingList).findings == ()
 
 
 @pytest.mark.parametrize(("yes", "no"), [("true", "false"), ("True", "False"), ("TRUE", "FALSE"), ("1", "0")])
 def test_boolean_query_accepts_several_spellings(client: TestClient, yes: str, no: str) -> None:
     (speaker,) = fleet(client, "n1")
     speaker.report(FindingRaised(finding=FELL_OFF))
-    standing = [get(client, f"/v1/findings?active={said}", past.FindingList).findings for said in (yes, no)]
+    standing = [get(client, f"/v1/findings?active={said}", operator_history.FindingList).findings for said in (yes, no)]
     assert list(map(len, standing)) == [1, 0]
     ends = [get(client, f"/v1/events?limit=1&newest={said}", op.EventList).events[0].id for said in (yes, no)]
     assert ends[0] > ends[1]
@@ -160,16 +160,16 @@ def test_boolean_query_accepts_several_spellings(client: TestClient, yes: str, n
 def test_verdicts_are_paged_newest_first(client: TestClient) -> None:
     for number, speaker in enumerate(fleet(client, "n1", "n2", "n3")):
         speaker.report(FindingRaised(finding=xid(60 + number)))
-    first = get(client, "/v1/verdicts?limit=2", past.VerdictList)
-    rest = get(client, f"/v1/verdicts?limit=2&cursor={first.next}", past.VerdictList)
+    first = get(client, "/v1/verdicts?limit=2", operator_history.VerdictList)
+    rest = get(client, f"/v1/verdicts?limit=2&cursor={first.next}", operator_history.VerdictList)
     nodes = [verdict.node for verdict in (*first.verdicts, *rest.verdicts)]
     assert sorted(nodes) == ["n1", "n2", "n3"]
     assert nodes[0] == "n3"
     assert rest.next == ""
-    held = get(client, f"/v1/verdicts?decision={Decision.EVICT}", past.VerdictList).verdicts
+    held = get(client, f"/v1/verdicts?decision={Decision.EVICT}", operator_history.VerdictList).verdicts
     assert {verdict.decision for verdict in held} <= {Decision.EVICT}
     with pytest.raises(Refused, match="no cursor"):
-        get(client, "/v1/verdicts?cursor=nonsense", past.VerdictList)
+        get(client, "/v1/verdicts?cursor=nonsense", operator_history.VerdictList)
 
 
 def test_generations_are_paged_newest_first(client: TestClient) -> None:
@@ -223,7 +223,7 @@ def test_evidence_bundle_covers_node_sent_to_repair(client: TestClient) -> None:
 def test_remediations_are_listed_with_outcome(client: TestClient) -> None:
     fleet(client, "n1", "n2")
     post(client, "/v1/nodes/n1/repair", BECAUSE, op.ChangeResult)
-    found = get(client, "/v1/remediations?node=n1", past.RemediationList).remediations
+    found = get(client, "/v1/remediations?node=n1", operator_history.RemediationList).remediations
     assert {remedy.node for remedy in found} == {"n1"}
     assert all(remedy.sentence and remedy.state != "failed" for remedy in found)
     assert next(one for one in found if one.kind == "repair").state != "superseded"
@@ -231,7 +231,7 @@ def test_remediations_are_listed_with_outcome(client: TestClient) -> None:
 
 def test_checkpoints_and_restorability_are_shown(client: TestClient) -> None:
     running_job(client, "n1", "n2")
-    assert get(client, "/v1/checkpoints?job=j", past.CheckpointList).checkpoints == ()
+    assert get(client, "/v1/checkpoints?job=j", operator_history.CheckpointList).checkpoints == ()
     told = get(client, "/v1/jobs/j/restorability", op.Restorability)
     assert (told.job, told.version) == ("j", None)
     assert told.sentence
@@ -242,23 +242,25 @@ def test_checkpoints_and_restorability_are_shown(client: TestClient) -> None:
 
 def test_budget_shows_remaining_evictions_per_scope(client: TestClient) -> None:
     fleet(client, "n1", "n2", "n3")
-    budget = get(client, "/v1/budget", past.BudgetStatus)
+    budget = get(client, "/v1/budget", operator_history.BudgetStatus)
     (scope,) = budget.scopes
     assert (scope.kind, scope.used, scope.left, scope.nodes) == ("fleet", 0, scope.limit, 3)
     assert (budget.breaker, budget.deferred) == ("", ())
 
 
 def test_policy_check_reports_changes_and_errors(client: TestClient) -> None:
-    policy = get(client, "/v1/policy", past.PolicyDocument)
+    policy = get(client, "/v1/policy", operator_history.PolicyDocument)
     assert policy.knobs["eviction_count"] == 4
     assert {rule["kind"] for rule in policy.rules} >= {"gpu.xid", "gpu.lost"}
-    good = past.PolicyChange(knobs={"eviction_count": 2}, rules=({"kind": "gpu.lost", "mode": "observe"},))
-    checked = post(client, "/v1/policy/check", good, past.PolicyCheckResult)
+    good = operator_history.PolicyChange(knobs={"eviction_count": 2}, rules=({"kind": "gpu.lost", "mode": "observe"},))
+    checked = post(client, "/v1/policy/check", good, operator_history.PolicyCheckResult)
     assert checked.ok, checked.error
     assert checked.changes["eviction_count"] == "4 -> 2"
     assert any(key.startswith("gpu.lost") and "observe" in text for key, text in checked.changes.items())
     for knobs, complaint in (({"eviction_cuont": 2}, "eviction_cuont"), ({"eviction_share": 7.0}, "share")):
-        bad = post(client, "/v1/policy/check", past.PolicyChange(knobs=knobs), past.PolicyCheckResult)
+        bad = post(
+            client, "/v1/policy/check", operator_history.PolicyChange(knobs=knobs), operator_history.PolicyCheckResult
+        )
         assert not bad.ok
         assert complaint in bad.error
 
@@ -274,9 +276,9 @@ def test_policy_trial_is_refused_while_journal_disk_hangs(client: TestClient, mo
 
     monkeypatch.setattr(recorder._Segment, "write", hangs)
     fleet(client, "n2")
-    body = past.PolicyTrialRequest(change=past.PolicyChange(knobs={"eviction_count": 1}))
+    body = operator_history.PolicyTrialRequest(change=operator_history.PolicyChange(knobs={"eviction_count": 1}))
     with pytest.raises(Refused, match=r"503 .*journal"):
-        post(client, "/v1/policy/try", body, past.PolicyTrialResult)
+        post(client, "/v1/policy/try", body, operator_history.PolicyTrialResult)
     fleet(client, "n3")
     disk.set()
 
@@ -284,14 +286,24 @@ def test_policy_trial_is_refused_while_journal_disk_hangs(client: TestClient, mo
 def test_policy_trial_replays_recorded_events(client: TestClient) -> None:
     speakers = running_job(client, "n1", "n2", spare="n3")
     speakers[2].report(FindingRaised(finding=FELL_OFF))
-    named = [rule for rule in get(client, "/v1/policy", past.PolicyDocument).rules if rule["kind"] == "gpu.xid"]
+    named = [
+        rule for rule in get(client, "/v1/policy", operator_history.PolicyDocument).rules if rule["kind"] == "gpu.xid"
+    ]
     every = tuple({"kind": "gpu.xid", "name": rule.get("name", ""), "mode": "observe"} for rule in named)
     told = post(
-        client, "/v1/policy/try", past.PolicyTrialRequest(change=past.PolicyChange(rules=every)), past.PolicyTrialResult
+        client,
+        "/v1/policy/try",
+        operator_history.PolicyTrialRequest(change=operator_history.PolicyChange(rules=every)),
+        operator_history.PolicyTrialResult,
     )
     assert told.evictions == 0
     assert len(told.avoided_evictions) == 1
     assert "n3" in told.avoided_evictions[0]
-    same = post(client, "/v1/policy/try", past.PolicyTrialRequest(change=past.PolicyChange()), past.PolicyTrialResult)
+    same = post(
+        client,
+        "/v1/policy/try",
+        operator_history.PolicyTrialRequest(change=operator_history.PolicyChange()),
+        operator_history.PolicyTrialResult,
+    )
     assert (same.evictions, same.added_evictions, same.avoided_evictions) == (1, (), ())
     assert same.sentence.endswith("as happened")

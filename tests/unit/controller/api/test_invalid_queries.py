@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 from everstep.clock import ManualClock
 from everstep.wire.v1 import enrolment as wire
 from everstep.wire.v1 import operator as op
-from everstep.wire.v1 import operator_history as past
+from everstep.wire.v1 import operator_history
 from everstep.wire.v1.agent import Gpu
 from tests.support.controllers import OPERATOR, VIEWER, InProcess, Speaker, get, post
 
@@ -111,7 +111,14 @@ def test_nodes_are_filtered_by_driver_and_gpu(client: TestClient) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [op.ReasonOnlyRequest, op.Resize, op.StartProbe, past.MaintenanceRequest, past.CancelMaintenance]
+    "kind",
+    [
+        op.ReasonOnlyRequest,
+        op.Resize,
+        op.StartProbe,
+        operator_history.MaintenanceRequest,
+        operator_history.CancelMaintenance,
+    ],
 )
 def test_reason_becomes_one_line_and_rejects_blank(kind: type[msgspec.Struct]) -> None:
     more = {"size": 1, "nodes": ("a", "b"), "until": 1.0}

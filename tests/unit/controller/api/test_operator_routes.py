@@ -16,7 +16,7 @@ from starlette.testclient import TestClient
 from everstep.bearer_tokens import TokenRole
 from everstep.vocabulary import Decision, JobState, NodeState, Verdict
 from everstep.wire.v1 import operator as op
-from everstep.wire.v1 import operator_history as past
+from everstep.wire.v1 import operator_history
 from everstep.wire.v1.training import FindingRaised, ProbeFinished, RankFinished, RankLost, UserError
 from tests.support.controllers import (
     OPERATOR,
@@ -418,6 +418,6 @@ def test_forgotten_node_leaves_every_list_and_database(tmp_path: Path) -> None:
         assert refusal(client, path, BECAUSE).status == 404
     with TestClient(InProcess(url, policy=HASTY)) as client:
         assert [one.node for one in get(client, "/v1/nodes", op.NodeList).nodes] == ["n2"]
-        assert get(client, "/v1/verdicts?node=n1", past.VerdictList).verdicts == ()
+        assert get(client, "/v1/verdicts?node=n1", operator_history.VerdictList).verdicts == ()
         kinds = [event.kind for event in get(client, "/v1/audit?node=n1", op.EventList).events]
         assert kinds == ["operator.forget"]

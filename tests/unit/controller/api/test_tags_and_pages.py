@@ -21,7 +21,7 @@ from everstep.ids import Version
 from everstep.vocabulary import FindingKind, NodeState
 from everstep.wire.v1 import enrolment as wire
 from everstep.wire.v1 import operator as op
-from everstep.wire.v1 import operator_history as past
+from everstep.wire.v1 import operator_history
 from everstep.wire.v1.agent import Domain
 from everstep.wire.v1.training import FindingRaised, ProbeFinished, RankProgress
 from tests.support.controllers import OPERATOR, InProcess, Refused, Speaker, get, joined, post
@@ -92,7 +92,7 @@ def out_of_budget(client: TestClient) -> None:
     """Two nodes fall ill, each of its own illness; the second is held, and the breaker latches."""
     for speaker, finding in zip(fleet(client, "n3", "n4"), (FELL_OFF, WORN_OUT), strict=True):
         speaker.report(FindingRaised(finding=finding))
-    assert get(client, "/v1/budget", past.BudgetStatus).breaker
+    assert get(client, "/v1/budget", operator_history.BudgetStatus).breaker
 
 
 def change(name: str, credential: str, until: float) -> tuple[str, Any]:
@@ -103,13 +103,13 @@ def change(name: str, credential: str, until: float) -> tuple[str, Any]:
         "reset_breaker": ("/v1/breaker/reset", BECAUSE),
         "stop": ("/v1/jobs/j/stop", BECAUSE),
         "resize": ("/v1/jobs/j/resize", op.Resize(size=1, reason="x")),
-        "maintenance": ("/v1/maintenance", past.MaintenanceRequest(until=until, reason="x", node="n1")),
-        "cancel_maintenance": ("/v1/maintenance/cancel", past.CancelMaintenance(reason="x", node="n1")),
+        "maintenance": ("/v1/maintenance", operator_history.MaintenanceRequest(until=until, reason="x", node="n1")),
+        "cancel_maintenance": ("/v1/maintenance/cancel", operator_history.CancelMaintenance(reason="x", node="n1")),
         "order": ("/v1/nodes/n1/hold", BECAUSE),
-        "check_policy": ("/v1/policy/check", past.PolicyChange(knobs={"eviction_count": 2})),
+        "check_policy": ("/v1/policy/check", operator_history.PolicyChange(knobs={"eviction_count": 2})),
         "try_policy": (
             "/v1/policy/try",
-            past.PolicyTrialRequest(change=past.PolicyChange(knobs={"eviction_count": 2})),
+            operator_history.PolicyTrialRequest(change=operator_history.PolicyChange(knobs={"eviction_count": 2})),
         ),
         "issue_credential": ("/v1/credentials", wire.IssueViewer(subject="v", reason="x")),
         "revoke_credential": (f"/v1/credentials/{credential}/revoke", BECAUSE),
@@ -130,7 +130,7 @@ def test_order_with_used_tag_is_refused(client: TestClient, name: str) -> None:
     until = get(client, "/v1/status", op.FleetStatus).now + 3600
     path, body = change(name, credential, until)
     if name == "cancel_maintenance":
-        plan = past.MaintenanceRequest(starts_at=until - 1800, until=until, reason="x", node="n1")
+        plan = operator_history.MaintenanceRequest(starts_at=until - 1800, until=until, reason="x", node="n1")
         post(client, "/v1/maintenance", plan, op.ChangeResult)
     before = get(client, "/v1/events?limit=1000", op.EventList)
     with pytest.raises(Refused, match="412 outdated"):
@@ -179,7 +179,9 @@ def test_unknown_cursor_is_refused_or_answered(any_client: TestClient, parts: li
 def test_rack_maintenance_with_outdated_tag_is_refused(client: TestClient) -> None:
     for name, rack in (("n1", "r1"), ("n2", "r1"), ("n3", "r2")):
         Speaker(client, name).register(domain=Domain(rack=rack))
-    window = past.MaintenanceRequest(until=get(client, "/v1/status", op.FleetStatus).now + 3600, reason="x", rack="r1")
+    window = operator_history.MaintenanceRequest(
+        until=get(client, "/v1/status", op.FleetStatus).now + 3600, reason="x", rack="r1"
+    )
     etag = tag(client, "/v1/nodes?rack=r1")
     post(client, "/v1/nodes/n3/hold", BECAUSE, op.ChangeResult)
     assert tag(client, "/v1/nodes?rack=r1") == etag, "another rack's nodes are not its own"

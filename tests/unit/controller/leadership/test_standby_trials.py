@@ -19,7 +19,7 @@ from everstep.bearer_tokens import TokenRole, mint
 from everstep.cli.main import app
 from everstep.clock import ManualClock
 from everstep.wire.v1 import operator as op
-from everstep.wire.v1 import operator_history as past
+from everstep.wire.v1 import operator_history
 from tests.support.controllers import PATIENT, SECRET, VIEWER, bearer, controller_process, registration
 from tests.support.core_fleet import START
 from tests.support.findings import xid
@@ -28,7 +28,7 @@ from tests.support.journaled import JournaledFleet
 from tests.support.sessions import tell
 from tests.support.waiting import until
 
-TRY = past.PolicyTrialRequest(change=past.PolicyChange(knobs={"eviction_count": 1}), hours=1.0)
+TRY = operator_history.PolicyTrialRequest(change=operator_history.PolicyChange(knobs={"eviction_count": 1}), hours=1.0)
 """Of a fleet whose budget was four."""
 
 
@@ -57,7 +57,7 @@ def _ask(standby: StandbyApp, path: str, body: Any = TRY, headers: dict[str, str
 
 def test_standby_answers_local_trial_from_its_journal(recorded: str) -> None:
     status, said = _ask(_standby(recorded), "/v1/policy/try?local=true")
-    told = msgspec.convert(said, past.PolicyTrialResult)
+    told = msgspec.convert(said, operator_history.PolicyTrialResult)
     assert (status, told.evictions, len(told.avoided_evictions)) == (200, 1, 1)
     assert told.avoided_evictions[0].startswith("verdict n3-1 (evict)")
 
@@ -116,13 +116,13 @@ def test_trial_command_merges_records_of_two_controllers(
         words = ["--controller", f"{pair[0].url},{pair[1].url}", "--token-file", str(token)]
         done = CliRunner().invoke(app, [*words, "policy", "try", str(change), "--json"])
         assert done.exit_code == 0, done.output
-        told = msgspec.json.decode(done.stdout, type=past.PolicyTrialResult)
+        told = msgspec.json.decode(done.stdout, type=operator_history.PolicyTrialResult)
         assert [one.epoch for one in told.spans] == [1, 2]
         assert (told.gaps, told.evictions) == ((), 0), "people ordered those"
         assert "as happened" in told.sentence
         alone = pair[0].ask("POST", "/v1/policy/try?local=true", TRY, VIEWER)
         assert alone[0] == 200
-        assert msgspec.json.decode(alone[1], type=past.PolicyTrialResult).events < told.events
+        assert msgspec.json.decode(alone[1], type=operator_history.PolicyTrialResult).events < told.events
 
 
 def _agent(node: str) -> dict[str, str]:

@@ -24,7 +24,7 @@ from everstep.cli.main import app
 from everstep.ids import Version
 from everstep.vocabulary import JobState, NodeState, Verdict
 from everstep.wire.v1 import operator as op
-from everstep.wire.v1 import operator_history as past
+from everstep.wire.v1 import operator_history
 from everstep.wire.v1.agent import Domain, Gpu, Heartbeat, NumberedReport, Register, Reports
 from everstep.wire.v1.operator_history import Evidence
 from everstep.wire.v1.training import AnyReport, FindingRaised, JobSpec, ProbeFinished, RankLost, RankProgress, Resumed
@@ -256,12 +256,12 @@ def test_verdict_explain_shows_finding_and_rule(run: Any) -> None:
         (("jobs",), op.JobList),
         (("job", "show", "gpt"), op.JobDetail),
         (("verdict", "explain", "n1-1"), Verdict),
-        (("findings",), past.FindingList),
-        (("verdicts", "--node", "n1"), past.VerdictList),
-        (("checkpoints", "--job", "gpt"), past.CheckpointList),
-        (("remediations",), past.RemediationList),
-        (("budget",), past.BudgetStatus),
-        (("policy", "show"), past.PolicyDocument),
+        (("findings",), operator_history.FindingList),
+        (("verdicts", "--node", "n1"), operator_history.VerdictList),
+        (("checkpoints", "--job", "gpt"), operator_history.CheckpointList),
+        (("remediations",), operator_history.RemediationList),
+        (("budget",), operator_history.BudgetStatus),
+        (("policy", "show"), operator_history.PolicyDocument),
         (("job", "exposures", "gpt"), op.Restorability),
     ],
 )

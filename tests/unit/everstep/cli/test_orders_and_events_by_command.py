@@ -176,7 +176,7 @@ def test_printer_does_not_wrap_piped_lines(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_budget_shows_time_until_free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from everstep.cli import history as past
+    from everstep.cli import history
     from everstep.wire.v1 import operator_history
 
     scope = operator_history.BudgetScope(kind="fleet", name="", limit=1, used=1, left=0, nodes=6, frees_at=1300.0)
@@ -186,15 +186,15 @@ def test_budget_shows_time_until_free(monkeypatch: pytest.MonkeyPatch, tmp_path:
             return operator_history.BudgetStatus(window_s=300.0, scopes=(scope,))
 
     drawn: list[Any] = []
-    monkeypatch.setattr(past, "connected_client", lambda _: _Given(Told()))
-    monkeypatch.setattr(past.SYSTEM_CLOCK.__class__, "wall", lambda _: 1000.0)
-    monkeypatch.setattr(past, "show", lambda _message, _as_json, view: drawn.append(view))
-    past.budget(typer.Context(typer.main.get_command(app)))
+    monkeypatch.setattr(history, "connected_client", lambda _: _Given(Told()))
+    monkeypatch.setattr(history.SYSTEM_CLOCK.__class__, "wall", lambda _: 1000.0)
+    monkeypatch.setattr(history, "show", lambda _message, _as_json, view: drawn.append(view))
+    history.budget(typer.Context(typer.main.get_command(app)))
     assert list(drawn[0].columns[-1].cells) == ["5 min"]
 
 
 def test_budget_shows_no_time_while_breaker_is_tripped(monkeypatch: pytest.MonkeyPatch) -> None:
-    from everstep.cli import history as past
+    from everstep.cli import history
     from everstep.wire.v1 import operator_history
 
     scope = operator_history.BudgetScope(kind="fleet", name="", limit=1, used=1, left=0, nodes=6)
@@ -204,9 +204,9 @@ def test_budget_shows_no_time_while_breaker_is_tripped(monkeypatch: pytest.Monke
             return operator_history.BudgetStatus(window_s=300.0, breaker="the budget is used up", scopes=(scope,))
 
     drawn: list[Any] = []
-    monkeypatch.setattr(past, "connected_client", lambda _: _Given(Told()))
-    monkeypatch.setattr(past, "show", lambda _message, _as_json, view: drawn.append(view))
-    past.budget(typer.Context(typer.main.get_command(app)))
+    monkeypatch.setattr(history, "connected_client", lambda _: _Given(Told()))
+    monkeypatch.setattr(history, "show", lambda _message, _as_json, view: drawn.append(view))
+    history.budget(typer.Context(typer.main.get_command(app)))
     assert list(drawn[0].columns[-1].cells) == ["after everstep reset-breaker"]
 
 
