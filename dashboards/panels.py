@@ -97,7 +97,7 @@ FLEET = (
     Panel(
         "Failed remedies",
         "Given up in the last day, alerts that were not taken included.",
-        ((f"increase({C}remediation_failures_total[1d])", "failed"),),
+        ((f"increase({C}external_call_failures_total[1d])", "failed"),),
         "stat",
         width=4,
         bad_above=1,
@@ -219,7 +219,9 @@ CONTROLLER = (
     ),
     Panel("Role", "1 leads, 0 stands by.", ((f"{C}leader", "{{instance}}"),)),
     Panel(
-        "Knocks", "Nodes that come again and again to one that stands by.", ((f"{C}standby_contacts", "{{instance}}"),)
+        "Knocks",
+        "Nodes that come again and again to one that stands by.",
+        ((f"{C}standby_persistent_nodes", "{{instance}}"),),
     ),
     Panel(
         "Time to decide and to commit",
@@ -269,7 +271,7 @@ CONTROLLER = (
     Panel(
         "Requests refused",
         "Per minute, by route and reason.",
-        ((f"sum by (route, code) (rate({C}requests_refused_total[5m])) * 60", "{{route}} {{code}}"),),
+        ((f"sum by (route, code) (rate({C}requests_failed_total[5m])) * 60", "{{route}} {{code}}"),),
     ),
     Panel(
         "Requests over a limit",

@@ -73,10 +73,10 @@ def explain_error(error: msgspec.ValidationError, known: Iterable[type[msgspec.S
     fields = {field.encode_name for struct in known for field in msgspec.structs.fields(struct)}
     near = difflib.get_close_matches(unknown[1], fields, n=1, cutoff=0.5)
     hint = f"did you mean `{near[0]}`?" if near else f"known are {', '.join(sorted(fields))}"
-    return f"unknown key `{unknown[1]}`{_place(message)}; {hint}"
+    return f"unknown key `{unknown[1]}`{_describe_location(message)}; {hint}"
 
 
-def _place(message: str) -> str:
+def _describe_location(message: str) -> str:
     where = _WHERE.search(message)
     return f" in {where[1].lstrip('.')}" if where and where[1] else ""
 

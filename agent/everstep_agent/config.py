@@ -105,14 +105,14 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = ()
     rack: Annotated[str, _doc("failure domain: nodes with equal words lose their rack together")] = ""
     switch: Annotated[str, _doc("failure domain: nodes with equal words lose their leaf switch together")] = ""
-    power: Annotated[str, _doc("failure domain: nodes with equal words lose their power together")] = ""
+    power_domain: Annotated[str, _doc("failure domain: nodes with equal words lose their power together")] = ""
     labels: Annotated[
         tuple[str, ...], _doc("your own words for the node, NAME=VALUE separated by commas, by which people find it")
     ] = ()
     die_with_parent: Annotated[
         bool, _doc("end in order when the process that started the agent ends, and take the vault along")
     ] = False
-    stop_vault: Annotated[
+    stop_vault_on_exit: Annotated[
         bool, _doc("at the end also end the vault and unlink its slots; without it the next agent takes the vault over")
     ] = False
     vault_survives_kill_of: Annotated[
@@ -470,7 +470,7 @@ def _check_sizes(s: AgentSettings) -> None:
     raise_if(
         bool(s.vault_survives_kill_of) and not s.die_with_parent,
         "--vault-survives-kill-of belongs to --die-with-parent; without that a vault is left anyway, unless "
-        "--stop-vault is given",
+        "--stop-vault-on-exit is given",
     )
     limit = s.vault_memory_limit_bytes
     raise_if(

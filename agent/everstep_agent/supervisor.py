@@ -1,7 +1,7 @@
 """The agent's process: one event loop that connects sensors, vault, local ranks and controller.
 
 The event loop never calls a driver and never imports torch: calls that may hang run in child processes. Each task is
-restarted when it fails, with the cause in the log. ``everstep_agent.vault.keeper`` describes how an agent is upgraded
+restarted when it fails, with the cause in the log. ``everstep_agent.vault.manager`` describes how an agent is upgraded
 under running jobs.
 """
 
@@ -28,16 +28,16 @@ from everstep.wire.v1.local import Welcome
 from everstep.wire.v1.training import AnyReport, FindingCleared, FindingRaised, RankProgress
 from everstep_agent.config import AgentSettings, parse_labels, parse_listen_address, read_token
 from everstep_agent.findings.node_findings import AgentHealth, ClockSkewEstimate, NodeFindings, find_agent_problems
+from everstep_agent.jobs.local_processes import LocalJob
 from everstep_agent.jobs.registry import JobRegistry
-from everstep_agent.jobs.seats import LocalJob
 from everstep_agent.jobs.socket import AgentSocketServer
 from everstep_agent.lifecycle import AgentRunDirectory, write_atomically
 from everstep_agent.sensors.monitor import SensorMonitor, SensorSettings
 from everstep_agent.sensors.sensor_messages import SensorReport
 from everstep_agent.uplink.client import Uplink
-from everstep_agent.uplink.heartbeat import HeartbeatProtocol, NodeFacts
+from everstep_agent.uplink.heartbeat import HeartbeatProtocol, NodeDescription
 from everstep_agent.uplink.spool import Spool
-from everstep_agent.vault.keeper import VaultManager, VaultOrderRunner
+from everstep_agent.vault.manager import VaultManager, VaultOrderRunner
 
 if TYPE_CHECKING:
     from everstep_agent.metrics import AgentMetrics, MetricsServer
@@ -185,7 +185,7 @@ class Supervisor:
         if self._prober is not None:
             await self._prober.close()
         left = ["agent.json", "agent.sock"]
-        if not self._should_leave_vault():
+        if not self._should_detach_vault():
             await self._vault.stop()
             left += ["vault.json", "vault.sock"]
         else:
@@ -198,25 +198,25 @@ class Supervisor:
         self._spool.close()
         self._directory.release(*left)
 
-    def _should_leave_vault(self) -> bool:
+    def _should_detach_vault(self) -> bool:
         """Return whether a process may come back for the vault's contents."""
         if not self._vault.has_segments():
             return False
         if self._settings.vault_survives_kill_of == "parent" and self._parent_exited.is_set():
             return True
-        return not (self._settings.die_with_parent or self._settings.stop_vault)
+        return not (self._settings.die_with_parent or self._settings.stop_vault_on_exit)
 
     async def _run_self_checks(self) -> None:
         while True:
             self._write_ready_file()
-            self._update_own_findings()
+            self._update_agent_findings()
             for change in self._findings.expire(self._clock.monotonic()):
                 self.report(change)
             if self._clock_skew.skew_s is not None:
                 self._sensors.set_clock_skew(self._clock_skew.skew_s)
             await asyncio.sleep(SELF_CHECK_INTERVAL_S)
 
-    def _update_own_findings(self) -> None:
+    def _update_agent_findings(self) -> None:
         lost_at = (self._agent_health.vault_down_at or self._clock.wall()) if self._vault.down_reason else 0.0
         since = (self._agent_health.spool_dropped_since or self._clock.wall()) if self._spool.dropped_count else 0.0
         self._agent_health = AgentHealth(
@@ -251,7 +251,7 @@ class Supervisor:
             self._first_report_received.set()
 
     def _on_vault_change(self) -> None:
-        self._update_own_findings()
+        self._update_agent_findings()
         self._write_ready_file()
         self._uplink.beat_now()
 
@@ -285,16 +285,16 @@ class Supervisor:
 
     # Uplink callbacks: state for the controller, and its directives
 
-    def node_facts(self) -> NodeFacts:
-        picture = self._sensor_report
-        return NodeFacts(
+    def describe_node(self) -> NodeDescription:
+        sensor_report = self._sensor_report
+        return NodeDescription(
             vault_address=self._vault.address,
-            boot_id=picture.boot_id if picture is not None else "",
-            driver_version=picture.driver_version if picture is not None else "",
-            domain=Domain(rack=self._settings.rack, switch=self._settings.switch, power=self._settings.power),
+            boot_id=sensor_report.boot_id if sensor_report is not None else "",
+            driver_version=sensor_report.driver_version if sensor_report is not None else "",
+            domain=Domain(rack=self._settings.rack, switch=self._settings.switch, power=self._settings.power_domain),
             labels=parse_labels(self._settings),
-            gpus=picture.gpu_identities if picture is not None else (),
-            host=picture.host_identity if picture is not None else UNKNOWN_HOST,
+            gpus=sensor_report.gpu_identities if sensor_report is not None else (),
+            host=sensor_report.host_identity if sensor_report is not None else UNKNOWN_HOST,
         )
 
     def findings(self) -> tuple[Finding, ...]:
@@ -306,7 +306,7 @@ class Supervisor:
     def is_busy(self) -> bool:
         return self._jobs.is_busy()
 
-    def on_recognized(self, known_jobs: Collection[str]) -> None:
+    def on_new_controller(self, known_jobs: Collection[str]) -> None:
         for offer in self._jobs.launcher_offers(known_jobs):
             self.report(offer)
 

@@ -22,12 +22,12 @@ from everstep_controller.core.checkpoints.placement import FailureDomains, place
 from torch.distributed import TCPStore
 
 from everstep.ids import Version
-from everstep.layout.vault_note import LOCK_FILE
+from everstep.layout.vault_status import LOCK_FILE
 from everstep.vocabulary import GenerationReason
 from everstep.wire.framing import FrameDecoder, encode_frame
 from everstep.wire.v1 import local
 from everstep.wire.v1.training import GenerationSpec, Holder, JobSpec, RestoreRule
-from everstep.wire.v1.vault_orders import Protection
+from everstep.wire.v1.vault_reports import Protection
 
 JOB = "bench"
 SECRET = "00" * 32

@@ -29,7 +29,7 @@ from bench.table import Row
 from everstep.errors import NotRestorable
 from everstep.ids import Version
 from everstep.wire.v1.training import GenerationSpec, VersionSealed
-from everstep.wire.v1.vault_orders import Protection
+from everstep.wire.v1.vault_reports import Protection
 
 NODES = tuple(f"n{number}" for number in range(1, 7))
 EIGHT = tuple(f"n{number}" for number in range(1, 9))

@@ -172,7 +172,7 @@ class FleetInTime:
 
     def _beat(self, node: Node) -> None:
         heard = engine.apply_heartbeat(self.state, node.name, node.life, self.now, self._progress(node))
-        if heard is engine.HeartbeatResult.NEWS:
+        if heard is engine.HeartbeatResult.NEEDS_EVENT:
             self._handle(
                 ev.HeartbeatChanged(
                     node=node.name, incarnation=node.life, ranks=self._progress(node), trace=self._trace()

@@ -18,7 +18,7 @@ from everstep.clock import Clock
 from everstep_controller.api import endpoints, openapi
 from everstep_controller.api.admission import AdmissionControl
 from everstep_controller.api.auth import Authenticator
-from everstep_controller.api.credentials import CredentialBook, Keyring
+from everstep_controller.api.credentials import CredentialStore, Keyring
 from everstep_controller.api.history import HistoryRoutes
 from everstep_controller.api.operators import CredentialRoutes, OperatorRoutes, PolicyRoutes
 from everstep_controller.api.routes import (
@@ -33,8 +33,8 @@ from everstep_controller.config import ControllerSettings
 from everstep_controller.core import engine as fleet
 from everstep_controller.core.state import FleetState
 from everstep_controller.journal.recorder import Journal
-from everstep_controller.leadership.leader_checks import EpochCheck, StandbyWatch
-from everstep_controller.leadership.lease import Tenure
+from everstep_controller.leadership.leader_checks import EpochCheck, StandbyMonitor
+from everstep_controller.leadership.lease import LeaseTenure
 from everstep_controller.read_models import fleet_views
 from everstep_controller.read_models.fleet_views import ReadModels
 from everstep_controller.read_models.prometheus import FleetCollector, Metrics
@@ -99,7 +99,7 @@ class Controller:
         state: FleetState,
         clock: Clock,
         make_remediator: MakeRemediator,
-        tenure: Tenure | None = None,
+        tenure: LeaseTenure | None = None,
     ) -> None:
         self._tenure = tenure
         self._settings = settings
@@ -114,7 +114,9 @@ class Controller:
         numbers = AuditNumbers(loaded.newest_audit)
         self.steady = SteadyTime(clock, loaded.newest_at)
         self.quota = EventQuota(
-            settings.node_events_burst, settings.node_events_per_s, self.metrics.events_suppressed.inc
+            settings.audit_entries_per_node_burst,
+            settings.audit_entries_per_node_per_s,
+            self.metrics.events_suppressed.inc,
         )
         self.loop = FleetLoop(
             state=state,
@@ -160,10 +162,10 @@ class Controller:
             standby_report=lambda: self.standby_watch.report,
             clock_ahead_s=self.steady.ahead_s,
         )
-        self.standby_watch = StandbyWatch(settings, self.loop, clock)
+        self.standby_watch = StandbyMonitor(settings, self.loop, clock)
         self._gauges = FleetCollector(self.view_context)
         self.metrics.registry.register(self._gauges)
-        self.credentials = CredentialBook(loaded.credentials)
+        self.credentials = CredentialStore(loaded.credentials)
         gate = Authenticator.from_settings(settings, keyring, self.credentials, state.jobs, clock, self.loop.now)
         self.authenticator = gate
         self.agent_service = AgentService(
@@ -174,7 +176,7 @@ class Controller:
             defer=SerialQueue(),
             name=settings.name,
             heartbeat_interval_s=settings.heartbeat_interval_s,
-            report_marks=loaded.report_marks,
+            acknowledged_reports=loaded.acknowledged_reports,
             poisoned_reports=loaded.poisoned,
             charge_reports=gate.charge_reports,
             epoch_check=self.epoch_check,
@@ -193,7 +195,7 @@ class Controller:
         known_records: KnownRecords,
         clock: Clock,
         make_remediator: MakeRemediator,
-        tenure: Tenure | None = None,
+        tenure: LeaseTenure | None = None,
     ) -> Controller:
         """Restore the state loaded from a database that was taken over, and handle the first event.
 
@@ -249,10 +251,10 @@ class Controller:
         settings = self._settings
         return RetentionLimits(
             since=min(self.loop.now(), self._clock.wall()) - settings.retention_days * 86400,
-            events=settings.retention_events,
-            orders=settings.retention_orders,
-            rows=settings.retention_rows,
-            generations=settings.retention_generations,
+            events=settings.retention_max_audit_entries,
+            orders=settings.retention_audit_of_people,
+            rows=settings.retention_max_history_rows,
+            generations=settings.retention_generations_per_job,
         )
 
     def database_outage(self) -> DatabaseOutage | None:
@@ -298,7 +300,7 @@ class Controller:
         admission = AdmissionControl(
             max_requests=settings.max_concurrent_requests,
             max_bytes=settings.max_unsent_answer_bytes,
-            loop_share=settings.answer_loop_share,
+            loop_share=settings.operator_event_loop_share,
             monotonic=self._clock.monotonic,
             on_refused=self.metrics.over_limit,
         )
@@ -353,10 +355,10 @@ class Controller:
             identity = endpoints.authorize(gate, PLAIN_ROUTES["metrics"].access, request)
 
             async def shown() -> Response:
-                await self._gauges.refresh(lambda: endpoints.turn(request))
+                await self._gauges.refresh(lambda: endpoints.yield_to_agents(request))
                 return Response(self.metrics.render(self.view_context.state.jobs), media_type=CONTENT_TYPE_LATEST)
 
-            return await endpoints.placed(admission, identity, request, shown)
+            return await endpoints.run_admitted(admission, identity, request, shown)
 
         paths: Iterable[tuple[str, Any]] = (("/healthz", health), ("/readyz", ready), ("/metrics", metrics))
         for path, endpoint in paths:

@@ -28,10 +28,10 @@ SECRETS_COMMAND = ENVIRONMENT_PREFIX + "COMMAND"
 PRESETS = ("production", "lab")
 
 
-def _address(place: str) -> tuple[str, int]:
+def _address(address: str) -> tuple[str, int]:
     """Return host and port; port 0 means any free port. Raise ValueError for another form."""
-    host, _, port = place.rpartition(":")
-    return (host.strip("[]"), 0) if port == "0" and host else split_address(place)
+    host, _, port = address.rpartition(":")
+    return (host.strip("[]"), 0) if port == "0" and host else split_address(address)
 
 
 def is_http_url(url: str) -> bool:
@@ -100,7 +100,7 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     max_unsent_answer_bytes: int = 32 << 20
     """Bytes of responses to one such client that may wait to be sent; a further response becomes status 429. A view of
     a thousand nodes takes some 200 KB."""
-    answer_loop_share: float = 0.5
+    operator_event_loop_share: float = 0.5
     """Share of the event loop's time that such responses may take while heartbeats and reports of agents wait. After
     each slice of a response, agents get the loop for as long as the share demands. Larger values answer people sooner
     under heavy reading, and agents later."""
@@ -126,21 +126,21 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     retention_days: float = 90.0
     """Days for which the audit log, verdicts, and closed findings and remediations are kept. Records needed for
     a start, and each node's newest verdict, are kept at any age."""
-    retention_events: int = 2_000_000
+    retention_max_audit_entries: int = 2_000_000
     """Maximum entries of the audit log, about half a KiB each. The oldest go first, at any age."""
-    retention_orders: int = 200_000
+    retention_audit_of_people: int = 200_000
     """Maximum entries of the audit log caused by people (orders and changes of credentials), in addition to
-    ``retention_events``. They are kept at any age, and entries caused by nodes never displace them."""
-    retention_rows: int = 200_000
+    ``retention_max_audit_entries``. They are kept at any age, and entries caused by nodes never displace them."""
+    retention_max_history_rows: int = 200_000
     """Maximum verdicts, findings and remediations each, a few KiB per record. The oldest that may be deleted go first,
     at any age."""
-    node_events_burst: int = 500
+    audit_entries_per_node_burst: int = 500
     """Burst of audit entries of one kind from one node. Further entries are counted in ``events.suppressed``, and the
     decisions are made all the same. A node that is repaired and retried for weeks writes dozens."""
-    node_events_per_s: float = 0.1
+    audit_entries_per_node_per_s: float = 0.1
     """Further audit entries per second of one kind from one node. At this rate one kind of one node fills
-    ``retention_events`` in seven months."""
-    retention_generations: int = 1000
+    ``retention_max_audit_entries`` in seven months."""
+    retention_generations_per_job: int = 1000
     """Maximum rosters kept per job, a few KiB each, or up to some MiB in a fleet of 10,000 nodes."""
     lease_s: float = 5.0
     """Seconds that a leader's lease lasts without renewal, over PostgreSQL. After that time another controller replaces
@@ -156,7 +156,7 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     """``host:port`` by which others reach this controller; standbys announce it. Empty: the address served."""
     stop_grace_s: float = 0.5
     """Seconds that running requests may take after the controller is asked to stop."""
-    remediation: Literal["dry_run", "webhook", "slurm", "kubernetes"] = "dry_run"
+    remediation_backend: Literal["dry_run", "webhook", "slurm", "kubernetes"] = "dry_run"
     """Backend that drains nodes, reboots them and hands them to repair: ``dry_run`` only logs each action, ``webhook``
     posts to ``webhook_url``, ``slurm`` calls ``scontrol``, ``kubernetes`` calls its API."""
     webhook_url: str = ""
@@ -169,7 +169,7 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     """Slurm's configuration file. Empty: Slurm's default."""
     kubeconfig: str = ""
     """Kubeconfig file for reaching Kubernetes. Empty: the service account of the controller's pod."""
-    kubernetes_evict: bool = False
+    kubernetes_evict_pods: bool = False
     """Evict a cordoned node's pods. Off: the pods' owners see the taint and decide."""
     alert_url: str = ""
     """URL to which alerts are posted, in the format of Alertmanager's webhooks. Empty: none."""
@@ -195,7 +195,7 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         if name == "production":
             return cls()
         if name == "lab":
-            return cls(policy=CorePolicy.lab(), heartbeat_interval_s=0.5, resign_after_s=5.0)
+            return cls(policy=CorePolicy.lab_preset(), heartbeat_interval_s=0.5, resign_after_s=5.0)
         raise ConfigurationError(f"there is no preset {name!r}: use {' or '.join(PRESETS)}")
 
     @property
@@ -222,7 +222,7 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         return self
 
     def _contradictions(self) -> tuple[tuple[bool, str], ...]:
-        webhook = self.remediation == "webhook"
+        webhook = self.remediation_backend == "webhook"
         url = urlsplit(self.database)
         return (
             (
@@ -261,9 +261,9 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
             ),
             (
                 min(self.max_concurrent_requests, self.max_unsent_answer_bytes) < 1
-                or not 0 < self.answer_loop_share <= 1,
+                or not 0 < self.operator_event_loop_share <= 1,
                 "max_concurrent_requests and max_unsent_answer_bytes must be at least 1, and "
-                "answer_loop_share more than 0 and at most 1",
+                "operator_event_loop_share more than 0 and at most 1",
             ),
             (self.max_commit_batch < 1 or self.queue_limit < 1, "max_commit_batch and queue_limit must be at least 1"),
             (
@@ -272,15 +272,19 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
             ),
             (
                 self.retention_days <= 0
-                or min(self.retention_events, self.retention_orders, self.retention_rows) < 1000
-                or self.retention_generations < 16,
-                "retention_days must be positive, retention_events, retention_orders and retention_rows at least 1000, "
-                "retention_generations at least 16",
+                or min(
+                    self.retention_max_audit_entries, self.retention_audit_of_people, self.retention_max_history_rows
+                )
+                < 1000
+                or self.retention_generations_per_job < 16,
+                "retention_days must be positive, retention_max_audit_entries, retention_audit_of_people and "
+                "retention_max_history_rows at least 1000, "
+                "retention_generations_per_job at least 16",
             ),
             (self.max_clock_ahead_days < 0, "max_clock_ahead_days must not be negative; 0 believes any clock"),
             (
-                self.node_events_burst < 1 or self.node_events_per_s <= 0,
-                "node_events_burst must be at least 1 and node_events_per_s positive",
+                self.audit_entries_per_node_burst < 1 or self.audit_entries_per_node_per_s <= 0,
+                "audit_entries_per_node_burst must be at least 1 and audit_entries_per_node_per_s positive",
             ),
             (self.outage_buffer_bytes < 1 << 20, "outage_buffer_bytes must be at least 1048576"),
             (
@@ -306,7 +310,7 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
                 "alert_token_file is for alert_url, and there is none",
             ),
             (
-                self.policy.remediation_mode is Mode.ENFORCE and self.remediation == "dry_run",
+                self.policy.remediation_mode is Mode.ENFORCE and self.remediation_backend == "dry_run",
                 "policy.remediation_mode = enforce asks for resets and reboots, and remediation = dry_run carries none "
                 "out: "
                 "name what does",

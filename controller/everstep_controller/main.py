@@ -43,9 +43,11 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--tls-certificate", metavar="FILE")
     serve.add_argument("--tls-key", metavar="FILE")
     serve.add_argument("--tls-client-ca", metavar="FILE", help="authorities whose client certificates stand for tokens")
-    serve.add_argument("--webhook-url", metavar="URL", help="with --remediation webhook")
+    serve.add_argument("--webhook-url", metavar="URL", help="with --remediation-backend webhook")
     serve.add_argument("--webhook-secret-file", metavar="FILE")
-    serve.add_argument("--remediation", choices=("dry_run", "webhook", "slurm", "kubernetes"), help="default dry_run")
+    serve.add_argument(
+        "--remediation-backend", choices=("dry_run", "webhook", "slurm", "kubernetes"), help="default dry_run"
+    )
     replay.add_arguments(commands.add_parser("replay", help="decide a recorded incident again"))
     backup = commands.add_parser("backup", help="copy a SQLite database, also while a controller writes it")
     backup.add_argument("file", metavar="FILE", type=Path)

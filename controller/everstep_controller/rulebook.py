@@ -49,7 +49,7 @@ def load_rulebook(site: Path | None = None, folder: Path = POLICY_FOLDER) -> Rul
     tables = _read(folder)
     for key, table in (_read(site) if site is not None else {}).items():
         tables[key] = {**tables.get(key, {}), **table}
-    return _book(tables)
+    return _build_rulebook(tables)
 
 
 def changed_rules(rulebook: Rulebook, changes: Iterable[Mapping[str, Any]]) -> Rulebook:
@@ -64,11 +64,11 @@ def changed_rules(rulebook: Rulebook, changes: Iterable[Mapping[str, Any]]) -> R
         if key not in tables and "source" not in change:
             raise ConfigurationError(f"there is no rule {'.'.join(filter(None, key))!r}; a new one needs its source")
         tables[key] = {**tables.get(key, {}), **change}
-    return _book(tables)
+    return _build_rulebook(tables)
 
 
-def _book(tables: Tables) -> Rulebook:
-    rules = [_whole(table) for table in tables.values()]
+def _build_rulebook(tables: Tables) -> Rulebook:
+    rules = [_validated(table) for table in tables.values()]
     rulebook = Rulebook({kind: _of_kind(rules, kind) for kind in FindingKind})
     if missing := [kind for kind, found in rulebook.rules_by_kind.items() if not found or found[-1].name]:
         raise ConfigurationError(f"no rule without a name judges {', '.join(missing)}")
@@ -109,7 +109,7 @@ def _read(folder: Path) -> Tables:
     return tables
 
 
-def _whole(table: dict[str, Any]) -> VerdictRule:
+def _validated(table: dict[str, Any]) -> VerdictRule:
     """Return the rule merged from all files. Raise ConfigurationError if the merged rule is invalid."""
     try:
         rule = msgspec.convert(table, VerdictRule)
@@ -129,7 +129,7 @@ def _of_kind(rules: list[VerdictRule], kind: FindingKind) -> tuple[VerdictRule, 
 def _contradictions(rule: VerdictRule) -> tuple[tuple[bool, str], ...]:
     n, m = rule.n_of_m
     seconds = (rule.window_s, rule.boot_grace_s, rule.step_memory_s, rule.coalesce_s, rule.clear_s, rule.correlated_s)
-    order = [LADDER_ACTIONS.index(rung) for rung in rule.ladder if rung in LADDER_ACTIONS]
+    order = [LADDER_ACTIONS.index(ladder_action) for ladder_action in rule.ladder if ladder_action in LADDER_ACTIONS]
     return (
         (not rule.source, "it has no source: say where its numbers come from"),
         (not 1 <= n <= m <= MAX_REMEMBERED, f"n_of_m = [{n}, {m}] must be [n, m] with 1 <= n <= m <= {MAX_REMEMBERED}"),

@@ -83,7 +83,7 @@ async def _serve(settings: ControllerSettings) -> int:
     address, *operators = map(address_of, listeners)
     for place in (address, *operators):
         warn_if_plaintext(settings, place)
-    settings = msgspec.structs.replace(settings, name=settings.name or _own_name(settings, address))
+    settings = msgspec.structs.replace(settings, name=settings.name or _unique_name(settings, address))
     member = ControllerReplica(
         settings,
         keyring,
@@ -93,11 +93,11 @@ async def _serve(settings: ControllerSettings) -> int:
         address=_advertised(settings, address),
     )
     running = asyncio.create_task(member.run(), name="member")
-    await _begun(running, member, settings)
+    await _wait_until_leader_known(running, member, settings)
     server = ControllerServer(server_config(settings, member), member.close_connections, settings.stop_grace_s)
     member.on_leadership_lost = server.close_all
     running.add_done_callback(lambda _task: server.request_stop())
-    announcing = asyncio.create_task(_announce(server, settings, address, *operators))
+    announcing = asyncio.create_task(_log_when_serving(server, settings, address, *operators))
     await server.serve(sockets=[*duplicate_listeners(listeners[0]), *listeners[1:]])
     announcing.cancel()
     if settings.ready_file:
@@ -105,7 +105,9 @@ async def _serve(settings: ControllerSettings) -> int:
     return await _end(running, settings)
 
 
-async def _begun(running: asyncio.Task[None], member: ControllerReplica, settings: ControllerSettings) -> None:
+async def _wait_until_leader_known(
+    running: asyncio.Task[None], member: ControllerReplica, settings: ControllerSettings
+) -> None:
     """Wait until the leader is known. Raise ConfigurationError if this controller cannot start."""
     settled = asyncio.create_task(member.leader_known.wait())
     await asyncio.wait({running, settled}, return_when=asyncio.FIRST_COMPLETED)
@@ -139,25 +141,27 @@ def _check_clock(engine: Engine, settings: ControllerSettings) -> None:
     check_clock_at_start(SYSTEM_CLOCK.wall(), newest_at, settings.max_clock_ahead_days)
 
 
-_ANYWHERE = ("0.0.0.0:", "[::]:")
+_WILDCARD_PREFIXES = ("0.0.0.0:", "[::]:")
 
 
-def _own_name(settings: ControllerSettings, address: str) -> str:
+def _unique_name(settings: ControllerSettings, address: str) -> str:
     """Return a name that no other controller has."""
-    if settings.advertise or not address.startswith(_ANYWHERE):
+    if settings.advertise or not address.startswith(_WILDCARD_PREFIXES):
         return settings.advertise or address
     return f"{socket.gethostname()}:{address.rpartition(':')[2]}"
 
 
 def _advertised(settings: ControllerSettings, address: str) -> str:
     """Return the URL by which others reach this controller, or "" if it listens on all interfaces without a name."""
-    if not settings.advertise and address.startswith(_ANYWHERE):
+    if not settings.advertise and address.startswith(_WILDCARD_PREFIXES):
         return ""
     scheme = "https" if settings.tls_certificate else "http"
     return f"{scheme}://{settings.advertise or address}"
 
 
-async def _announce(server: uvicorn.Server, settings: ControllerSettings, address: str, *operators: str) -> None:
+async def _log_when_serving(
+    server: uvicorn.Server, settings: ControllerSettings, address: str, *operators: str
+) -> None:
     while not server.started:
         await asyncio.sleep(0.002)  # uvicorn offers no event to wait for
     database = parse_url(settings.database).render_as_string(hide_password=True)

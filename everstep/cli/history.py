@@ -111,7 +111,7 @@ def _show_job_checkpoints(client: ControllerClient, job: str, as_json: bool) -> 
     told, now = client.get(path("jobs", job, "checkpoints"), JobCheckpoints), SYSTEM_CLOCK.wall()
     view = tables.table("version", "where", "since", "size", "restorable", "why, or where", right=("size",))
     for one in told.versions:
-        where = one.tier if one.state == "complete" else f"to {one.tier}"
+        where = one.storage_tier if one.state == "complete" else f"to {one.storage_tier}"
         can = Text("yes", style="green") if one.restorable else Text("no", style="yellow")
         why = ", ".join(filter(None, (one.sentence, "verified" if one.verified else "", one.url)))
         view.add_row(
@@ -183,10 +183,10 @@ def budget(context: typer.Context, as_json: Json = False) -> None:
             "of", "left", "limit", "used", "nodes", "frees in", right=("left", "limit", "used", "nodes")
         )
         for one in left.scopes:
-            frees = age(one.frees_at - now) if one.frees_at > now else "-"
+            frees = age(one.next_free_at - now) if one.next_free_at > now else "-"
             if left.breaker:
                 frees = "after everstep reset-breaker"
-            numbers = (one.left, one.limit, one.used, one.nodes)
+            numbers = (one.remaining, one.limit, one.used, one.nodes)
             view.add_row(" ".join(filter(None, (one.kind, one.name))), *map(str, numbers), frees)
         show(left, as_json, view)
         if not as_json:
@@ -218,17 +218,17 @@ def evidence(
         console.print(f"{output}: {len(bundle.findings)} findings, {len(bundle.verdicts)} verdicts of {node}")
 
 
-def exposures(
+def loss_forecast(
     context: typer.Context, job: Annotated[str, typer.Argument(metavar="JOB")], as_json: Json = False
 ) -> None:
     """What the job would go back to now, and which loss it could not bear."""
     with connected_client(context) as client:
         told = client.get(path("jobs", job, "restorability"), op.Restorability)
         view = tables.table("loss", "checkpoint", "nodes left", "what follows", right=("nodes left",))
-        for one in told.exposures:
+        for one in told.loss_forecasts:
             name = one.name or "+".join(one.nodes)
             whole = Text("whole", style="green") if one.restorable else Text("broken", style="bold red")
-            view.add_row(f"{one.kind} {name}", whole, str(one.nodes_left), one.sentence)
+            view.add_row(f"{one.kind} {name}", whole, str(one.remaining_nodes), one.sentence)
         if not as_json:
             console.print(told.sentence, highlight=False, markup=False)
         show(told, as_json, view)

@@ -33,7 +33,7 @@ from everstep.system_clock import SYSTEM_CLOCK
 from everstep.vocabulary import Verdict
 from everstep.wire.v1 import operator as op
 
-MOST_NAMED = 20
+MAX_LISTED_NODES = 20
 """Nodes that ``status`` names; `everstep nodes` lists the others."""
 
 app = typer.Typer(help="See and steer a fleet that Everstep keeps training.", no_args_is_help=True)
@@ -48,13 +48,13 @@ app.add_typer(vault.app, name="vault")
 history.register(app)
 events.register(app)
 app.command()(nodes.nodes)
-job_app.command()(history.exposures)
+job_app.command()(history.loss_forecast)
 
 JobName = Annotated[str, typer.Argument(metavar="JOB")]
 
 
-def _say_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         console.print(__version__, highlight=False)
         raise typer.Exit
 
@@ -84,7 +84,7 @@ def connect(
         str, typer.Option("--run", metavar="NAME", help="A run of everstep-launch on this machine, by its job's name.")
     ] = "",
     _version: Annotated[
-        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Show the release and exit.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the release and exit.")
     ] = False,
 ) -> None:
     context.obj = ConnectionOptions(address, token_file, ca_file, certificate, key, run)
@@ -104,7 +104,7 @@ def _unfit(client: ControllerClient, fleet: op.FleetStatus) -> tuple[op.NodeSumm
     """Return the first of the unhealthy nodes; those that need a person come first."""
     found: list[op.NodeSummary] = []
     for state in tables.BY_URGENCY:
-        wanted = min(fleet.nodes.get(state, 0), MOST_NAMED - len(found))
+        wanted = min(fleet.nodes.get(state, 0), MAX_LISTED_NODES - len(found))
         if wanted > 0:
             page = client.get("/v1/nodes", op.NodeList, state=str(state), limit=wanted)
             found += page.nodes

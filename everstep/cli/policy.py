@@ -14,7 +14,7 @@ from everstep.cli import tables
 from everstep.cli.client import ControllerClient
 from everstep.cli.context import Json, connected_client, console, show
 from everstep.errors import ConfigurationError, Conflict
-from everstep.policy_trials import merge_results
+from everstep.policy_trial_results import merge_results
 from everstep.wire.v1 import operator_history
 
 TRIAL_TIMEOUT_S = 600.0
@@ -103,13 +103,13 @@ def try_(
 
 
 def _run_trial(
-    client: ControllerClient, wanted: operator_history.PolicyTrialRequest
+    client: ControllerClient, request: operator_history.PolicyTrialRequest
 ) -> operator_history.PolicyTrialResult:
     """Try the change; with several controllers ask each, since each recorded the decisions of its own lead."""
     if not client.has_several_controllers:
-        return client.post("/v1/policy/try", wanted, operator_history.PolicyTrialResult, timeout_s=TRIAL_TIMEOUT_S)
+        return client.post("/v1/policy/try", request, operator_history.PolicyTrialResult, timeout_s=TRIAL_TIMEOUT_S)
     return merge_results(
         client.post_to_all(
-            "/v1/policy/try?local=true", wanted, operator_history.PolicyTrialResult, timeout_s=TRIAL_TIMEOUT_S
+            "/v1/policy/try?local=true", request, operator_history.PolicyTrialResult, timeout_s=TRIAL_TIMEOUT_S
         )
     )

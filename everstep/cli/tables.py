@@ -155,7 +155,7 @@ def _outbreak(one: op.Outbreak, now: float) -> Text:
     return Text.assemble((f"since {age(now - one.since)}: {one.sentence}", "bold red"), f"\n{one.advice}")
 
 
-def _standing(one: op.NodeSummary) -> Text:
+def _state_text(one: op.NodeSummary) -> Text:
     """Return the node's state; a node only spared as part of an outbreak is not shown as healthy."""
     return (
         Text.assemble(styled_state(one.state), (" (outbreak)", "bold red"))
@@ -207,7 +207,7 @@ def _node_row(one: op.NodeSummary, now: float) -> dict[str, RenderableType]:
     heard = "-" if one.last_seen_at is None else f"{age(now - one.last_seen_at)} ago"
     return {
         "node": Text(one.node, style="bold"),
-        "state": _standing(one),
+        "state": _state_text(one),
         "for": age(now - one.since),
         "job": one.job or "-",
         "gpus": str(one.gpus),
@@ -225,7 +225,7 @@ def node(detail: op.NodeDetail, now: float) -> RenderableType:
     head = _pairs(
         (
             ("node", Text(one.node, style="bold")),
-            ("state", Text.assemble(_standing(one), f" for {age(now - one.since)}")),
+            ("state", Text.assemble(_state_text(one), f" for {age(now - one.since)}")),
             ("why", one.reason or "-"),
             ("job", one.job or "-"),
             ("connected", "yes" if one.connected else Text("no", style="yellow")),
@@ -399,12 +399,12 @@ def trace_table(events: Iterable[op.Event]) -> RenderableType:
             Text(event.kind, style=_kind_style(event.kind)),
             event.node or "-",
             f"{event.job} g{event.generation}" if event.job and event.generation else event.job or "-",
-            Text.assemble(event.sentence, _facts(event)),
+            Text.assemble(event.sentence, _detail_text(event)),
         )
     return made
 
 
-def _facts(event: op.Event) -> Text:
+def _detail_text(event: op.Event) -> Text:
     said = ", ".join(f"{name} {value}" for name, value in event.detail.items() if value)
     return Text(f"\n{said}" if said else "", style="dim")
 

@@ -18,7 +18,7 @@ from everstep.cli import tables
 from everstep.cli.context import Json, console, reporting_errors, show
 from everstep.cli.tables import age, size
 from everstep.errors import ConfigurationError, Unavailable
-from everstep.layout.vault_note import is_locked, read_note
+from everstep.layout.vault_status import is_locked, read_status
 from everstep.system_clock import SYSTEM_CLOCK
 
 app = typer.Typer(help="Checkpoint memory of this machine: list it, drop what nobody uses.", no_args_is_help=True)
@@ -35,7 +35,7 @@ class VaultMemory(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         pid: The vault's process id; 0 if none lives.
-        idle_since, ends_at: Wall seconds, as in ``VaultNote``; None if an agent or a rank is connected.
+        idle_since, ends_at: Wall seconds, as in ``VaultStatusFile``; None if an agent or a rank is connected.
     """
 
     name: str
@@ -64,7 +64,7 @@ def drop(
         if path is None:
             raise ConfigurationError(f"there is no {name!r} in {_base(directory)}; everstep vault list says what is")
         before = _memory(path)
-        _stop_vault(path, before)
+        _stop_vault_on_exit(path, before)
         shutil.rmtree(path, ignore_errors=True)
         console.print(f"{name}: {size(before.bytes)} freed", highlight=False)
 
@@ -81,7 +81,7 @@ def _vault_directories(directory: Path | None) -> Iterator[Path]:
 
 
 def _memory(path: Path) -> VaultMemory:
-    note = read_note(path) if is_locked(path) else None
+    note = read_status(path) if is_locked(path) else None
     files = [file for file in path.rglob("*") if file.is_file()]
     return VaultMemory(
         name=path.name,
@@ -110,7 +110,7 @@ def _state(one: VaultMemory) -> str:
     return f"pid {one.pid}, alone for {age(now - one.idle_since)}{ends}"
 
 
-def _stop_vault(path: Path, memory: VaultMemory) -> None:
+def _stop_vault_on_exit(path: Path, memory: VaultMemory) -> None:
     """End the vault, if one lives. Raises ConfigurationError if it is in use, Unavailable if it does not end."""
     if not is_locked(path):
         return

@@ -48,8 +48,8 @@ CHUNK_BYTES = 8 << 20
 SLOTS_PER_RANK = 5
 """Slots of one rank: the one being filled, the two sealed last, the committed one, and the next to be committed."""
 
-_WORD = struct.Struct("<Q")
-_REPAIR_MARK = 0xB5E9_6A3C_1D57_F208
+_UINT64 = struct.Struct("<Q")
+_REPAIR_FLAG_VALUE = 0xB5E9_6A3C_1D57_F208
 """A slot's flag during a repair; no flipped bit turns zero into it."""
 _FENCE = threading.Lock()
 """Taking it orders this thread's stores before its later loads, as seen by other processes."""
@@ -361,11 +361,11 @@ class SegmentView:
 
     def _is_being_repaired(self, slot: int) -> bool:
         at = self._base(slot) + REPAIR_FLAG_OFFSET
-        return int.from_bytes(self._buffer[at : at + _WORD.size], "little") == _REPAIR_MARK
+        return int.from_bytes(self._buffer[at : at + _UINT64.size], "little") == _REPAIR_FLAG_VALUE
 
     def _flag(self, slot: int, value: int) -> None:
         at = self._base(slot) + REPAIR_FLAG_OFFSET
-        self._buffer[at : at + _WORD.size] = _WORD.pack(value)
+        self._buffer[at : at + _UINT64.size] = _UINT64.pack(value)
 
     @contextmanager
     def _repairing(self, slot: int) -> Iterator[None]:
@@ -374,7 +374,7 @@ class SegmentView:
         The writer writes FILLING and then looks at the flag; a repairer sets the flag and then looks at the header. So
         one of them sees the other, and no repairer ever writes into a fill. For one repairer at a time.
         """
-        self._flag(slot, _REPAIR_MARK)
+        self._flag(slot, _REPAIR_FLAG_VALUE)
         try:
             with _FENCE:
                 pass

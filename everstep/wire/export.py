@@ -20,7 +20,7 @@ from everstep.wire.v1 import (
     operator_history,
     training,
     transfer,
-    vault_orders,
+    vault_reports,
 )
 from everstep.wire.v1.base import Message
 
@@ -34,7 +34,7 @@ MODULES: tuple[ModuleType, ...] = (
     operator_history,
     training,
     transfer,
-    vault_orders,
+    vault_reports,
 )
 
 

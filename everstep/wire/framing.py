@@ -22,7 +22,7 @@ from everstep.wire.v1 import transfer
 SUPPORTED_VERSIONS: tuple[int, ...] = (1,)
 VAULT_SUPPORTED_VERSIONS: tuple[int, ...] = (2,)
 """Versions between vaults. In version 1 a slot's manifest was part of the frame that offered it."""
-MOST_SHOWN = 8
+MAX_LISTED_VERSIONS = 8
 """Most offered versions named in a refusal."""
 
 
@@ -40,7 +40,7 @@ def negotiate(offered: Iterable[int], supported: Iterable[int] = SUPPORTED_VERSI
 
 def _newest(versions: set[int]) -> str:
     """Return the newest few versions in words: a stranger may offer thousands."""
-    shown = sorted(versions)[-MOST_SHOWN:]
+    shown = sorted(versions)[-MAX_LISTED_VERSIONS:]
     return f"{shown}" if len(shown) == len(versions) else f"{shown} and {len(versions) - len(shown)} older"
 
 

@@ -33,7 +33,7 @@ from everstep.wire.v1.training import (
     SpillPlan,
     VersionSealed,
 )
-from everstep.wire.v1.vault_orders import NodeGroup, Protection
+from everstep.wire.v1.vault_reports import NodeGroup, Protection
 
 GPU = Gpu(index=0, uuid="GPU-0", name="H100", pci_bus_id="0", memory_bytes=1 << 36, part_number="900-2G", vbios="96")
 SPEC = JobSpec(job="j", max_nodes=2)

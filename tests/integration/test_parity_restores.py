@@ -38,4 +38,4 @@ def test_parity_restores_after_loss_of_node_and_replica(tmp_path: Path) -> None:
 
 def _kept(job: ShardedJob) -> list[Version]:
     """By parity, the newest first."""
-    return [one.version for one in job.versions() if one.tier == "parity" and one.state == "complete"]
+    return [one.version for one in job.versions() if one.storage_tier == "parity" and one.state == "complete"]

@@ -176,7 +176,7 @@ def test_stopped_job_resumes_from_storage_automatically(short_path: Path) -> Non
                 told = client.get("/v1/jobs/spilled/checkpoints", JobCheckpoints)
             except NotFound:  # its launcher is not there yet
                 return []
-            return [one for one in told.versions if one.tier == "storage" and one.restorable]
+            return [one for one in told.versions if one.storage_tier == "storage" and one.restorable]
 
         launch()
         wait_for(lambda: bool(stored()), "a checkpoint on storage")

@@ -31,7 +31,7 @@ from tests.support.findings import xid
 NODES = [f"n{number}" for number in range(10)]
 WINDOW_S = 40.0
 POLICY = msgspec.structs.replace(
-    CorePolicy.lab(),
+    CorePolicy.lab_preset(),
     eviction_count=4,
     eviction_share=1.0,
     eviction_rack_count=3,
@@ -40,7 +40,7 @@ POLICY = msgspec.structs.replace(
     eviction_job_share=0.75,
     eviction_window_s=WINDOW_S,
     probe_required=False,
-    probation_beats=1,
+    probation_heartbeats=1,
     quarantine_min_s=1.0,
     offender_repair_score=1e9,
     offender_wait_s=0.0,

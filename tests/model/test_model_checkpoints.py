@@ -26,7 +26,7 @@ from tests.support.core_fleet import CoreFleet, generations, sent
 
 RANKS = 3
 NODES = [f"n{number + 1}" for number in range(RANKS + 1)]
-POLICY = msgspec.structs.replace(CorePolicy.lab(), rank_flap_count=1000, version_window=1000)
+POLICY = msgspec.structs.replace(CorePolicy.lab_preset(), rank_flap_count=1000, version_window=1000)
 FIRST = "first"
 """No candidate was announced in this generation yet: its first version is one."""
 step = st.integers(1, 30)

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from everstep_controller.core.effects import Audit, PutVerdict
 from everstep_controller.core.health.eviction import eviction_budget
-from everstep_controller.core.health.evidence import offender_score
+from everstep_controller.core.health.offences import offender_score
 from everstep_controller.core.policy import CorePolicy
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -29,13 +29,13 @@ WINDOW_S = 120.0
 """Of the shipped rules: in which an eviction is taken back."""
 HALF_LIFE_S = 200.0
 POLICY = msgspec.structs.replace(
-    CorePolicy.lab(),
+    CorePolicy.lab_preset(),
     eviction_count=1000,
     eviction_rack_count=1000,
     eviction_job_count=1000,
     eviction_window_s=1e6,
     probe_required=False,
-    probation_beats=2,
+    probation_heartbeats=2,
     quarantine_min_s=1.0,
     offender_wait_s=0.0,
     offender_repair_score=1e9,

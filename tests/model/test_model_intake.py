@@ -11,7 +11,7 @@ import asyncio
 from dataclasses import dataclass
 
 import pytest
-from everstep_controller.runtime.intake import ROUTINE_SHARE, Intake, PendingStimulus, Urgency
+from everstep_controller.runtime.intake import ROUTINE_SHARE, Intake, PendingRequest, Urgency
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
@@ -38,7 +38,7 @@ class Queues(RuleBasedStateMachine):
         self.shed: list[Urgency] = []
         self.intake: Intake[int] = Intake(limit, group, self.shed.append)
         self.said = self.turn = 0
-        self.waiting: dict[int, PendingStimulus[int]] = {}
+        self.waiting: dict[int, PendingRequest[int]] = {}
         self.list: list[_Said] = []
         self.ended: list[int] = []
         self.taken: list[tuple[str, int]] = []
@@ -49,7 +49,7 @@ class Queues(RuleBasedStateMachine):
     def say(self, source: str, urgency: Urgency) -> None:
         self.said += 1
         refused = self._expect_refused(urgency)
-        waiting = PendingStimulus(self.said, self.loop.create_future(), source, urgency)
+        waiting = PendingRequest(self.said, self.loop.create_future(), source, urgency)
         self.waiting[self.said] = waiting
         try:
             self.intake.put(waiting)

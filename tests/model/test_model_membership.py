@@ -34,9 +34,9 @@ SHAPES = {
     PLAIN: {"min_nodes": 1, "max_nodes": 5, "nproc_per_node": 2},
 }
 POLICY = msgspec.structs.replace(
-    CorePolicy.lab(),
+    CorePolicy.lab_preset(),
     probe_required=False,
-    probation_beats=1,
+    probation_heartbeats=1,
     rank_flap_count=1000,
     growth_interval_s=0.5,
     preempt_after_s=1.0,

@@ -21,7 +21,7 @@ WINDOW_S, WINDOWS, FACTOR = 2.0, 4, 1.5
 TIMES = (None, 1.0, 1.25, 1.5, 1.75, 4.0)
 """Seconds that a rank needs for a step of its own; 1.5 is slow by no more than the factor, where 1.0 is the median."""
 POLICY = msgspec.structs.replace(
-    CorePolicy.lab(),
+    CorePolicy.lab_preset(),
     straggler_factor=FACTOR,
     straggler_window_s=WINDOW_S,
     straggler_windows=WINDOWS,

@@ -234,7 +234,7 @@ def _why(fleet: CoreFleet, words: Words, options: Options) -> Words:
 def _restorable(fleet: CoreFleet, words: Words, options: Options) -> Words:
     """``restorable rack:A n3``: what would be restored, and what would be lost with these."""
     found = compute_restorability(fleet.state, fleet.job(options.get("job", "job")))
-    asked = [one.sentence for one in found.exposures if one.name in words or f"{one.kind}:{one.name}" in words]
+    asked = [one.sentence for one in found.loss_forecasts if one.name in words or f"{one.kind}:{one.name}" in words]
     return [f"answer: {line}" for line in (found.sentence, *asked)]
 
 

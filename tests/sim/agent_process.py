@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from everstep_agent.jobs.local_processes import LocalJob
 from everstep_agent.jobs.registry import JobRegistry
-from everstep_agent.jobs.seats import LocalJob
-from everstep_agent.uplink.heartbeat import HeartbeatProtocol, NodeFacts
+from everstep_agent.uplink.heartbeat import HeartbeatProtocol, NodeDescription
 from everstep_agent.uplink.session import ControllerSession, UplinkState
 from everstep_agent.uplink.spool import Spool
-from everstep_agent.vault.keeper import VaultOrderRunner
+from everstep_agent.vault.manager import VaultOrderRunner
 
 from everstep.clock import Backoff
 from everstep.errors import EverstepError
@@ -173,8 +173,8 @@ class AgentProcess:
     # --- what the session asks of its node (everstep_agent.uplink.session.Node)
     # ---------------------------------------------
 
-    def node_facts(self) -> NodeFacts:
-        return self.machine.node_facts()
+    def describe_node(self) -> NodeDescription:
+        return self.machine.describe_node()
 
     def findings(self) -> tuple[Finding, ...]:
         return self.machine.findings()
@@ -185,7 +185,7 @@ class AgentProcess:
     def is_busy(self) -> bool:
         return self.jobs.is_busy()
 
-    def on_recognized(self, known_jobs: Collection[str]) -> None:
+    def on_new_controller(self, known_jobs: Collection[str]) -> None:
         for offer in self.jobs.launcher_offers(known_jobs):
             self.report(offer)
 

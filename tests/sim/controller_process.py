@@ -15,7 +15,7 @@ from everstep_controller.core import engine
 from everstep_controller.core import events as ev
 from everstep_controller.core.effects import AuditEntry, Effect
 from everstep_controller.core.state import FleetState
-from everstep_controller.leadership.lease import LeaderReachability, Resignation, StandbyContacts, Tenure
+from everstep_controller.leadership.lease import LeaderReachability, LeaseTenure, Resignation, StandbyContacts
 from everstep_controller.read_models.fleet_views import ReadModels
 from everstep_controller.runtime.clock import SteadyTime
 from everstep_controller.runtime.push import Outbox, OutgoingDirective
@@ -46,13 +46,13 @@ UNSURE_S = 0.05
 RETRY_S, LONGEST_RETRY_S = 0.1, 1.0
 
 
-Stimulus = Callable[[Transaction, float], Any]
+TransactionFunction = Callable[[Transaction, float], Any]
 
 
 class _Waiting:
     __slots__ = ("arrived", "promise", "stimulus")
 
-    def __init__(self, stimulus: Stimulus, arrived: float) -> None:
+    def __init__(self, stimulus: TransactionFunction, arrived: float) -> None:
         self.stimulus = stimulus
         self.promise = Promise()
         self.arrived = arrived
@@ -192,7 +192,7 @@ class ControllerProcess:
         self._unpublished: list[RemediationRow] = []
         self._news: ev.DatabaseAvailabilityChanged | None = None
         self._away, self._ready = "", False
-        self._tenure = Tenure(self.clock, LEASE_S)
+        self._tenure = LeaseTenure(self.clock, LEASE_S)
         self._reach = LeaderReachability(RESIGN_AFTER_S, LEASE_S)
         self.check_leading = self._tenure.check
         self.state = restore_state(self.world.plan.policy, loaded)
@@ -210,10 +210,10 @@ class ControllerProcess:
             defer=lambda work: work(),
             name=self.name,
             heartbeat_interval_s=1.0,
-            report_marks=loaded.report_marks,
+            acknowledged_reports=loaded.acknowledged_reports,
             poisoned_reports=loaded.poisoned,
         )
-        self.world.see(facts.TookOver(self.name, loaded.epoch, dict(loaded.report_marks)))
+        self.world.see(facts.TookOver(self.name, loaded.epoch, dict(loaded.acknowledged_reports)))
         started = ev.ControllerStarted(epoch=loaded.epoch, trace=self.world.trace_id(self.name))
         self.enqueue(lambda tx, now: tx.handle(started, now))
         self.towards_outside = TowardsOutside(self, loaded.remediations)
@@ -221,7 +221,7 @@ class ControllerProcess:
 
     # --- the loop ----------------------------------------------------------------------------------------------------
 
-    def enqueue(self, stimulus: Stimulus, _source: str = "", _urgency: Any = None) -> Promise:
+    def enqueue(self, stimulus: TransactionFunction, _source: str = "", _urgency: Any = None) -> Promise:
         """Runs ``stimulus`` in its turn; the promise is kept once all it did is durable. Nothing rests here."""
         waiting = _Waiting(stimulus, self.world.timeline.now)
         self._queue.append(waiting)

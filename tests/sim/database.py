@@ -118,7 +118,7 @@ class Database:
                 for node, rows in sorted(self._outbox.items())
                 for seq in sorted(rows)
             ],
-            report_marks=dict(self.marks),
+            acknowledged_reports=dict(self.marks),
             poisoned=frozenset(),
             newest_audit=self._newest_audit,
             newest_at=self._newest_at,
@@ -189,7 +189,7 @@ class Database:
             rows = self._outbox.get(node, {})
             for seq in [seq for seq in rows if seq <= through]:
                 del rows[seq]
-        for (node, life), through in batch.report_marks.items():
+        for (node, life), through in batch.acknowledged_reports.items():
             self.marks = {k: v for k, v in self.marks.items() if k[0] != node or k[1] >= life}
             self.marks[node, life] = through
 

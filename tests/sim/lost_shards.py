@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING
 
 from everstep.wire.v1.local import SlotInfo
-from everstep.wire.v1.vault_orders import ParityGroup, Protection
+from everstep.wire.v1.vault_reports import ParityGroup, Protection
 from tests.sim.vault_memory import Parity, Slot
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from everstep_agent.uplink.heartbeat import NodeFacts
+from everstep_agent.uplink.heartbeat import NodeDescription
 
 from everstep.vocabulary import Finding, ProbeKind
 from everstep.wire.framing import SUPPORTED_VERSIONS
@@ -146,9 +146,9 @@ class Machine:
 
     # --- what the agent asks of its machine --------------------------------------------------------------------------
 
-    def node_facts(self) -> NodeFacts:
+    def describe_node(self) -> NodeDescription:
         gpu = Gpu(index=0, uuid=f"GPU-{self.name}-{self._gpu_series}", name="sim", pci_bus_id="0", memory_bytes=1 << 30)
-        return NodeFacts(
+        return NodeDescription(
             vault_address=f"{self.name}:7000",
             boot_id=f"{self.name}-boot-{self._boot}",
             driver_version="570.1",

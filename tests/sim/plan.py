@@ -193,7 +193,7 @@ def _with_pace(rng: random.Random, plan: Plan) -> Plan:
 def _policy(rng: random.Random) -> CorePolicy:
     """The lab's, with everything that takes long taking seconds: rules, remedies and memories of offences too."""
     return msgspec.structs.replace(
-        CorePolicy.lab(),
+        CorePolicy.lab_preset(),
         rules=_quick_rules(),
         remediation_mode=rng.choice((Mode.RECOMMEND, Mode.ENFORCE, Mode.ENFORCE)),
         correlated_silence_max_s=8.0,

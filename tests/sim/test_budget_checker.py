@@ -20,7 +20,7 @@ from tests.sim.checkers.budget import Budget
 from tests.sim.facts import Violation
 
 POLICY = msgspec.structs.replace(
-    CorePolicy.lab(),
+    CorePolicy.lab_preset(),
     eviction_count=9,
     eviction_share=1.0,
     eviction_rack_count=9,

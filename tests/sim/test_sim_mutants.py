@@ -25,7 +25,7 @@ def test_mutant_list_has_at_least_fifteen() -> None:
 
 def test_mutation_is_undone_afterwards() -> None:
     before = eviction.recent_evictions
-    with mistaken(eviction.recent_evictions, "eviction.at >", "eviction.at <"):
+    with mistaken(eviction.recent_evictions, "eviction.evicted_at >", "eviction.evicted_at <"):
         assert eviction.recent_evictions is not before
     assert eviction.recent_evictions is before
 

@@ -206,7 +206,7 @@ class VaultProcess:
 
 
 class VaultLink:
-    """``everstep_agent.vault.keeper.VaultManager`` for one life of an agent, as far as orders need it."""
+    """``everstep_agent.vault.manager.VaultManager`` for one life of an agent, as far as orders need it."""
 
     def __init__(self, machine: Machine, loop: VirtualLoop) -> None:
         self._machine = machine

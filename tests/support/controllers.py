@@ -89,7 +89,7 @@ class InProcess:
         **settings: Any,
     ) -> None:
         self.settings = ControllerSettings(
-            secret_file="unused", policy=policy or CorePolicy.lab(), name="test", database=database, **settings
+            secret_file="unused", policy=policy or CorePolicy.lab_preset(), name="test", database=database, **settings
         )
         self.clock = clock
         self.remediator = remediator or DryRunRemediator()

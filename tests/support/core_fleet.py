@@ -62,7 +62,7 @@ class CoreFleet:
     """
 
     def __init__(self, policy: CorePolicy | None = None) -> None:
-        self.policy = with_rules(policy or CorePolicy.lab())
+        self.policy = with_rules(policy or CorePolicy.lab_preset())
         self.solos = True
         self.state: FleetState = restore_state(self.policy)
         self.now = START
@@ -94,9 +94,9 @@ class CoreFleet:
         """A heartbeat that tells of no findings; where something follows from it, as an event."""
         incarnation = self.incarnations[node]
         heard = apply_heartbeat(self.state, node, incarnation, self.now, ranks)
-        if heard is HeartbeatResult.NEWS:
+        if heard is HeartbeatResult.NEEDS_EVENT:
             self.feed(HeartbeatChanged(node=node, incarnation=incarnation, ranks=ranks, trace=self.trace()))
-        elif node in self.state.unseen:
+        elif node in self.state.unseen_nodes:
             self.hear(node)
         return heard
 

@@ -12,7 +12,7 @@ from everstep_trainer.config import HookSettings
 from everstep_trainer.memory_tier.dcp import MemoryTier, VaultLoadPlanner, VaultReader, VaultSavePlanner, VaultWriter
 from everstep_trainer.memory_tier.vault_client import VaultClient
 from everstep_trainer.runtime.abort import make_backend
-from everstep_trainer.runtime.regroup import Rendezvous
+from everstep_trainer.runtime.process_group import Rendezvous
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict

@@ -37,8 +37,8 @@ from everstep_trainer.launch.fork_messages import (
     Forked,
     ForkServerReady,
     FromForkServer,
-    Serve,
     Signal,
+    StartForkServer,
     make_socket_pair,
 )
 from everstep_trainer.launch.forkserver import PRELOAD_MODULES
@@ -128,7 +128,7 @@ class ForkPool:
         self._inherited = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
         with theirs:
             self._server = subprocess.Popen(command, cwd=ROOT, env=self._inherited, pass_fds=[theirs.fileno()])
-        self._orders: ControlChannel[Serve] = ControlChannel(orders, Serve)
+        self._orders: ControlChannel[StartForkServer] = ControlChannel(orders, StartForkServer)
         self._channel = self._order_server()
         self._serial = 0
         self._pids: dict[int, int] = {}
@@ -161,7 +161,7 @@ class ForkPool:
     def _order_server(self) -> ControlChannel[FromForkServer]:
         ours, control = make_socket_pair()
         with control:
-            self._orders.send(Serve(), (control.fileno(),))
+            self._orders.send(StartForkServer(), (control.fileno(),))
         return ControlChannel(ours, FromForkServer)
 
     def serve_anew(self) -> None:

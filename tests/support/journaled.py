@@ -23,7 +23,7 @@ from everstep.ids import Version
 from everstep.vocabulary import Action, Severity
 from everstep.wire.v1.agent import Domain
 from everstep.wire.v1.training import RankProgress
-from everstep.wire.v1.vault_orders import VersionProtected, VersionSpilled
+from everstep.wire.v1.vault_reports import VersionProtected, VersionSpilled
 from tests.support.core_fleet import CoreFleet
 from tests.support.findings import xid
 

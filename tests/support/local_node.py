@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
+from everstep_agent.jobs.local_processes import LocalJob
 from everstep_agent.jobs.registry import JobRegistry
-from everstep_agent.jobs.seats import LocalJob
 
 from everstep.clock import ManualClock
 from everstep.vocabulary import GenerationReason

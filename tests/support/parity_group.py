@@ -10,7 +10,7 @@ from everstep_agent.vault.parity.shards import STRIPE_BYTES
 from everstep.ids import Version
 from everstep.layout.slots import CHUNK_BYTES, slot_bytes_for
 from everstep.wire.v1 import local
-from everstep.wire.v1.vault_orders import ParityGroup
+from everstep.wire.v1.vault_reports import ParityGroup
 from tests.support.forked import ForkPool
 from tests.support.vaults import JOB, RankMemory, Vaults, noise, vaults
 

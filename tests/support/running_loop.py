@@ -17,7 +17,7 @@ from everstep_controller.runtime.clock import SteadyTime
 from everstep_controller.runtime.loop import FleetLoop
 from everstep_controller.runtime.push import Outbox
 from everstep_controller.runtime.transaction import AuditNumbers, DecideFunction, Transaction
-from everstep_controller.store.database_errors import Superseded
+from everstep_controller.store.database_errors import LeadershipLost
 from everstep_controller.store.rows import AuditRow, Batch
 
 from everstep.clock import Clock
@@ -59,7 +59,7 @@ class Running:
         self.audit: list[AuditRow] = []
         self.outbox = Outbox(1)
         self.loop = FleetLoop(
-            state=engine.restore_state(with_rules(CorePolicy.lab()), None, [], [], []),
+            state=engine.restore_state(with_rules(CorePolicy.lab_preset()), None, [], [], []),
             outbox=self.outbox,
             commit=self.disk.commit,
             clock=SteadyTime(clock),
@@ -80,7 +80,7 @@ class Running:
 
     async def __aexit__(self, *_: object) -> None:
         self.task.cancel()
-        with suppress(asyncio.CancelledError, OSError, Superseded):
+        with suppress(asyncio.CancelledError, OSError, LeadershipLost):
             await self.task
 
     def register(self, node: str, *, forgettable: bool = False) -> asyncio.Task[str]:

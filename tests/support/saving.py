@@ -18,7 +18,7 @@ from everstep_trainer.memory_tier.vault_client import VaultClient
 from everstep_trainer.parallel.gradients import replicate
 from everstep_trainer.restore.restorer import Restoration
 from everstep_trainer.runtime.abort import make_backend
-from everstep_trainer.runtime.regroup import Rendezvous
+from everstep_trainer.runtime.process_group import Rendezvous
 from everstep_trainer.snapshot.copy import HostMover
 from everstep_trainer.snapshot.snapshotter import Snapshotter
 from everstep_trainer.state.python_state import wrap_per_rank

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 from everstep_controller.api.auth import Headers
 from everstep_controller.app import Controller
-from everstep_controller.leadership.lease import NotLeading
+from everstep_controller.leadership.lease import NotLeadingError
 from everstep_controller.leadership.takeover_gate import TakeoverGate
 from everstep_controller.server.connection_router import ConnectionRouter
 from everstep_controller.server.connections import ConnectionPeer, DescriptorBudget
@@ -315,8 +315,8 @@ class Served:
     def leading(self) -> Controller | None:
         return self.controller if self.leads else None
 
-    def not_leading_error(self) -> NotLeading:
-        return NotLeading("it stands by")
+    def not_leading_error(self) -> NotLeadingError:
+        return NotLeadingError("it stands by")
 
     def record_contact(self, node: str, headers: Headers, peer: ConnectionPeer) -> None:
         """Nobody counts."""

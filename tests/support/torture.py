@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from everstep.layout.vault_note import is_locked, read_note
+from everstep.layout.vault_status import is_locked, read_status
 from tests.support.launched import DEADLINE_S, Launched
 from tests.support.processes import comm, command_line, is_running
 
@@ -161,7 +161,7 @@ class Torture:
 
     def vaults(self) -> list[int]:
         """Living vaults of this run, whoever's children they are now."""
-        notes = [read_note(place) for place in self.memory() if is_locked(place)]
+        notes = [read_status(place) for place in self.memory() if is_locked(place)]
         return [note.pid for note in notes if note is not None and is_running(note.pid)]
 
     def memory(self) -> list[Path]:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from everstep_agent.config import AgentSettings
 from everstep_agent.uplink.client import Uplink
-from everstep_agent.uplink.heartbeat import HeartbeatProtocol, NodeFacts
+from everstep_agent.uplink.heartbeat import HeartbeatProtocol, NodeDescription
 from everstep_agent.uplink.spool import Spool
 
 from everstep.errors import EverstepError
@@ -36,8 +36,8 @@ class FakeNode:
         self.shown: list[list[str]] = []
         self.round_trips: list[float] = []
 
-    def node_facts(self) -> NodeFacts:
-        return NodeFacts(vault_address=self.vault)
+    def describe_node(self) -> NodeDescription:
+        return NodeDescription(vault_address=self.vault)
 
     def findings(self) -> tuple[Finding, ...]:
         return self.seen
@@ -48,7 +48,7 @@ class FakeNode:
     def is_busy(self) -> bool:
         return True
 
-    def on_recognized(self, known_jobs: Collection[str]) -> None:
+    def on_new_controller(self, known_jobs: Collection[str]) -> None:
         self.registrations += not known_jobs
         self.shown.append(sorted(known_jobs))
 

@@ -72,7 +72,7 @@ def _agent_row(rule: AgentRule) -> tuple[object, ...]:
     return (
         code(rule.id),
         code(rule.metric),
-        f"{str(rule.test).replace('_', ' ')} {rule.threshold:g}{window}",
+        f"{str(rule.criterion).replace('_', ' ')} {rule.threshold:g}{window}",
         f"{rule.n_of_m[0]} of {rule.n_of_m[1]}",
         rule.severity,
         rule.action,

@@ -171,7 +171,7 @@ def policy_page() -> str:
         "[a page of their own](../findings.md)."
     )
     settings = [one for one in settings_of(CorePolicy) if one.name != "rules"]
-    return _page("Decision policy", introduction, settings, names) + _changed(CorePolicy.lab(), CorePolicy())
+    return _page("Decision policy", introduction, settings, names) + _changed(CorePolicy.lab_preset(), CorePolicy())
 
 
 def trainer_page() -> str:

@@ -33,7 +33,7 @@ class HookSettings(msgspec.Struct, frozen=True, kw_only=True):
     collective_timeout_s: float = 600.0
     """torch's own time-out of a collective: the last resort if neither agent nor watchdog can act."""
 
-    explanation_grace_s: float = 0.25
+    error_attribution_grace_s: float = 0.25
     """Seconds that an exception of the training function is held back until a newer generation may explain it, since a
     lost peer can show as any error. About ten times the delay from a death to the directive; it delays the report of a
     user's error."""
@@ -47,7 +47,7 @@ class HookSettings(msgspec.Struct, frozen=True, kw_only=True):
     rank is lost. At this number the error counts as the training function's and ends the job with its traceback. The
     waits in between add up to about 20 s; a smaller number ends a job because of a short network outage."""
 
-    job_decision_wait_s: float = 60.0
+    job_decision_timeout_s: float = 60.0
     """Seconds that a rank waits, after it reported an error or finished, for the decision about the job."""
 
     agent_connect_timeout_s: float = 60.0
@@ -112,9 +112,10 @@ class HookSettings(msgspec.Struct, frozen=True, kw_only=True):
                 f"interrupt_after_s ({self.interrupt_after_s}) must be below leave_timeout_s ({self.leave_timeout_s}): "
                 "a process is replaced only when interrupting it did not help"
             )
-        if self.explanation_grace_s >= self.regroup_wait_s:
+        if self.error_attribution_grace_s >= self.regroup_wait_s:
             raise ConfigurationError(
-                f"explanation_grace_s ({self.explanation_grace_s}) must be below regroup_wait_s ({self.regroup_wait_s})"
+                f"error_attribution_grace_s ({self.error_attribution_grace_s}) must be below regroup_wait_s "
+                f"({self.regroup_wait_s})"
             )
         return self
 

@@ -21,7 +21,7 @@ from everstep_trainer.run import Run
 from everstep_trainer.runtime.abort import make_backend
 from everstep_trainer.runtime.assignment import current_assignment, wait_for_local_rank
 from everstep_trainer.runtime.generation_session import IdleSession
-from everstep_trainer.runtime.regroup import device_for
+from everstep_trainer.runtime.process_group import device_for
 from everstep_trainer.runtime.worker import TrainingFunction, Worker
 
 log = logging.getLogger(__name__)

@@ -22,8 +22,8 @@ import torch
 
 from everstep.errors import EverstepError
 from everstep_trainer.data.loader import is_stateful_loader
-from everstep_trainer.state.blob import Blob
 from everstep_trainer.state.python_state import MergedState, decode
+from everstep_trainer.state.python_value_codec import Blob
 from everstep_trainer.state.tensors import TrackedTensor
 from everstep_trainer.state.tracked_state import TrackedState
 

@@ -548,7 +548,7 @@ class Run:
         otherwise."""
         self._seed = seed
         if step == self._finished_step + 1:  # an evaluation may ask for the streams of other steps
-            self._session.step_begun(step)
+            self._session.on_step_begun(step)
         seed_step(seed, step, *self._parallelism.rng_stream())
 
     def step_finished(self) -> None:
@@ -571,7 +571,7 @@ class Run:
         if self.rank == 0:
             self._updates.step_finished()
         self._finished_step += 1
-        self._session.step_finished(self._finished_step)
+        self._session.on_step_finished(self._finished_step)
         self._warn_untracked()
 
     def _warn_untracked(self) -> None:

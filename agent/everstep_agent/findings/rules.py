@@ -72,7 +72,7 @@ class FindingRule(StrictStruct, frozen=True, kw_only=True):
     id: str
     kind: FindingKind
     metric: str
-    test: Criterion
+    criterion: Criterion
     threshold: float
     severity: Severity
     message: str
@@ -206,8 +206,8 @@ def _checked(rule: FindingRule, path: Path) -> FindingRule:
     n, m = rule.n_of_m
     if not 1 <= n <= m:
         raise ConfigurationError(f"{where}: n_of_m = [{n}, {m}] must be [n, m] with 1 <= n <= m")
-    if rule.test in (Criterion.INCREASE, Criterion.UNCHANGED) and rule.window_s <= 0:
-        raise ConfigurationError(f"{where}: test {rule.test.value!r} needs window_s above zero")
+    if rule.criterion in (Criterion.INCREASE, Criterion.UNCHANGED) and rule.window_s <= 0:
+        raise ConfigurationError(f"{where}: test {rule.criterion.value!r} needs window_s above zero")
     _check_clearing(where, rule.clear_after_s, rule.clear_on)
     _check_message(where, rule.message, {"subject": "", "value": 0.0, "threshold": 0.0, "window_s": 0.0, "detail": ""})
     return rule
@@ -301,7 +301,7 @@ class RuleHistory:
     def _test(self, value: float, now_s: float) -> tuple[bool, float] | None:
         """Return whether the value is bad, and the value to show; None if it is too early to tell."""
         rule = self.rule
-        match rule.test:
+        match rule.criterion:
             case Criterion.AT_LEAST:
                 return value >= rule.threshold, value
             case Criterion.AT_MOST:

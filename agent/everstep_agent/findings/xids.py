@@ -238,13 +238,13 @@ class XidParser:
                 return self.bus_id_by_uuid.get(word) or self._find_bus_id(word)
         return None
 
-    def _parse_unnumbered(self, line: str, words: str) -> XidEvent | None:
-        named = _GPU.search(words)
-        if _OFF_BUS in words:
+    def _parse_unnumbered(self, line: str, text: str) -> XidEvent | None:
+        named = _GPU.search(text)
+        if _OFF_BUS in text:
             return self._parse_off_bus(line, None if named is None else _bus_id_from_match(named))
-        if named is not None and words.startswith(_HEADING):
+        if named is not None and text.startswith(_HEADING):
             self._heading = (self._line_number, _bus_id_from_match(named), line.strip())
-        if (announced := _ANNOUNCED.search(words)) is not None:
+        if (announced := _ANNOUNCED.search(text)) is not None:
             self.bus_id_by_uuid.pop(announced["uuid"], None)
             self.bus_id_by_uuid[announced["uuid"]] = _bus_id_from_match(announced)
             if len(self.bus_id_by_uuid) > MAX_ANNOUNCED_UUIDS:

@@ -1,8 +1,8 @@
 """Track the jobs of one node: connected processes, the current generation, and lost connections.
 
 The registry has no sockets and no clocks. ``everstep_agent.jobs.socket`` passes messages in; time and timers are
-arguments; reports, frames and kills leave through callbacks. ``everstep_agent.jobs.seats`` decides what the end of a
-rank means.
+arguments; reports, frames and kills leave through callbacks. ``everstep_agent.jobs.local_processes`` decides what the
+end of a rank means.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from everstep.wire.v1.training import (
     UserError,
     VersionSealed,
 )
-from everstep_agent.jobs.seats import (
+from everstep_agent.jobs.local_processes import (
     ConnectedLauncher,
     ConnectedRank,
     LocalConnection,

@@ -100,7 +100,8 @@ class AgentSocketServer:
 
 
 class _Connection(asyncio.Protocol):
-    """One connected process; a ``LocalConnection`` of ``everstep_agent.jobs.seats`` once it has sent a Hello."""
+    """One connected process; a ``LocalConnection`` of ``everstep_agent.jobs.local_processes`` once it has "
+    "sent a Hello."""
 
     def __init__(self, server: AgentSocketServer) -> None:
         self._server = server

@@ -17,7 +17,7 @@ import msgspec
 from everstep.errors import DECODE_ERRORS, EverstepError, MalformedMessage, Unavailable
 from everstep.layout.object_storage import storage_errors
 from everstep.parent_process import die_with_parent
-from everstep_agent.spill.order import MAX_ORDER_BYTES, SpillError, SpillOrder, SpillResult
+from everstep_agent.spill.order import MAX_ORDER_BYTES, SpillFailure, SpillOrder, SpillResult
 from everstep_agent.spill.target import open_target
 from everstep_agent.spill.writer import CheckpointWriter, SpillSlotReader, folder_name, prune
 
@@ -42,17 +42,17 @@ def execute(order: SpillOrder) -> SpillResult:
     )
 
 
-def _handle_order(data: bytes) -> SpillResult | SpillError:
+def _handle_order(data: bytes) -> SpillResult | SpillFailure:
     try:
         order = msgspec.msgpack.decode(data, type=SpillOrder)
     except DECODE_ERRORS as error:
-        return SpillError(code=MalformedMessage.code, message=f"the order cannot be read: {error}")
+        return SpillFailure(code=MalformedMessage.code, message=f"the order cannot be read: {error}")
     try:
         return execute(order)
     except EverstepError as error:
-        return SpillError(code=error.code, message=str(error))
+        return SpillFailure(code=error.code, message=str(error))
     except storage_errors() as error:
-        return SpillError(code=Unavailable.code, message=f"the storage failed: {error}")
+        return SpillFailure(code=Unavailable.code, message=f"the storage failed: {error}")
 
 
 def main() -> int:

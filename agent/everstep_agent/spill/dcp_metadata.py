@@ -113,15 +113,15 @@ def _index(key: str, offset: Extent | None) -> Instance:
     return Instance(Global(_MODULE, "MetadataIndex"), state)
 
 
-def _stored(place: ArchiveLocation) -> Instance:
-    state = {"relative_path": place.file, "offset": place.offset, "length": place.length}
+def _stored(location: ArchiveLocation) -> Instance:
+    state = {"relative_path": location.file, "offset": location.offset, "length": location.length}
     return Instance(Global("torch.distributed.checkpoint.filesystem", "_StorageInfo"), state)
 
 
 # Convert a rank's small Python state in a slot to values that can be pickled without torch and numpy.
 #
-# The trainer writes it as MessagePack with extensions (trainer_hooks/everstep_trainer/state/blob.py). A value without a
-# counterpart here becomes a call for a reader with torch and numpy.
+# The trainer writes it as MessagePack with extensions (trainer_hooks/everstep_trainer/state/python_value_codec.py). A
+# value without a counterpart here becomes a call for a reader with torch and numpy.
 
 STATE_FORMAT = 2
 """The format written by trainer_hooks/everstep_trainer/state/python_state.py."""

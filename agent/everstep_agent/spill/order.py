@@ -52,7 +52,7 @@ class SpillResult(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     remaining: tuple[str, ...] = ()
 
 
-class SpillError(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class SpillFailure(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A failed order: a code of everstep.errors, and a message."""
 
     code: str

@@ -163,10 +163,10 @@ class _DirectoryFile:
         self._file.close()
 
 
-def _ignore_missing(_: object, path: str, why: tuple[Any, BaseException, Any]) -> None:
+def _ignore_missing(_: object, path: str, error: tuple[Any, BaseException, Any]) -> None:
     """Ignore missing files: vaults that finish a version at the same time prune the same files."""
-    if not isinstance(why[1], FileNotFoundError):
-        raise why[1]
+    if not isinstance(error[1], FileNotFoundError):
+        raise error[1]
 
 
 def _sync_folder(folder: Path) -> None:

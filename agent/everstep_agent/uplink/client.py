@@ -64,8 +64,8 @@ class ControllerAddresses:
 
     def next_address(self, now: float) -> tuple[str, float]:
         """Return the address to try next, and the time to try it at: the next in turn among those that are due."""
-        turn = self._addresses[self._first :] + self._addresses[: self._first]
-        chosen = min(turn, key=lambda address: max(address.not_before, now))  # min takes the first of equals
+        in_order = self._addresses[self._first :] + self._addresses[: self._first]
+        chosen = min(in_order, key=lambda address: max(address.not_before, now))  # min takes the first of equals
         return chosen.url, chosen.not_before
 
     def connect_timeout_s(self, url: str, floor_s: float, ceiling_s: float) -> float:
@@ -75,7 +75,7 @@ class ControllerAddresses:
         """
         return max(floor_s, Backoff(floor_s, ceiling_s).limit_s(self._find(url)[1].hang_count))
 
-    def mark_left(self, url: str) -> None:
+    def mark_closed_locally(self, url: str) -> None:
         """Note that this side ended the session and will come back to ``url``."""
         self._first, address = self._find(url)
         address.failures = address.hang_count = 0
@@ -344,7 +344,7 @@ class Uplink:
             if not crank.has_left:
                 connection.fail(Unavailable(f"{url}: the agent is ending", 0.0))
         if crank.has_left:
-            self._controllers.mark_left(url)
+            self._controllers.mark_closed_locally(url)
             return session.next_beat_at
         self._handle_end(url, error, self._clock.monotonic() - began)
         return None

@@ -27,7 +27,7 @@ from everstep.ids import Address, Incarnation, NodeId
 from everstep.vocabulary import Finding, FindingKind, Mode, Severity
 from everstep.wire.framing import SUPPORTED_VERSIONS
 from everstep.wire.v1.agent import (
-    MOST_FINDINGS,
+    MAX_FINDINGS,
     UNKNOWN_HOST,
     Domain,
     Gpu,
@@ -48,7 +48,7 @@ MAX_INTERVAL_S = 60.0
 MAX_REMEMBERED_DIRECTIVES = 4096
 
 
-class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
+class NodeDescription(msgspec.Struct, frozen=True, kw_only=True):
     """A registration's facts about the node; a change is registered anew."""
 
     vault_address: Address
@@ -122,7 +122,7 @@ class HeartbeatProtocol:
         """Whether a session was lost, and none has been answered since."""
         self._version = agent_version
         self._seq = 0
-        self._registered_facts: NodeFacts | None = None
+        self._registered_facts: NodeDescription | None = None
         self._acknowledged_findings: tuple[Finding, ...] | None = None
         self._stale_through_seq = 0
 
@@ -146,7 +146,7 @@ class HeartbeatProtocol:
 
     def next_message(
         self,
-        facts: NodeFacts,
+        node_description: NodeDescription,
         findings: tuple[Finding, ...],
         ranks: tuple[RankProgress, ...],
         sent_reports_through: int,
@@ -155,19 +155,19 @@ class HeartbeatProtocol:
     ) -> Register | Heartbeat:
         """Return a registration if one is due, else the next beat, with findings only if they changed."""
         findings = limit_findings(findings)
-        if self._registered_facts != facts:
+        if self._registered_facts != node_description:
             return Register(
                 protocols=SUPPORTED_VERSIONS,
                 node=self.node,
                 incarnation=self.incarnation,
                 agent_version=self._version,
-                vault=facts.vault_address,
-                boot_id=facts.boot_id,
-                driver_version=facts.driver_version,
-                domain=facts.domain,
-                labels=facts.labels,
-                gpus=facts.gpus,
-                host=facts.host,
+                vault=node_description.vault_address,
+                boot_id=node_description.boot_id,
+                driver_version=node_description.driver_version,
+                domain=node_description.domain,
+                labels=node_description.labels,
+                gpus=node_description.gpus,
+                host=node_description.host,
                 findings=findings,
                 sent_at=wall,
             )
@@ -182,7 +182,7 @@ class HeartbeatProtocol:
             directives_through=directives_through,
         )
 
-    def handle_registered(self, sent: Register, facts: NodeFacts, answer: Registered) -> None:
+    def handle_registered(self, sent: Register, node_description: NodeDescription, answer: Registered) -> None:
         """Accept the controller's terms. Raises VersionMismatch if it chose an unsupported protocol."""
         if answer.protocol not in SUPPORTED_VERSIONS:
             raise VersionMismatch(
@@ -190,7 +190,7 @@ class HeartbeatProtocol:
             )
         self.interval_s = min(max(answer.heartbeat_interval_s, MIN_INTERVAL_S), MAX_INTERVAL_S)
         self.registrations += 1
-        self._registered_facts = facts
+        self._registered_facts = node_description
         self._acknowledged_findings = sent.findings
         self.is_reconnecting = False
 
@@ -216,7 +216,7 @@ class HeartbeatProtocol:
 
 
 def limit_findings(findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
-    """Return at most MOST_FINDINGS findings, the limit of a message.
+    """Return at most MAX_FINDINGS findings, the limit of a message.
 
     Args:
         findings: All active findings of the node.
@@ -224,10 +224,10 @@ def limit_findings(findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
     Returns:
         ``findings`` if they fit. Otherwise the gravest of them, and one more with the number of missing ones.
     """
-    if len(findings) <= MOST_FINDINGS:
+    if len(findings) <= MAX_FINDINGS:
         return findings
     order = (Severity.CRITICAL, Severity.WARNING, Severity.INFO)
-    kept = sorted(findings, key=lambda f: order.index(f.severity))[: MOST_FINDINGS - 1]
+    kept = sorted(findings, key=lambda f: order.index(f.severity))[: MAX_FINDINGS - 1]
     return (*kept, _omitted_finding(len(findings) - len(kept), len(findings)))
 
 
@@ -237,7 +237,7 @@ def _omitted_finding(count: int, total: int) -> Finding:
         subject="findings",
         severity=Severity.WARNING,
         message=f"the agent left out the {count} mildest of {total} findings: a heartbeat carries at most "
-        f"{MOST_FINDINGS}. Resolve those that are shown; `everstep_agent_findings` of its /metrics counts all of them",
+        f"{MAX_FINDINGS}. Resolve those that are shown; `everstep_agent_findings` of its /metrics counts all of them",
         mode=Mode.OBSERVE,
         rule="agent-findings-overflow",
         source="the wire's bound on findings",

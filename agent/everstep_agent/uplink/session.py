@@ -39,7 +39,13 @@ from everstep.wire.v1.agent import (
 from everstep.wire.v1.directives import AnyDirective, Directive
 from everstep.wire.v1.training import RankProgress
 from everstep_agent.uplink.connection import AnswerTimeout, error_from_frame, retry_after_s
-from everstep_agent.uplink.heartbeat import DirectiveInbox, HeartbeatProtocol, NodeFacts, RefusalAction, refusal_action
+from everstep_agent.uplink.heartbeat import (
+    DirectiveInbox,
+    HeartbeatProtocol,
+    NodeDescription,
+    RefusalAction,
+    refusal_action,
+)
 from everstep_agent.uplink.spool import MAX_REPORTS_PER_REQUEST, Spool
 
 log = logging.getLogger(__name__)
@@ -75,13 +81,13 @@ _DIRECTIVE: msgspec.json.Decoder[AnyDirective] = msgspec.json.Decoder(AnyDirecti
 class AgentCallbacks(Protocol):
     """The agent's side of a session."""
 
-    def node_facts(self) -> NodeFacts: ...
+    def describe_node(self) -> NodeDescription: ...
     def findings(self) -> tuple[Finding, ...]: ...
     def rank_progress(self) -> tuple[RankProgress, ...]: ...
     def is_busy(self) -> bool:
         """Return whether a job is on the node, so that an absent controller is worth asking often."""
 
-    def on_recognized(self, known_jobs: Collection[str]) -> None:
+    def on_new_controller(self, known_jobs: Collection[str]) -> None:
         """Send live launchers' offers again to a controller new to this agent, except those of ``known_jobs``."""
 
     def on_directives(self, directives: list[Directive]) -> None: ...
@@ -154,7 +160,7 @@ class ControllerSession:
         self._spread_beat = spread_beat
         self._answer_timeout_s = answer_timeout_s
         self._has_other_controllers = has_other_controllers
-        self._node_facts = agent.node_facts()
+        self._node_facts = agent.describe_node()
         self._pending_beats: deque[_PendingFrame] = deque()
         self._pending_reports: deque[_PendingFrame] = deque()
         self._reports_not_before = 0.0
@@ -186,7 +192,7 @@ class ControllerSession:
 
     def _send_beat(self, now: float) -> None:
         words = self._state
-        self._node_facts = self._agent.node_facts()
+        self._node_facts = self._agent.describe_node()
         message = words.heartbeat_protocol.next_message(
             self._node_facts,
             self._agent.findings(),
@@ -197,7 +203,7 @@ class ControllerSession:
         )
         if self.succession is not None and isinstance(message, Heartbeat):
             message, self.succession = msgspec.structs.replace(message, leadership_proof=self.succession), None
-        kind = self._choose_beat_kind(message, now)
+        kind = self._choose_heartbeat_kind(message, now)
         if kind is FrameKind.ONE_WAY_HEARTBEAT:
             words.outcomes["heartbeat", "quiet"] += 1
         else:
@@ -209,7 +215,7 @@ class ControllerSession:
         self._spread_beat = False
         self._send(kind, msgspec.json.encode(message))
 
-    def _choose_beat_kind(self, message: Register | Heartbeat, now: float) -> FrameKind:
+    def _choose_heartbeat_kind(self, message: Register | Heartbeat, now: float) -> FrameKind:
         """Choose a one-way beat if nothing depends on its answer, and the last requested answer is recent."""
         if isinstance(message, Register):
             return FrameKind.REGISTER
@@ -292,7 +298,7 @@ class ControllerSession:
         if answer.resend:
             self.next_beat_at = self._clock.monotonic()
         if known:
-            self._agent.on_recognized({progress.job for progress in sent.message.ranks})
+            self._agent.on_new_controller({progress.job for progress in sent.message.ranks})
 
     def _handle_registered(self, sent: _PendingFrame, answer: Registered) -> None:
         words = self._state
@@ -301,7 +307,7 @@ class ControllerSession:
         self.is_kept_open = answer.keep_open
         self.next_beat_at = self._clock.monotonic() + words.heartbeat_protocol.interval_s * self._uniform()
         log.info("registered with controller %s at %s", answer.controller, self._url, extra={"node": sent.message.node})
-        self._agent.on_recognized(())
+        self._agent.on_new_controller(())
 
     def _handle_reports_answer(self, sent: _PendingFrame, answer: ReportsAnswer) -> None:
         first = sent.message[0].number

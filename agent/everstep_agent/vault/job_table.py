@@ -10,10 +10,10 @@ import msgspec
 from everstep.errors import ConfigurationError, NotFound, StaleGeneration
 from everstep.ids import Version
 from everstep.wire.v1.local import ConfigureJob
-from everstep.wire.v1.vault_orders import ParityGroup
+from everstep.wire.v1.vault_reports import ParityGroup
 
 MIN_SECRET_LENGTH = 16
-MAX_SEEN_HOLDERS = 4
+MAX_HOLDERS_PER_RANK = 4
 """Nodes remembered as holders of a rank's share; more than there are copies of it."""
 MAX_LIKELY_HOLDERS = 16
 """Nodes to ask for a share whose holders are unknown."""
@@ -63,33 +63,33 @@ class JobTable:
                 raise StaleGeneration(
                     f"job {message.job} is in generation {known.generation}, {message.generation} is over"
                 )
-            facts = JobConfig(
+            job_config = JobConfig(
                 job=message.job,
                 generation=message.generation,
                 secret=message.secret.encode(),
                 holders={h.node: h.vault for h in message.holders},
             )
-            self._jobs[message.job] = facts
+            self._jobs[message.job] = job_config
             self._ended.pop(message.job, None)
-            return facts
+            return job_config
 
     def get_config(self, job: str) -> JobConfig:
         """Return the job's configuration. Raises NotFound if the job is not configured."""
         with self._lock:
-            facts = self._jobs.get(job)
-        if facts is None:
+            job_config = self._jobs.get(job)
+        if job_config is None:
             raise NotFound(f"job {job} is not known here; its supervisor has not configured it, or it is over")
-        return facts
+        return job_config
 
     def require_current(self, job: str, generation: int) -> JobConfig:
         """Return the job's configuration.
 
         Raises StaleGeneration if ``generation`` is over, NotFound if it is unknown.
         """
-        facts = self.get_config(job)
-        if generation < facts.generation:
-            raise StaleGeneration(f"job {job} is in generation {facts.generation}, {generation} is over")
-        return facts
+        job_config = self.get_config(job)
+        if generation < job_config.generation:
+            raise StaleGeneration(f"job {job} is in generation {job_config.generation}, {generation} is over")
+        return job_config
 
     def require_configured(self, job: str, delete_job: Callable[[str], None]) -> None:
         """Delete the job's data and raise NotFound if the job is no longer configured.
@@ -115,7 +115,9 @@ class JobTable:
         with self._lock:
             if job in self._jobs:
                 nodes = self._seen_holders.get((job, rank), [])
-                self._seen_holders[job, rank] = [node, *(other for other in nodes if other != node)][:MAX_SEEN_HOLDERS]
+                self._seen_holders[job, rank] = [node, *(other for other in nodes if other != node)][
+                    :MAX_HOLDERS_PER_RANK
+                ]
 
     def likely_holders(self, job: str, rank: int, exclude: str, limit: int = MAX_LIKELY_HOLDERS) -> list[str]:
         """Return nodes to ask for the rank's share: known holders, latest first, then others.

@@ -20,7 +20,7 @@ import msgspec
 
 from everstep.clock import Clock
 from everstep.errors import ConfigurationError
-from everstep.layout.vault_note import LOCK_FILE, VaultNote, write_note
+from everstep.layout.vault_status import LOCK_FILE, VaultStatusFile, write_status
 from everstep.parent_process import die_with_parent
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep_agent.lifecycle import acquire_lock, log_to_stderr, private_directory, write_atomically
@@ -38,13 +38,13 @@ OOM_SCORE_ADJUSTMENT = -800
 """Far behind every rank, but not exempt: a kernel that may kill no process at all would have to panic."""
 
 
-class LingerTimer:
+class IdleExitTimer:
     """Measure how long no client has been connected to a vault.
 
     Args:
         clients: The connected supervisors and ranks.
         linger_s: Seconds the vault stays without clients; None for no limit.
-        note: The vault's note; ``write_note`` stores it.
+        note: The vault's note; ``write_status`` stores it.
     """
 
     def __init__(
@@ -52,14 +52,14 @@ class LingerTimer:
         clients: Collection[object],
         linger_s: float | None,
         clock: Clock,
-        note: VaultNote,
-        write_note: Callable[[VaultNote], None],
+        note: VaultStatusFile,
+        write_status: Callable[[VaultStatusFile], None],
     ) -> None:
         self._clients = clients
         self._linger_s = linger_s
         self._clock = clock
         self._note = note
-        self._write_note = write_note
+        self._write_status = write_status
 
     async def wait(self) -> None:
         """Return once no client was connected for ``linger_s``."""
@@ -70,7 +70,7 @@ class LingerTimer:
             )
             if self._clients:
                 if alone_since is not None:
-                    self._try_write_note(self._note)
+                    self._try_write_status(self._note)
                 alone_since = None
             elif alone_since is None:
                 alone_since = self._note_idle()
@@ -79,12 +79,12 @@ class LingerTimer:
     def _note_idle(self) -> float:
         now = self._clock.wall()
         ends_at = None if self._linger_s is None else now + self._linger_s
-        self._try_write_note(msgspec.structs.replace(self._note, idle_since=now, ends_at=ends_at))
+        self._try_write_status(msgspec.structs.replace(self._note, idle_since=now, ends_at=ends_at))
         return self._clock.monotonic()
 
-    def _try_write_note(self, note: VaultNote) -> None:
+    def _try_write_status(self, note: VaultStatusFile) -> None:
         try:
-            self._write_note(note)
+            self._write_status(note)
         except OSError as error:  # the memory file system is full: the slots matter, the note does not
             log.warning("what this vault says of itself could not be written: %s", error)
 
@@ -159,8 +159,8 @@ async def serve(settings: VaultSettings, parent: int) -> None:
     adoption = SegmentAdoption(store)
     found = await asyncio.to_thread(adoption.adopt_segments)
     vault = Vault(settings, store, adoption, SYSTEM_CLOCK)
-    note = VaultNote(pid=os.getpid(), run_dir=str(settings.run_dir))
-    linger = LingerTimer(vault.clients, settings.linger_s, SYSTEM_CLOCK, note, partial(write_note, held[1]))
+    note = VaultStatusFile(pid=os.getpid(), run_dir=str(settings.run_dir))
+    linger = IdleExitTimer(vault.clients, settings.linger_s, SYSTEM_CLOCK, note, partial(write_status, held[1]))
     waits: list[asyncio.Task[object]] = []
     alone = False
     try:

@@ -23,7 +23,7 @@ from everstep.layout.segments import SlotHeader, SlotRecordPair
 from everstep.layout.slots import CHUNK_BYTES, chunk_count
 from everstep.wire.framing import VaultChannel
 from everstep.wire.v1.transfer import InventoryList, InventoryRequest
-from everstep.wire.v1.vault_orders import ParityGroup
+from everstep.wire.v1.vault_reports import ParityGroup
 from everstep_agent.vault.job_table import JobTable
 from everstep_agent.vault.memory.reading import ByteRange, SealedSlotReader
 from everstep_agent.vault.memory.segments import SegmentFile, SegmentKey, SegmentStore
@@ -374,7 +374,7 @@ class _RankSlotSearch(_RepairSearch):
                     if other == digest and len(chunk) == length:
                         yield chunk, f"{segment.path.name}'s {header.version} here"
 
-    def _ask_holders(self, ask: Callable[[VaultChannel], bytes]) -> Candidates:
+    def _ask_holders(self, request: Callable[[VaultChannel], bytes]) -> Candidates:
         repairer, rank = self._repairer, self._header.rank
         try:
             holders = repairer.job_table.likely_holders(self._job, rank, exclude=repairer.settings.node)
@@ -382,7 +382,7 @@ class _RankSlotSearch(_RepairSearch):
             return  # the job is not configured yet
         for node in holders:
             try:
-                yield repairer.peers.call(self._job, node, ask), node
+                yield repairer.peers.call(self._job, node, request), node
             except EverstepError as error:
                 log.info("%s cannot mend rank %d's %s: %s", node, rank, self._header.version, error)
 
@@ -432,7 +432,7 @@ class _ParitySearch(_RepairSearch):
     def manifest(self) -> Candidates:
         if self._group is not None:
             try:
-                yield self._repairer.decoder.rebuild_parity_manifest(self._place, self._group), PARITY_SOURCE
+                yield self._repairer.decoder.rebuild_parity_manifest(self._location, self._group), PARITY_SOURCE
             except EverstepError as error:
                 log.info("%s", error)
 
@@ -441,7 +441,7 @@ class _ParitySearch(_RepairSearch):
             yield from _recovered_chunk(self._recovery, index)
 
     @property
-    def _place(self) -> ShardLocation:
+    def _location(self) -> ShardLocation:
         return ShardLocation(
             self._job, self._repairer.settings.node, self._segment.key.number, self._header.version, is_parity=True
         )
@@ -456,10 +456,10 @@ class _ParitySearch(_RepairSearch):
         manifest, digests = view.manifest(self._slot), b"".join(view.digests(self._slot))
         sealed = ShardInfo(payload_bytes=self._header.payload_bytes, manifest=manifest, digests=digests)
         try:
-            said = decode_parity_manifest(manifest, str(self._place))
-            return self._repairer.decoder.recover_parity(self._place, said, sealed, self._group)
+            said = decode_parity_manifest(manifest, str(self._location))
+            return self._repairer.decoder.recover_parity(self._location, said, sealed, self._group)
         except EverstepError as error:
-            log.info("%s cannot be made again: %s", self._place, error)
+            log.info("%s cannot be made again: %s", self._location, error)
             return None
 
 

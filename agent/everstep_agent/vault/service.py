@@ -125,14 +125,14 @@ class VaultClientConnection:
         self._writer.close()
 
 
-class AnswerWithConnection(msgspec.Struct, frozen=True):
+class AnswerWithSocket(msgspec.Struct, frozen=True):
     """An answer and the connection handed over with it."""
 
     answer: FromVault
-    channel: VaultChannel
+    peer_channel: VaultChannel
 
 
-RequestHandler = Callable[[ToVault, VaultClientConnection], Awaitable[FromVault | AnswerWithConnection]]
+RequestHandler = Callable[[ToVault, VaultClientConnection], Awaitable[FromVault | AnswerWithSocket]]
 
 
 class VaultSocketServer:
@@ -193,8 +193,8 @@ class VaultSocketServer:
     async def _answer(self, message: ToVault, client: VaultClientConnection) -> None:
         try:
             answer = await self._handle_request(message, client)
-            if isinstance(answer, AnswerWithConnection):
-                with answer.channel.detach() as sock:
+            if isinstance(answer, AnswerWithSocket):
+                with answer.peer_channel.detach() as sock:
                     client.send_with_descriptor(answer.answer, sock.fileno())
             else:
                 client.send(answer)
@@ -417,12 +417,12 @@ class Vault:
         for pool in (self._threads, self._streams):
             pool.shutdown(wait=False, cancel_futures=True)
 
-    async def _in_thread(self, work: Callable[[], T]) -> T:
+    async def _run_in_thread(self, work: Callable[[], T]) -> T:
         return await self._loop.run_in_executor(self._threads, work)
 
     # Requests
 
-    async def handle_request(self, message: ToVault, client: VaultClientConnection) -> FromVault | AnswerWithConnection:
+    async def handle_request(self, message: ToVault, client: VaultClientConnection) -> FromVault | AnswerWithSocket:
         """Return the answer to one request. Raises EverstepError for a refusal."""
         if isinstance(message, ConfigureJob | ForgetJob | Protect | Spill | Statistics):
             self._mark_supervisor(client)
@@ -430,30 +430,30 @@ class Vault:
             case OpenSegment():
                 return await self._open_segment(message)
             case CheckCapacity():
-                await self._in_thread(lambda: check_room(self._store, self._finding_reporter, message))
+                await self._run_in_thread(lambda: check_room(self._store, self._finding_reporter, message))
                 return RequestDone(request=message.request)
             case SlotSealed():
                 return await self._handle_slot_sealed(message)
             case Fetch():
                 fetcher = self._decoder if message.parity_group else self._fetcher
-                landed = await self._in_thread(lambda: fetcher.fetch(message))
+                landed = await self._run_in_thread(lambda: fetcher.fetch(message))
                 return Fetched(request=message.request, bytes=landed)
             case OpenPeerConnection():
-                lent = await self._in_thread(lambda: self._peers.open_channel(message.job, message.node))
+                channel = await self._run_in_thread(lambda: self._peers.open_channel(message.job, message.node))
                 settings = self._settings
-                return AnswerWithConnection(
+                return AnswerWithSocket(
                     PeerConnectionOpened(
                         request=message.request,
                         answer_timeout_s=settings.request_timeout_s,
                         io_timeout_s=settings.io_timeout_s,
                     ),
-                    lent,
+                    channel,
                 )
             case PeerConnectionBroken():
                 self._peers.report_broken_connection(message.job, message.node, message.reason)
                 return RequestDone(request=message.request)
             case Protect():
-                made = await self._in_thread(lambda: self._encoder.encode_group(message))
+                made = await self._run_in_thread(lambda: self._encoder.encode_group(message))
                 return Protected(request=message.request, parity=made.letter, members_digest=made.members_digest)
             case Spill():
                 spill = partial(self._spiller.spill, message)
@@ -474,7 +474,7 @@ class Vault:
             case ForgetJob():
                 return await self._delete_job(message)
             case Statistics():
-                return await self._in_thread(lambda: self._statistics(message))
+                return await self._run_in_thread(lambda: self._statistics(message))
 
     async def _open_segment(self, message: OpenSegment) -> SegmentOpened:
         key = SegmentKey(message.job, "own", message.local_rank)
@@ -485,7 +485,7 @@ class Vault:
             self._job_table.require_not_ended(message.job, self._store.delete_job)
             return segment
 
-        segment = await self._in_thread(make)
+        segment = await self._run_in_thread(make)
         view = segment.view
         return SegmentOpened(
             request=message.request, path=str(segment.path), slot_bytes=view.slot_bytes, slots=view.slots
@@ -495,7 +495,7 @@ class Vault:
         segment, header = self._replicator.find_slot(message)
         # sealed under the previous vault, which did not answer before it ended
         if message.slot in segment.unchecked_slots:
-            await self._in_thread(lambda: self._adoption.ensure_checked(segment, message.slot, header))
+            await self._run_in_thread(lambda: self._adoption.ensure_checked(segment, message.slot, header))
         return await self._replicator.replicate(message)
 
     async def _delete_job(self, message: ForgetJob) -> RequestDone:
@@ -505,11 +505,11 @@ class Vault:
         self._encoder.forget_job(message.job)
         self._spiller.cancel(message.job)
         self._peers.forget_job(message.job)
-        await self._in_thread(lambda: self._store.delete_job(message.job))
+        await self._run_in_thread(lambda: self._store.delete_job(message.job))
         return RequestDone(request=message.request)
 
     async def _inventory(self, message: Inventory) -> InventoryAnswer:
-        here = self._in_thread(lambda: self._adoption.inventory(message.job, INVENTORY_TIMEOUT_S))
+        here = self._run_in_thread(lambda: self._adoption.inventory(message.job, INVENTORY_TIMEOUT_S))
         others = dict.fromkeys(node for node in message.nodes if node != self._settings.node)
         turns = asyncio.Semaphore(MAX_CONCURRENT_INVENTORIES)
         threads = ThreadPoolExecutor(MAX_CONCURRENT_INVENTORIES, "ask")  # starts only as many threads as it needs
@@ -526,7 +526,7 @@ class Vault:
         )
 
     async def _ask_peer_inventory(
-        self, message: Inventory, node: str, turns: asyncio.Semaphore, threads: Executor
+        self, message: Inventory, node: str, semaphore: asyncio.Semaphore, threads: Executor
     ) -> tuple[tuple[SlotInfo, ...], int]:
         """Return a peer's slots and its number of unchecked slots; none if it does not answer in time."""
 
@@ -537,7 +537,7 @@ class Vault:
 
         call = partial(self._peers.call, message.job, node, ask, message.timeout_s)
         try:
-            async with turns:
+            async with semaphore:
                 return await asyncio.wait_for(self._loop.run_in_executor(threads, call), message.timeout_s)
         except (EverstepError, TimeoutError) as error:
             log.info("%s is left out of the inventory: %s", node, error, extra=self._context(message.job))

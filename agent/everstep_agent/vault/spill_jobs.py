@@ -22,7 +22,7 @@ from everstep.errors import (
     Unavailable,
 )
 from everstep.wire.v1.local import Spill
-from everstep_agent.spill.order import SlotSource, SpillError, SpillOrder, SpillResult
+from everstep_agent.spill.order import SlotSource, SpillFailure, SpillOrder, SpillResult
 from everstep_agent.vault.job_table import JobTable
 from everstep_agent.vault.memory.segments import SegmentStore
 from everstep_agent.vault.parity.shards import ShardLocation, ShardReader, require_all, run_parallel
@@ -75,10 +75,10 @@ class Spiller:
             for node, ranks in request.writers.items()
             for rank in ranks
         ]
-        facts = require_all(
+        infos = require_all(
             run_parallel(self._streams, [partial(self._shard_reader.read_info, place) for place in places])
         )
-        manifests = {place.rank_or_group: found.manifest for place, found in zip(places, facts, strict=True)}
+        manifests = {place.rank_or_group: found.manifest for place, found in zip(places, infos, strict=True)}
         order = SpillOrder(
             url=request.url,
             version=request.version,
@@ -108,10 +108,10 @@ class Spiller:
                 with self._lock:
                     self._running_writer = None
         try:
-            answer = msgspec.json.decode(said, type=SpillResult | SpillError)
+            answer = msgspec.json.decode(said, type=SpillResult | SpillFailure)
         except DECODE_ERRORS as error:
             raise Unavailable(f"the writer of checkpoints ended with status {writer.returncode}") from error
-        if isinstance(answer, SpillError):
+        if isinstance(answer, SpillFailure):
             raise _ERROR_TYPES.get(answer.code, EverstepError)(answer.message)
         return answer
 

@@ -83,28 +83,28 @@ class AdmissionControl:
         self._open.setdefault(who, places).append(place)
         return place
 
-    async def wait_for_slice(self, who: IdentityKey) -> None:
+    async def wait_for_slice(self, identity_key: IdentityKey) -> None:
         """Wait until a slice of this identity may run; the slice ends with the caller's next await."""
-        await self._turns.take(who)
+        await self._turns.take(identity_key)
 
-    def add_bytes(self, place: RequestReservation, size: int) -> None:
+    def add_bytes(self, reservation: RequestReservation, size: int) -> None:
         """Count a response that is about to be sent. Raises RateLimited if too much is unsent."""
-        others = sum(one.bytes for one in self._open[place.identity_key])
+        others = sum(one.bytes for one in self._open[reservation.identity_key])
         if others and others + size > self._most_bytes:
             self._refused("bytes")
-            role, subject = place.identity_key
+            role, subject = reservation.identity_key
             raise RateLimited(
                 f"{others} bytes of answers wait for {role} {subject} to take them, and this one has {size}: read "
                 "those first, or ask for less at a time",
                 RETRY_AFTER_S,
             )
-        place.bytes = size
+        reservation.bytes = size
 
-    def release(self, place: RequestReservation) -> None:
-        places = self._open[place.identity_key]
-        places.remove(place)
+    def release(self, reservation: RequestReservation) -> None:
+        places = self._open[reservation.identity_key]
+        places.remove(reservation)
         if not places:
-            del self._open[place.identity_key]
+            del self._open[reservation.identity_key]
 
 
 class RequestReservation:
@@ -140,9 +140,9 @@ class _SliceScheduler:
         self._due = False
         self._began = self._free_at = 0.0
 
-    async def take(self, who: IdentityKey) -> None:
+    async def take(self, identity_key: IdentityKey) -> None:
         waiting = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(who, deque()).append(waiting)
+        self._waiting.setdefault(identity_key, deque()).append(waiting)
         self._schedule()
         await waiting
 
@@ -162,7 +162,7 @@ class _SliceScheduler:
             self._due = False
             return
         waiting.set_result(None)  # the slice runs next in the event loop, and then the callback below
-        asyncio.get_running_loop().call_soon(self._ended)
+        asyncio.get_running_loop().call_soon(self._on_slice_ended)
         self._began = self._monotonic()
 
     def _next(self) -> asyncio.Future[None] | None:
@@ -177,7 +177,7 @@ class _SliceScheduler:
                 return first
         return None
 
-    def _ended(self) -> None:
+    def _on_slice_ended(self) -> None:
         now = self._monotonic()
         self._free_at = max(now, self._free_at) + (now - self._began) * self._rest
         self._due = False

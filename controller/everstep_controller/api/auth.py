@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 from everstep.bearer_tokens import JOB_PREFIX, STORED_PREFIX, Identity, TokenRole, claimed_job, hash_secret, job_token
 from everstep.clock import Clock
 from everstep.errors import AuthenticationError, PermissionDenied, RateLimited
-from everstep_controller.api.credentials import CredentialBook, Keyring
+from everstep_controller.api.credentials import CredentialStore, Keyring
 from everstep_controller.api.routes import RouteAccess
 from everstep_controller.config import ControllerSettings
 from everstep_controller.core.jobs.membership import ENDED_STATES
@@ -203,7 +203,7 @@ class Authenticator:
         self,
         keyring: Keyring,
         *,
-        credentials: CredentialBook,
+        credentials: CredentialStore,
         job_secret: Callable[[str], str | None],
         limits: RequestLimits,
         failures: FailedAuthentications,
@@ -226,7 +226,7 @@ class Authenticator:
         cls,
         settings: ControllerSettings,
         keyring: Keyring,
-        credentials: CredentialBook,
+        credentials: CredentialStore,
         jobs: Mapping[str, JobRecord],
         clock: Clock,
         now: Callable[[], float],

@@ -154,7 +154,7 @@ def public_credential(row: CredentialRow) -> wire.Credential:
     )
 
 
-class CredentialBook:
+class CredentialStore:
     """All stored credentials. For the event loop's thread.
 
     Args:
@@ -296,20 +296,20 @@ class CredentialBook:
         self._check_use(join, request.node, held)
         return self._enrolled(request, join, held, trace, tx, now)
 
-    def _check_use(self, join: CredentialRow, node: str, held: list[CredentialRow]) -> None:
+    def _check_use(self, join: CredentialRow, node: str, node_credentials: list[CredentialRow]) -> None:
         if join.uses_left == 0:
             raise PermissionDenied("this join token is used up: ask an operator for another")
-        if held and not join.replaces:
+        if node_credentials and not join.replaces:
             raise Conflict(
-                f"node {node} is enrolled already, with credential {held[0].id}: revoke that "
-                f"(`everstep token revoke {held[0].id}`), or use a join token issued with --replace"
+                f"node {node} is enrolled already, with credential {node_credentials[0].id}: revoke that "
+                f"(`everstep token revoke {node_credentials[0].id}`), or use a join token issued with --replace"
             )
 
     def _enrolled(
         self,
-        asked: wire.Enrol,
+        request: wire.Enrol,
         join: CredentialRow,
-        held: list[CredentialRow],
+        node_credentials: list[CredentialRow],
         trace: str,
         tx: Transaction,
         now: float,
@@ -317,22 +317,22 @@ class CredentialBook:
         row = CredentialRow(
             id=self._new_id(now),
             role=TokenRole.AGENT,
-            subject=asked.node,
-            hash=asked.secret_hash,
+            subject=request.node,
+            hash=request.secret_hash,
             created_at=now,
             created_by=f"join:{join.id}",
             note=join.note,
         )
         self._put(row, tx)
-        for old in held:
+        for old in node_credentials:
             self._put(msgspec.structs.replace(old, revoked_at=now), tx)
         if join.uses_left is not None:
             self._spend(join, tx, now)
-        instead = f" in place of {', '.join(old.id for old in held)}" if held else ""
-        sentence = f"node {asked.node} enrolled by join token {join.id} and has credential {row.id}{instead}"
+        instead = f" in place of {', '.join(old.id for old in node_credentials)}" if node_credentials else ""
+        sentence = f"node {request.node} enrolled by join token {join.id} and has credential {row.id}{instead}"
         order = ChangeContext(Identity(TokenRole.JOIN, row.created_by, join.id), join.note or "enrolment", trace)
         _note("enrolled", sentence, row, order, tx, now)
-        return wire.Enrolled(credential=row.id, node=asked.node)
+        return wire.Enrolled(credential=row.id, node=request.node)
 
     def _spend(self, join: CredentialRow, tx: Transaction, now: float) -> None:
         assert join.uses_left is not None
@@ -407,13 +407,13 @@ def _named(row: CredentialRow) -> str:
     return f"{row.role} credential {row.id} of {whom}"
 
 
-def _note(what: str, sentence: str, row: CredentialRow, order: ChangeContext, tx: Transaction, now: float) -> str:
+def _note(audit_kind: str, sentence: str, row: CredentialRow, order: ChangeContext, tx: Transaction, now: float) -> str:
     """Write an audit entry with the author and reason of a change, and return its sentence."""
     sentence = f"{sentence}: {order.reason}"
     data = {"actor": order.identity.subject, "reason": order.reason, "credential": row.id}
     node = row.subject if row.role == TokenRole.AGENT else None
     job = row.subject if row.role == TokenRole.TRAINER else None
-    kind = f"credential.{what}"
+    kind = f"credential.{audit_kind}"
     tx.add_audit_entry(
         AuditEntry(kind=kind, sentence=sentence, at=now, trace=order.trace, node=node, job=job, data=data)
     )

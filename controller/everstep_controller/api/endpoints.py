@@ -29,24 +29,24 @@ from everstep_controller.core.records import JobRecord, NodeRecord
 from everstep_controller.read_models import fleet_views
 from everstep_controller.read_models.prometheus import Metrics
 from everstep_controller.server import responses
-from everstep_controller.server.connections import REST_KEY, SCOPE_KEY
+from everstep_controller.server.connections import READ_PAUSE_KEY, SCOPE_KEY
 
 PIECE_BYTES = 64 << 10
 """Bytes of a response written at a time: as much as a transport holds before it makes its writer wait."""
-_PLACE_KEY = "everstep.place"
+_RESERVATION_KEY = "everstep.place"
 
 
 class TaggedAnswer(msgspec.Struct, frozen=True):
     """An answer with its entity tag."""
 
     answer: Any
-    order_tag: str  # tag of the facts that an order depends on
+    precondition_tag: str  # tag of the facts that an order depends on
     display_tag: str = ""  # tag of facts that are only shown; a change resends the answer but invalidates no order
 
     @property
     def etag(self) -> str:
         """The combined tag, as sent to clients."""
-        return f"{self.order_tag[:-1]}.{self.display_tag[1:]}" if self.display_tag else self.order_tag
+        return f"{self.precondition_tag[:-1]}.{self.display_tag[1:]}" if self.display_tag else self.precondition_tag
 
 
 def check_tag(request: Request, tag: Callable[[], str]) -> None:
@@ -158,22 +158,22 @@ def _endpoint(
 
         async def respond() -> Response:
             found = await answer(request, identity)
-            await turn(request)
+            await yield_to_agents(request)
             return _response(request, found)
 
-        return await placed(admission, identity, request, respond)
+        return await run_admitted(admission, identity, request, respond)
 
     return endpoint
 
 
-async def placed(
+async def run_admitted(
     admission: AdmissionControl, identity: Identity, request: Request, respond: Callable[[], Awaitable[Response]]
 ) -> Response:
     """Run ``respond`` in the identity's reservation and slice (``everstep_controller.api.admission``).
 
     The reservation is released once the response is sent. Raises RateLimited if there is none.
     """
-    place = request.scope[_PLACE_KEY] = admission.reserve(identity)
+    place = request.scope[_RESERVATION_KEY] = admission.reserve(identity)
     try:
         await place.wait_for_slice()
         response = await respond()
@@ -181,25 +181,25 @@ async def placed(
     except BaseException:
         place.release()
         raise
-    return _Sent(response, place)
+    return _AdmittedResponse(response, place)
 
 
-async def turn(request: Request) -> None:
+async def yield_to_agents(request: Request) -> None:
     """End the current slice of the request's handler, and return when the next one may run.
 
     Call this every few milliseconds of work.
     """
-    place: RequestReservation = request.scope[_PLACE_KEY]
+    place: RequestReservation = request.scope[_RESERVATION_KEY]
     await place.wait_for_slice()
 
 
-class _Sent(Response):
+class _AdmittedResponse(Response):
     """Sends a response in pieces as the client takes them, then releases the reservation."""
 
-    def __init__(self, response: Response, place: RequestReservation) -> None:
+    def __init__(self, response: Response, reservation: RequestReservation) -> None:
         self.status_code, self.body, self.background = response.status_code, response.body, None
         self.raw_headers = response.raw_headers
-        self._place = place
+        self._place = reservation
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -254,7 +254,7 @@ def install_error_handlers(app: FastAPI, metrics: Metrics) -> None:
         assert isinstance(error, EverstepError)
         metrics.count_refused(_route(request), error.code)
         if isinstance(error, RateLimited):
-            request.scope.get(REST_KEY, lambda seconds: None)(error.retry_after_s)
+            request.scope.get(READ_PAUSE_KEY, lambda seconds: None)(error.retry_after_s)
         headers = {name.decode(): value.decode() for name, value in responses.error_headers(error)}
         return _answer(error.status, error.code, str(error), headers)
 

@@ -28,7 +28,7 @@ from everstep_controller.api.stream import (
     event_frames,
     event_of,
 )
-from everstep_controller.core.health.evidence import collect_evidence
+from everstep_controller.core.health.offences import collect_evidence
 from everstep_controller.read_models import fleet_views
 from everstep_controller.server import responses
 from everstep_controller.store import reader as history
@@ -42,19 +42,19 @@ DEFAULT_PAGE_SIZE = 100
 VERDICTS_IN_EVIDENCE = 100
 
 
-def page_size(asked: dict[str, str], default: int = DEFAULT_PAGE_SIZE) -> int:
+def page_size(query: dict[str, str], default: int = DEFAULT_PAGE_SIZE) -> int:
     """Return ``?limit=``, clipped to its bounds."""
-    return max(1, min(responses.int_parameter(asked, "limit", default), fleet_views.MAX_PAGE_SIZE))
+    return max(1, min(responses.int_parameter(query, "limit", default), fleet_views.MAX_PAGE_SIZE))
 
 
-def bool_parameter(asked: dict[str, str], name: str) -> bool | None:
+def bool_parameter(query: dict[str, str], name: str) -> bool | None:
     """Return a boolean query parameter that ``endpoints`` has checked, or None if it is missing."""
-    return msgspec.convert(asked[name], bool, strict=False) if name in asked else None
+    return msgspec.convert(query[name], bool, strict=False) if name in query else None
 
 
-def _time(asked: dict[str, str], name: str) -> float | None:
+def _time(query: dict[str, str], name: str) -> float | None:
     """Return wall seconds from the query that ``endpoints`` has checked, or None if missing."""
-    return float(asked[name]) if name in asked else None
+    return float(query[name]) if name in query else None
 
 
 class HistoryRoutes:
@@ -86,20 +86,20 @@ class HistoryRoutes:
     async def audit(self, request: Request, _who: Identity) -> op.EventList:
         return await self._events(responses.parse_query(request.scope), PREFIXES)
 
-    async def _events(self, asked: dict[str, str], kinds: tuple[str, ...]) -> op.EventList:
-        after, limit = responses.int_parameter(asked, "after", 0), page_size(asked)
+    async def _events(self, query: dict[str, str], kinds: tuple[str, ...]) -> op.EventList:
+        after, limit = responses.int_parameter(query, "after", 0), page_size(query)
 
         def read(reader: HistoryReader) -> list[op.Event]:
             rows = reader.events(
                 after=after,
                 limit=limit,
-                trace=asked.get("trace", ""),
-                node=asked.get("node", ""),
-                job=asked.get("job", ""),
+                trace=query.get("trace", ""),
+                node=query.get("node", ""),
+                job=query.get("job", ""),
                 kinds=kinds,
-                newest=bool(bool_parameter(asked, "newest")),
-                since=_time(asked, "since"),
-                until=_time(asked, "until"),
+                newest=bool(bool_parameter(query, "newest")),
+                since=_time(query, "since"),
+                until=_time(query, "until"),
             )
             return [event_of(row) for row in rows]
 
@@ -175,15 +175,15 @@ class HistoryRoutes:
         return op.GenerationList(generations=found[::-1], next=more)
 
     async def _page(
-        self, query: Any, shown: Callable[[dict[str, Any]], T], asked: dict[str, str], **wanted: Any
+        self, query: Any, to_message: Callable[[dict[str, Any]], T], query_values: dict[str, str], **wanted: Any
     ) -> tuple[tuple[T, ...], str]:
         """Return rows converted by ``shown`` in the reading thread, and the cursor of the next page."""
-        limit, cursor = page_size(asked), asked.get("cursor", "")
+        limit, cursor = page_size(query_values), query_values.get("cursor", "")
 
         def read(reader: HistoryReader) -> tuple[tuple[T, ...], str]:
             page: history.Page = reader.page(lambda connection: query(connection, cursor=cursor, limit=limit, **wanted))
             rows, more = page
-            return tuple(map(shown, rows)), more
+            return tuple(map(to_message, rows)), more
 
         return await self._store.read(read)
 
@@ -193,7 +193,7 @@ class HistoryRoutes:
         verdicts = await self._store.read(
             lambda reader: [_verdict(doc) for doc in reader.verdicts(node, limit=VERDICTS_IN_EVIDENCE)]
         )
-        await endpoints.turn(request)
+        await endpoints.yield_to_agents(request)
         return collect_evidence(self._desk.state, node, self._desk.now(), verdicts)
 
 

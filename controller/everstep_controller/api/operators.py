@@ -19,7 +19,7 @@ from everstep.wire.v1.directives import RunProbe
 from everstep.wire.v1.operator_history import JobCheckpoints
 from everstep_controller import rulebook
 from everstep_controller.api import endpoints
-from everstep_controller.api.credentials import ChangeContext, CredentialBook, public_credential
+from everstep_controller.api.credentials import ChangeContext, CredentialStore, public_credential
 from everstep_controller.api.endpoints import tag_of
 from everstep_controller.api.history import page_size
 from everstep_controller.core import effects as fx
@@ -42,7 +42,7 @@ T = TypeVar("T")
 class CredentialRoutes:
     """Handlers of ``CREDENTIAL_ROUTES``. Each change is one stimulus, together with its audit entry."""
 
-    def __init__(self, *, loop: FleetLoop, credentials: CredentialBook) -> None:
+    def __init__(self, *, loop: FleetLoop, credentials: CredentialStore) -> None:
         self._loop = loop
         self._credentials = credentials
 
@@ -148,10 +148,10 @@ class PolicyRoutes:
         return endpoints.TaggedAnswer(status, endpoints.tag_of(status))
 
 
-NODES_IN_A_SLICE = 100
+NODES_PER_SLICE = 100
 """Nodes per slice: about a millisecond of work."""
-RECOVERIES_SHOWN = 200
-VERDICTS_SHOWN = 20
+MAX_RECOVERIES_IN_DETAIL = 200
+MAX_VERDICTS_IN_DETAIL = 20
 MAX_WINDOW_S = 366 * 86400.0
 """Maximum seconds from now to the end of a maintenance window. It catches times given in milliseconds."""
 
@@ -182,12 +182,12 @@ class OperatorRoutes:
         )
         shown: list[op.NodeSummary] = []
         lines: list[Any] = []
-        for begin in range(0, len(page), NODES_IN_A_SLICE):
-            await endpoints.turn(request)
-            summaries = fleet_views.node_summaries(self._desk, page[begin : begin + NODES_IN_A_SLICE])
+        for begin in range(0, len(page), NODES_PER_SLICE):
+            await endpoints.yield_to_agents(request)
+            summaries = fleet_views.node_summaries(self._desk, page[begin : begin + NODES_PER_SLICE])
             shown += summaries
             lines += endpoints.node_tag_parts(self._desk, summaries)
-        await endpoints.turn(request)
+        await endpoints.yield_to_agents(request)
         answer = op.NodeList(nodes=tuple(shown), total=len(found), next=following)
         return endpoints.TaggedAnswer(answer, endpoints.node_page_tag(lines, len(found), following))
 
@@ -198,7 +198,7 @@ class OperatorRoutes:
         tag = endpoints.node_tag(self._desk, self._desk.node(node))
         verdicts = await self._store.read(
             lambda reader: [
-                msgspec.json.decode(doc, type=Verdict) for doc in reader.verdicts(node, limit=VERDICTS_SHOWN)
+                msgspec.json.decode(doc, type=Verdict) for doc in reader.verdicts(node, limit=MAX_VERDICTS_IN_DETAIL)
             ]
         )
         return endpoints.TaggedAnswer(msgspec.structs.replace(detail, verdicts=tuple(verdicts)), tag)
@@ -216,7 +216,7 @@ class OperatorRoutes:
         """Return summaries of the jobs that still exist, one per slice: each is linear in its ranks."""
         state, found = self._desk.state, []
         for name in names:
-            await endpoints.turn(request)
+            await endpoints.yield_to_agents(request)
             if name in state.jobs:
                 found.append(fleet_views.job_summary(state, state.jobs[name]))
         return found
@@ -227,7 +227,7 @@ class OperatorRoutes:
         recoveries = await self._store.read(
             lambda reader: [
                 msgspec.json.decode(doc, type=op.GenerationRecovery)
-                for doc in reader.recoveries(job, limit=RECOVERIES_SHOWN)
+                for doc in reader.recoveries(job, limit=MAX_RECOVERIES_IN_DETAIL)
             ]
         )
         current = self._loop.read_models.recoveries.current(self._desk.job(job))
@@ -252,10 +252,10 @@ class OperatorRoutes:
 
     # --- orders
 
-    async def order(self, request: Request, who: Identity) -> op.ChangeResult:
+    async def order(self, request: Request, identity: Identity) -> op.ChangeResult:
         because = await endpoints.read_message(request, op.ReasonOnlyRequest)
         kind, node = ev.OperatorAction(request.path_params["order"]), request.path_params["node"]
-        return await self._command(request, _order(kind, who, because.reason, node=node))
+        return await self._command(request, _order(kind, identity, because.reason, node=node))
 
     async def maintenance(self, request: Request, who: Identity) -> op.ChangeResult:
         window = await endpoints.read_message(request, operator_history.MaintenanceRequest)
@@ -312,8 +312,8 @@ class OperatorRoutes:
         return board.get(await self._loop.submit(stimulus))
 
 
-def _order(kind: ev.OperatorAction, who: Identity, reason: str, **subject: Any) -> ev.OperatorCommand:
-    return ev.OperatorCommand(action=kind, actor=who.subject, reason=reason, trace=new_trace(), **subject)
+def _order(kind: ev.OperatorAction, identity: Identity, reason: str, **subject: Any) -> ev.OperatorCommand:
+    return ev.OperatorCommand(action=kind, actor=identity.subject, reason=reason, trace=new_trace(), **subject)
 
 
 def _changed(command: ev.OperatorCommand, tx: Transaction, now: float) -> op.ChangeResult:

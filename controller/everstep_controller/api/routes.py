@@ -26,14 +26,14 @@ class RouteAccess(StrEnum):
     OPEN = "nobody"
 
 
-def _one_of(words: type[StrEnum]) -> Any:
+def _one_of(choices: type[StrEnum]) -> Any:
     """Return the values of an enumeration as a Literal: a parameter's schema must be self-contained."""
-    return Literal[tuple(word.value for word in words)]
+    return Literal[tuple(word.value for word in choices)]
 
 
-def _some_of(words: type[StrEnum]) -> Any:
+def _some_of(choices: type[StrEnum]) -> Any:
     """Return a type for one or several comma-separated values of an enumeration."""
-    one = "|".join(word.value for word in words)
+    one = "|".join(word.value for word in choices)
     return Annotated[str, full_match(f"({one})(,({one}))*")]
 
 

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 from everstep.bearer_tokens import Identity
 from everstep.errors import RateLimited, Unavailable
 from everstep.wire.v1.operator import Event, EventGap
-from everstep_controller.server.connections import HANG_UP_KEY
+from everstep_controller.server.connections import CLOSE_CONNECTION_KEY
 from everstep_controller.store.reader import EventPage
 from everstep_controller.store.rows import AuditRow
 
@@ -195,7 +195,7 @@ class EventStream(StreamingResponse):
         self._hang_up: Callable[[], None] = lambda: None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._hang_up = scope.get(HANG_UP_KEY, self._hang_up)
+        self._hang_up = scope.get(CLOSE_CONNECTION_KEY, self._hang_up)
         try:
             await super().__call__(scope, receive, send)
         finally:

@@ -62,4 +62,6 @@ def _reissue_generation(transition: Transition, name: str) -> None:
         return
     sentence = f"generation {spec.number} was decided as the database went away, and nobody was told"
     others = frozenset(transition.state.nodes) - spec.seated_nodes
-    regroup(transition, job, RegroupCause(reason=spec.reason, sentence=sentence, trace=spec.trace, left_out=others))
+    regroup(
+        transition, job, RegroupCause(reason=spec.reason, sentence=sentence, trace=spec.trace, nodes_to_exclude=others)
+    )

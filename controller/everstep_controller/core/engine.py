@@ -26,7 +26,7 @@ from everstep.wire.v1.training import (
     UserError,
     VersionSealed,
 )
-from everstep.wire.v1.vault_orders import VersionProtected, VersionSpilled
+from everstep.wire.v1.vault_reports import VersionProtected, VersionSpilled
 from everstep_controller.core import invariants, orders, retirement
 from everstep_controller.core.checkpoints.commits import check_candidate
 from everstep_controller.core.checkpoints.parity import check_protection, handle_version_protected
@@ -49,18 +49,18 @@ from everstep_controller.core.events import (
     SchedulerStateChanged,
     Tick,
 )
-from everstep_controller.core.health import examinations, maintenance, remediation_ladder
+from everstep_controller.core.health import case_outcomes, maintenance, remediation_ladder
 from everstep_controller.core.health import findings as pictures
-from everstep_controller.core.health.eviction import check_deferred_scope
-from everstep_controller.core.health.examinations import (
+from everstep_controller.core.health.case_outcomes import (
     check_blame_case,
+    check_node_care_deadlines,
     check_probe_deadline,
-    check_treatment,
     handle_probe_finished,
 )
+from everstep_controller.core.health.eviction import check_deferred_scope
 from everstep_controller.core.health.quarantine import PROBE_PASSED, PROBE_SKIPPED, check_seen_on_probation
 from everstep_controller.core.jobs import ending, hangs, joining, lifecycle, losses
-from everstep_controller.core.jobs.generations import check_boundary, note_beyond_boundary, note_waiting
+from everstep_controller.core.jobs.generations import check_boundary, note_beyond_boundary, schedule_paused_job_checks
 from everstep_controller.core.jobs.hangs import settle_pending_regroup
 from everstep_controller.core.jobs.membership import ENDED_STATES
 from everstep_controller.core.jobs.progress import is_beyond_boundary, may_have_crossed_boundary, record_progress
@@ -103,7 +103,7 @@ class HeartbeatResult(Enum):
     ``resend``."""
     UNEVENTFUL = "quiet"
     """The heartbeat is recorded, and nothing follows from it."""
-    NEWS = "news"
+    NEEDS_EVENT = "news"
     """Something follows from the heartbeat, and nothing has changed yet: pass it on as ``HeartbeatChanged`` without
     findings."""
 
@@ -137,19 +137,21 @@ def run_transition(
 ) -> Transition:
     """Apply ``event`` and return the transition, with its ``reads``. ``recorded`` replays reads of an earlier run."""
     _reject_invalid(state, event, now)
-    turn = Transition(state, now, _trace(event), event.entropy if isinstance(event, ReportArrived) else "", recorded)
-    _EVENTS[type(event)](turn, event)
-    pictures.judge_controller_findings(turn)
-    pictures.judge_returning_nodes(turn)
-    check_seen_on_probation(turn)
-    pictures.judge_returning_nodes(turn)
-    if turn.lost_nodes_by_job:
-        losses.regroup_after_losses(turn)
+    transition = Transition(
+        state, now, _trace(event), event.entropy if isinstance(event, ReportArrived) else "", recorded
+    )
+    _EVENTS[type(event)](transition, event)
+    pictures.judge_controller_findings(transition)
+    pictures.judge_returning_nodes(transition)
+    check_seen_on_probation(transition)
+    pictures.judge_returning_nodes(transition)
+    if transition.lost_nodes_by_job:
+        losses.regroup_after_losses(transition)
     if state.deferred_evictions:
-        pictures.retry_deferred_evictions(turn)
-    joining.offer_after_deferral(turn)
-    note_waiting(turn)
-    return turn
+        pictures.retry_deferred_evictions(transition)
+    joining.offer_after_deferral(transition)
+    schedule_paused_job_checks(transition)
+    return transition
 
 
 def apply_heartbeat(
@@ -160,9 +162,9 @@ def apply_heartbeat(
     if record is None or live is None or record.incarnation != incarnation:
         return HeartbeatResult.UNKNOWN
     if _needs_transition(state, record, live) or may_have_crossed_boundary(state, ranks):
-        return HeartbeatResult.NEWS
+        return HeartbeatResult.NEEDS_EVENT
     record_message(state.policy, state.observer, live.heartbeats, now)
-    live.heartbeats.clean_beats += 1
+    live.heartbeats.clean_heartbeats += 1
     record_progress(state, node, ranks, now)
     return HeartbeatResult.UNEVENTFUL if live.has_full_findings else HeartbeatResult.UNKNOWN
 
@@ -192,10 +194,8 @@ def can_defer_reports(state: FleetState, node: str, reports: Sequence[AnyReport]
 
 
 def _is_mild(record: NodeRecord, finding: Finding) -> bool:
-    standing = record.agent_findings.get(finding.key)
-    return finding.severity is not Severity.CRITICAL or (
-        standing is not None and standing.severity is Severity.CRITICAL
-    )
+    current = record.agent_findings.get(finding.key)
+    return finding.severity is not Severity.CRITICAL or (current is not None and current.severity is Severity.CRITICAL)
 
 
 def job_to_rejoin(state: FleetState, node: str, ranks: Iterable[RankProgress]) -> str:
@@ -223,7 +223,7 @@ def _needs_transition(state: FleetState, record: NodeRecord, live: NodeRuntime) 
         return True
     if record.state is not NodeState.PROBATION or record.probe_status not in (PROBE_PASSED, PROBE_SKIPPED):
         return False
-    return live.heartbeats.clean_beats + 1 >= state.policy.probation_beats
+    return live.heartbeats.clean_heartbeats + 1 >= state.policy.probation_heartbeats
 
 
 def _reject_invalid(state: FleetState, event: Event, now: float) -> None:
@@ -283,7 +283,7 @@ def _check_deadline(transition: Transition, kind: str, subject: str) -> None:
     elif kind == "probe":
         check_probe_deadline(transition, subject)
     elif kind == "care":
-        check_treatment(transition, subject)
+        check_node_care_deadlines(transition, subject)
     elif kind == "case":
         check_blame_case(transition, subject)
     elif kind == "job":
@@ -317,7 +317,7 @@ def _check_job(transition: Transition, job: JobRecord) -> None:
 
 
 def _handle_heartbeat(transition: Transition, event: HeartbeatChanged) -> None:
-    transition.state.node_runtime[event.node].heartbeats.clean_beats += 1
+    transition.state.node_runtime[event.node].heartbeats.clean_heartbeats += 1
     node_liveness.mark_seen(transition, event.node)
     for progress in event.ranks:
         job = transition.state.jobs.get(progress.job)
@@ -368,7 +368,7 @@ _REPORTS: dict[type[Any], Callable[[Transition, JobRecord, str, Any], None]] = {
     CollectiveFailed: losses.handle_collective_failed,
     RankStalled: hangs.handle_rank_stalled,
     RankUnresponsive: hangs.handle_rank_unresponsive,
-    VersionSealed: examinations.handle_sealed,
+    VersionSealed: case_outcomes.handle_sealed,
     Resumed: lifecycle.handle_resumed,
     UserError: lifecycle.handle_user_error,
     RankFinished: ending.handle_rank_finished,

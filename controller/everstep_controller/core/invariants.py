@@ -20,15 +20,19 @@ from everstep_controller.core.liveness.correlation import groups_of
 from everstep_controller.core.records import JobRecord, NodeRecord
 from everstep_controller.core.state import DATABASE_SCOPE, FleetState, SilenceCount
 
-UNSEATABLE_STATES = (NodeState.QUARANTINED, NodeState.REPAIR, NodeState.LOST)
+STATES_WITHOUT_SEAT = (NodeState.QUARANTINED, NodeState.REPAIR, NodeState.LOST)
 
 
 def check(state: FleetState) -> None:
     """Raise AssertionError for the first invariant that does not hold."""
     assert state.nodes.keys() == state.node_runtime.keys(), "every node has its live part"
     assert state.jobs.keys() == state.job_runtime.keys(), "every job has its live part"
-    assert state.silent <= state.reachable, f"silent but not expected: {state.silent - state.reachable}"
-    assert state.unseen <= state.reachable, f"waited for but not expected: {state.unseen - state.reachable}"
+    assert state.silent_nodes <= state.reachable_nodes, (
+        f"silent but not expected: {state.silent_nodes - state.reachable_nodes}"
+    )
+    assert state.unseen_nodes <= state.reachable_nodes, (
+        f"waited for but not expected: {state.unseen_nodes - state.reachable_nodes}"
+    )
     _check_silence_counts(state)
     _check_deferrals(state)
     for record in state.nodes.values():
@@ -43,11 +47,11 @@ def check(state: FleetState) -> None:
 def _check_silence_counts(state: FleetState) -> None:
     """Check the incremental counts against a fresh count."""
     counted: dict[str, SilenceCount] = {}
-    for node in state.reachable:
+    for node in state.reachable_nodes:
         for name in groups_of(state.nodes[node]):
-            tally = counted.setdefault(name, SilenceCount())
-            tally.expected += 1
-            tally.silent += node in state.silent
+            silence_count = counted.setdefault(name, SilenceCount())
+            silence_count.expected += 1
+            silence_count.silent += node in state.silent_nodes
     assert counted == state.silence_counts, "the tallies of silent nodes went astray"
     assert (state.correlated_silence is not None) == bool(state.silent_groups), "an episode is what was crossed"
 
@@ -83,7 +87,7 @@ def _check_deferrals(state: FleetState) -> None:
 
 def _check_node(state: FleetState, record: NodeRecord) -> None:
     node = record.node
-    assert record.reachable == (node in state.reachable), f"{node}: reachable in one place only"
+    assert record.reachable == (node in state.reachable_nodes), f"{node}: reachable in one place only"
     assert record.sentence, f"{node}: every state has its sentence"
     if record.state in (NodeState.HEALTHY, NodeState.SUSPECT, NodeState.PROBATION):
         assert record.reachable, f"{node} is {record.state} and out of reach"
@@ -101,7 +105,7 @@ def _check_node(state: FleetState, record: NodeRecord) -> None:
         assert record.probe_status, f"{node}: a probation without a probe, or a word on why there is none"
     if record.reachable:
         assert state.node_runtime[node].has_silence_deadline, f"{node}: nobody watches its silence"
-    if node in state.silent:
+    if node in state.silent_nodes:
         assert record.state is not NodeState.HEALTHY, f"{node} is silent and not suspected"
 
 
@@ -155,7 +159,7 @@ def _check_seats_disjoint(state: FleetState) -> None:
         ):
             assert node not in owners, f"{node} computes for {owners[node]} and for {job.job}"
             owners[node] = job.job
-    assert owners == state.owners, "the index of who computes where went astray"
+    assert owners == state.job_by_node, "the index of who computes where went astray"
 
 
 def _check_index(state: FleetState) -> None:
@@ -163,12 +167,12 @@ def _check_index(state: FleetState) -> None:
     for job in state.jobs.values():
         ended = job.state in ENDED_STATES
         for node in job.launchers:
-            assert ended or job.job in state.node_runtime[node].open, f"{job.job} is not among the jobs of {node}"
+            assert ended or job.job in state.node_runtime[node].open_jobs, f"{job.job} is not among the jobs of {node}"
         for node in state.job_runtime[job.job].nodes:
             assert job.job in state.node_runtime[node].jobs, f"{job.job} was on {node}, which does not know it"
     for node, live in state.node_runtime.items():
-        assert live.open.keys() <= live.jobs.keys(), f"{node} never had all of its jobs"
-        for name, job in ((name, state.jobs[name]) for name in live.open):
+        assert live.open_jobs.keys() <= live.jobs.keys(), f"{node} never had all of its jobs"
+        for name, job in ((name, state.jobs[name]) for name in live.open_jobs):
             assert job.state not in ENDED_STATES, f"{name} is over, and still among the jobs of {node}"
             assert not job.launchers or node in job.launchers, f"{name} goes on without {node}, which counts it"
         for name in live.jobs:
@@ -179,7 +183,7 @@ def _check_running(state: FleetState, job: JobRecord) -> None:
     assert job.generation is not None, f"{job.job} runs without a generation"
     for node in seats_of(job.generation):
         assert node in state.nodes, f"{job.job}: {node} is in a roster and unknown"
-        assert state.nodes[node].state not in UNSEATABLE_STATES, (
+        assert state.nodes[node].state not in STATES_WITHOUT_SEAT, (
             f"{job.job}: {node} is {state.nodes[node].state} and in a roster"
         )
         assert node not in job.excluded_nodes, f"{job.job}: {node} is excluded and in the roster"

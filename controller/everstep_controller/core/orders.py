@@ -11,16 +11,16 @@ from everstep.errors import Conflict, NotFound
 from everstep.vocabulary import Action, Decision, GenerationReason, NodeState
 from everstep_controller.core import retirement
 from everstep_controller.core.events import OperatorAction, OperatorCommand, ProbeRequested
-from everstep_controller.core.health import evidence, maintenance
+from everstep_controller.core.health import maintenance, offences
 from everstep_controller.core.health.diagnostics import start_probe
-from everstep_controller.core.health.eviction import drop_deferral, find_job_needing, reset_breaker
-from everstep_controller.core.health.evidence import clear_controller_findings
+from everstep_controller.core.health.eviction import drop_deferral, find_job_short_of_nodes, reset_breaker
 from everstep_controller.core.health.node_state import set_state
+from everstep_controller.core.health.offences import clear_controller_findings
 from everstep_controller.core.health.quarantine import begin_probation, begin_quarantine
 from everstep_controller.core.health.remediation_ladder import send_to_repair
 from everstep_controller.core.jobs import ending, lifecycle
 from everstep_controller.core.jobs.generations import RegroupCause
-from everstep_controller.core.jobs.joining import clear_job_blame, offer_to_jobs
+from everstep_controller.core.jobs.joining import clear_exclusion, offer_to_jobs
 from everstep_controller.core.jobs.losses import regroup_jobs_without
 from everstep_controller.core.jobs.membership import ENDED_STATES
 from everstep_controller.core.state import FleetState
@@ -79,7 +79,7 @@ def _check_node(state: FleetState, command: OperatorCommand) -> None:
     elif command.action is OperatorAction.RELEASE and not record.hold_reason:
         raise Conflict(f"nobody holds {record.node}: `everstep node readmit` ends whatever else keeps it out")
     if command.action in (OperatorAction.DRAIN, OperatorAction.REPAIR) and (
-        why := find_job_needing(state, record.node)
+        why := find_job_short_of_nodes(state, record.node)
     ):
         raise Conflict(f"{why}: add a node or stop the job first, or evict {record.node} and let the job pause")
 
@@ -102,7 +102,7 @@ def check_probe_request(state: FleetState, request: ProbeRequested) -> None:
     for node in request.nodes:
         if node not in state.nodes:
             raise NotFound(f"no node {node}: `everstep nodes` lists them")
-        if node not in state.reachable:
+        if node not in state.reachable_nodes:
             raise Conflict(f"{node} is out of reach")
 
 
@@ -187,12 +187,12 @@ def _readmit(transition: Transition, node: str, sentence: str) -> None:
     clear_controller_findings(transition, node)
     record.hold_reason, record.undecided_findings, record.accepted_findings = "", {}, list(record.agent_findings)
     if record.state is NodeState.REPAIR:
-        evidence.absolve(record)
+        offences.clear_offences(record)
     maintenance.end_maintenance_early(transition, node)
     drop_deferral(transition, node)
     record.probe_failures = 0
     for name in transition.state.node_runtime[node].jobs:
-        clear_job_blame(transition, name, node)
+        clear_exclusion(transition, name, node)
         job = transition.state.jobs[name]
         if (launcher := job.launchers.get(node)) is not None:
             launcher.usable, launcher.unusable_reason, launcher.missing_local_ranks, launcher.late_generations = (

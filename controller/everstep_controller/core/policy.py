@@ -191,9 +191,9 @@ def next_ladder_step(rule: VerdictRule, finding: Finding, steps: LadderHistory, 
     is repeated.
     """
     due = [_first_ladder_step(rule, finding.action)]
-    for at, rung in steps:
-        if at > now - rule.step_memory_s and rung in rule.ladder:
-            due.append(rule.ladder.index(rung) + (at <= now - rule.coalesce_s))
+    for at, ladder_action in steps:
+        if at > now - rule.step_memory_s and ladder_action in rule.ladder:
+            due.append(rule.ladder.index(ladder_action) + (at <= now - rule.coalesce_s))
     return min(max(due), len(rule.ladder) - 1)
 
 
@@ -209,7 +209,9 @@ def _first_ladder_step(rule: VerdictRule, action: Action) -> int:
     if action not in LADDER_ACTIONS:
         return 0
     stronger = [
-        place for place, rung in enumerate(rule.ladder) if LADDER_ACTIONS.index(rung) >= LADDER_ACTIONS.index(action)
+        place
+        for place, ladder_action in enumerate(rule.ladder)
+        if LADDER_ACTIONS.index(ladder_action) >= LADDER_ACTIONS.index(action)
     ]
     return stronger[0] if stronger else len(rule.ladder) - 1
 
@@ -382,7 +384,7 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     # readmission
     quarantine_min_s: float = 60.0
     """Minimum seconds in quarantine, so that findings sent before the eviction do not end it."""
-    probation_beats: int = 30
+    probation_heartbeats: int = 30
     """Clean heartbeats on probation before a node is healthy."""
     probe_required: bool = True
     """Require an all-reduce with a healthy partner before readmission; skipped if there is no partner."""
@@ -404,7 +406,7 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     # findings
     rules: Rulebook = Rulebook()
     """Rules that judge findings, read by the shell from policy files (``everstep_controller.rulebook``)."""
-    finding_burst: int = 8
+    finding_burst_count: int = 8
     """Findings of one kind on one node that are logged one by one. After these only the 16th, 32nd and so on are
     logged, until none came for ``finding_quiet_s``. All of them are judged."""
     finding_quiet_s: float = 60.0
@@ -481,7 +483,7 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return CorePolicy()
 
     @staticmethod
-    def lab() -> CorePolicy:
+    def lab_preset() -> CorePolicy:
         """Return the preset for one machine, demonstrations and tests: everything within seconds."""
         return CorePolicy(
             suspect_after_s=2.5,
@@ -511,7 +513,7 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             eviction_job_share=1.0,
             eviction_window_s=300.0,
             quarantine_min_s=2.0,
-            probation_beats=3,
+            probation_heartbeats=3,
             probe_sizes=(8, 65536, 1 << 20),
             probe_timeout_s=30.0,
             probe_retry_s=2.0,
@@ -549,7 +551,7 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             "digest_tie_count",
             "straggler_windows",
             "straggler_count",
-            "finding_burst",
+            "finding_burst_count",
             "remediations_per_node",
             "remediations_per_fleet",
             "rank_restarts_per_node",
@@ -605,7 +607,7 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 self.straggler_factor <= 1.0 or self.straggler_count > self.straggler_windows,
                 "straggler_factor must exceed 1, and straggler_count must not exceed straggler_windows",
             ),
-            (self.probation_beats < 0, "probation_beats cannot be negative"),
+            (self.probation_heartbeats < 0, "probation_heartbeats cannot be negative"),
             (self.offender_half_life_s <= 0, "offender_half_life_s must be positive: offences are forgotten by halves"),
             (
                 self.offender_repair_score <= 1.0,

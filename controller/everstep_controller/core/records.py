@@ -12,7 +12,7 @@ from everstep.ids import Address, GenerationNumber, Incarnation, JobId, NodeId, 
 from everstep.vocabulary import Action, Finding, JobState, NodeState, ProbeKind
 from everstep.wire.v1.agent import UNKNOWN_HOST, Domain, Gpu, Host
 from everstep.wire.v1.training import GenerationSpec, JobSpec
-from everstep.wire.v1.vault_orders import Protection
+from everstep.wire.v1.vault_reports import Protection
 
 IN_SERVICE = (NodeState.HEALTHY, NodeState.SUSPECT, NodeState.PROBATION)
 """States in which a node serves or is about to."""
@@ -38,7 +38,7 @@ class MaintenanceWindow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
 class Eviction(msgspec.Struct, frozen=True, kw_only=True):
     """An automatic eviction, counted against the eviction budgets."""
 
-    at: float
+    evicted_at: float
     """Time of the eviction."""
     node: NodeId
     """The evicted node."""
@@ -437,7 +437,7 @@ class JobRecord(msgspec.Struct, kw_only=True):
     """Versions on storage, ordered by the time of writing."""
     last_spilled_step: int = 0
     """Step of the newest version on storage."""
-    spills_lost: int = 0
+    spills_failed: int = 0
     """Number of versions that were ordered and never reached storage."""
     spill_failures: int = 0
     """Number of failed spills in a row."""

@@ -51,7 +51,7 @@ def apply_retention(transition: Transition) -> None:
 
 def reason_to_keep(state: FleetState, node: str) -> str:
     """Return why the node cannot be forgotten and what to do, or "" if nothing speaks against it."""
-    if node in state.reachable:
+    if node in state.reachable_nodes:
         return f"{node} is heard: end its agent first, else it would be back at once"
     for job in state.jobs.values():
         if job.state in ENDED_STATES:
@@ -114,7 +114,7 @@ def forget_node(transition: Transition, node: str, sentence: str) -> None:
         seen.pop(node, None)
     for waiting in state.outbreaks.values():
         waiting.pop(node, None)
-    job_index.node_forgotten(state, node)
+    job_index.remove_node(state, node)
     del state.nodes[node], state.node_runtime[node]
     transition.delete_node(node)
 
@@ -123,12 +123,12 @@ def _keep_unfit(transition: Transition, record: NodeRecord) -> None:
     """Remember that the node was unfit, in case an agent registers under its name."""
     if record.state not in UNFIT_STATES and record.readmission_plan is None and not record.defective_gpus:
         return
-    unfit, course = transition.state.fleet.unfit_nodes, record.readmission_plan or ReadmissionPlan()
+    unfit, plan = transition.state.fleet.unfit_nodes, record.readmission_plan or ReadmissionPlan()
     unfit.pop(record.node, None)
     unfit[record.node] = UnfitNode(
         sentence=f"{record.node} was forgotten while it was out of service ({record.sentence})",
-        diagnostics=course.required_diagnostics,
-        required_passes=course.required_passes,
+        diagnostics=plan.required_diagnostics,
+        required_passes=plan.required_passes,
         defective_gpus=tuple(record.defective_gpus),
     )
     while len(unfit) > MAX_UNFIT_NODES:

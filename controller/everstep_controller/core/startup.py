@@ -11,7 +11,7 @@ from everstep_controller.core.health.eviction import restore_deferral, schedule_
 from everstep_controller.core.health.maintenance import resume_windows
 from everstep_controller.core.health.outbreaks import restore_outbreaks
 from everstep_controller.core.health.quarantine import PROBE_PASSED, PROBE_SKIPPED, begin_probation
-from everstep_controller.core.jobs.job_index import job_restored
+from everstep_controller.core.jobs.job_index import restore_job
 from everstep_controller.core.jobs.stragglers import start_straggler_windows
 from everstep_controller.core.liveness.correlation import FLEET, add_expected, update_correlated_silence
 from everstep_controller.core.liveness.node_liveness import schedule_silence_deadline
@@ -48,16 +48,16 @@ def restore_state(
         state.node_runtime[record.node] = NodeRuntime()
         if record.reachable:
             if record.state is NodeState.SUSPECT:
-                state.silent.add(record.node)
+                state.silent_nodes.add(record.node)
             add_expected(state, record.node)
-            state.unseen.add(record.node)
+            state.unseen_nodes.add(record.node)
         restore_deferral(state, record.node)
     lost = {node: record.loss_times[-1] for node, record in state.nodes.items() if record.loss_times}
     state.recent_losses = dict(sorted(lost.items(), key=lambda one: one[1]))
     for job in jobs:
         state.jobs[job.job] = job
         state.job_runtime[job.job] = JobRuntime()
-        job_restored(state, job)
+        restore_job(state, job)
     for version in versions:
         _restore_version(state, version)
     return state
@@ -81,7 +81,7 @@ def handle_controller_started(transition: Transition, event: ControllerStarted) 
     state.observer.receiving_since = state.observer.last_received_at = transition.now
     state.rejoin_window_ends_at = transition.now + transition.policy.rejoin_window_s
     state.rejoin_window_latest_at = transition.now + transition.policy.rejoin_window_max_s
-    if state.unseen:
+    if state.unseen_nodes:
         transition.schedule(state.rejoin_window_ends_at, "reunion", FLEET)
     restore_outbreaks(transition)
     schedule_deferral_checks(transition)

@@ -60,7 +60,7 @@ class HeartbeatState(msgspec.Struct):
 
     last_seen_at: float = 0.0
     """Time of the last message; 0.0 before the first message that this controller receives."""
-    clean_beats: int = 0
+    clean_heartbeats: int = 0
     """Number of clean heartbeats on probation."""
     longest_pause_s: float = 0.0
     """Longest recent pause between two messages, in seconds."""
@@ -99,7 +99,7 @@ class NodeRuntime(msgspec.Struct):
     """Time by which the node's launchers may rejoin; None if none is awaited."""
     jobs: dict[JobId, None] = {}
     """Jobs that ever had a launcher on the node."""
-    open: dict[JobId, None] = {}
+    open_jobs: dict[JobId, None] = {}
     """Unfinished jobs among ``jobs``, without those that continue with other launchers only."""
     peer_loss_reports: dict[NodeId, float] = {}
     """Nodes whose vaults lost this node's vault, with the time; void once the node is heard after that time."""
@@ -129,7 +129,7 @@ class VersionSeals(msgspec.Struct):
 
     sealed_ranks: set[Rank] = set()
     """Ranks that have sealed the version."""
-    kept_ranks: set[Rank] = set()
+    retaining_ranks: set[Rank] = set()
     """Ranks that keep their share until a later commit."""
     safe_ranks: set[Rank] = set()
     """Ranks whose share is durable in enough failure domains."""
@@ -233,7 +233,7 @@ class JobRuntime(msgspec.Struct):
     """Time at which a new process replaced the rank, by node and local rank."""
     nodes: dict[NodeId, None] = {}
     """Nodes whose ``NodeRuntime.jobs`` contains the job."""
-    owns: frozenset[NodeId] = frozenset()
+    owned_nodes: frozenset[NodeId] = frozenset()
     """Nodes that ``FleetState.owners`` assigns to the job."""
 
 
@@ -341,9 +341,9 @@ class FleetState(msgspec.Struct, kw_only=True):
     """Entries of ``deadlines`` as (due, kind, subject), to avoid duplicates."""
     deadline_sequence: int = 0
     """Number of the last queued deadline; orders deadlines with equal times."""
-    reachable: set[NodeId] = set()
+    reachable_nodes: set[NodeId] = set()
     """Reachable nodes."""
-    silent: set[NodeId] = set()
+    silent_nodes: set[NodeId] = set()
     """Reachable nodes beyond their first deadline, or with a closed connection."""
     silence_counts: dict[str, SilenceCount] = {}
     """Reachable and silent nodes of each group (rack, switch, driver version and so on)."""
@@ -353,7 +353,7 @@ class FleetState(msgspec.Struct, kw_only=True):
     """The current correlated silence; None if there is none."""
     correlated_silence_ended_at: float = 0.0
     """End of the latest correlated silence."""
-    unseen: set[NodeId] = set()
+    unseen_nodes: set[NodeId] = set()
     """Reachable nodes from which this controller has received no message yet."""
     rejoin_window_ends_at: float = 0.0
     """Time until which unseen nodes are awaited; moves on while nodes come."""
@@ -375,7 +375,7 @@ class FleetState(msgspec.Struct, kw_only=True):
     """Reason why the database cannot be written now; empty while it can."""
     database_outage_since: float = 0.0
     """Start of the outage."""
-    owners: dict[NodeId, JobId] = {}
+    job_by_node: dict[NodeId, JobId] = {}
     """Running job whose roster, or outgoing roster, contains the node."""
     ignored_counts: dict[str, int] = {}
     """Number of dropped events, by reason."""

@@ -103,7 +103,7 @@ class HeartbeatRead(msgspec.Struct, frozen=True, tag=True):
 
     subject: NodeId
     last_seen_at: float
-    clean_beats: int
+    clean_heartbeats: int
     longest_pause_s: float
     silent_since: float
 
@@ -122,7 +122,7 @@ class EnteredRanksRead(msgspec.Struct, frozen=True, tag=True):
     ranks: frozenset[Rank]
 
 
-class BeyondRead(msgspec.Struct, frozen=True, tag=True):
+class RanksBeyondRead(msgspec.Struct, frozen=True, tag=True):
     """Ranks of job ``subject`` that had begun a step after a given one, with the last step that each had begun."""
 
     subject: JobId
@@ -149,8 +149,8 @@ class ControllerFindingChange(msgspec.Struct, frozen=True):
     reason: str = ""
 
 
-R = TypeVar("R", HeartbeatRead, StepsRead, EnteredRanksRead, BeyondRead, StepRate, Stragglers)
-RecordedRead = HeartbeatRead | StepsRead | EnteredRanksRead | BeyondRead | StepRate | Stragglers | DeadlineCheck
+R = TypeVar("R", HeartbeatRead, StepsRead, EnteredRanksRead, RanksBeyondRead, StepRate, Stragglers)
+RecordedRead = HeartbeatRead | StepsRead | EnteredRanksRead | RanksBeyondRead | StepRate | Stragglers | DeadlineCheck
 """A rule's read of state that heartbeats change. Heartbeats are too many to journal; these reads are few."""
 
 
@@ -215,10 +215,12 @@ class Transition:
 
     def read_heartbeats(self, node: str) -> HeartbeatRead:
         """Return the node's last message, clean beats and longest recent pause."""
-        pulse = self.state.node_runtime[node].heartbeats
-        heard_at = pulse.last_seen_at if self._recorded is None else self.now
+        heartbeats = self.state.node_runtime[node].heartbeats
+        heard_at = heartbeats.last_seen_at if self._recorded is None else self.now
         since = max(heard_at, self.state.observer.receiving_since)
-        return self._record_read(HeartbeatRead(node, heard_at, pulse.clean_beats, pulse.longest_pause_s, since))
+        return self._record_read(
+            HeartbeatRead(node, heard_at, heartbeats.clean_heartbeats, heartbeats.longest_pause_s, since)
+        )
 
     def read_step_rate(self, job: str) -> StepRate:
         """Return the rate at which the job steps."""
@@ -239,11 +241,11 @@ class Transition:
             EnteredRanksRead(job, frozenset(self.state.job_runtime[job].progress.entered_ranks))
         ).ranks
 
-    def beyond(self, job: str, step: int) -> dict[Rank, int]:
+    def read_ranks_beyond(self, job: str, step: int) -> dict[Rank, int]:
         """Return the ranks that have begun a step after ``step``, with the last step that each has begun."""
         progress = self.state.job_runtime[job].progress.by_rank.values()
         further = {report.rank: report.started_step for report in progress if report.started_step > step}
-        return self._record_read(BeyondRead(job, further)).begun
+        return self._record_read(RanksBeyondRead(job, further)).begun
 
     def _record_read(self, fresh: R) -> R:
         if self._recorded and (then := self._recorded.get((type(fresh), fresh.subject))):

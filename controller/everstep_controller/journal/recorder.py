@@ -112,9 +112,9 @@ class Journal:
     def decide(self, state: FleetState, event: Event, now: float) -> list[Effect]:
         """Run the core on an event and record it. If the core raises, nothing is changed or recorded."""
         self._before(state, now)
-        turn = engine.run_transition(state, event, now)
-        effects = turn.finish()
-        self._note(event, now, turn, effects)
+        transition = engine.run_transition(state, event, now)
+        effects = transition.finish()
+        self._note(event, now, transition, effects)
         if len(self._waiting) >= FLUSH_BYTES or now - self._flushed_at >= FLUSH_S:
             self._flushed_at = now
             self.flush()
@@ -129,7 +129,9 @@ class Journal:
         self._end_segment()
         self._segment = _Segment(self._directory / f"{int(now * 1000):015d}-{state.epoch}{SUFFIX}", now)
         self._add(
-            SegmentStart(version=__version__, at=now, state=msgspec.Raw(_blanked(state)), is_continuation=follows)
+            SegmentStart(
+                version=__version__, at=now, state=msgspec.Raw(_without_secrets(state)), is_continuation=follows
+            )
         )
         self._beginning_bytes = len(self._waiting)
         self._thread.submit(_prune, self._directory, self._most_bytes, now - self._keep_s)
@@ -139,13 +141,13 @@ class Journal:
             return now - segment.began_at >= RETRY_S
         return segment.written >= self._segment_bytes or now - segment.began_at >= SEGMENT_S
 
-    def _note(self, event: Event, now: float, turn: Transition, effects: Collection[Effect]) -> None:
+    def _note(self, event: Event, now: float, transition: Transition, effects: Collection[Effect]) -> None:
         decisions = tuple(describe(effects))
-        if turn.is_uneventful and not decisions:
+        if transition.is_uneventful and not decisions:
             return
         if isinstance(event, ReportArrived):
             event = msgspec.structs.replace(event, entropy=_BLANK)
-        self._add(JournalEntry(now, event, tuple(turn.reads), decisions, digest(effects)))
+        self._add(JournalEntry(now, event, tuple(transition.reads), decisions, digest(effects)))
 
     def _add(self, frame: msgspec.Struct) -> None:
         body = _encoder.encode(frame)
@@ -228,7 +230,7 @@ class _Segment:
             self._file.close()
 
 
-def _blanked(state: FleetState) -> bytes:
+def _without_secrets(state: FleetState) -> bytes:
     """Return the encoded state without secrets. Only jobs are searched: nodes have none and are far larger."""
     body = _encoder.encode(state.jobs)
     for job in state.jobs.values():
@@ -266,7 +268,7 @@ def read_segment(path: Path) -> tuple[SegmentStart, Iterator[JournalEntry]]:
     file = path.open("rb")
     if (line := file.readline(_LONGEST_LINE)) != MAGIC:
         file.close()
-        raise MalformedMessage(_why_not(path, line))
+        raise MalformedMessage(_invalid_reason(path, line))
     frames = _frames(file)
     try:
         first = msgspec.msgpack.decode(next(frames), type=SegmentStart)
@@ -279,7 +281,7 @@ def read_segment(path: Path) -> tuple[SegmentStart, Iterator[JournalEntry]]:
     return first, _entries(path, first.version, frames)
 
 
-def _why_not(path: Path, line: bytes) -> str:
+def _invalid_reason(path: Path, line: bytes) -> str:
     kind, _, number = line.strip().partition(b" ")
     if kind != MAGIC.split()[0] or not number.isdigit():
         return f"{path} is no journal: it does not begin with {MAGIC.decode().strip()!r}"

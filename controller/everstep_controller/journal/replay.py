@@ -108,7 +108,7 @@ def _recording(beginning: SegmentStart, state: FleetState, entries: Iterable[Jou
 
 def _steps(state: FleetState, entries: Iterable[JournalEntry]) -> Iterator[ReplayedEvent]:
     for entry in entries:
-        now, verdicts, today = _again(state, entry)
+        now, verdicts, today = _replay_entry(state, entry)
         event = entry.event
         yield ReplayedEvent(
             at=entry.at,
@@ -124,7 +124,7 @@ def _steps(state: FleetState, entries: Iterable[JournalEntry]) -> Iterator[Repla
         )
 
 
-def _again(state: FleetState, entry: JournalEntry) -> tuple[tuple[str, ...], tuple[Verdict, ...], int]:
+def _replay_entry(state: FleetState, entry: JournalEntry) -> tuple[tuple[str, ...], tuple[Verdict, ...], int]:
     """Return today's decisions as lines, the verdicts among them, and a digest of the complete effects."""
     try:
         effects: list[Effect] = engine.run_transition(state, entry.event, entry.at, entry.reads).finish()
@@ -184,10 +184,10 @@ def run(options: argparse.Namespace) -> int:
         for step in recording.events:
             events += 1
             differences += step.differs
-            if _wanted(step, options):
+            if _is_selected(step, options):
                 _show(step, options)
     if not options.json:
-        _conclude(events, differences)
+        _print_summary(events, differences)
     return 1 if differences else 0
 
 
@@ -197,7 +197,7 @@ def _announce(path: Path, recording: Recording, options: argparse.Namespace) -> 
         print(f"{path.name}: from {_when(recording.begins_at)}, written by everstep {recording.version}{other}")
 
 
-def _wanted(step: ReplayedEvent, options: argparse.Namespace) -> bool:
+def _is_selected(step: ReplayedEvent, options: argparse.Namespace) -> bool:
     if not options.since <= step.at <= options.until or (options.differences and not step.differs):
         return False
     if options.trace and step.trace != options.trace:
@@ -226,7 +226,7 @@ def _print_lines(lines: Iterable[str]) -> None:
         print(f"    {line}")
 
 
-def _conclude(events: int, differences: int) -> None:
+def _print_summary(events: int, differences: int) -> None:
     if differences:
         print(f"{events} events; {differences} would be decided otherwise by this core (- then, + now)")
     else:

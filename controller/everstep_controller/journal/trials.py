@@ -8,11 +8,11 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from everstep.errors import Conflict
-from everstep.policy_trials import describe_result
+from everstep.policy_trial_results import describe_result
 from everstep.wire.v1.operator_history import PolicyTrialRequest, PolicyTrialResult
 from everstep_controller import rulebook
 from everstep_controller.core.policy import CorePolicy
-from everstep_controller.journal.what_if import PolicyTrialOutcome, TrialRequest, run_trial
+from everstep_controller.journal.policy_replay import PolicyTrialOutcome, TrialRequest, run_trial
 
 MAX_RESULT_ENTRIES = 1000
 
@@ -64,6 +64,6 @@ def _to_message(found: PolicyTrialOutcome) -> PolicyTrialResult:
         added_evictions=found.added_evictions[:MAX_RESULT_ENTRIES],
         avoided_evictions=found.avoided_evictions[:MAX_RESULT_ENTRIES],
         gaps=found.gaps[:MAX_RESULT_ENTRIES],
-        spans=found.spans[-MAX_RESULT_ENTRIES:],
+        spans=found.recorded_spans[-MAX_RESULT_ENTRIES:],
     )
     return msgspec.structs.replace(told, sentence=describe_result(told))

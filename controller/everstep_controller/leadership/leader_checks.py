@@ -21,14 +21,14 @@ from everstep_controller.core.effects import AuditEntry
 from everstep_controller.leadership.lease import (
     LeaderReachability,
     LeadershipNotice,
+    LeaseTenure,
     Resignation,
     StandbyReport,
-    Tenure,
 )
 from everstep_controller.runtime.commit_buffer import DatabaseOutage
 from everstep_controller.runtime.loop import FleetLoop
 from everstep_controller.runtime.transaction import Transaction, new_trace
-from everstep_controller.store.database_errors import Superseded
+from everstep_controller.store.database_errors import LeadershipLost
 
 CHECKS_PER_SECOND = 16
 """Agents asked per second. One that reaches the other controller is enough; a whole fleet would overload standbys."""
@@ -42,7 +42,7 @@ class EpochCheck:
         epoch: epoch of this leadership.
     """
 
-    def __init__(self, tenure: Tenure, keyring: Keyring, clock: Clock, epoch: int) -> None:
+    def __init__(self, tenure: LeaseTenure, keyring: Keyring, clock: Clock, epoch: int) -> None:
         self._tenure = tenure
         self._keyring = keyring
         self._clock = clock
@@ -65,11 +65,11 @@ class EpochCheck:
         """Take an agent's finding. A finding without valid proof, or while the database is available, is ignored."""
         higher = proof.epoch > self._epoch and self._tenure.outage_s() is not None
         if higher and not self._superseded.done() and is_epoch_proof(self._keyring.secrets, proof.epoch, proof.proof):
-            error = Superseded(f"the database is out of reach, and another controller leads by epoch {proof.epoch}")
+            error = LeadershipLost(f"the database is out of reach, and another controller leads by epoch {proof.epoch}")
             self._superseded.set_exception(error)
 
     async def wait_superseded(self) -> None:
-        """Wait until an agent proves that another controller leads, then raise Superseded."""
+        """Wait until an agent proves that another controller leads, then raise LeadershipLost."""
         await asyncio.shield(self._superseded)
 
     def database_outage(self, now: float) -> DatabaseOutage | None:
@@ -90,7 +90,7 @@ RECENT_HEARTBEATS = 3.0
 """A node was heard recently if it was heard within this many heartbeats, or a third of ``resign_after_s``."""
 
 
-class StandbyWatch:
+class StandbyMonitor:
     """One leadership's watch over nodes that contact standbys. ``report`` is the latest report."""
 
     def __init__(self, settings: ControllerSettings, loop: FleetLoop, clock: Clock) -> None:
@@ -107,7 +107,7 @@ class StandbyWatch:
         self.report = report
         if not self._after_s:
             return None
-        heard = self._recently_heard() if report.contacts else 0
+        heard = self._count_recent_nodes() if report.contacts else 0
         found = self._reachability.evaluate(self._clock.monotonic(), heard, report)
         if isinstance(found, LeadershipNotice):
             log.warning("%s", found.sentence)
@@ -126,7 +126,7 @@ class StandbyWatch:
             return False
         return True
 
-    def _recently_heard(self) -> int:
+    def _count_recent_nodes(self) -> int:
         """Return the number of nodes heard recently."""
         since = self._loop.now() - self._lately_s
         return sum(live.heartbeats.last_seen_at >= since for live in self._loop.state.node_runtime.values())

@@ -55,7 +55,7 @@ def reason_to_lead(lease: LeaseView, name: str, *, database_was_away: bool) -> s
     return ""
 
 
-class NotLeading(Unavailable):
+class NotLeadingError(Unavailable):
     """This controller does not lead. ``leader`` is the leader's address, or empty if unknown."""
 
     def __init__(self, message: str, leader: str = "") -> None:
@@ -63,7 +63,7 @@ class NotLeading(Unavailable):
         self.leader = leader
 
 
-class Tenure:
+class LeaseTenure:
     """A leader's knowledge of its own lease, by its monotonic clock.
 
     The leader may answer while nobody can have taken its lease; a renewal counts from the moment of its request. While
@@ -78,9 +78,10 @@ class Tenure:
         self._until = clock.monotonic()
         self._absent_since: float | None = None
 
-    def start(self, asked_at: float, extra_s: float) -> None:
-        """Record that the lease was taken, as requested at ``asked_at`` (monotonic), ``extra_s`` longer than usual."""
-        self._until = asked_at + extra_s + self._certain_s
+    def start(self, requested_at: float, extra_s: float) -> None:
+        """Record that the lease was taken, as requested at ``requested_at`` (monotonic), ``extra_s`` longer "
+        "than usual."""
+        self._until = requested_at + extra_s + self._certain_s
 
     def begin_renewal(self) -> float:
         """Note and return the time of a renewal request. A longer lease is cut to the usual length."""
@@ -88,9 +89,9 @@ class Tenure:
         self._until = min(self._until, now + self._certain_s)
         return now
 
-    def confirm_renewal(self, asked_at: float) -> None:
-        """Record that the database renewed the lease as requested at ``asked_at``."""
-        self._until = asked_at + self._certain_s
+    def confirm_renewal(self, requested_at: float) -> None:
+        """Record that the database renewed the lease as requested at ``requested_at``."""
+        self._until = requested_at + self._certain_s
         self._absent_since = None
 
     def fail_renewal(self) -> None:
@@ -110,9 +111,11 @@ class Tenure:
         return self._clock.monotonic() < self._until
 
     def check(self) -> None:
-        """Raise NotLeading if this controller may not answer as the leader."""
+        """Raise NotLeadingError if this controller may not answer as the leader."""
         if not self.is_certain():
-            raise NotLeading("this controller led, and cannot be sure that it still does: ask another one, or again")
+            raise NotLeadingError(
+                "this controller led, and cannot be sure that it still does: ask another one, or again"
+            )
 
 
 # ---- resignation
@@ -210,15 +213,17 @@ class LeaderReachability:
         if self._looked_at is not None and now - self._looked_at > self._gap_s:
             self._begin_anew()
         self._looked_at = now
-        heir, knocks = max(report.contacts.items(), key=lambda one: (one[1], one[0]), default=("", 0))
-        deaf_s = self._deaf.lasted_s(now, is_true=is_cut_off(recent_nodes, knocks))
-        apart_s = self._apart.lasted_s(now, is_true=knocks > 0)
-        together_s = self._together.lasted_s(now, is_true=knocks == 0)
+        heir, contacting_nodes = max(report.contacts.items(), key=lambda one: (one[1], one[0]), default=("", 0))
+        deaf_s = self._deaf.lasted_s(now, is_true=is_cut_off(recent_nodes, contacting_nodes))
+        apart_s = self._apart.lasted_s(now, is_true=contacting_nodes > 0)
+        together_s = self._together.lasted_s(now, is_true=contacting_nodes == 0)
         if deaf_s >= self.resign_delay_s(report.resignations):
-            return Resignation(heir, _resignation_message(heir, knocks, recent_nodes, deaf_s))
+            return Resignation(heir, _resignation_message(heir, contacting_nodes, recent_nodes, deaf_s))
         if apart_s >= PARTITION_FACTOR * self._after_s and not self._split:
             self._split = True
-            return LeadershipNotice("controller.partition_suspected", _partition_message(heir, knocks, recent_nodes))
+            return LeadershipNotice(
+                "controller.partition_suspected", _partition_message(heir, contacting_nodes, recent_nodes)
+            )
         if together_s >= self._after_s and self._split:
             self._split = False
             return LeadershipNotice(
@@ -231,17 +236,20 @@ def _nodes(count: int) -> str:
     return f"{count} node{'' if count == 1 else 's'}"
 
 
-def _resignation_message(heir: str, knocks: int, heard: int, lasted_s: float) -> str:
+def _resignation_message(successor: str, contacting_nodes: int, reachable_nodes: int, lasted_s: float) -> str:
     return (
-        f"for {lasted_s:.0f} s {_nodes(knocks)} came again and again to {heir}, which stands by, and this leader heard "
-        f"{heard or 'none'}: the network before this controller is suspected, nobody is judged by the silence, and the "
-        f"lease goes to {heir}"
+        f"for {lasted_s:.0f} s {_nodes(contacting_nodes)} came again and again to {successor}, which stands "
+        "by, and this leader heard "
+        f"{reachable_nodes or 'none'}: the network before this controller is suspected, nobody is judged by "
+        "the silence, and the "
+        f"lease goes to {successor}"
     )
 
 
-def _partition_message(heir: str, knocks: int, heard: int) -> str:
+def _partition_message(standby: str, contacting_nodes: int, reachable_nodes: int) -> str:
     return (
-        f"{_nodes(knocks)} came again and again to {heir}, which stands by, and this leader hears {heard}: the network "
+        f"{_nodes(contacting_nodes)} came again and again to {standby}, which stands by, and this leader "
+        f"hears {reachable_nodes}: the network "
         "before this controller is suspected, or nodes that were not told its address; what befalls them waits"
     )
 

@@ -21,8 +21,8 @@ from everstep_controller.api.auth import Headers
 from everstep_controller.api.credentials import Keyring
 from everstep_controller.app import Controller, MakeRemediator, openapi_document
 from everstep_controller.config import ControllerSettings
-from everstep_controller.leadership.candidate import Candidate, Election
-from everstep_controller.leadership.lease import NotLeading, Tenure
+from everstep_controller.leadership.lease import LeaseTenure, NotLeadingError
+from everstep_controller.leadership.lease_candidate import ElectedState, LeaseCandidate
 from everstep_controller.leadership.standby import StandbyApp
 from everstep_controller.leadership.takeover_gate import TakeoverGate
 from everstep_controller.runtime import startup_state
@@ -30,7 +30,7 @@ from everstep_controller.runtime.startup_state import NO_RECORDS, KnownRecords
 from everstep_controller.server.connections import ConnectionPeer
 from everstep_controller.store import table_access
 from everstep_controller.store.database import engine_of, parse_url
-from everstep_controller.store.database_errors import Resigned, Superseded
+from everstep_controller.store.database_errors import LeadershipLost, LeaseResigned
 from everstep_controller.store.rows import LoadedState
 from everstep_controller.store.threads import DatabaseStore
 
@@ -65,7 +65,7 @@ class ControllerReplica:
         self._make_remediator = make_remediator
         self._url = parse_url(database)
         self._address = address
-        self._candidate: Candidate | None = None
+        self._candidate: LeaseCandidate | None = None
         self._controller: Controller | None = None
         self._known_records = NO_RECORDS
         self._resigned = False
@@ -80,7 +80,7 @@ class ControllerReplica:
         controller = self._controller
         return controller if controller is not None and controller.is_certain_leader() else None
 
-    def not_leading_error(self) -> NotLeading:
+    def not_leading_error(self) -> NotLeadingError:
         """Return the error for requests that need a leader."""
         return self.standby.not_leading_error()
 
@@ -116,7 +116,7 @@ class ControllerReplica:
         if self._url.drivername == "sqlite":
             await self._lead(store, await store.take_over())
             return
-        candidate = self._candidate = Candidate(
+        candidate = self._candidate = LeaseCandidate(
             self._engine(),
             self._clock,
             name=settings.name,
@@ -131,23 +131,23 @@ class ControllerReplica:
             won = await self._stand_by(candidate, store)
             self._resigned = False
             await self._lead(store, won.loaded, won.known_records, candidate, won.tenure)
-        except Superseded as error:
+        except LeadershipLost as error:
             log.warning("stepping down: %s", error)
-            self._resigned = isinstance(error, Resigned)
+            self._resigned = isinstance(error, LeaseResigned)
             await self._leave(store, candidate)
         except asyncio.CancelledError:
             await self._leave(store, candidate)
             raise
 
-    async def _stand_by(self, candidate: Candidate, store: DatabaseStore) -> Election:
+    async def _stand_by(self, candidate: LeaseCandidate, store: DatabaseStore) -> ElectedState:
         watching = asyncio.create_task(self._watch(candidate, store))
         try:
-            return await candidate.wait_for_election(store, lambda: self._known_records)
+            return await candidate.wait_for_lease(store, lambda: self._known_records)
         finally:
             watching.cancel()
             self._known_records = NO_RECORDS
 
-    async def _watch(self, candidate: Candidate, store: DatabaseStore) -> None:
+    async def _watch(self, candidate: LeaseCandidate, store: DatabaseStore) -> None:
         """While standing by, refresh the credentials for the metrics and the records that a leader starts from."""
         await candidate.first_look_done.wait()
         self.leader_known.set()
@@ -164,10 +164,10 @@ class ControllerReplica:
         store: DatabaseStore,
         loaded: LoadedState,
         known: KnownRecords = NO_RECORDS,
-        candidate: Candidate | None = None,
-        tenure: Tenure | None = None,
+        candidate: LeaseCandidate | None = None,
+        tenure: LeaseTenure | None = None,
     ) -> None:
-        """Lead until an error. After Superseded the process stands by again."""
+        """Lead until an error. After LeadershipLost the process stands by again."""
         try:
             controller = await Controller.lead(
                 self._settings, self._keyring, store, loaded, known, self._clock, self._make_remediator, tenure
@@ -180,18 +180,18 @@ class ControllerReplica:
         log.info("leading: epoch %d, %d nodes, %d jobs", loaded.epoch, nodes, len(loaded.jobs))
         try:
             await self._until_over(controller, candidate, loaded.epoch, tenure)
-        except (Superseded, asyncio.CancelledError):
+        except (LeadershipLost, asyncio.CancelledError):
             self._controller = None
             self.on_leadership_lost()
             await controller.stop()
             raise
 
-    async def _leave(self, store: DatabaseStore, candidate: Candidate) -> None:
+    async def _leave(self, store: DatabaseStore, candidate: LeaseCandidate) -> None:
         await asyncio.to_thread(store.close)
         await candidate.close()
 
     async def _until_over(
-        self, controller: Controller, candidate: Candidate | None, epoch: int, tenure: Tenure | None
+        self, controller: Controller, candidate: LeaseCandidate | None, epoch: int, tenure: LeaseTenure | None
     ) -> None:
         """Wait for the first error of the loop, the lease, remediation or the epoch check, and raise it."""
         assert controller.loop_task is not None

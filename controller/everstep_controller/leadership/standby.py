@@ -15,18 +15,18 @@ from everstep.errors import EverstepError
 from everstep.wire.v1.agent import MAX_BODY_BYTES
 from everstep.wire.v1.operator_history import PolicyTrialRequest
 from everstep_controller.api.auth import Authenticator, Headers
-from everstep_controller.api.credentials import CredentialBook, Keyring
+from everstep_controller.api.credentials import CredentialStore, Keyring
 from everstep_controller.api.routes import PLAIN_ROUTES, POLICY_ROUTES
 from everstep_controller.config import ControllerSettings
 from everstep_controller.journal.trials import PolicyTrialRunner
-from everstep_controller.leadership.lease import NotLeading, StandbyContacts
+from everstep_controller.leadership.lease import NotLeadingError, StandbyContacts
 from everstep_controller.rulebook import with_rules
 from everstep_controller.server import responses
 from everstep_controller.server.connections import SCOPE_KEY, ConnectionPeer
 from everstep_controller.store.rows import CredentialRow
 
 LEADER_HEADER = b"everstep-leader"
-_TRY = msgspec.json.Decoder(PolicyTrialRequest)
+_trial_decoder = msgspec.json.Decoder(PolicyTrialRequest)
 
 
 class StandbyApp:
@@ -51,7 +51,7 @@ class StandbyApp:
         Gauge("everstep_controller_info", "The program.", ["version"], registry=registry).labels(__version__).set(1)
         Gauge("everstep_controller_leader", "1 where this controller leads.", registry=registry).set(0)
         insistent = Gauge(
-            "everstep_controller_standby_contacts", "Nodes that insist on this controller.", registry=registry
+            "everstep_controller_standby_persistent_nodes", "Nodes that insist on this controller.", registry=registry
         )
         insistent.set_function(lambda: self.contacts.count_persistent())
 
@@ -61,7 +61,7 @@ class StandbyApp:
 
     def _gate_of(self, credentials: Iterable[CredentialRow]) -> Authenticator:
         return Authenticator.from_settings(
-            self._settings, self._keyring, CredentialBook(credentials), {}, self._clock, self._clock.wall
+            self._settings, self._keyring, CredentialStore(credentials), {}, self._clock, self._clock.wall
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -82,7 +82,7 @@ class StandbyApp:
                 raise self.not_leading_error()
         except responses.ClientGone:
             pass
-        except NotLeading as error:
+        except NotLeadingError as error:
             await _send_not_leading(send, error)
         except EverstepError as error:
             await responses.send_error(send, error)
@@ -101,15 +101,15 @@ class StandbyApp:
     async def _run_policy_trial(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Try a policy change on the journal that this controller recorded while it led."""
         self._authenticator.authorize(POLICY_ROUTES["try_policy"].access, scope["headers"], scope.get(SCOPE_KEY))
-        wanted = responses.decode(_TRY, await responses.read_body(scope, receive, MAX_BODY_BYTES))
+        wanted = responses.decode(_trial_decoder, await responses.read_body(scope, receive, MAX_BODY_BYTES))
         told = await self._trials.run(with_rules(self._settings.policy), wanted, self._clock.wall())
         await responses.send_answer(send, responses.encode(told), headers=[(b"connection", b"close")])
 
-    def not_leading_error(self) -> NotLeading:
+    def not_leading_error(self) -> NotLeadingError:
         """Return the error for requests that need a leader."""
         leader = self._leader()
         where = f"ask {leader}" if leader else "which one does is being settled: ask again"
-        return NotLeading(f"this controller stands by, another one leads: {where}", leader)
+        return NotLeadingError(f"this controller stands by, another one leads: {where}", leader)
 
 
 def _is_local_trial(scope: Scope) -> bool:
@@ -118,7 +118,7 @@ def _is_local_trial(scope: Scope) -> bool:
     return asked and responses.parse_query(scope).get("local") in ("true", "1")
 
 
-async def _send_not_leading(send: Send, error: NotLeading) -> None:
+async def _send_not_leading(send: Send, error: NotLeadingError) -> None:
     """Send the error with an additional role field, and a header for clients that read no bodies."""
     said = msgspec.json.decode(responses.problem_of(error))
     headers = [*responses.error_headers(error), (b"connection", b"close")]

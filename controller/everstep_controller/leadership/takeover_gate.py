@@ -12,7 +12,7 @@ from typing import Protocol
 WAIT_S = 0.75
 """Seconds that an agent is held back: less than the second after which the agent would consider this controller hung
 (``connect_timeout_s`` of ``everstep_agent.config``)."""
-ADMITTED_PER_TURN = 32
+ADMISSIONS_PER_LOOP_ITERATION = 32
 """Agents admitted per turn of the event loop: about five milliseconds of work."""
 
 
@@ -52,7 +52,7 @@ class TakeoverGate:
 
     async def _admit_waiting(self) -> None:
         while self._waiting:
-            for visitor in list(self._waiting)[:ADMITTED_PER_TURN]:
+            for visitor in list(self._waiting)[:ADMISSIONS_PER_LOOP_ITERATION]:
                 del self._waiting[visitor]
                 visitor.on_leader_known()
             await asyncio.sleep(0)

@@ -22,9 +22,9 @@ from everstep.wire.v1.directives import RunProbe
 from everstep.wire.v1.operator import GenerationRecovery, ProbeRow, ProbeStatus
 from everstep.wire.v1.training import AnyReport, GenerationSpec, ProbeFinished, RankProgress, Resumed
 from everstep_controller.core.health.eviction import budget_left, eviction_budget
-from everstep_controller.core.health.evidence import offender_score
 from everstep_controller.core.health.maintenance import planned_windows
-from everstep_controller.core.health.outbreaks import signature, spared_of, standing
+from everstep_controller.core.health.offences import offender_score
+from everstep_controller.core.health.outbreaks import active_outbreaks, signature, spared_findings_of
 from everstep_controller.core.jobs.membership import (
     RostersByJob,
     claimed_by_priority,
@@ -45,7 +45,7 @@ from everstep_controller.store.rows import decode_cursor, encode_cursor
 # The core only counts the ranks that resumed and the nodes that passed a probe. The trackers keep the remaining
 # contents of those reports for people: phases of a recovery, and measurements of a probe.
 
-PROBES_KEPT = 256
+MAX_REMEMBERED_PROBES = 256
 
 
 class _ResumedRanks(msgspec.Struct):
@@ -129,7 +129,7 @@ class ProbeTracker:
             return
         self._probes[probe.probe] = ProbeStatus(probe=probe.probe, nodes=probe.nodes, started_at=now, trace=probe.trace)
         self._answers[probe.probe] = {}
-        while len(self._probes) > PROBES_KEPT:
+        while len(self._probes) > MAX_REMEMBERED_PROBES:
             oldest = next(iter(self._probes))
             del self._probes[oldest], self._answers[oldest]
 
@@ -171,7 +171,9 @@ class ProbeTracker:
         """Return the probe. Raises NotFound."""
         status = self._probes.get(probe)
         if status is None:
-            raise NotFound(f"no probe {probe!r}: the newest {PROBES_KEPT} since the controller's start are kept")
+            raise NotFound(
+                f"no probe {probe!r}: the newest {MAX_REMEMBERED_PROBES} since the controller's start are kept"
+            )
         return status
 
 
@@ -286,7 +288,7 @@ class NodeFilter(msgspec.Struct, frozen=True, kw_only=True):
 
 def effective_state(state: FleetState, record: NodeRecord) -> str:
     """Return the node's state, or IN_OUTBREAK for one that serves only because its finding is an outbreak's."""
-    if record.state in IN_SERVICE and spared_of(state, record):
+    if record.state in IN_SERVICE and spared_findings_of(state, record):
         return IN_OUTBREAK
     return str(record.state)
 
@@ -309,7 +311,7 @@ def outbreaks(state: FleetState) -> tuple[op.Outbreak, ...]:
             sentence=one.sentence(known),
             advice=one.advice(),
         )
-        for one in standing(state)
+        for one in active_outbreaks(state)
     )
 
 
@@ -331,7 +333,7 @@ def _job_of(state: FleetState, node: str) -> str | None:
 
 def node_summary(context: ViewContext, record: NodeRecord, job: str | None) -> op.NodeSummary:
     live = context.state.node_runtime.get(record.node)
-    spared = spared_of(context.state, record)
+    spared = spared_findings_of(context.state, record)
     return op.NodeSummary(
         node=record.node,
         state=record.state,
@@ -511,9 +513,9 @@ def budget_status(context: ViewContext) -> operator_history.BudgetStatus:
                 name=one.name,
                 limit=one.limit,
                 used=one.used,
-                left=0 if now.breaker_reason else one.left,
+                remaining=0 if now.breaker_reason else one.remaining,
                 nodes=one.node_count,
-                frees_at=0.0 if now.breaker_reason else one.frees_at,
+                next_free_at=0.0 if now.breaker_reason else one.next_free_at,
             )
             for one in now.scopes
         ),

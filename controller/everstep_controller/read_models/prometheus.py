@@ -10,7 +10,7 @@ everstep_controller_event_handling_seconds              histogram  the core's ti
 everstep_controller_commit_seconds                      histogram  time until a transaction is durable
 everstep_controller_commit_events                       histogram  events per transaction
 everstep_controller_loop_lag_seconds                    gauge      worst lateness of the event loop, last second
-everstep_controller_clock_ahead_seconds                 gauge      controller's time minus the machine's clock
+everstep_controller_time_ahead_of_clock_seconds                 gauge      controller's time minus the machine's clock
 everstep_controller_leader                              gauge      1 if this controller leads, 0 if it stands by
 everstep_controller_database_unavailable                gauge      1 while the database cannot be written
 everstep_controller_database_outage_seconds             gauge      the outage's duration, 0 without one
@@ -23,13 +23,13 @@ everstep_controller_reports_total                       counter    reports taken
 everstep_controller_reports_repeated_total              counter    reports dropped because they were taken before
 everstep_controller_events_suppressed_total             counter    audit entries beyond a node's allowance
 everstep_controller_reports_ignored_total{reason}       counter    reports the core dropped by rule
-everstep_controller_requests_refused_total{route,code}  counter    requests answered with an error
+everstep_controller_requests_failed_total{route,code}  counter    requests answered with an error
 everstep_controller_requests_over_limit_total{limit}    counter    refused: too many requests "in_flight", or too many
                                                                    unsent "bytes"
 everstep_controller_requests_in_flight                  gauge      requests in progress, without agents'
 everstep_controller_answers_buffered_bytes              gauge      bytes of their responses being sent
 everstep_controller_journal_gaps_total                  counter    gaps in the journal
-everstep_controller_standby_contacts                    gauge      nodes that contact this standby persistently
+everstep_controller_standby_persistent_nodes                    gauge      nodes that contact this standby persistently
 everstep_controller_nodes_contacting_standby            gauge      nodes that contact another controller, a standby
 everstep_controller_leader_resignations                 gauge      resignations in a row: see resign_after_s
 everstep_controller_agents_connected                    gauge      nodes with a session
@@ -63,7 +63,7 @@ everstep_controller_job_spills_failed{run}              gauge      versions whos
 everstep_controller_recoveries_total{run,reason}        counter    recovered generations, without the first
 everstep_controller_recovery_seconds{reason}            histogram  decision to the last rank's first step
 everstep_controller_user_errors_total{run}              counter    exceptions of training functions
-everstep_controller_remediation_failures_total          counter    external calls that were given up
+everstep_controller_external_call_failures_total          counter    external calls that were given up
 everstep_controller_event_streams                       gauge      open event streams
 everstep_controller_event_streams_buffered_bytes        gauge      bytes that their readers have not taken yet
 everstep_controller_event_streams_cut_total             counter    event streams cut off because of slow readers
@@ -88,7 +88,7 @@ from everstep.wire.v1.operator import JobSummary
 from everstep_controller.api.admission import LIMITS, AdmissionControl
 from everstep_controller.api.stream import StreamReservations
 from everstep_controller.core import events as ev
-from everstep_controller.core.health.outbreaks import standing
+from everstep_controller.core.health.outbreaks import active_outbreaks
 from everstep_controller.core.state import FleetState, Ignored
 from everstep_controller.read_models import fleet_views
 from everstep_controller.runtime.intake import Urgency
@@ -126,7 +126,7 @@ class Metrics:
         self.events_suppressed = self._counter("events_suppressed", "Lines a node caused beyond its allowance.")
         self._reports = self._counter("reports", "Reports taken.")
         self._repeated = self._counter("reports_repeated", "Reports dropped: their number was taken before.")
-        self._refused = self._counter("requests_refused", "Requests answered with an error.", "route", "code")
+        self._refused = self._counter("requests_failed", "Requests answered with an error.", "route", "code")
         self._over = self._counter("requests_over_limit", "Refused since the bearer had too much at once.", "limit")
         for limit in LIMITS:  # a series at 0 from the start
             self._over.labels(limit)
@@ -152,7 +152,10 @@ class Metrics:
         self._streams_bytes = self._plain_gauge(
             "event_streams_buffered_bytes", "What their readers have not taken yet."
         )
-        self.remediation_failures = self._counter("remediation_failures", "Calls to the outside that were given up.")
+        self.remediation_failures = self._counter(
+            "external_call_failures",
+            "Calls to an external system (remediation backend, alert receiver) that failed finally.",
+        )
         Gauge(_PREFIX + "info", "The program.", ["version"], registry=self.registry).labels(__version__).set(1)
 
     def watch_requests(self, admission: AdmissionControl) -> None:
@@ -189,8 +192,8 @@ class Metrics:
     def count_shed(self, urgency: Urgency) -> None:
         self._shed.labels(urgency.value).inc()
 
-    def count_reports(self, taken: int, repeated: int) -> None:
-        self._reports.inc(taken)
+    def count_reports(self, accepted: int, repeated: int) -> None:
+        self._reports.inc(accepted)
         self._repeated.inc(repeated)
 
     def count_refused(self, route: str, code: str) -> None:
@@ -244,36 +247,42 @@ class FleetCollector(Collector):
         self._context = context
         self._jobs_seen: list[JobSummary] = []
 
-    async def refresh(self, turn: Callable[[], Awaitable[None]]) -> None:
+    async def refresh(self, yield_to_agents: Callable[[], Awaitable[None]]) -> None:
         """Read the jobs before ``collect``, one per ``turn``, because each is linear in its ranks."""
         jobs, seen = self._context.state.jobs, []
         for name in list(jobs):
             if name in jobs:
                 seen.append(fleet_views.job_summary(self._context.state, jobs[name]))
-            await turn()
+            await yield_to_agents()
         self._jobs_seen = seen
 
     def collect(self) -> Iterator[Metric]:
-        desk = self._context
-        yield _gauge("epoch", "Lives of a controller over this database.", desk.epoch)
-        yield _gauge("loop_lag_seconds", "Worst lateness of the event loop in the last second.", desk.lag_s())
-        yield _gauge("clock_ahead_seconds", "The controller's time minus the machine's clock.", desk.clock_ahead_s())
+        context = self._context
+        yield _gauge("epoch", "Lives of a controller over this database.", context.epoch)
+        yield _gauge("loop_lag_seconds", "Worst lateness of the event loop in the last second.", context.lag_s())
+        yield _gauge(
+            "time_ahead_of_clock_seconds", "The controller's time minus the machine's clock.", context.clock_ahead_s()
+        )
         yield _gauge("leader", "1 where this controller leads, 0 where it stands by.", 1)
-        yield _gauge("queue_depth", "Stimuli that wait for their transaction.", desk.queued())
+        yield _gauge("queue_depth", "Stimuli that wait for their transaction.", context.queued())
         gaps = "Places where the journal lacks something."
-        yield CounterMetricFamily(_PREFIX + "journal_gaps", gaps, value=desk.journal_gaps())
-        yield _gauge("remediations_open", "Remedies that have not ended.", desk.open_remediations())
-        told = desk.standby_report()
+        yield CounterMetricFamily(_PREFIX + "journal_gaps", gaps, value=context.journal_gaps())
+        yield _gauge("remediations_open", "Remedies that have not ended.", context.open_remediations())
+        told = context.standby_report()
         away = "Nodes that knock again and again at a controller that stands by, of one the most."
-        yield _gauge("standby_contacts", "Nodes that insist on this controller: none of one that leads.", 0)
+        yield _gauge(
+            "standby_persistent_nodes",
+            "Nodes that keep contacting this controller although it is a standby; 0 on the leader.",
+            0,
+        )
         yield _gauge("nodes_contacting_standby", away, max(told.contacts.values(), default=0))
         unreached = "Leaders in a row, within the hour, whom nodes did not reach."
         yield _gauge("leader_resignations", unreached, told.resignations)
         yield from self._database()
-        yield from self._fleet(desk.state, desk.outbox)
-        yield from self._evictions(desk.state)
+        yield from self._fleet(context.state, context.outbox)
+        yield from self._evictions(context.state)
         yield from _jobs(self._jobs_seen)
-        yield from _storage_and_parity(desk.state)
+        yield from _storage_and_parity(context.state)
 
     def _database(self) -> Iterator[Metric]:
         away = self._context.database_outage()
@@ -297,12 +306,12 @@ class FleetCollector(Collector):
         yield _gauge("agents_connected", "Nodes with a session.", outbox.connected_count())
         yield _gauge("outbox_depth", "Directives not acknowledged yet.", outbox.total_pending())
         yield _gauge(
-            "nodes_missing_heartbeats", "Nodes over their deadline or cut off, not lost yet.", len(state.silent)
+            "nodes_missing_heartbeats", "Nodes over their deadline or cut off, not lost yet.", len(state.silent_nodes)
         )
         yield _gauge("correlated_silence", "1 while many are silent at once, and none is lost for it.", together)
         counts, names = fleet_views.node_counts(state), [*(s.value for s in NodeState), fleet_views.IN_OUTBREAK]
         yield _gauge_by("nodes", "Nodes by state.", "state", {name: counts.get(name, 0) for name in names})
-        outbreaks = standing(state)
+        outbreaks = active_outbreaks(state)
         ill = len({node for one in outbreaks for node in one.nodes})
         yield _gauge("outbreaks", "Findings that stand on so many nodes that none is evicted.", len(outbreaks))
         yield _gauge("outbreak_nodes", "Nodes that such a finding stands on.", ill)
@@ -373,7 +382,7 @@ def _storage_and_parity(state: FleetState) -> Iterator[Metric]:
         (
             "job_spills_failed",
             "Versions that were to be written to storage, and were given up.",
-            {name: float(job.spills_lost) for name, job in jobs.items()},
+            {name: float(job.spills_failed) for name, job in jobs.items()},
         ),
         (
             "job_parity_step",

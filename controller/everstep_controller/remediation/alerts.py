@@ -17,7 +17,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from everstep.errors import Unavailable
 from everstep.vocabulary import JobState, NodeState
-from everstep_controller.core.health.outbreaks import standing
+from everstep_controller.core.health.outbreaks import active_outbreaks
 from everstep_controller.core.state import FleetState
 from everstep_controller.remediation.remediator import call_guarded
 from everstep_controller.remediation.webhook import HttpReceiver
@@ -31,7 +31,7 @@ from everstep_controller.store.rows import AlertRow, LoadedState
 # minutes, so the next post makes up for a lost one. Ended alerts are no longer active, so every alert that may have
 # been posted is kept in the database until its end was posted.
 
-OUT_SEVERITY = {NodeState.QUARANTINED: "warning", NodeState.LOST: "warning", NodeState.REPAIR: "critical"}
+ALERT_SEVERITY_BY_STATE = {NodeState.QUARANTINED: "warning", NodeState.LOST: "warning", NodeState.REPAIR: "critical"}
 """Node states that raise an alert, and their severities."""
 ENDED_JOB_S = 3600.0
 """Seconds for which a failed job raises an alert."""
@@ -68,7 +68,7 @@ def _fleet(state: FleetState) -> Iterable[Alert]:
         yield database_alert(state.database_outage, state.database_outage_since)
     if state.fleet.breaker_reason:
         yield _alert("EverstepBreakerOpen", "critical", state.fleet.breaker_reason, state.fleet.breaker_tripped_at)
-    for one in standing(state):
+    for one in active_outbreaks(state):
         words = f"{one.sentence(len(state.nodes))}. {one.advice()}"
         yield _alert("EverstepOutbreak", "critical", words, one.since, finding=one.name)
 
@@ -83,7 +83,7 @@ def _jobs(state: FleetState, now: float) -> Iterable[Alert]:
 
 def _nodes(state: FleetState) -> Iterable[Alert]:
     for record in state.nodes.values():
-        severity = OUT_SEVERITY.get(record.state)
+        severity = ALERT_SEVERITY_BY_STATE.get(record.state)
         if severity is not None:
             words = f"{record.sentence}; {record.hold_reason}" if record.hold_reason else record.sentence
             yield _alert(
@@ -126,13 +126,13 @@ def build_posts(firing: list[Alert], resolved: list[Alert], now: float, controll
             "commonLabels": {},
             "commonAnnotations": {},
             "externalURL": controller,
-            "alerts": [_told(alert, ended_at, controller) for alert, ended_at in page],
+            "alerts": [_alertmanager_alert(alert, ended_at, controller) for alert, ended_at in page],
         }
         over = tuple(alert.fingerprint for alert, ended_at in page if ended_at is not None)
         yield AlertPost(body=msgspec.json.encode(body), resolved=over)
 
 
-def _told(alert: Alert, ended_at: float | None, controller: str) -> dict[str, object]:
+def _alertmanager_alert(alert: Alert, ended_at: float | None, controller: str) -> dict[str, object]:
     return {
         "status": "firing" if ended_at is None else "resolved",
         "labels": alert.labels,
@@ -158,7 +158,8 @@ RETRY_S = 10.0
 """Seconds between a failed post and the next attempt."""
 
 Write = Callable[[list[AlertRow], list[str]], Awaitable[None]]
-"""Stores alerts and deletes those with the fingerprints; durable on return. Raises Superseded, DatabaseUnavailable, or
+"""Stores alerts and deletes those with the fingerprints; durable on return. Raises LeadershipLost, DatabaseUnavailable,
+or
 SQLAlchemy's errors."""
 
 

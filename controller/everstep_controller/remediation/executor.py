@@ -23,7 +23,12 @@ from everstep.clock import Backoff
 from everstep.errors import Conflict, EverstepError, Unavailable
 from everstep_controller.core.effects import Remediation, RemediationKind
 from everstep_controller.core.events import RemediationFinished
-from everstep_controller.remediation.remediator import PartiallyDone, Remediator, UnexpectedFailure, call_guarded
+from everstep_controller.remediation.remediator import (
+    RemediationIncomplete,
+    Remediator,
+    UnexpectedFailure,
+    call_guarded,
+)
 from everstep_controller.runtime.transaction import Transaction
 from everstep_controller.store.rows import RemediationRow, RemediationState
 
@@ -116,7 +121,7 @@ class RemediationExecutor:
         self._queues: dict[str, deque[RemediationRow]] = {}
         self._workers: dict[str, asyncio.Task[None]] = {}
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="remedy")
-        self._unfinished = sorted(rows, key=_place)
+        self._unfinished = sorted(rows, key=_sort_key)
 
     def start(self) -> None:
         """Continue the remediations that an earlier controller left."""
@@ -155,7 +160,7 @@ class RemediationExecutor:
         queue = self._queues[node]
         try:
             while queue:
-                await self._carry_out(queue[0], later=_replaced_by(queue))
+                await self._carry_out(queue[0], later=_superseded_by(queue))
                 queue.popleft()
         finally:
             del self._queues[node], self._workers[node]
@@ -172,7 +177,7 @@ class RemediationExecutor:
             row = msgspec.structs.replace(row, state=RemediationState.STARTED)
             await self._write(row)
         try:
-            trouble = await self._apply_until_done(remedy, look_first=begun_before)
+            trouble = await self._apply_until_done(remedy, check_first=begun_before)
         except _Superseded as overtaken:
             await self._end(row, RemediationState.SUPERSEDED, str(overtaken))
             return
@@ -180,7 +185,7 @@ class RemediationExecutor:
             self._log_failure(remedy, f"was given up: {trouble}")
         await self._end(row, RemediationState.FAILED if trouble else RemediationState.CONFIRMED, trouble)
 
-    async def _apply_until_done(self, remedy: Remediation, *, look_first: bool) -> str:
+    async def _apply_until_done(self, remedy: Remediation, *, check_first: bool) -> str:
         """Repeat until done. Return "" or the reason for giving up. Raises _Superseded."""
         if remedy.kind not in self._remediator.kinds:
             return f"{self._remediator.name} cannot {remedy.kind.replace('_', ' ')}"
@@ -191,7 +196,7 @@ class RemediationExecutor:
             patience_s, end = min(patience_s, PATIENCE_SHARE * waits_s), remedy.at + DEADLINE_SHARE * waits_s
             ask_until = end - patience_s
         until = min(self._now() + patience_s, end)
-        ask, asked, attempt, trouble = not look_first, False, 0, NOT_CONFIRMED
+        ask, asked, attempt, trouble = not check_first, False, 0, NOT_CONFIRMED
         is_away = is_unfinished = False
         while True:
             later = self._superseding_row(remedy, is_unfinished=is_unfinished) if attempt else None
@@ -210,14 +215,14 @@ class RemediationExecutor:
                     ask = False
                 if await self._in_thread(self._remediator.is_done, remedy):
                     return ""
-                ask, look_first = look_first, False  # an earlier controller may have died before its request
+                ask, check_first = check_first, False  # an earlier controller may have died before its request
                 is_unfinished = False
             except Conflict as error:
                 return str(error)
             except Unavailable as error:
                 if isinstance(error, UnexpectedFailure):
                     self._failed()
-                trouble, is_away, is_unfinished = str(error), True, isinstance(error, PartiallyDone)
+                trouble, is_away, is_unfinished = str(error), True, isinstance(error, RemediationIncomplete)
             else:
                 # Patience counts only while the external system answers.
                 if is_away and remedy.kind not in _REPAIR_ACTIONS:
@@ -241,13 +246,13 @@ class RemediationExecutor:
             to |= _SUPERSEDED_IF_PARTIAL_BY.get(remedy.kind, frozenset())
         return next((row for row in self._queues[remedy.node] if row.id != remedy.id and row.kind in to), None)
 
-    def _log_failure(self, remedy: Remediation, what: str) -> None:
+    def _log_failure(self, remedy: Remediation, action: str) -> None:
         self._failed()
         extra = {"node": remedy.node, "trace": remedy.trace}
-        log.error("%s of node %s %s", remedy.kind, remedy.node, what, extra=extra)
+        log.error("%s of node %s %s", remedy.kind, remedy.node, action, extra=extra)
 
     async def _in_thread(self, call: Callable[[Remediation], Any], remedy: Remediation) -> Any:
-        """Run ``call`` in a thread. Raises NotLeading if the lease has ended before a thread is free."""
+        """Run ``call`` in a thread. Raises NotLeadingError if the lease has ended before a thread is free."""
 
         def called() -> Any:
             self._check_leading()
@@ -297,7 +302,7 @@ class RemediationExecutor:
                 return
 
 
-def _replaced_by(queue: deque[RemediationRow]) -> RemediationRow | None:
+def _superseded_by(queue: deque[RemediationRow]) -> RemediationRow | None:
     """Return the remediation in ``queue`` that makes its first one pointless, or None."""
     first, *rest = queue
     if first.state is not RemediationState.REQUESTED:
@@ -306,6 +311,6 @@ def _replaced_by(queue: deque[RemediationRow]) -> RemediationRow | None:
     return next((row for row in rest if row.kind in stronger), None)
 
 
-def _place(row: RemediationRow) -> tuple[float, list[int]]:
+def _sort_key(row: RemediationRow) -> tuple[float, list[int]]:
     """Return the order of decisions; within one time by the numbers in the ids, so that 10 follows 9."""
     return row.requested_at, [int(digits) for digits in re.findall(r"\d+", row.id)]

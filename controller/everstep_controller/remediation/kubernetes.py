@@ -16,7 +16,7 @@ from typing import Any
 from everstep.errors import ConfigurationError, Conflict, Unavailable
 from everstep.ids import NodeId
 from everstep_controller.core.effects import Remediation, RemediationKind
-from everstep_controller.remediation.remediator import CORDON_OWNER, CordonStatus, PartiallyDone, cordon_reason
+from everstep_controller.remediation.remediator import CORDON_OWNER, CordonStatus, RemediationIncomplete, cordon_reason
 
 TIMEOUT_S = 10.0
 CORDON, REBOOT, REPAIR = "everstep.dev/cordon", "everstep.dev/reboot", "everstep.dev/repair"
@@ -148,7 +148,7 @@ class KubernetesRemediator:
             page = self._call(self._api.list_node, limit=NODES_A_PAGE, _continue=more)
             for node in page.items:
                 if node.metadata.name in wanted:
-                    found[node.metadata.name] = _standing(node)
+                    found[node.metadata.name] = _cordon_status(node)
             more = page.metadata._continue
             if not more:
                 return found
@@ -184,7 +184,7 @@ class KubernetesRemediator:
         if refusals:
             passing = [refusal for refusal in refusals if isinstance(refusal, Unavailable)]
             first = (passing or refusals)[0]
-            kind = PartiallyDone if passing else Conflict
+            kind = RemediationIncomplete if passing else Conflict
             raise kind(f"{len(refusals)} pods of {len(pods)} stay on {node}: {first}") from first
 
     def _evict_pod(self, name: str, namespace: str) -> None:
@@ -280,7 +280,7 @@ def _merge_patch(annotations: Mapping[str, str | None], **spec: Any) -> dict[str
     return {"metadata": {"annotations": annotations}, "spec": spec}
 
 
-def _standing(node: Any) -> CordonStatus:
+def _cordon_status(node: Any) -> CordonStatus:
     if not node.spec.unschedulable:
         return CordonStatus()
     if _is_others(node):

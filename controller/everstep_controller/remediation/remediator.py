@@ -23,7 +23,7 @@ class CordonStatus(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""  # as shown there
 
 
-class PartiallyDone(Unavailable):
+class RemediationIncomplete(Unavailable):
     """The request took effect, but a part of it did not yet; it will be tried again."""
 
 
@@ -32,7 +32,7 @@ class Remediator(Protocol):
 
     Raises:
         Unavailable: the external system does not answer; the call is repeated.
-        PartiallyDone: a part of the request is delayed; the call is repeated.
+        RemediationIncomplete: a part of the request is delayed; the call is repeated.
         Conflict: the request can never succeed (an unknown node, somebody else's cordon).
     """
 

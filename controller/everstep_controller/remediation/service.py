@@ -115,7 +115,7 @@ class CordonObserver:
 
 def create_remediator(settings: ControllerSettings, clock: Clock) -> Remediator:
     """Return the remediator that the settings name. Raises ConfigurationError if its requirements are missing."""
-    match settings.remediation:
+    match settings.remediation_backend:
         case "webhook":
             secret = read_secret(settings.webhook_secret_file)
             return WebhookRemediator(
@@ -124,7 +124,7 @@ def create_remediator(settings: ControllerSettings, clock: Clock) -> Remediator:
         case "slurm":
             return SlurmRemediator(configuration=settings.slurm_conf)
         case "kubernetes":
-            return KubernetesRemediator(connect(settings.kubeconfig), evict=settings.kubernetes_evict)
+            return KubernetesRemediator(connect(settings.kubeconfig), evict=settings.kubernetes_evict_pods)
         case _:
             return DryRunRemediator()
 
@@ -166,7 +166,7 @@ class RemediationService:
             on_task=self._watch,
             rows=loaded.remediations,
         )
-        self._observer = CordonObserver(remediator, state, self._tell, on_failure, self.executor.is_idle)
+        self._observer = CordonObserver(remediator, state, self._submit_event, on_failure, self.executor.is_idle)
         self._alerting = None
         if settings.alert_url:
             self._alerting = AlertNotifier(
@@ -183,7 +183,7 @@ class RemediationService:
         self._tasks: list[asyncio.Task[None]] = []
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    async def _tell(self, event: SchedulerStateChanged) -> None:
+    async def _submit_event(self, event: SchedulerStateChanged) -> None:
         def stimulus(tx: Transaction, now: float) -> None:
             tx.handle(msgspec.structs.replace(event, trace=trace), now)
 

@@ -21,7 +21,7 @@ from everstep_controller.core.effects import Remediation, RemediationKind
 from everstep_controller.remediation.remediator import CORDON_OWNER, CordonStatus, cordon_reason
 
 TIMEOUT_S = 10.0
-OUT_STATES = frozenset({"DRAIN", "DRAINED", "DRAINING", "FAIL", "FAILING", "MAINT", "RESERVED"})
+UNSCHEDULABLE_STATES = frozenset({"DRAIN", "DRAINED", "DRAINING", "FAIL", "FAILING", "MAINT", "RESERVED"})
 """Flags of a node that takes no new jobs on somebody's request (``scontrol`` manual, NODE STATES)."""
 SLURM_REASONS = (
     "Not responding",
@@ -66,9 +66,9 @@ class SlurmNode(msgspec.Struct, frozen=True, kw_only=True):
     booted_at: float  # wall seconds; 0.0 if unknown
 
     @property
-    def is_out(self) -> bool:
+    def is_unschedulable(self) -> bool:
         by_somebody = bool(self.reason) and not self.is_ours and not self.reason.startswith(SLURM_REASONS)
-        return bool(self.states & OUT_STATES) or ("DOWN" in self.states and by_somebody)
+        return bool(self.states & UNSCHEDULABLE_STATES) or ("DOWN" in self.states and by_somebody)
 
     @property
     def is_ours(self) -> bool:
@@ -156,11 +156,11 @@ class SlurmRemediator:
         node = self._show(remediation.node)
         match remediation.kind:
             case RemediationKind.CORDON:
-                return node.is_out
+                return node.is_unschedulable
             case RemediationKind.REPAIR:
-                return node.is_out and node.reason.startswith(f"{CORDON_OWNER} {remediation.id}:")
+                return node.is_unschedulable and node.reason.startswith(f"{CORDON_OWNER} {remediation.id}:")
             case RemediationKind.UNCORDON:
-                return not node.is_out and not ("DOWN" in node.states and node.is_ours)
+                return not node.is_unschedulable and not ("DOWN" in node.states and node.is_ours)
             case RemediationKind.REBOOT:
                 before = node.boot_before(remediation)
                 is_back = not node.states & REBOOT_STATES
@@ -170,7 +170,7 @@ class SlurmRemediator:
 
     @staticmethod
     def _check_ours(node: SlurmNode, remedy: Remediation) -> None:
-        if node.is_out and not node.is_ours:
+        if node.is_unschedulable and not node.is_ours:
             raise Conflict(f"{remedy.node} is out of service by somebody else ({node.reason or 'no reason given'})")
 
     def cordon_status(self, nodes: Sequence[NodeId]) -> dict[NodeId, CordonStatus]:
@@ -179,7 +179,7 @@ class SlurmRemediator:
         for line in self._run("--oneliner", "show", "nodes").splitlines():
             name = line.partition("NodeName=")[2].partition(" ")[0]
             if name in wanted:
-                found[name] = _standing(parse_node(line))
+                found[name] = _cordon_status(parse_node(line))
         return found
 
     def close(self) -> None:
@@ -222,7 +222,7 @@ def _plain(reason: str) -> str:
     return reason.replace("=", ":")  # "=" would start a field
 
 
-def _standing(node: SlurmNode) -> CordonStatus:
-    if not node.is_out:
+def _cordon_status(node: SlurmNode) -> CordonStatus:
+    if not node.is_unschedulable:
         return CordonStatus()
     return CordonStatus(cordoned_by=CORDON_OWNER if node.is_ours else "slurm", reason=node.reason)

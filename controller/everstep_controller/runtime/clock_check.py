@@ -74,7 +74,7 @@ class ClockMonitor:
     async def check(self) -> None:
         """Compare once, and write the time to the database if due."""
         self._steady.slew()
-        self._tell(self._steady.ahead_s())
+        self._warn_if_changed(self._steady.ahead_s())
         now = self._steady.now()
         if now - self._noted_at < RECORD_INTERVAL_S:
             return
@@ -86,8 +86,8 @@ class ClockMonitor:
                 "the time was not noted in the database, to be tried again in %.0f s: %s", RECORD_INTERVAL_S, error
             )
 
-    def _tell(self, ahead_s: float) -> None:
-        words = _words(ahead_s)
+    def _warn_if_changed(self, ahead_s: float) -> None:
+        words = _warning_for(ahead_s)
         if words is self._has_warned:
             return
         self._has_warned = words
@@ -97,7 +97,7 @@ class ClockMonitor:
             log.warning(words(ahead_s))
 
 
-def _words(ahead_s: float) -> Callable[[float], str] | None:
+def _warning_for(ahead_s: float) -> Callable[[float], str] | None:
     if ahead_s < -MAX_SLEWED_S:
         return _clock_leapt
     if ahead_s > MAX_SLEWED_S:

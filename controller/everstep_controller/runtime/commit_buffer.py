@@ -103,7 +103,7 @@ class CommitBuffer:
 
     def _restore_failed(self, batch: Batch, error: DatabaseUnavailable) -> None:
         """Put a failed batch back before the batches that arrived meanwhile, if it is ours again."""
-        if not error.is_batch_kept:
+        if not error.is_batch_queued:
             batch.merge(self._waiting)
             self._waiting = batch
 

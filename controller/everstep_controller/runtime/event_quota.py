@@ -35,8 +35,8 @@ class _Allowance:
 
     __slots__ = ("at", "left")
 
-    def __init__(self, left: float, at: float) -> None:
-        self.left = left
+    def __init__(self, remaining: float, at: float) -> None:
+        self.left = remaining
         self.at = at
 
 
@@ -103,7 +103,7 @@ def record_suppressed(quota: EventQuota, transaction: AuditWriter, now: float) -
         which = ", ".join(f"{count} of {kind}" for kind, count in most)
         sentence = (
             f"{node} caused more events than are stored: {which} were left out. Look at its agent and its jobs; the "
-            "limits are node_events_burst and node_events_per_s"
+            "limits are audit_entries_per_node_burst and audit_entries_per_node_per_s"
         )
         data = {kind: str(count) for kind, count in most}
         transaction.add_audit_entry(AuditEntry(kind=SUPPRESSED, sentence=sentence, at=now, node=node, data=data))

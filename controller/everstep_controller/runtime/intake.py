@@ -38,7 +38,7 @@ class Urgency(StrEnum):
     """Stimuli that the core allows to be deferred: known findings, and reports of mild or known findings."""
 
 
-class PendingStimulus(Generic[T]):
+class PendingRequest(Generic[T]):
     """A stimulus and the future that its submitter waits for.
 
     Args:
@@ -75,9 +75,9 @@ class Intake(Generic[T]):
         self._limit = limit
         self._group = group
         self._shed = on_shed
-        self._urgent: deque[PendingStimulus[T]] = deque()
-        self._routine: deque[PendingStimulus[T]] = deque()  # includes expedited ones, which are skipped
-        self._paused: dict[str, deque[PendingStimulus[T]]] = {}
+        self._urgent: deque[PendingRequest[T]] = deque()
+        self._routine: deque[PendingRequest[T]] = deque()  # includes expedited ones, which are skipped
+        self._paused: dict[str, deque[PendingRequest[T]]] = {}
         self._paused_count = 0
         self._expedited: Counter[str] = Counter()
         self._paused_until = 0.0
@@ -85,25 +85,25 @@ class Intake(Generic[T]):
     def __len__(self) -> int:
         return len(self._urgent) + self._paused_count
 
-    def put(self, waiting: PendingStimulus[T]) -> None:
+    def put(self, pending: PendingRequest[T]) -> None:
         """Queue ``waiting``. Raises Unavailable if there is no room.
 
         An urgent one replaces the oldest routine one, whose sender will repeat it.
         """
         if len(self) >= self._limit:
             full = Unavailable(f"{len(self)} requests wait already: send this again in a second")
-            if waiting.urgency is Urgency.ROUTINE or not self._paused_count:
-                self._shed(waiting.urgency)
+            if pending.urgency is Urgency.ROUTINE or not self._paused_count:
+                self._shed(pending.urgency)
                 raise full
             self._shed(Urgency.ROUTINE)
             self._pop_routine().refuse(full)
-        if waiting.urgency is Urgency.URGENT or self._expedited[waiting.source]:
-            self.expedite(waiting.source)
-            self._push_urgent(waiting)
+        if pending.urgency is Urgency.URGENT or self._expedited[pending.source]:
+            self.expedite(pending.source)
+            self._push_urgent(pending)
         else:
-            waiting.arrived_at = max(waiting.arrived_at, self._paused_until)  # a pause is not lag
-            self._routine.append(waiting)
-            self._paused.setdefault(waiting.source, deque()).append(waiting)
+            pending.arrived_at = max(pending.arrived_at, self._paused_until)  # a pause is not lag
+            self._routine.append(pending)
+            self._paused.setdefault(pending.source, deque()).append(pending)
             self._paused_count += 1
 
     def expedite(self, source: str) -> None:
@@ -117,9 +117,9 @@ class Intake(Generic[T]):
             self._push_urgent(waiting)
         self._skip_expedited()
 
-    def pause_routine_after(self, taken: list[PendingStimulus[T]], worked_s: float) -> None:
+    def pause_routine_after(self, batch_size: list[PendingRequest[T]], worked_s: float) -> None:
         """Pause routine stimuli after a transaction that took ``worked_s``."""
-        if any(waiting.urgency is Urgency.ROUTINE for waiting in taken):
+        if any(waiting.urgency is Urgency.ROUTINE for waiting in batch_size):
             self._paused_until = time.perf_counter() + min(MAX_PAUSE_S, PAUSE_FACTOR * worked_s)
 
     def next_due_in_s(self) -> float | None:
@@ -128,7 +128,7 @@ class Intake(Generic[T]):
             return 0.0
         return max(0.0, self._paused_until - time.perf_counter()) if self._paused_count else None
 
-    def take(self) -> list[PendingStimulus[T]]:
+    def take(self) -> list[PendingRequest[T]]:
         """Return the next batch: urgent ones first, but with places reserved for routine ones that are not paused."""
         ready = self._paused_count
         if ready < self._group and time.perf_counter() < self._paused_until:
@@ -154,19 +154,19 @@ class Intake(Generic[T]):
         while self._routine and self._routine[0].urgency is Urgency.URGENT:
             self._routine.popleft()
 
-    def _push_urgent(self, waiting: PendingStimulus[T]) -> None:
+    def _push_urgent(self, waiting: PendingRequest[T]) -> None:
         waiting.urgency = Urgency.URGENT
         self._urgent.append(waiting)
         self._expedited[waiting.source] += 1
 
-    def _pop_urgent(self) -> PendingStimulus[T]:
+    def _pop_urgent(self) -> PendingRequest[T]:
         waiting = self._urgent.popleft()
         self._expedited[waiting.source] -= 1
         if not self._expedited[waiting.source]:
             del self._expedited[waiting.source]
         return waiting
 
-    def _pop_routine(self) -> PendingStimulus[T]:
+    def _pop_routine(self) -> PendingRequest[T]:
         waiting = self._routine.popleft()
         of_source = self._paused[waiting.source]
         of_source.popleft()

@@ -30,7 +30,7 @@ from everstep_controller.read_models.prometheus import Metrics
 from everstep_controller.runtime.clock import LagMeter, SteadyTime
 from everstep_controller.runtime.commit_buffer import Commit, CommitBuffer, DatabaseOutage
 from everstep_controller.runtime.event_quota import EventQuota
-from everstep_controller.runtime.intake import Intake, PendingStimulus, Urgency
+from everstep_controller.runtime.intake import Intake, PendingRequest, Urgency
 from everstep_controller.runtime.push import Outbox, OutgoingDirective
 from everstep_controller.runtime.transaction import AuditNumbers, DecideFunction, FindingDelta, Transaction, new_trace
 from everstep_controller.store.rows import AuditRow, Batch, PoisonedRow, RemediationRow
@@ -38,13 +38,13 @@ from everstep_controller.store.rows import AuditRow, Batch, PoisonedRow, Remedia
 # ---- answers
 
 T = TypeVar("T")
-Stimulus = Callable[[Transaction, float], T]
+TransactionFunction = Callable[[Transaction, float], T]
 """Runs events in a transaction at a given time. Its submitter gets the return value once all is durable. A stimulus may
 raise EverstepError only before it changes anything."""
 
-AnyPending = PendingStimulus[Stimulus[Any]]
+AnyPendingRequest = PendingRequest[TransactionFunction[Any]]
 
-ANSWERS_PER_TURN = 16
+ANSWERS_PER_LOOP_ITERATION = 16
 """Answers sent per turn of the event loop: half a millisecond of work."""
 NOT_DURABLE = (
     "the database is away, so this is kept in memory only, and not promised: send it again; what was ordered may count "
@@ -52,10 +52,10 @@ NOT_DURABLE = (
 )
 
 
-class StimulusResult(NamedTuple):
+class RequestResult(NamedTuple):
     """The result of one stimulus. ``is_ephemeral``: see ``Transaction``."""
 
-    pending: AnyPending
+    pending: AnyPendingRequest
     value: Any
     error: EverstepError | None
     is_ephemeral: bool
@@ -73,11 +73,11 @@ class StimulusResult(NamedTuple):
             done.set_exception(Unavailable(f"{NOT_DURABLE}: {outage.reason}"))
 
 
-async def resolve_all(results: Iterable[StimulusResult], outage: DatabaseOutage | None) -> None:
+async def resolve_all(results: Iterable[RequestResult], outage: DatabaseOutage | None) -> None:
     """Answer all. Each future's callback builds and sends its answer in the event loop's next turn."""
     for number, result in enumerate(results, 1):
         result.resolve(outage)
-        if number % ANSWERS_PER_TURN == 0:
+        if number % ANSWERS_PER_LOOP_ITERATION == 0:
             await asyncio.sleep(0)
 
 
@@ -135,7 +135,7 @@ class FleetLoop:
         state: restored state; ``ControllerStarted`` is the first event.
         commit: writes one transaction.
         epoch: epoch of this leadership.
-        check_leading: raises NotLeading while this controller is not certain to lead.
+        check_leading: raises NotLeadingError while this controller is not certain to lead.
         outage_buffer_bytes: approximate bytes that may wait in memory during an outage.
         on_audit, on_remediations: called with committed records.
         decide: the core, or a journal around it.
@@ -182,8 +182,8 @@ class FleetLoop:
         self._on_remediations = on_remediations
         self._decide = decide
         self._quota = quota
-        self._queue: Intake[Stimulus[Any]] = Intake(queue_limit, max_batch, metrics.count_shed)
-        self._in_flight: list[AnyPending] = []
+        self._queue: Intake[TransactionFunction[Any]] = Intake(queue_limit, max_batch, metrics.count_shed)
+        self._in_flight: list[AnyPendingRequest] = []
         self._work = asyncio.Event()
         self._pause_timer: asyncio.TimerHandle | None = None
         self._armed: _Timer | None = None
@@ -199,7 +199,7 @@ class FleetLoop:
         """Return the number of stimuli that wait for their transaction."""
         return len(self._queue) + len(self._in_flight)
 
-    async def submit(self, stimulus: Stimulus[T]) -> T:
+    async def submit(self, stimulus: TransactionFunction[T]) -> T:
         """Run ``stimulus`` in turn, and return its result once everything it did is durable.
 
         Raises:
@@ -208,7 +208,9 @@ class FleetLoop:
         """
         return await self.enqueue(stimulus)
 
-    def enqueue(self, stimulus: Stimulus[T], source: str = "", urgency: Urgency = Urgency.URGENT) -> asyncio.Future[T]:
+    def enqueue(
+        self, stimulus: TransactionFunction[T], source: str = "", urgency: Urgency = Urgency.URGENT
+    ) -> asyncio.Future[T]:
         """Queue ``stimulus`` and return the future of its result.
 
         Args:
@@ -224,7 +226,7 @@ class FleetLoop:
         self.check_leading()
         self._commit_buffer.check_room()
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._queue.put(PendingStimulus(stimulus, done, source, urgency))
+        self._queue.put(PendingRequest(stimulus, done, source, urgency))
         self._schedule_wake()
         return done
 
@@ -234,7 +236,7 @@ class FleetLoop:
         self._schedule_wake()
 
     def check_leading(self) -> None:
-        """Raise NotLeading if this controller is not certain to lead; it must not answer then."""
+        """Raise NotLeadingError if this controller is not certain to lead; it must not answer then."""
         self._check_leading()
 
     def database_outage(self) -> DatabaseOutage | None:
@@ -256,10 +258,10 @@ class FleetLoop:
         finally:
             self._end()
 
-    def _first(self) -> AnyPending:
+    def _first(self) -> AnyPendingRequest:
         event = ev.ControllerStarted(epoch=self._epoch, trace=new_trace())
         done = asyncio.get_running_loop().create_future()
-        return PendingStimulus(lambda tx, now: tx.handle(event, now), done, "", Urgency.URGENT)
+        return PendingRequest(lambda tx, now: tx.handle(event, now), done, "", Urgency.URGENT)
 
     async def _something_to_do(self) -> None:
         if self._queue.next_due_in_s() == 0.0 or self._store_change is not None or self._commit_buffer.retry_finished:
@@ -291,10 +293,10 @@ class FleetLoop:
             handle = asyncio.get_running_loop().call_later(self._clock.seconds_until(due), self._work.set)
             self._armed = _Timer(deadline, due, handle)
 
-    async def _run_transaction(self, taken: list[AnyPending]) -> None:
+    async def _run_transaction(self, batch: list[AnyPendingRequest]) -> None:
         """Run all waiting stimuli, then the timer: received messages count before a node is declared late."""
         started = time.perf_counter()
-        self._in_flight = taken
+        self._in_flight = batch
         transaction = Transaction(
             self.state,
             self.outbox,
@@ -307,32 +309,32 @@ class FleetLoop:
         )
         try:
             self._report_store_change(transaction)
-            results = await self._apply_all(taken, transaction)
-            self._tick(transaction, taken)
+            results = await self._apply_all(batch, transaction)
+            self._tick(transaction, batch)
         except Exception:
             await self._record_poisoned(transaction.handling)
             raise
-        durable = await self._commit(transaction, len(taken))
+        durable = await self._commit(transaction, len(batch))
         await resolve_all(results, None if durable else self._commit_buffer.outage)
         self._in_flight = []
-        self._queue.pause_routine_after(taken, time.perf_counter() - started)
+        self._queue.pause_routine_after(batch, time.perf_counter() - started)
 
-    async def _apply_all(self, taken: list[AnyPending], transaction: Transaction) -> list[StimulusResult]:
+    async def _apply_all(self, batch: list[AnyPendingRequest], transaction: Transaction) -> list[RequestResult]:
         """Apply all stimuli, and yield to heartbeats in between; their effects are in no transaction."""
-        results: list[StimulusResult] = []
+        results: list[RequestResult] = []
         stretch = _BlockingBudget()
-        for waiting in taken:
+        for waiting in batch:
             results.append(self._apply(waiting, transaction))
             await stretch.yield_if_spent()
         return results
 
-    def _apply(self, waiting: AnyPending, transaction: Transaction) -> StimulusResult:
+    def _apply(self, waiting: AnyPendingRequest, transaction: Transaction) -> RequestResult:
         transaction.is_ephemeral = False
         try:
             value = waiting.stimulus(transaction, self.now())
         except EverstepError as error:
-            return StimulusResult(waiting, None, error, True)
-        return StimulusResult(waiting, value, None, transaction.is_ephemeral)
+            return RequestResult(waiting, None, error, True)
+        return RequestResult(waiting, value, None, transaction.is_ephemeral)
 
     def _report_store_change(self, transaction: Transaction) -> None:
         """Tell the core about a change of the database's availability before any later event."""
@@ -344,11 +346,13 @@ class FleetLoop:
             held_back, self._held_back = self._held_back, []
             transaction.resend(held_back)
 
-    def _tick(self, transaction: Transaction, taken: Iterable[AnyPending]) -> None:
+    def _tick(self, transaction: Transaction, batch_size: Iterable[AnyPendingRequest]) -> None:
         deadline, now = engine.next_deadline(self.state), self.now()
         if deadline is None or deadline > now:
             return
-        waited = max(self._queue.oldest_wait_s(), *(time.perf_counter() - waiting.arrived_at for waiting in taken), 0.0)
+        waited = max(
+            self._queue.oldest_wait_s(), *(time.perf_counter() - waiting.arrived_at for waiting in batch_size), 0.0
+        )
         late = now - self._armed.due if self._armed is not None and self._armed.deadline == deadline else 0.0
         lag_s = max(self.lag.recent_s(), waited, late)
         self._ticked_at = now

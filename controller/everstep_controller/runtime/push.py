@@ -19,7 +19,7 @@ from everstep_controller.store.rows import OutboxRow
 
 SEQ_PER_EPOCH = 1_000_000_000
 """Directive numbers per node and epoch: enough for a hundred per second over four months."""
-HINTS_PER_TURN = 64
+HINTS_PER_LOOP_ITERATION = 64
 """Nodes that are sent a hint before the next heartbeats are read: about a millisecond of work."""
 DEFLATE_MIN_BYTES = 16 << 10
 """Bodies of at least this size are deflated: a generation of 10,000 ranks shrinks from half a megabyte to a fifteenth,
@@ -159,7 +159,7 @@ class Outbox:
                 self._drop(one.node, one.topic)
             self._queues[one.node].append(one)
             fresh.setdefault(one.node, []).append(one)
-        hints = len(fresh) > HINTS_PER_TURN
+        hints = len(fresh) > HINTS_PER_LOOP_ITERATION
         for node, directives in fresh.items():
             if hints and not directives[-1].is_durable and len(directives) == 1:
                 self._defer_hint(node, directives[0])
@@ -179,7 +179,7 @@ class Outbox:
         self._later.setdefault(node, []).append(hint)
 
     def _push_some(self) -> None:
-        for node in list(itertools.islice(self._later, HINTS_PER_TURN)):
+        for node in list(itertools.islice(self._later, HINTS_PER_LOOP_ITERATION)):
             self._push(node, [])
         if self._later:
             asyncio.get_running_loop().call_soon(self._push_some)

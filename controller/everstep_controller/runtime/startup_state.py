@@ -59,12 +59,12 @@ def _fleet(doc: str, nodes: Iterable[NodeRecord]) -> FleetRecord:
     record, times = msgspec.json.decode(doc, type=FleetRecord), msgspec.json.decode(doc, type=_FirstFleet).evictions
     if times:
         known = [
-            Eviction(at=at, node=node.node, rack=node.domain.rack)
+            Eviction(evicted_at=at, node=node.node, rack=node.domain.rack)
             for node in nodes
             for at in node.eviction_times
             if at in times
         ]
-        record.recent_evictions = sorted(known, key=lambda one: one.at)
+        record.recent_evictions = sorted(known, key=lambda one: one.evicted_at)
     return record
 
 

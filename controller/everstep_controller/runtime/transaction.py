@@ -179,9 +179,9 @@ class Transaction:
         self.is_ephemeral = True
         return self.handle(event, now)
 
-    def mark_reports(self, node: str, incarnation: int, through: int) -> None:
+    def acknowledge_reports(self, node: str, incarnation: int, through: int) -> None:
         """Record that the node's reports up to ``through`` were taken."""
-        self._batch.report_marks[node, incarnation] = through
+        self._batch.acknowledged_reports[node, incarnation] = through
 
     def add_audit_entry(self, entry: fx.AuditEntry) -> None:
         """Add an audit entry for a change made outside the core."""

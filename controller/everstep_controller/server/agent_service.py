@@ -89,7 +89,7 @@ class AgentService:
         defer: runs work in a later turn of the event loop, in order.
         name: name of this controller, as told to agents.
         heartbeat_interval_s: interval of heartbeats, as told to agents.
-        report_marks: (node, incarnation) to the newest report number taken, as stored.
+        acknowledged_reports: (node, incarnation) to the newest report number taken, as stored.
         poisoned_reports: (node, incarnation, number) of reports that ended an earlier controller process.
         charge_reports: called with a node and its number of reports; raises RateLimited for too many.
         epoch_check: asks agents about other leaders; None if there can be none.
@@ -105,7 +105,7 @@ class AgentService:
         defer: Defer,
         name: str,
         heartbeat_interval_s: float,
-        report_marks: dict[tuple[str, int], int],
+        acknowledged_reports: dict[tuple[str, int], int],
         poisoned_reports: frozenset[tuple[str, int, int]],
         charge_reports: Callable[[str, int], None] = lambda node, count: None,
         epoch_check: EpochCheck | None = None,
@@ -122,7 +122,9 @@ class AgentService:
         self._now = loop.now
         self._name = name
         self._heartbeat_interval_s = heartbeat_interval_s
-        self._marks = {node: (incarnation, through) for (node, incarnation), through in sorted(report_marks.items())}
+        self._marks = {
+            node: (incarnation, through) for (node, incarnation), through in sorted(acknowledged_reports.items())
+        }
         self._poisoned = poisoned_reports
         self._first_heard: dict[str, int] = {}
 
@@ -151,7 +153,7 @@ class AgentService:
     def _has_active_job(self, node: str) -> bool:
         """Return whether an active job has a launcher on the node: it may need directives at any moment."""
         live = self._state.node_runtime.get(node)
-        return live is not None and bool(live.open)
+        return live is not None and bool(live.open_jobs)
 
     # --- registration
 
@@ -160,9 +162,9 @@ class AgentService:
         if register.node != node:
             raise MalformedMessage(f"the body speaks of node {register.node}, the path of {node}")
         protocol = negotiate(register.protocols)
-        return self._loop.enqueue(lambda tx, now: self._begin_life(register, protocol, tx, now), node)
+        return self._loop.enqueue(lambda tx, now: self._begin_incarnation(register, protocol, tx, now), node)
 
-    def _begin_life(self, register: Register, protocol: int, tx: Transaction, now: float) -> Registered:
+    def _begin_incarnation(self, register: Register, protocol: int, tx: Transaction, now: float) -> Registered:
         """Answer with the number of this incarnation's first directive.
 
         In a new incarnation older directives are void.
@@ -199,7 +201,7 @@ class AgentService:
         self._loop.check_leading()
         if beat.leadership_proof is not None and self._epoch_check is not None:
             self._epoch_check.take_proof(beat.leadership_proof)
-        heard = engine.HeartbeatResult.NEWS
+        heard = engine.HeartbeatResult.NEEDS_EVENT
         if beat.findings is None:
             heard = engine.apply_heartbeat(self._state, node, beat.incarnation, self._now(), beat.ranks)
         if heard is not engine.HeartbeatResult.UNEVENTFUL:
@@ -208,12 +210,12 @@ class AgentService:
             self.outbox.acknowledge(node, beat.directives_through)
         if heard is not engine.HeartbeatResult.UNEVENTFUL:
             self._check_offers(node, beat)
-        picture = beat.findings
-        waits = picture is not None and engine.can_defer_findings(self._state, node, picture, beat.ranks)
-        comes = bool(self._state.unseen) and node in self._state.unseen
-        if comes and (waits or heard is not engine.HeartbeatResult.NEWS):
-            self._note_first_heard(node, beat.incarnation)
-        if heard is not engine.HeartbeatResult.NEWS:
+        findings = beat.findings
+        waits = findings is not None and engine.can_defer_findings(self._state, node, findings, beat.ranks)
+        comes = bool(self._state.unseen_nodes) and node in self._state.unseen_nodes
+        if comes and (waits or heard is not engine.HeartbeatResult.NEEDS_EVENT):
+            self._record_first_heartbeat(node, beat.incarnation)
+        if heard is not engine.HeartbeatResult.NEEDS_EVENT:
             return heard is engine.HeartbeatResult.UNKNOWN
         urgency = Urgency.ROUTINE if waits else Urgency.URGENT
         try:
@@ -235,7 +237,7 @@ class AgentService:
         if job := engine.job_to_rejoin(self._state, node, beat.ranks):
             raise NotFound(f"the launcher of job {job} on node {node} is not known here: register and join again")
 
-    def _note_first_heard(self, node: str, incarnation: int) -> None:
+    def _record_first_heartbeat(self, node: str, incarnation: int) -> None:
         """Record the first heartbeat of a node since this controller started.
 
         After a start the whole fleet sends one within a second, so they reach the core as one event, before
@@ -246,13 +248,13 @@ class AgentService:
         if asked:
             return
         try:
-            told = self._loop.enqueue(self._flush_first_heard)
+            told = self._loop.enqueue(self._flush_first_heartbeats)
         except Unavailable:  # the node repeats it within a second
             self._first_heard.clear()
         else:
             told.add_done_callback(_ignore_result)
 
-    def _flush_first_heard(self, tx: Transaction, now: float) -> None:
+    def _flush_first_heartbeats(self, tx: Transaction, now: float) -> None:
         met, self._first_heard = self._first_heard, {}
         (node, incarnation), *others = met.items()
         tx.handle_ephemeral(
@@ -296,7 +298,7 @@ class AgentService:
                 self._take_report(node, incarnation, report.number, report.body, tx, now)
         self.metrics.count_reports(taken, len(reports.reports) - taken)
         if through > before:
-            tx.mark_reports(node, incarnation, through)
+            tx.acknowledge_reports(node, incarnation, through)
             self._marks[node] = (incarnation, through)
         return through
 

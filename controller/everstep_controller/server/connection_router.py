@@ -30,8 +30,8 @@ FIRST_REQUEST_S = 10.0
 """Seconds for the first request of a new connection, which holds a file descriptor meanwhile."""
 
 _BEFORE_NODE, _AFTER_NODE = b"GET /v1/agents/", b"/session"
-_WANTED = UPGRADE.encode()
-_ACCEPTED = b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: " + _WANTED + b"\r\n\r\n"
+_UPGRADE_TOKEN = UPGRADE.encode()
+_ACCEPTED = b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: " + _UPGRADE_TOKEN + b"\r\n\r\n"
 
 MakeHttp = Callable[[], asyncio.Protocol]
 
@@ -124,7 +124,7 @@ class ConnectionRouter(asyncio.Protocol):
         if not path.endswith(_AFTER_NODE):
             self._to_http()
             return
-        is_upgrade = (b"upgrade", _WANTED) in headers
+        is_upgrade = (b"upgrade", _UPGRADE_TOKEN) in headers
         node = unquote(path[: -len(_AFTER_NODE)].decode("latin-1"))
         leader = self._process.leading()
         if leader is None:

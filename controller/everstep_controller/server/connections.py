@@ -103,9 +103,9 @@ def process_descriptors() -> DescriptorBudget:
 
 SCOPE_KEY = "everstep.peer"
 """Key in each request's ASGI scope for the connection's ``ConnectionPeer``."""
-HANG_UP_KEY = "everstep.hang_up"
+CLOSE_CONNECTION_KEY = "everstep.hang_up"
 """Key for a function without arguments that aborts the connection and discards unsent data."""
-REST_KEY = "everstep.rest"
+READ_PAUSE_KEY = "everstep.rest"
 """Key for a function that stops reading further requests for a number of seconds."""
 URI_SCHEME = "everstep"
 CERTIFICATE_CREDENTIAL = "certificate"

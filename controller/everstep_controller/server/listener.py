@@ -28,7 +28,13 @@ from everstep_controller.leadership.member import ControllerReplica
 from everstep_controller.server import connections, responses
 from everstep_controller.server.agent_service import Defer, SerialQueue
 from everstep_controller.server.connection_router import ConnectionRouter
-from everstep_controller.server.connections import HANG_UP_KEY, REST_KEY, SCOPE_KEY, UNKNOWN_PEER, ConnectionPeer
+from everstep_controller.server.connections import (
+    CLOSE_CONNECTION_KEY,
+    READ_PAUSE_KEY,
+    SCOPE_KEY,
+    UNKNOWN_PEER,
+    ConnectionPeer,
+)
 
 if TYPE_CHECKING:
     from uvicorn._types import ASGI3Application
@@ -40,7 +46,7 @@ if TYPE_CHECKING:
 MAX_HEAD_BYTES = 16 << 10
 """Maximum bytes of request line, headers and trailers together; ours are under 1 KiB. Neither uvicorn nor its parser
 has a limit."""
-MOST_HEADER_LINES = 100
+MAX_HEADER_LINES = 100
 """Maximum lines of headers and trailers together. Each costs about 150 bytes of memory besides its text."""
 MAX_MESSAGE_BYTES = 16 << 20
 """Maximum bytes of a request on the wire. Bodies end at 1 MiB; the rest leaves room for tiny chunks."""
@@ -51,7 +57,7 @@ HEAD_DEADLINE_S = 30.0
 """Seconds for a request's head once begun, and for a connection's first byte."""
 BODY_DEADLINE_S = 60.0
 """Seconds for a request's body: 1 MiB over a line of 140 kbit/s."""
-LONGEST_REST_S = 5.0
+MAX_READ_PAUSE_S = 5.0
 """Maximum seconds without reading a connection. A disconnect in this time is noticed only at its end."""
 SLOW_READER_S = 30.0
 MIN_READ_BYTES = 16 << 10
@@ -101,14 +107,14 @@ class BoundedHttp(HttpToolsProtocol):
     _stage = _Stage.HEAD
     _head_bytes = 0
     _head_lines = 0
-    _held_bytes = 0
+    _unparsed_bytes = 0
     """Bytes received since the parser last handed over anything but a header."""
     _handed_over = False
     _message_bytes = 0
-    _why = ""
-    _rest_s = 0.0
+    _refusal_reason = ""
+    _read_pause_s = 0.0
     _answering: tuple[RequestResponseCycle, ...] = ()
-    _resting: asyncio.TimerHandle | None = None
+    _read_pause_timer: asyncio.TimerHandle | None = None
 
     def __init__(self, *args: Any, soon: Defer = lambda work: work(), **named: Any) -> None:
         super().__init__(*args, **named)
@@ -119,7 +125,7 @@ class BoundedHttp(HttpToolsProtocol):
         """Send a problem detail like every other refusal, unless the request has its response already."""
         self._disarm()
         if self._stage is not _Stage.BODY or not self.cycle.response_started:
-            body = responses.problem(400, "http", self._why or msg)
+            body = responses.problem(400, "http", self._refusal_reason or msg)
             lines = (
                 b"HTTP/1.1 400 Bad Request",
                 b"content-type: " + responses.MEDIA_TYPE.encode(),
@@ -135,9 +141,9 @@ class BoundedHttp(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
-        self._heed_reading()
-        if self._resting is not None:
-            self._resting.cancel()
+        self._cancel_reader_check()
+        if self._read_pause_timer is not None:
+            self._read_pause_timer.cancel()
         super().connection_lost(exc)
         for cycle in (*self._answering, *(waiting for waiting, _ in self.pipeline)):
             cycle.disconnected = True  # uvicorn notifies only the newest cycle; the one being answered would never end
@@ -163,10 +169,10 @@ class BoundedHttp(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if not self._handed_over:
-            self._held_bytes += len(data)
+            self._unparsed_bytes += len(data)
         if self._stage is _Stage.HEAD or (self._stage is _Stage.IDLE and not self._handed_over):
             self._arm(HEAD_DEADLINE_S)
-        if self._held_bytes > MAX_HEAD_BYTES or self._message_bytes > MAX_MESSAGE_BYTES:
+        if self._unparsed_bytes > MAX_HEAD_BYTES or self._message_bytes > MAX_MESSAGE_BYTES:
             self.send_400_response(_TOO_LARGE)
 
     def on_message_begin(self) -> None:
@@ -181,8 +187,8 @@ class BoundedHttp(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         self._count(len(name) + len(value) + _AROUND_HEADER)
         self._head_lines += 1
-        if self._head_lines > MOST_HEADER_LINES:
-            self._refuse(f"This request has more than {MOST_HEADER_LINES} header lines.")
+        if self._head_lines > MAX_HEADER_LINES:
+            self._refuse(f"This request has more than {MAX_HEADER_LINES} header lines.")
         if self._stage is _Stage.HEAD:  # trailers are not read, and must not be taken for headers
             super().on_header(name, value)
 
@@ -209,34 +215,34 @@ class BoundedHttp(HttpToolsProtocol):
         self._disarm()
         super().on_message_complete()
 
-    def rest(self, seconds: float) -> None:
-        """Stop reading requests for ``seconds`` (at most LONGEST_REST_S) after the current one: a client that ignores
+    def pause_reading_for(self, seconds: float) -> None:
+        """Stop reading requests for ``seconds`` (at most MAX_READ_PAUSE_S) after the current one: a client that ignores
         Retry-After then costs nothing."""
-        self._rest_s = min(seconds, LONGEST_REST_S)
+        self._read_pause_s = min(seconds, MAX_READ_PAUSE_S)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self._rest_s and not self.transport.is_closing():
+        if self._read_pause_s and not self.transport.is_closing():
             self.flow.pause_reading()
-            self._resting = self.loop.call_later(self._rest_s, lambda: self._soon(self._wake))
-            self._rest_s = 0.0
+            self._read_pause_timer = self.loop.call_later(self._read_pause_s, lambda: self._soon(self._wake))
+            self._read_pause_s = 0.0
 
     def _wake(self) -> None:
         if not self.transport.is_closing():
             self.flow.resume_reading()
 
     def _progress(self) -> None:
-        self._handed_over, self._held_bytes = True, 0
+        self._handed_over, self._unparsed_bytes = True, 0
 
     def _count(self, size: int) -> None:
         self._head_bytes += size
         if self._head_bytes > MAX_HEAD_BYTES:
             self._refuse(_TOO_LARGE)
 
-    def _refuse(self, why: str) -> None:
+    def _refuse(self, reason: str) -> None:
         """Abort the parser from inside one of its calls; the received data is then answered by 400."""
-        self._why = why
-        raise OverflowError(why)
+        self._refusal_reason = reason
+        raise OverflowError(reason)
 
     def _arm(self, seconds: float) -> None:
         if self._deadline is None:
@@ -251,13 +257,13 @@ class BoundedHttp(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._look_again()
+        self._schedule_reader_check()
 
     def resume_writing(self) -> None:
-        self._heed_reading()
+        self._cancel_reader_check()
         super().resume_writing()
 
-    def _look_again(self) -> None:
+    def _schedule_reader_check(self) -> None:
         unread = self.transport.get_write_buffer_size()
         self._reading = self.loop.call_later(SLOW_READER_S, lambda: self._check_reader(unread))
 
@@ -265,9 +271,9 @@ class BoundedHttp(HttpToolsProtocol):
         if before - self.transport.get_write_buffer_size() < MIN_READ_BYTES:
             self.transport.abort()
         else:
-            self._look_again()
+            self._schedule_reader_check()
 
-    def _heed_reading(self) -> None:
+    def _cancel_reader_check(self) -> None:
         if self._reading is not None:
             self._reading.cancel()
             self._reading = None
@@ -286,7 +292,7 @@ GC_THRESHOLDS = (2_000, 5, 1_000)
 """Thresholds of the garbage collector. A collection takes 0.2 us per object: the young and middle generations take at
 most two milliseconds, and a full collection runs only after ten million new objects."""
 SWITCH_INTERVAL_S = 0.00005
-GONE_POLL_S = 0.01
+CONNECTION_CLOSED_POLL_S = 0.01
 CUT_OFF_S = 1.0
 """Maximum seconds to wait for aborted connections to end; usually one turn of the event loop."""
 TRIM_EVERY_S = 10
@@ -294,9 +300,9 @@ _KEEPALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 15), (socket.TCP
 """A node that loses power closes no connection: after two minutes without a sign the kernel does."""
 
 
-def listen(place: tuple[str, int], setting_name: str = "listen") -> socket.socket:
+def listen(listen_address: tuple[str, int], setting_name: str = "listen") -> socket.socket:
     """Return a listener at a host and port. Raises ConfigurationError, which names ``setting_name``."""
-    host, port = place
+    host, port = listen_address
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, socket.SOCK_STREAM)
@@ -398,7 +404,7 @@ async def _until_gone(state: ServerState, seconds: float) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             while state.connections or state.tasks:
-                await asyncio.sleep(GONE_POLL_S)
+                await asyncio.sleep(CONNECTION_CLOSED_POLL_S)
 
 
 class CountedHttp(BoundedHttp):
@@ -413,8 +419,8 @@ class CountedHttp(BoundedHttp):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.scope[SCOPE_KEY] = self._peer  # type: ignore[literal-required]
-        self.scope[HANG_UP_KEY] = self.transport.abort  # type: ignore[literal-required]
-        self.scope[REST_KEY] = self.rest  # type: ignore[literal-required]
+        self.scope[CLOSE_CONNECTION_KEY] = self.transport.abort  # type: ignore[literal-required]
+        self.scope[READ_PAUSE_KEY] = self.pause_reading_for  # type: ignore[literal-required]
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)

@@ -58,23 +58,23 @@ def frames_of(directives: Sequence[OutgoingDirective]) -> Iterator[tuple[bytes, 
     for one in directives:
         if one.body.is_large:
             if small:
-                yield _together(small)
+                yield _json_push_frame(small)
                 small = []
-            yield _alone(one)
+            yield _deflated_push_frame(one)
         else:
             small.append(one)
     if small:
-        yield _together(small)
+        yield _json_push_frame(small)
 
 
-def _together(directives: list[OutgoingDirective]) -> tuple[bytes]:
+def _json_push_frame(directives: list[OutgoingDirective]) -> tuple[bytes]:
     if len(directives) == 1:  # mostly a notice to a whole job
         (one,) = directives
         return (encode_frame(FrameKind.PUSH, b'{"directives":[{"seq":%d,"body":%b}]}' % (one.seq, one.body.json)),)
     return (encode_frame(FrameKind.PUSH, responses.encode(_Directives(tuple(one.encode() for one in directives)))),)
 
 
-def _alone(one: OutgoingDirective) -> tuple[bytes, bytes]:
+def _deflated_push_frame(one: OutgoingDirective) -> tuple[bytes, bytes]:
     """Return the frame's head, and the deflated body that all receivers share without copying."""
     deflated = one.body.deflated
     length = (1 + DIRECTIVE_NUMBER_BYTES + len(deflated)).to_bytes(PREFIX_BYTES, "big")
@@ -95,8 +95,8 @@ _HEAD = PREFIX_BYTES + 1
 _HEARTBEAT = msgspec.json.Decoder(Heartbeat)
 _REPORTS = msgspec.json.Decoder(Reports)
 _ACKNOWLEDGE = msgspec.json.Decoder(Acknowledge)
-_QUIET_BEAT = int(FrameKind.ONE_WAY_HEARTBEAT)  # an int, because looking up an enumeration's name is slow
-_BEATS = (_QUIET_BEAT, int(FrameKind.HEARTBEAT))
+_ONE_WAY_HEARTBEAT = int(FrameKind.ONE_WAY_HEARTBEAT)  # an int, because looking up an enumeration's name is slow
+_BEATS = (_ONE_WAY_HEARTBEAT, int(FrameKind.HEARTBEAT))
 _REPORTS_LANE = (FrameKind.REPORTS,)
 _BEATS_LANE = (FrameKind.HEARTBEAT, FrameKind.ONE_WAY_HEARTBEAT, FrameKind.REGISTER)
 
@@ -178,7 +178,9 @@ class AgentSession(asyncio.Protocol):
             body_at = at + _HEAD
             after = at + PREFIX_BYTES + int.from_bytes(data[at : at + PREFIX_BYTES], "big")
             if not body_at <= after <= body_at + MAX_BODY_BYTES:
-                self._hang_up(0, TooLarge(f"a frame is longer than {MAX_BODY_BYTES} bytes, or has no kind: hanging up"))
+                self._close_with_error(
+                    0, TooLarge(f"a frame is longer than {MAX_BODY_BYTES} bytes, or has no kind: hanging up")
+                )
                 return
             if after > end:
                 break
@@ -264,15 +266,15 @@ class AgentSession(asyncio.Protocol):
             elif kind in _BEATS_LANE or kind == FrameKind.REPORTS:
                 self._take_in_order(FrameKind(kind), body)
             else:
-                self._hang_up(0, MalformedMessage(f"a frame of kind {kind} is not known here: hanging up"))
+                self._close_with_error(0, MalformedMessage(f"a frame of kind {kind} is not known here: hanging up"))
         except AuthenticationError as error:
-            self._hang_up(kind, error)
+            self._close_with_error(kind, error)
         except EverstepError as error:
             self._refuse(kind, error)
 
     def _take_in_order(self, kind: FrameKind, body: bytes) -> None:
         if self._reports_busy if kind is FrameKind.REPORTS else self._beats_busy:
-            self._park(kind, body)
+            self._queue_frame(kind, body)
         elif kind is FrameKind.REPORTS:
             self._reports(body)
         elif kind is FrameKind.REGISTER:
@@ -280,7 +282,7 @@ class AgentSession(asyncio.Protocol):
         else:
             self._beat(kind, body)
 
-    def _park(self, kind: FrameKind, body: bytes) -> None:
+    def _queue_frame(self, kind: FrameKind, body: bytes) -> None:
         if self._parked is None:
             self._parked = []
         self._parked.append((kind, body))
@@ -308,27 +310,27 @@ class AgentSession(asyncio.Protocol):
         self._check_own(beat.incarnation)
         outcome = self._service.take_heartbeat(self._node, beat)
         if isinstance(outcome, bool):
-            self._beat_taken(kind, beat.incarnation, resend=outcome)
+            self._on_heartbeat_applied(kind, beat.incarnation, resend=outcome)
         else:
             self._beats_busy = True
-            outcome.add_done_callback(lambda done: self._beat_done(kind, beat.incarnation, done))
+            outcome.add_done_callback(lambda done: self._on_heartbeat_done(kind, beat.incarnation, done))
 
-    def _beat_done(self, kind: int, incarnation: int, done: asyncio.Future[bool]) -> None:
+    def _on_heartbeat_done(self, kind: int, incarnation: int, done: asyncio.Future[bool]) -> None:
         self._beats_busy = False
         if self._check_result(kind, done):
-            self._beat_taken(kind, incarnation, resend=done.result())
+            self._on_heartbeat_applied(kind, incarnation, resend=done.result())
         self._next(_BEATS_LANE)
 
-    def _beat_taken(self, kind: int, incarnation: int, *, resend: bool) -> None:
-        desk = self._service
-        desk.metrics.heartbeats += 1
+    def _on_heartbeat_applied(self, kind: int, incarnation: int, *, resend: bool) -> None:
+        service = self._service
+        service.metrics.heartbeats += 1
         waited = () if self._attached else self._attach(incarnation)
-        if kind == _QUIET_BEAT:
+        if kind == _ONE_WAY_HEARTBEAT:
             self._answer_one_way(waited, resend=resend)
             return
-        self._keep_open = desk.should_keep_open(self._node)
+        self._keep_open = service.should_keep_open(self._node)
         answer = EncodedHeartbeatAnswer(
-            desk.wall(), resend, tuple(one.encode() for one in waited), self._keep_open, desk.unconfirmed_epoch()
+            service.wall(), resend, tuple(one.encode() for one in waited), self._keep_open, service.unconfirmed_epoch()
         )
         self._send(FrameKind.HEARTBEAT_ANSWER, responses.encode(answer))
 
@@ -411,7 +413,7 @@ class AgentSession(asyncio.Protocol):
         try:
             self._authenticator.check_valid(self._identity)
         except AuthenticationError as error:
-            self._hang_up(0, error)
+            self._close_with_error(0, error)
             return
         for parts in frames_of(directives):
             if not self._closed:
@@ -445,7 +447,7 @@ class AgentSession(asyncio.Protocol):
         refused = FrameRefused(frame_kind=kind, code=error.code, message=str(error)[:4096], retry_after_s=retry_after_s)
         self._send(FrameKind.REFUSED, responses.encode(refused))
 
-    def _hang_up(self, kind: int, error: EverstepError) -> None:
+    def _close_with_error(self, kind: int, error: EverstepError) -> None:
         """Refuse and close: the frame's end is unknown (kind 0), or no further frame is allowed."""
         self._refuse(kind, error)
         self._close()

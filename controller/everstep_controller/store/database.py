@@ -58,7 +58,7 @@ def head() -> str:
 
 log = logging.getLogger(__name__)
 
-TELL_EVERY_S = 5.0
+CHECK_PROGRESS_LOG_INTERVAL_S = 5.0
 """Seconds between log lines while a large file is checked."""
 INSTRUCTIONS = 100_000
 """SQLite instructions between progress callbacks: some milliseconds."""
@@ -80,7 +80,7 @@ def check_file(path: Path) -> None:
     def tell() -> int:
         nonlocal told
         now = time.perf_counter()
-        if now - told >= TELL_EVERY_S:
+        if now - told >= CHECK_PROGRESS_LOG_INTERVAL_S:
             told = now
             log.info("checking the database %s (%d MiB) for damage, for %.0f s so far", path, size >> 20, now - began)
         return 0
@@ -234,7 +234,7 @@ def _refuse_unknown(revision: str | None, url: URL) -> None:
 
 
 @contextmanager
-def _migration_turn(connection: Connection) -> Iterator[None]:
+def _migration_lock(connection: Connection) -> Iterator[None]:
     """Wait until no other controller migrates this database."""
     with _migrating:
         if connection.dialect.name == "postgresql":
@@ -246,7 +246,7 @@ def _migration_turn(connection: Connection) -> Iterator[None]:
 def _migrate(engine: Engine, url: URL) -> None:
     with engine.connect() as plain:
         connection = plain.execution_options(**_WRITE)
-        with connection.begin(), _migration_turn(connection):
+        with connection.begin(), _migration_lock(connection):
             revision = _revision(connection)
             _refuse_unknown(revision, url)
             if revision != HEAD:

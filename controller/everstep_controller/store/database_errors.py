@@ -19,24 +19,24 @@ _READ_ONLY = "25006"
 """SQLSTATE of a PostgreSQL server that was demoted to a standby: its successor will answer at the same address."""
 
 
-class Superseded(Unavailable):
+class LeadershipLost(Unavailable):
     """Another controller took over this database; this one must not write any more."""
 
 
-class Resigned(Superseded):
+class LeaseResigned(LeadershipLost):
     """This controller gave up its lease because nodes reach another one. The message has the reason."""
 
 
 class DatabaseUnavailable(Unavailable):
     """The database cannot be used at present; the same write may succeed later. The message has the reason.
 
-    If ``is_batch_kept``, the store keeps the batch, and writes it before any other unless it was written after all.
+    If ``is_batch_queued``, the store keeps the batch, and writes it before any other unless it was written after all.
     Otherwise nothing of it was written, and the caller keeps it.
     """
 
-    def __init__(self, message: str, *, is_batch_kept: bool = False) -> None:
+    def __init__(self, message: str, *, is_batch_queued: bool = False) -> None:
         super().__init__(message)
-        self.is_batch_kept = is_batch_kept
+        self.is_batch_queued = is_batch_queued
 
 
 def is_unavailable(error: DBAPIError) -> bool:
@@ -80,9 +80,9 @@ def redacted_url(url: URL) -> str:
     return url.render_as_string(hide_password=True)
 
 
-def _matches(marks: tuple[str, ...], text: str) -> bool:
-    found = [mark in text for mark in marks]
-    return any(found) if marks[0] in _ANY_OF else all(found)
+def _matches(patterns: tuple[str, ...], text: str) -> bool:
+    found = [mark in text for mark in patterns]
+    return any(found) if patterns[0] in _ANY_OF else all(found)
 
 
 def diagnose(error: Exception, url: URL) -> str:

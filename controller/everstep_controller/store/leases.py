@@ -16,7 +16,7 @@ from everstep_controller.leadership.lease import LeaseView, StandbyReport
 from everstep_controller.store.database import application_name
 from everstep_controller.store.database_errors import (
     DatabaseUnavailable,
-    Superseded,
+    LeadershipLost,
     abort_connection,
     diagnose,
     is_unavailable,
@@ -34,11 +34,11 @@ CONTACTS_VALID_S = 5.0
 """Seconds that a standby's count of contacting nodes is valid; it is written every two seconds."""
 RESIGNATION_SERIES_S = 3600.0
 """Maximum seconds between two resignations of one series."""
-CONTACTS_KEPT_S = 86400.0
+CONTACTS_RETENTION_S = 86400.0
 """Seconds until the counts of a vanished controller are deleted."""
 _NOW = "extract(epoch from clock_timestamp())"
 
-_LOOK = text(
+_READ_LEASE = text(
     f"SELECT epoch, holder, address, expires_at - {_NOW} AS left_s, "  # noqa: S608 - constants of this file
     "(SELECT value FROM meta WHERE key = 'epoch') AS newest, "
     f"CASE WHEN resigned_at > {_NOW} - {SUCCESSOR_WAIT_S} THEN successor ELSE '' END AS successor, "
@@ -46,19 +46,19 @@ _LOOK = text(
 )
 _LOCK = text("SELECT pg_try_advisory_lock(:locks, :key)")
 _UNLOCK_ALL = text("SELECT pg_advisory_unlock_all()")
-_SPEAK = text("SELECT 1")
+_PING = text("SELECT 1")
 _WRITE = text("UPDATE lease SET address = address WHERE id = 1")
 _RENEW = text(
     f"UPDATE lease SET renewed_at = {_NOW}, expires_at = {_NOW} + :lease_s "  # noqa: S608 - as above
     "WHERE id = 1 AND epoch = :epoch"
 )
-_TELL = text(
-    f"WITH gone AS (DELETE FROM standby_contacts WHERE reported_at < {_NOW} - {CONTACTS_KEPT_S} "  # noqa: S608
+_WRITE_CONTACTS = text(
+    f"WITH gone AS (DELETE FROM standby_contacts WHERE reported_at < {_NOW} - {CONTACTS_RETENTION_S} "  # noqa: S608
     "AND controller <> :controller) "
     f"INSERT INTO standby_contacts (controller, nodes, reported_at) VALUES (:controller, :nodes, {_NOW}) "
     "ON CONFLICT (controller) DO UPDATE SET nodes = excluded.nodes, reported_at = excluded.reported_at"
 )
-_TOLD = text(
+_READ_STANDBY_REPORT = text(
     f"SELECT CASE WHEN resigned_at > {_NOW} - {RESIGNATION_SERIES_S} THEN resignations ELSE 0 END AS resignations, "  # noqa: S608
     "controller, nodes FROM lease LEFT JOIN standby_contacts ON controller <> holder "
     f"AND reported_at > {_NOW} - {CONTACTS_VALID_S} "
@@ -69,7 +69,7 @@ _RESIGN = text(
     f"resignations = CASE WHEN resigned_at > {_NOW} - {RESIGNATION_SERIES_S} THEN resignations + 1 ELSE 1 END "
     "WHERE id = 1 AND epoch = :epoch"
 )
-_END = text(
+_END_SESSIONS = text(
     "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = :application "
     "AND datname = current_database() AND usename = current_user AND pid <> pg_backend_pid()"
 )
@@ -95,13 +95,13 @@ def claim(holder: str, address: str, lease_s: float, *, is_lock_free: bool) -> C
         address: where others reach the new leader.
         lease_s: seconds that the lease lasts.
         is_lock_free: the old holder's session is gone. Otherwise the lease must have expired; if it was renewed
-            meanwhile, the function raises Superseded.
+            meanwhile, the function raises LeadershipLost.
     """
 
     def write(connection: Connection, epoch: int) -> None:
         values = {"epoch": epoch, "holder": holder, "address": address, "lease_s": lease_s, "free": is_lock_free}
         if connection.execute(_CLAIM, values).rowcount == 0:
-            raise Superseded("the lease was renewed meanwhile")
+            raise LeadershipLost("the lease was renewed meanwhile")
 
     return write
 
@@ -123,7 +123,7 @@ class LeaseSession:
         if self._held:
             self._execute(lambda connection: connection.execute(_UNLOCK_ALL))
             self._held.clear()
-        row = self._execute(lambda connection: connection.execute(_LOOK).one())
+        row = self._execute(lambda connection: connection.execute(_READ_LEASE).one())
         return LeaseView(
             epoch=row.epoch,
             newest_epoch=row.newest,
@@ -149,7 +149,7 @@ class LeaseSession:
 
     def touch(self) -> None:
         """Show that this session's lock holder is alive; see ``end_silent_holder``."""
-        self._execute(lambda connection: connection.execute(_SPEAK).scalar_one())
+        self._execute(lambda connection: connection.execute(_PING).scalar_one())
 
     def end_sessions_of(self, holder: str) -> None:
         """End the database sessions of a controller whose lease is over.
@@ -157,7 +157,9 @@ class LeaseSession:
         A controller that was paused inside a transaction holds a lock that its successor needs. No server timeout ends
         a session that is inside a pipeline.
         """
-        self._execute(lambda connection: connection.execute(_END, {"application": application_name(holder)}).all())
+        self._execute(
+            lambda connection: connection.execute(_END_SESSIONS, {"application": application_name(holder)}).all()
+        )
 
     def end_silent_holder(self, epoch: int, silent_s: float) -> None:
         """End the database sessions of the lock holder of ``epoch`` if its session was silent for ``silent_s``.
@@ -169,27 +171,30 @@ class LeaseSession:
     def renew(self, epoch: int, lease_s: float) -> None:
         """Extend the lease to ``lease_s`` from now, by the database's clock.
 
-        Raises Superseded if another one has it.
+        Raises LeadershipLost if another one has it.
         """
         values = {"epoch": epoch, "lease_s": lease_s}
         if self._execute(lambda connection: connection.execute(_RENEW, values).rowcount) == 0:
-            raise Superseded(f"another controller has taken the lease of epoch {epoch}")
+            raise LeadershipLost(f"another controller has taken the lease of epoch {epoch}")
 
     def write_contacts(self, controller: str, nodes: int) -> None:
         """Store the number of nodes that contact a standby persistently."""
-        self._execute(lambda connection: connection.execute(_TELL, {"controller": controller, "nodes": nodes}))
+        self._execute(
+            lambda connection: connection.execute(_WRITE_CONTACTS, {"controller": controller, "nodes": nodes})
+        )
 
     def read_standby_report(self) -> StandbyReport:
         """Return the recent reports of standbys."""
-        rows = self._execute(lambda connection: connection.execute(_TOLD).all())
-        knocks = {row.controller: row.nodes for row in rows if row.controller is not None}
-        return StandbyReport(contacts=knocks, resignations=rows[0].resignations)
+        rows = self._execute(lambda connection: connection.execute(_READ_STANDBY_REPORT).all())
+        contacts = {row.controller: row.nodes for row in rows if row.controller is not None}
+        return StandbyReport(contacts=contacts, resignations=rows[0].resignations)
 
     def resign(self, epoch: int, successor: str) -> None:
-        """Reserve the lease for ``successor`` from the end of this session. Raises Superseded if another one has it."""
+        """Reserve the lease for ``successor`` from the end of this session. Raises LeadershipLost if "
+        "another one has it."""
         values = {"epoch": epoch, "successor": successor}
         if self._execute(lambda connection: connection.execute(_RESIGN, values).rowcount) == 0:
-            raise Superseded(f"another controller has taken the lease of epoch {epoch}")
+            raise LeadershipLost(f"another controller has taken the lease of epoch {epoch}")
 
     def close(self) -> None:
         """End the session, which frees its locks at once."""

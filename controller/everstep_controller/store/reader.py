@@ -42,7 +42,7 @@ class RowVersions(NamedTuple):
 NO_ROW_VERSIONS = RowVersions("", {})
 
 _SERVER = "SELECT extract(epoch FROM pg_postmaster_start_time())::text"
-_MARKS = "SELECT node, xmin::text || ctid::text AS mark FROM nodes"
+_ROW_VERSIONS = "SELECT node, xmin::text || ctid::text AS mark FROM nodes"
 _ROWS = "SELECT node, xmin::text || ctid::text, doc FROM nodes WHERE node = ANY(%(nodes)s)"
 
 
@@ -64,7 +64,7 @@ def changed_nodes(connection: Connection, row_versions: RowVersions) -> NodeChan
     """Return the records that changed since ``row_versions`` was read."""
     server: str = connection.exec_driver_sql(_SERVER).scalar_one()
     before = row_versions.nodes if row_versions.server == server else NO_ROW_VERSIONS.nodes
-    marks = {row.node: row.mark for row in connection.exec_driver_sql(_MARKS)}
+    marks = {row.node: row.mark for row in connection.exec_driver_sql(_ROW_VERSIONS)}
     same = {node for node, mark in marks.items() if before.get(node) == mark}
     rows = connection.exec_driver_sql(_ROWS, {"nodes": list(marks.keys() - same)})
     return NodeChanges(server, same, [NodeRow(*row) for row in rows])
@@ -173,7 +173,7 @@ class EventPage(NamedTuple):
 
 
 def _ids_of_kinds(
-    connection: Connection, kinds: Sequence[str], wanted: list[ColumnElement[bool]], *, newest: bool, limit: int
+    connection: Connection, kinds: Sequence[str], count: list[ColumnElement[bool]], *, newest: bool, limit: int
 ) -> list[int]:
     """Return the first (or ``newest``) ``limit`` matching ids whose kind begins with one of ``kinds``.
 
@@ -184,7 +184,7 @@ def _ids_of_kinds(
     parts = []
     for kind in table_access.kinds(connection):
         if kind.startswith(tuple(kinds)):
-            part = select(audit.id).where(audit.kind == kind, *wanted).order_by(order(audit.id)).limit(limit)
+            part = select(audit.id).where(audit.kind == kind, *count).order_by(order(audit.id)).limit(limit)
             parts.append(select(part.subquery().c.id))
     if not parts:
         return []
@@ -333,7 +333,7 @@ def load_state(
 ) -> LoadedState:
     """Return the state that a controller of ``epoch`` starts from, without unchanged node records."""
     same, nodes = _nodes(connection, row_versions)
-    marks, audit = tables.report_marks.c, tables.audit.c
+    marks, audit = tables.acknowledged_reports.c, tables.audit.c
     newest = connection.execute(select(audit.id).order_by(desc(audit.id)).limit(1)).scalar()
     pruned = select(tables.meta.c.value).where(tables.meta.c.key == "audit_pruned")
     jobs = _pairs(connection, tables.jobs.c.job, tables.jobs.c.doc)
@@ -343,14 +343,14 @@ def load_state(
         fleet=connection.execute(select(tables.fleet.c.doc)).scalar(),
         unchanged=same,
         nodes=nodes,
-        active_findings=_standing(connection),
+        active_findings=_active_findings(connection),
         jobs=jobs,
         versions=_versions(connection, jobs),
         credentials=table_access.load_credentials(connection),
         remediations=table_access.load_remediations(connection),
         alerts=table_access.load_alerts(connection),
         outbox=_outbox(connection),
-        report_marks={
+        acknowledged_reports={
             (node, incarnation): through
             for node, incarnation, through in connection.execute(select(marks.node, marks.incarnation, marks.through))
         },
@@ -373,9 +373,9 @@ def _pairs(connection: Connection, key: Column[Any], doc: Column[Any]) -> dict[s
     return {row[0]: row[1] for row in connection.execute(select(key, doc))}
 
 
-def _standing(connection: Connection) -> dict[tuple[str, str], str]:
-    standing = tables.active_findings.c
-    query = select(standing.node, standing.key, standing.doc).order_by(standing.node, standing.key)
+def _active_findings(connection: Connection) -> dict[tuple[str, str], str]:
+    columns = tables.active_findings.c
+    query = select(columns.node, columns.key, columns.doc).order_by(columns.node, columns.key)
     return {(node, key): doc for node, key, doc in connection.execute(query)}
 
 

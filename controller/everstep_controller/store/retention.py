@@ -27,7 +27,7 @@ DELETE_BATCH_ROWS = 500
 """Rows per transaction: a few milliseconds, during which no decision is written."""
 ORDERS_PRUNED = "orders_pruned"
 """Key in ``meta``: newest id of an entry by people that retention may delete."""
-VERSIONS_KEPT = 1000
+MAX_VERSIONS_PER_JOB = 1000
 """Versions kept per job, which commits about two per second."""
 
 
@@ -53,7 +53,7 @@ class DeleteBatch(msgspec.Struct, frozen=True):
         columns = list(self.table.primary_key.columns)
         one = len(columns) == 1
         wanted = columns[0].in_([key[0] for key in self.keys]) if one else tuple_(*columns).in_(self.keys)
-        connection.execute(delete(self.table).where(wanted, *_given(self.condition)))
+        connection.execute(delete(self.table).where(wanted, *_as_conditions(self.condition)))
 
 
 class OrdersDeleteBatch(DeleteBatch, frozen=True):
@@ -102,7 +102,7 @@ def find_deletions(connection: Connection, keep: RetentionLimits) -> list[Choose
     for table, most in (
         (tables.generations, keep.generations),
         (tables.recoveries, keep.generations),
-        (tables.versions, VERSIONS_KEPT),
+        (tables.versions, MAX_VERSIONS_PER_JOB),
     ):
         found += [_of_job(table, job, most) for job in _jobs_with_more(connection, table, most)]
     return found
@@ -147,7 +147,7 @@ def _old(
         surplus = connection.execute(select(func.count()).select_from(table)).scalar_one() - keep.rows
         first = select(table.c.id).where(may_go).order_by(order).limit(min(surplus, DELETE_BATCH_ROWS))
         old = connection.execute(first).all() if surplus > 0 else old
-    return _bite(table, old, may_go)
+    return _delete_batch(table, old, may_go)
 
 
 def _jobs_with_more(connection: Connection, table: Table, most: int) -> list[str]:
@@ -166,9 +166,11 @@ def _of_job(table: Table, job: str, most: int) -> ChooseBatch:
             return None
         may_go = _not_newest_verified() if table is tables.versions else None
         beyond = (
-            mine.where(tuple_(*places) <= tuple(last)[1:], *_given(may_go)).order_by(*places).limit(DELETE_BATCH_ROWS)
+            mine.where(tuple_(*places) <= tuple(last)[1:], *_as_conditions(may_go))
+            .order_by(*places)
+            .limit(DELETE_BATCH_ROWS)
         )
-        return _bite(table, connection.execute(beyond).all(), may_go)
+        return _delete_batch(table, connection.execute(beyond).all(), may_go)
 
     return choose
 
@@ -180,12 +182,12 @@ def _not_newest_verified() -> ColumnElement[bool]:
     return or_(versions.verified_at.is_(None), verified.exists())
 
 
-def _bite(table: Table, rows: Sequence[Any], may_go: ColumnElement[bool] | None = None) -> DeleteBatch | None:
+def _delete_batch(table: Table, rows: Sequence[Any], may_go: ColumnElement[bool] | None = None) -> DeleteBatch | None:
     keys = [tuple(row) for row in rows]
     return DeleteBatch(table, keys, may_go) if keys else None
 
 
-def _given(condition: ColumnElement[bool] | None) -> tuple[ColumnElement[bool], ...]:
+def _as_conditions(condition: ColumnElement[bool] | None) -> tuple[ColumnElement[bool], ...]:
     return () if condition is None else (condition,)
 
 

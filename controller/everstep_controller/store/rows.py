@@ -186,7 +186,7 @@ class Batch(msgspec.Struct, kw_only=True):
     # Nodes and numbers of directives that newer ones replace.
     superseded: list[tuple[str, int]] = msgspec.field(default_factory=list)
     # Newest report number by (node, incarnation).
-    report_marks: dict[tuple[str, int], int] = msgspec.field(default_factory=dict)
+    acknowledged_reports: dict[tuple[str, int], int] = msgspec.field(default_factory=dict)
     poisoned: list[PoisonedRow] = msgspec.field(default_factory=list)
     credentials: dict[str, CredentialRow] = msgspec.field(default_factory=dict)
     remediations: dict[str, RemediationRow] = msgspec.field(default_factory=dict)
@@ -226,7 +226,9 @@ class Batch(msgspec.Struct, kw_only=True):
         self.nodes.pop(node, None)
         self.acknowledged.pop(node, None)
         self.active_findings = {place: doc for place, doc in self.active_findings.items() if place[0] != node}
-        self.report_marks = {place: through for place, through in self.report_marks.items() if place[0] != node}
+        self.acknowledged_reports = {
+            place: through for place, through in self.acknowledged_reports.items() if place[0] != node
+        }
         self.verdicts = [row for row in self.verdicts if row.node != node]
         self.outbox = [row for row in self.outbox if row.node != node]
         self.superseded = [place for place in self.superseded if place[0] != node]
@@ -250,7 +252,7 @@ class Batch(msgspec.Struct, kw_only=True):
         return sum(len(text) for text in texts) + _ROW_BYTES * rows
 
 
-_REPLACED = ("nodes", "active_findings", "jobs", "acknowledged", "report_marks", "credentials", "remediations")
+_REPLACED = ("nodes", "active_findings", "jobs", "acknowledged", "acknowledged_reports", "credentials", "remediations")
 _KEYED = (*_REPLACED, "versions", "forgotten_nodes", "forgotten_jobs")
 _LISTED = ("generations", "recoveries", "verdicts", "audit", "outbox", "superseded", "poisoned", "findings")
 _ROW_BYTES = 400
@@ -268,7 +270,7 @@ class LoadedState(msgspec.Struct, frozen=True, kw_only=True):
     active_findings: dict[tuple[str, str], str]
     jobs: dict[str, str]
     outbox: list[OutboxRow]
-    report_marks: dict[tuple[str, int], int]
+    acknowledged_reports: dict[tuple[str, int], int]
     poisoned: frozenset[tuple[str, int, int]]
     newest_audit: int
     newest_at: float
@@ -281,19 +283,19 @@ class LoadedState(msgspec.Struct, frozen=True, kw_only=True):
 # ---- cursors
 # A list's cursor is the place of the last entry returned, opaque to clients and checked when it returns.
 
-_BETWEEN = "~"
+_CURSOR_SEPARATOR = "~"
 
 
 def encode_cursor(values: Iterable[Any]) -> str:
     """Return the cursor of the page after this place."""
-    return _BETWEEN.join(repr(part) if isinstance(part, float) else str(part) for part in values)
+    return _CURSOR_SEPARATOR.join(repr(part) if isinstance(part, float) else str(part) for part in values)
 
 
 def decode_cursor(cursor: str, kinds: Sequence[type]) -> tuple[Any, ...] | None:
     """Return a cursor's values, or None for the empty one. Raises MalformedMessage for an invalid cursor."""
     if not cursor:
         return None
-    parts = cursor.split(_BETWEEN)
+    parts = cursor.split(_CURSOR_SEPARATOR)
     try:
         if len(parts) != len(kinds):
             raise ValueError(cursor)

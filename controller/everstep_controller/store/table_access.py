@@ -203,7 +203,7 @@ def _upsert_statement(dialect_name: str, table: Table, whole: bool) -> Insert:
 # ---- alerts
 # All functions below block, and run in their caller's transaction.
 
-_OVER = delete(tables.notified_alerts).where(tables.notified_alerts.c.fingerprint == bindparam("of"))
+_DELETE_ALERT = delete(tables.notified_alerts).where(tables.notified_alerts.c.fingerprint == bindparam("of"))
 
 
 def load_alerts(connection: Connection) -> list[AlertRow]:
@@ -215,7 +215,7 @@ def load_alerts(connection: Connection) -> list[AlertRow]:
 def write_alerts(connection: Connection, notified: Collection[AlertRow], resolved: Collection[str]) -> None:
     """Insert or replace ``notified``, and delete the fingerprints in ``resolved``."""
     upsert(connection, tables.notified_alerts, [msgspec.structs.asdict(row) for row in notified])
-    execute_many(connection, _OVER, [{"of": fingerprint} for fingerprint in resolved])
+    execute_many(connection, _DELETE_ALERT, [{"of": fingerprint} for fingerprint in resolved])
 
 
 # ---- credentials
@@ -263,41 +263,41 @@ def write_remediations(connection: Connection, rows: Collection[RemediationRow])
 
 _TABLE = tables.findings
 _COLUMNS = ("node", "key", "kind", "at", "doc")
-_STANDS = and_(
+_IS_ACTIVE = and_(
     _TABLE.c.node == bindparam("of", type_=_TABLE.c.node.type),
     _TABLE.c.key == bindparam("is", type_=_TABLE.c.key.type),
     _TABLE.c.cleared_at.is_(None),
 )
-_CLEAR = update(_TABLE).where(_STANDS).values(cleared_at=bindparam("at_s"))
-_BRING_UP_TO_DATE = update(_TABLE).where(_STANDS).values(doc=bindparam("text"))
-_RAISE_WHAT_DOES_NOT_STAND = insert(_TABLE).from_select(
+_CLEAR_FINDING = update(_TABLE).where(_IS_ACTIVE).values(cleared_at=bindparam("at_s"))
+_UPDATE_FINDING = update(_TABLE).where(_IS_ACTIVE).values(doc=bindparam("text"))
+_INSERT_IF_NOT_ACTIVE = insert(_TABLE).from_select(
     _COLUMNS,
     select(*(bindparam(f"new_{name}", type_=_TABLE.c[name].type) for name in _COLUMNS)).where(
-        ~exists(select(literal_column("1")).select_from(_TABLE).where(_STANDS))
+        ~exists(select(literal_column("1")).select_from(_TABLE).where(_IS_ACTIVE))
     ),
 )
 
 
 def write_findings(connection: Connection, rows: Sequence[FindingRow]) -> None:
     """Write raised and cleared findings, in order. An active finding that is raised again is updated."""
-    for cleared, raised in _rounds(rows):
-        execute_many(connection, _CLEAR, [{"of": row.node, "is": row.key, "at_s": row.at} for row in cleared])
+    for cleared, raised in _conflict_free_groups(rows):
+        execute_many(connection, _CLEAR_FINDING, [{"of": row.node, "is": row.key, "at_s": row.at} for row in cleared])
         latest = [{"of": first.node, "is": first.key, "text": last.doc} for first, last in raised]
-        execute_many(connection, _BRING_UP_TO_DATE, latest)
+        execute_many(connection, _UPDATE_FINDING, latest)
         new = [
             {"of": first.node, "is": first.key}
             | {"new_node": first.node, "new_key": first.key, "new_kind": first.kind}
             | {"new_at": first.at, "new_doc": last.doc}
             for first, last in raised
         ]
-        execute_many(connection, _RAISE_WHAT_DOES_NOT_STAND, new)
+        execute_many(connection, _INSERT_IF_NOT_ACTIVE, new)
 
 
 _Raised = tuple[FindingRow, FindingRow]
 """A finding as it was raised, and its newest state."""
 
 
-def _rounds(rows: Sequence[FindingRow]) -> Iterator[tuple[list[FindingRow], list[_Raised]]]:
+def _conflict_free_groups(rows: Sequence[FindingRow]) -> Iterator[tuple[list[FindingRow], list[_Raised]]]:
     """Yield groups that may be written together: in a group each finding is either cleared or raised."""
     cleared: dict[tuple[str, str], FindingRow] = {}
     raised: dict[tuple[str, str], _Raised] = {}

@@ -117,8 +117,8 @@ outbox = Table(
     PrimaryKeyConstraint("node", "seq", name="one_directive_per_seq"),
 )
 
-report_marks = Table(
-    "report_marks",
+acknowledged_reports = Table(
+    "acknowledged_reports",
     metadata,
     Column("node", Text, nullable=False),
     Column("incarnation", BigInteger, nullable=False),

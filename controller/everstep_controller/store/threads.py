@@ -115,8 +115,8 @@ class DatabaseStore:
         Without anything to write, only the fence is checked.
 
         Raises:
-            Superseded: another controller took over the database.
-            DatabaseUnavailable: its ``is_batch_kept`` says who keeps the batch.
+            LeadershipLost: another controller took over the database.
+            DatabaseUnavailable: its ``is_batch_queued`` says who keeps the batch.
             SQLAlchemyError: a row is wrong.
         """
         if batch:
@@ -126,7 +126,7 @@ class DatabaseStore:
         try:
             await self._written(lambda: self._attempt(batches), self._commit_timeout_s)
         except DatabaseUnavailable as error:
-            if batch and error.is_batch_kept:
+            if batch and error.is_batch_queued:
                 self._kept.append(batch)
             elif batch:
                 self._number -= 1
@@ -145,11 +145,11 @@ class DatabaseStore:
                 self._writer.commit(batches)
             except DatabaseUnavailable as error:
                 raise DatabaseUnavailable(
-                    str(error), is_batch_kept=broken.is_batch_kept or error.is_batch_kept
+                    str(error), is_batch_queued=broken.is_batch_queued or error.is_batch_queued
                 ) from error
 
     async def write(self, change: Callable[[Connection], T]) -> T:
-        """Run ``change`` in its own fenced transaction. Raises Superseded and DatabaseUnavailable."""
+        """Run ``change`` in its own fenced transaction. Raises LeadershipLost and DatabaseUnavailable."""
         return await self._written(lambda: self._writer.run(change), self._commit_timeout_s)
 
     async def query(self, query: Callable[[Connection], T]) -> T:
@@ -170,7 +170,7 @@ class DatabaseStore:
             return await self._writes.call(function, timeout_s)
         except CallTimeout as error:
             raise DatabaseUnavailable(
-                f"the database at {redacted_url(self._engine.url)} hangs: {error}", is_batch_kept=error.is_running
+                f"the database at {redacted_url(self._engine.url)} hangs: {error}", is_batch_queued=error.is_running
             ) from error
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from everstep_controller.store import table_access, tables
 from everstep_controller.store.database import for_writing
 from everstep_controller.store.database_errors import (
     DatabaseUnavailable,
-    Superseded,
+    LeadershipLost,
     abort_connection,
     diagnose,
     is_unavailable,
@@ -38,7 +38,7 @@ class DatabaseWriter:
     """The writing connection, reopened after it broke. For one thread, except ``abort``.
 
     Every writing method raises:
-        Superseded: another controller took over the database since ``take_over``.
+        LeadershipLost: another controller took over the database since ``take_over``.
         DatabaseUnavailable: the database cannot be used.
         SQLAlchemyError: a row is wrong.
     """
@@ -76,17 +76,17 @@ class DatabaseWriter:
         """Fence off every earlier controller and load the state, in one transaction.
 
         Args:
-            expected: epoch that must still be current; raises Superseded if another controller was faster.
+            expected: epoch that must still be current; raises LeadershipLost if another controller was faster.
             claim: extra writes of the transaction.
             known: versions of records that need not be read again.
         """
         with self._transaction() as connection:
             found = _lock_meta(connection)
             if expected is not None and found[EPOCH] != expected:
-                raise Superseded(f"another controller was faster: epoch {found[EPOCH]}, not {expected}")
+                raise LeadershipLost(f"another controller was faster: epoch {found[EPOCH]}, not {expected}")
             epoch = found[EPOCH] + 1
             _set_meta(connection, EPOCH, epoch)
-            _note_life(connection, found[EPOCH], epoch)
+            _record_epoch(connection, found[EPOCH], epoch)
             if claim is not None:
                 claim(connection, epoch)
             loaded = load_state(connection, epoch, found[BATCH], known)
@@ -112,7 +112,7 @@ class DatabaseWriter:
         with self._transaction() as connection:
             found = _lock_meta(connection)
             if found[EPOCH] != self.epoch:
-                raise Superseded(
+                raise LeadershipLost(
                     f"another controller took the database over (epoch {found[EPOCH]}, this one has {self.epoch})"
                 )
             yield connection, found[BATCH]
@@ -129,7 +129,9 @@ class DatabaseWriter:
         except BaseException as error:
             self._drop()
             if isinstance(error, DBAPIError) and is_unavailable(error):
-                raise DatabaseUnavailable(diagnose(error, self._engine.url), is_batch_kept=self._committing) from error
+                raise DatabaseUnavailable(
+                    diagnose(error, self._engine.url), is_batch_queued=self._committing
+                ) from error
             raise
 
     def _connected(self) -> Connection:
@@ -160,7 +162,7 @@ def _set_meta(connection: Connection, key: str, value: int) -> None:
     connection.execute(_SET_META, {"of": key, "to": value})
 
 
-def _note_life(connection: Connection, found: int, epoch: int) -> None:
+def _record_epoch(connection: Connection, found: int, epoch: int) -> None:
     """Record the writing epoch. If the last one is far behind ``found``, the database is a copy: skip audit ids."""
     led = connection.execute(select(_META.value).where(_META.key == LAST_WRITING_EPOCH)).scalar()
     if led is not None and found - led >= COPY_EPOCH_GAP:
@@ -172,7 +174,7 @@ def _write(connection: Connection, batch: Batch, lives: dict[str, int]) -> None:
     """Write the batch. ``lives`` holds the incarnation of each node's newest report mark."""
     _forget(connection, batch, lives)
     upsert(connection, tables.nodes, [{"node": node, "doc": doc} for node, doc in batch.nodes.items()])
-    _write_standing(connection, batch.active_findings)
+    _write_active_findings(connection, batch.active_findings)
     upsert(connection, tables.jobs, [{"job": job, "doc": doc} for job, doc in batch.jobs.items()])
     if batch.fleet is not None:
         upsert(connection, tables.fleet, [{"id": _FLEET_ROW, "doc": batch.fleet}])
@@ -192,7 +194,7 @@ def _write(connection: Connection, batch: Batch, lives: dict[str, int]) -> None:
     _write_delivery(connection, batch, lives)
 
 
-_STANDS_NO_MORE = delete(tables.active_findings).where(
+_DELETE_ACTIVE_FINDING = delete(tables.active_findings).where(
     and_(tables.active_findings.c.node == bindparam("of"), tables.active_findings.c.key == bindparam("is"))
 )
 _PRUNE_OUTBOX = delete(tables.outbox).where(
@@ -201,15 +203,18 @@ _PRUNE_OUTBOX = delete(tables.outbox).where(
 _DROP_OUTBOX = delete(tables.outbox).where(
     and_(tables.outbox.c.node == bindparam("of"), tables.outbox.c.seq == bindparam("is"))
 )
-_PRUNE_MARKS = delete(tables.report_marks).where(
-    and_(tables.report_marks.c.node == bindparam("of"), tables.report_marks.c.incarnation < bindparam("last"))
+_PRUNE_ACKNOWLEDGED_REPORTS = delete(tables.acknowledged_reports).where(
+    and_(
+        tables.acknowledged_reports.c.node == bindparam("of"),
+        tables.acknowledged_reports.c.incarnation < bindparam("last"),
+    )
 )
 
 
 def _forget(connection: Connection, batch: Batch, lives: dict[str, int]) -> None:
     """Delete forgotten nodes and jobs. History (audit log, findings, remediations) is deleted by age instead."""
     nodes, jobs = list(batch.forgotten_nodes), list(batch.forgotten_jobs)
-    of_nodes = (tables.nodes, tables.active_findings, tables.verdicts, tables.outbox, tables.report_marks)
+    of_nodes = (tables.nodes, tables.active_findings, tables.verdicts, tables.outbox, tables.acknowledged_reports)
     for table in of_nodes if nodes else ():
         connection.execute(delete(table).where(table.c.node.in_(nodes)))
     for table in (tables.jobs, tables.generations, tables.recoveries, tables.versions) if jobs else ():
@@ -218,24 +223,24 @@ def _forget(connection: Connection, batch: Batch, lives: dict[str, int]) -> None
         lives.pop(node, None)
 
 
-def _write_standing(connection: Connection, standing: dict[tuple[str, str], str]) -> None:
-    gone = [{"of": node, "is": key} for (node, key), doc in standing.items() if not doc]
-    execute_many(connection, _STANDS_NO_MORE, gone)
-    rows = [{"node": node, "key": key, "doc": doc} for (node, key), doc in standing.items() if doc]
+def _write_active_findings(connection: Connection, active_findings: dict[tuple[str, str], str]) -> None:
+    gone = [{"of": node, "is": key} for (node, key), doc in active_findings.items() if not doc]
+    execute_many(connection, _DELETE_ACTIVE_FINDING, gone)
+    rows = [{"node": node, "key": key, "doc": doc} for (node, key), doc in active_findings.items() if doc]
     upsert(connection, tables.active_findings, rows)
 
 
 def _write_delivery(connection: Connection, batch: Batch, lives: dict[str, int]) -> None:
     marks = [
         {"node": node, "incarnation": incarnation, "through": through}
-        for (node, incarnation), through in batch.report_marks.items()
+        for (node, incarnation), through in batch.acknowledged_reports.items()
     ]
     pruned = [{"of": node, "last": through} for node, through in batch.acknowledged.items()]
     execute_many(connection, _PRUNE_OUTBOX, pruned)
     execute_many(connection, _DROP_OUTBOX, [{"of": node, "is": seq} for node, seq in batch.superseded])
-    upsert(connection, tables.report_marks, marks)
-    begun = {node: life for node, life in batch.report_marks if lives.get(node) != life}
-    execute_many(connection, _PRUNE_MARKS, [{"of": node, "last": life} for node, life in begun.items()])
+    upsert(connection, tables.acknowledged_reports, marks)
+    begun = {node: life for node, life in batch.acknowledged_reports if lives.get(node) != life}
+    execute_many(connection, _PRUNE_ACKNOWLEDGED_REPORTS, [{"of": node, "last": life} for node, life in begun.items()])
     lives |= begun
 
 

@@ -114,10 +114,10 @@ HardwareText = Annotated[str, msgspec.Meta(max_length=MAX_HARDWARE_TEXT)]
 MAX_BODY_BYTES = 1 << 20
 """Largest request body that the controller reads."""
 
-MOST_FINDINGS = 256
+MAX_FINDINGS = 256
 """Most findings in a message, and most that the controller keeps of a node. They take about 100 KiB."""
 
-Findings = Annotated[tuple[Finding, ...], msgspec.Meta(max_length=MOST_FINDINGS)]
+Findings = Annotated[tuple[Finding, ...], msgspec.Meta(max_length=MAX_FINDINGS)]
 """All current findings of a node. An agent with more sends the gravest, and a finding that counts the rest."""
 
 

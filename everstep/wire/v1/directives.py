@@ -11,7 +11,7 @@ from everstep.ids import Address, GenerationNumber, Incarnation, JobId, NodeId, 
 from everstep.vocabulary import ProbeKind
 from everstep.wire.v1.base import Message, ShortText
 from everstep.wire.v1.training import GenerationSpec
-from everstep.wire.v1.vault_orders import ParityGroup
+from everstep.wire.v1.vault_reports import ParityGroup
 
 
 class NewGeneration(Message, frozen=True, kw_only=True, tag=True):

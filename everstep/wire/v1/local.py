@@ -32,7 +32,7 @@ from everstep.wire.v1.training import (
     UserError,
     VersionSealed,
 )
-from everstep.wire.v1.vault_orders import ParityGroup
+from everstep.wire.v1.vault_reports import ParityGroup
 
 # ---- messages between a node's supervisor and its vault alone, on ``vault.sock``
 

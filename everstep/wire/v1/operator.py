@@ -184,13 +184,13 @@ class JobDetail(Message, frozen=True, kw_only=True):
     ineligible_nodes: dict[NodeId, str] = {}
 
 
-class Exposure(Message, frozen=True, kw_only=True):
+class LossForecast(Message, frozen=True, kw_only=True):
     """The job's loss if ``nodes`` were lost with their memory, all at once.
 
     Attributes:
         kind: One node, a pair of nodes, or everything in one rack, switch or power unit (``name``).
         restorable: The committed version stays complete, or parity has an older one (``fallback_version``).
-        nodes_left: Size of the remaining roster; 0: the job would be paused, below its minimum.
+        remaining_nodes: Size of the remaining roster; 0: the job would be paused, below its minimum.
         ranks: If not restorable, the ranks whose shares would be gone (the first 64).
     """
 
@@ -198,7 +198,7 @@ class Exposure(Message, frozen=True, kw_only=True):
     name: str
     nodes: tuple[NodeId, ...]
     restorable: bool
-    nodes_left: int
+    remaining_nodes: int
     sentence: ShortText
     ranks: tuple[Rank, ...] = ()
     fallback_version: Version | None = None
@@ -212,7 +212,7 @@ class Restorability(Message, frozen=True, kw_only=True):
             and the job takes a complete version that it finds, or starts anew.
         ceiling: After corruption no newer version counts.
         missing_ranks: Ranks whose shares of ``version`` no reachable node holds now (the first 64).
-        exposures: Those that would cost something come first.
+        loss_forecasts: Those that would cost something come first.
     """
 
     job: JobId
@@ -221,7 +221,7 @@ class Restorability(Message, frozen=True, kw_only=True):
     verified: bool = False
     ceiling: Version | None = None
     missing_ranks: tuple[Rank, ...] = ()
-    exposures: tuple[Exposure, ...] = ()
+    loss_forecasts: tuple[LossForecast, ...] = ()
 
 
 class JobList(Message, frozen=True, kw_only=True):

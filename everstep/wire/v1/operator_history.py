@@ -81,7 +81,7 @@ class CheckpointCopy(Message, frozen=True, kw_only=True):
     """
 
     version: Version
-    tier: Literal["memory", "parity", "storage"]
+    storage_tier: Literal["memory", "parity", "storage"]
     state: Literal["complete", "in_progress"]
     restorable: bool
     sentence: ShortText
@@ -95,14 +95,14 @@ class JobCheckpoints(Message, frozen=True, kw_only=True):
     """All versions that a job could go back to, in order of preference: the first restorable one is taken.
 
     Attributes:
-        spills_lost: Number of versions that were to be written to storage, and were not.
+        spills_failed: Number of versions that were to be written to storage, and were not.
         last_error: Why the last one was not written, or its parity was not made; empty if the newest was.
     """
 
     job: JobId
     sentence: ShortText
     versions: tuple[CheckpointCopy, ...] = ()
-    spills_lost: int = 0
+    spills_failed: int = 0
     last_error: ShortText = ""
 
 
@@ -168,7 +168,8 @@ class RemediationList(Message, frozen=True, kw_only=True):
 class BudgetScope(Message, frozen=True, kw_only=True):
     """The eviction budget of the fleet, a rack or a job (``kind``) of that ``name``.
 
-    ``frees_at``: when the oldest eviction leaves the window. 0.0 if there is none, and while the breaker is open: then
+    ``next_free_at``: when the oldest eviction leaves the window. 0.0 if there is none, and while the breaker is open:
+    then
     only a person frees the budget.
     """
 
@@ -176,9 +177,9 @@ class BudgetScope(Message, frozen=True, kw_only=True):
     name: str
     limit: int
     used: int
-    left: int
+    remaining: int
     nodes: int
-    frees_at: float = 0.0
+    next_free_at: float = 0.0
 
 
 class DeferredEviction(Message, frozen=True, kw_only=True):

@@ -21,7 +21,7 @@ from everstep.ids import (
 )
 from everstep.vocabulary import Finding, GenerationReason
 from everstep.wire.v1.base import Message, Report, Request, ShortText
-from everstep.wire.v1.vault_orders import Protection, VersionProtected, VersionSpilled
+from everstep.wire.v1.vault_reports import Protection, VersionProtected, VersionSpilled
 
 LongText = Annotated[str, msgspec.Meta(max_length=65536)]
 

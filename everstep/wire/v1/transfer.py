@@ -49,7 +49,7 @@ from everstep.layout.manifests import MAX_MANIFEST_BYTES
 from everstep.native import DIGEST_BYTES
 from everstep.wire.v1.base import Message, ShortText
 from everstep.wire.v1.local import SlotInfo
-from everstep.wire.v1.vault_orders import ParityGroup
+from everstep.wire.v1.vault_reports import ParityGroup
 
 MAX_GREETING_BYTES = 4096
 """Longest frame from a peer that has not authenticated itself."""

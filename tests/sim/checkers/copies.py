@@ -99,7 +99,7 @@ class Copies(Checker):
         harmed = self._since(job, version)
         if any(state.nodes[node].reachable or self.world.machines[node].power for node in harmed):
             return
-        for one in compute_restorability(state, state.jobs[job]).exposures:
+        for one in compute_restorability(state, state.jobs[job]).loss_forecasts:
             if one.restorable and one.fallback_version is None and (lost := self._lost(job, version, one.nodes)):
                 raise Violation(self.name, f"{job}: {one.sentence}; but ranks {lost} are held by nobody else")
 

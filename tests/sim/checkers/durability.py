@@ -124,7 +124,7 @@ class Durability(Checker):
         for node in fact.batch.forgotten_nodes:
             self._marks = {place: through for place, through in self._marks.items() if place[0] != node}
             self._written.pop(node, None)
-        for (node, life), through in fact.batch.report_marks.items():
+        for (node, life), through in fact.batch.acknowledged_reports.items():
             self._marks[node, life] = max(through, self._marks.get((node, life), 0))
         for row in fact.batch.generations:
             self._generations.add((row.job, row.number))

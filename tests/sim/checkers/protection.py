@@ -12,7 +12,7 @@ from everstep_controller.core.records import JobRecord
 from everstep.ids import Version
 from everstep.vocabulary import JobState
 from everstep.wire.v1.directives import ProtectVersion
-from everstep.wire.v1.vault_orders import Protection
+from everstep.wire.v1.vault_reports import Protection
 from tests.sim import facts
 from tests.sim.checkers.checker import Checker, Watches
 from tests.sim.checkers.committed import Committed

@@ -17,8 +17,8 @@ from everstep_controller.core import startup
 from everstep_controller.core import transition as transitions
 from everstep_controller.core.checkpoints import commits, parity, storage
 from everstep_controller.core.health import (
+    case_outcomes,
     eviction,
-    examinations,
     findings,
     maintenance,
     node_state,
@@ -74,7 +74,7 @@ def _one_eviction_more(real: Any) -> AbstractContextManager[None]:
 
 def _stale_seals() -> AbstractContextManager[None]:
     """Seals of a generation that is over count for its version."""
-    real = examinations.handle_sealed
+    real = case_outcomes.handle_sealed
 
     def arrived(transition: Any, job: Any, node: str, report: Any) -> None:
         spec = membership.running_generation(job)
@@ -169,7 +169,7 @@ def _never_asks() -> AbstractContextManager[None]:
             return FrameKind.REGISTER
         return FrameKind.HEARTBEAT if self._answer_due_at == -math.inf else FrameKind.ONE_WAY_HEARTBEAT
 
-    return method_swapped(ControllerSession, "_choose_beat_kind", choose_beat_kind)
+    return method_swapped(ControllerSession, "_choose_heartbeat_kind", choose_beat_kind)
 
 
 def _rule_without_floor() -> AbstractContextManager[None]:
@@ -267,7 +267,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "both of a failed pair are convicted",
         lambda: mistaken(
-            examinations._settle_pair,
+            case_outcomes._settle_pair,
             "if node in case.failed and is_serving(transition, node):\n            _judge_proven(\n"
             "                transition, node, case.findings[node], "
             'f"{case.summary}; with a good partner too: {case.failed[node]}"',
@@ -324,7 +324,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a remedy is asked for again after a crash, without a look",
-        lambda: method_mistaken(RemediationExecutor, "_carry_out", "look_first=begun_before", "look_first=False"),
+        lambda: method_mistaken(RemediationExecutor, "_carry_out", "check_first=begun_before", "check_first=False"),
         seeds=(0,),
     ),
     Mutant(
@@ -384,7 +384,7 @@ MUTANTS: tuple[Mutant, ...] = (
     # what was acknowledged
     Mutant(
         "reports are acknowledged before they are written",
-        lambda: method_swapped(Transaction, "mark_reports", nothing),
+        lambda: method_swapped(Transaction, "acknowledge_reports", nothing),
     ),
     Mutant("what comes late on a connection that was replaced counts", _earlier_lives, seeds=(32,)),
     Mutant(

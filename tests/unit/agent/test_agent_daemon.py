@@ -225,13 +225,13 @@ def test_restarted_agent_recovers_its_vault_and_reports(agent: AgentProcess, con
     assert segment.exists()
 
 
-def test_upgrade_keeps_the_vault_until_stop_vault(agent: AgentProcess, controller: ControllerStub) -> None:
+def test_upgrade_keeps_the_vault_until_stop_vault_on_exit(agent: AgentProcess, controller: ControllerStub) -> None:
     first = agent.start()
     segment = a_segment(agent)
     assert agent.end() == 0
     assert is_running(first["vault_pid"])
     assert segment.exists()
-    second = agent.start("--stop-vault")
+    second = agent.start("--stop-vault-on-exit")
     assert second["vault_pid"] == first["vault_pid"]
     assert agent.end() == 0
     assert left_of(agent) == []

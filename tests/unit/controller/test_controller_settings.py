@@ -29,7 +29,7 @@ def test_explicit_argument_overrides_all_other_sources(tmp_path: Path) -> None:
     settings = load_settings(given, preset="lab", file=file, environment=environment)
     assert (settings.listen, settings.max_commit_batch, settings.queue_limit) == ("127.0.0.1:4", 3, 22)
     assert (settings.policy.version_window, settings.policy.lost_after_s) == (7, 9.5)
-    assert settings.policy.growth_interval_s == CorePolicy.lab().growth_interval_s
+    assert settings.policy.growth_interval_s == CorePolicy.lab_preset().growth_interval_s
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_remediation_enforcement_needs_a_remediator(tmp_path: Path) -> None:
 def test_invalid_url_is_refused_at_start(url: str) -> None:
     with pytest.raises(ConfigurationError, match="alert_url"):
         load_settings({**GIVEN, "alert_url": url}, environment={})
-    hook = {"remediation": "webhook", "webhook_url": url, "webhook_secret_file": "w"}
+    hook = {"remediation_backend": "webhook", "webhook_url": url, "webhook_secret_file": "w"}
     with pytest.raises(ConfigurationError, match="webhook_url"):
         load_settings({**GIVEN, **hook}, environment={})
 
@@ -96,9 +96,9 @@ def test_every_preset_is_valid(preset: str) -> None:
         ({"max_commit_batch": 0}, "at least 1"),
         ({"resign_after_s": 2.0}, "at least lease_s"),
         ({"commit_timeout_s": 0}, "commit_timeout_s must be positive"),
-        ({"remediation": "webhook"}, "give all or none"),
-        ({"remediation": "email"}, "a setting is wrong: .*email"),
-        ({"remediation": "webhook", "webhook_url": "ftp://x", "webhook_secret_file": "f"}, "http or https"),
+        ({"remediation_backend": "webhook"}, "give all or none"),
+        ({"remediation_backend": "email"}, "a setting is wrong: .*email"),
+        ({"remediation_backend": "webhook", "webhook_url": "ftp://x", "webhook_secret_file": "f"}, "http or https"),
         ({"grup_commit": 3}, "unknown field `grup_commit`"),
         ({"max_commit_batch": "many"}, "max_commit_batch"),
     ],

@@ -34,7 +34,7 @@ def test_agent_unit_command_line_is_accepted() -> None:
         "EVERSTEP_AGENT_VAULT_LISTEN": "10.0.0.7:7702",
         "EVERSTEP_AGENT_RACK": "r1",
         "EVERSTEP_AGENT_SWITCH": "s1",
-        "EVERSTEP_AGENT_POWER": "p1",
+        "EVERSTEP_AGENT_POWER_DOMAIN": "p1",
     }
     settings = from_command_line(arguments, environ=environment)
     assert (settings.node, settings.preset, settings.kernel_log_path) == ("node-17", "production", "/dev/kmsg")

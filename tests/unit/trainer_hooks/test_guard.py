@@ -15,7 +15,7 @@ from everstep_trainer.loss_guard import LossDiverged, LossHistory, SpikeRule
 from everstep_trainer.parallel.replica_groups import RankContext
 from everstep_trainer.run import Run
 from everstep_trainer.runtime.generation_session import IdleSession
-from everstep_trainer.state.blob import decode_blob, encode_blob
+from everstep_trainer.state.python_value_codec import decode_blob, encode_blob
 from hypothesis import given
 from hypothesis import strategies as st
 

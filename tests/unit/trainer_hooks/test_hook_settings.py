@@ -24,7 +24,7 @@ def test_default_settings_are_valid():
         (HookSettings(join_timeout_s=0), "join_timeout_s"),
         (HookSettings(hang_factor=1.0), "hang_factor"),
         (HookSettings(first_step_allowance_s=0.5), "first_step_allowance_s"),
-        (HookSettings(explanation_grace_s=40.0), "explanation_grace_s"),
+        (HookSettings(error_attribution_grace_s=40.0), "error_attribution_grace_s"),
         (HookSettings(interrupt_after_s=3.0), "interrupt_after_s"),
         (HookSettings(outbox_frames=-1), "outbox_frames"),
     ],

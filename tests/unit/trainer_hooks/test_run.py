@@ -191,7 +191,7 @@ def test_begun_steps_are_reported_and_foreign_seeds_are_not():
         def __init__(self) -> None:
             self.begun: list[int] = []
 
-        def step_begun(self, step: int) -> None:
+        def on_step_begun(self, step: int) -> None:
             self.begun.append(step)
 
     keeper = Told()

@@ -369,9 +369,9 @@ class DcpCheckpoint:
     def close(self) -> None:
         """Do nothing: no file was fetched."""
 
-    def _tensor(self, key: str, offset: Extent, held: Box) -> torch.Tensor:
+    def _tensor(self, key: str, offset: Extent, stored_box: Box) -> torch.Tensor:
         tensor = self._load(key, dcp.MetadataIndex(key, offset))
-        if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != held.size:
+        if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != stored_box.size:
             raise DamagedCheckpoint(
                 f"{self.url}: what is stored of {key} at {tuple(offset)} is not what .metadata says"
             )

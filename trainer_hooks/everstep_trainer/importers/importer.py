@@ -21,10 +21,10 @@ from everstep.layout.manifests import TensorInfo
 from everstep_trainer.importers.checkpoint_files import CheckpointReader, KeyPath, open_checkpoint
 from everstep_trainer.restore.restorer import StateBackup
 from everstep_trainer.snapshot.copy import view_of_box
-from everstep_trainer.state.blob import as_bytes, dtype_name
 from everstep_trainer.state.layout import Sharing, TensorPart
 from everstep_trainer.state.optimizer_state import to_live
 from everstep_trainer.state.python_state import MergedState, PythonState, decode, describe_difference
+from everstep_trainer.state.python_value_codec import as_bytes, dtype_name
 from everstep_trainer.state.tensors import TrackedTensor
 from everstep_trainer.state.tracked_objects import TrackedObjects, named_modules, strip_wrapper_names
 from everstep_trainer.state.tracked_state import Aliases, TrackedState

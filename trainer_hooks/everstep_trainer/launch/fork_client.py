@@ -12,7 +12,14 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from everstep_trainer.launch.fork_messages import ControlChannel, Fork, FromForkServer, Serve, Signal, make_socket_pair
+from everstep_trainer.launch.fork_messages import (
+    ControlChannel,
+    Fork,
+    FromForkServer,
+    Signal,
+    StartForkServer,
+    make_socket_pair,
+)
 
 # ---- wait for a subprocess on the event loop, without a thread
 
@@ -87,7 +94,7 @@ class ForkServerLink:
         if self._zygote is None or self._orders is None or self._zygote.poll() is not None:
             return False
         try:
-            self._orders.send(Serve(), (control.fileno(),))
+            self._orders.send(StartForkServer(), (control.fileno(),))
         except OSError:
             return False
         return True
@@ -106,7 +113,7 @@ class ForkServerLink:
             self._zygote = subprocess.Popen(
                 command, env=self._environment, pass_fds=[theirs.fileno()], start_new_session=True
             )
-        self._orders = ControlChannel(ours, Serve)
+        self._orders = ControlChannel(ours, StartForkServer)
 
     def _end_zygote(self) -> None:
         """Kill the zygote, if there is one, and its fork server with it."""

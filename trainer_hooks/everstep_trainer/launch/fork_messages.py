@@ -44,7 +44,7 @@ class Signal(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     number: int
 
 
-class Serve(msgspec.Struct, frozen=True, tag=True):
+class StartForkServer(msgspec.Struct, frozen=True, tag=True):
     """To the zygote: fork a fork server. Its end of the channel to the launcher comes along."""
 
 

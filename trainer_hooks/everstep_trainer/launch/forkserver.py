@@ -34,8 +34,8 @@ from everstep_trainer.launch.fork_messages import (
     Fork,
     Forked,
     ForkServerReady,
-    Serve,
     Signal,
+    StartForkServer,
     ToForkServer,
 )
 from everstep_trainer.launch.process_setup import reset_signals, set_process_name, signal_group
@@ -140,7 +140,7 @@ class ChildTask(msgspec.Struct, frozen=True):
 class Zygote:
     """Holds the imports, and forks one fork server after another."""
 
-    def __init__(self, orders: ControlChannel[Serve]) -> None:
+    def __init__(self, orders: ControlChannel[StartForkServer]) -> None:
         self._orders = orders
         self._server = 0
         """The fork server's pid; 0 once it is reaped."""
@@ -330,7 +330,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
     preload_requested()
     preload(options.preload)
-    control = Zygote(ControlChannel(socket.socket(fileno=options.orders), Serve)).serve()
+    control = Zygote(ControlChannel(socket.socket(fileno=options.orders), StartForkServer)).serve()
     control.send(ForkServerReady())
     task = ForkServer(control).serve()
     if task is not None:

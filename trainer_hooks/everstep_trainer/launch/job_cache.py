@@ -4,7 +4,7 @@ Trainers and compilers import much of themselves in the first step. A rank recor
 first step of each generation. A standby that has reached ``everstep.main`` imports them while it waits. This never runs
 in the fork server, so threads that a module starts are not lost in a fork.
 
-Only modules of the standard library and of FOLLOWED_PACKAGES are followed. They are known to import without a rank, a
+Only modules of the standard library and of PREIMPORT_PACKAGES are followed. They are known to import without a rank, a
 process group or a device. Users' own modules are not followed: importing them may read RANK, open files or use a GPU.
 """
 
@@ -80,7 +80,7 @@ def _sweep(parent: Path, now: float) -> None:
 
 CACHE_VARIABLE = "EVERSTEP_CACHE"
 """The environment variable that names the job's folder on this node."""
-FOLLOWED_PACKAGES = frozenset(
+PREIMPORT_PACKAGES = frozenset(
     {
         "accelerate",
         "aiohttp",
@@ -138,10 +138,10 @@ MAX_MODULES = 20_000
 MAX_FILE_BYTES = 4 << 20
 
 
-def is_followed(name: str) -> bool:
+def is_preloaded_after_import(name: str) -> bool:
     """Return whether standbys import modules of this name once a rank has."""
     package = name.partition(".")[0]
-    return package in FOLLOWED_PACKAGES or package in sys.stdlib_module_names
+    return package in PREIMPORT_PACKAGES or package in sys.stdlib_module_names
 
 
 class ImportRecorder:
@@ -179,10 +179,10 @@ def read_imports(file: Path) -> list[str]:
         text = file.read_text()
     except (OSError, UnicodeDecodeError):
         return []
-    return [name for name in text.split("\n")[:MAX_MODULES] if is_followed(name)]
+    return [name for name in text.split("\n")[:MAX_MODULES] if is_preloaded_after_import(name)]
 
 
-class ImportFollower:
+class RecordedImportLoader:
     """Imports in a standby what ranks of the node have recorded.
 
     Args:
@@ -222,4 +222,4 @@ def cache_folder(environ: Mapping[str, str]) -> Path | None:
 def _can_be_named(name: str, module: ModuleType | None) -> bool:
     """Return whether ``import name`` gives the module; some modules are made by hand."""
     spec = getattr(module, "__spec__", None)
-    return spec is not None and spec.name == name and spec.origin is not None and is_followed(name)
+    return spec is not None and spec.name == name and spec.origin is not None and is_preloaded_after_import(name)

@@ -86,7 +86,7 @@ def _by_route() -> str | None:
 
 log = logging.getLogger(__name__)
 
-LEAVE_WAIT_S = 30.0
+EXCLUSION_TIMEOUT_S = 30.0
 """Longest wait of a node that gave up on a local rank, and may host the store, for a generation without it."""
 JOB_END_WAIT_S = 5.0
 """Seconds after a rank's exit with status 0 until it counts as too early, if a connected agent has not ended
@@ -389,16 +389,16 @@ class Launcher:
         if not ranks:
             return outcome
         if outcome.exit_status != 0:
-            self._later(ERROR_PRINT_WAIT_S, WaitTimedOut(outcome))
+            self._schedule(ERROR_PRINT_WAIT_S, WaitTimedOut(outcome))
         elif self._global_ranks:
             self._processes.signal(set(self._pool.serials()) - ranks.keys(), signal.SIGTERM)
-            self._later(self._options.exit_wait_s, WaitTimedOut(outcome))
+            self._schedule(self._options.exit_wait_s, WaitTimedOut(outcome))
         else:  # workers of a spare node, which never got a rank
             return outcome
         return None
 
     def _await_job_end(self, ended: worker_pool.AwaitJobEnd, waits: int = 1) -> None:
-        self._later(JOB_END_WAIT_S, JobEndOverdue(ended, self._joins, waits))
+        self._schedule(JOB_END_WAIT_S, JobEndOverdue(ended, self._joins, waits))
 
     def _handle_job_end_overdue(self, event: JobEndOverdue) -> LauncherOutcome | None:
         if self._stopping is not None:
@@ -433,11 +433,11 @@ class Launcher:
     # --- actions ------------------------------------------------------------------------------------------------------
 
     def _carry_out(self, actions: list[worker_pool.PoolAction]) -> LauncherOutcome | None:
-        outcomes = [self._do(action) for action in actions]
+        outcomes = [self._execute(action) for action in actions]
         self._relabel()
         return next((outcome for outcome in outcomes if outcome is not None), None)
 
-    def _do(self, action: worker_pool.PoolAction) -> LauncherOutcome | None:
+    def _execute(self, action: worker_pool.PoolAction) -> LauncherOutcome | None:
         match action:
             case worker_pool.StartWorker():
                 nproc = self._spec.nproc_per_node
@@ -447,7 +447,7 @@ class Launcher:
             case worker_pool.PromoteWorker():
                 self._processes.promote(action.serial, action.local_rank)
             case worker_pool.ScheduleStandby():
-                self._later(action.delay_s, StandbyDue())
+                self._schedule(action.delay_s, StandbyDue())
             case worker_pool.ReportExit():
                 self._report(action)
             case worker_pool.AwaitJobEnd():
@@ -455,10 +455,10 @@ class Launcher:
             case worker_pool.GiveUp():
                 self._giving_up = action.sentence
                 log.error("%s; leaving the job", action.sentence)
-                wait_s = LEAVE_WAIT_S if self._options.max_nodes > 1 else ERROR_PRINT_WAIT_S
-                self._later(wait_s, WaitTimedOut(LauncherOutcome(1, action.sentence)))
+                wait_s = EXCLUSION_TIMEOUT_S if self._options.max_nodes > 1 else ERROR_PRINT_WAIT_S
+                self._schedule(wait_s, WaitTimedOut(LauncherOutcome(1, action.sentence)))
             case worker_pool.ScriptFailed():
-                return LauncherOutcome(action.code, action.sentence + self._hint())
+                return LauncherOutcome(action.code, action.sentence + self._multi_node_hint())
             case worker_pool.ScriptEnded():
                 return LauncherOutcome(0, "the script ended without calling everstep.main")
         return None
@@ -483,7 +483,7 @@ class Launcher:
             then,
         )
 
-    def _hint(self) -> str:
+    def _multi_node_hint(self) -> str:
         if self._options.max_nodes == 1:
             return ""
         return " (in a job of several nodes a script has no rank before it calls everstep.main)"
@@ -493,5 +493,5 @@ class Launcher:
             rank = self._global_ranks.get(local_rank)
             self._labels[serial] = f"local rank {local_rank}" if rank is None else f"rank {rank}"
 
-    def _later(self, delay_s: float, event: LauncherEvent) -> None:
+    def _schedule(self, delay_s: float, event: LauncherEvent) -> None:
         asyncio.get_running_loop().call_later(delay_s, self._events.put_nowait, event)

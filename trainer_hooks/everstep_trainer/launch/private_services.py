@@ -30,7 +30,7 @@ from everstep.bearer_tokens import TokenRole, mint
 from everstep.cli.client import ControllerClient, path, read_token
 from everstep.clock import Clock
 from everstep.errors import ConfigurationError, EverstepError, Unavailable
-from everstep.layout.vault_note import is_locked, read_note
+from everstep.layout.vault_status import is_locked, read_status
 from everstep.parent_process import PARENT_VARIABLE
 from everstep.vocabulary import GenerationReason, JobState
 from everstep.wire.v1.operator import GenerationRecovery, JobDetail
@@ -169,7 +169,7 @@ def _wait_for_agent(lock_file: Path) -> None:
 
 def _end_vault(run_dir: Path) -> None:
     """Kill the vault of an agent that was killed and not restarted."""
-    note = read_note(segment_dir(run_dir))
+    note = read_status(segment_dir(run_dir))
     if note is not None and is_locked(segment_dir(run_dir)):
         _kill(note.pid, run_dir)
 
@@ -486,7 +486,7 @@ def _agent_command(run_dir: Path, controller: str, linger_s: float | None) -> li
         command += ["--vault-survives-kill-of", "agent", "--vault-linger-s", str(VAULT_WITHOUT_AGENT_S)]
     else:
         command += ["--vault-survives-kill-of", "parent", "--vault-linger-s", str(linger_s)]
-    return [*command, "--metrics-listen", "127.0.0.1:0", "--stop-vault", "--die-with-parent"]
+    return [*command, "--metrics-listen", "127.0.0.1:0", "--stop-vault-on-exit", "--die-with-parent"]
 
 
 def _write_secrets(run_dir: Path) -> None:
@@ -527,9 +527,9 @@ def _prune(logs: Path) -> None:
 
 # ---- summary of a run: how far it came, what failed and what that cost
 
-MOST_LISTED = 20
+MAX_LISTED_RECOVERIES = 20
 """Recoveries that are listed, the newest; all that the controller knows are counted."""
-LONGEST_REASON = 160
+MAX_REASON_CHARS = 160
 """Characters of a recovery's sentence."""
 
 
@@ -556,14 +556,14 @@ def summary(detail: JobDetail) -> list[str]:
     counted = f"{len(recoveries)} recover{'y' if len(recoveries) == 1 else 'ies'}"
     over = "finished" if job.state is JobState.FINISHED else str(job.state)
     lines = [f"job {job.job} {over} at step {job.step}: {counted}, {lost_s:.2f} s lost to them"]
-    if len(recoveries) > MOST_LISTED:
-        lines.append(f"  the last {MOST_LISTED} of them:")
-    return lines + [_line(one) for one in recoveries[-MOST_LISTED:]]
+    if len(recoveries) > MAX_LISTED_RECOVERIES:
+        lines.append(f"  the last {MAX_LISTED_RECOVERIES} of them:")
+    return lines + [_line(one) for one in recoveries[-MAX_LISTED_RECOVERIES:]]
 
 
 def _line(one: GenerationRecovery) -> str:
     took = "not completed" if one.duration_s is None else f"{one.duration_s:.2f} s"
     reason = " ".join(one.sentence.split())
-    if len(reason) > LONGEST_REASON:
-        reason = reason[: LONGEST_REASON - 3] + "..."
+    if len(reason) > MAX_REASON_CHARS:
+        reason = reason[: MAX_REASON_CHARS - 3] + "..."
     return f"  generation {one.generation}: {took}, {one.reason}: {reason}"

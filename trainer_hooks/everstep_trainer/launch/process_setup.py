@@ -90,7 +90,7 @@ def warm_up_torch() -> None:
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
 MMAP_THRESHOLD_BYTES = 32 << 20
 """glibc's own bound (HEAP_MAX_SIZE / 2): larger blocks are always their own mappings."""
-MAX_KEPT_BYTES = 4 << 30
+MAX_RETAINED_HEAP_BYTES = 4 << 30
 TOUCH_PIECE_BYTES = 16 << 20
 TOUCH_STEP_BYTES = 64 << 20
 MAX_TOUCH_BYTES = 1 << 30
@@ -104,7 +104,7 @@ def keep_freed_memory() -> bool:
         return False
     settings = (
         (M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES),
-        (M_TRIM_THRESHOLD, min(MAX_KEPT_BYTES, 2**31 - 1)),
+        (M_TRIM_THRESHOLD, min(MAX_RETAINED_HEAP_BYTES, 2**31 - 1)),
         (M_TOP_PAD, TOUCH_PIECE_BYTES),
     )
     return all(library.mallopt(name, value) for name, value in settings)

@@ -121,11 +121,11 @@ class WorkerOutputs:
             pump.read()
             pump.close()
 
-    def _open(self, serial: int, kind: str, shown: BinaryIO) -> int:
+    def _open(self, serial: int, kind: str, is_shown: BinaryIO) -> int:
         reading, writing = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(reading, False)
         file = (self._directory / f"worker-{serial}.{kind}").open("ab", buffering=0)
-        tee = (lambda: f"[{self._label(serial)}]: ".encode(), shown) if self._tee else None
+        tee = (lambda: f"[{self._label(serial)}]: ".encode(), is_shown) if self._tee else None
         self._pumps.add(_Pump(reading, file, tee, self._pumps.discard))
         return writing
 

@@ -24,7 +24,7 @@ FIRST_CHECKPOINT_LOCAL_RANK = 32
 """Half of the local ranks for which a vault keeps segments."""
 TIER_SLOTS = 3
 """The checkpoint being written, the newest complete one, and the newest other one."""
-WHOLE_KEY = "dcp/whole"
+COMPLETE_KEY = "dcp/whole"
 """The key of the newest complete checkpoint in the generation's store."""
 _FILL_LOCK = threading.Lock()
 """Held while a slot is filled: a thread left over from an ended generation may still fill one when the next begins."""
@@ -91,17 +91,17 @@ class MemoryTier:
         far = slot.node != own.node and not self.spec.is_same_rack(own.node, slot.node)
         return slot.node != own.node, far, slot.replica, (slot.rank - self.rank) % FIRST_CHECKPOINT_RANK
 
-    def mark_whole(self, version: Version) -> None:
+    def mark_complete(self, version: Version) -> None:
         """Record that all ranks wrote this checkpoint; called on rank 0."""
-        self.store.set(WHOLE_KEY, _text(version))
+        self.store.set(COMPLETE_KEY, _text(version))
 
     def mark_loaded(self, version: Version) -> None:
         """Record that this checkpoint was complete, and that no newer one is known."""
         self._loaded = version
 
-    def newest_whole(self) -> Version | None:
+    def newest_complete(self) -> Version | None:
         """Return the newest checkpoint known to be complete, which must not be overwritten."""
-        return _version(self.store.get(WHOLE_KEY).decode()) if self.store.check([WHOLE_KEY]) else self._loaded
+        return _version(self.store.get(COMPLETE_KEY).decode()) if self.store.check([COMPLETE_KEY]) else self._loaded
 
     def agree(self, chosen: Version | None) -> Version:
         """Return rank 0's choice on all ranks. Raises NotRestorable if it chose nothing."""

@@ -52,7 +52,7 @@ from everstep.wire.v1.local import (
     VaultFinding,
 )
 from everstep.wire.v1.training import PeerConnectionLost
-from everstep.wire.v1.vault_orders import ParityGroup
+from everstep.wire.v1.vault_reports import ParityGroup
 
 # ---- NUMA node of a rank's memory: its GPU's, else that of the processors it may run on
 
@@ -276,7 +276,7 @@ class VaultClient:
         replicate: tuple[tuple[int, int], ...] = (),
         replica_nodes: tuple[str, ...] = (),
         keep: tuple[Version, ...] = (),
-        kept: bool = False,
+        commit_candidate: bool = False,
     ) -> Future[Replicated]:
         """Report that a slot is sealed; the future returns the nodes that have a copy. Returns at once."""
         return self._request(
@@ -291,7 +291,7 @@ class VaultClient:
                 replicate_ranges=replicate,
                 replica_nodes=replica_nodes,
                 keep=keep,
-                commit_candidate=kept,
+                commit_candidate=commit_candidate,
             )
         )
 
@@ -431,15 +431,17 @@ class VaultClient:
 
     def _serve(self, connection: socket.socket) -> None:
         decoder: FrameDecoder[FromVault] = FrameDecoder(FromVault, MAX_FRAME_BYTES)
-        lent: deque[socket.socket] = deque()
+        received_sockets: deque[socket.socket] = deque()
         try:
-            while not self._closed.is_set() and self._receive(connection, decoder, lent):
+            while not self._closed.is_set() and self._receive(connection, decoder, received_sockets):
                 pass
         finally:
-            for sock in lent:
+            for sock in received_sockets:
                 sock.close()
 
-    def _receive(self, connection: socket.socket, decoder: FrameDecoder[FromVault], lent: deque[socket.socket]) -> bool:
+    def _receive(
+        self, connection: socket.socket, decoder: FrameDecoder[FromVault], received_sockets: deque[socket.socket]
+    ) -> bool:
         """Receive what is there, and return False at the end of the connection.
 
         A descriptor arrives with or before the end of its frame, in the order of frames.
@@ -449,7 +451,7 @@ class VaultClient:
             data, descriptors, _, _ = socket.recv_fds(
                 connection, RECEIVE_BYTES, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
             )
-            lent.extend(socket.socket(fileno=descriptor) for descriptor in descriptors)
+            received_sockets.extend(socket.socket(fileno=descriptor) for descriptor in descriptors)
         except TimeoutError:
             self._expire()
             return True
@@ -457,7 +459,7 @@ class VaultClient:
             pass
         try:
             for answer in decoder.feed(data):
-                self._take(answer, lent)
+                self._take(answer, received_sockets)
         except errors.MalformedMessage as error:
             log.warning("the vault sent what cannot be read, connecting anew: %s", error)
             data = b""
@@ -467,14 +469,14 @@ class VaultClient:
                     self._drop_connection()
         return bool(data)
 
-    def _take(self, answer: FromVault, lent: deque[socket.socket]) -> None:
+    def _take(self, answer: FromVault, received_sockets: deque[socket.socket]) -> None:
         if isinstance(answer, VaultFinding | PeerConnectionLost):
             return  # for supervisors
         result: FromVault | VaultConnection = answer
         if isinstance(answer, PeerConnectionOpened):
-            if not lent:
+            if not received_sockets:
                 raise errors.MalformedMessage("a connection was announced, and none came")
-            result = VaultConnection(lent.popleft(), answer.answer_timeout_s, answer.io_timeout_s)
+            result = VaultConnection(received_sockets.popleft(), answer.answer_timeout_s, answer.io_timeout_s)
         with self._lock:
             pending = self._pending.pop(answer.request, None)
         if pending is None:  # answered after its deadline, or twice after a reconnect

@@ -77,8 +77,8 @@ class ReplicaAssignment:
                 f"{self._used_for} went by one replica a rank already: call run.data_parallel before it, "
                 "as soon as the mesh is made"
             )
-        index, count = _place_among(replicas)
-        replica = Replica(index, count, _place_among(stage)[0] if isinstance(stage, DeviceMesh) else stage)
+        index, count = _replica_index(replicas)
+        replica = Replica(index, count, _replica_index(stage)[0] if isinstance(stage, DeviceMesh) else stage)
         _require_whole_replicas(self._of_all_ranks(replica), self._world)
         self._replica, self.is_declared = replica, True
         self._mesh = replicas if isinstance(replicas, DeviceMesh) else None
@@ -152,17 +152,17 @@ class ReplicaAssignment:
             )
         return (sums[: weighted.numel()] / sum(counts)).to(weighted.dtype).reshape(weighted.shape)
 
-    def _of_all_ranks(self, own: Replica) -> list[tuple[int, int]]:
+    def _of_all_ranks(self, value: Replica) -> list[tuple[int, int]]:
         """Return the index and count that each rank declares."""
         if self._device is None:
-            return [(own.index, own.count)]
-        mine = torch.tensor([own.index, own.count], device=self._device)
+            return [(value.index, value.count)]
+        mine = torch.tensor([value.index, value.count], device=self._device)
         everybodys = [torch.empty_like(mine) for _ in range(self._world)]
         dist.all_gather(everybodys, mine)
         return [(index, count) for index, count in torch.stack(everybodys).tolist()]
 
 
-def _place_among(replicas: DeviceMesh | tuple[int, int]) -> tuple[int, int]:
+def _replica_index(replicas: DeviceMesh | tuple[int, int]) -> tuple[int, int]:
     """Return this rank's place and the number of places; in a mesh of several dimensions, in the order of its ranks."""
     if not isinstance(replicas, DeviceMesh):
         index, count = replicas
@@ -222,25 +222,25 @@ def find_model_parallelism(tracked: Iterable[object], world_size: int) -> str:
     for one in tracked:
         for module in as_list(one):
             if isinstance(module, nn.Module):
-                for sign in _signs(module, "", sharded=False, world_size=world_size):
+                for sign in _find_in_module(module, "", sharded=False, world_size=world_size):
                     return sign
     return ""
 
 
-def _signs(module: nn.Module, name: str, *, sharded: bool, world_size: int) -> Iterator[str]:
+def _find_in_module(module: nn.Module, name: str, *, sharded: bool, world_size: int) -> Iterator[str]:
     """Yield signs in a module; ``sharded``: an outer module is sharded by fully_shard, which is data parallelism."""
     if isinstance(module, DistributedDataParallel) and (size := dist.get_world_size(module.process_group)) < world_size:
         yield f"a model is replicated over {size} of {world_size} ranks"
     sharded = sharded or isinstance(module, FSDPModule)
     parameters: Mapping[str, torch.Tensor | None] = module._parameters
     for key, parameter in parameters.items():
-        if isinstance(parameter, DTensor) and (how := _how(parameter, sharded, world_size)):
+        if isinstance(parameter, DTensor) and (how := _describe_split(parameter, sharded, world_size)):
             yield f"{name}{key} {how}"
     for key, part in module.named_children():
-        yield from _signs(part, f"{name}{key}.", sharded=sharded, world_size=world_size)
+        yield from _find_in_module(part, f"{name}{key}.", sharded=sharded, world_size=world_size)
 
 
-def _how(parameter: DTensor, sharded: bool, world_size: int) -> str:
+def _describe_split(parameter: DTensor, sharded: bool, world_size: int) -> str:
     mesh, placements = parameter.device_mesh, parameter.placements
     hybrid = len(placements) > 1 and isinstance(placements[0], Replicate)
     of_data = (2 if hybrid else 1) if sharded else 0  # fully_shard's dimensions come first

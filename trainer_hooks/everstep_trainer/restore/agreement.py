@@ -21,7 +21,7 @@ from everstep.ids import Version
 from everstep.layout.manifests import Manifest, decode_manifest
 from everstep.wire.v1.local import SlotInfo
 from everstep.wire.v1.training import GenerationSpec, Member, RestoreRule
-from everstep.wire.v1.vault_orders import Protection
+from everstep.wire.v1.vault_reports import Protection
 from everstep_trainer.memory_tier.vault_client import VaultClient
 from everstep_trainer.restore.fetch import SlotLoader
 from everstep_trainer.restore.local_slots import BadSlot, LocalSlots

@@ -40,7 +40,7 @@ from everstep_trainer.restore.byte_moves import (
 from everstep_trainer.restore.local_slots import BadSlot, HashScope, LocalSlots
 from everstep_trainer.restore.remote_slots import ScratchFetch, SlotStreams
 from everstep_trainer.snapshot.copy import slot_view, view_of_box
-from everstep_trainer.state.blob import dtype_of
+from everstep_trainer.state.python_value_codec import dtype_of
 
 # ---- resharding: from stored boxes to needed boxes, in byte ranges. Pure: any layout to any other.
 
@@ -118,13 +118,13 @@ def _plan_from_stored(
     return lacking
 
 
-def box_to_fetch(held: Box, wanted: Box) -> Box:
+def box_to_fetch(stored: Box, needed: Box) -> Box:
     """Return the box to fetch for ``wanted``: itself, or whole rows of ``held`` if it consists of many small runs."""
-    runs = math.prod(wanted.size[: run_dimension(held, wanted)])
+    runs = math.prod(needed.size[: run_dimension(stored, needed)])
     if runs <= MAX_RUNS:
-        return wanted
-    rows = Box((wanted.offset[0], *held.offset[1:]), (wanted.size[0], *held.size[1:]))
-    return rows if rows.volume <= MAX_EXCESS_FACTOR * wanted.volume else wanted
+        return needed
+    rows = Box((needed.offset[0], *stored.offset[1:]), (needed.size[0], *stored.size[1:]))
+    return rows if rows.volume <= MAX_EXCESS_FACTOR * needed.volume else needed
 
 
 NO_BYTES_READ = {"own": 0, "node": 0, "remote": 0, "parity": 0}
@@ -160,7 +160,7 @@ class RestoreTarget(Protocol):
     def is_parameter(self) -> bool: ...
 
 
-class LandedRead(msgspec.Struct, frozen=True):
+class BufferedRead(msgspec.Struct, frozen=True):
     """A read whose source box ``box`` lies contiguously at byte ``offset`` of some bytes."""
 
     read: PlannedRead
@@ -168,7 +168,7 @@ class LandedRead(msgspec.Struct, frozen=True):
     offset: int
 
 
-class _Arrivals(msgspec.Struct, frozen=True):
+class _RemoteFetch(msgspec.Struct, frozen=True):
     """The fetch of one remote slot.
 
     Attributes:
@@ -180,7 +180,7 @@ class _Arrivals(msgspec.Struct, frozen=True):
     source: ReadSource
     reads: list[PlannedRead]
     moves: TensorCopies
-    staged_reads: list[tuple[torch.Tensor, LandedRead]]
+    staged_reads: list[tuple[torch.Tensor, BufferedRead]]
     blob: torch.Tensor
 
 
@@ -234,7 +234,7 @@ class SlotLoader:
             if i not in local
         }
         arrivals = [
-            self._arrivals(sources[i], some, with_blob=parameters and i == blob_source)
+            self._plan_remote_fetch(sources[i], some, with_blob=parameters and i == blob_source)
             for parameters in (True, False)
             for i, mine in remote.items()
             for some in ([read for read in mine if self._targets[read.needed_index].is_parameter is parameters],)
@@ -254,18 +254,18 @@ class SlotLoader:
         blobs += self._settle(arrivals, failures, landed)
         return b"".join(blobs), failures
 
-    def read_python_state(self, supply: ReadSource) -> bytes:
+    def read_python_state(self, source: ReadSource) -> bytes:
         """Return the Python state of another slot. Raises BadSlot."""
-        if supply.slot.is_on(self._member.node):
-            return self._read_local(supply, [], with_blob=True)
-        arrivals = [self._arrivals(supply, [], with_blob=True)]
+        if source.slot.is_on(self._member.node):
+            return self._read_local(source, [], with_blob=True)
+        arrivals = [self._plan_remote_fetch(source, [], with_blob=True)]
         failures, landed = self._fetch_all(arrivals)
         if failures:
             raise failures[0]
         return self._settle(arrivals, failures, landed)[0]
 
     def _fetch_all(
-        self, arrivals: Sequence[_Arrivals], meanwhile: Callable[[], None] = lambda: None
+        self, arrivals: Sequence[_RemoteFetch], meanwhile: Callable[[], None] = lambda: None
     ) -> tuple[list[BadSlot], list[FetchBatch]]:
         """Fetch everything, from holders and from parity; return the failed slots and the received batches."""
         batches = [batch for each in arrivals for batch in split_into_batches(each.source.slot, each.moves.table())]
@@ -296,11 +296,11 @@ class SlotLoader:
         with into.open("rb") as file:
             return file.read(landed.bytes)
 
-    def _copy(self, data: torch.Tensor, supply: ReadSource, landed: list[LandedRead]) -> None:
+    def _copy(self, data: torch.Tensor, read_source: ReadSource, landed: list[BufferedRead]) -> None:
         """Copy the received ``data`` to its targets."""
         sources, targets = [], []
         for item in landed:
-            tensor = supply.tensor(item.read)
+            tensor = read_source.tensor(item.read)
             here = view_of_box(slot_view(data, item.offset, tensor.dtype, item.box.size), item.box, item.read.box)
             sources.append(here[0] if tensor.per_rank else here)
             targets.append(self._part(item.read, tensor))
@@ -314,41 +314,41 @@ class SlotLoader:
             for target, source in lazy:
                 target.copy_(source)
 
-    def _count(self, supply: ReadSource, reads: list[PlannedRead]) -> None:
-        slot = supply.slot
+    def _count(self, source: ReadSource, reads: list[PlannedRead]) -> None:
+        slot = source.slot
         kind = "node" if slot.is_on(self._member.node) else "parity" if slot.parity_group else "remote"
         if kind == "node" and slot.rank == self._member.rank and not slot.replica:
             kind = "own"
-        self.bytes_by_source[kind] += sum(r.box.volume * supply.tensor(r).itemsize for r in reads)
+        self.bytes_by_source[kind] += sum(r.box.volume * source.tensor(r).itemsize for r in reads)
 
     # --- this node's slots
 
-    def _read_local(self, supply: ReadSource, reads: list[PlannedRead], with_blob: bool) -> bytes:
+    def _read_local(self, source: ReadSource, reads: list[PlannedRead], with_blob: bool) -> bytes:
         """Fill the reads' targets; return the Python state if it is wanted. Raises BadSlot."""
-        moves, rest = self._sorted(supply, reads)
-        also = [(item.offset, item.box.volume * supply.tensor(item.read).itemsize) for item in rest]
+        moves, rest = self._sorted(source, reads)
+        also = [(item.offset, item.box.volume * source.tensor(item.read).itemsize) for item in rest]
         if with_blob:
-            also.append(supply.blob_range)
+            also.append(source.blob_range)
         try:
-            payload = self._local.copy_and_check(supply.slot, moves.table(), also, self._hash_scope(supply.slot))
+            payload = self._local.copy_and_check(source.slot, moves.table(), also, self._hash_scope(source.slot))
         finally:
             moves.mark_written()
-        self._copy(payload, supply, rest)
-        blob = _blob(payload, supply.manifest.blob_offset) if with_blob else b""
-        self._local.require_unchanged(supply.slot)
-        self._count(supply, reads)
+        self._copy(payload, source, rest)
+        blob = _blob(payload, source.manifest.blob_offset) if with_blob else b""
+        self._local.require_unchanged(source.slot)
+        self._count(source, reads)
         return blob
 
-    def _sorted(self, supply: ReadSource, reads: list[PlannedRead]) -> tuple[TensorCopies, list[LandedRead]]:
+    def _sorted(self, source: ReadSource, reads: list[PlannedRead]) -> tuple[TensorCopies, list[BufferedRead]]:
         """Sort reads into byte copies, in columns, and others, which torch copies between tensors."""
         moves, rest = TensorCopies(), []
-        kinds = {name: dtype_of(name) for name in {supply.tensor(read).dtype for read in reads}}
+        kinds = {name: dtype_of(name) for name in {source.tensor(read).dtype for read in reads}}
         for read in reads:
-            tensor, stored = supply.tensor(read), read.stored
+            tensor, stored = source.tensor(read), read.stored
             target = self._part(read, tensor)
             ranges = _ranges(read, tensor.itemsize) if is_byte_copyable(target, kinds[tensor.dtype]) else None
             if ranges is None:
-                rest.append(LandedRead(read, stored.box, stored.offset))
+                rest.append(BufferedRead(read, stored.box, stored.offset))
             else:
                 moves.add(target, ranges)
         return moves, rest
@@ -362,23 +362,23 @@ class SlotLoader:
 
     # --- other nodes' slots
 
-    def _arrivals(self, supply: ReadSource, reads: list[PlannedRead], with_blob: bool) -> _Arrivals:
+    def _plan_remote_fetch(self, source: ReadSource, reads: list[PlannedRead], with_blob: bool) -> _RemoteFetch:
         """Return the fetch of a remote slot: plain tensors directly into their memory, others through a byte buffer."""
-        moves, rest = self._sorted(supply, reads)
+        moves, rest = self._sorted(source, reads)
         boxes = [box_to_fetch(item.read.stored.box, item.read.box) for item in rest]
         asides = []
         for item, box in zip(rest, boxes, strict=True):
-            itemsize = supply.tensor(item.read).itemsize
+            itemsize = source.tensor(item.read).itemsize
             aside = torch.empty(box.volume * itemsize, dtype=torch.uint8)
             moves.add(aside, byte_ranges(item.box, box, itemsize, item.offset))
-            asides.append((aside, LandedRead(item.read, box, 0)))
-        blob = torch.empty(supply.blob_range[1] if with_blob else 0, dtype=torch.uint8)
+            asides.append((aside, BufferedRead(item.read, box, 0)))
+        blob = torch.empty(source.blob_range[1] if with_blob else 0, dtype=torch.uint8)
         if with_blob:
-            moves.add(blob, [supply.blob_range])
-        return _Arrivals(supply, reads, moves, asides, blob)
+            moves.add(blob, [source.blob_range])
+        return _RemoteFetch(source, reads, moves, asides, blob)
 
     def _settle(
-        self, arrivals: Sequence[_Arrivals], failures: list[BadSlot], landed: Sequence[FetchBatch]
+        self, arrivals: Sequence[_RemoteFetch], failures: list[BadSlot], landed: Sequence[FetchBatch]
     ) -> list[bytes]:
         """Finish after everything arrived; return the Python states.
 
@@ -399,7 +399,7 @@ class SlotLoader:
                 blobs.append(_blob(each.blob, 0))
         return blobs
 
-    def _landed_reads(self, arrivals: _Arrivals, landed: Sequence[FetchBatch]) -> list[PlannedRead]:
+    def _landed_reads(self, arrivals: _RemoteFetch, landed: Sequence[FetchBatch]) -> list[PlannedRead]:
         """Return the reads of a failed slot whose targets had been filled with correctly hashed bytes."""
         supply = arrivals.source
         filled = FilledMemory([batch.copies for batch in landed if batch.slot is supply.slot])
@@ -410,9 +410,9 @@ class SlotLoader:
             if id(read) not in aside and filled.contains(self._part(read, supply.tensor(read)))
         ]
 
-    def _keep(self, supply: ReadSource, reads: list[PlannedRead]) -> None:
+    def _keep(self, source: ReadSource, reads: list[PlannedRead]) -> None:
         before = dict(self.bytes_by_source)
-        self._count(supply, reads)
+        self._count(source, reads)
         for kind, nbytes in self.bytes_by_source.items():
             self._kept_bytes[kind] += nbytes - before[kind]
         self._kept_reads.update((read.needed_index, read.box) for read in reads)

@@ -130,12 +130,12 @@ class SlotStreams:
             self.landed.append(batch)
 
     def _connected(self, node: str, buffer: bytearray) -> _Receiver:
-        lent = self._vault.connect(job=self._job, node=node).result()
-        channel = VaultChannel(lent.sock, node, lent.io_timeout_s)
+        connection = self._vault.connect(job=self._job, node=node).result()
+        channel = VaultChannel(connection.sock, node, connection.io_timeout_s)
         with self._changed:
             if not self._stopped:
                 self._open.add(channel)
-                return _Receiver(channel, lent.answer_timeout_s, lent.io_timeout_s, buffer)
+                return _Receiver(channel, connection.answer_timeout_s, connection.io_timeout_s, buffer)
         channel.close()
         raise Unavailable("the restore was left")
 
@@ -150,13 +150,13 @@ class SlotStreams:
             self._failed += 1
             if any(failure.slot is slot for failure in self.failures):
                 return
-            if isinstance(error, _NotAsSent):
+            if isinstance(error, _TransferCorrupted):
                 self.failures.append(BadTransfer(slot, str(error)))
             else:
                 self.failures.append(BadSlot(slot, str(error), is_corrupt=isinstance(error, DigestMismatch)))
 
 
-class _NotAsSent(DigestMismatch):
+class _TransferCorrupted(DigestMismatch):
     """A mismatch found here, but not by the holder."""
 
 
@@ -177,19 +177,21 @@ class _Receiver:
             EverstepError: DigestMismatch, Unavailable, MalformedMessage, or the holder's refusal. Afterwards neither
                 the connection nor the filled memory may be used.
         """
-        if self._comes_right(batch, unhashed=True):
+        if self._receive_and_verify(batch, unhashed=True):
             return
         slot = batch.slot
-        wrong = _NotAsSent(f"what {slot.node} sent of rank {slot.rank}'s version {slot.version} did not hash right")
+        wrong = _TransferCorrupted(
+            f"what {slot.node} sent of rank {slot.rank}'s version {slot.version} did not hash right"
+        )
         try:
-            self._comes_right(batch, unhashed=False)  # the holder itself refuses bytes that are wrong there
+            self._receive_and_verify(batch, unhashed=False)  # the holder itself refuses bytes that are wrong there
         except (DigestMismatch, NotFound):
             raise
         except EverstepError as error:
             raise wrong from error
         raise wrong
 
-    def _comes_right(self, batch: FetchBatch, unhashed: bool) -> bool:
+    def _receive_and_verify(self, batch: FetchBatch, unhashed: bool) -> bool:
         """Fill the batch's targets; return whether the bytes are those sealed. ``unhashed``: as Get.skip_hash."""
         slot, channel = batch.slot, self.channel
         channel.send(Get(rank=slot.rank, version=slot.version, ranges=batch.ranges, skip_hash=unhashed))

@@ -160,7 +160,7 @@ class SlotReporter:
 # ---- distance: which holder of the same bytes a rank reads from first
 
 
-def slot_distance(spec: GenerationSpec, own: Member, slot: SlotInfo) -> tuple[int, int, int, int]:
+def slot_distance(spec: GenerationSpec, member: Member, slot: SlotInfo) -> tuple[int, int, int, int]:
     """Return a sort key, nearest slot first.
 
     This node's slots come first, the rank's own before others. Then the roster's, those of the same rack first; each
@@ -169,15 +169,15 @@ def slot_distance(spec: GenerationSpec, own: Member, slot: SlotInfo) -> tuple[in
     """
     if slot.parity_group is not None:
         return 3, 0, slot.rank, 0
-    if slot.node == own.node:
-        return 0, int(slot.rank != own.rank), slot.rank, 0
+    if slot.node == member.node:
+        return 0, int(slot.rank != member.rank), slot.rank, 0
     if slot.node in spec.seated_nodes:
-        far = int(not spec.is_same_rack(own.node, slot.node))
-        return 1, far, int(slot.replica), (slot.rank - own.rank) % spec.world_size
+        far = int(not spec.is_same_rack(member.node, slot.node))
+        return 1, far, int(slot.replica), (slot.rank - member.rank) % spec.world_size
     return 2, slot.rank, int(slot.replica), 0
 
 
-MAX_UNHELPFUL_RANKS = 8
+MAX_FALLBACK_STATE_READS = 8
 """Most ranks whose Python state is read in search of a name that no slot can be linked to."""
 
 
@@ -347,7 +347,7 @@ class Restoration:
     ) -> tuple[RestoreOutcome, MergedState | None, dict[str, int]]:
         """Read what this rank needs; slots that fail are left out and the rest tried, as long as they suffice."""
         slots = sorted(choice.slots, key=lambda slot: slot_distance(self._spec, self._member, slot))
-        targets, wants = self._wants(state, slots)
+        targets, wants = self._needed_boxes(state, slots)
         lives = encode_live_tensors((want.tensor_index for want in wants), len(self._catalog(slots)))
         loader = SlotLoader(self._vault, self._spec.job, self._member, targets, self._local, self._hash_scope)
         bad: list[SlotKey] = []
@@ -374,10 +374,10 @@ class Restoration:
             slots = [slot for slot in slots if slot_key(slot) not in bad]
 
     def _check_unread(
-        self, slots: list[SlotInfo], supplies: list[ReadSource], reads: list[PlannedRead], source: int
+        self, slots: list[SlotInfo], sources: list[ReadSource], reads: list[PlannedRead], source: int
     ) -> list[BadSlot]:
         """Hash those of this rank's own slots that it does not read, because others of the node may read them."""
-        read = {slot_key(supplies[number].slot) for number in {source, *(read.source_index for read in reads)}}
+        read = {slot_key(sources[number].slot) for number in {source, *(read.source_index for read in reads)}}
         failures = []
         for slot in slots:
             if self._hash_scope(slot) is HashScope.ALL and slot_key(slot) not in read:
@@ -403,7 +403,7 @@ class Restoration:
         """Return whether the rank that wrote the slot is still on this node, and so hashes it."""
         return not slot.replica and slot.is_on(self._member.node) and self._spec.has_rank_on(slot.node, slot.rank)
 
-    def _wants(self, state: TrackedState, slots: list[SlotInfo]) -> tuple[list[TrackedTensor], list[NeededBox]]:
+    def _needed_boxes(self, state: TrackedState, slots: list[SlotInfo]) -> tuple[list[TrackedTensor], list[NeededBox]]:
         """Return the live tensors to fill and the boxes they need. Raises NotRestorable for another model."""
         catalog = self._catalog(slots)
         targets, wants = [], []
@@ -421,7 +421,7 @@ class Restoration:
         supplies: list[ReadSource] = []
 
         def manifests() -> Iterator[Manifest]:
-            for supply in self._supplies(slots):
+            for supply in self._readable_sources(slots):
                 supplies.append(supply)
                 yield supply.manifest
 
@@ -430,7 +430,7 @@ class Restoration:
             raise NotRestorable("no slot is left")
         return reads, supplies
 
-    def _supplies(self, slots: list[SlotInfo]) -> Iterator[ReadSource]:
+    def _readable_sources(self, slots: list[SlotInfo]) -> Iterator[ReadSource]:
         """Yield the slots whose manifest can be read."""
         for slot in slots:
             try:
@@ -449,11 +449,11 @@ class Restoration:
                 pass  # reported when the slot's bytes are read
         return self._agreement.manifest(slot.manifest_digest)
 
-    def _blob_source(self, supplies: list[ReadSource]) -> int:
+    def _blob_source(self, sources: list[ReadSource]) -> int:
         """Return the index of the rank's own Python state, else of the lowest rank's: most of it is equal anyway."""
         return min(
-            range(len(supplies)),
-            key=lambda i: (supplies[i].slot.rank != self._member.rank, supplies[i].slot.rank, i),
+            range(len(sources)),
+            key=lambda i: (sources[i].slot.rank != self._member.rank, sources[i].slot.rank, i),
         )
 
     def _python(
@@ -469,11 +469,11 @@ class Restoration:
         while lacking := names.difference(*(python.names for python in told)):
             rest = [slot for slot in slots if slot.rank not in read]
             knowing = [slot for slot in rest if self._has_names(slot, lacking)]
-            if not rest or (not knowing and len(read) > MAX_UNHELPFUL_RANKS):
+            if not rest or (not knowing and len(read) > MAX_FALLBACK_STATE_READS):
                 break
             slot = (knowing or rest)[0]
             read.add(slot.rank)
-            for supply in self._supplies([slot]):
+            for supply in self._readable_sources([slot]):
                 told.append(decode_python(loader.read_python_state(supply)))
         merged = MergedState(told, names)
         state.require_python(merged)

@@ -106,7 +106,7 @@ def describe_missing(holders: Sequence[SlotInfo], manifest_of: ManifestOf) -> st
             return "its slots are of different models"
         for stored in manifest.stored:
             boxes[stored.tensor].add(stored.box)
-    lacking = [t.name for t, held in zip(catalog, boxes, strict=True) if not is_whole(t, held)]
+    lacking = [t.name for t, held in zip(catalog, boxes, strict=True) if not is_fully_covered(t, held)]
     if not lacking:
         return ""
     ranks = sorted({m.rank for m in manifests})
@@ -126,15 +126,15 @@ def _readable(holders: Sequence[SlotInfo], manifest_of: ManifestOf) -> tuple[lis
     return manifests, error
 
 
-def is_whole(tensor: TensorInfo, held: set[Box]) -> bool:
+def is_fully_covered(tensor: TensorInfo, stored_boxes: set[Box]) -> bool:
     """Return whether the boxes make up the tensor; for a per-rank tensor, the parts of all ranks that have it."""
     if not tensor.ranks:
-        return covers(tensor.shape, held)
+        return covers(tensor.shape, stored_boxes)
     rows = (Box((rank, *(0 for _ in tensor.shape[1:])), (1, *tensor.shape[1:])) for rank in tensor.ranks)
-    return all(row in held or not uncovered(row, sorted(held)) for row in rows)
+    return all(row in stored_boxes or not uncovered(row, sorted(stored_boxes)) for row in rows)
 
 
-def covers(shape: tuple[int, ...], held: set[Box]) -> bool:
+def covers(shape: tuple[int, ...], stored_boxes: set[Box]) -> bool:
     """Return whether the boxes together make up a whole tensor of this shape."""
     wanted = full_box(shape)
-    return wanted in held or not uncovered(wanted, sorted(held))
+    return wanted in stored_boxes or not uncovered(wanted, sorted(stored_boxes))

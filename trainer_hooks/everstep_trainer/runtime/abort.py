@@ -91,15 +91,15 @@ def _is_listening(copy: socket.socket) -> bool:
 
 def has_listening_socket(fds: Iterable[int]) -> bool:
     """Return whether one of the descriptors is a TCP socket that accepts connections."""
-    return any(_on_copy(fd, _is_listening) for fd in fds)
+    return any(_check_duplicate(fd, _is_listening) for fd in fds)
 
 
-def _on_copy(fd: int, question: Callable[[socket.socket], bool]) -> bool:
+def _check_duplicate(fd: int, predicate: Callable[[socket.socket], bool]) -> bool:
     copy = _duplicate(fd)
     if copy is None:
         return False
     with copy:
-        return question(copy)
+        return predicate(copy)
 
 
 def _shut(copy: socket.socket, how: int) -> bool:
@@ -137,7 +137,7 @@ def close_sockets(copies: Iterable[socket.socket]) -> None:
 
 def connections_to_port(port: int) -> list[int]:
     """Return the descriptors of TCP connections to this port of a peer."""
-    return [fd for fd in map(int, os.listdir(_FDS)) if _on_copy(fd, lambda copy: _peer_port(copy) == port)]
+    return [fd for fd in map(int, os.listdir(_FDS)) if _check_duplicate(fd, lambda copy: _peer_port(copy) == port)]
 
 
 def _peer_port(copy: socket.socket) -> int | None:
@@ -164,7 +164,7 @@ def _peer_port(copy: socket.socket) -> int | None:
 _SO_ATTACH_FILTER = 26  # asm-generic/socket.h; Python has no name for it
 _FLAGS_AT, _RST, _ACK = 13, 0x04, 0x10  # offsets in the TCP header, where a filter of a TCP socket begins to read
 _LOAD_BYTE, _AND, _JUMP_EQUAL, _RETURN = 0x30, 0x54, 0x15, 0x06  # linux/bpf_common.h
-_ALL = 0xFFFFFFFF
+_SNAP_LENGTH = 0xFFFFFFFF
 
 # A reset in answer to a write has no ACK; one that a peer sends of its own accord has (RFC 9293, 3.10.7).
 _INSTRUCTIONS = (
@@ -172,7 +172,7 @@ _INSTRUCTIONS = (
     (_AND, 0, 0, _RST | _ACK),
     (_JUMP_EQUAL, 0, 1, _RST),
     (_RETURN, 0, 0, 0),
-    (_RETURN, 0, 0, _ALL),
+    (_RETURN, 0, 0, _SNAP_LENGTH),
 )
 _PROGRAM = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *each) for each in _INSTRUCTIONS))
 

@@ -25,7 +25,7 @@ import msgspec
 from everstep.ids import split_address
 from everstep.wire.v1.training import GenerationSpec, Member
 from everstep_trainer.launch.fork_messages import ControlChannel, Promote, ReachedMain
-from everstep_trainer.launch.job_cache import ImportFollower, cache_folder
+from everstep_trainer.launch.job_cache import RecordedImportLoader, cache_folder
 from everstep_trainer.launch.process_setup import StandbyMemory, set_process_name
 
 JOB_VARIABLE = "EVERSTEP_JOB"
@@ -128,7 +128,7 @@ def _wait_for_promotion(control: ControlChannel[Promote]) -> int:
     def wanted(within_s: float = 0.0) -> bool:
         return bool(select.select([control], [], [], within_s)[0])
 
-    memory, imports = StandbyMemory(), ImportFollower(cache_folder(os.environ), wanted)
+    memory, imports = StandbyMemory(), RecordedImportLoader(cache_folder(os.environ), wanted)
     while True:
         memory.match_ranks()
         imports.import_new()

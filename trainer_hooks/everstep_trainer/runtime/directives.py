@@ -91,9 +91,9 @@ class ReceivedDirectives:
 
 
 class MembershipState(Enum):
-    OUTSIDE = auto()
+    NOT_A_MEMBER = auto()
     JOINING = auto()
-    INSIDE = auto()
+    MEMBER = auto()
 
 
 class GenerationMembership:
@@ -130,7 +130,7 @@ class GenerationMembership:
         self._end_process = end_process
         self._settings = settings
         self._lock = threading.Lock()
-        self._state = MembershipState.OUTSIDE
+        self._state = MembershipState.NOT_A_MEMBER
         self._number = 0
         self._abort_attempts = 0
         self._abort_started_at = 0.0
@@ -144,19 +144,19 @@ class GenerationMembership:
 
     def enter(self) -> None:
         """Enter the joined generation."""
-        self._move(MembershipState.INSIDE, self._number)
+        self._move(MembershipState.MEMBER, self._number)
 
     def leave(self) -> None:
         """Leave the generation; nothing is aborted from now on."""
-        self._move(MembershipState.OUTSIDE, self._number)
+        self._move(MembershipState.NOT_A_MEMBER, self._number)
 
     def _move(self, state: MembershipState, number: int) -> None:
         with self._lock:
             self._state, self._number, self._abort_attempts = state, number, 0
 
-    def is_over(self) -> bool:
+    def must_end(self) -> bool:
         """Return whether the generation joined or entered must be left."""
-        step = self._progress.finished_step if self._state is MembershipState.INSIDE else -1
+        step = self._progress.finished_step if self._state is MembershipState.MEMBER else -1
         return self._directives.is_generation_over(self._number, step)
 
     def take_regroup_start(self) -> float:
@@ -174,12 +174,12 @@ class GenerationMembership:
     @property
     def is_aborting(self) -> bool:
         """True if the main thread was asked to leave and has not."""
-        return self._abort_attempts > 0 and self._state is not MembershipState.OUTSIDE
+        return self._abort_attempts > 0 and self._state is not MembershipState.NOT_A_MEMBER
 
     @property
     def must_leave(self) -> bool:
         """True if the training function runs in a generation that it was asked to leave."""
-        return self._abort_attempts > 0 and self._state is MembershipState.INSIDE
+        return self._abort_attempts > 0 and self._state is MembershipState.MEMBER
 
     def abort(self) -> None:
         """Get the main thread out of a generation that is over. Called with the news, and again until it is out.
@@ -189,7 +189,7 @@ class GenerationMembership:
         process.
         """
         with self._lock:
-            if self._state is MembershipState.OUTSIDE or not self.is_over():
+            if self._state is MembershipState.NOT_A_MEMBER or not self.must_end():
                 return
             now = perf_counter()
             if self._abort_attempts == 0:
@@ -204,7 +204,7 @@ class GenerationMembership:
         self._abort_collectives()
         if self._state is MembershipState.JOINING or self._abort_attempts > 1:
             self._cut_store()
-        if self._state is MembershipState.INSIDE:
+        if self._state is MembershipState.MEMBER:
             self._interrupter.request_regroup()
             if elapsed_s > self._settings.interrupt_after_s:
                 self._interrupter.interrupt()
@@ -256,7 +256,7 @@ class DirectiveListener:
 
     def handle_message(self, message: FromAgent) -> None:
         if isinstance(message, NewGeneration):
-            stood = self._stack_in_a_hang(message.spec)
+            stood = self._stack_if_hung(message.spec)
             if self._directives.add_generation(message.spec):
                 self._membership.abort()
                 if stood:
@@ -278,7 +278,7 @@ class DirectiveListener:
         spec, member, progress = self._spec, self._member, self._progress
         if spec is None or member is None:
             return None
-        if self._membership.state is MembershipState.INSIDE and (stall := self._watchdog.check(progress)) is not None:
+        if self._membership.state is MembershipState.MEMBER and (stall := self._watchdog.check(progress)) is not None:
             self._report_stall(stall, spec, member)
         return RankHeartbeat(
             generation=spec.number,
@@ -296,9 +296,9 @@ class DirectiveListener:
         """Return the last step begun in ``spec``: the main thread may still count steps of the previous generation."""
         return self._progress.begun_step if self._progress.generation == spec.number else 0
 
-    def _stack_in_a_hang(self, following: GenerationSpec) -> str:
+    def _stack_if_hung(self, following: GenerationSpec) -> str:
         """Return the main thread's stack if a hang ends its generation, before anything is aborted."""
-        hung = following.reason is GenerationReason.RANK_HUNG and self._membership.state is MembershipState.INSIDE
+        hung = following.reason is GenerationReason.RANK_HUNG and self._membership.state is MembershipState.MEMBER
         return main_stack(self._settings.max_stack_bytes) if hung else ""
 
     def _log_hang(self, spec: GenerationSpec, stack: str) -> None:

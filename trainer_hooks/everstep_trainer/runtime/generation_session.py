@@ -20,8 +20,8 @@ from everstep_trainer.memory_tier.vault_client import VaultClient
 from everstep_trainer.restore.restorer import Restoration, make_restore_finding
 from everstep_trainer.runtime.directives import ReceivedDirectives
 from everstep_trainer.runtime.interrupt import Interrupter, Regroup
+from everstep_trainer.runtime.process_group import GenerationGroup
 from everstep_trainer.runtime.progress import StepProgress, compile_seconds_since, total_compile_s
-from everstep_trainer.runtime.regroup import GenerationGroup
 from everstep_trainer.snapshot.slot_negotiation import SnapshotOptions
 from everstep_trainer.snapshot.snapshotter import Snapshotter
 from everstep_trainer.state.tracked_state import TrackedState
@@ -59,13 +59,13 @@ class TrainingSession(Protocol):
     def before_update(self) -> None:
         """Wait until an optimizer may change tracked state. May raise Regroup."""
 
-    def step_begun(self, step: int) -> None:
+    def on_step_begun(self, step: int) -> None:
         """Record that a step begins."""
 
     def raise_if_interrupted(self) -> None:
         """Raise Regroup or a collective's error again if training code caught it, before a step counts as finished."""
 
-    def step_finished(self, step: int) -> None:
+    def on_step_finished(self, step: int) -> None:
         """Record that a step is finished and snapshot the tracked state. May raise Regroup."""
 
     def report_loss(self, loss: torch.Tensor | float) -> None:
@@ -90,13 +90,13 @@ class IdleSession:
     def before_update(self) -> None:
         return
 
-    def step_begun(self, step: int) -> None:
+    def on_step_begun(self, step: int) -> None:
         return
 
     def raise_if_interrupted(self) -> None:
         return
 
-    def step_finished(self, step: int) -> None:
+    def on_step_finished(self, step: int) -> None:
         return
 
     def report_loss(self, loss: torch.Tensor | float) -> None:
@@ -232,13 +232,13 @@ class GenerationSession:
                 self._snapshotter.wait()
         self._raise_if_over()
 
-    def step_begun(self, step: int) -> None:
+    def on_step_begun(self, step: int) -> None:
         self._progress.begin_step(step)
 
     def raise_if_interrupted(self) -> None:
         self._interrupter.raise_if_interrupted()
 
-    def step_finished(self, step: int) -> None:
+    def on_step_finished(self, step: int) -> None:
         with self._interrupter.atomic():
             self._progress.finish_step(step)
             if self._snapshotter is not None:

@@ -272,7 +272,7 @@ def install_sliced_waits() -> None:
     dist.Work.wait = _wait_in_slices  # type: ignore[assignment]
 
 
-def wait_unless(work: dist.Work, is_over: Callable[[], bool]) -> None:
+def wait_or_regroup(work: dist.Work, is_over: Callable[[], bool]) -> None:
     """Waits for a collective on host tensors; raises Regroup when ``is_over`` becomes true first."""
     while True:
         try:
@@ -286,7 +286,7 @@ def wait_unless(work: dist.Work, is_over: Callable[[], bool]) -> None:
             raise Regroup
 
 
-def poll_unless(work: dist.Work, is_over: Callable[[], bool]) -> None:
+def poll_or_regroup(work: dist.Work, is_over: Callable[[], bool]) -> None:
     """Waits for a collective on GPU tensors; raises Regroup when ``is_over`` becomes true first.
 
     The work is polled. NCCL must not be given a time-out: when one passes, torch marks the work as failed and aborts

@@ -224,7 +224,7 @@ class RankLink:
             due = self._clock.monotonic() + self._interval_s()
             wanted = selectors.EVENT_READ
             while not self._closing.is_set():
-                if (now_wanted := self._wanted_events()) != wanted:
+                if (now_wanted := self._poll_events()) != wanted:
                     wanted = now_wanted
                     selector.modify(connection, wanted)
                 events = {key.fd: mask for key, mask in selector.select(max(0.0, due - self._clock.monotonic()))}
@@ -236,7 +236,7 @@ class RankLink:
                     self._tick()
                     due = self._clock.monotonic() + self._interval_s()
 
-    def _wanted_events(self) -> int:
+    def _poll_events(self) -> int:
         with self._lock:
             return selectors.EVENT_READ | (selectors.EVENT_WRITE if self._outbox else 0)
 

@@ -37,8 +37,8 @@ from everstep_trainer.runtime.directives import DirectiveListener, GenerationMem
 from everstep_trainer.runtime.generation_session import GenerationSession, PhaseTimeline
 from everstep_trainer.runtime.interrupt import Interrupter, Regroup
 from everstep_trainer.runtime.link import RankLink
+from everstep_trainer.runtime.process_group import GenerationGroup, Rendezvous
 from everstep_trainer.runtime.progress import StepProgress
-from everstep_trainer.runtime.regroup import GenerationGroup, Rendezvous
 
 # ---- error attribution: a lost peer shows as an error of the training function
 
@@ -60,7 +60,7 @@ def is_communication_error(error: BaseException) -> bool:
 def _is_one(error: BaseException) -> bool:
     if isinstance(error, _TYPES):
         return True
-    return isinstance(error, RuntimeError) and _COMMUNICATION.match(_words(error)) is not None
+    return isinstance(error, RuntimeError) and _COMMUNICATION.match(_error_text(error)) is not None
 
 
 def _chain(error: BaseException) -> list[BaseException]:
@@ -95,7 +95,7 @@ class UnattributedFailures:
 
 def describe_error(error: BaseException, limit: int = 4096) -> str:
     """Return the error's class and message in one line; of a worker process's traceback, only the end."""
-    lines = [line.strip() for line in _words(error).splitlines() if line.strip()]
+    lines = [line.strip() for line in _error_text(error).splitlines() if line.strip()]
     if len(lines) > 2 and any(line.endswith(_TRACEBACK) for line in lines):
         lines = [lines[0], lines[-1]]
     kind = type(error).__name__
@@ -107,7 +107,7 @@ def full_traceback(error: BaseException, limit: int = 65_000) -> str:
     return _sendable("".join(traceback.format_exception(error)))[-limit:]
 
 
-def _words(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     try:
         return _sendable(str(error))
     except Exception:  # noqa: BLE001 - as the interpreter does: an error that cannot be told is one all the same
@@ -318,7 +318,7 @@ class Worker:
         awaited."""
         self._membership.join(spec.number)
         try:
-            self._rendezvous.join(spec, member, self._membership.is_over)
+            self._rendezvous.join(spec, member, self._membership.must_end)
         except Regroup:
             self._membership.leave()
             self._rendezvous.release()
@@ -354,7 +354,7 @@ class Worker:
         )
         self._listener.version_listener = keeper
         self._membership.enter()
-        run = Run(self._place(group), keeper)
+        run = Run(self._make_rank_context(group), keeper)
         failure = self._interrupter.run(partial(train, run))
         if os.getpid() != self._pid:
             _end_child(failure)
@@ -362,7 +362,7 @@ class Worker:
         run.close()
         self._timeline = PhaseTimeline(self._membership.take_regroup_start())
         self._timeline.end("abort")
-        if failure is not None and self._is_news(spec, failure):
+        if failure is not None and self._is_unattributed_failure(spec, failure):
             # Before the group is left: waiting peers then receive the verdict instead of a lost peer.
             if self._unattributed.count_failure(self._progress.finished_step, spec.reason):
                 self._report_user_error(spec, member, describe_error(failure), full_traceback(failure))
@@ -381,10 +381,10 @@ class Worker:
         if isinstance(error, Regroup) or is_communication_error(error):
             self._interrupter.record_interruption(error)
 
-    def _is_news(self, spec: GenerationSpec, failure: BaseException) -> bool:
+    def _is_unattributed_failure(self, spec: GenerationSpec, failure: BaseException) -> bool:
         return is_communication_error(failure) and not self._directives.is_superseded(spec.number)
 
-    def _place(self, group: GenerationGroup) -> RankContext:
+    def _make_rank_context(self, group: GenerationGroup) -> RankContext:
         spec, member = group.spec, group.member
         return RankContext(
             rank=member.rank,
@@ -430,7 +430,7 @@ class Worker:
             return
         if communication:
             self._await_directive(spec, member, text)
-        elif self._directives.wait_next(spec.number, self._settings.explanation_grace_s) is None:
+        elif self._directives.wait_next(spec.number, self._settings.error_attribution_grace_s) is None:
             self._report_user_error(spec, member, text, trace)
 
     def _leave_group(self, *, must_abort: bool) -> None:
@@ -469,7 +469,7 @@ class Worker:
         """Report the training function's own, unexplained error, and wait for the decision about the job.
 
         Raises:
-            SystemExit: With status 1, no decision came within ``job_decision_wait_s``.
+            SystemExit: With status 1, no decision came within ``job_decision_timeout_s``.
         """
         _show(trace)
         self._link.send_persistent(
@@ -482,7 +482,7 @@ class Worker:
                 traceback=trace,
             )
         )
-        if self._directives.wait_next(spec.number, self._settings.job_decision_wait_s) is None:
+        if self._directives.wait_next(spec.number, self._settings.job_decision_timeout_s) is None:
             logger.error("nobody said what becomes of the job: giving up", extra=self._extra(spec))
             raise SystemExit(1)
 

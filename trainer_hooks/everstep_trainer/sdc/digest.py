@@ -57,12 +57,12 @@ class WeightedDigest:
         self._weights = _row_weights(device)
         buffer, places = _gather_buffer(small, device)
         self._copies = list(zip(places, small, strict=True))
-        self._flat = [self._words_of(t, device) for t in large] + [buffer]
+        self._flat = [self._as_uint32_words(t, device) for t in large] + [buffer]
         rows = sum(-(-flat.numel() // ROW_BYTES) for flat in self._flat)
         self._row_keys = torch.tensor([_signed(_mix(n)) for n in range(rows)], dtype=torch.int64, device=device)
         self._sums = torch.zeros(rows, dtype=torch.int64, device=device)
 
-    def _words_of(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    def _as_uint32_words(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Return the tensor's bytes in place, or a buffer to copy them to if they cannot be read there as words."""
         if tensor.device == device and tensor.is_contiguous() and tensor.data_ptr() % WORD_BYTES == 0:
             return tensor.detach().reshape(-1).view(torch.uint8)

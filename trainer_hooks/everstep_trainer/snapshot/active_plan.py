@@ -67,7 +67,7 @@ class ActivePlan:
         manifest: Manifest,
         segment: MappedSegment,
         since: int,
-        with_covers: ActivePlan | None = None,
+        including_replicated_state: ActivePlan | None = None,
     ) -> None:
         self.layout = layout
         self.since_step = since
@@ -76,7 +76,7 @@ class ActivePlan:
         self.manifest_bytes = encode_manifest(manifest)
         self._manifest_digest = xxhash.xxh3_128_digest(self.manifest_bytes)
         self.segment = segment
-        self.plan_with_covers = with_covers
+        self.plan_with_covers = including_replicated_state
         self.is_small = manifest.payload_bytes <= SMALL_BYTES and len(manifest.stored) <= SMALL_PIECE_COUNT
         self._targets: dict[int, SlotTargets] = {}
 
@@ -167,7 +167,7 @@ class SnapshotPlanner:
         manifest = build_manifest(self._member.rank, layouts, share, _capacity(blob_bytes))
         if not share.cover_pieces or self.agreed.provision.candidates_only:
             return ActivePlan(layout, share, manifest, self._open(manifest), since)
-        wide = share.with_covers()
+        wide = share.including_replicated_state()
         wide_manifest = build_manifest(self._member.rank, layouts, wide, _capacity(blob_bytes))
         segment = self._open(wide_manifest)
         return ActivePlan(
@@ -227,7 +227,7 @@ class SnapshotPlanner:
             share = (
                 shares[rank]
                 if provision.candidates_only or not shares[rank].cover_pieces
-                else shares[rank].with_covers()
+                else shares[rank].including_replicated_state()
             )
             payload = payload_bytes(layouts[rank], share, manifest.blob_capacity)
             return self._slot_bytes(provision, encoded, payload, whole)

@@ -27,8 +27,8 @@ from everstep_trainer.restore.byte_moves import CopyTable
 from everstep_trainer.sdc.digest import WeightedDigest
 from everstep_trainer.snapshot.mutation_guard import WriteCounts
 from everstep_trainer.snapshot.plan import RankShare
-from everstep_trainer.state.blob import dtype_of
 from everstep_trainer.state.layout import ALIGN
+from everstep_trainer.state.python_value_codec import dtype_of
 from everstep_trainer.state.tensors import TrackedTensor
 
 # ---- devices of a rank's state and of a thread
@@ -263,10 +263,12 @@ MAX_COPY_BATCHES = 16
 """One for each slot of a segment, and some for earlier segments."""
 
 
-def view_of_box(local: torch.Tensor, held: Box, wanted: Box) -> torch.Tensor:
+def view_of_box(local: torch.Tensor, local_box: Box, selected_box: Box) -> torch.Tensor:
     """Return the view of ``local``, which is box ``held``, on box ``wanted`` inside it."""
     view = local
-    for dim, (start, size, base) in enumerate(zip(wanted.offset, wanted.size, held.offset, strict=True)):
+    for dim, (start, size, base) in enumerate(
+        zip(selected_box.offset, selected_box.size, local_box.offset, strict=True)
+    ):
         if size != view.shape[dim]:
             view = view.narrow(dim, start - base, size)
     return view

@@ -21,9 +21,9 @@ from torch.distributed import DistStoreError
 
 from everstep.clock import Clock
 from everstep.errors import DECODE_ERRORS, MalformedMessage, Unavailable
-from everstep_trainer.state.blob import Blob
 from everstep_trainer.state.layout import Layout, content_digest, decode_layout, encode
 from everstep_trainer.state.python_state import FIELDS
+from everstep_trainer.state.python_value_codec import Blob
 
 # ---- messages between ranks through their generation's store
 
@@ -274,7 +274,7 @@ class PythonStateComparison:
         """Compare the Python state of a version just stored. Raises what the store raises."""
         if self._over:
             return
-        self._look()
+        self._check_answers()
         if step // COMPARE_WINDOW == self._window:
             return
         self._window = step // COMPARE_WINDOW
@@ -285,7 +285,7 @@ class PythonStateComparison:
             else:
                 self._open = key, step, mine
 
-    def _look(self) -> None:
+    def _check_answers(self) -> None:
         if self._open is None or not self._store.check([self._open[0]]):
             return
         key, step, mine = self._open
@@ -295,9 +295,9 @@ class PythonStateComparison:
         if different:
             self._over = True
             if self._store.add("alike/told", 1) == 1:
-                self._tell(step, different)
+                self._warn_different(step, different)
 
-    def _tell(self, step: int, different: list[str]) -> None:
+    def _warn_different(self, step: int, different: list[str]) -> None:
         named = ", ".join(different[:5]) + (f" and {len(different) - 5} more" if len(different) > 5 else "")
         objects = sorted({name.partition(".")[0] for name in different})
         log.warning(

@@ -14,8 +14,8 @@ from everstep_trainer.sdc.digest import to_unsigned
 from everstep_trainer.snapshot.active_plan import ActivePlan
 from everstep_trainer.snapshot.copy import SnapshotSources, gpus_of
 from everstep_trainer.snapshot.reports import SealedShare
-from everstep_trainer.state.blob import Blob
 from everstep_trainer.state.layout import Layout
+from everstep_trainer.state.python_value_codec import Blob
 from everstep_trainer.state.tensors import TrackedTensor
 
 
@@ -51,7 +51,7 @@ class FilledSlot(NamedTuple):
     slot_digests: list[bytes] | None
     copy_s: float
 
-    def to_sealed_share(self, version: Version, *, kept: bool) -> SealedShare:
+    def to_sealed_share(self, version: Version, *, is_candidate: bool) -> SealedShare:
         """Return the report of the slot, for when it is sealed."""
         manifest = self.planned.manifest
         return SealedShare(
@@ -59,13 +59,13 @@ class FilledSlot(NamedTuple):
             slot=self.slot,
             nbytes=manifest.payload_bytes,
             exclusive_bytes=manifest.exclusive_bytes,
-            kept=kept,
+            is_candidate=is_candidate,
             digests={group: f"{to_unsigned(digest):016x}" for group, digest in self.digests.items()},
             partial_copies=self.planned.share.partial_copies,
         )
 
 
-class Latch:
+class OneShotSignal:
     """A one-time signal from one thread to another, like ``threading.Event`` but cheaper.
 
     One is made, awaited and set twice in every step, and an Event's Python code takes 10 us more each time.
@@ -101,7 +101,7 @@ class SnapshotJob:
         kept: Its version may be committed.
         blocks_training: ``begin`` waits until it is copied.
         may_change: The state may change now.
-        was_overtaken: The state changed before it was allowed to.
+        changed_before_allowed: The state changed before it was allowed to.
     """
 
     def __init__(
@@ -124,11 +124,11 @@ class SnapshotJob:
         share = sources.share
         alone = scan.is_sharded or (share is not None and share.has_unshared_state)
         self.blocks_training = must_block or (alone and not (sources.is_on_gpu if overlap is None else overlap))
-        self.may_change = self.was_overtaken = False
+        self.may_change = self.changed_before_allowed = False
         self._write_counts: list[int] | None = None
         self.phase = SnapshotPhase.QUEUED
-        self.copied = Latch()
-        self.done = Latch()
+        self.copied = OneShotSignal()
+        self.done = OneShotSignal()
 
     def record_writes(self) -> None:
         """Record the write counts of the state that is to be copied; from the training thread."""

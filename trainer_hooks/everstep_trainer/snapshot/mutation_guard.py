@@ -80,16 +80,16 @@ class MutationGuard:
         """Allow the state that ``job`` copies to change; from the training thread."""
         self._is_announced = True
         if job is not None:
-            self.was_overtaken(job)
+            self.changed_before_allowed(job)
             job.may_change = True
 
-    def was_overtaken(self, job: SnapshotJob) -> bool:
+    def changed_before_allowed(self, job: SnapshotJob) -> bool:
         """Return whether the state that ``job`` copies changed before it was allowed to. From any thread."""
         moved = [] if job.may_change else job.changed_parameters()
         if moved and not job.may_change:  # changes were still not allowed after the counts were read
-            job.was_overtaken = True
+            job.changed_before_allowed = True
             self._warn_changed(moved, job.version.step)
-        return job.was_overtaken
+        return job.changed_before_allowed
 
     def _warn_changed(self, changed: list[str], step: int) -> None:
         if self._changes_unannounced:

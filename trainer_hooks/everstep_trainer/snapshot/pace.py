@@ -126,11 +126,11 @@ class StepStopwatch:
             self._over.append(self._step)
         self._step = _Step(now)
         while self._over and self._time.has_passed(self._over[0].ended):
-            self._say(self._over.popleft(), self._on_step)
+            self._report_step(self._over.popleft(), self._on_step)
 
-    def _say(self, step: _Step, tell: OnStep) -> None:
+    def _report_step(self, step: _Step, on_step: OnStep) -> None:
         held_up = sum(self._time.seconds_between(*pair) for pair in step.blocked)
-        tell(
+        on_step(
             max(0.0, self._time.seconds_between(step.began, step.ended) - held_up),
             held_up if step.has_snapshot else None,
         )
@@ -175,7 +175,7 @@ class PaceStore(Protocol):
     def set(self, key: str, value: str, /) -> None: ...
 
 
-def wanted_interval(blocked_s: float, step_s: float, current: int) -> int:
+def target_interval(blocked_s: float, step_s: float, current: int) -> int:
     """Return the steps between snapshots that keep blocked time within MAX_BLOCKED_SHARE.
 
     Args:
@@ -234,7 +234,7 @@ class SnapshotPace:
     def end_step(self, step: int) -> None:
         """Record that ``step`` is finished, before its snapshot begins."""
         if not self.is_fixed and step // PACE_WINDOW != self._window:
-            self._publish_wanted(step)
+            self._publish_target_interval(step)
 
     def record_step(self, step_s: float, blocked_s: float | None) -> None:
         """Record a step's seconds and, if a snapshot began in it, the seconds that it blocked training."""
@@ -242,11 +242,11 @@ class SnapshotPace:
         if blocked_s is not None:
             self._blocked.append(blocked_s)
 
-    def _publish_wanted(self, step: int) -> None:
+    def _publish_target_interval(self, step: int) -> None:
         if self._blocked and self._steps:
             now = self.interval_at(step)
             self._wanted_intervals = {
-                step // PACE_WINDOW: wanted_interval(median(self._blocked), median(self._steps), now)
+                step // PACE_WINDOW: target_interval(median(self._blocked), median(self._steps), now)
             }
         self._steps, self._blocked, self._window = [], [], step // PACE_WINDOW
 
@@ -262,9 +262,9 @@ class SnapshotPace:
         if quarter == 0 and self._first("wish", window):
             wish = self._wanted_intervals.get(window, 1)
             if wish > 1:
-                self._store.add(_wish_key(window, wish), 1)
+                self._store.add(_target_key(window, wish), 1)
         if quarter == 1 and self._rank == 0 and self._first("decide", window):
-            asked = [apart for apart in range(2, MAX_INTERVAL + 1) if self._store.check([_wish_key(window, apart)])]
+            asked = [apart for apart in range(2, MAX_INTERVAL + 1) if self._store.check([_target_key(window, apart)])]
             self._store.set(_pace_key(window + 1), str(max(asked, default=1)))
         if quarter >= 2 and self._first("take", window) and self._store.check([_pace_key(window + 1)]):
             self._take(window + 1, int(self._store.get(_pace_key(window + 1))))
@@ -286,7 +286,7 @@ class SnapshotPace:
             log.info("a snapshot fits under each step again, from step %d on", window * PACE_WINDOW)
 
 
-def _wish_key(window: int, every: int) -> str:
+def _target_key(window: int, every: int) -> str:
     return f"pace/{window}/wish/{every}"
 
 

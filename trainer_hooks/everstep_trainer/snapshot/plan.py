@@ -54,12 +54,12 @@ class RankShare(msgspec.Struct, frozen=True):
     partial_copies: tuple[str, ...] = ()
     has_unshared_state: bool = False
 
-    def with_covers(self) -> RankShare:
+    def including_replicated_state(self) -> RankShare:
         """Return the share of everything that this rank can store for itself and others."""
         return RankShare(tuple(sorted((*self.pieces, *self.cover_pieces), key=_exclusive_first)), {})
 
 
-class _Held(msgspec.Struct):
+class _HeldBox(msgspec.Struct):
     """A box and the ranks that hold it, each with the index in its layout."""
 
     part: TensorPart
@@ -95,7 +95,7 @@ def divide_state(
     world = len(layouts)
     books = [_ShareBuilder() for _ in range(world)]
     groups: list[dict[str, list[int]]] = [defaultdict(list) for _ in range(world)]
-    by_holders: dict[tuple[int, ...], list[_Held]] = defaultdict(list)
+    by_holders: dict[tuple[int, ...], list[_HeldBox]] = defaultdict(list)
     for held in _held_boxes(layouts):
         by_holders[tuple(held.ranks)].append(held)
     voting = [h for h, boxes in by_holders.items() if len(h) > 1 and any(held.part.is_digested for held in boxes)]
@@ -171,23 +171,23 @@ def _group_names(holders: Iterable[tuple[int, ...]], world: int) -> dict[tuple[i
     return names
 
 
-def _held_boxes(layouts: Sequence[Layout]) -> Iterator[_Held]:
+def _held_boxes(layouts: Sequence[Layout]) -> Iterator[_HeldBox]:
     if len(layouts) > 1 and all(layout is layouts[0] for layout in layouts):
         everyone = list(range(len(layouts)))
-        yield from (_Held(p, everyone, [i] * len(layouts)) for i, p in enumerate(layouts[0].parts) if p.box.volume)
+        yield from (_HeldBox(p, everyone, [i] * len(layouts)) for i, p in enumerate(layouts[0].parts) if p.box.volume)
         return
-    boxes: dict[tuple[str, Box], _Held] = {}
+    boxes: dict[tuple[str, Box], _HeldBox] = {}
     for rank, layout in enumerate(layouts):
         for index, part in enumerate(layout.parts):
             if part.box.volume:
-                held = boxes.setdefault((part.name, part.box), _Held(part, [], []))
+                held = boxes.setdefault((part.name, part.box), _HeldBox(part, [], []))
                 held.ranks.append(rank)
                 held.indices.append(index)
     yield from boxes.values()
 
 
 def _divide_among(
-    boxes: list[_Held],
+    boxes: list[_HeldBox],
     nodes: Sequence[str],
     replicas: int,
     preferred_nodes: Mapping[str, Sequence[str]],
@@ -235,10 +235,10 @@ def _divide_among(
                 builders[rank].covered_ranks.update(storers)
 
 
-def _units(held: _Held, largest: int, holders: int) -> Iterator[Box]:
+def _units(held_box: _HeldBox, largest: int, holders: int) -> Iterator[Box]:
     """Yield the box, cut along its first dimension to about ``largest`` bytes if there is a choice of holder."""
-    box, nbytes = held.part.box, held.part.nbytes
-    if holders == 1 or nbytes <= largest or not box.size or held.part.sharing is Sharing.FIRST_RANK:
+    box, nbytes = held_box.part.box, held_box.part.nbytes
+    if holders == 1 or nbytes <= largest or not box.size or held_box.part.sharing is Sharing.FIRST_RANK:
         yield box
         return
     rows = box.size[0]

@@ -37,7 +37,7 @@ class SealedShare(msgspec.Struct, frozen=True, kw_only=True):
     slot: int
     nbytes: int
     exclusive_bytes: int
-    kept: bool
+    is_candidate: bool
     digests: dict[str, str]
     partial_copies: tuple[str, ...] = ()
 
@@ -92,7 +92,7 @@ class SealReporter:
             replicate=((0, share.exclusive_bytes),),
             replica_nodes=to,
             keep=tuple(sorted(keep_versions)),
-            kept=share.kept,
+            commit_candidate=share.is_candidate,
         )
         wanted = min(self._spec.spec.replicas - 1, len(to))
         future.add_done_callback(lambda answered: self._replicated(answered, share, wanted))
@@ -101,17 +101,17 @@ class SealReporter:
         """End the generation: refused copies of its last share are expected from now on."""
         self._is_over = True
 
-    def _replicated(self, answered: Future[Replicated], share: SealedShare, wanted_copies: int) -> None:
+    def _replicated(self, answered: Future[Replicated], share: SealedShare, required_copies: int) -> None:
         """Report the share; it is safe with as many copies as the job asks for, or as there are nodes."""
         error = answered.exception()
         trouble = error or answered.result().failed
         self._log_replication_state(f"version {share.version}: {trouble}" if trouble else "")
         nodes = () if error else answered.result().nodes
-        self._report(share, safe=len(nodes) >= wanted_copies, nodes=nodes)
+        self._report(share, safe=len(nodes) >= required_copies, nodes=nodes)
 
     def _report(self, share: SealedShare, *, safe: bool, nodes: tuple[str, ...]) -> None:
         """Report a share that can be committed or whose digests can be compared."""
-        if not share.kept and not share.digests:
+        if not share.is_candidate and not share.digests:
             return
         self._on_sealed(
             VersionSealed(
@@ -122,7 +122,7 @@ class SealReporter:
                 version=share.version,
                 bytes=share.nbytes,
                 durable=safe,
-                commit_candidate=share.kept,
+                commit_candidate=share.is_candidate,
                 full_copies=nodes,
                 digests=share.digests,
                 partial_copies=share.partial_copies,

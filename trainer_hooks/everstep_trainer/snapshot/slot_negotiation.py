@@ -37,7 +37,7 @@ class SnapshotOptions(msgspec.Struct, frozen=True, kw_only=True):
             short (everstep_trainer.snapshot.pace), usually one. With CANDIDATE_ONLY_SLOTS there are no others.
         exclude: Patterns of names of tensors that are neither stored nor restored (everstep_trainer.state.tensors).
         require_checkpoints: Whether the training script gets an error if a node has no memory for checkpoints, instead
-            of training without (everstep_trainer.snapshot.planning).
+            of training without (everstep_trainer.snapshot.plan_manager).
     """
 
     overlap: bool | None = None

@@ -31,10 +31,10 @@ from everstep_trainer.runtime.interrupt import WAIT_SLICE_S
 from everstep_trainer.snapshot.active_plan import ActivePlan, SnapshotPlanner
 from everstep_trainer.snapshot.copy import SnapshotSources, write_blob
 from everstep_trainer.snapshot.exchange import ROUND_CHECK_S, LayoutExchange, PythonStateComparison
-from everstep_trainer.snapshot.job import FilledSlot, Latch, SnapshotJob, SnapshotPhase, TensorScan
+from everstep_trainer.snapshot.job import FilledSlot, OneShotSignal, SnapshotJob, SnapshotPhase, TensorScan
 from everstep_trainer.snapshot.mutation_guard import MutationGuard
 from everstep_trainer.snapshot.pace import SnapshotPace, StepStopwatch
-from everstep_trainer.snapshot.planning import PlanManager
+from everstep_trainer.snapshot.plan_manager import PlanManager
 from everstep_trainer.snapshot.reports import SealReporter
 from everstep_trainer.snapshot.retention import VersionRetention
 from everstep_trainer.snapshot.slot_negotiation import DEFAULT_OPTIONS, SnapshotOptions
@@ -87,7 +87,7 @@ RETRY_S = 5.0
 """After a plan failed, snapshots are skipped for this long, so that training does not stop for each attempt. Also the
 interval of repeated warnings."""
 FINISH_TIMEOUT_S = 5.0
-MAX_REST_S = 0.05
+MAX_HASH_DELAY_S = 0.05
 """Longest pause before a copy on the CPU is hashed; it pauses as long as the copy took. Ranks that share cores begin
 together, and the first to finish must not take cores from those that still block their training."""
 COPIER_POLL_S = 0.02
@@ -255,7 +255,7 @@ class Snapshotter:
         self._unchanged_job = None
         self.first_plan.raise_if_failed()
 
-    def _await(self, job: SnapshotJob, event: Latch) -> None:
+    def _await(self, job: SnapshotJob, event: OneShotSignal) -> None:
         deadline = self._clock.monotonic() + PLAN_WAIT_S
         while not event.wait(WAIT_SLICE_S):
             if self._clock.monotonic() > deadline and self._give_up(job):
@@ -384,7 +384,7 @@ class Snapshotter:
 
     def _plan(self, scan: TensorScan, blob_bytes: int, since: int) -> ActivePlan:
         try:
-            planned = self._plans.make(scan, blob_bytes, since)
+            planned = self._plans.make_plan(scan, blob_bytes, since)
         except Exception:
             self._retry_at = self._clock.monotonic() + RETRY_S
             raise
@@ -418,7 +418,7 @@ class Snapshotter:
         if not job.blocks_training and job.sources.is_on_gpu:
             job.copied.set()  # the next step is ordered behind the copy
         job.sources.mover.finish()
-        if self._mutation_guard.was_overtaken(job):
+        if self._mutation_guard.changed_before_allowed(job):
             return
         if job.sources.is_on_gpu:
             write_blob(payload, manifest, job.blob.data())
@@ -430,8 +430,8 @@ class Snapshotter:
     def _seal(self, job: SnapshotJob, filled: FilledSlot) -> None:
         view = filled.planned.segment.view
         if not job.sources.is_on_gpu and filled.slot_digests is None:
-            self._wanted.wait(min(MAX_REST_S, filled.copy_s))
-        if self._mutation_guard.was_overtaken(
+            self._wanted.wait(min(MAX_HASH_DELAY_S, filled.copy_s))
+        if self._mutation_guard.changed_before_allowed(
             job
         ):  # by an operation that began before the copy and was counted when it ended
             view.discard(filled.slot)
@@ -439,7 +439,7 @@ class Snapshotter:
         view.seal(filled.slot, filled.slot_digests)
         if job.kept:
             self._retention.keep_candidate(job.version)
-        sealed = filled.to_sealed_share(job.version, kept=job.kept)
+        sealed = filled.to_sealed_share(job.version, is_candidate=job.kept)
         copies_keep = (
             self._retention.versions_needed_in_copies(view.headers(), self._pace.is_due)
             if sealed.exclusive_bytes

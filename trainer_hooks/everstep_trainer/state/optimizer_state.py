@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from everstep.errors import NotRestorable
 from everstep.layout.manifests import TensorInfo, TensorPlacement
-from everstep_trainer.state.blob import dtype_of
+from everstep_trainer.state.python_value_codec import dtype_of
 
 SHARED_KEY = ""
 """Replaces a parameter's name for optimizer state that belongs to no parameter."""

@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from everstep.errors import MalformedMessage, NotRestorable
-from everstep_trainer.state.blob import Blob, DeviceNumber, decode_blob, encode_blob
+from everstep_trainer.state.python_value_codec import Blob, DeviceNumber, decode_blob, encode_blob
 
 # ---- schedules: lists with one entry per parameter group of their optimizer, in order
 #

@@ -25,8 +25,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from everstep.errors import NotRestorable
 from everstep.layout.manifests import Box, Extent, TensorInfo, TensorPlacement, chunk, full_box
-from everstep_trainer.state.blob import as_bytes, dtype_name, refuse_overlap, require_own_memory
 from everstep_trainer.state.layout import Layout, Sharing, TensorPart
+from everstep_trainer.state.python_value_codec import as_bytes, dtype_name, refuse_overlap, require_own_memory
 
 # ---- placements on a mesh as boxes; pure, and the only place that interprets torch's placements
 #
@@ -466,8 +466,8 @@ class StateFingerprint:
         self._walked.append(container)
         self._members += container
 
-    def _entry(self, place: Mapping[Any, Any], key: Any, value: object) -> None:
-        self._places.append(place)
+    def _entry(self, container: Mapping[Any, Any], key: Any, value: object) -> None:
+        self._places.append(container)
         self._keys.append(key)
         self._values.append(value)
 
@@ -552,8 +552,8 @@ def _shape_check(
     return lambda: bool(guards.check(*tensors))
 
 
-def _is_scalar(place: Mapping[Any, Any], key: Any) -> bool:
-    return key in place and not isinstance(place[key], torch.Tensor)
+def _is_scalar(container: Mapping[Any, Any], key: Any) -> bool:
+    return key in container and not isinstance(container[key], torch.Tensor)
 
 
 # ---- descriptions of changes to a rank's tracked tensors

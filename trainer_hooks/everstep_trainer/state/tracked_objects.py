@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Sampler
 from everstep_trainer.data.loader import Loader
 from everstep_trainer.data.sampler import ElasticSampler
 from everstep_trainer.data.stream import StreamSampler
-from everstep_trainer.state.blob import refuse_zero
+from everstep_trainer.state.python_value_codec import refuse_zero
 
 # ---- module names, as if nothing were wrapped
 

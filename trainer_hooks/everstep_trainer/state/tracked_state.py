@@ -22,14 +22,6 @@ from torch.nn.parameter import is_lazy
 from everstep.errors import NotRestorable
 from everstep.layout.manifests import TensorInfo, TensorPlacement
 from everstep_trainer.state import optimizer_state
-from everstep_trainer.state.blob import (
-    MAX_BLOB_BYTES,
-    Blob,
-    refuse_fsdp1,
-    refuse_long_history,
-    refuse_own_shard,
-    unsupported_reason,
-)
 from everstep_trainer.state.layout import Layout, Sharing
 from everstep_trainer.state.optimizer_state import allocate_state, has_full_state, location_of
 from everstep_trainer.state.python_state import (
@@ -43,6 +35,14 @@ from everstep_trainer.state.python_state import (
     load_options,
     pack_names,
     rank_markers,
+)
+from everstep_trainer.state.python_value_codec import (
+    MAX_BLOB_BYTES,
+    Blob,
+    refuse_fsdp1,
+    refuse_long_history,
+    refuse_own_shard,
+    unsupported_reason,
 )
 from everstep_trainer.state.tensors import (
     BufferRecord,
@@ -233,7 +233,7 @@ class TrackedState:
         for name, place, key, buffer in self._included(self._buffers()):
             self._add(found, name, place, key, buffer, self._sharing_of(name, buffer), parameter=False)
         for name, place, key, moment in self._included(self._moments()):
-            self._add(found, name, place, key, moment, Sharing.EQUAL, parameter=False, lies=self._locations[name])
+            self._add(found, name, place, key, moment, Sharing.EQUAL, parameter=False, location=self._locations[name])
         to_come = [top for top, optimizer in self._optimizers if not has_full_state(optimizer)]
         self._exclude.require_used([tensor.name for tensor in found.values()], to_come)
         for name, mark in self._rank_markers.items():
@@ -283,24 +283,24 @@ class TrackedState:
         self,
         found: dict[Any, TrackedTensor],
         name: str,
-        place: Mapping[Any, Any],
+        container: Mapping[Any, Any],
         key: Any,
         tensor: torch.Tensor,
         sharing: Sharing,
         *,
         parameter: bool,
-        lies: TensorPlacement | None = None,
+        location: TensorPlacement | None = None,
     ) -> None:
         """Add a tensor's parts; ``lies`` is set for optimizer state."""
         parts = local_parts(name, tensor)
         if sharing is Sharing.EQUAL:
-            self._identity.add_tensor(place, key, tensor, check_shape=lies is None)
+            self._identity.add_tensor(container, key, tensor, check_shape=location is None)
         else:
-            self._identity.add_volatile(place, key, tensor)
+            self._identity.add_volatile(container, key, tensor)
         for local, box in parts:
             identity = (local.data_ptr(), local.size(), local.stride(), local.dtype) if local.numel() else id(tensor)
             first = found.get(identity)
-            if first is not None and lies is not None and name != first.name:
+            if first is not None and location is not None and name != first.name:
                 self._tied[first.name][name] = None
             if first is None:
                 found[identity] = TrackedTensor(
@@ -310,9 +310,9 @@ class TrackedState:
                     local,
                     sharing,
                     parameter,
-                    place,
+                    container,
                     key,
-                    lies or TensorPlacement.UNKNOWN,
+                    location or TensorPlacement.UNKNOWN,
                     tensor,
                 )
 

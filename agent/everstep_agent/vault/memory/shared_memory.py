@@ -16,7 +16,7 @@ from pathlib import Path, PurePath, PurePosixPath
 from typing import NamedTuple
 
 from everstep.errors import ConfigurationError, OutOfSlotMemory, PermissionDenied, Unavailable
-from everstep.layout.vault_note import LOCK_FILE
+from everstep.layout.vault_status import LOCK_FILE
 
 # Control group: memory left to a container, a Slurm job or a service.
 #
@@ -47,12 +47,12 @@ _CGROUP_V1 = _CgroupFiles(("memory.limit_in_bytes",), "memory.usage_in_bytes", "
 _CGROUP_V2 = _CgroupFiles(("memory.max", "memory.high"), "memory.current", "")
 
 
-def cgroup_available_bytes(cgroups: Path = CGROUP_ROOT, own: Path = OWN_CGROUP_FILE) -> int | None:
+def cgroup_available_bytes(cgroups: Path = CGROUP_ROOT, own_cgroup_file: Path = OWN_CGROUP_FILE) -> int | None:
     """Return the smallest number of bytes left in the groups around this process; cached file pages count as left.
 
     None without a limit or information. Negative if the limit was lowered below the present usage.
     """
-    found = (_cgroup_available(group, files) for group, files in _enclosing_cgroups(cgroups, own))
+    found = (_cgroup_available(group, files) for group, files in _enclosing_cgroups(cgroups, own_cgroup_file))
     return min((left for left in found if left is not None), default=None)
 
 
@@ -358,7 +358,7 @@ MAX_NUMA_NODES = 1024
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
 """The system call's number; glibc has no name for it, and libnuma would be another dependency."""
 _SHMEM_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
-_HUGE_WHEN_ADVISED = ("huge=advise", "huge=within_size", "huge=always")
+_HUGE_PAGE_MOUNT_OPTIONS = ("huge=advise", "huge=within_size", "huge=always")
 
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.syscall.restype = ctypes.c_long
@@ -385,7 +385,7 @@ def has_huge_pages(directory: Path, mounts: str | None = None, setting: str | No
     chosen = _shmem_setting() if setting is None else setting
     if kind != "tmpfs" or "[deny]" in chosen:
         return False
-    return "[force]" in chosen or any(option in _HUGE_WHEN_ADVISED for option in options.split(","))
+    return "[force]" in chosen or any(option in _HUGE_PAGE_MOUNT_OPTIONS for option in options.split(","))
 
 
 def _shmem_setting() -> str:

@@ -22,7 +22,7 @@ from everstep.layout.manifests import MAX_MANIFEST_BYTES
 from everstep.layout.slots import CHUNK_BYTES, chunk_count, slot_bytes_for, slot_to_fill
 from everstep.native import DIGEST_BYTES
 from everstep.wire.v1.local import Fetch, Protect
-from everstep.wire.v1.vault_orders import ParityGroup
+from everstep.wire.v1.vault_reports import ParityGroup
 from everstep_agent.vault.job_table import JobTable
 from everstep_agent.vault.memory.reading import ByteRange
 from everstep_agent.vault.memory.segments import SegmentFile, SegmentKey, SegmentStore
@@ -109,8 +109,8 @@ class ParityEncoder:
             group=group.group,
             version=request.version,
             members=tuple(
-                ParityMember(rank=place.rank_or_group, node=place.node, info=facts)
-                for place, facts in zip(places, found, strict=True)
+                ParityMember(rank=place.rank_or_group, node=place.node, info=info)
+                for place, info in zip(places, found, strict=True)
             ),
         )
 
@@ -212,7 +212,7 @@ def _holds(segment: SegmentFile, request: Protect, manifest: bytes) -> bool:
 # than the parity was made of, counts as lost too, as long as the remaining parity suffices.
 
 
-class HeldParity(msgspec.Struct, frozen=True):
+class ParitySource(msgspec.Struct, frozen=True):
     """A group's P or Q and the node that holds it."""
 
     location: ShardLocation
@@ -241,7 +241,7 @@ class ShardRecovery:
         self,
         target: RecoveryTarget,
         members: Sequence[ParityMember],
-        parities: dict[ParityLetter, HeldParity],
+        parities: dict[ParityLetter, ParitySource],
         lost_reasons: dict[str, str],
         shard_reader: ShardReader,
         streams: Executor,
@@ -374,12 +374,12 @@ def describe_lost(lost_reasons: dict[str, str]) -> str:
     return "; ".join(f"{place} is not to be had ({why})" for place, why in lost_reasons.items())
 
 
-class LandingPiece(msgspec.Struct, frozen=True):
-    """``length`` bytes at ``start`` of a chunk, to be written at ``landing_offset`` of the scratch area."""
+class ScratchPiece(msgspec.Struct, frozen=True):
+    """``length`` bytes at ``start`` of a chunk, to be written at ``scratch_offset`` of the scratch area."""
 
     start: int
     length: int
-    landing_offset: int
+    scratch_offset: int
 
 
 class ParityDecoder:
@@ -419,7 +419,7 @@ class ParityDecoder:
             for index, pieces in sorted(wanted.items()):
                 chunk = recovery.recover_chunk(index)
                 for piece in pieces:
-                    scratch.write([chunk[piece.start : piece.start + piece.length]], piece.landing_offset)
+                    scratch.write([chunk[piece.start : piece.start + piece.length]], piece.scratch_offset)
         finally:
             scratch.close()
         self._counters.add("parity_recovered_bytes", length)
@@ -472,15 +472,17 @@ class ParityDecoder:
 
     def _other_parity(
         self, location: ShardLocation, mine: ParityLetter, group: ParityGroup | None
-    ) -> tuple[dict[ParityLetter, HeldParity], dict[str, str]]:
+    ) -> tuple[dict[ParityLetter, ParitySource], dict[str, str]]:
         if group is None:
             return {}, {f"the other parity of group {location.rank_or_group}": "nobody has said where it is"}
-        homes = {letter: node for letter, node in zip(PARITY_LETTERS, group.parity, strict=True) if letter != mine}
-        return self._find_parities(location.job, location.version, location.rank_or_group, homes)
+        parity_nodes = {
+            letter: node for letter, node in zip(PARITY_LETTERS, group.parity, strict=True) if letter != mine
+        }
+        return self._find_parities(location.job, location.version, location.rank_or_group, parity_nodes)
 
     def _find_parities(
         self, job: str, version: Version, group: int, nodes: Mapping[ParityLetter, str]
-    ) -> tuple[dict[ParityLetter, HeldParity], dict[str, str]]:
+    ) -> tuple[dict[ParityLetter, ParitySource], dict[str, str]]:
         """Return the available parity shards, and the reasons for missing ones.
 
         Raises MalformedMessage for a wrong one.
@@ -488,16 +490,16 @@ class ParityDecoder:
         places = {letter: ShardLocation(job, node, group, version, is_parity=True) for letter, node in nodes.items()}
         found = run_parallel(self._streams, [partial(self._shard_reader.read_info, place) for place in places.values()])
         parities, gone = {}, {}
-        for (letter, place), facts in zip(places.items(), found, strict=True):
-            if isinstance(facts, EverstepError):
-                gone[str(place)] = str(facts)
+        for (letter, place), info in zip(places.items(), found, strict=True):
+            if isinstance(info, EverstepError):
+                gone[str(place)] = str(info)
             else:
-                parities[letter] = HeldParity(place, facts, decode_parity_manifest(facts.manifest, str(place)))
+                parities[letter] = ParitySource(place, info, decode_parity_manifest(info.manifest, str(place)))
                 _check_parity(letter, parities[letter])
         return parities, gone
 
 
-def _check_parity(letter: ParityLetter, parity: HeldParity) -> None:
+def _check_parity(letter: ParityLetter, parity: ParitySource) -> None:
     manifest, place = parity.manifest, parity.location
     said = (manifest.letter, manifest.group, manifest.version, parity.info.payload_bytes)
     if said != (letter, place.rank_or_group, place.version, manifest.payload_bytes):
@@ -513,18 +515,18 @@ def _require_same_members(manifests: Sequence[ParityManifest], description: str)
     return manifests[0]
 
 
-def pieces_by_chunk(ranges: Sequence[ByteRange], length: int) -> dict[int, list[LandingPiece]]:
+def pieces_by_chunk(ranges: Sequence[ByteRange], length: int) -> dict[int, list[ScratchPiece]]:
     """Split the ranges by chunk and place each piece in the scratch area.
 
     Raises MalformedMessage for a range outside.
     """
-    found: dict[int, list[LandingPiece]] = {}
+    found: dict[int, list[ScratchPiece]] = {}
     at = 0
     for offset, count in ranges:
         if offset < 0 or count < 0 or offset + count > length:
             raise MalformedMessage(f"bytes {offset} to {offset + count} are outside a payload of {length} bytes")
         for index, start, part in _split_range(offset, count):
-            found.setdefault(index, []).append(LandingPiece(start, part, at))
+            found.setdefault(index, []).append(ScratchPiece(start, part, at))
             at += part
     return found
 

@@ -15,7 +15,7 @@ from everstep.layout.slots import CHUNK_BYTES, chunk_count
 from everstep.native import DIGEST_BYTES
 from everstep.wire.framing import VaultChannel
 from everstep.wire.v1.transfer import Data, DataEnd, Digests, DigestsRequest, Get
-from everstep.wire.v1.vault_orders import ParityGroup
+from everstep.wire.v1.vault_reports import ParityGroup
 from everstep_agent.vault.memory.reading import SlotFinder
 from everstep_agent.vault.reporting import FindingReporter
 from everstep_agent.vault.settings import VaultSettings

@@ -166,7 +166,7 @@ class PeerServer:
     def _serve(self, channel: VaultChannel) -> None:
         conversation = None
         try:
-            facts, greeting = server_handshake(channel, self._job_table, self._settings.node)
+            job_config, greeting = server_handshake(channel, self._job_table, self._settings.node)
             self._mark_authenticated(channel)
             channel.peer = greeting.node
             conversation = PeerSession(greeting, channel, self._settings, self._handlers)
@@ -174,8 +174,8 @@ class PeerServer:
                 channel.set_receive_timeout(conversation.next_request_timeout_s)
                 request = channel.receive_request()
                 channel.set_receive_timeout(self._settings.io_timeout_s)
-                if self._job_table.get_config(facts.job).secret != facts.secret:
-                    raise AuthenticationError(f"the secret of job {facts.job} has changed; prove the new one")
+                if self._job_table.get_config(job_config.job).secret != job_config.secret:
+                    raise AuthenticationError(f"the secret of job {job_config.job} has changed; prove the new one")
                 self._handle_request(conversation, request)
         except EverstepError as error:
             self._send_error(channel, error, conversation)

@@ -164,13 +164,13 @@ def server_handshake(channel: VaultChannel, job_table: JobTable, node: str) -> t
     challenge = Challenge(
         protocol=negotiate(greeting.protocols, VAULT_SUPPORTED_VERSIONS), nonce=secrets.token_bytes(NONCE_BYTES)
     )
-    facts = job_table.get_config(greeting.job)
+    job_config = job_table.get_config(greeting.job)
     channel.send(challenge)
     proof = channel.receive_opening()
-    if not isinstance(proof, Proof) or not is_valid_proof(proof.mac, facts.secret, "client", greeting, challenge):
+    if not isinstance(proof, Proof) or not is_valid_proof(proof.mac, job_config.secret, "client", greeting, challenge):
         raise AuthenticationError(f"{channel.peer} does not know the secret of job {greeting.job}")
-    channel.send(Proof(mac=make_proof(facts.secret, "server", greeting, challenge)))
-    return facts, greeting
+    channel.send(Proof(mac=make_proof(job_config.secret, "server", greeting, challenge)))
+    return job_config, greeting
 
 
 # Bulk reads: a slot's manifest, or bytes of its payload, from a peer. Callers hash them, since only they know the
@@ -264,21 +264,21 @@ class PeerPool:
             AuthenticationError: The peer does not prove its identity.
             EverstepError: Raised by ``action``.
         """
-        facts = self._job_table.get_config(job)
-        key = (job, node, facts.address(node), facts.secret)
+        job_config = self._job_table.get_config(job)
+        key = (job, node, job_config.address(node), job_config.secret)
         kept = self._take(key)
         if kept is not None:
             try:
                 return self._run_action(key, kept, action, timeout_s)
             except Unavailable:
                 self._close_idle_for(key)
-        return self._run_action(key, self._connect_with_retry(facts, node, key, timeout_s), action, timeout_s)
+        return self._run_action(key, self._connect_with_retry(job_config, node, key, timeout_s), action, timeout_s)
 
     def open_channel(self, job: str, node: str) -> VaultChannel:
         """Return a new read-only connection to ``node``'s vault, owned by the caller. Raises what ``call`` does."""
-        facts = self._job_table.get_config(job)
-        key = (job, node, facts.address(node), facts.secret)
-        channel = self._connect_with_retry(facts, node, key, None, read_only=True)
+        job_config = self._job_table.get_config(job)
+        key = (job, node, job_config.address(node), job_config.secret)
+        channel = self._connect_with_retry(job_config, node, key, None, read_only=True)
         with self._lock:
             self._busy.discard(channel)
         return channel

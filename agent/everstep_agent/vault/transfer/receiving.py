@@ -62,9 +62,9 @@ class IncomingTransfer:
         It does not count if another connection has since begun to write it or broken off in it: its bytes are then
         unknown.
         """
-        turn = self._begin_attempt(piece)
+        attempt = self._begin_attempt(piece)
         try:
-            yield partial(self._complete_attempt, piece, turn)
+            yield partial(self._complete_attempt, piece, attempt)
         except BaseException:
             self._begin_attempt(piece)
             raise

@@ -207,7 +207,7 @@ class SlotSender:
                 self._peers.call(job, node, lambda channel: self._send(channel, job, node, put, reading, begun))
                 break
             except DigestMismatch:
-                self._check_own_slot(reading)
+                self._check_local_slot(reading)
                 raise
             except Unavailable:
                 if not any(outgoing.sent_chunks for outgoing in begun) or attempt + 1 == MAX_ATTEMPTS:
@@ -255,7 +255,7 @@ class SlotSender:
         worth = put.payload_bytes // self._settings.bytes_per_stream
         return max(0, min(self._settings.streams, worth, parts) - 1)
 
-    def _check_own_slot(self, reader: SealedSlotReader) -> None:
+    def _check_local_slot(self, reader: SealedSlotReader) -> None:
         """Check the local slot after the peer received wrong bytes."""
         try:
             reader.check([(0, len(reader.payload))])

@@ -51,18 +51,18 @@ class DigestVote(msgspec.Struct, frozen=True):
 
 def compare_digests(digests: Mapping[str, Mapping[int, str]]) -> DigestVote:
     """Compare the digests inside each replica group."""
-    liars: set[int] = set()
+    divergent_ranks: set[int] = set()
     tied: set[int] = set()
     for votes in digests.values():
-        tally = Counter(votes.values())
-        digest, most = max(tally.items(), key=lambda item: item[1])
-        if len(tally) == 1:
+        vote_counts = Counter(votes.values())
+        digest, most = max(vote_counts.items(), key=lambda item: item[1])
+        if len(vote_counts) == 1:
             continue
         if 2 * most > len(votes):
-            liars |= {rank for rank, vote in votes.items() if vote != digest}
+            divergent_ranks |= {rank for rank, vote in votes.items() if vote != digest}
         else:
             tied |= set(votes)
-    return DigestVote(frozenset(liars), frozenset(tied - liars))
+    return DigestVote(frozenset(divergent_ranks), frozenset(tied - divergent_ranks))
 
 
 def compare_digests_by_node(digests: Mapping[str, Mapping[int, str]], spec: GenerationSpec) -> DigestVote:
@@ -70,7 +70,7 @@ def compare_digests_by_node(digests: Mapping[str, Mapping[int, str]], spec: Gene
 
     Reports do not show which ranks belong to a group, so one node could make all its ranks vote in a group of others.
     """
-    liars: set[int] = set()
+    divergent_ranks: set[int] = set()
     tied: set[int] = set()
     for group, votes in digests.items():
         vote = compare_digests({group: votes})
@@ -79,9 +79,9 @@ def compare_digests_by_node(digests: Mapping[str, Mapping[int, str]], spec: Gene
         if len(witnesses) == 1 and not accused <= witnesses:
             tied |= set(votes)
         else:
-            liars |= vote.divergent_ranks
+            divergent_ranks |= vote.divergent_ranks
             tied |= vote.tied_ranks
-    return DigestVote(frozenset(liars), frozenset(tied - liars))
+    return DigestVote(frozenset(divergent_ranks), frozenset(tied - divergent_ranks))
 
 
 def all_ranks_compared(digests: Mapping[str, Mapping[int, str]], ranks: frozenset[int]) -> bool:
@@ -110,7 +110,7 @@ def record_seal(
     for group, digest in report.digests.items():
         ballot.digests.setdefault(group, {})[report.rank] = digest
     if report.commit_candidate:
-        ballot.kept_ranks.add(report.rank)
+        ballot.retaining_ranks.add(report.rank)
     if report.durable and report.commit_candidate:
         ballot.safe_ranks.add(report.rank)
     if len(ballot.sealed_ranks) == spec.world_size:
@@ -161,12 +161,14 @@ def _count_missing_copies(transition: Transition, spec: GenerationSpec, live: Jo
     """Count consecutive versions without a copy by replica node. A rank that did not keep the version proves
     nothing."""
     missing: set[str] = set()
-    for rank in ballot.kept_ranks - ballot.safe_ranks:
+    for rank in ballot.retaining_ranks - ballot.safe_ranks:
         node = spec.node_of(rank)
         missing.update(
-            home for home in spec.replica_nodes.get(node, ()) if home not in ballot.full_copies.get(node, ())
+            replica_node
+            for replica_node in spec.replica_nodes.get(node, ())
+            if replica_node not in ballot.full_copies.get(node, ())
         )
-    live.missed_copies = {home: live.missed_copies.get(home, 0) + 1 for home in sorted(missing)}
+    live.missed_copies = {replica_node: live.missed_copies.get(replica_node, 0) + 1 for replica_node in sorted(missing)}
     if max(live.missed_copies.values(), default=0) >= transition.policy.missed_copies_count:
         transition.schedule(transition.now, "job", spec.job)
 
@@ -178,9 +180,9 @@ def _commit(transition: Transition, job: JobRecord, version: Version, ballot: Ve
     """Commit ``version``: every rank keeps it, and its bytes are in as many places as the job asks for."""
     live = transition.state.job_runtime[job.job]
     live.committed_version, live.committed_at, live.missed_copies = version, transition.now, {}
-    homes = _version_locations(version, ballot, seats_of(job.generation))
-    if job.restore_ceiling is not None or job.version_locations != homes:
-        job.restore_ceiling, job.version_locations = None, homes
+    locations = _version_locations(version, ballot, seats_of(job.generation))
+    if job.restore_ceiling is not None or job.version_locations != locations:
+        job.restore_ceiling, job.version_locations = None, locations
         transition.mark_job_changed(job.job)
     transition.emit(
         PutVersion(
@@ -288,7 +290,7 @@ def _send_notice(transition: Transition, job: JobRecord, live: JobRuntime, runni
         pinned=pinned_versions(job),
     )
     for node in seats_of(running):
-        if node in transition.state.reachable:
+        if node in transition.state.reachable_nodes:
             transition.send(node, notice)
 
 
@@ -340,9 +342,11 @@ def roll_back_to_clean(transition: Transition, job: JobRecord) -> str:
 def roll_back_open_votes(transition: Transition, job: JobRecord) -> None:
     """Before a regroup ends a vote, forbid unverified versions if the digests so far already differ."""
     live = transition.state.job_runtime[job.job]
-    doubtful = [v for v, b in live.version_seals.items() if b.digests and not compare_digests(b.digests).is_unanimous]
-    if not doubtful:
+    unresolved_versions = [
+        v for v, b in live.version_seals.items() if b.digests and not compare_digests(b.digests).is_unanimous
+    ]
+    if not unresolved_versions:
         return
     words = roll_back_to_clean(transition, job)
-    sentence = f"digests of version {min(doubtful)} differ in a vote that a regrouping cuts short; {words}"
+    sentence = f"digests of version {min(unresolved_versions)} differ in a vote that a regrouping cuts short; {words}"
     transition.audit("corruption.unresolved_vote", sentence, job=job.job, generation=job.last_generation_number)

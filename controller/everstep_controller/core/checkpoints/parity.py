@@ -19,7 +19,7 @@ from everstep.errors import StaleGeneration, Unavailable
 from everstep.ids import Version
 from everstep.vocabulary import FindingKind, JobState
 from everstep.wire.v1.directives import ProtectVersion
-from everstep.wire.v1.vault_orders import NodeGroup, ParityGroup, Protection, VersionProtected
+from everstep.wire.v1.vault_reports import NodeGroup, ParityGroup, Protection, VersionProtected
 from everstep_controller.core.checkpoints.placement import FailureDomains
 from everstep_controller.core.records import ActiveProtection, JobRecord, PendingProtection
 from everstep_controller.core.state import FleetState
@@ -58,7 +58,7 @@ class ParityGrouping(msgspec.Struct, frozen=True):
     """Groups of nodes."""
     copy_only_nodes: tuple[str, ...]
     """Nodes that are in no group."""
-    sentence: str
+    explanation: str
     """Explanation of the grouping."""
 
 
@@ -73,7 +73,7 @@ def form_groups(seats: Sequence[str], failure_domains: Mapping[str, FailureDomai
     for k in range(min(parity, len(seats) - TOLERATED_LOSSES), MIN_MEMBERS - 1, -1):
         for sizes in (_even_sizes(len(seats), k), [k] * (len(seats) // k)):
             if not best or len(seats) - sum(sizes) < _count_ungrouped(best, seats):
-                groups = _form(seats, domains, sizes)
+                groups = _form_groups(seats, domains, sizes)
                 best = groups if not best or _count_ungrouped(groups, seats) < _count_ungrouped(best, seats) else best
     grouped = {node for group in best for node in group.members}
     left = tuple(node for node in seats if node not in grouped)
@@ -93,7 +93,9 @@ def _count_ungrouped(groups: Collection[NodeGroup], seats: Collection[str]) -> i
     return len(seats) - sum(len(group.members) for group in groups)
 
 
-def _explain_grouping(groups: Sequence[NodeGroup], left: Sequence[str], asked: int, seats: int) -> str:
+def _explain_grouping(
+    groups: Sequence[NodeGroup], ungrouped_nodes: Sequence[str], requested_size: int, seats: int
+) -> str:
     if not groups:
         return (
             f"all {seats} nodes keep copies: parity needs {MIN_MEMBERS + TOLERATED_LOSSES} nodes of which no "
@@ -103,12 +105,16 @@ def _explain_grouping(groups: Sequence[NodeGroup], left: Sequence[str], asked: i
     sizes = sorted({len(group.members) for group in groups})
     k = " or ".join(map(str, sizes))
     of = f"{len(groups)} group{'s' if len(groups) > 1 else ''} of {k} nodes and 2 parities"
-    why_k = "" if asked in sizes else f" (up to {asked} were asked for; the roster and its domains allow {k})"
-    if not left:
+    why_k = (
+        ""
+        if requested_size in sizes
+        else f" (up to {requested_size} were asked for; the roster and its domains allow {k})"
+    )
+    if not ungrouped_nodes:
         return f"{of}{why_k}: each bears any two losses"
     return (
-        f"{of}{why_k}: each bears any two losses; {join_names(left)} found no {sizes[0]} apart and "
-        f"keep{_verb_ending(left)} copies"
+        f"{of}{why_k}: each bears any two losses; {join_names(ungrouped_nodes)} found no {sizes[0]} apart and "
+        f"keep{_verb_ending(ungrouped_nodes)} copies"
     )
 
 
@@ -128,18 +134,20 @@ def _domains(seats: Sequence[str], sites: Mapping[str, FailureDomains]) -> dict[
         for node in seats
         for site in (sites[node],)
     }
-    crowd = Counter(domain for domains in named_.values() for domain in domains)
-    return {node: tuple(d for d in domains if 1 < crowd[d] < len(seats)) for node, domains in named_.items()}
+    domain_size = Counter(domain for domains in named_.values() for domain in domains)
+    return {node: tuple(d for d in domains if 1 < domain_size[d] < len(seats)) for node, domains in named_.items()}
 
 
-def _form(seats: Sequence[str], domains: Mapping[str, NamedDomains], sizes: Iterable[int]) -> tuple[NodeGroup, ...]:
+def _form_groups(
+    seats: Sequence[str], domains: Mapping[str, NamedDomains], sizes: Iterable[int]
+) -> tuple[NodeGroup, ...]:
     """Return groups of these sizes, up to the first that is impossible."""
     crowds = _UngroupedNodes(seats, domains)
-    homes = _ParityNodes(seats, domains)
+    parity_nodes = _ParityNodes(seats, domains)
     groups: list[NodeGroup] = []
     for size in sizes:
         members = crowds.take(size)
-        parity = homes.take(members) if members else None
+        parity = parity_nodes.take(members) if members else None
         if parity is None:
             break
         groups.append(NodeGroup(members=members, parity=parity))
@@ -154,11 +162,11 @@ class _UngroupedNodes:
         self._nodes: dict[NamedDomains, deque[str]] = {}
         for node in seats:
             self._nodes.setdefault(domains[node], deque()).append(node)
-        self._heap = [(-self._crowd(place), at, place) for at, place in enumerate(self._nodes)]
+        self._heap = [(-self._max_domain_size(place), at, place) for at, place in enumerate(self._nodes)]
         heapq.heapify(self._heap)
 
-    def _crowd(self, place: NamedDomains) -> int:
-        return max((self._left[domain] for domain in place), default=1)
+    def _max_domain_size(self, domains: NamedDomains) -> int:
+        return max((self._left[domain] for domain in domains), default=1)
 
     def take(self, k: int) -> tuple[str, ...]:
         """Return ``k`` nodes that share no domain with each other; () if there are none."""
@@ -166,12 +174,12 @@ class _UngroupedNodes:
         used: set[NamedDomain] = set()
         aside: list[tuple[int, int, NamedDomains]] = []
         while self._heap and len(taken) < k:
-            crowd, at, place = heapq.heappop(self._heap)
-            now = self._crowd(place)
-            if now < -crowd:  # other nodes of its domains have been grouped since
+            domain_size, at, place = heapq.heappop(self._heap)
+            now = self._max_domain_size(place)
+            if now < -domain_size:  # other nodes of its domains have been grouped since
                 heapq.heappush(self._heap, (-now, at, place))
                 continue
-            aside.append((crowd, at, place))
+            aside.append((domain_size, at, place))
             if used.isdisjoint(place):
                 room = 1 if place else k - len(taken)
                 taken += [self._nodes[place].popleft() for _ in range(min(room, len(self._nodes[place])))]
@@ -209,8 +217,8 @@ class _ParityNodes:
             heapq.heappush(self._heap, (self._nodes[place][0], place))
         return (chosen[0], chosen[1]) if len(chosen) == TOLERATED_LOSSES else None
 
-    def _least(self, place: NamedDomains, members: Sequence[str], count: int) -> list[str]:
-        loads, aside, found = self._nodes[place], [], list[str]()
+    def _least(self, domains: NamedDomains, members: Sequence[str], count: int) -> list[str]:
+        loads, aside, found = self._nodes[domains], [], list[str]()
         while loads and len(found) < count:
             load, seat, node = heapq.heappop(loads)
             if node in members:
@@ -243,10 +251,13 @@ def describe_losses(groups: Sequence[NodeGroup], gone: Collection[str]) -> Itera
     for number, group in enumerate(groups):
         missing = [node for node in group.nodes if node in gone]
         if missing:
-            yield f"group {number} ({len(group.nodes)} nodes) is without {join_names(missing)}: {_outcome(group, gone)}"
+            yield (
+                f"group {number} ({len(group.nodes)} nodes) is without {join_names(missing)}: "
+                f"{_describe_group_loss(group, gone)}"
+            )
 
 
-def _outcome(group: NodeGroup, gone: Collection[str]) -> str:
+def _describe_group_loss(group: NodeGroup, gone: Collection[str]) -> str:
     away = [node for node in group.members if node in gone]
     if lost := _lost(group, gone):
         return f"more than two of it are gone, and what {join_names(lost)} stored cannot be made again"
@@ -277,11 +288,11 @@ def consider_protection(transition: Transition, job: JobRecord, version: Version
         return
     sites = {node: FailureDomains.of(transition.state.nodes[node]) for node in running.seats}
     grouping = form_groups(running.seats, sites, job.spec.parity_group_size)
-    if grouping.sentence != job.parity_summary:
-        job.parity_summary = grouping.sentence
+    if grouping.explanation != job.parity_summary:
+        job.parity_summary = grouping.explanation
         alone = job.spec.replicas == 1 and grouping.copy_only_nodes
         unsafe = f"; {join_names(grouping.copy_only_nodes)} have neither parity nor a copy" if alone else ""
-        transition.audit("parity.grouped", f"{grouping.sentence}{unsafe}", job=job.job, generation=running.number)
+        transition.audit("parity.grouped", f"{grouping.explanation}{unsafe}", job=job.job, generation=running.number)
         transition.mark_job_changed(job.job)
     if not grouping.groups:
         return
@@ -317,7 +328,7 @@ def _send_parity_order(transition: Transition, job: JobRecord, protecting: Pendi
         return
     live = transition.state.job_runtime[job.job]
     for node, groups in groups_by_parity_node(protecting.protection).items():
-        if node not in live.made_parity and node in transition.state.reachable:
+        if node not in live.made_parity and node in transition.state.reachable_nodes:
             body = ProtectVersion(
                 job=job.job,
                 generation=job.generation.number,
@@ -408,7 +419,7 @@ def _check_parity(transition: Transition, job: JobRecord, protecting: PendingPro
     """Activate the protection if P and Q of each group were made of the same bytes."""
     live = transition.state.job_runtime[job.job]
     for group in protecting.protection.shards():
-        p, q = (live.made_parity[home].get(group.group) for home in group.parity)
+        p, q = (live.made_parity[parity_node].get(group.group) for parity_node in group.parity)
         if p is None or p != q:
             give_up_protection(transition, job, f"P and Q of group {group.group} were made of different shards")
             return
@@ -483,7 +494,7 @@ def still_holds_data(state: FleetState, node: str, since: float) -> bool:
     record = state.nodes.get(node)
     return (
         record is not None
-        and node in state.reachable
+        and node in state.reachable_nodes
         and not record.defective_gpus
         and not record.booted_at > since > 0
         and all(finding.kind is not FindingKind.VAULT_LOST for finding in record.agent_findings.values())

@@ -116,11 +116,11 @@ class _ReplicaPlacer:
     """Nodes with room for copies by failure domains, least loaded first."""
 
     def __init__(
-        self, seats: Sequence[str], sites: Mapping[str, FailureDomains], copies: int, passed_over: frozenset[str]
+        self, seats: Sequence[str], sites: Mapping[str, FailureDomains], copies: int, skipped: frozenset[str]
     ) -> None:
         self._sites = {node: sites[node] for node in seats}
         self._copies = copies
-        self._passed_over = passed_over
+        self._passed_over = skipped
         self._nearest: dict[tuple[bool, tuple[FailureDomains, ...]], tuple[int, list[FailureDomains]]] = {}
         self._best: dict[tuple[bool, FailureDomains], int] = {}
         self.load = dict.fromkeys(seats, 0)
@@ -173,18 +173,20 @@ class _ReplicaPlacer:
 
         A node that lost its replica node cannot hold its own copy, so it went to one that already holds another node's.
         """
-        homes = dict.fromkeys(home for node in sorted(newly) for home in placed[node])
+        replica_nodes = dict.fromkeys(replica_node for node in sorted(newly) for replica_node in placed[node])
         senders: defaultdict[str, list[str]] = defaultdict(list)
         for node, chosen in placed.items():
-            for home in chosen:
-                if home in homes:
-                    senders[home].append(node)
-        for home in homes:
-            for sender in senders[home]:
-                free = [n for n in self._sites if self.load[n] < self.load[home] - 1 and n not in self._passed_over]
+            for replica_node in chosen:
+                if replica_node in replica_nodes:
+                    senders[replica_node].append(node)
+        for replica_node in replica_nodes:
+            for sender in senders[replica_node]:
+                free = [
+                    n for n in self._sites if self.load[n] < self.load[replica_node] - 1 and n not in self._passed_over
+                ]
                 if not free:
                     break
-                self._move_copy(placed, sender, home, free)
+                self._move_copy(placed, sender, replica_node, free)
 
     def _move_copy(self, placed: ReplicaTargets, sender: str, replica_node: str, free: Iterable[str]) -> None:
         site = self._sites[sender]
@@ -204,7 +206,7 @@ class _ReplicaPlacer:
         holders, names = [self._sites[node]], [node]
         for _ in range(self._copies):
             _, near = self._near(tuple(holders), node not in self._passed_over)
-            heads = ((self._head(offers[site], names), site.has_same_driver(holders[0]), site) for site in near)
+            heads = ((self._least_loaded(offers[site], names), site.has_same_driver(holders[0]), site) for site in near)
             (load, seat, other), _, site = min(heads, key=lambda head: (head[0][0], head[1], head[0][1]))
             offers[site].remove((load, seat, other))
             offers[site].append((load + 1, seat, other))
@@ -215,8 +217,8 @@ class _ReplicaPlacer:
         return tuple(names[1:])
 
     @staticmethod
-    def _head(heap: list[tuple[int, int, str]], taken: Sequence[str]) -> tuple[int, int, str]:
-        return heap[0] if heap[0][2] not in taken else min(offer for offer in heap if offer[2] not in taken)
+    def _least_loaded(heap: list[tuple[int, int, str]], excluded: Sequence[str]) -> tuple[int, int, str]:
+        return heap[0] if heap[0][2] not in excluded else min(offer for offer in heap if offer[2] not in excluded)
 
     def _near(self, holders: tuple[FailureDomains, ...], offers: bool) -> tuple[int, list[FailureDomains]]:
         """Return the minimum cost of the next copy beside ``holders``, and the domains with that cost.

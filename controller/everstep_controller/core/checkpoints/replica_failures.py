@@ -8,7 +8,7 @@ whose copies arrive nowhere is recognised at its next replica node too.
 from __future__ import annotations
 
 from everstep.vocabulary import Finding, FindingKind, GenerationReason, JobState, Severity
-from everstep_controller.core.health.evidence import raise_controller_finding
+from everstep_controller.core.health.offences import raise_controller_finding
 from everstep_controller.core.jobs.generations import RegroupCause, boundary_step, plan_replicas, regroup
 from everstep_controller.core.records import JobRecord
 from everstep_controller.core.transition import Transition
@@ -21,9 +21,11 @@ def check_replica_nodes(transition: Transition, job: JobRecord) -> None:
     """At a deadline or after a failed commit, skip the replica nodes that missed too many versions in a row."""
     live, policy, spec = transition.state.job_runtime[job.job], transition.policy, job.generation
     live.skipped_replica_nodes = {
-        home: until for home, until in live.skipped_replica_nodes.items() if until > transition.now
+        replica_node: until for replica_node, until in live.skipped_replica_nodes.items() if until > transition.now
     }
-    failing = sorted(home for home, count in live.missed_copies.items() if count >= policy.missed_copies_count)
+    failing = sorted(
+        replica_node for replica_node, count in live.missed_copies.items() if count >= policy.missed_copies_count
+    )
     if not failing or spec is None or job.state is not JobState.RUNNING or transition.state.database_outage:
         return
     if transition.now < job.generation_opened_at + policy.growth_interval_s:
@@ -31,10 +33,10 @@ def check_replica_nodes(transition: Transition, job: JobRecord) -> None:
         return
     if boundary_step(transition, job, live) is None:
         return  # the next missed version leads here again
-    for home in failing:
-        del live.missed_copies[home]
-        live.skipped_replica_nodes[home] = transition.now + policy.replica_node_skip_s
-        _raise_copies_missing(transition, job, home)
+    for replica_node in failing:
+        del live.missed_copies[replica_node]
+        live.skipped_replica_nodes[replica_node] = transition.now + policy.replica_node_skip_s
+        _raise_copies_missing(transition, job, replica_node)
     if plan_replicas(transition, job, list(spec.seats)) == spec.replica_nodes:
         return  # there is no other node
     sentence = (
@@ -51,7 +53,7 @@ def check_replica_nodes(transition: Transition, job: JobRecord) -> None:
 def _raise_copies_missing(transition: Transition, job: JobRecord, replica_node: str) -> None:
     spec = job.generation
     assert spec is not None
-    senders = [node for node, homes in spec.replica_nodes.items() if replica_node in homes]
+    senders = [node for node, replica_nodes in spec.replica_nodes.items() if replica_node in replica_nodes]
     finding = Finding(
         kind=FindingKind.COPIES_MISSING,
         subject=f"{SUBJECT}/{job.job}",

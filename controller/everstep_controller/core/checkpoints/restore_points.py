@@ -12,7 +12,7 @@ from itertools import combinations
 from typing import Literal
 
 from everstep.ids import Version
-from everstep.wire.v1.operator import Exposure, Restorability
+from everstep.wire.v1.operator import LossForecast, Restorability
 from everstep.wire.v1.operator_history import CheckpointCopy, JobCheckpoints
 from everstep_controller.core.checkpoints.commits import NO_VERSION
 from everstep_controller.core.checkpoints.parity import (
@@ -50,21 +50,21 @@ def compute_restorability(state: FleetState, job: JobRecord) -> Restorability:
     outlook = _RosterForecast(state, job)
     missing = shares.lost(())
     fallback = _Fallback(state, job)
-    exposures = [
+    forecasts = [
         _exposure(shares, fallback, outlook, kind, name, lost, version)
         for kind, name, lost in _possible_losses(state, job, shares)
     ]
-    fatal = {one.name for one in exposures if one.kind == "node" and not one.restorable}
-    exposures = [one for one in exposures if one.kind != "pair" or fatal.isdisjoint(one.nodes)]
-    exposures.sort(key=lambda one: (one.restorable, one.restorable and one.nodes_left > 0, len(one.nodes)))
+    fatal = {one.name for one in forecasts if one.kind == "node" and not one.restorable}
+    forecasts = [one for one in forecasts if one.kind != "pair" or fatal.isdisjoint(one.nodes)]
+    forecasts.sort(key=lambda one: (one.restorable, one.restorable and one.remaining_nodes > 0, len(one.nodes)))
     return Restorability(
         job=job.job,
-        sentence=_summary(job, version, fallback.without(()) if missing else None, missing, exposures),
+        sentence=_summary(job, version, fallback.without(()) if missing else None, missing, forecasts),
         version=version,
         verified=version is not None and live.verified_version is not None and version <= live.verified_version,
         ceiling=job.restore_ceiling if job.restore_ceiling != NO_VERSION else None,
         missing_ranks=shares.ranks(missing)[:MAX_LISTED_RANKS],
-        exposures=tuple(exposures),
+        loss_forecasts=tuple(forecasts),
     )
 
 
@@ -217,7 +217,7 @@ def _exposure(
     name: str,
     lost: tuple[str, ...],
     version: Version | None,
-) -> Exposure:
+) -> LossForecast:
     gone = shares.lost(lost)
     older = fallback.without(lost) if gone else None
     left = outlook.without(lost)
@@ -233,12 +233,12 @@ def _exposure(
         data += f"; parity has version {older}" if older else ""
     else:
         data = f"version {version} stays whole"
-    return Exposure(
+    return LossForecast(
         kind=kind,
         name=name,
         nodes=lost,
         restorable=not gone or older is not None,
-        nodes_left=left,
+        remaining_nodes=left,
         sentence=f"without {what}: {data}; {after}",
         ranks=() if older else shares.ranks(gone)[:MAX_LISTED_RANKS],
         fallback_version=older,
@@ -250,7 +250,7 @@ def _summary(
     version: Version | None,
     older: Version | None,
     missing: Sequence[str],
-    exposures: Sequence[Exposure],
+    forecasts: Sequence[LossForecast],
 ) -> str:
     if version is None:
         start = (
@@ -269,11 +269,11 @@ def _summary(
             f"version {version} cannot be restored now: what the ranks on {join_names(missing)} stored is not held by "
             "anybody in reach; it comes back with them, or a newer one is committed"
         )
-    fatal = [one for one in exposures if not one.restorable]
+    fatal = [one for one in forecasts if not one.restorable]
     kinds = Counter(one.kind for one in fatal)
     if not fatal:
         oldest = next(
-            (f", or at least {one.fallback_version} by parity" for one in exposures if one.fallback_version), ""
+            (f", or at least {one.fallback_version} by parity" for one in forecasts if one.fallback_version), ""
         )
         return f"version {version} or a newer one would be restored{oldest}, whichever of its nodes or domains is lost"
     words = ", ".join(f"{kinds[kind]} {kind}{'s' if kinds[kind] > 1 else ''}" for kind in kinds)
@@ -300,7 +300,7 @@ def list_checkpoints(state: FleetState, job: JobRecord) -> JobCheckpoints:
         job=job.job,
         sentence=sentence,
         versions=versions,
-        spills_lost=job.spills_lost,
+        spills_failed=job.spills_failed,
         last_error="; ".join(filter(None, (job.spill_error, job.protection_error)))[:4096],
     )
 
@@ -321,7 +321,7 @@ def _in_memory(state: FleetState, job: JobRecord) -> Iterator[CheckpointCopy]:
         why = "it may be corrupt"
     yield CheckpointCopy(
         version=live.committed_version,
-        tier="memory",
+        storage_tier="memory",
         state="complete",
         restorable=not lost and not barred,
         sentence=why,
@@ -337,7 +337,7 @@ def _by_parity(state: FleetState, job: JobRecord) -> Iterator[CheckpointCopy]:
         why = f"its shards lie in {len(job.active_protection.protection.groups)} groups, each of which bears two losses"
         yield CheckpointCopy(
             version=version,
-            tier="parity",
+            storage_tier="parity",
             state="complete",
             restorable=not lost,
             sentence=f"more of a group is gone than it bears: {join_names(lost)}" if lost else why,
@@ -345,13 +345,15 @@ def _by_parity(state: FleetState, job: JobRecord) -> Iterator[CheckpointCopy]:
             verified=verified is not None and version <= verified,
         )
     if job.pending_protection is not None:
-        homes = groups_by_parity_node(job.pending_protection.protection)
+        parity_nodes = groups_by_parity_node(job.pending_protection.protection)
         yield CheckpointCopy(
             version=job.pending_protection.protection.version,
-            tier="parity",
+            storage_tier="parity",
             state="in_progress",
             restorable=False,
-            sentence=f"{len(state.job_runtime[job.job].made_parity)} of {len(homes)} homes have made their parity",
+            sentence=(
+                f"{len(state.job_runtime[job.job].made_parity)} of {len(parity_nodes)} homes have made their parity"
+            ),
             since=job.pending_protection.started_at,
         )
 
@@ -362,7 +364,7 @@ def _on_storage(state: FleetState, job: JobRecord) -> Iterator[CheckpointCopy]:
         trouble = f"; {spilling.last_error}" if spilling.last_error else ""
         yield CheckpointCopy(
             version=spilling.version,
-            tier="storage",
+            storage_tier="storage",
             state="in_progress",
             restorable=False,
             sentence=f"{len(done)} of {len(spilling.writers)} nodes have written their part{trouble}"[:4096],
@@ -373,7 +375,7 @@ def _on_storage(state: FleetState, job: JobRecord) -> Iterator[CheckpointCopy]:
     for one in reversed(job.stored_checkpoints):
         yield CheckpointCopy(
             version=one.version,
-            tier="storage",
+            storage_tier="storage",
             state="complete",
             restorable=not one.maybe_corrupt,
             sentence="it may be corrupt" if one.maybe_corrupt else "it is whole on storage",

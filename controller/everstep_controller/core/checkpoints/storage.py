@@ -13,7 +13,7 @@ from everstep.errors import StaleGeneration, Unavailable
 from everstep.ids import Version
 from everstep.vocabulary import JobState
 from everstep.wire.v1.directives import SpillVersion
-from everstep.wire.v1.vault_orders import VersionSpilled
+from everstep.wire.v1.vault_reports import VersionSpilled
 from everstep_controller.core.records import JobRecord, PendingSpill, StoredCheckpoint
 from everstep_controller.core.state import FleetState
 from everstep_controller.core.transition import Transition
@@ -69,7 +69,7 @@ def _send_spill_order(transition: Transition, job: JobRecord, spilling: PendingS
     )
     live = transition.state.job_runtime[job.job]
     for node in spilling.writers:
-        if node not in live.spilled_nodes and node in transition.state.reachable:
+        if node not in live.spilled_nodes and node in transition.state.reachable_nodes:
             transition.send(node, body)
     live.spill_due = transition.now + transition.policy.vault_order_retry_s
     transition.schedule(live.spill_due, "job", job.job)
@@ -116,7 +116,7 @@ def reconsider_spill(transition: Transition, job: JobRecord) -> None:
 
 
 def _holds_slots(state: FleetState, node: str) -> bool:
-    return node in state.reachable and not state.nodes[node].defective_gpus
+    return node in state.reachable_nodes and not state.nodes[node].defective_gpus
 
 
 def give_up_spill(transition: Transition, job: JobRecord, reason: str) -> None:
@@ -124,7 +124,7 @@ def give_up_spill(transition: Transition, job: JobRecord, reason: str) -> None:
     spilling = job.pending_spill
     if spilling is None:
         return
-    job.pending_spill, job.spills_lost, job.spill_error = None, job.spills_lost + 1, reason
+    job.pending_spill, job.spills_failed, job.spill_error = None, job.spills_failed + 1, reason
     job.spill_failures += 1
     waits = Backoff(floor_s=transition.policy.vault_order_retry_s, ceiling_s=transition.policy.vault_order_retry_max_s)
     job.spill_not_before = transition.now + waits.limit_s(job.spill_failures - 1)

@@ -160,8 +160,8 @@ def is_known_good(state: FleetState, record: NodeRecord) -> bool:
         or state.node_runtime[record.node].disconnected_at is not None
     ):
         return False
-    standing = record.all_findings()
-    if any(finding.severity is Severity.CRITICAL for finding in standing) or record.undecided_findings:
+    findings = record.all_findings()
+    if any(finding.severity is Severity.CRITICAL for finding in findings) or record.undecided_findings:
         return False
     return not any(record.node in case.suspects for case in state.blame_cases.values())
 
@@ -314,7 +314,7 @@ def _open_suspects(case: BlameCase) -> list[str]:
 
 
 def _probe_suspect(transition: Transition, name: str, case: BlameCase, node: str) -> None:
-    if node not in transition.state.reachable:
+    if node not in transition.state.reachable_nodes:
         case.inconclusive[node] = f"{node} is out of reach"
         return
     tries = case.tries.get(node, 0)

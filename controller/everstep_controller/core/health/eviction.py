@@ -18,10 +18,10 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 from everstep.vocabulary import Action, Decision, Finding, JobState, NodeState
-from everstep_controller.core.health import evidence
+from everstep_controller.core.health import offences
 from everstep_controller.core.health.outbreaks import (
     NOT_SELF_CLEARING,
-    WAITS_FOR_OUTBREAK,
+    OUTBREAK_DEFERRAL_PREFIX,
     check_correlated,
     findings_with_signature,
     record_seen_at,
@@ -65,11 +65,11 @@ class EvictionScope(msgspec.Struct, frozen=True, kw_only=True):
     """Evictions in the current window."""
     node_count: int
     """Number of nodes to which the share applies."""
-    frees_at: float = 0.0
+    next_free_at: float = 0.0
     """Time at which the oldest eviction leaves the window; 0.0 if there is none."""
 
     @property
-    def left(self) -> int:
+    def remaining(self) -> int:
         return max(0, self.limit - self.used)
 
     @property
@@ -113,12 +113,16 @@ def eviction_budget(state: FleetState, now: float) -> EvictionBudget:
 
 def budget_left(state: FleetState, now: float) -> int:
     """Return the number of evictions that the fleet's budget still allows; 0 while the breaker is latched."""
-    return 0 if state.fleet.breaker_reason else fleet_scope(state, now).left
+    return 0 if state.fleet.breaker_reason else fleet_scope(state, now).remaining
 
 
 def recent_evictions(state: FleetState, now: float) -> list[Eviction]:
     """Return the evictions in the window that ends at ``now``, oldest first."""
-    return [eviction for eviction in state.fleet.recent_evictions if eviction.at > now - state.policy.eviction_window_s]
+    return [
+        eviction
+        for eviction in state.fleet.recent_evictions
+        if eviction.evicted_at > now - state.policy.eviction_window_s
+    ]
 
 
 def scopes_of(state: FleetState, node: str, now: float) -> Iterator[EvictionScope]:
@@ -139,9 +143,9 @@ def fleet_scope(state: FleetState, now: float) -> EvictionScope:
 
 def rack_scope(state: FleetState, rack: str, now: float) -> EvictionScope:
     """Return a rack's budget. Its share applies to the rack's reachable nodes, evicted ones included."""
-    policy, tally = state.policy, state.silence_counts.get(f"rack:{rack}")
+    policy, silence_count = state.policy, state.silence_counts.get(f"rack:{rack}")
     used = [eviction for eviction in recent_evictions(state, now) if eviction.rack == rack]
-    of = tally.expected if tally is not None else 0
+    of = silence_count.expected if silence_count is not None else 0
     return _scope(state, "rack", rack, policy.eviction_rack_count, policy.eviction_rack_share, of, used)
 
 
@@ -163,7 +167,7 @@ def _scope(
         limit=max(1, min(count, int(share * of))),
         used=len(used),
         node_count=of,
-        frees_at=used[0].at + state.policy.eviction_window_s if used else 0.0,
+        next_free_at=used[0].evicted_at + state.policy.eviction_window_s if used else 0.0,
     )
 
 
@@ -216,7 +220,7 @@ def _record_eviction(transition: Transition, node: str) -> None:
     jobs = tuple(job.job for job in jobs_seated_on(state, node) if job.state is JobState.RUNNING)
     state.fleet.recent_evictions = [
         *recent_evictions(state, transition.now),
-        Eviction(at=transition.now, node=node, rack=rack, jobs=jobs),
+        Eviction(evicted_at=transition.now, node=node, rack=rack, jobs=jobs),
     ]
     transition.mark_fleet_changed()
 
@@ -248,13 +252,13 @@ def find_deferral(transition: Transition, node: str, finding: Finding) -> tuple[
     if state.database_outage:
         return DATABASE_SCOPE, f"the database is away ({state.database_outage}), so the eviction could be forgotten"
     for scope in scopes_of(state, node, transition.now):
-        if not scope.left:
+        if not scope.remaining:
             return _budget_used_up(transition, scope, scope.id)
     for job in jobs_seated_on(state, node):
         if job.state is JobState.RUNNING and (why := _shortage(state, job, node, transition.now)):
             return f"{NEEDED_PREFIX}{job.job}", why
     scope = fleet_scope(state, transition.now)
-    if scope.left:
+    if scope.remaining:
         return "", ""
     held_by, alike = _shared_deferral(transition, node, finding)
     return (
@@ -264,10 +268,12 @@ def find_deferral(transition: Transition, node: str, finding: Finding) -> tuple[
     )
 
 
-def _budget_used_up(transition: Transition, scope: EvictionScope, deferred_by: str, alike: str = "") -> tuple[str, str]:
-    transition.schedule(scope.frees_at, "held", deferred_by)
+def _budget_used_up(
+    transition: Transition, scope: EvictionScope, deferred_by: str, shared_reason: str = ""
+) -> tuple[str, str]:
+    transition.schedule(scope.next_free_at, "held", deferred_by)
     words = f"its budget of {_format_evictions(scope.limit)} in {transition.policy.eviction_window_s:g} s"
-    return deferred_by, f"{scope.describe()} has used {words}{alike}"
+    return deferred_by, f"{scope.describe()} has used {words}{shared_reason}"
 
 
 def _shared_deferral(transition: Transition, node: str, finding: Finding) -> tuple[str, str]:
@@ -308,7 +314,7 @@ def _format_evictions(count: int) -> str:
     return "1 eviction" if count == 1 else f"{count} evictions"
 
 
-def find_job_needing(state: FleetState, node: str) -> str:
+def find_job_short_of_nodes(state: FleetState, node: str) -> str:
     """Return which job would fall below its minimum without the node, as a sentence; "" if none would."""
     running = (job for job in jobs_seated_on(state, node) if job.state is JobState.RUNNING)
     return next((why for job in running if (why := _below_minimum(state, job, node))), "")
@@ -363,12 +369,12 @@ def uncount_eviction(transition: Transition, node: str, at: float) -> None:
     """Remove the node's eviction at time ``at`` from the budgets. Reset a breaker that would not have latched without
     it."""
     fleet = transition.state.fleet
-    counted = [one for one in fleet.recent_evictions if (one.node, one.at) != (node, at)]
+    counted = [one for one in fleet.recent_evictions if (one.node, one.evicted_at) != (node, at)]
     if len(counted) == len(fleet.recent_evictions):
         return
     fleet.recent_evictions = counted
     transition.mark_fleet_changed()
-    if fleet.breaker_reason and fleet_scope(transition.state, fleet.breaker_tripped_at).left:
+    if fleet.breaker_reason and fleet_scope(transition.state, fleet.breaker_tripped_at).remaining:
         _reset_breaker(transition)
         words = "the eviction that latched the breaker is within the budget"
         transition.audit("fleet.breaker_reset", f"{words}, now that the one of {node} is taken back")
@@ -413,10 +419,10 @@ def pop_freed_scopes(transition: Transition) -> list[str]:
     return freed
 
 
-def _has_left_job(state: FleetState, name: str, held: Iterable[str]) -> bool:
+def _has_left_job(state: FleetState, name: str, record: Iterable[str]) -> bool:
     """Return whether a node whose eviction the job's budget defers has left the job."""
     job = state.jobs[name]
-    return any(job.state is not JobState.RUNNING or not is_seated(job, node) for node in held)
+    return any(job.state is not JobState.RUNNING or not is_seated(job, node) for node in record)
 
 
 def _jobs_that_may_spare(transition: Transition, nodes: Iterable[str], jobs: Iterable[str]) -> list[str]:
@@ -468,7 +474,7 @@ def spare_if_correlated(
 
 
 def _defer_for_outbreak(transition: Transition, node: str, key: str, name: str, due: float) -> None:
-    defer_judgement(transition, node, key, WAITS_FOR_OUTBREAK, due)
+    defer_judgement(transition, node, key, OUTBREAK_DEFERRAL_PREFIX, due)
     record_seen_at(transition, node, key, name)
 
 
@@ -479,31 +485,31 @@ def _roll_back(transition: Transition, rule: VerdictRule, node: str, name: str, 
     if any(finding.key == record.deferred_eviction_key for finding in findings):
         _defer_for_outbreak(transition, node, record.deferred_eviction_key, name, due)
         drop_rolled_back_deferral(transition, node)
-    course = record.readmission_plan
-    if course is None or transition.now > rollback_possible_until(record):
+    plan = record.readmission_plan
+    if plan is None or transition.now > rollback_possible_until(record):
         return
-    dropped = [key for key, sign in course.cause_signatures.items() if sign == name]
+    dropped = [key for key, sign in plan.cause_signatures.items() if sign == name]
     if not dropped or (record.needs_operator and rule.kind not in NOT_SELF_CLEARING):
         return
     for key in dropped:
-        del course.cause_signatures[key]
+        del plan.cause_signatures[key]
         _defer_for_outbreak(transition, node, key, name, due)
     record.quarantine_causes = [key for key in record.quarantine_causes if key not in dropped]
-    if not course.cause_signatures:
+    if not plan.cause_signatures:
         _roll_back_eviction(transition, node, findings, f"{reason}, which is no node's own")
 
 
 def _roll_back_eviction(transition: Transition, node: str, findings: list[Finding], reason: str) -> None:
-    state, record, course = (
+    state, record, plan = (
         transition.state,
         transition.state.nodes[node],
         transition.state.nodes[node].readmission_plan,
     )
-    at = course.evicted_at if course is not None else 0.0
+    at = plan.evicted_at if plan is not None else 0.0
     uncount_eviction(transition, node, at)
     what = "eviction" if at in record.eviction_times else "quarantine"
     record.eviction_times = [one for one in record.eviction_times if one != at]
-    evidence.withdraw_offence(transition, node, course.offence_weight if course is not None else 0.0, at)
+    offences.withdraw_offence(transition, node, plan.offence_weight if plan is not None else 0.0, at)
     record.ladder_history = {
         rule: kept for rule, steps in record.ladder_history.items() if (kept := [s for s in steps if s[0] < at])
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from everstep.vocabulary import Action, Decision, Finding, FindingKind, GenerationReason, Mode, NodeState, Severity
-from everstep.wire.v1.agent import MOST_FINDINGS
+from everstep.wire.v1.agent import MAX_FINDINGS
 from everstep_controller.core import records
 from everstep_controller.core.effects import RecordFindingCleared, RecordFindingRaised
 from everstep_controller.core.health import diagnostics
@@ -19,7 +19,7 @@ from everstep_controller.core.health.eviction import (
 )
 from everstep_controller.core.health.node_state import out_of_service_reason
 from everstep_controller.core.health.outbreaks import (
-    WAITS_FOR_OUTBREAK,
+    OUTBREAK_DEFERRAL_PREFIX,
     belongs_to_outbreak,
     blocking_findings,
     describe_rule,
@@ -32,7 +32,7 @@ from everstep_controller.core.health.quarantine import (
     add_cause,
     begin_diagnostics,
     check_quarantine,
-    quarantine_relapsed,
+    quarantine_again,
 )
 from everstep_controller.core.jobs import losses
 from everstep_controller.core.jobs.generations import RegroupCause
@@ -129,10 +129,10 @@ def judge_by_rule(
         if is_logged:
             record_spared_verdict(transition, node, finding, rule, why)
         return
-    rung = due_action(record, rule, finding, transition.now)
+    ladder_action = due_action(record, rule, finding, transition.now)
     if mode is Mode.RECOMMEND:
-        _recommend(transition, node, finding, rule, rung, is_logged=is_logged)
-    elif rung is Action.RESTART_RANK:
+        _recommend(transition, node, finding, rule, ladder_action, is_logged=is_logged)
+    elif ladder_action is Action.RESTART_RANK:
         _restart_ranks(transition, node, finding, rule, is_logged=is_logged)
     elif rule.blame_isolation is BlameIsolationMethod.PAIR and not proof:
         _open_pair_case(transition, node, finding)
@@ -159,7 +159,7 @@ def _is_spared_in_quarantine(
     if not belongs_to_outbreak(transition.state, rule, node, finding, transition.now):
         return False
     wait_for_outbreak_end(transition.state, node, finding)
-    defer_judgement(transition, node, finding.key, WAITS_FOR_OUTBREAK, transition.now + rule.correlated_s)
+    defer_judgement(transition, node, finding.key, OUTBREAK_DEFERRAL_PREFIX, transition.now + rule.correlated_s)
     return True
 
 
@@ -182,14 +182,16 @@ def _recommend(
 
 def _restart_ranks(transition: Transition, node: str, finding: Finding, rule: VerdictRule, *, is_logged: bool) -> None:
     """Restart ranks of the node within the caps. A node that has used up its own restarts is due for the next step."""
-    record, rung = transition.state.nodes[node], Action.RESTART_RANK
+    record, ladder_action = transition.state.nodes[node], Action.RESTART_RANK
     steps = record.ladder_history.get(rule.id, [])
-    again = was_step_taken(steps, rule, rung, transition.now)
+    again = was_step_taken(steps, rule, ladder_action, transition.now)
     if transition.state.database_outage:
         defer_judgement(transition, node, finding.key, "database", transition.now + DEFERRAL_RECHECK_S)
         return
-    if not again and (why := losses.node_restart_cap(transition, node)) and rule.ladder[-1] is not rung:
-        record.ladder_history[rule.id] = append_ladder_step(steps, rule, rung, transition.now - rule.coalesce_s)
+    if not again and (why := losses.node_restart_cap(transition, node)) and rule.ladder[-1] is not ladder_action:
+        record.ladder_history[rule.id] = append_ladder_step(
+            steps, rule, ladder_action, transition.now - rule.coalesce_s
+        )
         evict_for(transition, node, finding, f"{finding.message}; {why}")
         return
     if not again and (cap := losses.fleet_restart_cap(transition))[0]:
@@ -204,13 +206,13 @@ def _restart_ranks(transition: Transition, node: str, finding: Finding, rule: Ve
             )
         return
     target = losses.find_restart_target(transition, node, finding, rule)
-    words = f"{node}: {finding.message} ({describe_rule(rule, record, finding, rung)})"
-    record.ladder_history[rule.id] = append_ladder_step(steps, rule, rung, transition.now)
+    words = f"{node}: {finding.message} ({describe_rule(rule, record, finding, ladder_action)})"
+    record.ladder_history[rule.id] = append_ladder_step(steps, rule, ladder_action, transition.now)
     transition.mark_node_changed(node)
     if target is not None and target.members:
         words = f"{words}; {target.describe()} is restarted"
         if not again:
-            _add_verdict(transition, node, Decision.RESTART, words, finding, rung)
+            _add_verdict(transition, node, Decision.RESTART, words, finding, ladder_action)
         losses.restart_ranks(transition, node, target, words, finding.trace or transition.trace, counted=not again)
     elif not again:
         why = "no rank computes there" if target is None else "its rank has just been replaced"
@@ -220,12 +222,13 @@ def _restart_ranks(transition: Transition, node: str, finding: Finding, rule: Ve
 def _recommend_to_holder(transition: Transition, node: str, finding: Finding, rule: VerdictRule) -> None:
     """Recommend to the holder of the node what would evict a serving node, since a job may still compute on it."""
     record = transition.state.nodes[node]
-    rung = due_action(record, rule, finding, transition.now)
+    ladder_action = due_action(record, rule, finding, transition.now)
     holder = out_of_service_reason(record, transition.now)
     words = (
-        f"{finding.message}; recommended for {node}: {describe_action(rung)}; nothing is done by itself, since {holder}"
+        f"{finding.message}; recommended for {node}: {describe_action(ladder_action)}; nothing is done by "
+        f"itself, since {holder}"
     )
-    _add_verdict(transition, node, Decision.RECOMMEND, words, finding, rung)
+    _add_verdict(transition, node, Decision.RECOMMEND, words, finding, ladder_action)
 
 
 def _advise(transition: Transition, node: str, finding: Finding, rule: VerdictRule) -> None:
@@ -255,8 +258,8 @@ def evict_for(transition: Transition, node: str, finding: Finding, proof: str = 
     ``proof`` is the result of a blame isolation.
     """
     record, rule = transition.state.nodes[node], transition.policy.rules.rule_for(finding)
-    rung = due_action(record, rule, finding, transition.now)
-    sentence = f"{node}: {proof or finding.message} ({describe_rule(rule, record, finding, rung)})"
+    ladder_action = due_action(record, rule, finding, transition.now)
+    sentence = f"{node}: {proof or finding.message} ({describe_rule(rule, record, finding, ladder_action)})"
     if not evict(transition, node, finding, sentence):
         return False
     cause = RegroupCause(
@@ -309,7 +312,7 @@ def should_record(transition: Transition, node: str, finding: Finding, *, raised
         burst.count = 0
     burst.last_at = transition.now
     burst.count += raised
-    return burst.count <= transition.policy.finding_burst or (raised and burst.count.bit_count() == 1)
+    return burst.count <= transition.policy.finding_burst_count or (raised and burst.count.bit_count() == 1)
 
 
 def _burst_key(finding: Finding) -> str:
@@ -318,7 +321,7 @@ def _burst_key(finding: Finding) -> str:
 
 def _describe_burst(transition: Transition, node: str, finding: Finding) -> str:
     count = transition.state.node_runtime[node].finding_bursts[_burst_key(finding)].count
-    return f"; number {count} of a burst of {finding.kind}" if count > transition.policy.finding_burst else ""
+    return f"; number {count} of a burst of {finding.kind}" if count > transition.policy.finding_burst_count else ""
 
 
 _SEVERITY_RANK = {severity: gravity for gravity, severity in enumerate(Severity)}
@@ -355,9 +358,9 @@ def add_agent_finding(transition: Transition, node: str, finding: Finding) -> No
 
 
 def _drop_mildest(record: NodeRecord) -> None:
-    """Drop findings beyond MOST_FINDINGS: mildest first, then oldest. Findings that keep the node out, or would, go
+    """Drop findings beyond MAX_FINDINGS: mildest first, then oldest. Findings that keep the node out, or would, go
     last."""
-    excess = len(record.agent_findings) - MOST_FINDINGS
+    excess = len(record.agent_findings) - MAX_FINDINGS
     if excess <= 0:
         return
     for key in sorted(record.agent_findings, key=lambda key: _retention_key(record, key))[:excess]:
@@ -382,7 +385,7 @@ def clear_agent_finding(transition: Transition, node: str, key: str) -> None:
     _recheck_node(transition, node)
 
 
-def _handle_cleared(transition: Transition, node: str, finding: Finding, why: str = "") -> None:
+def _handle_cleared(transition: Transition, node: str, finding: Finding, reason: str = "") -> None:
     record = transition.state.nodes[node]
     if record.deferred_eviction_key == finding.key:
         drop_deferral(transition, node)
@@ -396,7 +399,7 @@ def _handle_cleared(transition: Transition, node: str, finding: Finding, why: st
         count_report(record, rule, finding, transition.now, bad=False)
     if should_record(transition, node, finding, raised=False):
         records.append_history(record, transition.now, "cleared", finding.key)
-        transition.audit("finding.cleared", why or f"{finding.key} on {node} has cleared", node=node)
+        transition.audit("finding.cleared", reason or f"{finding.key} on {node} has cleared", node=node)
         transition.emit(RecordFindingCleared(node, finding.key, transition.now))
 
 
@@ -425,7 +428,7 @@ def _judge_blocking(transition: Transition, node: str) -> None:
             record_spared_verdict(transition, node, finding, rule, why)
         else:
             drop_deferral(transition, node)
-            quarantine_relapsed(transition, node, finding, f"{node} cannot come back: {finding.message}")
+            quarantine_again(transition, node, finding, f"{node} cannot come back: {finding.message}")
         if record.state is not NodeState.PROBATION:
             return
 
@@ -515,9 +518,11 @@ def recheck_undecided(transition: Transition, node: str) -> None:
         if transition.now < due:
             defer_judgement(transition, node, key, "boot grace", due)
         elif is_serving(transition, node) or record.state is NodeState.QUARANTINED:
-            judge_by_rule(transition, node, finding, rule, is_logged=False, is_new=why != WAITS_FOR_OUTBREAK)
-        elif why == WAITS_FOR_OUTBREAK and belongs_to_outbreak(transition.state, rule, node, finding, transition.now):
-            defer_judgement(transition, node, key, WAITS_FOR_OUTBREAK, transition.now + rule.correlated_s)
+            judge_by_rule(transition, node, finding, rule, is_logged=False, is_new=why != OUTBREAK_DEFERRAL_PREFIX)
+        elif why == OUTBREAK_DEFERRAL_PREFIX and belongs_to_outbreak(
+            transition.state, rule, node, finding, transition.now
+        ):
+            defer_judgement(transition, node, key, OUTBREAK_DEFERRAL_PREFIX, transition.now + rule.correlated_s)
     _recheck_node(transition, node)
 
 

@@ -45,9 +45,9 @@ def hold_node(transition: Transition, node: str, sentence: str) -> None:
     else:
         set_state(transition, node, NodeState.HELD, sentence)
     if record.readmission_plan is not None and record.readmission_plan.pending_remediation_id:
-        cure = record.readmission_plan.ladder[record.readmission_plan.ladder_step]
+        action = record.readmission_plan.ladder[record.readmission_plan.ladder_step]
         words = (
-            f"{cure} of {node} ({record.readmission_plan.pending_remediation_id}) was asked for before, "
+            f"{action} of {node} ({record.readmission_plan.pending_remediation_id}) was asked for before, "
             "and may still be done"
         )
         transition.audit("remediation.in_progress", words, node=node)
@@ -58,7 +58,7 @@ def release_hold(transition: Transition, node: str, sentence: str) -> None:
     transition.state.nodes[node].hold_reason = ""
     transition.mark_node_changed(node)
     records.append_history(transition.state.nodes[node], transition.now, "action", sentence)
-    try_return(transition, node, sentence)
+    try_return_to_probation(transition, node, sentence)
 
 
 # Cordons of others
@@ -88,7 +88,7 @@ def handle_scheduler_change(transition: Transition, event: SchedulerStateChanged
         sentence = f"{before} has lifted the cordon of {event.node}"
     records.append_history(record, transition.now, "action", sentence)
     transition.audit("node.scheduler_changed", sentence, node=event.node)
-    try_return(transition, event.node, sentence)
+    try_return_to_probation(transition, event.node, sentence)
 
 
 def _note_missing_cordon(transition: Transition, record: NodeRecord) -> None:
@@ -104,14 +104,14 @@ def _note_missing_cordon(transition: Transition, record: NodeRecord) -> None:
     transition.audit("node.uncordoned", sentence, node=record.node)
 
 
-def try_return(transition: Transition, node: str, reason: str) -> None:
+def try_return_to_probation(transition: Transition, node: str, reason: str) -> None:
     """Return a held node to probation if no order keeps it out any more; recheck a quarantined one."""
     record = transition.state.nodes[node]
     if record.state is NodeState.QUARANTINED:
         transition.schedule(transition.now, "care", node)
     elif record.state is not NodeState.HELD or out_of_service_reason(record, transition.now):
         return
-    elif not is_computing(transition.state, node) and remediation_ladder.repair_if_lemon(transition, node):
+    elif not is_computing(transition.state, node) and remediation_ladder.repair_if_repeat_offender(transition, node):
         return  # a node with a seat was allowed to serve with its offences: taking it out would be an eviction
     elif record.reachable:
         begin_probation(transition, node, reason)
@@ -300,7 +300,7 @@ def end_if_due(transition: Transition, node: str) -> None:
         ]
         transition.mark_fleet_changed()
     transition.audit("node.maintenance_ended", f"the maintenance window of {node} is over", node=node)
-    try_return(transition, node, f"the maintenance of {node} is over")
+    try_return_to_probation(transition, node, f"the maintenance of {node} is over")
 
 
 def end_maintenance_early(transition: Transition, node: str) -> None:

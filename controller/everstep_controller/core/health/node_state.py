@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from everstep.vocabulary import Action, NodeState
 from everstep_controller.core import records
 from everstep_controller.core.effects import Remediation, RemediationKind
-from everstep_controller.core.health.evidence import collect_evidence, suspect_gpus
+from everstep_controller.core.health.offences import collect_evidence, suspect_gpus
 from everstep_controller.core.records import NodeRecord
 from everstep_controller.core.transition import Transition
 
@@ -21,7 +21,7 @@ def set_state(transition: Transition, node: str, state: NodeState, sentence: str
     A silent node that becomes healthy by order is suspected until its next message.
     """
     record = transition.state.nodes[node]
-    doubted = state is NodeState.HEALTHY and node in transition.state.silent
+    doubted = state is NodeState.HEALTHY and node in transition.state.silent_nodes
     record.state, record.since = NodeState.SUSPECT if doubted else state, transition.now
     record.sentence, record.trace = sentence, transition.trace
     transition.mark_node_changed(node)
@@ -124,8 +124,8 @@ def _request_remediation(
     transition.mark_fleet_changed()
     transition.mark_node_changed(node)
     name = f"remediation-{state.epoch}-{state.fleet.remediation_count}"
-    standing = record.all_findings()
-    gpus = (suspect_gpus(record, standing) or record.gpus) if kind is RemediationKind.RESET_GPU else ()
+    findings = record.all_findings()
+    gpus = (suspect_gpus(record, findings) or record.gpus) if kind is RemediationKind.RESET_GPU else ()
     records.append_history(
         record, transition.now, "action", f"{kind.replace('_', ' ')} asked for: {sentence}", {"remediation": name}
     )

@@ -32,7 +32,7 @@ from everstep_controller.core.state import FleetState
 from everstep_controller.core.transition import Transition
 from everstep_controller.core.wording import join_names
 
-WAITS_FOR_OUTBREAK = "correlated"
+OUTBREAK_DEFERRAL_PREFIX = "correlated"
 """Reason to judge a finding of an outbreak again (``NodeRecord.undecided_findings``)."""
 ACTION_DELAY_S = 1.0
 """Seconds after an eviction in which the machine is left alone, because a software fault often shows everywhere in
@@ -78,18 +78,18 @@ def check_correlated(
     waiting = state.outbreaks.get(name)
     if waiting is None:
         return "", []
-    standing = _nodes_standing(state, rule, name, seen)
-    if waiting.get(node) and (why := common_cause(state, rule, standing, node)):
+    nodes = _nodes_sustaining(state, rule, name, seen)
+    if waiting.get(node) and (why := common_cause(state, rule, nodes, node)):
         return f"{name} stands on {why}, or more, since it was on so many at once", []
     waiting.pop(node, None)  # the node is judged for itself
-    if not _holds_for_any_driver(state, rule, standing):
+    if not _holds_for_any_driver(state, rule, nodes):
         _end(transition, name)
         transition.audit("fleet.correlated_finding_ended", f"{name} is on few nodes again: each is judged for itself")
     return "", []
 
 
 def _join_outbreak(
-    transition: Transition, rule: VerdictRule, name: str, seen: Mapping[str, float], node: str, why: str
+    transition: Transition, rule: VerdictRule, name: str, seen: Mapping[str, float], node: str, reason: str
 ) -> list[str]:
     """Begin the outbreak or add nodes, and return the new ones. Beyond ``correlated_nodes`` all earlier nodes have
     joined."""
@@ -97,7 +97,7 @@ def _join_outbreak(
     if began:
         transition.audit(
             "fleet.correlated_finding",
-            f"{name} on {why} within {rule.correlated_s:g} s: software, a driver or the network is suspected, "
+            f"{name} on {reason} within {rule.correlated_s:g} s: software, a driver or the network is suspected, "
             f"and no node is evicted for it under {rule.id} while that lasts",
         )
         state.fleet.outbreaks[name] = next(iter(seen.values()), transition.now)
@@ -114,11 +114,11 @@ def _join_outbreak(
     return new
 
 
-def _end(turn: Transition, name: str) -> None:
+def _end(transition: Transition, name: str) -> None:
     """Forget the outbreak, if there is one."""
-    turn.state.outbreaks.pop(name, None)
-    if turn.state.fleet.outbreaks.pop(name, None) is not None:
-        turn.mark_fleet_changed()
+    transition.state.outbreaks.pop(name, None)
+    if transition.state.fleet.outbreaks.pop(name, None) is not None:
+        transition.mark_fleet_changed()
 
 
 def wait_for_outbreak_end(state: FleetState, node: str, finding: Finding) -> None:
@@ -136,7 +136,7 @@ def mark_cleared(state: FleetState, node: str, finding: Finding) -> None:
         waiting[node] = False
 
 
-def _nodes_standing(state: FleetState, rule: VerdictRule, name: str, seen: Collection[str]) -> Collection[str]:
+def _nodes_sustaining(state: FleetState, rule: VerdictRule, name: str, seen: Collection[str]) -> Collection[str]:
     """Return the nodes that sustain an outbreak: recent sightings, and waiting nodes in service that still show it.
 
     Stops once ``correlated_nodes`` are found.
@@ -196,7 +196,7 @@ def belongs_to_outbreak(state: FleetState, rule: VerdictRule, node: str, finding
         return False
     seen: Collection[str] = [n for n, at in state.sightings.get(name, {}).items() if at >= now - rule.correlated_s]
     if state.outbreaks[name].get(node):
-        seen = _nodes_standing(state, rule, name, seen)
+        seen = _nodes_sustaining(state, rule, name, seen)
     return bool(common_cause(state, rule, seen, node))
 
 
@@ -235,7 +235,7 @@ class Outbreak(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def standing(state: FleetState) -> list[Outbreak]:
+def active_outbreaks(state: FleetState) -> list[Outbreak]:
     """Return every outbreak with at least one node, oldest first. O(nodes in outbreaks)."""
     found: list[Outbreak] = []
     for name, waiting in state.outbreaks.items():
@@ -262,7 +262,7 @@ def standing(state: FleetState) -> list[Outbreak]:
     return sorted(found, key=lambda one: one.since)
 
 
-def spared_of(state: FleetState, record: NodeRecord) -> list[Finding]:
+def spared_findings_of(state: FleetState, record: NodeRecord) -> list[Finding]:
     """Return the node's standing findings that belong to an outbreak and for which it is not evicted."""
     waiting = state.outbreaks
     if not waiting:
@@ -292,8 +292,8 @@ def _out_with_signature(state: FleetState, name: str, now: float) -> Iterator[st
 
 def rollback_possible_until(record: NodeRecord) -> float:
     """Return the time until which an outbreak can roll back the node's eviction; 0.0 if the node was not evicted."""
-    course = record.readmission_plan
-    return course.evicted_at + course.rollback_window_s if course is not None and course.evicted_at else 0.0
+    plan = record.readmission_plan
+    return plan.evicted_at + plan.rollback_window_s if plan is not None and plan.evicted_at else 0.0
 
 
 # Restart
@@ -328,7 +328,7 @@ def restore_outbreaks(transition: Transition) -> None:
             ]
         for finding in record.all_findings():
             name = signature(finding)
-            if record.undecided_findings.get(finding.key) == WAITS_FOR_OUTBREAK:
+            if record.undecided_findings.get(finding.key) == OUTBREAK_DEFERRAL_PREFIX:
                 state.outbreaks.setdefault(name, {})[node] = True
                 rules[name] = state.policy.rules.rule_for(finding)
             elif record.deferred_eviction_key != finding.key:
@@ -340,7 +340,7 @@ def restore_outbreaks(transition: Transition) -> None:
         seen[node] = at
     for name, rule in rules.items():
         lately = [node for node, at in state.sightings[name].items() if at >= now - rule.correlated_s]
-        if not _holds_for_any_driver(state, rule, _nodes_standing(state, rule, name, lately)):
+        if not _holds_for_any_driver(state, rule, _nodes_sustaining(state, rule, name, lately)):
             del state.outbreaks[name]
     dated = {name: min(state.sightings[name].values(), default=now) for name in state.outbreaks}
     restored = {name: state.fleet.outbreaks.get(name, at) for name, at in dated.items()}

@@ -6,18 +6,18 @@ from collections.abc import Iterable
 
 from everstep.clock import Backoff
 from everstep.vocabulary import Action, Decision, Finding, FindingKind, NodeState, ProbeKind, Severity
-from everstep_controller.core.health import diagnostics, evidence, remediation_ladder
+from everstep_controller.core.health import diagnostics, offences, remediation_ladder
 from everstep_controller.core.health.diagnostics import ProbeOutcome, find_partner, start_probe
-from everstep_controller.core.health.evidence import raise_controller_finding
 from everstep_controller.core.health.node_state import out_of_service_reason, set_state
+from everstep_controller.core.health.offences import raise_controller_finding
 from everstep_controller.core.health.outbreaks import (
     NOT_SELF_CLEARING,
     blocking_findings,
     blocks_service,
     signature,
-    spared_of,
+    spared_findings_of,
 )
-from everstep_controller.core.jobs.joining import clear_job_blame, offer_to_jobs
+from everstep_controller.core.jobs.joining import clear_exclusion, offer_to_jobs
 from everstep_controller.core.jobs.membership import is_computing
 from everstep_controller.core.policy import LADDER_ACTIONS, BlameIsolationMethod, append_ladder_step, next_ladder_step
 from everstep_controller.core.records import NodeRecord, ReadmissionPlan
@@ -44,7 +44,7 @@ def begin_quarantine(
     *,
     action: Action,
     wait_s: float = 0.0,
-    offence_weight: float = evidence.EVICTION_WEIGHT,
+    offence_weight: float = offences.EVICTION_WEIGHT,
 ) -> None:
     """Keep the node out of every roster until ``causes`` clear and its waiting time has passed.
 
@@ -53,13 +53,13 @@ def begin_quarantine(
     """
     record = transition.state.nodes[node]
     if offence_weight:
-        evidence.add_offence(transition, node, offence_weight)
+        offences.add_offence(transition, node, offence_weight)
     record.quarantine_causes, record.cause_cleared_at, record.required_action = [], {}, action
     record.readmission_plan = _next_plan(record.readmission_plan, offence_weight)
     for finding in causes:
         add_cause(transition, node, finding)
     set_state(transition, node, NodeState.QUARANTINED, sentence)
-    served = evidence.quarantine_wait_s(transition, node) if offence_weight >= evidence.EVICTION_WEIGHT else 0.0
+    served = offences.quarantine_wait_s(transition, node) if offence_weight >= offences.EVICTION_WEIGHT else 0.0
     record.quarantined_until = transition.now + max(wait_s, served, transition.policy.quarantine_min_s)
     record.probe_status = ""
     transition.schedule(record.quarantined_until, "node", node)
@@ -72,16 +72,16 @@ def _next_plan(previous: ReadmissionPlan | None, offence_weight: float) -> Readm
     A reset or reboot that may still be carried out keeps its place on its ladder, so that nothing else is requested
     beside it.
     """
-    course = ReadmissionPlan(offence_weight=offence_weight)
+    plan = ReadmissionPlan(offence_weight=offence_weight)
     if previous is not None:
-        course.required_diagnostics, course.required_passes = previous.required_diagnostics, previous.required_passes
+        plan.required_diagnostics, plan.required_passes = previous.required_diagnostics, previous.required_passes
         if previous.pending_remediation_id:
-            course.rule_id, course.ladder, course.ladder_step = previous.rule_id, previous.ladder, previous.ladder_step
-            course.pending_remediation_id, course.remediation_deadline = (
+            plan.rule_id, plan.ladder, plan.ladder_step = previous.rule_id, previous.ladder, previous.ladder_step
+            plan.pending_remediation_id, plan.remediation_deadline = (
                 previous.pending_remediation_id,
                 previous.remediation_deadline,
             )
-    return course
+    return plan
 
 
 def add_cause(transition: Transition, node: str, finding: Finding) -> None:
@@ -92,29 +92,29 @@ def add_cause(transition: Transition, node: str, finding: Finding) -> None:
     record.quarantine_causes.append(finding.key)
     transition.mark_node_changed(node)
     rule = transition.policy.rules.rule_for(finding)
-    course = record.readmission_plan = record.readmission_plan or ReadmissionPlan()
-    if course.pending_remediation_id and (course.rule_id, course.ladder) == (rule.id, rule.ladder):
-        rung = course.ladder_step  # the action under way for this rule has not failed yet
+    plan = record.readmission_plan = record.readmission_plan or ReadmissionPlan()
+    if plan.pending_remediation_id and (plan.rule_id, plan.ladder) == (rule.id, rule.ladder):
+        ladder_step = plan.ladder_step  # the action under way for this rule has not failed yet
     else:
-        rung = next_ladder_step(rule, finding, record.ladder_history.get(rule.id, []), transition.now)
+        ladder_step = next_ladder_step(rule, finding, record.ladder_history.get(rule.id, []), transition.now)
     record.ladder_history[rule.id] = append_ladder_step(
-        record.ladder_history.get(rule.id, []), rule, rule.ladder[rung], transition.now
+        record.ladder_history.get(rule.id, []), rule, rule.ladder[ladder_step], transition.now
     )
-    first = not course.rule_id
-    stronger = not first and LADDER_ACTIONS.index(rule.ladder[rung]) > LADDER_ACTIONS.index(
-        course.ladder[course.ladder_step]
+    first = not plan.rule_id
+    stronger = not first and LADDER_ACTIONS.index(rule.ladder[ladder_step]) > LADDER_ACTIONS.index(
+        plan.ladder[plan.ladder_step]
     )
-    if first or (stronger and not course.pending_remediation_id):
-        course.rule_id, course.ladder, course.ladder_step, course.settle_deadline = rule.id, rule.ladder, rung, 0.0
-        record.required_action = rule.ladder[rung]
-    course.required_diagnostics = tuple(dict.fromkeys([*course.required_diagnostics, *rule.diagnostics]))
-    course.required_passes, course.clear_s = (
-        max(course.required_passes, rule.required_passes),
-        max(course.clear_s, rule.clear_s),
+    if first or (stronger and not plan.pending_remediation_id):
+        plan.rule_id, plan.ladder, plan.ladder_step, plan.settle_deadline = rule.id, rule.ladder, ladder_step, 0.0
+        record.required_action = rule.ladder[ladder_step]
+    plan.required_diagnostics = tuple(dict.fromkeys([*plan.required_diagnostics, *rule.diagnostics]))
+    plan.required_passes, plan.clear_s = (
+        max(plan.required_passes, rule.required_passes),
+        max(plan.clear_s, rule.clear_s),
     )
-    course.cause_signatures[finding.key], course.rollback_window_s = (
+    plan.cause_signatures[finding.key], plan.rollback_window_s = (
         signature(finding),
-        max(course.rollback_window_s, rule.correlated_s),
+        max(plan.rollback_window_s, rule.correlated_s),
     )
     if finding.kind in NOT_SELF_CLEARING:
         record.needs_operator, record.defective_gpus = True, [gpu.uuid for gpu in record.gpus] or [node]
@@ -124,9 +124,9 @@ def check_quarantine(transition: Transition, node: str) -> None:
     """Begin probation if the causes have been clear for long enough, the waiting time is over and no operator is
     needed."""
     record = transition.state.nodes[node]
-    if remediation_ladder.repair_if_lemon(transition, node):
+    if remediation_ladder.repair_if_repeat_offender(transition, node):
         return
-    causes = [key for key in record.quarantine_causes if _is_standing(transition, record, key)]
+    causes = [key for key in record.quarantine_causes if _is_cause_active(transition, record, key)]
     if causes != record.quarantine_causes:
         record.quarantine_causes = causes
         transition.mark_node_changed(node)
@@ -138,7 +138,7 @@ def check_quarantine(transition: Transition, node: str) -> None:
         begin_probation(transition, node, f"nothing stands against {node} any more")
 
 
-def _is_standing(transition: Transition, record: NodeRecord, key: str) -> bool:
+def _is_cause_active(transition: Transition, record: NodeRecord, key: str) -> bool:
     if key in record.agent_findings or key in record.controller_findings:
         return True
     due = record.cause_cleared_at.get(key, 0.0) + (record.readmission_plan.clear_s if record.readmission_plan else 0.0)
@@ -163,22 +163,22 @@ def begin_probation(transition: Transition, node: str, reason: str) -> None:
         record.probe_status,
         record.quarantined_until,
     ) = [], {}, Action.NONE, "", 0.0
-    course = record.readmission_plan = record.readmission_plan or ReadmissionPlan()
+    plan = record.readmission_plan = record.readmission_plan or ReadmissionPlan()
     if why := out_of_service_reason(record, transition.now):
         set_state(transition, node, NodeState.HELD, f"{reason}; {why}")
         return
-    live.heartbeats.clean_beats = 0
-    _reset_diagnostics(course)
-    sentence = f"{reason}; on probation for {transition.policy.probation_beats} clean beats"
+    live.heartbeats.clean_heartbeats = 0
+    _reset_diagnostics(plan)
+    sentence = f"{reason}; on probation for {transition.policy.probation_heartbeats} clean beats"
     set_state(transition, node, NodeState.PROBATION, sentence)
     transition.audit("node.probation", sentence, node=node)
     if not _has_blocking_finding(transition, node):
         begin_diagnostics(transition, node)
 
 
-def _reset_diagnostics(course: ReadmissionPlan) -> None:
-    course.remaining_diagnostics, course.lacked_partner = (
-        list(course.required_diagnostics or (ProbeKind.ALL_REDUCE,)) * course.required_passes,
+def _reset_diagnostics(plan: ReadmissionPlan) -> None:
+    plan.remaining_diagnostics, plan.lacked_partner = (
+        list(plan.required_diagnostics or (ProbeKind.ALL_REDUCE,)) * plan.required_passes,
         False,
     )
 
@@ -207,12 +207,12 @@ def _has_blocking_finding(transition: Transition, node: str) -> bool:
 def run_next_diagnostic(transition: Transition, node: str) -> None:
     """Run the next diagnostic if none is running."""
     record = transition.state.nodes[node]
-    course = record.readmission_plan = record.readmission_plan or ReadmissionPlan()
+    plan = record.readmission_plan = record.readmission_plan or ReadmissionPlan()
     transition.mark_node_changed(node)
-    if course.remaining_diagnostics and course.remaining_diagnostics[0] is not ProbeKind.ALL_REDUCE:
-        record.probe_status = start_probe(transition, (node,), tested_node=node, kind=course.remaining_diagnostics[0])
+    if plan.remaining_diagnostics and plan.remaining_diagnostics[0] is not ProbeKind.ALL_REDUCE:
+        record.probe_status = start_probe(transition, (node,), tested_node=node, kind=plan.remaining_diagnostics[0])
         return
-    if course.remaining_diagnostics:
+    if plan.remaining_diagnostics:
         partner, busy = find_partner(transition, node, record.probe_failures)
         if partner is not None:
             record.probe_status = start_probe(transition, (partner, node), tested_node=node)
@@ -221,14 +221,14 @@ def run_next_diagnostic(transition: Transition, node: str) -> None:
             record.probe_status = PROBE_WAITING
             transition.schedule(transition.now + transition.policy.partner_wait_s, "care", node)
             return
-        course.remaining_diagnostics, course.lacked_partner = (
-            [kind for kind in course.remaining_diagnostics if kind is not ProbeKind.ALL_REDUCE],
+        plan.remaining_diagnostics, plan.lacked_partner = (
+            [kind for kind in plan.remaining_diagnostics if kind is not ProbeKind.ALL_REDUCE],
             True,
         )
         transition.audit("probe.skipped", f"no healthy partner to probe {node} with: clean beats must do", node=node)
         run_next_diagnostic(transition, node)
         return
-    record.probe_status = PROBE_SKIPPED if course.lacked_partner else PROBE_PASSED
+    record.probe_status = PROBE_SKIPPED if plan.lacked_partner else PROBE_PASSED
 
 
 def can_retry_diagnostic(transition: Transition, node: str) -> bool:
@@ -294,7 +294,7 @@ def _open_pair_case(transition: Transition, node: str, outcome: ProbeOutcome) ->
             transition,
             node,
             outcome.failure,
-            offence_weight=0.0 if outcome.incapable_node else evidence.FAILED_PROBE_WEIGHT,
+            offence_weight=0.0 if outcome.incapable_node else offences.FAILED_PROBE_WEIGHT,
         )
     else:
         transition.state.nodes[node].probe_status = PROBE_WAITING
@@ -302,7 +302,7 @@ def _open_pair_case(transition: Transition, node: str, outcome: ProbeOutcome) ->
 
 
 def record_diagnostic_failed(
-    transition: Transition, node: str, failure: str, offence_weight: float = evidence.FAILED_PROBE_WEIGHT
+    transition: Transition, node: str, failure: str, offence_weight: float = offences.FAILED_PROBE_WEIGHT
 ) -> None:
     """Return the node to quarantine; the diagnostics restart after a wait that doubles each time.
 
@@ -354,13 +354,13 @@ def _record_wrong_result(transition: Transition, node: str, outcome: ProbeOutcom
     if not blocks_service(transition.state, transition.state.nodes[node], finding, transition.now):
         record_diagnostic_failed(transition, node, outcome.failure)
     elif not is_computing(transition.state, node):  # otherwise judged like any node on which a job computes
-        quarantine_relapsed(transition, node, finding, f"{outcome.failure}; {node} stays out until it is mended")
+        quarantine_again(transition, node, finding, f"{outcome.failure}; {node} stays out until it is mended")
 
 
-def quarantine_relapsed(transition: Transition, node: str, finding: Finding, sentence: str) -> None:
+def quarantine_again(transition: Transition, node: str, finding: Finding, sentence: str) -> None:
     """Quarantine a node that fell ill on probation. An outbreak can roll this back, as it can an eviction."""
     quarantine_before_service(
-        transition, node, finding, sentence, action=finding.action, offence_weight=evidence.RELAPSE_WEIGHT
+        transition, node, finding, sentence, action=finding.action, offence_weight=offences.RELAPSE_WEIGHT
     )
 
 
@@ -377,10 +377,10 @@ def quarantine_before_service(
 
 def _jobs_blaming(transition: Transition, node: str) -> Iterable[str]:
     """Return the jobs that excluded a readmitted node because of its ranks."""
-    course = transition.state.nodes[node].readmission_plan
+    plan = transition.state.nodes[node].readmission_plan
     return (
         transition.state.node_runtime[node].jobs
-        if course is not None and course.rule_id.startswith(RANK_FINDING_KINDS)
+        if plan is not None and plan.rule_id.startswith(RANK_FINDING_KINDS)
         else ()
     )
 
@@ -405,21 +405,25 @@ def check_probation(transition: Transition, node: str) -> None:
         return
     if record.readmission_plan is not None and record.readmission_plan.pending_remediation_id:
         return
-    beats = transition.read_heartbeats(node).clean_beats
-    if beats < transition.policy.probation_beats or not record.reachable or _has_blocking_finding(transition, node):
+    beats = transition.read_heartbeats(node).clean_heartbeats
+    if (
+        beats < transition.policy.probation_heartbeats
+        or not record.reachable
+        or _has_blocking_finding(transition, node)
+    ):
         return
     probe = "passed its probe and" if record.probe_status == PROBE_PASSED else "had no partner to be probed with, but"
-    sentence = f"{node} {probe} sent {beats} clean beats: {_fitness(transition, node)}"
+    sentence = f"{node} {probe} sent {beats} clean beats: {_describe_fitness(transition, node)}"
     for name in _jobs_blaming(transition, node):
-        clear_job_blame(transition, name, node)
+        clear_exclusion(transition, name, node)
     set_state(transition, node, NodeState.HEALTHY, sentence)
     transition.add_verdict(node, Decision.READMIT, sentence)
     offer_to_jobs(transition, node)
 
 
-def _fitness(turn: Transition, node: str) -> str:
+def _describe_fitness(transition: Transition, node: str) -> str:
     """Return the end of the readmission sentence; findings of an outbreak may stand on a serving node."""
-    spared = dict.fromkeys(signature(one) for one in spared_of(turn.state, turn.state.nodes[node]))
+    spared = dict.fromkeys(signature(one) for one in spared_findings_of(transition.state, transition.state.nodes[node]))
     if not spared:
         return "it is healthy"
     return f"it serves, although it shows {', '.join(spared)}, which is part of an outbreak"

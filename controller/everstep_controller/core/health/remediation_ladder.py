@@ -14,10 +14,10 @@ from everstep.vocabulary import (
 )
 from everstep_controller.core import records
 from everstep_controller.core.events import RemediationFinished
-from everstep_controller.core.health import evidence as offenders
 from everstep_controller.core.health import node_state
-from everstep_controller.core.health.evidence import clear_controller_findings
+from everstep_controller.core.health import offences as offenders
 from everstep_controller.core.health.node_state import out_of_service_reason, set_state
+from everstep_controller.core.health.offences import clear_controller_findings
 from everstep_controller.core.health.outbreaks import ACTION_DELAY_S, rollback_possible_until
 from everstep_controller.core.jobs.membership import jobs_seated_on
 from everstep_controller.core.policy import append_ladder_step, describe_action
@@ -30,101 +30,101 @@ SEAT_RECHECK_S = 1.0
 
 def continue_ladder(transition: Transition, node: str) -> None:
     """Request the action that is due for the standing causes, if the policy allows."""
-    record, course = transition.state.nodes[node], transition.state.nodes[node].readmission_plan
+    record, plan = transition.state.nodes[node], transition.state.nodes[node].readmission_plan
     if (
-        course is None
-        or not course.ladder
+        plan is None
+        or not plan.ladder
         or transition.policy.remediation_mode is not Mode.ENFORCE
         or transition.state.database_outage
     ):
         return
     if record.needs_operator and not record.defective_gpus:
-        _set_blocked(transition, record, course, f"an operator took {node} out: nothing is done to it by itself")
+        _set_blocked(transition, record, plan, f"an operator took {node} out: nothing is done to it by itself")
     elif why := out_of_service_reason(record, transition.now):
-        _set_blocked(transition, record, course, f"{why}: nothing is done to it by itself")
-    elif course.pending_remediation_id:
-        _check_remediation_deadline(transition, node, course)
-    elif course.settle_deadline and transition.now < course.settle_deadline:
-        transition.schedule(course.settle_deadline, "care", node)
-    elif course.settle_deadline:
+        _set_blocked(transition, record, plan, f"{why}: nothing is done to it by itself")
+    elif plan.pending_remediation_id:
+        _check_remediation_deadline(transition, node, plan)
+    elif plan.settle_deadline and transition.now < plan.settle_deadline:
+        transition.schedule(plan.settle_deadline, "care", node)
+    elif plan.settle_deadline:
         how = "was only a dry run" if node_state.was_dry_run(record) else "was confirmed"
-        _advance_ladder(transition, node, course, f"{how}, and what it should have cured stands")
+        _advance_ladder(transition, node, plan, f"{how}, and what it should have cured stands")
     else:
-        _take_step(transition, node, course)
+        _take_step(transition, node, plan)
 
 
-def _check_remediation_deadline(transition: Transition, node: str, course: ReadmissionPlan) -> None:
-    if transition.now < course.remediation_deadline:
-        transition.schedule(course.remediation_deadline, "care", node)
+def _check_remediation_deadline(transition: Transition, node: str, plan: ReadmissionPlan) -> None:
+    if transition.now < plan.remediation_deadline:
+        transition.schedule(plan.remediation_deadline, "care", node)
         return
-    course.pending_remediation_id = ""
-    _advance_ladder(transition, node, course, f"was not reported within {transition.policy.remediation_timeout_s:g} s")
+    plan.pending_remediation_id = ""
+    _advance_ladder(transition, node, plan, f"was not reported within {transition.policy.remediation_timeout_s:g} s")
 
 
-def _take_step(transition: Transition, node: str, course: ReadmissionPlan) -> None:
-    record, cure = transition.state.nodes[node], course.ladder[course.ladder_step]
-    place = f"step {course.ladder_step + 1} of {len(course.ladder)} under {course.rule_id}"
-    if _waits_for_rollback_window(transition, node, hands_over=cure is Action.REPAIR):
+def _take_step(transition: Transition, node: str, plan: ReadmissionPlan) -> None:
+    record, action = transition.state.nodes[node], plan.ladder[plan.ladder_step]
+    place = f"step {plan.ladder_step + 1} of {len(plan.ladder)} under {plan.rule_id}"
+    if _waits_for_rollback_window(transition, node, goes_to_operator=action is Action.REPAIR):
         return
-    if cure is Action.REPAIR:
+    if action is Action.REPAIR:
         send_to_repair(
             transition,
             node,
             f"{node} needs a person: {', '.join(record.quarantine_causes)} stands, and repair is {place}",
         )
-    elif cure not in node_state.REMEDIATION_KINDS:
+    elif action not in node_state.REMEDIATION_KINDS:
         return
     elif jobs_seated_on(transition.state, node):
         transition.schedule(
             math.floor(transition.now) + SEAT_RECHECK_S, "care", node
         )  # rounding to whole seconds merges repeated requests into one check
     elif why := node_state.node_remediation_cap(transition, node):
-        if _waits_for_rollback_window(transition, node, hands_over=True):
+        if _waits_for_rollback_window(transition, node, goes_to_operator=True):
             return
         send_to_repair(
             transition, node, f"{node} needs a person: {', '.join(record.quarantine_causes)} stands, and {why}"
         )
     elif (fleet := node_state.fleet_remediation_cap(transition))[0]:
-        _set_blocked(transition, record, course, f"{describe_action(cure)} of {node} waits: {fleet[0]}")
+        _set_blocked(transition, record, plan, f"{describe_action(action)} of {node} waits: {fleet[0]}")
         transition.schedule(fleet[1], "care", node)
     else:
-        sentence = f"{describe_action(cure)} of {node} against {', '.join(record.quarantine_causes)}, {place}"
-        course.pending_remediation_id = node_state.start_remediation(transition, node, cure, sentence)
-        course.remediation_deadline = transition.now + transition.policy.remediation_timeout_s
-        course.blocked_reason, record.required_action = "", cure
-        if (rule := transition.policy.rules.find_rule(course.rule_id)) is not None:  # a repeat takes the next step
+        sentence = f"{describe_action(action)} of {node} against {', '.join(record.quarantine_causes)}, {place}"
+        plan.pending_remediation_id = node_state.start_remediation(transition, node, action, sentence)
+        plan.remediation_deadline = transition.now + transition.policy.remediation_timeout_s
+        plan.blocked_reason, record.required_action = "", action
+        if (rule := transition.policy.rules.find_rule(plan.rule_id)) is not None:  # a repeat takes the next step
             record.ladder_history[rule.id] = append_ladder_step(
-                record.ladder_history.get(rule.id, []), rule, cure, transition.now
+                record.ladder_history.get(rule.id, []), rule, action, transition.now
             )
         transition.audit(
-            "remediation.requested", sentence, node=node, data={"remediation": course.pending_remediation_id}
+            "remediation.requested", sentence, node=node, data={"remediation": plan.pending_remediation_id}
         )
-        transition.schedule(course.remediation_deadline, "care", node)
+        transition.schedule(plan.remediation_deadline, "care", node)
 
 
-def _waits_for_rollback_window(transition: Transition, node: str, *, hands_over: bool) -> bool:
+def _waits_for_rollback_window(transition: Transition, node: str, *, goes_to_operator: bool) -> bool:
     """Return whether the action must wait because an outbreak can still roll the eviction back.
 
-    A machine is left alone for ``ACTION_DELAY_S``. A node goes to people (``hands_over``) only after the rollback
+    A machine is left alone for ``ACTION_DELAY_S``. A node goes to people (``goes_to_operator``) only after the rollback
     window, because they would act on it.
     """
     record = transition.state.nodes[node]
     reserve = rollback_possible_until(record)
-    due = reserve if hands_over else min(reserve, record.since + ACTION_DELAY_S)
+    due = reserve if goes_to_operator else min(reserve, record.since + ACTION_DELAY_S)
     if transition.now < due:
         transition.schedule(math.ceil(due), "care", node)
     return transition.now < due
 
 
-def _advance_ladder(transition: Transition, node: str, course: ReadmissionPlan, reason: str) -> None:
-    record, cure = transition.state.nodes[node], course.ladder[course.ladder_step]
-    course.settle_deadline = 0.0
+def _advance_ladder(transition: Transition, node: str, plan: ReadmissionPlan, reason: str) -> None:
+    record, action = transition.state.nodes[node], plan.ladder[plan.ladder_step]
+    plan.settle_deadline = 0.0
     transition.mark_node_changed(node)
-    sentence = f"{describe_action(cure)} of {node} {reason}"
+    sentence = f"{describe_action(action)} of {node} {reason}"
     transition.audit("remediation.failed", sentence, node=node)
     records.append_history(record, transition.now, "action", sentence)
-    if course.ladder_step + 1 < len(course.ladder):
-        course.ladder_step += 1
+    if plan.ladder_step + 1 < len(plan.ladder):
+        plan.ladder_step += 1
     elif not out_of_service_reason(
         record, transition.now
     ):  # the holder may repair the node, so the last step is repeated afterwards
@@ -144,17 +144,17 @@ def handle_remediation_finished(transition: Transition, event: RemediationFinish
         record, transition.now, "action", f"{event.remediation_id} {how}", {"remediation": event.remediation_id}
     )
     transition.mark_node_changed(event.node)
-    course = record.readmission_plan
-    if course is not None and course.pending_remediation_id == event.remediation_id:
-        course.pending_remediation_id = ""
+    plan = record.readmission_plan
+    if plan is not None and plan.pending_remediation_id == event.remediation_id:
+        plan.pending_remediation_id = ""
         if event.dry_run:
             node_state.note_dry_run(record)
         if record.state is not NodeState.QUARANTINED:
             transition.schedule(transition.now, "care", event.node)
         elif event.succeeded:
-            _handle_confirmed(transition, event.node, course, event)
+            _handle_confirmed(transition, event.node, plan, event)
         else:
-            _advance_ladder(transition, event.node, course, f"failed ({event.detail})")
+            _advance_ladder(transition, event.node, plan, f"failed ({event.detail})")
         return
     if not event.succeeded:
         transition.audit(
@@ -168,27 +168,27 @@ def _outcome(event: RemediationFinished) -> str:
     return "would have been carried out (dry run: nothing was done)" if event.dry_run else "was carried out"
 
 
-def _handle_confirmed(transition: Transition, node: str, course: ReadmissionPlan, event: RemediationFinished) -> None:
+def _handle_confirmed(transition: Transition, node: str, plan: ReadmissionPlan, event: RemediationFinished) -> None:
     """Handle a confirmed action.
 
     Sensors report whether their findings clear, and diagnostics show whether memory holds its patterns. No reset
     repairs a node that computed wrongly; it stays out until an operator readmits it.
     """
-    record, cure = transition.state.nodes[node], course.ladder[course.ladder_step]
-    course.settle_deadline = transition.now + transition.policy.remediation_settle_s
+    record, action = transition.state.nodes[node], plan.ladder[plan.ladder_step]
+    plan.settle_deadline = transition.now + transition.policy.remediation_settle_s
     cured = [key for key, finding in record.controller_findings.items() if finding.kind is FindingKind.MEMORY_WRONG]
     clear_controller_findings(transition, node, cured)
     if cured and not any(finding.severity is Severity.CRITICAL for finding in record.controller_findings.values()):
         record.needs_operator, record.defective_gpus = False, []
-    transition.audit("remediation.confirmed", f"{describe_action(cure)} of {node} {_outcome(event)}", node=node)
+    transition.audit("remediation.confirmed", f"{describe_action(action)} of {node} {_outcome(event)}", node=node)
     transition.schedule(transition.now, "care", node)
 
 
-def _set_blocked(transition: Transition, record: NodeRecord, course: ReadmissionPlan, sentence: str) -> None:
+def _set_blocked(transition: Transition, record: NodeRecord, plan: ReadmissionPlan, sentence: str) -> None:
     """Log once why nothing is done."""
-    if course.blocked_reason == sentence:
+    if plan.blocked_reason == sentence:
         return
-    course.blocked_reason = sentence
+    plan.blocked_reason = sentence
     transition.mark_node_changed(record.node)
     transition.audit("remediation.blocked", sentence, node=record.node)
 
@@ -203,11 +203,13 @@ def send_to_repair(transition: Transition, node: str, sentence: str) -> None:
     node_state.request_repair(transition, node, sentence)
 
 
-def repair_if_lemon(transition: Transition, node: str) -> bool:
+def repair_if_repeat_offender(transition: Transition, node: str) -> bool:
     """Send a lemon to repair. Return False if the node is none, or if an order keeps it as it is."""
-    if not offenders.is_lemon(transition, node) or out_of_service_reason(transition.state.nodes[node], transition.now):
+    if not offenders.is_repeat_offender(transition, node) or out_of_service_reason(
+        transition.state.nodes[node], transition.now
+    ):
         return False
-    if _waits_for_rollback_window(transition, node, hands_over=True):
+    if _waits_for_rollback_window(transition, node, goes_to_operator=True):
         return True
     send_to_repair(transition, node, f"{node} offends again and again: {offenders.describe_score(transition, node)}")
     return True

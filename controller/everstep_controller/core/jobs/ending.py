@@ -10,14 +10,14 @@ from everstep.vocabulary import JobState
 from everstep.wire.v1.training import RankFinished
 from everstep_controller.core.checkpoints.commits import release_versions
 from everstep_controller.core.jobs.generations import wake_competing_jobs
-from everstep_controller.core.jobs.job_index import job_ended
+from everstep_controller.core.jobs.job_index import close_ended_job
 from everstep_controller.core.jobs.membership import running_generation
 from everstep_controller.core.jobs.notifications import send_stop
 from everstep_controller.core.records import JobRecord
 from everstep_controller.core.transition import Transition
 from everstep_controller.core.wording import ranks_named
 
-EVEN_LOOK_S = 0.25
+UNEQUAL_STEPS_RECHECK_S = 0.25
 """Seconds between checks whether others have begun a later step than the ranks that have returned."""
 
 
@@ -36,7 +36,7 @@ def _end(transition: Transition, job: JobRecord, state: JobState, sentence: str)
     send_stop(transition, job)
     release_versions(transition, job)
     job.outgoing_generation = None
-    job_ended(transition.state, job)
+    close_ended_job(transition.state, job)
     transition.mark_job_changed(job.job)
     wake_competing_jobs(transition, job)
 
@@ -52,18 +52,18 @@ def handle_rank_finished(transition: Transition, job: JobRecord, node: str, repo
         return
     job.ended_step = max(job.ended_step, report.step)
     if report.rank not in job.finished_ranks:
-        if _ends_uneven(transition, job, report):
+        if _has_unequal_end(transition, job, report):
             return
         job.finished_ranks.append(report.rank)
         job.last_begun = report.started_step
         transition.mark_job_changed(job.job)
-    if check_even(transition, job):
+    if check_equal_steps(transition, job):
         return
     if len(job.finished_ranks) == running.world_size:
         _end(transition, job, JobState.FINISHED, f"all {running.world_size} rank(s) finished at step {report.step}")
 
 
-def _ends_uneven(turn: Transition, job: JobRecord, report: RankFinished) -> bool:
+def _has_unequal_end(transition: Transition, job: JobRecord, report: RankFinished) -> bool:
     """Fail the job if the rank's last step differs from that of ranks that returned before."""
     if (
         not job.finished_ranks
@@ -73,13 +73,15 @@ def _ends_uneven(turn: Transition, job: JobRecord, report: RankFinished) -> bool
     ):
         return False
     if report.started_step > job.last_begun:
-        _fail_uneven(turn, job, job.finished_ranks, job.last_begun, {report.rank: report.started_step})
+        _fail_unequal_steps(transition, job, job.finished_ranks, job.last_begun, {report.rank: report.started_step})
     else:
-        _fail_uneven(turn, job, [report.rank], report.started_step, dict.fromkeys(job.finished_ranks, job.last_begun))
+        _fail_unequal_steps(
+            transition, job, [report.rank], report.started_step, dict.fromkeys(job.finished_ranks, job.last_begun)
+        )
     return True
 
 
-def check_even(turn: Transition, job: JobRecord, begun: Mapping[Rank, int] = MappingProxyType({})) -> bool:
+def check_equal_steps(transition: Transition, job: JobRecord, begun: Mapping[Rank, int] = MappingProxyType({})) -> bool:
     """Fail the job, and return True, if some ranks have returned and another has begun a later step.
 
     All ranks that returned began the same last step. Other ranks may take any time in that step or after it
@@ -101,20 +103,23 @@ def check_even(turn: Transition, job: JobRecord, begun: Mapping[Rank, int] = Map
     ):
         return False
     last = job.last_begun
-    further = turn.beyond(job.job, last) | {rank: step for rank, step in begun.items() if step > last}
+    further = transition.read_ranks_beyond(job.job, last) | {rank: step for rank, step in begun.items() if step > last}
     if further:
-        _fail_uneven(turn, job, job.finished_ranks, job.last_begun, further)
+        _fail_unequal_steps(transition, job, job.finished_ranks, job.last_begun, further)
         return True
-    turn.schedule(turn.now + EVEN_LOOK_S, "job", job.job)
+    transition.schedule(transition.now + UNEQUAL_STEPS_RECHECK_S, "job", job.job)
     return False
 
 
-def _fail_uneven(turn: Transition, job: JobRecord, left: list[Rank], last: int, further: dict[Rank, int]) -> None:
+def _fail_unequal_steps(
+    transition: Transition, job: JobRecord, returned_ranks: list[Rank], last: int, further: dict[Rank, int]
+) -> None:
     go_on = "goes on" if len(further) == 1 else "go on"
     fail_job(
-        turn,
+        transition,
         job,
-        f"{ranks_named(left)} left the training function after step {last} while {ranks_named(further)} {go_on} with "
+        f"{ranks_named(returned_ranks)} left the training function after step {last} while "
+        f"{ranks_named(further)} {go_on} with "
         f"step {max(further.values())}: all ranks have to make the same steps. Let all ranks decide alike when to stop "
         "(on run.mean of the loss, say), and give all of them the same number of steps",
     )

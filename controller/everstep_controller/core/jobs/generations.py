@@ -16,7 +16,7 @@ from everstep_controller.core.checkpoints.placement import FailureDomains, place
 from everstep_controller.core.checkpoints.storage import reconsider_spill
 from everstep_controller.core.effects import PutGeneration
 from everstep_controller.core.health.outbreaks import blocking_findings
-from everstep_controller.core.jobs.job_index import roster_changed
+from everstep_controller.core.jobs.job_index import update_roster
 from everstep_controller.core.jobs.membership import (
     choose_store_node,
     describe_change,
@@ -63,7 +63,7 @@ class RegroupCause(msgspec.Struct, frozen=True, kw_only=True):
     """Trace id of the event behind the regroup."""
     at_boundary: bool = False
     """True if nothing is broken, so that the running generation may end at a boundary."""
-    left_out: frozenset[str] = frozenset()
+    nodes_to_exclude: frozenset[str] = frozenset()
     """Nodes to leave out this time, although nothing stands against them."""
 
 
@@ -105,10 +105,10 @@ def _choose_seats(transition: Transition, job: JobRecord, cause: RegroupCause) -
     leaving = seats_of(job.outgoing_generation)
     if leaving and job.generation is not None:
         going = frozenset(leaving) - job.generation.seated_nodes
-        seats = next_seats(transition.state, job, cause.left_out | going)
+        seats = next_seats(transition.state, job, cause.nodes_to_exclude | going)
         if len(seats) >= min_roster_nodes(job):
             return seats
-    return current_roster(transition, job, cause.left_out)
+    return current_roster(transition, job, cause.nodes_to_exclude)
 
 
 def wake_competing_jobs(transition: Transition, job: JobRecord) -> None:
@@ -117,14 +117,14 @@ def wake_competing_jobs(transition: Transition, job: JobRecord) -> None:
     for node in {*job.launchers, *job.former_nodes, *seats_of(job.generation)}:
         live = transition.state.node_runtime.get(node)
         if live is not None:
-            rivals.update(live.open)
+            rivals.update(live.open_jobs)
     for name in sorted(rivals):
         if name != job.job:
             transition.schedule(transition.now, "job", name)
 
 
 def _audit_data(spec: GenerationSpec, previous: Sequence[str], seats: Sequence[str]) -> dict[str, str]:
-    facts = {"reason": str(spec.reason), "nodes": str(len(seats)), "world_size": str(spec.world_size)}
+    data = {"reason": str(spec.reason), "nodes": str(len(seats)), "world_size": str(spec.world_size)}
     left, came = seat_changes(previous, seats)
     optional = {
         "left": join_names(left) if left else "",
@@ -133,7 +133,7 @@ def _audit_data(spec: GenerationSpec, previous: Sequence[str], seats: Sequence[s
         "floor": str(spec.restore.floor or ""),
         "ceiling": str(spec.restore.ceiling or ""),
     }
-    return facts | {key: value for key, value in optional.items() if value}
+    return data | {key: value for key, value in optional.items() if value}
 
 
 def _make_spec(
@@ -183,7 +183,7 @@ def plan_replicas(transition: Transition, job: JobRecord, seats: list[str]) -> d
         {node: FailureDomains.of(records[node]) for node in seats},
         job.spec.replicas,
         job.generation.replica_nodes if job.generation is not None else {},
-        frozenset(home for home, until in live.skipped_replica_nodes.items() if until > transition.now),
+        frozenset(replica_node for replica_node, until in live.skipped_replica_nodes.items() if until > transition.now),
     )
 
 
@@ -202,7 +202,7 @@ def _holders(transition: Transition, job: JobRecord, seats: list[str]) -> list[s
         for node in dict.fromkeys([*before, *job.former_nodes])
         if node not in stay
         and not state.nodes[node].defective_gpus
-        and (node in counts or (node in state.reachable and state.node_runtime[node].disconnected_at is None))
+        and (node in counts or (node in state.reachable_nodes and state.node_runtime[node].disconnected_at is None))
     ]
     return seats + former
 
@@ -218,7 +218,7 @@ def _begin_generation(transition: Transition, job: JobRecord, live: JobRuntime, 
     )
     if job.state is not JobState.RUNNING:
         job.state, job.since = JobState.RUNNING, transition.now
-    roster_changed(transition.state, job)
+    update_roster(transition.state, job)
     job.sentence, job.trace = spec.sentence, spec.trace
     if (
         job.pending_spill is not None or job.pending_protection is not None
@@ -259,16 +259,16 @@ def _pause(transition: Transition, job: JobRecord, cause: RegroupCause, seats: l
     live.pending_regroup, job.outgoing_generation = None, None
     live.stalled_ranks, live.failed_collective_ranks = {}, set()
     job.paused_for = cause.sentence
-    sentence = _waiting(job, seats)
+    sentence = _describe_paused(job, seats)
     job.state, job.since, job.sentence, job.trace = JobState.PAUSED, transition.now, sentence, cause.trace
-    roster_changed(transition.state, job)
+    update_roster(transition.state, job)
     transition.mark_job_changed(job.job)
     transition.audit("job.paused", sentence, job=job.job, generation=job.last_generation_number, trace=cause.trace)
     wake_competing_jobs(transition, job)
     transition.schedule(transition.now + transition.policy.preempt_after_s, "job", job.job)
 
 
-def _waiting(job: JobRecord, seats: Sequence[str]) -> str:
+def _describe_paused(job: JobRecord, seats: Sequence[str]) -> str:
     """Return why the job is paused, which nodes are eligible and how many more it needs."""
     least = min_roster_nodes(job)
     missing = least - len(seats)
@@ -280,30 +280,30 @@ def _waiting(job: JobRecord, seats: Sequence[str]) -> str:
     )
 
 
-def note_waiting(turn: Transition) -> None:
+def schedule_paused_job_checks(transition: Transition) -> None:
     """Schedule a check, at most once a second, of each paused job whose nodes changed in this event."""
-    changed, jobs = turn.changed_records()
+    changed, jobs = transition.changed_records()
     names = dict.fromkeys(jobs)
     for node in changed:
-        names.update(turn.state.node_runtime[node].jobs)
+        names.update(transition.state.node_runtime[node].jobs)
     for name in names:
-        if turn.state.jobs[name].state is JobState.PAUSED:
-            turn.schedule(math.floor(turn.now) + 1.0, "job", name)
+        if transition.state.jobs[name].state is JobState.PAUSED:
+            transition.schedule(math.floor(transition.now) + 1.0, "job", name)
 
 
-def restate_waiting(turn: Transition, job: JobRecord) -> None:
+def update_paused_reason(transition: Transition, job: JobRecord) -> None:
     """Update a paused job's sentence to the nodes that are eligible now."""
-    seats = current_roster(turn, job)
-    if len(seats) < min_roster_nodes(job) and (sentence := _waiting(job, seats)) != job.sentence:
+    seats = current_roster(transition, job)
+    if len(seats) < min_roster_nodes(job) and (sentence := _describe_paused(job, seats)) != job.sentence:
         job.sentence = sentence
-        turn.mark_job_changed(job.job)
+        transition.mark_job_changed(job.job)
 
 
 def _kill_left_out(transition: Transition, job: JobRecord, cause: RegroupCause, seats: list[str]) -> None:
     """Kill the running ranks on nodes that had to leave, since no generation announces the change to them."""
     running, stay = running_generation(job), set(seats)
     for node in running.seats if running else ():
-        if node not in stay and node in transition.state.reachable and running:
+        if node not in stay and node in transition.state.reachable_nodes and running:
             for member in running.members_on(node):
                 send_kill(transition, job, member, running.number, cause.sentence, cause.trace)
 
@@ -323,7 +323,7 @@ def boundary_step(transition: Transition, job: JobRecord, live: JobRuntime) -> i
         return None
     state = transition.state
     seats = seats_of(job.generation)
-    if any(node not in state.reachable or state.node_runtime[node].disconnected_at is not None for node in seats):
+    if any(node not in state.reachable_nodes or state.node_runtime[node].disconnected_at is not None for node in seats):
         return None
     stride, margin = transition.read_step_rate(job.job), transition.policy.boundary_margin_steps
     if stride.step is None:
@@ -349,7 +349,7 @@ def mark_boundary_crossed(transition: Transition, job: JobRecord) -> None:
     if job.outgoing_generation is None:
         return
     job.outgoing_generation = None
-    roster_changed(transition.state, job)
+    update_roster(transition.state, job)
     reset_running(live)
     live.failed_collective_ranks, live.stalled_ranks, live.pending_regroup = set(), {}, None
     transition.mark_job_changed(job.job)

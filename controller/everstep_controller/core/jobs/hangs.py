@@ -21,7 +21,7 @@ from everstep_controller.core.records import JobRecord
 from everstep_controller.core.state import PendingRegroup
 from everstep_controller.core.transition import Transition
 
-UNEVEN_STALL_S = 600.0
+UNEQUAL_STEPS_STALL_S = 600.0
 """Seconds for which a rank may stand still after all others returned from the training function. It may be saving a
 model, in which case a kill does not help. Otherwise it waits for ever in a collective for ranks that make no further
 step."""
@@ -76,7 +76,7 @@ def handle_rank_stalled(transition: Transition, job: JobRecord, node: str, repor
     if not spec.has_rank_on(node, report.rank):
         transition.count_ignored("rank_stalled.not_a_member")
         return
-    if ending.check_even(transition, job, {report.rank: report.begun}):
+    if ending.check_equal_steps(transition, job, {report.rank: report.begun}):
         return
     live = transition.state.job_runtime[job.job]
     live.stalled_ranks[report.rank] = (report.step, report.collectives)
@@ -98,15 +98,15 @@ def handle_rank_stalled(transition: Transition, job: JobRecord, node: str, repor
         transition.schedule(due, "job", job.job)
     if len(live.stalled_ranks.keys() | set(job.finished_ranks)) < spec.world_size:
         return
-    if job.finished_ranks and report.stalled_s >= UNEVEN_STALL_S:
-        _fail_uneven(transition, job, spec, report)
+    if job.finished_ranks and report.stalled_s >= UNEQUAL_STEPS_STALL_S:
+        _fail_unequal_steps(transition, job, spec, report)
     else:
         settle_pending_regroup(transition, job)
 
 
-def _fail_uneven(transition: Transition, job: JobRecord, spec: GenerationSpec, report: RankStalled) -> None:
-    standing = spec.roster[report.rank]
-    words = f"rank {report.rank} on {standing.node} stands still after step {report.step} for {report.stalled_s:.0f} s"
+def _fail_unequal_steps(transition: Transition, job: JobRecord, spec: GenerationSpec, report: RankStalled) -> None:
+    member = spec.roster[report.rank]
+    words = f"rank {report.rank} on {member.node} stands still after step {report.step} for {report.stalled_s:.0f} s"
     ranks = (
         f"rank {job.finished_ranks[0]} has"
         if len(job.finished_ranks) == 1

@@ -14,49 +14,49 @@ from everstep_controller.core.state import FleetState
 from everstep_controller.core.transition import Transition
 
 
-def launcher_came(state: FleetState, job: JobRecord, node: NodeId) -> None:
+def index_launcher(state: FleetState, job: JobRecord, node: NodeId) -> None:
     """Note that a launcher on ``node``, which the record already contains, offers the node to the job."""
     if len(job.launchers) == 1:  # the last launcher may have been on another node, which still counts the job
         _close(state, job.job)
     live = state.node_runtime[node]
     live.jobs[job.job] = None
-    live.open[job.job] = None
+    live.open_jobs[job.job] = None
     state.job_runtime[job.job].nodes[node] = None
 
 
-def launcher_went(state: FleetState, job: JobRecord, node: NodeId) -> None:
+def unindex_launcher(state: FleetState, job: JobRecord, node: NodeId) -> None:
     """Note that the launcher on ``node`` is gone. A job's last launcher leaves the job in the node's index."""
     if job.launchers:
-        state.node_runtime[node].open.pop(job.job, None)
+        state.node_runtime[node].open_jobs.pop(job.job, None)
 
 
-def roster_changed(state: FleetState, job: JobRecord) -> None:
+def update_roster(state: FleetState, job: JobRecord) -> None:
     """Note that the job's state, roster or outgoing roster may have changed. O(nodes of the job)."""
-    live, owners = state.job_runtime[job.job], state.owners
+    live, owners = state.job_runtime[job.job], state.job_by_node
     running = job.state is JobState.RUNNING
     owns = (
         frozenset((*seats_of(job.generation), *seats_of(job.outgoing_generation))) if running else frozenset[NodeId]()
     )
-    for node in live.owns - owns:
+    for node in live.owned_nodes - owns:
         if owners.get(node) == job.job:
             del owners[node]
-    for node in owns - live.owns:
+    for node in owns - live.owned_nodes:
         owners[node] = job.job
-    live.owns = owns
+    live.owned_nodes = owns
 
 
-def job_ended(state: FleetState, job: JobRecord) -> None:
+def close_ended_job(state: FleetState, job: JobRecord) -> None:
     """Note that the job has ended."""
-    roster_changed(state, job)
+    update_roster(state, job)
     _close(state, job.job)
 
 
 def _close(state: FleetState, name: JobId) -> None:
     for node in state.job_runtime[name].nodes:
-        state.node_runtime[node].open.pop(name, None)
+        state.node_runtime[node].open_jobs.pop(name, None)
 
 
-def job_restored(state: FleetState, job: JobRecord) -> None:
+def restore_job(state: FleetState, job: JobRecord) -> None:
     """Index a restored job, after all nodes are restored."""
     for node in (*job.launchers, *seats_of(job.generation), *seats_of(job.outgoing_generation)):
         if node in state.node_runtime:
@@ -64,23 +64,23 @@ def job_restored(state: FleetState, job: JobRecord) -> None:
             state.job_runtime[job.job].nodes[node] = None
     for node in job.launchers if job.state not in ENDED_STATES else ():
         if node in state.node_runtime:
-            state.node_runtime[node].open[job.job] = None
-    roster_changed(state, job)
+            state.node_runtime[node].open_jobs[job.job] = None
+    update_roster(state, job)
 
 
-def drop_job(turn: Transition, name: JobId, sentence: str) -> None:
+def drop_job(transition: Transition, name: JobId, sentence: str) -> None:
     """Forget a job that is not running. ``sentence`` is the reason for the audit log."""
-    state = turn.state
-    turn.audit("job.forgotten", sentence, job=name)
+    state = transition.state
+    transition.audit("job.forgotten", sentence, job=name)
     _close(state, name)
     for node in state.job_runtime[name].nodes:
         state.node_runtime[node].jobs.pop(name, None)
     state.node_shortages.pop(name, None)
     del state.jobs[name], state.job_runtime[name]
-    turn.delete_job(name)
+    transition.delete_job(name)
 
 
-def node_forgotten(state: FleetState, node: NodeId) -> None:
+def remove_node(state: FleetState, node: NodeId) -> None:
     """Drop a node without work from the index, before the state forgets the node."""
     for name in state.node_runtime[node].jobs:
         state.job_runtime[name].nodes.pop(node, None)

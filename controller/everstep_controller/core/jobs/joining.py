@@ -19,7 +19,7 @@ from everstep_controller.core.jobs.generations import (
     generation_number_floor,
     regroup,
 )
-from everstep_controller.core.jobs.job_index import drop_job, launcher_came
+from everstep_controller.core.jobs.job_index import drop_job, index_launcher
 from everstep_controller.core.jobs.membership import (
     ENDED_STATES,
     domain_of,
@@ -95,23 +95,23 @@ def _is_stale(job: JobRecord, node: str, report: LauncherJoined) -> bool:
     return before is not None and report.launcher < before.incarnation
 
 
-def _has_room(turn: Transition, node: str, name: str) -> bool:
+def _has_room(transition: Transition, node: str, name: str) -> bool:
     """Return whether the node may offer itself to another job.
 
     Jobs that never formed and have no launchers left are forgotten to make room, since they keep nothing.
     """
-    state, most = turn.state, turn.policy.jobs_per_node
+    state, most = transition.state, transition.policy.jobs_per_node
     live = state.node_runtime[node]
-    if name in live.open or len(live.open) < most:
+    if name in live.open_jobs or len(live.open_jobs) < most:
         return True
-    jobs = [state.jobs[other] for other in live.open]
+    jobs = [state.jobs[other] for other in live.open_jobs]
     void = (
         [] if state.database_outage else [job for job in jobs if not job.launchers and not job.last_generation_number]
     )
-    for job in sorted(void, key=lambda job: job.abandoned_at)[: len(live.open) + 1 - most]:
+    for job in sorted(void, key=lambda job: job.abandoned_at)[: len(live.open_jobs) + 1 - most]:
         sentence = f"job {job.job} never formed, its launchers have left, and {node} has {most} unfinished jobs: "
-        drop_job(turn, job.job, f"{sentence}it is forgotten")
-    return len(live.open) < most
+        drop_job(transition, job.job, f"{sentence}it is forgotten")
+    return len(live.open_jobs) < most
 
 
 def _new_secret(transition: Transition) -> str:
@@ -201,7 +201,7 @@ def _record_launcher(transition: Transition, job: JobRecord, node: str, report: 
         job.rank_loss_times.pop(node, None)
         job.replaced_stragglers.pop(node, None)
         transition.audit("launcher.joined", f"the launcher on {node} offers it to {job.job}", node=node, job=job.job)
-    launcher_came(transition.state, job, node)
+    index_launcher(transition.state, job, node)
     transition.mark_job_changed(job.job)
 
 
@@ -244,7 +244,7 @@ def offer_to_jobs(transition: Transition, node: str) -> None:
     Each job is checked once at the next Tick, however many nodes return, since a roster takes time linear in the job's
     nodes.
     """
-    for name in transition.state.node_runtime[node].open:
+    for name in transition.state.node_runtime[node].open_jobs:
         live = transition.state.job_runtime[name]
         if live.node_offered_at is None:
             live.node_offered_at = transition.now
@@ -335,7 +335,7 @@ def preemptable_jobs(state: FleetState, job: JobRecord) -> list[JobRecord]:
 
 def _jobs_on(state: FleetState, node: str) -> Iterable[str]:
     live = state.node_runtime.get(node)
-    return live.open if live is not None else ()
+    return live.open_jobs if live is not None else ()
 
 
 def _may_be_preempted(transition: Transition, job: JobRecord) -> bool:
@@ -410,7 +410,7 @@ def _next_block(
     offers: deque[SeatedNode],
     partial_block: Sequence[str],
     seats: Sequence[str],
-    taken: Mapping[str, JobRecord],
+    taken_nodes: Mapping[str, JobRecord],
 ) -> dict[str, JobRecord]:
     """Return the ``offers`` that complete ``partial_block``, with the jobs that can spare them; {} if they do not
     suffice."""
@@ -418,7 +418,7 @@ def _next_block(
     while offers and len(partial_block) + len(found) < job.spec.block_nodes:
         giver, node = offers.popleft()
         gone = [*seats, *partial_block, *found, node]
-        asked_of = {one.job: one for one in (*taken.values(), *found.values(), giver)}
+        asked_of = {one.job: one for one in (*taken_nodes.values(), *found.values(), giver)}
         if all(_can_spare(state, one, gone) for one in asked_of.values()):
             found[node] = giver
     return found if len(partial_block) + len(found) == job.spec.block_nodes else {}
@@ -449,12 +449,12 @@ def _preempt(transition: Transition, job: JobRecord, victim: JobRecord, taken: l
         sentence=sentence,
         trace=transition.trace,
         at_boundary=True,
-        left_out=frozenset(plan.seats),
+        nodes_to_exclude=frozenset(plan.seats),
     )
     regroup(transition, victim, cause)
 
 
-def clear_job_blame(transition: Transition, job_id: str, node: str) -> None:
+def clear_exclusion(transition: Transition, job_id: str, node: str) -> None:
     """Clear the job's lost ranks, exclusion and straggler mark for the node."""
     job = transition.state.jobs[job_id]
     job.excluded_nodes.pop(node, None)

@@ -14,8 +14,8 @@ from everstep_controller.core.jobs.generations import (
     consider_growth,
     mark_boundary_crossed,
     regroup,
-    restate_waiting,
     resume_timeout_s,
+    update_paused_reason,
 )
 from everstep_controller.core.jobs.joining import consider_forming, consider_preemption
 from everstep_controller.core.jobs.membership import ENDED_STATES, max_roster_nodes, running_generation, seats_of
@@ -187,7 +187,7 @@ def _kill_missing(
     transition: Transition, job: JobRecord, missing: Sequence[Member], spec: GenerationSpec, sentence: str
 ) -> None:
     for member in missing:
-        if member.node in transition.state.reachable:
+        if member.node in transition.state.reachable_nodes:
             send_kill(transition, job, member, spec.number, sentence, spec.trace)
             record_replaced_rank(transition, job, member.node, member.local_rank)
 
@@ -260,7 +260,7 @@ def check_job(transition: Transition, job: JobRecord) -> None:
     if job.state is JobState.FORMING:
         consider_forming(transition, job)
     elif job.state is JobState.RUNNING:
-        if ending.check_even(transition, job):
+        if ending.check_equal_steps(transition, job):
             return
         check_resumed(transition, job)
         check_stragglers(transition, job)
@@ -269,4 +269,4 @@ def check_job(transition: Transition, job: JobRecord) -> None:
         consider_growth(transition, job)
         consider_preemption(transition, job)
         if job.state is JobState.PAUSED:
-            restate_waiting(transition, job)
+            update_paused_reason(transition, job)

@@ -8,7 +8,7 @@ from everstep.clock import Backoff
 from everstep.vocabulary import Finding, FindingKind, GenerationReason, JobState, Severity
 from everstep.wire.v1.training import CollectiveFailed, GenerationSpec, LauncherLeft, Member, RankLost
 from everstep_controller.core.health import node_state
-from everstep_controller.core.health.evidence import raise_controller_finding, suspect_gpus
+from everstep_controller.core.health.offences import raise_controller_finding, suspect_gpus
 from everstep_controller.core.jobs import ending
 from everstep_controller.core.jobs.generations import (
     RegroupCause,
@@ -17,7 +17,7 @@ from everstep_controller.core.jobs.generations import (
     note_beyond_boundary,
     regroup,
 )
-from everstep_controller.core.jobs.job_index import launcher_went
+from everstep_controller.core.jobs.job_index import unindex_launcher
 from everstep_controller.core.jobs.membership import (
     is_seated,
     jobs_seated_on,
@@ -137,11 +137,11 @@ def regroup_with_seen(transition: Transition, job: JobRecord, cause: RegroupCaus
     member soon needs another regroup.
     """
     state, live = transition.state, transition.state.job_runtime[job.job]
-    unmet = state.unseen.intersection(seats_of(running_generation(job))) if state.unseen else frozenset()
+    unmet = state.unseen_nodes.intersection(seats_of(running_generation(job))) if state.unseen_nodes else frozenset()
     if not unmet:
         regroup(transition, job, cause)
     elif transition.now >= state.rejoin_window_ends_at:
-        regroup(transition, job, msgspec.structs.replace(cause, left_out=cause.left_out | unmet))
+        regroup(transition, job, msgspec.structs.replace(cause, nodes_to_exclude=cause.nodes_to_exclude | unmet))
     elif live.pending_regroup is None or live.pending_regroup.reason is None:
         due = state.rejoin_window_ends_at
         live.pending_regroup = PendingRegroup(False, transition.now, due, cause.trace, cause.sentence, cause.reason)
@@ -232,17 +232,17 @@ def regroup_unattributed(
 def missing_reason(transition: Transition, node: str) -> str:
     """Return why a node counts as lost once its job has a witness; "" for a node that answers."""
     state = transition.state
-    if node in state.unseen:
+    if node in state.unseen_nodes:
         return UNSEEN_REASON if transition.now >= state.rejoin_window_ends_at else ""
     if state.node_runtime[node].disconnected_at is not None:
         return CLOSED_REASON
-    return "is silent" if node in state.silent else ""
+    return "is silent" if node in state.silent_nodes else ""
 
 
-def regroup_without_missing(transition: Transition, job: JobRecord, witness: str) -> bool:
+def regroup_without_missing(transition: Transition, job: JobRecord, evidence: str) -> bool:
     """Regroup without the roster's suspect nodes; return False if there are none."""
     spec, state = running_generation(job), transition.state
-    if spec is None or not (state.silent or state.unseen):
+    if spec is None or not (state.silent_nodes or state.unseen_nodes):
         return False
     doubts = {node: words for node in spec.seats if (words := missing_reason(transition, node))}
     if not doubts:
@@ -250,9 +250,9 @@ def regroup_without_missing(transition: Transition, job: JobRecord, witness: str
     pending = state.job_runtime[job.job].pending_regroup
     cause = RegroupCause(
         reason=GenerationReason.NODE_LOST,
-        sentence=f"{_describe_missing(doubts)}, and {witness}",
+        sentence=f"{_describe_missing(doubts)}, and {evidence}",
         trace=pending.trace if pending else transition.trace,
-        left_out=frozenset(doubts),
+        nodes_to_exclude=frozenset(doubts),
     )
     regroup(transition, job, cause)
     return True
@@ -308,7 +308,7 @@ def remove_launcher(transition: Transition, job: JobRecord, node: str, sentence:
     transition.mark_job_changed(job.job)
     if not job.launchers:
         job.abandoned_at = transition.now
-    launcher_went(transition.state, job, node)
+    unindex_launcher(transition.state, job, node)
     transition.audit("launcher.left", sentence, node=node, job=job.job, generation=job.last_generation_number)
     if job.state is JobState.RUNNING and is_seated(job, node):
         stored = job.generation is not None and job.generation.store_node == node

@@ -276,13 +276,13 @@ def unfit_reason(state: FleetState, job: JobRecord, node: str, keep_seated: Coll
         return launcher.unusable_reason
     if record is None:
         return "its agent has not registered"
-    if node not in state.reachable:
+    if node not in state.reachable_nodes:
         return record.sentence or "it is out of reach"
     if state.node_runtime[node].disconnected_at is not None:
         return "its agent's connection is closed"
     seated = job.generation is not None and node in job.generation.seated_nodes
     running = seated and job.state is JobState.RUNNING
-    if not running and node in state.unseen:
+    if not running and node in state.unseen_nodes:
         return "this controller, which has just begun, has not heard it yet"
     stays = node in keep_seated or (running and record.state is NodeState.SUSPECT)
     if record.state is not NodeState.HEALTHY and not stays:
@@ -296,7 +296,7 @@ def unfit_reason(state: FleetState, job: JobRecord, node: str, keep_seated: Coll
 
 def other_owner(state: FleetState, job: JobRecord, node: str) -> JobRecord | None:
     """Return another running job whose roster contains the node."""
-    name = state.owners.get(node)
+    name = state.job_by_node.get(node)
     return state.jobs[name] if name is not None and name != job.job else None
 
 
@@ -306,8 +306,8 @@ def claimed_by_priority(state: FleetState, job: JobRecord, rosters: RostersByJob
     rivals: dict[str, None] = {}
     for node in job.launchers:
         live = state.node_runtime.get(node)
-        if live is not None and len(live.open) > 1:
-            rivals.update(live.open)
+        if live is not None and len(live.open_jobs) > 1:
+            rivals.update(live.open_jobs)
     found: dict[str, JobRecord] = {}
     for name in rivals:
         rival = state.jobs[name]

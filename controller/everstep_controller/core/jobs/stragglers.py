@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from everstep.vocabulary import Finding, FindingKind, GenerationReason, JobState, Severity
 from everstep.wire.v1.training import GenerationSpec
-from everstep_controller.core.health.evidence import extend_controller_finding, raise_controller_finding
+from everstep_controller.core.health.offences import extend_controller_finding, raise_controller_finding
 from everstep_controller.core.jobs.generations import RegroupCause, boundary_step, regroup
 from everstep_controller.core.jobs.membership import next_seats, seats_of
 from everstep_controller.core.records import JobRecord
@@ -125,7 +125,7 @@ def _replace_one(transition: Transition, job: JobRecord, spec: GenerationSpec) -
         sentence=sentence,
         trace=transition.trace,
         at_boundary=True,
-        left_out=frozenset({node}),
+        nodes_to_exclude=frozenset({node}),
     )
     regroup(transition, job, cause)
 

@@ -44,32 +44,32 @@ def groups_of(record: NodeRecord) -> Iterator[str]:
 
 def add_expected(state: FleetState, node: str) -> None:
     """Expect messages of the node from now on. Call ``update_correlated_silence`` afterwards."""
-    state.reachable.add(node)
+    state.reachable_nodes.add(node)
     count_node(state, node, 1)
 
 
 def remove_expected(transition: Transition, node: str) -> None:
     """Expect no messages of the node any more."""
     count_node(transition.state, node, -1)
-    transition.state.reachable.discard(node)
-    transition.state.silent.discard(node)
+    transition.state.reachable_nodes.discard(node)
+    transition.state.silent_nodes.discard(node)
     update_correlated_silence(transition, confirmed=True)
 
 
 def mark_silent(transition: Transition, node: str) -> None:
     """Count the node as silent: over its deadline, or with a closed connection."""
-    if node not in transition.state.silent:
+    if node not in transition.state.silent_nodes:
         _set_silent(transition, node, silent=True)
 
 
 def mark_not_silent(transition: Transition, node: str) -> None:
     """Count the node as heard."""
-    if node in transition.state.silent:
+    if node in transition.state.silent_nodes:
         _set_silent(transition, node, silent=False)
 
 
 def _set_silent(transition: Transition, node: str, *, silent: bool) -> None:
-    (transition.state.silent.add if silent else transition.state.silent.discard)(node)
+    (transition.state.silent_nodes.add if silent else transition.state.silent_nodes.discard)(node)
     _add_to_groups(transition.state, node, 0, 1 if silent else -1)
     update_correlated_silence(transition)
 
@@ -79,34 +79,34 @@ def count_node(state: FleetState, node: str, delta: int) -> None:
 
     Call it before and after a change of the node's groups, then call ``update_correlated_silence``.
     """
-    _add_to_groups(state, node, delta * (node in state.reachable), delta * (node in state.silent))
+    _add_to_groups(state, node, delta * (node in state.reachable_nodes), delta * (node in state.silent_nodes))
 
 
 def _add_to_groups(state: FleetState, node: str, expected: int, silent: int) -> None:
     for name in groups_of(state.nodes[node]):
-        tally = state.silence_counts.setdefault(name, SilenceCount())
-        tally.expected += expected
-        tally.silent += silent
-        if is_over_threshold(state, name, tally):
+        silence_count = state.silence_counts.setdefault(name, SilenceCount())
+        silence_count.expected += expected
+        silence_count.silent += silent
+        if is_over_threshold(state, name, silence_count):
             state.silent_groups.add(name)
         else:
             state.silent_groups.discard(name)
-        if not tally.expected:
+        if not silence_count.expected:
             del state.silence_counts[name]
 
 
-def is_over_threshold(state: FleetState, name: str, tally: SilenceCount) -> bool:
+def is_over_threshold(state: FleetState, name: str, silence_count: SilenceCount) -> bool:
     """Return whether so many nodes of the group are silent that the silence is not their own.
 
     All nodes of a fleet of two or more count as many. A group that is the whole fleet does not count as a group.
     """
     policy, fleet = state.policy, state.silence_counts.get(FLEET)
-    if name == FLEET and tally.silent == tally.expected >= 2:
+    if name == FLEET and silence_count.silent == silence_count.expected >= 2:
         return True
-    if name != FLEET and (fleet is None or tally.expected == fleet.expected):
+    if name != FLEET and (fleet is None or silence_count.expected == fleet.expected):
         return False
     share = policy.correlated_silence_share if name == FLEET else policy.correlated_silence_group_share
-    return tally.silent >= max(policy.correlated_silence_min_nodes, share * tally.expected)
+    return silence_count.silent >= max(policy.correlated_silence_min_nodes, share * silence_count.expected)
 
 
 # Excused silence
@@ -147,7 +147,7 @@ def update_correlated_silence(transition: Transition, *, confirmed: bool = False
         if state.correlated_silence is None:
             state.correlated_silence = CorrelatedSilence(since=transition.now)
             transition.schedule(transition.now + ANNOUNCE_DELAY_S, "correlation", FLEET)
-        state.correlated_silence.max_silent = max(state.correlated_silence.max_silent, len(state.silent))
+        state.correlated_silence.max_silent = max(state.correlated_silence.max_silent, len(state.silent_nodes))
     elif state.correlated_silence is not None:
         _end_correlated_silence(transition, state.correlated_silence, confirmed)
 
@@ -156,7 +156,7 @@ def _end_correlated_silence(transition: Transition, correlated_silence: Correlat
     """End the correlated silence; nodes that do not return soon are silent on their own."""
     state = transition.state
     state.correlated_silence, state.correlated_silence_ended_at = None, transition.now
-    for node in sorted(state.silent):
+    for node in sorted(state.silent_nodes):
         transition.schedule(_grace_ends_at(transition), "node", node)
     if not correlated_silence.announced:
         return
@@ -164,7 +164,7 @@ def _end_correlated_silence(transition: Transition, correlated_silence: Correlat
         f"after {transition.now - correlated_silence.since:.0f} s",
         format_node_count(correlated_silence.max_silent),
     )
-    still = f"{len(state.silent)} still are and have {transition.policy.lost_after_s:g} s more"
+    still = f"{len(state.silent_nodes)} still are and have {transition.policy.lost_after_s:g} s more"
     over = f"the correlated silence is over {lasted}: of {many} that were silent at once, {still}"
     sentence = f"the correlated silence of {many} is believed {lasted}: they are lost" if confirmed else over
     transition.audit("fleet.correlated_silence_ended", sentence)
@@ -179,12 +179,16 @@ def announce_correlated_silence(transition: Transition) -> None:
     parts = [name for name in sorted(state.silent_groups) if name != FLEET]
     common = _common_groups(state)
     sentence = (
-        f"{len(state.silent)} of {format_node_count(len(state.reachable))} are silent at "
+        f"{len(state.silent_nodes)} of {format_node_count(len(state.reachable_nodes))} are silent at "
         f"once{_describe_common(state, parts, common)}; "
         f"the network or this controller is suspected, and no node is lost on silence alone for "
         f"{transition.policy.correlated_silence_max_s:g} s"
     )
-    data = {"silent": str(len(state.silent)), "expected": str(len(state.reachable)), "common": ",".join(common)}
+    data = {
+        "silent": str(len(state.silent_nodes)),
+        "expected": str(len(state.reachable_nodes)),
+        "common": ",".join(common),
+    }
     transition.audit("fleet.correlated_silence", sentence, data=data)
 
 
@@ -192,9 +196,9 @@ def _common_groups(state: FleetState) -> list[str]:
     """Return the groups that nearly all silent nodes share but the whole fleet does not, smallest first."""
     fleet = state.silence_counts[FLEET]
     found = [
-        (tally.expected, name)
-        for name, tally in state.silence_counts.items()
-        if tally.silent >= COMMON_SHARE * fleet.silent and tally.expected < fleet.expected
+        (silence_count.expected, name)
+        for name, silence_count in state.silence_counts.items()
+        if silence_count.silent >= COMMON_SHARE * fleet.silent and silence_count.expected < fleet.expected
     ]
     return [name for _, name in sorted(found)]
 
@@ -210,5 +214,5 @@ def _describe_common(state: FleetState, parts: list[str], common: list[str]) -> 
 
 def _describe_group(state: FleetState, name: str) -> str:
     kind, _, which = name.partition(":")
-    tally = state.silence_counts[name]
-    return f"{kind} {which} ({tally.silent} of {tally.expected})"
+    silence_count = state.silence_counts[name]
+    return f"{kind} {which} ({silence_count.silent} of {silence_count.expected})"

@@ -13,8 +13,8 @@ import msgspec
 
 from everstep.vocabulary import Finding, FindingKind, JobState, NodeState, Severity
 from everstep.wire.v1.training import PeerConnectionLost
-from everstep_controller.core.health.evidence import clear_controller_findings, raise_controller_finding
 from everstep_controller.core.health.node_state import out_of_service_reason, set_state
+from everstep_controller.core.health.offences import clear_controller_findings, raise_controller_finding
 from everstep_controller.core.health.outbreaks import common_cause
 from everstep_controller.core.health.quarantine import begin_probation, check_probation, check_quarantine
 from everstep_controller.core.jobs.joining import offer_to_jobs
@@ -123,8 +123,10 @@ def classify_silence(policy: CorePolicy, longest_pause_s: float, silent_s: float
 def schedule_silence_deadline(transition: Transition, node: str) -> None:
     """Queue the node's silence deadline, unless one is queued already."""
     if not transition.state.node_runtime[node].has_silence_deadline:
-        pulse = transition.read_heartbeats(node)
-        _watch_until(transition, node, pulse.silent_since + suspect_timeout_s(transition.policy, pulse.longest_pause_s))
+        heartbeats = transition.read_heartbeats(node)
+        _watch_until(
+            transition, node, heartbeats.silent_since + suspect_timeout_s(transition.policy, heartbeats.longest_pause_s)
+        )
 
 
 def _watch_until(transition: Transition, node: str, due: float) -> None:
@@ -153,7 +155,7 @@ def mark_seen(transition: Transition, node: str) -> None:
         transition.seen_on_probation[node] = None
     elif record.state is NodeState.QUARANTINED:
         check_quarantine(transition, node)
-    if node in state.unseen:
+    if node in state.unseen_nodes:
         _handle_first_contact(transition, node)
 
 
@@ -182,26 +184,26 @@ def _audit_unless_correlated(transition: Transition, kind: str, node: str, sente
 def _handle_first_contact(transition: Transition, node: str) -> None:
     """Handle the first message of a node that this controller receives; jobs may be waiting for it."""
     state = transition.state
-    state.unseen.discard(node)
+    state.unseen_nodes.discard(node)
     if transition.now < state.rejoin_window_ends_at:  # more nodes are on their way
         state.rejoin_window_ends_at = max(
             state.rejoin_window_ends_at,
             min(transition.now + transition.policy.rejoin_window_quiet_s, state.rejoin_window_latest_at),
         )
-    for name in state.node_runtime[node].open:
+    for name in state.node_runtime[node].open_jobs:
         job, pending = state.jobs[name], state.job_runtime[name].pending_regroup
         if (
             pending is not None
             and pending.reason is not None
-            and not state.unseen.intersection(seats_of(job.generation))
+            and not state.unseen_nodes.intersection(seats_of(job.generation))
         ):
             state.job_runtime[name].pending_regroup = msgspec.structs.replace(pending, due=transition.now)
             transition.schedule(transition.now, "job", name)
-        elif _lacks_nodes(job):
+        elif _can_take_nodes(job):
             offer_to_jobs(transition, node)
 
 
-def _lacks_nodes(job: JobRecord) -> bool:
+def _can_take_nodes(job: JobRecord) -> bool:
     if job.state is JobState.RUNNING:
         return len(seats_of(job.generation)) < max_roster_nodes(job)
     return job.state in (JobState.FORMING, JobState.PAUSED)
@@ -212,8 +214,8 @@ def end_rejoin_window(transition: Transition) -> None:
     if transition.now < transition.state.rejoin_window_ends_at:  # more nodes came meanwhile
         transition.schedule(transition.state.rejoin_window_ends_at, "reunion", correlation.FLEET)
         return
-    for node in sorted(transition.state.unseen):
-        _regroup_with_witness(transition, node)
+    for node in sorted(transition.state.unseen_nodes):
+        _regroup_with_evidence(transition, node)
 
 
 # Disconnections
@@ -237,7 +239,7 @@ def handle_disconnected(transition: Transition, node: str) -> None:
     transition.schedule(
         transition.now + transition.policy.disconnect_grace_s + transition.state.observer_lag_s, "node", node
     )
-    _regroup_with_witness(transition, node)
+    _regroup_with_evidence(transition, node)
 
 
 # Witnesses
@@ -250,7 +252,7 @@ def handle_peer_lost(transition: Transition, job: JobRecord, node: str, report: 
     others report.
     """
     state, peer = transition.state, report.peer
-    strangers = peer == node or peer not in state.reachable
+    strangers = peer == node or peer not in state.reachable_nodes
     if strangers or any(job.job not in state.node_runtime[one].jobs for one in (node, peer)):
         transition.count_ignored("peer_connection_lost.not_a_member")
         return
@@ -265,45 +267,49 @@ def handle_peer_lost(transition: Transition, job: JobRecord, node: str, report: 
 
 def _current_peer_reports(transition: Transition, node: str) -> list[str]:
     """Return the nodes whose vaults have lost this node's vault since its last message."""
-    accusers = transition.state.node_runtime[node].peer_loss_reports
-    if not accusers:
+    reporting_nodes = transition.state.node_runtime[node].peer_loss_reports
+    if not reporting_nodes:
         return []
     heard_at = transition.read_heartbeats(node).last_seen_at
-    return sorted(other for other, at in accusers.items() if at > heard_at)
+    return sorted(other for other, at in reporting_nodes.items() if at > heard_at)
 
 
 def _weigh_peer_reports(transition: Transition, node: str) -> None:
     """Suspect a node once its next heartbeat is overdue, given enough reports, or one report and a failure in its
     job."""
     record = transition.state.nodes[node]
-    accusers = _current_peer_reports(transition, node)
-    if not accusers:
+    reporting_nodes = _current_peer_reports(transition, node)
+    if not reporting_nodes:
         return
-    if node in transition.state.silent:
-        _regroup_with_witness(transition, node)
+    if node in transition.state.silent_nodes:
+        _regroup_with_evidence(transition, node)
         return
     running = (job for job in jobs_seated_on(transition.state, node) if job.state is JobState.RUNNING)
     failing = any(_job_failure(transition, job) or not _has_resumed(job) for job in running)
-    if record.state is not NodeState.HEALTHY or (len(accusers) < transition.policy.min_peer_witnesses and not failing):
+    if record.state is not NodeState.HEALTHY or (
+        len(reporting_nodes) < transition.policy.min_peer_witnesses and not failing
+    ):
         return
-    pulse = transition.read_heartbeats(node)
+    heartbeats = transition.read_heartbeats(node)
     due = (
-        pulse.silent_since
-        + suspect_timeout_after_peer_loss_s(transition.policy, pulse.longest_pause_s)
+        heartbeats.silent_since
+        + suspect_timeout_after_peer_loss_s(transition.policy, heartbeats.longest_pause_s)
         + transition.state.observer_lag_s
     )
     if transition.now < due:
         transition.schedule(due, "node", node)
     else:
         _suspect(
-            transition, node, f"{_describe_silence(transition, node)}, and its vault is lost to {join_names(accusers)}"
+            transition,
+            node,
+            f"{_describe_silence(transition, node)}, and its vault is lost to {join_names(reporting_nodes)}",
         )
 
 
-def _regroup_with_witness(transition: Transition, node: str) -> None:
+def _regroup_with_evidence(transition: Transition, node: str) -> None:
     """Regroup jobs in which another witness reports a missing rank, without waiting for the end of the grace."""
     for job in jobs_seated_on(transition.state, node):
-        if job.state is JobState.RUNNING and (witness := _witness(transition, job, node)):
+        if job.state is JobState.RUNNING and (witness := _find_missing_evidence(transition, job, node)):
             regroup_without_missing(transition, job, witness)
 
 
@@ -315,7 +321,7 @@ def _job_failure(transition: Transition, job: JobRecord) -> str:
     return f"rank {min(live.stalled_ranks)} stands still" if live.stalled_ranks else ""
 
 
-def _witness(transition: Transition, job: JobRecord, node: str) -> str:
+def _find_missing_evidence(transition: Transition, job: JobRecord, node: str) -> str:
     """Return what in the job indicates that the suspect ``node`` is missing; "" if nothing does.
 
     Lost vault connections, and a generation that has not resumed, count only after a moment: an agent or a generation
@@ -328,8 +334,8 @@ def _witness(transition: Transition, job: JobRecord, node: str) -> str:
     if transition.now < due:
         transition.schedule(due, "node", node)
         return ""
-    if accusers := _current_peer_reports(transition, node):
-        return f"its vault is lost to {join_names(accusers)}"
+    if reporting_nodes := _current_peer_reports(transition, node):
+        return f"its vault is lost to {join_names(reporting_nodes)}"
     if _has_resumed(job) or spec is None:
         return ""
     if transition.now < job.generation_opened_at + settle_s:
@@ -348,7 +354,7 @@ def _unresponsive_since(transition: Transition, node: str) -> float:
         return gone_at
     return (
         transition.state.nodes[node].since
-        if node in transition.state.silent
+        if node in transition.state.silent_nodes
         else transition.state.rejoin_window_ends_at
     )
 
@@ -372,19 +378,19 @@ def check_silence(transition: Transition, node: str) -> bool:
 
 def _judge_silence(transition: Transition, node: str) -> tuple[Liveness, float]:
     """Act on the meaning of the node's silence. Return it with the time at which it may change."""
-    policy, pulse, slack_s = transition.policy, transition.read_heartbeats(node), transition.state.observer_lag_s
-    answer = classify_silence(policy, pulse.longest_pause_s, transition.now - pulse.silent_since - slack_s)
+    policy, heartbeats, slack_s = transition.policy, transition.read_heartbeats(node), transition.state.observer_lag_s
+    answer = classify_silence(policy, heartbeats.longest_pause_s, transition.now - heartbeats.silent_since - slack_s)
     if answer is Liveness.PRESENT:
-        return answer, pulse.silent_since + suspect_timeout_s(policy, pulse.longest_pause_s) + slack_s
+        return answer, heartbeats.silent_since + suspect_timeout_s(policy, heartbeats.longest_pause_s) + slack_s
     if answer is Liveness.SUSPECT:
         _suspect(transition, node, _describe_silence(transition, node))
-        return answer, pulse.silent_since + loss_timeout_s(policy, pulse.longest_pause_s) + slack_s
+        return answer, heartbeats.silent_since + loss_timeout_s(policy, heartbeats.longest_pause_s) + slack_s
     correlation.mark_silent(transition, node)
-    if correlation.is_silence_excused(transition, node, pulse.silent_since):
+    if correlation.is_silence_excused(transition, node, heartbeats.silent_since):
         _suspect(
             transition, node, _describe_silence(transition, node)
         )  # no-op unless a late Tick skipped the suspicion
-        return answer, correlation.excused_until(transition, pulse.silent_since)
+        return answer, correlation.excused_until(transition, heartbeats.silent_since)
     gone_at = transition.state.node_runtime[node].disconnected_at
     declare_lost(
         transition,
@@ -395,10 +401,13 @@ def _judge_silence(transition: Transition, node: str) -> tuple[Liveness, float]:
 
 
 def _describe_silence(transition: Transition, node: str) -> str:
-    pulse = transition.read_heartbeats(node)
-    if node in transition.state.unseen:
-        return f"{node} has not been heard since this controller began, {transition.now - pulse.silent_since:.1f} s ago"
-    return f"{node} said nothing for {transition.now - pulse.silent_since:.1f} s"
+    heartbeats = transition.read_heartbeats(node)
+    if node in transition.state.unseen_nodes:
+        return (
+            f"{node} has not been heard since this controller began, "
+            f"{transition.now - heartbeats.silent_since:.1f} s ago"
+        )
+    return f"{node} said nothing for {transition.now - heartbeats.silent_since:.1f} s"
 
 
 def _suspect(transition: Transition, node: str, sentence: str) -> None:
@@ -406,7 +415,7 @@ def _suspect(transition: Transition, node: str, sentence: str) -> None:
     if transition.state.nodes[node].state is NodeState.HEALTHY:
         set_state(transition, node, NodeState.SUSPECT, sentence)
         _audit_unless_correlated(transition, "node.suspect", node, sentence)
-    _regroup_with_witness(transition, node)
+    _regroup_with_evidence(transition, node)
 
 
 def check_node(transition: Transition, node: str) -> None:
@@ -415,9 +424,9 @@ def check_node(transition: Transition, node: str) -> None:
     _check_rejoined(transition, node)
     if live.disconnected_at is not None and record.reachable:
         _check_disconnected(transition, node, live.disconnected_at)
-    elif node in transition.state.silent:
+    elif node in transition.state.silent_nodes:
         _judge_silence(transition, node)
-        _regroup_with_witness(transition, node)
+        _regroup_with_evidence(transition, node)
     elif record.state is NodeState.QUARANTINED:
         check_quarantine(transition, node)
     elif record.state is NodeState.PROBATION:
@@ -429,10 +438,10 @@ def check_node(transition: Transition, node: str) -> None:
 def _check_disconnected(transition: Transition, node: str, disconnected_at: float) -> None:
     due = disconnected_at + transition.policy.disconnect_grace_s + transition.state.observer_lag_s
     if transition.now < due:
-        _regroup_with_witness(transition, node)
+        _regroup_with_evidence(transition, node)
         transition.schedule(due, "node", node)
     elif correlation.is_silence_excused(transition, node, disconnected_at):
-        _regroup_with_witness(transition, node)
+        _regroup_with_evidence(transition, node)
         transition.schedule(correlation.excused_until(transition, disconnected_at), "node", node)
     else:
         declare_lost(transition, node, _describe_disconnect(transition, node, disconnected_at))
@@ -447,7 +456,7 @@ def expect_launchers(transition: Transition, node: str) -> None:
     expected."""
     live = transition.state.node_runtime[node]
     unconfirmed = False
-    for name in live.open:
+    for name in live.open_jobs:
         job = transition.state.jobs[name]
         launcher = job.launchers.get(node)
         if launcher is not None:
@@ -487,7 +496,7 @@ def declare_lost(transition: Transition, node: str, sentence: str) -> None:
     record_loss(transition, node, sentence)
     record.reachable, record.lost_at = False, transition.now
     correlation.remove_expected(transition, node)
-    state.unseen.discard(node)
+    state.unseen_nodes.discard(node)
     if record.state in (NodeState.HEALTHY, NodeState.SUSPECT, NodeState.PROBATION):
         set_state(transition, node, NodeState.LOST, sentence)
     transition.mark_node_changed(node)

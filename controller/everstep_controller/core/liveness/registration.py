@@ -7,11 +7,11 @@ from collections.abc import Collection
 from everstep.errors import NotFound, StaleGeneration
 from everstep.vocabulary import Action, Decision, NodeState
 from everstep.wire.v1.agent import Register
-from everstep_controller.core.health import evidence
+from everstep_controller.core.health import offences
 from everstep_controller.core.health.eviction import spare_if_correlated
-from everstep_controller.core.health.evidence import clear_controller_findings
 from everstep_controller.core.health.findings import replace_agent_findings
 from everstep_controller.core.health.maintenance import current_window, enter_maintenance
+from everstep_controller.core.health.offences import clear_controller_findings
 from everstep_controller.core.health.outbreaks import blocks_service
 from everstep_controller.core.health.quarantine import begin_quarantine, quarantine_before_service
 from everstep_controller.core.liveness.correlation import add_expected, count_node, update_correlated_silence
@@ -85,13 +85,13 @@ def _new_node(transition: Transition, message: Register) -> None:
     transition.audit("node.registered", f"{node} joined the fleet", node=node)
     schedule_silence_deadline(transition, node)
     _enter_current_window(transition, record)
-    for sick in message.findings:
-        if not blocks_service(transition.state, record, sick, transition.now):
+    for finding in message.findings:
+        if not blocks_service(transition.state, record, finding, transition.now):
             continue
-        if not spare_if_correlated(transition, transition.policy.rules.rule_for(sick), node, sick):
-            sentence = f"{node} came with {sick.message}: it must get well before it serves"
+        if not spare_if_correlated(transition, transition.policy.rules.rule_for(finding), node, finding):
+            sentence = f"{node} came with {finding.message}: it must get well before it serves"
             quarantine_before_service(
-                transition, node, sick, sentence, action=Action.strongest(Action.DRAIN, sick.action)
+                transition, node, finding, sentence, action=Action.strongest(Action.DRAIN, finding.action)
             )
             break
     if (unfit := transition.state.fleet.unfit_nodes.pop(node, None)) is not None:
@@ -149,7 +149,7 @@ def _detect_repair(transition: Transition, record: NodeRecord) -> None:
     if not _are_gpus_replaced(record, record.defective_gpus):
         return
     record.needs_operator, record.defective_gpus = False, []
-    evidence.absolve(record)
+    offences.clear_offences(record)
     clear_controller_findings(transition, record.node)
     transition.audit(
         "node.repaired", f"{record.node} has other GPUs than those that computed wrongly", node=record.node

@@ -14,7 +14,7 @@ RULE = """
 id = "gpu-too-hot"
 kind = "gpu.temperature"
 metric = "gpu.temperature_c"
-test = "at_least"
+criterion = "at_least"
 threshold = 80
 severity = "warning"
 message = "GPU {subject} is at {value} degC"
@@ -69,7 +69,7 @@ def test_a_site_overrides_single_columns_of_the_xid_table(tmp_path: Path) -> Non
         ("{value}", "{valeu}", "may use {subject}"),
         ("clear_after_s = 60.0", "", "has no end"),
         ("threshold = 80", "threshold = 80\nn_of_m = [3, 2]", "1 <= n <= m"),
-        ('test = "at_least"', 'test = "increase"', "needs window_s"),
+        ('criterion = "at_least"', 'criterion = "increase"', "needs window_s"),
         ("threshold = 80", "threshold = ", "not TOML"),
     ],
 )

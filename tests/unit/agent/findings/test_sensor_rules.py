@@ -13,7 +13,7 @@ def rule(**values: object) -> FindingRule:
         "id": "r",
         "kind": FindingKind.GPU_TEMPERATURE,
         "metric": "gpu.temperature_c",
-        "test": Criterion.AT_LEAST,
+        "criterion": Criterion.AT_LEAST,
         "threshold": 90.0,
         "severity": Severity.WARNING,
         "message": "hot",
@@ -73,26 +73,26 @@ def test_nothing_is_judged_in_the_grace_period_after_boot() -> None:
 
 
 def test_an_increase_counts_within_its_window_only() -> None:
-    history = RuleHistory(rule(test=Criterion.INCREASE, threshold=10, window_s=60.0))
+    history = RuleHistory(rule(criterion=Criterion.INCREASE, threshold=10, window_s=60.0))
     slow = [float(second // 10) for second in range(600)]
     assert not any(feed(history, slow))
     assert feed(history, [slow[-1] + 10], start=600.0) == [True]
 
 
 def test_counter_reset_is_no_increase() -> None:
-    history = RuleHistory(rule(test=Criterion.INCREASE, threshold=1, window_s=60.0))
+    history = RuleHistory(rule(criterion=Criterion.INCREASE, threshold=1, window_s=60.0))
     assert not any(feed(history, [1000, 1000, 0, 0]))
     assert feed(history, [1], start=4.0) == [True]
 
 
 def test_a_long_window_is_remembered_in_bounded_space() -> None:
-    history = RuleHistory(rule(test=Criterion.INCREASE, threshold=1e9, window_s=3600.0))
+    history = RuleHistory(rule(criterion=Criterion.INCREASE, threshold=1e9, window_s=3600.0))
     feed(history, [float(second) for second in range(10_000)])
     assert len(history._window) <= MAX_WINDOW_SAMPLES + 2
 
 
 def test_unchanged_value_over_the_window_is_stale() -> None:
-    history = RuleHistory(rule(test=Criterion.UNCHANGED, threshold=0, window_s=5.0))
+    history = RuleHistory(rule(criterion=Criterion.UNCHANGED, threshold=0, window_s=5.0))
     assert feed(history, [7] * 6) == [False] * 5 + [True]
 
 

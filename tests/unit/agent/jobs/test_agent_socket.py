@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from everstep_agent.jobs.local_processes import LocalJob
 from everstep_agent.jobs.registry import JobRegistry
-from everstep_agent.jobs.seats import LocalJob
 from everstep_agent.jobs.socket import REFUSAL_REASONS, AgentSocketServer
 
 from everstep.ids import Version

@@ -12,7 +12,7 @@ import torch
 from everstep_agent.spill.dcp_metadata import decode_state, flatten
 from everstep_agent.spill.layout import CheckpointPaths
 from everstep_agent.spill.torch_format import object_archive
-from everstep_trainer.state.blob import encode_blob
+from everstep_trainer.state.python_value_codec import encode_blob
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import torch
 from everstep_agent.spill.__main__ import execute
-from everstep_agent.spill.order import SpillError, SpillOrder, SpillResult
+from everstep_agent.spill.order import SpillFailure, SpillOrder, SpillResult
 from everstep_agent.spill.target import DirectoryTarget, ObjectStoreTarget, open_target
 from everstep_agent.spill.writer import folder_name
 from everstep_trainer.state.tracked_state import TrackedState
@@ -246,7 +246,7 @@ def test_command_prints_the_refusal_and_exits_with_1(tmp_path: Path, change: Any
     order = msgspec.structs.replace(small_job(tmp_path), url=str(tmp_path / "out"))
     said = spill(msgspec.msgpack.encode(msgspec.structs.replace(order, **change)))
     assert said.returncode == 1
-    assert sentence in msgspec.json.decode(said.stdout, type=SpillError).message
+    assert sentence in msgspec.json.decode(said.stdout, type=SpillFailure).message
     assert said.stderr == b""
 
 
@@ -258,4 +258,4 @@ def test_missing_store_package_is_refused_with_install_hint() -> None:
 def test_malformed_order_is_refused() -> None:
     said = spill(b"\xc1")
     assert said.returncode == 1
-    assert msgspec.json.decode(said.stdout, type=SpillError).code == "malformed"
+    assert msgspec.json.decode(said.stdout, type=SpillFailure).code == "malformed"

@@ -183,7 +183,7 @@ def test_agent_enrols_again_after_credential_revocation(
     command = [sys.executable, "-m", "everstep_agent.main", "--node", "joins", "--controller", process.url]
     command += ["--token-file", str(mine.token_file), "--join-token-file", str(mine.join_token_file)]
     command += ["--run-dir", str(tmp_path / "run"), "--segment-dir", str(tmp_path / "segments")]
-    command += ["--virtual", "default", "--die-with-parent", "--stop-vault"]
+    command += ["--virtual", "default", "--die-with-parent", "--stop-vault-on-exit"]
     with (tmp_path / "agent.log").open("wb") as log:
         agent = subprocess.Popen(command, stdout=log, stderr=log)
     try:

@@ -8,7 +8,7 @@ from everstep_agent.uplink.heartbeat import (
     MAX_REMEMBERED_DIRECTIVES,
     DirectiveInbox,
     HeartbeatProtocol,
-    NodeFacts,
+    NodeDescription,
     RefusalAction,
     operator_advice,
     refusal_action,
@@ -28,7 +28,7 @@ from everstep.errors import (
 )
 from everstep.vocabulary import Finding, FindingKind, Severity
 from everstep.wire.v1.agent import (
-    MOST_FINDINGS,
+    MAX_FINDINGS,
     Gpu,
     Heartbeat,
     HeartbeatAnswer,
@@ -40,7 +40,7 @@ from everstep.wire.v1.agent import (
 from everstep.wire.v1.directives import Directive, StopJob
 from everstep.wire.v1.training import FindingCleared, FindingRaised
 
-FACTS = NodeFacts(vault_address="127.0.0.1:7702", boot_id="b1")
+FACTS = NodeDescription(vault_address="127.0.0.1:7702", boot_id="b1")
 
 
 def a_finding(subject: str = "0000:1b:00", severity: Severity = Severity.CRITICAL) -> Finding:
@@ -58,10 +58,10 @@ class Talk:
     def __init__(self) -> None:
         self.conversation = HeartbeatProtocol("n1", 7, "0.1.0")
 
-    def next(self, *findings: Finding, facts: NodeFacts = FACTS) -> Register | Heartbeat:
+    def next(self, *findings: Finding, facts: NodeDescription = FACTS) -> Register | Heartbeat:
         return self.conversation.next_message(facts, findings, (), 0, 100.0)
 
-    def register(self, *findings: Finding, facts: NodeFacts = FACTS) -> None:
+    def register(self, *findings: Finding, facts: NodeDescription = FACTS) -> None:
         message = self.next(*findings, facts=facts)
         assert isinstance(message, Register)
         self.conversation.handle_registered(message, facts, answer())
@@ -190,26 +190,26 @@ def test_unknown_protocol_is_refused() -> None:
 
 
 def test_heartbeat_over_the_finding_limit_keeps_the_worst() -> None:
-    mild = [a_finding(f"g{i}", Severity.INFO) for i in range(MOST_FINDINGS)]
+    mild = [a_finding(f"g{i}", Severity.INFO) for i in range(MAX_FINDINGS)]
     message = Talk().next(*mild, a_finding("last"))
     assert isinstance(message, Register)
-    assert len(message.findings) == MOST_FINDINGS
+    assert len(message.findings) == MAX_FINDINGS
     assert message.findings[0].subject == "last"
 
 
 def test_heartbeat_over_the_finding_limit_counts_the_missing() -> None:
-    graves = [a_finding(f"g{i}") for i in range(MOST_FINDINGS + 10)]
+    graves = [a_finding(f"g{i}") for i in range(MAX_FINDINGS + 10)]
     message = Talk().next(*graves)
     assert isinstance(message, Register)
     *kept, overflow = message.findings
-    assert kept == graves[: MOST_FINDINGS - 1]
+    assert kept == graves[: MAX_FINDINGS - 1]
     assert (overflow.kind, overflow.subject, overflow.value) == (FindingKind.AGENT_SPOOL_OVERFLOW, "findings", 11.0)
     assert "11 mildest of 266 findings" in overflow.message
     assert msgspec.json.decode(msgspec.json.encode(message), type=Register) == message
 
 
 def test_heartbeat_at_the_finding_limit_is_sent_whole() -> None:
-    findings = tuple(a_finding(f"g{i}") for i in range(MOST_FINDINGS))
+    findings = tuple(a_finding(f"g{i}") for i in range(MAX_FINDINGS))
     message = Talk().next(*findings)
     assert isinstance(message, Register)
     assert message.findings == findings

@@ -59,7 +59,7 @@ def test_controller_ending_sessions_at_once_is_backed_off() -> None:
 
 def test_controller_requesting_a_hangup_is_tried_first() -> None:
     controllers = ControllerAddresses([A, B])
-    controllers.mark_left(A)
+    controllers.mark_closed_locally(A)
     assert controllers.next_address(1.0)[0] == A
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from everstep_agent.uplink.connection import AnswerTimeout
-from everstep_agent.uplink.heartbeat import HeartbeatProtocol, NodeFacts
+from everstep_agent.uplink.heartbeat import HeartbeatProtocol, NodeDescription
 from everstep_agent.uplink.session import MAX_REFUSED_BEATS, MIN_RETRY_S, REQUEST_KINDS, ControllerSession, UplinkState
 from everstep_agent.uplink.spool import Spool
 
@@ -72,8 +72,8 @@ class Talk:
             has_other_controllers=elsewhere,
         )
 
-    def node_facts(self) -> NodeFacts:
-        return NodeFacts(vault_address=self.vault)
+    def describe_node(self) -> NodeDescription:
+        return NodeDescription(vault_address=self.vault)
 
     def findings(self) -> tuple[Finding, ...]:
         return ()
@@ -84,7 +84,7 @@ class Talk:
     def is_busy(self) -> bool:
         return True
 
-    def on_recognized(self, known_jobs: Collection[str]) -> None:
+    def on_new_controller(self, known_jobs: Collection[str]) -> None:
         self.registrations += 1
 
     def on_directives(self, directives: list[Directive]) -> None:

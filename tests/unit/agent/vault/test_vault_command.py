@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from everstep.cli.main import app
 from everstep.ids import Version
-from everstep.layout.vault_note import LOCK_FILE, VaultNote, read_note, write_note
+from everstep.layout.vault_status import LOCK_FILE, VaultStatusFile, read_status, write_status
 from tests.support.vaults import JOB, RankMemory, VaultProcess, Vaults, process_gone
 from tests.support.waiting import until
 
@@ -94,16 +94,16 @@ def test_foreign_vault_note_ends_no_process(tmp_path: Path) -> None:
     lock = acquire_lock(place / LOCK_FILE, "nobody else holds it")
     with subprocess.Popen(["sleep", "60"]) as ours:
         try:
-            write_note(lock, VaultNote(pid=ours.pid, run_dir="/", idle_since=1.0))
-            assert read_note(place) is not None
+            write_status(lock, VaultStatusFile(pid=ours.pid, run_dir="/", idle_since=1.0))
+            assert read_status(place) is not None
             os.fchown(lock, 65534, 65534)
-            assert read_note(place) is None
+            assert read_status(place) is None
             said = command.invoke(app, ["vault", "drop", "n1", "--dir", str(tmp_path)])
             assert (said.exit_code, "in use" in said.output) == (2, True)
             assert ours.poll() is None
             for group in (0, -1, -ours.pid):
-                write_note(lock, VaultNote(pid=group, run_dir="/", idle_since=1.0))
-                assert read_note(place) is None
+                write_status(lock, VaultStatusFile(pid=group, run_dir="/", idle_since=1.0))
+                assert read_status(place) is None
         finally:
             ours.kill()
     os.close(lock)

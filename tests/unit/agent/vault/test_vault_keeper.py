@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 from everstep_agent.config import AgentSettings
 from everstep_agent.lifecycle import acquire_lock
-from everstep_agent.vault import keeper as vault_keeper
-from everstep_agent.vault.keeper import VaultManager
+from everstep_agent.vault import manager as vault_keeper
+from everstep_agent.vault.manager import VaultManager
 
 from everstep.errors import Unavailable
 from everstep.ids import Version
 from everstep.layout.slots import SLOTS_PER_RANK
-from everstep.layout.vault_note import LOCK_FILE
+from everstep.layout.vault_status import LOCK_FILE
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1 import local
 from everstep.wire.v1.training import FindingRaised, PeerConnectionLost
@@ -276,7 +276,7 @@ def test_vault_obeys_the_memory_limit_of_agent_settings(place: Place) -> None:
 
 
 def test_vault_ignoring_sigterm_is_killed(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("everstep_agent.vault.keeper.EXIT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("everstep_agent.vault.manager.EXIT_TIMEOUT_S", 0.2)
 
     async def story() -> None:
         keeper = await place.started()

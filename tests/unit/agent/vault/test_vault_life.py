@@ -18,7 +18,7 @@ from everstep_trainer.launch.process_setup import raise_oom_score
 from everstep.ids import Version
 from everstep.layout.segments import SlotState
 from everstep.layout.slots import CHUNK_BYTES, SLOTS_PER_RANK, slot_bytes_for
-from everstep.layout.vault_note import read_note
+from everstep.layout.vault_status import read_status
 from everstep.wire.v1 import local
 from tests.support.forked import ForkPool
 from tests.support.vaults import (
@@ -398,9 +398,9 @@ def test_a_vault_stays_as_long_as_a_rank_is_connected(fleet: Vaults) -> None:
     vault = fleet.start("n1", "--linger", "0.2", "--scrub-interval", "0")
     client = vault.client()
     RankMemory(client, rank=0).fill(0, Version(1, 1), b"x")
-    until(lambda: (note := read_note(vault.segment_dir)) is not None and note.idle_since is None, "it says so")
+    until(lambda: (note := read_status(vault.segment_dir)) is not None and note.idle_since is None, "it says so")
     client.close()
-    note = until(lambda: read_note(vault.segment_dir), "it says that nobody is there")
+    note = until(lambda: read_status(vault.segment_dir), "it says that nobody is there")
     assert note.pid == vault.process.pid
     assert vault.process.wait(60) == 0
     assert not vault.segment_dir.exists()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from everstep_agent.vault.job_table import MAX_LIKELY_HOLDERS, MAX_SEEN_HOLDERS, JobTable
+from everstep_agent.vault.job_table import MAX_HOLDERS_PER_RANK, MAX_LIKELY_HOLDERS, JobTable
 
 from everstep.errors import DigestMismatch, NotFound
 from everstep.ids import Version
@@ -164,7 +164,7 @@ def test_remembered_share_holders_are_bounded_and_forgotten() -> None:
     known = book(100)
     for i in range(20):
         known.note_holder(JOB, 3, f"n{i}")
-    assert len(known._seen_holders[JOB, 3]) == MAX_SEEN_HOLDERS
+    assert len(known._seen_holders[JOB, 3]) == MAX_HOLDERS_PER_RANK
     known.forget(JOB)
     known.note_holder(JOB, 3, "n1")
     assert known._seen_holders == {}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from everstep_controller.api.admission import AdmissionControl
 from everstep_controller.app import Controller
-from everstep_controller.server.connections import REST_KEY
+from everstep_controller.server.connections import READ_PAUSE_KEY
 
 from everstep.bearer_tokens import Identity, TokenRole
 from everstep.clock import ManualClock
@@ -182,7 +182,7 @@ class Asked:
             "query_string": path.partition("?")[2].encode(),
             "root_path": "",
             "headers": [(name.lower().encode(), value.encode()) for name, value in headers.items()],
-            REST_KEY: self._rest,
+            READ_PAUSE_KEY: self._rest,
         }
 
     def _rest(self, seconds: float) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from everstep_controller.api.auth import MAX_CACHED_TOKENS, Authenticator
-from everstep_controller.api.credentials import RELOAD_INTERVAL_S, CredentialBook, Keyring
+from everstep_controller.api.credentials import RELOAD_INTERVAL_S, CredentialStore, Keyring
 from everstep_controller.api.routes import RouteAccess
 from everstep_controller.config import ControllerSettings
 from everstep_controller.server.connections import ConnectionPeer
@@ -42,19 +42,19 @@ def secret_file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def credentials() -> CredentialBook:
-    return CredentialBook([ROW])
+def credentials() -> CredentialStore:
+    return CredentialStore([ROW])
 
 
 @pytest.fixture
-def gate(clock: ManualClock, secret_file: Path, credentials: CredentialBook) -> Authenticator:
+def gate(clock: ManualClock, secret_file: Path, credentials: CredentialStore) -> Authenticator:
     settings = ControllerSettings(agent_requests_per_s=4.0, request_burst_s=2.0, failed_authentications_per_s=1.0)
     return Authenticator.from_settings(settings, Keyring.of_file(str(secret_file)), credentials, {}, clock, clock.wall)
 
 
 @pytest.mark.promise("revocation")
 def test_session_is_refused_after_its_credential_expires(
-    gate: Authenticator, clock: ManualClock, secret_file: Path, credentials: CredentialBook
+    gate: Authenticator, clock: ManualClock, secret_file: Path, credentials: CredentialStore
 ) -> None:
     minted, stored = (
         gate.authorize_agent(bearer(mint(SECRET, TokenRole.AGENT, "n2")), "n2"),

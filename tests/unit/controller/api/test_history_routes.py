@@ -244,7 +244,7 @@ def test_budget_shows_remaining_evictions_per_scope(client: TestClient) -> None:
     fleet(client, "n1", "n2", "n3")
     budget = get(client, "/v1/budget", operator_history.BudgetStatus)
     (scope,) = budget.scopes
-    assert (scope.kind, scope.used, scope.left, scope.nodes) == ("fleet", 0, scope.limit, 3)
+    assert (scope.kind, scope.used, scope.remaining, scope.nodes) == ("fleet", 0, scope.limit, 3)
     assert (budget.breaker, budget.deferred) == ("", ())
 
 

@@ -302,7 +302,7 @@ def test_refusals_are_counted_by_route_template(client: TestClient) -> None:
         client.get(f"/v1/nodes/{node}", headers=VIEWER)
     client.get("/no/such/path", headers=VIEWER)
     text = client.get("/metrics", headers=VIEWER).text
-    assert 'requests_refused_total{code="not_found",route="/v1/nodes/{node}"} 3.0' in text
+    assert 'requests_failed_total{code="not_found",route="/v1/nodes/{node}"} 3.0' in text
     assert "/no/such/path" not in text
 
 
@@ -394,7 +394,7 @@ def test_metrics_match_the_documented_table(client: TestClient) -> None:
 
 
 HASTY = msgspec.structs.replace(
-    CorePolicy.lab(), suspect_after_s=1.1, suspect_after_max_s=1.1, lost_after_s=1.2, disconnect_grace_s=1.0
+    CorePolicy.lab_preset(), suspect_after_s=1.1, suspect_after_max_s=1.1, lost_after_s=1.2, disconnect_grace_s=1.0
 )
 
 

@@ -28,7 +28,7 @@ from tests.support.controllers import OPERATOR, InProcess, Refused, Speaker, get
 from tests.support.eventful import WORN_OUT
 from tests.support.spoken import FELL_OFF, fleet, resume, running_job
 
-ONE_EVICTION = msgspec.structs.replace(CorePolicy.lab(), eviction_count=1, eviction_share=0.1)
+ONE_EVICTION = msgspec.structs.replace(CorePolicy.lab_preset(), eviction_count=1, eviction_share=0.1)
 BECAUSE = op.ReasonOnlyRequest(reason="a smell of smoke")
 BY_NUMBER = {"events", "audit"}
 """Lists that are resumed by the number of an event, as their stream is."""
@@ -268,7 +268,7 @@ def test_probe_ignores_result_of_uninvolved_node(client: TestClient) -> None:
 
 @pytest.mark.promise("eviction-evidence")
 def test_node_shows_controller_findings_beside_agent_findings(tmp_path: Path) -> None:
-    policy = msgspec.structs.replace(CorePolicy.lab(), slow_link_bytes_per_s=1e9)
+    policy = msgspec.structs.replace(CorePolicy.lab_preset(), slow_link_bytes_per_s=1e9)
     app = InProcess(f"sqlite:///{tmp_path / 'c.db'}", clock=ManualClock(), policy=policy)
     with TestClient(app) as client:
         fleet(client, "n1", "n2")[0].report(FindingRaised(finding=FELL_OFF))

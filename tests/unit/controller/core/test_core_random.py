@@ -159,7 +159,7 @@ histories = st.integers(1, 60).flatmap(lambda count: st.lists(acts, min_size=cou
 def quick_policy() -> CorePolicy:
     """Under which much happens soon."""
     quick = {"eviction_share": 0.5, "eviction_window_s": 20.0, "rank_flap_count": 4, "growth_interval_s": 0.5}
-    return with_rules(msgspec.structs.replace(CorePolicy.lab(), remediation_mode=Mode.ENFORCE, **quick))
+    return with_rules(msgspec.structs.replace(CorePolicy.lab_preset(), remediation_mode=Mode.ENFORCE, **quick))
 
 
 @pytest.mark.promise("eviction-evidence", "generations-increase")

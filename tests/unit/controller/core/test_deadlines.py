@@ -25,7 +25,7 @@ def _pop(waiting: list[Deadline], now: float) -> tuple[str, str] | None:
 
 @given(st.lists(st.one_of(deadlines, st.sampled_from([1.0, 2.0, 3.5])), max_size=60))
 def test_deadlines_are_popped_once_in_order(acts: list[Deadline | float]) -> None:
-    state, waiting = restore_state(CorePolicy.lab()), list[Deadline]()
+    state, waiting = restore_state(CorePolicy.lab_preset()), list[Deadline]()
     while pop_due(state, float("inf")):
         pass
     for act in acts:

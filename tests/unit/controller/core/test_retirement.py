@@ -25,7 +25,7 @@ from tests.support.core_fleet import CoreFleet, audits, generations, sent
 from tests.support.findings import xid
 
 DAY = 86400.0
-LAB = CorePolicy.lab()
+LAB = CorePolicy.lab_preset()
 POLICY = msgspec.structs.replace(LAB, forget_nodes_after_s=2 * DAY, forget_jobs_after_s=DAY)
 
 
@@ -40,7 +40,9 @@ def _lose(fleet: CoreFleet, *nodes: str) -> None:
     """They close their connections and do not come back; the others beat."""
     for node in nodes:
         fleet.disconnect(node)
-    fleet.advance(3.0, *(node for node in fleet.state.nodes if node in fleet.state.reachable and node not in nodes))
+    fleet.advance(
+        3.0, *(node for node in fleet.state.nodes if node in fleet.state.reachable_nodes and node not in nodes)
+    )
     assert {fleet.node_state(node) for node in nodes} == {NodeState.LOST}
 
 
@@ -55,7 +57,7 @@ def _pass(fleet: CoreFleet, days: float) -> None:
     for _ in range(round(days * 4)):
         fleet.now += DAY / 4 - 30.0
         fleet.stop_controller(1.0)
-        fleet.advance(29.0, *(node for node in fleet.state.nodes if node in fleet.state.reachable))
+        fleet.advance(29.0, *(node for node in fleet.state.nodes if node in fleet.state.reachable_nodes))
 
 
 def _refused(fleet: CoreFleet, node: str) -> str:
@@ -236,7 +238,7 @@ def _comes_back_through_a_probe(fleet: CoreFleet, node: str) -> None:
 def _lose_quarantined(fleet: CoreFleet, node: str) -> None:
     fleet.disconnect(node)
     fleet.advance(3.0, *(other for other in fleet.state.nodes if other != node))
-    assert node not in fleet.state.reachable
+    assert node not in fleet.state.reachable_nodes
 
 
 def test_forget_waits_for_the_database() -> None:

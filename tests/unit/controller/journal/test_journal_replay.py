@@ -110,7 +110,7 @@ def test_replay_shows_changed_replica_placement(tmp_path: Path, monkeypatch: pyt
 
 
 def test_replay_shows_changed_gpu_and_probe_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fleet = JournaledFleet(tmp_path, msgspec.structs.replace(CorePolicy.lab(), remediation_mode=Mode.ENFORCE))
+    fleet = JournaledFleet(tmp_path, msgspec.structs.replace(CorePolicy.lab_preset(), remediation_mode=Mode.ENFORCE))
     gpus = tuple(Gpu(index=i, uuid=f"GPU-{i}", name="virtual", pci_bus_id=str(i), memory_bytes=1) for i in range(2))
     fleet.register("n1", "n2", "n3", "n4", gpus=gpus)
     for node in fleet.state.nodes:

@@ -29,7 +29,7 @@ from everstep_controller.rulebook import with_rules
 from everstep_controller.journal.trials import PolicyTrialRunner
 from everstep.wire.v1.operator_history import PolicyChange, PolicyTrialRequest
 wanted = PolicyTrialRequest(change=PolicyChange())
-asyncio.run(PolicyTrialRunner(sys.argv[1]).run(with_rules(CorePolicy.lab()), wanted, 1.0))
+asyncio.run(PolicyTrialRunner(sys.argv[1]).run(with_rules(CorePolicy.lab_preset()), wanted, 1.0))
 """
 
 
@@ -94,7 +94,7 @@ def test_cancelled_trial_process_is_ended(endless: Path, is_read: Callable[[], b
 
     async def broken_off() -> set[int]:
         trials = PolicyTrialRunner(str(endless))
-        waited = asyncio.ensure_future(trials.run(with_rules(CorePolicy.lab()), WANTED, 1.0))
+        waited = asyncio.ensure_future(trials.run(with_rules(CorePolicy.lab_preset()), WANTED, 1.0))
         await asyncio.to_thread(_until, is_read, "the trial has begun")
         started = set(_children(os.getpid())) - before
         waited.cancel()
@@ -110,4 +110,4 @@ def test_cancelled_trial_process_is_ended(endless: Path, is_read: Callable[[], b
 def test_trial_error_message_reaches_the_caller(tmp_path: Path) -> None:
     (tmp_path / f"{0:015d}-1{SUFFIX}").write_bytes(b"no journal")
     with pytest.raises(MalformedMessage, match="journal"):
-        asyncio.run(PolicyTrialRunner(str(tmp_path)).run(with_rules(CorePolicy.lab()), WANTED, 1.0))
+        asyncio.run(PolicyTrialRunner(str(tmp_path)).run(with_rules(CorePolicy.lab_preset()), WANTED, 1.0))

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from everstep_controller.journal.policy_replay import replay_with_policy
 from everstep_controller.journal.recorder import Journal, segments
 from everstep_controller.journal.trials import _to_message
-from everstep_controller.journal.what_if import replay_with_policy
 
 from everstep.errors import Conflict, EverstepError, NotFound, Unavailable
-from everstep.policy_trials import FAILOVER_S, merge_results, recording_gaps
+from everstep.policy_trial_results import FAILOVER_S, merge_results, recording_gaps
 from everstep.vocabulary import Action, Decision, Verdict
 from everstep.wire.v1.operator_history import PolicyTrialResult, RecordedSpan
 from tests.support.core_fleet import START

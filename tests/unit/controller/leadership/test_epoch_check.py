@@ -9,8 +9,8 @@ import msgspec
 import pytest
 from everstep_controller.api.credentials import Keyring
 from everstep_controller.leadership.leader_checks import CHECKS_PER_SECOND, EpochCheck
-from everstep_controller.leadership.lease import Tenure
-from everstep_controller.store.database_errors import Superseded
+from everstep_controller.leadership.lease import LeaseTenure
+from everstep_controller.store.database_errors import LeadershipLost
 
 from everstep.bearer_tokens import epoch_proof
 from everstep.clock import ManualClock
@@ -25,7 +25,7 @@ class Leader:
 
     def __init__(self, *secrets: bytes) -> None:
         self.clock = ManualClock()
-        self.tenure = Tenure(self.clock, 10.0)
+        self.tenure = LeaseTenure(self.clock, 10.0)
         self.tenure.confirm_renewal(self.clock.monotonic())
         self.doubt = EpochCheck(self.tenure, Keyring(secrets or (SECRET,)), self.clock, 3)
 
@@ -35,7 +35,7 @@ class Leader:
                 await self.doubt.wait_superseded()
         except TimeoutError:
             return False
-        except Superseded:
+        except LeadershipLost:
             return True
         raise AssertionError
 

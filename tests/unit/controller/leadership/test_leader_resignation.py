@@ -9,7 +9,7 @@ from typing import Any
 from everstep_controller.config import ControllerSettings
 from everstep_controller.core.policy import CorePolicy
 from everstep_controller.core.state import HeartbeatState, NodeRuntime
-from everstep_controller.leadership.leader_checks import StandbyWatch
+from everstep_controller.leadership.leader_checks import StandbyMonitor
 from everstep_controller.leadership.lease import Resignation, StandbyReport
 
 from everstep.clock import ManualClock
@@ -38,12 +38,12 @@ class Loop:
         self.state.node_runtime[node].heartbeats.last_seen_at = self.now()
 
 
-def watch(loop: Loop, clock: ManualClock, **settings: Any) -> StandbyWatch:
-    given = ControllerSettings(secret_file="unused", policy=CorePolicy.lab(), **settings)
-    return StandbyWatch(given, loop, clock)  # type: ignore[arg-type]
+def watch(loop: Loop, clock: ManualClock, **settings: Any) -> StandbyMonitor:
+    given = ControllerSettings(secret_file="unused", policy=CorePolicy.lab_preset(), **settings)
+    return StandbyMonitor(given, loop, clock)  # type: ignore[arg-type]
 
 
-def looks(elsewhere: StandbyWatch, clock: ManualClock, times: int) -> Resignation | None:
+def looks(elsewhere: StandbyMonitor, clock: ManualClock, times: int) -> Resignation | None:
     """What the last of so many looks, a second apart, came to."""
 
     async def last() -> Resignation | None:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from everstep_controller.leadership.lease import LeaseView, NotLeading, Tenure, reason_to_lead
+from everstep_controller.leadership.lease import LeaseTenure, LeaseView, NotLeadingError, reason_to_lead
 
 from everstep.clock import ManualClock
 
@@ -48,10 +48,10 @@ def test_successor_waits_for_the_resigning_leader() -> None:
 
 def test_lease_is_valid_until_shortly_before_its_end() -> None:
     clock = ManualClock()
-    tenure = Tenure(clock, 10.0)
-    with pytest.raises(NotLeading):
+    tenure = LeaseTenure(clock, 10.0)
+    with pytest.raises(NotLeadingError):
         tenure.check()
-    tenure.confirm_renewal(asked_at=clock.monotonic())
+    tenure.confirm_renewal(requested_at=clock.monotonic())
     clock.advance(8.9)
     tenure.check()
     clock.advance(0.2)
@@ -60,7 +60,7 @@ def test_lease_is_valid_until_shortly_before_its_end() -> None:
 
 def test_lease_renewal_counts_from_request_time() -> None:
     clock = ManualClock()
-    tenure = Tenure(clock, 10.0)
+    tenure = LeaseTenure(clock, 10.0)
     asked_at = clock.monotonic()
     clock.advance(8.0)  # the answer took its time; the lease in the database may be older than the answer
     tenure.confirm_renewal(asked_at)
@@ -70,7 +70,7 @@ def test_lease_renewal_counts_from_request_time() -> None:
 
 def test_long_first_lease_ends_with_first_renewal_request() -> None:
     clock = ManualClock()
-    tenure = Tenure(clock, 10.0)
+    tenure = LeaseTenure(clock, 10.0)
     tenure.start(clock.monotonic(), 30.0)
     clock.advance(20.0)
     tenure.check()
@@ -81,7 +81,7 @@ def test_long_first_lease_ends_with_first_renewal_request() -> None:
 
 def test_leader_continues_while_database_is_unreachable() -> None:
     clock = ManualClock()
-    tenure = Tenure(clock, 10.0)
+    tenure = LeaseTenure(clock, 10.0)
     tenure.confirm_renewal(clock.monotonic())
     for _ in range(30):
         clock.advance(2.0)
@@ -91,7 +91,7 @@ def test_leader_continues_while_database_is_unreachable() -> None:
 
 def test_outage_counts_from_first_failed_renewal() -> None:
     clock = ManualClock()
-    tenure = Tenure(clock, 10.0)
+    tenure = LeaseTenure(clock, 10.0)
     assert tenure.outage_s() is None
     for _ in range(3):
         clock.advance(2.0)
@@ -104,12 +104,12 @@ def test_outage_counts_from_first_failed_renewal() -> None:
 @pytest.mark.promise("old-leader-fenced")
 def test_paused_leader_must_renew_before_acting() -> None:
     clock = ManualClock()
-    tenure = Tenure(clock, 10.0)
+    tenure = LeaseTenure(clock, 10.0)
     tenure.confirm_renewal(clock.monotonic())
     clock.advance(2.0)
     tenure.fail_renewal()
     clock.advance(30.0)  # SIGSTOP; another one may have been elected meanwhile
-    with pytest.raises(NotLeading, match="cannot be sure"):
+    with pytest.raises(NotLeadingError, match="cannot be sure"):
         tenure.check()
     tenure.fail_renewal()
     assert not tenure.is_certain()

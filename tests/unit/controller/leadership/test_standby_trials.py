@@ -33,7 +33,7 @@ TRY = operator_history.PolicyTrialRequest(change=operator_history.PolicyChange(k
 
 
 def _standby(journal: str = "") -> StandbyApp:
-    settings = ControllerSettings(secret_file="unused", policy=CorePolicy.lab(), journal_dir=journal)
+    settings = ControllerSettings(secret_file="unused", policy=CorePolicy.lab_preset(), journal_dir=journal)
     return StandbyApp(settings, Keyring((SECRET,)), ManualClock(wall=START + 60.0), lambda: "http://10.0.0.9:7700")
 
 

@@ -80,7 +80,7 @@ def test_leader_unreachable_by_nodes_resigns_to_their_standby(pair: Pair, stack:
         pair.agent(node, stack)
     until(lambda: connected(old) == 2, "the agents' sessions")
     line.cut()
-    until(lambda: metric(new, "standby_contacts") == 2 or new.leads(), "the agents to insist on the other one")
+    until(lambda: metric(new, "standby_persistent_nodes") == 2 or new.leads(), "the agents to insist on the other one")
     until(new.leads, "the other one to lead")
     until(lambda: connected(new) == 2, "the agents to come to it")
     until(lambda: json.loads(old.ask("GET", "/readyz", None, {})[1]).get("leader") == new.url, "the old one to see it")
@@ -91,7 +91,7 @@ def test_leader_unreachable_by_nodes_resigns_to_their_standby(pair: Pair, stack:
     until(lambda: metric(new, "leader_resignations") == 1.0, "the number of leaders that resigned")
     line.mend()
     assert new.leads()
-    assert (metric(old, "leader"), metric(old, "standby_contacts")) == (0.0, 0.0)
+    assert (metric(old, "leader"), metric(old, "standby_persistent_nodes")) == (0.0, 0.0)
 
 
 @pytest.mark.promise("unreachable-leader")
@@ -102,7 +102,7 @@ def test_split_fleet_keeps_leader_and_is_reported(pair: Pair, stack: ExitStack) 
     until(lambda: connected(leader) == 1, "the session of the half that reaches it")
     until(lambda: events(leader, "controller.partition_suspected"), "the split to be told")
     until(
-        lambda: metric(leader, "nodes_contacting_standby") == metric(standby, "standby_contacts") == 1.0,
+        lambda: metric(leader, "nodes_contacting_standby") == metric(standby, "standby_persistent_nodes") == 1.0,
         "the metrics to tell of it",
     )
     assert leader.leads()

@@ -27,7 +27,7 @@ from everstep_controller.remediation.alerts import (
 from everstep_controller.remediation.remediator import CORDON_OWNER, CordonStatus, DryRunRemediator
 from everstep_controller.remediation.service import CordonObserver
 from everstep_controller.remediation.webhook import HttpReceiver
-from everstep_controller.store.database_errors import DatabaseUnavailable, Superseded
+from everstep_controller.store.database_errors import DatabaseUnavailable, LeadershipLost
 from everstep_controller.store.rows import AlertRow, LoadedState
 from starlette.testclient import TestClient
 
@@ -121,7 +121,7 @@ class Watch:
             active_findings={},
             jobs={},
             outbox=[],
-            report_marks={},
+            acknowledged_reports={},
             poisoned=frozenset(),
             newest_audit=0,
             newest_at=self.fleet.now,
@@ -361,7 +361,7 @@ def test_former_leader_posts_no_alert(inbox: Inbox) -> None:
     watch.fleet.raise_finding("n2", xid())
     watch.leads = False
     watch.look()
-    watch.leads, watch.trouble = True, Superseded("another controller took the database over")
+    watch.leads, watch.trouble = True, LeadershipLost("another controller took the database over")
     watch.kept.clear()
     watch.begin()
     watch.look()

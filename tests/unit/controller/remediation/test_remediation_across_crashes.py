@@ -60,7 +60,9 @@ class AtAReceiver(Receiver):
         secret = directory / "hook.secret"
         secret.write_bytes(SECRET)
         secret.chmod(0o600)
-        self.settings = f'remediation = "webhook"\nwebhook_url = "{self.url}"\nwebhook_secret_file = "{secret}"\n'
+        self.settings = (
+            f'remediation_backend = "webhook"\nwebhook_url = "{self.url}"\nwebhook_secret_file = "{secret}"\n'
+        )
 
     def _answer(self, method: str, path: str, body: bytes) -> object:
         kind = json.loads(body)["kind"] if method == "POST" else ""
@@ -82,7 +84,7 @@ class InKubernetes(kube.Cluster):
             f"clusters: [{{name: c, cluster: {{server: '{self.url}'}}}}], "
             "contexts: [{name: c, context: {cluster: c, user: u}}]}\n"
         )
-        self.settings = f'remediation = "kubernetes"\nkubeconfig = "{config}"\n'
+        self.settings = f'remediation_backend = "kubernetes"\nkubeconfig = "{config}"\n'
 
     def _answer(self, method: str, url: str, body: Any) -> tuple[int, Any]:
         return self._halt.answer(_step(method, body), lambda: self._done(method, url, body), (503, {}))
@@ -228,7 +230,7 @@ def test_slurm_reboot_is_requested_once_across_crash(
     told = real_slurm.reboots()
     asked, reached, released = _scontrol(tmp_path / "bin")
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    settings = f'remediation = "slurm"\nslurm_conf = "{real_slurm.configuration}"\n'
+    settings = f'remediation_backend = "slurm"\nslurm_conf = "{real_slurm.configuration}"\n'
     try:
         with controller_with(program_forks, settings, tmp_path) as process:
             fall_off_the_bus(process)

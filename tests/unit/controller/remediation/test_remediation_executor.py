@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 from everstep_controller.core.effects import Remediation, RemediationKind
-from everstep_controller.leadership.lease import NotLeading
+from everstep_controller.leadership.lease import NotLeadingError
 from everstep_controller.remediation.executor import THREADS, RemediationExecutor
 from everstep_controller.remediation.kubernetes import KubernetesRemediator
 from everstep_controller.remediation.remediator import DryRunRemediator
@@ -82,7 +82,7 @@ def test_unexpected_remediation_error_is_counted_and_retried(
 @pytest.mark.promise("cordons-returned")
 def test_remediation_waits_until_leadership_is_certain() -> None:
     machine, book = Machine(), Book()
-    doubts = iter([NotLeading("it was stopped")] * 3)
+    doubts = iter([NotLeadingError("it was stopped")] * 3)
 
     def check_leading() -> None:
         if (doubt := next(doubts, None)) is not None:
@@ -116,7 +116,7 @@ def test_queued_remediation_is_not_requested_after_lost_lease() -> None:
         if not leads[0]:
             doubts.append(1)
             leads[0] = len(doubts) > THREADS
-            raise NotLeading("it was stopped")
+            raise NotLeadingError("it was stopped")
 
     machine.apply = apply  # type: ignore[method-assign]
     run(machine, book, *(wanted(1, node=f"n{n}") for n in range(THREADS + 1)), check_leading=check_leading)

@@ -15,7 +15,7 @@ from everstep_controller.remediation.alerts import AlertNotifier
 from everstep_controller.remediation.executor import RemediationExecutor
 from everstep_controller.remediation.remediator import DryRunRemediator
 from everstep_controller.remediation.service import CordonObserver
-from everstep_controller.store.database_errors import Superseded
+from everstep_controller.store.database_errors import LeadershipLost
 from everstep_controller.store.rows import RemediationRow, RemediationState
 
 from everstep.system_clock import SYSTEM_CLOCK
@@ -35,7 +35,11 @@ def member(directory: Path) -> ControllerReplica:
     database = f"sqlite:///{directory}/c.db"
     give_schema(database)
     settings = ControllerSettings(
-        secret_file="unused", policy=CorePolicy.lab(), name="c", database=database, alert_url="http://127.0.0.1:1/"
+        secret_file="unused",
+        policy=CorePolicy.lab_preset(),
+        name="c",
+        database=database,
+        alert_url="http://127.0.0.1:1/",
     )
     return ControllerReplica(settings, Keyring((SECRET,)), SYSTEM_CLOCK, DryRunRemediator, database=database)
 
@@ -76,8 +80,8 @@ def test_failed_remediation_task_ends_the_process(tmp_path: Path, monkeypatch: p
 
 def test_superseded_alerting_ends_the_leadership(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def superseded(*_: object) -> None:
-        raise Superseded("another controller took the database over")
+        raise LeadershipLost("another controller took the database over")
 
     monkeypatch.setattr(AlertNotifier, "check", superseded)
-    with pytest.raises(Superseded):
+    with pytest.raises(LeadershipLost):
         asyncio.run(ended(member(tmp_path)))

@@ -48,9 +48,14 @@ def _wait(happens: Callable[[], object], deadline_s: float = 30.0) -> None:
 def test_slurm_node_line_is_parsed() -> None:
     line = "NodeName=n1 State=IDLE+DRAIN+REBOOT_REQUESTED BootTime=None Reason=a person: why not? [root@2026-11-20]"
     node = parse_node(line)
-    assert (node.is_out, node.is_ours, node.reason, node.booted_at) == (True, False, "a person: why not?", 0.0)
-    assert not parse_node("NodeName=n1 State=IDLE*").is_out
-    assert parse_node("NodeName=n1 State=MIXED+MAINT").is_out
+    assert (node.is_unschedulable, node.is_ours, node.reason, node.booted_at) == (
+        True,
+        False,
+        "a person: why not?",
+        0.0,
+    )
+    assert not parse_node("NodeName=n1 State=IDLE*").is_unschedulable
+    assert parse_node("NodeName=n1 State=MIXED+MAINT").is_unschedulable
 
 
 @pytest.mark.parametrize(
@@ -64,7 +69,9 @@ def test_slurm_node_line_is_parsed() -> None:
     ],
 )
 def test_slurm_down_reason_decides_foreign_ownership(reason: str, somebodys: bool) -> None:
-    assert parse_node(f"NodeName=n1 State=DOWN Reason={reason} [root@2026-11-20T10:00:00]").is_out is somebodys
+    assert (
+        parse_node(f"NodeName=n1 State=DOWN Reason={reason} [root@2026-11-20T10:00:00]").is_unschedulable is somebodys
+    )
 
 
 def test_slurm_keeps_node_down_for_another_person(real_slurm: slurm.Cluster) -> None:

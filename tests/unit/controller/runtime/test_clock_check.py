@@ -177,7 +177,7 @@ def test_history_is_pruned_by_the_earlier_clock(tmp_path: Path) -> None:
         clock.jump_wall(-100 * DAY)
         assert served.controller.retention_limits().since == RIGHT - 90 * DAY
         shown = client.get("/metrics", headers=VIEWER).text
-        assert "everstep_controller_clock_ahead_seconds 8.64e+06" in shown
+        assert "everstep_controller_time_ahead_of_clock_seconds 8.64e+06" in shown
         clock.jump_wall(200 * DAY)
         assert served.controller.retention_limits().since == RIGHT + 10 * DAY
 
@@ -243,7 +243,7 @@ def test_set_back_moves_times_written_by_wrong_clock() -> None:
     )
     known = msgspec.structs.replace(node, node="n2")
     window = MaintenanceWindow(until=RIGHT + 2 * DAY, sentence="planned", node="n1")
-    fleet = FleetRecord(recent_evictions=[Eviction(at=newest, node="n1")], maintenance_windows=[window])
+    fleet = FleetRecord(recent_evictions=[Eviction(evicted_at=newest, node="n1")], maintenance_windows=[window])
     credential = CredentialRow(
         id="c", role="agent", subject="n1", hash="", created_at=RIGHT - 1.0, created_by="olga", expires_at=RIGHT + DAY
     )
@@ -257,7 +257,7 @@ def test_set_back_moves_times_written_by_wrong_clock() -> None:
         active_findings={},
         jobs={},
         outbox=[],
-        report_marks={},
+        acknowledged_reports={},
         poisoned=frozenset(),
         newest_audit=7,
         newest_at=newest,
@@ -278,7 +278,7 @@ def test_set_back_moves_times_written_by_wrong_clock() -> None:
         )
         assert found.maintenance_until == RIGHT + 3600.0
     changed = msgspec.json.decode(after.fleet or "", type=FleetRecord)
-    assert (changed.recent_evictions[0].at, changed.maintenance_windows) == (wall, [window])
+    assert (changed.recent_evictions[0].evicted_at, changed.maintenance_windows) == (wall, [window])
     assert [(row.created_at, row.expires_at) for row in after.credentials] == [
         (RIGHT - 1.0, RIGHT + DAY),
         (wall, wall + DAY),

@@ -11,10 +11,10 @@ from everstep_controller.core import effects as fx
 from everstep_controller.core import engine
 from everstep_controller.core import events as ev
 from everstep_controller.core.state import FleetState
-from everstep_controller.leadership.lease import NotLeading
+from everstep_controller.leadership.lease import NotLeadingError
 from everstep_controller.runtime import commit_buffer
 from everstep_controller.runtime.transaction import DecideFunction
-from everstep_controller.store.database_errors import DatabaseUnavailable, Superseded
+from everstep_controller.store.database_errors import DatabaseUnavailable, LeadershipLost
 from everstep_controller.store.rows import (
     AuditRow,
     Batch,
@@ -253,7 +253,7 @@ def test_batch_size_counts_its_texts(batch: Batch) -> None:
 
 def test_stored_batch_is_not_written_twice() -> None:
     async def body(running: Running) -> None:
-        running.disk.failure = DatabaseUnavailable("the connection broke in COMMIT", is_batch_kept=True)
+        running.disk.failure = DatabaseUnavailable("the connection broke in COMMIT", is_batch_queued=True)
         with pytest.raises(Unavailable):
             await running.register("n1")
         await until(lambda: running.disk.tries > 3)
@@ -268,8 +268,8 @@ def test_stored_batch_is_not_written_twice() -> None:
 def test_superseded_controller_discards_its_backlog() -> None:
     async def body(running: Running) -> None:
         await goes_away(running)
-        running.disk.failure = Superseded("another controller took the database over")
-        with pytest.raises(Superseded):
+        running.disk.failure = LeadershipLost("another controller took the database over")
+        with pytest.raises(LeadershipLost):
             await running.task
         assert not [batch for batch in running.disk.written if "n1" in batch.nodes]
         assert running.audit == []
@@ -283,7 +283,7 @@ def test_loop_pauses_while_leadership_is_uncertain() -> None:
 
     def check() -> None:
         if not leads:
-            raise NotLeading("another one may lead")
+            raise NotLeadingError("another one may lead")
 
     async def body(running: Running) -> None:
         nonlocal leads
@@ -294,7 +294,7 @@ def test_loop_pauses_while_leadership_is_uncertain() -> None:
         queued = running.register("n3")
         await settle()
         leads = False
-        with pytest.raises(NotLeading):
+        with pytest.raises(NotLeadingError):
             await running.register("n4")
         running.disk.open.set()
         assert await waiting == "n2"  # it is durable, behind the fence

@@ -73,9 +73,12 @@ def test_event_cause_is_the_reporting_node() -> None:
 @pytest.fixture
 def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TestClient]:
     monkeypatch.setattr(event_quota, "REPORT_INTERVAL_S", 0.02)
-    every_finding = msgspec.structs.replace(CorePolicy.lab(), finding_burst=1_000_000)
+    every_finding = msgspec.structs.replace(CorePolicy.lab_preset(), finding_burst_count=1_000_000)
     served = InProcess(
-        f"sqlite:///{tmp_path / 'c.db'}", policy=every_finding, node_events_burst=BURST, node_events_per_s=1e-6
+        f"sqlite:///{tmp_path / 'c.db'}",
+        policy=every_finding,
+        audit_entries_per_node_burst=BURST,
+        audit_entries_per_node_per_s=1e-6,
     )
     with TestClient(served) as client:
         yield client

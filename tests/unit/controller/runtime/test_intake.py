@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 import pytest
-from everstep_controller.runtime.intake import MAX_PAUSE_S, ROUTINE_SHARE, Intake, PendingStimulus, Urgency
+from everstep_controller.runtime.intake import MAX_PAUSE_S, ROUTINE_SHARE, Intake, PendingRequest, Urgency
 
 from everstep.errors import Unavailable
 
@@ -18,8 +18,8 @@ class Queue:
         self.shed: list[Urgency] = []
         self.intake: Intake[str] = Intake(limit, group, self.shed.append)
 
-    def put(self, name: str, urgency: Urgency = Urgency.URGENT, source: str = "") -> PendingStimulus[str]:
-        waiting = PendingStimulus(name, asyncio.get_running_loop().create_future(), source or name, urgency)
+    def put(self, name: str, urgency: Urgency = Urgency.URGENT, source: str = "") -> PendingRequest[str]:
+        waiting = PendingRequest(name, asyncio.get_running_loop().create_future(), source or name, urgency)
         self.intake.put(waiting)
         return waiting
 

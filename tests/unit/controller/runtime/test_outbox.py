@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 
 from everstep_controller.runtime.push import (
-    HINTS_PER_TURN,
+    HINTS_PER_LOOP_ITERATION,
     SEQ_PER_EPOCH,
     EncodedBody,
     Outbox,
@@ -189,7 +189,7 @@ def test_outbox_acknowledgement_beyond_sent_is_clamped() -> None:
 
 def test_outbox_sends_hints_in_small_groups_and_in_order() -> None:
     async def scenario() -> None:
-        outbox, nodes = Outbox(0), [f"n{number}" for number in range(3 * HINTS_PER_TURN)]
+        outbox, nodes = Outbox(0), [f"n{number}" for number in range(3 * HINTS_PER_LOOP_ITERATION)]
         sessions = {node: Session() for node in nodes}
         for node, session in sessions.items():
             outbox.attach(node, session)
@@ -200,7 +200,7 @@ def test_outbox_sends_hints_in_small_groups_and_in_order() -> None:
         newer = Session()
         assert [one.seq for one in outbox.attach(nodes[-2], newer)] == [1]
         await asyncio.sleep(0)
-        assert sum(bool(session.pushed) for session in sessions.values()) == HINTS_PER_TURN + 1
+        assert sum(bool(session.pushed) for session in sessions.values()) == HINTS_PER_LOOP_ITERATION + 1
         while not all(sessions[node].pushed for node in nodes[:-2]):
             await asyncio.sleep(0)
         assert all(sessions[node].pushed == [1] for node in nodes[:-2])

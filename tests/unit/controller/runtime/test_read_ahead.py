@@ -84,7 +84,7 @@ def test_takeover_after_read_ahead_restores_the_same_fleet(engine: Engine, leade
     another.close()
     assert sorted(ahead.nodes) == ["n20", "n3"]
     assert ahead.unchanged == known.records.keys() - {"n3", "n7"}
-    policy = CorePolicy.lab()
+    policy = CorePolicy.lab_preset()
     assert restore_state(policy, ahead, known).nodes == restore_state(policy, whole).nodes
     assert not whole.unchanged
 

@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 from everstep.bearer_tokens import TokenRole
 from everstep.vocabulary import Finding, FindingKind, NodeState, Severity
 from everstep.wire.v1 import operator as op
-from everstep.wire.v1.agent import MOST_FINDINGS, Register
+from everstep.wire.v1.agent import MAX_FINDINGS, Register
 from everstep.wire.v1.directives import NewGeneration
 from everstep.wire.v1.training import FindingRaised, RankLost, RankProgress
 from tests.support.controllers import (
@@ -96,17 +96,17 @@ def test_heartbeat_with_too_many_findings_is_refused(client: TestClient) -> None
     speaker = Speaker(client, "n1")
     speaker.register()
     speaker.beat(findings=(WARNING,))
-    many = tuple(msgspec.structs.replace(WARNING, subject=f"/mnt/{number}") for number in range(MOST_FINDINGS + 1))
-    with pytest.raises(Refused, match=f"length <= {MOST_FINDINGS}"):
+    many = tuple(msgspec.structs.replace(WARNING, subject=f"/mnt/{number}") for number in range(MAX_FINDINGS + 1))
+    with pytest.raises(Refused, match=f"length <= {MAX_FINDINGS}"):
         speaker.beat(findings=many)
     assert len(get(client, "/v1/nodes/n1", op.NodeDetail).findings) == 1
     speaker.beat(findings=many[1:])
-    assert len(get(client, "/v1/nodes/n1", op.NodeDetail).findings) == MOST_FINDINGS
+    assert len(get(client, "/v1/nodes/n1", op.NodeDetail).findings) == MAX_FINDINGS
 
 
 def test_registration_with_too_many_findings_is_refused(client: TestClient) -> None:
-    many = tuple(msgspec.structs.replace(WARNING, subject=f"/mnt/{number}") for number in range(MOST_FINDINGS + 1))
-    with pytest.raises(Refused, match=f"length <= {MOST_FINDINGS}"):
+    many = tuple(msgspec.structs.replace(WARNING, subject=f"/mnt/{number}") for number in range(MAX_FINDINGS + 1))
+    with pytest.raises(Refused, match=f"length <= {MAX_FINDINGS}"):
         Speaker(client, "n1").register(findings=many)
     assert get(client, "/v1/nodes", op.NodeList).nodes == ()
 

@@ -11,12 +11,12 @@ import pytest
 import uvicorn
 from everstep_controller.server import listener, responses
 from everstep_controller.server.listener import (
-    LONGEST_REST_S,
     MAX_HEAD_BYTES,
+    MAX_HEADER_LINES,
     MAX_MESSAGE_BYTES,
     MAX_PIPELINED,
+    MAX_READ_PAUSE_S,
     MIN_READ_BYTES,
-    MOST_HEADER_LINES,
     BoundedHttp,
 )
 from everstep_controller.server.responses import Problem
@@ -95,7 +95,7 @@ def test_http_closes_on_too_many_pipelined_requests() -> None:
 def test_http_refuses_endless_head(piece: bytes) -> None:
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         begun = b"GET / HTTP/1.1\r\nX: "
-        pieces = MOST_HEADER_LINES if piece.endswith(b"\n") else (MAX_HEAD_BYTES - len(begun)) // len(piece)
+        pieces = MAX_HEADER_LINES if piece.endswith(b"\n") else (MAX_HEAD_BYTES - len(begun)) // len(piece)
         writer.write(begun)
         for _ in range(pieces):
             writer.write(piece)
@@ -182,7 +182,7 @@ def test_http_refuses_endless_chunk_headers(extension: bytes) -> None:
     [
         b"GET /" + b"x" * MAX_HEAD_BYTES + b" HTTP/1.1\r\nHost: x\r\n\r\n",
         b"GET / HTTP/1.1\r\nHost: " + b"x" * MAX_HEAD_BYTES + b"\r\n\r\n",
-        b"GET / HTTP/1.1\r\nHost: x\r\n" + b"a:b\r\n" * MOST_HEADER_LINES + b"\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\n" + b"a:b\r\n" * MAX_HEADER_LINES + b"\r\n",
     ],
     ids=["url", "value", "lines"],
 )
@@ -289,12 +289,12 @@ def test_http_pauses_reading_until_rest_ends(monkeypatch: pytest.MonkeyPatch) ->
         http = BoundedHttp(config, ServerState(), {}, soon=waiting.append)
         monkeypatch.setattr(http.loop, "call_later", lambda *timer: (timers.append(timer), MagicMock())[1])
         http.connection_made(transport)
-        http.rest(60.0)
+        http.pause_reading_for(60.0)
         http.data_received(REQUEST)
         await asyncio.gather(*http.tasks)
 
     asyncio.run(scenario())
-    (wake,) = [call for seconds, call in timers if seconds == LONGEST_REST_S]
+    (wake,) = [call for seconds, call in timers if seconds == MAX_READ_PAUSE_S]
     wake()
     assert (transport.pause_reading.call_count, transport.resume_reading.call_count) == (1, 0)
     (resume,) = waiting

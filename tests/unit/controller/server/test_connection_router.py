@@ -8,8 +8,8 @@ import pytest
 from everstep_controller.api.credentials import Keyring
 from everstep_controller.config import ControllerSettings
 from everstep_controller.core.policy import CorePolicy
-from everstep_controller.leadership.candidate import Candidate, Election
 from everstep_controller.leadership.lease import StandbyContacts
+from everstep_controller.leadership.lease_candidate import ElectedState, LeaseCandidate
 from everstep_controller.leadership.standby import StandbyApp
 from everstep_controller.leadership.takeover_gate import TakeoverGate
 from everstep_controller.runtime.startup_state import NO_RECORDS
@@ -33,7 +33,7 @@ def authorization(role: TokenRole, subject: str, secret: bytes = SECRET) -> list
 
 def test_standby_counts_only_agents_with_valid_credential() -> None:
     clock = ManualClock()
-    settings = ControllerSettings(secret_file="unused", policy=CorePolicy.lab(), resign_after_s=15.0)
+    settings = ControllerSettings(secret_file="unused", policy=CorePolicy.lab_preset(), resign_after_s=15.0)
     standby = StandbyApp(settings, Keyring((SECRET,)), clock, lambda: "")
     for _ in range(7):
         standby.record_contact("n1", authorization(TokenRole.AGENT, "n1"), UNKNOWN_PEER)
@@ -62,9 +62,9 @@ def vacant(postgres: str) -> Engine:
     return engine_of(parse_url(postgres))
 
 
-def candidate(engine: Engine, clock: ManualClock, knocks: StandbyContacts) -> Candidate:
+def candidate(engine: Engine, clock: ManualClock, knocks: StandbyContacts) -> LeaseCandidate:
     """One that gave its lease up before."""
-    return Candidate(
+    return LeaseCandidate(
         engine,
         clock,
         name="c2",
@@ -77,12 +77,14 @@ def candidate(engine: Engine, clock: ManualClock, knocks: StandbyContacts) -> Ca
     )
 
 
-async def elected(engine: Engine, clock: ManualClock, knocks: StandbyContacts, wait_s: float) -> tuple[bool, Election]:
+async def elected(
+    engine: Engine, clock: ManualClock, knocks: StandbyContacts, wait_s: float
+) -> tuple[bool, ElectedState]:
     """Whether it took the lease at its first look, and what it started from when so much time had passed."""
     store, one = DatabaseStore(engine), candidate(engine, clock, knocks)
     try:
         async with asyncio.timeout(DEADLINE_S):
-            winning = asyncio.create_task(one.wait_for_election(store, lambda: NO_RECORDS))
+            winning = asyncio.create_task(one.wait_for_lease(store, lambda: NO_RECORDS))
             looked = asyncio.create_task(one.first_look_done.wait())
             done, _ = await asyncio.wait({winning, looked}, return_when=asyncio.FIRST_COMPLETED)
             looked.cancel()

@@ -40,7 +40,7 @@ def desk_before(loop: Waiting) -> AgentService:
         defer=lambda work: work(),
         name="c1",
         heartbeat_interval_s=1.0,
-        report_marks={},
+        acknowledged_reports={},
         poisoned_reports=frozenset(),
     )
 

@@ -176,8 +176,8 @@ def test_rate_limit_answers_retry_after_in_http_and_session(program_forks: ForkP
         assert 0 < (refused.retry_after_s or 0) <= 0.25
         report = Reports(incarnation=1, reports=(NumberedReport(number=1, body=MILD),))
         assert taken_in_the_end(session, report) == 1
-        assert measured(process, 'requests_refused_total{code="rate_limited",route="session"}') >= 1
-        assert measured(process, 'requests_refused_total{code="rate_limited",route="/v1/status"}') >= 1
+        assert measured(process, 'requests_failed_total{code="rate_limited",route="session"}') >= 1
+        assert measured(process, 'requests_failed_total{code="rate_limited",route="/v1/status"}') >= 1
 
 
 def beaten_until_refused(session: AgentSession) -> FrameRefused:

@@ -164,7 +164,7 @@ def test_session_of_unregistered_node_is_refused_and_counted(controller: Served,
     assert (refused.frame_kind, refused.code) == (FrameKind.HEARTBEAT, "not_found")
     counted = {"route": "session", "code": "not_found"}
     registry = controller.controller.metrics.registry
-    assert registry.get_sample_value("everstep_controller_requests_refused_total", counted) == 1.0
+    assert registry.get_sample_value("everstep_controller_requests_failed_total", counted) == 1.0
     assert session.register().protocol == 1
 
 
@@ -305,7 +305,7 @@ def test_session_answers_reports_when_durable(controller: Served, dial: Dial) ->
     assert session.report(joined("j", 1.0), joined("k", 1.0)).through == 2
     loaded = controller.run(controller.controller.store.take_over())
     assert set(loaded.jobs) == {"j", "k"}
-    assert loaded.report_marks == {("n1", 1): 2}
+    assert loaded.acknowledged_reports == {("n1", 1): 2}
 
 
 def test_session_answers_reports_in_order(dial: Dial) -> None:

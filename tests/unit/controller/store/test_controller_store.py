@@ -8,7 +8,7 @@ import pytest
 from everstep_controller.store import reader as history
 from everstep_controller.store import table_access
 from everstep_controller.store.database import engine_of, for_writing, head, open_database, parse_url, upgrade
-from everstep_controller.store.database_errors import DatabaseUnavailable, Superseded
+from everstep_controller.store.database_errors import DatabaseUnavailable, LeadershipLost
 from everstep_controller.store.reader import HistoryReader
 from everstep_controller.store.rows import (
     AlertRow,
@@ -124,7 +124,7 @@ def test_committed_state_is_loaded_by_next_controller(engine: Engine, writer: Da
             jobs={"j": '{"job":"j"}'},
             audit=[audit(1), audit(2)],
             outbox=[OutboxRow(node="n1", seq=2, body="{}"), OutboxRow(node="n1", seq=1, body="{}")],
-            report_marks={("n1", 7): 12},
+            acknowledged_reports={("n1", 7): 12},
             versions=by_place(version(4, verified=True), version(5)),
         ),
     )
@@ -137,7 +137,7 @@ def test_committed_state_is_loaded_by_next_controller(engine: Engine, writer: Da
     assert loaded.nodes == {"n1": '{"node":"n1"}', "n2": '{"node":"n2"}'}
     assert loaded.jobs == {"j": '{"job":"j"}'}
     assert [row.seq for row in loaded.outbox] == [1, 2]
-    assert loaded.report_marks == {("n1", 7): 12}
+    assert loaded.acknowledged_reports == {("n1", 7): 12}
     assert (loaded.newest_audit, loaded.newest_at) == (2, 2.0)
     assert {row.step for row in loaded.versions} == {4, 5}
 
@@ -209,7 +209,7 @@ def test_audit_log_refuses_upserts(writer: DatabaseWriter, engine: Engine) -> No
 def test_superseded_controller_cannot_write(writer: DatabaseWriter, engine: Engine) -> None:
     second = DatabaseWriter(engine)
     second.take_over()
-    with pytest.raises(Superseded, match="another controller took the database over"):
+    with pytest.raises(LeadershipLost, match="another controller took the database over"):
         commit(writer, Batch(nodes={"n1": "late"}))
     commit(second, Batch(nodes={"n2": "on time"}))
     second.close()
@@ -226,10 +226,12 @@ def test_acknowledged_directives_are_deleted(writer: DatabaseWriter, engine: Eng
 
 
 def test_report_marks_of_earlier_incarnations_are_deleted(writer: DatabaseWriter, engine: Engine) -> None:
-    commit(writer, Batch(report_marks={("n1", 1): 50, ("n2", 1): 5}))
-    commit(writer, Batch(report_marks={("n1", 2): 3}))
+    commit(writer, Batch(acknowledged_reports={("n1", 1): 50, ("n2", 1): 5}))
+    commit(writer, Batch(acknowledged_reports={("n1", 2): 3}))
     with engine.connect() as connection:
-        rows = connection.execute(text("SELECT node, incarnation, through FROM report_marks ORDER BY node")).all()
+        rows = connection.execute(
+            text("SELECT node, incarnation, through FROM acknowledged_reports ORDER BY node")
+        ).all()
     assert rows == [("n1", 2, 3), ("n2", 1, 5)]
 
 
@@ -421,7 +423,7 @@ def test_connection_cut_in_transaction_rolls_back(
 
     with pytest.raises(DatabaseUnavailable) as away:
         writer.run(cut_off)
-    assert not away.value.is_batch_kept
+    assert not away.value.is_batch_queued
     assert writer.run(lambda connection: connection.execute(text("SELECT count(*) FROM nodes")).scalar()) == 0
     writer.close()
     engine.dispose()
@@ -429,9 +431,15 @@ def test_connection_cut_in_transaction_rolls_back(
 
 def test_merged_batches_equal_single_batches(database: str, tmp_path: Path) -> None:
     batches = [
-        Batch(nodes={"a": "1", "b": "1"}, report_marks={("a", 1): 5}, outbox=[OutboxRow(node="a", seq=1, body="{}")]),
+        Batch(
+            nodes={"a": "1", "b": "1"},
+            acknowledged_reports={("a", 1): 5},
+            outbox=[OutboxRow(node="a", seq=1, body="{}")],
+        ),
         Batch(fleet="f", nodes={"b": "2"}, audit=[audit(1)], versions=by_place(version(1, verified=True))),
-        Batch(acknowledged={"a": 1}, report_marks={("a", 2): 1}, versions=by_place(version(1)), audit=[audit(2)]),
+        Batch(
+            acknowledged={"a": 1}, acknowledged_reports={("a", 2): 1}, versions=by_place(version(1)), audit=[audit(2)]
+        ),
     ]
     merged = Batch()
     for batch in batches:
@@ -448,7 +456,14 @@ def test_merged_batches_equal_single_batches(database: str, tmp_path: Path) -> N
         writer.close()
         loaded = DatabaseWriter(engine).take_over()
         found.append(
-            (loaded.nodes, loaded.fleet, loaded.report_marks, loaded.outbox, loaded.versions, loaded.newest_audit)
+            (
+                loaded.nodes,
+                loaded.fleet,
+                loaded.acknowledged_reports,
+                loaded.outbox,
+                loaded.versions,
+                loaded.newest_audit,
+            )
         )
         engine.dispose()
     assert found[0] == found[1]

@@ -82,7 +82,7 @@ def test_database_check_logs_progress(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(database, "TELL_EVERY_S", 0.0)
+    monkeypatch.setattr(database, "CHECK_PROGRESS_LOG_INTERVAL_S", 0.0)
     monkeypatch.setattr(database, "INSTRUCTIONS", 100)
     check_file(filled(tmp_path / "controller.db"))
     assert any("checking the database" in record.getMessage() for record in caplog.records)

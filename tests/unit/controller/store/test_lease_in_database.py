@@ -4,12 +4,12 @@ import asyncio
 from collections.abc import Callable, Iterator
 
 import pytest
-from everstep_controller.leadership.candidate import Candidate
 from everstep_controller.leadership.lease import StandbyContacts, StandbyReport
+from everstep_controller.leadership.lease_candidate import LeaseCandidate
 from everstep_controller.leadership.takeover_gate import TakeoverGate
 from everstep_controller.runtime.startup_state import NO_RECORDS
 from everstep_controller.store.database import engine_of, open_database, parse_url
-from everstep_controller.store.database_errors import DatabaseUnavailable, Superseded
+from everstep_controller.store.database_errors import DatabaseUnavailable, LeadershipLost
 from everstep_controller.store.leases import LeaseSession, claim
 from everstep_controller.store.threads import DatabaseStore
 from everstep_controller.store.writer import DatabaseWriter
@@ -82,7 +82,7 @@ def test_lease_is_taken_by_only_one_candidate(engine: Engine, session: Open) -> 
     seen = one.read()
     lead(engine, one, "c1")
     late = DatabaseWriter(engine)
-    with pytest.raises(Superseded, match="another controller was faster"):
+    with pytest.raises(LeadershipLost, match="another controller was faster"):
         late.take_over(expected=seen.newest_epoch, claim=claim("c2", "", 30.0, is_lock_free=True))
     late.close()
     assert other.read().holder == "c1"
@@ -96,7 +96,7 @@ def test_lease_renewal_extends_and_fails_after_takeover(engine: Engine, session:
     assert standby.read().expires_in_s > 20
     leader.renew(epoch, 0.0)
     lead(engine, standby, "c2")
-    with pytest.raises(Superseded, match=f"epoch {epoch}"):
+    with pytest.raises(LeadershipLost, match=f"epoch {epoch}"):
         leader.renew(epoch, 30.0)
 
 
@@ -108,7 +108,7 @@ def test_lease_renewed_during_takeover_is_kept(engine: Engine, session: Open) ->
     assert not seen.is_lock_free
     leader.renew(epoch, 30.0)
     late = DatabaseWriter(engine)
-    with pytest.raises(Superseded, match="renewed meanwhile"):
+    with pytest.raises(LeadershipLost, match="renewed meanwhile"):
         late.take_over(expected=epoch, claim=claim("c2", "", 30.0, is_lock_free=seen.is_lock_free))
     late.close()
     assert standby.read().newest_epoch == epoch
@@ -160,7 +160,7 @@ def test_resigned_lease_is_reserved_for_successor_for_a_while(engine: Engine, se
     with engine.begin() as connection:
         connection.execute(text("UPDATE lease SET resigned_at = resigned_at - 3600"))
     assert heir.read_standby_report() == StandbyReport()
-    with pytest.raises(Superseded, match=f"epoch {epoch - 1}"):
+    with pytest.raises(LeadershipLost, match=f"epoch {epoch - 1}"):
         heir.resign(epoch - 1, "c1")
 
 
@@ -261,7 +261,7 @@ def test_closing_candidate_releases_its_lock(postgres: str, engine: Engine, sess
     standby = session()
 
     async def story() -> None:
-        candidate = Candidate(
+        candidate = LeaseCandidate(
             engine_of(parse_url(postgres)),
             SYSTEM_CLOCK,
             name="c1",
@@ -272,7 +272,7 @@ def test_closing_candidate_releases_its_lock(postgres: str, engine: Engine, sess
             contacts=StandbyContacts(SYSTEM_CLOCK, 1.0),
         )
         store = DatabaseStore(engine_of(parse_url(postgres)))
-        won = await candidate.wait_for_election(store, lambda: NO_RECORDS)
+        won = await candidate.wait_for_lease(store, lambda: NO_RECORDS)
         seen = standby.read()
         assert (seen.holder, seen.epoch, seen.is_lock_free) == ("c1", won.loaded.epoch, False)
         won.tenure.check()

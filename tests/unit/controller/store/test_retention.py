@@ -212,7 +212,7 @@ def test_retention_limits_generations_and_recoveries_per_job(writer: DatabaseWri
 def test_retention_keeps_newest_and_newest_verified_versions(
     writer: DatabaseWriter, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retention, "VERSIONS_KEPT", 3)
+    monkeypatch.setattr(retention, "MAX_VERSIONS_PER_JOB", 3)
     rows = [
         VersionRow(job="j", generation=1, step=step, committed_at=1.0, verified_at=2.0 if step < 3 else None)
         for step in range(10)

@@ -16,7 +16,7 @@ TABLES = {
     "standing": tables.active_findings.c.node,
     "verdicts": tables.verdicts.c.id,
     "outbox": tables.outbox.c.seq,
-    "marks": tables.report_marks.c.through,
+    "marks": tables.acknowledged_reports.c.through,
     "jobs": tables.jobs.c.job,
     "generations": tables.generations.c.number,
     "recoveries": tables.recoveries.c.generation,
@@ -31,7 +31,7 @@ def of_node(node: str, number: int) -> Batch:
         active_findings={(node, "key"): "{}"},
         verdicts=[VerdictRow(id=f"{node}-{number}", node=node, decision="evict", at=1.0, trace="t", doc="{}")],
         outbox=[OutboxRow(node=node, seq=number, body="{}")],
-        report_marks={(node, number): number},
+        acknowledged_reports={(node, number): number},
     )
 
 
@@ -109,7 +109,7 @@ def test_forgotten_name_starts_anew(database: str) -> None:
 
 def test_forgetting_applies_to_merged_pending_batches(database: str, tmp_path: Path) -> None:
     waited = merged([*BOTH, *GONE])
-    assert not waited.report_marks.keys() & {("n1", 1)}
+    assert not waited.acknowledged_reports.keys() & {("n1", 1)}
     assert written(database, [waited]) == LEFT
     back = merged([*BOTH, *GONE, of_node("n1", 3), of_job("j1", 3)])
     assert written(f"sqlite:///{tmp_path / 'back.db'}", [back]) == BACK

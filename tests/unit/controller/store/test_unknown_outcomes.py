@@ -77,10 +77,10 @@ def test_commit_kept_before_outage_is_not_repeated(engine: Engine, answers: Answ
         answers.lost, answers.broken = 1, True
         with pytest.raises(DatabaseUnavailable) as away:
             await store.commit(entry(1))
-        assert away.value.is_batch_kept
+        assert away.value.is_batch_queued
         with pytest.raises(DatabaseUnavailable) as still_away:
             await store.commit(entry(2))
-        assert not still_away.value.is_batch_kept
+        assert not still_away.value.is_batch_queued
         answers.broken = False
         await store.commit(entry(2))
         await store.commit(Batch())
@@ -97,7 +97,7 @@ def test_slow_commit_is_aborted_and_looked_up(engine: Engine, answers: Answers) 
         answers.late.clear()
         with pytest.raises(DatabaseUnavailable, match="hangs: no answer for") as away:
             await store.commit(entry(1))
-        assert away.value.is_batch_kept
+        assert away.value.is_batch_queued
         with pytest.raises(DatabaseUnavailable, match="hangs"):
             await store.commit(entry(2))
         answers.late.set()

@@ -262,7 +262,7 @@ def test_verdict_explain_shows_finding_and_rule(run: Any) -> None:
         (("remediations",), operator_history.RemediationList),
         (("budget",), operator_history.BudgetStatus),
         (("policy", "show"), operator_history.PolicyDocument),
-        (("job", "exposures", "gpt"), op.Restorability),
+        (("job", "loss-forecast", "gpt"), op.Restorability),
     ],
 )
 def test_json_output_decodes_for_every_read_command(run: Any, arguments: tuple[str, ...], kind: Any) -> None:
@@ -278,7 +278,7 @@ def test_history_and_budget_commands_show_rows(run: Any) -> None:
     assert re.search(r"fleet\s+\d+", run("budget").output)
     assert "eviction_count" in run("policy", "show").output
     assert "gpu.xid" in run("policy", "show", "--rules").output
-    assert "node n2" in run("job", "exposures", "gpt").output
+    assert "node n2" in run("job", "loss-forecast", "gpt").output
     listed = run("nodes", "--state", "healthy", "--rack", "r1").output
     assert ("n1" in listed, "n2" in listed) == (False, True)
 

@@ -179,7 +179,9 @@ def test_budget_shows_time_until_free(monkeypatch: pytest.MonkeyPatch, tmp_path:
     from everstep.cli import history
     from everstep.wire.v1 import operator_history
 
-    scope = operator_history.BudgetScope(kind="fleet", name="", limit=1, used=1, left=0, nodes=6, frees_at=1300.0)
+    scope = operator_history.BudgetScope(
+        kind="fleet", name="", limit=1, used=1, remaining=0, nodes=6, next_free_at=1300.0
+    )
 
     class Told:
         def get(self, *_: Any) -> operator_history.BudgetStatus:
@@ -197,7 +199,7 @@ def test_budget_shows_no_time_while_breaker_is_tripped(monkeypatch: pytest.Monke
     from everstep.cli import history
     from everstep.wire.v1 import operator_history
 
-    scope = operator_history.BudgetScope(kind="fleet", name="", limit=1, used=1, left=0, nodes=6)
+    scope = operator_history.BudgetScope(kind="fleet", name="", limit=1, used=1, remaining=0, nodes=6)
 
     class Told:
         def get(self, *_: Any) -> operator_history.BudgetStatus:

@@ -12,12 +12,12 @@ from everstep_agent.sensors.monitor import SavedSensorState, load_sensor_state
 from everstep_agent.spill.dcp_metadata import decode_state
 from everstep_agent.vault.parity.shards import decode_parity_manifest
 from everstep_trainer.launch.fork_messages import ControlChannel
-from everstep_trainer.state.blob import decode_blob
 from everstep_trainer.state.layout import decode_layout
+from everstep_trainer.state.python_value_codec import decode_blob
 
 from everstep.errors import MalformedMessage
 from everstep.layout.manifests import decode_manifest
-from everstep.layout.vault_note import LOCK_FILE, read_note
+from everstep.layout.vault_status import LOCK_FILE, read_status
 
 DEEP = b"\x81\xa1x" + b"\x91" * 100_000
 
@@ -40,7 +40,7 @@ def test_deeply_nested_input_is_malformed(read: Callable[[bytes], object]) -> No
 def test_deeply_nested_file_is_ignored(tmp_path: Path) -> None:
     path = tmp_path / LOCK_FILE
     path.write_bytes(b'{"x":' + b"[" * 100_000)
-    assert read_note(tmp_path) is None
+    assert read_status(tmp_path) is None
     assert load_sensor_state(str(path)) == SavedSensorState()
 
 

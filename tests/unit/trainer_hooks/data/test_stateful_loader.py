@@ -10,7 +10,7 @@ import torch
 from everstep_trainer.parallel.replica_groups import RankContext, Replica
 from everstep_trainer.run import Run
 from everstep_trainer.runtime.generation_session import IdleSession
-from everstep_trainer.state.blob import decode_blob, encode_blob
+from everstep_trainer.state.python_value_codec import decode_blob, encode_blob
 
 from everstep.errors import NotRestorable
 from tests.support.waiting import until

@@ -23,7 +23,7 @@ from everstep_trainer.importers.checkpoint_files import open_checkpoint
 from everstep_trainer.importers.importer import read_checkpoint
 from everstep_trainer.importers.storage_reads import DamagedCheckpoint
 from everstep_trainer.importers.storage_reads import _fetch as fetch
-from everstep_trainer.state.blob import as_bytes
+from everstep_trainer.state.python_value_codec import as_bytes
 from everstep_trainer.state.tracked_state import TrackedState
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict

@@ -13,8 +13,8 @@ import torch
 from everstep_trainer.importers.checkpoint_files import find_checkpoints, open_checkpoint
 from everstep_trainer.importers.importer import read_checkpoint
 from everstep_trainer.importers.storage_reads import DamagedCheckpoint
-from everstep_trainer.runtime.regroup import patch_mesh_equality
-from everstep_trainer.state.blob import as_bytes
+from everstep_trainer.runtime.process_group import patch_mesh_equality
+from everstep_trainer.state.python_value_codec import as_bytes
 from everstep_trainer.state.tracked_state import TrackedState
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh

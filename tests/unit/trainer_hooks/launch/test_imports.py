@@ -10,9 +10,9 @@ import pytest
 from everstep_trainer.launch.job_cache import (
     MAX_FILE_BYTES,
     MAX_MODULES,
-    ImportFollower,
     ImportRecorder,
-    is_followed,
+    RecordedImportLoader,
+    is_preloaded_after_import,
     read_imports,
 )
 
@@ -38,7 +38,7 @@ def test_standby_imports_modules_noted_by_a_rank(tmp_path: Path) -> None:
     noted.record()
     for name in MODULES:
         del sys.modules[name]
-    ImportFollower(tmp_path, never).import_new()
+    RecordedImportLoader(tmp_path, never).import_new()
     assert set(MODULES) <= sys.modules.keys()
 
 
@@ -82,28 +82,28 @@ def test_follower_imports_only_followed_packages(tmp_path: Path, monkeypatch: py
     (tmp_path / "planted.py").write_text("raise AssertionError('imported')")
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "imports-0").write_text("planted\nplanted.torch\n\n../wave\nwave")
-    ImportFollower(tmp_path, never).import_new()
+    RecordedImportLoader(tmp_path, never).import_new()
     assert "wave" in sys.modules
     assert "planted" not in sys.modules
-    assert not is_followed("planted")
+    assert not is_preloaded_after_import("planted")
 
 
 def test_follower_goes_on_after_a_failed_import(tmp_path: Path) -> None:
     (tmp_path / "imports-0").write_text("json.of_another_version\nwave")
-    ImportFollower(tmp_path, never).import_new()
+    RecordedImportLoader(tmp_path, never).import_new()
     assert "wave" in sys.modules
 
 
 def test_follower_stops_when_the_standby_is_needed(tmp_path: Path) -> None:
     (tmp_path / "imports-0").write_text("\n".join(MODULES))
-    ImportFollower(tmp_path, lambda: "wave" in sys.modules).import_new()
+    RecordedImportLoader(tmp_path, lambda: "wave" in sys.modules).import_new()
     assert "wave" in sys.modules
     assert "xml.dom.minidom" not in sys.modules
 
 
 def test_follower_rereads_a_changed_file(tmp_path: Path) -> None:
     file = tmp_path / "imports-0"
-    follower = ImportFollower(tmp_path, never)
+    follower = RecordedImportLoader(tmp_path, never)
     follower.import_new()
     file.write_text("json.of_another_version")
     follower.import_new()

@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from everstep_trainer.launch.private_services import MOST_LISTED, read_detail, summary
+from everstep_trainer.launch.private_services import MAX_LISTED_RECOVERIES, read_detail, summary
 
 from everstep.vocabulary import GenerationReason, JobState
 from everstep.wire.v1.operator import GenerationRecovery, JobDetail, JobSummary
@@ -38,9 +38,9 @@ def test_each_recovery_is_listed_with_its_seconds() -> None:
 
 
 def test_many_recoveries_are_counted_and_the_last_listed() -> None:
-    lines = summary(detail(*(recovery(2 + n, 1.0) for n in range(MOST_LISTED + 5))))
+    lines = summary(detail(*(recovery(2 + n, 1.0) for n in range(MAX_LISTED_RECOVERIES + 5))))
     assert "25 recoveries, 25.00 s lost" in lines[0]
-    assert len(lines) == MOST_LISTED + 2
+    assert len(lines) == MAX_LISTED_RECOVERIES + 2
 
 
 def test_long_reason_is_cut() -> None:

@@ -20,7 +20,7 @@ from everstep_trainer.launch.processes import WorkerOutputs
 from everstep.bearer_tokens import TokenRole, verify
 from everstep.clock import ManualClock
 from everstep.errors import ConfigurationError, Unavailable
-from everstep.layout.vault_note import LOCK_FILE
+from everstep.layout.vault_status import LOCK_FILE
 from everstep.system_clock import SYSTEM_CLOCK
 
 READY = """

@@ -12,7 +12,7 @@ from everstep.ids import Version
 from everstep.layout.manifests import LAYOUT_FORMAT, Box, Manifest, StoredBox, TensorInfo
 from everstep.wire.v1.local import SlotInfo
 from everstep.wire.v1.training import RestoreRule
-from everstep.wire.v1.vault_orders import NodeGroup, Protection
+from everstep.wire.v1.vault_reports import NodeGroup, Protection
 
 CATALOG = (TensorInfo("weight", "float32", 4, (4, 2), False),)
 

@@ -11,7 +11,7 @@ from everstep.ids import Version
 from everstep.wire.v1.agent import Domain
 from everstep.wire.v1.local import SlotInfo
 from everstep.wire.v1.training import Holder
-from everstep.wire.v1.vault_orders import ParityGroup
+from everstep.wire.v1.vault_reports import ParityGroup
 from tests.support.core_fleet import CoreFleet
 from tests.support.generations import generation
 

@@ -22,7 +22,7 @@ from everstep_trainer.runtime.abort import (
     gloo_event_loops,
     make_backend,
 )
-from everstep_trainer.runtime.regroup import Rendezvous
+from everstep_trainer.runtime.process_group import Rendezvous
 
 from tests.support.stage import host_store
 from tests.support.waiting import until

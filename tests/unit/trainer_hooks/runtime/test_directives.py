@@ -34,7 +34,7 @@ def hung(number: int) -> NewGeneration:
 
 
 def test_ranks_log_their_stacks_when_another_rank_hangs(caplog: pytest.LogCaptureFixture) -> None:
-    rank = attendant(MembershipState.INSIDE)
+    rank = attendant(MembershipState.MEMBER)
     with caplog.at_level(logging.WARNING):
         rank.handle_message(hung(2))
         rank.handle_message(hung(2))
@@ -47,7 +47,7 @@ def test_ranks_log_their_stacks_when_another_rank_hangs(caplog: pytest.LogCaptur
 
 @pytest.mark.parametrize(
     ("where", "message"),
-    [(MembershipState.OUTSIDE, hung(2)), (MembershipState.INSIDE, NewGeneration(spec=generation(2)))],
+    [(MembershipState.NOT_A_MEMBER, hung(2)), (MembershipState.MEMBER, NewGeneration(spec=generation(2)))],
 )
 def test_stacks_are_logged_only_for_hangs(
     where: MembershipState, message: NewGeneration, caplog: pytest.LogCaptureFixture
@@ -62,7 +62,7 @@ def test_tick_reports_the_begun_step_of_its_generation_only() -> None:
     progress = StepProgress(settings.step_window)
     progress.enter(1, 0, lambda: 0)
     progress.begin_step(8)
-    presence = SimpleNamespace(state=MembershipState.OUTSIDE, abort=lambda: None)
+    presence = SimpleNamespace(state=MembershipState.NOT_A_MEMBER, abort=lambda: None)
     rank = DirectiveListener(ReceivedDirectives(), presence, progress, lambda _: None, settings, ManualClock())  # type: ignore[arg-type]
     for number, begun in ((1, 8), (2, 0)):
         spec = generation(number)

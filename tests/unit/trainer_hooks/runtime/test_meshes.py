@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
-from everstep_trainer.runtime import regroup
+from everstep_trainer.runtime import process_group
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 @pytest.fixture(autouse=True)
 def told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DeviceMesh, "__init__", DeviceMesh.__init__)  # put back afterwards
-    regroup.patch_mesh_equality()
+    process_group.patch_mesh_equality()
 
 
 @contextmanager

@@ -67,7 +67,7 @@ class OnGpu(dist.Work):
 
 def test_gpu_work_is_polled_without_a_timeout():
     work = OnGpu()
-    interrupt.poll_unless(work, lambda: False)
+    interrupt.poll_or_regroup(work, lambda: False)
     assert work.looks == 3
     assert work.timeouts == [timedelta(0)]  # torch's word for none
 
@@ -75,5 +75,5 @@ def test_gpu_work_is_polled_without_a_timeout():
 def test_polled_gpu_work_is_left_once_over():
     work = OnGpu()
     with pytest.raises(Regroup):
-        interrupt.poll_unless(work, lambda: work.looks == 2)
+        interrupt.poll_or_regroup(work, lambda: work.looks == 2)
     assert work.timeouts == []

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 
-from everstep_trainer.snapshot.job import Latch
+from everstep_trainer.snapshot.job import OneShotSignal
 
 
 def test_latch_waits_until_set() -> None:
-    latch = Latch()
+    latch = OneShotSignal()
     assert not latch.wait(0.001)
     assert not latch.is_set()
     latch.set()
@@ -17,7 +17,7 @@ def test_latch_waits_until_set() -> None:
 
 
 def test_latch_releases_all_waiting_threads() -> None:
-    latch, gone = Latch(), []
+    latch, gone = OneShotSignal(), []
     threads = [threading.Thread(target=lambda: gone.append(latch.wait(60.0))) for _ in range(4)]
     for thread in threads:
         thread.start()
@@ -28,7 +28,7 @@ def test_latch_releases_all_waiting_threads() -> None:
 
 
 def test_latch_set_by_several_threads_is_set_once() -> None:
-    latch, failed = Latch(), []
+    latch, failed = OneShotSignal(), []
 
     def set_it() -> None:
         try:

@@ -12,7 +12,7 @@ from everstep_trainer.snapshot.pace import (
     MIN_BLOCKED_S,
     PACE_WINDOW,
     SnapshotPace,
-    wanted_interval,
+    target_interval,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -62,7 +62,7 @@ class Lockstep:
 
 @given(st.floats(0, 10, allow_nan=False), st.floats(0, 10, allow_nan=False), st.integers(1, MAX_INTERVAL))
 def test_training_is_blocked_for_at_most_its_share(blocked_s: float, step_s: float, now: int) -> None:
-    every = wanted_interval(blocked_s, step_s, now)
+    every = target_interval(blocked_s, step_s, now)
     assert 1 <= every <= MAX_INTERVAL
     if blocked_s < MIN_BLOCKED_S:
         assert every == 1
@@ -76,10 +76,10 @@ def test_pace_between_two_values_is_stable() -> None:
     blocked_s = (
         0.099 * 2 * 1.1
     )  # of two steps of a second, just under a tenth: one in two is enough, one in three is much
-    assert wanted_interval(blocked_s, 1.0, 1) == 2
-    assert wanted_interval(blocked_s, 1.0, 2) == 2
-    assert wanted_interval(blocked_s, 1.0, 3) == 3
-    assert wanted_interval(blocked_s / 2, 1.0, 3) < 3
+    assert target_interval(blocked_s, 1.0, 1) == 2
+    assert target_interval(blocked_s, 1.0, 2) == 2
+    assert target_interval(blocked_s, 1.0, 3) == 3
+    assert target_interval(blocked_s / 2, 1.0, 3) < 3
 
 
 def test_pace_follows_the_slowest_rank_and_recovers(

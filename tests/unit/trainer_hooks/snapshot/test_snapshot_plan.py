@@ -7,7 +7,7 @@ import random
 
 import msgspec
 import pytest
-from everstep_trainer.restore.version_choice import covers, is_whole
+from everstep_trainer.restore.version_choice import covers, is_fully_covered
 from everstep_trainer.snapshot.active_plan import MIN_BLOB_BYTES, SnapshotPlanner
 from everstep_trainer.snapshot.exchange import LayoutRound
 from everstep_trainer.snapshot.plan import build_manifest, divide_state, payload_bytes, unify_sharing
@@ -217,7 +217,7 @@ def test_per_rank_stage_state_is_whole_with_the_stage_ranks() -> None:
     assert [seen.source_rank(rank) for rank in range(4)] == [1, 1, 1, 3]
     index = manifests[0].catalog.index(seen)
     boxes = [{s.box for m in some for s in m.stored if s.tensor == index} for some in (manifests, manifests[:2])]
-    assert [is_whole(seen, held) for held in boxes] == [True, False]
+    assert [is_fully_covered(seen, held) for held in boxes] == [True, False]
 
 
 def test_rank_alone_with_a_stage_is_marked_alone() -> None:
@@ -346,6 +346,6 @@ def test_vault_memory_forecast_includes_slots_and_copies() -> None:
 def test_share_size_is_known_without_its_manifest(nodes: list[str]) -> None:
     for layouts in (replicated([1 << 16, 3, 1000], 2), sharded(1001, 2)):
         for rank, share in enumerate(divide_state(layouts, nodes, 2)):
-            for stored in (share, share.with_covers()):
+            for stored in (share, share.including_replicated_state()):
                 made = build_manifest(rank, layouts, stored, 5000)
                 assert payload_bytes(layouts[rank], stored, 5000) == made.payload_bytes

@@ -6,7 +6,7 @@ import pytest
 import torch
 from everstep_trainer.sdc.digest import WeightedDigest, to_unsigned
 from everstep_trainer.snapshot.copy import DeviceMover
-from everstep_trainer.snapshot.pace import StepStopwatch, wanted_interval
+from everstep_trainer.snapshot.pace import StepStopwatch, target_interval
 
 from everstep.clock import ManualClock
 from tests.support.pretended_gpu import Event, PretendedCuda, Stream, on_gpu, pretend
@@ -61,8 +61,8 @@ def test_wait_with_a_busy_gpu_counts_as_no_delay(cuda: PretendedCuda) -> None:
     work(cuda, STEP_S)
     watch.end_step((GPU,))
     assert told == [(STEP_S, 0.0)] * 5
-    assert wanted_interval(0.0, STEP_S, 1) == 1
-    assert wanted_interval(WAIT_S, 0.0, 1) > 1, "what the thread's own time would have said"
+    assert target_interval(0.0, STEP_S, 1) == 1
+    assert target_interval(WAIT_S, 0.0, 1) > 1, "what the thread's own time would have said"
 
 
 def test_wait_with_an_idle_gpu_counts_whole(cuda: PretendedCuda) -> None:

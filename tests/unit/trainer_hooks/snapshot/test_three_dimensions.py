@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from everstep_trainer.restore.fetch import NeededBox, plan_reads
-from everstep_trainer.runtime.regroup import patch_mesh_equality
+from everstep_trainer.runtime.process_group import patch_mesh_equality
 from everstep_trainer.snapshot.copy import slot_view, view_of_box
 from everstep_trainer.snapshot.plan import RankShare, build_manifest, divide_state
 from everstep_trainer.state.tensors import TrackedTensor

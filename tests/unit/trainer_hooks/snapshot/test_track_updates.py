@@ -65,7 +65,7 @@ class CopyingKeeper(IdleSession):
         self.go_on.set()
         self.snapshots.wait()
 
-    def step_finished(self, step: int) -> None:
+    def on_step_finished(self, step: int) -> None:
         self.snapshots.begin(step)
 
     def is_copied(self) -> bool:

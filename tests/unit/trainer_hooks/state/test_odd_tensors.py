@@ -12,8 +12,8 @@ import torch.distributed as dist
 from everstep_trainer.restore.restorer import Restoration
 from everstep_trainer.restore.restorer import Restoration as Restorer
 from everstep_trainer.snapshot.snapshotter import Snapshotter
-from everstep_trainer.state.blob import decode_blob, encode_blob
 from everstep_trainer.state.layout import Sharing
+from everstep_trainer.state.python_value_codec import decode_blob, encode_blob
 from everstep_trainer.state.tracked_state import TrackedState
 from torch import nn
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from everstep_trainer.state.blob import encode_blob
 from everstep_trainer.state.python_state import MAX_NAMES_BYTES, MergedState, decode, pack_names, unpack_names
+from everstep_trainer.state.python_value_codec import encode_blob
 from everstep_trainer.state.tracked_state import TrackedState
 from hypothesis import given
 from hypothesis import strategies as st

@@ -12,8 +12,8 @@ import pytest
 import torch
 from everstep_agent.spill.dcp_metadata import decode_state
 from everstep_agent.spill.torch_format import Call, Global
-from everstep_trainer.state import blob
-from everstep_trainer.state.blob import decode_blob, encode_blob
+from everstep_trainer.state import python_value_codec
+from everstep_trainer.state.python_value_codec import decode_blob, encode_blob
 
 Pair = namedtuple("Pair", "one two")
 
@@ -115,8 +115,8 @@ def test_non_text_string_is_refused_with_its_path(value: Any) -> None:
 
 def test_paths_are_formatted_only_for_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[object] = []
-    say = blob._describe_path
-    monkeypatch.setattr(blob, "_describe_path", lambda path: said.append(path) or say(path))
+    say = python_value_codec._describe_path
+    monkeypatch.setattr(python_value_codec, "_describe_path", lambda path: said.append(path) or say(path))
     encode_blob({"groups": [{"lr": 0.1, "betas": (0.9, 0.99)}]})
     assert said == []
     with pytest.raises(TypeError, match=r"^state\['groups'\]\[0\]\['lr'\] is a builtins.object"):

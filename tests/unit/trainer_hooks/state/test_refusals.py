@@ -10,7 +10,7 @@ from everstep_trainer.parallel.replica_groups import RankContext
 from everstep_trainer.run import Run
 from everstep_trainer.runtime.generation_session import IdleSession
 from everstep_trainer.snapshot.plan import build_manifest, divide_state
-from everstep_trainer.state.blob import decode_blob, encode_blob
+from everstep_trainer.state.python_value_codec import decode_blob, encode_blob
 from everstep_trainer.state.tracked_state import TrackedState
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard

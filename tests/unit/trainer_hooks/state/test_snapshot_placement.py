@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from everstep_trainer.restore.fetch import NeededBox, plan_reads
-from everstep_trainer.runtime.regroup import patch_mesh_equality
+from everstep_trainer.runtime.process_group import patch_mesh_equality
 from everstep_trainer.state.tensors import local_boxes, local_parts
 from hypothesis import given
 from hypothesis import strategies as st

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 from everstep_trainer.data.sampler import ElasticSampler
-from everstep_trainer.state.blob import decode_blob, encode_blob
 from everstep_trainer.state.layout import Sharing
 from everstep_trainer.state.python_state import MergedState, decode
+from everstep_trainer.state.python_value_codec import decode_blob, encode_blob
 from everstep_trainer.state.tracked_state import TrackedState
 from hypothesis import given
 from hypothesis import strategies as st

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import ReadItem, WriteItem, WriteItemT
 
 from everstep.errors import DECODE_ERRORS, MalformedMessage
 from everstep.layout.manifests import Box, Manifest, StoredBox
-from everstep_trainer.state.blob import decode_blob, dtype_of, encode_blob
+from everstep_trainer.state.python_value_codec import decode_blob, dtype_of, encode_blob
 
 # ---- step of a checkpoint of which only DCP's name is known
 
@@ -44,7 +44,7 @@ class NonTensorData(msgspec.Struct, frozen=True):
     paths: dict[str, tuple[str | int, ...]] = {}
 
 
-_aside = msgspec.msgpack.Decoder(NonTensorData)
+_non_tensor_decoder = msgspec.msgpack.Decoder(NonTensorData)
 
 
 def encode_non_tensor(data: NonTensorData) -> bytes:
@@ -54,7 +54,7 @@ def encode_non_tensor(data: NonTensorData) -> bytes:
 def decode_non_tensor(data: bytes) -> NonTensorData:
     """Decode the content. Raises MalformedMessage."""
     try:
-        return _aside.decode(data)
+        return _non_tensor_decoder.decode(data)
     except DECODE_ERRORS as error:
         raise MalformedMessage(f"what a checkpoint's slot holds besides tensors cannot be read: {error}") from error
 

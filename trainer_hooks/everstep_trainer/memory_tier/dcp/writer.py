@@ -32,8 +32,8 @@ from everstep_trainer.memory_tier.dcp.dcp_format import PLAIN_PREFIX, NonTensorD
 from everstep_trainer.memory_tier.tier import TIER_SLOTS, MemoryTier
 from everstep_trainer.memory_tier.vault_client import MappedSegment
 from everstep_trainer.snapshot.copy import slot_view, write_blob
-from everstep_trainer.state.blob import dtype_name
 from everstep_trainer.state.layout import ALIGN
+from everstep_trainer.state.python_value_codec import dtype_name
 
 log = logging.getLogger(__name__)
 
@@ -126,7 +126,7 @@ class VaultWriter(StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Mark the checkpoint as complete: the slots of all its ranks are there, and no final write is needed."""
-        self._tier.mark_whole(self._version)
+        self._tier.mark_complete(self._version)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -175,7 +175,7 @@ class VaultWriter(StorageWriter):
                 view.discard(slot)
         headers = view.headers()
         sealed = sorted(h.version for h in headers if h is not None and h.state is SlotState.SEALED)
-        whole = self._tier.newest_whole()
+        whole = self._tier.newest_complete()
         others = [version for version in sealed if version != whole]
         return slot_to_fill(headers, {*others[-1:], whole} if whole in sealed else set(sealed[-2:]))
 

@@ -277,10 +277,10 @@ def _require_mean(name: str, group: Any) -> None:
             )
 
 
-def _rows(mesh: torch.Tensor, replicas: dist.ProcessGroup | None, own: list[int]) -> list[list[int]]:
+def _rows(mesh: torch.Tensor, replicas: dist.ProcessGroup | None, own_ranks: list[int]) -> list[list[int]]:
     """Return the ranks that share one replica's parameters, for each replica, in the order of ``replicas``."""
     if replicas is None:
-        return [own]
+        return [own_ranks]
     rows: list[list[int]] = mesh.tolist()
     return [row for rank in dist.get_process_group_ranks(replicas) for row in rows if rank in row]
 

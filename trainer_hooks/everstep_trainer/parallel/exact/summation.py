@@ -167,13 +167,13 @@ class VirtualMean:
         self.world_size = world_size
         self.timer = timer
         self._rank = rank
-        self._deal(contiguous_virtual_ranks)
+        self._assign_virtual_ranks(contiguous_virtual_ranks)
 
     def interleave_ranks(self) -> None:
         """Use ``interleaved_virtual_ranks`` from now on. Before the first step, on all ranks."""
-        self._deal(interleaved_virtual_ranks)
+        self._assign_virtual_ranks(interleaved_virtual_ranks)
 
-    def _deal(self, assign: Callable[[int, int, int], range]) -> None:
+    def _assign_virtual_ranks(self, assign: Callable[[int, int, int], range]) -> None:
         of_all = [assign(rank, self.world_size, self.virtual_ranks) for rank in range(self.world_size)]
         self.mine = of_all[self._rank]
         self.passes = max(map(len, of_all))
@@ -191,9 +191,9 @@ class VirtualMean:
         parts = partial.parts
         assert tuple(node for node, _ in parts) == self._covers[self._rank], "one value of each virtual rank"
         if len(self._covers) == 1:
-            return self._fold(dict(parts))
+            return self._mean_of_parts(dict(parts))
         like = parts[0][1]
-        mine = self._fold(exchange_slices(parts, self._covers, like, workspace, self.timer))
+        mine = self._mean_of_parts(exchange_slices(parts, self._covers, like, workspace, self.timer))
         whole = workspace.get("whole", mine, len(self._covers) * mine.numel())
         with self.timer.measure(mine.device):
             all_gather(whole, mine)
@@ -206,7 +206,7 @@ class VirtualMean:
             partial.add((leaf, leaf + 1), value.detach().clone().reshape(1))
         return self.mean(partial, Workspace())[0]
 
-    def _fold(self, parts: dict[TreeNode, torch.Tensor]) -> torch.Tensor:
+    def _mean_of_parts(self, parts: dict[TreeNode, torch.Tensor]) -> torch.Tensor:
         """Return the sum divided by the number of virtual ranks; the place of the division affects the rounding."""
         total = sum_subtree((0, self.virtual_ranks), parts, torch.Tensor.add_)
         return total.div_(self.virtual_ranks)

@@ -138,7 +138,7 @@ def _delivery() -> None:
         sa.PrimaryKeyConstraint("node", "seq", name="one_directive_per_seq"),
     )
     op.create_table(
-        "report_marks",
+        "acknowledged_reports",
         sa.Column("node", sa.Text, nullable=False),
         sa.Column("incarnation", sa.BigInteger, nullable=False),
         sa.Column("through", sa.BigInteger, nullable=False),

@@ -11,7 +11,7 @@ from everstep_agent.vault.memory.segments import SegmentKey, SegmentStore
 from everstep.errors import ConfigurationError
 from everstep.ids import Version
 from everstep.layout.segments import HEADER_BYTES, PAGE_BYTES, RECORD_OFFSETS, SlotState
-from everstep.layout.slots import _REPAIR_MARK, SegmentView, slot_bytes_for
+from everstep.layout.slots import _REPAIR_FLAG_VALUE, SegmentView, slot_bytes_for
 from everstep.vocabulary import FindingKind
 from everstep.wire.v1 import local
 from tests.support.vaults import DEADLINE_S, JOB, RankMemory, Vaults, map_segment
@@ -107,7 +107,7 @@ def test_slot_with_both_headers_damaged_is_reported_at_restart(tmp_path: Path) -
 def test_interrupted_repair_does_not_block_refilling_the_slot(tmp_path: Path) -> None:
     path = store_with_a_slot(tmp_path / "segments")
     view = map_segment(path)
-    view._flag(3, _REPAIR_MARK)
+    view._flag(3, _REPAIR_FLAG_VALUE)
     assert adopt(SegmentStore(tmp_path / "segments", "n1", None)) == 1
     fill(view, 3)
     view.verify(3)

@@ -14,7 +14,7 @@ from everstep.ids import Version
 from everstep.vocabulary import JobState
 from everstep.wire.v1.directives import SpillVersion, StopJob, VersionNotice
 from everstep.wire.v1.training import SpillPlan
-from everstep.wire.v1.vault_orders import VersionSpilled
+from everstep.wire.v1.vault_reports import VersionSpilled
 from tests.support.core_fleet import CoreFleet, audits, sent
 
 PLAN = SpillPlan(every_steps=100, url="/store", keep_last=2)
@@ -115,7 +115,7 @@ def test_late_answer_still_removes_missing_checkpoints() -> None:
     assert fleet.job().pending_spill is None
     _answer(fleet, "n2", late, complete=True, url="/store/job/step-300", remaining=("step-200", "step-300"))
     assert [one.version.step for one in fleet.job().stored_checkpoints] == [200]
-    assert fleet.job().spills_lost == 1
+    assert fleet.job().spills_failed == 1
 
 
 def test_stale_answer_removes_no_newer_checkpoint() -> None:
@@ -163,7 +163,7 @@ def test_spill_is_abandoned_after_repeated_unavailability() -> None:
     assert fleet.job().pending_spill is not None
     effects = _answer(fleet, "n1", order, code=Unavailable.code, message="no route to the store")
     assert fleet.job().pending_spill is None
-    assert fleet.job().spills_lost == 1
+    assert fleet.job().spills_failed == 1
     assert "no route to the store" in audits(effects, "spill.given_up")[0]
 
 
@@ -238,7 +238,7 @@ def test_spill_assigns_shares_of_lost_node_to_replica_node() -> None:
     _answer(fleet, heir, order)
     fleet.disconnect("n4")
     fleet.advance(30, "n1", "n2", "n3")
-    assert "n4" not in fleet.state.reachable
+    assert "n4" not in fleet.state.reachable_nodes
     spilling = fleet.job().pending_spill
     assert spilling is not None
     assert "n4" not in spilling.writers
@@ -252,7 +252,7 @@ def test_spill_is_lost_with_the_only_holder_of_a_share() -> None:
     fleet.disconnect("n4")
     fleet.advance(30, "n1", "n2", "n3")
     assert fleet.job().pending_spill is None
-    assert fleet.job().spills_lost == 1
+    assert fleet.job().spills_failed == 1
 
 
 def test_corrupt_version_is_neither_spilled_nor_restored() -> None:

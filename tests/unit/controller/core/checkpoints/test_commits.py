@@ -180,7 +180,7 @@ def test_only_announced_candidates_commit() -> None:
 def test_large_job_commits_less_often_than_small_job() -> None:
     candidates = []
     for nodes in (2, 8):
-        fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), commit_interval_per_rank_s=0.5))
+        fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab_preset(), commit_interval_per_rank_s=0.5))
         fleet.start(nodes)
         fleet.progress(step=7, step_s=0.1)
         notice = sent(fleet.seal(7), VersionNotice)["n1"]

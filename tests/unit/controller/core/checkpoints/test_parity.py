@@ -12,7 +12,7 @@ from everstep.errors import NotFound, StaleGeneration, Unavailable
 from everstep.ids import Version
 from everstep.vocabulary import JobState
 from everstep.wire.v1.directives import ProtectVersion, StopJob, VersionNotice
-from everstep.wire.v1.vault_orders import VersionProtected
+from everstep.wire.v1.vault_reports import VersionProtected
 from tests.support.core_fleet import CoreFleet, audits, sent
 
 SIX = tuple(f"n{at + 1}" for at in range(6))
@@ -178,14 +178,14 @@ def test_restorability_accounts_for_parity() -> None:
     fleet = _fleet(replicas=1)
     version = _protect(fleet, 10)
     _commit(fleet, 12)
-    told = {one.name: one for one in compute_restorability(fleet.state, fleet.job()).exposures}
+    told = {one.name: one for one in compute_restorability(fleet.state, fleet.job()).loss_forecasts}
     assert told["n1"].restorable
     assert told["n1"].fallback_version == version
     assert f"parity has version {version}" in told["n1"].sentence
     assert told["n1, n2"].restorable
     fleet.disconnect("n6")
     fleet.advance(30, *SIX[:5])
-    told = {one.name: one for one in compute_restorability(fleet.state, fleet.job()).exposures}
+    told = {one.name: one for one in compute_restorability(fleet.state, fleet.job()).loss_forecasts}
     assert told["n1"].fallback_version == version
     assert not told["n1, n2"].restorable
 
@@ -198,7 +198,7 @@ def test_ungrouped_nodes_are_named_and_counted_as_exposed() -> None:
         _made(fleet, node, order)
     told = {
         one.name: one.restorable
-        for one in compute_restorability(fleet.state, fleet.job()).exposures
+        for one in compute_restorability(fleet.state, fleet.job()).loss_forecasts
         if one.kind == "node"
     }
     assert alone.endswith("; n5 have neither parity nor a copy")

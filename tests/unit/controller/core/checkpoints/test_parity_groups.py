@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.ids import Version
-from everstep.wire.v1.vault_orders import NodeGroup, Protection
+from everstep.wire.v1.vault_reports import NodeGroup, Protection
 
 names = st.sampled_from(["", "1", "2", "3", "4"])
 any_site = st.builds(FailureDomains, rack=names, switch=names, power=names)
@@ -124,7 +124,7 @@ def test_groups_have_balanced_sizes_up_to_k(nodes: int, sizes: list[int]) -> Non
 def test_group_size_shrinks_with_the_number_of_racks() -> None:
     _, grouping = _formed([FailureDomains(rack=f"r{at % 6}") for at in range(24)], 8)
     assert {len(group.members) for group in grouping.groups} == {4}
-    assert grouping.sentence == (
+    assert grouping.explanation == (
         "6 groups of 4 nodes and 2 parities (up to 8 were asked for; the roster and its domains allow 4): "
         "each bears any two losses"
     )
@@ -133,7 +133,7 @@ def test_group_size_shrinks_with_the_number_of_racks() -> None:
 def test_three_racks_fall_back_to_replicas() -> None:
     _, grouping = _formed([FailureDomains(rack=f"r{at % 3}") for at in range(30)], 4)
     assert grouping.groups == ()
-    assert grouping.sentence == (
+    assert grouping.explanation == (
         "all 30 nodes keep copies: parity needs 4 nodes of which no two share a rack, switch or power unit"
     )
 
@@ -146,7 +146,7 @@ def test_domain_shared_by_all_nodes_is_ignored() -> None:
 def test_ungrouped_node_is_named() -> None:
     _, grouping = _formed([FailureDomains() for _ in range(9)], 2)
     assert grouping.copy_only_nodes == ("n8",)
-    assert grouping.sentence == (
+    assert grouping.explanation == (
         "4 groups of 2 nodes and 2 parities: each bears any two losses; n8 found no 2 apart and keeps copies"
     )
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from everstep.vocabulary import FindingKind, GenerationReason
 from tests.support.core_fleet import CoreFleet, audits, decisions, generations
 
-POLICY = msgspec.structs.replace(CorePolicy.lab(), missed_copies_count=3, replica_node_skip_s=60.0)
+POLICY = msgspec.structs.replace(CorePolicy.lab_preset(), missed_copies_count=3, replica_node_skip_s=60.0)
 KEY = f"{FindingKind.COPIES_MISSING}/copies/job"
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from everstep.ids import Version
 from everstep.vocabulary import Finding, FindingKind, Severity
 from everstep.wire.v1.agent import Domain
-from everstep.wire.v1.operator import Exposure, Restorability
+from everstep.wire.v1.operator import LossForecast, Restorability
 from tests.support.core_fleet import CoreFleet
 
 Kept = dict[str, tuple[tuple[str, ...], tuple[str, ...]]]
@@ -44,8 +44,8 @@ def _ask(fleet: CoreFleet) -> Restorability:
     return answer
 
 
-def _of(answer: Restorability, kind: str, name: str) -> Exposure:
-    return next(one for one in answer.exposures if (one.kind, one.name) == (kind, name))
+def _of(answer: Restorability, kind: str, name: str) -> LossForecast:
+    return next(one for one in answer.loss_forecasts if (one.kind, one.name) == (kind, name))
 
 
 PAIRED: Kept = {"n1": (("n3",), ()), "n2": (("n4",), ()), "n3": (("n1",), ()), "n4": (("n2",), ())}
@@ -59,7 +59,7 @@ def test_replicas_in_other_rack_survive_any_node_or_rack() -> None:
     _commit(fleet, PAIRED)
     answer = _ask(fleet)
     assert answer.version == Version(1, 5)
-    assert all(one.restorable for one in answer.exposures if one.kind in ("node", "rack"))
+    assert all(one.restorable for one in answer.loss_forecasts if one.kind in ("node", "rack"))
     assert _of(answer, "rack", "a").sentence == (
         "without rack a (2 nodes): version 1:5 stays whole; the job goes on with 2 of 4 nodes"
     )
@@ -69,11 +69,11 @@ def test_node_and_its_replica_are_reported_as_fatal_pair() -> None:
     fleet = _fleet("aabb", nproc_per_node=2)
     _commit(fleet, PAIRED)
     answer = _ask(fleet)
-    fatal = [one.nodes for one in answer.exposures if not one.restorable]
+    fatal = [one.nodes for one in answer.loss_forecasts if not one.restorable]
     assert fatal == [("n1", "n3"), ("n2", "n4")]
-    assert answer.exposures[0].nodes == ("n1", "n3"), "what would cost something comes first"
-    assert answer.exposures[0].ranks == (0, 1, 4, 5)
-    assert "what the ranks on n1, n3 stored of version 1:5 may be gone" in answer.exposures[0].sentence
+    assert answer.loss_forecasts[0].nodes == ("n1", "n3"), "what would cost something comes first"
+    assert answer.loss_forecasts[0].ranks == (0, 1, 4, 5)
+    assert "what the ranks on n1, n3 stored of version 1:5 may be gone" in answer.loss_forecasts[0].sentence
     assert answer.sentence.endswith("2 pairs cannot be spared, such as n1 and n3")
 
 
@@ -89,7 +89,7 @@ def test_single_node_job_depends_on_its_node() -> None:
     fleet = _fleet("a", nproc_per_node=2)
     _commit(fleet, {})
     only = _of(_ask(fleet), "node", "n1")
-    assert (only.restorable, only.nodes_left, only.ranks) == (False, 0, (0, 1))
+    assert (only.restorable, only.remaining_nodes, only.ranks) == (False, 0, (0, 1))
     assert only.sentence.endswith("fewer than 1 node are left and the job is paused")
 
 
@@ -98,7 +98,7 @@ def test_partial_copies_survive_any_single_loss() -> None:
     nodes = fleet.seats()
     _commit(fleet, {node: ((), tuple(other for other in nodes if other != node)) for node in nodes})
     answer = _ask(fleet)
-    assert all(one.restorable == (one.kind != "pair") for one in answer.exposures), (
+    assert all(one.restorable == (one.kind != "pair") for one in answer.loss_forecasts), (
         "two of them may hold one part alone"
     )
 
@@ -107,15 +107,15 @@ def test_two_nodes_without_reported_copies_form_a_fatal_pair() -> None:
     fleet = _fleet("ab", replicas=3)
     _commit(fleet, {})
     answer = _ask(fleet)
-    assert [one.nodes for one in answer.exposures if not one.restorable] == [("n1", "n2")]
+    assert [one.nodes for one in answer.loss_forecasts if not one.restorable] == [("n1", "n2")]
 
 
 def test_exposure_reports_job_continuation_separately() -> None:
     fleet = _fleet("aabb", min_nodes=3)
     _commit(fleet, PAIRED)
     answer = _ask(fleet)
-    assert _of(answer, "node", "n1").nodes_left == 3
-    assert _of(answer, "rack", "a").nodes_left == 0
+    assert _of(answer, "node", "n1").remaining_nodes == 3
+    assert _of(answer, "rack", "a").remaining_nodes == 0
     assert _of(answer, "rack", "a").sentence.endswith("fewer than 3 nodes are left and the job is paused")
 
 
@@ -176,7 +176,7 @@ def test_holders_survive_restart_and_next_generation() -> None:
     fleet.leave("n4")
     answer = _ask(fleet)
     assert answer.version == Version(1, 5)
-    assert [one.nodes for one in answer.exposures if not one.restorable] == [("n1", "n3"), ("n2", "n4")]
+    assert [one.nodes for one in answer.loss_forecasts if not one.restorable] == [("n1", "n3"), ("n2", "n4")]
 
 
 # --- against a dumb one ------------------------------------------------------------------------------------------
@@ -194,10 +194,10 @@ def test_restorability_matches_exhaustive_share_search(kept: list[tuple[set[int]
     copied = {node: kept[at][1] for at, node in enumerate(nodes)}
     _commit(fleet, {n: (others[n], ()) if copied[n] else ((), others[n]) for n in nodes})
     answer = _ask(fleet)
-    for one in answer.exposures:
+    for one in answer.loss_forecasts:
         assert one.restorable == _whole(nodes, others, copied, replicas, set(one.nodes)), one
-    told = {one.nodes for one in answer.exposures if one.kind == "pair"}
-    alone = {one.name for one in answer.exposures if one.kind == "node" and one.restorable}
+    told = {one.nodes for one in answer.loss_forecasts if one.kind == "pair"}
+    alone = {one.name for one in answer.loss_forecasts if one.kind == "node" and one.restorable}
     assert told == {pair for pair in combinations(nodes, 2) if alone.issuperset(pair)}
 
 

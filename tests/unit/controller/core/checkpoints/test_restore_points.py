@@ -9,7 +9,7 @@ from everstep_controller.core.checkpoints.restore_points import list_checkpoints
 from everstep.ids import Version
 from everstep.wire.v1.directives import ProtectVersion, SpillVersion
 from everstep.wire.v1.training import SpillPlan
-from everstep.wire.v1.vault_orders import VersionProtected, VersionSpilled
+from everstep.wire.v1.vault_reports import VersionProtected, VersionSpilled
 from tests.support.core_fleet import CoreFleet, sent
 
 SIX = tuple(f"n{at + 1}" for at in range(6))
@@ -30,7 +30,7 @@ def _commit(fleet: CoreFleet, step: int) -> tuple[dict[str, ProtectVersion], dic
 
 def _places(fleet: CoreFleet) -> list[tuple[str, str, str, bool]]:
     told = list_checkpoints(fleet.state, fleet.job())
-    return [(str(one.version), one.tier, one.state, one.restorable) for one in told.versions]
+    return [(str(one.version), one.storage_tier, one.state, one.restorable) for one in told.versions]
 
 
 def test_no_restore_point_exists_before_first_commit() -> None:
@@ -94,5 +94,5 @@ def test_restore_points_report_spill_failures() -> None:
     )
     fleet.report(next(iter(spills)), said)
     told = list_checkpoints(fleet.state, fleet.job())
-    assert told.spills_lost == 1
+    assert told.spills_failed == 1
     assert "overwritten" in told.last_error

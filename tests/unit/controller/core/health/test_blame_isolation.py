@@ -16,7 +16,7 @@ from tests.support.findings import slow_link, xid
 
 
 def _fleet(nodes: int = 4, **more: int) -> CoreFleet:
-    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), eviction_count=10))
+    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab_preset(), eviction_count=10))
     fleet.start(nodes, **more)
     fleet.advance(301.0, *[f"n{i + 1}" for i in range(nodes)])
     return fleet
@@ -183,7 +183,7 @@ def test_case_restarts_after_controller_restart() -> None:
 
 
 def test_slow_readmission_probe_counts_as_failed() -> None:
-    policy = msgspec.structs.replace(CorePolicy.lab(), slow_link_bytes_per_s=1e9)
+    policy = msgspec.structs.replace(CorePolicy.lab_preset(), slow_link_bytes_per_s=1e9)
     fleet = CoreFleet(policy)
     fleet.start(4, 1)
     fleet.raise_finding("n2", xid())
@@ -199,7 +199,7 @@ def test_slow_readmission_probe_counts_as_failed() -> None:
 
 @pytest.mark.parametrize("bad", [{"n1"}, set()])
 def test_slow_operator_probe_opens_a_case(bad: set[str]) -> None:
-    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), slow_link_bytes_per_s=1e9, eviction_count=10))
+    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab_preset(), slow_link_bytes_per_s=1e9, eviction_count=10))
     fleet.start(4)
     fleet.advance(301.0, "n1", "n2", "n3", "n4")
     fleet.feed(ProbeRequested(nodes=("n1", "n2"), actor="ada"))

@@ -15,7 +15,7 @@ from tests.support.findings import uncorrectable_ecc, xid
 
 
 def _fleet(**policy: object) -> CoreFleet:
-    return CoreFleet(msgspec.structs.replace(CorePolicy.lab(), eviction_window_s=3600.0, **policy))
+    return CoreFleet(msgspec.structs.replace(CorePolicy.lab_preset(), eviction_window_s=3600.0, **policy))
 
 
 def _ill(node: str) -> Finding:

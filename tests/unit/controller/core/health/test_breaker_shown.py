@@ -22,7 +22,7 @@ def _latched() -> CoreFleet:
 def test_budget_shows_no_free_time_while_breaker_is_tripped() -> None:
     fleet = _latched()
     shown = budget_status(desk_of(fleet))
-    assert [(scope.left, scope.frees_at) for scope in shown.scopes] == [(0, 0.0)]
+    assert [(scope.remaining, scope.next_free_at) for scope in shown.scopes] == [(0, 0.0)]
     assert shown.breaker.endswith("until an operator resets the breaker: everstep reset-breaker --reason WHY")
 
 
@@ -30,4 +30,4 @@ def test_budget_shows_free_time_while_evictions_are_allowed() -> None:
     fleet = _latched()
     fleet.state.fleet.breaker_reason = ""
     (scope,) = budget_status(desk_of(fleet)).scopes
-    assert scope.frees_at == fleet.now + fleet.policy.eviction_window_s
+    assert scope.next_free_at == fleet.now + fleet.policy.eviction_window_s

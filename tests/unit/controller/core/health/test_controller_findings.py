@@ -22,7 +22,7 @@ FLAPS = f"{FindingKind.RANK_FLAPPING}/ranks"
 
 def _policy(kind: FindingKind, knobs: dict[str, Any] | None = None, **keys: Any) -> CorePolicy:
     """The lab's policy with other ``knobs``, and other ``keys`` in the kind's nameless rule."""
-    policy = with_rules(CorePolicy.lab())
+    policy = with_rules(CorePolicy.lab_preset())
     kinds = dict(policy.rules.rules_by_kind)
     kinds[kind] = (*kinds[kind][:-1], msgspec.structs.replace(kinds[kind][-1], **keys))
     quick = {"straggler_windows": 5, "straggler_count": 4, "rank_flap_count": 3, "job_failure_window_s": 20.0}

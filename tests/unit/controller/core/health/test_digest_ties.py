@@ -117,7 +117,7 @@ def test_repeated_tie_of_same_nodes_evicts_neither() -> None:
 
 
 def test_deferred_divergent_node_keeps_tie_open() -> None:
-    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), eviction_count=1))
+    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab_preset(), eviction_count=1))
     fleet.start(5, min_nodes=2)
     fleet.seal(4)
     said = decisions(fleet.seal(5, digests={1: "x", 2: "y"}))

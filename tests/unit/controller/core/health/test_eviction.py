@@ -150,7 +150,7 @@ def test_deferred_eviction_is_dropped_when_finding_clears() -> None:
 
 @pytest.mark.promise("eviction-budget")
 def test_eviction_window_frees_budget_until_breaker_trips() -> None:
-    policy = msgspec.structs.replace(CorePolicy.lab(), eviction_count=1, eviction_window_s=60.0)
+    policy = msgspec.structs.replace(CorePolicy.lab_preset(), eviction_count=1, eviction_window_s=60.0)
     fleet = CoreFleet(policy)
     fleet.start(6)
     fleet.raise_finding("n1", xid())

@@ -20,7 +20,7 @@ NODES = [f"n{number}" for number in range(1, 9)]
 
 def _fleet(racks: int = 0, **policy: object) -> CoreFleet:
     """Eight nodes; with ``racks``, in so many of them, one after the other."""
-    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), eviction_window_s=60.0, **policy))
+    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab_preset(), eviction_window_s=60.0, **policy))
     for index, node in enumerate(NODES):
         fleet.register(node, domain=Domain(rack=f"r{index % racks}") if racks else None)
         fleet.beat(node)
@@ -89,12 +89,12 @@ def test_budget_status_lists_limits_and_remaining_evictions() -> None:
     assert [scope.id for scope in eviction_budget(fleet.state, fleet.now).scopes] == ["fleet"]
     _sick(fleet, "n1")
     told = eviction_budget(fleet.state, fleet.now)
-    assert [(scope.id, scope.used, scope.left) for scope in told.scopes] == [
+    assert [(scope.id, scope.used, scope.remaining) for scope in told.scopes] == [
         ("fleet", 1, 3),
         ("rack:r0", 1, 3),
         ("job:job", 1, 1),
     ]
-    assert told.scopes[0].frees_at == fleet.now + 60.0
+    assert told.scopes[0].next_free_at == fleet.now + 60.0
     assert budget_left(fleet.state, fleet.now + 61.0) == 4
 
 
@@ -182,7 +182,7 @@ def test_required_nodes_are_deferred_individually() -> None:
 )
 def test_contradictory_policy_settings_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigurationError, match=next(iter(wrong))):
-        msgspec.structs.replace(CorePolicy.lab(), **wrong).validate()
+        msgspec.structs.replace(CorePolicy.lab_preset(), **wrong).validate()
 
 
 # --- without a database ------------------------------------------------------------------------------------------

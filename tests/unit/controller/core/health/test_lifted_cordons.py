@@ -13,7 +13,7 @@ from tests.support.findings import xid
 
 
 def _sick() -> CoreFleet:
-    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), probe_required=False))
+    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab_preset(), probe_required=False))
     fleet.start(4, 1)
     fleet.seal(10)
     fleet.raise_finding("n2", xid())

@@ -20,7 +20,7 @@ EVERYONE = [f"n{i}" for i in range(1, 6)]
 
 
 def _fleet(**knobs: Any) -> CoreFleet:
-    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), **knobs))
+    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab_preset(), **knobs))
     fleet.start(4, 1)
     fleet.seal(10)
     return fleet

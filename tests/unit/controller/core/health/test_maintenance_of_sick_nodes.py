@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from everstep_controller.core.effects import Effect, RemediationKind, RequestRemediation
 from everstep_controller.core.events import OperatorAction, RemediationFinished, SchedulerStateChanged
-from everstep_controller.core.health.evidence import add_offence
+from everstep_controller.core.health.offences import add_offence
 from everstep_controller.core.policy import CorePolicy, Rulebook
 from everstep_controller.core.transition import Transition
 
@@ -25,7 +25,7 @@ BOTH = pytest.mark.parametrize("order", [OperatorAction.HOLD, OperatorAction.DRA
 
 def _sick(**knobs: Any) -> CoreFleet:
     """n2 is quarantined, and has left its jobs in a moment."""
-    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), remediation_mode=Mode.ENFORCE, **knobs))
+    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab_preset(), remediation_mode=Mode.ENFORCE, **knobs))
     fleet.start(4, 1)
     fleet.seal(10)
     fleet.raise_finding("n2", HUNG)
@@ -102,7 +102,7 @@ def test_hold_reports_remediation_in_progress_and_stops_ladder() -> None:
 
 
 def test_exhausted_ladder_does_not_send_held_node_to_repair() -> None:
-    rules = CorePolicy.lab().rules
+    rules = CorePolicy.lab_preset().rules
     short = {
         kind: tuple(msgspec.structs.replace(rule, ladder=(Action.RESET_GPU,)) for rule in of)
         for kind, of in rules.rules_by_kind.items()
@@ -199,7 +199,7 @@ def _examined(fleet: CoreFleet) -> NodeState:
     """n3 passes its diagnostics, and all beat for as long as probation takes."""
     fleet.probe_result("n3")
     fleet.probe_result(next(reversed(fleet.state.probes.values())).nodes[0])
-    fleet.advance(fleet.policy.probation_beats + 1.0, *EVERYONE)
+    fleet.advance(fleet.policy.probation_heartbeats + 1.0, *EVERYONE)
     return fleet.node_state("n3")
 
 

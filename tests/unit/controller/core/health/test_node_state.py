@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from everstep_controller.core.effects import Effect, Remediation, RemediationKind, RequestRemediation
 from everstep_controller.core.events import OperatorAction, RemediationFinished
-from everstep_controller.core.health.evidence import collect_evidence
+from everstep_controller.core.health.offences import collect_evidence
 from everstep_controller.core.policy import CorePolicy
 
 from everstep.vocabulary import Action, Finding, FindingKind, Mode, NodeState, ProbeKind, Severity
@@ -25,7 +25,7 @@ RESERVE_S = 121.0
 
 
 def _fleet(**knobs: Any) -> CoreFleet:
-    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), **({"remediation_mode": Mode.ENFORCE} | knobs)))
+    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab_preset(), **({"remediation_mode": Mode.ENFORCE} | knobs)))
     fleet.start(4, 1)
     fleet.seal(10)
     return fleet
@@ -173,7 +173,7 @@ def test_recovered_node_waits_for_pending_remediation() -> None:
     fleet.advance(2.5, *EVERYONE)
     for node in next(iter(fleet.state.probes.values())).nodes:
         fleet.probe_result(node)
-    fleet.advance(CorePolicy.lab().remediation_timeout_s + 5.0, *EVERYONE)
+    fleet.advance(CorePolicy.lab_preset().remediation_timeout_s + 5.0, *EVERYONE)
     assert fleet.node_state("n2") is NodeState.PROBATION
     _report(fleet, RemediationKind.RESET_GPU)
     assert fleet.node_state("n2") is NodeState.HEALTHY
@@ -189,7 +189,7 @@ def test_remediation_request_carries_its_deadline() -> None:
 
 def test_remediation_refers_to_the_evicting_verdict() -> None:
     """The node that has to leave at the boundary is in a tie of digests before it does."""
-    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), remediation_mode=Mode.ENFORCE))
+    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab_preset(), remediation_mode=Mode.ENFORCE))
     fleet.solos = False
     fleet.start(2, 1)
     fleet.seal(10)

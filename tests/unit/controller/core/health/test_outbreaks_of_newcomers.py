@@ -29,7 +29,7 @@ def _lost(number: int = 0) -> Finding:
 def _outbreak(**policy: object) -> CoreFleet:
     """Four nodes of sixty that have shown it at once, and serve with it."""
     policy = {"probe_required": False, "eviction_count": 9, "eviction_share": 1.0} | policy
-    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), eviction_window_s=600.0, **policy))
+    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab_preset(), eviction_window_s=600.0, **policy))
     fleet.register(*NODES)
     _wait(fleet, 400.0)
     for node in IN_IT:
@@ -113,7 +113,7 @@ def test_restart_during_outbreak_keeps_recent_reports() -> None:
 
 
 def _fresh() -> CoreFleet:
-    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), probe_required=False, eviction_count=9))
+    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab_preset(), probe_required=False, eviction_count=9))
     fleet.register(*NODES)
     _wait(fleet, 400.0)
     return fleet

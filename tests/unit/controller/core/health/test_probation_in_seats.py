@@ -58,7 +58,7 @@ def test_failed_diagnostic_without_proof_keeps_node_seated() -> None:
 
 def _checked(**knobs: int) -> CoreFleet:
     """``n2`` is on probation in its seat, and computes something whose result is known before anything else."""
-    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), **knobs))
+    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab_preset(), **knobs))
     fleet.solos = False
     _released(fleet)
     fleet.order(OperatorAction.HOLD, node="n2")
@@ -127,7 +127,7 @@ def test_proven_probe_failure_evicts_within_budget() -> None:
     [({}, 0, "needed:job"), ({"eviction_job_count": 1}, 2, "job:job"), ({"eviction_count": 1}, 2, "fleet")],
 )
 def test_proven_probe_failure_respects_eviction_deferral(knobs: dict[str, Any], spares: int, held_by: str) -> None:
-    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), **knobs))
+    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab_preset(), **knobs))
     everyone = [f"n{i}" for i in range(1, 5 + spares)]
     fleet.start(4, spares, min_nodes=4)
     fleet.seal(10)
@@ -171,11 +171,11 @@ def test_lemon_node_on_probation_keeps_its_seat() -> None:
 
 @pytest.mark.promise("probation")
 def test_heartbeat_with_critical_finding_ends_probation() -> None:
-    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), probe_required=False))
+    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab_preset(), probe_required=False))
     fleet.start(4, 1)
     fleet.order(OperatorAction.HOLD, node="n5")
     fleet.order(OperatorAction.RELEASE, node="n5")
-    for _ in range(fleet.policy.probation_beats - 1):
+    for _ in range(fleet.policy.probation_heartbeats - 1):
         fleet.now += 1.0
         fleet.beat("n5")
     assert fleet.node_state("n5") is NodeState.PROBATION
@@ -186,12 +186,12 @@ def test_heartbeat_with_critical_finding_ends_probation() -> None:
 
 
 def test_heartbeat_with_mild_finding_counts_as_clean() -> None:
-    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), probe_required=False))
+    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab_preset(), probe_required=False))
     fleet.start(4, 1)
     fleet.order(OperatorAction.HOLD, node="n5")
     fleet.order(OperatorAction.RELEASE, node="n5")
     mild = msgspec.structs.replace(xid(), kind=FindingKind.AGENT_SPOOL_OVERFLOW, xid=None)
-    for _ in range(fleet.policy.probation_beats):
+    for _ in range(fleet.policy.probation_heartbeats):
         fleet.now += 1.0
         fleet.beat("n5", mild)
     assert fleet.node_state("n5") is NodeState.HEALTHY

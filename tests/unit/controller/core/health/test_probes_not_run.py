@@ -17,7 +17,7 @@ NO_TORCH = "the probe process ended (exit status 1) at: loading torch"
 
 
 def _fleet(nodes: int = 6, spares: int = 0) -> CoreFleet:
-    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), eviction_count=10))
+    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab_preset(), eviction_count=10))
     fleet.start(nodes, spares)
     fleet.advance(301.0, *fleet.state.nodes)
     return fleet

@@ -17,7 +17,7 @@ from tests.support.findings import xid
 
 NODES = ("n1", "n2", "n3")
 OTHERS = ("n4", "n5", "n6")
-LAB = CorePolicy.lab()
+LAB = CorePolicy.lab_preset()
 
 
 def _fleet(policy: CorePolicy = LAB, ranks: int = 2, gpus: int = 2, others: tuple[str, ...] = ()) -> CoreFleet:

@@ -20,7 +20,9 @@ OF_GPUS = (ProbeKind.MEMORY, ProbeKind.COMPUTE, ProbeKind.ALL_REDUCE)
 
 def _fleet() -> CoreFleet:
     """Resets and reboots are carried out, and may take two hours."""
-    policy = msgspec.structs.replace(CorePolicy.lab(), remediation_mode=Mode.ENFORCE, remediation_timeout_s=7200.0)
+    policy = msgspec.structs.replace(
+        CorePolicy.lab_preset(), remediation_mode=Mode.ENFORCE, remediation_timeout_s=7200.0
+    )
     fleet = CoreFleet(policy)
     fleet.start(4, 1)
     fleet.seal(10)

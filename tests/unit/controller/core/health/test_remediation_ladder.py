@@ -50,7 +50,9 @@ def _cures(effects: list[Effect]) -> list[RemediationKind]:
 
 @pytest.mark.promise("remediation-caps")
 def test_recurring_fault_goes_to_repair_after_reset_and_reboot() -> None:
-    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), remediation_mode=Mode.ENFORCE, probe_required=False))
+    fleet = CoreFleet(
+        msgspec.structs.replace(CorePolicy.lab_preset(), remediation_mode=Mode.ENFORCE, probe_required=False)
+    )
     fleet.start(4, 1)
     fleet.seal(10)
     assert _falls_ill(fleet, False, True) == [RemediationKind.RESET_GPU, RemediationKind.REBOOT]
@@ -64,7 +66,7 @@ def test_recurring_fault_goes_to_repair_after_reset_and_reboot() -> None:
 
 
 def test_remediation_waits_until_node_has_no_seat() -> None:
-    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), remediation_mode=Mode.ENFORCE))
+    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab_preset(), remediation_mode=Mode.ENFORCE))
     fleet.start(4, 1)
     fleet.progress(5)
     fleet.raise_finding("n2", RESET_ME)
@@ -76,7 +78,7 @@ def test_remediation_waits_until_node_has_no_seat() -> None:
 
 
 def test_finished_remediation_does_not_undo_operator_eviction() -> None:
-    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), remediation_mode=Mode.ENFORCE))
+    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab_preset(), remediation_mode=Mode.ENFORCE))
     fleet.start(4, 1)
     fleet.raise_finding("n2", RESET_ME)
     fleet.resume(step=60)

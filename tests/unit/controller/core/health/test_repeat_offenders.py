@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 from everstep_controller.core.events import OperatorAction
-from everstep_controller.core.health.evidence import collect_evidence, offender_score
+from everstep_controller.core.health.offences import collect_evidence, offender_score
 from everstep_controller.core.policy import CorePolicy
 from everstep_controller.core.records import NodeRecord
 
@@ -22,7 +22,7 @@ EVERYONE = [f"n{i}" for i in range(1, 6)]
 
 def _fleet(**knobs: float) -> CoreFleet:
     quick = {"offender_half_life_s": 1000.0, "eviction_count": 50, "offender_repair_score": 4.0} | knobs
-    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), **quick))
+    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab_preset(), **quick))
     fleet.start(4, 1)
     return fleet
 
@@ -73,7 +73,7 @@ def _repaired_at(times: list[float]) -> int | None:
         eviction_count=50,
         eviction_share=1.0,
         probe_required=False,
-        probation_beats=1,
+        probation_heartbeats=1,
         quarantine_min_s=0.0,
     )
     assert policy.offender_repair_score == 5.0

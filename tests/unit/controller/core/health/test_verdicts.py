@@ -19,7 +19,7 @@ SIX = [f"n{i}" for i in range(1, 7)]
 
 def _changed(kind: FindingKind, **keys: Any) -> CorePolicy:
     """The lab's policy with other keys in the kind's nameless rule."""
-    policy = with_rules(CorePolicy.lab())
+    policy = with_rules(CorePolicy.lab_preset())
     kinds = dict(policy.rules.rules_by_kind)
     kinds[kind] = (*kinds[kind][:-1], msgspec.structs.replace(kinds[kind][-1], **keys))
     return msgspec.structs.replace(policy, rules=Rulebook(kinds))
@@ -391,7 +391,7 @@ def test_every_shipped_rule_can_be_judged() -> None:
 
 
 def test_invented_findings_use_bounded_memory() -> None:
-    fleet = _fleet(msgspec.structs.replace(CorePolicy.lab(), eviction_count=1))
+    fleet = _fleet(msgspec.structs.replace(CorePolicy.lab_preset(), eviction_count=1))
     for number in range(1000, 1700):
         fleet.raise_finding("n2", xid(number))
         fleet.raise_finding("n3", xid(number))

@@ -186,7 +186,7 @@ def test_finished_rank_cannot_be_lost() -> None:
 
 
 def _flapping() -> CoreFleet:
-    return CoreFleet(msgspec.structs.replace(CorePolicy.lab(), rank_flap_count=3))
+    return CoreFleet(msgspec.structs.replace(CorePolicy.lab_preset(), rank_flap_count=3))
 
 
 def test_node_losing_ranks_repeatedly_is_excluded() -> None:

@@ -13,7 +13,7 @@ from tests.support.findings import xid
 
 def _fleet(nodes: int, spares: int, held: str = "n5", **shape: int) -> CoreFleet:
     """A fleet whose breaker holds the eviction of ``held``."""
-    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), eviction_count=1, growth_interval_s=1.0))
+    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab_preset(), eviction_count=1, growth_interval_s=1.0))
     fleet.start(nodes, spares, **shape)
     fleet.register("x1")
     fleet.beat("x1")

@@ -15,7 +15,7 @@ FOUR = ["n1", "n2", "n3", "n4"]
 
 
 def _fleet(nodes: int = 4, spares: int = 0, **shape: int) -> CoreFleet:
-    fleet = CoreFleet(CorePolicy.lab())
+    fleet = CoreFleet(CorePolicy.lab_preset())
     fleet.start(nodes, spares, **({"min_nodes": 4} | shape))
     fleet.seal(10)
     return fleet

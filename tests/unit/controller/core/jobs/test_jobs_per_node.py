@@ -20,7 +20,7 @@ from everstep.vocabulary import JobState, NodeState
 from everstep.wire.v1.directives import StopJob
 from tests.support.core_fleet import CoreFleet, audits, sent
 
-LAB = CorePolicy.lab()
+LAB = CorePolicy.lab_preset()
 FEW = msgspec.structs.replace(LAB, jobs_per_node=3)
 HOUR = 3600.0
 
@@ -210,19 +210,19 @@ def test_owner_of_a_node_follows_the_jobs() -> None:
     for node in ("n1", "n2"):
         fleet.join(node, job="a", min_nodes=1, max_nodes=2)
     fleet.resume("a")
-    assert fleet.state.owners == {"n1": "a", "n2": "a"}
+    assert fleet.state.job_by_node == {"n1": "a", "n2": "a"}
     fleet.leave("n2", job="a")
-    assert fleet.state.owners == {"n1": "a"}
+    assert fleet.state.job_by_node == {"n1": "a"}
     fleet.leave("n1", job="a")
     assert fleet.job_state("a") is JobState.PAUSED
-    assert fleet.state.owners == {}
+    assert fleet.state.job_by_node == {}
     fleet.join("n1", job="a")
     fleet.advance(1.0, "n1", "n2")
-    assert fleet.state.owners == {"n1": "a"}
+    assert fleet.state.job_by_node == {"n1": "a"}
     fleet.restart()
-    assert fleet.state.owners == {"n1": "a"}
+    assert fleet.state.job_by_node == {"n1": "a"}
     fleet.order(OperatorAction.STOP_JOB, job="a")
-    assert fleet.state.owners == {}
+    assert fleet.state.job_by_node == {}
 
 
 @pytest.mark.parametrize("waited_s", [0.0, HOUR])

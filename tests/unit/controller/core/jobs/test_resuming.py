@@ -18,7 +18,7 @@ from everstep.wire.v1.training import RankLost
 from tests.support.core_fleet import CoreFleet, audits
 
 DEADLINE_S = 10.0
-POLICY = msgspec.structs.replace(CorePolicy.lab(), resume_deadline_s=DEADLINE_S, growth_interval_s=1.0)
+POLICY = msgspec.structs.replace(CorePolicy.lab_preset(), resume_deadline_s=DEADLINE_S, growth_interval_s=1.0)
 
 
 def _fleet(nodes: int = 4, **spec: Any) -> CoreFleet:

@@ -96,7 +96,7 @@ def _changes_nothing(fleet: CoreFleet, node: str, words: AnyReport) -> None:
 
 
 def _after(history: list[Act]) -> CoreFleet:
-    fleet = CoreFleet(CorePolicy.lab())
+    fleet = CoreFleet(CorePolicy.lab_preset())
     fleet.register("n1", "n2", "n3", "n4", "n5")
     fleet.join("n1", "n2", "n3", "n4", job=JOB, min_nodes=2, max_nodes=4, nproc_per_node=2, join_wait_s=1.0)
     fleet.resume(JOB)

@@ -19,7 +19,7 @@ from everstep.wire.v1.training import RankProgress
 from tests.support.core_fleet import CoreFleet, audits, decisions, generations
 
 POLICY = msgspec.structs.replace(
-    CorePolicy.lab(), straggler_factor=1.5, straggler_window_s=2.0, straggler_windows=5, straggler_count=4
+    CorePolicy.lab_preset(), straggler_factor=1.5, straggler_window_s=2.0, straggler_windows=5, straggler_count=4
 )
 
 

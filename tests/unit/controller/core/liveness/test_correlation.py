@@ -15,7 +15,7 @@ from everstep.vocabulary import NodeState
 from everstep.wire.v1.agent import Domain
 from tests.support.core_fleet import CoreFleet, audits, decisions, generations
 
-LAB = CorePolicy.lab()
+LAB = CorePolicy.lab_preset()
 
 
 def _racks(racks: int, nodes: int, policy: CorePolicy = LAB) -> CoreFleet:

@@ -14,7 +14,7 @@ from everstep.vocabulary import Action, FindingKind, Mode, NodeState
 from tests.support.core_fleet import CoreFleet, audits, decisions, with_rules
 from tests.support.findings import xid
 
-LAB = msgspec.structs.replace(CorePolicy.lab(), probe_required=False)
+LAB = msgspec.structs.replace(CorePolicy.lab_preset(), probe_required=False)
 COUNT, WINDOW_S = LAB.node_flap_count, LAB.node_flap_window_s
 TOGETHER_S = 120.0
 """Losses within it belong together (the rule's ``correlated_s``)."""
@@ -31,14 +31,14 @@ def _fleet(mode: Mode = Mode.RECOMMEND, nodes: int = 8, **knobs: Any) -> CoreFle
 
 
 def _others(fleet: CoreFleet, *nodes: str) -> list[str]:
-    return [node for node in fleet.state.nodes if node not in nodes and node in fleet.state.reachable]
+    return [node for node in fleet.state.nodes if node not in nodes and node in fleet.state.reachable_nodes]
 
 
 def _lose(fleet: CoreFleet, node: str) -> None:
     """Its connection closes, and it does not come back in its time."""
     fleet.disconnect(node)
     fleet.advance(2.5, *_others(fleet, node))
-    assert node not in fleet.state.reachable
+    assert node not in fleet.state.reachable_nodes
 
 
 def _come_back(fleet: CoreFleet, node: str) -> None:

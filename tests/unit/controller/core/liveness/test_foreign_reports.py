@@ -17,7 +17,7 @@ from everstep.vocabulary import FindingKind, JobState
 from everstep.wire.v1.agent import Acknowledge, Heartbeat, Register, Reports
 from everstep.wire.v1.directives import KillRank, SpillVersion, StopJob, VersionNotice
 from everstep.wire.v1.training import CollectiveFailed, LauncherJoined, RankStalled, SpillPlan, UserError
-from everstep.wire.v1.vault_orders import VersionSpilled
+from everstep.wire.v1.vault_reports import VersionSpilled
 from tests.support.core_fleet import CoreFleet, audits, decisions, sent
 
 REPORTS: tuple[tuple[type[Any], dict[str, Any]], ...] = (

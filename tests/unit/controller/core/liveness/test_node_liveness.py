@@ -65,7 +65,7 @@ def test_cleared_suspicion_leaves_the_roster_unchanged() -> None:
     fleet.start(3)
     fleet.advance(3.0, "n1", "n2")
     assert fleet.node_state("n3") is NodeState.SUSPECT
-    assert fleet.touch("n3") is HeartbeatResult.NEWS
+    assert fleet.touch("n3") is HeartbeatResult.NEEDS_EVENT
     assert fleet.node_state("n3") is NodeState.HEALTHY
     assert fleet.spec().number == 1
 
@@ -197,6 +197,6 @@ def test_leaving_launcher_removes_its_node() -> None:
 
 
 def test_production_policy_waits_longer_than_lab_policy() -> None:
-    lab, production = CorePolicy.lab(), CorePolicy.production()
+    lab, production = CorePolicy.lab_preset(), CorePolicy.production()
     assert lab.lost_after_s < production.lost_after_s
     assert msgspec.json.decode(msgspec.json.encode(lab), type=CorePolicy) == lab

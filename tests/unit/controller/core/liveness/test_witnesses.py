@@ -16,7 +16,7 @@ from everstep_controller.core.state import FleetState
 from everstep.vocabulary import JobState, NodeState
 from tests.support.core_fleet import CoreFleet, audits, generations
 
-LAB = CorePolicy.lab()
+LAB = CorePolicy.lab_preset()
 
 
 def _running(nodes: int = 4) -> CoreFleet:
@@ -144,7 +144,7 @@ def test_rejoin_window_extends_while_members_return() -> None:
 
 
 def test_rejoin_window_ends_at_its_maximum() -> None:
-    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), rejoin_window_max_s=2.0))
+    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab_preset(), rejoin_window_max_s=2.0))
     fleet.start(10, 1)
     fleet.restart()
     fleet.hear("n1")

@@ -12,16 +12,16 @@ from sqlalchemy import Engine
 
 from everstep.clock import Clock
 from everstep_controller.leadership.lease import (
+    LeaseTenure,
     LeaseView,
     Resignation,
     StandbyContacts,
     StandbyReport,
-    Tenure,
     reason_to_lead,
 )
 from everstep_controller.leadership.takeover_gate import TakeoverGate
 from everstep_controller.runtime.startup_state import KnownRecords
-from everstep_controller.store.database_errors import DatabaseUnavailable, Resigned, Superseded
+from everstep_controller.store.database_errors import DatabaseUnavailable, LeadershipLost, LeaseResigned
 from everstep_controller.store.leases import LeaseSession, claim
 from everstep_controller.store.rows import LoadedState
 from everstep_controller.store.threads import CallTimeout, DatabaseStore, DatabaseThread
@@ -42,15 +42,15 @@ CheckStandbys = Callable[[StandbyReport], Awaitable[Resignation | None]]
 """Returns a leader's conclusion from the reports of standbys."""
 
 
-class Election(NamedTuple):
+class ElectedState(NamedTuple):
     """The state that a new leader starts from, and its tenure."""
 
     loaded: LoadedState
     known_records: KnownRecords
-    tenure: Tenure
+    tenure: LeaseTenure
 
 
-class Candidate:
+class LeaseCandidate:
     """One controller's database session, from standing by to the end of the tenure that follows.
 
     Args:
@@ -94,14 +94,14 @@ class Candidate:
         self.leader: LeaseView | None = None
         self.first_look_done = asyncio.Event()
 
-    async def wait_for_election(self, store: DatabaseStore, known_records: Callable[[], KnownRecords]) -> Election:
+    async def wait_for_lease(self, store: DatabaseStore, known_records: Callable[[], KnownRecords]) -> ElectedState:
         """Stand by until this controller leads. Pass the records read ahead in ``known_records``."""
         while True:
             seen = await self._wait_for_reason()
             self._takeover_gate.close()
             try:
                 won = await self._take_lease(seen, store, known_records())
-            except Superseded as error:
+            except LeadershipLost as error:
                 log.info("the lease was not taken: %s", error)
                 won = None
             except (DatabaseUnavailable, CallTimeout) as error:
@@ -112,12 +112,12 @@ class Candidate:
             self._takeover_gate.open()
             await asyncio.sleep(LOOK_INTERVAL_S)
 
-    async def renew_until_lost(self, epoch: int, tenure: Tenure, check_standbys: CheckStandbys) -> None:
+    async def renew_until_lost(self, epoch: int, tenure: LeaseTenure, check_standbys: CheckStandbys) -> None:
         """Renew the lease until it is lost. ``check_standbys`` runs after each renewal.
 
         Raises:
-            Superseded: another controller has the lease.
-            Resigned: ``check_standbys`` asked to give the lease up.
+            LeadershipLost: another controller has the lease.
+            LeaseResigned: ``check_standbys`` asked to give the lease up.
         """
         asked_at = self._clock.monotonic()
         while True:
@@ -150,17 +150,17 @@ class Candidate:
         The lease stays ours until the session ends, when this controller no longer answers.
         """
         await self._lane.call(lambda: self._session.resign(epoch, resignation.successor), self._renew_s)
-        raise Resigned(resignation.sentence)
+        raise LeaseResigned(resignation.sentence)
 
     async def _wait_for_reason(self) -> LeaseView:
         """Wait until this controller has a reason to lead."""
         while True:
-            seen = await self._look()
+            seen = await self._read_lease()
             if seen is not None:
                 reason = reason_to_lead(
                     seen, self._name, database_was_away=self._clock.monotonic() < self._patient_until
                 )
-                if reason and not self._lets_others_first():
+                if reason and not self._yields_to_successor():
                     log.info("taking the lease: %s", reason)
                     return seen
                 if not reason:
@@ -170,7 +170,7 @@ class Candidate:
             self.first_look_done.set()
             await asyncio.sleep(OUTAGE_LOOK_INTERVAL_S if seen is None else LOOK_INTERVAL_S)
 
-    def _lets_others_first(self) -> bool:
+    def _yields_to_successor(self) -> bool:
         """Return whether to wait with a free lease. Another standby would take it within one read of the lease."""
         now = self._clock.monotonic()
         if self._vacant_since is None:
@@ -188,7 +188,7 @@ class Candidate:
             with contextlib.suppress(DatabaseUnavailable, CallTimeout):
                 await self._lane.call(lambda: self._session.write_contacts(self._name, nodes), self._lease_s)
 
-    async def _look(self) -> LeaseView | None:
+    async def _read_lease(self) -> LeaseView | None:
         """Return the lease, or None while the database is unavailable, which includes a database that is read-only."""
         try:
             seen = await self._lane.call(self._session.read, self._lease_s)
@@ -202,7 +202,7 @@ class Candidate:
             self._note_recovery()
         return seen
 
-    async def _take_lease(self, seen: LeaseView, store: DatabaseStore, known: KnownRecords) -> Election | None:
+    async def _take_lease(self, seen: LeaseView, store: DatabaseStore, known: KnownRecords) -> ElectedState | None:
         """Take the epoch's lock before its lease: a reader of the epoch must never find the lock free while we live."""
         epoch = seen.newest_epoch + 1
         if not await self._lane.call(lambda: self._session.lock_epoch(epoch), self._lease_s):
@@ -210,7 +210,7 @@ class Candidate:
             return None
         if not seen.is_lock_free and seen.holder != self._name:
             await self._lane.call(lambda: self._session.end_sessions_of(seen.holder), self._lease_s)
-        tenure = Tenure(self._clock, self._lease_s)
+        tenure = LeaseTenure(self._clock, self._lease_s)
         asked_at, first_s = self._clock.monotonic(), self._lease_s + STARTUP_LEASE_S
         speaking = asyncio.create_task(self._keep_lock_alive(epoch), name="lease")
         try:
@@ -222,7 +222,7 @@ class Candidate:
         finally:
             speaking.cancel()
         tenure.start(asked_at, STARTUP_LEASE_S)
-        return Election(loaded, known, tenure)
+        return ElectedState(loaded, known, tenure)
 
     async def _keep_lock_alive(self, epoch: int) -> None:
         """Keep the session active while the lease is taken: other standbys wait while the lock's holder is active."""
@@ -240,10 +240,10 @@ class Candidate:
             log.info("standing by: %s leads (epoch %d)", seen.holder, seen.epoch)
         self.leader = seen
 
-    def _note_outage(self, why: str) -> None:
+    def _note_outage(self, reason: str) -> None:
         if not self._outage:
-            log.warning("the lease cannot be asked for: %s", why)
-        self._outage = why
+            log.warning("the lease cannot be asked for: %s", reason)
+        self._outage = reason
 
     def _note_recovery(self) -> None:
         if self._outage:

@@ -22,7 +22,7 @@ Pid = Annotated[int, msgspec.Meta(gt=0, le=1 << 22)]
 """A single process: other numbers name groups of processes, or all, when a signal is sent."""
 
 
-class VaultNote(msgspec.Struct, frozen=True, kw_only=True):
+class VaultStatusFile(msgspec.Struct, frozen=True, kw_only=True):
     """A vault's note about itself.
 
     Attributes:
@@ -38,19 +38,19 @@ class VaultNote(msgspec.Struct, frozen=True, kw_only=True):
     ends_at: float | None = None
 
 
-def write_note(lock: int, note: VaultNote) -> None:
+def write_status(lock: int, note: VaultStatusFile) -> None:
     """Write the note through the held lock's descriptor, in one call, so that readers see this one or the last."""
     os.pwrite(lock, msgspec.json.encode(note).ljust(_NOTE_BYTES - 1) + b"\n", 0)
 
 
-def read_note(directory: Path) -> VaultNote | None:
+def read_status(directory: Path) -> VaultStatusFile | None:
     """Return the last note of the vault of ``directory``, alive or not; None if it cannot be read.
 
     Also None if the note names a process of another user than its owner, since the reader may end that process.
     """
     try:
         with (directory / LOCK_FILE).open("rb") as file:
-            note = msgspec.json.decode(file.read(_NOTE_BYTES), type=VaultNote)
+            note = msgspec.json.decode(file.read(_NOTE_BYTES), type=VaultStatusFile)
             return note if _owner_of(note.pid) in (None, os.fstat(file.fileno()).st_uid) else None
     except (OSError, *DECODE_ERRORS):
         return None

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 from everstep_controller.core.events import OperatorAction
 from everstep_controller.core.policy import CorePolicy
+from everstep_controller.journal.policy_replay import PolicyTrialOutcome, replay_with_policy
 from everstep_controller.journal.recorder import Journal, segments
-from everstep_controller.journal.what_if import PolicyTrialOutcome, replay_with_policy
 
 from everstep.errors import NotFound
 from tests.support.core_fleet import START

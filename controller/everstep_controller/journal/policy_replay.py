@@ -17,7 +17,7 @@ import msgspec
 
 from everstep.errors import BY_CODE, EverstepError, NotFound, Unavailable
 from everstep.parent_process import die_with_parent
-from everstep.policy_trials import evicted_node, newest_per_node, recording_gaps
+from everstep.policy_trial_results import evicted_node, newest_per_node, recording_gaps
 from everstep.vocabulary import Decision, Verdict
 from everstep.wire.v1.operator_history import RecordedSpan
 from everstep_controller.core.policy import CorePolicy
@@ -34,12 +34,12 @@ class PolicyTrialOutcome(msgspec.Struct, frozen=True, kw_only=True):
     evictions: int  # evictions under the policy, without operators' orders (as in all fields)
     added_evictions: tuple[Verdict, ...]  # evictions of nodes that were not evicted, or less often
     avoided_evictions: tuple[str, ...]  # evicted nodes that the policy would not have evicted
-    spans: tuple[RecordedSpan, ...]  # recorded periods without gaps
+    recorded_spans: tuple[RecordedSpan, ...]  # recorded periods without gaps
 
     @property
     def gaps(self) -> tuple[tuple[float, float], ...]:
         """Return (from, to) of each period between the spans that was not recorded."""
-        return recording_gaps(self.spans)
+        return recording_gaps(self.recorded_spans)
 
 
 def replay_with_policy(journal: Path, policy: CorePolicy, since: float) -> PolicyTrialOutcome:
@@ -52,19 +52,19 @@ def replay_with_policy(journal: Path, policy: CorePolicy, since: float) -> Polic
     reached = _reaching(segments(journal), since)
     if not reached:
         raise NotFound(f"nothing is recorded in {journal}: a journal is kept when journal_dir is set")
-    tally = _Tally(since)
+    counts = _EvictionCounts(since)
     state: FleetState | None = None
     for segment in reached:
         recording = replay(segment, policy, state)
-        tally.begin(recording)
+        counts.begin(recording)
         for step in recording.events:
-            tally.count(step)
+            counts.count(step)
         state = recording.state
-        tally.end(state.epoch)
-    return tally.outcome()
+        counts.end(state.epoch)
+    return counts.outcome()
 
 
-class _Tally:
+class _EvictionCounts:
     def __init__(self, since: float) -> None:
         self._since = since
         self._began: float | None = None
@@ -106,7 +106,7 @@ class _Tally:
             evictions=len(self._now),
             added_evictions=newest_per_node(self._now, more),
             avoided_evictions=newest_per_node(self._then, fewer),
-            spans=tuple(
+            recorded_spans=tuple(
                 msgspec.structs.replace(one, begins_at=max(one.begins_at, self._since))
                 for one in self._stretches
                 if one.ends_at >= self._since
@@ -126,7 +126,7 @@ def _evicts(line: str) -> bool:
 
 
 # ---- trial process
-# ``python -m everstep_controller.journal.what_if PARENT`` reads a TrialRequest from standard input and writes a
+# ``python -m everstep_controller.journal.policy_replay PARENT`` reads a TrialRequest from standard input and writes a
 # TrialReply to standard output. The process ends with its parent.
 #
 # A pool of ``multiprocessing`` is unsuitable: if the controller is killed, a worker and its semaphores in ``/dev/shm``
@@ -174,8 +174,8 @@ async def run_trial(trial: TrialRequest) -> PolicyTrialOutcome:
     return outcome.outcome
 
 
-def _outcome(asked: bytes) -> TrialReply:
-    trial = msgspec.msgpack.decode(asked, type=TrialRequest)
+def _outcome(request: bytes) -> TrialReply:
+    trial = msgspec.msgpack.decode(request, type=TrialRequest)
     try:
         return TrialReply(outcome=replay_with_policy(Path(trial.journal), trial.policy, trial.since))
     except EverstepError as error:

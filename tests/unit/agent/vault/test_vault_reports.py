@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import msgspec
-from everstep_agent.vault.keeper import VaultAnswer, VaultManager, VaultOrderRunner
+from everstep_agent.vault.manager import VaultAnswer, VaultManager, VaultOrderRunner
 
 from everstep.errors import StaleGeneration, Unavailable
 from everstep.ids import Version
@@ -15,7 +15,7 @@ from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1.directives import ProtectVersion, SpillVersion
 from everstep.wire.v1.local import Protect, Protected, RequestFailed, Spill, Spilled
 from everstep.wire.v1.training import AnyReport
-from everstep.wire.v1.vault_orders import ParityGroup, VersionProtected, VersionSpilled
+from everstep.wire.v1.vault_reports import ParityGroup, VersionProtected, VersionSpilled
 
 VERSION = Version(1, 100)
 SPILL = SpillVersion(job="job", generation=1, version=VERSION, url="/s/job", writers={"n1": (0,)}, keep_last=2)

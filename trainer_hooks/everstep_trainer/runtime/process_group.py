@@ -23,7 +23,7 @@ from everstep.wire.v1.training import GenerationSpec, Member
 from everstep_trainer.config import HookSettings
 from everstep_trainer.runtime import abort
 from everstep_trainer.runtime.abort import CollectiveBackend
-from everstep_trainer.runtime.interrupt import Regroup, poll_unless, wait_unless
+from everstep_trainer.runtime.interrupt import Regroup, poll_or_regroup, wait_or_regroup
 
 # ---- device meshes of a process that changes its rank
 #
@@ -208,10 +208,10 @@ class Rendezvous:
         """
         self._backend.connect(device)
         present = torch.ones(1)
-        wait_unless(dist.all_reduce(present, async_op=True), is_over)
+        wait_or_regroup(dist.all_reduce(present, async_op=True), is_over)
         if device.type == "cuda":
             present = torch.ones(1, device=device)
-            poll_unless(dist.all_reduce(present, async_op=True), is_over)
+            poll_or_regroup(dist.all_reduce(present, async_op=True), is_over)
         if int(present.item()) != world_size:
             raise RuntimeError(f"{int(present.item())} of {world_size} ranks took part in the first all-reduce")
 

@@ -204,7 +204,7 @@ def test_newcomer_waits_longer_at_a_boundary_than_for_members(forks):
 @pytest.mark.promise("no-orphaned-wait")
 def test_lost_peer_is_reported_until_a_new_generation(forks):
     """The controller is away, or is another by now and never heard of it: no error of the training function's."""
-    with stage(forks, training.sum_ones, explanation_grace_s=0.05, regroup_wait_s=0.2) as scene:
+    with stage(forks, training.sum_ones, error_attribution_grace_s=0.05, regroup_wait_s=0.2) as scene:
         scene.start(0, 1, 2)
         scene.form(1, 0, 1, 2)
         resumed(scene, 1, 3)
@@ -218,7 +218,9 @@ def test_lost_peer_is_reported_until_a_new_generation(forks):
 
 @pytest.mark.promise("no-orphaned-wait")
 def test_failed_join_is_reported_until_a_new_generation(forks):
-    with stage(forks, training.sum_ones, join_timeout_s=0.3, explanation_grace_s=0.05, regroup_wait_s=0.2) as scene:
+    with stage(
+        forks, training.sum_ones, join_timeout_s=0.3, error_attribution_grace_s=0.05, regroup_wait_s=0.2
+    ) as scene:
         scene.start(0, 1)
         scene.form(1, 0, 1, 2)
         scene.heard(CollectiveFailed, 6, where=lambda m: m.generation == 1)
@@ -240,7 +242,7 @@ def test_timed_out_join_is_a_failed_collective(forks):
 
 @pytest.mark.promise("user-error")
 def test_user_error_is_reported_whole_and_ends_the_rank(forks):
-    with stage(forks, training.fail_at_step_3, explanation_grace_s=0.05) as scene:
+    with stage(forks, training.fail_at_step_3, error_attribution_grace_s=0.05) as scene:
         scene.start(0, 1)
         scene.form(1, 0, 1)
         (error,) = scene.heard(UserError, 1)
@@ -295,7 +297,7 @@ def test_script_leaving_the_training_function_has_finished(forks):
 
 
 def test_script_exiting_with_a_status_has_failed(forks):
-    with stage(forks, training.give_up_at_step_3, explanation_grace_s=0.05) as scene:
+    with stage(forks, training.give_up_at_step_3, error_attribution_grace_s=0.05) as scene:
         scene.start(0)
         scene.form(1, 0)
         (error,) = scene.heard(UserError, 1)
@@ -304,7 +306,7 @@ def test_script_exiting_with_a_status_has_failed(forks):
 
 
 def test_user_error_may_be_retried(forks):
-    with stage(forks, training.fail_at_step_3, explanation_grace_s=0.05) as scene:
+    with stage(forks, training.fail_at_step_3, error_attribution_grace_s=0.05) as scene:
         scene.start(0, 1)
         scene.form(1, 0, 1)
         scene.heard(UserError, 1)

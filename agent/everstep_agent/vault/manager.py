@@ -3,8 +3,8 @@
 The vault holds checkpoints, so it outlives its supervisor. **An agent is upgraded** by stopping it (SIGTERM) and
 starting the new one over the same run directory. Meanwhile the trainers run on and reconnect over ``agent.sock``, and
 the vault keeps serving. The new supervisor finds the vault by ``vault.json`` and ``vault.sock`` and takes it over. The
-vault itself is upgraded when no job has segments on the node: stop the agent with ``--stop-vault``, or send the vault
-SIGTERM and the supervisor starts the new one. Under systemd this needs ``KillMode=process``.
+vault itself is upgraded when no job has segments on the node: stop the agent with ``--stop-vault-on-exit``, or send the
+vault SIGTERM and the supervisor starts the new one. Under systemd this needs ``KillMode=process``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import msgspec
 
 from everstep.clock import Backoff, Clock
 from everstep.errors import DECODE_ERRORS, EverstepError, MalformedMessage, StaleGeneration, Unavailable
-from everstep.layout.vault_note import is_locked
+from everstep.layout.vault_status import is_locked
 from everstep.wire.framing import FrameDecoder, encode_frame
 from everstep.wire.v1.directives import ProtectVersion, SpillVersion
 from everstep.wire.v1.local import (
@@ -45,9 +45,9 @@ from everstep.wire.v1.local import (
     VaultFinding,
 )
 from everstep.wire.v1.training import AnyReport, FindingRaised, PeerConnectionLost
-from everstep.wire.v1.vault_orders import ParityGroup, VersionProtected, VersionSpilled
+from everstep.wire.v1.vault_reports import ParityGroup, VersionProtected, VersionSpilled
 from everstep_agent.config import AgentSettings, parse_listen_address
-from everstep_agent.jobs.seats import LocalJob
+from everstep_agent.jobs.local_processes import LocalJob
 from everstep_agent.lifecycle import delete_segments
 
 

@@ -178,7 +178,7 @@ class PlanManager:
         self.current = None
         return True
 
-    def make(self, scan: TensorScan, blob_bytes: int, since: int) -> ActivePlan:
+    def make_plan(self, scan: TensorScan, blob_bytes: int, since: int) -> ActivePlan:
         """Return the current plan if it fits, else a new one; page-lock its slots if state is on a GPU.
 
         Args:
@@ -254,7 +254,9 @@ class PlanManager:
             if before is not None and before.reason:
                 log.info("there is room for all checkpoint slots again", extra=where)
         elif agreed.short_node or agreed.provision.candidates_only:
-            message = _lack_message(spec.job, agreed) if agreed.short_node else _thrift_message(spec.job, agreed)
+            message = (
+                _no_memory_message(spec.job, agreed) if agreed.short_node else _fewer_slots_message(spec.job, agreed)
+            )
             log.warning("%s", message, extra=where)
             severity = Severity.WARNING if agreed.short_node else Severity.INFO
             source = "the sum of what is planned, on each node of the job"
@@ -278,7 +280,7 @@ class PlanManager:
         return FindingRaised(finding=finding, job=self._spec.job)
 
 
-def _thrift_message(job: str, agreed: AgreedProvision) -> str:
+def _fewer_slots_message(job: str, agreed: AgreedProvision) -> str:
     return (
         f"checkpoints of {job} are in {agreed.provision.slots} slots a rank instead of {SLOTS_PER_RANK}: only "
         "what is to be "
@@ -286,7 +288,7 @@ def _thrift_message(job: str, agreed: AgreedProvision) -> str:
     )
 
 
-def _lack_message(job: str, agreed: AgreedProvision) -> str:
+def _no_memory_message(job: str, agreed: AgreedProvision) -> str:
     return (
         f"{agreed.short_node} has no memory for all checkpoints of {job} in {agreed.provision.slots} slots a rank: "
         "training goes on, nothing is committed until there is memory, and the loss of a node costs all steps since "

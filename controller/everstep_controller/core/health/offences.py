@@ -55,7 +55,7 @@ def add_offence(transition: Transition, node: str, weight: float) -> None:
     transition.mark_node_changed(node)
 
 
-def absolve(record: NodeRecord) -> None:
+def clear_offences(record: NodeRecord) -> None:
     """Forget every offence of the node, because it has been repaired."""
     record.offence_score, record.offended = 0.0, []
 
@@ -91,10 +91,10 @@ def recent_weight(record: NodeRecord, now: float, half_life_s: float) -> float:
     return sum(weight for at, weight in record.offended if at >= since)
 
 
-def is_lemon(transition: Transition, node: str) -> bool:
+def is_repeat_offender(transition: Transition, node: str) -> bool:
     """Return whether the node belongs in repair by either measure, whatever its findings say now."""
     return (
-        max(current_offender_score(transition, node), _recent_now(transition, node))
+        max(current_offender_score(transition, node), _recent_offence_weight(transition, node))
         >= transition.policy.offender_repair_score
     )
 
@@ -105,11 +105,11 @@ def describe_score(transition: Transition, node: str) -> str:
     if score >= limit:
         return f"its score of offences is {score:.1f} of {limit:g}"
     window_s = transition.policy.offender_half_life_s
-    return f"its offences of the last {window_s:g} s weigh {_recent_now(transition, node):g} of {limit:g}"
+    return f"its offences of the last {window_s:g} s weigh {_recent_offence_weight(transition, node):g} of {limit:g}"
 
 
-def _recent_now(turn: Transition, node: str) -> float:
-    return recent_weight(turn.state.nodes[node], turn.now, turn.policy.offender_half_life_s)
+def _recent_offence_weight(transition: Transition, node: str) -> float:
+    return recent_weight(transition.state.nodes[node], transition.now, transition.policy.offender_half_life_s)
 
 
 # Evidence

@@ -17,13 +17,13 @@ from everstep_controller.core.health.diagnostics import (
     time_out_probe,
 )
 from everstep_controller.core.health.eviction import is_serving
-from everstep_controller.core.health.evidence import (
+from everstep_controller.core.health.findings import judge_after_isolation, judge_controller_findings, recheck_undecided
+from everstep_controller.core.health.node_state import CORDONED_STATES
+from everstep_controller.core.health.offences import (
     clear_controller_findings,
     expire_controller_findings,
     raise_controller_finding,
 )
-from everstep_controller.core.health.findings import judge_after_isolation, judge_controller_findings, recheck_undecided
-from everstep_controller.core.health.node_state import CORDONED_STATES
 from everstep_controller.core.jobs import ending
 from everstep_controller.core.jobs.generations import RegroupCause, note_beyond_boundary, regroup
 from everstep_controller.core.jobs.membership import is_seated, running_generation
@@ -53,25 +53,28 @@ def _digests_differ(
     transition: Transition, job: JobRecord, spec: GenerationSpec, report: VersionSealed, vote: DigestVote
 ) -> None:
     back = roll_back_to_clean(transition, job)
-    liars = list(dict.fromkeys(spec.node_of(rank) for rank in sorted(vote.divergent_ranks)))
+    divergent_nodes = list(dict.fromkeys(spec.node_of(rank) for rank in sorted(vote.divergent_ranks)))
     tied = list(dict.fromkeys(spec.node_of(rank) for rank in sorted(vote.tied_ranks)))
-    if liars:
+    if divergent_nodes:
         ranks = ", ".join(str(rank) for rank in sorted(vote.divergent_ranks))
-        what = f"the digest of rank {ranks} on {', '.join(liars)} differs from the majority at version {report.version}"
-        settled = _evict_divergent(transition, job, liars, what)
+        what = (
+            f"the digest of rank {ranks} on {', '.join(divergent_nodes)} differs from the majority at "
+            f"version {report.version}"
+        )
+        settled = _evict_divergent(transition, job, divergent_nodes, what)
     else:
         what = f"digests of version {report.version} differ without a majority among {', '.join(tied)}"
         settled = _settle_tie(transition, job, tied, what)
     if (
         not settled and _record_tie(transition, job) and not transition.state.database_outage
     ):  # the end of a job cannot be revoked, so it waits for the database
-        ending.fail_job(transition, job, f"{what}; {_describe_ties(job)}, and {_explain_fault(transition, job)}")
+        ending.fail_job(transition, job, f"{what}; {_describe_tie_count(job)}, and {_explain_fault(transition, job)}")
         return
     cause = RegroupCause(reason=GenerationReason.CORRUPTION, sentence=f"{what}; {back}", trace=transition.trace)
     regroup(transition, job, cause)
 
 
-def _describe_ties(job: JobRecord) -> str:
+def _describe_tie_count(job: JobRecord) -> str:
     return f"wrong for the {len(job.digest_tie_times)}. time"
 
 
@@ -84,7 +87,7 @@ def _explain_fault(transition: Transition, job: JobRecord) -> str:
     return "whoever computes wrongly is still in"
 
 
-def _evict_divergent(transition: Transition, job: JobRecord, nodes: list[str], what: str) -> bool:
+def _evict_divergent(transition: Transition, job: JobRecord, nodes: list[str], description: str) -> bool:
     """Evict divergent nodes at once, because what they compute is wrong; one confirmed mismatch suffices.
 
     The caller regroups ``job`` once for all of them. Return False if a minimum, a budget, an outbreak or the rule's
@@ -94,7 +97,7 @@ def _evict_divergent(transition: Transition, job: JobRecord, nodes: list[str], w
     for node in nodes:
         if not is_serving(transition, node):
             continue
-        _raise_mismatch(transition, node, what, Severity.CRITICAL)
+        _raise_mismatch(transition, node, description, Severity.CRITICAL)
         judge_controller_findings(transition)
         if not is_serving(transition, node):
             _clear_tied_nodes(transition, node)
@@ -117,7 +120,7 @@ def _clear_tied_nodes(transition: Transition, divergent_node: str) -> None:
     transition.state.nodes[divergent_node].digest_tie_nodes = []
 
 
-def _settle_tie(transition: Transition, job: JobRecord, tied: list[str], what: str) -> bool:
+def _settle_tie(transition: Transition, job: JobRecord, tied: list[str], description: str) -> bool:
     """Handle a tie, which accuses all of its nodes. Return True if one is out, or if all are being tried.
 
     Differing ranks of a single node are proof against it. Otherwise each node does work with a known result, which
@@ -127,18 +130,19 @@ def _settle_tie(transition: Transition, job: JobRecord, tied: list[str], what: s
         return _evict_divergent(transition, job, tied, f"ranks of {tied[0]} differ among themselves")
     if any(case.job == job.job for case in transition.state.blame_cases.values()):
         return True
-    findings = {node: _raise_mismatch(transition, node, what, Severity.WARNING) for node in tied}
+    findings = {node: _raise_mismatch(transition, node, description, Severity.WARNING) for node in tied}
     judge_controller_findings(transition)
     tried = all(set(_remembered_tie(transition, node)) == set(tied) - {node} for node in tied)
     trying = (
-        not tried and open_blame_case(transition, BlameIsolationMethod.COMPUTE, findings, what, job.job) is not None
+        not tried
+        and open_blame_case(transition, BlameIsolationMethod.COMPUTE, findings, description, job.job) is not None
     )
-    if not trying and _settle_by_history(transition, job, tied, what):
+    if not trying and _settle_by_history(transition, job, tied, description):
         return True
     until = "while it does work whose result is known" if trying else "until a second opinion"
     for node in tied:
         stays = "is out already" if transition.state.nodes[node].state in CORDONED_STATES else "stays"
-        words = f"{what}; {node} is under suspicion and {stays}, {until}"
+        words = f"{description}; {node} is under suspicion and {stays}, {until}"
         transition.add_verdict(node, Decision.NO_ACTION, words, evidence=(findings[node],))
     return trying
 
@@ -152,9 +156,9 @@ def settle_digest_case(transition: Transition, case: BlameCase) -> None:
     if job is None:
         return
     if case.failed:
-        convicted = list(case.failed)
+        evicted_for_tie = list(case.failed)
         what = f"{case.summary}; {'; '.join(case.failed.values())}"
-        out = _evict_divergent(transition, job, convicted, what)
+        out = _evict_divergent(transition, job, evicted_for_tie, what)
     else:
         out = _settle_by_history(transition, job, list(case.suspects), case.summary)
     if not out:
@@ -166,7 +170,7 @@ def settle_digest_case(transition: Transition, case: BlameCase) -> None:
         return
     if not out and _record_tie(transition, job):
         ending.fail_job(
-            transition, job, f"{case.summary}; {_describe_ties(job)}, and {_explain_fault(transition, job)}"
+            transition, job, f"{case.summary}; {_describe_tie_count(job)}, and {_explain_fault(transition, job)}"
         )
     elif out or any(is_seated(job, node) and not is_serving(transition, node) for node in case.failed):
         cause = RegroupCause(
@@ -175,7 +179,7 @@ def settle_digest_case(transition: Transition, case: BlameCase) -> None:
         regroup(transition, job, cause)
 
 
-def _settle_by_history(transition: Transition, job: JobRecord, tied: list[str], what: str) -> bool:
+def _settle_by_history(transition: Transition, job: JobRecord, tied: list[str], description: str) -> bool:
     """Decide a tie by earlier ties: a node that was tied before with other nodes is in both. Return True if that evicts
     one.
 
@@ -184,17 +188,20 @@ def _settle_by_history(transition: Transition, job: JobRecord, tied: list[str], 
     ``step_memory_s``.
     """
     agreed_once = transition.state.job_runtime[job.job].verified_version is not None
-    convicted = []
+    evicted_for_tie = []
     for node in tied:
         record, before = transition.state.nodes[node], _remembered_tie(transition, node)
         others = [other for other in tied if other != node]
         if agreed_once and before and not set(before) & set(others):
-            convicted.append(node)
+            evicted_for_tie.append(node)
         record.digest_tie_nodes, record.digest_tie_at = others, transition.now
         transition.mark_node_changed(node)
-    if len(convicted) == 1:
+    if len(evicted_for_tie) == 1:
         return _evict_divergent(
-            transition, job, convicted, f"{what}; {convicted[0]} was in such a tie before, with others"
+            transition,
+            job,
+            evicted_for_tie,
+            f"{description}; {evicted_for_tie[0]} was in such a tie before, with others",
         )
     return False
 
@@ -222,20 +229,20 @@ def _record_tie(transition: Transition, job: JobRecord) -> bool:
     return len(job.digest_tie_times) >= transition.policy.digest_tie_count
 
 
-def _raise_mismatch(transition: Transition, node: str, what: str, severity: Severity) -> Finding:
+def _raise_mismatch(transition: Transition, node: str, description: str, severity: Severity) -> Finding:
     """Raise the controller's finding. A mere suspicion expires with the tie and never replaces proof."""
     finding = Finding(
         kind=FindingKind.DIGEST_MISMATCH,
         subject="parameters",
         severity=severity,
-        message=what,
+        message=description,
         action=Action.REPAIR if severity is Severity.CRITICAL else Action.NONE,
         since=transition.now,
         trace=transition.trace,
     )
-    standing = transition.state.nodes[node].controller_findings.get(finding.key)
-    if _is_unproven(finding) and standing is not None and not _is_unproven(standing):
-        return standing
+    existing = transition.state.nodes[node].controller_findings.get(finding.key)
+    if _is_unproven(finding) and existing is not None and not _is_unproven(existing):
+        return existing
     raise_controller_finding(
         transition, node, finding, _tie_memory_s(transition.state) if _is_unproven(finding) else 0.0
     )
@@ -247,12 +254,12 @@ def _raise_mismatch(transition: Transition, node: str, what: str, severity: Seve
 
 def handle_probe_finished(transition: Transition, node: str, report: ProbeFinished) -> None:
     """Handle one node's probe result; the last result, or the first bad one, decides."""
-    _conclude(transition, record_probe_result(transition, node, report))
+    _apply_outcome(transition, record_probe_result(transition, node, report))
 
 
 def check_probe_deadline(transition: Transition, name: str) -> None:
     """Check a probe at its deadline."""
-    _conclude(transition, time_out_probe(transition, name))
+    _apply_outcome(transition, time_out_probe(transition, name))
 
 
 def check_blame_case(transition: Transition, name: str) -> None:
@@ -260,12 +267,12 @@ def check_blame_case(transition: Transition, name: str) -> None:
     _settle_if_over(transition, diagnostics.retry_blame_case(transition, name))
 
 
-def check_treatment(transition: Transition, node: str) -> None:
+def check_node_care_deadlines(transition: Transition, node: str) -> None:
     """Check everything in a node's treatment that may be due."""
     record = transition.state.nodes[node]
     maintenance.end_if_due(transition, node)
     if record.state is NodeState.HELD:
-        maintenance.try_return(transition, node, f"nobody's word keeps {node} out any more")
+        maintenance.try_return_to_probation(transition, node, f"nobody's word keeps {node} out any more")
     expire_controller_findings(transition, node)
     recheck_undecided(transition, node)
     if record.state is NodeState.QUARANTINED:
@@ -276,7 +283,7 @@ def check_treatment(transition: Transition, node: str) -> None:
     quarantine.check_probation(transition, node)
 
 
-def _conclude(transition: Transition, outcome: ProbeOutcome | None) -> None:
+def _apply_outcome(transition: Transition, outcome: ProbeOutcome | None) -> None:
     if outcome is None:
         return
     if outcome.probe.tested_node is None:
