@@ -95,7 +95,7 @@ class FleetOfNodes(FleetInTime):
             node.away_until = self.now
             self._back(node)
         record = self.state.nodes[node.name]
-        if record.needs_operator or record.state in (NodeState.REPAIR, NodeState.HELD):
+        if record.quarantine.needs_operator or record.state in (NodeState.REPAIR, NodeState.HELD):
             self._command(ev.OperatorAction.READMIT, node.name)
             self._beat_until_well(node, node.life)
         job = self.state.jobs[JOB]

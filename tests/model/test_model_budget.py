@@ -75,11 +75,11 @@ class Budget(RuleBasedStateMachine):
 
     @rule(name=node)
     def falls_ill(self, name: str) -> None:
-        before = self._serves(name) and _ill(name).key not in self.fleet.state.nodes[name].agent_findings
+        before = self._serves(name) and _ill(name).key not in self.fleet.state.nodes[name].health.agent_findings
         expected = self._expected(name) if before else None
         seats, held = (
             self._jobs_of(name),
-            {node for node, record in self.fleet.state.nodes.items() if record.eviction_deferred_by},
+            {node for node, record in self.fleet.state.nodes.items() if record.health.eviction_deferred_by},
         )
         self.fleet.raise_finding(name, _ill(name))
         told = self._take_verdicts()
@@ -141,7 +141,8 @@ class Budget(RuleBasedStateMachine):
             self.fleet.restart()
             for name in NODES:
                 self.fleet.beat(
-                    name, *([_ill(name)] if _ill(name).key in self.fleet.state.nodes[name].agent_findings else [])
+                    name,
+                    *([_ill(name)] if _ill(name).key in self.fleet.state.nodes[name].health.agent_findings else []),
                 )
             self._take_verdicts()
 
@@ -228,9 +229,9 @@ class Budget(RuleBasedStateMachine):
     def a_sick_node_serves_only_while_something_holds_its_eviction(self) -> None:
         for name in NODES:
             record = self.fleet.state.nodes[name]
-            if self._serves(name) and _ill(name).key in record.agent_findings and name not in self.vouched:
-                assert record.deferred_eviction_key == _ill(name).key
-                assert name in self.fleet.state.deferred_evictions[record.eviction_deferred_by]
+            if self._serves(name) and _ill(name).key in record.health.agent_findings and name not in self.vouched:
+                assert record.health.deferred_eviction_key == _ill(name).key
+                assert name in self.fleet.state.deferred_evictions[record.health.eviction_deferred_by]
 
     def teardown(self) -> None:
         """Nothing is held for ever: with the breaker reset, the database back and windows passed, all sick nodes go."""
@@ -241,7 +242,7 @@ class Budget(RuleBasedStateMachine):
                 self.breaker_is_reset()
             self.time_passes(WINDOW_S + 0.5)
         for name in NODES:
-            held_by = self.fleet.state.nodes[name].eviction_deferred_by
+            held_by = self.fleet.state.nodes[name].health.eviction_deferred_by
             assert held_by == "" or held_by.startswith("needed:"), f"{name} is still held by {held_by}"
 
 

@@ -99,7 +99,7 @@ class Acquittals(RuleBasedStateMachine):
     def restart(self) -> None:
         self.fleet.restart()
         for name in NODES:
-            self.fleet.beat(name, *self.fleet.state.nodes[name].agent_findings.values())
+            self.fleet.beat(name, *self.fleet.state.nodes[name].health.agent_findings.values())
         self.write_down()
 
     # --- the list --------------------------------------------------------------------------------------------------
@@ -127,7 +127,9 @@ class Acquittals(RuleBasedStateMachine):
             1 for one in self.offences if one.eviction
         )
         for name in NODES:
-            assert self.fleet.state.nodes[name].eviction_times == [one.at for one in self.of(name) if one.eviction]
+            assert self.fleet.state.nodes[name].history.eviction_times == [
+                one.at for one in self.of(name) if one.eviction
+            ]
 
     @invariant()
     def a_score_is_the_sum_of_offences_each_halved_with_time(self) -> None:
@@ -146,7 +148,7 @@ class Acquittals(RuleBasedStateMachine):
                 offences = [one.at for one in self.of(other)]
                 if offences and self.fleet.now - offences[-1] < WINDOW_S:
                     record = self.fleet.state.nodes[other]
-                    assert record.state is not NodeState.QUARANTINED or record.quarantine_causes != [what.key]
+                    assert record.state is not NodeState.QUARANTINED or record.quarantine.causes != [what.key]
 
 
 @pytest.mark.promise("outbreaks")

@@ -71,7 +71,7 @@ def test_straggler_detection_matches_all_windows(
         named.append({node for node in range(nodes) if sum(node in slow for slow in latest) >= count})
         stands = {f"n{at + 1}" for at in set().union(*named[-WINDOWS:])}
         assert {
-            node for node, record in fleet.state.nodes.items() if STRAGGLER_KEY in record.controller_findings
+            node for node, record in fleet.state.nodes.items() if STRAGGLER_KEY in record.health.controller_findings
         } == stands
     assert {decision for _, decision in decisions(fleet.effects)} <= {Decision.RECOMMEND, Decision.CORRELATED}
     assert fleet.spec().number == 1, "slowness alone takes nobody out"

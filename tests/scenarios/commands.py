@@ -56,7 +56,7 @@ def _register(fleet: CoreFleet, words: Words, options: Options) -> None:
         more["gpus"] = (Gpu(index=0, uuid=options["gpu"], name="virtual", pci_bus_id="0", memory_bytes=1 << 30),)
     for node in words:
         record = fleet.state.nodes.get(node)
-        known = {} if record is None else msgspec.structs.asdict(record.domain)
+        known = {} if record is None else msgspec.structs.asdict(record.identity.domain)
         places = {key: options[key] for key in ("rack", "switch", "power") if key in options}
         fleet.register(node, domain=Domain(**(known | places)), **more)
 
@@ -250,8 +250,8 @@ def _remembered(fleet: CoreFleet, words: Words, _options: Options) -> Words:
     record, live = fleet.state.nodes[words[0]], fleet.state.node_runtime[words[0]]
     stored = len(msgspec.json.encode(record)) // 1000 + 1
     return [
-        f"{len(record.agent_findings)} findings, {len(record.report_history)} counts of reports, "
-        f"{len(record.history)} notes, "
+        f"{len(record.health.agent_findings)} findings, {len(record.history.counted_reports)} counts of reports, "
+        f"{len(record.history.entries)} notes, "
         f"{len(live.finding_bursts)} bursts, {len(fleet.state.sightings)} sightings in the fleet; "
         f"its record is less than {stored} kB"
     ]

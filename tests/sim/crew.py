@@ -65,7 +65,7 @@ class Crew:
         if state.fleet.breaker_reason:
             commands.append(self._command(OperatorAction.RESET_BREAKER))
         for node, record in state.nodes.items():
-            waits = record.needs_operator or record.state in (NodeState.HELD, NodeState.REPAIR)
+            waits = record.quarantine.needs_operator or record.state in (NodeState.HELD, NodeState.REPAIR)
             excluded = any(node in job.excluded_nodes for job in state.jobs.values())
             unable = any(node in job.launchers and not job.launchers[node].usable for job in state.jobs.values())
             if waits or excluded or (unable and record.state is NodeState.HEALTHY):

@@ -10,7 +10,7 @@ import pytest
 from everstep_controller.core.effects import Audit, AuditEntry, Effect, PutGeneration, PutJob, PutNode, PutVerdict
 from everstep_controller.core.events import Tick
 from everstep_controller.core.policy import CorePolicy
-from everstep_controller.core.records import JobRecord, NodeRecord
+from everstep_controller.core.records import JobRecord, NodeIdentity, NodeRecord
 from everstep_controller.store.rows import AuditRow, Batch, VerdictRow
 
 from everstep.vocabulary import Action, Decision, GenerationReason, JobState, Verdict
@@ -38,7 +38,10 @@ class Days:
         self.checker.world = SimpleNamespace(plan=SimpleNamespace(policy=POLICY))  # type: ignore[assignment]
         self._watch = self.checker.watches()
         self._watch[facts.TookOver](facts.TookOver("c1", 1, {}))
-        nodes = [NodeRecord(node=name, incarnation=1, vault=f"{name}:7000") for name in ("n1", "n2", "n3")]
+        nodes = [
+            NodeRecord(node=name, identity=NodeIdentity(incarnation=1, vault=f"{name}:7000"))
+            for name in ("n1", "n2", "n3")
+        ]
         self.decides(*(PutNode(node.node, node) for node in nodes), self.job(JobState.RUNNING, "n1", "n2"))
         documents = {node.node: msgspec.json.encode(node).decode() for node in nodes}
         self._watch[facts.Durable](facts.Durable(1, Batch(nodes=documents)))

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 from everstep_controller.core.events import ReportArrived
-from everstep_controller.core.records import NodeRecord
+from everstep_controller.core.records import NodeIdentity, NodeRecord
 from everstep_controller.store.rows import Batch, OutboxRow
 
 from everstep.wire.v1.directives import RunProbe
@@ -35,7 +35,7 @@ class Records:
         self._see(facts.Durable(2, Batch(**what)))
 
     def lives(self, incarnation: int) -> None:
-        record = NodeRecord(node="n1", incarnation=incarnation, vault="n1:7000")
+        record = NodeRecord(node="n1", identity=NodeIdentity(incarnation=incarnation, vault="n1:7000"))
         self._write(nodes={"n1": msgspec.json.encode(record).decode()})
 
     def ordered(self) -> None:

@@ -339,12 +339,12 @@ def node_tag_parts(context: fleet_views.ViewContext, summaries: Iterable[op.Node
             one.domain,
             one.labels,
             one.hold_reason,
-            nodes[one.node].external_cordon_by,
-            nodes[one.node].eviction_deferred_by,
-            nodes[one.node].incarnation,
-            list(nodes[one.node].agent_findings),
-            list(nodes[one.node].controller_findings),
-            nodes[one.node].maintenance_until,
+            nodes[one.node].scheduling.external_cordon_by,
+            nodes[one.node].health.eviction_deferred_by,
+            nodes[one.node].identity.incarnation,
+            list(nodes[one.node].health.agent_findings),
+            list(nodes[one.node].health.controller_findings),
+            nodes[one.node].scheduling.maintenance_until,
             planned_windows(context.state, nodes[one.node]),
         )
         for one in summaries

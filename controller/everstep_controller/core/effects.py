@@ -251,13 +251,18 @@ def _digest_input(effect: Effect) -> object:
         case PutFleet():
             return effect.doc.breaker_reason
         case PutNode(doc=node):
-            held = node.hold_reason, node.external_cordon_by, node.eviction_deferred_by, node.maintenance_until
+            held = (
+                node.scheduling.hold_reason,
+                node.scheduling.external_cordon_by,
+                node.health.eviction_deferred_by,
+                node.scheduling.maintenance_until,
+            )
             way_back = (
-                node.required_action,
-                node.quarantine_causes,
-                node.readmission_plan,
-                node.quarantined_until,
-                node.offence_score,
+                node.quarantine.required_action,
+                node.quarantine.causes,
+                node.quarantine.plan,
+                node.quarantine.earliest_end,
+                node.history.offence_score,
             )
             return effect.node, node.state, node.sentence, held, way_back
         case PutJob(doc=job):

@@ -159,7 +159,7 @@ def apply_heartbeat(
 ) -> HeartbeatResult:
     """Record a heartbeat without findings, unless something follows from it. O(ranks of the node)."""
     record, live = state.nodes.get(node), state.node_runtime.get(node)
-    if record is None or live is None or record.incarnation != incarnation:
+    if record is None or live is None or record.identity.incarnation != incarnation:
         return HeartbeatResult.UNKNOWN
     if _needs_transition(state, record, live) or may_have_crossed_boundary(state, ranks):
         return HeartbeatResult.NEEDS_EVENT
@@ -194,7 +194,7 @@ def can_defer_reports(state: FleetState, node: str, reports: Sequence[AnyReport]
 
 
 def _is_mild(record: NodeRecord, finding: Finding) -> bool:
-    current = record.agent_findings.get(finding.key)
+    current = record.health.agent_findings.get(finding.key)
     return finding.severity is not Severity.CRITICAL or (current is not None and current.severity is Severity.CRITICAL)
 
 
@@ -219,9 +219,9 @@ def check_invariants(state: FleetState) -> None:
 
 
 def _needs_transition(state: FleetState, record: NodeRecord, live: NodeRuntime) -> bool:
-    if live.disconnected_at is not None or not record.reachable or record.state is NodeState.SUSPECT:
+    if live.disconnected_at is not None or not record.liveness.reachable or record.state is NodeState.SUSPECT:
         return True
-    if record.state is not NodeState.PROBATION or record.probe_status not in (PROBE_PASSED, PROBE_SKIPPED):
+    if record.state is not NodeState.PROBATION or record.quarantine.probe_status not in (PROBE_PASSED, PROBE_SKIPPED):
         return False
     return live.heartbeats.clean_heartbeats + 1 >= state.policy.probation_heartbeats
 
@@ -330,7 +330,7 @@ def _handle_heartbeat(transition: Transition, event: HeartbeatChanged) -> None:
 
 def _handle_disconnected(transition: Transition, event: NodeDisconnected) -> None:
     record = transition.state.nodes.get(event.node)
-    if record is None or record.incarnation != event.incarnation:
+    if record is None or record.identity.incarnation != event.incarnation:
         transition.count_ignored("disconnected.stale")
         return
     node_liveness.handle_disconnected(transition, event.node)
@@ -339,7 +339,7 @@ def _handle_disconnected(transition: Transition, event: NodeDisconnected) -> Non
 def _handle_nodes_seen(transition: Transition, event: NodeSeen) -> None:
     for node, incarnation in ((event.node, event.incarnation), *event.others):
         record = transition.state.nodes.get(node)
-        if record is None or record.incarnation != incarnation:
+        if record is None or record.identity.incarnation != incarnation:
             transition.count_ignored("node_seen.stale")
         else:
             node_liveness.mark_seen(transition, node)

@@ -17,7 +17,7 @@ from everstep_controller.core.jobs.membership import (
     seats_of,
 )
 from everstep_controller.core.liveness.correlation import groups_of
-from everstep_controller.core.records import JobRecord, NodeRecord
+from everstep_controller.core.records import IN_SERVICE, JobRecord, NodeRecord
 from everstep_controller.core.state import DATABASE_SCOPE, FleetState, SilenceCount
 
 STATES_WITHOUT_SEAT = (NodeState.QUARANTINED, NodeState.REPAIR, NodeState.LOST)
@@ -74,8 +74,8 @@ def _check_deferrals(state: FleetState) -> None:
         assert nodes, f"nothing is held by {scope}"
         for node in nodes:
             record = state.nodes[node]
-            assert not record.deferred_eviction_key or record.eviction_deferred_by == scope, (
-                f"{node} is held by {scope} and {record.eviction_deferred_by}"
+            assert not record.health.deferred_eviction_key or record.health.eviction_deferred_by == scope, (
+                f"{node} is held by {scope} and {record.health.eviction_deferred_by}"
             )
     asked_again = {FLEET, DATABASE_SCOPE} | (
         {of for _, kind, of in state.queued_deadlines if kind == "held"} if state.deferred_evictions else set()
@@ -87,23 +87,25 @@ def _check_deferrals(state: FleetState) -> None:
 
 def _check_node(state: FleetState, record: NodeRecord) -> None:
     node = record.node
-    assert record.reachable == (node in state.reachable_nodes), f"{node}: reachable in one place only"
+    assert record.liveness.reachable == (node in state.reachable_nodes), f"{node}: reachable in one place only"
     assert record.sentence, f"{node}: every state has its sentence"
     if record.state in (NodeState.HEALTHY, NodeState.SUSPECT, NodeState.PROBATION):
-        assert record.reachable, f"{node} is {record.state} and out of reach"
+        assert record.liveness.reachable, f"{node} is {record.state} and out of reach"
     if record.state is NodeState.LOST:
-        assert not record.reachable, f"{node} is lost and heard"
+        assert not record.liveness.reachable, f"{node} is lost and heard"
     if record.state is NodeState.QUARANTINED:
         way_out = (
-            record.quarantine_causes or record.needs_operator or not record.reachable or record.quarantined_until > 0
+            record.quarantine.causes
+            or record.quarantine.needs_operator
+            or not record.liveness.reachable
+            or record.quarantine.earliest_end > 0
         )
         assert way_out, f"{node}: a quarantine without a way out"
-    if record.external_cordon_by or record.hold_reason:
-        out = record.state not in (NodeState.HEALTHY, NodeState.SUSPECT, NodeState.PROBATION)
-        assert out, f"{node} is {record.state}, against the word of {record.external_cordon_by or record.hold_reason}"
+    if order := record.scheduling.external_cordon_by or record.scheduling.hold_reason:
+        assert record.state not in IN_SERVICE, f"{node} is {record.state}, but must be out of service: {order}"
     if record.state is NodeState.PROBATION:
-        assert record.probe_status, f"{node}: a probation without a probe, or a word on why there is none"
-    if record.reachable:
+        assert record.quarantine.probe_status, f"{node}: a probation without a probe, or a word on why there is none"
+    if record.liveness.reachable:
         assert state.node_runtime[node].has_silence_deadline, f"{node}: nobody watches its silence"
     if node in state.silent_nodes:
         assert record.state is not NodeState.HEALTHY, f"{node} is silent and not suspected"

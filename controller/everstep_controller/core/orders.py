@@ -67,16 +67,16 @@ def _check_node(state: FleetState, command: OperatorCommand) -> None:
     if command.action is OperatorAction.READMIT:
         if record.state is NodeState.LOST:
             raise Conflict(f"{record.node} is lost: it comes back by itself when its agent is heard")
-        if record.external_cordon_by:
+        if record.scheduling.external_cordon_by:
             raise Conflict(
-                f"{record.node} is cordoned by {record.external_cordon_by}: lift that cordon, and it comes "
+                f"{record.node} is cordoned by {record.scheduling.external_cordon_by}: lift that cordon, and it comes "
                 "back by itself"
             )
         if record.state in (NodeState.HEALTHY, NodeState.SUSPECT) and not _is_excluded(state, record.node):
             raise Conflict(f"{record.node} is {record.state} and in service")
     elif command.action is OperatorAction.FORGET and (why := retirement.reason_to_keep(state, record.node)):
         raise Conflict(why)
-    elif command.action is OperatorAction.RELEASE and not record.hold_reason:
+    elif command.action is OperatorAction.RELEASE and not record.scheduling.hold_reason:
         raise Conflict(f"nobody holds {record.node}: `everstep node readmit` ends whatever else keeps it out")
     if command.action in (OperatorAction.DRAIN, OperatorAction.REPAIR) and (
         why := find_job_short_of_nodes(state, record.node)
@@ -166,9 +166,13 @@ def _repair(transition: Transition, node: str, sentence: str) -> None:
 
 def _evict(transition: Transition, node: str, sentence: str) -> None:
     record = transition.state.nodes[node]
-    causes, cleared = record.quarantine_causes, record.cause_cleared_at  # kept if the node is out already
+    causes, cleared = record.quarantine.causes, record.quarantine.cause_cleared_at  # kept if the node is out already
     begin_quarantine(transition, node, sentence, (), action=Action.DRAIN, offence_weight=0.0)
-    record.quarantine_causes, record.cause_cleared_at, record.needs_operator = causes, cleared, True
+    record.quarantine.causes, record.quarantine.cause_cleared_at, record.quarantine.needs_operator = (
+        causes,
+        cleared,
+        True,
+    )
     transition.add_verdict(node, Decision.EVICT, sentence, action=Action.DRAIN)
     _leave(transition, node, sentence, boundary=False)
 
@@ -182,15 +186,24 @@ def _leave(transition: Transition, node: str, sentence: str, *, boundary: bool) 
 
 def _readmit(transition: Transition, node: str, sentence: str) -> None:
     record = transition.state.nodes[node]
-    was_kept = record.maintenance_until > transition.now
-    record.needs_operator, record.defective_gpus, record.digest_tie_nodes, record.loss_times = False, [], [], []
+    was_kept = record.scheduling.maintenance_until > transition.now
+    (
+        record.quarantine.needs_operator,
+        record.health.defective_gpus,
+        record.health.digest_tie_nodes,
+        record.liveness.loss_times,
+    ) = False, [], [], []
     clear_controller_findings(transition, node)
-    record.hold_reason, record.undecided_findings, record.accepted_findings = "", {}, list(record.agent_findings)
+    record.scheduling.hold_reason, record.health.undecided_findings, record.health.accepted_findings = (
+        "",
+        {},
+        list(record.health.agent_findings),
+    )
     if record.state is NodeState.REPAIR:
         offences.clear_offences(record)
     maintenance.end_maintenance_early(transition, node)
     drop_deferral(transition, node)
-    record.probe_failures = 0
+    record.quarantine.probe_failures = 0
     for name in transition.state.node_runtime[node].jobs:
         clear_exclusion(transition, name, node)
         job = transition.state.jobs[name]
@@ -202,9 +215,9 @@ def _readmit(transition: Transition, node: str, sentence: str) -> None:
                 0,
             )
     transition.add_verdict(node, Decision.READMIT, sentence)
-    if not record.reachable:
+    if not record.liveness.reachable:
         set_state(transition, node, NodeState.LOST, f"{sentence}; it is out of reach and comes back when it is heard")
-    elif record.state in _QUARANTINE_STATES or was_kept or record.readmission_plan is not None:
+    elif record.state in _QUARANTINE_STATES or was_kept or record.quarantine.plan is not None:
         begin_probation(transition, node, sentence)
     else:
         set_state(transition, node, NodeState.HEALTHY, sentence)

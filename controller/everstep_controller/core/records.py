@@ -138,11 +138,9 @@ class ReadmissionPlan(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Seconds after ``evicted_at`` in which an outbreak among the causes rolls the eviction back."""
 
 
-class NodeRecord(msgspec.Struct, kw_only=True):
-    """Stored state of a node."""
+class NodeIdentity(msgspec.Struct, kw_only=True):
+    """The machine and its agent, as registered."""
 
-    node: NodeId
-    """Name of the node."""
     incarnation: Incarnation
     """Incarnation of the registered agent."""
     vault: Address
@@ -161,53 +159,34 @@ class NodeRecord(msgspec.Struct, kw_only=True):
     """Version of the GPU driver."""
     boot_id: str = ""
     """Boot id of the operating system."""
+    booted_at: float = 0.0
+    """First sighting of the node after its last boot."""
     registered_at: float = 0.0
     """Time of the last registration."""
-    state: NodeState = NodeState.HEALTHY
-    """Current state."""
-    since: float = 0.0
-    """Time at which the node entered ``state``."""
-    sentence: str = ""
-    """Reason for ``state``, as a sentence for people."""
-    trace: TraceId = ""
-    """Trace id of the event that led to ``state``."""
-    required_action: Action = Action.NONE
-    """Action that the findings behind ``state`` ask for."""
+
+
+class NodeLiveness(msgspec.Struct, kw_only=True):
+    """Whether the node's agent is heard, and how often it was lost."""
+
     reachable: bool = True
     """True while messages arrive within the deadlines."""
     lost_at: float = 0.0
     """Time at which the node was last declared unreachable."""
     loss_times: list[float] = []
     """Losses attributed to the node itself, inside ``node_flap_window_s``."""
+
+
+class NodeHealth(msgspec.Struct, kw_only=True):
+    """Standing findings on the node, and decisions about them that are still open."""
+
     agent_findings: dict[str, Finding] = {}
-    """Findings reported by the agent, by key."""
+    """Findings reported by the agent, by key. Stored in rows of their own, not in the node's document."""
     controller_findings: dict[str, Finding] = {}
     """Findings of the controller itself, by key."""
     controller_findings_until: dict[str, float] = {}
     """Expiry of controller findings that clear by time only; each new sighting postpones the expiry."""
-    quarantine_causes: list[str] = []
-    """Keys of the findings that must clear before the node leaves quarantine."""
-    needs_operator: bool = False
-    """True if only an operator can end the quarantine."""
-    quarantined_until: float = 0.0
-    """Earliest time at which the node may leave quarantine."""
-    eviction_times: list[float] = []
-    """Times of the node's evictions; repeat offenders wait longer."""
-    verdict_count: int = 0
-    """Number of verdicts ever given on the node; makes verdict ids unique."""
-    current_verdict_id: str = ""
-    """Id of the verdict that put the node into, or out of, service."""
-    probe_status: str = ""
-    """Id of the probe that the node must pass on probation, or ``PROBE_PASSED`` or ``PROBE_SKIPPED``."""
-    probe_failures: int = 0
-    """Number of failed probes in a row."""
-    digest_tie_nodes: list[NodeId] = []
-    """Other nodes of the last undecided digest vote."""
-    digest_tie_at: float = 0.0
-    """Time of the last undecided digest vote."""
-    defective_gpus: list[str] = []
-    """UUIDs of GPUs that computed wrongly, or the node's name if it has no GPU. The node counts as repaired once none
-    of them is left."""
+    undecided_findings: dict[str, str] = {}
+    """Reasons why findings cannot be judged yet, by finding key."""
     accepted_findings: list[str] = []
     """Keys of findings that stood when an operator readmitted the node and have not become graver since."""
     finding_seen_at: dict[str, float] = {}
@@ -216,30 +195,39 @@ class NodeRecord(msgspec.Struct, kw_only=True):
     """Key of the finding whose eviction is deferred; empty for none."""
     eviction_deferred_by: str = ""
     """Scope that defers the eviction (``core.health.eviction``)."""
-    booted_at: float = 0.0
-    """First sighting of the node after its last boot."""
-    report_history: dict[str, list[tuple[float, bool]]] = {}
-    """Counted reports, by rule and finding key."""
-    ladder_history: dict[str, list[tuple[float, Action]]] = {}
-    """Ladder steps taken, by rule."""
-    undecided_findings: dict[str, str] = {}
-    """Reasons why findings cannot be judged yet, by finding key."""
+    digest_tie_nodes: list[NodeId] = []
+    """Other nodes of the last undecided digest vote."""
+    digest_tie_at: float = 0.0
+    """Time of the last undecided digest vote."""
+    defective_gpus: list[str] = []
+    """UUIDs of GPUs that computed wrongly, or the node's name if it has no GPU. The node counts as repaired once none
+    of them is left."""
+
+
+class NodeQuarantine(msgspec.Struct, kw_only=True):
+    """Conditions under which a node that is out of service returns."""
+
+    causes: list[str] = []
+    """Keys of the findings that must clear before the node leaves quarantine."""
     cause_cleared_at: dict[str, float] = {}
-    """Time at which each quarantine cause cleared, by finding key."""
-    readmission_plan: ReadmissionPlan | None = None
+    """Time at which each cause cleared, by finding key."""
+    needs_operator: bool = False
+    """True if only an operator can end the quarantine."""
+    earliest_end: float = 0.0
+    """Earliest time at which the node may leave quarantine."""
+    required_action: Action = Action.NONE
+    """Action that the causes ask for."""
+    probe_status: str = ""
+    """Id of the probe that the node must pass on probation, or ``PROBE_PASSED`` or ``PROBE_SKIPPED``."""
+    probe_failures: int = 0
+    """Number of failed probes in a row."""
+    plan: ReadmissionPlan | None = None
     """Treatment of the node while it is out; None while it is in service."""
-    offence_score: float = 0.0
-    """Decaying score of offences, as of ``offence_score_at``."""
-    offence_score_at: float = 0.0
-    """Time for which ``offence_score`` was computed."""
-    offended: list[tuple[float, float]] = []
-    """Offences of the last half-life, as (time, weight)."""
-    remediation_times: list[float] = []
-    """Times of the node's automatic resets and reboots."""
-    dry_runs: list[float] = []
-    """Times of resets and reboots that were only logged."""
-    rank_restart_times: list[float] = []
-    """Times of automatic restarts of the node's ranks."""
+
+
+class NodeScheduling(msgspec.Struct, kw_only=True):
+    """Orders of people and other systems about the node's work."""
+
     cordon_id: str = ""
     """Id of the remediation by which Everstep cordoned the node, or ``node_state.CORDON_UNCERTAIN``."""
     external_cordon_by: str = ""
@@ -248,16 +236,70 @@ class NodeRecord(msgspec.Struct, kw_only=True):
     """Operator's order that keeps the node out of service; empty for none."""
     maintenance_until: float = 0.0
     """End of the current maintenance window; 0.0 outside a window."""
-    history: list[HistoryEntry] = []
+
+
+class NodeHistory(msgspec.Struct, kw_only=True):
+    """Past decisions about the node that later decisions depend on."""
+
+    verdict_count: int = 0
+    """Number of verdicts ever given on the node; makes verdict ids unique."""
+    current_verdict_id: str = ""
+    """Id of the verdict that put the node into, or out of, service."""
+    eviction_times: list[float] = []
+    """Times of the node's evictions; repeat offenders wait longer."""
+    offence_score: float = 0.0
+    """Decaying score of offences, as of ``offence_score_at``."""
+    offence_score_at: float = 0.0
+    """Time for which ``offence_score`` was computed."""
+    recent_offences: list[tuple[float, float]] = []
+    """Offences of the last half-life, as (time, weight)."""
+    counted_reports: dict[str, list[tuple[float, bool]]] = {}
+    """Counted reports, by rule and finding key."""
+    ladder_steps: dict[str, list[tuple[float, Action]]] = {}
+    """Ladder steps taken, by rule."""
+    remediation_times: list[float] = []
+    """Times of the node's automatic resets and reboots."""
+    dry_run_times: list[float] = []
+    """Times of resets and reboots that were only logged."""
+    rank_restart_times: list[float] = []
+    """Times of automatic restarts of the node's ranks."""
+    entries: list[HistoryEntry] = []
     """The newest entries of the node's history."""
+
+
+class NodeRecord(msgspec.Struct, kw_only=True):
+    """Stored state of a node."""
+
+    node: NodeId
+    """Name of the node."""
+    state: NodeState = NodeState.HEALTHY
+    """Current state; ``core.health.node_state`` lists the allowed transitions."""
+    since: float = 0.0
+    """Time at which the node entered ``state``."""
+    sentence: str = ""
+    """Reason for ``state``, as a sentence for people."""
+    trace: TraceId = ""
+    """Trace id of the event that led to ``state``."""
+    identity: NodeIdentity
+    """The machine and its agent."""
+    liveness: NodeLiveness = msgspec.field(default_factory=NodeLiveness)
+    """Whether the agent is heard."""
+    health: NodeHealth = msgspec.field(default_factory=NodeHealth)
+    """Standing findings."""
+    quarantine: NodeQuarantine = msgspec.field(default_factory=NodeQuarantine)
+    """Conditions for the node's return to service."""
+    scheduling: NodeScheduling = msgspec.field(default_factory=NodeScheduling)
+    """Orders of people and other systems."""
+    history: NodeHistory = msgspec.field(default_factory=NodeHistory)
+    """Past decisions."""
 
     def all_findings(self) -> tuple[Finding, ...]:
         """Return all standing findings, of the agent and of the controller."""
-        return (*self.agent_findings.values(), *self.controller_findings.values())
+        return (*self.health.agent_findings.values(), *self.health.controller_findings.values())
 
     def get_finding(self, key: str) -> Finding | None:
         """Return the finding with this key, from the agent or the controller."""
-        return self.agent_findings.get(key) or self.controller_findings.get(key)
+        return self.health.agent_findings.get(key) or self.health.controller_findings.get(key)
 
 
 class LauncherRecord(msgspec.Struct, kw_only=True):
@@ -485,4 +527,4 @@ def append_history(
 ) -> None:
     """Append an entry to the node's history. The caller marks the record as changed."""
     note = HistoryEntry(at=at, kind=kind, sentence=sentence, detail=detail or {})
-    record.history = [*record.history[1 - MAX_HISTORY_ENTRIES :], note]
+    record.history.entries = [*record.history.entries[1 - MAX_HISTORY_ENTRIES :], note]

@@ -82,18 +82,18 @@ def _forget_old_nodes(transition: Transition) -> int:
 def _may_expire(record: NodeRecord) -> bool:
     """Return whether time alone ends the record. A person's order, or a pending decision of a person, keeps it."""
     if (
-        record.reachable
-        or record.hold_reason
-        or record.external_cordon_by
-        or record.needs_operator
-        or record.defective_gpus
+        record.liveness.reachable
+        or record.scheduling.hold_reason
+        or record.scheduling.external_cordon_by
+        or record.quarantine.needs_operator
+        or record.health.defective_gpus
     ):
         return False
     return record.state in (NodeState.LOST, NodeState.QUARANTINED)
 
 
 def _gone_since(record: NodeRecord) -> float:
-    return max(record.lost_at, record.since)
+    return max(record.liveness.lost_at, record.since)
 
 
 def forget_node(transition: Transition, node: str, sentence: str) -> None:
@@ -103,7 +103,7 @@ def forget_node(transition: Transition, node: str, sentence: str) -> None:
     node_state.uncordon(transition, node, sentence)
     _keep_unfit(transition, record)
     transition.audit("node.forgotten", sentence, node=node)
-    for key in (*record.agent_findings, *record.controller_findings):
+    for key in (*record.health.agent_findings, *record.health.controller_findings):
         transition.emit(RecordFindingCleared(node, key, transition.now))
     for job in state.jobs.values():
         _remove_from_job(transition, job, node)
@@ -121,15 +121,15 @@ def forget_node(transition: Transition, node: str, sentence: str) -> None:
 
 def _keep_unfit(transition: Transition, record: NodeRecord) -> None:
     """Remember that the node was unfit, in case an agent registers under its name."""
-    if record.state not in UNFIT_STATES and record.readmission_plan is None and not record.defective_gpus:
+    if record.state not in UNFIT_STATES and record.quarantine.plan is None and not record.health.defective_gpus:
         return
-    unfit, plan = transition.state.fleet.unfit_nodes, record.readmission_plan or ReadmissionPlan()
+    unfit, plan = transition.state.fleet.unfit_nodes, record.quarantine.plan or ReadmissionPlan()
     unfit.pop(record.node, None)
     unfit[record.node] = UnfitNode(
         sentence=f"{record.node} was forgotten while it was out of service ({record.sentence})",
         diagnostics=plan.required_diagnostics,
         required_passes=plan.required_passes,
-        defective_gpus=tuple(record.defective_gpus),
+        defective_gpus=tuple(record.health.defective_gpus),
     )
     while len(unfit) > MAX_UNFIT_NODES:
         del unfit[next(iter(unfit))]

@@ -46,13 +46,13 @@ def restore_state(
     for record in nodes:
         state.nodes[record.node] = record
         state.node_runtime[record.node] = NodeRuntime()
-        if record.reachable:
+        if record.liveness.reachable:
             if record.state is NodeState.SUSPECT:
                 state.silent_nodes.add(record.node)
             add_expected(state, record.node)
             state.unseen_nodes.add(record.node)
         restore_deferral(state, record.node)
-    lost = {node: record.loss_times[-1] for node, record in state.nodes.items() if record.loss_times}
+    lost = {node: record.liveness.loss_times[-1] for node, record in state.nodes.items() if record.liveness.loss_times}
     state.recent_losses = dict(sorted(lost.items(), key=lambda one: one[1]))
     for job in jobs:
         state.jobs[job.job] = job
@@ -88,16 +88,16 @@ def handle_controller_started(transition: Transition, event: ControllerStarted) 
     update_correlated_silence(transition)
     for node, record in state.nodes.items():
         live = state.node_runtime[node]
-        transition.schedule(max(transition.now, record.quarantined_until), "node", node)
+        transition.schedule(max(transition.now, record.quarantine.earliest_end), "node", node)
         if (
-            record.undecided_findings
-            or record.controller_findings_until
-            or record.maintenance_until
+            record.health.undecided_findings
+            or record.health.controller_findings_until
+            or record.scheduling.maintenance_until
             or record.state is NodeState.QUARANTINED
         ):
-            transition.schedule(max(transition.now, record.maintenance_until), "care", node)
+            transition.schedule(max(transition.now, record.scheduling.maintenance_until), "care", node)
             transition.schedule(transition.now, "care", node)
-        if record.reachable:
+        if record.liveness.reachable:
             live.has_silence_deadline = False
             schedule_silence_deadline(transition, node)
         if any(
@@ -105,7 +105,7 @@ def handle_controller_started(transition: Transition, event: ControllerStarted) 
         ):
             live.launcher_rejoin_due = transition.now + transition.policy.launcher_rejoin_grace_s
             transition.schedule(live.launcher_rejoin_due, "node", node)
-        if record.state is NodeState.PROBATION and record.probe_status not in (PROBE_PASSED, PROBE_SKIPPED):
+        if record.state is NodeState.PROBATION and record.quarantine.probe_status not in (PROBE_PASSED, PROBE_SKIPPED):
             begin_probation(transition, node, record.sentence.partition(";")[0])
     schedule_retention(transition)
     resume_windows(transition)

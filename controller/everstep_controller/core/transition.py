@@ -322,10 +322,10 @@ class Transition:
     ) -> None:
         """Emit a verdict on ``node``, with an entry in its history and in the audit log."""
         record = self.state.nodes[node]
-        record.verdict_count += 1
+        record.history.verdict_count += 1
         self.mark_node_changed(node)
         verdict = Verdict(
-            id=f"{node}-{record.verdict_count}",
+            id=f"{node}-{record.history.verdict_count}",
             node=node,
             decision=decision,
             sentence=sentence,
@@ -336,7 +336,7 @@ class Transition:
         )
         self.emit(PutVerdict(verdict))
         if decision in STATE_CHANGING_DECISIONS:
-            record.current_verdict_id = self._verdict_ids[node] = verdict.id
+            record.history.current_verdict_id = self._verdict_ids[node] = verdict.id
         records.append_history(record, self.now, "verdict", f"{decision}: {sentence}", {"verdict": verdict.id})
         self.audit(f"verdict.{decision}", sentence, node=node, trace=verdict.trace, data={"verdict": verdict.id})
 
@@ -402,6 +402,6 @@ def pop_due(state: FleetState, now: float) -> tuple[str, str] | None:
 
 def defer_judgement(transition: Transition, node: str, key: str, reason: str, due: float) -> None:
     """Note that a standing finding cannot be judged yet, and queue one more look, at most one a second per node."""
-    transition.state.nodes[node].undecided_findings[key] = reason
+    transition.state.nodes[node].health.undecided_findings[key] = reason
     transition.mark_node_changed(node)
     transition.schedule(float(math.ceil(due)), "care", node)

@@ -274,16 +274,18 @@ class NodeFilter(msgspec.Struct, frozen=True, kw_only=True):
         """Return whether the node matches all fields except ``job``."""
         if self.state and effective_state(state, record) not in self.state.split(","):
             return False
-        if (self.rack and record.domain.rack != self.rack) or (self.switch and record.domain.switch != self.switch):
+        if (self.rack and record.identity.domain.rack != self.rack) or (
+            self.switch and record.identity.domain.switch != self.switch
+        ):
             return False
-        if self.gpu_model and not any(self.gpu_model.lower() in gpu.name.lower() for gpu in record.gpus):
+        if self.gpu_model and not any(self.gpu_model.lower() in gpu.name.lower() for gpu in record.identity.gpus):
             return False
-        if self.driver and record.driver_version != self.driver:
+        if self.driver and record.identity.driver_version != self.driver:
             return False
-        if self.gpu and not any(self.gpu in (gpu.uuid, gpu.serial) for gpu in record.gpus):
+        if self.gpu and not any(self.gpu in (gpu.uuid, gpu.serial) for gpu in record.identity.gpus):
             return False
         name, _, value = self.label.partition("=")
-        return not name or (name in record.labels and (not value or record.labels[name] == value))
+        return not name or (name in record.identity.labels and (not value or record.identity.labels[name] == value))
 
 
 def effective_state(state: FleetState, record: NodeRecord) -> str:
@@ -342,13 +344,13 @@ def node_summary(context: ViewContext, record: NodeRecord, job: str | None) -> o
         connected=context.outbox.has_receiver(record.node),
         last_seen_at=live.heartbeats.last_seen_at if live is not None and live.heartbeats.last_seen_at > 0 else None,
         job=job,
-        gpus=len(record.gpus),
+        gpus=len(record.identity.gpus),
         findings=len(record.all_findings()),
-        domain=record.domain,
-        gpu_model=record.gpus[0].name if record.gpus else "",
-        labels=record.labels,
-        hold_reason=record.hold_reason,
-        driver_version=record.driver_version,
+        domain=record.identity.domain,
+        gpu_model=record.identity.gpus[0].name if record.identity.gpus else "",
+        labels=record.identity.labels,
+        hold_reason=record.scheduling.hold_reason,
+        driver_version=record.identity.driver_version,
         outbreaks=tuple(dict.fromkeys(signature(finding) for finding in spared)),
     )
 
@@ -382,26 +384,26 @@ def node_detail(context: ViewContext, node: str) -> op.NodeDetail:
     record = context.node(node)
     return op.NodeDetail(
         summary=node_summary(context, record, _job_of(context.state, node)),
-        incarnation=record.incarnation,
-        agent_version=record.agent_version,
-        driver_version=record.driver_version,
-        boot_id=record.boot_id,
-        vault=record.vault,
-        gpus=record.gpus,
-        host=record.host,
+        incarnation=record.identity.incarnation,
+        agent_version=record.identity.agent_version,
+        driver_version=record.identity.driver_version,
+        boot_id=record.identity.boot_id,
+        vault=record.identity.vault,
+        gpus=record.identity.gpus,
+        host=record.identity.host,
         findings=record.all_findings(),
-        evictions=len(record.eviction_times),
+        evictions=len(record.history.eviction_times),
         pending_directives=context.outbox.pending_count(node),
-        registered_at=record.registered_at,
+        registered_at=record.identity.registered_at,
         offence_score=round(offender_score(record, context.now(), context.state.policy.offender_half_life_s), 3),
-        hold_reason=record.hold_reason,
-        external_cordon_by=record.external_cordon_by,
-        maintenance_until=record.maintenance_until,
+        hold_reason=record.scheduling.hold_reason,
+        external_cordon_by=record.scheduling.external_cordon_by,
+        maintenance_until=record.scheduling.maintenance_until,
         planned_maintenance=tuple(
             op.PlannedMaintenance(starts_at=one.starts_at, until=one.until, sentence=one.sentence)
             for one in planned_windows(context.state, record)
         ),
-        eviction_deferred_by=record.eviction_deferred_by,
+        eviction_deferred_by=record.health.eviction_deferred_by,
     )
 
 
@@ -521,9 +523,11 @@ def budget_status(context: ViewContext) -> operator_history.BudgetStatus:
         ),
         deferred=tuple(
             operator_history.DeferredEviction(
-                node=record.node, finding=record.deferred_eviction_key, deferred_by=record.eviction_deferred_by
+                node=record.node,
+                finding=record.health.deferred_eviction_key,
+                deferred_by=record.health.eviction_deferred_by,
             )
             for record in state.nodes.values()
-            if record.deferred_eviction_key
+            if record.health.deferred_eviction_key
         ),
     )

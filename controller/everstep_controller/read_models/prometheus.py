@@ -294,7 +294,7 @@ class FleetCollector(Collector):
         )
 
     def _evictions(self, state: FleetState) -> Iterator[Metric]:
-        held = sum(bool(node.deferred_eviction_key) for node in state.nodes.values())
+        held = sum(bool(node.health.deferred_eviction_key) for node in state.nodes.values())
         yield _gauge(
             "eviction_breaker_open", "1 while automatic eviction is stopped.", bool(state.fleet.breaker_reason)
         )

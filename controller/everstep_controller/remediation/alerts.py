@@ -85,7 +85,11 @@ def _nodes(state: FleetState) -> Iterable[Alert]:
     for record in state.nodes.values():
         severity = ALERT_SEVERITY_BY_STATE.get(record.state)
         if severity is not None:
-            words = f"{record.sentence}; {record.hold_reason}" if record.hold_reason else record.sentence
+            words = (
+                f"{record.sentence}; {record.scheduling.hold_reason}"
+                if record.scheduling.hold_reason
+                else record.sentence
+            )
             yield _alert(
                 "EverstepNodeOutOfService", severity, words, record.since, node=record.node, state=str(record.state)
             )

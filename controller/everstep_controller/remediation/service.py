@@ -87,10 +87,14 @@ class CordonObserver:
             record = self._state.nodes.get(node)
             if record is None:
                 continue
-            gone = "" if seen.cordoned_by or node not in shown else self._lifted_cordon(node, record.cordon_id, before)
+            gone = (
+                ""
+                if seen.cordoned_by or node not in shown
+                else self._lifted_cordon(node, record.scheduling.cordon_id, before)
+            )
             if seen.cordoned_by == CORDON_OWNER and node in before:
                 self._own_cordons[node] = before[node]
-            if gone or foreign != record.external_cordon_by:
+            if gone or foreign != record.scheduling.external_cordon_by:
                 reason = seen.reason[:1024]
                 await self._tell(
                     SchedulerStateChanged(node=node, cordoned_by=foreign, reason=reason, lifted_cordon_id=gone)
@@ -99,7 +103,11 @@ class CordonObserver:
     def _cordoned(self) -> dict[str, str]:
         """Return the nodes with a finished cordon of ours, with the ids of the remediations."""
         nodes = self._state.nodes.items()
-        return {node: record.cordon_id for node, record in nodes if record.cordon_id and self._settled(node)}
+        return {
+            node: record.scheduling.cordon_id
+            for node, record in nodes
+            if record.scheduling.cordon_id and self._settled(node)
+        }
 
     def _lifted_cordon(self, node: str, cordoned: str, before: dict[str, str]) -> str:
         """Return the id of a cordon of ours that somebody lifted, or "".

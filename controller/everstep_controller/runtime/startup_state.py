@@ -59,9 +59,9 @@ def _fleet(doc: str, nodes: Iterable[NodeRecord]) -> FleetRecord:
     record, times = msgspec.json.decode(doc, type=FleetRecord), msgspec.json.decode(doc, type=_FirstFleet).evictions
     if times:
         known = [
-            Eviction(evicted_at=at, node=node.node, rack=node.domain.rack)
+            Eviction(evicted_at=at, node=node.node, rack=node.identity.domain.rack)
             for node in nodes
-            for at in node.eviction_times
+            for at in node.history.eviction_times
             if at in times
         ]
         record.recent_evictions = sorted(known, key=lambda one: one.evicted_at)
@@ -73,7 +73,7 @@ def restore_state(policy: CorePolicy, loaded: LoadedState, known: KnownRecords =
     nodes = {node: known.records[node] for node in loaded.unchanged}
     nodes |= {node: msgspec.json.decode(doc, type=NodeRecord) for node, doc in loaded.nodes.items()}
     for (node, key), doc in loaded.active_findings.items():
-        nodes[node].agent_findings[key] = msgspec.json.decode(doc, type=Finding)
+        nodes[node].health.agent_findings[key] = msgspec.json.decode(doc, type=Finding)
     return engine.restore_state(
         policy,
         _fleet(loaded.fleet, nodes.values()) if loaded.fleet is not None else None,

@@ -55,12 +55,12 @@ class FindingDelta:
     def changes(self, record: NodeRecord) -> Iterator[tuple[str, Finding | None]]:
         """Yield the changed findings of a node by key, None for cleared ones. They count as written from now on."""
         written = self._written.get(record.node, {})
-        if not written and not record.agent_findings:
+        if not written and not record.health.agent_findings:
             return
         for key in written:
-            if key not in record.agent_findings:
+            if key not in record.health.agent_findings:
                 yield key, None
-        for key, finding in record.agent_findings.items():
+        for key, finding in record.health.agent_findings.items():
             if written.get(key) is not finding:
                 yield key, finding
         self._note(record)
@@ -70,15 +70,15 @@ class FindingDelta:
         self._written.pop(node, None)
 
     def _note(self, record: NodeRecord) -> None:
-        if record.agent_findings:
-            self._written[record.node] = dict(record.agent_findings)
+        if record.health.agent_findings:
+            self._written[record.node] = dict(record.health.agent_findings)
         else:
             self._written.pop(record.node, None)
 
 
 def without_findings(record: NodeRecord) -> NodeRecord:
     """Return the record as stored in its document."""
-    return msgspec.structs.replace(record, agent_findings={})
+    return msgspec.structs.replace(record, health=msgspec.structs.replace(record.health, agent_findings={}))
 
 
 _encode = msgspec.json.Encoder().encode

@@ -133,11 +133,11 @@ class AgentService:
         record = self._state.nodes.get(node)
         if record is None:
             raise NotFound(f"node {node} is not known here: register first")
-        if incarnation < record.incarnation:
+        if incarnation < record.identity.incarnation:
             raise StaleGeneration(
-                f"incarnation {incarnation} of node {node} is over: {record.incarnation} registered since"
+                f"incarnation {incarnation} of node {node} is over: {record.identity.incarnation} registered since"
             )
-        if incarnation > record.incarnation:
+        if incarnation > record.identity.incarnation:
             raise NotFound(f"incarnation {incarnation} of node {node} is not known here: register first")
 
     def should_keep_open(self, node: str) -> bool:
@@ -171,7 +171,7 @@ class AgentService:
         """
         node, outbox = register.node, self.outbox
         known = self._state.nodes.get(node)
-        fresh = known is None or known.incarnation != register.incarnation
+        fresh = known is None or known.identity.incarnation != register.incarnation
         first = outbox.next_seq(node) if fresh else outbox.oldest_seq(node)
         tx.handle_ephemeral(ev.AgentRegistered(register=register, trace=new_trace()), now)
         if fresh:

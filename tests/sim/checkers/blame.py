@@ -54,7 +54,7 @@ class Blame(Checker):
             if isinstance(effect, PutNode):
                 self._states[effect.node], self._causes[effect.node] = (
                     effect.doc.state,
-                    list(effect.doc.quarantine_causes),
+                    list(effect.doc.quarantine.causes),
                 )
             elif isinstance(effect, DeleteNode):
                 self._states.pop(effect.node, None)

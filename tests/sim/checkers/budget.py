@@ -118,8 +118,8 @@ class Budget(Checker):
     def _follow(self, fact: facts.Decided) -> None:
         for effect in fact.effects:
             if isinstance(effect, PutNode):
-                self._racks[effect.node] = effect.doc.domain.rack
-                (self._reachable.add if effect.doc.reachable else self._reachable.discard)(effect.node)
+                self._racks[effect.node] = effect.doc.identity.domain.rack
+                (self._reachable.add if effect.doc.liveness.reachable else self._reachable.discard)(effect.node)
             elif isinstance(effect, DeleteNode):
                 self._reachable.discard(effect.node)
             elif isinstance(effect, DeleteJob):

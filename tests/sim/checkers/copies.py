@@ -97,7 +97,7 @@ class Copies(Checker):
         if version is None or (job, version) not in self._known or (job, version.generation) not in self._specs:
             return
         harmed = self._since(job, version)
-        if any(state.nodes[node].reachable or self.world.machines[node].power for node in harmed):
+        if any(state.nodes[node].liveness.reachable or self.world.machines[node].power for node in harmed):
             return
         for one in compute_restorability(state, state.jobs[job]).loss_forecasts:
             if one.restorable and one.fallback_version is None and (lost := self._lost(job, version, one.nodes)):

@@ -58,7 +58,8 @@ class Returns(Checker):
     def _take(self, fact: facts.Decided, record: NodeRecord) -> None:
         node, event = record.node, fact.event
         known = {
-            finding.key: finding for finding in (*record.agent_findings.values(), *record.controller_findings.values())
+            finding.key: finding
+            for finding in (*record.health.agent_findings.values(), *record.health.controller_findings.values())
         }
         before_it, self._shown[node] = self._shown.get(node, set()), {_alike(finding) for finding in known.values()}
         self._ended |= {(node, *alike): fact.at for alike in before_it - self._shown[node]}
@@ -86,7 +87,7 @@ class Returns(Checker):
         rule = self.world.plan.policy.rules.rule_for(finding)
         if rule.n_of_m[0] > 1 or rule.already_handled or rule.blame_isolation is BlameIsolationMethod.PAIR:
             return False  # not as it is
-        if finding.action is Action.RESTART_RANK or now < record.booted_at + rule.boot_grace_s:
+        if finding.action is Action.RESTART_RANK or now < record.identity.booted_at + rule.boot_grace_s:
             return False
         return rule.counts_against_node(finding) and rule.effective_mode(finding) is Mode.ENFORCE
 

@@ -43,7 +43,7 @@ class Silences(Checker):
         event, policy = fact.event, self.world.plan.policy
         if isinstance(event, ControllerStarted):
             self._listens_since, self._closed = fact.at, {}
-            self._expected = {node for node, record in leader.state.nodes.items() if record.reachable}
+            self._expected = {node for node, record in leader.state.nodes.items() if record.liveness.reachable}
         elif isinstance(event, Tick) and event.lag_s > policy.suspect_after_s / 2:
             self._listens_since = fact.at
         elif isinstance(event, AgentRegistered):
@@ -60,7 +60,7 @@ class Silences(Checker):
         for effect in fact.effects:
             if isinstance(effect, Audit) and effect.entry.kind == "node.lost":
                 self._lost(effect.entry.node or "", fact.at, heard)
-        self._expected = {node for node, record in leader.state.nodes.items() if record.reachable}
+        self._expected = {node for node, record in leader.state.nodes.items() if record.liveness.reachable}
 
     def _lost(self, node: str, now: float, heard: dict[str, float]) -> None:
         policy = self.world.plan.policy

@@ -75,7 +75,7 @@ class WaysOut(Checker):
     def _take(self, now: float, record: NodeRecord) -> None:
         node, before = record.node, self._quarantined.pop(record.node, None)
         if record.state is NodeState.QUARANTINED:
-            self._quarantined[node] = _Quarantine(record.since, frozenset(record.quarantine_causes))
+            self._quarantined[node] = _Quarantine(record.since, frozenset(record.quarantine.causes))
         if record.state is not NodeState.PROBATION:
             return
         if node in self._wrong:

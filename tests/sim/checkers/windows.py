@@ -44,7 +44,7 @@ class Windows(Checker):
         leader = self.world.leader()
         if leader is None:
             return "nobody leads"
-        still = [node for node, record in leader.state.nodes.items() if record.maintenance_until]
+        still = [node for node, record in leader.state.nodes.items() if record.scheduling.maintenance_until]
         return f"{', '.join(still)} are still in maintenance" if still else ""
 
     def _durable(self, fact: facts.Durable) -> None:
@@ -126,17 +126,18 @@ class Windows(Checker):
     def _put(self, fact: facts.Decided, effect: PutNode) -> None:
         record, now = effect.doc, fact.at
         before, self._states[effect.node] = self._states.get(effect.node), record.state
-        if now < record.maintenance_until:
+        if now < record.scheduling.maintenance_until:
             meant = [one for one in self._book.of(self.world, effect.node) if one.starts_at <= now]
             named = ", ".join(map(str, meant)) or "it is in no window"
-            if all(one.until != record.maintenance_until for one in meant):
+            if all(one.until != record.scheduling.maintenance_until for one in meant):
                 raise Violation(
-                    self.name, f"{effect.node} is in maintenance until {record.maintenance_until:.2f}: {named}"
+                    self.name,
+                    f"{effect.node} is in maintenance until {record.scheduling.maintenance_until:.2f}: {named}",
                 )
         window = self._book.active(self.world, effect.node, now)
         if window is None:
             return
-        if record.maintenance_until < window.until:
+        if record.scheduling.maintenance_until < window.until:
             raise Violation(self.name, f"{effect.node} is not in maintenance, in {window}")
         if record.state in OUT and before not in (*OUT, None) and not isinstance(fact.event, OperatorCommand):
             raise Violation(self.name, f"{effect.node} is {record.state} in {window}: {record.sentence}")

@@ -225,7 +225,7 @@ def _healthy_at_once() -> AbstractContextManager[None]:
     real = quarantine.run_next_diagnostic
 
     def next_check(transition: Any, node: str) -> None:
-        transition.state.nodes[node].probe_status = quarantine.PROBE_PASSED
+        transition.state.nodes[node].quarantine.probe_status = quarantine.PROBE_PASSED
 
     return swapped(real, next_check)
 
@@ -305,21 +305,23 @@ MUTANTS: tuple[Mutant, ...] = (
     # what is done to machines
     Mutant(
         "a foreign cordon is ignored",
-        lambda: mistaken(node_state.out_of_service_reason, "if record.external_cordon_by:", "if False:"),
+        lambda: mistaken(node_state.out_of_service_reason, "if record.scheduling.external_cordon_by:", "if False:"),
         (1,),
     ),
     Mutant(
         "a hold of who is out already is ignored",
         lambda: mistaken(
             maintenance.hold_node,
-            "record.hold_reason = sentence",
-            "record.hold_reason = sentence if record.state not in QUARANTINE_STATES else ''",
+            "record.scheduling.hold_reason = sentence",
+            "record.scheduling.hold_reason = sentence if record.state not in QUARANTINE_STATES else ''",
         ),
         seeds=(89,),
     ),
     Mutant(
         "a maintenance window is ignored",
-        lambda: mistaken(node_state.out_of_service_reason, "if now < record.maintenance_until:", "if False:"),
+        lambda: mistaken(
+            node_state.out_of_service_reason, "if now < record.scheduling.maintenance_until:", "if False:"
+        ),
         seeds=(29,),
     ),
     Mutant(

@@ -495,7 +495,7 @@ def still_holds_data(state: FleetState, node: str, since: float) -> bool:
     return (
         record is not None
         and node in state.reachable_nodes
-        and not record.defective_gpus
-        and not record.booted_at > since > 0
-        and all(finding.kind is not FindingKind.VAULT_LOST for finding in record.agent_findings.values())
+        and not record.health.defective_gpus
+        and not record.identity.booted_at > since > 0
+        and all(finding.kind is not FindingKind.VAULT_LOST for finding in record.health.agent_findings.values())
     )

@@ -34,8 +34,8 @@ class FailureDomains(msgspec.Struct, frozen=True, order=True):
 
     @staticmethod
     def of(record: NodeRecord) -> FailureDomains:
-        domain = record.domain
-        return FailureDomains(domain.power, domain.switch, domain.rack, record.driver_version)
+        domain = record.identity.domain
+        return FailureDomains(domain.power, domain.switch, domain.rack, record.identity.driver_version)
 
     def count_shared(self, other: FailureDomains) -> int:
         """Return the number of domains that both share."""

@@ -151,7 +151,7 @@ class _RosterForecast:
     def __init__(self, state: FleetState, job: JobRecord) -> None:
         within = job.spec.block_within
         self._able = {
-            node: domain_of(state.nodes[node].domain, within) if within else "any"
+            node: domain_of(state.nodes[node].identity.domain, within) if within else "any"
             for node in eligible_nodes(state, job)
         }
         self._room = Counter(self._able.values())
@@ -178,7 +178,7 @@ def _possible_losses(
         yield "node", node, (node,)
     domains: dict[tuple[LossKind, str], list[str]] = defaultdict(list)
     for node in concerned:
-        domain = state.nodes[node].domain
+        domain = state.nodes[node].identity.domain
         kinds: tuple[tuple[LossKind, str], ...] = (
             ("rack", domain.rack),
             ("switch", domain.switch),

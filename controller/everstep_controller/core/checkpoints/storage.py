@@ -116,7 +116,7 @@ def reconsider_spill(transition: Transition, job: JobRecord) -> None:
 
 
 def _holds_slots(state: FleetState, node: str) -> bool:
-    return node in state.reachable_nodes and not state.nodes[node].defective_gpus
+    return node in state.reachable_nodes and not state.nodes[node].health.defective_gpus
 
 
 def give_up_spill(transition: Transition, job: JobRecord, reason: str) -> None:

@@ -107,17 +107,17 @@ def _evict_divergent(transition: Transition, job: JobRecord, nodes: list[str], d
 
 def _clear_tied_nodes(transition: Transition, divergent_node: str) -> None:
     """Clear the suspicion of nodes that were tied with the divergent node."""
-    for node in transition.state.nodes[divergent_node].digest_tie_nodes:
+    for node in transition.state.nodes[divergent_node].health.digest_tie_nodes:
         other = transition.state.nodes.get(node)
-        if other is not None and divergent_node in other.digest_tie_nodes:
-            other.digest_tie_nodes = []
+        if other is not None and divergent_node in other.health.digest_tie_nodes:
+            other.health.digest_tie_nodes = []
             transition.mark_node_changed(node)
             clear_controller_findings(
                 transition,
                 node,
-                [k for k, f in other.controller_findings.items() if f.kind is FindingKind.DIGEST_MISMATCH],
+                [k for k, f in other.health.controller_findings.items() if f.kind is FindingKind.DIGEST_MISMATCH],
             )
-    transition.state.nodes[divergent_node].digest_tie_nodes = []
+    transition.state.nodes[divergent_node].health.digest_tie_nodes = []
 
 
 def _settle_tie(transition: Transition, job: JobRecord, tied: list[str], description: str) -> bool:
@@ -194,7 +194,7 @@ def _settle_by_history(transition: Transition, job: JobRecord, tied: list[str], 
         others = [other for other in tied if other != node]
         if agreed_once and before and not set(before) & set(others):
             evicted_for_tie.append(node)
-        record.digest_tie_nodes, record.digest_tie_at = others, transition.now
+        record.health.digest_tie_nodes, record.health.digest_tie_at = others, transition.now
         transition.mark_node_changed(node)
     if len(evicted_for_tie) == 1:
         return _evict_divergent(
@@ -209,7 +209,11 @@ def _settle_by_history(transition: Transition, job: JobRecord, tied: list[str], 
 def _remembered_tie(transition: Transition, node: str) -> list[str]:
     """Return the other nodes of the node's last tie, if it is still remembered."""
     record = transition.state.nodes[node]
-    return record.digest_tie_nodes if transition.now < record.digest_tie_at + _tie_memory_s(transition.state) else []
+    return (
+        record.health.digest_tie_nodes
+        if transition.now < record.health.digest_tie_at + _tie_memory_s(transition.state)
+        else []
+    )
 
 
 def _tie_memory_s(state: FleetState) -> float:
@@ -240,7 +244,7 @@ def _raise_mismatch(transition: Transition, node: str, description: str, severit
         since=transition.now,
         trace=transition.trace,
     )
-    existing = transition.state.nodes[node].controller_findings.get(finding.key)
+    existing = transition.state.nodes[node].health.controller_findings.get(finding.key)
     if _is_unproven(finding) and existing is not None and not _is_unproven(existing):
         return existing
     raise_controller_finding(
@@ -319,14 +323,16 @@ def _settle_if_over(transition: Transition, case: BlameCase | None) -> None:
     diagnostics.close_blame_case(transition, case)
     for node in case.suspects:
         record = transition.state.nodes[node]
-        record.undecided_findings = {key: why for key, why in record.undecided_findings.items() if why != "second pass"}
+        record.health.undecided_findings = {
+            key: why for key, why in record.health.undecided_findings.items() if why != "second pass"
+        }
         transition.mark_node_changed(node)
     if case.kind is BlameIsolationMethod.COMPUTE:
         settle_digest_case(transition, case)
     else:
         _settle_pair(transition, case)
         for node in case.passed:
-            own = transition.state.nodes[node].controller_findings
+            own = transition.state.nodes[node].health.controller_findings
             clear_controller_findings(
                 transition, node, [key for key, found in own.items() if found.kind is FindingKind.NETWORK_SLOW_LINK]
             )
@@ -341,7 +347,10 @@ def _settle_pair(transition: Transition, case: BlameCase) -> None:
             _judge_proven(
                 transition, node, case.findings[node], f"{case.summary}; with a good partner too: {case.failed[node]}"
             )
-        elif state is NodeState.PROBATION and transition.state.nodes[node].probe_status == quarantine.PROBE_WAITING:
+        elif (
+            state is NodeState.PROBATION
+            and transition.state.nodes[node].quarantine.probe_status == quarantine.PROBE_WAITING
+        ):
             _settle_return(transition, case, node)
         elif node in case.inconclusive and is_serving(transition, node):
             words = f"{case.summary}; {case.inconclusive[node]}, so nobody is convicted: a person is to look at {node}"
@@ -354,7 +363,7 @@ def _settle_pair(transition: Transition, case: BlameCase) -> None:
 
 
 def _judge_proven(transition: Transition, node: str, finding: Finding, proof: str) -> None:
-    if finding.key in transition.state.nodes[node].agent_findings:
+    if finding.key in transition.state.nodes[node].health.agent_findings:
         judge_after_isolation(transition, node, finding, proof)
     else:
         raise_controller_finding(transition, node, finding, transition.policy.probe_retry_s, proof)

@@ -62,7 +62,7 @@ def start_probe(
     state.probes[name] = Probe(
         nodes=nodes, tested_node=tested_node, due=due, trace=transition.trace, kind=kind, case_id=case_id
     )
-    host = state.nodes[nodes[0]].vault.rpartition(":")[0]
+    host = state.nodes[nodes[0]].identity.vault.rpartition(":")[0]
     body = RunProbe(
         probe=name,
         nodes=nodes,
@@ -156,12 +156,12 @@ def is_known_good(state: FleetState, record: NodeRecord) -> bool:
     under suspicion."""
     if (
         record.state is not NodeState.HEALTHY
-        or not record.reachable
+        or not record.liveness.reachable
         or state.node_runtime[record.node].disconnected_at is not None
     ):
         return False
     findings = record.all_findings()
-    if any(finding.severity is Severity.CRITICAL for finding in findings) or record.undecided_findings:
+    if any(finding.severity is Severity.CRITICAL for finding in findings) or record.health.undecided_findings:
         return False
     return not any(record.node in case.suspects for case in state.blame_cases.values())
 
@@ -180,7 +180,7 @@ def find_partner(
     taken = {member for probe in state.probes.values() for member in probe.nodes}
     names = list(state.nodes)
     start = state.fleet.probe_count * MAX_PARTNERS_COMPARED % len(names) if len(names) > LARGE_FLEET_NODES else 0
-    rack, busy, ideal, attempt = state.nodes[node].domain.rack, False, 0, attempt % MAX_PARTNERS_COMPARED
+    rack, busy, ideal, attempt = state.nodes[node].identity.domain.rack, False, 0, attempt % MAX_PARTNERS_COMPARED
     choice: list[tuple[bool, bool, int, str]] = []
     for other in chain(islice(names, start, None), islice(names, start)):
         if other == node or other in avoid or not is_known_good(state, state.nodes[other]):
@@ -189,7 +189,7 @@ def find_partner(
             busy = True
             continue
         seated = any(job.state is JobState.RUNNING for job in jobs_seated_on(state, other))
-        near = bool(rack) and state.nodes[other].domain.rack == rack
+        near = bool(rack) and state.nodes[other].identity.domain.rack == rack
         choice.append((near, seated, len(choice), other))
         ideal += not near and not seated
         if ideal > attempt or len(choice) == MAX_PARTNERS_COMPARED:

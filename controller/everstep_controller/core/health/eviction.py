@@ -127,7 +127,7 @@ def recent_evictions(state: FleetState, now: float) -> list[Eviction]:
 
 def scopes_of(state: FleetState, node: str, now: float) -> Iterator[EvictionScope]:
     """Yield every budget, except the fleet's, that the node's eviction would use."""
-    rack = state.nodes[node].domain.rack
+    rack = state.nodes[node].identity.domain.rack
     if rack:
         yield rack_scope(state, rack, now)
     for job in jobs_seated_on(state, node):
@@ -202,12 +202,14 @@ def evict(transition: Transition, node: str, finding: Finding, sentence: str) ->
     words = f"{sentence}; evicted"
     if finding.kind in NOT_SELF_CLEARING:
         words += ", until an operator readmits it or the hardware is replaced"
-    record.needs_operator = False
+    record.quarantine.needs_operator = False
     begin_quarantine(transition, node, words, (finding,), action=_required_action(finding))
-    if record.readmission_plan is not None:
-        record.readmission_plan.evicted_at = transition.now
-    record.eviction_times = [*record.eviction_times[1 - MAX_EVICTION_TIMES :], transition.now]
-    transition.add_verdict(node, Decision.EVICT, words, action=record.required_action, evidence=(finding,), trace=trace)
+    if record.quarantine.plan is not None:
+        record.quarantine.plan.evicted_at = transition.now
+    record.history.eviction_times = [*record.history.eviction_times[1 - MAX_EVICTION_TIMES :], transition.now]
+    transition.add_verdict(
+        node, Decision.EVICT, words, action=record.quarantine.required_action, evidence=(finding,), trace=trace
+    )
     return True
 
 
@@ -216,7 +218,7 @@ def _required_action(finding: Finding) -> Action:
 
 
 def _record_eviction(transition: Transition, node: str) -> None:
-    state, rack = transition.state, transition.state.nodes[node].domain.rack
+    state, rack = transition.state, transition.state.nodes[node].identity.domain.rack
     jobs = tuple(job.job for job in jobs_seated_on(state, node) if job.state is JobState.RUNNING)
     state.fleet.recent_evictions = [
         *recent_evictions(state, transition.now),
@@ -283,7 +285,7 @@ def _shared_deferral(transition: Transition, node: str, finding: Finding) -> tup
     """
     if alike := shared_by_other(transition.state, node, finding, transition.now):
         return f"{SHARED_PREFIX}{signature(finding)}", f", and {alike}"
-    held_by = transition.state.nodes[node].eviction_deferred_by
+    held_by = transition.state.nodes[node].health.eviction_deferred_by
     return (held_by, f"; {node} is held already") if held_by.startswith(SHARED_PREFIX) else ("", "")
 
 
@@ -331,10 +333,10 @@ def _below_minimum(state: FleetState, job: JobRecord, node: str) -> str:
 def _defer(transition: Transition, node: str, finding: Finding, scope: str) -> bool:
     """Store the deferral, and return whether it is new: one finding deferred by one scope is reported once."""
     record = transition.state.nodes[node]
-    if (record.deferred_eviction_key, record.eviction_deferred_by) == (finding.key, scope):
+    if (record.health.deferred_eviction_key, record.health.eviction_deferred_by) == (finding.key, scope):
         return False
     drop_deferral(transition, node)
-    record.deferred_eviction_key, record.eviction_deferred_by = finding.key, scope
+    record.health.deferred_eviction_key, record.health.eviction_deferred_by = finding.key, scope
     record_seen_at(transition, node, finding.key, signature(finding))
     if scope not in transition.state.deferred_evictions and scope.startswith(NEEDED_PREFIX):
         transition.schedule(transition.now + DEFERRAL_RECHECK_S, "held", scope)
@@ -346,7 +348,11 @@ def _defer(transition: Transition, node: str, finding: Finding, scope: str) -> b
 def drop_deferral(transition: Transition, node: str) -> None:
     """Drop the node's deferred eviction, if any, because it is carried out or no longer wanted."""
     record = transition.state.nodes[node]
-    scope, record.deferred_eviction_key, record.eviction_deferred_by = record.eviction_deferred_by, "", ""
+    scope, record.health.deferred_eviction_key, record.health.eviction_deferred_by = (
+        record.health.eviction_deferred_by,
+        "",
+        "",
+    )
     nodes = transition.state.deferred_evictions.get(scope)
     if nodes is not None and node in nodes:
         del nodes[node]
@@ -382,7 +388,7 @@ def uncount_eviction(transition: Transition, node: str, at: float) -> None:
 
 def drop_rolled_back_deferral(transition: Transition, node: str) -> None:
     """Drop the deferred eviction of a node that is not at fault, and reset a breaker that latched for it."""
-    fleet, held = transition.state.fleet, (node, transition.state.nodes[node].deferred_eviction_key)
+    fleet, held = transition.state.fleet, (node, transition.state.nodes[node].health.deferred_eviction_key)
     drop_deferral(transition, node)
     if fleet.breaker_reason and fleet.breaker_tripped_by == held:
         _reset_breaker(transition)
@@ -438,8 +444,8 @@ def _jobs_that_may_spare(transition: Transition, nodes: Iterable[str], jobs: Ite
 def restore_deferral(state: FleetState, node: str) -> None:
     """Restore the deferral of a stored record."""
     record = state.nodes[node]
-    if record.deferred_eviction_key:
-        state.deferred_evictions.setdefault(record.eviction_deferred_by or DATABASE_SCOPE, {})[node] = None
+    if record.health.deferred_eviction_key:
+        state.deferred_evictions.setdefault(record.health.eviction_deferred_by or DATABASE_SCOPE, {})[node] = None
 
 
 def schedule_deferral_checks(transition: Transition) -> None:
@@ -482,19 +488,19 @@ def _roll_back(transition: Transition, rule: VerdictRule, node: str, name: str, 
     """Drop everything with that signature against the node, whether the node is out for it or only deferred."""
     record, due = transition.state.nodes[node], transition.now + rule.correlated_s
     findings = findings_with_signature(record, name)
-    if any(finding.key == record.deferred_eviction_key for finding in findings):
-        _defer_for_outbreak(transition, node, record.deferred_eviction_key, name, due)
+    if any(finding.key == record.health.deferred_eviction_key for finding in findings):
+        _defer_for_outbreak(transition, node, record.health.deferred_eviction_key, name, due)
         drop_rolled_back_deferral(transition, node)
-    plan = record.readmission_plan
+    plan = record.quarantine.plan
     if plan is None or transition.now > rollback_possible_until(record):
         return
     dropped = [key for key, sign in plan.cause_signatures.items() if sign == name]
-    if not dropped or (record.needs_operator and rule.kind not in NOT_SELF_CLEARING):
+    if not dropped or (record.quarantine.needs_operator and rule.kind not in NOT_SELF_CLEARING):
         return
     for key in dropped:
         del plan.cause_signatures[key]
         _defer_for_outbreak(transition, node, key, name, due)
-    record.quarantine_causes = [key for key in record.quarantine_causes if key not in dropped]
+    record.quarantine.causes = [key for key in record.quarantine.causes if key not in dropped]
     if not plan.cause_signatures:
         _roll_back_eviction(transition, node, findings, f"{reason}, which is no node's own")
 
@@ -503,25 +509,25 @@ def _roll_back_eviction(transition: Transition, node: str, findings: list[Findin
     state, record, plan = (
         transition.state,
         transition.state.nodes[node],
-        transition.state.nodes[node].readmission_plan,
+        transition.state.nodes[node].quarantine.plan,
     )
     at = plan.evicted_at if plan is not None else 0.0
     uncount_eviction(transition, node, at)
-    what = "eviction" if at in record.eviction_times else "quarantine"
-    record.eviction_times = [one for one in record.eviction_times if one != at]
+    what = "eviction" if at in record.history.eviction_times else "quarantine"
+    record.history.eviction_times = [one for one in record.history.eviction_times if one != at]
     offences.withdraw_offence(transition, node, plan.offence_weight if plan is not None else 0.0, at)
-    record.ladder_history = {
-        rule: kept for rule, steps in record.ladder_history.items() if (kept := [s for s in steps if s[0] < at])
+    record.history.ladder_steps = {
+        rule: kept for rule, steps in record.history.ladder_steps.items() if (kept := [s for s in steps if s[0] < at])
     }
-    record.needs_operator, record.defective_gpus = False, []
+    record.quarantine.needs_operator, record.health.defective_gpus = False, []
     sentence = f"the {what} of {node} is taken back: {reason}"
     transition.add_verdict(node, Decision.CORRELATED, sentence, evidence=tuple(findings))
     counts = "counts against no budget" if what == "eviction" else "is no offence"
     transition.audit("node.eviction_rolled_back", f"the {what} of {node} {counts} any more", node=node)
-    if record.state is NodeState.QUARANTINED and record.reachable:
+    if record.state is NodeState.QUARANTINED and record.liveness.reachable:
         begin_probation(transition, node, sentence)
     elif record.state is NodeState.QUARANTINED:
-        record.quarantined_until = transition.now  # probation begins once the node is heard
+        record.quarantine.earliest_end = transition.now  # probation begins once the node is heard
     for scope in state.deferred_evictions:
         if scope != FLEET and not scope.startswith((NEEDED_PREFIX, DATABASE_SCOPE)):
             transition.freed_scopes[scope] = None

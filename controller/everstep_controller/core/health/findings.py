@@ -76,8 +76,8 @@ def judge_finding(
         if is_logged and not stood_before:
             _advise(transition, node, finding, rule)
         return
-    if transition.now < record.booted_at + rule.boot_grace_s:
-        defer_judgement(transition, node, finding.key, "boot grace", record.booted_at + rule.boot_grace_s)
+    if transition.now < record.identity.booted_at + rule.boot_grace_s:
+        defer_judgement(transition, node, finding.key, "boot grace", record.identity.booted_at + rule.boot_grace_s)
         return
     judge_by_rule(transition, node, finding, rule, is_logged=is_logged)
 
@@ -85,10 +85,10 @@ def judge_finding(
 def count_report(record: NodeRecord, rule: VerdictRule, finding: Finding, now: float, *, bad: bool) -> int:
     """Count this report and return the number of bad reports under the rule."""
     name = f"{rule.id}:{finding.key}" if rule.scope is CountingScope.SUBJECT else rule.id
-    reports = append_report(record.report_history.pop(name, []), rule, now, bad=bad)
-    record.report_history[name] = reports
-    while len(record.report_history) > MAX_COUNTED_FINDINGS:
-        del record.report_history[next(iter(record.report_history))]
+    reports = append_report(record.history.counted_reports.pop(name, []), rule, now, bad=bad)
+    record.history.counted_reports[name] = reports
+    while len(record.history.counted_reports) > MAX_COUNTED_FINDINGS:
+        del record.history.counted_reports[next(iter(record.history.counted_reports))]
     return count_bad_reports(reports)
 
 
@@ -117,7 +117,11 @@ def judge_by_rule(
             add_cause(transition, node, finding)
         return
     if not is_serving(transition, node) and not (mode is Mode.RECOMMEND and record.state is NodeState.LOST):
-        if mode is Mode.ENFORCE and is_logged and (record.hold_reason or record.external_cordon_by):
+        if (
+            mode is Mode.ENFORCE
+            and is_logged
+            and (record.scheduling.hold_reason or record.scheduling.external_cordon_by)
+        ):
             _recommend_to_holder(transition, node, finding, rule)
         on_its_way = (
             mode is Mode.ENFORCE and record.state is NodeState.PROBATION
@@ -168,9 +172,9 @@ def _recommend(
 ) -> None:
     """Recommend a ladder step that a person carries out."""
     record = transition.state.nodes[node]
-    steps = record.ladder_history.get(rule.id, [])
+    steps = record.history.ladder_steps.get(rule.id, [])
     said = was_step_taken(steps, rule, action, transition.now)
-    record.ladder_history[rule.id] = append_ladder_step(steps, rule, action, transition.now)
+    record.history.ladder_steps[rule.id] = append_ladder_step(steps, rule, action, transition.now)
     transition.mark_node_changed(node)
     if is_logged and not said:
         words = (
@@ -183,13 +187,13 @@ def _recommend(
 def _restart_ranks(transition: Transition, node: str, finding: Finding, rule: VerdictRule, *, is_logged: bool) -> None:
     """Restart ranks of the node within the caps. A node that has used up its own restarts is due for the next step."""
     record, ladder_action = transition.state.nodes[node], Action.RESTART_RANK
-    steps = record.ladder_history.get(rule.id, [])
+    steps = record.history.ladder_steps.get(rule.id, [])
     again = was_step_taken(steps, rule, ladder_action, transition.now)
     if transition.state.database_outage:
         defer_judgement(transition, node, finding.key, "database", transition.now + DEFERRAL_RECHECK_S)
         return
     if not again and (why := losses.node_restart_cap(transition, node)) and rule.ladder[-1] is not ladder_action:
-        record.ladder_history[rule.id] = append_ladder_step(
+        record.history.ladder_steps[rule.id] = append_ladder_step(
             steps, rule, ladder_action, transition.now - rule.coalesce_s
         )
         evict_for(transition, node, finding, f"{finding.message}; {why}")
@@ -207,7 +211,7 @@ def _restart_ranks(transition: Transition, node: str, finding: Finding, rule: Ve
         return
     target = losses.find_restart_target(transition, node, finding, rule)
     words = f"{node}: {finding.message} ({describe_rule(rule, record, finding, ladder_action)})"
-    record.ladder_history[rule.id] = append_ladder_step(steps, rule, ladder_action, transition.now)
+    record.history.ladder_steps[rule.id] = append_ladder_step(steps, rule, ladder_action, transition.now)
     transition.mark_node_changed(node)
     if target is not None and target.members:
         words = f"{words}; {target.describe()} is restarted"
@@ -283,7 +287,7 @@ def _open_pair_case(transition: Transition, node: str, finding: Finding) -> None
             transition, node, finding.key, "second pass", transition.now + transition.policy.probe_timeout_s
         )
     else:
-        transition.state.nodes[node].undecided_findings[finding.key] = "second pass"
+        transition.state.nodes[node].health.undecided_findings[finding.key] = "second pass"
 
 
 # Log of findings
@@ -334,14 +338,14 @@ def replace_agent_findings(transition: Transition, node: str, findings: Iterable
     """Replace the agent's findings by its full report, and judge the new ones."""
     record = transition.state.nodes[node]
     transition.state.node_runtime[node].has_full_findings = True
-    before, record.agent_findings = record.agent_findings, {finding.key: finding for finding in findings}
+    before, record.health.agent_findings = record.health.agent_findings, {finding.key: finding for finding in findings}
     _drop_mildest(record)
     for key in before:
-        if key not in record.agent_findings:
+        if key not in record.health.agent_findings:
             _handle_cleared(transition, node, before[key])
-    for key, finding in record.agent_findings.items():
+    for key, finding in record.health.agent_findings.items():
         _judge_if_new(transition, node, before.get(key), finding)
-    if before != record.agent_findings:
+    if before != record.health.agent_findings:
         transition.mark_node_changed(node)
     _recheck_node(transition, node)
 
@@ -349,8 +353,8 @@ def replace_agent_findings(transition: Transition, node: str, findings: Iterable
 def add_agent_finding(transition: Transition, node: str, finding: Finding) -> None:
     """Add one urgent finding of the agent. The next full report confirms or drops it."""
     record = transition.state.nodes[node]
-    before = record.agent_findings.get(finding.key)
-    record.agent_findings[finding.key] = finding
+    before = record.health.agent_findings.get(finding.key)
+    record.health.agent_findings[finding.key] = finding
     _drop_mildest(record)
     transition.mark_node_changed(node)
     _judge_if_new(transition, node, before, finding)
@@ -360,23 +364,23 @@ def add_agent_finding(transition: Transition, node: str, finding: Finding) -> No
 def _drop_mildest(record: NodeRecord) -> None:
     """Drop findings beyond MAX_FINDINGS: mildest first, then oldest. Findings that keep the node out, or would, go
     last."""
-    excess = len(record.agent_findings) - MAX_FINDINGS
+    excess = len(record.health.agent_findings) - MAX_FINDINGS
     if excess <= 0:
         return
-    for key in sorted(record.agent_findings, key=lambda key: _retention_key(record, key))[:excess]:
-        del record.agent_findings[key]
-        record.undecided_findings.pop(key, None)
+    for key in sorted(record.health.agent_findings, key=lambda key: _retention_key(record, key))[:excess]:
+        del record.health.agent_findings[key]
+        record.health.undecided_findings.pop(key, None)
 
 
 def _retention_key(record: NodeRecord, key: str) -> tuple[bool, int]:
-    return key in record.quarantine_causes or key == record.deferred_eviction_key, _SEVERITY_RANK[
-        record.agent_findings[key].severity
+    return key in record.quarantine.causes or key == record.health.deferred_eviction_key, _SEVERITY_RANK[
+        record.health.agent_findings[key].severity
     ]
 
 
 def clear_agent_finding(transition: Transition, node: str, key: str) -> None:
     """Clear a finding whose clearing rule holds."""
-    finding = transition.state.nodes[node].agent_findings.pop(key, None)
+    finding = transition.state.nodes[node].health.agent_findings.pop(key, None)
     if finding is None:
         transition.count_ignored("finding_cleared.unknown")
         return
@@ -387,13 +391,13 @@ def clear_agent_finding(transition: Transition, node: str, key: str) -> None:
 
 def _handle_cleared(transition: Transition, node: str, finding: Finding, reason: str = "") -> None:
     record = transition.state.nodes[node]
-    if record.deferred_eviction_key == finding.key:
+    if record.health.deferred_eviction_key == finding.key:
         drop_deferral(transition, node)
-    record.undecided_findings.pop(finding.key, None)
+    record.health.undecided_findings.pop(finding.key, None)
     mark_cleared(transition.state, node, finding)
     _drop_acceptance(record, finding.key)
-    if finding.key in record.quarantine_causes:
-        record.cause_cleared_at[finding.key] = transition.now
+    if finding.key in record.quarantine.causes:
+        record.quarantine.cause_cleared_at[finding.key] = transition.now
     rule = transition.policy.rules.rule_for(finding)
     if rule.n_of_m[1] > 1:
         count_report(record, rule, finding, transition.now, bad=False)
@@ -422,7 +426,7 @@ def _judge_blocking(transition: Transition, node: str) -> None:
     for finding in blocking_findings(transition.state, record, transition.now):
         rule = transition.policy.rules.rule_for(finding)
         if is_serving(transition, node):
-            if not record.deferred_eviction_key:
+            if not record.health.deferred_eviction_key:
                 judge_by_rule(transition, node, finding, rule, is_logged=True)
         elif why := spare_if_correlated(transition, rule, node, finding):
             record_spared_verdict(transition, node, finding, rule, why)
@@ -442,14 +446,14 @@ def judge_returning_nodes(transition: Transition) -> None:
         record = transition.state.nodes[node]
         if record.state is NodeState.PROBATION:
             _judge_blocking(transition, node)
-        if record.state is NodeState.PROBATION and not record.probe_status:
+        if record.state is NodeState.PROBATION and not record.quarantine.probe_status:
             begin_diagnostics(transition, node)
 
 
 def _drop_acceptance(record: NodeRecord, key: str) -> None:
     """End an operator's acceptance of the finding, which has cleared or become graver."""
-    if key in record.accepted_findings:
-        record.accepted_findings.remove(key)
+    if key in record.health.accepted_findings:
+        record.health.accepted_findings.remove(key)
 
 
 # Controller findings
@@ -505,16 +509,16 @@ def _happened_again(previous: Finding, finding: Finding) -> bool:
 def recheck_undecided(transition: Transition, node: str) -> None:
     """Judge findings that could not be decided earlier and still stand, unless the node is being tried."""
     record = transition.state.nodes[node]
-    if not record.undecided_findings or diagnostics.is_suspect(transition, node):
+    if not record.health.undecided_findings or diagnostics.is_suspect(transition, node):
         return
-    undecided, record.undecided_findings = record.undecided_findings, {}
+    undecided, record.health.undecided_findings = record.health.undecided_findings, {}
     transition.mark_node_changed(node)
     for key, why in undecided.items():
         finding = record.get_finding(key)
         if finding is None:
             continue
         rule = transition.policy.rules.rule_for(finding)
-        due = record.booted_at + rule.boot_grace_s
+        due = record.identity.booted_at + rule.boot_grace_s
         if transition.now < due:
             defer_judgement(transition, node, key, "boot grace", due)
         elif is_serving(transition, node) or record.state is NodeState.QUARANTINED:
@@ -532,7 +536,7 @@ def retry_deferred_evictions(transition: Transition) -> None:
     for scope in pop_freed_scopes(transition):
         for node in list(state.deferred_evictions.get(scope, ())):
             record = state.nodes[node]
-            finding = record.get_finding(record.deferred_eviction_key)
+            finding = record.get_finding(record.health.deferred_eviction_key)
             rule = None if finding is None else state.policy.rules.rule_for(finding)
             if (
                 finding is None

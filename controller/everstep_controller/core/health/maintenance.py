@@ -37,17 +37,17 @@ def hold_node(transition: Transition, node: str, sentence: str) -> None:
     A node in quarantine or repair stays in that state: its remediation and its readmission stop.
     """
     record = transition.state.nodes[node]
-    record.hold_reason = sentence
+    record.scheduling.hold_reason = sentence
     transition.mark_node_changed(node)
     records.append_history(record, transition.now, "action", sentence)
     if record.state in QUARANTINE_STATES:
         node_state.cordon(transition, node, sentence)  # no effect if the cordon still stands
     else:
         set_state(transition, node, NodeState.HELD, sentence)
-    if record.readmission_plan is not None and record.readmission_plan.pending_remediation_id:
-        action = record.readmission_plan.ladder[record.readmission_plan.ladder_step]
+    if record.quarantine.plan is not None and record.quarantine.plan.pending_remediation_id:
+        action = record.quarantine.plan.ladder[record.quarantine.plan.ladder_step]
         words = (
-            f"{action} of {node} ({record.readmission_plan.pending_remediation_id}) was asked for before, "
+            f"{action} of {node} ({record.quarantine.plan.pending_remediation_id}) was asked for before, "
             "and may still be done"
         )
         transition.audit("remediation.in_progress", words, node=node)
@@ -55,7 +55,7 @@ def hold_node(transition: Transition, node: str, sentence: str) -> None:
 
 def release_hold(transition: Transition, node: str, sentence: str) -> None:
     """End the hold; other reasons may still keep the node out."""
-    transition.state.nodes[node].hold_reason = ""
+    transition.state.nodes[node].scheduling.hold_reason = ""
     transition.mark_node_changed(node)
     records.append_history(transition.state.nodes[node], transition.now, "action", sentence)
     try_return_to_probation(transition, node, sentence)
@@ -67,15 +67,15 @@ def release_hold(transition: Transition, node: str, sentence: str) -> None:
 def handle_scheduler_change(transition: Transition, event: SchedulerStateChanged) -> None:
     """Handle another party's cordon, or its end."""
     record = transition.state.nodes.get(event.node)
-    gone = record is not None and event.lifted_cordon_id != "" and record.cordon_id == event.lifted_cordon_id
-    if record is None or (record.external_cordon_by == event.cordoned_by and not gone):
+    gone = record is not None and event.lifted_cordon_id != "" and record.scheduling.cordon_id == event.lifted_cordon_id
+    if record is None or (record.scheduling.external_cordon_by == event.cordoned_by and not gone):
         transition.count_ignored("scheduler_state.unchanged")
         return
     if gone:
         _note_missing_cordon(transition, record)
-    if record.external_cordon_by == event.cordoned_by:
+    if record.scheduling.external_cordon_by == event.cordoned_by:
         return
-    before, record.external_cordon_by = record.external_cordon_by, event.cordoned_by
+    before, record.scheduling.external_cordon_by = record.scheduling.external_cordon_by, event.cordoned_by
     transition.mark_node_changed(event.node)
     if event.cordoned_by:
         because = f" ({event.reason})" if event.reason else ""
@@ -94,7 +94,7 @@ def handle_scheduler_change(transition: Transition, event: SchedulerStateChanged
 def _note_missing_cordon(transition: Transition, record: NodeRecord) -> None:
     """Note that Everstep's cordon has vanished. It is not set again, since its removal may be intended; a hold or
     another state sets it."""
-    record.cordon_id = ""
+    record.scheduling.cordon_id = ""
     transition.mark_node_changed(record.node)
     sentence = (
         f"{record.node} is out of service here ({record.state}), and the scheduler does not show Everstep's cordon any "
@@ -113,7 +113,7 @@ def try_return_to_probation(transition: Transition, node: str, reason: str) -> N
         return
     elif not is_computing(transition.state, node) and remediation_ladder.repair_if_repeat_offender(transition, node):
         return  # a node with a seat was allowed to serve with its offences: taking it out would be an eviction
-    elif record.reachable:
+    elif record.liveness.reachable:
         begin_probation(transition, node, reason)
     else:
         set_state(transition, node, NodeState.LOST, f"{reason}; it is out of reach and comes back when it is heard")
@@ -174,7 +174,9 @@ def cancel_maintenance(transition: Transition, command: OperatorCommand) -> None
 def _nodes_of(state: FleetState, command: OperatorCommand) -> list[str]:
     if command.node is not None:
         return [command.node]
-    return [node for node, record in state.nodes.items() if command.rack and record.domain.rack == command.rack]
+    return [
+        node for node, record in state.nodes.items() if command.rack and record.identity.domain.rack == command.rack
+    ]
 
 
 def order_window(transition: Transition, command: OperatorCommand, sentence: str) -> None:
@@ -257,15 +259,17 @@ def current_window(state: FleetState, record: NodeRecord, now: float) -> Mainten
 def _covers(window: MaintenanceWindow, record: NodeRecord) -> bool:
     if window.node:
         return window.node == record.node
-    return bool(window.rack) and window.rack == record.domain.rack and record.node not in window.readmitted_early
+    return (
+        bool(window.rack) and window.rack == record.identity.domain.rack and record.node not in window.readmitted_early
+    )
 
 
 def enter_maintenance(transition: Transition, node: str, window: MaintenanceWindow) -> None:
     """Put the node into the window. The caller regroups the jobs that have seats on it."""
     record = transition.state.nodes[node]
-    record.maintenance_until = max(record.maintenance_until, window.until)
+    record.scheduling.maintenance_until = max(record.scheduling.maintenance_until, window.until)
     transition.mark_node_changed(node)
-    transition.schedule(record.maintenance_until, "care", node)
+    transition.schedule(record.scheduling.maintenance_until, "care", node)
     records.append_history(record, transition.now, "action", window.sentence)
     if record.state not in IN_SERVICE:
         return
@@ -285,14 +289,14 @@ def _leave(transition: Transition, job: JobRecord, sentence: str) -> None:
 def end_if_due(transition: Transition, node: str) -> None:
     """At the end of its window, return the node unless something else keeps it out."""
     record = transition.state.nodes[node]
-    if not record.maintenance_until or transition.now < record.maintenance_until:
+    if not record.scheduling.maintenance_until or transition.now < record.scheduling.maintenance_until:
         return
     if (
         window := current_window(transition.state, record, transition.now)
     ) is not None:  # the next window begins as this one ends
         enter_maintenance(transition, node, window)
         return
-    record.maintenance_until = 0.0
+    record.scheduling.maintenance_until = 0.0
     transition.mark_node_changed(node)
     if any(one.until <= transition.now for one in transition.state.fleet.maintenance_windows):
         transition.state.fleet.maintenance_windows = [
@@ -307,7 +311,7 @@ def end_maintenance_early(transition: Transition, node: str) -> None:
     """Take the node out of its current windows. A rack's window continues for other nodes, and planned windows
     remain."""
     record, fleet = transition.state.nodes[node], transition.state.fleet
-    record.maintenance_until = 0.0
+    record.scheduling.maintenance_until = 0.0
     transition.mark_node_changed(node)
     begun = [window for window in fleet.maintenance_windows if not window.starts_at and _covers(window, record)]
     if begun:

@@ -28,17 +28,19 @@ def set_state(transition: Transition, node: str, state: NodeState, sentence: str
     if state in CORDONED_STATES:
         cordon(transition, node, sentence)
     elif state is NodeState.HEALTHY:
-        record.readmission_plan = None
+        record.quarantine.plan = None
         uncordon(transition, node, sentence)
 
 
 def out_of_service_reason(record: NodeRecord, now: float) -> str:
     """Return the order that keeps the node out of service, as a sentence; "" for none."""
-    if record.external_cordon_by:
-        return f"{record.node} is cordoned by {record.external_cordon_by}, and stays out until that is lifted"
-    if record.hold_reason:
-        return record.hold_reason
-    if now < record.maintenance_until:
+    if record.scheduling.external_cordon_by:
+        return (
+            f"{record.node} is cordoned by {record.scheduling.external_cordon_by}, and stays out until that is lifted"
+        )
+    if record.scheduling.hold_reason:
+        return record.scheduling.hold_reason
+    if now < record.scheduling.maintenance_until:
         return f"{record.node} is in maintenance"
     return ""
 
@@ -54,29 +56,31 @@ CORDON_UNCERTAIN = "uncertain"
 def cordon(transition: Transition, node: str, sentence: str) -> None:
     """Cordon a node that is out. Another party's cordon is left alone."""
     record = transition.state.nodes[node]
-    if record.cordon_id in ("", CORDON_UNCERTAIN) and not record.external_cordon_by:
-        record.cordon_id = _request_remediation(transition, node, RemediationKind.CORDON, sentence)
+    if record.scheduling.cordon_id in ("", CORDON_UNCERTAIN) and not record.scheduling.external_cordon_by:
+        record.scheduling.cordon_id = _request_remediation(transition, node, RemediationKind.CORDON, sentence)
 
 
 def uncordon(transition: Transition, node: str, sentence: str) -> None:
     """Lift Everstep's own cordon, and no other."""
     record = transition.state.nodes[node]
-    if record.cordon_id:
-        record.cordon_id = ""
+    if record.scheduling.cordon_id:
+        record.scheduling.cordon_id = ""
         _request_remediation(transition, node, RemediationKind.UNCORDON, sentence)
 
 
 def request_repair(transition: Transition, node: str, sentence: str) -> None:
     """Hand the node to people with the evidence on it. Like a cordon, a repair keeps other work away."""
-    transition.state.nodes[node].cordon_id = _request_remediation(transition, node, RemediationKind.REPAIR, sentence)
+    transition.state.nodes[node].scheduling.cordon_id = _request_remediation(
+        transition, node, RemediationKind.REPAIR, sentence
+    )
 
 
 def start_remediation(transition: Transition, node: str, action: Action, sentence: str) -> str:
     """Request a reset or reboot and count it under both caps. Return its id; the request expires after
     ``remediation_timeout_s``."""
     record, fleet = transition.state.nodes[node], transition.state.fleet
-    record.remediation_times = append_time(
-        record.remediation_times, transition.now, transition.policy.remediation_node_window_s
+    record.history.remediation_times = append_time(
+        record.history.remediation_times, transition.now, transition.policy.remediation_node_window_s
     )
     fleet.remediation_times = append_time(
         fleet.remediation_times, transition.now, transition.policy.remediation_fleet_window_s
@@ -92,17 +96,21 @@ def start_remediation(transition: Transition, node: str, action: Action, sentenc
 
 def note_dry_run(record: NodeRecord) -> None:
     """Mark the newest reset or reboot as a dry run: it counts under the caps, but was not carried out."""
-    record.dry_runs = [at for at in record.dry_runs if at in record.remediation_times] + record.remediation_times[-1:]
+    record.history.dry_run_times = [
+        at for at in record.history.dry_run_times if at in record.history.remediation_times
+    ] + record.history.remediation_times[-1:]
 
 
 def was_dry_run(record: NodeRecord) -> bool:
     """Return whether the newest reset or reboot was a dry run."""
-    return bool(record.remediation_times) and record.remediation_times[-1] in record.dry_runs
+    return (
+        bool(record.history.remediation_times) and record.history.remediation_times[-1] in record.history.dry_run_times
+    )
 
 
 def node_remediation_cap(transition: Transition, node: str) -> str:
     """Return why the node gets no further automatic remediation; "" while it may get one."""
-    times, policy = transition.state.nodes[node].remediation_times, transition.policy
+    times, policy = transition.state.nodes[node].history.remediation_times, transition.policy
     what = "it was reset or rebooted"
     return describe_cap(times, transition.now, policy.remediation_node_window_s, policy.remediations_per_node, what)
 
@@ -125,7 +133,7 @@ def _request_remediation(
     transition.mark_node_changed(node)
     name = f"remediation-{state.epoch}-{state.fleet.remediation_count}"
     findings = record.all_findings()
-    gpus = (suspect_gpus(record, findings) or record.gpus) if kind is RemediationKind.RESET_GPU else ()
+    gpus = (suspect_gpus(record, findings) or record.identity.gpus) if kind is RemediationKind.RESET_GPU else ()
     records.append_history(
         record, transition.now, "action", f"{kind.replace('_', ' ')} asked for: {sentence}", {"remediation": name}
     )
@@ -136,7 +144,7 @@ def _request_remediation(
             kind=kind,
             sentence=sentence,
             at=transition.now,
-            verdict_id=record.current_verdict_id if kind is not RemediationKind.CORDON else "",
+            verdict_id=record.history.current_verdict_id if kind is not RemediationKind.CORDON else "",
             trace=transition.trace,
             gpu_uuids=tuple(gpu.uuid for gpu in gpus),
             evidence=collect_evidence(state, node, transition.now) if kind is RemediationKind.REPAIR else None,

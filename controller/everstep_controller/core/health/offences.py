@@ -36,9 +36,9 @@ REMEMBERED = 128
 
 def offender_score(record: NodeRecord, now: float, half_life_s: float) -> float:
     """Return the node's decayed offence score at ``now``; 0.0 for a node without offences."""
-    if not record.offence_score:
+    if not record.history.offence_score:
         return 0.0
-    return record.offence_score * math.pow(0.5, max(0.0, now - record.offence_score_at) / half_life_s)
+    return record.history.offence_score * math.pow(0.5, max(0.0, now - record.history.offence_score_at) / half_life_s)
 
 
 def current_offender_score(transition: Transition, node: str) -> float:
@@ -49,27 +49,33 @@ def current_offender_score(transition: Transition, node: str) -> float:
 def add_offence(transition: Transition, node: str, weight: float) -> None:
     """Add an offence to the node's score."""
     record = transition.state.nodes[node]
-    record.offence_score, record.offence_score_at = current_offender_score(transition, node) + weight, transition.now
+    record.history.offence_score, record.history.offence_score_at = (
+        current_offender_score(transition, node) + weight,
+        transition.now,
+    )
     since = transition.now - transition.policy.offender_half_life_s
-    record.offended = [*(one for one in record.offended if one[0] >= since), (transition.now, weight)][-REMEMBERED:]
+    record.history.recent_offences = [
+        *(one for one in record.history.recent_offences if one[0] >= since),
+        (transition.now, weight),
+    ][-REMEMBERED:]
     transition.mark_node_changed(node)
 
 
 def clear_offences(record: NodeRecord) -> None:
     """Forget every offence of the node, because it has been repaired."""
-    record.offence_score, record.offended = 0.0, []
+    record.history.offence_score, record.history.recent_offences = 0.0, []
 
 
 def withdraw_offence(transition: Transition, node: str, weight: float, at: float) -> None:
     """Withdraw an offence of ``weight`` that was counted at time ``at``."""
     record = transition.state.nodes[node]
     left = weight * math.pow(0.5, (transition.now - at) / transition.policy.offender_half_life_s)
-    record.offence_score, record.offence_score_at = (
+    record.history.offence_score, record.history.offence_score_at = (
         max(0.0, current_offender_score(transition, node) - left),
         transition.now,
     )
-    if (at, weight) in record.offended:
-        record.offended.remove((at, weight))
+    if (at, weight) in record.history.recent_offences:
+        record.history.recent_offences.remove((at, weight))
     transition.mark_node_changed(node)
 
 
@@ -85,10 +91,10 @@ def quarantine_wait_s(transition: Transition, node: str) -> float:
 def recent_weight(record: NodeRecord, now: float, half_life_s: float) -> float:
     """Return the weight of the offences in the half-life before the newest one; 0.0 if that one is older than a
     half-life."""
-    if not record.offended or record.offended[-1][0] < now - half_life_s:
+    if not record.history.recent_offences or record.history.recent_offences[-1][0] < now - half_life_s:
         return 0.0
-    since = record.offended[-1][0] - half_life_s
-    return sum(weight for at, weight in record.offended if at >= since)
+    since = record.history.recent_offences[-1][0] - half_life_s
+    return sum(weight for at, weight in record.history.recent_offences if at >= since)
 
 
 def is_repeat_offender(transition: Transition, node: str) -> bool:
@@ -131,32 +137,36 @@ def collect_evidence(state: FleetState, node: str, now: float, verdicts: Iterabl
         state=record.state,
         since=record.since,
         sentence=record.sentence,
-        rule=record.readmission_plan.rule_id if record.readmission_plan else "",
-        action=record.required_action,
-        domain=record.domain,
-        driver_version=record.driver_version,
-        agent_version=record.agent_version,
-        boot_id=record.boot_id,
-        booted_at=record.booted_at,
-        gpus=record.gpus,
-        host=record.host,
+        rule=record.quarantine.plan.rule_id if record.quarantine.plan else "",
+        action=record.quarantine.required_action,
+        domain=record.identity.domain,
+        driver_version=record.identity.driver_version,
+        agent_version=record.identity.agent_version,
+        boot_id=record.identity.boot_id,
+        booted_at=record.identity.booted_at,
+        gpus=record.identity.gpus,
+        host=record.identity.host,
         suspect_gpus=suspect_gpus(record, findings),
         findings=findings,
         verdicts=tuple(verdicts),
-        eviction_times=tuple(record.eviction_times),
-        remediation_times=tuple(at for at in record.remediation_times if at not in record.dry_runs),
+        eviction_times=tuple(record.history.eviction_times),
+        remediation_times=tuple(
+            at for at in record.history.remediation_times if at not in record.history.dry_run_times
+        ),
         offence_score=round(offender_score(record, now, state.policy.offender_half_life_s), 3),
         history=tuple(
             EvidenceNote(at=note.at, kind=note.kind, sentence=note.sentence, detail=note.detail)
-            for note in record.history
+            for note in record.history.entries
         ),
     )
 
 
 def suspect_gpus(record: NodeRecord, findings: Iterable[Finding]) -> tuple[Gpu, ...]:
     """Return the GPUs that the findings name by bus id, UUID or index, or that computed wrongly."""
-    named = {finding.subject for finding in findings} | set(record.defective_gpus)
-    return tuple(gpu for gpu in record.gpus if named & {gpu.uuid, gpu.pci_bus_id, str(gpu.index), f"GPU-{gpu.index}"})
+    named = {finding.subject for finding in findings} | set(record.health.defective_gpus)
+    return tuple(
+        gpu for gpu in record.identity.gpus if named & {gpu.uuid, gpu.pci_bus_id, str(gpu.index), f"GPU-{gpu.index}"}
+    )
 
 
 # Controller findings: findings that the controller itself raises on a node.
@@ -174,11 +184,13 @@ def raise_controller_finding(
     """
     record = transition.state.nodes[node]
     transition.controller_finding_changes.append(
-        ControllerFindingChange(node, before=record.controller_findings.get(finding.key), finding=finding, reason=proof)
+        ControllerFindingChange(
+            node, before=record.health.controller_findings.get(finding.key), finding=finding, reason=proof
+        )
     )
-    record.controller_findings[finding.key] = finding
+    record.health.controller_findings[finding.key] = finding
     transition.mark_node_changed(node)
-    record.controller_findings_until.pop(finding.key, None)
+    record.health.controller_findings_until.pop(finding.key, None)
     if lasts_s:
         extend_controller_finding(transition, node, finding.key, lasts_s)
 
@@ -186,9 +198,9 @@ def raise_controller_finding(
 def extend_controller_finding(transition: Transition, node: str, key: str, lasts_s: float) -> None:
     """Extend a standing finding by ``lasts_s`` seconds from now."""
     record = transition.state.nodes[node]
-    record.controller_findings_until[key] = transition.now + lasts_s
+    record.health.controller_findings_until[key] = transition.now + lasts_s
     transition.mark_node_changed(node)
-    transition.schedule(record.controller_findings_until[key], "care", node)
+    transition.schedule(record.health.controller_findings_until[key], "care", node)
 
 
 def clear_controller_findings(
@@ -196,13 +208,13 @@ def clear_controller_findings(
 ) -> None:
     """Clear the findings with these keys, or all. ``reason`` is the sentence for the audit log."""
     record = transition.state.nodes[node]
-    for key in list(record.controller_findings if keys is None else keys):
-        finding = record.controller_findings.pop(key, None)
-        record.controller_findings_until.pop(key, None)
+    for key in list(record.health.controller_findings if keys is None else keys):
+        finding = record.health.controller_findings.pop(key, None)
+        record.health.controller_findings_until.pop(key, None)
         if finding is None:
             continue
-        if key in record.quarantine_causes:
-            record.cause_cleared_at[key] = transition.now
+        if key in record.quarantine.causes:
+            record.quarantine.cause_cleared_at[key] = transition.now
         transition.mark_node_changed(node)
         transition.controller_finding_changes.append(
             ControllerFindingChange(node, before=finding, finding=None, reason=reason)
@@ -212,7 +224,7 @@ def clear_controller_findings(
 def expire_controller_findings(transition: Transition, node: str) -> None:
     """Clear findings that were not seen again in time."""
     record = transition.state.nodes[node]
-    for key, until in list(record.controller_findings_until.items()):
+    for key, until in list(record.health.controller_findings_until.items()):
         if transition.now < until:
             transition.schedule(until, "care", node)
         else:

@@ -153,7 +153,7 @@ def _nodes_sustaining(state: FleetState, rule: VerdictRule, name: str, seen: Col
 def _sustains_outbreak(record: NodeRecord, name: str) -> bool:
     """Return whether the node sustains the outbreak. A node that is out or unreachable says nothing about the
     present."""
-    return record.reachable and record.state in IN_SERVICE and bool(findings_with_signature(record, name))
+    return record.liveness.reachable and record.state in IN_SERVICE and bool(findings_with_signature(record, name))
 
 
 def common_cause(state: FleetState, rule: VerdictRule, seen: Collection[str], node: str) -> str:
@@ -172,17 +172,17 @@ def common_cause(state: FleetState, rule: VerdictRule, seen: Collection[str], no
         return ""
     if count >= rule.correlated_share * known:
         return f"{count} of {known} nodes"
-    driver = state.nodes[node].driver_version
+    driver = state.nodes[node].identity.driver_version
     if not driver:
         return ""
-    same = sum(1 for other in seen if state.nodes[other].driver_version == driver)
-    of = sum(1 for record in state.nodes.values() if record.driver_version == driver)
+    same = sum(1 for other in seen if state.nodes[other].identity.driver_version == driver)
+    of = sum(1 for record in state.nodes.values() if record.identity.driver_version == driver)
     return f"{same} of the {of} nodes with driver {driver}" if same >= MIN_CORRELATED_NODES and 2 * same > of else ""
 
 
 def _holds_for_any_driver(state: FleetState, rule: VerdictRule, seen: Collection[str]) -> bool:
     """Return whether the outbreak holds for other nodes, such as those with a driver that the judged node lacks."""
-    one_of_each = {state.nodes[node].driver_version: node for node in seen}
+    one_of_each = {state.nodes[node].identity.driver_version: node for node in seen}
     return any(common_cause(state, rule, seen, node) for node in one_of_each.values())
 
 
@@ -284,15 +284,15 @@ def _out_with_signature(state: FleetState, name: str, now: float) -> Iterator[st
     for node, record in state.nodes.items():
         if (
             now < rollback_possible_until(record)
-            and record.readmission_plan is not None
-            and name in record.readmission_plan.cause_signatures.values()
+            and record.quarantine.plan is not None
+            and name in record.quarantine.plan.cause_signatures.values()
         ):
             yield node
 
 
 def rollback_possible_until(record: NodeRecord) -> float:
     """Return the time until which an outbreak can roll back the node's eviction; 0.0 if the node was not evicted."""
-    plan = record.readmission_plan
+    plan = record.quarantine.plan
     return plan.evicted_at + plan.rollback_window_s if plan is not None and plan.evicted_at else 0.0
 
 
@@ -305,10 +305,10 @@ def record_seen_at(transition: Transition, node: str, key: str, name: str) -> No
     record = transition.state.nodes[node]
     kept = {
         k: at
-        for k, at in record.finding_seen_at.items()
-        if k in record.undecided_findings or k == record.deferred_eviction_key
+        for k, at in record.health.finding_seen_at.items()
+        if k in record.health.undecided_findings or k == record.health.deferred_eviction_key
     }
-    record.finding_seen_at = kept | {
+    record.health.finding_seen_at = kept | {
         key: transition.state.sightings.get(name, {}).get(node, kept.get(key, transition.now))
     }
     transition.mark_node_changed(node)
@@ -321,19 +321,19 @@ def restore_outbreaks(transition: Transition) -> None:
     found: list[tuple[float, str, str]] = []
     rules: dict[str, VerdictRule] = {}
     for node, record in state.nodes.items():
-        if now < rollback_possible_until(record) and record.readmission_plan is not None:
+        if now < rollback_possible_until(record) and record.quarantine.plan is not None:
             found += [
-                (record.readmission_plan.evicted_at, name, node)
-                for name in record.readmission_plan.cause_signatures.values()
+                (record.quarantine.plan.evicted_at, name, node)
+                for name in record.quarantine.plan.cause_signatures.values()
             ]
         for finding in record.all_findings():
             name = signature(finding)
-            if record.undecided_findings.get(finding.key) == OUTBREAK_DEFERRAL_PREFIX:
+            if record.health.undecided_findings.get(finding.key) == OUTBREAK_DEFERRAL_PREFIX:
                 state.outbreaks.setdefault(name, {})[node] = True
                 rules[name] = state.policy.rules.rule_for(finding)
-            elif record.deferred_eviction_key != finding.key:
+            elif record.health.deferred_eviction_key != finding.key:
                 continue
-            found.append((record.finding_seen_at.get(finding.key, 0.0), name, node))
+            found.append((record.health.finding_seen_at.get(finding.key, 0.0), name, node))
     for at, name, node in sorted(found):
         seen = state.sightings.setdefault(name, {})
         seen.pop(node, None)
@@ -359,7 +359,7 @@ def blocks_service(state: FleetState, record: NodeRecord, finding: Finding, now:
     """Return whether the finding keeps a node out: its rule would evict for it, and no operator has accepted it."""
     rule = state.policy.rules.rule_for(finding)
     if (
-        finding.key in record.accepted_findings
+        finding.key in record.health.accepted_findings
         or not rule.counts_against_node(finding)
         or rule.effective_mode(finding) is not Mode.ENFORCE
         or rule.already_handled
@@ -368,7 +368,7 @@ def blocks_service(state: FleetState, record: NodeRecord, finding: Finding, now:
     if (
         rule.n_of_m[0] > 1
         or rule.blame_isolation is BlameIsolationMethod.PAIR
-        or now < record.booted_at + rule.boot_grace_s
+        or now < record.identity.booted_at + rule.boot_grace_s
     ):
         return False
     if due_action(record, rule, finding, now) is Action.RESTART_RANK:
@@ -383,13 +383,13 @@ def blocking_findings(state: FleetState, record: NodeRecord, now: float) -> list
 
 def due_action(record: NodeRecord, rule: VerdictRule, finding: Finding, now: float) -> Action:
     """Return the step of the rule's ladder that is due for the node."""
-    return rule.ladder[next_ladder_step(rule, finding, record.ladder_history.get(rule.id, []), now)]
+    return rule.ladder[next_ladder_step(rule, finding, record.history.ladder_steps.get(rule.id, []), now)]
 
 
 def describe_rule(rule: VerdictRule, record: NodeRecord, finding: Finding, action: Action) -> str:
     """Return the rule, the number of reports, the ladder step and what ends it, as a phrase."""
     name = f"{rule.id}:{finding.key}" if rule.scope is CountingScope.SUBJECT else rule.id
-    count = max(1, count_bad_reports(record.report_history.get(name, [])))
+    count = max(1, count_bad_reports(record.history.counted_reports.get(name, [])))
     window = f" within {rule.window_s:g} s" if rule.n_of_m[0] > 1 else ""
     clear = f" for {rule.clear_s:g} s" if rule.clear_s else ""
     place = f"step {rule.ladder.index(action) + 1} of {len(rule.ladder)} is {describe_action(action)}"

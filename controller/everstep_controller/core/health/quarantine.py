@@ -54,15 +54,15 @@ def begin_quarantine(
     record = transition.state.nodes[node]
     if offence_weight:
         offences.add_offence(transition, node, offence_weight)
-    record.quarantine_causes, record.cause_cleared_at, record.required_action = [], {}, action
-    record.readmission_plan = _next_plan(record.readmission_plan, offence_weight)
+    record.quarantine.causes, record.quarantine.cause_cleared_at, record.quarantine.required_action = [], {}, action
+    record.quarantine.plan = _next_plan(record.quarantine.plan, offence_weight)
     for finding in causes:
         add_cause(transition, node, finding)
     set_state(transition, node, NodeState.QUARANTINED, sentence)
     served = offences.quarantine_wait_s(transition, node) if offence_weight >= offences.EVICTION_WEIGHT else 0.0
-    record.quarantined_until = transition.now + max(wait_s, served, transition.policy.quarantine_min_s)
-    record.probe_status = ""
-    transition.schedule(record.quarantined_until, "node", node)
+    record.quarantine.earliest_end = transition.now + max(wait_s, served, transition.policy.quarantine_min_s)
+    record.quarantine.probe_status = ""
+    transition.schedule(record.quarantine.earliest_end, "node", node)
     transition.schedule(transition.now, "care", node)
 
 
@@ -87,18 +87,18 @@ def _next_plan(previous: ReadmissionPlan | None, offence_weight: float) -> Readm
 def add_cause(transition: Transition, node: str, finding: Finding) -> None:
     """Add a cause that must clear. The strongest action among all causes is due."""
     record = transition.state.nodes[node]
-    if finding.key in record.quarantine_causes:
+    if finding.key in record.quarantine.causes:
         return
-    record.quarantine_causes.append(finding.key)
+    record.quarantine.causes.append(finding.key)
     transition.mark_node_changed(node)
     rule = transition.policy.rules.rule_for(finding)
-    plan = record.readmission_plan = record.readmission_plan or ReadmissionPlan()
+    plan = record.quarantine.plan = record.quarantine.plan or ReadmissionPlan()
     if plan.pending_remediation_id and (plan.rule_id, plan.ladder) == (rule.id, rule.ladder):
         ladder_step = plan.ladder_step  # the action under way for this rule has not failed yet
     else:
-        ladder_step = next_ladder_step(rule, finding, record.ladder_history.get(rule.id, []), transition.now)
-    record.ladder_history[rule.id] = append_ladder_step(
-        record.ladder_history.get(rule.id, []), rule, rule.ladder[ladder_step], transition.now
+        ladder_step = next_ladder_step(rule, finding, record.history.ladder_steps.get(rule.id, []), transition.now)
+    record.history.ladder_steps[rule.id] = append_ladder_step(
+        record.history.ladder_steps.get(rule.id, []), rule, rule.ladder[ladder_step], transition.now
     )
     first = not plan.rule_id
     stronger = not first and LADDER_ACTIONS.index(rule.ladder[ladder_step]) > LADDER_ACTIONS.index(
@@ -106,7 +106,7 @@ def add_cause(transition: Transition, node: str, finding: Finding) -> None:
     )
     if first or (stronger and not plan.pending_remediation_id):
         plan.rule_id, plan.ladder, plan.ladder_step, plan.settle_deadline = rule.id, rule.ladder, ladder_step, 0.0
-        record.required_action = rule.ladder[ladder_step]
+        record.quarantine.required_action = rule.ladder[ladder_step]
     plan.required_diagnostics = tuple(dict.fromkeys([*plan.required_diagnostics, *rule.diagnostics]))
     plan.required_passes, plan.clear_s = (
         max(plan.required_passes, rule.required_passes),
@@ -117,7 +117,10 @@ def add_cause(transition: Transition, node: str, finding: Finding) -> None:
         max(plan.rollback_window_s, rule.correlated_s),
     )
     if finding.kind in NOT_SELF_CLEARING:
-        record.needs_operator, record.defective_gpus = True, [gpu.uuid for gpu in record.gpus] or [node]
+        record.quarantine.needs_operator, record.health.defective_gpus = (
+            True,
+            [gpu.uuid for gpu in record.identity.gpus] or [node],
+        )
 
 
 def check_quarantine(transition: Transition, node: str) -> None:
@@ -126,26 +129,28 @@ def check_quarantine(transition: Transition, node: str) -> None:
     record = transition.state.nodes[node]
     if remediation_ladder.repair_if_repeat_offender(transition, node):
         return
-    causes = [key for key in record.quarantine_causes if _is_cause_active(transition, record, key)]
-    if causes != record.quarantine_causes:
-        record.quarantine_causes = causes
+    causes = [key for key in record.quarantine.causes if _is_cause_active(transition, record, key)]
+    if causes != record.quarantine.causes:
+        record.quarantine.causes = causes
         transition.mark_node_changed(node)
-    if causes or record.needs_operator:
+    if causes or record.quarantine.needs_operator:
         remediation_ladder.continue_ladder(transition, node)
-    elif record.reachable and transition.now < record.quarantined_until:
-        transition.schedule(record.quarantined_until, "node", node)
-    elif record.reachable:
+    elif record.liveness.reachable and transition.now < record.quarantine.earliest_end:
+        transition.schedule(record.quarantine.earliest_end, "node", node)
+    elif record.liveness.reachable:
         begin_probation(transition, node, f"nothing stands against {node} any more")
 
 
 def _is_cause_active(transition: Transition, record: NodeRecord, key: str) -> bool:
-    if key in record.agent_findings or key in record.controller_findings:
+    if key in record.health.agent_findings or key in record.health.controller_findings:
         return True
-    due = record.cause_cleared_at.get(key, 0.0) + (record.readmission_plan.clear_s if record.readmission_plan else 0.0)
+    due = record.quarantine.cause_cleared_at.get(key, 0.0) + (
+        record.quarantine.plan.clear_s if record.quarantine.plan else 0.0
+    )
     if transition.now < due:
         transition.schedule(due, "care", record.node)
         return True
-    record.cause_cleared_at.pop(key, None)
+    record.quarantine.cause_cleared_at.pop(key, None)
     return False
 
 
@@ -157,13 +162,13 @@ def begin_probation(transition: Transition, node: str, reason: str) -> None:
     precedence."""
     record, live = transition.state.nodes[node], transition.state.node_runtime[node]
     (
-        record.quarantine_causes,
-        record.cause_cleared_at,
-        record.required_action,
-        record.probe_status,
-        record.quarantined_until,
+        record.quarantine.causes,
+        record.quarantine.cause_cleared_at,
+        record.quarantine.required_action,
+        record.quarantine.probe_status,
+        record.quarantine.earliest_end,
     ) = [], {}, Action.NONE, "", 0.0
-    plan = record.readmission_plan = record.readmission_plan or ReadmissionPlan()
+    plan = record.quarantine.plan = record.quarantine.plan or ReadmissionPlan()
     if why := out_of_service_reason(record, transition.now):
         set_state(transition, node, NodeState.HELD, f"{reason}; {why}")
         return
@@ -188,7 +193,7 @@ def begin_diagnostics(transition: Transition, node: str) -> None:
     if transition.policy.probe_required:
         run_next_diagnostic(transition, node)
     else:
-        transition.state.nodes[node].probe_status = PROBE_SKIPPED
+        transition.state.nodes[node].quarantine.probe_status = PROBE_SKIPPED
     check_probation(transition, node)
 
 
@@ -207,18 +212,20 @@ def _has_blocking_finding(transition: Transition, node: str) -> bool:
 def run_next_diagnostic(transition: Transition, node: str) -> None:
     """Run the next diagnostic if none is running."""
     record = transition.state.nodes[node]
-    plan = record.readmission_plan = record.readmission_plan or ReadmissionPlan()
+    plan = record.quarantine.plan = record.quarantine.plan or ReadmissionPlan()
     transition.mark_node_changed(node)
     if plan.remaining_diagnostics and plan.remaining_diagnostics[0] is not ProbeKind.ALL_REDUCE:
-        record.probe_status = start_probe(transition, (node,), tested_node=node, kind=plan.remaining_diagnostics[0])
+        record.quarantine.probe_status = start_probe(
+            transition, (node,), tested_node=node, kind=plan.remaining_diagnostics[0]
+        )
         return
     if plan.remaining_diagnostics:
-        partner, busy = find_partner(transition, node, record.probe_failures)
+        partner, busy = find_partner(transition, node, record.quarantine.probe_failures)
         if partner is not None:
-            record.probe_status = start_probe(transition, (partner, node), tested_node=node)
+            record.quarantine.probe_status = start_probe(transition, (partner, node), tested_node=node)
             return
         if busy:
-            record.probe_status = PROBE_WAITING
+            record.quarantine.probe_status = PROBE_WAITING
             transition.schedule(transition.now + transition.policy.partner_wait_s, "care", node)
             return
         plan.remaining_diagnostics, plan.lacked_partner = (
@@ -228,22 +235,22 @@ def run_next_diagnostic(transition: Transition, node: str) -> None:
         transition.audit("probe.skipped", f"no healthy partner to probe {node} with: clean beats must do", node=node)
         run_next_diagnostic(transition, node)
         return
-    record.probe_status = PROBE_SKIPPED if plan.lacked_partner else PROBE_PASSED
+    record.quarantine.probe_status = PROBE_SKIPPED if plan.lacked_partner else PROBE_PASSED
 
 
 def can_retry_diagnostic(transition: Transition, node: str) -> bool:
     """Return whether a node on probation waits only for a partner or for a time that has passed."""
     record = transition.state.nodes[node]
-    if record.state is not NodeState.PROBATION or record.probe_status != PROBE_WAITING:
+    if record.state is not NodeState.PROBATION or record.quarantine.probe_status != PROBE_WAITING:
         return False
-    lately = any(finding.kind is FindingKind.PROBE_FAILED for finding in record.controller_findings.values())
+    lately = any(finding.kind is FindingKind.PROBE_FAILED for finding in record.health.controller_findings.values())
     return not lately and not diagnostics.is_suspect(transition, node)
 
 
 def handle_probation_probe(transition: Transition, outcome: ProbeOutcome) -> None:
     """Handle the end of a diagnostic on probation."""
     node = outcome.probe.tested_node
-    if node is None or transition.state.nodes[node].probe_status != outcome.probe_id:
+    if node is None or transition.state.nodes[node].quarantine.probe_status != outcome.probe_id:
         return
     if transition.state.nodes[node].state is not NodeState.PROBATION:
         return
@@ -262,11 +269,11 @@ def handle_probation_probe(transition: Transition, outcome: ProbeOutcome) -> Non
 def record_diagnostic_passed(transition: Transition, node: str) -> None:
     """Record a passed diagnostic and run the next one."""
     record = transition.state.nodes[node]
-    if record.readmission_plan is not None:
-        record.readmission_plan.remaining_diagnostics = record.readmission_plan.remaining_diagnostics[1:]
+    if record.quarantine.plan is not None:
+        record.quarantine.plan.remaining_diagnostics = record.quarantine.plan.remaining_diagnostics[1:]
     run_next_diagnostic(transition, node)
-    if record.probe_status == PROBE_PASSED:
-        record.probe_failures = 0
+    if record.quarantine.probe_status == PROBE_PASSED:
+        record.quarantine.probe_failures = 0
     check_probation(transition, node)
 
 
@@ -297,7 +304,7 @@ def _open_pair_case(transition: Transition, node: str, outcome: ProbeOutcome) ->
             offence_weight=0.0 if outcome.incapable_node else offences.FAILED_PROBE_WEIGHT,
         )
     else:
-        transition.state.nodes[node].probe_status = PROBE_WAITING
+        transition.state.nodes[node].quarantine.probe_status = PROBE_WAITING
         transition.mark_node_changed(node)
 
 
@@ -310,9 +317,9 @@ def record_diagnostic_failed(
     needs proof (``examinations``, ``_record_wrong_result``).
     """
     record, policy = transition.state.nodes[node], transition.policy
-    record.probe_failures += 1
+    record.quarantine.probe_failures += 1
     waits = Backoff(floor_s=policy.probe_retry_s, ceiling_s=policy.probe_retry_max_s)
-    wait_s = waits.limit_s(record.probe_failures - 1)
+    wait_s = waits.limit_s(record.quarantine.probe_failures - 1)
     seated = is_computing(transition.state, node)
     finding = Finding(
         kind=FindingKind.PROBE_FAILED,
@@ -324,9 +331,9 @@ def record_diagnostic_failed(
     )
     again = f"the next probe is in {wait_s:g} s or more"
     if seated:
-        record.readmission_plan = record.readmission_plan or ReadmissionPlan()
-        _reset_diagnostics(record.readmission_plan)
-        record.probe_status = PROBE_WAITING
+        record.quarantine.plan = record.quarantine.plan or ReadmissionPlan()
+        _reset_diagnostics(record.quarantine.plan)
+        record.quarantine.probe_status = PROBE_WAITING
         words = f"{failure}; a job computes on {node}, and nothing proves it ill: it stays on probation, {again}"
         transition.add_verdict(node, Decision.RECOMMEND, words, evidence=(finding,))
         raise_controller_finding(transition, node, finding, wait_s)
@@ -370,14 +377,16 @@ def quarantine_before_service(
     """Quarantine a node before it served. This uses no budget, and an outbreak can roll it back."""
     begin_quarantine(transition, node, sentence, (finding,), action=action, offence_weight=offence_weight)
     record = transition.state.nodes[node]
-    if record.readmission_plan is not None:
-        record.readmission_plan.evicted_at = transition.now
-    transition.add_verdict(node, Decision.QUARANTINE, sentence, action=record.required_action, evidence=(finding,))
+    if record.quarantine.plan is not None:
+        record.quarantine.plan.evicted_at = transition.now
+    transition.add_verdict(
+        node, Decision.QUARANTINE, sentence, action=record.quarantine.required_action, evidence=(finding,)
+    )
 
 
 def _jobs_blaming(transition: Transition, node: str) -> Iterable[str]:
     """Return the jobs that excluded a readmitted node because of its ranks."""
-    plan = transition.state.nodes[node].readmission_plan
+    plan = transition.state.nodes[node].quarantine.plan
     return (
         transition.state.node_runtime[node].jobs
         if plan is not None and plan.rule_id.startswith(RANK_FINDING_KINDS)
@@ -401,18 +410,22 @@ def check_probation(transition: Transition, node: str) -> None:
     Not while a reset or reboot may still be carried out; each is reported when it has ended.
     """
     record = transition.state.nodes[node]
-    if record.state is not NodeState.PROBATION or record.probe_status not in (PROBE_PASSED, PROBE_SKIPPED):
+    if record.state is not NodeState.PROBATION or record.quarantine.probe_status not in (PROBE_PASSED, PROBE_SKIPPED):
         return
-    if record.readmission_plan is not None and record.readmission_plan.pending_remediation_id:
+    if record.quarantine.plan is not None and record.quarantine.plan.pending_remediation_id:
         return
     beats = transition.read_heartbeats(node).clean_heartbeats
     if (
         beats < transition.policy.probation_heartbeats
-        or not record.reachable
+        or not record.liveness.reachable
         or _has_blocking_finding(transition, node)
     ):
         return
-    probe = "passed its probe and" if record.probe_status == PROBE_PASSED else "had no partner to be probed with, but"
+    probe = (
+        "passed its probe and"
+        if record.quarantine.probe_status == PROBE_PASSED
+        else "had no partner to be probed with, but"
+    )
     sentence = f"{node} {probe} sent {beats} clean beats: {_describe_fitness(transition, node)}"
     for name in _jobs_blaming(transition, node):
         clear_exclusion(transition, name, node)

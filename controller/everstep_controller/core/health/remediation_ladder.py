@@ -30,7 +30,7 @@ SEAT_RECHECK_S = 1.0
 
 def continue_ladder(transition: Transition, node: str) -> None:
     """Request the action that is due for the standing causes, if the policy allows."""
-    record, plan = transition.state.nodes[node], transition.state.nodes[node].readmission_plan
+    record, plan = transition.state.nodes[node], transition.state.nodes[node].quarantine.plan
     if (
         plan is None
         or not plan.ladder
@@ -38,7 +38,7 @@ def continue_ladder(transition: Transition, node: str) -> None:
         or transition.state.database_outage
     ):
         return
-    if record.needs_operator and not record.defective_gpus:
+    if record.quarantine.needs_operator and not record.health.defective_gpus:
         _set_blocked(transition, record, plan, f"an operator took {node} out: nothing is done to it by itself")
     elif why := out_of_service_reason(record, transition.now):
         _set_blocked(transition, record, plan, f"{why}: nothing is done to it by itself")
@@ -70,7 +70,7 @@ def _take_step(transition: Transition, node: str, plan: ReadmissionPlan) -> None
         send_to_repair(
             transition,
             node,
-            f"{node} needs a person: {', '.join(record.quarantine_causes)} stands, and repair is {place}",
+            f"{node} needs a person: {', '.join(record.quarantine.causes)} stands, and repair is {place}",
         )
     elif action not in node_state.REMEDIATION_KINDS:
         return
@@ -82,19 +82,19 @@ def _take_step(transition: Transition, node: str, plan: ReadmissionPlan) -> None
         if _waits_for_rollback_window(transition, node, goes_to_operator=True):
             return
         send_to_repair(
-            transition, node, f"{node} needs a person: {', '.join(record.quarantine_causes)} stands, and {why}"
+            transition, node, f"{node} needs a person: {', '.join(record.quarantine.causes)} stands, and {why}"
         )
     elif (fleet := node_state.fleet_remediation_cap(transition))[0]:
         _set_blocked(transition, record, plan, f"{describe_action(action)} of {node} waits: {fleet[0]}")
         transition.schedule(fleet[1], "care", node)
     else:
-        sentence = f"{describe_action(action)} of {node} against {', '.join(record.quarantine_causes)}, {place}"
+        sentence = f"{describe_action(action)} of {node} against {', '.join(record.quarantine.causes)}, {place}"
         plan.pending_remediation_id = node_state.start_remediation(transition, node, action, sentence)
         plan.remediation_deadline = transition.now + transition.policy.remediation_timeout_s
-        plan.blocked_reason, record.required_action = "", action
+        plan.blocked_reason, record.quarantine.required_action = "", action
         if (rule := transition.policy.rules.find_rule(plan.rule_id)) is not None:  # a repeat takes the next step
-            record.ladder_history[rule.id] = append_ladder_step(
-                record.ladder_history.get(rule.id, []), rule, action, transition.now
+            record.history.ladder_steps[rule.id] = append_ladder_step(
+                record.history.ladder_steps.get(rule.id, []), rule, action, transition.now
             )
         transition.audit(
             "remediation.requested", sentence, node=node, data={"remediation": plan.pending_remediation_id}
@@ -144,7 +144,7 @@ def handle_remediation_finished(transition: Transition, event: RemediationFinish
         record, transition.now, "action", f"{event.remediation_id} {how}", {"remediation": event.remediation_id}
     )
     transition.mark_node_changed(event.node)
-    plan = record.readmission_plan
+    plan = record.quarantine.plan
     if plan is not None and plan.pending_remediation_id == event.remediation_id:
         plan.pending_remediation_id = ""
         if event.dry_run:
@@ -160,8 +160,8 @@ def handle_remediation_finished(transition: Transition, event: RemediationFinish
         transition.audit(
             "remediation.failed", f"{event.remediation_id} of {event.node} failed: {event.detail}", node=event.node
         )
-        if record.cordon_id == event.remediation_id:
-            record.cordon_id = node_state.CORDON_UNCERTAIN
+        if record.scheduling.cordon_id == event.remediation_id:
+            record.scheduling.cordon_id = node_state.CORDON_UNCERTAIN
 
 
 def _outcome(event: RemediationFinished) -> str:
@@ -176,10 +176,14 @@ def _handle_confirmed(transition: Transition, node: str, plan: ReadmissionPlan, 
     """
     record, action = transition.state.nodes[node], plan.ladder[plan.ladder_step]
     plan.settle_deadline = transition.now + transition.policy.remediation_settle_s
-    cured = [key for key, finding in record.controller_findings.items() if finding.kind is FindingKind.MEMORY_WRONG]
+    cured = [
+        key for key, finding in record.health.controller_findings.items() if finding.kind is FindingKind.MEMORY_WRONG
+    ]
     clear_controller_findings(transition, node, cured)
-    if cured and not any(finding.severity is Severity.CRITICAL for finding in record.controller_findings.values()):
-        record.needs_operator, record.defective_gpus = False, []
+    if cured and not any(
+        finding.severity is Severity.CRITICAL for finding in record.health.controller_findings.values()
+    ):
+        record.quarantine.needs_operator, record.health.defective_gpus = False, []
     transition.audit("remediation.confirmed", f"{describe_action(action)} of {node} {_outcome(event)}", node=node)
     transition.schedule(transition.now, "care", node)
 
@@ -197,8 +201,12 @@ def send_to_repair(transition: Transition, node: str, sentence: str) -> None:
     """Keep the node out until an operator readmits it, and hand over the evidence."""
     record = transition.state.nodes[node]
     set_state(transition, node, NodeState.REPAIR, sentence)
-    record.required_action, record.probe_status, record.deferred_eviction_key = Action.REPAIR, "", ""
-    evidence = tuple(f for f in record.all_findings() if f.key in record.quarantine_causes)
+    record.quarantine.required_action, record.quarantine.probe_status, record.health.deferred_eviction_key = (
+        Action.REPAIR,
+        "",
+        "",
+    )
+    evidence = tuple(f for f in record.all_findings() if f.key in record.quarantine.causes)
     transition.add_verdict(node, Decision.REPAIR, sentence, action=Action.REPAIR, evidence=evidence)
     node_state.request_repair(transition, node, sentence)
 

@@ -172,7 +172,7 @@ def _make_spec(
 
 
 def _holder(record: NodeRecord) -> Holder:
-    return Holder(node=record.node, vault=record.vault, rack=record.domain.rack)
+    return Holder(node=record.node, vault=record.identity.vault, rack=record.identity.domain.rack)
 
 
 def plan_replicas(transition: Transition, job: JobRecord, seats: list[str]) -> dict[str, tuple[str, ...]]:
@@ -201,7 +201,7 @@ def _holders(transition: Transition, job: JobRecord, seats: list[str]) -> list[s
         node
         for node in dict.fromkeys([*before, *job.former_nodes])
         if node not in stay
-        and not state.nodes[node].defective_gpus
+        and not state.nodes[node].health.defective_gpus
         and (node in counts or (node in state.reachable_nodes and state.node_runtime[node].disconnected_at is None))
     ]
     return seats + former
@@ -481,7 +481,7 @@ def _may_keep_seat(state: FleetState, now: float, node: str) -> bool:
     record = state.nodes[node]
     if record.state is NodeState.PROBATION:
         return True
-    if record.state is not NodeState.HELD or record.maintenance_until:
+    if record.state is not NodeState.HELD or record.scheduling.maintenance_until:
         return False
     return not blocking_findings(state, record, now)
 

@@ -255,7 +255,7 @@ def offer_after_deferral(transition: Transition) -> None:
     """Offer nodes whose deferred eviction was dropped, and which continue to serve, as ordinary spares."""
     for node in transition.deferral_dropped:
         record = transition.state.nodes.get(node)
-        if record is not None and record.state is NodeState.HEALTHY and not record.deferred_eviction_key:
+        if record is not None and record.state is NodeState.HEALTHY and not record.health.deferred_eviction_key:
             offer_to_jobs(transition, node)
 
 
@@ -390,7 +390,7 @@ def _preemptable_nodes(state: FleetState, job: JobRecord, victims: Sequence[JobR
 
 def _block_domain(state: FleetState, job: JobRecord, node: str) -> str:
     within = job.spec.block_within
-    return domain_of(state.nodes[node].domain, within) if within else ""
+    return domain_of(state.nodes[node].identity.domain, within) if within else ""
 
 
 def _incomplete_blocks(

@@ -374,7 +374,9 @@ def find_restart_target(transition: Transition, node: str, finding: Finding, rul
     if job is None or spec is None or not members:
         return None
     gpus = {gpu.index for gpu in suspect_gpus(record, (finding,))}
-    if gpus and spec.spec.nproc_per_node == len(record.gpus):  # only then does a local rank use the GPU of its number
+    if gpus and spec.spec.nproc_per_node == len(
+        record.identity.gpus
+    ):  # only then does a local rank use the GPU of its number
         members = tuple(member for member in members if member.local_rank in gpus)
     replaced = transition.state.job_runtime[job.job].rank_replaced_at.get(node, {})
     due = (member for member in members if replaced.get(member.local_rank, 0.0) <= transition.now - rule.coalesce_s)
@@ -388,8 +390,8 @@ def restart_ranks(
     the caps."""
     if counted:
         record, fleet, policy = transition.state.nodes[node], transition.state.fleet, transition.policy
-        record.rank_restart_times = node_state.append_time(
-            record.rank_restart_times, transition.now, policy.remediation_node_window_s
+        record.history.rank_restart_times = node_state.append_time(
+            record.history.rank_restart_times, transition.now, policy.remediation_node_window_s
         )
         fleet.rank_restart_times = node_state.append_time(
             fleet.rank_restart_times, transition.now, policy.remediation_fleet_window_s
@@ -406,7 +408,7 @@ def restart_ranks(
 
 def node_restart_cap(transition: Transition, node: str) -> str:
     """Return why the node's ranks are not restarted again; "" while they may be."""
-    times, policy = transition.state.nodes[node].rank_restart_times, transition.policy
+    times, policy = transition.state.nodes[node].history.rank_restart_times, transition.policy
     what = "its ranks were restarted"
     return node_state.describe_cap(
         times, transition.now, policy.remediation_node_window_s, policy.rank_restarts_per_node, what

@@ -289,7 +289,7 @@ def unfit_reason(state: FleetState, job: JobRecord, node: str, keep_seated: Coll
         return record.sentence or f"it is {record.state}"
     if not seated and not launcher.has_rejoined:
         return "its agent began anew, and the launcher has not said so"
-    if job.spec.block_within and not domain_of(record.domain, job.spec.block_within):
+    if job.spec.block_within and not domain_of(record.identity.domain, job.spec.block_within):
         return f"it names no {job.spec.block_within}, and the job's blocks stay within one"
     return ""
 
@@ -352,7 +352,7 @@ def eligible_nodes(
 
 def _is_eviction_deferred(state: FleetState, node: str) -> bool:
     """Return whether the node serves only because something defers its eviction."""
-    return bool(state.nodes[node].deferred_eviction_key)
+    return bool(state.nodes[node].health.deferred_eviction_key)
 
 
 def _is_deferred_spare(state: FleetState, job: JobRecord, node: str) -> bool:
@@ -362,7 +362,9 @@ def _is_deferred_spare(state: FleetState, job: JobRecord, node: str) -> bool:
 def _offence_order(record: NodeRecord, half_life_s: float) -> float:
     """Return the logarithm of ``evidence.offender_score``, without the term that is common to all nodes."""
     return (
-        math.log2(record.offence_score) + record.offence_score_at / half_life_s if record.offence_score else -math.inf
+        math.log2(record.history.offence_score) + record.history.offence_score_at / half_life_s
+        if record.history.offence_score
+        else -math.inf
     )
 
 
@@ -406,7 +408,7 @@ def seats_among(state: FleetState, job: JobRecord, eligible: Sequence[str], max_
     """Return the roster made of ``eligible``: at most ``max_count`` nodes, or as many as the job may have."""
     within, domains = job.spec.block_within, None
     if within:
-        domains = {node: domain_of(state.nodes[node].domain, within) for node in eligible}
+        domains = {node: domain_of(state.nodes[node].identity.domain, within) for node in eligible}
     max_count = max_roster_nodes(job) if max_count is None else max_count
     return choose_seats(seats_of(job.generation), eligible, max_count, job.spec.block_nodes, domains)
 

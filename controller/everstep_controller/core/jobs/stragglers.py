@@ -83,7 +83,7 @@ def _raise_straggler(transition: Transition, job: JobRecord, node: str, busy_s: 
     """Raise a finding once; it lasts until the node was not named in as many windows as count."""
     record, policy = transition.state.nodes[node], transition.policy
     lasts_s = policy.straggler_windows * policy.straggler_window_s
-    if STRAGGLER_KEY in record.controller_findings:
+    if STRAGGLER_KEY in record.health.controller_findings:
         extend_controller_finding(transition, node, STRAGGLER_KEY, lasts_s)
         return
     sentence = (

@@ -27,13 +27,13 @@ COMMON_SHARE = 0.9
 def groups_of(record: NodeRecord) -> Iterator[str]:
     """Yield the groups of a node as ``kind:name``."""
     yield FLEET
-    domain = record.domain
+    domain = record.identity.domain
     for kind, name in (
         ("rack", domain.rack),
         ("switch", domain.switch),
         ("power domain", domain.power),
-        ("driver", record.driver_version),
-        ("agent", record.agent_version),
+        ("driver", record.identity.driver_version),
+        ("agent", record.identity.agent_version),
     ):
         if name:
             yield f"{kind}:{name}"

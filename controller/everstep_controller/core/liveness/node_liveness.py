@@ -149,7 +149,7 @@ def mark_seen(transition: Transition, node: str) -> None:
         set_state(transition, node, NodeState.HEALTHY, f"{node} was heard again: the suspicion is refuted")
         _audit_unless_correlated(transition, "node.suspicion_cleared", node, record.sentence)
         offer_to_jobs(transition, node)
-    if not record.reachable:
+    if not record.liveness.reachable:
         _handle_return(transition, node)
     elif record.state is NodeState.PROBATION:
         transition.seen_on_probation[node] = None
@@ -161,7 +161,7 @@ def mark_seen(transition: Transition, node: str) -> None:
 
 def _handle_return(transition: Transition, node: str) -> None:
     record = transition.state.nodes[node]
-    record.reachable = True
+    record.liveness.reachable = True
     correlation.add_expected(transition.state, node)
     correlation.update_correlated_silence(transition)
     transition.mark_node_changed(node)
@@ -225,7 +225,7 @@ def handle_disconnected(transition: Transition, node: str) -> None:
     """Handle a closed connection. A job with a witness continues without the node at once; others wait for the
     grace."""
     record, live = transition.state.nodes[node], transition.state.node_runtime[node]
-    if live.disconnected_at is not None or not record.reachable:
+    if live.disconnected_at is not None or not record.liveness.reachable:
         return
     live.disconnected_at = transition.now
     correlation.mark_silent(transition, node)
@@ -368,10 +368,10 @@ def check_silence(transition: Transition, node: str) -> bool:
     Return whether the node had only been heard in time.
     """
     transition.state.node_runtime[node].has_silence_deadline = False
-    if not transition.state.nodes[node].reachable:
+    if not transition.state.nodes[node].liveness.reachable:
         return True
     answer, due = _judge_silence(transition, node)
-    if transition.state.nodes[node].reachable:
+    if transition.state.nodes[node].liveness.reachable:
         _watch_until(transition, node, due)
     return answer is Liveness.PRESENT
 
@@ -422,7 +422,7 @@ def check_node(transition: Transition, node: str) -> None:
     """Check a node's other deadlines: grace after a disconnection, quarantine, and witnesses that may now count."""
     record, live = transition.state.nodes[node], transition.state.node_runtime[node]
     _check_rejoined(transition, node)
-    if live.disconnected_at is not None and record.reachable:
+    if live.disconnected_at is not None and record.liveness.reachable:
         _check_disconnected(transition, node, live.disconnected_at)
     elif node in transition.state.silent_nodes:
         _judge_silence(transition, node)
@@ -494,7 +494,7 @@ def declare_lost(transition: Transition, node: str, sentence: str) -> None:
     state = transition.state
     record = state.nodes[node]
     record_loss(transition, node, sentence)
-    record.reachable, record.lost_at = False, transition.now
+    record.liveness.reachable, record.liveness.lost_at = False, transition.now
     correlation.remove_expected(transition, node)
     state.unseen_nodes.discard(node)
     if record.state in (NodeState.HEALTHY, NodeState.SUSPECT, NodeState.PROBATION):
@@ -524,24 +524,22 @@ def record_loss(transition: Transition, node: str, sentence: str) -> None:
     record, policy = transition.state.nodes[node], transition.policy
     if not policy.rules.has_rule_for(FindingKind.NODE_FLAPPING) or not _counts_as_own_loss(transition, record):
         return
-    record.loss_times = [
-        *(at for at in record.loss_times if at > transition.now - policy.node_flap_window_s),
+    record.liveness.loss_times = [
+        *(at for at in record.liveness.loss_times if at > transition.now - policy.node_flap_window_s),
         transition.now,
     ]
     transition.mark_node_changed(node)
     if why := _common_cause(transition, node):
         for other, at in transition.state.recent_losses.items():
             _withdraw_loss(transition, other, at, why)
-    elif len(record.loss_times) >= policy.node_flap_count:
+    elif len(record.liveness.loss_times) >= policy.node_flap_count:
         _raise_flapping(transition, node, record, sentence)
 
 
 def _counts_as_own_loss(transition: Transition, record: NodeRecord) -> bool:
     if record.state not in IN_SERVICE or out_of_service_reason(record, transition.now):
         return False
-    if (
-        record.readmission_plan is not None and record.readmission_plan.pending_remediation_id
-    ):  # a reboot may be running
+    if record.quarantine.plan is not None and record.quarantine.plan.pending_remediation_id:  # a reboot may be running
         return False
     return (
         transition.state.correlated_silence is None
@@ -560,11 +558,14 @@ def _common_cause(transition: Transition, node: str) -> str:
 
 def _withdraw_loss(transition: Transition, node: str, at: float, reason: str) -> None:
     record = transition.state.nodes[node]
-    if at not in record.loss_times:
+    if at not in record.liveness.loss_times:
         return
-    record.loss_times = [other for other in record.loss_times if other != at]
+    record.liveness.loss_times = [other for other in record.liveness.loss_times if other != at]
     transition.mark_node_changed(node)
-    if FLAPPING_KEY in record.controller_findings and len(record.loss_times) < transition.policy.node_flap_count:
+    if (
+        FLAPPING_KEY in record.health.controller_findings
+        and len(record.liveness.loss_times) < transition.policy.node_flap_count
+    ):
         clear_controller_findings(
             transition,
             node,
@@ -574,7 +575,7 @@ def _withdraw_loss(transition: Transition, node: str, at: float, reason: str) ->
 
 
 def _raise_flapping(transition: Transition, node: str, record: NodeRecord, sentence: str) -> None:
-    count, window_s = len(record.loss_times), transition.policy.node_flap_window_s
+    count, window_s = len(record.liveness.loss_times), transition.policy.node_flap_window_s
     finding = Finding(
         kind=FindingKind.NODE_FLAPPING,
         subject=FLAPPING_SUBJECT,

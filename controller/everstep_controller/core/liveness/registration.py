@@ -21,7 +21,7 @@ from everstep_controller.core.liveness.node_liveness import (
     mark_seen,
     schedule_silence_deadline,
 )
-from everstep_controller.core.records import NodeRecord, UnfitNode
+from everstep_controller.core.records import NodeIdentity, NodeRecord, UnfitNode
 from everstep_controller.core.state import FleetState, HeartbeatState, NodeRuntime
 from everstep_controller.core.transition import Transition
 
@@ -31,19 +31,20 @@ def check_incarnation(state: FleetState, node: str, incarnation: int) -> None:
     record = state.nodes.get(node)
     if record is None:
         raise NotFound(f"node {node} is not registered here: register first")
-    if incarnation != record.incarnation:
+    if incarnation != record.identity.incarnation:
         raise StaleGeneration(
-            f"incarnation {incarnation} of {node} is not the registered one ({record.incarnation}): register first"
+            f"incarnation {incarnation} of {node} is not the registered one ({record.identity.incarnation}): "
+            "register first"
         )
 
 
 def check_registration(state: FleetState, register: Register) -> None:
     """Raise StaleGeneration if a later incarnation of the node has registered."""
     record = state.nodes.get(register.node)
-    if record is not None and register.incarnation < record.incarnation:
+    if record is not None and register.incarnation < record.identity.incarnation:
         raise StaleGeneration(
-            f"{register.node} has registered with a later incarnation ({record.incarnation} > {register.incarnation}): "
-            "two agents run under one name, or this one should have ended"
+            f"{register.node} has registered with a later incarnation ({record.identity.incarnation} > "
+            f"{register.incarnation}): two agents run under one name, or this one should have ended"
         )
 
 
@@ -53,8 +54,8 @@ def register(transition: Transition, message: Register) -> None:
     if record is None:
         _new_node(transition, message)
         return
-    node, reborn = message.node, message.incarnation > record.incarnation
-    rebooted = bool(record.boot_id and message.boot_id and message.boot_id != record.boot_id)
+    node, reborn = message.node, message.incarnation > record.identity.incarnation
+    rebooted = bool(record.identity.boot_id and message.boot_id and message.boot_id != record.identity.boot_id)
     count_node(transition.state, node, -1)
     _update_record(transition, record, message)
     count_node(transition.state, node, 1)
@@ -74,9 +75,12 @@ def register(transition: Transition, message: Register) -> None:
 def _new_node(transition: Transition, message: Register) -> None:
     node = message.node
     record = NodeRecord(
-        node=node, incarnation=message.incarnation, vault=message.vault, since=transition.now, sentence="registered"
+        node=node,
+        since=transition.now,
+        sentence="registered",
+        trace=transition.trace,
+        identity=NodeIdentity(incarnation=message.incarnation, vault=message.vault),
     )
-    record.trace = transition.trace
     transition.state.nodes[node] = record
     transition.state.node_runtime[node] = NodeRuntime(heartbeats=HeartbeatState(last_seen_at=transition.now))
     _update_record(transition, record, message)
@@ -109,46 +113,58 @@ def _carry_over_unfitness(transition: Transition, record: NodeRecord, unfit: Unf
     if record.state is not NodeState.QUARANTINED:
         begin_quarantine(transition, record.node, sentence, (), action=Action.DRAIN, offence_weight=0.0)
         transition.add_verdict(record.node, Decision.QUARANTINE, sentence, action=Action.DRAIN, evidence=())
-    if record.readmission_plan is not None:
-        record.readmission_plan.required_diagnostics = tuple(
-            dict.fromkeys([*record.readmission_plan.required_diagnostics, *unfit.diagnostics])
+    if record.quarantine.plan is not None:
+        record.quarantine.plan.required_diagnostics = tuple(
+            dict.fromkeys([*record.quarantine.plan.required_diagnostics, *unfit.diagnostics])
         )
-        record.readmission_plan.required_passes = max(record.readmission_plan.required_passes, unfit.required_passes)
+        record.quarantine.plan.required_passes = max(record.quarantine.plan.required_passes, unfit.required_passes)
     if unfit.defective_gpus and not _are_gpus_replaced(record, unfit.defective_gpus):
-        record.needs_operator, record.defective_gpus = True, list(unfit.defective_gpus)
+        record.quarantine.needs_operator, record.health.defective_gpus = True, list(unfit.defective_gpus)
 
 
 def _are_gpus_replaced(record: NodeRecord, condemned: Collection[str]) -> bool:
     """Return whether none of these GPUs is left in the node; False if it reports no GPU."""
-    uuids = {gpu.uuid for gpu in record.gpus}
+    uuids = {gpu.uuid for gpu in record.identity.gpus}
     return bool(uuids) and record.node not in condemned and not uuids & set(condemned)
 
 
 def _update_record(transition: Transition, record: NodeRecord, message: Register) -> None:
-    if not record.booted_at or message.boot_id != record.boot_id:
-        record.booted_at = transition.now
-    record.incarnation, record.vault, record.domain = message.incarnation, message.vault, message.domain
-    record.gpus, record.host, record.labels = message.gpus, message.host, dict(message.labels)
-    record.agent_version = message.agent_version
-    record.driver_version, record.boot_id = message.driver_version, message.boot_id
-    record.registered_at = transition.now
+    if not record.identity.booted_at or message.boot_id != record.identity.boot_id:
+        record.identity.booted_at = transition.now
+    record.identity.incarnation, record.identity.vault, record.identity.domain = (
+        message.incarnation,
+        message.vault,
+        message.domain,
+    )
+    record.identity.gpus, record.identity.host, record.identity.labels = (
+        message.gpus,
+        message.host,
+        dict(message.labels),
+    )
+    record.identity.agent_version = message.agent_version
+    record.identity.driver_version, record.identity.boot_id = message.driver_version, message.boot_id
+    record.identity.registered_at = transition.now
     transition.mark_node_changed(record.node)
 
 
 def _enter_current_window(transition: Transition, record: NodeRecord) -> None:
     """Put a node that registers during a maintenance window into the window."""
     window = current_window(transition.state, record, transition.now)
-    if window is not None and window.until > record.maintenance_until:
+    if window is not None and window.until > record.scheduling.maintenance_until:
         enter_maintenance(transition, record.node, window)
 
 
 def _detect_repair(transition: Transition, record: NodeRecord) -> None:
     """End the need for an operator if the GPUs that computed wrongly have been replaced."""
-    if not record.needs_operator or record.state is not NodeState.QUARANTINED or not record.defective_gpus:
+    if (
+        not record.quarantine.needs_operator
+        or record.state is not NodeState.QUARANTINED
+        or not record.health.defective_gpus
+    ):
         return
-    if not _are_gpus_replaced(record, record.defective_gpus):
+    if not _are_gpus_replaced(record, record.health.defective_gpus):
         return
-    record.needs_operator, record.defective_gpus = False, []
+    record.quarantine.needs_operator, record.health.defective_gpus = False, []
     offences.clear_offences(record)
     clear_controller_findings(transition, record.node)
     transition.audit(

@@ -74,7 +74,7 @@ def test_failed_ladder_step_is_written_while_next_step_waits() -> None:
         ]
         fleet.feed(RemediationFinished(remediation_id=cures[-1].id, node=NODES[0], succeeded=True, trace=fleet.trace()))
     fleet.advance(60.0, *NODES[:5])
-    course = fleet.state.nodes[NODES[0]].readmission_plan
+    course = fleet.state.nodes[NODES[0]].quarantine.plan
     assert course is not None
     assert course.ladder[course.ladder_step] is Action.REPAIR, "which waits for an outbreak that may be behind it"
 

@@ -198,12 +198,12 @@ def test_lost_node_without_findings_returns_healthy() -> None:
 def test_condemned_gpus_stay_condemned_after_forget() -> None:
     fleet = _fleet()
     fleet.raise_finding("n4", xid())
-    fleet.state.nodes["n4"].defective_gpus = ["GPU-n4"]
+    fleet.state.nodes["n4"].health.defective_gpus = ["GPU-n4"]
     _lose_quarantined(fleet, "n4")
     fleet.order(OperatorAction.FORGET, node="n4")
     fleet.register("n4", gpus=(_gpu("GPU-n4"),))
     fleet.advance(60.0, *fleet.state.nodes)
-    assert (fleet.node_state("n4"), fleet.state.nodes["n4"].needs_operator) == (NodeState.QUARANTINED, True)
+    assert (fleet.node_state("n4"), fleet.state.nodes["n4"].quarantine.needs_operator) == (NodeState.QUARANTINED, True)
     fleet.register("n4", gpus=(_gpu("GPU-new"),))
     fleet.advance(3.0, *fleet.state.nodes)
     assert fleet.node_state("n4") is NodeState.PROBATION
@@ -268,7 +268,7 @@ def test_nodes_held_in_repair_or_condemned_are_kept() -> None:
     fleet = _fleet(nodes=2, spares=4)
     fleet.order(OperatorAction.HOLD, node="n3")
     fleet.order(OperatorAction.REPAIR, node="n4")
-    fleet.state.nodes["n5"].defective_gpus = ["GPU-n5"]
+    fleet.state.nodes["n5"].health.defective_gpus = ["GPU-n5"]
     for node in ("n3", "n4", "n5", "n6"):
         _lose_quarantined(fleet, node)
     _pass(fleet, 2.5)

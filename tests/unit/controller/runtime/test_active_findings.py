@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-from everstep_controller.core.records import NodeRecord
+from everstep_controller.core.records import NodeHealth, NodeIdentity, NodeRecord
 from everstep_controller.runtime.transaction import FindingDelta
 
 from everstep.vocabulary import Finding, Severity
@@ -22,21 +22,27 @@ def mild(number: int) -> Finding:
     return msgspec.structs.replace(xid(number), subject=f"GPU-{number}", severity=Severity.WARNING)
 
 
+def _record(**findings: Finding) -> NodeRecord:
+    return NodeRecord(
+        node="n1", identity=NodeIdentity(incarnation=1, vault=""), health=NodeHealth(agent_findings=findings)
+    )
+
+
 def test_standing_findings_write_only_changes() -> None:
     first, second = mild(31), mild(43)
-    record = NodeRecord(node="n1", incarnation=1, vault="", agent_findings={"a": first, "b": second})
+    record = _record(a=first, b=second)
     standing = FindingDelta([])
     assert dict(standing.changes(record)) == {"a": first, "b": second}
     assert dict(standing.changes(record)) == {}
     again = msgspec.structs.replace(second, since=5.0)
-    record.agent_findings = {"b": again}
+    record.health.agent_findings = {"b": again}
     assert dict(standing.changes(record)) == {"a": None, "b": again}
-    record.agent_findings = {}
+    record.health.agent_findings = {}
     assert dict(standing.changes(record)) == {"b": None}
 
 
 def test_restored_findings_count_as_written() -> None:
-    record = NodeRecord(node="n1", incarnation=1, vault="", agent_findings={"a": mild(31)})
+    record = _record(a=mild(31))
     assert dict(FindingDelta([record]).changes(record)) == {}
 
 
@@ -48,7 +54,7 @@ def test_standing_findings_survive_restart_until_cleared(tmp_path: Path) -> None
             session = AgentSession(controller.address, "n1", incarnation)
             speak(session)
             session.close()
-            return dict(controller.controller.loop.state.nodes["n1"].agent_findings)
+            return dict(controller.controller.loop.state.nodes["n1"].health.agent_findings)
 
     def two(session: AgentSession) -> None:
         session.register()

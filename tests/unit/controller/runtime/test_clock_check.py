@@ -9,7 +9,18 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from everstep_controller.core.records import Eviction, FleetRecord, MaintenanceWindow, NodeRecord
+from everstep_controller.core.records import (
+    Eviction,
+    FleetRecord,
+    MaintenanceWindow,
+    NodeHealth,
+    NodeHistory,
+    NodeIdentity,
+    NodeLiveness,
+    NodeQuarantine,
+    NodeRecord,
+    NodeScheduling,
+)
 from everstep_controller.runtime.clock import MAX_SLEWED_S, SLEW, SLEW_INTERVAL_S, SteadyTime
 from everstep_controller.runtime.clock_check import (
     RECORD_INTERVAL_S,
@@ -204,7 +215,7 @@ def test_trusted_clock_corrects_a_wrong_start(tmp_path: Path) -> None:
         assert after.controller is not None
         assert after.controller.loop.now() == RIGHT + 200.0
         nodes = after.controller.loop.state.nodes.values()
-        assert {node.registered_at for node in nodes} == {RIGHT + 150.0}
+        assert {node.identity.registered_at for node in nodes} == {RIGHT + 150.0}
 
 
 def test_events_are_found_by_time_after_set_back(writer: DatabaseWriter, engine: Engine) -> None:
@@ -231,15 +242,13 @@ def test_set_back_moves_times_written_by_wrong_clock() -> None:
     newest, wall = RIGHT + 100 * DAY, RIGHT
     node = NodeRecord(
         node="n1",
-        incarnation=1,
-        vault="h:1",
         since=newest - 10.0,
-        registered_at=RIGHT - 50.0,
-        quarantined_until=newest + 600.0,
-        maintenance_until=RIGHT + 3600.0,
-        loss_times=[RIGHT - 9.0, newest],
-        finding_seen_at={"k": newest},
-        report_history={"r": [(newest, True)]},
+        identity=NodeIdentity(incarnation=1, vault="h:1", registered_at=RIGHT - 50.0),
+        liveness=NodeLiveness(loss_times=[RIGHT - 9.0, newest]),
+        health=NodeHealth(finding_seen_at={"k": newest}),
+        quarantine=NodeQuarantine(earliest_end=newest + 600.0),
+        scheduling=NodeScheduling(maintenance_until=RIGHT + 3600.0),
+        history=NodeHistory(counted_reports={"r": [(newest, True)]}),
     )
     known = msgspec.structs.replace(node, node="n2")
     window = MaintenanceWindow(until=RIGHT + 2 * DAY, sentence="planned", node="n1")
@@ -270,13 +279,17 @@ def test_set_back_moves_times_written_by_wrong_clock() -> None:
     assert [(row.id, row.kind, row.at) for row in batch.audit] == [(8, SET_BACK, wall)]
     for name in ("n1", "n2"):
         found = msgspec.json.decode(after.nodes[name], type=NodeRecord)
-        assert (found.since, found.registered_at, found.quarantined_until) == (wall, RIGHT - 50.0, wall + 600.0)
-        assert (found.loss_times, found.finding_seen_at, found.report_history) == (
+        assert (found.since, found.identity.registered_at, found.quarantine.earliest_end) == (
+            wall,
+            RIGHT - 50.0,
+            wall + 600.0,
+        )
+        assert (found.liveness.loss_times, found.health.finding_seen_at, found.history.counted_reports) == (
             [RIGHT - 9.0, wall],
             {"k": wall},
             {"r": [(wall, True)]},
         )
-        assert found.maintenance_until == RIGHT + 3600.0
+        assert found.scheduling.maintenance_until == RIGHT + 3600.0
     changed = msgspec.json.decode(after.fleet or "", type=FleetRecord)
     assert (changed.recent_evictions[0].evicted_at, changed.maintenance_windows) == (wall, [window])
     assert [(row.created_at, row.expires_at) for row in after.credentials] == [

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 from everstep_controller.core.policy import CorePolicy
-from everstep_controller.core.records import NodeRecord
+from everstep_controller.core.records import NodeIdentity, NodeRecord
 from everstep_controller.runtime.startup_state import NO_RECORDS, KnownRecords, read_records, restore_state
 from everstep_controller.store.database import open_database
 from everstep_controller.store.rows import Batch
@@ -43,7 +43,9 @@ class Leader:
 
 
 def record(node: str, sentence: str) -> str:
-    return msgspec.json.encode(NodeRecord(node=node, incarnation=1, vault="127.0.0.1:7000", sentence=sentence)).decode()
+    return msgspec.json.encode(
+        NodeRecord(node=node, sentence=sentence, identity=NodeIdentity(incarnation=1, vault="127.0.0.1:7000"))
+    ).decode()
 
 
 @pytest.fixture
@@ -94,7 +96,8 @@ def test_read_ahead_is_void_after_database_restart(engine: Engine, leader: Leade
     leader.put(n1="in the restored database")
     marks = look(engine, NO_RECORDS).row_versions
     elsewhere = KnownRecords(
-        marks._replace(server="before"), {"n1": NodeRecord(node="n1", incarnation=1, vault="", sentence="lost")}
+        marks._replace(server="before"),
+        {"n1": NodeRecord(node="n1", sentence="lost", identity=NodeIdentity(incarnation=1, vault=""))},
     )
     follower = DatabaseWriter(engine)
     assert list(follower.take_over(known=elsewhere.row_versions).nodes) == ["n1"]

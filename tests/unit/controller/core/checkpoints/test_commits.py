@@ -322,7 +322,7 @@ def test_job_fails_when_divergent_node_cannot_be_evicted() -> None:
     assert fleet.job_state() is JobState.FAILED
     assert set(sent(last, StopJob)) == {"n1", "n2", "n3"}
     assert fleet.node_state("n2") is NodeState.QUARANTINED, "nothing needs it any more"
-    assert fleet.state.nodes["n2"].needs_operator
+    assert fleet.state.nodes["n2"].quarantine.needs_operator
 
 
 def test_job_fails_when_digests_never_agree() -> None:

@@ -212,7 +212,7 @@ def test_roster_change_places_replicas_across_racks() -> None:
 
 
 def _crosses(fleet: CoreFleet) -> bool:
-    racks = {node: record.domain.rack for node, record in fleet.state.nodes.items()}
+    racks = {node: record.identity.domain.rack for node, record in fleet.state.nodes.items()}
     placed = fleet.spec().replica_nodes
     assert set(placed) == set(fleet.seats())
     return all(racks[node] != racks[copy] for node, copies in placed.items() for copy in copies)

@@ -56,7 +56,7 @@ def test_replicas_move_after_consecutive_missed_versions() -> None:
     assert "n2" not in _homes(fleet)
     assert all(len(homes) == 1 for homes in spec.replica_nodes.values())
     assert "copies go elsewhere than to n2, which missed 3 versions in a row" in audits(fleet.effects, "generation")[-1]
-    assert KEY in fleet.state.nodes["n2"].controller_findings
+    assert KEY in fleet.state.nodes["n2"].health.controller_findings
     assert decisions(fleet.effects) == [("n2", "no_action")]
 
 
@@ -79,7 +79,7 @@ def test_uncopied_version_is_no_missed_copy() -> None:
         fleet.advance(0.5, *fleet.state.nodes)
     assert fleet.spec().number == 1
     assert decisions(fleet.effects) == []
-    assert not any(node.controller_findings for node in fleet.state.nodes.values())
+    assert not any(node.health.controller_findings for node in fleet.state.nodes.values())
 
 
 def test_failing_replica_node_is_reported_without_alternative() -> None:
@@ -87,7 +87,7 @@ def test_failing_replica_node_is_reported_without_alternative() -> None:
     for _ in range(8):
         assert not _next_version(fleet, "n2")
     assert fleet.spec().number == 1
-    assert KEY in fleet.state.nodes["n2"].controller_findings
+    assert KEY in fleet.state.nodes["n2"].health.controller_findings
 
 
 def test_replica_node_is_skipped_for_limited_time() -> None:
@@ -100,7 +100,7 @@ def test_replica_node_is_skipped_for_limited_time() -> None:
         fleet.advance(0.5, *fleet.state.nodes)
     fleet.lose_rank(0)
     assert fleet.state.job_runtime["job"].skipped_replica_nodes == {}
-    assert KEY not in fleet.state.nodes["n2"].controller_findings
+    assert KEY not in fleet.state.nodes["n2"].health.controller_findings
 
 
 @given(st.lists(st.sampled_from(["", "r1", "r2", "r3"]), min_size=3, max_size=8), st.data())

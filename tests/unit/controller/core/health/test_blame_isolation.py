@@ -51,7 +51,7 @@ def test_suspect_failing_with_good_partner_is_evicted(bad: set[str], evicted: se
     assert fleet.state.blame_cases == {}
     if not bad:
         assert "the link between n1 and n2 is suspected" in audits(fleet.effects, "blame_isolation.inconclusive")[-1]
-        assert fleet.state.nodes["n1"].undecided_findings == {}
+        assert fleet.state.nodes["n1"].health.undecided_findings == {}
 
 
 @pytest.mark.promise("blame-isolation")
@@ -212,11 +212,12 @@ def test_slow_operator_probe_opens_a_case(bad: set[str]) -> None:
     ]
     assert {node for node, decision in said if decision == "evict"} == bad
     kinds = {
-        node: [found.kind for found in fleet.state.nodes[node].controller_findings.values()] for node in ("n1", "n2")
+        node: [found.kind for found in fleet.state.nodes[node].health.controller_findings.values()]
+        for node in ("n1", "n2")
     }
     assert kinds["n2"] == []
     assert kinds["n1"] == ([FindingKind.NETWORK_SLOW_LINK] if bad else [])
-    assert fleet.state.nodes["n2"].undecided_findings == {}
+    assert fleet.state.nodes["n2"].health.undecided_findings == {}
 
 
 # --- digests -----------------------------------------------------------------------------------------------------
@@ -250,7 +251,7 @@ def test_wrong_compute_probe_evicts_node_immediately() -> None:
     assert _computed(fleet, "n2", ok=False, wrong=True) == [("n2", "evict")]
     assert fleet.seats() == ["n1", "n3"]
     assert fleet.spec().after_step is None
-    assert fleet.state.nodes["n2"].needs_operator
+    assert fleet.state.nodes["n2"].quarantine.needs_operator
 
 
 def test_failed_compute_probe_without_result_evicts_no_node() -> None:
@@ -317,7 +318,7 @@ def test_wrong_compute_probe_evicts_after_job_ends_or_pauses(over: bool) -> None
     assert fleet.job_state() is (JobState.FAILED if over else JobState.PAUSED)
     _computed(fleet, "n1")
     assert ("n2", "evict") in _computed(fleet, "n2", ok=False, wrong=True)
-    assert fleet.state.nodes["n2"].needs_operator
+    assert fleet.state.nodes["n2"].quarantine.needs_operator
 
 
 def test_diagnostic_and_operator_probes_use_own_sizes() -> None:
@@ -345,5 +346,5 @@ def test_wrong_diagnostic_result_raises_matching_finding(wrong: ProbeKind, found
         fleet.report(
             "n2", ProbeFinished(probe=name, ok=not bad, wrong_result=bad, started=True, detail="first at [3, 7]")
         )
-    assert [finding.kind for finding in fleet.state.nodes["n2"].controller_findings.values()] == [found]
-    assert fleet.state.nodes["n2"].needs_operator
+    assert [finding.kind for finding in fleet.state.nodes["n2"].health.controller_findings.values()] == [found]
+    assert fleet.state.nodes["n2"].quarantine.needs_operator

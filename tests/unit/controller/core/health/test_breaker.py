@@ -36,7 +36,7 @@ def test_breaker_ignores_deferral_of_node_needed_by_job() -> None:
     for node in ("n1", "n7", "n8"):
         fleet.raise_finding(node, _ill(node))
     fleet.advance(20.0, *fleet.state.nodes)
-    assert (fleet.state.nodes["n1"].eviction_deferred_by, fleet.state.fleet.breaker_reason) == ("needed:job", "")
+    assert (fleet.state.nodes["n1"].health.eviction_deferred_by, fleet.state.fleet.breaker_reason) == ("needed:job", "")
 
 
 def test_breaker_ignores_deferral_by_rack_budget() -> None:
@@ -46,9 +46,9 @@ def test_breaker_ignores_deferral_by_rack_budget() -> None:
         fleet.beat(node)
     for node in ("n1", "n3", "n2"):
         fleet.raise_finding(node, _ill(node))
-    assert (fleet.state.nodes["n2"].eviction_deferred_by, fleet.state.fleet.breaker_reason) == ("rack:a", "")
+    assert (fleet.state.nodes["n2"].health.eviction_deferred_by, fleet.state.fleet.breaker_reason) == ("rack:a", "")
     fleet.raise_finding("n4", _ill("n4"))
-    assert fleet.state.nodes["n4"].eviction_deferred_by == "fleet"
+    assert fleet.state.nodes["n4"].health.eviction_deferred_by == "fleet"
     assert fleet.state.fleet.breaker_reason
 
 
@@ -69,7 +69,10 @@ def test_breaker_resets_when_outbreak_rollback_frees_budget() -> None:
     for number in range(4):
         fleet.raise_finding(f"n{number}", uncorrectable_ecc())
     fleet.raise_finding("n50", xid())
-    assert (fleet.state.nodes["n50"].eviction_deferred_by, bool(fleet.state.fleet.breaker_reason)) == ("fleet", True)
+    assert (fleet.state.nodes["n50"].health.eviction_deferred_by, bool(fleet.state.fleet.breaker_reason)) == (
+        "fleet",
+        True,
+    )
     before = len(fleet.effects)
     for number in range(4, 9):
         fleet.raise_finding(f"n{number}", uncorrectable_ecc())
@@ -88,9 +91,9 @@ def test_breaker_stays_tripped_while_another_eviction_waits() -> None:
     assert fleet.state.fleet.breaker_reason
     for node in ("n21", "n22", "n23"):
         fleet.raise_finding(node, xid())
-    assert fleet.state.nodes["n20"].eviction_deferred_by == ""
+    assert fleet.state.nodes["n20"].health.eviction_deferred_by == ""
     assert fleet.state.fleet.breaker_reason, "another eviction is held by it"
-    assert fleet.state.nodes["n30"].eviction_deferred_by == "fleet"
+    assert fleet.state.nodes["n30"].health.eviction_deferred_by == "fleet"
     fleet.clear_finding("n30", _ill("n30").key)
     assert fleet.state.fleet.breaker_reason, "nobody takes it back any more: it is a person's to reset"
 
@@ -127,7 +130,7 @@ def _held_by_its_job() -> CoreFleet:
     fleet.start(6, min_nodes=2, max_nodes=6)
     fleet.raise_finding("n1", _ill("n1"))
     fleet.raise_finding("n2", _ill("n2"))
-    assert fleet.state.nodes["n2"].eviction_deferred_by == "job:job"
+    assert fleet.state.nodes["n2"].health.eviction_deferred_by == "job:job"
     fleet.resume(step=50)
     return fleet
 
@@ -137,7 +140,7 @@ def test_finished_job_defers_no_eviction() -> None:
     fleet = _held_by_its_job()
     fleet.finish()
     assert fleet.job_state() is JobState.FINISHED
-    assert (fleet.node_state("n2"), fleet.state.nodes["n2"].eviction_deferred_by) == (NodeState.QUARANTINED, "")
+    assert (fleet.node_state("n2"), fleet.state.nodes["n2"].health.eviction_deferred_by) == (NodeState.QUARANTINED, "")
 
 
 def test_job_defers_no_eviction_after_leaving_the_node() -> None:
@@ -145,16 +148,19 @@ def test_job_defers_no_eviction_after_leaving_the_node() -> None:
     rank = next(m.rank for m in fleet.running().roster if m.node == "n2")
     fleet.lose_rank(rank, replacement=False)
     assert "n2" not in fleet.seats()
-    assert (fleet.node_state("n2"), fleet.state.nodes["n2"].eviction_deferred_by) == (NodeState.QUARANTINED, "")
+    assert (fleet.node_state("n2"), fleet.state.nodes["n2"].health.eviction_deferred_by) == (NodeState.QUARANTINED, "")
 
 
 def test_job_budget_defers_eviction_of_seated_node() -> None:
     fleet = _held_by_its_job()
     fleet.lose_rank(0)
-    assert (fleet.node_state("n2"), fleet.state.nodes["n2"].eviction_deferred_by) == (NodeState.HEALTHY, "job:job")
+    assert (fleet.node_state("n2"), fleet.state.nodes["n2"].health.eviction_deferred_by) == (
+        NodeState.HEALTHY,
+        "job:job",
+    )
 
 
 def test_stopped_job_defers_no_eviction() -> None:
     fleet = _held_by_its_job()
     fleet.order(OperatorAction.STOP_JOB, job="job")
-    assert (fleet.node_state("n2"), fleet.state.nodes["n2"].eviction_deferred_by) == (NodeState.QUARANTINED, "")
+    assert (fleet.node_state("n2"), fleet.state.nodes["n2"].health.eviction_deferred_by) == (NodeState.QUARANTINED, "")

@@ -84,7 +84,7 @@ def test_job_shrinks_when_straggler_is_evicted_without_spare() -> None:
 def test_straggler_eviction_is_deferred_then_dropped() -> None:
     fleet = _fleet(_policy(FindingKind.RANK_STRAGGLER, mode=Mode.ENFORCE), spares=0, min_nodes=4)
     assert _slow(fleet, 14) == [("n2", "defer_eviction")]
-    assert fleet.state.nodes["n2"].deferred_eviction_key == SLOW
+    assert fleet.state.nodes["n2"].health.deferred_eviction_key == SLOW
     fleet.train(24, {})
     assert fleet.state.deferred_evictions == {}
     assert fleet.node_state("n2") is NodeState.HEALTHY
@@ -94,7 +94,7 @@ def test_flapping_node_is_evicted_in_enforce_mode() -> None:
     fleet = _fleet(_policy(FindingKind.RANK_FLAPPING, mode=Mode.ENFORCE))
     assert _flap(fleet) == [("n1", "evict")]
     assert fleet.seats() == ["n5", "n2", "n3", "n4"]
-    assert FLAPS in fleet.state.nodes["n1"].quarantine_causes
+    assert FLAPS in fleet.state.nodes["n1"].quarantine.causes
 
 
 def test_divergent_node_is_not_reported_in_observe_mode() -> None:
@@ -113,7 +113,7 @@ def test_straggler_verdict_waits_for_rule_repeat_count() -> None:
     fleet = _fleet(policy, spares=0)
     assert _slow(fleet, 14) == []
     fleet.train(24, {})
-    assert SLOW not in fleet.state.nodes["n2"].controller_findings
+    assert SLOW not in fleet.state.nodes["n2"].health.controller_findings
     assert _slow(fleet, 14) == [("n2", "evict")]
     assert "report 2 of 2 within 3600 s" in _last_words(fleet, "n2")
 
@@ -202,9 +202,9 @@ def test_finding_expiry_survives_controller_restart() -> None:
     fleet = _fleet(_policy(FindingKind.RANK_FLAPPING))
     _flap(fleet)
     fleet.restart()
-    assert FLAPS in fleet.state.nodes["n1"].controller_findings
+    assert FLAPS in fleet.state.nodes["n1"].health.controller_findings
     fleet.advance(21.0, *fleet.state.nodes)
-    assert FLAPS not in fleet.state.nodes["n1"].controller_findings
+    assert FLAPS not in fleet.state.nodes["n1"].health.controller_findings
     assert audits(fleet.effects, "finding.cleared") == ["rank.flapping/ranks was not seen again on n1"]
 
 
@@ -253,7 +253,7 @@ def _on_its_way_back(policy: CorePolicy, remediation_mode: Mode = Mode.RECOMMEND
 def test_failed_diagnostics_climb_the_remediation_ladder() -> None:
     fleet = _on_its_way_back(_policy(FindingKind.PROBE_FAILED, coalesce_s=1.0), Mode.ENFORCE)
     _fail_diagnostics(fleet)
-    assert fleet.state.nodes["n2"].required_action is Action.DRAIN
+    assert fleet.state.nodes["n2"].quarantine.required_action is Action.DRAIN
     assert fleet.node_state("n2") is NodeState.QUARANTINED
     _fail_diagnostics(fleet)
     fleet.advance(0.5, *fleet.state.nodes)
@@ -261,7 +261,7 @@ def test_failed_diagnostics_climb_the_remediation_ladder() -> None:
         e.remediation for e in fleet.effects if isinstance(e, RequestRemediation) and e.remediation.kind == "reboot"
     ]
     assert [remedy.node for remedy in reboots] == ["n2"]
-    course = fleet.state.nodes["n2"].readmission_plan
+    course = fleet.state.nodes["n2"].quarantine.plan
     assert course is not None
     assert "memory" in course.required_diagnostics, "what it has to pass is what it had to pass before"
 
@@ -282,23 +282,23 @@ def test_wrong_result_condemns_gpus_only_in_enforce_mode(mode: Mode, condemned: 
     _fail_diagnostics(fleet, wrong_result=True)
     record = fleet.state.nodes["n2"]
     assert record.state is NodeState.QUARANTINED
-    assert (record.needs_operator, record.defective_gpus) == (bool(condemned), condemned)
+    assert (record.quarantine.needs_operator, record.health.defective_gpus) == (bool(condemned), condemned)
 
 
 def test_memory_reset_does_not_clear_compute_finding() -> None:
     fleet = _on_its_way_back(_policy(FindingKind.MEMORY_WRONG), Mode.ENFORCE)
     _fail_diagnostics(fleet, wrong_result=True)
     record = fleet.state.nodes["n2"]
-    (memory,) = record.controller_findings.values()
+    (memory,) = record.health.controller_findings.values()
     wrong = msgspec.structs.replace(memory, kind=FindingKind.COMPUTE_WRONG)
-    record.controller_findings[wrong.key] = wrong
+    record.health.controller_findings[wrong.key] = wrong
     fleet.advance(5.0, *fleet.state.nodes)
     (reset,) = (
         e.remediation for e in fleet.effects if isinstance(e, RequestRemediation) and e.remediation.kind == "reset_gpu"
     )
     fleet.feed(RemediationFinished(remediation_id=reset.id, node="n2", succeeded=True, trace=fleet.trace()))
-    assert list(record.controller_findings) == [wrong.key]
-    assert record.needs_operator
+    assert list(record.health.controller_findings) == [wrong.key]
+    assert record.quarantine.needs_operator
 
 
 def test_divergent_node_with_deferred_eviction_stays_out() -> None:
@@ -311,4 +311,4 @@ def test_divergent_node_with_deferred_eviction_stays_out() -> None:
     assert fleet.node_state("n2") is NodeState.LOST
     fleet.register("n2")
     assert fleet.node_state("n2") is NodeState.QUARANTINED
-    assert fleet.state.nodes["n2"].defective_gpus == ["GPU-n2"]
+    assert fleet.state.nodes["n2"].health.defective_gpus == ["GPU-n2"]

@@ -43,7 +43,7 @@ def _wait(fleet: CoreFleet, days: float) -> None:
 
 
 def _accused(fleet: CoreFleet) -> list[str]:
-    return [node for node, record in fleet.state.nodes.items() if KEY in record.controller_findings]
+    return [node for node, record in fleet.state.nodes.items() if KEY in record.health.controller_findings]
 
 
 def test_second_tie_with_other_node_within_a_week_evicts() -> None:
@@ -75,7 +75,7 @@ def test_stored_tie_without_date_uses_finding_age() -> None:
         stored.append(msgspec.convert(words, NodeRecord))
     fleet.state = restore_state(fleet.policy, fleet.state.fleet, stored, list(fleet.state.jobs.values()))
     state = fleet.state
-    assert state.nodes["n1"].digest_tie_nodes == ["n2"]
+    assert state.nodes["n1"].health.digest_tie_nodes == ["n2"]
     fleet.restart()
     for node in state.nodes:
         fleet.beat(node)
@@ -95,10 +95,10 @@ def test_further_tie_keeps_proven_finding() -> None:
         fleet.report(
             probe.nodes[0], ProbeFinished(probe=name, ok=not wrong, wrong_result=wrong, detail="first at [3, 7]")
         )
-    assert fleet.state.nodes["n2"].eviction_deferred_by == "needed:job"
+    assert fleet.state.nodes["n2"].health.eviction_deferred_by == "needed:job"
     fleet.resume(step=6)
     fleet.seal(6, digests={0: "x", 1: "y"})
-    assert fleet.state.nodes["n2"].controller_findings[KEY].severity is Severity.CRITICAL
+    assert fleet.state.nodes["n2"].health.controller_findings[KEY].severity is Severity.CRITICAL
     fleet.register("n3")
     fleet.beat("n3")
     fleet.join("n3", min_nodes=2, max_nodes=2)

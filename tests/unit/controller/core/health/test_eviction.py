@@ -237,7 +237,7 @@ def test_quarantine_grows_for_repeat_offenders() -> None:
     fleet = _quarantined()
     waits = []
     for _ in range(3):
-        waits.append(fleet.state.nodes["n2"].quarantined_until - fleet.now)
+        waits.append(fleet.state.nodes["n2"].quarantine.earliest_end - fleet.now)
         fleet.order(OperatorAction.READMIT, node="n2")
         fleet.order(OperatorAction.READMIT, node="n2") if fleet.node_state("n2") is NodeState.HELD else None
         fleet.probe_result("n1")
@@ -293,7 +293,7 @@ def test_operator_eviction_uses_no_budget() -> None:
     fleet = _running(3, 1)
     fleet.order(OperatorAction.EVICT, node="n1")
     assert fleet.state.fleet.recent_evictions == []
-    assert fleet.state.nodes["n1"].needs_operator
+    assert fleet.state.nodes["n1"].quarantine.needs_operator
 
 
 def test_invalid_orders_are_refused_without_effect() -> None:

@@ -48,7 +48,7 @@ def test_rack_budget_defers_only_its_nodes() -> None:
     effects = _sick(fleet, "n1", "n3", "n2")
     assert decisions(effects) == [("n1", "evict"), ("n3", "defer_eviction"), ("n2", "evict")]
     assert "rack r0 has used its budget of 1 eviction in 60 s" in _sentences(effects)[1]
-    assert fleet.state.nodes["n3"].eviction_deferred_by == "rack:r0"
+    assert fleet.state.nodes["n3"].health.eviction_deferred_by == "rack:r0"
     assert fleet.state.fleet.breaker_reason == ""
 
 
@@ -120,7 +120,7 @@ def test_breaker_allows_clearing_and_readmission() -> None:
     assert ("n1", "readmit") in decisions(fleet.advance(30.0, *NODES))
     fleet.clear_finding("n2", _ill("n2").key)
     _sick(fleet, "n3")
-    assert fleet.state.nodes["n3"].eviction_deferred_by == "fleet"
+    assert fleet.state.nodes["n3"].health.eviction_deferred_by == "fleet"
     assert list(fleet.state.deferred_evictions["fleet"]) == ["n3"]
 
 
@@ -157,7 +157,7 @@ def test_required_nodes_are_deferred_individually() -> None:
     fleet.resume()
     effects = _sick(fleet, *NODES)
     assert decisions(effects) == [(node, "defer_eviction") for node in NODES]
-    assert {record.eviction_deferred_by for record in fleet.state.nodes.values()} == {"needed:job"}
+    assert {record.health.eviction_deferred_by for record in fleet.state.nodes.values()} == {"needed:job"}
     fleet.register("n9")
     fleet.join("n9")
     assert [node for node in NODES if fleet.node_state(node) is NodeState.QUARANTINED] == ["n1"]
@@ -195,7 +195,7 @@ def test_eviction_is_deferred_during_database_outage() -> None:
     assert "the database is away (connection refused)" in audits(away, "database.unavailable")[0]
     effects = _sick(fleet, "n1", "n2")
     assert [what for _, what in decisions(effects)] == ["defer_eviction", "defer_eviction"]
-    assert fleet.state.nodes["n1"].eviction_deferred_by == "database"
+    assert fleet.state.nodes["n1"].health.eviction_deferred_by == "database"
     assert fleet.state.fleet.recent_evictions == []
     fleet.clear_finding("n2", _ill("n2").key)
     back = fleet.feed(DatabaseAvailabilityChanged(is_unavailable=False))

@@ -34,7 +34,7 @@ def _look(fleet: CoreFleet, remedy: str, by: str = "") -> list[str]:
 
 def test_lost_cordon_is_reported_once_and_not_renewed() -> None:
     fleet = _sick()
-    remedy = fleet.state.nodes["n2"].cordon_id
+    remedy = fleet.state.nodes["n2"].scheduling.cordon_id
     (said,) = _look(fleet, remedy)
     assert "`everstep node hold` cordons it again" in said
     assert _look(fleet, remedy) == []
@@ -45,12 +45,12 @@ def test_lost_cordon_is_reported_once_and_not_renewed() -> None:
 def test_scheduler_state_older_than_cordon_is_ignored() -> None:
     fleet = _sick()
     assert _look(fleet, "remediation-0-0") == _look(fleet, "") == []
-    assert fleet.state.nodes["n2"].cordon_id
+    assert fleet.state.nodes["n2"].scheduling.cordon_id
 
 
 def test_hold_renews_lost_cordon_once() -> None:
     fleet = _sick()
-    _look(fleet, fleet.state.nodes["n2"].cordon_id)
+    _look(fleet, fleet.state.nodes["n2"].scheduling.cordon_id)
     fleet.order(OperatorAction.HOLD, node="n2")
     fleet.order(OperatorAction.HOLD, node="n2")
     assert _cordons(fleet) == [("n2", RemediationKind.CORDON)] * 2
@@ -58,7 +58,7 @@ def test_hold_renews_lost_cordon_once() -> None:
 
 def test_readmission_lifts_no_missing_cordon() -> None:
     fleet = _sick()
-    _look(fleet, fleet.state.nodes["n2"].cordon_id)
+    _look(fleet, fleet.state.nodes["n2"].scheduling.cordon_id)
     fleet.order(OperatorAction.READMIT, node="n2")
     fleet.advance(20.0, *fleet.state.nodes)
     assert fleet.node_state("n2") is NodeState.HEALTHY

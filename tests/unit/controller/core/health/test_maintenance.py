@@ -149,7 +149,7 @@ def test_maintenance_ignores_absence_and_findings() -> None:
     fleet.register("n2", boot_id="boot-2")
     fleet.advance(25.0, *EVERYONE)
     assert fleet.node_state("n2") is NodeState.PROBATION
-    assert fleet.state.nodes["n2"].offence_score == 0.0
+    assert fleet.state.nodes["n2"].history.offence_score == 0.0
 
 
 @pytest.mark.promise("probation")
@@ -293,7 +293,7 @@ def test_remediation_waits_for_maintenance_end() -> None:
     before = len(fleet.effects)
     fleet.advance(20.0, *EVERYONE)
     assert _kinds(fleet.effects[before:]) == []
-    assert "in maintenance" in fleet.state.nodes["n2"].readmission_plan.blocked_reason  # type: ignore[union-attr]
+    assert "in maintenance" in fleet.state.nodes["n2"].quarantine.plan.blocked_reason  # type: ignore[union-attr]
     fleet.advance(15.0, *EVERYONE)
     assert RemediationKind.RESET_GPU in _kinds(fleet.effects[before:])
 

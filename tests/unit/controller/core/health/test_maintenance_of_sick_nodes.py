@@ -63,7 +63,10 @@ def test_held_quarantined_node_is_not_remediated_until_release(
     said = fleet.order(order, node="n2")
     assert audits(said, f"operator.{order}") == [f"ada ordered to {order} n2: because"]
     record = fleet.state.nodes["n2"]
-    assert (record.state, record.hold_reason) == (NodeState.QUARANTINED, f"ada ordered to {order} n2: because")
+    assert (record.state, record.scheduling.hold_reason) == (
+        NodeState.QUARANTINED,
+        f"ada ordered to {order} n2: because",
+    )
     fleet.advance(30.0, *EVERYONE)
     assert _cures(fleet.effects[before:]) == []
     fleet.order(OperatorAction.RELEASE, node="n2")
@@ -138,7 +141,7 @@ def test_held_node_in_repair_returns_only_by_readmit(order: OperatorAction) -> N
     assert fleet.node_state("n2") is NodeState.REPAIR
     fleet.order(order, node="n2")
     fleet.order(OperatorAction.READMIT, node="n2")
-    assert (fleet.node_state("n2"), fleet.state.nodes["n2"].hold_reason) == (NodeState.PROBATION, "")
+    assert (fleet.node_state("n2"), fleet.state.nodes["n2"].scheduling.hold_reason) == (NodeState.PROBATION, "")
 
 
 def test_release_ends_only_the_operator_hold() -> None:
@@ -184,7 +187,7 @@ def test_finding_from_before_reboot_does_not_count_at_return() -> None:
     assert fleet.node_state("n3") is NodeState.LOST
     fleet.register("n3", boot_id="boot-2")
     assert fleet.node_state("n3") is NodeState.PROBATION
-    assert fleet.state.nodes["n3"].probe_status
+    assert fleet.state.nodes["n3"].quarantine.probe_status
 
 
 def _readmitted_with(finding: Finding) -> CoreFleet:

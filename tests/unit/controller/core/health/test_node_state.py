@@ -182,7 +182,7 @@ def test_recovered_node_waits_for_pending_remediation() -> None:
 def test_remediation_request_carries_its_deadline() -> None:
     fleet = _reset_due()
     (reset,) = (remedy for remedy in _asked(fleet.effects) if remedy.kind is RemediationKind.RESET_GPU)
-    course = fleet.state.nodes["n2"].readmission_plan
+    course = fleet.state.nodes["n2"].quarantine.plan
     assert course is not None
     assert reset.deadline == course.remediation_deadline == reset.at + fleet.policy.remediation_timeout_s
 
@@ -269,7 +269,7 @@ def test_wrong_memory_probe_leads_to_reset_and_retry() -> None:
     fleet = _fleet()
     fleet.order(OperatorAction.EVICT, node="n2")
     fleet.resume(step=40)
-    fleet.state.nodes["n2"].readmission_plan.required_diagnostics = (ProbeKind.MEMORY,)  # type: ignore[union-attr]
+    fleet.state.nodes["n2"].quarantine.plan.required_diagnostics = (ProbeKind.MEMORY,)  # type: ignore[union-attr]
     fleet.solos = False
     fleet.order(OperatorAction.READMIT, node="n2")
     name = next(iter(fleet.state.probes))
@@ -287,13 +287,17 @@ def test_reset_does_not_readmit_divergent_node() -> None:
         kind=FindingKind.DIGEST_MISMATCH, subject="parameters", severity=Severity.CRITICAL, message="differs"
     )
     record = fleet.state.nodes["n2"]
-    record.controller_findings[finding.key], record.needs_operator, record.defective_gpus = finding, True, ["GPU-n2"]
-    record.quarantine_causes.append(finding.key)
+    record.health.controller_findings[finding.key], record.quarantine.needs_operator, record.health.defective_gpus = (
+        finding,
+        True,
+        ["GPU-n2"],
+    )
+    record.quarantine.causes.append(finding.key)
     _report(fleet, RemediationKind.RESET_GPU)
     fleet.clear_finding("n2", _hung().key)
     fleet.advance(4.0, *EVERYONE)
     assert fleet.node_state("n2") is not NodeState.PROBATION
-    assert fleet.state.nodes["n2"].needs_operator
+    assert fleet.state.nodes["n2"].quarantine.needs_operator
 
 
 def test_remediation_skips_node_evicted_by_operator() -> None:

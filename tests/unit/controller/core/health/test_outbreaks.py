@@ -142,7 +142,7 @@ def test_faulty_pair_in_small_fleet_defers_second_eviction() -> None:
     fleet = _fleet(8)
     _hand_out(fleet, ["n1", "n2"], xid())
     assert _out(fleet) == ["n1"]
-    assert fleet.state.nodes["n2"].eviction_deferred_by == "shared:gpu.xid/79"
+    assert fleet.state.nodes["n2"].health.eviction_deferred_by == "shared:gpu.xid/79"
     assert "n1 shows gpu.xid/79 as well" in audits(fleet.effects, "verdict.defer_eviction")[0]
     assert fleet.state.fleet.breaker_reason == ""
     fleet.advance(3700.0, *_names(8))
@@ -174,8 +174,8 @@ def test_eviction_rollback_clears_offences_and_steps() -> None:
     fleet.advance(30.0, *_names(12))
     _hand_out(fleet, ["n3"], xid(119, Action.RESET_GPU))
     record = fleet.state.nodes["n1"]
-    assert record.offence_score == pytest.approx(0.0, abs=1e-9)
-    assert (record.eviction_times, record.ladder_history, record.quarantine_causes) == ([], {}, [])
+    assert record.history.offence_score == pytest.approx(0.0, abs=1e-9)
+    assert (record.history.eviction_times, record.history.ladder_steps, record.quarantine.causes) == ([], {}, [])
     assert "the eviction of n1 is taken back: gpu.xid/119 is on 3 of 12 nodes within 120 s" in record.sentence
 
 
@@ -185,7 +185,7 @@ def test_eviction_rollback_keeps_node_out_for_other_causes() -> None:
     _hand_out(fleet, ["n1"], uncorrectable_ecc())
     _hand_out(fleet, ["n2", "n3"], xid(119))
     assert _out(fleet) == ["n1"]
-    assert fleet.state.nodes["n1"].quarantine_causes == [uncorrectable_ecc().key]
+    assert fleet.state.nodes["n1"].quarantine.causes == [uncorrectable_ecc().key]
     assert _used(fleet) == 1
 
 
@@ -226,7 +226,7 @@ def test_eviction_rollback_frees_budget_for_another_fault() -> None:
     policy = with_rules(fleet.policy)
     assert policy.eviction_share * 24 < 3
     _hand_out(fleet, ["n1", "n2", "n3"], xid())
-    assert fleet.state.nodes["n3"].eviction_deferred_by.startswith("shared:")
+    assert fleet.state.nodes["n3"].health.eviction_deferred_by.startswith("shared:")
     _hand_out(fleet, ["n4"], xid())
     assert (_used(fleet), fleet.state.deferred_evictions) == (0, {})
     fleet.raise_finding("n9", xid(48))

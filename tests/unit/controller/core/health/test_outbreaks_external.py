@@ -33,7 +33,7 @@ def _states(fleet: CoreFleet, names: list[str]) -> set[NodeState]:
 
 
 def _all_well(fleet: CoreFleet, names: list[str]) -> None:
-    assert [fleet.state.nodes[node].offence_score for node in names] == [0.0] * len(names)
+    assert [fleet.state.nodes[node].history.offence_score for node in names] == [0.0] * len(names)
     assert fleet.state.fleet.recent_evictions == []
     assert len(audits(fleet.effects, "fleet.correlated_finding")) == 1
     fleet.advance(160.0, *names)
@@ -97,7 +97,7 @@ def test_single_returning_faulty_node_stays_out() -> None:
     fleet.register("n2", boot_id="boot-2", findings=(DRIVERS,))
     assert fleet.node_state("n2") is NodeState.QUARANTINED
     fleet.advance(300.0, *names)
-    assert (fleet.node_state("n2"), round(fleet.state.nodes["n2"].offence_score)) == (NodeState.QUARANTINED, 1)
+    assert (fleet.node_state("n2"), round(fleet.state.nodes["n2"].history.offence_score)) == (NodeState.QUARANTINED, 1)
 
 
 @pytest.mark.promise("outbreaks-outside")

@@ -125,7 +125,7 @@ def test_deferred_nodes_over_time_form_no_outbreak() -> None:
     fleet.resume()
     for node in NODES[:4]:
         fleet.raise_finding(node, _lost())
-        assert fleet.state.nodes[node].eviction_deferred_by == "needed:job"
+        assert fleet.state.nodes[node].health.eviction_deferred_by == "needed:job"
         _wait(fleet, 200.0)
     assert fleet.state.outbreaks == {}
     assert not audits(fleet.effects, "fleet.correlated_finding")
@@ -150,7 +150,9 @@ def test_outbreak_end_evicts_within_budget_without_breaker() -> None:
         _wait(fleet, 20.0)
     assert len(fleet.state.fleet.recent_evictions) == 1
     assert fleet.state.fleet.breaker_reason == ""
-    assert len([node for node in IN_IT if fleet.state.nodes[node].eviction_deferred_by == "shared:gpu.lost"]) == 2
+    assert (
+        len([node for node in IN_IT if fleet.state.nodes[node].health.eviction_deferred_by == "shared:gpu.lost"]) == 2
+    )
 
 
 def test_eviction_of_outbreak_finding_trips_no_breaker() -> None:
@@ -160,4 +162,7 @@ def test_eviction_of_outbreak_finding_trips_no_breaker() -> None:
     fleet.raise_finding("n40", other)
     fleet.raise_finding("n50", _lost())
     assert fleet.node_state("n40") is NodeState.QUARANTINED
-    assert (fleet.state.nodes["n50"].eviction_deferred_by, fleet.state.fleet.breaker_reason) == ("shared:gpu.lost", "")
+    assert (fleet.state.nodes["n50"].health.eviction_deferred_by, fleet.state.fleet.breaker_reason) == (
+        "shared:gpu.lost",
+        "",
+    )

@@ -142,7 +142,7 @@ def _judge(
 ) -> tuple[bool, set[str], list[str]]:
     turn = Transition(state, now, "t")
     if anew:
-        state.nodes[node].agent_findings[finding.key] = finding
+        state.nodes[node].health.agent_findings[finding.key] = finding
     why, new = outbreaks.check_correlated(turn, rule, node, finding, is_new=anew)
     effects = turn.finish()
     said = [kind for kind in (BEGAN, OVER) if audits(effects, kind)]
@@ -169,10 +169,10 @@ def test_outbreak_detection_matches_full_history_model(
                 oracle.past.append((now, what, node, finding.key))
             kinds, *expected = [({}, False, set()), *oracle.told()][-1]
             if what == "clear":
-                state.nodes[node].agent_findings.pop(finding.key, None)
+                state.nodes[node].health.agent_findings.pop(finding.key, None)
                 outbreaks.mark_cleared(state, node, finding)
             elif what in ("goes", "comes"):
-                state.nodes[node].reachable = what == "comes"
+                state.nodes[node].liveness.reachable = what == "comes"
             elif what in ("show", "ask"):
                 before = outbreaks.signature(finding) in state.outbreaks
                 its, new, said = _judge(state, rule, now, node, finding, anew=what == "show")

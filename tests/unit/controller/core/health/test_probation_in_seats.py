@@ -52,7 +52,7 @@ def test_failed_diagnostic_without_proof_keeps_node_seated() -> None:
     said += decisions(fleet.advance(91.0, *FIVE))  # nor the second pass
     assert {decision for _, decision in said} == {"recommend"}
     assert generations(fleet.effects[before:]) == []
-    assert fleet.state.nodes["n2"].offence_score == 0.0
+    assert fleet.state.nodes["n2"].history.offence_score == 0.0
     _stays(fleet)
 
 
@@ -62,7 +62,7 @@ def _checked(**knobs: int) -> CoreFleet:
     fleet.solos = False
     _released(fleet)
     fleet.order(OperatorAction.HOLD, node="n2")
-    fleet.state.nodes["n2"].readmission_plan = ReadmissionPlan(
+    fleet.state.nodes["n2"].quarantine.plan = ReadmissionPlan(
         required_diagnostics=(ProbeKind.COMPUTE, ProbeKind.ALL_REDUCE)
     )
     fleet.order(OperatorAction.RELEASE, node="n2")
@@ -93,7 +93,7 @@ def test_failed_diagnostic_is_retried_with_doubling_wait() -> None:
     fleet.finish_probe("n2", ok=True)
     fleet.advance(2.0, *FIVE)
     assert fleet.node_state("n2") is NodeState.HEALTHY
-    assert fleet.state.nodes["n2"].controller_findings == {}
+    assert fleet.state.nodes["n2"].health.controller_findings == {}
 
 
 def test_diagnostic_retries_continue_after_restart() -> None:
@@ -137,14 +137,14 @@ def test_proven_probe_failure_respects_eviction_deferral(knobs: dict[str, Any], 
     fleet.order(OperatorAction.HOLD, node="n2")
     fleet.order(OperatorAction.RELEASE, node="n2")
     assert decisions(_fail_with_two(fleet)) == [("n2", "defer_eviction")]
-    assert fleet.state.nodes["n2"].eviction_deferred_by == held_by
+    assert fleet.state.nodes["n2"].health.eviction_deferred_by == held_by
     _stays(fleet)
     fleet.advance(1.0, *everyone)
     assert not [p for p in fleet.state.probes.values() if p.tested_node == "n2"], "it waits before it is tried again"
     fleet.advance(3.0, *everyone)
     fleet.finish_probe("n2", ok=True)
     fleet.advance(2.0, *everyone)
-    assert (fleet.node_state("n2"), fleet.state.nodes["n2"].deferred_eviction_key) == (NodeState.HEALTHY, "")
+    assert (fleet.node_state("n2"), fleet.state.nodes["n2"].health.deferred_eviction_key) == (NodeState.HEALTHY, "")
 
 
 def test_failed_diagnostic_quarantines_unseated_node() -> None:
@@ -160,7 +160,7 @@ def test_failed_diagnostic_quarantines_unseated_node() -> None:
 def test_lemon_node_on_probation_keeps_its_seat() -> None:
     fleet = CoreFleet()
     fleet.start(4, 1, min_nodes=4)
-    fleet.state.nodes["n2"].offence_score, fleet.state.nodes["n2"].offence_score_at = 20.0, fleet.now
+    fleet.state.nodes["n2"].history.offence_score, fleet.state.nodes["n2"].history.offence_score_at = 20.0, fleet.now
     fleet.order(OperatorAction.HOLD, node="n2")
     fleet.order(OperatorAction.RELEASE, node="n2")
     _stays(fleet)

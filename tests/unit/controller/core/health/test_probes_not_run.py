@@ -133,11 +133,11 @@ def test_returning_node_unable_to_probe_gets_no_offence(alone: bool) -> None:
     fleet = _fleet(5, 1)
     fleet.solos = not alone
     _return(fleet, "n2")
-    offences, before = fleet.state.nodes["n2"].offence_score, len(fleet.effects)
+    offences, before = fleet.state.nodes["n2"].history.offence_score, len(fleet.effects)
     name = next(name for name, probe in fleet.state.probes.items() if probe.tested_node == "n2")
     assert _tell(fleet, "n2", name, ok=False, detail=NO_TORCH) == [("n2", "quarantine")]
     assert fleet.state.probes == {}
-    assert fleet.state.nodes["n2"].offence_score == offences
+    assert fleet.state.nodes["n2"].history.offence_score == offences
     assert NO_TORCH in audits(fleet.effects[before:], "verdict.quarantine")[0]
 
 

@@ -74,7 +74,7 @@ def test_rank_restart_counts_one_crash_of_two_gpus_once() -> None:
     fleet.raise_finding("n2", _stopped("1b:00"))
     assert _killed(fleet, before) == [("n2", 2, 1), ("n2", 3, 2)]
     assert decisions(fleet.effects[before:]) == [("n2", "restart")]
-    assert len(fleet.state.nodes["n2"].rank_restart_times) == len(fleet.state.fleet.rank_restart_times) == 1
+    assert len(fleet.state.nodes["n2"].history.rank_restart_times) == len(fleet.state.fleet.rank_restart_times) == 1
 
 
 @pytest.mark.promise("rank-restart-caps")
@@ -101,7 +101,7 @@ def test_recurring_fault_takes_next_step_after_restart() -> None:
     fleet.resume(step=5)
     fleet.advance(3600.0, *NODES)
     assert decisions(fleet.raise_finding("n2", _stopped())) == [("n2", "evict")]
-    assert fleet.state.nodes["n2"].required_action is Action.RESET_GPU
+    assert fleet.state.nodes["n2"].quarantine.required_action is Action.RESET_GPU
 
 
 def test_rank_restart_needs_a_running_rank() -> None:
@@ -116,7 +116,7 @@ def test_rank_restart_needs_a_running_rank() -> None:
 
 def test_rank_restart_limit_per_node_leads_to_next_step() -> None:
     fleet = _fleet(msgspec.structs.replace(LAB, rank_restarts_per_node=1))
-    fleet.state.nodes["n2"].rank_restart_times = [fleet.now - 3600.0]
+    fleet.state.nodes["n2"].history.rank_restart_times = [fleet.now - 3600.0]
     assert decisions(fleet.raise_finding("n2", _stopped())) == [("n2", "evict")]
     assert "its ranks were restarted 1 times within 7 days" in audits(fleet.effects, "verdict.evict")[0]
 

@@ -124,7 +124,7 @@ def test_relapse_during_reset_uses_no_ladder_step() -> None:
 def test_relapse_keeps_required_diagnostics() -> None:
     fleet = _back_while_a_reset_is_under_way()
     _show_something_else(fleet)
-    course = fleet.state.nodes["n2"].readmission_plan
+    course = fleet.state.nodes["n2"].quarantine.plan
     assert course is not None
     assert course.required_diagnostics == OF_GPUS
 
@@ -134,7 +134,11 @@ def test_operator_eviction_keeps_causes_and_diagnostics() -> None:
     fleet.raise_finding("n2", HUNG)
     fleet.order(OperatorAction.EVICT, node="n2")
     record = fleet.state.nodes["n2"]
-    assert (record.state, record.needs_operator, record.quarantine_causes) == (NodeState.QUARANTINED, True, [HUNG.key])
+    assert (record.state, record.quarantine.needs_operator, record.quarantine.causes) == (
+        NodeState.QUARANTINED,
+        True,
+        [HUNG.key],
+    )
     fleet.clear_finding("n2", HUNG.key)
     fleet.resume(step=40)
     fleet.advance(300.0, *EVERYONE)
@@ -142,8 +146,8 @@ def test_operator_eviction_keeps_causes_and_diagnostics() -> None:
     assert _cures(fleet) == []
     fleet.solos = False
     fleet.order(OperatorAction.READMIT, node="n2")
-    assert record.readmission_plan is not None
-    assert tuple(record.readmission_plan.remaining_diagnostics) == OF_GPUS
+    assert record.quarantine.plan is not None
+    assert tuple(record.quarantine.plan.remaining_diagnostics) == OF_GPUS
 
 
 def test_outbreak_does_not_undo_operator_eviction() -> None:

@@ -88,7 +88,7 @@ def test_finished_remediation_does_not_undo_operator_eviction() -> None:
     )
     fleet.order(OperatorAction.EVICT, node="n2")
     fleet.feed(RemediationFinished(remediation_id=cure.id, node="n2", succeeded=True, trace=fleet.trace()))
-    assert fleet.state.nodes["n2"].needs_operator
+    assert fleet.state.nodes["n2"].quarantine.needs_operator
     fleet.clear_finding("n2", RESET_ME.key)
     fleet.advance(100.0, *EVERYONE)
     assert fleet.node_state("n2") is NodeState.QUARANTINED

@@ -7,7 +7,7 @@ import pytest
 from everstep_controller.core.events import OperatorAction
 from everstep_controller.core.health.offences import collect_evidence, offender_score
 from everstep_controller.core.policy import CorePolicy
-from everstep_controller.core.records import NodeRecord
+from everstep_controller.core.records import NodeIdentity, NodeRecord
 
 from everstep.errors import NotFound
 from everstep.vocabulary import NodeState
@@ -34,7 +34,7 @@ def _score(fleet: CoreFleet, node: str = "n2") -> float:
 def _evict_and_return(fleet: CoreFleet) -> float:
     """One eviction; the way back by an operator's word. Returns the seconds that it would have waited."""
     fleet.raise_finding("n2", xid())
-    wait = fleet.state.nodes["n2"].quarantined_until - fleet.now
+    wait = fleet.state.nodes["n2"].quarantine.earliest_end - fleet.now
     fleet.clear_finding("n2", xid().key)
     fleet.order(OperatorAction.READMIT, node="n2")
     for node in ("n1", "n2"):
@@ -45,11 +45,12 @@ def _evict_and_return(fleet: CoreFleet) -> float:
 
 
 def test_offender_score_halves_per_half_life() -> None:
-    record = NodeRecord(node="n", incarnation=1, vault="n:1", offence_score=4.0, offence_score_at=100.0)
+    record = NodeRecord(node="n", identity=NodeIdentity(incarnation=1, vault="n:1"))
+    assert offender_score(record, 100.0, 50.0) == 0.0
+    record.history.offence_score, record.history.offence_score_at = 4.0, 100.0
     assert offender_score(record, 100.0, 50.0) == 4.0
     assert offender_score(record, 150.0, 50.0) == 2.0
     assert offender_score(record, 90.0, 50.0) == 4.0
-    assert offender_score(NodeRecord(node="n", incarnation=1, vault="n:1"), 100.0, 50.0) == 0.0
 
 
 def test_quarantine_doubles_with_each_offence() -> None:
@@ -123,7 +124,7 @@ def test_rolled_back_offence_counts_nothing() -> None:
     for other in ("n1", "n3", "n4"):
         fleet.raise_finding(other, xid())
     record = fleet.state.nodes["n2"]
-    assert (record.offended, _score(fleet)) == ([], 0.0)
+    assert (record.history.recent_offences, _score(fleet)) == ([], 0.0)
 
 
 def test_node_at_score_limit_goes_to_repair() -> None:
@@ -143,7 +144,7 @@ def test_node_from_repair_starts_with_clean_score() -> None:
     fleet.raise_finding("n2", xid())
     fleet.order(OperatorAction.REPAIR, node="n2")
     fleet.order(OperatorAction.READMIT, node="n2")
-    assert (_score(fleet), fleet.state.nodes["n2"].offended) == (0.0, [])
+    assert (_score(fleet), fleet.state.nodes["n2"].history.recent_offences) == (0.0, [])
 
 
 def test_old_offences_decay() -> None:

@@ -38,7 +38,7 @@ def test_findings_report_weighs_each_finding_once(fleet: CoreFleet, monkeypatch:
 
     monkeypatch.setattr(pictures, "_retention_key", counted)
     beat(fleet, *(disk(number) for number in range(2000)))
-    assert len(fleet.state.nodes["n1"].agent_findings) == MAX_FINDINGS
+    assert len(fleet.state.nodes["n1"].health.agent_findings) == MAX_FINDINGS
     assert len(weighed) <= 2000
 
 
@@ -46,11 +46,14 @@ def test_findings_report_retains_the_most_severe(fleet: CoreFleet) -> None:
     mild = [disk(number) for number in range(MAX_FINDINGS)]
     grave = [disk(1000 + number, Severity.CRITICAL) for number in range(3)]
     beat(fleet, *grave, *mild)
-    assert list(fleet.state.nodes["n1"].agent_findings) == [finding.key for finding in [*grave, *mild[3:]]]
+    assert list(fleet.state.nodes["n1"].health.agent_findings) == [finding.key for finding in [*grave, *mild[3:]]]
 
 
 def test_finding_beyond_the_bound_replaces_the_oldest_mild_one(fleet: CoreFleet) -> None:
     mild = [disk(number) for number in range(MAX_FINDINGS)]
     beat(fleet, *mild)
     fleet.raise_finding("n1", disk(1000))
-    assert list(fleet.state.nodes["n1"].agent_findings) == [*(finding.key for finding in mild[1:]), disk(1000).key]
+    assert list(fleet.state.nodes["n1"].health.agent_findings) == [
+        *(finding.key for finding in mild[1:]),
+        disk(1000).key,
+    ]

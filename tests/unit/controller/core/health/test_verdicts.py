@@ -53,7 +53,7 @@ def test_verdict_names_rule_count_step_and_clear_condition() -> None:
         "n2: 2 NVLinks of GPU 0 are down (rule gpu.nvlink: report 1 of 1; step 1 of 3 is reset gpu; "
         "over once it is clear for 30 s); evicted"
     ]
-    assert fleet.state.nodes["n2"].required_action is Action.RESET_GPU
+    assert fleet.state.nodes["n2"].quarantine.required_action is Action.RESET_GPU
 
 
 # --- N of M ------------------------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ def test_findings_limit_retains_critical_findings_and_causes() -> None:
         fleet.raise_finding("n2", mild)
     for number in range(2000, 2100):
         fleet.raise_finding("n2", xid(number))
-    kept = fleet.state.nodes["n2"].agent_findings
+    kept = fleet.state.nodes["n2"].health.agent_findings
     assert len(kept) == 256
     assert xid(79).key in kept
     assert sum(finding.severity is Severity.CRITICAL for finding in kept.values()) == 101
@@ -162,8 +162,8 @@ def test_reports_and_notes_of_a_node_are_bounded() -> None:
     fleet = _fleet(_counting())
     for number in range(200):
         fleet.raise_finding("n2", port_down(f"port-{number}"))
-    assert len(fleet.state.nodes["n2"].report_history) <= 64
-    assert len(fleet.state.nodes["n2"].history) <= 48
+    assert len(fleet.state.nodes["n2"].history.counted_reports) <= 64
+    assert len(fleet.state.nodes["n2"].history.entries) <= 48
 
 
 # --- floods ------------------------------------------------------------------------------------------------------
@@ -240,7 +240,7 @@ def test_port_down_after_reboot_keeps_node_quarantined(first: bool) -> None:
         fleet.clear_finding("n2", xid().key)
     fleet.advance(310.0, *SIX)
     if not first:
-        assert fleet.state.nodes["n2"].quarantine_causes == [xid().key, port_down().key]
+        assert fleet.state.nodes["n2"].quarantine.causes == [xid().key, port_down().key]
         fleet.clear_finding("n2", xid().key)
     fleet.advance(100.0, *SIX)
     assert fleet.node_state("n2") is NodeState.QUARANTINED

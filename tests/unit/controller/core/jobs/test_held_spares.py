@@ -19,7 +19,7 @@ def _fleet(nodes: int, spares: int, held: str = "n5", **shape: int) -> CoreFleet
     fleet.beat("x1")
     fleet.raise_finding("x1", xid(200))
     fleet.raise_finding(held, xid(105))
-    assert fleet.state.nodes[held].eviction_deferred_by == "fleet"
+    assert fleet.state.nodes[held].health.eviction_deferred_by == "fleet"
     return fleet
 
 

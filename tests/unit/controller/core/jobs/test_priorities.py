@@ -111,7 +111,7 @@ def test_clean_spares_precede_repeat_offenders() -> None:
     fleet.start(2, 3)
     for node, offences in (("n3", 2.0), ("n4", 0.0), ("n5", 1.0)):
         record = fleet.state.nodes[node]
-        record.offence_score, record.offence_score_at = offences, fleet.now
+        record.history.offence_score, record.history.offence_score_at = offences, fleet.now
     assert next_seats(fleet.state, fleet.job(), {"n1"}) == ["n4", "n2"]
     assert next_seats(fleet.state, fleet.job(), {"n1", "n4"}) == ["n5", "n2"]
 
@@ -121,7 +121,10 @@ def test_old_offence_weighs_less_than_recent_one() -> None:
     fleet.start(2, 2)
     for node, age in (("n3", 0.0), ("n4", 3.0)):
         record = fleet.state.nodes[node]
-        record.offence_score, record.offence_score_at = 1.0, fleet.now - age * fleet.policy.offender_half_life_s
+        record.history.offence_score, record.history.offence_score_at = (
+            1.0,
+            fleet.now - age * fleet.policy.offender_half_life_s,
+        )
     assert next_seats(fleet.state, fleet.job(), {"n1"}) == ["n4", "n2"]
 
 

@@ -58,7 +58,7 @@ def test_straggler_is_reported_and_replaced_at_a_boundary() -> None:
     assert (spec.reason, spec.after_step is not None) == (GenerationReason.STRAGGLER, True)
     assert fleet.seats() == ["n1", "n5", "n3", "n4"]
     assert "takes n5 in place of n2" in spec.sentence
-    assert STRAGGLER_KEY in fleet.state.nodes["n2"].controller_findings
+    assert STRAGGLER_KEY in fleet.state.nodes["n2"].health.controller_findings
 
 
 @pytest.mark.promise("slow-node-fair")
@@ -91,10 +91,10 @@ def test_straggler_windows_reset_after_interruption() -> None:
     assert decisions(fleet.effects) == [("n2", Decision.RECOMMEND)]
     fleet.lose_rank(0)
     fleet.advance(30.0, *fleet.state.nodes)
-    assert STRAGGLER_KEY not in fleet.state.nodes["n2"].controller_findings
+    assert STRAGGLER_KEY not in fleet.state.nodes["n2"].health.controller_findings
     fleet.resume(restored=Version(1, 100), step=1001)
     _run(fleet, 4.0)
-    assert STRAGGLER_KEY not in fleet.state.nodes["n2"].controller_findings, "it keeps up since then"
+    assert STRAGGLER_KEY not in fleet.state.nodes["n2"].health.controller_findings, "it keeps up since then"
     assert fleet.state.job_runtime["job"].slow_windows == {}
 
 
@@ -117,7 +117,7 @@ def test_straggler_windows_expire_during_a_pause() -> None:
     assert fleet.job().state is JobState.RUNNING
     fleet.resume(restored=Version(1, 100), step=1001)
     _run(fleet, 3.0, n2=0.049)
-    assert STRAGGLER_KEY not in fleet.state.nodes["n2"].controller_findings, "two windows of five"
+    assert STRAGGLER_KEY not in fleet.state.nodes["n2"].health.controller_findings, "two windows of five"
 
 
 def test_straggler_needs_a_relevant_compute_time() -> None:
@@ -145,7 +145,7 @@ def test_straggler_finding_clears_when_node_keeps_up() -> None:
     fleet = _start(spares=0)
     _run(fleet, 12.0, n2=0.049)
     _run(fleet, 14.0)
-    assert STRAGGLER_KEY not in fleet.state.nodes["n2"].controller_findings
+    assert STRAGGLER_KEY not in fleet.state.nodes["n2"].health.controller_findings
     assert audits(fleet.effects, "finding.cleared") == ["rank.straggler/ranks was not seen again on n2"]
 
 

@@ -132,7 +132,7 @@ def test_fleet_reboot_evicts_no_node_and_logs_little() -> None:
         fleet.disconnect(node)
     fleet.advance(10.0)
     for node in list(fleet.state.nodes):
-        fleet.register(node, boot_id="boot-2", domain=fleet.state.nodes[node].domain)
+        fleet.register(node, boot_id="boot-2", domain=fleet.state.nodes[node].identity.domain)
         fleet.beat(node)
     fleet.advance(5.0, *fleet.state.nodes)
     effects = fleet.effects[before:]
@@ -149,7 +149,7 @@ def test_mass_return_after_power_loss_yields_no_verdict() -> None:
     fleet.advance(40.0)
     assert _states(fleet, "r") == {NodeState.LOST}
     for node in list(fleet.state.nodes):
-        fleet.register(node, boot_id="boot-2", domain=fleet.state.nodes[node].domain)
+        fleet.register(node, boot_id="boot-2", domain=fleet.state.nodes[node].identity.domain)
         fleet.beat(node)
     fleet.advance(200.0, *fleet.state.nodes)
     assert {what for _, what in decisions(fleet.effects)} <= {"readmit"}

@@ -55,7 +55,7 @@ def _flap(fleet: CoreFleet, node: str, times: int) -> None:
 
 
 def _is_named(fleet: CoreFleet, node: str) -> bool:
-    return FLAPPING_KEY in fleet.state.nodes[node].controller_findings
+    return FLAPPING_KEY in fleet.state.nodes[node].health.controller_findings
 
 
 @pytest.mark.promise("flapping-nodes")
@@ -71,7 +71,7 @@ def test_flapping_node_is_reported_once_and_keeps_serving() -> None:
     assert said == [("n1", "recommend")]
     (sentence,) = audits(fleet.effects[before:], "verdict.recommend")
     assert f"n1 was lost {COUNT} times within 4 h" in sentence
-    assert fleet.state.nodes["n1"].controller_findings[FLAPPING_KEY].value == COUNT + 1
+    assert fleet.state.nodes["n1"].health.controller_findings[FLAPPING_KEY].value == COUNT + 1
     assert fleet.node_state("n1") is NodeState.HEALTHY
 
 
@@ -96,7 +96,7 @@ def test_losses_shared_by_many_nodes_do_not_count() -> None:
         for node in ("n1", "n2", "n3"):
             _come_back(fleet, node)
         fleet.advance(TOGETHER_S, *_others(fleet))
-    assert [fleet.state.nodes[node].loss_times for node in ("n1", "n2", "n3")] == [[], [], []]
+    assert [fleet.state.nodes[node].liveness.loss_times for node in ("n1", "n2", "n3")] == [[], [], []]
     assert not any(_is_named(fleet, node) for node in fleet.state.nodes)
 
 
@@ -104,11 +104,11 @@ def test_shared_losses_are_recognized_across_restart() -> None:
     fleet = _fleet()
     _lose(fleet, "n1")
     _lose(fleet, "n2")
-    assert len(fleet.state.nodes["n1"].loss_times) == len(fleet.state.nodes["n2"].loss_times) == 1
+    assert len(fleet.state.nodes["n1"].liveness.loss_times) == len(fleet.state.nodes["n2"].liveness.loss_times) == 1
     fleet.restart()
     fleet.advance(4.0, *_others(fleet))
     _lose(fleet, "n3")
-    assert [fleet.state.nodes[node].loss_times for node in ("n1", "n2", "n3")] == [[], [], []]
+    assert [fleet.state.nodes[node].liveness.loss_times for node in ("n1", "n2", "n3")] == [[], [], []]
 
 
 def test_flapping_finding_is_revoked_when_losses_are_shared() -> None:
@@ -129,7 +129,7 @@ def test_correlated_silence_does_not_count_as_loss() -> None:
         fleet.disconnect(node)
     fleet.advance(LAB.correlated_silence_max_s + 5.0, "n5", "n6", "n7", "n8")
     assert fleet.node_state("n1") is NodeState.LOST
-    assert [fleet.state.nodes[node].loss_times for node in ("n1", "n2", "n3", "n4")] == [[], [], [], []]
+    assert [fleet.state.nodes[node].liveness.loss_times for node in ("n1", "n2", "n3", "n4")] == [[], [], [], []]
 
 
 @pytest.mark.promise("flapping-nodes")
@@ -142,13 +142,13 @@ def test_ordered_absences_do_not_count() -> None:
     fleet.raise_finding("n3", hung)
     fleet.resume(step=40)
     fleet.advance(1.5, *_others(fleet))
-    assert fleet.state.nodes["n3"].readmission_plan is not None
-    assert fleet.state.nodes["n3"].readmission_plan.pending_remediation_id
+    assert fleet.state.nodes["n3"].quarantine.plan is not None
+    assert fleet.state.nodes["n3"].quarantine.plan.pending_remediation_id
     fleet.clear_finding("n3", hung.key)
     fleet.advance(3.0, *_others(fleet))
     assert fleet.node_state("n3") is NodeState.PROBATION
     _lose(fleet, "n3")
-    assert [fleet.state.nodes[node].loss_times for node in ("n1", "n2", "n3")] == [[], [], []]
+    assert [fleet.state.nodes[node].liveness.loss_times for node in ("n1", "n2", "n3")] == [[], [], []]
 
 
 def test_flapping_node_in_enforce_mode_is_quarantined_on_return() -> None:

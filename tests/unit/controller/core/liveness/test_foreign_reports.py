@@ -49,7 +49,7 @@ def test_report_about_rank_of_another_node_is_ignored(
     assert not [effect for effect in effects if isinstance(effect, Send) and isinstance(effect.body, KillRank)]
     assert all(
         finding.kind is not FindingKind.RANK_FLAPPING
-        for finding in fleet.state.nodes["n1"].controller_findings.values()
+        for finding in fleet.state.nodes["n1"].health.controller_findings.values()
     )
 
 
