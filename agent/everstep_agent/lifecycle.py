@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import fcntl
 import logging
 import os
+import shutil
 import stat
 import sys
 from pathlib import Path
@@ -24,7 +26,7 @@ def private_directory(path: Path) -> Path:
     """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     if path.stat().st_uid != os.geteuid():
-        raise ConfigurationError(f"{path} belongs to another user; give a directory of your own")
+        raise ConfigurationError(f"{path} belongs to another user; use a directory of your own")
     _check_parent_owners(path.absolute())
     path.chmod(0o700)
     return path
@@ -41,7 +43,7 @@ def _check_parent_owners(path: Path) -> None:
         found = place.lstat()
         if stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX:
             if below:
-                raise ConfigurationError(f"{below[-1]} belongs to another user; give a directory of your own")
+                raise ConfigurationError(f"{below[-1]} belongs to another user; use a directory of your own")
             return
         if found.st_uid not in (0, os.geteuid()):
             below.append(place)
@@ -83,7 +85,7 @@ class AgentRunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = private_directory(path.absolute())
         self._lock_file = self.path / "agent.lock"
-        refusal = f"another agent runs in {self.path}; stop it, or give another --run-dir"
+        refusal = f"another agent runs in {self.path}; stop it, or use another --run-dir"
         self._lock = acquire_lock(self._lock_file, refusal)
 
     def next_incarnation(self, wall: float) -> int:
@@ -102,22 +104,17 @@ class AgentRunDirectory:
         os.close(self._lock)
 
 
-def delete_segments(directory: Path) -> int:
-    """Delete a killed vault's segment directory and return the number of files unlinked.
+def delete_segments(directory: Path) -> None:
+    """Delete a vault's segment directory, and the user's directory above it once it is empty.
 
-    Call only if the vault is known to be gone: the ranks of a live vault would lose their slots.
+    Call only if no vault uses the directory: the ranks of a live vault would lose their slots.
     """
-    if not directory.is_dir() or directory.is_symlink():
-        return 0
-    files = [p for p in directory.rglob("*") if not p.is_dir()]
-    for file in files:
-        file.unlink(missing_ok=True)
-    for folder in sorted((p for p in directory.rglob("*") if p.is_dir()), reverse=True):
-        folder.rmdir()
-    directory.rmdir()
-    if directory.parent.name.startswith("everstep-") and not any(directory.parent.iterdir()):
-        directory.parent.rmdir()
-    return len(files)
+    if directory.is_symlink():
+        return
+    shutil.rmtree(directory, ignore_errors=True)
+    if directory.parent.name.startswith("everstep-"):
+        with contextlib.suppress(OSError):  # another node's vault still uses it
+            directory.parent.rmdir()
 
 
 # Log lines: text for people, or one JSON object per line for machines.

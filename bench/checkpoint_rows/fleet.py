@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
+from everstep_agent.vault.settings import VaultSettings, encode_settings
 from everstep_controller.core.checkpoints.parity import form_groups
 from everstep_controller.core.checkpoints.placement import FailureDomains, place_replicas
 from torch.distributed import TCPStore
@@ -42,12 +43,19 @@ _fleets = itertools.count(1)
 class NodeVault:
     """One node's vault, as the agent starts it but without an agent."""
 
-    def __init__(self, base: Path, memory: Path, node: str, options: Sequence[str]) -> None:
+    def __init__(self, base: Path, memory: Path, node: str, streams: int) -> None:
         self.node = node
         self.run_dir, self.segment_dir = base / node, memory / node
-        command = [sys.executable, "-m", "everstep_agent.vault.process", "--node", node, "--die-with-parent"]
-        command += ["--run-dir", str(self.run_dir), "--segment-dir", str(self.segment_dir)]
-        self.process = subprocess.Popen([*command, "--log-level", "error", *options])
+        settings = VaultSettings(
+            node=node,
+            run_dir=self.run_dir,
+            segment_dir=self.segment_dir,
+            streams=streams,
+            die_with_parent=True,
+            log_level="error",
+        )
+        command = [sys.executable, "-m", "everstep_agent.vault.process", encode_settings(settings)]
+        self.process = subprocess.Popen(command)
         self.address = ""
 
     @property
@@ -106,8 +114,8 @@ class Fleet:
     ``memory`` is theirs alone, ``warm`` is for the shared memory that limits are measured with.
     """
 
-    def __init__(self, nodes: Sequence[str], *options: str) -> None:
-        self._options = options
+    def __init__(self, nodes: Sequence[str], streams: int = 2) -> None:
+        self._streams = streams
         self.vaults: dict[str, NodeVault] = {}
         self.number = 0
         own = f"everstep-bench-{os.getpid()}-{next(_fleets)}"
@@ -131,7 +139,7 @@ class Fleet:
 
     def start(self, *nodes: str) -> None:
         """Empty vaults for these nodes; from the main thread, whose end they follow."""
-        started = [NodeVault(self._base, self.memory, node, self._options) for node in nodes]
+        started = [NodeVault(self._base, self.memory, node, self._streams) for node in nodes]
         self.vaults |= {vault.node: vault for vault in started}
         for vault in started:
             vault.await_ready()

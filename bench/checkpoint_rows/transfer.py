@@ -20,7 +20,7 @@ def replicated(crew: Crew, nbytes: int, repeats: int, judged: bool) -> list[Row]
     """With one stream against one raw stream; with several against the best that several raw ones do."""
     raw, ours = {}, {}
     for streams in STREAMS:
-        with Fleet(("n1", "n2"), "--streams", str(streams)) as fleet:
+        with Fleet(("n1", "n2"), streams) as fleet:
             spec = fleet.generation(("n1", "n2"), 2)
             before = loopback(crew, fleet.warm, streams, nbytes, repeats)
             ours[streams] = crew.one(replications, spec, fleet.vaults["n1"].socket, nbytes, "n2", repeats)

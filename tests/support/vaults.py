@@ -92,6 +92,22 @@ class VaultClient:
         self._sock.close()
 
 
+def vault_settings(node: str, run_dir: Path, segment_dir: Path, *options: str) -> str:
+    """The settings of a vault as its command line holds them. ``options``: such as ("--linger-s", "0.5")."""
+    chosen: dict[str, object] = {"node": node, "run_dir": str(run_dir), "segment_dir": str(segment_dir)}
+    for name, value in zip(options[::2], options[1::2], strict=True):
+        chosen[name.removeprefix("--").replace("-", "_")] = plain_value(value)
+    return json.dumps(chosen)
+
+
+def plain_value(text: str) -> object:
+    """``text`` as JSON if it is that, such as a number or true; otherwise itself."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
 class VaultProcess:
     """A vault started by its command line, or forked with it. ``module``: what is run when it starts again."""
 
@@ -107,8 +123,7 @@ class VaultProcess:
         self.start()
 
     def start(self, *more: str) -> None:
-        arguments = ["--node", self.node, "--run-dir", str(self.run_dir), "--segment-dir", str(self.segment_dir)]
-        arguments += [*self._options, *more]
+        arguments = [vault_settings(self.node, self.run_dir, self.segment_dir, *self._options, *more)]
         self.process: subprocess.Popen[bytes] | Forked
         if self._forks is None:
             self.process = subprocess.Popen([sys.executable, "-m", self.module, *arguments])
@@ -166,7 +181,7 @@ class Vaults:
         self.supervisors: dict[str, VaultClient] = {}
 
     def start(self, node: str, *options: str) -> VaultProcess:
-        given = options or ("--scrub-interval", "0")
+        given = options or ("--scrub-interval-s", "0")
         vault = VaultProcess(self.base, self.segments, node, *given, forks=self.forks)
         self.all.append(vault)
         return vault

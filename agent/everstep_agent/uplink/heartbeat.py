@@ -26,18 +26,7 @@ from everstep.errors import (
 from everstep.ids import Address, Incarnation, NodeId
 from everstep.vocabulary import Finding, FindingKind, Mode, Severity
 from everstep.wire.framing import SUPPORTED_VERSIONS
-from everstep.wire.v1.agent import (
-    MAX_FINDINGS,
-    UNKNOWN_HOST,
-    Domain,
-    Gpu,
-    Heartbeat,
-    HeartbeatAnswer,
-    Host,
-    NumberedReport,
-    Register,
-    Registered,
-)
+from everstep.wire.v1 import agent
 from everstep.wire.v1.directives import Directive
 from everstep.wire.v1.training import FindingCleared, FindingRaised, RankProgress
 
@@ -54,10 +43,10 @@ class NodeDescription(msgspec.Struct, frozen=True, kw_only=True):
     vault_address: Address
     boot_id: str = ""
     driver_version: str = ""
-    domain: Domain = Domain()
+    domain: agent.Domain = agent.Domain()
     labels: dict[str, str] = {}
-    gpus: tuple[Gpu, ...] = ()
-    host: Host = UNKNOWN_HOST
+    gpus: tuple[agent.Gpu, ...] = ()
+    host: agent.Host = agent.UNKNOWN_HOST
 
 
 class RefusalAction(Enum):
@@ -152,11 +141,11 @@ class HeartbeatProtocol:
         sent_reports_through: int,
         wall: float,
         directives_through: int = 0,
-    ) -> Register | Heartbeat:
+    ) -> agent.Register | agent.Heartbeat:
         """Return a registration if one is due, else the next beat, with findings only if they changed."""
         findings = limit_findings(findings)
         if self._registered_facts != node_description:
-            return Register(
+            return agent.Register(
                 protocols=SUPPORTED_VERSIONS,
                 node=self.node,
                 incarnation=self.incarnation,
@@ -172,7 +161,7 @@ class HeartbeatProtocol:
                 sent_at=wall,
             )
         self._seq += 1
-        return Heartbeat(
+        return agent.Heartbeat(
             incarnation=self.incarnation,
             seq=self._seq,
             sent_at=wall,
@@ -182,7 +171,9 @@ class HeartbeatProtocol:
             directives_through=directives_through,
         )
 
-    def handle_registered(self, sent: Register, node_description: NodeDescription, answer: Registered) -> None:
+    def handle_registered(
+        self, sent: agent.Register, node_description: NodeDescription, answer: agent.Registered
+    ) -> None:
         """Accept the controller's terms. Raises VersionMismatch if it chose an unsupported protocol."""
         if answer.protocol not in SUPPORTED_VERSIONS:
             raise VersionMismatch(
@@ -194,7 +185,7 @@ class HeartbeatProtocol:
         self._acknowledged_findings = sent.findings
         self.is_reconnecting = False
 
-    def handle_heartbeat_answer(self, sent: Heartbeat, answer: HeartbeatAnswer) -> None:
+    def handle_heartbeat_answer(self, sent: agent.Heartbeat, answer: agent.HeartbeatAnswer) -> None:
         """Note the acknowledged findings; after ``resend`` the next beat carries all of them."""
         self.is_reconnecting = False
         if answer.resend:
@@ -202,7 +193,7 @@ class HeartbeatProtocol:
         elif sent.findings is not None and sent.seq > self._stale_through_seq:
             self._acknowledged_findings = sent.findings
 
-    def handle_reports_answer(self, sent: tuple[NumberedReport, ...], findings: tuple[Finding, ...]) -> None:
+    def handle_reports_answer(self, sent: tuple[agent.NumberedReport, ...], findings: tuple[Finding, ...]) -> None:
         """Resend all findings if an acknowledged report no longer matches the present ``findings``.
 
         A raised or cleared finding may be outdated when the controller receives it: an earlier run saw it, or the
@@ -224,10 +215,10 @@ def limit_findings(findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
     Returns:
         ``findings`` if they fit. Otherwise the gravest of them, and one more with the number of missing ones.
     """
-    if len(findings) <= MAX_FINDINGS:
+    if len(findings) <= agent.MAX_FINDINGS:
         return findings
     order = (Severity.CRITICAL, Severity.WARNING, Severity.INFO)
-    kept = sorted(findings, key=lambda f: order.index(f.severity))[: MAX_FINDINGS - 1]
+    kept = sorted(findings, key=lambda f: order.index(f.severity))[: agent.MAX_FINDINGS - 1]
     return (*kept, _omitted_finding(len(findings) - len(kept), len(findings)))
 
 
@@ -237,7 +228,7 @@ def _omitted_finding(count: int, total: int) -> Finding:
         subject="findings",
         severity=Severity.WARNING,
         message=f"the agent left out the {count} mildest of {total} findings: a heartbeat carries at most "
-        f"{MAX_FINDINGS}. Resolve those that are shown; `everstep_agent_findings` of its /metrics counts all of them",
+        f"{agent.MAX_FINDINGS}. Resolve the others first; `everstep_agent_findings` of its /metrics counts all",
         mode=Mode.OBSERVE,
         rule="agent-findings-overflow",
         source="the wire's bound on findings",

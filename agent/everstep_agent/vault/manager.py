@@ -28,41 +28,32 @@ from everstep.clock import Backoff, Clock
 from everstep.errors import DECODE_ERRORS, EverstepError, MalformedMessage, StaleGeneration, Unavailable
 from everstep.layout.vault_status import is_locked
 from everstep.wire.framing import FrameDecoder, encode_frame
+from everstep.wire.v1 import local
 from everstep.wire.v1.directives import ProtectVersion, SpillVersion
-from everstep.wire.v1.local import (
-    MAX_FRAME_BYTES,
-    ConfigureJob,
-    ForgetJob,
-    FromVault,
-    Protect,
-    Protected,
-    RequestDone,
-    RequestFailed,
-    Spill,
-    Spilled,
-    Statistics,
-    StatisticsAnswer,
-    VaultFinding,
-)
 from everstep.wire.v1.training import AnyReport, FindingRaised, PeerConnectionLost
 from everstep.wire.v1.vault_reports import ParityGroup, VersionProtected, VersionSpilled
 from everstep_agent.config import AgentSettings, parse_listen_address
 from everstep_agent.jobs.local_processes import LocalJob
 from everstep_agent.lifecycle import delete_segments
+from everstep_agent.vault.settings import VaultSettings, encode_settings
 
 
 def vault_command(settings: AgentSettings, listen: str) -> list[str]:
     """Return the command line of a vault that listens at ``listen`` for other vaults."""
-    command = [sys.executable, "-P", "-m", "everstep_agent.vault.process", "--node", settings.node, "--listen", listen]
-    command += ["--run-dir", str(settings.run_dir), "--segment-dir", str(settings.resolved_segment_dir)]
-    command += ["--log-format", settings.log_format, "--log-level", settings.log_level]
-    if settings.vault_memory_limit_bytes is not None:
-        command += ["--memory-limit", str(settings.vault_memory_limit_bytes)]
-    if settings.vault_send_bytes_per_s is not None:
-        command += ["--send-rate", str(settings.vault_send_bytes_per_s)]
-    if settings.die_with_parent and not settings.vault_survives_kill_of:
-        return [*command, "--die-with-parent"]
-    return [*command, "--linger", str(settings.vault_linger_s)]
+    die_with_parent = settings.die_with_parent and not settings.vault_survives_kill_of
+    chosen = VaultSettings(
+        node=settings.node,
+        run_dir=settings.run_dir.absolute(),
+        segment_dir=settings.resolved_segment_dir.absolute(),
+        listen=listen,
+        memory_limit=settings.vault_memory_limit_bytes,
+        die_with_parent=die_with_parent,
+        linger_s=None if die_with_parent else settings.vault_linger_s,
+        send_bytes_per_s=settings.vault_send_bytes_per_s,
+        log_format=settings.log_format,
+        log_level=settings.log_level,
+    )
+    return [sys.executable, "-P", "-m", "everstep_agent.vault.process", encode_settings(chosen)]
 
 
 log = logging.getLogger(__name__)
@@ -78,8 +69,8 @@ STABLE_AFTER_S = 10.0
 
 _UCRED = struct.Struct("iII")
 
-VaultRequest = Statistics | Protect | Spill
-VaultAnswer = StatisticsAnswer | Protected | Spilled | RequestFailed
+VaultRequest = local.Statistics | local.Protect | local.Spill
+VaultAnswer = local.StatisticsAnswer | local.Protected | local.Spilled | local.RequestFailed
 
 
 class _VaultReadyFile(msgspec.Struct, frozen=True):
@@ -117,7 +108,7 @@ class VaultManager:
         self._on_peer_lost = on_peer_lost
         self._on_change = on_change
         self._uniform = uniform
-        self._job_configs: dict[str, ConfigureJob] = {}
+        self._job_configs: dict[str, local.ConfigureJob] = {}
         self._last_request = 0
         self._pending: dict[int, tuple[VaultRequest, asyncio.Future[VaultAnswer]]] = {}
         self._child: subprocess.Popen[bytes] | None = None
@@ -136,7 +127,7 @@ class VaultManager:
         if job.spec is None:
             return
         self._last_request += 1
-        message = ConfigureJob(
+        message = local.ConfigureJob(
             request=self._last_request,
             job=job.name,
             generation=job.oldest_generation,
@@ -150,7 +141,7 @@ class VaultManager:
         """Tell the vault that the job is over, so that it unlinks the job's segments."""
         self._job_configs.pop(job, None)
         self._last_request += 1
-        self._send(ForgetJob(request=self._last_request, job=job))
+        self._send(local.ForgetJob(request=self._last_request, job=job))
 
     def configured_generation(self, job: str) -> int | None:
         """Return the job's generation last sent to the vault, or None."""
@@ -169,14 +160,14 @@ class VaultManager:
         finally:
             del self._pending[number]
 
-    async def statistics(self, timeout_s: float) -> StatisticsAnswer | None:
+    async def statistics(self, timeout_s: float) -> local.StatisticsAnswer | None:
         """Return the vault's statistics, or None if it does not answer in time."""
         try:
             async with asyncio.timeout(timeout_s):
-                answer = await self.request(lambda number: Statistics(request=number))
+                answer = await self.request(lambda number: local.Statistics(request=number))
         except TimeoutError:
             return None
-        return answer if isinstance(answer, StatisticsAnswer) else None
+        return answer if isinstance(answer, local.StatisticsAnswer) else None
 
     # Life cycle
 
@@ -318,7 +309,7 @@ class VaultManager:
 
     # Serving
 
-    def _send(self, message: ConfigureJob | ForgetJob | VaultRequest) -> None:
+    def _send(self, message: local.ConfigureJob | local.ForgetJob | VaultRequest) -> None:
         if self._writer is None or self._writer.is_closing():
             return  # everything is sent again after a reconnect
         self._writer.write(encode_frame(message))
@@ -331,12 +322,12 @@ class VaultManager:
         # the vault sends findings only to a supervisor, which it recognizes by a first request
         if not self._job_configs:
             self._last_request += 1
-            self._send(Statistics(request=self._last_request))
+            self._send(local.Statistics(request=self._last_request))
 
     async def _read_until_closed(self) -> str:
         """Handle the vault's messages until its connection ends; return the reason."""
         assert self._reader is not None
-        decoder: FrameDecoder[FromVault] = FrameDecoder(FromVault, MAX_FRAME_BYTES)
+        decoder: FrameDecoder[local.FromVault] = FrameDecoder(local.FromVault, local.MAX_FRAME_BYTES)
         why = "its process ended"
         try:
             while data := await self._reader.read(1 << 16):
@@ -358,18 +349,18 @@ class VaultManager:
         status = self._reap()
         return reason if status is None else f"{reason} with status {status}"
 
-    def _handle_message(self, message: FromVault) -> None:
+    def _handle_message(self, message: local.FromVault) -> None:
         match message:
-            case VaultFinding():
+            case local.VaultFinding():
                 self._on_finding(message.finding)
             case PeerConnectionLost():
                 self._on_peer_lost(message)
-            case StatisticsAnswer() | Protected() | Spilled():
+            case local.StatisticsAnswer() | local.Protected() | local.Spilled():
                 self._resolve_request(message)
-            case RequestFailed():
+            case local.RequestFailed():
                 if not self._resolve_request(message):
                     log.warning("the vault refuses: %s (%s)", message.message, message.code)
-            case RequestDone():
+            case local.RequestDone():
                 pass
             case _:
                 raise MalformedMessage(f"{type(message).__name__} is no answer to a supervisor")
@@ -490,7 +481,7 @@ class VaultOrderRunner:
 
     async def _spill(self, order: SpillVersion) -> VersionSpilled:
         answer = await self._vault.request(
-            lambda number: Spill(
+            lambda number: local.Spill(
                 request=number,
                 job=order.job,
                 generation=order.generation,
@@ -503,7 +494,7 @@ class VaultOrderRunner:
         said = partial(
             VersionSpilled, job=order.job, at=self._clock.wall(), version=order.version, attempt=order.attempt
         )
-        if isinstance(answer, Spilled):
+        if isinstance(answer, local.Spilled):
             url = f"{order.url}/{answer.folder}"
             return said(
                 url=url,
@@ -512,7 +503,7 @@ class VaultOrderRunner:
                 removed=answer.removed,
                 remaining=answer.remaining,
             )
-        assert isinstance(answer, RequestFailed)
+        assert isinstance(answer, local.RequestFailed)
         return said(code=answer.code, message=answer.message)
 
     async def _protect(self, order: ProtectVersion) -> VersionProtected:
@@ -523,14 +514,14 @@ class VaultOrderRunner:
             some = order.groups[first : first + MAX_CONCURRENT_GROUPS]
             answers = await asyncio.gather(*(self._protect_one(order, group) for group in some))
             for group, answer in zip(some, answers, strict=True):
-                if isinstance(answer, RequestFailed):
+                if isinstance(answer, local.RequestFailed):
                     return said(members_digests=made, code=answer.code, message=answer.message)
                 made[group.group] = answer.members_digest
         return said(members_digests=made)
 
-    async def _protect_one(self, order: ProtectVersion, group: ParityGroup) -> Protected | RequestFailed:
+    async def _protect_one(self, order: ProtectVersion, group: ParityGroup) -> local.Protected | local.RequestFailed:
         answer = await self._vault.request(
-            lambda number: Protect(
+            lambda number: local.Protect(
                 request=number,
                 job=order.job,
                 generation=order.generation,
@@ -539,5 +530,5 @@ class VaultOrderRunner:
                 keep=order.keep,
             )
         )
-        assert isinstance(answer, Protected | RequestFailed)
+        assert isinstance(answer, local.Protected | local.RequestFailed)
         return answer

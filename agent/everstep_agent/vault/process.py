@@ -1,18 +1,19 @@
-"""Start a vault: ``python -m everstep_agent.vault.process --node N --run-dir D --segment-dir S``.
+"""Run a vault: ``python -m everstep_agent.vault.process SETTINGS``, with the ``VaultSettings`` as a JSON object.
 
-When it serves, ``D/vault.json`` says {"pid", "address"}. SIGTERM and SIGINT end it in order: with --die-with-parent all
-segments are unlinked; without, they stay for the next vault of this node, unless no job is here. With --linger it ends
-by itself, and unlinks all, after so many seconds without a connection.
+Once the vault serves, ``vault.json`` in its run directory holds {"pid", "address"}. SIGTERM and SIGINT end it in order.
+With ``die_with_parent`` it then unlinks all segments. Otherwise they stay for the next vault of this node, unless no
+job is here. With ``linger_s`` it ends by itself, and unlinks all, after so many seconds without a connection.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import logging
 import os
 import signal
-from collections.abc import Callable, Collection, Sequence
+import sys
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from everstep_agent.lifecycle import acquire_lock, log_to_stderr, private_direct
 from everstep_agent.vault.memory.adoption import SegmentAdoption
 from everstep_agent.vault.memory.segments import SegmentStore
 from everstep_agent.vault.service import Vault
-from everstep_agent.vault.settings import VaultSettings
+from everstep_agent.vault.settings import VaultSettings, decode_settings
 
 # How long an unused vault stays, and how the kernel ranks it when memory is short.
 
@@ -38,28 +39,21 @@ OOM_SCORE_ADJUSTMENT = -800
 """Far behind every rank, but not exempt: a kernel that may kill no process at all would have to panic."""
 
 
+@dataclass(eq=False)
 class IdleExitTimer:
     """Measure how long no client has been connected to a vault.
 
     Args:
         clients: The connected supervisors and ranks.
         linger_s: Seconds the vault stays without clients; None for no limit.
-        note: The vault's note; ``write_status`` stores it.
+        note: The vault's status file content; ``write_status`` stores it.
     """
 
-    def __init__(
-        self,
-        clients: Collection[object],
-        linger_s: float | None,
-        clock: Clock,
-        note: VaultStatusFile,
-        write_status: Callable[[VaultStatusFile], None],
-    ) -> None:
-        self._clients = clients
-        self._linger_s = linger_s
-        self._clock = clock
-        self._note = note
-        self._write_status = write_status
+    _clients: Collection[object]
+    _linger_s: float | None
+    _clock: Clock
+    _note: VaultStatusFile
+    _write_status: Callable[[VaultStatusFile], None]
 
     async def wait(self) -> None:
         """Return once no client was connected for ``linger_s``."""
@@ -74,7 +68,7 @@ class IdleExitTimer:
                 alone_since = None
             elif alone_since is None:
                 alone_since = self._note_idle()
-        log.warning("nobody came for %g s: ending, and freeing all slots", self._linger_s)
+        log.warning("no client for %g s: exiting and freeing all slots", self._linger_s)
 
     def _note_idle(self) -> float:
         now = self._clock.wall()
@@ -86,7 +80,7 @@ class IdleExitTimer:
         try:
             self._write_status(note)
         except OSError as error:  # the memory file system is full: the slots matter, the note does not
-            log.warning("what this vault says of itself could not be written: %s", error)
+            log.warning("the vault's status file could not be written: %s", error)
 
 
 def lower_oom_score() -> bool:
@@ -104,45 +98,9 @@ def lower_oom_score() -> bool:
 log = logging.getLogger("everstep_agent.vault")
 
 
-def parse_arguments(arguments: Sequence[str] | None = None) -> VaultSettings:
-    """Return the validated settings of a command line.
-
-    Raises ConfigurationError; argparse exits the process on unknown options.
-    """
-    parser = argparse.ArgumentParser(
-        prog="python -m everstep_agent.vault.process", allow_abbrev=False, description=__doc__
-    )
-    parser.add_argument("--node", required=True, help="this node's name in the fleet")
-    parser.add_argument("--run-dir", type=Path, required=True, help="directory for vault.sock and vault.json")
-    parser.add_argument("--segment-dir", type=Path, required=True, help="directory on a memory file system for slots")
-    parser.add_argument("--listen", default="127.0.0.1:0", help="host:port for other vaults; port 0 takes a free one")
-    parser.add_argument("--memory-limit", type=int, help="bytes that all slots may take; the file system's by default")
-    parser.add_argument("--die-with-parent", action="store_true", help="end, and unlink everything, with the parent")
-    parser.add_argument("--linger", type=float, help="seconds to stay with nobody connected; for ever by default")
-    parser.add_argument("--scrub-interval", type=float, default=1.0, help="seconds between rounds of hashing; 0: none")
-    parser.add_argument("--streams", type=int, default=2, help="connections that carry one large payload")
-    parser.add_argument("--send-rate", type=float, help="bytes a second to all other vaults; no bound by default")
-    parser.add_argument("--log-format", default="text", choices=("text", "json"), help="json: one object a line")
-    parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
-    given = parser.parse_args(arguments)
-    log_to_stderr(given.log_format, given.log_level)
-    return VaultSettings(
-        node=given.node,
-        run_dir=given.run_dir.absolute(),
-        segment_dir=given.segment_dir.absolute(),
-        listen=given.listen,
-        memory_limit=given.memory_limit,
-        die_with_parent=given.die_with_parent,
-        linger_s=given.linger,
-        scrub_interval_s=given.scrub_interval,
-        streams=given.streams,
-        send_bytes_per_s=given.send_rate,
-    ).validate()
-
-
 def lock_directory(directory: Path) -> int:
     """Lock a directory for this vault. Raises ConfigurationError if another vault or user has it."""
-    refusal = f"another vault lives in {directory}; stop it, or give another directory"
+    refusal = f"another vault uses {directory}; stop it, or use another directory"
     return acquire_lock(private_directory(directory) / LOCK_FILE, refusal)
 
 
@@ -167,7 +125,7 @@ async def serve(settings: VaultSettings, parent: int) -> None:
         await vault.start()
         write_atomically(settings.ready_file, {"pid": os.getpid(), "address": vault.peer_server.address})
         context = {"node": settings.node}
-        log.info("serving at %s, %d sealed slots are to be checked", vault.peer_server.address, found, extra=context)
+        log.info("serving at %s; %d sealed slots will be checked", vault.peer_server.address, found, extra=context)
         waits = [asyncio.create_task(stop.wait()), asyncio.create_task(linger.wait())]
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         alone = waits[1].done() and not stop.is_set()
@@ -184,26 +142,19 @@ def _clean_up(settings: VaultSettings, store: SegmentStore, keep: bool) -> None:
     settings.ready_file.unlink(missing_ok=True)
     (settings.run_dir / LOCK_FILE).unlink(missing_ok=True)
     if keep:
-        log.info("%d jobs' slots stay in %s", len(store.jobs()), settings.segment_dir, extra={"node": settings.node})
+        log.info(
+            "slots of %d jobs remain in %s", len(store.jobs()), settings.segment_dir, extra={"node": settings.node}
+        )
         return
     store.delete_all()
-    _remove_if_empty(settings.segment_dir.parent)
-
-
-def _remove_if_empty(directory: Path) -> None:
-    """Remove the user's own directory above those of the nodes, once the last vault is gone."""
-    if not directory.name.startswith("everstep-"):
-        return
-    try:
-        directory.rmdir()
-    except OSError:
-        pass  # another node's vault is still there
 
 
 def main() -> None:
     parent = os.getppid()
     try:
-        asyncio.run(serve(parse_arguments(), parent))
+        settings = decode_settings(sys.argv[1])
+        log_to_stderr(settings.log_format, settings.log_level)
+        asyncio.run(serve(settings, parent))
     except ConfigurationError as error:
         raise SystemExit(f"everstep vault: {error}") from error
 

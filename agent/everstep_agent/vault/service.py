@@ -21,36 +21,7 @@ from everstep.errors import AuthenticationError, EverstepError, MalformedMessage
 from everstep.layout.segments import PAGE_BYTES, SlotState, segment_bytes
 from everstep.layout.slots import SLOTS_PER_RANK
 from everstep.wire.framing import FrameDecoder, VaultChannel, encode_frame
-from everstep.wire.v1.local import (
-    MAX_FRAME_BYTES,
-    CheckCapacity,
-    ConfigureJob,
-    Fetch,
-    Fetched,
-    ForgetJob,
-    FromVault,
-    Inventory,
-    InventoryAnswer,
-    OpenPeerConnection,
-    OpenSegment,
-    PeerConnectionBroken,
-    PeerConnectionOpened,
-    Protect,
-    Protected,
-    Replicated,
-    RequestDone,
-    RequestFailed,
-    SegmentOpened,
-    SegmentRequirement,
-    SlotInfo,
-    SlotSealed,
-    Spill,
-    Spilled,
-    Statistics,
-    StatisticsAnswer,
-    ToVault,
-    VaultFinding,
-)
+from everstep.wire.v1 import local
 from everstep.wire.v1.training import FindingRaised, PeerConnectionLost
 from everstep.wire.v1.transfer import InventoryList, InventoryRequest
 from everstep_agent.vault.job_table import JobTable
@@ -94,7 +65,7 @@ class VaultClientConnection:
         self.is_supervisor = False
         """Whether it receives findings: it has sent a request that only a supervisor sends."""
 
-    def send(self, message: FromVault) -> None:
+    def send(self, message: local.FromVault) -> None:
         """Queue a frame. Nothing is sent to a client that is gone or does not read."""
         transport = self._writer.transport
         if transport.is_closing():
@@ -105,7 +76,7 @@ class VaultClientConnection:
             return
         self._writer.write(encode_frame(message))
 
-    def send_with_descriptor(self, message: FromVault, descriptor: int) -> None:
+    def send_with_descriptor(self, message: local.FromVault, descriptor: int) -> None:
         """Send a frame together with a descriptor, which the other process receives as its own.
 
         Raises Unavailable if earlier data is still unsent, so that the descriptor would arrive with another frame.
@@ -128,11 +99,11 @@ class VaultClientConnection:
 class AnswerWithSocket(msgspec.Struct, frozen=True):
     """An answer and the connection handed over with it."""
 
-    answer: FromVault
+    answer: local.FromVault
     peer_channel: VaultChannel
 
 
-RequestHandler = Callable[[ToVault, VaultClientConnection], Awaitable[FromVault | AnswerWithSocket]]
+RequestHandler = Callable[[local.ToVault, VaultClientConnection], Awaitable[local.FromVault | AnswerWithSocket]]
 
 
 class VaultSocketServer:
@@ -178,7 +149,7 @@ class VaultSocketServer:
             client.close()
 
     async def _serve_client(self, reader: asyncio.StreamReader, client: VaultClientConnection) -> None:
-        frames: FrameDecoder[ToVault] = FrameDecoder(ToVault, MAX_FRAME_BYTES)
+        frames: FrameDecoder[local.ToVault] = FrameDecoder(local.ToVault, local.MAX_FRAME_BYTES)
         room = asyncio.Semaphore(MAX_REQUESTS_PER_CLIENT)
         while data := await reader.read(1 << 18):
             for message in frames.feed(data):
@@ -190,7 +161,7 @@ class VaultSocketServer:
         if frames.pending_bytes:
             raise MalformedMessage(f"the connection ended {frames.pending_bytes} bytes into a frame")
 
-    async def _answer(self, message: ToVault, client: VaultClientConnection) -> None:
+    async def _answer(self, message: local.ToVault, client: VaultClientConnection) -> None:
         try:
             answer = await self._handle_request(message, client)
             if isinstance(answer, AnswerWithSocket):
@@ -206,7 +177,7 @@ class VaultSocketServer:
 
     def _refuse(self, client: VaultClientConnection, request: int, error: EverstepError) -> None:
         self._on_refused(error.code)
-        client.send(RequestFailed(request=request, code=error.code, message=str(error)[:4096]))
+        client.send(local.RequestFailed(request=request, code=error.code, message=str(error)[:4096]))
 
 
 def _check_peer(writer: asyncio.StreamWriter) -> None:
@@ -231,7 +202,7 @@ class ManifestFetcher:
         self._shard_reader = shard_reader
         self._counters = counters
 
-    def fetch(self, request: Fetch) -> int:
+    def fetch(self, request: local.Fetch) -> int:
         """Write a manifest into ``request.target_path`` and return its length in bytes.
 
         Raises:
@@ -271,7 +242,7 @@ kills processes for what is missing.
 """
 
 
-def check_room(store: SegmentStore, finding_reporter: FindingReporter, request: CheckCapacity) -> None:
+def check_room(store: SegmentStore, finding_reporter: FindingReporter, request: local.CheckCapacity) -> None:
     """Raise OutOfSlotMemory, with the arithmetic, if memory is missing; report a finding if no fallback is left."""
     keyed = [
         (SegmentKey(request.job, "replica" if need.replica else "own", need.number), need) for need in request.needs
@@ -297,7 +268,7 @@ def check_room(store: SegmentStore, finding_reporter: FindingReporter, request: 
         raise
 
 
-def _free_unneeded_copies(store: SegmentStore, request: CheckCapacity, needed: Collection[SegmentKey]) -> bool:
+def _free_unneeded_copies(store: SegmentStore, request: local.CheckCapacity, needed: Collection[SegmentKey]) -> bool:
     """Free the copies made for another roster, except those the job may still restore from."""
     given = False
     for segment in store.segments(request.job):
@@ -314,13 +285,13 @@ def _free_unneeded_copies(store: SegmentStore, request: CheckCapacity, needed: C
     return given
 
 
-def _memory_advice(request: CheckCapacity) -> str:
+def _memory_advice(request: local.CheckCapacity) -> str:
     """Return how to save memory; fewer slots are no advice if the job asks for them next, or has the minimum."""
     fewer = not request.has_fallback and any(need.slots >= SLOTS_PER_RANK for need in request.needs)
     return f"{ADVICE_FEWER_SLOTS}; or {ADVICE_FEWER_COPIES}" if fewer else ADVICE_FEWER_COPIES
 
 
-def _describe_needs(job: str, needs: Sequence[SegmentRequirement]) -> str:
+def _describe_needs(job: str, needs: Sequence[local.SegmentRequirement]) -> str:
     own, copies = ([need for need in needs if need.replica is replica] for replica in (False, True))
     pinned = sum(need.pinned_slots * (need.slot_bytes + PAGE_BYTES) for need in needs)
     slots = "/".join(str(count) for count in sorted({need.slots for need in needs}))
@@ -330,7 +301,7 @@ def _describe_needs(job: str, needs: Sequence[SegmentRequirement]) -> str:
     return f"job {job} ({said}; what is made already apart)"
 
 
-def _needed_bytes(needs: Sequence[SegmentRequirement]) -> int:
+def _needed_bytes(needs: Sequence[local.SegmentRequirement]) -> int:
     return sum(segment_bytes(need.slots + need.pinned_slots, need.slot_bytes) for need in needs)
 
 
@@ -422,43 +393,45 @@ class Vault:
 
     # Requests
 
-    async def handle_request(self, message: ToVault, client: VaultClientConnection) -> FromVault | AnswerWithSocket:
+    async def handle_request(
+        self, message: local.ToVault, client: VaultClientConnection
+    ) -> local.FromVault | AnswerWithSocket:
         """Return the answer to one request. Raises EverstepError for a refusal."""
-        if isinstance(message, ConfigureJob | ForgetJob | Protect | Spill | Statistics):
+        if isinstance(message, local.ConfigureJob | local.ForgetJob | local.Protect | local.Spill | local.Statistics):
             self._mark_supervisor(client)
         match message:
-            case OpenSegment():
+            case local.OpenSegment():
                 return await self._open_segment(message)
-            case CheckCapacity():
+            case local.CheckCapacity():
                 await self._run_in_thread(lambda: check_room(self._store, self._finding_reporter, message))
-                return RequestDone(request=message.request)
-            case SlotSealed():
+                return local.RequestDone(request=message.request)
+            case local.SlotSealed():
                 return await self._handle_slot_sealed(message)
-            case Fetch():
+            case local.Fetch():
                 fetcher = self._decoder if message.parity_group else self._fetcher
                 landed = await self._run_in_thread(lambda: fetcher.fetch(message))
-                return Fetched(request=message.request, bytes=landed)
-            case OpenPeerConnection():
+                return local.Fetched(request=message.request, bytes=landed)
+            case local.OpenPeerConnection():
                 channel = await self._run_in_thread(lambda: self._peers.open_channel(message.job, message.node))
                 settings = self._settings
                 return AnswerWithSocket(
-                    PeerConnectionOpened(
+                    local.PeerConnectionOpened(
                         request=message.request,
                         answer_timeout_s=settings.request_timeout_s,
                         io_timeout_s=settings.io_timeout_s,
                     ),
                     channel,
                 )
-            case PeerConnectionBroken():
+            case local.PeerConnectionBroken():
                 self._peers.report_broken_connection(message.job, message.node, message.reason)
-                return RequestDone(request=message.request)
-            case Protect():
+                return local.RequestDone(request=message.request)
+            case local.Protect():
                 made = await self._run_in_thread(lambda: self._encoder.encode_group(message))
-                return Protected(request=message.request, parity=made.letter, members_digest=made.members_digest)
-            case Spill():
+                return local.Protected(request=message.request, parity=made.letter, members_digest=made.members_digest)
+            case local.Spill():
                 spill = partial(self._spiller.spill, message)
                 outcome = await self._loop.run_in_executor(self._spiller.executor, spill)
-                return Spilled(
+                return local.Spilled(
                     request=message.request,
                     folder=outcome.folder,
                     bytes=outcome.bytes,
@@ -466,17 +439,17 @@ class Vault:
                     removed=outcome.removed,
                     remaining=outcome.remaining,
                 )
-            case Inventory():
+            case local.Inventory():
                 return await self._inventory(message)
-            case ConfigureJob():
+            case local.ConfigureJob():
                 self._peers.close_outdated(self._job_table.configure(message))
-                return RequestDone(request=message.request)
-            case ForgetJob():
+                return local.RequestDone(request=message.request)
+            case local.ForgetJob():
                 return await self._delete_job(message)
-            case Statistics():
+            case local.Statistics():
                 return await self._run_in_thread(lambda: self._statistics(message))
 
-    async def _open_segment(self, message: OpenSegment) -> SegmentOpened:
+    async def _open_segment(self, message: local.OpenSegment) -> local.SegmentOpened:
         key = SegmentKey(message.job, "own", message.local_rank)
 
         def make() -> OwnedSegment:
@@ -487,18 +460,18 @@ class Vault:
 
         segment = await self._run_in_thread(make)
         view = segment.view
-        return SegmentOpened(
+        return local.SegmentOpened(
             request=message.request, path=str(segment.path), slot_bytes=view.slot_bytes, slots=view.slots
         )
 
-    async def _handle_slot_sealed(self, message: SlotSealed) -> Replicated:
+    async def _handle_slot_sealed(self, message: local.SlotSealed) -> local.Replicated:
         segment, header = self._replicator.find_slot(message)
         # sealed under the previous vault, which did not answer before it ended
         if message.slot in segment.unchecked_slots:
             await self._run_in_thread(lambda: self._adoption.ensure_checked(segment, message.slot, header))
         return await self._replicator.replicate(message)
 
-    async def _delete_job(self, message: ForgetJob) -> RequestDone:
+    async def _delete_job(self, message: local.ForgetJob) -> local.RequestDone:
         self._job_table.forget(message.job)
         self._replicator.forget_job(message.job)
         self._receiver.forget_job(message.job)
@@ -506,9 +479,9 @@ class Vault:
         self._spiller.cancel(message.job)
         self._peers.forget_job(message.job)
         await self._run_in_thread(lambda: self._store.delete_job(message.job))
-        return RequestDone(request=message.request)
+        return local.RequestDone(request=message.request)
 
-    async def _inventory(self, message: Inventory) -> InventoryAnswer:
+    async def _inventory(self, message: local.Inventory) -> local.InventoryAnswer:
         here = self._run_in_thread(lambda: self._adoption.inventory(message.job, INVENTORY_TIMEOUT_S))
         others = dict.fromkeys(node for node in message.nodes if node != self._settings.node)
         turns = asyncio.Semaphore(MAX_CONCURRENT_INVENTORIES)
@@ -519,18 +492,18 @@ class Vault:
             )
         finally:
             threads.shutdown(wait=False)
-        return InventoryAnswer(
+        return local.InventoryAnswer(
             request=message.request,
             slots=tuple(slot for slots, _ in answers for slot in slots),
             unchecked=sum(unchecked for _, unchecked in answers),
         )
 
     async def _ask_peer_inventory(
-        self, message: Inventory, node: str, semaphore: asyncio.Semaphore, threads: Executor
-    ) -> tuple[tuple[SlotInfo, ...], int]:
+        self, message: local.Inventory, node: str, semaphore: asyncio.Semaphore, threads: Executor
+    ) -> tuple[tuple[local.SlotInfo, ...], int]:
         """Return a peer's slots and its number of unchecked slots; none if it does not answer in time."""
 
-        def ask(channel: VaultChannel) -> tuple[tuple[SlotInfo, ...], int]:
+        def ask(channel: VaultChannel) -> tuple[tuple[local.SlotInfo, ...], int]:
             channel.send(InventoryRequest())
             answer = channel.receive_answer(InventoryList)
             return answer.slots, answer.unchecked
@@ -543,7 +516,7 @@ class Vault:
             log.info("%s is left out of the inventory: %s", node, error, extra=self._context(message.job))
             return (), 0
 
-    def _statistics(self, message: Statistics) -> StatisticsAnswer:
+    def _statistics(self, message: local.Statistics) -> local.StatisticsAnswer:
         counters, refused = self._counters.read_all()
         sealed = sum(len(segment.sealed()) for segment in self._store.segments())
         levels = {
@@ -552,7 +525,7 @@ class Vault:
             "sealed_slots": sealed,
             "peer_connections": len(self._peers) + len(self.peer_server),
         }
-        return StatisticsAnswer(request=message.request, counters=counters, refused=refused, gauges=levels)
+        return local.StatisticsAnswer(request=message.request, counters=counters, refused=refused, gauges=levels)
 
     def _context(self, job: str) -> dict[str, str]:
         return {"node": self._settings.node, "job": job}
@@ -568,7 +541,7 @@ class Vault:
         if not supervisors:
             self._unsent_findings.append(finding)
         for client in supervisors:
-            client.send(VaultFinding(finding=finding))
+            client.send(local.VaultFinding(finding=finding))
 
     def _on_peer_lost(self, lost: PeerConnectionLost) -> None:
         """Report the lost peer; callable from any thread."""
@@ -582,4 +555,4 @@ class Vault:
     def _mark_supervisor(self, client: VaultClientConnection) -> None:
         client.is_supervisor = True
         while self._unsent_findings:
-            client.send(VaultFinding(finding=self._unsent_findings.popleft()))
+            client.send(local.VaultFinding(finding=self._unsent_findings.popleft()))

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from everstep.errors import ConfigurationError
-from everstep.ids import check_name
+from everstep.ids import NodeId
 
 MAX_SOCKET_PATH_BYTES = 107
 """Maximum length in bytes of a unix socket's path on Linux (``sun_path`` less its terminating zero)."""
 
-
 MIN_SEND_BYTES_PER_S = 4 << 20
+"""A slower sender looks dead to its peer, which then ends the transfer."""
+
+Positive = Annotated[float, Meta(gt=0)]
 
 
 class VaultSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,25 +57,27 @@ class VaultSettings(msgspec.Struct, frozen=True, kw_only=True):
         worker_threads: Threads for requests that move bytes or make files.
     """
 
-    node: str
+    node: NodeId
     run_dir: Path
     segment_dir: Path
     listen: str = "127.0.0.1:0"
-    memory_limit: int | None = None
+    memory_limit: Annotated[int, Meta(gt=0)] | None = None
     die_with_parent: bool = False
-    linger_s: float | None = None
-    scrub_interval_s: float = 1.0
-    scrub_bytes_per_s: float = 200e6
-    streams: int = 2
+    linger_s: Positive | None = None
+    scrub_interval_s: Annotated[float, Meta(ge=0)] = 1.0
+    scrub_bytes_per_s: Positive = 200e6
+    streams: Annotated[int, Meta(ge=1, le=16)] = 2
     bytes_per_stream: int = 32 << 20
-    send_bytes_per_s: float | None = None
-    connect_timeout_s: float = 2.0
-    io_timeout_s: float = 10.0
-    request_timeout_s: float = 60.0
-    idle_timeout_s: float = 600.0
+    send_bytes_per_s: Annotated[float, Meta(ge=MIN_SEND_BYTES_PER_S)] | None = None
+    connect_timeout_s: Positive = 2.0
+    io_timeout_s: Positive = 10.0
+    request_timeout_s: Positive = 60.0
+    idle_timeout_s: Positive = 600.0
     unknown_job_retry_s: float = 1.0
     max_connections: int = 512
     worker_threads: int = 32
+    log_format: str = "text"
+    log_level: str = "info"
 
     @property
     def socket_path(self) -> Path:
@@ -86,51 +92,33 @@ class VaultSettings(msgspec.Struct, frozen=True, kw_only=True):
         """``listen`` as a pair; port 0 allowed. Raises ConfigurationError."""
         host, _, port = self.listen.rpartition(":")
         if not host or not port.isdigit() or int(port) > 65535:
-            raise ConfigurationError(f"--listen {self.listen!r} is not host:port, such as 127.0.0.1:0")
+            raise ConfigurationError(f"listen address {self.listen!r} is not host:port, such as 127.0.0.1:0")
         return host.strip("[]"), int(port)
 
     def validate(self) -> VaultSettings:
-        """Return these settings. Raises ConfigurationError, with the correction, for a contradiction."""
-        _raise_if(_bad_name(self.node), f"--node {self.node!r} cannot name a node")
-        host, _ = self.listen_address
-        _raise_if(
-            host in ("0.0.0.0", "::"),  # noqa: S104 - the refusal of it
-            f"--listen {self.listen} cannot be told to other nodes: name the address they reach this node by",
-        )
+        """Return these settings. Raises ConfigurationError for an address or a path that cannot be used."""
+        if self.listen_address[0] in ("0.0.0.0", "::"):  # noqa: S104 - the refusal of it
+            raise ConfigurationError(
+                f"listen address {self.listen} cannot be announced to other nodes: "
+                "use the address by which they reach this node"
+            )
         length = len(os.fsencode(self.socket_path.absolute()))
-        _raise_if(
-            length > MAX_SOCKET_PATH_BYTES,
-            f"{self.socket_path} has {length} bytes, a unix socket's path may have {MAX_SOCKET_PATH_BYTES}: "
-            "give a shorter --run-dir",
-        )
-        _raise_if(self.memory_limit is not None and self.memory_limit <= 0, "--memory-limit must be more than 0 bytes")
-        _raise_if(
-            self.linger_s is not None and self.linger_s <= 0, "--linger must be more than 0 s; leave it out to stay"
-        )
-        _raise_if(self.scrub_interval_s < 0, "--scrub-interval must not be negative; 0 turns scrubbing off")
-        _raise_if(self.scrub_bytes_per_s <= 0, "scrub_bytes_per_s must be more than 0; --scrub-interval 0 turns it off")
-        _raise_if(not 1 <= self.streams <= 16, f"--streams must be 1 to 16, not {self.streams}")
-        _raise_if(
-            self.send_bytes_per_s is not None and self.send_bytes_per_s < MIN_SEND_BYTES_PER_S,
-            f"--send-rate must be at least {MIN_SEND_BYTES_PER_S} bytes a second: a peer gives a transfer up that "
-            "stands still",
-        )
-        _raise_if(
-            self.request_timeout_s < self.io_timeout_s or self.idle_timeout_s < self.request_timeout_s,
-            "time-outs must grow from io_timeout_s over request_timeout_s to idle_timeout_s",
-        )
-        _raise_if(min(self.connect_timeout_s, self.io_timeout_s) <= 0, "time-outs must be more than 0 s")
+        if length > MAX_SOCKET_PATH_BYTES:
+            raise ConfigurationError(
+                f"the path {self.socket_path} has {length} bytes, but a unix socket's path may have "
+                f"{MAX_SOCKET_PATH_BYTES}: use a shorter --run-dir"
+            )
         return self
 
 
-def _bad_name(node: str) -> bool:
+def encode_settings(settings: VaultSettings) -> str:
+    """Return the settings as a JSON object, for the vault's command line."""
+    return msgspec.json.encode(settings, enc_hook=str).decode()
+
+
+def decode_settings(text: str) -> VaultSettings:
+    """Return the settings in a JSON object. Raises ConfigurationError."""
     try:
-        check_name(node, "node")
-    except ValueError:
-        return True
-    return False
-
-
-def _raise_if(condition: bool, message: str) -> None:
-    if condition:
-        raise ConfigurationError(message)
+        return msgspec.json.decode(text, type=VaultSettings, dec_hook=lambda kind, value: kind(value)).validate()
+    except msgspec.DecodeError as error:
+        raise ConfigurationError(f"vault settings: {error}") from error

@@ -113,9 +113,9 @@ def test_segments_of_a_killed_vault_are_unlinked(tmp_path: Path) -> None:
     (segments / "job").mkdir(parents=True)
     (segments / "job" / "rank0").write_bytes(b"x")
     (segments / ".lock").write_bytes(b"")
-    assert delete_segments(segments) == 2
+    delete_segments(segments)
     assert list(tmp_path.iterdir()) == []
-    assert delete_segments(segments) == 0
+    delete_segments(segments)
 
 
 def test_segments_of_another_node_stay(tmp_path: Path) -> None:

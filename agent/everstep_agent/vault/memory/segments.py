@@ -36,6 +36,7 @@ from everstep.layout.segments import (
 )
 from everstep.layout.slots import SLOTS_PER_RANK, SegmentView, format_segment, segment_name
 from everstep.wire.v1.local import SlotInfo
+from everstep_agent.lifecycle import delete_segments
 from everstep_agent.vault.memory.shared_memory import (
     ADVICE_FEWER_COPIES,
     ADVICE_FEWER_SLOTS,
@@ -494,7 +495,7 @@ class SegmentStore:
         with self._lock:
             self._segments.clear()
         self._prefaulter.stop(self.directory)
-        shutil.rmtree(self.directory, ignore_errors=True)
+        delete_segments(self.directory)
 
 
 def _check_sizes(key: SegmentKey, slot_bytes: int, slots: int) -> None:

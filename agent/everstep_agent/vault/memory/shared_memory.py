@@ -201,9 +201,8 @@ class MemoryBudget:
         used -= freed
         if self._limit is not None and used + need > self._limit:
             raise OutOfSlotMemory(
-                f"{description} needs {need} bytes; {used} of --memory-limit {self._limit} are in use, "
-                f"{max(0, self._limit - used)} are free: raise it (the agent's --vault-memory-limit-bytes), "
-                f"or {advice}"
+                f"{description} needs {need} bytes; {used} of the memory limit {self._limit} are in use, "
+                f"{max(0, self._limit - used)} are free: raise the agent's --vault-memory-limit-bytes, or {advice}"
             )
         unpromised, larger = self._unreserved_bytes()
         free = unpromised + freed

@@ -23,8 +23,8 @@ from tests.support.vaults import JOB, RankMemory, Vaults, map_segment, vaults
 from tests.support.waiting import until
 
 V = Version(2, 9)
-SCRUB = ("--scrub-interval", "0.02")
-NO_SCRUB = ("--scrub-interval", "0")
+SCRUB = ("--scrub-interval-s", "0.02")
+NO_SCRUB = ("--scrub-interval-s", "0")
 
 
 class Held(nn.Module):

@@ -23,7 +23,7 @@ command = CliRunner()
 @pytest.fixture
 def vault(fleet: Vaults) -> VaultProcess:
     """One with a slot, and a rank that is connected to it."""
-    vault = fleet.start("n1", "--linger", "3600", "--scrub-interval", "0")
+    vault = fleet.start("n1", "--linger-s", "3600", "--scrub-interval-s", "0")
     RankMemory(vault.client(), rank=0).fill(0, Version(1, 1), b"x")
     return vault
 

@@ -269,7 +269,7 @@ def test_vault_obeys_the_memory_limit_of_agent_settings(place: Place) -> None:
             rank.close()
         assert isinstance(answer, local.RequestFailed), answer
         assert answer.code == "slot_memory"
-        assert f"--memory-limit {1 << 20}" in answer.message
+        assert f"memory limit {1 << 20}" in answer.message
         await keeper.stop()
 
     play(story())

@@ -80,7 +80,7 @@ def test_vault_with_a_different_secret_lends_nothing(fleet: Vaults, rank: VaultC
 def test_lent_connection_ends_when_the_secret_changes(fleet: Vaults, rank: VaultClient) -> None:
     channel = borrowed(rank, "n2")
     fleet.configure(generation=2, secret=SECRET[::-1])
-    with pytest.raises(AuthenticationError, match="prove the new one"):
+    with pytest.raises(AuthenticationError, match="reconnect with the new secret"):
         read(channel, 3, V, [(0, 1)])
     channel.close()
 

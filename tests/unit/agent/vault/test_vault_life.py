@@ -30,6 +30,7 @@ from tests.support.vaults import (
     process_gone,
     shared_memory_left,
     until,
+    vault_settings,
     vaults,
 )
 
@@ -48,9 +49,9 @@ def versions(client: VaultClient) -> set[Version]:
     return {slot.version for slot in answer.slots}
 
 
-def start_refused(*arguments: str) -> str:
-    """The last words of a vault that does not start."""
-    command = [sys.executable, "-m", "everstep_agent.vault.process", *arguments]
+def start_refused(settings: str) -> str:
+    """The error message of a vault that does not start."""
+    command = [sys.executable, "-m", "everstep_agent.vault.process", settings]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ended.returncode != 0
     return ended.stderr
@@ -144,14 +145,14 @@ def test_an_absurd_segment_is_refused_and_leaves_nothing(fleet: Vaults, fields: 
 
 
 def test_request_over_the_limit_is_refused_with_arithmetic(fleet: Vaults) -> None:
-    vault = fleet.start("n1", "--memory-limit", str(10 << 20), "--scrub-interval", "0")
+    vault = fleet.start("n1", "--memory-limit", str(10 << 20), "--scrub-interval-s", "0")
     client = vault.client()
     first = client.ask(local.OpenSegment, job=JOB, local_rank=0, slot_bytes=1 << 20, slots=SLOTS_PER_RANK)
     assert isinstance(first, local.SegmentOpened)
     second = client.ask(local.OpenSegment, job=JOB, local_rank=1, slot_bytes=2 << 20, slots=SLOTS_PER_RANK)
     assert isinstance(second, local.RequestFailed)
     assert second.code == "slot_memory"
-    assert "5 slots of 2097152 bytes for job/own-1 needs 10514432 bytes; 5271552 of --memory-limit 10485760" in (
+    assert "5 slots of 2097152 bytes for job/own-1 needs 10514432 bytes; 5271552 of the memory limit 10485760" in (
         second.message
     )
     assert isinstance(
@@ -161,7 +162,7 @@ def test_request_over_the_limit_is_refused_with_arithmetic(fleet: Vaults) -> Non
 
 
 def test_a_peer_without_room_refuses_the_copy_and_serves_on(fleet: Vaults) -> None:
-    fleet.start("n1"), fleet.start("n2", "--memory-limit", str(1 << 20), "--scrub-interval", "0")
+    fleet.start("n1"), fleet.start("n2", "--memory-limit", str(1 << 20), "--scrub-interval-s", "0")
     clients = fleet.configure()
     rank = RankMemory(fleet.all[0].client(), rank=0)
     rank.fill(0, Version(1, 1), b"x")
@@ -283,7 +284,7 @@ def test_an_orderly_end_without_jobs_leaves_nothing_at_all(fleet: Vaults) -> Non
 
 
 def test_an_orderly_end_with_the_parent_leaves_nothing_at_all(fleet: Vaults) -> None:
-    vault = fleet.start("n1", "--die-with-parent")
+    vault = fleet.start("n1", "--die-with-parent", "true")
     fleet.configure()
     RankMemory(vault.client(), rank=0).fill(0, Version(1, 1), b"x")
     assert vault.end() == 0
@@ -293,8 +294,8 @@ def test_an_orderly_end_with_the_parent_leaves_nothing_at_all(fleet: Vaults) -> 
 
 def test_vault_with_a_killed_parent_ends_and_cleans_up(fleet: Vaults) -> None:
     run_dir, segment_dir = fleet.base / "n1", fleet.segments / "n1"
-    command = [sys.executable, "-m", "everstep_agent.vault.process", "--node", "n1", "--run-dir", str(run_dir)]
-    command += ["--segment-dir", str(segment_dir), "--die-with-parent"]
+    settings = vault_settings("n1", run_dir, segment_dir, "--die-with-parent", "true")
+    command = [sys.executable, "-m", "everstep_agent.vault.process", settings]
     program = f"import subprocess; subprocess.Popen({command!r}).wait()"
     parent = subprocess.Popen([sys.executable, "-c", program])
     try:
@@ -313,33 +314,32 @@ def test_vault_with_a_killed_parent_ends_and_cleans_up(fleet: Vaults) -> None:
 
 def test_two_vaults_cannot_share_a_directory(fleet: Vaults) -> None:
     vault = fleet.start("n1")
-    other = str(fleet.base / "other")
-    said = start_refused("--node", "n1", "--run-dir", other, "--segment-dir", str(vault.segment_dir))
-    assert f"another vault lives in {vault.segment_dir}" in said
-    said = start_refused("--node", "n1", "--run-dir", str(vault.run_dir), "--segment-dir", other)
-    assert f"another vault lives in {vault.run_dir}" in said
+    other = fleet.base / "other"
+    said = start_refused(vault_settings("n1", other, vault.segment_dir))
+    assert f"another vault uses {vault.segment_dir}" in said
+    said = start_refused(vault_settings("n1", vault.run_dir, other))
+    assert f"another vault uses {vault.run_dir}" in said
     assert versions(vault.client()) == set()
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--node", "a/b"], "cannot name a node"),
-        (["--listen", "0.0.0.0:0"], "name the address they reach this node by"),
+        (["--node", "a/b"], "at `$.node`"),
+        (["--listen", "0.0.0.0:0"], "use the address by which they reach this node"),
         (["--listen", "nowhere"], "is not host:port"),
-        (["--memory-limit", "-1"], "--memory-limit must be more than 0"),
-        (["--run-dir", "/tmp/" + "x" * 120], "give a shorter --run-dir"),
-        (["--streams", "99"], "--streams must be 1 to 16"),
-        (["--linger", "0"], "--linger must be more than 0 s"),
+        (["--memory-limit", "-1"], "at `$.memory_limit`"),
+        (["--run-dir", "/tmp/" + "x" * 120], "use a shorter --run-dir"),
+        (["--streams", "99"], "at `$.streams`"),
+        (["--linger-s", "0"], "at `$.linger_s`"),
     ],
 )
 def test_unusable_settings_are_refused_with_advice(tmp_path: Path, options: list[str], words: str) -> None:
-    usual = ["--node", "n1", "--run-dir", str(tmp_path / "run"), "--segment-dir", str(tmp_path / "segments")]
-    assert words in start_refused(*usual, *options)
+    assert words in start_refused(vault_settings("n1", tmp_path / "run", tmp_path / "segments", *options))
 
 
 def test_interrupt_ends_the_vault_in_order(fleet: Vaults) -> None:
-    vault = fleet.start("n1", "--die-with-parent")
+    vault = fleet.start("n1", "--die-with-parent", "true")
     vault.process.send_signal(signal.SIGINT)
     assert vault.process.wait(60) == 0
     assert not vault.segment_dir.exists()
@@ -383,7 +383,7 @@ def stepped_forward() -> int:
 
 
 def test_unused_vault_ends_and_frees_its_slots(fleet: Vaults) -> None:
-    vault = fleet.start("n1", "--linger", "0.2", "--scrub-interval", "0")
+    vault = fleet.start("n1", "--linger-s", "0.2", "--scrub-interval-s", "0")
     rank = RankMemory(vault.client(), rank=0)
     rank.fill(0, Version(1, 1), b"x")
     vault.process.kill()
@@ -395,7 +395,7 @@ def test_unused_vault_ends_and_frees_its_slots(fleet: Vaults) -> None:
 
 
 def test_a_vault_stays_as_long_as_a_rank_is_connected(fleet: Vaults) -> None:
-    vault = fleet.start("n1", "--linger", "0.2", "--scrub-interval", "0")
+    vault = fleet.start("n1", "--linger-s", "0.2", "--scrub-interval-s", "0")
     client = vault.client()
     RankMemory(client, rank=0).fill(0, Version(1, 1), b"x")
     until(lambda: (note := read_status(vault.segment_dir)) is not None and note.idle_since is None, "it says so")

@@ -19,8 +19,8 @@ from tests.support.waiting import until
 V = Version(1, 1)
 SIZE = 2 * CHUNK_BYTES + 1000
 PAYLOAD = noise(SIZE)
-SCRUB = ("--scrub-interval", "0.02")
-NO_SCRUB = ("--scrub-interval", "0")
+SCRUB = ("--scrub-interval-s", "0.02")
+NO_SCRUB = ("--scrub-interval-s", "0")
 
 
 def owner(fleet: Vaults) -> RankMemory:

@@ -240,7 +240,7 @@ def test_job_forgotten_during_hashing_causes_no_finding(bench: Bench) -> None:
 
 
 def test_supervisor_connecting_late_still_gets_the_finding(fleet: Vaults) -> None:
-    vault = fleet.start("n1", "--scrub-interval", "0.02")
+    vault = fleet.start("n1", "--scrub-interval-s", "0.02")
     rank = RankMemory(vault.client(), rank=2)
     rank.fill(0, Version(1, 1), b"x" * 1000)
     rank.view.payload(0)[7] ^= 1

@@ -34,7 +34,7 @@ PATH = "module_of_" * 70
 def fleet(program_forks: ForkPool) -> Iterator[Vaults]:
     with vaults(program_forks) as running:
         for node in ("n1", "n2", "n3"):
-            running.start(node, "--scrub-interval", "0")
+            running.start(node, "--scrub-interval-s", "0")
         running.configure()
         yield running
 

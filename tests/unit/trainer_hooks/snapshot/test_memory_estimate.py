@@ -45,7 +45,7 @@ class Ranks:
     """Two ranks of one node, which hold a megabyte alike and so store half of it each, in five slots."""
 
     def __init__(self, fleet: Vaults, limit: int, choices: SnapshotOptions, optimizer: bool = False) -> None:
-        vault = fleet.start("n1", "--scrub-interval", "0", "--memory-limit", str(limit))
+        vault = fleet.start("n1", "--scrub-interval-s", "0", "--memory-limit", str(limit))
         self.supervisor = fleet.configure()["n1"]
         self.folder = vault.segment_dir / JOB
         self._stack, store = ExitStack(), dist.HashStore()
@@ -101,7 +101,7 @@ def test_node_short_of_memory_reports_the_sum_at_once(ranks: Make, caplog: pytes
         two.planned()
     (said,) = (record.message for record in caplog.records)
     assert "this node has no memory for all of the job's checkpoints: n1: job job (5 slots of 2 ranks here: " in said
-    assert f"of --memory-limit {8 * STATE} are in use" in said
+    assert f"of the memory limit {8 * STATE} are in use" in said
     assert "run.track(slots=2)" in said
     finding = two.supervisor.finding().finding.finding
     assert (finding.kind, finding.mode, finding.subject) == (FindingKind.MEMORY_LOW, Mode.OBSERVE, "memory/job")
@@ -120,7 +120,7 @@ def test_job_short_of_memory_falls_back_to_two_slots(ranks: Make, caplog: pytest
     (said,) = (record.message for record in caplog.records if "slots a rank" in record.message)
     assert "checkpoints of job are in 2 slots a rank instead of 5: only what is to be committed is stored" in said
     assert "n1: job job (5 slots of 2 ranks here: " in said
-    assert f"of --memory-limit {9 * STATE} are in use" in said
+    assert f"of the memory limit {9 * STATE} are in use" in said
     (finding,) = (told.finding for told in two.told if isinstance(told, FindingRaised))
     assert (finding.kind, finding.subject, finding.message) == (FindingKind.MEMORY_LOW, "slots/job", said)
     assert two.supervisor.findings == [], "it is an answer, and no lack"
@@ -152,7 +152,7 @@ def test_job_without_room_for_two_slots_reports_no_commits(ranks: Make, caplog: 
     )
     assert finding.message.startswith("n1 has no memory for all checkpoints of job in 2 slots a rank: training goes on")
     assert "nothing is committed until there is memory" in finding.message
-    assert f"0 of --memory-limit {STATE} are in use, {STATE} are free" in finding.message
+    assert f"0 of the memory limit {STATE} are in use, {STATE} are free" in finding.message
     assert finding.message in [record.message for record in caplog.records]
 
 
@@ -187,7 +187,7 @@ def test_required_checkpoints_fail_once_optimizer_state_exists(
 
 @pytest.mark.promise("memory-fits")
 def test_track_stops_a_script_requiring_checkpoints(fleet: Vaults) -> None:
-    vault = fleet.start("n1", "--scrub-interval", "0", "--memory-limit", str(STATE))
+    vault = fleet.start("n1", "--scrub-interval-s", "0", "--memory-limit", str(STATE))
     fleet.configure()
     client, spec = VaultClient(str(vault.run_dir / "vault.sock")), generation(1)
     nothing = SimpleNamespace(
@@ -214,7 +214,7 @@ def test_track_stops_a_script_requiring_checkpoints(fleet: Vaults) -> None:
 
 def test_existing_slots_are_not_needed_again_and_copies_count(fleet: Vaults) -> None:
     one = segment_bytes(5, STATE)
-    vault = fleet.start("n1", "--scrub-interval", "0", "--memory-limit", str(3 * one))
+    vault = fleet.start("n1", "--scrub-interval-s", "0", "--memory-limit", str(3 * one))
     client = fleet.configure()["n1"]
     RankMemory(client, rank=0, slot_bytes=STATE)
 
@@ -235,6 +235,6 @@ def test_existing_slots_are_not_needed_again_and_copies_count(fleet: Vaults) -> 
         "versions on their way"
     )
     assert f"slots of 2 ranks here: {2 * one} bytes, {copies}" in refused.message
-    assert f"needs {3 * one} bytes; {one} of --memory-limit {3 * one} are in use, {2 * one} are free" in refused.message
+    assert f"needs {3 * one} bytes; {one} of the memory limit {3 * one} are in use" in refused.message
     assert refused.message == client.finding().finding.finding.message
     assert not (vault.segment_dir / JOB / "own-1").exists()

@@ -101,7 +101,7 @@ def test_later_difference_is_found_in_the_next_window(make: Any, warnings: Any) 
 def test_training_ranks_are_warned_during_training(program_forks: ForkPool, warnings: Any) -> None:
     spec, store = generation(1, ranks=[("n1", 0), ("n1", 1)]), dist.HashStore()
     with vaults(program_forks) as fleet, ExitStack() as stack:
-        vault = fleet.start("n1", "--scrub-interval", "0")
+        vault = fleet.start("n1", "--scrub-interval-s", "0")
         fleet.configure()
         snapshotters = []
         for member in spec.roster:

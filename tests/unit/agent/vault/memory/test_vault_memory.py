@@ -72,7 +72,7 @@ def test_segment_in_creation_counts_once_against_the_limit(shared: Path, monkeyp
     try:
         assert (store.budget.used_bytes(), store.budget.free_bytes()) == (ONE, ONE)
         store.open(own(1), PAGES, 1)
-        with pytest.raises(OutOfSlotMemory, match=rf"{2 * ONE} of --memory-limit {2 * ONE} are in use, 0 are free"):
+        with pytest.raises(OutOfSlotMemory, match=rf"{2 * ONE} of the memory limit {2 * ONE} are in use, 0 are free"):
             store.open(own(2), PAGES, 1)
     finally:
         first.finish()
@@ -124,7 +124,7 @@ def test_directory_over_the_limit_has_nothing_free(tmp_path: Path) -> None:
     budget = MemoryBudget(tmp_path, 50_000)
     assert budget.free_bytes() == 0
     with (
-        pytest.raises(OutOfSlotMemory, match="60000 of --memory-limit 50000 are in use, 0 are free"),
+        pytest.raises(OutOfSlotMemory, match="60000 of the memory limit 50000 are in use, 0 are free"),
         budget.reserve(tmp_path / "a", 1, "a byte"),
     ):
         pass

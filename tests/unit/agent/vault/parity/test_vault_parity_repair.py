@@ -17,7 +17,7 @@ from tests.support.forked import ForkPool
 from tests.support.parity_group import NODES, Group, started
 from tests.support.vaults import JOB, map_segment
 
-SCRUB = ("--scrub-interval", "0.02")
+SCRUB = ("--scrub-interval-s", "0.02")
 
 
 @pytest.fixture

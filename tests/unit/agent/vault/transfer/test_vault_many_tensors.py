@@ -29,7 +29,7 @@ from tests.support.vaults import JOB, RankMemory, VaultClient, VaultProcess, Vau
 from tests.support.waiting import until
 
 MANY = 100_000
-NO_SCRUB = ("--scrub-interval", "0")
+NO_SCRUB = ("--scrub-interval-s", "0")
 V1, V2 = Version(1, 1), Version(1, 2)
 
 
@@ -134,7 +134,7 @@ def test_copy_with_a_corrupt_manifest_is_not_adopted(fleet: Vaults) -> None:
 
 @pytest.mark.parametrize("rotten", ["n1", "n2"])
 def test_flipped_manifest_bit_is_repaired_from_other_holder(fleet: Vaults, rotten: str) -> None:
-    first, second = (fleet.start(n, "--scrub-interval", "0.02" if n == rotten else "0") for n in ("n1", "n2"))
+    first, second = (fleet.start(n, "--scrub-interval-s", "0.02" if n == rotten else "0") for n in ("n1", "n2"))
     clients = fleet.configure()
     rank = owner(first)
     store(rank, 0, V1)

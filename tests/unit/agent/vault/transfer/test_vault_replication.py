@@ -64,7 +64,7 @@ def test_sealed_slot_is_acknowledged_by_each_verified_copy(fleet: Vaults) -> Non
 
 
 def test_large_payload_uses_several_connections(fleet: Vaults) -> None:
-    fleet.start("n1", "--streams", "3", "--scrub-interval", "0"), fleet.start("n2")
+    fleet.start("n1", "--streams", "3", "--scrub-interval-s", "0"), fleet.start("n2")
     clients = fleet.configure()
     size = 20 * CHUNK_BYTES + 12345
     rank = RankMemory(fleet.all[0].client(), rank=5, slot_bytes=slot_bytes_for(100, size))

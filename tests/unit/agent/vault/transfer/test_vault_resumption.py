@@ -40,7 +40,7 @@ def copy_at(client: VaultClient, version: Version) -> bytes:
 
 
 def test_only_changed_chunks_are_sent(fleet: Vaults) -> None:
-    fleet.start("n1", "--scrub-interval", "0"), fleet.start("n2", "--scrub-interval", "0")
+    fleet.start("n1", "--scrub-interval-s", "0"), fleet.start("n2", "--scrub-interval-s", "0")
     clients = fleet.configure()
     size = 3 * CHUNK_BYTES + 1000
     rank = RankMemory(fleet.all[0].client(), rank=0, slot_bytes=slot_bytes_for(64, size))
@@ -57,7 +57,7 @@ def test_only_changed_chunks_are_sent(fleet: Vaults) -> None:
 
 
 def test_corrupt_chunk_of_an_older_copy_is_sent(fleet: Vaults) -> None:
-    fleet.start("n1", "--scrub-interval", "0"), fleet.start("n2", "--scrub-interval", "0")
+    fleet.start("n1", "--scrub-interval-s", "0"), fleet.start("n2", "--scrub-interval-s", "0")
     clients = fleet.configure()
     size = 2 * CHUNK_BYTES
     rank = RankMemory(fleet.all[0].client(), rank=0, slot_bytes=slot_bytes_for(64, size))
@@ -147,7 +147,7 @@ def broken_in_front_of(vault: VaultProcess, cut_after: list[int]) -> Iterator[Br
 
 
 def test_transfer_resumes_where_its_connection_broke(fleet: Vaults) -> None:
-    fleet.start("n1", "--streams", "1", "--scrub-interval", "0"), fleet.start("n2", "--scrub-interval", "0")
+    fleet.start("n1", "--streams", "1", "--scrub-interval-s", "0"), fleet.start("n2", "--scrub-interval-s", "0")
     cut = 10 * CHUNK_BYTES + CHUNK_BYTES // 2
     with broken_in_front_of(fleet.all[1], [cut]) as breaker:
         clients = fleet.configure()
@@ -163,7 +163,7 @@ def test_transfer_resumes_where_its_connection_broke(fleet: Vaults) -> None:
 
 
 def test_peer_breaking_every_connection_is_given_up(fleet: Vaults) -> None:
-    fleet.start("n1", "--streams", "1", "--scrub-interval", "0"), fleet.start("n2", "--scrub-interval", "0")
+    fleet.start("n1", "--streams", "1", "--scrub-interval-s", "0"), fleet.start("n2", "--scrub-interval-s", "0")
     with broken_in_front_of(fleet.all[1], [1000] * 1000):
         fleet.configure()
         rank = RankMemory(fleet.all[0].client(), rank=0, slot_bytes=slot_bytes_for(64, CHUNK_BYTES))
@@ -174,7 +174,7 @@ def test_peer_breaking_every_connection_is_given_up(fleet: Vaults) -> None:
 
 
 def test_peer_lost_after_a_broken_connection_is_given_up(fleet: Vaults) -> None:
-    fleet.start("n1", "--streams", "1", "--scrub-interval", "0"), fleet.start("n2", "--scrub-interval", "0")
+    fleet.start("n1", "--streams", "1", "--scrub-interval-s", "0"), fleet.start("n2", "--scrub-interval-s", "0")
     with broken_in_front_of(fleet.all[1], [10 * CHUNK_BYTES]) as breaker:
         fleet.configure()
         rank = RankMemory(fleet.all[0].client(), rank=0, slot_bytes=slot_bytes_for(64, SIZE))
