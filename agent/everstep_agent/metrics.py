@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import hmac
-import http.client
 import http.server
 import logging
 import math
@@ -21,8 +20,9 @@ import socketserver
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
-from io import BufferedIOBase
 from pathlib import Path
 from typing import Any
 
@@ -84,14 +84,14 @@ _GPU = (
     _Gauge("temperature_margin_celsius", "Degrees left until the GPU slows down.", "temperature_margin_c"),
     _Gauge("memory_temperature_celsius", "Temperature of the GPU's memory.", "memory_temperature_c"),
     _Gauge("power_watts", "Power drawn.", "power_w"),
-    _Gauge("power_limit_watts", "Power limit in force.", "power_limit_w"),
+    _Gauge("power_limit_watts", "Current power limit.", "power_limit_w"),
     _Gauge("energy_joules", "Energy used since the driver was loaded.", "energy_j", is_counter=True),
     _Gauge("sm_clock_hertz", "Clock of the streaming multiprocessors.", "sm_clock_mhz", scale=1e6),
     _Gauge("memory_clock_hertz", "Clock of the memory.", "memory_clock_mhz", scale=1e6),
     _Gauge("utilization_ratio", "Share of the time that a kernel was running.", "gpu_utilization"),
     _Gauge("memory_utilization_ratio", "Share of the time that memory was read or written.", "memory_utilization"),
     _Gauge("memory_used_bytes", "Memory in use.", "memory_used_bytes"),
-    _Gauge("memory_total_bytes", "Memory there is.", "memory_total_bytes"),
+    _Gauge("memory_total_bytes", "Total memory.", "memory_total_bytes"),
     _Gauge("throttled_by_hardware", "1 while the hardware slows the GPU down.", "hardware_throttled"),
     _Gauge("throttled_by_heat", "1 while heat slows the GPU down.", "heat_throttled"),
     _Gauge("ecc_correctable", "Corrected memory errors since the driver was loaded.", "ecc_corrected", is_counter=True),
@@ -103,13 +103,13 @@ _GPU = (
     ),
     _Gauge("remapped_rows_correctable", "Memory rows remapped after corrected errors.", "remapped_corrected"),
     _Gauge("remapped_rows_uncorrectable", "Memory rows remapped after uncorrected errors.", "remapped_uncorrected"),
-    _Gauge("row_remap_pending", "1 while a row waits for a reset to be remapped.", "remap_pending"),
+    _Gauge("row_remap_pending", "1 while a row remapping waits for a reset.", "remap_pending"),
     _Gauge("row_remap_failed", "1 when a row could not be remapped.", "remap_failure"),
     _Gauge("retired_pages", "Memory pages retired (before Ampere).", "retired_pages"),
-    _Gauge("pcie_replays", "PCIe packets sent again.", "pcie_replays", is_counter=True),
+    _Gauge("pcie_replays", "Retransmitted PCIe packets.", "pcie_replays", is_counter=True),
     _Gauge("pcie_link_generation", "PCIe generation in use (lower while idle).", "pcie_generation"),
     _Gauge("pcie_link_width", "PCIe lanes in use.", "pcie_width"),
-    _Gauge("nvlinks", "NVLinks there are.", "nvlinks"),
+    _Gauge("nvlinks", "Number of NVLinks.", "nvlinks"),
     _Gauge("nvlinks_down", "NVLinks that are down.", "nvlinks_down"),
     _Gauge("nvlink_errors", "NVLink errors.", "nvlink_errors", is_counter=True),
     _Gauge("processes", "Compute processes on the GPU.", "processes"),
@@ -132,6 +132,7 @@ _DCGM = (
 )
 
 
+@dataclass(eq=False)
 class AgentCollector(Collector):
     """Yield the metric families of one snapshot.
 
@@ -140,18 +141,17 @@ class AgentCollector(Collector):
         dcgm_names: Also yield dcgm-exporter's names.
     """
 
-    def __init__(self, read_metrics: Callable[[], AgentMetrics], *, dcgm_names: bool) -> None:
-        self._numbers = read_metrics
-        self._dcgm_names = dcgm_names
+    read_metrics: Callable[[], AgentMetrics]
+    dcgm_names: bool
 
     def collect(self) -> Iterator[Metric]:
-        numbers = self._numbers()
-        yield from _agent_families(numbers)
-        yield from _vault_families(numbers)
-        if numbers.sensor_report is not None:
-            yield from _gpu_families(numbers.node, numbers.sensor_report)
-            if self._dcgm_names:
-                yield from _dcgm_families(numbers.node, numbers.sensor_report)
+        metrics = self.read_metrics()
+        yield from _agent_families(metrics)
+        yield from _vault_families(metrics)
+        if metrics.sensor_report is not None:
+            yield from _gpu_families(metrics.node, metrics.sensor_report)
+            if self.dcgm_names:
+                yield from _dcgm_families(metrics.node, metrics.sensor_report)
 
 
 def resident_bytes(pid: int) -> int | None:
@@ -163,127 +163,89 @@ def resident_bytes(pid: int) -> int | None:
     return pages * 4096
 
 
-def _gauge(name: str, help_text: str, node: str, value: float | None) -> Iterator[Metric]:
-    if value is not None:
-        family = GaugeMetricFamily(f"everstep_agent_{name}", help_text, labels=("node",))
-        family.add_metric((node,), value)
-        yield family
+_Kind = type[CounterMetricFamily] | type[GaugeMetricFamily]
+Rows = Iterable[tuple[tuple[str, ...], float]]
+"""Label values and the sample of each series."""
 
 
-def _counter(
-    name: str, help_text: str, labels: tuple[str, ...], rows: Iterable[tuple[tuple[str, ...], float]]
-) -> CounterMetricFamily:
-    family = CounterMetricFamily(f"everstep_{name}", help_text, labels=labels)
-    for values, count in rows:
-        family.add_metric(values, count)
+def _family(kind: _Kind, name: str, help_text: str, labels: tuple[str, ...], rows: Rows) -> Metric:
+    family = kind(f"everstep_{name}", help_text, labels=labels)
+    for values, sample in rows:
+        family.add_metric(values, sample)
     return family
 
 
-def _agent_families(metrics: AgentMetrics) -> Iterator[Metric]:
-    build = GaugeMetricFamily("everstep_agent_build_info", "The agent's version.", labels=("node", "version"))
-    build.add_metric((metrics.node, metrics.version), 1)
-    yield build
-    yield from _gauge(
-        "spool_reports", "Reports the controller has not acknowledged.", metrics.node, metrics.spool_reports
-    )
-    yield from _gauge("spool_bytes", "Bytes of them.", metrics.node, metrics.spool_bytes)
-    yield from _gauge(
-        "controller_silent_seconds",
-        "Seconds since a controller answered a beat.",
-        metrics.node,
-        metrics.controller_silent_s,
-    )
-    yield from _gauge("clock_skew_seconds", "This clock ahead of the controller's.", metrics.node, metrics.clock_skew_s)
-    yield from _gauge("connections", "Launchers and ranks connected.", metrics.node, metrics.connections)
-    yield from _gauge("jobs", "Jobs known on the node.", metrics.node, metrics.jobs)
-    apart = "Steps from one snapshot of a job's ranks to the next; 0: of announced steps only."
-    paces = GaugeMetricFamily("everstep_agent_snapshot_interval_steps", apart, labels=("node", "run"))
-    for job, every in metrics.snapshot_interval_steps.items():
-        paces.add_metric((metrics.node, job), every)
-    yield paces
-    if metrics.sensor_report is not None:
-        yield from _gauge(
-            "sensor_poll_seconds", "How long the newest sensor poll took.", metrics.node, metrics.sensor_report.poll_s
-        )
-        yield from _gauge(
-            "sensor_polled_at_seconds", "When it came (wall clock).", metrics.node, metrics.sensor_report.polled_at
-        )
-    node = ("node",)
-    yield _counter(
-        "agent_spool_dropped", "Reports lost over the spool's bounds.", node, [((metrics.node,), metrics.spool_dropped)]
-    )
-    yield _counter(
-        "agent_reports_refused", "Reports no controller takes.", node, [((metrics.node,), metrics.spool_refused)]
-    )
-    yield _counter("agent_registrations", "Registrations answered.", node, [((metrics.node,), metrics.registrations)])
-    restarts = metrics.sensor_report.sensor_restarts if metrics.sensor_report is not None else 0
-    yield _counter("agent_sensor_restarts", "Ends of the sensor process.", node, [((metrics.node,), restarts)])
-    yield _counter(
-        "agent_requests",
-        "What was asked of controllers, by request (session, register, heartbeat, reports) and outcome.",
-        ("node", "request", "outcome"),
-        (((metrics.node, request, outcome), count) for (request, outcome), count in metrics.requests.items()),
-    )
-    yield _counter(
-        "agent_local_events",
-        "What happened to local ranks and their words.",
-        ("node", "event"),
-        (((metrics.node, event), count) for event, count in metrics.local_event_counts.items()),
-    )
-    yield _counter(
-        "agent_connections_refused",
-        "Local connections turned away or cut.",
-        ("node", "reason"),
-        (((metrics.node, reason), count) for reason, count in metrics.refused_connections.items()),
-    )
-    yield _counter(
-        "agent_scrapes_refused",
-        "Requests for metrics without the token.",
-        node,
-        [((metrics.node,), metrics.refused_scrapes)],
-    )
-    yield _findings(metrics)
-    memory = GaugeMetricFamily(
-        "everstep_agent_resident_memory_bytes", "Resident memory of the agent's processes.", labels=("node", "process")
-    )
-    for process, pid in metrics.processes.items():
-        if (size := resident_bytes(pid)) is not None:
-            memory.add_metric((metrics.node, process), size)
-    yield memory
+def _agent_families(m: AgentMetrics) -> Iterator[Metric]:
+    report = m.sensor_report
+    gauges: list[tuple[str, str, float | None]] = [
+        ("spool_reports", "Reports that the controller has not acknowledged.", m.spool_reports),
+        ("spool_bytes", "Bytes of unacknowledged reports.", m.spool_bytes),
+        ("controller_silent_seconds", "Seconds since the last answered heartbeat.", m.controller_silent_s),
+        ("clock_skew_seconds", "Seconds that this node's clock is ahead of the controller's.", m.clock_skew_s),
+        ("connections", "Connected launchers and ranks.", m.connections),
+        ("jobs", "Jobs known on the node.", m.jobs),
+        ("sensor_poll_seconds", "Duration of the newest sensor poll.", None if report is None else report.poll_s),
+        (
+            "sensor_polled_at_seconds",
+            "Time of the newest sensor poll (unix time).",
+            None if report is None else report.polled_at,
+        ),
+    ]
+    counters = [
+        ("spool_dropped", "Reports dropped because the spool was full.", m.spool_dropped),
+        ("reports_refused", "Reports dropped because the controller cannot accept them.", m.spool_refused),
+        ("registrations", "Answered registrations.", m.registrations),
+        ("sensor_restarts", "Restarts of the sensor process.", 0 if report is None else report.sensor_restarts),
+        ("scrapes_refused", "Requests for metrics without the token.", m.refused_scrapes),
+    ]
+    by_severity = {str(level): sum(f.severity is level for f in m.findings) for level in Severity}
+    memory = {name: size for name, pid in m.processes.items() if (size := resident_bytes(pid)) is not None}
+    interval_help = "Steps between snapshots of a job's ranks; 0: only commit candidates are stored."
+    memory_help = "Resident memory of the agent's processes."
+    requests_help = "Requests to controllers, by request (session, register, heartbeat, reports) and outcome."
+    by_label: list[tuple[_Kind, str, str, str, Mapping[str, float]]] = [
+        (GaugeMetricFamily, "build_info", "The agent's version.", "version", {m.version: 1}),
+        (GaugeMetricFamily, "snapshot_interval_steps", interval_help, "run", m.snapshot_interval_steps),
+        (GaugeMetricFamily, "findings", "Active findings, by severity.", "severity", by_severity),
+        (GaugeMetricFamily, "resident_memory_bytes", memory_help, "process", memory),
+        (
+            CounterMetricFamily,
+            "local_events",
+            "Events of local ranks and their messages.",
+            "event",
+            m.local_event_counts,
+        ),
+        (CounterMetricFamily, "connections_refused", "Refused local connections.", "reason", m.refused_connections),
+    ]
+    for name, help_text, value in gauges:
+        if value is not None:
+            yield _family(GaugeMetricFamily, f"agent_{name}", help_text, ("node",), [((m.node,), value)])
+    for name, help_text, count in counters:
+        yield _family(CounterMetricFamily, f"agent_{name}", help_text, ("node",), [((m.node,), count)])
+    for kind, name, help_text, label, values in by_label:
+        rows = (((m.node, key), value) for key, value in values.items())
+        yield _family(kind, f"agent_{name}", help_text, ("node", label), rows)
+    outcomes = (((m.node, *key), count) for key, count in m.requests.items())
+    yield _family(CounterMetricFamily, "agent_requests", requests_help, ("node", "request", "outcome"), outcomes)
 
 
-def _findings(metrics: AgentMetrics) -> Metric:
-    family = GaugeMetricFamily(
-        "everstep_agent_findings", "Findings that hold, by severity.", labels=("node", "severity")
+def _vault_families(m: AgentMetrics) -> Iterator[Metric]:
+    here = (m.node,)
+    yield _family(GaugeMetricFamily, "vault_up", "1 while the vault serves.", ("node",), [(here, m.is_vault_up)])
+    yield _family(
+        CounterMetricFamily, "vault_restarts", "Restarts of the vault.", ("node",), [(here, m.vault_restarts)]
     )
-    for severity in Severity:
-        family.add_metric((metrics.node, str(severity)), sum(f.severity is severity for f in metrics.findings))
-    return family
-
-
-def _vault_families(metrics: AgentMetrics) -> Iterator[Metric]:
-    up = GaugeMetricFamily("everstep_vault_up", "1 while the node's vault serves.", labels=("node",))
-    up.add_metric((metrics.node,), float(metrics.is_vault_up))
-    yield up
-    yield _counter(
-        "vault_restarts", "Ends of the vault's process.", ("node",), [((metrics.node,), metrics.vault_restarts)]
-    )
-    if metrics.vault_statistics is None:
+    if m.vault_statistics is None:
         return
-    for name, count in metrics.vault_statistics.counters.items():
-        yield _counter(
-            f"vault_{name}", f"{name.replace('_', ' ')} since the vault started.", ("node",), [((metrics.node,), count)]
-        )
-    for name, level in metrics.vault_statistics.gauges.items():
-        family = GaugeMetricFamily(f"everstep_vault_{name}", f"{name.replace('_', ' ')} now.", labels=("node",))
-        family.add_metric((metrics.node,), level)
-        yield family
-    yield _counter(
-        "vault_requests_refused",
-        "Requests the vault refused, by reason.",
-        ("node", "code"),
-        (((metrics.node, code), count) for code, count in metrics.vault_statistics.refused.items()),
-    )
+    for name, count in m.vault_statistics.counters.items():
+        help_text = f"{name.replace('_', ' ').capitalize()} since the vault started."
+        yield _family(CounterMetricFamily, f"vault_{name}", help_text, ("node",), [(here, count)])
+    for name, level in m.vault_statistics.gauges.items():
+        help_text = f"Current {name.replace('_', ' ')}."
+        yield _family(GaugeMetricFamily, f"vault_{name}", help_text, ("node",), [(here, level)])
+    refused = (((m.node, code), count) for code, count in m.vault_statistics.refused.items())
+    refused_help = "Requests that the vault refused, by error code."
+    yield _family(CounterMetricFamily, "vault_requests_refused", refused_help, ("node", "code"), refused)
 
 
 def _value(sample: GpuSample, gauge: _Gauge) -> float | None:
@@ -297,57 +259,41 @@ def _gpu_families(node: str, report: SensorReport) -> Iterator[Metric]:
     models = {gpu.uuid: gpu.name for gpu in report.gpu_identities}
     labels = ("node", "gpu", "uuid", "pci_bus_id", "model")
     rows = [(gpu, (node, str(gpu.index), gpu.uuid, gpu.pci_bus_id, models.get(gpu.uuid, ""))) for gpu in report.gpus]
-    up = GaugeMetricFamily("everstep_gpu_up", "0 when the GPU is lost or cannot be read.", labels=labels)
-    for sample, where in rows:
-        up.add_metric(where, float(not sample.lost and not sample.error))
-    yield up
+    up = [(where, float(not sample.lost and not sample.error)) for sample, where in rows]
+    yield _family(GaugeMetricFamily, "gpu_up", "0 when the GPU is lost or cannot be read.", labels, up)
     for gauge in _GPU:
-        kind = CounterMetricFamily if gauge.is_counter else GaugeMetricFamily
-        family = kind(f"everstep_gpu_{gauge.name}", gauge.help, labels=labels)
-        for sample, where in rows:
-            if (value := _value(sample, gauge)) is not None:
-                family.add_metric(where, value)
-        if family.samples:
-            yield family
-    yield _xids(node, report)
-
-
-def _xids(node: str, report: SensorReport) -> Metric:
+        values = [(where, value) for sample, where in rows if (value := _value(sample, gauge)) is not None]
+        if values:
+            kind = CounterMetricFamily if gauge.is_counter else GaugeMetricFamily
+            yield _family(kind, f"gpu_{gauge.name}", gauge.help, labels, values)
     index = {gpu.pci_bus_id: str(gpu.index) for gpu in report.gpus}
-    return _counter(
-        "gpu_xids",
-        "XIDs seen since the agent started.",
-        ("node", "gpu", "pci_bus_id", "xid"),
-        (((node, index.get(bus, ""), bus, str(xid)), n) for (bus, xid), n in report.xid_counts.items()),
-    )
+    xids = (((node, index.get(bus, ""), bus, str(xid)), n) for (bus, xid), n in report.xid_counts.items())
+    xid_labels = ("node", "gpu", "pci_bus_id", "xid")
+    yield _family(CounterMetricFamily, "gpu_xids", "XIDs since the agent started.", xid_labels, xids)
 
 
 def _dcgm_families(node: str, report: SensorReport) -> Iterator[Metric]:
     models = {gpu.uuid: gpu.name for gpu in report.gpu_identities}
-    extra = [
-        (_Gauge("FB_FREE", "Framebuffer memory free (in MiB).", ""), _free_mib),
-        (_Gauge("XID_ERRORS", "Newest XID whose finding holds, 0 for none.", ""), lambda s: _xid(s, report)),
+    families: list[tuple[str, str, Callable[[GpuSample], float | None]]] = [
+        (gauge.name, gauge.help, partial(_value, gauge=gauge)) for gauge in _DCGM
     ]
-    plain = [(gauge, lambda s, g=gauge: _value(s, g)) for gauge in _DCGM]
-    for gauge, read in plain + extra:
-        family = Metric(f"DCGM_FI_DEV_{gauge.name}", gauge.help, "unknown")
+    families.append(("FB_FREE", "Framebuffer memory free (in MiB).", _free_mib))
+    families.append(("XID_ERRORS", "Newest XID with an active finding, 0 for none.", partial(_xid, report=report)))
+    for name, help_text, read in families:
+        family = Metric(f"DCGM_FI_DEV_{name}", help_text, "unknown")
         for sample in report.gpus:
-            value = read(sample)
-            if value is not None:
-                family.add_sample(family.name, _dcgm_labels(node, sample, models.get(sample.uuid, "")), value)
+            if (value := read(sample)) is not None:
+                labels = {
+                    "gpu": str(sample.index),
+                    "UUID": sample.uuid,
+                    "pci_bus_id": sample.pci_bus_id,
+                    "device": f"nvidia{sample.index}",
+                    "modelName": models.get(sample.uuid, ""),
+                    "hostname": node,
+                }
+                family.add_sample(family.name, labels, value)
         if family.samples:
             yield family
-
-
-def _dcgm_labels(node: str, sample: GpuSample, model: str) -> dict[str, str]:
-    return {
-        "gpu": str(sample.index),
-        "UUID": sample.uuid,
-        "pci_bus_id": sample.pci_bus_id,
-        "device": f"nvidia{sample.index}",
-        "modelName": model,
-        "hostname": node,
-    }
 
 
 def _free_mib(sample: GpuSample) -> float | None:
@@ -370,8 +316,6 @@ log = logging.getLogger(__name__)
 
 SOCKET_TIMEOUT_S = 2.0
 """Seconds to wait for a scraper's next byte."""
-MAX_HEAD_BYTES = 16 << 10
-"""Bytes of a scrape's request line and headers. The standard library's own limits add up to 6.5 MB."""
 REQUEST_TIMEOUT_S = 4.0
 """Seconds for one whole request and answer; other scrapers wait meanwhile."""
 
@@ -379,22 +323,21 @@ REQUEST_TIMEOUT_S = 4.0
 class MetricsServer:
     """Serve the metrics of ``collector`` to clients that present ``token``.
 
-    ``address`` is the listening address and ``refused_count`` the number of requests without the token. ``close`` ends
-    the thread. Raises OSError if the address cannot be bound.
+    ``address`` is the listening address. ``close`` ends the thread. Raises OSError if the address cannot be bound.
     """
 
     def __init__(self, host: str, port: int, token: Callable[[], str], collector: Collector, clock: Clock) -> None:
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(_LazyCollector(collector))
-        self.refused_count = 0
-        self._server = _MetricsTcpServer((host, port), _handler(registry, token, self._count_refused), clock)
-        bound = self._server.server_address
-        self.address = f"{host}:{bound[1]}"
+        registry = CollectorRegistry(auto_describe=False)  # or registering would collect, before there are metrics
+        registry.register(collector)
+        self._server = _MetricsTcpServer((host, port), registry, token, LogThrottle(log, clock.monotonic))
+        self.address = f"{host}:{self._server.server_address[1]}"
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.5,), name="metrics", daemon=True)
         self._thread.start()
 
-    def _count_refused(self) -> None:
-        self.refused_count += 1
+    @property
+    def refused_count(self) -> int:
+        """The number of requests without the token."""
+        return self._server.refused_count
 
     def close(self) -> None:
         self._server.shutdown()
@@ -402,28 +345,18 @@ class MetricsServer:
         self._thread.join(SOCKET_TIMEOUT_S)
 
 
-class _LazyCollector(Collector):
-    """Keep the registry from collecting at registration, when no metrics exist yet."""
-
-    def __init__(self, inner: Collector) -> None:
-        self._inner = inner
-
-    def collect(self):  # type: ignore[no-untyped-def]
-        return self._inner.collect()
-
-    def describe(self) -> list[object]:
-        return []
-
-
 class _MetricsTcpServer(socketserver.TCPServer):
     allow_reuse_address = True
     request_queue_size = 16
 
     def __init__(
-        self, address: tuple[str, int], handler: type[http.server.BaseHTTPRequestHandler], clock: Clock
+        self, address: tuple[str, int], registry: CollectorRegistry, token: Callable[[], str], throttle: LogThrottle
     ) -> None:
-        self._say = LogThrottle(log, clock.monotonic)
-        super().__init__(address, handler)
+        self.registry = registry
+        self.token = token
+        self.refused_count = 0
+        self._log = throttle
+        super().__init__(address, _MetricsHandler)
 
     def process_request(self, request: socket.socket, client_address: Any) -> None:  # type: ignore[override]
         late = threading.Timer(REQUEST_TIMEOUT_S, _close_connection, (request,))
@@ -435,7 +368,7 @@ class _MetricsTcpServer(socketserver.TCPServer):
             late.cancel()
 
     def handle_error(self, request: object, client_address: object) -> None:
-        self._say(logging.INFO, "a scrape from %s failed: %s", client_address, sys.exception() or "no reason")
+        self._log(logging.INFO, "a scrape from %s failed: %s", client_address, sys.exception() or "no reason")
 
 
 def _close_connection(request: socket.socket) -> None:
@@ -443,77 +376,35 @@ def _close_connection(request: socket.socket) -> None:
         request.shutdown(socket.SHUT_RDWR)
 
 
-class _RequestHead:
-    """Read a request's head from ``inner``; refuse one longer than MAX_HEAD_BYTES like an overlong line."""
+class _MetricsHandler(http.server.BaseHTTPRequestHandler):
+    timeout = SOCKET_TIMEOUT_S
+    server: _MetricsTcpServer
 
-    def __init__(self, inner: BufferedIOBase) -> None:
-        self._inner = inner
-        self._remaining_bytes = MAX_HEAD_BYTES
+    def do_GET(self) -> None:
+        if self.path.partition("?")[0] != "/metrics":
+            self._answer(HTTPStatus.NOT_FOUND, b"only /metrics is served here\n")
+            return
+        token = self.server.token()
+        shown = self.headers.get("Authorization", "").encode()
+        if not token or not hmac.compare_digest(shown, f"Bearer {token}".encode()):
+            self.server.refused_count += 1
+            self._answer(HTTPStatus.UNAUTHORIZED, b"send the token of --metrics-token-file as a Bearer token\n")
+            return
+        try:
+            content = generate_latest(self.server.registry)
+        except TimeoutError:
+            self._answer(HTTPStatus.SERVICE_UNAVAILABLE, b"the agent's event loop does not answer\n")
+        else:
+            self._answer(HTTPStatus.OK, content, CONTENT_TYPE_LATEST)
 
-    def readline(self, size: int) -> bytes:
-        """Read one line. Raises LineTooLong if the head exceeds its limit."""
-        if self._remaining_bytes < 0:
-            raise http.client.LineTooLong("head")
-        line = self._inner.readline(min(size, self._remaining_bytes + 1))
-        self._remaining_bytes -= len(line)
-        return line
+    def _answer(self, status: HTTPStatus, body: bytes, content_type: str = "text/plain") -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", content_type)
+        self.send_header("Content-Length", str(len(body)))
+        if status is HTTPStatus.UNAUTHORIZED:
+            self.send_header("WWW-Authenticate", "Bearer")
+        self.end_headers()
+        self.wfile.write(body)
 
-    def close(self) -> None:
-        self._inner.close()
-
-
-def _handler(
-    registry: CollectorRegistry, token: Callable[[], str], count_refused: Callable[[], None]
-) -> type[http.server.BaseHTTPRequestHandler]:
-    class Handler(http.server.BaseHTTPRequestHandler):
-        timeout = SOCKET_TIMEOUT_S
-        raw_requestline: bytes
-
-        def setup(self) -> None:
-            super().setup()
-            self.rfile = _RequestHead(self.rfile)  # type: ignore[assignment]
-
-        def parse_request(self) -> bool:
-            if len(self.raw_requestline) <= MAX_HEAD_BYTES:
-                return super().parse_request()
-            self.command, self.request_version, self.requestline = "GET", self.protocol_version, ""
-            self.send_error(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
-            return False
-
-        def do_GET(self) -> None:
-            if self.path.partition("?")[0] != "/metrics":
-                self._answer(HTTPStatus.NOT_FOUND, b"only /metrics is here\n", "text/plain")
-            elif not self._allowed():
-                count_refused()
-                self._answer(
-                    HTTPStatus.UNAUTHORIZED, b"show the token of --metrics-token-file as Bearer\n", "text/plain"
-                )
-            else:
-                self._show()
-
-        def _show(self) -> None:
-            try:
-                content = generate_latest(registry)
-            except TimeoutError:
-                self._answer(HTTPStatus.SERVICE_UNAVAILABLE, b"the agent's event loop does not answer\n", "text/plain")
-            else:
-                self._answer(HTTPStatus.OK, content, CONTENT_TYPE_LATEST)
-
-        def _allowed(self) -> bool:
-            shown = self.headers.get("Authorization", "").encode()
-            expected = token()
-            return bool(expected) and hmac.compare_digest(shown, f"Bearer {expected}".encode())
-
-        def _answer(self, status: HTTPStatus, body: bytes, content_type: str) -> None:
-            self.send_response(status)
-            self.send_header("Content-Type", content_type)
-            self.send_header("Content-Length", str(len(body)))
-            if status is HTTPStatus.UNAUTHORIZED:
-                self.send_header("WWW-Authenticate", "Bearer")
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: object) -> None:
-            log.debug(format, *args)
-
-    return Handler
+    def log_message(self, format: str, *args: object) -> None:
+        log.debug(format, *args)

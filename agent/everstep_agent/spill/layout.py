@@ -39,11 +39,6 @@ from everstep_agent.spill.torch_format import RawTensor, TensorArchive, object_a
 EVERSTEP_KEY = "everstep"
 
 
-def everstep_path(*parts: str) -> KeyPath:
-    """Return the path of an entry that only Everstep reads."""
-    return (EVERSTEP_KEY, *parts)
-
-
 class CheckpointPaths:
     """The paths of one job's state.
 
@@ -123,13 +118,13 @@ def divide(manifests: Mapping[int, Manifest]) -> Division:
     Raises NotRestorable if the manifests do not make up every tensor, or are of different jobs.
     """
     if not manifests:
-        raise NotRestorable("no slot of the version is there to be written to storage")
+        raise NotRestorable("no node holds a slot of the version to be written to storage")
     ranks = sorted(manifests)
     catalog = manifests[ranks[0]].catalog
     holders: list[dict[Box, list[tuple[int, StoredBox]]]] = [defaultdict(list) for _ in catalog]
     for rank in ranks:
         if manifests[rank].catalog != catalog:
-            raise NotRestorable("the slots of the version are of different models")
+            raise NotRestorable("the slots of the version belong to different models")
         for stored in manifests[rank].stored:
             holders[stored.tensor][stored.box].append((rank, stored))
     shares: dict[int, list[WrittenBox]] = {rank: [] for rank in ranks}
@@ -142,11 +137,9 @@ def divide(manifests: Mapping[int, Manifest]) -> Division:
         first[index] = parts[0][0] if parts else ranks[0]
         if not parts:
             shares[ranks[0]].append(WrittenBox(index, full_box(tensor.shape), ()))  # no bytes, but a shape and a dtype
-    return Division({rank: tuple(sorted(share, key=_write_order)) for rank, share in shares.items()}, tuple(first))
-
-
-def _write_order(written: WrittenBox) -> tuple[int, int, Box]:
-    return written.ranges[0][0] if written.ranges else -1, written.tensor_index, written.box
+    for share in shares.values():
+        share.sort(key=lambda w: (w.ranges[0][0] if w.ranges else -1, w.tensor_index, w.box))
+    return Division({rank: tuple(share) for rank, share in shares.items()}, tuple(first))
 
 
 def _parts(
@@ -224,7 +217,8 @@ def plan_file(
     names = CheckpointPaths(manifest.catalog, state)
     page = _FilePlanBuilder(f"__{rank}_0.distcp")
     if rank == lowest:
-        page.add_value(everstep_path("version"), _numbers(version.generation, version.step))
+        numbers = b"".join(n.to_bytes(8, "little", signed=True) for n in (version.generation, version.step))
+        page.add_value((EVERSTEP_KEY, "version"), RawTensor("int64", (2,), numbers))
         for path, value in names.shared_values(state):
             page.add_value(path, value)
     index_of = {tensor.name: index for index, tensor in enumerate(manifest.catalog)}
@@ -237,15 +231,11 @@ def plan_file(
         if rank == (lowest if index is None else division.first_writers[index]):
             page.add_value(path, value)
     blob = (manifest.blob_offset + BLOB_LENGTH_BYTES, blob_bytes)
-    page.add_slot([everstep_path("blob", str(rank))], "uint8", 1, (blob_bytes,), full_box((blob_bytes,)), (blob,))
+    page.add_slot([(EVERSTEP_KEY, "blob", str(rank))], "uint8", 1, (blob_bytes,), full_box((blob_bytes,)), (blob,))
     for written in division.boxes_by_rank[rank]:
         tensor = manifest.catalog[written.tensor_index]
         page.add_tensor(names.tensor_paths(tensor), tensor, written)
     return page.build()
-
-
-def _numbers(*values: int) -> RawTensor:
-    return RawTensor("int64", (len(values),), b"".join(v.to_bytes(8, "little", signed=True) for v in values))
 
 
 class _FilePlanBuilder:
@@ -289,7 +279,7 @@ class _FilePlanBuilder:
         if tensor.per_rank:
             row = box.offset[0]
             shape, box = shape[1:], Box(box.offset[1:], box.size[1:])
-            paths = [everstep_path("own", str(row), tensor.name), *(paths if row == tensor.owner_ranks[0] else ())]
+            paths = [(EVERSTEP_KEY, "own", str(row), tensor.name), *(paths if row == tensor.owner_ranks[0] else ())]
         self.add_slot(paths, tensor.dtype, tensor.itemsize, shape, box, box_to_write.ranges)
 
     def add_slot(
@@ -303,12 +293,7 @@ class _FilePlanBuilder:
 
     def build(self) -> FilePlan:
         return FilePlan(
-            self._name,
-            self._at,
-            tuple(self._pieces),
-            tuple(self._tensors),
-            tuple(self._objects),
-            tuple(self._left_out),
+            self._name, self._at, tuple(self._pieces), tuple(self._tensors), tuple(self._objects), tuple(self._left_out)
         )
 
 
@@ -328,7 +313,9 @@ def merge_entries(
             if known is None:
                 tensors[entry.path] = entry
             elif (known.dtype, known.shape) != (entry.dtype, entry.shape):
-                raise MalformedMessage(f"two files say different things of {'.'.join(map(str, entry.path))}")
+                raise MalformedMessage(
+                    f"two files disagree about the shape or dtype of {'.'.join(map(str, entry.path))}"
+                )
             else:
                 tensors[entry.path] = msgspec.structs.replace(known, chunks=known.chunks + entry.chunks)
         for value in some_objects:

@@ -7,58 +7,12 @@ import secrets
 import shutil
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 from everstep.errors import ConfigurationError
 from everstep.layout.object_storage import filesystem_of
-
-
-class SequentialFile(Protocol):
-    """A file written from front to back. ``existing_bytes``: bytes left by an earlier writer, to be compared."""
-
-    existing_bytes: int
-
-    def read(self, length: int) -> bytes:
-        """Return the next existing bytes."""
-
-    def truncate(self, length: int) -> None:
-        """Keep only the first ``length`` existing bytes; ``append`` continues there."""
-
-    def append(self, data: bytes | memoryview) -> None:
-        """Add to the end."""
-
-    def finish(self) -> None:
-        """Complete the file and make it durable."""
-
-    def close_unfinished(self) -> None:
-        """Close an unfinished file; bytes that a later writer can continue from stay."""
-
-
-class StorageTarget(Protocol):
-    """A place with files and folders under it. Names have parts joined by ``/``. All methods may raise OSError."""
-
-    def get(self, name: str) -> bytes | None:
-        """Return a small file, or None if there is none."""
-
-    def put(self, name: str, data: bytes) -> None:
-        """Write a small file atomically."""
-
-    def size(self, name: str) -> int | None:
-        """Return a file's size in bytes, or None if there is none."""
-
-    def written_at(self, name: str) -> float | None:
-        """Return the time a file was written, in unix seconds, or None if there is none."""
-
-    def open_for_writing(self, name: str) -> SequentialFile:
-        """Open a large file for writing."""
-
-    def folders(self) -> list[str]:
-        """Return the names of the folders directly under this place."""
-
-    def remove(self, name: str) -> None:
-        """Remove a file or a whole folder; a missing one is no error."""
 
 
 def open_target(url: str) -> StorageTarget:
@@ -70,30 +24,32 @@ def open_target(url: str) -> StorageTarget:
     if parts.scheme in ("", "file"):
         path = Path(url2pathname(parts.path) if parts.scheme else url)
         if not path.is_absolute():
-            raise ConfigurationError(f"checkpoints cannot go to {url!r}: give an absolute path, or a URL")
+            raise ConfigurationError(f"checkpoints cannot be written to {url!r}: use an absolute path, or a URL")
         return DirectoryTarget(path)
     try:
         filesystem, path_of = filesystem_of(url)
     except (ImportError, ValueError) as error:
         raise ConfigurationError(
-            f"checkpoints cannot go to {url!r}: {error}; install fsspec (the [agent] extra) and its part for "
-            f"{parts.scheme}://, or obstore, on every node"
+            f"checkpoints cannot be written to {url!r}: {error}; install fsspec (the [agent] extra) and its package "
+            f"for {parts.scheme}://, or obstore, on every node"
         ) from error
     return ObjectStoreTarget(filesystem, path_of)
 
 
 class DirectoryTarget:
-    """A directory of a shared or local file system."""
+    """A directory of a shared or local file system. Names have parts joined by ``/``; all methods may raise OSError."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
 
     def get(self, name: str) -> bytes | None:
+        """Return a small file, or None if there is none."""
         with suppress(FileNotFoundError):
             return (self._root / name).read_bytes()
         return None
 
     def put(self, name: str, data: bytes) -> None:
+        """Write a small file atomically."""
         path = self._root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
@@ -113,14 +69,16 @@ class DirectoryTarget:
         return None
 
     def written_at(self, name: str) -> float | None:
+        """Return the time a file was written, in unix seconds, or None if there is none."""
         with suppress(FileNotFoundError):
             return (self._root / name).stat().st_mtime
         return None
 
-    def open_for_writing(self, name: str) -> SequentialFile:
+    def open_for_writing(self, name: str) -> DirectoryFile:
+        """Open a large file to be written from front to back."""
         path = self._root / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        return _DirectoryFile(path)
+        return DirectoryFile(path)
 
     def folders(self) -> list[str]:
         with suppress(FileNotFoundError):
@@ -128,6 +86,7 @@ class DirectoryTarget:
         return []
 
     def remove(self, name: str) -> None:
+        """Remove a file or a whole folder; a missing one is no error."""
         path = self._root / name
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, onerror=_ignore_missing)
@@ -135,7 +94,9 @@ class DirectoryTarget:
             path.unlink(missing_ok=True)
 
 
-class _DirectoryFile:
+class DirectoryFile:
+    """A file whose ``existing_bytes`` an earlier writer left, to be compared with ``read`` before ``append``."""
+
     def __init__(self, path: Path) -> None:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         self._file = os.fdopen(descriptor, "r+b", buffering=0)
@@ -146,6 +107,7 @@ class _DirectoryFile:
         return self._file.read(length)
 
     def truncate(self, length: int) -> None:
+        """Keep only the first ``length`` existing bytes; ``append`` continues there."""
         self._file.truncate(length)
         self._file.seek(length)
 
@@ -155,11 +117,13 @@ class _DirectoryFile:
             view = view[self._file.write(view) :]
 
     def finish(self) -> None:
+        """Complete the file and make it durable."""
         with self._file:
             os.fsync(self._file.fileno())
         _sync_folder(self._folder)
 
     def close_unfinished(self) -> None:
+        """Close an unfinished file; bytes that a later writer can continue from stay."""
         self._file.close()
 
 
@@ -178,39 +142,36 @@ def _sync_folder(folder: Path) -> None:
 
 
 class ObjectStoreTarget:
-    """An fsspec target. An object exists once it was put; after a crash the next writer starts its file anew."""
+    """An fsspec target. An object exists once it was put; after a crash the next writer starts its file again."""
 
     def __init__(self, filesystem: Any, root: str) -> None:
         self._fs = filesystem
         self._root = root.rstrip("/")
 
-    def _path(self, name: str) -> str:
-        return f"{self._root}/{name}"
-
     def get(self, name: str) -> bytes | None:
         with suppress(FileNotFoundError):
-            return bytes(self._fs.cat_file(self._path(name)))
+            return bytes(self._fs.cat_file(f"{self._root}/{name}"))
         return None
 
     def put(self, name: str, data: bytes) -> None:
         self._make_folder(name)
-        self._fs.pipe_file(self._path(name), data)
+        self._fs.pipe_file(f"{self._root}/{name}", data)
 
     def size(self, name: str) -> int | None:
         with suppress(FileNotFoundError):
             self._fs.invalidate_cache()
-            return int(self._fs.info(self._path(name))["size"])
+            return int(self._fs.info(f"{self._root}/{name}")["size"])
         return None
 
     def written_at(self, name: str) -> float | None:
         with suppress(FileNotFoundError):
             self._fs.invalidate_cache()
-            return float(self._fs.modified(self._path(name)).timestamp())
+            return float(self._fs.modified(f"{self._root}/{name}").timestamp())
         return None
 
-    def open_for_writing(self, name: str) -> SequentialFile:
+    def open_for_writing(self, name: str) -> ObjectStoreFile:
         self._make_folder(name)
-        return _ObjectStoreFile(self._fs, self._path(name))
+        return ObjectStoreFile(self._fs, f"{self._root}/{name}")
 
     def folders(self) -> list[str]:
         with suppress(FileNotFoundError):
@@ -221,14 +182,16 @@ class ObjectStoreTarget:
 
     def remove(self, name: str) -> None:
         with suppress(FileNotFoundError):
-            self._fs.rm(self._path(name), recursive=True)
+            self._fs.rm(f"{self._root}/{name}", recursive=True)
 
     def _make_folder(self, name: str) -> None:
         """Make the parent folder: object stores ignore this, file systems behind fsspec need it."""
-        self._fs.makedirs(self._path(name).rpartition("/")[0], exist_ok=True)
+        self._fs.makedirs(f"{self._root}/{name}".rpartition("/")[0], exist_ok=True)
 
 
-class _ObjectStoreFile:
+class ObjectStoreFile:
+    """A new object; nothing of an earlier writer can be continued."""
+
     existing_bytes = 0
 
     def __init__(self, filesystem: Any, path: str) -> None:
@@ -261,3 +224,7 @@ class _ObjectStoreFile:
             self._file.discard()
         finally:
             self._file.closed = True  # otherwise garbage collection would close, and so store, the file
+
+
+StorageTarget = DirectoryTarget | ObjectStoreTarget
+SequentialFile = DirectoryFile | ObjectStoreFile

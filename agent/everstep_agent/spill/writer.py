@@ -12,6 +12,7 @@ import os
 import re
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import accumulate
 
 import msgspec
 import xxhash
@@ -46,15 +47,14 @@ class SpillSlotReader:
         view = SegmentView(_map(path))
         header = view.header(slot)
         if header is None or (header.state, header.rank, header.version) != (SlotState.SEALED, rank, version):
-            raise NotFound(f"{self._description} is not there any more")
-        self.manifest_bytes = view.manifest(slot)
-        self.manifest: Manifest = decode_manifest(self.manifest_bytes)
+            raise NotFound(f"{self._description} no longer exists")
+        self.manifest: Manifest = decode_manifest(view.manifest(slot))
         self._digests = view.digests(slot)[1:]
         self._payload = view.payload(slot)
         if view.header(slot) != header:
-            raise NotFound(f"{self._description} was filled anew")
+            raise NotFound(f"{self._description} was refilled while it was read")
         if (self.manifest.rank, self.manifest.payload_bytes) != (rank, len(self._payload)):
-            raise MalformedMessage(f"the manifest of {self._description} is another slot's")
+            raise MalformedMessage(f"the manifest of {self._description} belongs to another slot")
         self._chunk: tuple[int, memoryview] = (-1, memoryview(b""))
 
     def read(self, ranges: tuple[Range, ...]) -> Iterator[memoryview]:
@@ -80,7 +80,7 @@ class SpillSlotReader:
         length = int.from_bytes(b"".join(self.read(((at, BLOB_LENGTH_BYTES),))), "little")
         if length > self.manifest.blob_capacity:
             raise MalformedMessage(
-                f"the Python state of {self._description} is said to have {length} bytes, more than its room"
+                f"the Python state of {self._description} claims {length} bytes, more than its capacity"
             )
         return b"".join(self.read(((at + BLOB_LENGTH_BYTES, length),)))
 
@@ -88,7 +88,7 @@ class SpillSlotReader:
         if self._chunk[0] != index:
             copy = bytes(self._payload[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES])
             if xxhash.xxh3_128_digest(copy) != self._digests[index]:
-                raise DigestMismatch(f"chunk {index} of {self._description} is not what was sealed")
+                raise DigestMismatch(f"chunk {index} of {self._description} differs from the sealed bytes")
             self._chunk = index, memoryview(copy)
         return self._chunk[1]
 
@@ -97,7 +97,7 @@ def _map(path: str) -> memoryview:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError as error:
-        raise NotFound(f"the segment {path} is not there any more") from error
+        raise NotFound(f"the segment {path} no longer exists") from error
     try:
         return memoryview(mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ))
     except ValueError as error:
@@ -120,10 +120,7 @@ restores from the last one that it counted.
 
 
 class SpilledCheckpoint(msgspec.Struct, frozen=True):
-    """A stored checkpoint.
-
-    ``completed_at``: when its ``.metadata`` was written, in unix seconds; None if it was not.
-    """
+    """A stored checkpoint, and when its ``.metadata`` was written (unix seconds; None if it was not)."""
 
     version: Version
     completed_at: float | None
@@ -204,7 +201,10 @@ class CheckpointWriter:
         self._version = version
         self._manifests: dict[int, Manifest] = {rank: decode_manifest(manifests[rank]) for rank in sorted(manifests)}
         self._division: Division = divide(self._manifests)
-        self._division_digest = _division_digest_of(version, manifests)
+        digest = xxhash.xxh3_128(f"{version.generation}:{version.step}".encode())
+        for rank in sorted(manifests):
+            digest.update(f";{rank}:".encode() + xxhash.xxh3_128_digest(manifests[rank]))
+        self._division_digest = digest.digest()
 
     def write(self, rank: int, slot: SpillSlotReader) -> FileRecord:
         """Write one rank's file and its record; existing parts are not written again.
@@ -215,7 +215,7 @@ class CheckpointWriter:
             OSError: The target failed.
         """
         if slot.manifest != self._manifests[rank]:
-            raise MalformedMessage(f"rank {rank}'s slot has another manifest than the one that was divided")
+            raise MalformedMessage(f"rank {rank}'s slot has another manifest than the order")
         record = self.read_record(rank)
         if record is not None:
             return record
@@ -279,14 +279,6 @@ def prune(root: StorageTarget, keep: int, protected: Version) -> tuple[list[Vers
     return gone, [one.version for one in stored if one.completed_at is not None and one.version not in gone]
 
 
-def _division_digest_of(version: Version, manifests: Mapping[int, bytes]) -> bytes:
-    """Return a digest of a version as divided among these ranks."""
-    digest = xxhash.xxh3_128(f"{version.generation}:{version.step}".encode())
-    for rank in sorted(manifests):
-        digest.update(f";{rank}:".encode() + xxhash.xxh3_128_digest(manifests[rank]))
-    return digest.digest()
-
-
 def _file_bytes(plan: FilePlan, slot: SpillSlotReader) -> Iterator[bytes | memoryview]:
     for piece in plan.pieces:
         if isinstance(piece, LiteralBytes):
@@ -320,14 +312,11 @@ def _write(file: SequentialFile, plan: FilePlan, slot: SpillSlotReader) -> tuple
     except BaseException:
         file.close_unfinished()
         raise
-    return tuple(_archive_digests(plan, hasher.digests()))
-
-
-def _archive_digests(plan: FilePlan, digests: bytes) -> Iterator[ArchiveDigest]:
-    at = 0
-    for number, piece in enumerate(plan.pieces):
-        yield ArchiveDigest(at, _piece_length(piece), digests[number * DIGEST_BYTES :][:DIGEST_BYTES])
-        at += _piece_length(piece)
+    lengths = [_piece_length(piece) for piece in plan.pieces]
+    starts = accumulate(lengths, initial=0)
+    digests = hasher.digests()
+    each = (digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES))
+    return tuple(map(ArchiveDigest, starts, lengths, each))
 
 
 def _piece_length(piece: LiteralBytes | SlotArchive) -> int:

@@ -32,11 +32,10 @@ from everstep_agent.vault.memory.segments import SegmentKey, SegmentStore
 from everstep_agent.vault.memory.shared_memory import (
     ADVICE_FEWER_COPIES,
     ADVICE_FEWER_SLOTS,
-    ScratchFile,
     prefer_numa_node,
 )
 from everstep_agent.vault.parity.coding import ParityDecoder, ParityEncoder
-from everstep_agent.vault.parity.shards import ShardLocation, ShardReader
+from everstep_agent.vault.parity.shards import ShardReader
 from everstep_agent.vault.repair import Scrubber, SlotRepairer
 from everstep_agent.vault.reporting import FindingReporter, VaultCounters
 from everstep_agent.vault.settings import VaultSettings
@@ -191,47 +190,6 @@ def _check_peer(writer: asyncio.StreamWriter) -> None:
         )
 
 
-# Manifests: fetched from any node for a rank, which reads slot bytes itself (``Connect``).
-
-
-class ManifestFetcher:
-    """Answer Fetch requests. Runs in worker threads."""
-
-    def __init__(self, store: SegmentStore, shard_reader: ShardReader, counters: VaultCounters) -> None:
-        self._store = store
-        self._shard_reader = shard_reader
-        self._counters = counters
-
-    def fetch(self, request: local.Fetch) -> int:
-        """Write a manifest into ``request.target_path`` and return its length in bytes.
-
-        Raises:
-            NotFound: The node does not hold the version.
-            Unavailable: The node does not answer.
-            DigestMismatch: The manifest there or on arrival is not the sealed one.
-            MalformedMessage: The request asks for ranges.
-            PermissionDenied, OutOfSlotMemory: The target cannot be used.
-        """
-        if request.ranges:
-            raise MalformedMessage(
-                f"a vault brings no ranges of slots that are there: read rank {request.rank}'s version "
-                f"{request.version} over "
-                f"a connection to {request.node} (Connect)"
-            )
-        manifest = self._shard_reader.read_info(
-            ShardLocation(request.job, request.node, request.rank, request.version)
-        ).manifest
-        scratch = ScratchFile(
-            self._store.directory, request.target_path, request.target_offset, len(manifest), self._store.budget
-        )
-        try:
-            scratch.write([memoryview(manifest)], 0)
-        finally:
-            scratch.close()
-        self._counters.add("fetched_bytes", len(manifest))
-        return len(manifest)
-
-
 # Capacity check: whether this node has memory for all of a job's slots before they are made.
 
 TRAINING_MEMORY_SHARE = 0.25
@@ -338,7 +296,6 @@ class Vault:
         sender = SlotSender(settings, self._peers, findings, self._counters, self._streams, clock)
         self._replicator = Replicator(settings.node, store, self._job_table, sender, self._counters, self._threads)
         shards = ShardReader(settings, library, self._peers, findings)
-        self._fetcher = ManifestFetcher(store, shards, self._counters)
         self._encoder = ParityEncoder(settings.node, store, self._job_table, shards, self._counters, self._streams)
         self._decoder = ParityDecoder(store, shards, self._counters, self._streams)
         self._spiller = Spiller(settings.node, store, self._job_table, shards, self._counters, self._streams)
@@ -408,8 +365,7 @@ class Vault:
             case local.SlotSealed():
                 return await self._handle_slot_sealed(message)
             case local.Fetch():
-                fetcher = self._decoder if message.parity_group else self._fetcher
-                landed = await self._run_in_thread(lambda: fetcher.fetch(message))
+                landed = await self._run_in_thread(lambda: self._decoder.fetch(message))
                 return local.Fetched(request=message.request, bytes=landed)
             case local.OpenPeerConnection():
                 channel = await self._run_in_thread(lambda: self._peers.open_channel(message.job, message.node))

@@ -10,7 +10,7 @@ import os
 import platform
 import stat
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePath, PurePosixPath
 from typing import NamedTuple
@@ -474,61 +474,44 @@ class Prefaulter:
 
 # Scratch files: plain files below the segment directory, named by ranks, and never a segment.
 
-MAX_VECTORS = 512
-"""Views written by one system call; Linux takes 1,024."""
-
 _SEGMENT_NAMES = ("own-", "replica-", "parity-", ".")
 
 
-class ScratchFile:
-    """An open scratch file, created with mode 0600 if missing and grown to hold the requested bytes.
+def write_scratch(
+    directory: Path,
+    path: str,
+    offset: int,
+    length: int,
+    budget: MemoryBudget,
+    pieces: Iterable[tuple[int, memoryview]],
+) -> None:
+    """Write pieces, each at its own place in the ``length`` bytes from ``offset`` of a scratch file.
+
+    The file is created with mode 0600 if missing, and grown to hold the bytes before the first is written.
 
     Raises:
         PermissionDenied: The path leaves the segment directory, goes through a symbolic link, names a segment, or is no
             plain file.
         OutOfSlotMemory: Room is missing.
     """
-
-    def __init__(self, directory: Path, path: str, offset: int, length: int, budget: MemoryBudget) -> None:
-        if offset < 0:
-            raise PermissionDenied(f"into_offset {offset} is before the file's beginning")
-        self._descriptor = _open_beneath(directory, path)
-        self.offset = offset
-        self.length = length
-        try:
-            self._grow(path, budget)
-        except BaseException:
-            self.close()
-            raise
-
-    def _grow(self, into: str, budget: MemoryBudget) -> None:
-        found = os.fstat(self._descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            raise PermissionDenied(f"{into} is no plain file")
-        if self.offset + self.length >= 1 << 62:
-            raise OutOfSlotMemory(f"{into} cannot have {self.offset + self.length} bytes")
-        end = self.offset + self.length
-        if not self.length:
-            return
-        with budget.reserve(Path(into), end, into):
-            # only its own part, so that others in the same file need not wait for the whole
-            allocate(self._descriptor, self.length, into, self.offset)
-
-    def write(self, views: Sequence[memoryview], at: int) -> int:
-        """Write the views one after another at offset ``at`` and return the number of bytes."""
-        left = [v for v in views if v]
-        begin = at
-        while left:
-            written = os.pwritev(self._descriptor, left[:MAX_VECTORS], self.offset + at)
-            at += written
-            while left and written >= len(left[0]):
-                written -= len(left.pop(0))
-            if left:
-                left[0] = left[0][written:]
-        return at - begin
-
-    def close(self) -> None:
-        os.close(self._descriptor)
+    if offset < 0:
+        raise PermissionDenied(f"into_offset {offset} is before the file's beginning")
+    descriptor = _open_beneath(directory, path)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise PermissionDenied(f"{path} is no plain file")
+        if offset + length >= 1 << 62:
+            raise OutOfSlotMemory(f"{path} cannot have {offset + length} bytes")
+        if length:
+            with budget.reserve(Path(path), offset + length, path):
+                # only its own part, so that others in the same file need not wait for the whole
+                allocate(descriptor, length, path, offset)
+        for at, piece in pieces:
+            while piece:
+                written = os.pwrite(descriptor, piece, offset + at)
+                piece, at = piece[written:], at + written
+    finally:
+        os.close(descriptor)
 
 
 def _open_beneath(directory: Path, into: str) -> int:

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor
+from dataclasses import dataclass
 from functools import partial
 
 import msgspec
 import xxhash
 
-from everstep.errors import ConfigurationError, DigestMismatch, EverstepError, MalformedMessage, NotRestorable
+from everstep.errors import ConfigurationError, DigestMismatch, EverstepError, MalformedMessage, NotFound, NotRestorable
 from everstep.ids import Version
 from everstep.layout.manifests import MAX_MANIFEST_BYTES
 from everstep.layout.slots import CHUNK_BYTES, chunk_count, slot_bytes_for, slot_to_fill
@@ -25,8 +26,8 @@ from everstep.wire.v1.local import Fetch, Protect
 from everstep.wire.v1.vault_reports import ParityGroup
 from everstep_agent.vault.job_table import JobTable
 from everstep_agent.vault.memory.reading import ByteRange
-from everstep_agent.vault.memory.segments import SegmentFile, SegmentKey, SegmentStore
-from everstep_agent.vault.memory.shared_memory import ScratchFile
+from everstep_agent.vault.memory.segments import SegmentKey, SegmentStore
+from everstep_agent.vault.memory.shared_memory import write_scratch
 from everstep_agent.vault.parity.shards import (
     PARITY_LETTERS,
     ParityLetter,
@@ -36,7 +37,6 @@ from everstep_agent.vault.parity.shards import (
     ShardLocation,
     ShardReader,
     decode_parity_manifest,
-    not_a_parity_node,
     parity_bytes,
     require_all,
     run_parallel,
@@ -53,24 +53,18 @@ PARITY_SLOTS = 2
 """Parity slots per group: the protected version, and the next one while it is made."""
 
 
+@dataclass(eq=False)
 class ParityEncoder:
     """Answer Protect requests. Runs in worker threads; ``streams`` reads the members side by side."""
 
-    def __init__(
-        self,
-        node: str,
-        store: SegmentStore,
-        job_table: JobTable,
-        shard_reader: ShardReader,
-        counters: VaultCounters,
-        streams: Executor,
-    ) -> None:
-        self._node = node
-        self._store = store
-        self._job_table = job_table
-        self._shard_reader = shard_reader
-        self._counters = counters
-        self._streams = streams
+    _node: str
+    _store: SegmentStore
+    _job_table: JobTable
+    _shard_reader: ShardReader
+    _counters: VaultCounters
+    _streams: Executor
+
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._group_locks: defaultdict[SegmentKey, threading.Lock] = defaultdict(threading.Lock)
 
@@ -80,73 +74,78 @@ class ParityEncoder:
         Raises:
             StaleGeneration: The request's generation is over.
             NotFound: This node is no parity node of the group, or a member does not hold its shard.
-            Unavailable: A member's node does not answer.
-            DigestMismatch: A member's bytes are not the sealed ones.
+            Unavailable, DigestMismatch: A member's node does not answer, or its bytes are not the sealed ones.
             OutOfSlotMemory: Memory for the parity is missing.
             ConfigurationError: The group cannot be encoded.
         """
         self._job_table.require_current(request.job, request.generation)
-        manifest = self._build_manifest(request)
         key = SegmentKey(request.job, "parity", request.group.group)
+        manifest = self._build_manifest(request, key)
         with self._lock:
-            making = self._group_locks[key]
-        with making:
+            group_lock = self._group_locks[key]
+        with group_lock:
             self._write_parity(request, key, manifest)
         self._job_table.add_parity_group(request.job, request.version, request.group)
         return manifest
 
-    def _build_manifest(self, request: Protect) -> ParityManifest:
+    def _build_manifest(self, request: Protect, key: SegmentKey) -> ParityManifest:
         group = request.group
-        _check_members(request)
+        nodes = [*(node for _, node in group.members), *group.parity]
+        if len(set(nodes)) != len(nodes):
+            raise ConfigurationError(
+                f"group {group.group} names a node twice ({', '.join(nodes)}): "
+                "members and parity must be on different nodes, or one loss costs two shards"
+            )
         if self._node not in group.parity:
-            raise not_a_parity_node(self._node, group.group)
-        places = [ShardLocation(request.job, node, rank, request.version) for rank, node in group.members]
-        known = self._known_manifests(SegmentKey(request.job, "parity", group.group))
-        asks = [partial(self._shard_reader.read_info, place, known, group) for place in places]
-        found = require_all(run_parallel(self._streams, asks))
+            raise NotFound(f"{self._node} does not store the parity of group {group.group}")
+        locations = [ShardLocation(request.job, node, rank, request.version) for rank, node in group.members]
+        known = self._known_manifests(key)
+        reads = [partial(self._shard_reader.read_info, location, known, group) for location in locations]
+        infos = require_all(run_parallel(self._streams, reads))
         return ParityManifest(
             letter=PARITY_LETTERS[group.parity.index(self._node)],
             group=group.group,
             version=request.version,
             members=tuple(
-                ParityMember(rank=place.rank_or_group, node=place.node, info=info)
-                for place, info in zip(places, found, strict=True)
+                ParityMember(rank=rank, node=node, info=info)
+                for (rank, node), info in zip(group.members, infos, strict=True)
             ),
         )
 
     def _known_manifests(self, key: SegmentKey) -> dict[bytes, bytes]:
         """Return members' manifests by digest from earlier parity here; they change only with the plan."""
-        segment = self._store.get(key)
         known: dict[bytes, bytes] = {}
+        segment = self._store.get(key)
         if segment is None:
             return known
         for slot, _ in segment.view.sealed_slots():
             try:
-                made = decode_parity_manifest(segment.view.manifest(slot), str(segment.path))
+                earlier = decode_parity_manifest(segment.view.manifest(slot), str(segment.path))
             except (DigestMismatch, MalformedMessage):  # reported by the scrubber or reader of that slot
                 continue
-            known |= {member.info.digests[:DIGEST_BYTES]: member.info.manifest for member in made.members}
+            known |= {member.info.digests[:DIGEST_BYTES]: member.info.manifest for member in earlier.members}
         return known
 
     def _write_parity(self, request: Protect, key: SegmentKey, manifest: ParityManifest) -> None:
-        said = manifest.encode()
-        if len(said) > MAX_MANIFEST_BYTES:
+        encoded = manifest.encode()
+        if len(encoded) > MAX_MANIFEST_BYTES:
             raise ConfigurationError(
-                f"the manifests and digests of the {len(manifest.members)} members of group {request.group.group} take "
-                f"{len(said)} bytes, and parity's own manifest {MAX_MANIFEST_BYTES} at most: make smaller groups"
+                f"the manifests and digests of the {len(manifest.members)} members of group {request.group.group} "
+                f"take {len(encoded)} bytes, more than the {MAX_MANIFEST_BYTES} bytes of a manifest: use smaller groups"
             )
-        segment = self._store.open(key, slot_bytes_for(len(said), manifest.payload_bytes), PARITY_SLOTS)
+        segment = self._store.open(key, slot_bytes_for(len(encoded), manifest.payload_bytes), PARITY_SLOTS)
         self._job_table.require_configured(request.job, self._store.delete_job)
-        if _holds(segment, request, said):
+        view = segment.view
+        if any(header.version == request.version and view.manifest(s) == encoded for s, header in segment.sealed()):
             return
-        slot = slot_to_fill(segment.view.headers(), set(request.keep))
-        payload = segment.view.begin(slot, request.group.group, request.version, said, manifest.payload_bytes)
+        slot = slot_to_fill(view.headers(), set(request.keep))
+        payload = view.begin(slot, request.group.group, request.version, encoded, manifest.payload_bytes)
         try:
-            digests = [xxhash.xxh3_128_digest(said), *self._encode_chunks(request, manifest, payload)]
+            digests = [xxhash.xxh3_128_digest(encoded), *self._encode_chunks(request, manifest, payload)]
             self._job_table.require_current(request.job, request.generation)
-            segment.view.seal(slot, digests)
+            view.seal(slot, digests)
         except BaseException:
-            segment.view.discard(slot)
+            view.discard(slot)
             raise
         self._counters.add("parity_slots")
         self._counters.add("parity_bytes", manifest.payload_bytes)
@@ -155,32 +154,22 @@ class ParityEncoder:
         """Write the parity chunk by chunk and return the digest of each."""
         from everstep_agent.vault.parity import galois  # numpy takes 30 ms and 15 MB of a vault that never needs it
 
-        buffers = [memoryview(bytearray(min(CHUNK_BYTES, m.info.payload_bytes))) for m in manifest.members]
+        members = manifest.members
+        locations = [member.location(request.job, request.version) for member in members]
+        buffers = _chunk_buffers(members)
         digests = []
         for index in range(chunk_count(manifest.payload_bytes)):
-            chunks = self._read_members(request, manifest, index, buffers)
+            chunks = [buffer[: m.info.chunk_bytes(index)] for m, buffer in zip(members, buffers, strict=True)]
+            reads = [
+                partial(self._shard_reader.read_chunk, location, member.info, index, chunk)
+                for location, member, chunk in zip(locations, members, chunks, strict=True)
+                if chunk
+            ]
+            require_all(run_parallel(self._streams, reads))
             into = payload[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]
             galois.encode(chunks, **{manifest.letter.lower(): into})
             digests.append(xxhash.xxh3_128_digest(into))
         return digests
-
-    def _read_members(
-        self, request: Protect, manifest: ParityManifest, index: int, buffers: list[memoryview]
-    ) -> list[memoryview]:
-        chunks = [buffer[: m.info.chunk_bytes(index)] for m, buffer in zip(manifest.members, buffers, strict=True)]
-        works = [
-            partial(
-                self._shard_reader.read_chunk,
-                ShardLocation(request.job, m.node, m.rank, request.version),
-                m.info,
-                index,
-                chunk,
-            )
-            for m, chunk in zip(manifest.members, chunks, strict=True)
-            if chunk
-        ]
-        require_all(run_parallel(self._streams, works))
-        return chunks
 
     def forget_job(self, job: str) -> None:
         """Drop the job's locks; running work finds no segment to be kept in."""
@@ -189,21 +178,8 @@ class ParityEncoder:
                 del self._group_locks[key]
 
 
-def _check_members(request: Protect) -> None:
-    group = request.group
-    nodes = [node for _, node in group.members]
-    if len({*nodes, *group.parity}) != len(nodes) + 2:
-        raise ConfigurationError(
-            f"group {group.group} has a node twice ({', '.join([*nodes, *group.parity])}): "
-            "members and parity must be on different nodes, or one loss costs two shards"
-        )
-
-
-def _holds(segment: SegmentFile, request: Protect, manifest: bytes) -> bool:
-    return any(
-        header.version == request.version and segment.view.manifest(slot) == manifest
-        for slot, header in segment.sealed()
-    )
+def _chunk_buffers(members: Sequence[ParityMember]) -> list[memoryview]:
+    return [memoryview(bytearray(min(CHUNK_BYTES, member.info.payload_bytes))) for member in members]
 
 
 # Recovery: chunks of a lost member, or of P or Q, made again from the rest of the group.
@@ -247,25 +223,20 @@ class ShardRecovery:
         streams: Executor,
     ) -> None:
         job, version = target.location.job, target.location.version
+        self.info = target.info
+        """The wanted shard's sealed description."""
         self._target = target
         self._members = members
-        self._locations = [ShardLocation(job, m.node, m.rank, version) for m in members]
+        self._locations = [member.location(job, version) for member in members]
         self._lost = {target.member_or_letter} if isinstance(target.member_or_letter, int) else set()
         self._parities = parities
         self._lost_reasons = lost_reasons
         self._shard_reader = shard_reader
         self._streams = streams
-        self._buffers = [memoryview(bytearray(min(CHUNK_BYTES, m.info.payload_bytes))) for m in members]
+        self._buffers = _chunk_buffers(members)
         size = min(CHUNK_BYTES, parity_bytes(max(m.info.payload_bytes for m in members)))
-        self._parity_buffers: dict[ParityLetter, memoryview] = {
-            letter: memoryview(bytearray(size)) for letter in PARITY_LETTERS
-        }
+        self._parity_buffers = {letter: memoryview(bytearray(size)) for letter in PARITY_LETTERS}
         self._failed_letters: set[ParityLetter] = set()
-
-    @property
-    def info(self) -> ShardInfo:
-        """The wanted shard's sealed description."""
-        return self._target.info
 
     def recover_chunk(self, index: int) -> memoryview:
         """Return chunk ``index`` of the wanted shard, hashed. The next call overwrites it.
@@ -283,7 +254,9 @@ class ShardRecovery:
             found = self._decode_chunk(index, letters)
             if xxhash.xxh3_128_digest(found) == self.info.digest(index):
                 return found
-            error = DigestMismatch(f"chunk {index} of {self._target.location}, made from it, is not its own")
+            error = DigestMismatch(
+                f"chunk {index} of {self._target.location}, recovered from parity, has a wrong digest"
+            )
             if len(letters) != 1:
                 raise error
             # the chunk is wrong with this parity shard; the other one may be right
@@ -322,9 +295,8 @@ class ShardRecovery:
             others = sum(number != self._target.member_or_letter for number in lost)
             without = 2 - len(letters) - (self._target.member_or_letter in PARITY_LETTERS)
             raise NotRestorable(
-                f"{self._target.location} cannot be made again: {others} other members and {without} of P and "
-                "Q are lost "
-                f"too: {describe_lost(self._lost_reasons)}"
+                f"{self._target.location} cannot be recovered: {others} other members and {without} of P and Q are "
+                f"lost too: {describe_lost(self._lost_reasons)}"
             )
         return letters[: len(lost)]
 
@@ -332,180 +304,151 @@ class ShardRecovery:
         self, index: int, letters: Sequence[ParityLetter]
     ) -> list[tuple[int | ParityLetter, EverstepError]]:
         """Read the chunk of the survivors and of the parity; return failed shards with their errors."""
-        whole = [number for number in range(len(self._members)) if number not in self._lost]
-        present = [number for number in whole if self._members[number].info.chunk_bytes(index)]
-        works = [
-            partial(
-                self._shard_reader.read_chunk,
-                self._locations[number],
-                self._members[number].info,
-                index,
-                self._buffers[number][: self._members[number].info.chunk_bytes(index)],
-            )
-            for number in present
-        ] + [
-            partial(
-                self._shard_reader.read_chunk,
-                self._parities[letter].location,
-                self._parities[letter].info,
-                index,
-                self._parity_chunk(letter, index),
-            )
-            for letter in letters
+        present = [n for n, m in enumerate(self._members) if n not in self._lost and m.info.chunk_bytes(index)]
+        read = self._shard_reader.read_chunk
+        reads = [
+            partial(read, self._locations[n], info, index, self._buffers[n][: info.chunk_bytes(index)])
+            for n in present
+            for info in (self._members[n].info,)
         ]
-        outcomes = run_parallel(self._streams, works)
-        return [
-            (who, outcome)
-            for who, outcome in zip([*present, *letters], outcomes, strict=True)
-            if isinstance(outcome, EverstepError)
-        ]
+        for letter in letters:
+            parity = self._parities[letter]
+            reads.append(partial(read, parity.location, parity.info, index, self._parity_chunk(letter, index)))
+        outcomes = zip([*present, *letters], run_parallel(self._streams, reads), strict=True)
+        return [(shard, error) for shard, error in outcomes if isinstance(error, EverstepError)]
 
     def _mark_lost(self, failed: Sequence[tuple[int | ParityLetter, EverstepError]]) -> None:
-        for who, error in failed:
-            if isinstance(who, int):
-                self._lost.add(who)
-                self._lost_reasons[str(self._locations[who])] = str(error)
+        for shard, error in failed:
+            if isinstance(shard, int):
+                self._lost.add(shard)
+                location = self._locations[shard]
             else:
-                self._failed_letters.add(who)
-                self._lost_reasons[str(self._parities[who].location)] = str(error)
+                self._failed_letters.add(shard)
+                location = self._parities[shard].location
+            self._lost_reasons[str(location)] = str(error)
 
 
 def describe_lost(lost_reasons: dict[str, str]) -> str:
-    return "; ".join(f"{place} is not to be had ({why})" for place, why in lost_reasons.items())
+    return "; ".join(f"{location} is unavailable ({reason})" for location, reason in lost_reasons.items())
 
 
-class ScratchPiece(msgspec.Struct, frozen=True):
-    """``length`` bytes at ``start`` of a chunk, to be written at ``scratch_offset`` of the scratch area."""
-
-    start: int
-    length: int
-    scratch_offset: int
-
-
+@dataclass(eq=False)
 class ParityDecoder:
     """Recover shards. Runs in worker threads; ``streams`` reads the survivors side by side."""
 
-    def __init__(
-        self, store: SegmentStore, shard_reader: ShardReader, counters: VaultCounters, streams: Executor
-    ) -> None:
-        self._store = store
-        self._shard_reader = shard_reader
-        self._counters = counters
-        self._streams = streams
+    _store: SegmentStore
+    _shard_reader: ShardReader
+    _counters: VaultCounters
+    _streams: Executor
 
     def fetch(self, request: Fetch) -> int:
-        """Write ranges of ``request.rank``'s payload, or without ranges its manifest, into ``request.target_path``.
+        """Write a shard's manifest, or ranges of a payload recovered by parity, into ``request.target_path``.
 
         Returns:
             The number of bytes written.
 
         Raises:
+            NotFound, Unavailable: The node does not hold the version, or does not answer.
             NotRestorable: More shards are lost than the group can recover; the message lists them with reasons.
             DigestMismatch: The recovered bytes are not the sealed ones.
-            MalformedMessage: A range lies outside the payload.
+            MalformedMessage: A range lies outside the payload, or is asked for without a parity group.
             PermissionDenied, OutOfSlotMemory: See ``ScratchFile``.
         """
-        assert request.parity_group is not None
+        if request.parity_group is None:
+            if request.ranges:
+                raise MalformedMessage(
+                    f"a vault fetches ranges only by parity: read rank {request.rank}'s version {request.version} "
+                    f"over a connection to {request.node}"
+                )
+            location = ShardLocation(request.job, request.node, request.rank, request.version)
+            manifest = self._shard_reader.read_info(location).manifest
+            return self._write(request, len(manifest), [(0, memoryview(manifest))], "fetched_bytes")
         recovery = self.recover_member(request.job, request.rank, request.version, request.parity_group)
-        sealed = recovery.info
-        length = sum(n for _, n in request.ranges) if request.ranges else len(sealed.manifest)
-        wanted = pieces_by_chunk(request.ranges, sealed.payload_bytes)
-        scratch = ScratchFile(
-            self._store.directory, request.target_path, request.target_offset, length, self._store.budget
+        if not request.ranges:
+            manifest = recovery.info.manifest
+            return self._write(request, len(manifest), [(0, memoryview(manifest))], "parity_recovered_bytes")
+        length = sum(count for _, count in request.ranges)
+        wanted = _pieces_by_chunk(request.ranges, recovery.info.payload_bytes)
+        pieces = (
+            (at, chunk[start : start + count])
+            for index in sorted(wanted)
+            for chunk in (recovery.recover_chunk(index),)
+            for at, start, count in wanted[index]
         )
-        try:
-            if not request.ranges:
-                scratch.write([memoryview(sealed.manifest)], 0)
-            for index, pieces in sorted(wanted.items()):
-                chunk = recovery.recover_chunk(index)
-                for piece in pieces:
-                    scratch.write([chunk[piece.start : piece.start + piece.length]], piece.scratch_offset)
-        finally:
-            scratch.close()
-        self._counters.add("parity_recovered_bytes", length)
+        return self._write(request, length, pieces, "parity_recovered_bytes")
+
+    def _write(self, request: Fetch, length: int, pieces: Iterable[tuple[int, memoryview]], counter: str) -> int:
+        store = self._store
+        write_scratch(store.directory, request.target_path, request.target_offset, length, store.budget, pieces)
+        self._counters.add(counter, length)
         return length
 
     def recover_member(self, job: str, rank: int, version: Version, group: ParityGroup) -> ShardRecovery:
         """Return the recovery of a member's shard. Raises NotRestorable, DigestMismatch, MalformedMessage."""
-        parities, gone = self._find_parities(
-            job, version, group.group, dict(zip(PARITY_LETTERS, group.parity, strict=True))
-        )
-        what = f"rank {rank}'s version {version}"
+        nodes = dict(zip(PARITY_LETTERS, group.parity, strict=True))
+        parities, missing = self._find_parities(job, version, group.group, nodes)
+        description = f"rank {rank}'s version {version}"
         if not parities:
-            raise NotRestorable(f"{what} cannot be made again: {describe_lost(gone)}")
-        manifest = _require_same_members([parity.manifest for parity in parities.values()], what)
+            raise NotRestorable(f"{description} cannot be recovered: {describe_lost(missing)}")
+        manifest = _require_same_members([parity.manifest for parity in parities.values()], description)
         for number, member in enumerate(manifest.members):
             if member.rank == rank:
-                wanted = RecoveryTarget(number, ShardLocation(job, member.node, rank, version), member.info)
-                return ShardRecovery(wanted, manifest.members, parities, gone, self._shard_reader, self._streams)
-        raise MalformedMessage(f"rank {rank} is not in group {group.group}, of which there is parity of {version}")
+                wanted = RecoveryTarget(number, member.location(job, version), member.info)
+                return ShardRecovery(wanted, manifest.members, parities, missing, self._shard_reader, self._streams)
+        raise MalformedMessage(f"rank {rank} is not in group {group.group} of the parity of {version}")
 
     def recover_parity(
         self, location: ShardLocation, manifest: ParityManifest, info: ShardInfo, group: ParityGroup | None
     ) -> ShardRecovery:
         """Return the recovery of P or Q at ``location``, sealed as ``info``, from its members.
 
-        Args:
-            group: Names the node of the other parity shard, which is needed for lost members.
-
-        Raises:
-            DigestMismatch: The other parity shard covers other shards.
-            MalformedMessage: The other parity shard's manifest is unreadable.
+        ``group`` names the node of the other parity shard, which is needed for lost members. Raises DigestMismatch if
+        that covers other shards, MalformedMessage if its manifest is unreadable.
         """
-        parities, gone = self._other_parity(location, manifest.letter, group)
+        parities, missing = self._other_parity(location, manifest.letter, group)
         _require_same_members([manifest, *(parity.manifest for parity in parities.values())], str(location))
         wanted = RecoveryTarget(manifest.letter, location, info)
-        return ShardRecovery(wanted, manifest.members, parities, gone, self._shard_reader, self._streams)
+        return ShardRecovery(wanted, manifest.members, parities, missing, self._shard_reader, self._streams)
 
     def rebuild_parity_manifest(self, location: ShardLocation, group: ParityGroup) -> bytes:
-        """Return the manifest of the parity shard kept on ``location.node``, rebuilt from the other one's.
+        """Return the manifest of the parity shard on ``location.node``, rebuilt from the other parity shard's.
 
-        Raises:
-            NotRestorable: The other parity shard is not available.
-            MalformedMessage: Its manifest is unreadable.
+        Raises NotRestorable if the other one is not available, MalformedMessage if its manifest is unreadable.
         """
         mine = PARITY_LETTERS[group.parity.index(location.node)]
-        parities, gone = self._other_parity(location, mine, group)
+        parities, missing = self._other_parity(location, mine, group)
         for parity in parities.values():
             return msgspec.structs.replace(parity.manifest, letter=mine).encode()
-        raise NotRestorable(f"the manifest of {location} cannot be made again: {describe_lost(gone)}")
+        raise NotRestorable(f"the manifest of {location} cannot be rebuilt: {describe_lost(missing)}")
 
     def _other_parity(
         self, location: ShardLocation, mine: ParityLetter, group: ParityGroup | None
     ) -> tuple[dict[ParityLetter, ParitySource], dict[str, str]]:
         if group is None:
-            return {}, {f"the other parity of group {location.rank_or_group}": "nobody has said where it is"}
-        parity_nodes = {
-            letter: node for letter, node in zip(PARITY_LETTERS, group.parity, strict=True) if letter != mine
-        }
-        return self._find_parities(location.job, location.version, location.rank_or_group, parity_nodes)
+            return {}, {f"the other parity of group {location.rank_or_group}": "its node is unknown"}
+        nodes = {letter: node for letter, node in zip(PARITY_LETTERS, group.parity, strict=True) if letter != mine}
+        return self._find_parities(location.job, location.version, location.rank_or_group, nodes)
 
     def _find_parities(
         self, job: str, version: Version, group: int, nodes: Mapping[ParityLetter, str]
     ) -> tuple[dict[ParityLetter, ParitySource], dict[str, str]]:
-        """Return the available parity shards, and the reasons for missing ones.
-
-        Raises MalformedMessage for a wrong one.
-        """
-        places = {letter: ShardLocation(job, node, group, version, is_parity=True) for letter, node in nodes.items()}
-        found = run_parallel(self._streams, [partial(self._shard_reader.read_info, place) for place in places.values()])
-        parities, gone = {}, {}
-        for (letter, place), info in zip(places.items(), found, strict=True):
+        """Return the available parity shards, and reasons for missing ones. Raises MalformedMessage for a wrong one."""
+        locations = {letter: ShardLocation(job, node, group, version, is_parity=True) for letter, node in nodes.items()}
+        reads = [partial(self._shard_reader.read_info, location) for location in locations.values()]
+        parities, missing = {}, {}
+        for (letter, location), info in zip(locations.items(), run_parallel(self._streams, reads), strict=True):
             if isinstance(info, EverstepError):
-                gone[str(place)] = str(info)
-            else:
-                parities[letter] = ParitySource(place, info, decode_parity_manifest(info.manifest, str(place)))
-                _check_parity(letter, parities[letter])
-        return parities, gone
-
-
-def _check_parity(letter: ParityLetter, parity: ParitySource) -> None:
-    manifest, place = parity.manifest, parity.location
-    said = (manifest.letter, manifest.group, manifest.version, parity.info.payload_bytes)
-    if said != (letter, place.rank_or_group, place.version, manifest.payload_bytes):
-        raise MalformedMessage(
-            f"{place}: it says to be {manifest.letter} of group {manifest.group} at {manifest.version}"
-        )
+                missing[str(location)] = str(info)
+                continue
+            manifest = decode_parity_manifest(info.manifest, str(location))
+            found = (manifest.letter, manifest.group, manifest.version, info.payload_bytes)
+            if found != (letter, group, version, manifest.payload_bytes):
+                raise MalformedMessage(
+                    f"{location}: the manifest is that of {manifest.letter} of group {manifest.group} "
+                    f"at {manifest.version}"
+                )
+            parities[letter] = ParitySource(location, info, manifest)
+        return parities, missing
 
 
 def _require_same_members(manifests: Sequence[ParityManifest], description: str) -> ParityManifest:
@@ -515,25 +458,20 @@ def _require_same_members(manifests: Sequence[ParityManifest], description: str)
     return manifests[0]
 
 
-def pieces_by_chunk(ranges: Sequence[ByteRange], length: int) -> dict[int, list[ScratchPiece]]:
-    """Split the ranges by chunk and place each piece in the scratch area.
+def _pieces_by_chunk(ranges: Sequence[ByteRange], length: int) -> dict[int, list[tuple[int, int, int]]]:
+    """Split joined ranges by chunk, into (offset in the joined bytes, offset in the chunk, length).
 
     Raises MalformedMessage for a range outside.
     """
-    found: dict[int, list[ScratchPiece]] = {}
+    found: defaultdict[int, list[tuple[int, int, int]]] = defaultdict(list)
     at = 0
     for offset, count in ranges:
         if offset < 0 or count < 0 or offset + count > length:
             raise MalformedMessage(f"bytes {offset} to {offset + count} are outside a payload of {length} bytes")
-        for index, start, part in _split_range(offset, count):
-            found.setdefault(index, []).append(ScratchPiece(start, part, at))
-            at += part
+        end = offset + count
+        while offset < end:
+            index, start = divmod(offset, CHUNK_BYTES)
+            part = min(end - offset, CHUNK_BYTES - start)
+            found[index].append((at, start, part))
+            at, offset = at + part, offset + part
     return found
-
-
-def _split_range(offset: int, count: int) -> Iterator[tuple[int, int, int]]:
-    while count:
-        index, start = divmod(offset, CHUNK_BYTES)
-        part = min(count, CHUNK_BYTES - start)
-        yield index, start, part
-        offset, count = offset + part, count - part

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 import xxhash
 
-from everstep.errors import DECODE_ERRORS, DigestMismatch, EverstepError, MalformedMessage, NotFound
+from everstep.errors import DECODE_ERRORS, DigestMismatch, EverstepError, MalformedMessage
 from everstep.ids import NodeId, Rank, Version
 from everstep.layout.slots import CHUNK_BYTES, chunk_count
 from everstep.native import DIGEST_BYTES
@@ -75,6 +75,9 @@ class ParityMember(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     rank: Rank
     node: NodeId
     info: ShardInfo
+
+    def location(self, job: str, version: Version) -> ShardLocation:
+        return ShardLocation(job, self.node, self.rank, version)
 
 
 class ParityManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -263,8 +266,3 @@ def require_all(outcomes: Iterable[T | EverstepError]) -> list[T]:
             raise one
         results.append(one)
     return results
-
-
-def not_a_parity_node(node: str, group: int) -> NotFound:
-    """Return the error of a vault asked for a parity shard that another node keeps."""
-    return NotFound(f"{node} is no home of the parity of group {group}")

@@ -103,7 +103,7 @@ def test_third_loss_is_refused_with_names_and_reasons(group: Group) -> None:
     assert isinstance(answer, local.RequestFailed)
     assert answer.code == "not_restorable"
     assert "1 other members and 1 of P and Q are lost too" in answer.message
-    assert "n2 is not to be had (n2 is not among the holders" in answer.message
+    assert "n2 is unavailable (n2 is not among the holders" in answer.message
 
 
 def test_missing_parity_recovers_no_shard(group: Group) -> None:
@@ -262,12 +262,12 @@ def test_next_parity_reuses_the_slot_outside_kept_versions(group: Group) -> None
 def test_parity_refuses_foreign_node_and_duplicate_member(group: Group) -> None:
     answer = group.protect("n1")
     assert isinstance(answer, local.RequestFailed)
-    assert (answer.code, answer.message) == ("not_found", "n1 is no home of the parity of group 7")
+    assert (answer.code, answer.message) == ("not_found", "n1 does not store the parity of group 7")
     doubled = msgspec.structs.replace(GROUP, parity=("p", "n1"))
     answer = group.protect("p", group=doubled)
     assert isinstance(answer, local.RequestFailed)
     assert answer.code == "configuration"
-    assert "has a node twice (n1, n2, n3, n4, p, n1)" in answer.message
+    assert "names a node twice (n1, n2, n3, n4, p, n1)" in answer.message
 
 
 def test_stale_generation_and_missing_version_are_refused(group: Group) -> None:
