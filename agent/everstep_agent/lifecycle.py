@@ -8,7 +8,9 @@ import fcntl
 import logging
 import os
 import shutil
+import socket
 import stat
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -115,6 +117,30 @@ def delete_segments(directory: Path) -> None:
     if directory.parent.name.startswith("everstep-"):
         with contextlib.suppress(OSError):  # another node's vault still uses it
             directory.parent.rmdir()
+
+
+def start_child(module: str, *descriptors: int, **environment: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Run ``module`` with a socket to this process, the other ``descriptors`` and our pid as arguments.
+
+    Returns the process and our non-blocking end. Start it from the main thread: the child ends with that thread.
+    """
+    ours, theirs = socket.socketpair()
+    try:
+        passed = (theirs.fileno(), *descriptors)
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", module, *map(str, passed), str(os.getpid())],
+            pass_fds=passed,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            env={**os.environ, **environment},
+        )
+    except BaseException:
+        ours.close()
+        raise
+    finally:
+        theirs.close()
+    ours.setblocking(False)
+    return process, ours
 
 
 # Log lines: text for people, or one JSON object per line for machines.

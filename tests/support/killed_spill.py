@@ -32,9 +32,9 @@ class _Doom:
 
 
 def _doomed(order: SpillOrder, doom: _Doom) -> None:
-    append, put = target._DirectoryFile.append, target.DirectoryTarget.put
+    append, put = target.DirectoryFile.append, target.DirectoryTarget.put
 
-    def dying_append(file: target._DirectoryFile, data: bytes | memoryview) -> None:
+    def dying_append(file: target.DirectoryFile, data: bytes | memoryview) -> None:
         if doom.strikes():
             append(file, memoryview(data)[: len(data) // 2])
             os.kill(os.getpid(), signal.SIGKILL)
@@ -48,7 +48,7 @@ def _doomed(order: SpillOrder, doom: _Doom) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         put(place, name, data)
 
-    target._DirectoryFile.append = dying_append  # type: ignore[method-assign]
+    target.DirectoryFile.append = dying_append  # type: ignore[method-assign]
     target.DirectoryTarget.put = dying_put  # type: ignore[method-assign]
     execute(order)
 

@@ -1,4 +1,4 @@
-"""NVML with classified errors: the only importer of pynvml."""
+"""NVML through pynvml, with classified errors."""
 
 from __future__ import annotations
 
@@ -21,47 +21,10 @@ UNSUPPORTED_ERRORS = frozenset(
 )
 """Errors that will not change while the driver stays loaded: the value is not read again."""
 
-FIELD_MEMORY_TEMPERATURE = pynvml.NVML_FI_DEV_MEMORY_TEMP
-FIELD_ENERGY_MJ = pynvml.NVML_FI_DEV_TOTAL_ENERGY_CONSUMPTION
-FIELD_REMAPPED_CORRECTED = pynvml.NVML_FI_DEV_REMAPPED_COR
-FIELD_REMAPPED_UNCORRECTED = pynvml.NVML_FI_DEV_REMAPPED_UNC
-FIELD_REMAP_PENDING = pynvml.NVML_FI_DEV_REMAPPED_PENDING
-FIELD_REMAP_FAILURE = pynvml.NVML_FI_DEV_REMAPPED_FAILURE
-FIELD_NVLINK_REPLAYS = pynvml.NVML_FI_DEV_NVLINK_ERROR_DL_REPLAY
-FIELD_NVLINK_RECOVERIES = pynvml.NVML_FI_DEV_NVLINK_ERROR_DL_RECOVERY
-FIELD_NVLINK_CRC = pynvml.NVML_FI_DEV_NVLINK_ERROR_DL_CRC
-FIELD_PCIE_FATAL = pynvml.NVML_FI_DEV_PCIE_COUNT_FATAL_ERROR
-FIELD_NVLINK_RECOVERY_FAILED = pynvml.NVML_FI_DEV_NVLINK_COUNT_LINK_RECOVERY_FAILED_EVENTS
-FIELD_RECOVERY_ACTION = pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION
-
 _VALUE_BY_TYPE = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
 
-MEMORY = pynvml.nvmlDeviceGetMemoryInfo
-UTILIZATION = pynvml.nvmlDeviceGetUtilizationRates
-TEMPERATURE = pynvml.nvmlDeviceGetTemperature
-TEMPERATURE_MARGIN = pynvml.nvmlDeviceGetMarginTemperature
-POWER_MW = pynvml.nvmlDeviceGetPowerUsage
-POWER_LIMIT_MW = pynvml.nvmlDeviceGetEnforcedPowerLimit
-CLOCK = pynvml.nvmlDeviceGetClockInfo
-THROTTLE_REASONS = pynvml.nvmlDeviceGetCurrentClocksEventReasons
-ECC = pynvml.nvmlDeviceGetTotalEccErrors
-PCIE_REPLAYS = pynvml.nvmlDeviceGetPcieReplayCounter
-PCIE_GENERATION = pynvml.nvmlDeviceGetCurrPcieLinkGeneration
-PCIE_GENERATION_MAX = pynvml.nvmlDeviceGetMaxPcieLinkGeneration
-PCIE_WIDTH = pynvml.nvmlDeviceGetCurrPcieLinkWidth
-PCIE_WIDTH_MAX = pynvml.nvmlDeviceGetMaxPcieLinkWidth
-PROCESSES = pynvml.nvmlDeviceGetComputeRunningProcesses_v3
-"""Functions for ``GpuDevice.read``."""
-
-SENSOR_GPU = pynvml.NVML_TEMPERATURE_GPU
-CLOCK_SM, CLOCK_MEMORY = pynvml.NVML_CLOCK_SM, pynvml.NVML_CLOCK_MEM
-ECC_CORRECTED, ECC_UNCORRECTED = pynvml.NVML_MEMORY_ERROR_TYPE_CORRECTED, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
-ECC_SINCE_DRIVER_LOAD, ECC_LIFETIME = pynvml.NVML_VOLATILE_ECC, pynvml.NVML_AGGREGATE_ECC
-"""Arguments of these functions."""
-
-EVENT_XID = pynvml.nvmlEventTypeXidCriticalError
 _EVENTS = (
-    EVENT_XID
+    pynvml.nvmlEventTypeXidCriticalError
     | pynvml.nvmlEventTypeDramRetirementEvent
     | pynvml.nvmlEventTypeDramRetirementFailure
     | pynvml.nvmlEventTypeGpuUnavailableError
@@ -78,7 +41,8 @@ class NvmlError(Exception):
     """
 
     def __init__(self, operation: str, code: int) -> None:
-        super().__init__(f"{operation}: {_text(code)} (NVML error {code})")
+        text = pynvml.NVMLError._errcode_to_string.get(code) or "unknown error"
+        super().__init__(f"{operation}: {text} (NVML error {code})")
         self.code = code
 
     @property
@@ -88,11 +52,6 @@ class NvmlError(Exception):
     @property
     def is_reset_required(self) -> bool:
         return bool(self.code == pynvml.NVML_ERROR_RESET_REQUIRED)
-
-
-def _text(code: int) -> str:
-    text = pynvml.NVMLError._errcode_to_string.get(code)
-    return str(text) if text else "unknown error"
 
 
 def kernel_bus_id(nvml: str) -> str:
@@ -218,17 +177,14 @@ class Nvml:
             self.devices: list[GpuDevice] = []
             self.failed_devices: list[tuple[int, NvmlError]] = []
             for index in range(_call("count", pynvml.nvmlDeviceGetCount)):
-                self._add(index, nvlinks_seen_up)
+                try:
+                    self.devices.append(GpuDevice(index, nvlinks_seen_up))
+                except NvmlError as error:
+                    self.failed_devices.append((index, error))
             self._events = self._register()
         except NvmlError:
             self.close()
             raise
-
-    def _add(self, index: int, links_seen: dict[str, set[int]]) -> None:
-        try:
-            self.devices.append(GpuDevice(index, links_seen))
-        except NvmlError as fault:
-            self.failed_devices.append((index, fault))
 
     def _register(self) -> Any:
         """Return an event set of all devices that offer events, or None."""
@@ -236,10 +192,8 @@ class Nvml:
             events = pynvml.nvmlEventSetCreate()
         except pynvml.NVMLError:
             return None
-        registered = 0
-        for device in self.devices:
-            registered += device.register_events(events)
-        return events if registered else None
+        registered = [device.register_events(events) for device in self.devices]
+        return events if any(registered) else None
 
     @property
     def has_events(self) -> bool:

@@ -48,19 +48,7 @@ class ProcessCounts(NamedTuple):
 _IB_ERRORS = ("symbol_error", "port_rcv_errors", "local_link_integrity_errors", "excessive_buffer_overrun_errors")
 _ETHERNET_ERRORS = ("rx_errors", "tx_errors")
 _ARPHRD_ETHER = "1"
-_PCIE_GENERATIONS = {
-    "2.5": 1,
-    "5": 2,
-    "5.0": 2,
-    "8": 3,
-    "8.0": 3,
-    "16": 4,
-    "16.0": 4,
-    "32": 5,
-    "32.0": 5,
-    "64": 6,
-    "64.0": 6,
-}
+_PCIE_GENERATIONS = {2.5: 1, 5.0: 2, 8.0: 3, 16.0: 4, 32.0: 5, 64.0: 6}
 """PCIe generation by gigatransfers a second, as in ``max_link_speed`` (Linux, drivers/pci/probe.c)."""
 MAX_PCIE_LANES = 32
 """Maximum number of lanes of a PCIe link. The kernel shows 255 for an unknown width."""
@@ -78,6 +66,14 @@ def _read_int(path: Path) -> int | None:
     return int(text) if text is not None and text.lstrip("-").isdigit() else None
 
 
+def _leading_number(path: Path) -> float | None:
+    """Return the number before the unit, as in ``400 Gb/sec (4X NDR)``."""
+    try:
+        return float((_read_text(path) or "").partition(" ")[0])
+    except ValueError:
+        return None
+
+
 def _sum_counters(folder: Path, names: tuple[str, ...]) -> int | None:
     values = [value for name in names if (value := _read_int(folder / name)) is not None]
     return sum(values) if values else None
@@ -90,9 +86,9 @@ def _entries(folder: Path) -> list[Path]:
         return []
 
 
-def _identity(device: Path, **words: Path) -> dict[str, str]:
-    """Return the contents of the files ``words`` and the device's bus address, as far as they exist."""
-    found = {name: text for name, path in words.items() if (text := _read_text(path))}
+def _identity(device: Path, **files: Path) -> dict[str, str]:
+    """Return the contents of ``files`` and the device's bus address, as far as they exist."""
+    found = {name: text for name, path in files.items() if (text := _read_text(path))}
     return found | ({"pci_bus_id": device.resolve().name} if device.is_symlink() else {})
 
 
@@ -112,20 +108,19 @@ def infiniband_ports(root: Path) -> list[PortReading]:
     """Return InfiniBand and RoCE ports, such as ``mlx5_0/1``."""
     ports = []
     for device in _entries(root / "class/infiniband"):
-        of_device = {"board": device / "board_id", "firmware": device / "fw_ver", "address": device / "node_guid"}
-        identity = _identity(device / "device", **of_device)
+        files = {"board": device / "board_id", "firmware": device / "fw_ver", "address": device / "node_guid"}
+        identity = _identity(device / "device", **files)
         for port in _entries(device / "ports"):
             state = _read_text(port / "state")
             if state is None:
                 continue
-            rate = (_read_text(port / "rate") or "").split(" ")[0]
             ports.append(
                 PortReading(
                     sysfs_folder=port,
                     name=f"{device.name}/{port.name}",
                     kind="infiniband",
                     up="ACTIVE" in state,
-                    rate_gbps=float(rate) if rate.replace(".", "", 1).isdigit() else None,
+                    rate_gbps=_leading_number(port / "rate"),
                     errors=_sum_counters(port / "counters", _IB_ERRORS),
                     link_downs=_read_int(port / "counters/link_downed"),
                     identity=identity,
@@ -181,7 +176,7 @@ def pcie_limit(root: Path, bus_id: str) -> PcieLimit:
     """Return the common limit of the device at ``bus_id`` (``0000:1b:00``) and the port above it."""
     device = root / f"bus/pci/devices/{bus_id}.0"
     ends = (device, device.resolve().parent) if device.exists() else ()
-    speeds = [_PCIE_GENERATIONS.get((_read_text(end / "max_link_speed") or "").partition(" ")[0]) for end in ends]
+    speeds = [_PCIE_GENERATIONS.get(_leading_number(end / "max_link_speed") or 0.0) for end in ends]
     widths = [_read_int(end / "max_link_width") for end in ends]
     return PcieLimit(
         min((speed for speed in speeds if speed is not None), default=None),

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import socket
 import subprocess
-import sys
 from collections import deque
 
 from everstep.clock import Clock
@@ -16,6 +13,7 @@ from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.framing import FrameDecoder, encode_frame
 from everstep.wire.v1.directives import RunProbe
 from everstep.wire.v1.training import ProbeFinished
+from everstep_agent.lifecycle import start_child
 from everstep_agent.probes.probe_messages import MAX_FRAME_BYTES, FromChild, ProbeRequest, ProbeStage, TorchLoaded
 
 logger = logging.getLogger(__name__)
@@ -28,22 +26,8 @@ class ProbeChild:
     """A running probe process, created inside an event loop. Torch must be loaded by ``load_deadline`` (loop time)."""
 
     def __init__(self, load_deadline: float) -> None:
-        ours, theirs = socket.socketpair()
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "everstep_agent.probes.child", str(theirs.fileno()), str(os.getpid())],
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                env={**os.environ, "TORCH_CPP_LOG_LEVEL": "FATAL"},  # the answer contains the failure
-            )
-        except BaseException:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
-        ours.setblocking(False)
-        self._channel = ours
+        # the answer contains the failure, so torch need not log it
+        self._process, self._channel = start_child("everstep_agent.probes.child", TORCH_CPP_LOG_LEVEL="FATAL")
         self._decoder: FrameDecoder[FromChild] = FrameDecoder(FromChild, MAX_FRAME_BYTES)
         self._messages: deque[FromChild] = deque()
         self.stage = "loading torch"

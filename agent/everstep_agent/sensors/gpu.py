@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pynvml
+
 from everstep_agent.drivers import nvml
 from everstep_agent.drivers.nvml import GpuDevice, Nvml, NvmlError
 from everstep_agent.drivers.sysfs import PcieLimit
@@ -56,7 +58,7 @@ class GpuSensor:
         for bus_id, identity in self.known_gpus.items():
             device = listed.get(bus_id)
             samples.append(
-                _unreadable_sample(identity, "NVML no longer lists it", lost=True)
+                _unreadable_sample(identity, "NVML no longer lists this GPU", lost=True)
                 if device is None
                 else self._read(device)
             )
@@ -74,7 +76,7 @@ class GpuSensor:
             while len(events) < MAX_EVENTS_PER_WAIT and (event := self._library.wait_event(timeout_ms)) is not None:
                 device, kind, data = event
                 timeout_ms = 0
-                if kind == nvml.EVENT_XID and device is not None:
+                if kind == pynvml.nvmlEventTypeXidCriticalError and device is not None:
                     events.append(XidEvent(pci_bus_id=device.identity.pci_bus_id, xid=data, source="nvml"))
         except NvmlError:
             return None
@@ -133,38 +135,41 @@ def _unreadable_sample(gpu: GpuIdentity, error: str, *, lost: bool, recovery_act
     )
 
 
+_ECC_CORRECTED = (pynvml.nvmlDeviceGetTotalEccErrors, pynvml.NVML_MEMORY_ERROR_TYPE_CORRECTED)
+_ECC_UNCORRECTED = (pynvml.nvmlDeviceGetTotalEccErrors, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED)
+
 _FAST_FIELDS = (
-    nvml.FIELD_MEMORY_TEMPERATURE,
-    nvml.FIELD_ENERGY_MJ,
-    nvml.FIELD_REMAP_PENDING,
-    nvml.FIELD_REMAP_FAILURE,
-    nvml.FIELD_RECOVERY_ACTION,
+    pynvml.NVML_FI_DEV_MEMORY_TEMP,
+    pynvml.NVML_FI_DEV_TOTAL_ENERGY_CONSUMPTION,
+    pynvml.NVML_FI_DEV_REMAPPED_PENDING,
+    pynvml.NVML_FI_DEV_REMAPPED_FAILURE,
+    pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION,
 )
 
 _SLOW_FIELDS = (
-    nvml.FIELD_REMAPPED_CORRECTED,
-    nvml.FIELD_REMAPPED_UNCORRECTED,
-    nvml.FIELD_NVLINK_REPLAYS,
-    nvml.FIELD_NVLINK_RECOVERIES,
-    nvml.FIELD_NVLINK_CRC,
-    nvml.FIELD_PCIE_FATAL,
-    nvml.FIELD_NVLINK_RECOVERY_FAILED,
+    pynvml.NVML_FI_DEV_REMAPPED_COR,
+    pynvml.NVML_FI_DEV_REMAPPED_UNC,
+    pynvml.NVML_FI_DEV_NVLINK_ERROR_DL_REPLAY,
+    pynvml.NVML_FI_DEV_NVLINK_ERROR_DL_RECOVERY,
+    pynvml.NVML_FI_DEV_NVLINK_ERROR_DL_CRC,
+    pynvml.NVML_FI_DEV_PCIE_COUNT_FATAL_ERROR,
+    pynvml.NVML_FI_DEV_NVLINK_COUNT_LINK_RECOVERY_FAILED_EVENTS,
 )
 
 
 def _read_fast_values(device: GpuDevice) -> dict[str, Any]:
     """Read the values that change from second to second. Raises NvmlError."""
-    memory = device.read(nvml.MEMORY)
-    utilization = device.read(nvml.UTILIZATION)
+    memory = device.read(pynvml.nvmlDeviceGetMemoryInfo)
+    utilization = device.read(pynvml.nvmlDeviceGetUtilizationRates)
     memory_temperature, energy, pending, failure, recovery = device.read_fields(_FAST_FIELDS)
     return {
-        "temperature_c": device.read(nvml.TEMPERATURE, nvml.SENSOR_GPU),
-        "temperature_margin_c": device.read(nvml.TEMPERATURE_MARGIN),
+        "temperature_c": device.read(pynvml.nvmlDeviceGetTemperature, pynvml.NVML_TEMPERATURE_GPU),
+        "temperature_margin_c": device.read(pynvml.nvmlDeviceGetMarginTemperature),
         "memory_temperature_c": memory_temperature,
-        "power_w": _scaled(device.read(nvml.POWER_MW), 1e-3),
+        "power_w": _scaled(device.read(pynvml.nvmlDeviceGetPowerUsage), 1e-3),
         "energy_j": _scaled(energy, 1e-3),
-        "sm_clock_mhz": device.read(nvml.CLOCK, nvml.CLOCK_SM),
-        "throttle_reasons": device.read(nvml.THROTTLE_REASONS),
+        "sm_clock_mhz": device.read(pynvml.nvmlDeviceGetClockInfo, pynvml.NVML_CLOCK_SM),
+        "throttle_reasons": device.read(pynvml.nvmlDeviceGetCurrentClocksEventReasons),
         "memory_used_bytes": None if memory is None else memory.used,
         "memory_total_bytes": None if memory is None else memory.total,
         "gpu_utilization": None if utilization is None else utilization.gpu / 100,
@@ -180,23 +185,23 @@ def _read_slow_values(device: GpuDevice, limit: PcieLimit) -> dict[str, Any]:
     corrected, uncorrected, replays, recoveries, crc, pcie_fatal, recovery_failed = device.read_fields(_SLOW_FIELDS)
     links, links_down = device.count_nvlinks()
     nvlink_counters = [each for each in (replays, recoveries, crc) if each is not None]
-    processes = device.read(nvml.PROCESSES)
+    processes = device.read(pynvml.nvmlDeviceGetComputeRunningProcesses_v3)
     return {
-        "power_limit_w": _scaled(device.read(nvml.POWER_LIMIT_MW), 1e-3),
-        "memory_clock_mhz": device.read(nvml.CLOCK, nvml.CLOCK_MEMORY),
-        "ecc_corrected": device.read(nvml.ECC, nvml.ECC_CORRECTED, nvml.ECC_SINCE_DRIVER_LOAD),
-        "ecc_uncorrected": device.read(nvml.ECC, nvml.ECC_UNCORRECTED, nvml.ECC_SINCE_DRIVER_LOAD),
-        "ecc_uncorrected_lifetime": device.read(nvml.ECC, nvml.ECC_UNCORRECTED, nvml.ECC_LIFETIME),
+        "power_limit_w": _scaled(device.read(pynvml.nvmlDeviceGetEnforcedPowerLimit), 1e-3),
+        "memory_clock_mhz": device.read(pynvml.nvmlDeviceGetClockInfo, pynvml.NVML_CLOCK_MEM),
+        "ecc_corrected": device.read(*_ECC_CORRECTED, pynvml.NVML_VOLATILE_ECC),
+        "ecc_uncorrected": device.read(*_ECC_UNCORRECTED, pynvml.NVML_VOLATILE_ECC),
+        "ecc_uncorrected_lifetime": device.read(*_ECC_UNCORRECTED, pynvml.NVML_AGGREGATE_ECC),
         "sram_threshold_exceeded": device.read(nvml.sram_threshold_exceeded),
         "remapped_corrected": corrected,
         "remapped_uncorrected": uncorrected,
         "retired_pages": device.read(nvml.retired_pages),
-        "pcie_replays": device.read(nvml.PCIE_REPLAYS),
+        "pcie_replays": device.read(pynvml.nvmlDeviceGetPcieReplayCounter),
         "pcie_fatal_errors": pcie_fatal,
-        "pcie_generation": device.read(nvml.PCIE_GENERATION),
-        "pcie_generation_max": _lesser_limit(device.read(nvml.PCIE_GENERATION_MAX), limit.generation),
-        "pcie_width": device.read(nvml.PCIE_WIDTH),
-        "pcie_width_max": _lesser_limit(device.read(nvml.PCIE_WIDTH_MAX), limit.width),
+        "pcie_generation": device.read(pynvml.nvmlDeviceGetCurrPcieLinkGeneration),
+        "pcie_generation_max": _lesser_limit(device.read(pynvml.nvmlDeviceGetMaxPcieLinkGeneration), limit.generation),
+        "pcie_width": device.read(pynvml.nvmlDeviceGetCurrPcieLinkWidth),
+        "pcie_width_max": _lesser_limit(device.read(pynvml.nvmlDeviceGetMaxPcieLinkWidth), limit.width),
         "nvlinks": links or None,
         "nvlinks_down": links_down if links else None,
         "nvlink_errors": sum(nvlink_counters) if nvlink_counters else None,

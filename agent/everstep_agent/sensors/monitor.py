@@ -6,21 +6,19 @@ import asyncio
 import logging
 import mmap
 import os
-import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from everstep.clock import Backoff, Clock
-from everstep.errors import DECODE_ERRORS, ConfigurationError, MalformedMessage
+from everstep.errors import DECODE_ERRORS, MalformedMessage
 from everstep.wire.framing import FrameDecoder, encode_frame
 from everstep_agent.drivers import sysfs
 from everstep_agent.drivers.kmsg import KernelLog, LogPosition
 from everstep_agent.findings.assessment import AssessorState, FindingAssessor, Instant
 from everstep_agent.findings.rules import load_policy
+from everstep_agent.lifecycle import start_child, write_atomically
 from everstep_agent.sensors.samples import SensorState
 from everstep_agent.sensors.sensor_messages import (
     ACTIVITY_BYTES,
@@ -79,22 +77,6 @@ class SensorSettings(msgspec.Struct, frozen=True, kw_only=True):
     restart_floor_s: float = 0.2
     restart_ceiling_s: float = 30.0
 
-    def validate(self) -> None:
-        """Raise ConfigurationError for contradictory settings."""
-        if self.interval_s <= 0 or self.hang_timeout_s <= 0:
-            raise ConfigurationError("interval_s and hang_timeout_s must be above zero")
-        if self.start_timeout_s < self.hang_timeout_s:
-            raise ConfigurationError(
-                f"start_timeout_s ({self.start_timeout_s}) is below hang_timeout_s ({self.hang_timeout_s}): the "
-                "first poll also initialises the driver; raise start_timeout_s"
-            )
-        if self.slow_every < 1:
-            raise ConfigurationError(f"slow_every must be at least 1, not {self.slow_every}")
-        if self.restart_ceiling_s < self.restart_floor_s:
-            raise ConfigurationError("restart_ceiling_s is below restart_floor_s")
-        if self.virtual_control and not self.virtual:
-            raise ConfigurationError("a control file drives a virtual machine: say --virtual default, or a scenario")
-
 
 # State kept on disk between two runs of the agent.
 
@@ -120,7 +102,7 @@ def load_sensor_state(path: str) -> SavedSensorState:
     except FileNotFoundError:
         return SavedSensorState()
     except (OSError, *DECODE_ERRORS) as error:
-        logger.warning("sensor state %s cannot be used, starting without: %s", path, error)
+        logger.warning("sensor state %s cannot be read, starting without it: %s", path, error)
         return SavedSensorState()
 
 
@@ -128,12 +110,8 @@ def save_sensor_state(path: str, state: SavedSensorState) -> None:
     """Replace the file atomically; a failure is logged, since sensing continues without it."""
     if not path:
         return
-    draft = Path(path).with_name(f".{Path(path).name}.{os.getpid()}")
     try:
-        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(msgspec.json.encode(state))
-        draft.rename(path)
+        write_atomically(Path(path), state)
     except OSError as error:
         logger.warning("sensor state %s cannot be written: %s", path, error)
 
@@ -151,26 +129,13 @@ class SensorChild:
     """A running sensor process. Start it from the main thread: it ends with that thread."""
 
     def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
         page = os.memfd_create("everstep-sensors", os.MFD_CLOEXEC)
         try:
             os.ftruncate(page, ACTIVITY_BYTES)
             self._activity_page = mmap.mmap(page, ACTIVITY_BYTES, prot=mmap.PROT_READ)
-            arguments = [str(theirs.fileno()), str(page), str(os.getpid())]
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "everstep_agent.sensors.sampler", *arguments],
-                pass_fds=(theirs.fileno(), page),
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, "MALLOC_ARENA_MAX": "1"},
-            )
-        except BaseException:
-            ours.close()
-            raise
+            self._process, self._channel = start_child("everstep_agent.sensors.sampler", page, MALLOC_ARENA_MAX="1")
         finally:
-            theirs.close()
             os.close(page)
-        ours.setblocking(False)
-        self._channel = ours
         self._decoder: FrameDecoder[PollResult] = FrameDecoder(PollResult, MAX_POLL_BYTES)
 
     @property
@@ -251,7 +216,6 @@ class SensorMonitor:
     """
 
     def __init__(self, settings: SensorSettings, clock: Clock, on_report: Callable[[SensorReport], None]) -> None:
-        settings.validate()
         self._settings = settings
         self._clock = clock
         self._on_report = on_report

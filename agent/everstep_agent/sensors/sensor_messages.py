@@ -104,19 +104,9 @@ class SensorReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def to_wire_gpu(identity: GpuIdentity) -> Gpu:
-    return Gpu(
-        index=identity.index,
-        uuid=identity.uuid,
-        name=identity.name,
-        pci_bus_id=identity.pci_bus_id,
-        memory_bytes=identity.memory_bytes,
-        serial=identity.serial,
-        part_number=identity.part_number[:MAX_HARDWARE_TEXT],
-        vbios=identity.vbios[:MAX_HARDWARE_TEXT],
-        inforom=identity.inforom[:MAX_HARDWARE_TEXT],
-    )
+    fields = msgspec.structs.asdict(identity)
+    return Gpu(**fields | {name: fields[name][:MAX_HARDWARE_TEXT] for name in ("part_number", "vbios", "inforom")})
 
 
 def to_wire_host(identity: HostIdentity) -> Host:
-    words = {name: getattr(identity, name)[:MAX_HARDWARE_TEXT] for name in identity.__struct_fields__}
-    return Host(**words)
+    return Host(**{name: text[:MAX_HARDWARE_TEXT] for name, text in msgspec.structs.asdict(identity).items()})

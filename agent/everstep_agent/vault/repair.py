@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import cached_property, partial
 
 import msgspec
@@ -74,20 +75,11 @@ class ReplicaPieces:
         MalformedMessage: The manifest is not one that ranks write.
     """
 
-    def __init__(
-        self,
-        settings: VaultSettings,
-        job_table: JobTable,
-        store: SegmentStore,
-        peers: PeerPool,
-        segment: SegmentFile,
-        header: SlotHeader,
-        manifest: bytes,
-    ) -> None:
-        self._settings = settings
-        self._job_table = job_table
-        self._store = store
-        self._peers = peers
+    def __init__(self, repairer: SlotRepairer, segment: SegmentFile, header: SlotHeader, manifest: bytes) -> None:
+        self._settings = repairer.settings
+        self._job_table = repairer.job_table
+        self._store = repairer.store
+        self._peers = repairer.peers
         self._job = segment.key.job
         self._rank = header.rank
         self._version = header.version
@@ -135,10 +127,7 @@ class ReplicaPieces:
         return found
 
     def _copy_pieces(self, made: bytearray, piece_source: PieceSource, gaps: Iterable[tuple[int, ChunkGap]]) -> bool:
-        """Copy bytes of these pieces from the source; each gap comes with its piece's offset.
-
-        Returns False if unavailable.
-        """
+        """Copy bytes of these pieces, each given by its offset and gap. Returns False if they are unavailable."""
         wanted = list(gaps)
         if not wanted:
             return False
@@ -146,9 +135,7 @@ class ReplicaPieces:
         try:
             data = memoryview(self._read_bytes(piece_source, ranges))
         except EverstepError as error:
-            log.info(
-                "%s gives no pieces of rank %d's %s: %s", piece_source.node, piece_source.rank, self._version, error
-            )
+            log.info("%s cannot provide pieces of rank %d: %s", piece_source.node, piece_source.rank, error)
             return False
         at = 0
         for _, gap in wanted:
@@ -159,9 +146,8 @@ class ReplicaPieces:
     def _read_bytes(self, piece_source: PieceSource, ranges: list[ByteRange]) -> bytes:
         """Read ranges; their holder hashes them first."""
         if piece_source.node != self._settings.node:
-            ask = partial(
-                fetch_bytes, settings=self._settings, rank=piece_source.rank, version=self._version, ranges=ranges
-            )
+            rank, version = piece_source.rank, self._version
+            ask = partial(fetch_bytes, settings=self._settings, rank=rank, version=version, ranges=ranges)
             return self._peers.call(self._job, piece_source.node, ask)
         for segment, slot, header in self._store.find(self._job, piece_source.rank, self._version):
             try:
@@ -172,7 +158,7 @@ class ReplicaPieces:
                 return data
             except (DigestMismatch, Conflict):
                 continue
-        raise NotFound(f"rank {piece_source.rank}'s {self._version} is not here any more")
+        raise NotFound(f"this node no longer holds {self._version} of rank {piece_source.rank}")
 
     # Search for sources
 
@@ -196,7 +182,7 @@ class ReplicaPieces:
             try:
                 yield from self._search_node(other)
             except EverstepError as error:
-                log.info("%s tells nothing of %s: %s", other, self._version, error)
+                log.info("%s did not answer the inventory for %s: %s", other, self._version, error)
 
     def _search_node(self, node: str) -> Iterator[PieceSource]:
         def ask(channel: VaultChannel) -> InventoryList:
@@ -206,11 +192,8 @@ class ReplicaPieces:
         for there in self._peers.call(self._job, node, ask).slots:
             if there.version == self._version and there.rank != self._rank:
                 get = partial(fetch_manifest, settings=self._settings, rank=there.rank, version=self._version)
-                manifest = (
-                    b""
-                    if there.manifest_digest in self._sources_by_manifest
-                    else self._peers.call(self._job, node, get)
-                )
+                known = there.manifest_digest in self._sources_by_manifest
+                manifest = b"" if known else self._peers.call(self._job, node, get)
                 yield from self._make_source(node, there.rank, there.manifest_digest, manifest)
 
     def _make_source(self, node: str, rank: int, digest: str, body: bytes) -> Iterator[PieceSource]:
@@ -262,17 +245,15 @@ class CorruptParts(msgspec.Struct, frozen=True):
     description: str
 
 
+@dataclass(eq=False)
 class SlotRepairer:
     """Repair sealed slots in place. For one thread: ``SegmentView.repair`` allows one repairer."""
 
-    def __init__(
-        self, settings: VaultSettings, job_table: JobTable, store: SegmentStore, peers: PeerPool, decoder: ParityDecoder
-    ) -> None:
-        self.settings = settings
-        self.job_table = job_table
-        self.store = store
-        self.peers = peers
-        self.decoder = decoder
+    settings: VaultSettings
+    job_table: JobTable
+    store: SegmentStore
+    peers: PeerPool
+    decoder: ParityDecoder
 
     def repair(self, segment: SegmentFile, slot: int, header: SlotHeader, corrupt: CorruptParts) -> str:
         """Repair a slot and describe the source of the right bytes; "" if the slot could not be repaired.
@@ -281,31 +262,36 @@ class SlotRepairer:
         """
         search = _ParitySearch if segment.key.kind == "parity" else _RankSlotSearch
         try:
-            return self._repair(segment, slot, header, corrupt, search(self, segment, slot, header))
-        except DigestMismatch:
-            return ""  # the slot was refilled or damaged again
+            sources = list(_repair_parts(segment, slot, header, corrupt, search(self, segment, slot, header)))
+        except (DigestMismatch, _Unrepairable):
+            return ""  # without a source, or the slot was refilled or damaged again
+        return ", ".join(dict.fromkeys(sources))
 
-    def _repair(
-        self, segment: SegmentFile, slot: int, header: SlotHeader, corrupt: CorruptParts, search: _RepairSearch
-    ) -> str:
-        sources: dict[str, None] = {}
-        if corrupt.is_table_corrupt:
-            table = segment.view.rebuild_table(slot, header)
-            if table is None or not segment.repair(slot, header, table=table):
-                return ""
-            sources["its own bytes"] = None
-        sealed = segment.view.digests(slot)
-        if corrupt.is_manifest_corrupt:
-            manifest, source = _first_matching(search.manifest(), sealed[0])
-            if not source or not segment.repair(slot, header, manifest=manifest):
-                return ""
-            sources[source] = None
-        for index in corrupt.chunks:
-            chunk, source = _first_matching(search.chunk(index, sealed[index + 1]), sealed[index + 1])
-            if not source or not segment.repair(slot, header, chunks={index: chunk}):
-                return ""
-            sources[source] = None
-        return ", ".join(sources)
+
+class _Unrepairable(Exception):
+    """No source has the right bytes, or the slot has changed."""
+
+
+def _repair_parts(
+    segment: SegmentFile, slot: int, header: SlotHeader, corrupt: CorruptParts, search: _RepairSearch
+) -> Iterator[str]:
+    """Repair part by part, and yield the source of each. Raises _Unrepairable at the first without a source."""
+    if corrupt.is_table_corrupt:
+        table = segment.view.rebuild_table(slot, header)
+        if table is None or not segment.repair(slot, header, table=table):
+            raise _Unrepairable
+        yield "its own bytes"
+    digests = segment.view.digests(slot)
+    if corrupt.is_manifest_corrupt:
+        manifest, source = _first_matching(search.manifest(), digests[0])
+        if not source or not segment.repair(slot, header, manifest=manifest):
+            raise _Unrepairable
+        yield source
+    for index in corrupt.chunks:
+        chunk, source = _first_matching(search.chunk(index, digests[index + 1]), digests[index + 1])
+        if not source or not segment.repair(slot, header, chunks={index: chunk}):
+            raise _Unrepairable
+        yield source
 
 
 def _first_matching(found: Candidates, digest: bytes) -> tuple[bytes, str]:
@@ -316,15 +302,14 @@ def _first_matching(found: Candidates, digest: bytes) -> tuple[bytes, str]:
     return b"", ""
 
 
+@dataclass
 class _RepairSearch:
     """Candidates for the bytes of one slot. The next candidate may overwrite the previous one."""
 
-    def __init__(self, repairer: SlotRepairer, segment: SegmentFile, slot: int, header: SlotHeader) -> None:
-        self._repairer = repairer
-        self._segment = segment
-        self._slot = slot
-        self._header = header
-        self._job = segment.key.job
+    _repairer: SlotRepairer
+    _segment: SegmentFile
+    _slot: int
+    _header: SlotHeader
 
     def manifest(self) -> Candidates:
         raise NotImplementedError
@@ -333,34 +318,33 @@ class _RepairSearch:
         """Yield candidates for a chunk with its sealed ``digest``."""
         raise NotImplementedError
 
-    def _length(self, index: int) -> int:
-        return min(CHUNK_BYTES, self._header.payload_bytes - index * CHUNK_BYTES)
-
 
 class _RankSlotSearch(_RepairSearch):
     """Candidates for a rank's slot, its own or a copy."""
 
     def manifest(self) -> Candidates:
-        ask = partial(
-            fetch_manifest, settings=self._repairer.settings, rank=self._header.rank, version=self._header.version
+        header = self._header
+        yield from self._ask_holders(
+            partial(fetch_manifest, settings=self._repairer.settings, rank=header.rank, version=header.version)
         )
-        yield from self._ask_holders(ask)
         if (recovery := self._recovery) is not None:
             yield recovery.info.manifest, PARITY_SOURCE
 
     def chunk(self, index: int, digest: bytes) -> Candidates:
-        yield from self._same_chunk_on_node(digest, self._length(index))
-        ranges = ((index * CHUNK_BYTES, self._length(index)),)
-        settings, header = self._repairer.settings, self._header
+        settings, header, start = self._repairer.settings, self._header, index * CHUNK_BYTES
+        length = min(CHUNK_BYTES, header.payload_bytes - start)
+        yield from self._same_chunk_on_node(digest, length)
         yield from self._ask_holders(
-            partial(fetch_bytes, settings=settings, rank=header.rank, version=header.version, ranges=ranges)
+            partial(fetch_bytes, settings=settings, rank=header.rank, version=header.version, ranges=((start, length),))
         )
-        yield from self._from_parity(index)
-        yield from self._chunks_from_pieces(index)
+        yield from _recovered_chunk(self._recovery, index)
+        if self._replica_pieces is not None:
+            corrupt = self._segment.view.payload(self._slot)[start : start + length]
+            yield from self._replica_pieces.rebuild_chunk(index, corrupt)
 
     def _same_chunk_on_node(self, digest: bytes, length: int) -> Candidates:
         """Yield the same chunk of other slots, of any rank."""
-        for segment in self._repairer.store.segments(self._job):
+        for segment in self._repairer.store.segments(self._segment.key.job):
             for slot, header in segment.sealed():
                 if (segment, slot) == (self._segment, self._slot):
                     continue
@@ -375,53 +359,34 @@ class _RankSlotSearch(_RepairSearch):
                         yield chunk, f"{segment.path.name}'s {header.version} here"
 
     def _ask_holders(self, request: Callable[[VaultChannel], bytes]) -> Candidates:
-        repairer, rank = self._repairer, self._header.rank
+        repairer, rank, job = self._repairer, self._header.rank, self._segment.key.job
         try:
-            holders = repairer.job_table.likely_holders(self._job, rank, exclude=repairer.settings.node)
+            holders = repairer.job_table.likely_holders(job, rank, exclude=repairer.settings.node)
         except NotFound:
             return  # the job is not configured yet
         for node in holders:
             try:
-                yield repairer.peers.call(self._job, node, request), node
+                yield repairer.peers.call(job, node, request), node
             except EverstepError as error:
-                log.info("%s cannot mend rank %d's %s: %s", node, rank, self._header.version, error)
-
-    def _from_parity(self, index: int) -> Candidates:
-        if (recovery := self._recovery) is not None:
-            yield from _recovered_chunk(recovery, index)
+                log.info("%s cannot repair rank %d's %s: %s", node, rank, self._header.version, error)
 
     @cached_property
     def _recovery(self) -> ShardRecovery | None:
-        rank, version = self._header.rank, self._header.version
-        group = self._repairer.job_table.find_parity_group(self._job, version, rank)
+        rank, version, job = self._header.rank, self._header.version, self._segment.key.job
+        group = self._repairer.job_table.find_parity_group(job, version, rank)
         if group is None:
             return None
         try:
-            return self._repairer.decoder.recover_member(self._job, rank, version, group)
+            return self._repairer.decoder.recover_member(job, rank, version, group)
         except EverstepError as error:
-            log.info("parity cannot mend rank %d's %s: %s", rank, version, error)
+            log.info("parity cannot repair rank %d's %s: %s", rank, version, error)
             return None
-
-    def _chunks_from_pieces(self, index: int) -> Candidates:
-        if self._replica_pieces is not None:
-            at = index * CHUNK_BYTES
-            rotten = self._segment.view.payload(self._slot)[at : at + self._length(index)]
-            yield from self._replica_pieces.rebuild_chunk(index, rotten)
 
     @cached_property
     def _replica_pieces(self) -> ReplicaPieces | None:
-        repairer = self._repairer
         try:
             manifest = self._segment.view.manifest(self._slot)
-            return ReplicaPieces(
-                repairer.settings,
-                repairer.job_table,
-                repairer.store,
-                repairer.peers,
-                self._segment,
-                self._header,
-                manifest,
-            )
+            return ReplicaPieces(self._repairer, self._segment, self._header, manifest)
         except MalformedMessage:
             return None  # the manifest does not list pieces
 
@@ -437,18 +402,17 @@ class _ParitySearch(_RepairSearch):
                 log.info("%s", error)
 
     def chunk(self, index: int, digest: bytes) -> Candidates:
-        if self._recovery is not None:
-            yield from _recovered_chunk(self._recovery, index)
+        yield from _recovered_chunk(self._recovery, index)
 
     @property
     def _location(self) -> ShardLocation:
-        return ShardLocation(
-            self._job, self._repairer.settings.node, self._segment.key.number, self._header.version, is_parity=True
-        )
+        key = self._segment.key
+        return ShardLocation(key.job, self._repairer.settings.node, key.number, self._header.version, is_parity=True)
 
-    @cached_property
+    @property
     def _group(self) -> ParityGroup | None:
-        return self._repairer.job_table.get_parity_group(self._job, self._header.version, self._segment.key.number)
+        key = self._segment.key
+        return self._repairer.job_table.get_parity_group(key.job, self._header.version, key.number)
 
     @cached_property
     def _recovery(self) -> ShardRecovery | None:
@@ -456,16 +420,17 @@ class _ParitySearch(_RepairSearch):
         manifest, digests = view.manifest(self._slot), b"".join(view.digests(self._slot))
         sealed = ShardInfo(payload_bytes=self._header.payload_bytes, manifest=manifest, digests=digests)
         try:
-            said = decode_parity_manifest(manifest, str(self._location))
-            return self._repairer.decoder.recover_parity(self._location, said, sealed, self._group)
+            decoded = decode_parity_manifest(manifest, str(self._location))
+            return self._repairer.decoder.recover_parity(self._location, decoded, sealed, self._group)
         except EverstepError as error:
-            log.info("%s cannot be made again: %s", self._location, error)
+            log.info("%s cannot be recovered: %s", self._location, error)
             return None
 
 
-def _recovered_chunk(recovery: ShardRecovery, index: int) -> Candidates:
+def _recovered_chunk(recovery: ShardRecovery | None, index: int) -> Candidates:
     try:
-        yield recovery.recover_chunk(index), PARITY_SOURCE
+        if recovery is not None:
+            yield recovery.recover_chunk(index), PARITY_SOURCE
     except EverstepError as error:
         log.info("chunk %d: %s", index, error)
 
@@ -489,19 +454,18 @@ class Scrubber:
 
     def __init__(
         self,
-        store: SegmentStore,
+        repairer: SlotRepairer,
         finding_reporter: FindingReporter,
         counters: VaultCounters,
         clock: Clock,
-        repairer: SlotRepairer,
         interval_s: float,
         bytes_per_s: float,
     ) -> None:
-        self._store = store
+        self._store = repairer.store
+        self._repairer = repairer
         self._finding_reporter = finding_reporter
         self._counters = counters
         self._clock = clock
-        self._repairer = repairer
         self._interval_s = interval_s
         self._bytes_per_s = bytes_per_s
         self._scrubbed_before: set[tuple[SegmentKey, int, SlotHeader]] = set()
@@ -523,7 +487,7 @@ class Scrubber:
             try:
                 self.run_round()
             except Exception:  # the machine may lack memory for a moment; scrubbing must go on
-                log.exception("a round over the slots was broken off; the next one begins anew")
+                log.exception("a scrub round failed; the next one checks all slots again")
             self._stopping.wait(max(0.0, begun + self._interval_s - self._clock.monotonic()))
 
     def run_round(self) -> None:
@@ -563,38 +527,38 @@ class Scrubber:
             return
         source = self._repairer.repair(segment, slot, header, bad)
         if source:
-            message = f"{bad.description}; it is mended from {source}"
+            message = f"{bad.description}; repaired from {source}"
             self._finding_reporter.report_damage(segment.describe_damage(slot, header, message), detected_by="scrubber")
         elif not self._stopping.is_set():  # if stopping, no other node was asked
             self._finding_reporter.report_corrupt_slot(segment, slot, header, bad.description, detected_by="scrubber")
 
     def _find_corrupt_parts(self, segment: SegmentFile, slot: int, header: SlotHeader) -> CorruptParts | None:
         """Return the parts that do not hash right; None if all do, or the slot has changed."""
-        words: list[str] = []
-        table = self._has_bad_bytes(words, partial(segment.view.digests, slot))
-        manifest = not table and self._has_bad_bytes(words, partial(segment.view.manifest, slot))
+        errors: list[str] = []
+        table = _has_bad_bytes(errors, partial(segment.view.digests, slot))
+        manifest = not table and _has_bad_bytes(errors, partial(segment.view.manifest, slot))
         self._pause(header.manifest_bytes)
         chunks = []
         for index in range(0 if table else chunk_count(header.payload_bytes)):
             start = index * CHUNK_BYTES
             length = min(CHUNK_BYTES, header.payload_bytes - start)
-            if self._has_bad_bytes(words, partial(segment.view.verify_chunks, slot, start, length)):
+            if _has_bad_bytes(errors, partial(segment.view.verify_chunks, slot, start, length)):
                 chunks.append(index)
             self._pause(length)
             if self._stopping.is_set() or segment.view.header(slot) != header:
                 return None
-        return CorruptParts(table, manifest, tuple(chunks), words[0]) if words else None
-
-    @staticmethod
-    def _has_bad_bytes(errors: list[str], check: Callable[[], object]) -> bool:
-        """Return whether ``check`` finds bad bytes; append the error to ``errors``."""
-        try:
-            check()
-        except (DigestMismatch, IndexError) as error:
-            errors.append(str(error))
-            return True
-        return False
+        return CorruptParts(table, manifest, tuple(chunks), errors[0]) if errors else None
 
     def _pause(self, byte_count: int) -> None:
         self._counters.add("scrubbed_bytes", byte_count)
         self._stopping.wait(byte_count / self._bytes_per_s)
+
+
+def _has_bad_bytes(errors: list[str], check: Callable[[], object]) -> bool:
+    """Return whether ``check`` finds bad bytes; append its error to ``errors``."""
+    try:
+        check()
+    except (DigestMismatch, IndexError) as error:
+        errors.append(str(error))
+        return True
+    return False

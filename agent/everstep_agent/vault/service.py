@@ -313,7 +313,7 @@ class Vault:
         self._local = VaultSocketServer(settings.socket_path, self.handle_request, self._counters.count_refusal)
         repairer = SlotRepairer(settings, self._job_table, store, self._peers, self._decoder)
         self._scrubber = Scrubber(
-            store, findings, self._counters, clock, repairer, settings.scrub_interval_s, settings.scrub_bytes_per_s
+            repairer, findings, self._counters, clock, settings.scrub_interval_s, settings.scrub_bytes_per_s
         )
 
     @property

@@ -151,17 +151,11 @@ class ScenarioControl(StrictScenarioStruct, frozen=True, kw_only=True):
     kernel_lines: tuple[str, ...] = ()
 
 
-class ScenarioFile(StrictScenarioStruct, frozen=True, kw_only=True):
+class ScenarioFile(Scenario, frozen=True, kw_only=True):
     """A hand-written scenario: ``gpus = 8`` makes that many GPUs; ``[[gpu]]`` describes single ones by position."""
 
     name: str = "unnamed"
-    boot_id: str = "virtual-boot-1"
-    driver_version: str = "570.133.20"
-    nvml_error: int = 0
     gpus: Annotated[int, msgspec.Meta(ge=0, le=64)] | None = None
-    gpu: tuple[VirtualGpu, ...] = ()
-    port: dict[str, VirtualPort] = {}
-    host: VirtualHost = VirtualHost()
 
 
 # Loading of scenarios, in the supervisor: a typo is reported at once, and the sensor process stays small.
@@ -176,7 +170,8 @@ def load_scenario(source: str, node: str) -> Scenario:
     Serial numbers and UUIDs derive from ``node``. Raises ConfigurationError if the scenario cannot be used.
     """
     if source == "default" or source.startswith("default:"):
-        return _build(ScenarioFile(name="default", gpus=_default_count(source), port=_default_ports()), node)
+        ports = {f"mlx5_{index}": VirtualPort() for index in range(2)}
+        return _build(ScenarioFile(name="default", gpus=_default_count(source), port=ports), node)
     return _build(load_toml(Path(source), ScenarioFile, (ScenarioFile, VirtualGpu, VirtualHost, VirtualPort)), node)
 
 
@@ -185,18 +180,14 @@ def _default_count(which: str) -> int:
     if not colon:
         return DEFAULT_GPUS
     if not count.isdigit() or int(count) > MAX_GPUS:
-        raise ConfigurationError(f"{which!r}: say default, default:N with N up to {MAX_GPUS}, or a scenario file")
+        raise ConfigurationError(f"{which!r}: use default, default:N with N up to {MAX_GPUS}, or a scenario file")
     return int(count)
-
-
-def _default_ports() -> dict[str, VirtualPort]:
-    return {f"mlx5_{index}": VirtualPort() for index in range(2)}
 
 
 def _build(file: ScenarioFile, node: str) -> Scenario:
     count = len(file.gpu) if file.gpus is None else file.gpus
     if count < len(file.gpu):
-        raise ConfigurationError(f"scenario {file.name!r}: gpus = {count}, yet {len(file.gpu)} [[gpu]] are described")
+        raise ConfigurationError(f"scenario {file.name!r}: gpus = {count}, but {len(file.gpu)} [[gpu]] are described")
     described = [*file.gpu, *(VirtualGpu() for _ in range(count - len(file.gpu)))]
     return Scenario(
         name=file.name,
@@ -294,25 +285,10 @@ class VirtualMachine:
         return lines
 
     def host_sample(self) -> HostSample:
-        host = self.host
-        return HostSample(
-            uptime_s=host.uptime_s,
-            memory_available_fraction=host.memory_available_fraction,
-            memory_total_bytes=host.memory_total_bytes,
-            stuck_processes=host.stuck_processes,
-            zombies=host.zombies,
-            load=host.load,
-        )
+        return _shared_fields(HostSample, self.host)
 
     def host_identity(self) -> HostIdentity:
-        host = self.host
-        return HostIdentity(
-            vendor=host.vendor,
-            product=host.product,
-            serial=host.serial,
-            chassis_serial=host.chassis_serial,
-            kernel=host.kernel,
-        )
+        return _shared_fields(HostIdentity, self.host)
 
     def port_samples(self) -> tuple[PortSample, ...]:
         self._ports_seen_up |= {name for name, port in self.ports.items() if port.up}
@@ -362,6 +338,11 @@ class VirtualMachine:
             if new.xid is not None and new.xid != old.xid:
                 self._events.append((index, new.xid))
                 self._lines.append(f"NVRM: Xid (PCI:{new.pci_bus_id}): {new.xid}, raised by the control file")
+
+
+def _shared_fields(kind: type[S], source: msgspec.Struct) -> S:
+    """Return a ``kind`` with the values of those of its fields that ``source`` has too."""
+    return kind(**{name: getattr(source, name) for name in kind.__struct_fields__ if hasattr(source, name)})
 
 
 def _apply_changes(base: S, changes: dict[str, msgspec.Raw], location: str) -> S:

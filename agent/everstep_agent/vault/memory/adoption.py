@@ -66,11 +66,11 @@ class SegmentAdoption:
         try:
             segment = SegmentFile(key, path)
         except VersionMismatch as error:
-            raise ConfigurationError(f"{path} cannot be taken over: {error}") from error
+            raise ConfigurationError(f"{path} cannot be adopted: {error}") from error
         except (DigestMismatch, OSError) as error:
             path.unlink(missing_ok=True)
             self._store.report_damage(
-                DamageReport(job, f"{job}/{path.name}", f"{path} is given up: {error}", {"path": str(path)})
+                DamageReport(job, f"{job}/{path.name}", f"{path} is discarded: {error}", {"path": str(path)})
             )
             return
         self._store.repair_header(segment)

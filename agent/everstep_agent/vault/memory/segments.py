@@ -177,7 +177,7 @@ class SegmentFile:
         said = self.view.segment
         self._header = msgspec.structs.replace(said, kind=key.kind, number=key.number, job=key.job)
         if said.job and said != self._header:
-            raise DigestMismatch(f"it is the segment {said.job}/{segment_name(said.kind, said.number)}")
+            raise DigestMismatch(f"the file holds the segment {said.job}/{segment_name(said.kind, said.number)}")
 
     def sealed(self) -> list[tuple[int, SlotHeader]]:
         """Return the sealed slots, except those of an earlier vault that are not hashed yet."""
@@ -393,7 +393,7 @@ class SegmentStore:
     def repair_header(self, segment: SegmentFile) -> None:
         """Repair the header before a rank maps the file and in each scrub round, and report the damage."""
         if segment.repair_header():
-            message = f"the header of {segment.path} was damaged; it is written anew, and its slots stand"
+            message = f"the header of {segment.path} was damaged and has been rewritten; its slots are intact"
             self.report_damage(segment.describe_damage(None, None, message))
 
     def draft_and_final_path(self, key: SegmentKey) -> tuple[Path, Path]:
@@ -431,11 +431,12 @@ class SegmentStore:
 
     def _make_folder(self, job: str) -> None:
         if not self.directory.exists():
-            words = (
-                f"{self.directory} was removed while its vault runs (logind does that where its user logs out, unless "
-                "RemoveIPC=no): slots are made anew, and take over what is still mapped here"
+            message = (
+                f"{self.directory} was removed while its vault runs (logind does so when the user logs out, unless "
+                "RemoveIPC=no); the vault creates new slots and copies those that are still mapped"
             )
-            self.report_damage(DamageReport(job, f"{job}/{self.directory.name}", words, {"path": str(self.directory)}))
+            subject = f"{job}/{self.directory.name}"
+            self.report_damage(DamageReport(job, subject, message, {"path": str(self.directory)}))
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         (self.directory / job).mkdir(mode=0o700, exist_ok=True)
 
@@ -474,7 +475,7 @@ class SegmentStore:
     def repair_records(self, segment: SegmentFile, slot: int, records: SlotRecordPair) -> None:
         """Repair a slot's record that differs from its twin: it is damaged, or its writer died between the two."""
         if segment.repair_records(slot, records) and records.invalid:
-            message = f"a record of the header of slot {slot} of {segment.path} was damaged; it is mended from its twin"
+            message = f"a header record of slot {slot} of {segment.path} was damaged; restored from its second copy"
             self.report_damage(
                 segment.describe_damage(slot, None if records.state is SlotState.EMPTY else records.header, message)
             )

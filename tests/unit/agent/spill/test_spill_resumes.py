@@ -98,7 +98,7 @@ def test_bit_flip_in_a_slot_prevents_the_checkpoint(tmp_path: Path) -> None:
 def test_refilled_slot_is_refused(tmp_path: Path) -> None:
     order = small_job(tmp_path)
     slot_of(order, 0).begin(0, 0, Version(2, 8), b"", 8)
-    with pytest.raises(NotFound, match="not there any more"):
+    with pytest.raises(NotFound, match="no longer exists"):
         written_to(order, tmp_path / "out")
 
 
@@ -235,9 +235,9 @@ def test_command_prints_the_outcome_of_an_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"url": "relative/path"}, "give an absolute path, or a URL"),
+        ({"url": "relative/path"}, "use an absolute path, or a URL"),
         ({"url": "nosuch://bucket/x"}, "install fsspec"),
-        ({"version": Version(2, 8)}, "is not there any more"),
+        ({"version": Version(2, 8)}, "no longer exists"),
         ({"url": "/proc/nothing"}, "the storage failed"),
     ],
     ids=["relative", "unknown", "gone", "storage"],
@@ -251,7 +251,7 @@ def test_command_prints_the_refusal_and_exits_with_1(tmp_path: Path, change: Any
 
 
 def test_missing_store_package_is_refused_with_install_hint() -> None:
-    with pytest.raises(ConfigurationError, match="its part for hdfs://, or obstore, on every node"):
+    with pytest.raises(ConfigurationError, match="its package for hdfs://, or obstore, on every node"):
         open_target("hdfs://cluster/x")
 
 

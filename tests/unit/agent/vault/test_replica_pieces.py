@@ -73,7 +73,7 @@ class Fleet:
         for place in places:
             self.flip(place)
         told = self.found()
-        assert "; it is mended from " in told, told
+        assert "; repaired from " in told, told
         until(lambda: bytes(self.ranks[0].view.payload(0)) == self.payloads[0], "the slot is as it was sealed")
         self.ranks[0].view.verify(0)
 
@@ -120,7 +120,7 @@ def test_pieces_are_repaired_from_the_same_node(fleet: Fleet) -> None:
         beside.fill(0, V, fleet.payloads[rank], fleet.manifests[rank])
         fleet.vaults.all[rank].kill()
     fleet.flip(fleet.manifest().stored[0].offset)
-    assert fleet.found().endswith("mended from n1")
+    assert fleet.found().endswith("repaired from n1")
 
 
 def test_unchanged_chunk_is_repaired_from_the_version_before(fleet: Fleet) -> None:
@@ -129,7 +129,7 @@ def test_unchanged_chunk_is_repaired_from_the_version_before(fleet: Fleet) -> No
     for vault in fleet.vaults.all[1:]:
         vault.kill()
     fleet.flip(CHUNK_BYTES + 4)
-    assert fleet.found().endswith("mended from own-0's 2:8 here")
+    assert fleet.found().endswith("repaired from own-0's 2:8 here")
 
 
 def test_piece_corrupt_on_both_nodes_discards_the_slot(fleet: Fleet) -> None:

@@ -68,7 +68,7 @@ def test_corrupt_chunk_of_a_rank_is_repaired_from_its_copy(fleet: Vaults, at: li
     copied(rank, "n2")
     for place in at:
         rank.view.payload(0)[place] ^= 32
-    assert "mended from n2" in found(fleet, "n1").message
+    assert "repaired from n2" in found(fleet, "n1").message
     assert right(rank.view)
 
 
@@ -78,7 +78,7 @@ def test_corrupt_chunk_of_a_copy_is_repaired_from_its_rank(fleet: Vaults) -> Non
     copied(owner(fleet), "n2")
     view = replica(fleet, 1)
     view.payload(0)[CHUNK_BYTES + 5] ^= 1
-    assert "mended from n1" in found(fleet, "n2").message
+    assert "repaired from n1" in found(fleet, "n2").message
     assert right(view)
 
 
@@ -90,7 +90,7 @@ def test_corrupt_manifest_is_repaired_from_a_copy(fleet: Vaults) -> None:
     header = rank.view.header(0)
     assert header is not None
     rank.view._buffer[rank.view._manifest_range(0, header).start] ^= 1
-    assert "mended from n2" in found(fleet, "n1").message
+    assert "repaired from n2" in found(fleet, "n1").message
     assert rank.view.manifest(0) == b"what is where"
 
 
@@ -103,7 +103,7 @@ def test_vault_without_known_copies_asks_the_other_holders(fleet: Vaults) -> Non
     fleet.all[0].start(*SCRUB)
     fleet.configure()
     rank.view.payload(0)[9] ^= 2
-    assert "mended from n3" in found(fleet, "n1").message
+    assert "repaired from n3" in found(fleet, "n1").message
     assert right(rank.view)
 
 

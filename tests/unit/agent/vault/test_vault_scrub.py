@@ -50,7 +50,7 @@ class Bench:
         shards = ShardReader(settings, SlotFinder(self.store, findings), peers, findings)
         decoder = ParityDecoder(self.store, shards, self.tally, ThreadPoolExecutor(1))  # which starts no thread unasked
         repairer = SlotRepairer(settings, book, self.store, peers, decoder)
-        self.scrubber = Scrubber(self.store, findings, self.tally, clock, repairer, interval_s=1.0, bytes_per_s=1e12)
+        self.scrubber = Scrubber(repairer, findings, self.tally, clock, interval_s=1.0, bytes_per_s=1e12)
 
     def rounds(self, count: int) -> None:
         for _ in range(count):
@@ -120,7 +120,7 @@ def test_flipped_chunk_digest_is_repaired_from_the_slot(bench: Bench) -> None:
     bench.rounds(3)
     (raised,) = bench.told
     assert "the chunk digests" in raised.finding.message
-    assert "mended from its own bytes" in raised.finding.message
+    assert "repaired from its own bytes" in raised.finding.message
     bench.rank.verify(0)
 
 
@@ -144,7 +144,7 @@ def test_flipped_slot_header_bit_is_repaired_and_reported_once(bench: Bench, num
     bench.rounds(3)
     (raised,) = bench.told
     assert raised.finding.subject == "job/rank2/4:5"
-    assert "mended from its twin" in raised.finding.message
+    assert "restored from its second copy" in raised.finding.message
     assert bench.rank.read_records(1) == good
 
 

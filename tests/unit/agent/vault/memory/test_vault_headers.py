@@ -63,7 +63,7 @@ def test_flipped_header_bit_costs_no_slot_at_restart(tmp_path: Path) -> None:
             told: list[str] = []
             assert adopt(store) == 1, (at, bit)
             store.set_damage_handler(lambda damage, told=told: told.append(damage.message))
-            assert told == [f"the header of {path} was damaged; it is written anew, and its slots stand"], (at, bit)
+            assert told == [f"the header of {path} was damaged and has been rewritten; its slots are intact"], (at, bit)
             segment = store.get(KEY)
             assert segment is not None
             segment.view.verify(3)
@@ -120,7 +120,7 @@ def test_segment_under_a_wrong_name_is_given_up(tmp_path: Path) -> None:
     told: list[str] = []
     assert adopt(store) == 0
     store.set_damage_handler(lambda damage: told.append(damage.message))
-    assert "is given up: it is the segment job/own-0" in told[0]
+    assert "is discarded: the file holds the segment job/own-0" in told[0]
 
 
 def test_older_slot_layout_prevents_start_and_is_preserved(tmp_path: Path) -> None:

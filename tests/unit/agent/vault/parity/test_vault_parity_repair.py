@@ -58,14 +58,14 @@ def test_corrupt_parity_row_is_rebuilt_from_members(group: Group, node: str) -> 
     other = "q" if node == "p" else "p"
     group.fleet.all[NODES.index(other)].kill()
     for place in (5, CHUNK_BYTES + 9):
-        assert "mended from its parity group" in mended(group, node, place)
+        assert "repaired from its parity group" in mended(group, node, place)
 
 
 @pytest.mark.promise("bit-flips")
 def test_parity_row_is_rebuilt_with_one_member_lost_but_not_two(group: Group) -> None:
     group.forget_nodes(("n2",), 2)
-    assert "mended from its parity group" in mended(group, "p", 5)
-    assert "mended from its parity group" in mended(group, "q", None)
+    assert "repaired from its parity group" in mended(group, "p", 5)
+    assert "repaired from its parity group" in mended(group, "q", None)
     group.forget_nodes(("n2", "n3"), 3)
     assert "the slot is discarded" in mended(group, "p", 5)
 
@@ -73,7 +73,7 @@ def test_parity_row_is_rebuilt_with_one_member_lost_but_not_two(group: Group) ->
 @pytest.mark.promise("bit-flips")
 def test_corrupt_unreplicated_shard_is_rebuilt_from_parity(group: Group) -> None:
     for place in (7, CHUNK_BYTES + 7, None):
-        assert "mended from its parity group" in mended(group, "n1", place)
+        assert "repaired from its parity group" in mended(group, "n1", place)
     group.forget_nodes(("n3", "p"), 2)
     assert "the slot is discarded" in mended(group, "n1", 8), "Q alone bears one loss, and n3 is one"
 
@@ -92,7 +92,7 @@ def test_restarted_parity_node_still_rebuilds_its_row(group: Group) -> None:
     home.kill()
     home.start()
     group.fleet.configure(generation=2)
-    assert "mended from its parity group" in mended(group, "p", 77)
+    assert "repaired from its parity group" in mended(group, "p", 77)
     answer = group.protect("p", generation=2)
     assert isinstance(answer, local.Protected), answer
     assert not isinstance(answer, local.RequestFailed)

@@ -141,7 +141,7 @@ def test_flipped_manifest_bit_is_repaired_from_other_holder(fleet: Vaults, rotte
     view = rank.view if rotten == "n1" else copies(second)
     view.manifest_view(0)[len(ENCODED) - 3] ^= 64
     other = "n2" if rotten == "n1" else "n1"
-    assert f"mended from {other}" in clients[rotten].finding().finding.finding.message
+    assert f"repaired from {other}" in clients[rotten].finding().finding.finding.message
     until(lambda: bytes(view.manifest_view(0)) == ENCODED, "the manifest is whole again")
     view.verify(0)
 
