@@ -311,8 +311,6 @@ class _Session(asyncio.Protocol):
 
     def _refuse(self, error: EverstepError) -> None:
         said: Any = {"type": f"urn:everstep:error:{error.code}", "code": error.code, "detail": str(error)}
-        if self._stub.old_errors:
-            said = {"error": {"code": error.code, "message": str(error)}}
         content = msgspec.json.encode(said)
         after = f"Retry-After: {round(error.retry_after_s)}\r\n" if isinstance(error, Unavailable) else ""
         head = f"HTTP/1.1 {error.status} X\r\nContent-Length: {len(content)}\r\n{after}\r\n"

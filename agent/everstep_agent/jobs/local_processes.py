@@ -24,6 +24,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -110,41 +111,34 @@ class ConnectedRank:
         self.kill_reason = ""
         self.silence_reported_generation: int | None = None
 
-    def assign(self, generation: int, rank: int | None) -> None:
-        self.generation, self.rank = generation, rank
-
     def record_tick(self, tick: RankHeartbeat) -> None:
         """Record a sign of life; for a restarted agent the tick also says which rank this is."""
         self.last_tick = tick
         if self.generation is None or tick.generation > self.generation:
-            self.assign(tick.generation, tick.rank)
+            self.generation, self.rank = tick.generation, tick.rank
 
     @property
     def is_done(self) -> bool:
         """Whether the process may end without a loss: it said goodbye, or its work in this generation is finished."""
-        return self.has_said_goodbye or (
-            self.finished_generation is not None and self.finished_generation == self.generation
-        )
+        finished = self.finished_generation
+        return self.has_said_goodbye or (finished is not None and finished == self.generation)
 
     def is_member_until(self, generation: int) -> bool:
         """Return whether this process, and not a later one in its place, plays in ``generation`` or an older one."""
-        return (
-            self.last_tick.generation <= generation
-            if self.last_tick is not None
-            else self.first_generation <= generation
-        )
+        first = self.first_generation if self.last_tick is None else self.last_tick.generation
+        return first <= generation
 
 
+@dataclass(eq=False)
 class RankLoss:
     """A rank's end that was reported, or that briefly waits for the launcher's exit report."""
 
-    def __init__(self, process: ConnectedRank, *, lost_at: float, trace: str, detail: str) -> None:
-        self.process = process
-        self.lost_at = lost_at
-        self.trace = trace
-        self.detail = detail
-        self.is_reported = False
-        self.timer: Timer | None = None
+    process: ConnectedRank
+    lost_at: float
+    trace: str
+    detail: str
+    is_reported: bool = False
+    timer: Timer | None = None
 
 
 class LocalJob:
@@ -189,8 +183,8 @@ class LocalJob:
         fresh = LocalJob(self.name)
         if self.stop_directive is None:
             fresh.ranks = self.ranks
-            for seat in fresh.ranks.values():
-                seat.job, seat.first_generation = fresh, 0
+            for process in fresh.ranks.values():
+                process.job, process.first_generation = fresh, 0
         return fresh
 
     def note_generation(self, generation: int) -> bool:
@@ -214,11 +208,7 @@ class LocalJob:
     def mark_vacant(self, local_rank: int, *, by_launcher: bool) -> None:
         """Mark ``local_rank`` as vacant until a process says Hello for it.
 
-        Args:
-            local_rank: The empty place.
-            by_launcher: Whether the launcher said that it will not replace the process. Otherwise the place is vacant
-                only for lack of a launcher, and the next one to join replaces the process unless it says that it will
-                not.
+        If not ``by_launcher``, it is vacant only for lack of a launcher: the next one to join replaces the process.
         """
         if local_rank not in self.ranks:
             (self.vacant_local_ranks if by_launcher else self.ranks_without_launcher).add(local_rank)
@@ -236,10 +226,8 @@ class LocalJob:
 
     def is_vacant(self, local_rank: int) -> bool:
         """Return whether no process plays ``local_rank`` and none will."""
-        empty = (
-            local_rank in self.vacant_local_ranks or local_rank in self.ranks_without_launcher or self.has_lost_launcher
-        )
-        return empty and local_rank not in self.ranks
+        vacant = local_rank in self.vacant_local_ranks | self.ranks_without_launcher or self.has_lost_launcher
+        return vacant and local_rank not in self.ranks
 
     def newest_assignment(self, node: str, process: ConnectedRank) -> tuple[int | None, int | None]:
         """Return the generation and rank of the process in the newest generation known."""
@@ -260,6 +248,7 @@ class LossCallbacks(Protocol):
     def call_later(self, delay_s: float, callback: Callable[[], None]) -> Timer: ...
 
 
+@dataclass(eq=False)
 class LossReporter:
     """Report each loss among one node's ranks once.
 
@@ -267,14 +256,11 @@ class LossReporter:
         exit_grace_s: Seconds that a loss waits for the launcher's report of how the process ended.
     """
 
-    def __init__(
-        self, node: str, clock: Clock, callbacks: LossCallbacks, event_counts: Counter[str], exit_grace_s: float
-    ) -> None:
-        self._node = node
-        self._clock = clock
-        self._callbacks = callbacks
-        self._event_counts = event_counts
-        self._exit_grace_s = exit_grace_s
+    _node: str
+    _clock: Clock
+    _callbacks: LossCallbacks
+    _event_counts: Counter[str]
+    _exit_grace_s: float
 
     def handle_disconnect(self, process: ConnectedRank, detail: str) -> None:
         job = process.job
@@ -286,14 +272,10 @@ class LossReporter:
             return
         if process.generation is not None:
             job.lost_generations[process.local_rank] = process.generation
-        loss = RankLoss(
-            process,
-            lost_at=self._clock.wall(),
-            trace=self._callbacks.new_trace_id(),
-            detail=process.kill_reason or detail,
-        )
+        loss = RankLoss(process, self._clock.wall(), self._callbacks.new_trace_id(), process.kill_reason or detail)
         job.remember_ended(process.pid, loss)
-        self._log(loss)
+        context = {"node": self._node, "job": job.name, "generation": process.generation, "trace": loss.trace}
+        log.warning("local rank %d (pid %d) ended: %s", process.local_rank, process.pid, loss.detail, extra=context)
         if early is not None:
             self._report_loss(loss, early)
         else:
@@ -328,26 +310,12 @@ class LossReporter:
         """Report each place of the newest generation here that no process will take, once."""
         if job.spec is None or job.stop_directive is not None:
             return
+        generation = job.spec.number
         for member in job.spec.members_on(self._node):
-            if job.is_vacant(member.local_rank):
-                self._report_vacancy(job, job.spec.number, member.rank, member.local_rank, detail)
-
-    def _report_vacancy(self, job: LocalJob, generation: int, rank: int, local_rank: int, detail: str) -> None:
-        if job.reported_vacancies.get(local_rank) == generation:
-            return
-        job.reported_vacancies[local_rank] = job.lost_generations[local_rank] = generation
-        self._report(
-            RankLost(
-                job=job.name,
-                at=self._clock.wall(),
-                trace=self._callbacks.new_trace_id(),
-                generation=generation,
-                rank=rank,
-                local_rank=local_rank,
-                detail=detail,
-                has_replacement=False,
-            )
-        )
+            place = member.local_rank
+            if job.is_vacant(place) and job.reported_vacancies.get(place) != generation:
+                job.reported_vacancies[place] = job.lost_generations[place] = generation
+                self._report(job, generation, member.rank, place, detail, has_replacement=False)
 
     def _report_loss(self, loss: RankLoss, exited: RankExited | None) -> None:
         """Report a loss, with the launcher's exit report if one came in time."""
@@ -358,32 +326,20 @@ class LossReporter:
         loss.is_reported = True
         if loss.timer is not None:
             loss.timer.cancel()
-        seat, job = loss.process, loss.process.job
+        process, job = loss.process, loss.process.job
         replacement = exited.has_replacement if exited is not None else job.launcher is not None
-        generation, rank = seat.generation, seat.rank
+        generation, rank = process.generation, process.rank
         if not replacement:
-            job.mark_vacant(seat.local_rank, by_launcher=exited is not None)
-            generation, rank = job.newest_assignment(self._node, seat)
+            job.mark_vacant(process.local_rank, by_launcher=exited is not None)
+            generation, rank = job.newest_assignment(self._node, process)
         if generation is None and job.spec is None and exited is not None:
             self._report_unseen_exit(job, exited)
         if generation is None or rank is None or job.stop_directive is not None:
             return  # losing a spare affects no generation
         if not replacement:
-            job.reported_vacancies[seat.local_rank] = generation
-        self._report(
-            RankLost(
-                job=job.name,
-                at=loss.lost_at,
-                trace=loss.trace,
-                generation=generation,
-                rank=rank,
-                local_rank=seat.local_rank,
-                detail=loss.detail if exited is None else f"{loss.detail}; {describe_exit(exited)}",
-                exit_code=exited.exit_code if exited is not None else None,
-                signal=exited.signal if exited is not None else None,
-                has_replacement=replacement,
-            )
-        )
+            job.reported_vacancies[process.local_rank] = generation
+        detail = loss.detail if exited is None else f"{loss.detail}; {describe_exit(exited)}"
+        self._report(job, generation, rank, process.local_rank, detail, exited, loss, has_replacement=replacement)
 
     def _report_unseen_exit(self, job: LocalJob, exited: RankExited) -> None:
         """Report a replaced rank that ended before its Hello reached this agent."""
@@ -398,36 +354,35 @@ class LossReporter:
         job.lost_generations[exited.local_rank] = job.spec.number
         if exited.local_rank in job.ranks:
             job.ranks[exited.local_rank].first_generation = job.spec.number + 1
-        self._report(
+        detail = f"{describe_exit(exited)} before it connected to this agent"
+        self._report(job, job.spec.number, member.rank, exited.local_rank, detail, exited)
+
+    def _report(
+        self,
+        job: LocalJob,
+        generation: int,
+        rank: int,
+        local_rank: int,
+        detail: str,
+        exited: RankExited | None = None,
+        loss: RankLoss | None = None,
+        *,
+        has_replacement: bool = True,
+    ) -> None:
+        self._event_counts["ranks_lost"] += 1
+        self._callbacks.report(
             RankLost(
                 job=job.name,
-                at=self._clock.wall(),
-                trace=self._callbacks.new_trace_id(),
-                generation=job.spec.number,
-                rank=member.rank,
-                local_rank=exited.local_rank,
-                detail=f"{describe_exit(exited)} before this agent heard of it",
-                exit_code=exited.exit_code,
-                signal=exited.signal,
+                at=self._clock.wall() if loss is None else loss.lost_at,
+                trace=self._callbacks.new_trace_id() if loss is None else loss.trace,
+                generation=generation,
+                rank=rank,
+                local_rank=local_rank,
+                detail=detail,
+                exit_code=None if exited is None else exited.exit_code,
+                signal=None if exited is None else exited.signal,
+                has_replacement=has_replacement,
             )
-        )
-
-    def _report(self, lost: RankLost) -> None:
-        self._event_counts["ranks_lost"] += 1
-        self._callbacks.report(lost)
-
-    def _log(self, loss: RankLoss) -> None:
-        log.warning(
-            "local rank %d (pid %d) is gone: %s",
-            loss.process.local_rank,
-            loss.process.pid,
-            loss.detail,
-            extra={
-                "node": self._node,
-                "job": loss.process.job.name,
-                "generation": loss.process.generation,
-                "trace": loss.trace,
-            },
         )
 
 
@@ -448,6 +403,7 @@ STOPPED_STATE = "T"
 """Stopped by a signal. A tracer's stop ("t") is short when a profiler samples, and counts as plain silence."""
 
 
+@dataclass(eq=False)
 class SilenceMonitor:
     """Check the ranks of one node; report each silence once per generation.
 
@@ -456,28 +412,20 @@ class SilenceMonitor:
         unresponsive_after_s: Seconds of silence after which any process is reported.
     """
 
-    def __init__(
-        self,
-        clock: Clock,
-        callbacks: LossCallbacks,
-        event_counts: Counter[str],
-        stopped_after_s: float,
-        unresponsive_after_s: float,
-    ) -> None:
-        self._clock = clock
-        self._callbacks = callbacks
-        self._event_counts = event_counts
-        self._stopped_after_s = stopped_after_s
-        self._unresponsive_after_s = unresponsive_after_s
+    _clock: Clock
+    _callbacks: LossCallbacks
+    _event_counts: Counter[str]
+    _stopped_after_s: float
+    _unresponsive_after_s: float
 
     def check(self, processes: Iterable[ConnectedRank], loop_lag_s: float) -> None:
         """Check all ranks once. ``loop_lag_s`` is how many seconds late this check runs."""
         now = self._clock.monotonic()
-        for seat in processes:
-            seat.last_seen_at = min(now, seat.last_seen_at + loop_lag_s)
-            silent_s = now - seat.last_seen_at
-            if silent_s >= self._stopped_after_s and self._is_watched(seat):
-                self._report_if_silent(seat, silent_s)
+        for process in processes:
+            process.last_seen_at = min(now, process.last_seen_at + loop_lag_s)
+            silent_s = now - process.last_seen_at
+            if silent_s >= self._stopped_after_s and self._is_watched(process):
+                self._report_if_silent(process, silent_s)
 
     def _is_watched(self, process: ConnectedRank) -> bool:
         """Return whether the rank is a member that has ticked, is expected to tick, and was not reported yet."""

@@ -45,9 +45,9 @@ RankReport = CollectiveFailed | RankStalled | VersionSealed | Resumed | UserErro
 
 
 MAX_REMEMBERED_JOBS = 64
-COUNTED_EVENTS = ("reports", "reports_stale", "directives_stale", "ranks_lost", "ranks_killed", "ranks_unresponsive")
-"""Keys of ``counts``; each starts at 0, so that a rate over it sees the first event."""
 """Remembered jobs without a process here, whose vault data may remain; the oldest is dropped first."""
+COUNTED_EVENTS = ("reports", "reports_stale", "directives_stale", "ranks_lost", "ranks_killed", "ranks_unresponsive")
+"""Keys of ``event_counts``; each starts at 0, so that a rate over it sees the first event."""
 
 
 class RegistryCallbacks(LossCallbacks, Protocol):
@@ -101,35 +101,35 @@ class JobRegistry:
         """Return every rank's newest tick in a generation that still counts, for the heartbeat."""
         return tuple(
             RankProgress(
-                job=seat.job.name,
-                generation=seat.last_tick.generation,
-                rank=seat.last_tick.rank,
-                step=seat.last_tick.step,
-                step_s=seat.last_tick.step_s,
-                loss=seat.last_tick.loss,
-                busy_s=seat.last_tick.busy_s,
-                started_step=seat.last_tick.started_step,
+                job=process.job.name,
+                generation=tick.generation,
+                rank=tick.rank,
+                step=tick.step,
+                step_s=tick.step_s,
+                loss=tick.loss,
+                busy_s=tick.busy_s,
+                started_step=tick.started_step,
             )
-            for seat in self._ranks.values()
-            if seat.last_tick is not None
-            and seat.last_tick.generation >= seat.job.oldest_generation
-            and not seat.job.stop_directive
+            for process in self._ranks.values()
+            if (tick := process.last_tick) is not None
+            and tick.generation >= process.job.oldest_generation
+            and not process.job.stop_directive
         )
 
     def snapshot_interval_steps(self) -> dict[str, int]:
         """Return the steps between snapshots per job: the largest interval of its ranks here."""
         found: dict[str, int] = {}
-        for seat in self._ranks.values():
-            if seat.last_tick is not None and not seat.job.stop_directive:
-                found[seat.job.name] = max(seat.last_tick.snapshot_every, found.get(seat.job.name, 0))
+        for process in self._ranks.values():
+            if process.last_tick is not None and not process.job.stop_directive:
+                found[process.job.name] = max(process.last_tick.snapshot_every, found.get(process.job.name, 0))
         return found
 
     def launcher_offers(self, known_jobs: Collection[str] = ()) -> list[LauncherJoined]:
         """Return the live launchers' offers for a controller that has just met this node, without ``known_jobs``."""
         return [
-            seat.build_offer(self._clock.wall())
-            for seat in self._launchers.values()
-            if seat.offer is not None and not seat.job.stop_directive and seat.job.name not in known_jobs
+            process.build_offer(self._clock.wall())
+            for process in self._launchers.values()
+            if process.offer is not None and not process.job.stop_directive and process.job.name not in known_jobs
         ]
 
     # Connections
@@ -144,17 +144,17 @@ class JobRegistry:
             return
         if hello.local_rank is None:
             raise MalformedMessage("a rank's Hello must name its local_rank")
-        seat = ConnectedRank(job, connection, hello.local_rank, hello.pid, last_seen_at=self._clock.monotonic())
+        process = ConnectedRank(job, connection, hello.local_rank, hello.pid, last_seen_at=self._clock.monotonic())
         # Register before the former process ends: its end must not make the registry forget the job.
-        self._ranks[connection] = seat
-        self._replace_former_process(job, seat)
-        seat.first_generation = (
-            job.newest_generation
-            if job.lost_generations.get(hello.local_rank) != job.newest_generation
-            else job.newest_generation + 1
-        )
-        job.add_rank(seat)
-        self._send_current_state(seat)
+        self._ranks[connection] = process
+        self._replace_former_process(job, process)
+        is_replacement = job.lost_generations.get(hello.local_rank) == job.newest_generation
+        process.first_generation = job.newest_generation + is_replacement
+        job.add_rank(process)
+        if job.stop_directive is not None:
+            connection.send(job.stop_directive)
+        elif job.spec is not None and not job.pending_stop and process.first_generation <= job.spec.number:
+            self._send_generation(process, job.spec)
 
     def _replace_former_process(self, job: LocalJob, process: ConnectedRank) -> None:
         former = job.ranks.get(process.local_rank)
@@ -178,19 +178,11 @@ class JobRegistry:
     def _has_processes(self, job: LocalJob) -> bool:
         return any(s.job is job for s in self._ranks.values()) or any(s.job is job for s in self._launchers.values())
 
-    def _send_current_state(self, process: ConnectedRank) -> None:
-        job = process.job
-        if job.stop_directive is not None:
-            process.connection.send(job.stop_directive)
-            return
-        if job.spec is not None and not job.pending_stop and process.first_generation <= job.spec.number:
-            self._send_generation(process, job.spec)
-
     def _send_generation(self, process: ConnectedRank, spec: GenerationSpec) -> None:
         if process.last_tick is None or process.last_tick.generation < spec.number:
             process.connection.send(NewGeneration(spec=spec))
         member = spec.member_at(self._node, process.local_rank)
-        process.assign(spec.number, member.rank if member is not None else None)
+        process.generation, process.rank = spec.number, None if member is None else member.rank
         process.last_seen_at = self._clock.monotonic()
 
     def handle_message(self, connection: LocalConnection, message: ToAgent) -> None:
@@ -219,12 +211,9 @@ class JobRegistry:
 
     def _forward(self, process: ConnectedRank, report: RankReport) -> None:
         if report.job != process.job.name:
-            raise MalformedMessage(f"a rank of job {process.job.name} may not speak for job {report.job}")
-        if (
-            report.generation < process.job.oldest_generation
-            or process.job.stop_directive is not None
-            or process.kill_reason
-        ):
+            raise MalformedMessage(f"a rank of job {process.job.name} may not send reports of job {report.job}")
+        job = process.job
+        if report.generation < job.oldest_generation or job.stop_directive is not None or process.kill_reason:
             self.event_counts["reports_stale"] += 1
             return
         self._note_rank_generation(process.job, report.generation)
@@ -289,9 +278,9 @@ class JobRegistry:
         launcher = self._launchers.pop(connection, None)
         if launcher is not None:
             self._handle_launcher_disconnect(launcher, detail)
-        seat = rank or launcher
-        if seat is not None:
-            self._forget_if_ended(seat.job)
+        process = rank or launcher
+        if process is not None:
+            self._forget_if_ended(process.job)
 
     def _forget_if_ended(self, job: LocalJob) -> None:
         """Forget a stopped job once its last process is gone."""
@@ -309,8 +298,8 @@ class JobRegistry:
         assert process.offer is not None
         job.launcher, job.has_lost_launcher = None, True
         orderly = process.has_said_goodbye or job.stop_directive is not None
-        word = process.goodbye_detail or ("it said goodbye" if process.has_said_goodbye else detail)
-        log.info("launcher left: %s", word, extra={"node": self._node, "job": job.name})
+        reason = process.goodbye_detail or ("orderly exit" if process.has_said_goodbye else detail)
+        log.info("launcher left: %s", reason, extra={"node": self._node, "job": job.name})
         self._callbacks.report(
             LauncherLeft(
                 job=job.name,
@@ -318,12 +307,12 @@ class JobRegistry:
                 trace=self._callbacks.new_trace_id(),
                 launcher=process.offer.launcher,
                 orderly=orderly,
-                detail=word,
+                detail=reason,
             )
         )
         if job.stop_directive is None:
             for rank in job.ranks.values():
-                rank.connection.send(LauncherLost(detail=word))
+                rank.connection.send(LauncherLost(detail=reason))
 
     # Directives
 
@@ -350,40 +339,35 @@ class JobRegistry:
         # Before the ranks learn of the generation, because they ask the vault at once.
         self._drop_older_generations(job)
         self.loss_reporter.report_unassigned_exits(job)
-        for seat in job.ranks.values():
-            if not seat.kill_reason and seat.first_generation <= spec.number:
-                self._send_generation(seat, spec)
+        for process in job.ranks.values():
+            if not process.kill_reason and process.first_generation <= spec.number:
+                self._send_generation(process, spec)
         if job.launcher is not None:
             job.launcher.connection.send(NewGeneration(spec=spec))
-        self.loss_reporter.report_vacancies(job, "no process here will play this rank")
+        self.loss_reporter.report_vacancies(job, "no local process is available for this rank")
 
     def _kill(self, body: KillRank) -> None:
         job = self._jobs.get(body.job)
-        seat = job.ranks.get(body.local_rank) if job is not None else None
+        process = job.ranks.get(body.local_rank) if job is not None else None
         if job is not None and job.launcher is not None:
             job.launcher.connection.send(body)
-        if seat is None or not seat.is_member_until(body.generation):
+        if process is None or not process.is_member_until(body.generation):
             self.event_counts["directives_stale"] += 1
             return
-        seat.kill_reason = f"killed on the controller's word: {body.reason}"
-        seat.assign(body.generation, body.rank)
+        process.kill_reason = f"killed by order of the controller: {body.reason}"
+        process.generation, process.rank = body.generation, body.rank
         self.event_counts["ranks_killed"] += 1
-        log.warning(
-            "killing local rank %d (pid %d): %s",
-            body.local_rank,
-            seat.pid,
-            body.reason,
-            extra={"node": self._node, "job": body.job, "generation": body.generation, "trace": body.trace},
-        )
-        seat.connection.kill()
+        context = {"node": self._node, "job": body.job, "generation": body.generation, "trace": body.trace}
+        log.warning("killing local rank %d (pid %d): %s", body.local_rank, process.pid, body.reason, extra=context)
+        process.connection.kill()
 
     def _forward_version_notice(self, body: VersionNotice) -> None:
         job = self._jobs.get(body.job)
         if job is None or job.stop_directive is not None:
             return
-        for seat in job.ranks.values():
-            if not seat.kill_reason:
-                seat.connection.send(body)
+        for process in job.ranks.values():
+            if not process.kill_reason:
+                process.connection.send(body)
 
     def _stop(self, body: StopJob) -> None:
         job = self._jobs.get(body.job)
@@ -399,8 +383,8 @@ class JobRegistry:
 
     def _end_job(self, job: LocalJob, body: StopJob) -> None:
         job.stop_directive, job.pending_stop = body, None
-        for seat in job.ranks.values():
-            seat.connection.send(body)
+        for process in job.ranks.values():
+            process.connection.send(body)
         for launcher in self._launchers.values():
             if launcher.job is job:
                 launcher.connection.send(body)

@@ -96,12 +96,11 @@ class AgentSocketServer:
     def count_refusal(self, reason: str, error: EverstepError | str) -> None:
         """Count a refused or cut connection and log the reason."""
         self.refused_counts[reason] += 1
-        log.warning("a local connection is closed: %s", error)
+        log.warning("closed a local connection: %s", error)
 
 
 class _Connection(asyncio.Protocol):
-    """One connected process; a ``LocalConnection`` of ``everstep_agent.jobs.local_processes`` once it has "
-    "sent a Hello."""
+    """One connected process; a ``LocalConnection`` once it has sent a Hello."""
 
     def __init__(self, server: AgentSocketServer) -> None:
         self._server = server
@@ -138,7 +137,7 @@ class _Connection(asyncio.Protocol):
                 self._handle_message(message)
         except EverstepError as error:
             self._server.count_refusal(error.code, f"pid {self._pid}: {error}")
-            self._close_reason = f"its connection was closed: {error}"[:1000]
+            self._close_reason = f"the agent closed its connection: {error}"[:1000]
             self.close()
 
     def pause_writing(self) -> None:
@@ -197,11 +196,6 @@ class _Connection(asyncio.Protocol):
         self._hello = None
         self.close()
 
-    @property
-    def unsent_bytes(self) -> int:
-        """Bytes buffered in this process for the peer."""
-        return self._transport.get_write_buffer_size() if self._transport is not None else 0
-
     def _admit(self, connected: socket.socket) -> None:
         """Raise PermissionDenied for another user's process, or beyond ``max_connections``."""
         credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
@@ -212,7 +206,7 @@ class _Connection(asyncio.Protocol):
             )
         if len(self._server.connections) > self._server.max_connections:
             raise PermissionDenied(
-                f"{self._server.max_connections} launchers and ranks are connected already; raise --max-connections"
+                f"the limit of {self._server.max_connections} launchers and ranks is reached; raise --max-connections"
             )
         self._pidfd = _peer_pidfd(connected, self._pid)
 
@@ -235,7 +229,7 @@ class _Connection(asyncio.Protocol):
 
     def _check_hello(self) -> None:
         if self._hello is None:
-            self._server.count_refusal("no_hello", f"pid {self._pid} did not say Hello within {HELLO_TIMEOUT_S} s")
+            self._server.count_refusal("no_hello", f"pid {self._pid} sent no Hello within {HELLO_TIMEOUT_S} s")
             self.close()
 
     def _describe_end(self, exc: Exception | None) -> str:
@@ -255,4 +249,4 @@ def _peer_pidfd(connected: socket.socket, pid: int) -> int:
     try:
         return os.pidfd_open(pid)
     except OSError as error:
-        raise PermissionDenied(f"pid {pid} is gone, or in another pid namespace: {error.strerror}") from error
+        raise PermissionDenied(f"pid {pid} has ended, or is in another pid namespace: {error.strerror}") from error

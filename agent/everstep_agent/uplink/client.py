@@ -306,12 +306,10 @@ class Uplink:
     # One session
 
     async def _connect(self, url: str) -> ControllerConnection | None:
-        patience_s = self._controllers.connect_timeout_s(
-            url, self._settings.connect_timeout_s, self._settings.answer_timeout_s
-        )
-        credentials, node = self._credentials, self._settings.node
+        settings, credentials = self._settings, self._credentials
+        timeout_s = self._controllers.connect_timeout_s(url, settings.connect_timeout_s, settings.answer_timeout_s)
         try:
-            connection = await open_session(url, node, credentials.token(), credentials.tls(), patience_s)
+            connection = await open_session(url, settings.node, credentials.token(), credentials.tls(), timeout_s)
         except EverstepError as error:
             self.outcomes["session", error.code] += 1
             if not isinstance(error, AuthenticationError) or not await credentials.renew():
@@ -334,25 +332,20 @@ class Uplink:
             has_other_controllers=len(self._controllers) > 1,
         )
         began = self._clock.monotonic()
-        self._driver = crank = _SessionDriver(session, connection, self._clock, self._handle_answer)
+        self._driver = driver = _SessionDriver(session, connection, self._clock, self._handle_answer)
         try:
             error = await connection.ended
         finally:
             self._driver = None
-            crank.stop()
+            driver.stop()
             self._cancel_succession_check()
-            if not crank.has_left:
+            if not driver.has_left:
                 connection.fail(Unavailable(f"{url}: the agent is ending", 0.0))
-        if crank.has_left:
+        if driver.has_left:
             self._controllers.mark_closed_locally(url)
             return session.next_beat_at
         self._handle_end(url, error, self._clock.monotonic() - began)
         return None
-
-    def _check_succession(self, driver: _SessionDriver) -> None:
-        """Start one leadership query for a controller that asked for it."""
-        if driver.session.unsure_epoch and (self._succession_task is None or self._succession_task.done()):
-            self._succession_task = asyncio.create_task(self._fetch_succession(driver))
 
     async def _fetch_succession(self, driver: _SessionDriver) -> None:
         settings, session = self._settings, driver.session
@@ -379,13 +372,9 @@ class Uplink:
     async def _wait_until(self, at: float) -> None:
         self._wake.clear()
         wait_s = at - self._clock.monotonic()
-        if wait_s <= 0:
-            return
-        try:
-            async with asyncio.timeout(wait_s):
-                await self._wake.wait()
-        except TimeoutError:
-            pass
+        with contextlib.suppress(TimeoutError):
+            if wait_s > 0:
+                await asyncio.wait_for(self._wake.wait(), wait_s)
 
     # Outcomes
 
@@ -393,10 +382,12 @@ class Uplink:
         self.answered_at = self._clock.monotonic()
         self._logged_codes.clear()
         if self._unreachable_since is not None:
-            log.info("a controller answers again after %.2f s", self.answered_at - self._unreachable_since)
+            log.info("a controller is reachable again after %.2f s", self.answered_at - self._unreachable_since)
             self._unreachable_since = None
-        if self._driver is not None:
-            self._check_succession(self._driver)
+        driver = self._driver
+        is_asking = self._succession_task is not None and not self._succession_task.done()
+        if driver is not None and driver.session.unsure_epoch and not is_asking:
+            self._succession_task = asyncio.create_task(self._fetch_succession(driver))
 
     def _handle_failure(self, url: str, error: EverstepError) -> None:
         """Handle a session that was not made or ended by a refusal; log it once."""
@@ -414,11 +405,8 @@ class Uplink:
 
     def _handle_end(self, url: str, error: EverstepError, lasted_s: float) -> None:
         self._state.heartbeat_protocol.handle_session_lost()
-        refused = (
-            refusal_action(error, is_registering=True) is not RefusalAction.RETRY
-            or retry_after_s(error, is_busy=False) > 0
-        )
-        if refused or isinstance(error, AnswerTimeout):
+        refused = refusal_action(error, is_registering=True) is not RefusalAction.RETRY
+        if refused or retry_after_s(error, is_busy=False) > 0 or isinstance(error, AnswerTimeout):
             self._handle_failure(url, error)
         else:
             self._mark_unreachable(error)
@@ -431,9 +419,9 @@ class Uplink:
     def _mark_unreachable(self, error: EverstepError) -> None:
         if self._unreachable_since is None:
             self._unreachable_since = self._clock.monotonic()
-            log.warning("no controller answers, training goes on and reports are kept: %s", error)
+            log.warning("no controller reachable; training continues, reports are queued: %s", error)
 
     def _log_refusal(self, error: EverstepError) -> None:
         if error.code not in self._logged_codes:
             self._logged_codes.add(error.code)
-            log.error("the controller refuses this agent: %s; %s", error, operator_advice(error, self._settings.node))
+            log.error("the controller refused this agent: %s; %s", error, operator_advice(error, self._settings.node))

@@ -7,11 +7,11 @@ the standard library's 3.
 from __future__ import annotations
 
 import asyncio
+import http.client
 import math
 import socket
 import ssl
 from collections.abc import Callable
-from http import HTTPStatus
 from urllib.parse import urlsplit
 
 import msgspec
@@ -33,18 +33,12 @@ class AnswerTimeout(Unavailable):
     """A controller accepted a connection, or did not even refuse it, and then sent nothing in time."""
 
 
-class _ErrorBody(msgspec.Struct):
-    code: str = ""
-    message: str = ""
-
-
 class _Problem(msgspec.Struct):
-    """RFC 9457 problem details with our ``code``, or our older ``{"error": ...}``."""
+    """RFC 9457 problem details with our ``code``."""
 
     code: str = ""
     detail: str = ""
     retry_after_s: float | None = None
-    error: _ErrorBody = msgspec.field(default_factory=_ErrorBody)
 
 
 _BY_STATUS = {401: "unauthenticated", 403: "forbidden", 404: "not_found", 409: "stale", 413: "malformed",
@@ -58,18 +52,17 @@ def error_from_response(status: int, body: bytes, retry_after: str, url: str) ->
         retry_after: The header of that name, as received; a date counts as none.
     """
     try:
-        said = msgspec.json.decode(body, type=_Problem)
+        problem = msgspec.json.decode(body, type=_Problem)
     except DECODE_ERRORS:
-        said = _Problem()
-    code = said.code or said.error.code
-    reason = (said.detail or said.error.message)[:MAX_MESSAGE_LENGTH] or _phrase(status)
+        problem = _Problem()
+    reason = problem.detail[:MAX_MESSAGE_LENGTH] or http.client.responses.get(status, "no reason given")
     message = f"{url}: {reason} ({status})"
-    after_s = said.retry_after_s
+    after_s = problem.retry_after_s
     if after_s is None and retry_after.isascii() and retry_after.isdigit():
         after_s = float(retry_after)
     if status >= 500:
         return _error(Unavailable, message, after_s)
-    return _error(BY_CODE.get(code) or BY_CODE.get(_BY_STATUS.get(status, ""), ProtocolError), message, after_s)
+    return _error(BY_CODE.get(problem.code) or BY_CODE.get(_BY_STATUS.get(status, ""), ProtocolError), message, after_s)
 
 
 def error_from_frame(refused: FrameRefused, url: str) -> EverstepError:
@@ -89,13 +82,6 @@ def _error(kind: type[EverstepError], message: str, after_s: float | None) -> Ev
     if issubclass(kind, Unavailable | RateLimited):
         return kind(message, after_s or 0.0)
     return kind(message)
-
-
-def _phrase(status: int) -> str:
-    try:
-        return HTTPStatus(status).phrase
-    except ValueError:
-        return "no reason given"
 
 
 MAX_HEAD_BYTES = 16 << 10
@@ -150,7 +136,7 @@ class ControllerConnection(asyncio.Protocol):
     def close(self) -> None:
         """End the connection once all sent data is on its way."""
         if not self.ended.done():
-            self.ended.set_result(Unavailable(f"{self._url}: we hung up", 0.0))
+            self.ended.set_result(Unavailable(f"{self._url}: closed by the agent", 0.0))
             assert self._transport is not None
             self._transport.close()
 
@@ -174,7 +160,9 @@ class ControllerConnection(asyncio.Protocol):
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.fail(Unavailable(f"{self._url}: {_describe_error(exc) if exc else 'it closed the connection'}", 0.0))
+        self.fail(
+            Unavailable(f"{self._url}: {_describe_error(exc) if exc else 'the controller closed the connection'}", 0.0)
+        )
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data
@@ -211,9 +199,7 @@ class ControllerConnection(asyncio.Protocol):
         while self._handle_frame is not None and len(self._buffer) >= PREFIX_BYTES and not self.ended.done():
             length = int.from_bytes(self._buffer[:PREFIX_BYTES], "big")
             if not 1 <= length <= MAX_AGENT_FRAME_BYTES:
-                raise ProtocolError(
-                    f"{self._url} sent a frame of {length} bytes: 1 to {MAX_AGENT_FRAME_BYTES} are read"
-                )
+                raise ProtocolError(f"{self._url} sent a frame of {length} bytes; the limit is {MAX_AGENT_FRAME_BYTES}")
             end = PREFIX_BYTES + length
             if len(self._buffer) < end:
                 return
@@ -233,8 +219,7 @@ def _parsed(head: bytes, url: str) -> tuple[int, dict[str, str]]:
 
 
 def _describe_error(error: Exception) -> str:
-    said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return said or type(error).__name__
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 async def open_session(

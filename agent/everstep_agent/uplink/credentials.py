@@ -8,6 +8,7 @@ answer, even if its join token could be used only once.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import random
@@ -42,7 +43,7 @@ async def ensure_token(settings: AgentSettings, stop: asyncio.Event) -> None:
     """
     if not can_enrol(settings) or (settings.token_file is not None and settings.token_file.exists()):
         return
-    attempt, said = 0, ""
+    attempt, logged = 0, ""
     while not stop.is_set():
         try:
             await asyncio.to_thread(enrol, settings)
@@ -51,27 +52,17 @@ async def ensure_token(settings: AgentSettings, stop: asyncio.Event) -> None:
             raise
         except EverstepError as error:
             away = isinstance(error, Unavailable)
-            if str(error) != said:
-                said = str(error)
+            if str(error) != logged:
+                logged = str(error)
                 log.log(logging.WARNING if away else logging.ERROR, "not enrolled yet: %s", error)
-            await _pause(stop, _UNREACHABLE_BACKOFF.delay_s(attempt, random.random()) if away else REFUSED_RETRY_S)
+            pause_s = _UNREACHABLE_BACKOFF.delay_s(attempt, random.random()) if away else REFUSED_RETRY_S
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), pause_s)
             attempt += 1
 
 
-async def _pause(stop: asyncio.Event, seconds: float) -> None:
-    try:
-        async with asyncio.timeout(seconds):
-            await stop.wait()
-    except TimeoutError:
-        pass
-
-
 async def renew_token(settings: AgentSettings, refused_token: str) -> str:
-    """Return the token to try after ``refused_token``: the file's, or a newly enrolled one.
-
-    Raises:
-        EverstepError: There is none.
-    """
+    """Return the token to try after ``refused_token``: the file's, or a newly enrolled one. Raises EverstepError."""
     token = read_token(settings.token_file, "agent token")
     if token == refused_token and can_enrol(settings):
         await asyncio.to_thread(enrol, settings)
@@ -89,24 +80,24 @@ def enrol(settings: AgentSettings) -> None:
     """
     assert settings.token_file is not None
     join_token = read_token(settings.join_token_file, "join token")
-    kept = settings.token_file.with_name(f".{settings.token_file.name}.enrolling")
-    secret = _load_or_create_secret(kept)
-    asked = Enrol(node=settings.node, secret_hash=hash_secret(secret))
-    enrolled = _request_enrolment(settings, join_token, asked)
+    secret_file = settings.token_file.with_name(f".{settings.token_file.name}.enrolling")
+    secret = _load_or_create_secret(secret_file)
+    request = Enrol(node=settings.node, secret_hash=hash_secret(secret))
+    enrolled = _request_enrolment(settings, join_token, request)
     write_private(settings.token_file, stored_token(enrolled.credential, secret))
-    kept.unlink(missing_ok=True)
+    secret_file.unlink(missing_ok=True)
     log.info("enrolled as node %s, credential %s", settings.node, enrolled.credential, extra={"node": settings.node})
 
 
 def _request_enrolment(settings: AgentSettings, join_token: str, request: Enrol) -> Enrolled:
     """Return the first controller's answer. Raises its refusal, or Unavailable if none answers."""
-    tls, away = tls_context(settings), Unavailable("no controller is known")
+    tls, failure = tls_context(settings), Unavailable("no controller is configured")
     for url in settings.controllers:
         try:
             return ControllerClient(url, join_token, tls=tls).post("/v1/enrol", request, Enrolled)
         except Unavailable as error:
-            away = error
-    raise away
+            failure = error
+    raise failure
 
 
 def _load_or_create_secret(file: Path) -> str:
@@ -136,7 +127,7 @@ def write_private(file: Path, text: str) -> None:
         raise ConfigurationError(f"the token file {file} cannot be written: {error.strerror}") from error
 
 
-# Credentials of an agent, read anew for each connection, so that renewal needs no restart.
+# Credentials of an agent, read again for each connection, so that renewal needs no restart.
 
 MIN_RENEWAL_INTERVAL_S = 10.0
 """Seconds between renewals: if a token issued a moment ago is refused, another one does not help."""
@@ -162,7 +153,7 @@ class AgentCredentials:
         return self._token
 
     def tls(self) -> ssl.SSLContext | None:
-        """Return the context to connect with, made anew when one of its files has changed."""
+        """Return the context to connect with, made again when one of its files has changed."""
         stamps = self._file_stamps()
         if stamps != self._loaded_stamps:
             self._loaded_stamps = stamps
@@ -173,16 +164,17 @@ class AgentCredentials:
         return self._context
 
     async def renew(self) -> bool:
-        """Look for another token after a refusal, in the file or by enrolling anew. Returns whether there is one."""
+        """Look for another token after a refusal, in the file or by enrolling again. Returns whether there is one."""
         now = self._clock.monotonic()
         if now < self._next_renewal_at:
             return False
         self._next_renewal_at = now + MIN_RENEWAL_INTERVAL_S
-
         try:
             return await renew_token(self._settings, self._token) != self._token
         except EverstepError as error:
-            log.error("no other token: %s", error, extra={"node": self._settings.node})
+            log.error(
+                "the token was refused and no other one is available: %s", error, extra={"node": self._settings.node}
+            )
             return False
 
     def _file_stamps(self) -> tuple[int, ...]:

@@ -90,17 +90,12 @@ def operator_advice(error: EverstepError, node: str) -> str:
     if isinstance(error, VersionMismatch):
         return "upgrade the older side: agent and controller share no protocol version"
     if isinstance(error, StaleGeneration | Conflict):
-        return f"another agent speaks for {node}: stop one of them, or give this one another --node"
-    return "is this address an Everstep controller of this version?"
+        return f"another agent runs as node {node}: stop one of them, or give this one another --node"
+    return "check that this address is an Everstep controller of this version"
 
 
 class HeartbeatProtocol:
-    """One run of an agent, as seen by its controller.
-
-    Args:
-        node, incarnation: Identify this run.
-        agent_version: Sent at registration.
-    """
+    """One run of an agent, as seen by its controller; ``node`` and ``incarnation`` identify the run."""
 
     def __init__(self, node: NodeId, incarnation: Incarnation, agent_version: str) -> None:
         self.node = node
@@ -125,11 +120,7 @@ class HeartbeatProtocol:
         self._acknowledged_findings = None
 
     def handle_session_lost(self) -> None:
-        """Send all findings with the next beat.
-
-        The next controller may have started meanwhile with only its records. Sending all findings spares it from asking
-        a whole fleet for them.
-        """
+        """Send all findings with the next beat: the next controller may have only its records."""
         self.is_reconnecting = True
         self._acknowledged_findings = None
 
@@ -177,7 +168,7 @@ class HeartbeatProtocol:
         """Accept the controller's terms. Raises VersionMismatch if it chose an unsupported protocol."""
         if answer.protocol not in SUPPORTED_VERSIONS:
             raise VersionMismatch(
-                f"the controller chose protocol {answer.protocol}, and this agent speaks {SUPPORTED_VERSIONS}"
+                f"the controller chose protocol {answer.protocol}; this agent supports {SUPPORTED_VERSIONS}"
             )
         self.interval_s = min(max(answer.heartbeat_interval_s, MIN_INTERVAL_S), MAX_INTERVAL_S)
         self.registrations += 1
@@ -199,41 +190,32 @@ class HeartbeatProtocol:
         A raised or cleared finding may be outdated when the controller receives it: an earlier run saw it, or the
         controller was away for long.
         """
-        stand = {finding.key for finding in findings}
+        active = {finding.key for finding in findings}
         for body in (report.body for report in sent):
-            raised = isinstance(body, FindingRaised) and body.finding.key not in stand
-            if raised or (isinstance(body, FindingCleared) and body.key in stand):
+            raised = isinstance(body, FindingRaised) and body.finding.key not in active
+            if raised or (isinstance(body, FindingCleared) and body.key in active):
                 self._acknowledged_findings, self._stale_through_seq = None, self._seq
 
 
 def limit_findings(findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
-    """Return at most MAX_FINDINGS findings, the limit of a message.
-
-    Args:
-        findings: All active findings of the node.
-
-    Returns:
-        ``findings`` if they fit. Otherwise the gravest of them, and one more with the number of missing ones.
-    """
+    """Return ``findings`` if they fit a message; otherwise the gravest, and one with the number of omitted ones."""
     if len(findings) <= agent.MAX_FINDINGS:
         return findings
     order = (Severity.CRITICAL, Severity.WARNING, Severity.INFO)
     kept = sorted(findings, key=lambda f: order.index(f.severity))[: agent.MAX_FINDINGS - 1]
-    return (*kept, _omitted_finding(len(findings) - len(kept), len(findings)))
-
-
-def _omitted_finding(count: int, total: int) -> Finding:
-    return Finding(
+    count = len(findings) - len(kept)
+    omitted = Finding(
         kind=FindingKind.AGENT_SPOOL_OVERFLOW,
         subject="findings",
         severity=Severity.WARNING,
-        message=f"the agent left out the {count} mildest of {total} findings: a heartbeat carries at most "
+        message=f"the agent left out the {count} mildest of {len(findings)} findings: a heartbeat carries at most "
         f"{agent.MAX_FINDINGS}. Resolve the others first; `everstep_agent_findings` of its /metrics counts all",
         mode=Mode.OBSERVE,
         rule="agent-findings-overflow",
-        source="the wire's bound on findings",
+        source="the limit of findings in a heartbeat",
         value=float(count),
     )
+    return (*kept, omitted)
 
 
 class DirectiveInbox:

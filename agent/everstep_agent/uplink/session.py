@@ -191,27 +191,27 @@ class ControllerSession:
         return bool(self._pending_beats) and isinstance(self._pending_beats[-1].message, Register)
 
     def _send_beat(self, now: float) -> None:
-        words = self._state
+        state = self._state
         self._node_facts = self._agent.describe_node()
-        message = words.heartbeat_protocol.next_message(
+        message = state.heartbeat_protocol.next_message(
             self._node_facts,
             self._agent.findings(),
             self._agent.rank_progress(),
-            words.spool.sent_through,
+            state.spool.sent_through,
             self._clock.wall(),
-            words.inbox.received_through,
+            state.inbox.received_through,
         )
         if self.succession is not None and isinstance(message, Heartbeat):
             message, self.succession = msgspec.structs.replace(message, leadership_proof=self.succession), None
         kind = self._choose_heartbeat_kind(message, now)
         if kind is FrameKind.ONE_WAY_HEARTBEAT:
-            words.outcomes["heartbeat", "quiet"] += 1
+            state.outcomes["heartbeat", "quiet"] += 1
         else:
             self._pending_beats.append(self._make_pending(message, now))
         if kind is FrameKind.HEARTBEAT:
             first = self._answer_due_at == -math.inf
             self._answer_due_at = now + ANSWER_INTERVAL_S * (self._uniform() if first else 1.0)
-        self.next_beat_at = now + words.heartbeat_protocol.interval_s * (self._uniform() if self._spread_beat else 1.0)
+        self.next_beat_at = now + state.heartbeat_protocol.interval_s * (self._uniform() if self._spread_beat else 1.0)
         self._spread_beat = False
         self._send(kind, msgspec.json.encode(message))
 
@@ -278,7 +278,7 @@ class ControllerSession:
 
     def _protocol_error(self, detail: str) -> ProtocolError:
         self._state.outcomes["session", "protocol_error"] += 1
-        return ProtocolError(f"{self._url} said what is not understood: {detail}")
+        return ProtocolError(f"{self._url} sent an unexpected message: {detail}")
 
     def _take_answered(self, kind: FrameKind) -> _PendingFrame:
         sent = self._pop_pending(kind)
@@ -301,11 +301,11 @@ class ControllerSession:
             self._agent.on_new_controller({progress.job for progress in sent.message.ranks})
 
     def _handle_registered(self, sent: _PendingFrame, answer: Registered) -> None:
-        words = self._state
-        words.heartbeat_protocol.handle_registered(sent.message, self._node_facts, answer)
-        words.inbox.start_at(answer.next_directive)
+        state = self._state
+        state.heartbeat_protocol.handle_registered(sent.message, self._node_facts, answer)
+        state.inbox.start_at(answer.next_directive)
         self.is_kept_open = answer.keep_open
-        self.next_beat_at = self._clock.monotonic() + words.heartbeat_protocol.interval_s * self._uniform()
+        self.next_beat_at = self._clock.monotonic() + state.heartbeat_protocol.interval_s * self._uniform()
         log.info("registered with controller %s at %s", answer.controller, self._url, extra={"node": sent.message.node})
         self._agent.on_new_controller(())
 
@@ -404,7 +404,12 @@ class ControllerSession:
             self._state.max_batch_reports = max(1, len(batch) // 2)
             return
         self._state.spool.drop_refused(batch[0].number)
-        log.error("report %d (%s) is left out: %s", batch[0].number, type(batch[0].body).__name__, error)
+        log.error(
+            "dropped refused report %d (%s): %s",
+            batch[0].number,
+            type(batch[0].body).__name__,
+            error,
+        )
 
 
 def _message_kind(message: Any) -> str:

@@ -78,8 +78,10 @@ class Spool:
         self._seals: dict[SealKey, int] = {}
         self._bytes = 0
         self._last = 0
-        self._sent = 0
-        self._newest_urgent_number = 0
+        self.sent_through = 0
+        """The largest number ever put into a request, 0 before the first."""
+        self.newest_urgent_number = 0
+        """The number of the last urgent report, 0 before the first."""
         self._max_reports = max_reports
         self._max_bytes = max_bytes
         self._batch_window_s = batch_window_s
@@ -100,16 +102,6 @@ class Spool:
         """Bytes of unacknowledged reports, as MessagePack."""
         return self._bytes
 
-    @property
-    def sent_through(self) -> int:
-        """The largest number ever put into a request, 0 before the first."""
-        return self._sent
-
-    @property
-    def newest_urgent_number(self) -> int:
-        """The number of the last urgent report, 0 before the first."""
-        return self._newest_urgent_number
-
     def add(self, report: AnyReport, now: float) -> int:
         """Queue a report and return its number. ``now`` is monotonic seconds.
 
@@ -120,7 +112,7 @@ class Spool:
         if isinstance(report, VersionSealed):
             report, due = self._merge_seal(report, due)
         self._last += 1
-        self._newest_urgent_number = self._last if urgent else self._newest_urgent_number
+        self.newest_urgent_number = self._last if urgent else self.newest_urgent_number
         frame = encode_frame(_SpooledReport(self._last, report))
         self._entries[self._last] = _Entry(NumberedReport(number=self._last, body=report), len(frame), due)
         self._bytes += len(frame)
@@ -132,7 +124,7 @@ class Spool:
     def _merge_seal(self, report: VersionSealed, due: float) -> tuple[VersionSealed, float]:
         key = (report.job, report.generation, report.rank, report.version)
         earlier = self._entries.get(self._seals.get(key, 0))
-        if earlier is not None and earlier.report.number > self._sent:
+        if earlier is not None and earlier.report.number > self.sent_through:
             body = earlier.report.body
             assert isinstance(body, VersionSealed)
             report = msgspec.structs.replace(report, digests={**body.digests, **report.digests})
@@ -157,7 +149,7 @@ class Spool:
                 break
             chosen.append(entry.report)
         if chosen:
-            self._sent = max(self._sent, chosen[-1].number)
+            self.sent_through = max(self.sent_through, chosen[-1].number)
         return tuple(chosen)
 
     def acknowledge(self, through: int) -> None:
@@ -178,13 +170,13 @@ class Spool:
 
     def drop_seals(self, job: str, before_generation: int) -> list[int]:
         """Drop seals of ``job`` from generations before ``before_generation``, and return their numbers."""
-        left_out: list[int] = []
+        dropped: list[int] = []
         for number, entry in list(self._entries.items()):
             body = entry.report.body
             if isinstance(body, VersionSealed) and body.job == job and body.generation < before_generation:
                 self._remove(number)
-                left_out.append(number)
-        return left_out
+                dropped.append(number)
+        return dropped
 
     def close(self) -> None:
         """Close the file; unacknowledged reports stay in it for the next run."""
@@ -203,12 +195,9 @@ class Spool:
             if self._seals.get(key) == number:
                 del self._seals[key]
 
-    def _is_over_limit(self) -> bool:
-        return len(self._entries) > self._max_reports or self._bytes > self._max_bytes
-
     def _shrink(self) -> None:
         """Drop a sixteenth more than necessary, so that a long absence does not trigger a search for every report."""
-        if not self._is_over_limit():
+        if len(self._entries) <= self._max_reports and self._bytes <= self._max_bytes:
             return
         reports, size = self._max_reports * 15 // 16, self._max_bytes * 15 // 16
         for kinds in self._DROP_ORDER:
@@ -226,7 +215,7 @@ class Spool:
         try:
             os.write(self._file, frame)
         except OSError as error:
-            log.warning("%s cannot be written, unsent reports are now kept in memory only: %s", self._path, error)
+            log.warning("%s cannot be written; unsent reports are kept in memory only: %s", self._path, error)
             self.close()
             return
         if os.lseek(self._file, 0, os.SEEK_CUR) > _MAX_FILE_FACTOR * self._max_bytes:
@@ -246,7 +235,7 @@ class Spool:
         for report in reports:
             self.add(report, 0.0)
         if self._entries:
-            log.info("%d reports of an earlier life are still to be sent", len(self._entries))
+            log.info("%d reports of an earlier run are still to be sent", len(self._entries))
 
 
 def _read_unacknowledged(file: Path) -> list[AnyReport]:
@@ -264,7 +253,7 @@ def _read_unacknowledged(file: Path) -> list[AnyReport]:
             else:
                 kept = {n: body for n, body in kept.items() if n > record.through}
     except MalformedMessage as error:
-        log.warning("%s is damaged, what is behind the damage is lost: %s", file, error)
+        log.warning("%s is damaged; the reports after the damage are lost: %s", file, error)
     return [body for body in kept.values() if not isinstance(body, LauncherJoined)]
 
 

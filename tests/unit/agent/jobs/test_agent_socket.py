@@ -284,7 +284,7 @@ def test_kill_order_ends_stopped_process_and_informs_launcher(run_dir: Path) -> 
             node.jobs.handle_directives([body])
             assert await asyncio.to_thread(rank.wait, DEADLINE_S) == -signal.SIGKILL
             assert await launcher.next(KillRank) == body
-            assert (await node.one(RankLost)).detail.startswith("killed on the controller's word: it hangs")
+            assert (await node.one(RankLost)).detail.startswith("killed by order of the controller: it hangs")
 
     play(story())
 
@@ -314,7 +314,7 @@ def test_slow_reader_blocks_no_peer_and_gets_the_newest(run_dir: Path) -> None:
                 notice = VersionNotice(job="j", generation=number, committed=Version(number, 1), candidate=2)
                 node.jobs.handle_directives([notice])
             (connection,) = node.server.connections
-            assert connection.unsent_bytes < 1 << 20
+            assert connection._transport.get_write_buffer_size() < 1 << 20
             client.writer.transport.resume_reading()  # type: ignore[attr-defined]
             newest: dict[type, Any] = {}
             while not (VersionNotice in newest and newest[VersionNotice].committed == Version(59, 1)):

@@ -126,7 +126,7 @@ def test_a_report_of_an_older_generation_is_dropped_and_counted(node: Node) -> N
 
 def test_rank_reports_are_accepted_only_for_its_own_job(node: Node) -> None:
     rank = node.rank(0)
-    with pytest.raises(MalformedMessage, match="may not speak for job k"):
+    with pytest.raises(MalformedMessage, match="may not send reports of job k"):
         node.jobs.handle_message(rank, CollectiveFailed(job="k", at=0.0, generation=1, rank=0, step=3, detail="x"))
 
 
