@@ -288,6 +288,7 @@ class Served:
     def __init__(self, application: InProcess) -> None:
         self.address = ""
         self.leads = True
+        self.leader = ""
         self.takeover_gate = TakeoverGate()
         self.controller: Controller
         self.descriptors: DescriptorBudget
@@ -316,7 +317,7 @@ class Served:
         return self.controller if self.leads else None
 
     def not_leading_error(self) -> NotLeadingError:
-        return NotLeadingError("it stands by")
+        return NotLeadingError("this controller is standby", self.leader)
 
     def record_contact(self, node: str, headers: Headers, peer: ConnectionPeer) -> None:
         """Nobody counts."""

@@ -25,7 +25,6 @@ from everstep_controller.server import responses
 from everstep_controller.server.connections import SCOPE_KEY, ConnectionPeer
 from everstep_controller.store.rows import CredentialRow
 
-LEADER_HEADER = b"everstep-leader"
 _trial_decoder = msgspec.json.Decoder(PolicyTrialRequest)
 
 
@@ -82,10 +81,10 @@ class StandbyApp:
                 raise self.not_leading_error()
         except responses.ClientGone:
             pass
-        except NotLeadingError as error:
-            await _send_not_leading(send, error)
         except EverstepError as error:
-            await responses.send_error(send, error)
+            headers = list((dict(responses.error_headers(error)) | {b"connection": b"close"}).items())
+            body, media_type = responses.problem_of(error), responses.MEDIA_TYPE.encode()
+            await responses.send_answer(send, body, error.status, headers, media_type)
 
     def start(self) -> StandbyContacts:
         """Begin to stand by, with an empty record of contacts."""
@@ -108,22 +107,11 @@ class StandbyApp:
     def not_leading_error(self) -> NotLeadingError:
         """Return the error for requests that need a leader."""
         leader = self._leader()
-        where = f"ask {leader}" if leader else "which one does is being settled: ask again"
-        return NotLeadingError(f"this controller stands by, another one leads: {where}", leader)
+        action = f"send the request to the leader, {leader}" if leader else "no leader is known yet, try again"
+        return NotLeadingError(f"this controller is standby: {action}", leader)
 
 
 def _is_local_trial(scope: Scope) -> bool:
     route = POLICY_ROUTES["try_policy"]
     asked = scope.get("method") == route.method and scope.get("path") == route.path
     return asked and responses.parse_query(scope).get("local") in ("true", "1")
-
-
-async def _send_not_leading(send: Send, error: NotLeadingError) -> None:
-    """Send the error with an additional role field, and a header for clients that read no bodies."""
-    said = msgspec.json.decode(responses.problem_of(error))
-    headers = [*responses.error_headers(error), (b"connection", b"close")]
-    said["role"] = "standby"
-    if error.leader:
-        said["leader"] = error.leader
-        headers.append((LEADER_HEADER, error.leader.encode()))
-    await responses.send_answer(send, msgspec.json.encode(said), error.status, headers, responses.MEDIA_TYPE.encode())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import parse_qs
 
 import msgspec
@@ -20,6 +20,7 @@ from everstep.errors import (
     Unavailable,
     WrongMediaType,
 )
+from everstep_controller.leadership.lease import NotLeadingError
 
 # ---- problem details
 
@@ -28,27 +29,27 @@ TYPE_PREFIX = "urn:everstep:error:"
 
 TITLES = MappingProxyType(
     {
-        "internal": "An error of the controller's own",
-        "configuration": "Settings that contradict each other",
-        "protocol": "Something that cannot be accepted",
-        "protocol_version": "No protocol version in common",
-        "malformed": "Not a message of the declared shape",
-        "too_large": "More bytes than are read",
-        "media_type": "A body of another form than is read",
-        "stale": "Of a generation or life that is over",
-        "unauthenticated": "No token, or one that does not verify",
-        "forbidden": "A right token, for something else",
-        "not_found": "No such thing",
-        "method": "This path has another method",
-        "conflict": "Refused in the present state",
-        "outdated": "Not as it was when you looked",
-        "unavailable": "Not now: come again",
+        "internal": "Internal error of the controller",
+        "configuration": "Invalid settings",
+        "protocol": "Protocol error",
+        "protocol_version": "No common protocol version",
+        "malformed": "Malformed message",
+        "too_large": "Request body too large",
+        "media_type": "Unsupported media type",
+        "stale": "Outdated generation or incarnation",
+        "unauthenticated": "Missing or invalid token",
+        "forbidden": "Token has no permission for this",
+        "not_found": "Not found",
+        "method": "Method not allowed",
+        "conflict": "Conflict with the current state",
+        "outdated": "Changed since you read it (If-Match)",
+        "unavailable": "Temporarily unavailable",
         "rate_limited": "Too many requests",
-        "checkpoint": "A version cannot be written or read",
-        "digest_mismatch": "Bytes are not what was sealed",
-        "not_restorable": "No version is whole",
-        "slot_memory": "No room for slots",
-        "http": "Not a request that is understood",
+        "checkpoint": "Checkpoint version cannot be written or read",
+        "digest_mismatch": "Digest mismatch",
+        "not_restorable": "No restorable version",
+        "slot_memory": "Not enough memory for checkpoint slots",
+        "http": "Invalid HTTP request",
     }
 )
 """RFC 9457 titles by code, the same for every occurrence."""
@@ -57,7 +58,8 @@ TITLES = MappingProxyType(
 class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The body of every error response (RFC 9457). ``type`` and ``code`` are for programs, ``detail`` is for people.
 
-    ``retry_after_s`` is finer than the Retry-After header, which has whole seconds.
+    ``retry_after_s`` is finer than the Retry-After header, which has whole seconds. A standby adds ``role`` and
+    ``leader``, the leader's address if it is known.
     """
 
     type: str
@@ -66,24 +68,25 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     detail: str
     code: str
     retry_after_s: float | None = None
+    role: str = ""
+    leader: str = ""
 
 
-def problem(status: int, code: str, detail: str, retry_after_s: float | None = None) -> bytes:
-    """Return the body of an error response."""
-    said = Problem(
-        type=TYPE_PREFIX + code,
-        title=TITLES.get(code, code),
-        status=status,
-        detail=detail,
-        code=code,
-        retry_after_s=retry_after_s,
+def problem(status: int, code: str, detail: str, **members: Any) -> bytes:
+    """Return the body of an error response; ``members`` are further fields of ``Problem``."""
+    return msgspec.json.encode(
+        Problem(
+            type=TYPE_PREFIX + code, title=TITLES.get(code, code), status=status, detail=detail, code=code, **members
+        )
     )
-    return msgspec.json.encode(said)
 
 
 def problem_of(error: EverstepError) -> bytes:
     """Return the body of the response for this error."""
-    return problem(error.status, error.code, str(error), getattr(error, "retry_after_s", None))
+    members: dict[str, Any] = {"retry_after_s": getattr(error, "retry_after_s", None)}
+    if isinstance(error, NotLeadingError):
+        members |= {"role": "standby", "leader": error.leader}
+    return problem(error.status, error.code, str(error), **members)
 
 
 T = TypeVar("T")
@@ -180,16 +183,13 @@ async def send_answer(
     await send({"type": "http.response.body", "body": body})
 
 
-async def send_error(send: Send, error: EverstepError) -> None:
-    """Send an error response."""
-    body = problem_of(error)
-    await send_answer(send, body, error.status, error_headers(error), MEDIA_TYPE.encode())
-
-
 def error_headers(error: EverstepError) -> Headers:
-    """Return the headers of an error response."""
+    """Return the headers of an error response. ``Everstep-Leader`` is for clients that read no bodies."""
     if isinstance(error, Unavailable | RateLimited):
-        return [(b"retry-after", str(max(1, math.ceil(error.retry_after_s))).encode())]
+        headers = [(b"retry-after", str(max(1, math.ceil(error.retry_after_s))).encode())]
+        if isinstance(error, NotLeadingError) and error.leader:
+            headers.append((b"everstep-leader", error.leader.encode()))
+        return headers
     if isinstance(error, TooLarge):
         return [(b"connection", b"close")]  # the rest of the body will not be read
     if error.status == 401:

@@ -41,7 +41,7 @@ def waiting(controller: Served) -> int:
 
 
 def test_standby_refuses_sessions_with_reason(standby: Served) -> None:
-    assert refusal(knock(standby)) == (503, "it stands by")
+    assert refusal(knock(standby)) == (503, "this controller is standby")
 
 
 @pytest.mark.promise("failover-rejoin")

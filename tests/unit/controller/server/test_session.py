@@ -93,6 +93,20 @@ def test_session_refusal_is_an_http_problem(controller: Served) -> None:
         line.close()
 
 
+def test_standby_refuses_session_and_names_leader(controller: Served) -> None:
+    controller.leads, controller.leader = False, "http://127.0.0.1:7070"
+    line = Line(controller.address)
+    line.send(upgrade("n1", bearer(TokenRole.AGENT, "n1")))
+    status, head = line.head()
+    headers = dict(header.split(b": ", 1) for header in head.split(b"\r\n") if b": " in header)
+    problem = msgspec.json.decode(line.take(int(headers[b"content-length"])))
+    assert (status, problem["code"], problem["role"]) == (503, "unavailable", "standby")
+    assert problem["leader"] == headers[b"everstep-leader"].decode() == controller.leader
+    assert headers[b"retry-after"] == b"1"
+    assert line.ended()
+    line.close()
+
+
 def test_session_upgrade_may_be_fragmented_or_carry_a_frame(controller: Served) -> None:
     line = Line(controller.address)
     asked = upgrade("n1", bearer(TokenRole.AGENT, "n1"))
