@@ -44,9 +44,9 @@ from everstep_controller.rulebook import with_rules
 from everstep_controller.runtime.clock import SteadyTime
 from everstep_controller.runtime.clock_check import ClockMonitor, clock_set_back_s
 from everstep_controller.runtime.commit_buffer import DatabaseOutage
-from everstep_controller.runtime.event_quota import EventQuota, run_suppressed_reports
 from everstep_controller.runtime.loop import FleetLoop
 from everstep_controller.runtime.push import Outbox
+from everstep_controller.runtime.rate_limits import EventQuota, run_suppressed_reports
 from everstep_controller.runtime.startup_state import NO_RECORDS, KnownRecords, restore_state
 from everstep_controller.runtime.transaction import AuditNumbers
 from everstep_controller.server import connections

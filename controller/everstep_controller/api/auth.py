@@ -6,9 +6,8 @@ import hmac
 import ipaddress
 import logging
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import Generic, TypeVar
 
 from everstep.bearer_tokens import JOB_PREFIX, STORED_PREFIX, Identity, TokenRole, claimed_job, hash_secret, job_token
 from everstep.clock import Clock
@@ -18,66 +17,17 @@ from everstep_controller.api.routes import RouteAccess
 from everstep_controller.config import ControllerSettings
 from everstep_controller.core.jobs.membership import ENDED_STATES
 from everstep_controller.core.records import JobRecord
+from everstep_controller.runtime.rate_limits import TokenBuckets
 from everstep_controller.server.connections import CERTIFICATE_CREDENTIAL, UNKNOWN_PEER, ConnectionPeer
 
 # ---- limits
-# A bucket is one number: the time at which it would be full again without further requests (the generic cell rate
-# algorithm, ITU-T I.371). A bucket whose time is past equals no bucket, so idle ones cost nothing. A request costs one
-# lookup and one entry in a dictionary.
 
 log = logging.getLogger(__name__)
 
-K = TypeVar("K", bound=Hashable)
-
-MAX_BUCKETS = 1 << 17
-"""Maximum number of buckets: larger than any fleet, some 20 MiB when all are in use."""
 MAX_REPORTS = 1024
 """Maximum reports in one request, as in its message definition."""
 LOG_EVERY_S = 10.0
 """Minimum seconds between two log lines about failed authentications."""
-
-
-class TokenBuckets(Generic[K]):
-    """A token bucket per key.
-
-    Args:
-        per_s: tokens per second.
-        burst_s: seconds of tokens that a bucket holds.
-        monotonic: clock in seconds.
-    """
-
-    def __init__(
-        self, per_s: float, burst_s: float, monotonic: Callable[[], float], max_keys: int = MAX_BUCKETS
-    ) -> None:
-        self._cost_s = 1.0 / per_s
-        self._burst_s = burst_s
-        self._monotonic = monotonic
-        self._most = max_keys
-        self._full_at: dict[K, float] = {}
-
-    def __len__(self) -> int:
-        return len(self._full_at)
-
-    def take(self, key: K, tokens: int = 1) -> float:
-        """Take ``tokens`` from the bucket of ``key``. Return 0.0, or the seconds until it holds that many."""
-        now = self._monotonic()
-        full_at = self._full_at.get(key, now)
-        if full_at < now:
-            full_at = now
-        full_at += tokens * self._cost_s
-        wait_s = full_at - now - self._burst_s
-        if wait_s > 0:
-            return wait_s
-        self._full_at[key] = full_at
-        if len(self._full_at) > self._most:
-            self._forget(now)
-        return 0.0
-
-    def _forget(self, now: float) -> None:
-        """Drop full buckets, or all if less than half are full: a burst too many is better than unbounded memory."""
-        self._full_at = {key: full_at for key, full_at in self._full_at.items() if full_at > now}
-        if len(self._full_at) > self._most // 2:
-            self._full_at.clear()
 
 
 class RequestLimits:
@@ -101,28 +51,29 @@ class RequestLimits:
         monotonic: Callable[[], float],
     ) -> None:
         reports_burst_s = max(burst_s, (MAX_REPORTS + 1) / reports_per_s)
-        self._reports: TokenBuckets[str] = TokenBuckets(reports_per_s, reports_burst_s, monotonic)
-        self._agents: TokenBuckets[str] = TokenBuckets(agents_per_s, burst_s, monotonic)
-        self._others: TokenBuckets[tuple[TokenRole, str]] = TokenBuckets(others_per_s, burst_s, monotonic)
+        self._reports: TokenBuckets[str] = TokenBuckets(reports_per_s, reports_burst_s)
+        self._agents: TokenBuckets[str] = TokenBuckets(agents_per_s, burst_s)
+        self._others: TokenBuckets[tuple[TokenRole, str]] = TokenBuckets(others_per_s, burst_s)
+        self._monotonic = monotonic
 
     def charge(self, identity: Identity) -> None:
         """Count one request. Raises RateLimited."""
         role, subject = identity.role, identity.subject
         if role is TokenRole.AGENT:
-            wait_s = self._agents.take(subject)
+            wait_s = self._agents.take(subject, self._monotonic())
         elif role is TokenRole.JOIN:
-            wait_s = self._agents.take(f"join:{identity.credential}")
+            wait_s = self._agents.take(f"join:{identity.credential}", self._monotonic())
         else:
-            wait_s = self._others.take((role, subject))
+            wait_s = self._others.take((role, subject), self._monotonic())
         if wait_s:
             raise RateLimited(
-                f"too many requests of {role} {subject}: come again in {wait_s:.3g} s, and ask for more at a time",
+                f"too many requests of {role} {subject}: retry in {wait_s:.3g} s, and ask for more per request",
                 wait_s,
             )
 
     def charge_reports(self, node: str, count: int) -> None:
         """Count the reports of one request. Raises RateLimited."""
-        wait_s = self._reports.take(node, count)
+        wait_s = self._reports.take(node, self._monotonic(), count)
         if wait_s:
             raise RateLimited(f"too many reports of node {node}: send these {count} again in {wait_s:.3g} s", wait_s)
 
@@ -146,7 +97,7 @@ class FailedAuthentications:
     """
 
     def __init__(self, *, per_s: float, burst_s: float, monotonic: Callable[[], float]) -> None:
-        self._buckets: TokenBuckets[str] = TokenBuckets(per_s, burst_s, monotonic)
+        self._buckets: TokenBuckets[str] = TokenBuckets(per_s, burst_s)
         self._monotonic = monotonic
         self._unlogged = 0
         self._log_at = 0.0
@@ -157,9 +108,11 @@ class FailedAuthentications:
         now = self._monotonic()
         if now >= self._log_at:
             self._log_at = now + LOG_EVERY_S
-            log.warning("%d failed authentications since last said; now from %s: %s", self._unlogged, address, error)
+            log.warning(
+                "%d failed authentications since the last line, now from %s: %s", self._unlogged, address, error
+            )
             self._unlogged = 0
-        wait_s = self._buckets.take(network_of(address))
+        wait_s = self._buckets.take(network_of(address), now)
         if wait_s:
             raise RateLimited(f"too many failed authentications from {address}: {error}", wait_s) from error
 
@@ -325,7 +278,9 @@ class Authenticator:
             raise AuthenticationError("the Authorization header must be `Bearer TOKEN`")
         token = value[len(_BEARER) :].strip().decode("latin-1")
         if len(token) > MAX_TOKEN_CHARS:
-            raise AuthenticationError(f"a token of {len(token)} characters is none of ours")
+            raise AuthenticationError(
+                f"a token of {len(token)} characters is invalid: at most {MAX_TOKEN_CHARS}"
+            )
         if token.startswith(JOB_PREFIX):
             return self._trainer(token)  # not cached: a job's secret ends with the job
         if token.startswith(STORED_PREFIX):
@@ -342,17 +297,15 @@ class Authenticator:
         secret = self._job_secret(job)
         right = job_token(job, secret or "no such job")
         if not hmac.compare_digest(token.encode(), right.encode()) or secret is None:
-            raise AuthenticationError("the job's token does not verify: the job is over, or another began in its name")
+            raise AuthenticationError("the job's token does not verify: the job has ended, or a new job has its name")
         return Identity(TokenRole.TRAINER, job, _by_job(secret))
 
     def check_valid(self, identity: Identity) -> None:
         """Raise AuthenticationError once the identity's credential is revoked or has ended."""
         if not self.is_valid(identity):
-            by_certificate = identity.credential == CERTIFICATE_CREDENTIAL
-            what = (
-                "the certificate has ended" if by_certificate else f"credential {identity.credential} is good no longer"
-            )
-            raise AuthenticationError(f"{what}: come again with another")
+            if identity.credential == CERTIFICATE_CREDENTIAL:
+                raise AuthenticationError("the client certificate has expired: connect with a new one")
+            raise AuthenticationError(f"credential {identity.credential} is revoked or expired: use another one")
 
     def is_valid(self, identity: Identity) -> bool:
         """Return whether the identity's credential is still valid."""
@@ -377,9 +330,9 @@ def _check(access: RouteAccess, identity: Identity, node: str, job: str) -> None
     role, subject = identity.role, identity.subject
     if role not in ALLOWED_ROLES[access]:
         article = "an" if role in (TokenRole.AGENT, TokenRole.OPERATOR) else "a"
-        raise PermissionDenied(f"{article} {role} token is not for this: it needs that of {access}")
+        raise PermissionDenied(f"{article} {role} token does not allow this: it needs the token of {access}")
     if role is TokenRole.AGENT and subject != node:
-        raise PermissionDenied(f"this token belongs to node {subject} and cannot speak for node {node}")
+        raise PermissionDenied(f"this token belongs to node {subject} and cannot act for node {node}")
     if role is TokenRole.TRAINER and subject != job:
-        asked = f"job {job}" if job else "all jobs"
-        raise PermissionDenied(f"this token belongs to job {subject} and cannot read {asked}")
+        requested = f"job {job}" if job else "all jobs"
+        raise PermissionDenied(f"this token belongs to job {subject} and cannot read {requested}")

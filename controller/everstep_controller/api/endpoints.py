@@ -372,11 +372,6 @@ def policy_tag(policy: CorePolicy) -> str:
     return tag_of(rulebook.policy_document(policy))
 
 
-def probes_tag(probes: Iterable[op.ProbeStatus]) -> str:
-    """Return the tag of all probes, whatever page is shown."""
-    return tag_of(list(probes))
-
-
 def subject_tag(context: fleet_views.ViewContext, order: ev.OperatorCommand) -> str:
     """Return the tag of an order's subject. A missing subject has none; the order itself will be refused."""
     state = context.state

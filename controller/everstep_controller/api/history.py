@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import msgspec
 from fastapi import Request, Response
+from sqlalchemy import Connection
 
 from everstep.bearer_tokens import Identity
 from everstep.errors import MalformedMessage, NotFound
@@ -31,8 +32,8 @@ from everstep_controller.api.stream import (
 from everstep_controller.core.health.offences import collect_evidence
 from everstep_controller.read_models import fleet_views
 from everstep_controller.server import responses
-from everstep_controller.store import reader as history
-from everstep_controller.store.reader import EventPage, HistoryReader
+from everstep_controller.store import reader
+from everstep_controller.store.reader import EventPage
 from everstep_controller.store.table_access import PREFIXES
 from everstep_controller.store.threads import DatabaseStore
 
@@ -71,17 +72,17 @@ class HistoryRoutes:
         readers: StreamReservations,
         on_stream_cut: Callable[[], None],
     ) -> None:
-        self._desk = context
+        self._context = context
         self._admission = admission
         self._readers = readers
-        self._cut = on_stream_cut
+        self._on_stream_cut = on_stream_cut
         self._store = store
         self._feed = feed
-        self._gate = authenticator
+        self._authenticator = authenticator
 
     async def events(self, request: Request, _who: Identity) -> op.EventList:
-        asked = responses.parse_query(request.scope)
-        return await self._events(asked, (asked["kind"],) if asked.get("kind") else ())
+        query = responses.parse_query(request.scope)
+        return await self._events(query, (query["kind"],) if query.get("kind") else ())
 
     async def audit(self, request: Request, _who: Identity) -> op.EventList:
         return await self._events(responses.parse_query(request.scope), PREFIXES)
@@ -89,8 +90,9 @@ class HistoryRoutes:
     async def _events(self, query: dict[str, str], kinds: tuple[str, ...]) -> op.EventList:
         after, limit = responses.int_parameter(query, "after", 0), page_size(query)
 
-        def read(reader: HistoryReader) -> list[op.Event]:
+        def read(connection: Connection) -> list[op.Event]:
             rows = reader.events(
+                connection,
                 after=after,
                 limit=limit,
                 trace=query.get("trace", ""),
@@ -103,105 +105,99 @@ class HistoryRoutes:
             )
             return [event_of(row) for row in rows]
 
-        events = await self._store.read(read)
+        events = await self._store.query(read)
         return op.EventList(events=tuple(events), next_after=events[-1].id if events else after)
 
     async def stream(self, request: Request) -> Response:
         """Send server-sent events after ``Last-Event-ID`` (or ``?after=``); without either, from now on."""
-        who = endpoints.authorize(self._gate, PLAIN_ROUTES["stream"].access, request)
+        who = endpoints.authorize(self._authenticator, PLAIN_ROUTES["stream"].access, request)
         endpoints.check_parameters(PLAIN_ROUTES["stream"], request)
-        asked = responses.parse_query(request.scope)
-        after = responses.int_parameter(asked, "after", self._feed.newest)
+        after = responses.int_parameter(responses.parse_query(request.scope), "after", self._feed.newest)
         if "last-event-id" in request.headers:
             after = _last_seen(request.headers["last-event-id"])
 
         async def read(seen: int) -> EventPage:
-            found = await self._store.read(lambda reader: reader.events_after(seen, FRAME_ROWS))
+            found = await self._store.query(lambda connection: reader.events_after(connection, seen, FRAME_ROWS))
             # Even a reader of the whole past must not keep agents waiting.
             await self._admission.wait_for_slice(identity_key(who))
             return found
 
         frames = event_frames(self._feed, after, read)
-        return EventStream(frames, self._readers.reserve(who), self._cut, lambda: self._gate.is_valid(who))
+        return EventStream(
+            frames, self._readers.reserve(who), self._on_stream_cut, lambda: self._authenticator.is_valid(who)
+        )
 
     # --- pages
 
     async def findings(self, request: Request, _who: Identity) -> operator_history.FindingList:
-        asked = responses.parse_query(request.scope)
-        found, more = await self._page(
-            history.findings,
-            _finding,
-            asked,
-            node=asked.get("node", ""),
-            kind=asked.get("kind", ""),
-            active=bool_parameter(asked, "active"),
-        )
+        query = responses.parse_query(request.scope)
+        is_active = ("cleared_at", bool_parameter(query, "active"))
+        found, more = await self._page(query, reader.FINDINGS, _finding, "node", "kind", is_null=is_active)
         return operator_history.FindingList(findings=found, next=more)
 
     async def verdicts(self, request: Request, _who: Identity) -> operator_history.VerdictList:
-        asked = responses.parse_query(request.scope)
-        wanted = {"node": asked.get("node", ""), "decision": asked.get("decision", "")}
-        found, more = await self._page(history.verdicts, lambda row: _verdict(row["doc"]), asked, **wanted)
+        query = responses.parse_query(request.scope)
+        found, more = await self._page(query, reader.VERDICTS, lambda row: _verdict(row["doc"]), "node", "decision")
         return operator_history.VerdictList(verdicts=found, next=more)
 
     async def verdict(self, request: Request, _who: Identity) -> Verdict:
         verdict = request.path_params["verdict"]
-        doc = await self._store.read(lambda reader: reader.verdict(verdict))
+        doc = await self._store.query(lambda connection: reader.find_verdict(connection, verdict))
         if doc is None:
-            raise NotFound(f"no verdict {verdict!r}: `everstep verdicts` names them")
+            raise NotFound(f"no verdict {verdict!r}: `everstep verdicts` lists them")
         return _verdict(doc)
 
     async def checkpoints(self, request: Request, _who: Identity) -> operator_history.CheckpointList:
-        asked = responses.parse_query(request.scope)
-        found, more = await self._page(
-            history.checkpoints,
-            _checkpoint,
-            asked,
-            job=asked.get("job", ""),
-            verified=bool_parameter(asked, "verified"),
-        )
+        query = responses.parse_query(request.scope)
+        verified = bool_parameter(query, "verified")
+        is_null = ("verified_at", None if verified is None else not verified)
+        found, more = await self._page(query, reader.CHECKPOINTS, _checkpoint, "job", is_null=is_null)
         return operator_history.CheckpointList(checkpoints=found, next=more)
 
     async def remediations(self, request: Request, _who: Identity) -> operator_history.RemediationList:
-        asked = responses.parse_query(request.scope)
-        wanted = {"node": asked.get("node", ""), "state": asked.get("remediation_state", "")}
-        found, more = await self._page(history.remediations, _remedy, asked, **wanted)
+        query = responses.parse_query(request.scope)
+        state = query.get("remediation_state", "")
+        found, more = await self._page(query, reader.REMEDIATIONS, _remediation, "node", state=state)
         return operator_history.RemediationList(remediations=found, next=more)
 
     async def generations(self, request: Request, _who: Identity) -> op.GenerationList:
-        asked = responses.parse_query(request.scope)
-        job = asked.get("job", "")
-        found, more = await self._page(history.generations, lambda row: _generation(row["doc"]), asked, job=job)
+        query = responses.parse_query(request.scope)
+        found, more = await self._page(query, reader.GENERATIONS, _generation, "job")
         return op.GenerationList(generations=found[::-1], next=more)
 
     async def _page(
-        self, query: Any, to_message: Callable[[dict[str, Any]], T], query_values: dict[str, str], **wanted: Any
+        self,
+        query: dict[str, str],
+        history: reader.HistoryList,
+        to_message: Callable[[dict[str, Any]], T],
+        *names: str,
+        **wanted: Any,
     ) -> tuple[tuple[T, ...], str]:
-        """Return rows converted by ``shown`` in the reading thread, and the cursor of the next page."""
-        limit, cursor = page_size(query_values), query_values.get("cursor", "")
+        """Return a page as messages, and the next page's cursor. ``names`` are parameters that name a column."""
+        limit, cursor = page_size(query), query.get("cursor", "")
+        wanted |= {name: query.get(name, "") for name in names}
 
-        def read(reader: HistoryReader) -> tuple[tuple[T, ...], str]:
-            page: history.Page = reader.page(lambda connection: query(connection, cursor=cursor, limit=limit, **wanted))
-            rows, more = page
+        def read(connection: Connection) -> tuple[tuple[T, ...], str]:
+            rows, more = reader.list_page(connection, history, cursor, limit, **wanted)
             return tuple(map(to_message, rows)), more
 
-        return await self._store.read(read)
+        return await self._store.query(read)
 
     async def evidence(self, request: Request, _who: Identity) -> Evidence:
         node = request.path_params["node"]
-        self._desk.node(node)
-        verdicts = await self._store.read(
-            lambda reader: [_verdict(doc) for doc in reader.verdicts(node, limit=VERDICTS_IN_EVIDENCE)]
+        self._context.node(node)
+        docs = await self._store.query(
+            lambda connection: reader.newest_verdicts(connection, node, VERDICTS_IN_EVIDENCE)
         )
         await endpoints.yield_to_agents(request)
-        return collect_evidence(self._desk.state, node, self._desk.now(), verdicts)
+        return collect_evidence(self._context.state, node, self._context.now(), list(map(_verdict, docs)))
 
 
 def _last_seen(header: str) -> int:
     try:
         return responses.int_parameter({"after": header}, "after")
     except MalformedMessage:
-        raise MalformedMessage(f"Last-Event-ID is the number of an event, not {header[:100]!r}") from None
+        raise MalformedMessage(f"Last-Event-ID must be the number of an event, not {header[:100]!r}") from None
 
 
 def _finding(row: dict[str, Any]) -> operator_history.FindingRecord:
@@ -229,8 +225,8 @@ def _verdict(doc: str) -> Verdict:
     return msgspec.json.decode(doc, type=Verdict)
 
 
-def _generation(doc: str) -> GenerationSpec:
-    return msgspec.structs.replace(msgspec.json.decode(doc, type=GenerationSpec), secret="")
+def _generation(row: dict[str, Any]) -> GenerationSpec:
+    return msgspec.structs.replace(msgspec.json.decode(row["doc"], type=GenerationSpec), secret="")
 
 
 class _RemediationDetails(msgspec.Struct):
@@ -241,17 +237,17 @@ class _RemediationDetails(msgspec.Struct):
     trace: str = ""
 
 
-def _remedy(row: dict[str, Any]) -> operator_history.RemediationStatus:
-    asked = msgspec.json.decode(row["doc"], type=_RemediationDetails)
+def _remediation(row: dict[str, Any]) -> operator_history.RemediationStatus:
+    details = msgspec.json.decode(row["doc"], type=_RemediationDetails)
     return operator_history.RemediationStatus(
         id=row["id"],
         node=row["node"],
         kind=row["kind"],
         state=row["state"],
-        sentence=asked.sentence,
+        sentence=details.sentence,
         requested_at=row["requested_at"],
         ended_at=row["ended_at"],
         detail=row["detail"],
-        verdict=asked.verdict_id,
-        trace=asked.trace,
+        verdict=details.verdict_id,
+        trace=details.trace,
     )

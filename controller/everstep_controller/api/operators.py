@@ -31,6 +31,7 @@ from everstep_controller.read_models.fleet_views import MAX_PAGE_SIZE
 from everstep_controller.runtime.loop import FleetLoop
 from everstep_controller.runtime.transaction import Transaction, new_trace
 from everstep_controller.server import responses
+from everstep_controller.store import reader
 from everstep_controller.store.threads import DatabaseStore
 
 # ---- credentials
@@ -47,16 +48,16 @@ class CredentialRoutes:
         self._credentials = credentials
 
     async def enrol(self, request: Request, identity: Identity) -> wire.Enrolled:
-        asked = await endpoints.read_message(request, wire.Enrol)
+        wanted = await endpoints.read_message(request, wire.Enrol)
         trace = new_trace()
-        enrolled = await self._submit(lambda tx, now: self._credentials.enrol(asked, identity, trace, tx, now))
-        log.info("enrolled by join token %s", identity.credential, extra={"node": asked.node, "trace": trace})
+        enrolled = await self._submit(lambda tx, now: self._credentials.enrol(wanted, identity, trace, tx, now))
+        log.info("enrolled by join token %s", identity.credential, extra={"node": wanted.node, "trace": trace})
         return enrolled
 
     async def credentials(self, request: Request, _who: Identity) -> endpoints.TaggedAnswer:
-        asked = responses.parse_query(request.scope)
-        wanted = (asked.get("role", ""), asked.get("subject", ""), asked.get("cursor", ""))
-        rows, more = self._credentials.page(*wanted, page_size(asked, MAX_PAGE_SIZE))
+        query = responses.parse_query(request.scope)
+        wanted = (query.get("role", ""), query.get("subject", ""), query.get("cursor", ""))
+        rows, more = self._credentials.page(*wanted, page_size(query, MAX_PAGE_SIZE))
         page = wire.CredentialList(credentials=tuple(map(public_credential, rows)), next=more)
         return endpoints.TaggedAnswer(page, self._tag_of_all())
 
@@ -104,8 +105,8 @@ class CredentialRoutes:
         """Run a change in the loop. Raises Unavailable during a database outage, when it could not be made durable."""
 
         def stimulus(tx: Transaction, now: float) -> T:
-            if away := tx.state.database_outage:
-                raise Unavailable(f"credentials cannot be changed while the database is away: {away}")
+            if outage := tx.state.database_outage:
+                raise Unavailable(f"credentials cannot be changed while the database is unavailable: {outage}")
             return change(tx, now)
 
         return await self._loop.submit(stimulus)
@@ -123,28 +124,28 @@ class PolicyRoutes:
     """
 
     def __init__(self, context: fleet_views.ViewContext, journal: str, flush: Flush) -> None:
-        self._desk = context
+        self._context = context
         self._trials = PolicyTrialRunner(journal, flush)
 
     async def policy(self, _request: Request, _who: Identity) -> endpoints.TaggedAnswer:
-        policy = self._desk.state.policy
+        policy = self._context.state.policy
         return endpoints.TaggedAnswer(rulebook.policy_document(policy), endpoints.policy_tag(policy))
 
     async def check_policy(self, request: Request, _who: Identity) -> operator_history.PolicyCheckResult:
         change = await endpoints.read_message(request, operator_history.PolicyChange)
         self._check_tag(request)
-        return rulebook.check_change(self._desk.state.policy, change)
+        return rulebook.check_change(self._context.state.policy, change)
 
     async def try_policy(self, request: Request, _who: Identity) -> operator_history.PolicyTrialResult:
         wanted = await endpoints.read_message(request, operator_history.PolicyTrialRequest)
         self._check_tag(request)
-        return await self._trials.run(self._desk.state.policy, wanted, self._desk.now())
+        return await self._trials.run(self._context.state.policy, wanted, self._context.now())
 
     def _check_tag(self, request: Request) -> None:
-        endpoints.check_tag(request, lambda: endpoints.policy_tag(self._desk.state.policy))
+        endpoints.check_tag(request, lambda: endpoints.policy_tag(self._context.state.policy))
 
     async def budget(self, _request: Request, _who: Identity) -> endpoints.TaggedAnswer:
-        status = fleet_views.budget_status(self._desk)
+        status = fleet_views.budget_status(self._context)
         return endpoints.TaggedAnswer(status, endpoints.tag_of(status))
 
 
@@ -160,61 +161,55 @@ class OperatorRoutes:
     """Handlers of ``OPERATOR_ROUTES``, by name."""
 
     def __init__(self, *, context: fleet_views.ViewContext, loop: FleetLoop, store: DatabaseStore) -> None:
-        self._desk = context
+        self._context = context
         self._loop = loop
         self._store = store
 
     # --- queries
 
     async def status(self, request: Request, _who: Identity) -> op.FleetStatus:
-        jobs = self._desk.state.jobs
+        jobs = self._context.state.jobs
         running = [name for name, job in jobs.items() if job.state not in fleet_views.ENDED_JOB_STATES]
-        return fleet_views.fleet_status(self._desk, await self._summaries(request, running))
+        return fleet_views.fleet_status(self._context, await self._summaries(request, running))
 
     async def nodes(self, request: Request, _who: Identity) -> endpoints.TaggedAnswer:
-        asked = responses.parse_query(request.scope)
-        wanted = fleet_views.NodeFilter(
-            **{name: asked[name] for name in fleet_views.NodeFilter.__struct_fields__ if name in asked}
-        )
-        found = fleet_views.find_nodes(self._desk, wanted)
-        page, following = fleet_views.take_page(
-            found, asked.get("cursor", ""), page_size(asked, fleet_views.MAX_PAGE_SIZE)
-        )
+        query = responses.parse_query(request.scope)
+        fields = fleet_views.NodeFilter.__struct_fields__
+        node_filter = fleet_views.NodeFilter(**{name: query[name] for name in fields if name in query})
+        found = fleet_views.find_nodes(self._context, node_filter)
+        page, following = fleet_views.take_page(found, query.get("cursor", ""), page_size(query, MAX_PAGE_SIZE))
         shown: list[op.NodeSummary] = []
         lines: list[Any] = []
         for begin in range(0, len(page), NODES_PER_SLICE):
             await endpoints.yield_to_agents(request)
-            summaries = fleet_views.node_summaries(self._desk, page[begin : begin + NODES_PER_SLICE])
+            summaries = fleet_views.node_summaries(self._context, page[begin : begin + NODES_PER_SLICE])
             shown += summaries
-            lines += endpoints.node_tag_parts(self._desk, summaries)
+            lines += endpoints.node_tag_parts(self._context, summaries)
         await endpoints.yield_to_agents(request)
         answer = op.NodeList(nodes=tuple(shown), total=len(found), next=following)
         return endpoints.TaggedAnswer(answer, endpoints.node_page_tag(lines, len(found), following))
 
     async def node(self, request: Request, _who: Identity) -> endpoints.TaggedAnswer:
         node = request.path_params["node"]
-        detail = fleet_views.node_detail(self._desk, node)
+        detail = fleet_views.node_detail(self._context, node)
         # Before the store is read, so that the tag fits the detail shown.
-        tag = endpoints.node_tag(self._desk, self._desk.node(node))
-        verdicts = await self._store.read(
-            lambda reader: [
-                msgspec.json.decode(doc, type=Verdict) for doc in reader.verdicts(node, limit=MAX_VERDICTS_IN_DETAIL)
-            ]
+        tag = endpoints.node_tag(self._context, self._context.node(node))
+        docs = await self._store.query(
+            lambda connection: reader.newest_verdicts(connection, node, MAX_VERDICTS_IN_DETAIL)
         )
-        return endpoints.TaggedAnswer(msgspec.structs.replace(detail, verdicts=tuple(verdicts)), tag)
+        verdicts = tuple(msgspec.json.decode(doc, type=Verdict) for doc in docs)
+        return endpoints.TaggedAnswer(msgspec.structs.replace(detail, verdicts=verdicts), tag)
 
     async def jobs(self, request: Request, _who: Identity) -> op.JobList:
-        asked = responses.parse_query(request.scope)
-        found = fleet_views.find_jobs(self._desk, asked.get("job_state", ""))
-        page, following = fleet_views.take_page(
-            found, asked.get("cursor", ""), page_size(asked, fleet_views.MAX_PAGE_SIZE)
-        )
+        query = responses.parse_query(request.scope)
+        found = fleet_views.find_jobs(self._context, query.get("job_state", ""))
+        page, following = fleet_views.take_page(found, query.get("cursor", ""), page_size(query, MAX_PAGE_SIZE))
         summaries = await self._summaries(request, page)
         return op.JobList(jobs=tuple(summaries), total=len(found), next=following)
 
     async def _summaries(self, request: Request, names: Iterable[str]) -> list[op.JobSummary]:
         """Return summaries of the jobs that still exist, one per slice: each is linear in its ranks."""
-        state, found = self._desk.state, []
+        state, found = self._context.state, []
         for name in names:
             await endpoints.yield_to_agents(request)
             if name in state.jobs:
@@ -223,77 +218,77 @@ class OperatorRoutes:
 
     async def job(self, request: Request, _who: Identity) -> endpoints.TaggedAnswer:
         job = request.path_params["job"]
-        detail, tag = fleet_views.job_detail(self._desk, job), endpoints.job_tag(self._desk.job(job))
-        recoveries = await self._store.read(
-            lambda reader: [
-                msgspec.json.decode(doc, type=op.GenerationRecovery)
-                for doc in reader.recoveries(job, limit=MAX_RECOVERIES_IN_DETAIL)
-            ]
+        detail, tag = fleet_views.job_detail(self._context, job), endpoints.job_tag(self._context.job(job))
+        docs = await self._store.query(
+            lambda connection: reader.newest_recoveries(connection, job, MAX_RECOVERIES_IN_DETAIL)
         )
-        current = self._loop.read_models.recoveries.current(self._desk.job(job))
+        recoveries = [msgspec.json.decode(doc, type=op.GenerationRecovery) for doc in docs]
+        current = self._loop.read_models.recoveries.current(self._context.job(job))
         if current is not None and current.duration_s is None:
             recoveries.append(current)
         answer = msgspec.structs.replace(detail, recoveries=tuple(recoveries))
         return endpoints.TaggedAnswer(answer, tag, endpoints.job_display_tag(answer))
 
     async def restorability(self, request: Request, _who: Identity) -> op.Restorability:
-        return compute_restorability(self._desk.state, self._desk.job(request.path_params["job"]))
+        return compute_restorability(self._context.state, self._context.job(request.path_params["job"]))
 
     async def job_checkpoints(self, request: Request, _who: Identity) -> JobCheckpoints:
-        return list_checkpoints(self._desk.state, self._desk.job(request.path_params["job"]))
+        return list_checkpoints(self._context.state, self._context.job(request.path_params["job"]))
 
     async def probes(self, request: Request, _who: Identity) -> endpoints.TaggedAnswer:
-        asked, board = responses.parse_query(request.scope), self._loop.read_models.probes
-        found, more = board.page(asked.get("node", ""), asked.get("cursor", ""), page_size(asked))
-        return endpoints.TaggedAnswer(op.ProbeList(probes=found, next=more), endpoints.probes_tag(board.newest()))
+        query, probes = responses.parse_query(request.scope), self._loop.read_models.probes
+        found, more = probes.page(query.get("node", ""), query.get("cursor", ""), page_size(query))
+        return endpoints.TaggedAnswer(op.ProbeList(probes=found, next=more), endpoints.tag_of(probes.newest()))
 
     async def probe(self, request: Request, _who: Identity) -> op.ProbeStatus:
         return self._loop.read_models.probes.get(request.path_params["probe"])
 
     # --- orders
 
-    async def order(self, request: Request, identity: Identity) -> op.ChangeResult:
-        because = await endpoints.read_message(request, op.ReasonOnlyRequest)
-        kind, node = ev.OperatorAction(request.path_params["order"]), request.path_params["node"]
-        return await self._command(request, _order(kind, identity, because.reason, node=node))
+    async def order(self, request: Request, who: Identity) -> op.ChangeResult:
+        return await self._reasoned(request, who, ev.OperatorAction(request.path_params["order"]))
+
+    async def stop(self, request: Request, who: Identity) -> op.ChangeResult:
+        return await self._reasoned(request, who, ev.OperatorAction.STOP_JOB)
+
+    async def reset_breaker(self, request: Request, who: Identity) -> op.ChangeResult:
+        return await self._reasoned(request, who, ev.OperatorAction.RESET_BREAKER)
+
+    async def _reasoned(self, request: Request, who: Identity, action: ev.OperatorAction) -> op.ChangeResult:
+        """Carry out an order that only has a reason, about the node or job in the path."""
+        wanted = await endpoints.read_message(request, op.ReasonOnlyRequest)
+        subject = {name: request.path_params[name] for name in ("node", "job") if name in request.path_params}
+        return await self._command(request, who, action, wanted.reason, **subject)
+
+    async def resize(self, request: Request, who: Identity) -> op.ChangeResult:
+        wanted = await endpoints.read_message(request, op.Resize)
+        job, action = request.path_params["job"], ev.OperatorAction.RESIZE_JOB
+        return await self._command(request, who, action, wanted.reason, job=job, node_limit=wanted.size)
 
     async def maintenance(self, request: Request, who: Identity) -> op.ChangeResult:
         window = await endpoints.read_message(request, operator_history.MaintenanceRequest)
-        if (window.node is None) == (window.rack is None):
-            raise MalformedMessage("maintenance is of a node or of a rack: name one of them")
-        if window.until > self._desk.now() + MAX_WINDOW_S:
+        _check_one_subject(window.node, window.rack)
+        if window.until > self._context.now() + MAX_WINDOW_S:
             raise MalformedMessage(
                 "`until` is more than a year from now: give seconds since the epoch, not milliseconds; `hold` keeps a "
-                "node out for as long as it takes"
+                "node out of service without a time limit"
             )
-        kind = ev.OperatorAction.MAINTENANCE
-        order = _order(kind, who, window.reason, node=window.node, rack=window.rack, until=window.until)
-        return await self._command(request, msgspec.structs.replace(order, starts_at=window.starts_at))
+        subject = {"node": window.node, "rack": window.rack, "until": window.until, "starts_at": window.starts_at}
+        return await self._command(request, who, ev.OperatorAction.MAINTENANCE, window.reason, **subject)
 
     async def cancel_maintenance(self, request: Request, who: Identity) -> op.ChangeResult:
         plan = await endpoints.read_message(request, operator_history.CancelMaintenance)
-        if (plan.node is None) == (plan.rack is None):
-            raise MalformedMessage("what is planned is for a node or for a rack: name one of them")
-        kind = ev.OperatorAction.CANCEL_MAINTENANCE
-        return await self._command(request, _order(kind, who, plan.reason, node=plan.node, rack=plan.rack))
+        _check_one_subject(plan.node, plan.rack)
+        action = ev.OperatorAction.CANCEL_MAINTENANCE
+        return await self._command(request, who, action, plan.reason, node=plan.node, rack=plan.rack)
 
-    async def stop(self, request: Request, who: Identity) -> op.ChangeResult:
-        because = await endpoints.read_message(request, op.ReasonOnlyRequest)
-        job = request.path_params["job"]
-        return await self._command(request, _order(ev.OperatorAction.STOP_JOB, who, because.reason, job=job))
+    async def _command(
+        self, request: Request, who: Identity, action: ev.OperatorAction, reason: str, **subject: Any
+    ) -> op.ChangeResult:
+        command = ev.OperatorCommand(action=action, actor=who.subject, reason=reason, trace=new_trace(), **subject)
 
-    async def resize(self, request: Request, who: Identity) -> op.ChangeResult:
-        resize = await endpoints.read_message(request, op.Resize)
-        job, kind = request.path_params["job"], ev.OperatorAction.RESIZE_JOB
-        return await self._command(request, _order(kind, who, resize.reason, job=job, node_limit=resize.size))
-
-    async def reset_breaker(self, request: Request, who: Identity) -> op.ChangeResult:
-        because = await endpoints.read_message(request, op.ReasonOnlyRequest)
-        return await self._command(request, _order(ev.OperatorAction.RESET_BREAKER, who, because.reason))
-
-    async def _command(self, request: Request, command: ev.OperatorCommand) -> op.ChangeResult:
         def stimulus(tx: Transaction, now: float) -> op.ChangeResult:
-            endpoints.check_tag(request, lambda: endpoints.subject_tag(self._desk, command))
+            endpoints.check_tag(request, lambda: endpoints.subject_tag(self._context, command))
             return _changed(command, tx, now)
 
         return await self._loop.submit(stimulus)
@@ -303,23 +298,24 @@ class OperatorRoutes:
         event = ev.ProbeRequested(
             nodes=wanted.nodes, backend=wanted.backend, actor=who.subject, reason=wanted.reason, trace=new_trace()
         )
-        board = self._loop.read_models.probes
+        probes = self._loop.read_models.probes
 
         def stimulus(tx: Transaction, now: float) -> str:
-            endpoints.check_tag(request, lambda: endpoints.probes_tag(board.newest()))
+            endpoints.check_tag(request, lambda: endpoints.tag_of(probes.newest()))
             return _started_probe(event, tx, now)
 
-        return board.get(await self._loop.submit(stimulus))
+        return probes.get(await self._loop.submit(stimulus))
 
 
-def _order(kind: ev.OperatorAction, identity: Identity, reason: str, **subject: Any) -> ev.OperatorCommand:
-    return ev.OperatorCommand(action=kind, actor=identity.subject, reason=reason, trace=new_trace(), **subject)
+def _check_one_subject(node: str | None, rack: str | None) -> None:
+    if (node is None) == (rack is None):
+        raise MalformedMessage("maintenance needs a node or a rack: give exactly one of them")
 
 
 def _changed(command: ev.OperatorCommand, tx: Transaction, now: float) -> op.ChangeResult:
-    told = len(tx.audit)
+    before = len(tx.audit)
     tx.handle(command, now)
-    sentences = _without_repeats([row.sentence for row in tx.audit[told:]])
+    sentences = _without_repeats([row.sentence for row in tx.audit[before:]])
     return op.ChangeResult(trace=command.trace, sentence="; ".join(sentences)[:4096])
 
 
@@ -334,4 +330,4 @@ def _started_probe(event: ev.ProbeRequested, tx: Transaction, now: float) -> str
     for effect in tx.handle(event, now):
         if isinstance(effect, fx.Send) and isinstance(effect.body, RunProbe):
             return effect.body.probe
-    raise Conflict(f"no probe of {', '.join(event.nodes)} was begun")
+    raise Conflict(f"no probe of {', '.join(event.nodes)} was started")

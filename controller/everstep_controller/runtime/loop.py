@@ -29,9 +29,9 @@ from everstep_controller.read_models.fleet_views import ReadModels
 from everstep_controller.read_models.prometheus import Metrics
 from everstep_controller.runtime.clock import LagMeter, SteadyTime
 from everstep_controller.runtime.commit_buffer import Commit, CommitBuffer, DatabaseOutage
-from everstep_controller.runtime.event_quota import EventQuota
 from everstep_controller.runtime.intake import Intake, PendingRequest, Urgency
 from everstep_controller.runtime.push import Outbox, OutgoingDirective
+from everstep_controller.runtime.rate_limits import EventQuota
 from everstep_controller.runtime.transaction import AuditNumbers, DecideFunction, FindingDelta, Transaction, new_trace
 from everstep_controller.store.rows import AuditRow, Batch, PoisonedRow, RemediationRow
 

@@ -22,8 +22,8 @@ from everstep_controller.core.records import JobRecord, NodeRecord, VersionRecor
 from everstep_controller.core.state import FleetState
 from everstep_controller.read_models.fleet_views import ReadModels
 from everstep_controller.read_models.prometheus import Metrics
-from everstep_controller.runtime.event_quota import EventQuota, causing_node
 from everstep_controller.runtime.push import EncodedBody, Outbox, OutgoingDirective, generation_topic
+from everstep_controller.runtime.rate_limits import EventQuota, causing_node
 from everstep_controller.store.rows import (
     AuditRow,
     Batch,

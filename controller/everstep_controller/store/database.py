@@ -16,10 +16,9 @@ from typing import Any
 
 from alembic import command
 from alembic.config import Config
-from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, Engine, create_engine, event, inspect, text
 from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
+from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from everstep.errors import ConfigurationError
 from everstep_controller.store.database_errors import diagnose, redacted_url
@@ -27,29 +26,15 @@ from everstep_controller.store.table_access import COPY_EPOCH_GAP
 from everstep_controller.store.tables import HEAD
 
 # ---- migration
-# Alembic runs over a connection that is already in a transaction.
-
-
-def config() -> Config:
-    """Return Alembic's configuration; pass the connection under ``attributes["connection"]``."""
-    made = Config()
-    made.set_main_option("script_location", "everstep_controller.store:migrations")
-    made.set_main_option("path_separator", "os")
-    return made
 
 
 def upgrade(connection: Connection) -> None:
     """Run the missing migrations in the connection's transaction."""
-    made = config()
-    made.attributes["connection"] = connection
-    command.upgrade(made, "head")
-
-
-def head() -> str:
-    """Return the newest migration."""
-    newest = ScriptDirectory.from_config(config()).get_current_head()
-    assert newest is not None
-    return newest
+    config = Config()
+    config.set_main_option("script_location", "everstep_controller.store:migrations")
+    config.set_main_option("path_separator", "os")
+    config.attributes["connection"] = connection
+    command.upgrade(config, "head")
 
 
 # ---- damage check
@@ -74,20 +59,19 @@ def check_file(path: Path) -> None:
     size = path.stat().st_size if path.exists() else 0
     if not size:
         return
-    began = time.perf_counter()
-    told = began
+    began = logged_at = time.perf_counter()
 
-    def tell() -> int:
-        nonlocal told
+    def log_progress() -> int:
+        nonlocal logged_at
         now = time.perf_counter()
-        if now - told >= CHECK_PROGRESS_LOG_INTERVAL_S:
-            told = now
+        if now - logged_at >= CHECK_PROGRESS_LOG_INTERVAL_S:
+            logged_at = now
             log.info("checking the database %s (%d MiB) for damage, for %.0f s so far", path, size >> 20, now - began)
         return 0
 
     try:
         with contextlib.closing(sqlite3.connect(path, timeout=_BUSY_S)) as connection:
-            connection.set_progress_handler(tell, INSTRUCTIONS)
+            connection.set_progress_handler(log_progress, INSTRUCTIONS)
             (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
     except sqlite3.OperationalError as error:  # locked or unreadable: the error from opening says what to do
         log.warning("the database %s could not be checked for damage: %s", path, error)
@@ -95,15 +79,11 @@ def check_file(path: Path) -> None:
     except sqlite3.DatabaseError as error:
         found = str(error)
     if found != "ok":
-        raise ConfigurationError(_damaged(path, found))
-
-
-def _damaged(path: Path, found: str) -> str:
-    words = "; ".join(line for line in found.splitlines() if not line.startswith("***"))
-    return (
-        f"the database file {path} is damaged (SQLite: {words[:300]}). Move it and its -wal and -shm files away, put "
-        "the newest backup in its place and start again; docs/how-to/back-up.md has the commands"
-    )
+        damage = "; ".join(line for line in found.splitlines() if not line.startswith("***"))
+        raise ConfigurationError(
+            f"the database file {path} is damaged (SQLite: {damage[:300]}). Move it and its -wal and -shm files to "
+            "another folder, put the newest backup in its place and start again (see docs/how-to/back-up.md)"
+        )
 
 
 BUSY_TIMEOUT_MS = 5000
@@ -138,19 +118,16 @@ def parse_url(database: str) -> URL:
 
 
 def _private_file(path: str) -> None:
-    """Create the SQLite file readable by its owner only, because it holds the jobs' transfer secrets.
-
-    If an existing file is readable by others, only log a warning: its owner may want that.
-    """
+    """Create the SQLite file readable by its owner only, because it holds secrets. Warn if others can read it."""
     parent = Path(path).absolute().parent
     if not parent.is_dir():
-        raise ConfigurationError(f"the directory {parent} of the database does not exist: `mkdir -p {parent}`")
+        raise ConfigurationError(f"the database's directory {parent} does not exist: run `mkdir -p {parent}`")
     try:
         descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
         os.close(descriptor)
         if mode & 0o077:
-            log.warning("other users can read %s, and secrets in it (mode %04o): `chmod 600 %s`", path, mode, path)
+            log.warning("other users can read %s and its secrets (mode %04o): run `chmod 600 %s`", path, mode, path)
     except OSError as error:
         raise ConfigurationError(
             f"the database file {path} cannot be opened: {error.strerror}; check its and {parent}'s owner and mode"
@@ -159,19 +136,14 @@ def _private_file(path: str) -> None:
 
 def _sqlite_engine(url: URL) -> Engine:
     if not url.database or url.database == ":memory:":
-        raise ConfigurationError("an in-memory SQLite forgets everything at a restart: give a file, sqlite:///PATH")
+        raise ConfigurationError("an in-memory SQLite database is lost at a restart: give a file, sqlite:///PATH")
     _private_file(url.database)
     engine = create_engine(url)
 
     @event.listens_for(engine, "connect")
     def _configure(connection: Any, _record: Any) -> None:
         connection.isolation_level = None  # sqlite3 would commit around DDL, so we send BEGIN ourselves
-        for pragma in (
-            f"busy_timeout={BUSY_TIMEOUT_MS}",
-            "journal_mode=WAL",
-            "synchronous=FULL",
-            "foreign_keys=ON",
-        ):
+        for pragma in (f"busy_timeout={BUSY_TIMEOUT_MS}", "journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
             connection.execute(f"PRAGMA {pragma}")
 
     @event.listens_for(engine, "begin")
@@ -228,8 +200,8 @@ def _revision(connection: Connection) -> str | None:
 def _refuse_unknown(revision: str | None, url: URL) -> None:
     if revision is not None and revision > HEAD:
         raise ConfigurationError(
-            f"the database at {redacted_url(url)} has schema {revision}, this program knows up to {HEAD}: "
-            "upgrade everstep, or restore the backup that belongs to this release"
+            f"the database at {redacted_url(url)} has schema {revision}, this release knows up to {HEAD}: "
+            "upgrade everstep, or restore a backup made by this release"
         )
 
 
@@ -259,7 +231,7 @@ def _check_schema(engine: Engine, url: URL) -> None:
     _refuse_unknown(revision, url)
     if revision != HEAD:
         raise ConfigurationError(
-            f"the database at {redacted_url(url)} has schema {revision or 'none'}, this program needs {HEAD}: "
+            f"the database at {redacted_url(url)} has schema {revision or 'none'}, this release needs {HEAD}: "
             "start once with --migrate"
         )
 
@@ -286,7 +258,7 @@ def open_database(database: str, *, migrate: bool = True, check: bool = False) -
             _migrate(engine, url)
         else:
             _check_schema(engine, url)
-    except (DBAPIError, SQLAlchemyError) as error:
+    except SQLAlchemyError as error:
         engine.dispose()
         raise ConfigurationError(diagnose(error, url)) from error
     except ConfigurationError:
@@ -318,7 +290,7 @@ def back_up(database: str, target: Path) -> int:
     """
     url = parse_url(database)
     if url.drivername != "sqlite" or not url.database:
-        raise ConfigurationError("this copies a SQLite database; of PostgreSQL make one with pg_dump")
+        raise ConfigurationError("only SQLite databases can be backed up this way: use pg_dump for PostgreSQL")
     path = Path(url.database)
     if not path.is_file():
         raise ConfigurationError(f"there is no database at {path}")
@@ -350,7 +322,7 @@ def _temporary_file(target: Path) -> Iterator[Path]:
     draft = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         if target.exists():
-            raise ConfigurationError(f"{target} exists already: give a name that is not taken")
+            raise ConfigurationError(f"{target} already exists: give another name")
         os.close(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600))
         yield draft
         with draft.open("rb") as file:

@@ -101,7 +101,7 @@ def claim(holder: str, address: str, lease_s: float, *, is_lock_free: bool) -> C
     def write(connection: Connection, epoch: int) -> None:
         values = {"epoch": epoch, "holder": holder, "address": address, "lease_s": lease_s, "free": is_lock_free}
         if connection.execute(_CLAIM, values).rowcount == 0:
-            raise LeadershipLost("the lease was renewed meanwhile")
+            raise LeadershipLost("the old leader renewed its lease meanwhile")
 
     return write
 
@@ -171,7 +171,7 @@ class LeaseSession:
     def renew(self, epoch: int, lease_s: float) -> None:
         """Extend the lease to ``lease_s`` from now, by the database's clock.
 
-        Raises LeadershipLost if another one has it.
+        Raises LeadershipLost if another controller has it.
         """
         values = {"epoch": epoch, "lease_s": lease_s}
         if self._execute(lambda connection: connection.execute(_RENEW, values).rowcount) == 0:
@@ -190,8 +190,10 @@ class LeaseSession:
         return StandbyReport(contacts=contacts, resignations=rows[0].resignations)
 
     def resign(self, epoch: int, successor: str) -> None:
-        """Reserve the lease for ``successor`` from the end of this session. Raises LeadershipLost if "
-        "another one has it."""
+        """Reserve the lease for ``successor`` from the end of this session.
+
+        Raises LeadershipLost if another controller has it.
+        """
         values = {"epoch": epoch, "successor": successor}
         if self._execute(lambda connection: connection.execute(_RESIGN, values).rowcount) == 0:
             raise LeadershipLost(f"another controller has taken the lease of epoch {epoch}")
@@ -205,9 +207,8 @@ class LeaseSession:
 
     def abort(self) -> None:
         """Make a call that hangs in the other thread fail soon. Any thread may call this."""
-        connection = self._connection
-        if connection is not None:
-            abort_connection(connection)
+        if self._connection is not None:
+            abort_connection(self._connection)
 
     def _execute(self, question: Callable[[Connection], T]) -> T:
         try:

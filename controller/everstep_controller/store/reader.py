@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple, TypeVar
 
 from sqlalchemy import (
@@ -11,7 +10,6 @@ from sqlalchemy import (
     ColumnElement,
     Connection,
     Engine,
-    Select,
     Table,
     asc,
     desc,
@@ -40,6 +38,7 @@ class RowVersions(NamedTuple):
 
 
 NO_ROW_VERSIONS = RowVersions("", {})
+T = TypeVar("T")
 
 _SERVER = "SELECT extract(epoch FROM pg_postmaster_start_time())::text"
 _ROW_VERSIONS = "SELECT node, xmin::text || ctid::text AS mark FROM nodes"
@@ -71,17 +70,52 @@ def changed_nodes(connection: Connection, row_versions: RowVersions) -> NodeChan
 
 
 # ---- history
-# Pages are ordered newest first.
 
 HistoryRow = dict[str, Any]
 Page = tuple[list[HistoryRow], str]
 """Rows, and the cursor of the next page (empty if there is none)."""
 
 
-def _page(
-    connection: Connection, statement: Select[Any], table: Table, order: Mapping[str, type], cursor: str, limit: int
+class HistoryList(NamedTuple):
+    """A table whose rows are listed in pages, newest first by the columns of ``order``."""
+
+    table: Table
+    order: Mapping[str, type]
+    order_in_job: Mapping[str, type] | None = None  # order of the rows of one job
+
+
+FINDINGS = HistoryList(tables.findings, {"id": int})
+VERDICTS = HistoryList(tables.verdicts, {"at": float, "id": str})
+CHECKPOINTS = HistoryList(tables.versions, {"committed_at": float, "job": str}, {"generation": int, "step": int})
+REMEDIATIONS = HistoryList(tables.remediations, {"requested_at": float, "id": str})
+GENERATIONS = HistoryList(tables.generations, {"issued_at": float, "job": str, "number": int}, {"number": int})
+
+
+def list_page(
+    connection: Connection,
+    history: HistoryList,
+    cursor: str,
+    limit: int,
+    *,
+    is_null: tuple[str, bool | None] = ("", None),
+    **wanted: str,
 ) -> Page:
-    """Return rows of ``statement`` after ``cursor``, newest first by the columns of ``order``."""
+    """Return the rows of a list after ``cursor``.
+
+    Args:
+        connection: the database.
+        history: one of the lists above.
+        cursor: place after which the page begins; empty for the first page. Raises MalformedMessage if it is invalid.
+        limit: maximum number of rows.
+        is_null: a column, and whether it must be NULL; None for either.
+        wanted: values of columns; empty for any.
+    """
+    table = history.table
+    order = history.order_in_job if history.order_in_job is not None and wanted.get("job") else history.order
+    statement = select(table).where(*(table.c[name] == value for name, value in wanted.items() if value))
+    column, must_be_null = is_null
+    if must_be_null is not None:
+        statement = statement.where(table.c[column].is_(None) if must_be_null else table.c[column].is_not(None))
     columns = [table.c[name] for name in order]
     place = decode_cursor(cursor, tuple(order.values()))
     if place is not None:
@@ -94,74 +128,35 @@ def _page(
     return rows[:limit], encode_cursor(kind(last[name]) for name, kind in order.items())
 
 
-def _where(statement: Select[Any], table: Table, **wanted: str) -> Select[Any]:
-    for name, value in wanted.items():
-        if value:
-            statement = statement.where(table.c[name] == value)
-    return statement
-
-
-def findings(connection: Connection, *, node: str, kind: str, active: bool | None, cursor: str, limit: int) -> Page:
-    """Return findings, by the time they were raised."""
-    table = tables.findings
-    statement = _where(select(table), table, node=node, kind=kind)
-    if active is not None:
-        statement = statement.where(table.c.cleared_at.is_(None) if active else table.c.cleared_at.is_not(None))
-    return _page(connection, statement, table, {"id": int}, cursor, limit)
-
-
-def verdicts(connection: Connection, *, node: str, decision: str, cursor: str, limit: int) -> Page:
-    """Return verdicts."""
-    table = tables.verdicts
-    statement = _where(select(table), table, node=node, decision=decision)
-    return _page(connection, statement, table, {"at": float, "id": str}, cursor, limit)
-
-
-def checkpoints(connection: Connection, *, job: str, verified: bool | None, cursor: str, limit: int) -> Page:
-    """Return committed versions."""
-    table = tables.versions
-    statement = _where(select(table), table, job=job)
-    if verified is not None:
-        statement = statement.where(table.c.verified_at.is_not(None) if verified else table.c.verified_at.is_(None))
-    order = {"generation": int, "step": int} if job else {"committed_at": float, "job": str}
-    return _page(connection, statement, table, order, cursor, limit)
-
-
-def remediations(connection: Connection, *, node: str, state: str, cursor: str, limit: int) -> Page:
-    """Return remediations."""
-    table = tables.remediations
-    statement = _where(select(table), table, node=node, state=state)
-    return _page(connection, statement, table, {"requested_at": float, "id": str}, cursor, limit)
-
-
-def generations(connection: Connection, *, job: str, cursor: str, limit: int) -> Page:
-    """Return generations."""
-    table = tables.generations
-    statement = _where(select(table), table, job=job)
-    order = {"number": int} if job else {"issued_at": float, "job": str, "number": int}
-    return _page(connection, statement, table, order, cursor, limit)
-
-
-T = TypeVar("T")
-
-
-def newest_versions(connection: Connection, job: str, limit: int) -> list[VersionRow]:
-    """Return the job's newest versions, newest first."""
+def newest_versions(connection: Connection, job: str, limit: int, *, verified: bool = False) -> list[VersionRow]:
+    """Return the job's newest (or newest verified) versions, newest first."""
     columns = tables.versions.c
-    newest = select(tables.versions).where(columns.job == job).order_by(desc(columns.generation), desc(columns.step))
+    wanted = [columns.job == job, *([columns.verified_at.is_not(None)] if verified else [])]
+    newest = select(tables.versions).where(*wanted).order_by(desc(columns.generation), desc(columns.step))
     return [VersionRow(**row) for row in connection.execute(newest.limit(limit)).mappings()]
 
 
-def newest_verified(connection: Connection, job: str) -> list[VersionRow]:
-    """Return the job's newest verified version, or nothing."""
-    columns = tables.versions.c
-    statement = (
-        select(tables.versions)
-        .where(columns.job == job, columns.verified_at.is_not(None))
-        .order_by(desc(columns.generation), desc(columns.step))
-        .limit(1)
-    )
-    return [VersionRow(**row) for row in connection.execute(statement).mappings()]
+def newest_recoveries(connection: Connection, job: str, limit: int) -> list[str]:
+    """Return the job's newest recoveries (JSON), oldest first."""
+    columns = tables.recoveries.c
+    statement = select(columns.doc).where(columns.job == job).order_by(desc(columns.generation)).limit(limit)
+    return list(connection.execute(statement).scalars())[::-1]
+
+
+def newest_verdicts(connection: Connection, node: str, limit: int) -> list[str]:
+    """Return the node's newest verdicts (JSON), newest first."""
+    columns = tables.verdicts.c
+    statement = select(columns.doc).where(columns.node == node).order_by(desc(columns.at)).limit(limit)
+    return list(connection.execute(statement).scalars())
+
+
+def find_verdict(connection: Connection, verdict: str) -> str | None:
+    """Return the verdict with this id (JSON), or None."""
+    doc: str | None = connection.execute(select(tables.verdicts.c.doc).where(tables.verdicts.c.id == verdict)).scalar()
+    return doc
+
+
+# ---- audit log
 
 
 class EventPage(NamedTuple):
@@ -217,8 +212,63 @@ def _first_at(connection: Connection, at: float) -> int:
     return int(low)
 
 
+def events(
+    connection: Connection,
+    *,
+    after: int,
+    limit: int,
+    trace: str = "",
+    node: str = "",
+    job: str = "",
+    kinds: Sequence[str] = (),
+    newest: bool = False,
+    since: float | None = None,
+    until: float | None = None,
+) -> list[AuditRow]:
+    """Return rows with an id over ``after``, oldest first: the first (or ``newest``) ``limit`` matching rows.
+
+    Args:
+        connection: the database.
+        after: rows must have a larger id.
+        limit: maximum number of rows.
+        trace, node, job: values to match; empty for any.
+        kinds: prefixes of the kind; empty for any.
+        newest: return the newest matching rows instead of the oldest.
+        since, until: wall seconds; ``until`` is exclusive.
+    """
+    audit = tables.audit.c
+    wanted = [audit.id > after]
+    for column, value in ((audit.trace, trace), (audit.node, node), (audit.job, job)):
+        if value:
+            wanted.append(column == value)
+    if since is not None:
+        wanted.append(audit.id >= _first_at(connection, since))
+    if until is not None:
+        wanted.append(audit.id < _first_at(connection, until))
+    if kinds:
+        wanted = [audit.id.in_(_ids_of_kinds(connection, kinds, wanted, newest=newest, limit=limit))]
+    order = desc(audit.id) if newest else audit.id
+    rows = connection.execute(select(tables.audit).where(*wanted).order_by(order).limit(limit)).mappings()
+    found = [AuditRow(**row) for row in rows]
+    return found[::-1] if newest else found
+
+
+def events_after(connection: Connection, after: int, limit: int) -> EventPage:
+    """Return events after ``after`` with the facts that the event stream needs to report gaps."""
+    rows = events(connection, after=after, limit=limit)  # first: rows deleted after this are no gap in these rows
+    pruned = audit_pruned(connection)
+    newest = connection.execute(select(func.max(tables.audit.c.id))).scalar() or 0
+    return EventPage(rows, pruned, max(pruned, newest))
+
+
+def audit_pruned(connection: Connection) -> int:
+    """Return the newest id of the audit log that retention may delete."""
+    meta = tables.meta.c
+    return connection.execute(select(meta.value).where(meta.key == "audit_pruned")).scalar() or 0
+
+
 class HistoryReader:
-    """Reads history over its own connection, so that a long read delays no decision.
+    """Runs queries over its own connection, so that a long read delays no decision.
 
     For one thread, except ``abort``.
     """
@@ -227,12 +277,12 @@ class HistoryReader:
         self._engine = engine
         self._connection: Connection | None = None
 
-    @contextlib.contextmanager
-    def _connected(self) -> Iterator[Connection]:
+    def query(self, query: Callable[[Connection], T]) -> T:
+        """Run a query of this module."""
         with self._engine.connect() as connection:
             self._connection = connection
             try:
-                yield connection
+                return query(connection)
             finally:
                 self._connection = None
 
@@ -241,85 +291,6 @@ class HistoryReader:
         connection = self._connection
         if connection is not None:
             abort_connection(connection)
-
-    def events(
-        self,
-        *,
-        after: int,
-        limit: int,
-        trace: str = "",
-        node: str = "",
-        job: str = "",
-        kinds: Sequence[str] = (),
-        newest: bool = False,
-        since: float | None = None,
-        until: float | None = None,
-    ) -> list[AuditRow]:
-        """Return rows with an id over ``after``, oldest first: the first (or ``newest``) ``limit`` matching rows.
-
-        Args:
-            after: rows must have a larger id.
-            limit: maximum number of rows.
-            trace, node, job: values to match; empty for any.
-            kinds: prefixes of the kind; empty for any.
-            newest: return the newest matching rows instead of the oldest.
-            since, until: wall seconds; ``until`` is exclusive.
-        """
-        audit = tables.audit.c
-        wanted = [audit.id > after]
-        for column, value in ((audit.trace, trace), (audit.node, node), (audit.job, job)):
-            if value:
-                wanted.append(column == value)
-        order = desc(audit.id) if newest else audit.id
-        with self._connected() as connection:
-            if since is not None:
-                wanted.append(audit.id >= _first_at(connection, since))
-            if until is not None:
-                wanted.append(audit.id < _first_at(connection, until))
-            if kinds:
-                wanted = [audit.id.in_(_ids_of_kinds(connection, kinds, wanted, newest=newest, limit=limit))]
-            rows = connection.execute(select(tables.audit).where(*wanted).order_by(order).limit(limit)).mappings()
-            found = [AuditRow(**row) for row in rows]
-        return found[::-1] if newest else found
-
-    def events_after(self, after: int, limit: int) -> EventPage:
-        """Return events after ``after`` with the facts that the event stream needs to report gaps."""
-        rows = self.events(after=after, limit=limit)  # first: rows deleted after this are no gap in these rows
-        meta, newest = tables.meta.c, select(func.max(tables.audit.c.id))
-        with self._connected() as connection:
-            pruned = connection.execute(select(meta.value).where(meta.key == "audit_pruned")).scalar() or 0
-            return EventPage(rows, pruned, max(pruned, connection.execute(newest).scalar() or 0))
-
-    def page(self, query: Callable[[Connection], T]) -> T:
-        """Run a query of ``everstep_controller.store.reader``."""
-        with self._connected() as connection:
-            return query(connection)
-
-    def recoveries(self, job: str, *, limit: int) -> list[str]:
-        """Return the job's newest recoveries (JSON), oldest first."""
-        columns = tables.recoveries.c
-        statement = select(columns.doc).where(columns.job == job).order_by(desc(columns.generation)).limit(limit)
-        with self._connected() as connection:
-            return [row[0] for row in connection.execute(statement)][::-1]
-
-    def verdicts(self, node: str, *, limit: int) -> list[str]:
-        """Return the node's newest verdicts (JSON), newest first."""
-        columns = tables.verdicts.c
-        statement = select(columns.doc).where(columns.node == node).order_by(desc(columns.at)).limit(limit)
-        with self._connected() as connection:
-            return [row[0] for row in connection.execute(statement)]
-
-    def verdict(self, verdict: str) -> str | None:
-        """Return the verdict with this id (JSON), or None."""
-        with self._connected() as connection:
-            statement = select(tables.verdicts.c.doc).where(tables.verdicts.c.id == verdict)
-            doc: str | None = connection.execute(statement).scalar()
-            return doc
-
-    def versions(self, job: str, *, limit: int) -> list[VersionRow]:
-        """Return the job's newest committed versions, newest first."""
-        with self._connected() as connection:
-            return newest_versions(connection, job, limit)
 
 
 # ---- starting state
@@ -333,9 +304,9 @@ def load_state(
 ) -> LoadedState:
     """Return the state that a controller of ``epoch`` starts from, without unchanged node records."""
     same, nodes = _nodes(connection, row_versions)
-    marks, audit = tables.acknowledged_reports.c, tables.audit.c
-    newest = connection.execute(select(audit.id).order_by(desc(audit.id)).limit(1)).scalar()
-    pruned = select(tables.meta.c.value).where(tables.meta.c.key == "audit_pruned")
+    marks, audit, findings = tables.acknowledged_reports.c, tables.audit.c, tables.active_findings.c
+    active = select(findings.node, findings.key, findings.doc).order_by(findings.node, findings.key)
+    newest = connection.execute(select(func.max(audit.id))).scalar()
     jobs = _pairs(connection, tables.jobs.c.job, tables.jobs.c.doc)
     return LoadedState(
         epoch=epoch,
@@ -343,7 +314,7 @@ def load_state(
         fleet=connection.execute(select(tables.fleet.c.doc)).scalar(),
         unchanged=same,
         nodes=nodes,
-        active_findings=_active_findings(connection),
+        active_findings={(node, key): doc for node, key, doc in connection.execute(active)},
         jobs=jobs,
         versions=_versions(connection, jobs),
         credentials=table_access.load_credentials(connection),
@@ -357,7 +328,7 @@ def load_state(
         poisoned=frozenset(
             (row.node, row.incarnation, row.number) for row in connection.execute(select(tables.poisoned_reports))
         ),
-        newest_audit=newest if newest is not None else connection.execute(pruned).scalar() or 0,
+        newest_audit=newest if newest is not None else audit_pruned(connection),
         newest_at=table_access.newest_at(connection),
     )
 
@@ -371,12 +342,6 @@ def _nodes(connection: Connection, known: RowVersions) -> tuple[Set[str], dict[s
 
 def _pairs(connection: Connection, key: Column[Any], doc: Column[Any]) -> dict[str, str]:
     return {row[0]: row[1] for row in connection.execute(select(key, doc))}
-
-
-def _active_findings(connection: Connection) -> dict[tuple[str, str], str]:
-    columns = tables.active_findings.c
-    query = select(columns.node, columns.key, columns.doc).order_by(columns.node, columns.key)
-    return {(node, key): doc for node, key, doc in connection.execute(query)}
 
 
 def _outbox(connection: Connection) -> list[OutboxRow]:
@@ -404,5 +369,8 @@ def _versions(connection: Connection, jobs: dict[str, str]) -> list[VersionRow]:
     return [
         row
         for job in jobs
-        for row in (*newest_versions(connection, job, VERSIONS_LOADED), *newest_verified(connection, job))
+        for row in (
+            *newest_versions(connection, job, VERSIONS_LOADED),
+            *newest_versions(connection, job, 1, verified=True),
+        )
     ]

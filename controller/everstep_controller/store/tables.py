@@ -6,49 +6,46 @@ so other columns exist only for lookups.
 
 from __future__ import annotations
 
+from typing import Any
+
 from sqlalchemy import BigInteger, Column, Float, Index, Integer, MetaData, PrimaryKeyConstraint, Table, Text
+from sqlalchemy.types import TypeEngine
 
 HEAD = "0001"
 """Newest migration; a database at this revision needs no migration tool at start."""
 
 metadata = MetaData()
 
-fleet = Table("fleet", metadata, Column("id", Integer, primary_key=True), Column("doc", Text, nullable=False))
+
+def _columns(kind: TypeEngine[Any], *names: str) -> list[Column[Any]]:
+    """Return required columns of one type."""
+    return [Column(name, kind, nullable=False) for name in names]
+
+
+_TEXT, _INTEGER, _TIME = Text(), BigInteger(), Float(53)
+_ROW_ID = BigInteger().with_variant(Integer, "sqlite")
+
+fleet = Table("fleet", metadata, Column("id", Integer, primary_key=True), *_columns(_TEXT, "doc"))
 """One row: state of the fleet as a whole (eviction history, probes)."""
 
-nodes = Table(
-    "nodes",
-    metadata,
-    Column("node", Text, primary_key=True),
-    Column("doc", Text, nullable=False),
-)
+nodes = Table("nodes", metadata, Column("node", Text, primary_key=True), *_columns(_TEXT, "doc"))
 
 active_findings = Table(
     "active_findings",
     metadata,
-    Column("node", Text, nullable=False),
-    Column("key", Text, nullable=False),
-    Column("doc", Text, nullable=False),
+    *_columns(_TEXT, "node", "key", "doc"),
     PrimaryKeyConstraint("node", "key", name="one_finding_per_key"),
 )
 """Active findings of the core's node records; ``findings`` is the history."""
 
-jobs = Table(
-    "jobs",
-    metadata,
-    Column("job", Text, primary_key=True),
-    Column("doc", Text, nullable=False),
-)
+jobs = Table("jobs", metadata, Column("job", Text, primary_key=True), *_columns(_TEXT, "doc"))
 
 generations = Table(
     "generations",
     metadata,
-    Column("job", Text, nullable=False),
-    Column("number", BigInteger, nullable=False),
-    Column("reason", Text, nullable=False),
-    Column("trace", Text, nullable=False),
-    Column("issued_at", Float(53), nullable=False),
-    Column("doc", Text, nullable=False),
+    *_columns(_TEXT, "job", "reason", "trace", "doc"),
+    *_columns(_INTEGER, "number"),
+    *_columns(_TIME, "issued_at"),
     PrimaryKeyConstraint("job", "number", name="one_roster_per_number"),
     Index("generations_by_time", "issued_at"),
 )
@@ -56,22 +53,18 @@ generations = Table(
 versions = Table(
     "versions",
     metadata,
-    Column("job", Text, nullable=False),
-    Column("generation", BigInteger, nullable=False),
-    Column("step", BigInteger, nullable=False),
-    Column("committed_at", Float(53), nullable=False),
+    *_columns(_TEXT, "job"),
+    *_columns(_INTEGER, "generation", "step", "bytes", "ranks"),
+    *_columns(_TIME, "committed_at"),
     Column("verified_at", Float(53)),
-    Column("bytes", BigInteger, nullable=False),
-    Column("ranks", Integer, nullable=False),
     PrimaryKeyConstraint("job", "generation", "step", name="one_row_per_version"),
 )
 
 recoveries = Table(
     "recoveries",
     metadata,
-    Column("job", Text, nullable=False),
-    Column("generation", BigInteger, nullable=False),
-    Column("doc", Text, nullable=False),
+    *_columns(_TEXT, "job", "doc"),
+    *_columns(_INTEGER, "generation"),
     PrimaryKeyConstraint("job", "generation", name="one_recovery_per_generation"),
 )
 
@@ -79,11 +72,8 @@ verdicts = Table(
     "verdicts",
     metadata,
     Column("id", Text, primary_key=True),
-    Column("node", Text, nullable=False),
-    Column("decision", Text, nullable=False),
-    Column("at", Float(53), nullable=False),
-    Column("trace", Text, nullable=False),
-    Column("doc", Text, nullable=False),
+    *_columns(_TEXT, "node", "decision", "trace", "doc"),
+    *_columns(_TIME, "at"),
     Index("verdicts_by_node", "node", "at"),
     Index("verdicts_by_time", "at"),
 )
@@ -91,15 +81,10 @@ verdicts = Table(
 audit = Table(
     "audit",
     metadata,
-    Column("id", BigInteger().with_variant(Integer, "sqlite"), primary_key=True, autoincrement=False),
-    Column("at", Float(53), nullable=False),
-    Column("kind", Text, nullable=False),
-    Column("node", Text, nullable=False),
-    Column("job", Text, nullable=False),
+    Column("id", _ROW_ID, primary_key=True, autoincrement=False),
+    *_columns(_TIME, "at"),
+    *_columns(_TEXT, "kind", "node", "job", "trace", "sentence", "detail"),
     Column("generation", BigInteger),
-    Column("trace", Text, nullable=False),
-    Column("sentence", Text, nullable=False),
-    Column("detail", Text, nullable=False),
     Index("audit_by_trace", "trace", "id"),
     Index("audit_by_node", "node", "id"),
     Index("audit_by_job", "job", "id"),
@@ -111,37 +96,29 @@ entry so); and DELETE beyond meta's ``audit_pruned``, or beyond ``orders_pruned`
 outbox = Table(
     "outbox",
     metadata,
-    Column("node", Text, nullable=False),
-    Column("seq", BigInteger, nullable=False),
-    Column("body", Text, nullable=False),
+    *_columns(_TEXT, "node", "body"),
+    *_columns(_INTEGER, "seq"),
     PrimaryKeyConstraint("node", "seq", name="one_directive_per_seq"),
 )
 
 acknowledged_reports = Table(
     "acknowledged_reports",
     metadata,
-    Column("node", Text, nullable=False),
-    Column("incarnation", BigInteger, nullable=False),
-    Column("through", BigInteger, nullable=False),
-    PrimaryKeyConstraint("node", "incarnation", name="one_mark_per_life"),
+    *_columns(_TEXT, "node"),
+    *_columns(_INTEGER, "incarnation", "through"),
+    PrimaryKeyConstraint("node", "incarnation", name="one_mark_per_incarnation"),
 )
 
 poisoned_reports = Table(
     "poisoned_reports",
     metadata,
-    Column("node", Text, nullable=False),
-    Column("incarnation", BigInteger, nullable=False),
-    Column("number", BigInteger, nullable=False),
+    *_columns(_TEXT, "node"),
+    *_columns(_INTEGER, "incarnation", "number"),
     PrimaryKeyConstraint("node", "incarnation", "number", name="one_row_per_report"),
 )
 """Reports that ended a controller process; they are dropped when repeated."""
 
-meta = Table(
-    "meta",
-    metadata,
-    Column("key", Text, primary_key=True),
-    Column("value", BigInteger, nullable=False),
-)
+meta = Table("meta", metadata, Column("key", Text, primary_key=True), *_columns(_INTEGER, "value"))
 """``epoch``: number of take-overs of this database, checked by every write. ``batch``: newest batch applied.
 ``audit_pruned``: newest id of the audit log that retention may delete; ``orders_pruned``: the same for entries by
 people. ``last_writing_epoch``: newest epoch that has written; if the epoch is far ahead of it, the database is a copy.
@@ -151,11 +128,9 @@ lease = Table(
     "lease",
     metadata,
     Column("id", Integer, primary_key=True),
-    Column("epoch", BigInteger, nullable=False),
-    Column("holder", Text, nullable=False),
-    Column("address", Text, nullable=False),
-    Column("renewed_at", Float(53), nullable=False),
-    Column("expires_at", Float(53), nullable=False),
+    *_columns(_INTEGER, "epoch"),
+    *_columns(_TEXT, "holder", "address"),
+    *_columns(_TIME, "renewed_at", "expires_at"),
     Column("successor", Text, nullable=False, server_default=""),
     Column("resigned_at", Float(53), nullable=False, server_default="0"),
     Column("resignations", Integer, nullable=False, server_default="0"),
@@ -167,8 +142,8 @@ standby_contacts = Table(
     "standby_contacts",
     metadata,
     Column("controller", Text, primary_key=True),
-    Column("nodes", Integer, nullable=False),
-    Column("reported_at", Float(53), nullable=False),
+    *_columns(_INTEGER, "nodes"),
+    *_columns(_TIME, "reported_at"),
 )
 """Number of nodes that contact each standby persistently, by the database's clock; PostgreSQL only. It is written
 without the fence, and is not part of the fleet's state."""
@@ -177,16 +152,12 @@ credentials = Table(
     "credentials",
     metadata,
     Column("id", Text, primary_key=True),
-    Column("role", Text, nullable=False),
-    Column("subject", Text, nullable=False),
-    Column("hash", Text, nullable=False),
-    Column("created_at", Float(53), nullable=False),
-    Column("created_by", Text, nullable=False),
+    *_columns(_TEXT, "role", "subject", "hash", "created_by", "note"),
+    *_columns(_TIME, "created_at"),
     Column("expires_at", Float(53)),
     Column("revoked_at", Float(53)),
     Column("uses_left", Integer),
-    Column("replaces", Integer, nullable=False),
-    Column("note", Text, nullable=False),
+    *_columns(_INTEGER, "replaces"),
     Index("credentials_by_subject", "role", "subject"),
 )
 """Stored credentials. ``hash`` is SHA-256 of the secret part, never the secret. ``uses_left`` and ``replaces`` (0 or 1:
@@ -196,43 +167,28 @@ remediations = Table(
     "remediations",
     metadata,
     Column("id", Text, primary_key=True),
-    Column("node", Text, nullable=False),
-    Column("kind", Text, nullable=False),
-    Column("state", Text, nullable=False),
-    Column("requested_at", Float(53), nullable=False),
+    *_columns(_TEXT, "node", "kind", "state", "detail", "doc"),
+    *_columns(_TIME, "requested_at"),
     Column("ended_at", Float(53)),
-    Column("detail", Text, nullable=False),
-    Column("doc", Text, nullable=False),
     Index("remediations_by_node", "node", "requested_at"),
     Index("remediations_by_state", "state"),
 )
 """Remediations; ``state`` is requested, started, confirmed, failed or superseded."""
 
 notified_alerts = Table(
-    "notified_alerts",
-    metadata,
-    Column("fingerprint", Text, primary_key=True),
-    Column("doc", Text, nullable=False),
+    "notified_alerts", metadata, Column("fingerprint", Text, primary_key=True), *_columns(_TEXT, "doc")
 )
 """Alerts whose start may have been posted, and whose end was not."""
 
 findings = Table(
     "findings",
     metadata,
-    Column("id", BigInteger().with_variant(Integer, "sqlite"), primary_key=True),
-    Column("node", Text, nullable=False),
-    Column("key", Text, nullable=False),
-    Column("kind", Text, nullable=False),
-    Column("at", Float(53), nullable=False),
+    Column("id", _ROW_ID, primary_key=True),
+    *_columns(_TEXT, "node", "key", "kind", "doc"),
+    *_columns(_TIME, "at"),
     Column("cleared_at", Float(53)),
-    Column("doc", Text, nullable=False),
     Index("findings_by_node", "node", "id"),
     Index("findings_by_kind", "kind", "id"),
     Index("findings_by_key", "node", "key"),
 )
-"""History of findings; active ones are also in ``active_findings``."""
-
-_ACTIVE, _IS_OVER = findings.c.cleared_at.is_(None), findings.c.cleared_at.is_not(None)
-Index("findings_active", findings.c.id, sqlite_where=_ACTIVE, postgresql_where=_ACTIVE)
-Index("findings_active_by_kind", findings.c.kind, findings.c.id, sqlite_where=_ACTIVE, postgresql_where=_ACTIVE)
-Index("findings_by_end", findings.c.cleared_at, sqlite_where=_IS_OVER, postgresql_where=_IS_OVER)
+"""History of findings; active ones are also in ``active_findings``. The migration adds partial indexes."""

@@ -153,13 +153,9 @@ class DatabaseStore:
         return await self._written(lambda: self._writer.run(change), self._commit_timeout_s)
 
     async def query(self, query: Callable[[Connection], T]) -> T:
-        """Run a query that is no ``HistoryReader`` method in the reading thread. Raises as ``read``."""
-        return await self.read(lambda reader: reader.page(query))
-
-    async def read(self, query: Callable[[HistoryReader], T]) -> T:
         """Run a query in the reading thread. Raises Unavailable if the database fails."""
         try:
-            return await self._reads.call(lambda: query(self._reader), READ_TIMEOUT_S)
+            return await self._reads.call(lambda: self._reader.query(query), READ_TIMEOUT_S)
         except SQLAlchemyError as error:
             raise Unavailable(diagnose(error, self._engine.url)) from error
         except CallTimeout as error:

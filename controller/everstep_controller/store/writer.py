@@ -66,9 +66,8 @@ class DatabaseWriter:
 
         Any thread may call this.
         """
-        connection = self._connection
-        if connection is not None:
-            abort_connection(connection)
+        if self._connection is not None:
+            abort_connection(self._connection)
 
     def take_over(
         self, *, expected: int | None = None, claim: Claim | None = None, known: RowVersions = NO_ROW_VERSIONS
@@ -83,7 +82,7 @@ class DatabaseWriter:
         with self._transaction() as connection:
             found = _lock_meta(connection)
             if expected is not None and found[EPOCH] != expected:
-                raise LeadershipLost(f"another controller was faster: epoch {found[EPOCH]}, not {expected}")
+                raise LeadershipLost(f"another controller was first: the epoch is {found[EPOCH]}, not {expected}")
             epoch = found[EPOCH] + 1
             _set_meta(connection, EPOCH, epoch)
             _record_epoch(connection, found[EPOCH], epoch)
@@ -113,7 +112,7 @@ class DatabaseWriter:
             found = _lock_meta(connection)
             if found[EPOCH] != self.epoch:
                 raise LeadershipLost(
-                    f"another controller took the database over (epoch {found[EPOCH]}, this one has {self.epoch})"
+                    f"another controller took the database over (epoch {found[EPOCH]}, this one had {self.epoch})"
                 )
             yield connection, found[BATCH]
 
@@ -121,9 +120,10 @@ class DatabaseWriter:
     def _transaction(self) -> Iterator[Connection]:
         self._committing = False
         try:
-            connection = self._connected()
-            transaction = connection.begin()
-            yield connection
+            if self._connection is None:
+                self._connection = for_writing(self._engine.connect())
+            transaction = self._connection.begin()
+            yield self._connection
             self._committing = True
             transaction.commit()
         except BaseException as error:
@@ -133,11 +133,6 @@ class DatabaseWriter:
                     diagnose(error, self._engine.url), is_batch_queued=self._committing
                 ) from error
             raise
-
-    def _connected(self) -> Connection:
-        if self._connection is None:
-            self._connection = for_writing(self._engine.connect())
-        return self._connection
 
     def _drop(self) -> None:
         """Close a connection in an unknown state; the database rolls back what was not committed."""

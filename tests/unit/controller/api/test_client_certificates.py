@@ -116,7 +116,7 @@ def test_session_ends_when_certificate_expires(ending: tuple[Served, ManualClock
         session.say(FrameKind.HEARTBEAT, Heartbeat(incarnation=1, seq=9, sent_at=0.0))
         refused = session.answer(FrameRefused)
         assert (refused.frame_kind, refused.code) == (FrameKind.HEARTBEAT, "unauthenticated")
-        assert "certificate has ended" in refused.message
+        assert "certificate has expired" in refused.message
         assert session.ended()
 
 

@@ -115,7 +115,7 @@ def test_planned_maintenance_is_shown_and_cancellable(client: TestClient) -> Non
     assert get(client, "/v1/nodes/n1", op.NodeDetail).planned_maintenance == ()
     with pytest.raises(Refused, match="nothing is planned for rack r1"):
         post(client, "/v1/maintenance/cancel", cancelled, op.ChangeResult)
-    with pytest.raises(Refused, match="for a node or for a rack"):
+    with pytest.raises(Refused, match="needs a node or a rack"):
         post(client, "/v1/maintenance/cancel", operator_history.CancelMaintenance(reason="x"), op.ChangeResult)
 
 
@@ -128,7 +128,7 @@ def test_rack_maintenance_applies_to_all_its_nodes(client: TestClient) -> None:
     assert "new switch" in changed.sentence
     assert get(client, "/v1/nodes/n1", op.NodeDetail).maintenance_until == until
     assert get(client, "/v1/nodes/n3", op.NodeDetail).maintenance_until == 0.0
-    with pytest.raises(Refused, match="of a node or of a rack"):
+    with pytest.raises(Refused, match="needs a node or a rack"):
         post(client, "/v1/maintenance", operator_history.MaintenanceRequest(until=until, reason="x"), op.ChangeResult)
 
 

@@ -251,7 +251,7 @@ def test_operator_routes_refuse_other_roles(client: TestClient, name: str) -> No
     if route.method == "POST":
         viewer = client.request(route.method, path, headers=VIEWER)
         assert viewer.status_code == 403
-        assert "it needs that of an operator" in viewer.json()["detail"]
+        assert "it needs the token of an operator" in viewer.json()["detail"]
 
 
 @pytest.mark.parametrize(

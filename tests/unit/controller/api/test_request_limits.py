@@ -4,7 +4,7 @@ import logging
 from pathlib import Path
 
 import pytest
-from everstep_controller.api.auth import MAX_REPORTS, FailedAuthentications, RequestLimits, TokenBuckets, network_of
+from everstep_controller.api.auth import MAX_REPORTS, FailedAuthentications, RequestLimits, network_of
 from starlette.testclient import TestClient
 
 from everstep.bearer_tokens import Identity, TokenRole
@@ -93,30 +93,6 @@ def test_rate_limits_are_independent_per_identity(clock: ManualClock) -> None:
     assert spend(limit, N2) == 16
     assert spend(limit, Identity(TokenRole.VIEWER, "n1")) == 8
     assert spend(limit, Identity(TokenRole.JOIN, "*", "n1")) == 16
-
-
-def test_rate_limit_buckets_have_bounded_memory(clock: ManualClock) -> None:
-    buckets: TokenBuckets[int] = TokenBuckets(1.0, 5.0, clock.monotonic, max_keys=100)
-    for key in range(10_000):
-        buckets.take(key)
-        assert len(buckets) <= 101
-    clock.advance(10.0)
-    for key in range(101):
-        buckets.take(key)
-    clock.advance(10.0)
-    buckets.take(-1)
-    assert len(buckets) <= 101
-
-
-def test_exhausted_bucket_survives_pruning_of_idle_ones(clock: ManualClock) -> None:
-    buckets: TokenBuckets[str] = TokenBuckets(1.0, 2.0, clock.monotonic, max_keys=4)
-    for idle in ("a", "b", "c"):
-        buckets.take(idle)
-    clock.advance(1.5)
-    buckets.take("busy", 2)
-    buckets.take("d")
-    assert len(buckets) == 2
-    assert buckets.take("busy") == 1.0
 
 
 def test_failed_authentications_are_limited_and_logged_once(

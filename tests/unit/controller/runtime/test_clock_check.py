@@ -32,7 +32,7 @@ from everstep_controller.runtime.startup_state import NO_RECORDS, KnownRecords
 from everstep_controller.store import table_access
 from everstep_controller.store.database import open_database
 from everstep_controller.store.database_errors import DatabaseUnavailable
-from everstep_controller.store.reader import NO_ROW_VERSIONS, HistoryReader
+from everstep_controller.store.reader import NO_ROW_VERSIONS, events
 from everstep_controller.store.rows import AuditRow, Batch, CredentialRow, LoadedState
 from everstep_controller.store.set_back import set_times_back
 from everstep_controller.store.table_access import COPY_EPOCH_GAP, SET_BACK
@@ -227,10 +227,10 @@ def test_events_are_found_by_time_after_set_back(writer: DatabaseWriter, engine:
         for number, (at, kind) in enumerate(zip(times, kinds, strict=True), start=1)
     ]
     writer.commit([Batch(number=1, audit=rows)])
-    reader = HistoryReader(engine)
 
     def found(since: float | None, until: float | None) -> list[int]:
-        return [row.id for row in reader.events(after=0, limit=10, since=since, until=until)]
+        with engine.connect() as connection:
+            return [row.id for row in events(connection, after=0, limit=10, since=since, until=until)]
 
     assert found(RIGHT + 25, None) == [6, 7]
     assert found(RIGHT + 20, RIGHT + 40) == [5, 6]

@@ -312,9 +312,9 @@ def refusal(call: Any, *arguments: Any, **fields: Any) -> Refused:
         ({"Authorization": "Bearer agent:n1:0000"}, 401, "minted under another secret"),
         ({"Authorization": "Bearer \xff"}, 401, "mint it again with `everstep-controller token`"),
         (bearer(TokenRole.AGENT, "n1", b"another secret, long enough"), 401, "minted under another secret"),
-        (bearer(TokenRole.AGENT, "n2"), 403, "belongs to node n2 and cannot speak for node n1"),
-        (VIEWER, 403, "a viewer token is not for this: it needs that of the node's agent"),
-        (OPERATOR, 403, "an operator token is not for this"),
+        (bearer(TokenRole.AGENT, "n2"), 403, "belongs to node n2 and cannot act for node n1"),
+        (VIEWER, 403, "a viewer token does not allow this: it needs the token of the node's agent"),
+        (OPERATOR, 403, "an operator token does not allow this"),
     ],
 )
 def test_agent_service_accepts_only_the_agent_of_the_node(

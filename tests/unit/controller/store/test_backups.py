@@ -87,7 +87,7 @@ def test_backup_is_owner_only_and_overwrites_no_file(tmp_path: Path) -> None:
     target = tmp_path / "copy.db"
     assert back_up(database, target) == target.stat().st_size
     assert target.stat().st_mode & 0o077 == 0
-    with pytest.raises(ConfigurationError, match="exists already"):
+    with pytest.raises(ConfigurationError, match="already exists"):
         back_up(database, target)
     assert {file.name for file in tmp_path.iterdir()} >= {"c.db", "copy.db"}
     assert not list(tmp_path.glob(".copy*"))

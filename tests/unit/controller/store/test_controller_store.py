@@ -7,9 +7,8 @@ import msgspec
 import pytest
 from everstep_controller.store import reader as history
 from everstep_controller.store import table_access
-from everstep_controller.store.database import engine_of, for_writing, head, open_database, parse_url, upgrade
+from everstep_controller.store.database import engine_of, for_writing, open_database, parse_url, upgrade
 from everstep_controller.store.database_errors import DatabaseUnavailable, LeadershipLost
-from everstep_controller.store.reader import HistoryReader
 from everstep_controller.store.rows import (
     AlertRow,
     AuditRow,
@@ -24,7 +23,6 @@ from everstep_controller.store.rows import (
     VerdictRow,
     VersionRow,
 )
-from everstep_controller.store.tables import HEAD, metadata
 from everstep_controller.store.writer import DatabaseWriter
 from sqlalchemy import Connection, Engine, inspect, text
 from sqlalchemy.exc import DBAPIError, IntegrityError
@@ -76,8 +74,8 @@ def test_findings_are_stored_from_raised_to_cleared(engine: Engine, writer: Data
         return FindingRow(node="n1", key="gpu.xid/0/79", kind="gpu.xid", at=at, doc=doc)
 
     commit(writer, Batch(findings=[seen(1.0, '{"a":1}'), seen(2.0, '{"a":2}'), seen(3.0), seen(4.0, '{"a":3}')]))
-    wanted = {"node": "n1", "kind": "", "active": None, "cursor": "", "limit": 10}
-    rows, _ = HistoryReader(engine).page(lambda connection: history.findings(connection, **wanted))
+    with engine.connect() as connection:
+        rows, _ = history.list_page(connection, history.FINDINGS, "", 10, node="n1")
     assert [(row["at"], row["cleared_at"], row["doc"]) for row in rows] == [
         (4.0, None, '{"a":3}'),
         (1.0, 3.0, '{"a":2}'),
@@ -239,7 +237,8 @@ def test_verification_is_added_to_committed_version(writer: DatabaseWriter, engi
     commit(writer, Batch(versions=by_place(version(1))))
     for verified in (True, False):
         commit(writer, Batch(versions=by_place(version(1, verified=verified))))
-        assert HistoryReader(engine).versions("j", limit=9) == [version(1, verified=True)]
+        with engine.connect() as connection:
+            assert history.newest_versions(connection, "j", 9) == [version(1, verified=True)]
 
 
 def test_credential_is_replaced_as_a_whole(writer: DatabaseWriter, engine: Engine) -> None:
@@ -253,13 +252,13 @@ def test_credential_is_replaced_as_a_whole(writer: DatabaseWriter, engine: Engin
 def test_events_are_found_by_id_trace_node_and_job(writer: DatabaseWriter, engine: Engine) -> None:
     rows = [audit(1, node="a", trace="t1"), audit(2, node="b", trace="t1", job="j"), audit(3, trace="t2", job="j")]
     commit(writer, Batch(audit=rows))
-    reader = HistoryReader(engine)
-    assert reader.events(after=0, limit=9) == rows
-    assert [row.id for row in reader.events(after=1, limit=1)] == [2]
-    assert [row.id for row in reader.events(after=0, limit=2, newest=True)] == [2, 3]
-    assert [row.id for row in reader.events(after=0, limit=9, trace="t1")] == [1, 2]
-    assert [row.id for row in reader.events(after=0, limit=9, node="b")] == [2]
-    assert [row.id for row in reader.events(after=0, limit=9, job="j", trace="t2")] == [3]
+    with engine.connect() as connection:
+        assert history.events(connection, after=0, limit=9) == rows
+        assert [row.id for row in history.events(connection, after=1, limit=1)] == [2]
+        assert [row.id for row in history.events(connection, after=0, limit=2, newest=True)] == [2, 3]
+        assert [row.id for row in history.events(connection, after=0, limit=9, trace="t1")] == [1, 2]
+        assert [row.id for row in history.events(connection, after=0, limit=9, node="b")] == [2]
+        assert [row.id for row in history.events(connection, after=0, limit=9, job="j", trace="t2")] == [3]
 
 
 def test_verdicts_recoveries_and_generations_are_read_back(writer: DatabaseWriter, engine: Engine) -> None:
@@ -269,12 +268,12 @@ def test_verdicts_recoveries_and_generations_are_read_back(writer: DatabaseWrite
     recoveries = [RecoveryRow(job="j", generation=i, doc=f'"r{i}"') for i in (1, 2, 3)]
     generations = [generation(1), generation(2), generation(3)]
     commit(writer, Batch(verdicts=verdicts, recoveries=recoveries, generations=generations))
-    reader = HistoryReader(engine)
-    assert reader.verdict("n1-2") == '"2"'
-    assert reader.verdict("n9-1") is None
-    assert reader.verdicts("n1", limit=9) == ['"2"', '"1"']
-    assert reader.recoveries("j", limit=2) == ['"r2"', '"r3"']
-    rows, _ = reader.page(lambda connection: history.generations(connection, job="j", cursor="", limit=2))
+    with engine.connect() as connection:
+        assert history.find_verdict(connection, "n1-2") == '"2"'
+        assert history.find_verdict(connection, "n9-1") is None
+        assert history.newest_verdicts(connection, "n1", 9) == ['"2"', '"1"']
+        assert history.newest_recoveries(connection, "j", 2) == ['"r2"', '"r3"']
+        rows, _ = history.list_page(connection, history.GENERATIONS, "", 2, job="j")
     assert [row["number"] for row in rows] == [3, 2]
 
 
@@ -287,16 +286,6 @@ def test_reopening_keeps_stored_data(database: str) -> None:
         writer.close()
         engine.dispose()
     assert list(loaded.nodes) == ["n0"]
-
-
-def test_tables_match_the_newest_migration(engine: Engine) -> None:
-    from alembic.autogenerate import compare_metadata
-    from alembic.migration import MigrationContext
-
-    assert head() == HEAD
-    with engine.connect() as connection:
-        found = compare_metadata(MigrationContext.configure(connection), metadata)
-    assert found == []
 
 
 def test_interrupted_migration_leaves_no_table(database: str) -> None:
@@ -333,7 +322,7 @@ def test_empty_database_without_migration_is_refused(database: str) -> None:
     [
         ("nonsense", "use sqlite:///PATH or postgresql"),
         ("mysql://u:hidden@h/d", "kind 'mysql' are not supported"),
-        ("sqlite://", "forgets everything"),
+        ("sqlite://", "is lost at a restart"),
         ("sqlite:////nonexistent/dir/x.db", "mkdir -p /nonexistent/dir"),
         ("postgresql://u:hidden@127.0.0.1:1/d", "nothing listens there: start PostgreSQL"),
         ("postgresql://u:hidden@host.invalid/d", "does not resolve"),
@@ -392,7 +381,7 @@ def test_full_disk_keeps_committed_data(tmp_path: Path) -> None:
     pages = writer._connection.exec_driver_sql("PRAGMA page_count").scalar()
     writer._connection.exec_driver_sql(f"PRAGMA max_page_count={pages}")
     writer._connection.rollback()
-    with pytest.raises(DatabaseUnavailable, match="the disk is full: make room"):
+    with pytest.raises(DatabaseUnavailable, match="the disk is full: free some space"):
         commit(writer, Batch(nodes={"n1": "not yet", "n2": "x" * 200_000}))
     assert DatabaseWriter(engine).take_over().nodes == {"n1": "kept"}
     writer.close()
@@ -404,7 +393,8 @@ def test_batch_with_unknown_outcome_is_applied_once(writer: DatabaseWriter, engi
     writer.commit([first])
     writer.commit([first])
     writer.commit([first, second])
-    assert [row.id for row in HistoryReader(engine).events(after=0, limit=9)] == [1, 2]
+    with engine.connect() as connection:
+        assert [row.id for row in history.events(connection, after=0, limit=9)] == [1, 2]
     writer.close()
     assert DatabaseWriter(engine).take_over().batch == 2
 

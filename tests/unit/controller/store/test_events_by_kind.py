@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from everstep_controller.store import threads
 from everstep_controller.store.database import open_database
-from everstep_controller.store.reader import HistoryReader
+from everstep_controller.store.reader import events
 from everstep_controller.store.rows import AuditRow, Batch
 from everstep_controller.store.threads import DatabaseStore
 from everstep_controller.store.writer import DatabaseWriter
@@ -55,7 +55,8 @@ def engine(database: str) -> Iterator[Engine]:
 def test_event_filter_matches_full_scan(
     engine: Engine, kinds: list[str], node: str, after: int, limit: int, newest: bool
 ) -> None:
-    found = HistoryReader(engine).events(after=after, limit=limit, node=node, kinds=tuple(kinds), newest=newest)
+    with engine.connect() as connection:
+        found = events(connection, after=after, limit=limit, node=node, kinds=tuple(kinds), newest=newest)
     wanted = [
         row
         for row in rows(60)
@@ -76,7 +77,8 @@ def test_event_filter_reads_no_full_table(tmp_path: Path, kinds: tuple[str, ...]
         asked.append((statement, parameters))
 
     event.listen(engine, "before_cursor_execute", note)
-    HistoryReader(engine).events(after=0, limit=10, kinds=kinds, newest=newest)
+    with engine.connect() as connection:
+        events(connection, after=0, limit=10, kinds=kinds, newest=newest)
     event.remove(engine, "before_cursor_execute", note)
     queries = [one for one in asked if "audit" in one[0]]
     assert queries
@@ -103,12 +105,8 @@ def test_slow_read_is_aborted_without_blocking_others(database: str, monkeypatch
         engine = open_database(database)
         store = DatabaseStore(engine)
         slow = text(SLOW[engine.dialect.name])
-        for read in (
-            store.query(lambda connection: connection.execute(slow).scalar()),
-            store.read(lambda reader: reader.page(lambda connection: connection.execute(slow).scalar())),
-        ):
-            with pytest.raises(Unavailable):
-                await read
+        with pytest.raises(Unavailable):
+            await store.query(lambda connection: connection.execute(slow).scalar())
         monkeypatch.setattr(threads, "READ_TIMEOUT_S", 30.0)
         one: int = await store.query(lambda connection: connection.execute(text("SELECT 1")).scalar_one())
         await asyncio.to_thread(store.close)
@@ -120,7 +118,8 @@ def test_slow_read_is_aborted_without_blocking_others(database: str, monkeypatch
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(since=st.none() | st.integers(-1, 62), until=st.none() | st.integers(-1, 62), newest=st.booleans())
 def test_events_are_found_by_time_range(engine: Engine, since: int | None, until: int | None, newest: bool) -> None:
-    found = HistoryReader(engine).events(after=0, limit=7, since=since, until=until, newest=newest)
+    with engine.connect() as connection:
+        found = events(connection, after=0, limit=7, since=since, until=until, newest=newest)
     fit = [row.id for row in rows(60) if (since is None or row.at >= since) and (until is None or row.at < until)]
     assert [row.id for row in found] == (fit[-7:] if newest else fit[:7])
 
@@ -129,6 +128,7 @@ def test_empty_log_has_no_events_in_any_time_range(database: str) -> None:
     engine = open_database(database)
     writer = DatabaseWriter(engine)
     writer.take_over()
-    assert HistoryReader(engine).events(after=0, limit=7, since=1.0, until=2.0) == []
+    with engine.connect() as connection:
+        assert events(connection, after=0, limit=7, since=1.0, until=2.0) == []
     writer.close()
     engine.dispose()

@@ -16,7 +16,9 @@ KEEP = retention.RetentionLimits(since=1.0, events=10, orders=10, rows=10, gener
 
 
 def _page(kind: str) -> Callable[[Connection], Any]:
-    return lambda connection: reader.findings(connection, node="", kind=kind, active=True, cursor="", limit=100)
+    return lambda connection: reader.list_page(
+        connection, reader.FINDINGS, "", 100, is_null=("cleared_at", True), kind=kind
+    )
 
 
 @pytest.mark.parametrize(

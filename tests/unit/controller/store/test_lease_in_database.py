@@ -82,7 +82,7 @@ def test_lease_is_taken_by_only_one_candidate(engine: Engine, session: Open) -> 
     seen = one.read()
     lead(engine, one, "c1")
     late = DatabaseWriter(engine)
-    with pytest.raises(LeadershipLost, match="another controller was faster"):
+    with pytest.raises(LeadershipLost, match="another controller was first"):
         late.take_over(expected=seen.newest_epoch, claim=claim("c2", "", 30.0, is_lock_free=True))
     late.close()
     assert other.read().holder == "c1"

@@ -10,7 +10,7 @@ from everstep_controller.store import retention, tables
 from everstep_controller.store import retention as retention_module
 from everstep_controller.store.database import open_database
 from everstep_controller.store.database_errors import DatabaseUnavailable
-from everstep_controller.store.reader import HistoryReader
+from everstep_controller.store.reader import events_after
 from everstep_controller.store.retention import DeleteBatch, RetentionLimits, find_deletions, prune_events
 from everstep_controller.store.rows import AuditRow, Batch, GenerationRow, RecoveryRow, VerdictRow, VersionRow
 from everstep_controller.store.table_access import AUDIT_ID_GAP
@@ -129,7 +129,8 @@ def test_stream_reports_every_gap_between_operator_events(writer: DatabaseWriter
     rows = [AuditRow(id=number, at=1.0, kind=kind, sentence="s") for number, kind in enumerate(kinds, start=1)]
     writer.commit([Batch(number=1, audit=rows)])
     pruned(writer, engine, keep(events=2))
-    found = HistoryReader(engine).events_after(0, 10)
+    with engine.connect() as connection:
+        found = events_after(connection, 0, 10)
     frames = b"".join(with_gaps(0, found))
     assert re.findall(rb"id: (\d+)\nevent: (\w+)", frames) == [
         (b"1", b"gap"),
@@ -145,7 +146,8 @@ def test_stream_reports_every_gap_between_operator_events(writer: DatabaseWriter
 def test_stream_reports_newest_deleted_event_id(writer: DatabaseWriter, engine: Engine) -> None:
     writer.commit([Batch(number=1, audit=audit(*range(1, 11)))])
     pruned(writer, engine, keep(events=4))
-    found = HistoryReader(engine).events_after(2, 3)
+    with engine.connect() as connection:
+        found = events_after(connection, 2, 3)
     assert ([row.id for row in found.rows], found.deleted_through, found.newest) == ([7, 8, 9], 6, 10)
 
 

@@ -75,7 +75,7 @@ def test_bulk_write_equals_single_statements(engine: Engine, monkeypatch: pytest
     assert together == apart
     assert len(together["audit"]) == MANY
     assert {row[0] for row in together["outbox"]} == {"n0", "n1", "n2", "n3"}
-    assert all(row[4] == 2.5 for row in together["versions"] if row[2] <= MANY)
+    assert all(row[6] == 2.5 for row in together["versions"] if row[2] <= MANY)
 
 
 def test_bulk_statement_covers_insert_and_delete() -> None:

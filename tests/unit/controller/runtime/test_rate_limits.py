@@ -1,17 +1,21 @@
-"""One node that floods the audit log does not push out the lines of others."""
+"""Token buckets against buckets that are filled drop by drop, and the quota of audit entries of each node."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import msgspec
 import pytest
 from everstep_controller.core import events as ev
-from everstep_controller.core.effects import AuditEntry
 from everstep_controller.core.policy import CorePolicy
-from everstep_controller.runtime import event_quota
-from everstep_controller.runtime.event_quota import SUPPRESSED, EventQuota, causing_node, record_suppressed
+from everstep_controller.runtime import rate_limits
+from everstep_controller.runtime.rate_limits import SUPPRESSED, EventQuota, TokenBuckets, causing_node
+from everstep_controller.runtime.transaction import Transaction
+from hypothesis import given
+from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
 from everstep.wire.v1 import operator as op
@@ -22,14 +26,64 @@ from tests.support.waiting import until
 BURST = 20
 
 
-class Book:
-    """What was noted."""
+def test_rate_limit_buckets_have_bounded_memory() -> None:
+    buckets: TokenBuckets[int] = TokenBuckets(1.0, 5.0, max_keys=100)
+    for key in range(10_000):
+        buckets.take(key, 0.0)
+        assert len(buckets) <= 101
+    for key in range(101):
+        buckets.take(key, 10.0)
+    buckets.take(-1, 20.0)
+    assert len(buckets) <= 101
 
-    def __init__(self) -> None:
-        self.entries: list[AuditEntry] = []
 
-    def add_audit_entry(self, entry: AuditEntry) -> None:
-        self.entries.append(entry)
+def test_exhausted_bucket_survives_pruning_of_idle_ones() -> None:
+    buckets: TokenBuckets[str] = TokenBuckets(1.0, 2.0, max_keys=4)
+    for idle in ("a", "b", "c"):
+        buckets.take(idle, 0.0)
+    buckets.take("busy", 1.5, 2)
+    buckets.take("d", 1.5)
+    assert len(buckets) == 2
+    assert buckets.take("busy", 1.5) == 1.0
+
+
+TICK_S = 1 / 8
+keys = st.sampled_from("ab")
+requests = st.lists(st.tuples(st.integers(0, 40), keys, st.integers(1, 12)), max_size=40)
+
+
+class _Bucket:
+    """One drop a tick falls into it."""
+
+    def __init__(self, most: int) -> None:
+        self.most = self.drops = most
+
+    def tick(self) -> None:
+        self.drops = min(self.most, self.drops + 1)
+
+    def take(self, drops: int) -> int:
+        """0, or how many ticks short of so many drops it is."""
+        if drops > self.drops:
+            return drops - self.drops
+        self.drops -= drops
+        return 0
+
+
+@pytest.mark.promise("overload")
+@given(st.sampled_from([0.5, 1.0, 2.0, 8.0]), st.sampled_from([0.5, 1.0, 2.0, 5.0]), requests)
+def test_rate_limit_matches_drop_by_drop_bucket(
+    per_s: float, burst_s: float, asked: list[tuple[int, str, int]]
+) -> None:
+    now = 0.0
+    limit: TokenBuckets[str] = TokenBuckets(per_s, burst_s)
+    of_one_request = round(1 / (per_s * TICK_S))
+    buckets: dict[str, _Bucket] = defaultdict(lambda: _Bucket(int(burst_s / TICK_S)))
+    for ticks, key, count in asked:
+        now += ticks * TICK_S
+        for bucket in buckets.values():
+            for _ in range(ticks):
+                bucket.tick()
+        assert limit.take(key, now, count) == buckets[key].take(count * of_one_request) * TICK_S
 
 
 def test_event_quota_admits_burst_then_steady_rate() -> None:
@@ -42,25 +96,16 @@ def test_event_quota_admits_burst_then_steady_rate() -> None:
 
 def test_event_quota_reports_suppressed_events_once() -> None:
     suppressed: list[int] = []
-    quota, book = EventQuota(BURST, 0.1, lambda: suppressed.append(1)), Book()
+    quota = EventQuota(BURST, 0.1, lambda: suppressed.append(1))
+    transaction = Mock(spec=Transaction)
     for kind, count in (("finding", BURST + 7), ("user_error", BURST + 9)):
         for _ in range(count):
             quota.is_allowed("n1", kind, 100.0)
     assert len(suppressed) == 16
-    assert (record_suppressed(quota, book, 160.0), record_suppressed(quota, book, 160.0)) == (1, 0)
-    (line,) = book.entries
+    assert [quota.record_suppressed(transaction, 160.0) for _ in range(2)] == [1, 0]
+    ((line,), _) = transaction.add_audit_entry.call_args
     assert (line.kind, line.node, line.data) == (SUPPRESSED, "n1", {"user_error": "9", "finding": "7"})
     assert "9 of user_error, 7 of finding were left out" in line.sentence
-
-
-def test_event_quota_forgets_idle_nodes() -> None:
-    quota = EventQuota(BURST, 0.1)
-    for number in range(1000):
-        quota.is_allowed(f"n{number}", "finding", 100.0)
-    quota.take_suppressed(105.0)
-    assert len(quota._allowances) == 1000
-    quota.take_suppressed(111.0)
-    assert len(quota._allowances) == 0
 
 
 def test_event_cause_is_the_reporting_node() -> None:
@@ -72,7 +117,7 @@ def test_event_cause_is_the_reporting_node() -> None:
 
 @pytest.fixture
 def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TestClient]:
-    monkeypatch.setattr(event_quota, "REPORT_INTERVAL_S", 0.02)
+    monkeypatch.setattr(rate_limits, "REPORT_INTERVAL_S", 0.02)
     every_finding = msgspec.structs.replace(CorePolicy.lab_preset(), finding_burst_count=1_000_000)
     served = InProcess(
         f"sqlite:///{tmp_path / 'c.db'}",

@@ -1,0 +1,132 @@
+"""Limit rates with token buckets, and limit each node's entries in the audit log.
+
+Each node has an allowance per kind of audit entry, so that one node cannot displace the history of others. Entries
+beyond it are counted but not stored, and one entry per minute reports the counts. Decisions are not affected.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Hashable
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from everstep.errors import Unavailable
+from everstep_controller.core import events as ev
+from everstep_controller.core.effects import AuditEntry
+
+if TYPE_CHECKING:
+    from everstep_controller.runtime.transaction import Transaction
+
+log = logging.getLogger(__name__)
+
+K = TypeVar("K", bound=Hashable)
+
+MAX_BUCKETS = 1 << 17
+"""Maximum number of buckets: larger than any fleet, some 20 MiB when all are in use."""
+SUPPRESSED = "events.suppressed"
+"""Kind of the entry that reports how many entries were not stored."""
+REPORT_INTERVAL_S = 60.0
+
+
+class TokenBuckets(Generic[K]):
+    """A token bucket per key, by the generic cell rate algorithm (ITU-T I.371).
+
+    A bucket is one number: the time at which it would be full again without further requests. A bucket whose time is
+    past equals no bucket, so idle ones cost nothing. A request costs one lookup and one entry in a dictionary.
+
+    Args:
+        per_s: tokens per second.
+        burst_s: seconds of tokens that a bucket holds.
+        max_keys: maximum number of buckets.
+    """
+
+    def __init__(self, per_s: float, burst_s: float, max_keys: int = MAX_BUCKETS) -> None:
+        self._cost_s = 1.0 / per_s
+        self._burst_s = burst_s
+        self._max_keys = max_keys
+        self._full_at: dict[K, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._full_at)
+
+    def take(self, key: K, now: float, tokens: int = 1) -> float:
+        """Take ``tokens`` from the bucket of ``key``. Return 0.0, or the seconds until it holds that many."""
+        full_at = self._full_at.get(key, now)
+        if full_at < now:
+            full_at = now
+        full_at += tokens * self._cost_s
+        wait_s = full_at - now - self._burst_s
+        if wait_s > 0:
+            return wait_s
+        self._full_at[key] = full_at
+        if len(self._full_at) > self._max_keys:
+            self._forget(now)
+        return 0.0
+
+    def _forget(self, now: float) -> None:
+        """Drop full buckets, or all if less than half are full: a burst too many is better than unbounded memory."""
+        self._full_at = {key: full_at for key, full_at in self._full_at.items() if full_at > now}
+        if len(self._full_at) > self._max_keys // 2:
+            self._full_at.clear()
+
+
+class EventQuota:
+    """Limits audit entries by node and kind. For the event loop's thread.
+
+    Args:
+        burst: entries of one kind that a node may cause at once.
+        per_s: further entries of one kind per second.
+        on_suppressed: called for each entry beyond that.
+    """
+
+    def __init__(self, burst: int, per_s: float, on_suppressed: Callable[[], None] = lambda: None) -> None:
+        half_an_entry = 0.5  # absorbs rounding of large times
+        self._buckets: TokenBuckets[tuple[str, str]] = TokenBuckets(per_s, (burst + half_an_entry) / per_s)
+        self._on_suppressed = on_suppressed
+        self._suppressed: dict[str, Counter[str]] = defaultdict(Counter)
+
+    def is_allowed(self, node: str, kind: str, now: float) -> bool:
+        """Return whether one more entry of ``kind`` from ``node`` is stored."""
+        if not self._buckets.take((node, kind), now):
+            return True
+        self._suppressed[node][kind] += 1
+        self._on_suppressed()
+        return False
+
+    def record_suppressed(self, transaction: Transaction, now: float) -> int:
+        """Add one entry for each node beyond its allowance since the last call. Return their number."""
+        suppressed, self._suppressed = self._suppressed, defaultdict(Counter)
+        for node, kinds in sorted(suppressed.items()):
+            counts = sorted(kinds.items(), key=lambda one: (-one[1], one[0]))
+            sentence = (
+                f"{node} caused more events than are stored: {', '.join(f'{n} of {kind}' for kind, n in counts)} were "
+                "left out. Check the node's agent and jobs; the limits are audit_entries_per_node_burst and "
+                "audit_entries_per_node_per_s"
+            )
+            data = {kind: str(count) for kind, count in counts}
+            transaction.add_audit_entry(AuditEntry(kind=SUPPRESSED, sentence=sentence, at=now, node=node, data=data))
+        return len(suppressed)
+
+
+def causing_node(event: ev.Event) -> str:
+    """Return the node whose agent caused the event, or ""."""
+    match event:
+        case ev.AgentRegistered(register=register):
+            return register.node
+        case ev.HeartbeatChanged() | ev.ReportArrived() | ev.NodeDisconnected() | ev.NodeSeen():
+            return event.node
+    return ""
+
+
+async def run_suppressed_reports(
+    submit: Callable[[Callable[[Transaction, float], int]], Awaitable[int]], quota: EventQuota
+) -> None:
+    """Report suppressed entries once per minute, until cancelled; ``submit`` is ``FleetLoop.submit``."""
+    while True:
+        await asyncio.sleep(REPORT_INTERVAL_S)
+        try:
+            await submit(quota.record_suppressed)
+        except Unavailable as error:
+            log.warning("suppressed audit entries could not be reported, retrying later: %s", error)
