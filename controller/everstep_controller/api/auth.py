@@ -278,9 +278,7 @@ class Authenticator:
             raise AuthenticationError("the Authorization header must be `Bearer TOKEN`")
         token = value[len(_BEARER) :].strip().decode("latin-1")
         if len(token) > MAX_TOKEN_CHARS:
-            raise AuthenticationError(
-                f"a token of {len(token)} characters is invalid: at most {MAX_TOKEN_CHARS}"
-            )
+            raise AuthenticationError(f"a token of {len(token)} characters is invalid: at most {MAX_TOKEN_CHARS}")
         if token.startswith(JOB_PREFIX):
             return self._trainer(token)  # not cached: a job's secret ends with the job
         if token.startswith(STORED_PREFIX):

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import yaml
-from everstep_controller.read_models import prometheus
 
 from dashboards.build import GRID, TARGET, dashboard, queries
+from tools.docs_site import metrics
 
 PROMETHEUS = TARGET.parents[1] / "prometheus"
 promtool = pytest.mark.skipif(
@@ -63,8 +63,8 @@ def test_queried_controller_series_exist() -> None:
     rules = yaml.safe_load((PROMETHEUS / "everstep.rules.yml").read_text())["groups"][0]["rules"]
     asked = " ".join([*queries(), *(rule["expr"] for rule in rules)])
     recorded = {rule["record"] for rule in rules if "record" in rule}
-    had = set(re.findall(r"^(everstep_controller_\w+)", prometheus.__doc__ or "", re.MULTILINE))
-    assert {re.sub("_bucket$", "", name) for name in re.findall(r"everstep_controller_\w+", asked)} <= had
+    exported = set(re.findall(r"`(everstep_controller_\w+)`", metrics.page()))
+    assert {re.sub("_bucket$", "", name) for name in re.findall(r"everstep_controller_\w+", asked)} <= exported
     assert set(re.findall(r"everstep:[\w:]+", asked)) <= recorded
 
 

@@ -10,7 +10,6 @@ import pytest
 from everstep_controller.api import openapi
 from everstep_controller.api.routes import OPERATOR_ROUTES as OPERATOR_ROUTES
 from everstep_controller.core.policy import CorePolicy
-from everstep_controller.read_models import prometheus
 from starlette.testclient import TestClient
 
 from everstep.bearer_tokens import TokenRole
@@ -379,18 +378,6 @@ def test_answers_decode_strictly_as_declared_types(client: TestClient) -> None:
             response = client.get(_concrete(route.path), headers=VIEWER)
             assert response.status_code == 200, route.path
             msgspec.json.decode(response.content, type=route.response)
-
-
-def test_metrics_match_the_documented_table(client: TestClient) -> None:
-    speakers = running_job(client, "n1", "n2", spare="n3")
-    speakers[0].report(FindingRaised(finding=FELL_OFF))
-    client.get("/v1/nodes/none", headers=VIEWER)
-    text = client.get("/metrics", headers=VIEWER).text
-    exposed = {line.split()[2]: line.split()[3] for line in text.splitlines() if line.startswith("# TYPE")}
-    exposed = {name: kind for name, kind in exposed.items() if not name.endswith("_created")}
-    rows = (line.split() for line in (prometheus.__doc__ or "").splitlines() if line.startswith("everstep_controller_"))
-    written = {row[0].partition("{")[0]: row[1] for row in rows}
-    assert exposed == written
 
 
 HASTY = msgspec.structs.replace(
