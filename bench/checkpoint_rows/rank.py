@@ -24,6 +24,7 @@ from bench.checkpoint_rows.state import Model, Size
 from everstep.errors import OutOfSlotMemory
 from everstep.ids import Version
 from everstep.layout.slots import CHUNK_BYTES, SLOTS_PER_RANK
+from everstep.wire.v1.local import SlotSealed
 from everstep.wire.v1.training import FindingRaised, GenerationSpec, VersionSealed
 
 PRODUCT = 768
@@ -339,14 +340,17 @@ def replications(spec: GenerationSpec, socket: str, nbytes: int, to: str, repeat
             segment.view.seal(slot)
             began = time.perf_counter()
             answer = vault.report_sealed(
-                job=spec.job,
-                generation=spec.number,
-                rank=0,
-                local_rank=0,
-                slot=slot,
-                version=version,
-                replicate=((0, nbytes),),
-                replica_nodes=(to,),
+                SlotSealed(
+                    request=0,
+                    job=spec.job,
+                    generation=spec.number,
+                    rank=0,
+                    local_rank=0,
+                    slot=slot,
+                    version=version,
+                    replicate_ranges=((0, nbytes),),
+                    replica_nodes=(to,),
+                )
             ).result()
             took.append(time.perf_counter() - began)
             assert answer.nodes == (to,), answer.failed

@@ -93,7 +93,7 @@ def test_two_slot_job_trains_on_as_losses_exhaust_memory(
     job: Job,
 ) -> None:
     job.until(lambda: job.committed() > Version(1, 5), "a version is committed")
-    assert "are in 2 slots a rank instead of 5: only what is to be committed is stored" in job.said()
+    assert "use 2 slots per rank instead of 5" in job.said()
     before = job.committed()
 
     job.lose("n1")
@@ -111,7 +111,7 @@ def test_two_slot_job_trains_on_as_losses_exhaust_memory(
     assert job.restored(second) >= last.step
     assert job.digests("restored", second, job.restored(second)) == job.digests("stepped", first, job.restored(second))
     job.until(lambda: "nothing is committed until there is memory" in job.said(), "they say what they lack")
-    sum_of_it = r"in 2 slots a rank: training goes on.* needs (\d+) bytes; (\d+) of the memory limit (\d+) are"
+    sum_of_it = r"in 2 slots per rank: training continues.* needs (\d+) bytes; (\d+) of the memory limit (\d+) are"
     told = re.search(sum_of_it, job.said())
     assert told is not None, job.said()
     need, used, limit = map(int, told.groups())

@@ -13,7 +13,7 @@ from everstep_trainer.importers.checkpoint_files import find_checkpoints
 from everstep_trainer.importers.importer import read_checkpoint
 from everstep_trainer.memory_tier.vault_client import MappedSegment
 from everstep_trainer.snapshot.copy import SlotTargets, SnapshotSources, slot_view, write_blob
-from everstep_trainer.snapshot.plan import build_manifest, divide_state
+from everstep_trainer.snapshot.shares import build_manifest, divide_state
 from everstep_trainer.state.layout import Sharing, encode
 from everstep_trainer.state.tensors import TrackedTensor
 from everstep_trainer.state.tracked_state import TrackedState
@@ -102,7 +102,7 @@ def fill_slots(
     sources, manifests = [], {}
     folder.mkdir(parents=True, exist_ok=True)
     for rank in range(world):
-        blob = states[rank].blob()
+        blob = states[rank].capture().data()
         manifest = build_manifest(rank, layouts, shares[rank], 2 * len(blob))
         body = encode(manifest)
         slot_bytes = slot_bytes_for(len(body), manifest.payload_bytes)
@@ -122,7 +122,7 @@ def fill_slots(
         )
         copies = SnapshotSources(held[rank], shares[rank])
         copies.stage()
-        copies.copy(shares[rank], SlotTargets(views, segment), digest=False)
+        copies.copy(shares[rank], SlotTargets(views), digest=False)
         write_blob(payload, manifest, blob)
         view.seal(0)
         sources.append(SlotSource(rank=rank, path=str(path), slot=0))

@@ -33,21 +33,13 @@ _FILL_LOCK = threading.Lock()
 class MemoryTier:
     """One rank's place in the memory tier, in one generation. ``Run.tier`` makes it.
 
-    Args:
-        vault: Client of the node's vault.
-        spec: The generation.
-        member: This rank.
-        store: The generation's store, on which ranks agree which checkpoint they load.
-
-    Raises:
-        ConfigurationError: The node has more ranks than a vault has segments for.
+    ``store`` is the generation's store, on which ranks agree which checkpoint they load. Raises ConfigurationError if
+    the node has more ranks than a vault has segments for.
     """
 
     def __init__(self, vault: VaultClient, spec: GenerationSpec, member: Member, store: Store) -> None:
         if member.local_rank >= FIRST_CHECKPOINT_LOCAL_RANK:
-            raise ConfigurationError(
-                f"checkpoints of DCP are kept for {FIRST_CHECKPOINT_LOCAL_RANK} ranks of a node at most"
-            )
+            raise ConfigurationError(f"the memory tier supports at most {FIRST_CHECKPOINT_LOCAL_RANK} ranks per node")
         self.vault = vault
         self.spec = spec
         self.member = member
@@ -109,10 +101,10 @@ class MemoryTier:
         self.load_count += 1
         if self.member.rank == 0:
             self.store.set(key, "" if chosen is None else _text(chosen))
-        told = self.store.get(key).decode()
-        if not told:
-            raise NotRestorable("the job's vaults hold no whole checkpoint of the kind that is asked for")
-        return _version(told)
+        agreed = self.store.get(key).decode()
+        if not agreed:
+            raise NotRestorable("the job's vaults hold no such complete checkpoint")
+        return _version(agreed)
 
 
 def _text(version: Version) -> str:

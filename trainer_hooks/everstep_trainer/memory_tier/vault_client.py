@@ -7,7 +7,6 @@ with that code.
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import logging
 import mmap
@@ -15,7 +14,6 @@ import os
 import socket
 import sys
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -45,14 +43,11 @@ from everstep.wire.v1.local import (
     Replicated,
     RequestFailed,
     SegmentOpened,
-    SegmentRequirement,
     SlotInfo,
     SlotSealed,
-    ToVault,
     VaultFinding,
 )
 from everstep.wire.v1.training import PeerConnectionLost
-from everstep.wire.v1.vault_reports import ParityGroup
 
 # ---- NUMA node of a rank's memory: its GPU's, else that of the processors it may run on
 
@@ -113,20 +108,13 @@ def _device_numa_node(sysfs: Path, address: str) -> int | None:
 
 
 class MappedSegment:
-    """A segment file mapped writable into this process. The mapping lives as long as this object or a view of it.
-
-    Attributes:
-        descriptor: The file's descriptor, open as long as this object lives.
-        address: Address of the mapping's first byte.
-    """
+    """A segment file mapped writable into this process. The mapping lives as long as this object or a view of it."""
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self.descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        weakref.finalize(self, os.close, self.descriptor)
-        status = os.fstat(self.descriptor)
-        self._map = mmap.mmap(self.descriptor, 0)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        with open(path, "r+b") as file:
+            status = os.fstat(file.fileno())
+            self._map = mmap.mmap(file.fileno(), 0)
         self.identity = (status.st_dev, status.st_ino)
         self.buffer = memoryview(self._map)
         self.view = SegmentView(self.buffer)
@@ -172,6 +160,10 @@ class VaultConnection(msgspec.Struct, frozen=True):
     io_timeout_s: float
 
 
+VaultRequest = OpenSegment | CheckCapacity | SlotSealed | Inventory | Fetch | OpenPeerConnection | PeerConnectionBroken
+"""The client numbers requests itself; callers pass 0."""
+
+
 class _Pending(msgspec.Struct):
     frame: bytes
     deadline: float
@@ -181,10 +173,7 @@ class _Pending(msgspec.Struct):
 class VaultClient:
     """Client of the vault at ``socket_path``; connects on first use, and reconnects when the vault restarts.
 
-    Args:
-        socket_path: Path of the node's vault socket.
-        timeout_s: How long a request waits for its answer, reconnections included, before Unavailable.
-        clock: Source of time.
+    A request waits for its answer for ``timeout_s``, reconnections included, before Unavailable.
     """
 
     def __init__(self, socket_path: str, *, timeout_s: float = 10.0, clock: Clock = SYSTEM_CLOCK) -> None:
@@ -219,38 +208,29 @@ class VaultClient:
             OutOfSlotMemory: The node has no room.
             Unavailable: The vault does not answer.
         """
-        near = numa_node()
-        answer: SegmentOpened = self._request(
-            lambda n: OpenSegment(
-                request=n, job=job, local_rank=local_rank, slot_bytes=slot_bytes, slots=slots, numa_node=near, keep=keep
-            ),
-            OPEN_TIMEOUT_S,
-        ).result()
+        asked = OpenSegment(
+            request=0,
+            job=job,
+            local_rank=local_rank,
+            slot_bytes=slot_bytes,
+            slots=slots,
+            numa_node=numa_node(),
+            keep=keep,
+        )
+        answer: SegmentOpened = self._request(asked, OPEN_TIMEOUT_S).result()
         known = self._segments.get(answer.path)
         if known is None or known.slot_bytes != answer.slot_bytes or not known.is_current():
             known = self._segments[answer.path] = MappedSegment(answer.path)
         return known
 
-    def check_room(
-        self,
-        job: str,
-        needs: tuple[SegmentRequirement, ...],
-        *,
-        tentative: bool = False,
-        below: int = 0,
-        keep: tuple[Version, ...] = (),
-    ) -> None:
-        """Check that the node has all of these segments or could make them. See CheckCapacity for the other arguments.
+    def check_room(self, asked: CheckCapacity) -> None:
+        """Check that the node has all of these segments or could make them.
 
         Raises:
             OutOfSlotMemory: It could not; the message has the arithmetic.
             Unavailable: The vault does not answer.
         """
-        self._request(
-            lambda n: CheckCapacity(
-                request=n, job=job, needs=needs, has_fallback=tentative, reclaim_below_rank=below, keep=keep
-            )
-        ).result()
+        self._request(asked).result()
 
     def map_segment(self, path: str) -> MappedSegment:
         """Return the rank's segment at ``path`` in its existing mapping, or in a new one that is kept as well.
@@ -264,36 +244,9 @@ class VaultClient:
             known = self._segments[path] = MappedSegment(path)
         return known
 
-    def report_sealed(
-        self,
-        *,
-        job: str,
-        generation: int,
-        rank: int,
-        local_rank: int,
-        slot: int,
-        version: Version,
-        replicate: tuple[tuple[int, int], ...] = (),
-        replica_nodes: tuple[str, ...] = (),
-        keep: tuple[Version, ...] = (),
-        commit_candidate: bool = False,
-    ) -> Future[Replicated]:
+    def report_sealed(self, sealed: SlotSealed) -> Future[Replicated]:
         """Report that a slot is sealed; the future returns the nodes that have a copy. Returns at once."""
-        return self._request(
-            lambda n: SlotSealed(
-                request=n,
-                job=job,
-                generation=generation,
-                rank=rank,
-                local_rank=local_rank,
-                slot=slot,
-                version=version,
-                replicate_ranges=replicate,
-                replica_nodes=replica_nodes,
-                keep=keep,
-                commit_candidate=commit_candidate,
-            )
-        )
+        return self._request(sealed)
 
     def inventory(self, job: str, nodes: tuple[str, ...] = (), *, timeout_s: float = 1.0) -> tuple[SlotInfo, ...]:
         """Return the job's sealed slots here and in the vaults of ``nodes``, without nodes silent for ``timeout_s``.
@@ -302,58 +255,31 @@ class VaultClient:
         """
         deadline = self._clock.monotonic() + STARTUP_CHECK_WAIT_S
         while True:
-            answer: InventoryAnswer = self._request(
-                lambda n: Inventory(request=n, job=job, nodes=nodes, timeout_s=timeout_s)
-            ).result()
+            asked = Inventory(request=0, job=job, nodes=nodes, timeout_s=timeout_s)
+            answer: InventoryAnswer = self._request(asked).result()
             if not answer.unchecked:
                 return answer.slots
             if self._clock.monotonic() > deadline:
-                log.warning("%d slots are left out: no vault has hashed them yet", answer.unchecked, extra={"job": job})
+                log.warning("%d slots are ignored: no vault has hashed them yet", answer.unchecked, extra={"job": job})
                 return answer.slots
 
-    def fetch(
-        self,
-        *,
-        job: str,
-        node: str,
-        rank: int,
-        version: Version,
-        ranges: tuple[tuple[int, int], ...],
-        target_path: str,
-        target_offset: int = 0,
-        parity_group: ParityGroup | None = None,
-    ) -> Future[Fetched]:
-        """Copy the manifest of a slot on ``node`` into the file ``target_path``. Returns at once.
+    def fetch(self, wanted: Fetch) -> Future[Fetched]:
+        """Copy a slot's manifest, or ranges of a slot rebuilt from parity, into a file. Returns at once.
 
-        With a ``parity_group`` the slot is rebuilt from that group; then (offset, length) ranges can be fetched as
-        well, one after another. The future raises DigestMismatch, NotFound, Unavailable, or NotRestorable if the group
-        has lost too much.
+        The future raises DigestMismatch, NotFound, Unavailable, or NotRestorable if the parity group has lost too much.
         """
-        return self._request(
-            lambda n: Fetch(
-                request=n,
-                job=job,
-                node=node,
-                rank=rank,
-                version=version,
-                ranges=ranges,
-                target_path=target_path,
-                target_offset=target_offset,
-                parity_group=parity_group,
-            ),
-            None if parity_group is None else DECODE_TIMEOUT_S,
-        )
+        return self._request(wanted, None if wanted.parity_group is None else DECODE_TIMEOUT_S)
 
     def connect(self, *, job: str, node: str) -> Future[VaultConnection]:
         """Open a connection to ``node``'s vault, authenticated by the vault here and owned by the caller.
 
         Returns at once; the future raises NotFound, Unavailable or AuthenticationError.
         """
-        return self._request(lambda n: OpenPeerConnection(request=n, job=job, node=node))
+        return self._request(OpenPeerConnection(request=0, job=job, node=node))
 
     def report_broken_connection(self, *, job: str, node: str, reason: str) -> None:
         """Report to the vault that such a connection broke without the caller's doing. Returns at once."""
-        self._request(lambda n: PeerConnectionBroken(request=n, job=job, node=node, reason=reason[:1000]))
+        self._request(PeerConnectionBroken(request=0, job=job, node=node, reason=reason[:1000]))
 
     def close(self) -> None:
         """End the connection and its thread; unanswered requests raise Unavailable. Mappings stay valid."""
@@ -366,11 +292,12 @@ class VaultClient:
 
     # --- sending
 
-    def _request(self, build: Callable[[int], ToVault], timeout_s: float | None = None) -> Future[Any]:
-        """Send a request built around its number. The future outlives the timeout by at most a tick."""
+    def _request(self, message: VaultRequest, timeout_s: float | None = None) -> Future[Any]:
+        """Send a request under the next number. The future outlives the timeout by at most a tick."""
         number = next(self._numbers)
+        frame = encode_frame(msgspec.structs.replace(message, request=number))
         patience_s = self._timeout_s if timeout_s is None else timeout_s
-        pending = _Pending(encode_frame(build(number)), self._clock.monotonic() + patience_s, Future())
+        pending = _Pending(frame, self._clock.monotonic() + patience_s, Future())
         with self._lock:
             if self._closed.is_set():
                 raise errors.Unavailable("the connection to the vault was closed")
@@ -446,11 +373,9 @@ class VaultClient:
 
         A descriptor arrives with or before the end of its frame, in the order of frames.
         """
-        data = b""
+        data, flags = b"", socket.MSG_CMSG_CLOEXEC
         try:
-            data, descriptors, _, _ = socket.recv_fds(
-                connection, RECEIVE_BYTES, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
-            )
+            data, descriptors, _, _ = socket.recv_fds(connection, RECEIVE_BYTES, MAX_DESCRIPTORS, flags)
             received_sockets.extend(socket.socket(fileno=descriptor) for descriptor in descriptors)
         except TimeoutError:
             self._expire()
@@ -461,7 +386,7 @@ class VaultClient:
             for answer in decoder.feed(data):
                 self._take(answer, received_sockets)
         except errors.MalformedMessage as error:
-            log.warning("the vault sent what cannot be read, connecting anew: %s", error)
+            log.warning("the vault sent an unreadable message; reconnecting: %s", error)
             data = b""
         if not data:
             with self._lock:
@@ -475,7 +400,7 @@ class VaultClient:
         result: FromVault | VaultConnection = answer
         if isinstance(answer, PeerConnectionOpened):
             if not received_sockets:
-                raise errors.MalformedMessage("a connection was announced, and none came")
+                raise errors.MalformedMessage("the vault announced a connection but sent none")
             result = VaultConnection(received_sockets.popleft(), answer.answer_timeout_s, answer.io_timeout_s)
         with self._lock:
             pending = self._pending.pop(answer.request, None)

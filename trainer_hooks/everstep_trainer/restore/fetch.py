@@ -38,7 +38,7 @@ from everstep_trainer.restore.byte_moves import (
     split_into_batches,
 )
 from everstep_trainer.restore.local_slots import BadSlot, HashScope, LocalSlots
-from everstep_trainer.restore.remote_slots import ScratchFetch, SlotStreams
+from everstep_trainer.restore.remote_slots import ScratchFetch, SlotStreams, make_fetch
 from everstep_trainer.snapshot.copy import slot_view, view_of_box
 from everstep_trainer.state.python_value_codec import dtype_of
 
@@ -284,17 +284,9 @@ class SlotLoader:
     def fetch_manifest(self, slot: SlotInfo) -> bytes:
         """Return a remote slot's manifest. Raises the vault's error, or Unavailable if it does not answer."""
         into = self._scratch_file()
-        landed: Fetched = self._vault.fetch(
-            job=self._job,
-            node=slot.node,
-            rank=slot.rank,
-            version=slot.version,
-            ranges=(),
-            target_path=str(into),
-            parity_group=slot.parity_group,
-        ).result()
+        fetched: Fetched = self._vault.fetch(make_fetch(self._job, slot, into)).result()
         with into.open("rb") as file:
-            return file.read(landed.bytes)
+            return file.read(fetched.bytes)
 
     def _copy(self, data: torch.Tensor, read_source: ReadSource, landed: list[BufferedRead]) -> None:
         """Copy the received ``data`` to its targets."""

@@ -20,9 +20,10 @@ import numpy as np
 
 from everstep.errors import DigestMismatch, EverstepError, MalformedMessage, NotFound, Unavailable
 from everstep.layout.digests import RangeHasher
+from everstep.layout.manifests import Range
 from everstep.layout.slots import CHUNK_BYTES
 from everstep.wire.framing import VaultChannel
-from everstep.wire.v1.local import Fetched, SlotInfo
+from everstep.wire.v1.local import Fetch, Fetched, SlotInfo
 from everstep.wire.v1.transfer import Data, DataEnd, Get
 from everstep_trainer.memory_tier.vault_client import VaultClient
 from everstep_trainer.restore.byte_moves import BATCH_BYTES, CopyTable, FetchBatch, run_copies
@@ -284,16 +285,7 @@ class ScratchFetch:
             if self._failed(batch.slot):
                 continue
             at = self._window_offset(batch)
-            asked = self._vault.fetch(
-                job=self._job,
-                node=batch.slot.node,
-                rank=batch.slot.rank,
-                version=batch.slot.version,
-                ranges=batch.ranges,
-                target_path=str(self._scratch()),
-                target_offset=at,
-                parity_group=batch.slot.parity_group,
-            )
+            asked = self._vault.fetch(make_fetch(self._job, batch.slot, self._scratch(), batch.ranges, at))
             self._under_way.append((batch, at, asked))
 
     def finish(self) -> list[BadSlot]:
@@ -339,6 +331,21 @@ class ScratchFetch:
             path = self._scratch()
             self._data = map_read_only(str(path), os.stat(path).st_size)
         return int(np.frombuffer(self._data, np.uint8).ctypes.data) + at
+
+
+def make_fetch(job: str, slot: SlotInfo, into: Path, ranges: tuple[Range, ...] = (), offset: int = 0) -> Fetch:
+    """Return the vault request for ranges of a slot, or for its manifest, written to ``into`` from ``offset`` on."""
+    return Fetch(
+        request=0,
+        job=job,
+        node=slot.node,
+        rank=slot.rank,
+        version=slot.version,
+        ranges=ranges,
+        target_path=str(into),
+        target_offset=offset,
+        parity_group=slot.parity_group,
+    )
 
 
 def _aligned(nbytes: int) -> int:

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,8 +26,7 @@ from everstep.native import MIN_BYTES, CopyHash, copy_hash
 from everstep_trainer.restore.byte_moves import CopyTable
 from everstep_trainer.sdc.digest import WeightedDigest
 from everstep_trainer.snapshot.mutation_guard import WriteCounts
-from everstep_trainer.snapshot.plan import RankShare
-from everstep_trainer.state.layout import ALIGN
+from everstep_trainer.snapshot.shares import RankShare
 from everstep_trainer.state.python_value_codec import dtype_of
 from everstep_trainer.state.tensors import TrackedTensor
 
@@ -47,123 +46,34 @@ def current_gpu() -> torch.device | None:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-# ---- copy many tensors into one slot: small adjacent ones in one call
+# ---- copy many tensors into one slot
 #
-# ``torch._foreach_copy_`` takes 0.9 us per tensor on a CPU, whatever its size. A slot is also a file, and the kernel
-# can gather up to 1,024 addresses into a file: ``pwritev`` takes 0.1 us per tensor, without Python or torch. So runs of
-# small pieces are gathered; bytes between two pieces are zeroes.
-
-SMALL_BYTES = 8 << 10
-"""Below this size a piece costs more to begin than to copy; above it the kernel, page by page, is slower than torch."""
-MAX_BUFFERS = 1024
-"""Most buffers of one call: IOV_MAX in limits.h."""
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.pwritev.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64)
-_libc.pwritev.restype = ctypes.c_ssize_t
-_zeroes = ctypes.create_string_buffer(ALIGN)
-
-CopyPair = tuple[torch.Tensor, torch.Tensor]
-"""Target and source."""
-
-
-class MappedFile(Protocol):
-    """A file that is mapped writable: its descriptor, and the address of its first byte."""
-
-    @property
-    def descriptor(self) -> int: ...
-
-    @property
-    def address(self) -> int: ...
 
 
 class SlotTargets(list[torch.Tensor]):
-    """Views into a slot of ``file``. ``payload``: all bytes of the slot that are hashed, if digests are wanted."""
+    """Views into a slot. ``payload``: all bytes of the slot that are hashed, if digests are wanted."""
 
-    def __init__(self, views: Iterable[torch.Tensor], file: MappedFile, payload: torch.Tensor | None = None) -> None:
+    def __init__(self, views: Iterable[torch.Tensor], payload: torch.Tensor | None = None) -> None:
         super().__init__(views)
-        self.file = file
         self.payload = payload
 
 
-class _Buffer(ctypes.Structure):
-    """struct iovec of sys/uio.h."""
-
-    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
-
-
-class _Run(NamedTuple):
-    """Pairs whose targets are adjacent: ``length`` bytes at ``offset`` of the file, from ``buffers``."""
-
-    targets: list[torch.Tensor]
-    sources: list[torch.Tensor]
-    buffers: ctypes.Array[_Buffer]
-    offset: int
-    length: int
-
-
 class CopyBatch:
-    """Pairs of tensors of equal dtype and shape, copied repeatedly; their memory must not move.
+    """Pairs of tensors of equal dtype and shape, copied repeatedly without hashing."""
 
-    Args:
-        targets: Contiguous, disjoint parts of one payload that begin at multiples of ALIGN.
-        sources: Live tensors on the CPU.
-    """
-
-    def __init__(self, targets: SlotTargets, sources: list[torch.Tensor]) -> None:
-        self._file = targets.file
-        pairs = list(zip(targets, sources, strict=True))
-        large = [pair for pair in pairs if not _is_small(pair[1])]
-        self._targets, self._sources = [target for target, _ in large], [source for _, source in large]
-        self._runs = [self._run(run) for run in _runs([pair for pair in pairs if _is_small(pair[1])])]
+    def __init__(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        self._targets = targets
+        self._sources = sources
 
     def copy(self) -> None:
         """Copy everything, mostly without Python's lock."""
-        with torch.no_grad():
-            if self._targets:
+        if self._targets:
+            with torch.no_grad():
                 torch._foreach_copy_(self._targets, self._sources)
-            for run in self._runs:
-                written = _libc.pwritev(self._file.descriptor, run.buffers, len(run.buffers), run.offset)
-                if written != run.length:  # cut short, such as by the process's limit on file size
-                    torch._foreach_copy_(run.targets, run.sources)
-
-    def _run(self, run: list[CopyPair]) -> _Run:
-        buffers: list[_Buffer] = []
-        at = start = run[0][0].data_ptr()
-        for target, source in run:
-            if gap := target.data_ptr() - at:
-                buffers.append(_Buffer(ctypes.addressof(_zeroes), gap))
-            buffers.append(_Buffer(source.data_ptr(), source.nbytes))
-            at = _end(target)
-        array = (_Buffer * len(buffers))(*buffers)
-        return _Run([t for t, _ in run], [s for _, s in run], array, start - self._file.address, at - start)
 
 
-def _runs(pairs: list[CopyPair]) -> Iterator[list[CopyPair]]:
-    """Yield runs of pairs whose targets are separated by nothing but padding, as long as one call may take."""
-    run: list[CopyPair] = []
-    for target, source in pairs:
-        if run and (2 * len(run) >= MAX_BUFFERS or not 0 <= target.data_ptr() - _end(run[-1][0]) < ALIGN):
-            yield run
-            run = []
-        run.append((target, source))
-    if run:
-        yield run
-
-
-def _is_small(source: torch.Tensor) -> bool:
-    plain = type(source) in (torch.Tensor, torch.nn.Parameter) and not source.is_conj() and not source.is_neg()
-    return plain and source.is_contiguous() and 0 < source.nbytes <= SMALL_BYTES
-
-
-def _end(target: torch.Tensor) -> int:
-    return target.data_ptr() + target.nbytes
-
-
-# ---- copy many tensors into one slot and compute the digests of its chunks in the same pass
-#
-# The data need not be read again to hash the slot when it is sealed, and the digests are of the live memory rather than
-# of the slot's later content. It is as fast as a plain copy, so training is not delayed further.
+# With the native code, the digests of the slot's chunks are computed in the same pass, as fast as a plain copy. The
+# data need not be read again when the slot is sealed, and the digests are those of the live memory.
 
 MIN_THREAD_BYTES = 16 << 20
 
@@ -172,13 +82,11 @@ class _Chunk(NamedTuple):
     """A chunk of the payload, filled and hashed in one call.
 
     ``rows`` lists the copies, with reversed roles: to the offset ``source`` in the chunk, from the address ``target``.
-    ``columns`` has the addresses of the rows' columns.
     """
 
     address: int
     length: int
     rows: CopyTable
-    columns: tuple[int, int, int]
 
 
 class HashingCopyBatch:
@@ -221,7 +129,7 @@ class HashingCopyBatch:
         for helper in helpers:
             helper.join()
         if not all(digests):
-            raise RuntimeError("a thread that copied has failed")
+            raise RuntimeError("a copying thread failed")
         return digests
 
     def _cut(self) -> Iterator[_Chunk]:
@@ -234,20 +142,16 @@ class HashingCopyBatch:
             start = number * CHUNK_BYTES
             source, target, length = (column[first:last] for column in rows)
             size = min(CHUNK_BYTES, self._payload.numel() - start)
-            yield _chunk(base + start, size, CopyTable(source - start, target.copy(), length.copy()))
+            yield _Chunk(base + start, size, CopyTable(source - start, target.copy(), length.copy()))
 
     def _fill(self, chunk: _Chunk) -> bytes:
-        address, length, rows, columns = chunk
+        address, length, rows = chunk
         if length >= MIN_BYTES:
+            columns = (column.ctypes.data for column in rows)
             return self._native.gather(address, length, *columns, len(rows.source))
         for to, source, nbytes in zip(*(column.tolist() for column in rows), strict=True):
             ctypes.memmove(address + to, source, nbytes)
         return xxhash.xxh3_128_digest(ctypes.string_at(address, length))
-
-
-def _chunk(address: int, length: int, rows: CopyTable) -> _Chunk:
-    offsets, sources, sizes = (column.ctypes.data for column in rows)
-    return _Chunk(address, length, rows, (offsets, sources, sizes))
 
 
 def _is_plain(source: torch.Tensor) -> bool:
@@ -264,7 +168,7 @@ MAX_COPY_BATCHES = 16
 
 
 def view_of_box(local: torch.Tensor, local_box: Box, selected_box: Box) -> torch.Tensor:
-    """Return the view of ``local``, which is box ``held``, on box ``wanted`` inside it."""
+    """Return the view of ``local``, which is ``local_box`` of a tensor, on ``selected_box`` inside it."""
     view = local
     for dim, (start, size, base) in enumerate(
         zip(selected_box.offset, selected_box.size, local_box.offset, strict=True)
@@ -281,23 +185,19 @@ def slot_view(payload: torch.Tensor, at: int, dtype: str, size: Sequence[int]) -
 
 
 class CopyResult(NamedTuple):
-    """The digests made by a copy.
-
-    Attributes:
-        digests: Digests of groups of tensors.
-        chunks: The xxh3-128 of each chunk of the slot's payload; None if the slot is still to be hashed.
-    """
+    """The digests made by a copy: of groups of tensors, and of the payload's chunks (None: still to be hashed)."""
 
     digests: dict[str, torch.Tensor]
     chunks: list[bytes] | None = None
 
 
 class SnapshotSources:
-    """The sources of a share's bytes: views of live tensors, and staged copies of those that a forward pass may
-    change."""
+    """The sources of a share's bytes: views of live tensors, and staged copies of those that a forward pass changes.
+
+    Without a ``share``, nothing is planned yet, so every volatile tensor is staged.
+    """
 
     def __init__(self, tensors: list[TrackedTensor], share: RankShare | None) -> None:
-        """Without a ``share``, nothing is planned yet, so every volatile tensor is staged."""
         self.share = share
         wanted = None if share is None else {piece.part for piece in (*share.pieces, *share.cover_pieces)}
         self._volatile = [(i, t) for i, t in enumerate(tensors) if t.is_volatile and (wanted is None or i in wanted)]
@@ -343,11 +243,11 @@ class SnapshotSources:
 
     def _digests_of(self, share: RankShare) -> dict[str, WeightedDigest]:
         if self._digests is None or self._digests[0] is not share:
-            made = {
-                group: WeightedDigest([self._tensors[i].local for i in members])
-                for group, members in share.digest_groups.items()
-            }
-            self._digests = share, made
+            members = share.digest_groups.items()
+            self._digests = (
+                share,
+                {group: WeightedDigest([self._tensors[i].local for i in of]) for group, of in members},
+            )
         return self._digests[1]
 
 
@@ -377,10 +277,9 @@ class HostMover:
         if key not in self._gathers:
             if len(self._gathers) >= MAX_COPY_BATCHES:
                 self._gathers.clear()
+            gather: CopyBatch | HashingCopyBatch = CopyBatch(targets, sources)
             if copy_hash is not None and targets.payload is not None:
-                gather: CopyBatch | HashingCopyBatch = HashingCopyBatch(targets.payload, targets, sources, copy_hash)
-            else:
-                gather = CopyBatch(targets, sources)
+                gather = HashingCopyBatch(targets.payload, targets, sources, copy_hash)
             self._gathers[key] = targets, sources, gather
         return self._gathers[key][2]
 
@@ -414,8 +313,7 @@ class DeviceMover(HostMover):
 
     def run(self, targets: SlotTargets, sources: list[torch.Tensor], digests: MakeDigests) -> CopyResult:
         with torch.no_grad(), ExitStack() as current:
-            # all streams together: each copy uses the stream that is current on its GPU, and a digest may need several
-            # GPUs
+            # each copy uses the stream that is current on its GPU, and a digest may need several GPUs
             for lane in reversed(self.lanes):  # reversed, so that the thread's current device is the first
                 current.enter_context(torch.cuda.stream(lane.stream))
                 lane.stream.wait_event(lane.ready)

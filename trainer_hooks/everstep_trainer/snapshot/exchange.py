@@ -84,19 +84,16 @@ def poll_values(
 ) -> list[bytes]:
     """Return the values of ``keys`` once all are there; for threads other than the training thread.
 
-    The store is polled, since a waiting connection would block the training thread's own use of it.
-
-    Raises:
-        Unavailable: The values did not come in time, or ``stop`` was set.
-        RoundSuperseded: ``is_superseded`` returned True.
+    The store is polled, since a waiting connection would block the training thread's own use of it. Raises Unavailable
+    if the values did not come in time or ``stop`` was set, RoundSuperseded if ``is_superseded`` returned True.
     """
     deadline = clock.monotonic() + timeout_s
     pause_s = FIRST_POLL_S
     while keys and not store.check(keys):
         if stop.wait(pause_s) or clock.monotonic() > deadline:
-            raise Unavailable(f"not all ranks have told what the others wait for: {keys[0]} or one like it")
+            raise Unavailable(f"not all ranks have published {keys[0]} and the like")
         if is_superseded():
-            raise RoundSuperseded("ranks plan anew")
+            raise RoundSuperseded("ranks make a new plan")
         pause_s = min(LAST_POLL_S, pause_s * 1.5)
     return store.multi_get(keys) if keys else []
 
@@ -113,16 +110,9 @@ class LayoutRound(NamedTuple):
 
 
 class LayoutExchange:
-    """The exchange of layouts, for the copier thread.
+    """The exchange of layouts, for the copier thread; ``layouts`` gives up once ``stop`` is set.
 
     Layouts are stored by their digest, so that equal ones (under DDP, all) cross the store once.
-
-    Args:
-        store: The generation's store, with its prefix.
-        rank: This rank.
-        world: Number of ranks.
-        clock: Source of time.
-        stop: Once set, ``layouts`` gives up.
     """
 
     def __init__(self, store: Store, rank: int, world: int, clock: Clock, stop: threading.Event) -> None:
@@ -139,14 +129,8 @@ class LayoutExchange:
     def layouts(self, mine: Layout, since: int, timeout_s: float) -> LayoutRound:
         """Return the newest round; open a new one if ``mine`` is another object than last time.
 
-        Args:
-            mine: This rank's layout.
-            since: First step that this rank has not stored yet.
-            timeout_s: Longest wait for the other ranks.
-
-        Raises:
-            Unavailable: A layout did not come in time, or ``stop`` was set.
-            RoundSuperseded: Call it again.
+        ``since`` is the first step that this rank has not stored yet. Raises Unavailable if a layout did not come in
+        time or ``stop`` was set, RoundSuperseded if it must be called again.
         """
         if self._world == 1:
             self._round, self._mine = self._round + (mine is not self._mine), mine
@@ -157,16 +141,17 @@ class LayoutExchange:
         number = self._join(mine)
         if number != self._round:  # a published layout stays, since others may have read it
             self._round, self._mine = number, mine
-            self._put_body(number, digest, body)
+            if not self._store.check([_body_key(number, digest)]):
+                self.put(_body_key(number, digest), body)
             self._store.set(_rank_key(number, self._rank), f"{digest} {since}")
             self._check_s = FIRST_ROUND_CHECK_S if number else ROUND_CHECK_S
         self._check_at = self._clock.monotonic() + self._check_s
         get = partial(self.get, timeout_s=timeout_s)
-        told = [said.decode().split() for said in get([_rank_key(number, rank) for rank in range(self._world)])]
-        missing = sorted({each for each, _ in told} - known.keys())
+        published = [value.decode().split() for value in get([_rank_key(number, rank) for rank in range(self._world)])]
+        missing = sorted({each for each, _ in published} - known.keys())
         bodies = get([_body_key(number, each) for each in missing])
         known.update({d: decode_layout(b) for d, b in zip(missing, bodies, strict=True)})
-        return LayoutRound(number, [known[each] for each, _ in told], max(int(step) for _, step in told))
+        return LayoutRound(number, [known[each] for each, _ in published], max(int(step) for _, step in published))
 
     def is_superseded(self) -> bool:
         """Return whether ranks have left the round of this rank's plan; mostly without asking the store."""
@@ -208,11 +193,6 @@ class LayoutExchange:
             self._store, keys, stop=self._stop, clock=self._clock, timeout_s=timeout_s, is_superseded=superseded
         )
 
-    def _put_body(self, number: int, digest: str, body: bytes) -> None:
-        key = _body_key(number, digest)
-        if not self._store.check([key]):
-            self._store.set(key, body)  # type: ignore[arg-type]  # takes bytes
-
 
 def _open_key(number: int) -> str:
     return f"snapshot/{number}/open"
@@ -252,14 +232,7 @@ _digests = msgspec.msgpack.Decoder(dict[str, str])
 
 
 class PythonStateComparison:
-    """One rank's part of the comparison in one generation; for one thread other than the training thread.
-
-    Args:
-        store: The generation's store, with its prefix.
-        rank: This rank.
-        world_size: Number of ranks.
-        log_fields: Fields for log records.
-    """
+    """One rank's part of the comparison in one generation; for one thread other than the training thread."""
 
     def __init__(self, store: Store, rank: int, world_size: int, log_fields: Mapping[str, object]) -> None:
         self._store = store
@@ -294,17 +267,16 @@ class PythonStateComparison:
         different = sorted(name for name in mine.keys() & theirs.keys() if mine[name] != theirs[name])
         if different:
             self._over = True
-            if self._store.add("alike/told", 1) == 1:
+            if self._store.add("same/reported", 1) == 1:
                 self._warn_different(step, different)
 
     def _warn_different(self, step: int, different: list[str]) -> None:
         named = ", ".join(different[:5]) + (f" and {len(different) - 5} more" if len(different) > 5 else "")
         objects = sorted({name.partition(".")[0] for name in different})
         log.warning(
-            "tracked state is not alike on all ranks: %s of rank %d at step %d is another than a rank has that holds "
-            "the same tensors. When a rank is lost with its node, another's comes back in its place. Derive it from "
-            "the step, or name it, so that it goes to its own rank or is refused: run.track(..., per_rank=%s). Where "
-            "any rank's will do, nothing need be done",
+            "tracked state differs between ranks: %s of rank %d at step %d differs from a rank with the same tensors; "
+            "after a node loss one may be restored in place of the other. Derive it from the step, or name it in "
+            "run.track(..., per_rank=%s). If any rank's state will do, ignore this warning",
             named,
             self._rank,
             step,
@@ -313,8 +285,7 @@ class PythonStateComparison:
         )
 
     def _stage_of(self, layout: Layout) -> str:
-        """Return a key that is equal on ranks with the same tensors, or parts of them: state is taken only from
-        these."""
+        """Return a key that is equal on ranks with the same tensors, or parts of them."""
         if self._stage is None or self._stage[0] is not layout:
             self._stage = layout, content_digest("\0".join(part.name for part in layout.parts).encode())
         return self._stage[1]

@@ -9,14 +9,10 @@ from typing import NamedTuple
 import torch
 
 from everstep.ids import Version
-from everstep.layout.manifests import full_box
 from everstep_trainer.sdc.digest import to_unsigned
-from everstep_trainer.snapshot.active_plan import ActivePlan
-from everstep_trainer.snapshot.copy import SnapshotSources, gpus_of
-from everstep_trainer.snapshot.reports import SealedShare
-from everstep_trainer.state.layout import Layout
+from everstep_trainer.snapshot.copy import SnapshotSources
+from everstep_trainer.snapshot.planner import ActivePlan, TensorScan
 from everstep_trainer.state.python_value_codec import Blob
-from everstep_trainer.state.tensors import TrackedTensor
 
 
 class SnapshotPhase(enum.Enum):
@@ -24,22 +20,6 @@ class SnapshotPhase(enum.Enum):
     COPYING = enum.auto()
     COPIED = enum.auto()
     OVER = enum.auto()
-
-
-class TensorScan:
-    """The tensors found by a search, and the layout that is planned for them.
-
-    Attributes:
-        change: The differences from the search before, in words.
-        gpus: The GPUs of the tensors; none for the host.
-    """
-
-    def __init__(self, tensors: list[TrackedTensor], layout: Layout, change: str = "") -> None:
-        self.tensors = tensors
-        self.layout = layout
-        self.change = change
-        self.gpus = gpus_of(tensors)
-        self.is_sharded = any(part.box != full_box(part.shape) for part in layout.parts)
 
 
 class FilledSlot(NamedTuple):
@@ -51,18 +31,9 @@ class FilledSlot(NamedTuple):
     slot_digests: list[bytes] | None
     copy_s: float
 
-    def to_sealed_share(self, version: Version, *, is_candidate: bool) -> SealedShare:
-        """Return the report of the slot, for when it is sealed."""
-        manifest = self.planned.manifest
-        return SealedShare(
-            version=version,
-            slot=self.slot,
-            nbytes=manifest.payload_bytes,
-            exclusive_bytes=manifest.exclusive_bytes,
-            is_candidate=is_candidate,
-            digests={group: f"{to_unsigned(digest):016x}" for group, digest in self.digests.items()},
-            partial_copies=self.planned.share.partial_copies,
-        )
+    def hex_digests(self) -> dict[str, str]:
+        """Return the digest of each replica group in hex. Waits for the GPU."""
+        return {group: f"{to_unsigned(digest):016x}" for group, digest in self.digests.items()}
 
 
 class OneShotSignal:
@@ -98,7 +69,7 @@ class SnapshotJob:
     """One snapshot on its way.
 
     Attributes:
-        kept: Its version may be committed.
+        is_candidate: Its version may be committed.
         blocks_training: ``begin`` waits until it is copied.
         may_change: The state may change now.
         changed_before_allowed: The state changed before it was allowed to.
@@ -118,7 +89,7 @@ class SnapshotJob:
         self.scan = scan
         self.sources = sources
         self.blob = blob
-        self.kept = False
+        self.is_candidate = False
         self.filled: FilledSlot | None = None
         # known from the second snapshot on; also covers a pipeline stage's state that the scan cannot recognise
         share = sources.share

@@ -59,12 +59,7 @@ class WriteCounts:
 
 
 class MutationGuard:
-    """The guard of one rank in one generation.
-
-    Args:
-        is_announced: Whether the first update will be announced: an optimizer is tracked.
-        log_fields: Fields for log records.
-    """
+    """The guard of one rank in one generation; ``is_announced``: an optimizer, which announces updates, is tracked."""
 
     def __init__(self, is_announced: bool, log_fields: Mapping[str, object]) -> None:
         self._is_announced = is_announced
@@ -73,8 +68,8 @@ class MutationGuard:
 
     def must_block(self) -> bool:
         """Return whether the copy that begins now must complete before training continues; once for each copy."""
-        asked, self._is_announced = self._is_announced, False
-        return self._changes_unannounced or not asked
+        announced, self._is_announced = self._is_announced, False
+        return self._changes_unannounced or not announced
 
     def allow_changes(self, job: SnapshotJob | None) -> None:
         """Allow the state that ``job`` copies to change; from the training thread."""
@@ -97,8 +92,9 @@ class MutationGuard:
         self._changes_unannounced = True
         more = f" and {len(changed) - MAX_NAMED} more" if len(changed) > MAX_NAMED else ""
         log.warning(
-            "%s%s changed while step %d was copied, and nobody had asked: such a copy is not kept, and from now on "
-            "training waits for each. Track every optimizer, and call run.before_update() before any other update",
+            "%s%s was modified while the snapshot of step %d was copied, without run.before_update(): the snapshot is "
+            "discarded, and from now on training blocks during each copy. Track every optimizer, and call "
+            "run.before_update() before any other update",
             ", ".join(changed[:MAX_NAMED]),
             more,
             step,

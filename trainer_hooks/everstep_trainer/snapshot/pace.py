@@ -17,10 +17,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import ceil
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import torch
+from torch._C._distributed_c10d import Store
 
 from everstep.clock import Clock
 
@@ -36,32 +37,22 @@ TimePoint = Any
 OnStep = Callable[[float, float | None], None]
 
 
-class StepClock(Protocol):
-    """Source of time points."""
-
-    def now(self) -> TimePoint:
-        """Return a time point between the work so far and later work."""
-
-    def has_passed(self, moment: TimePoint) -> bool:
-        """Return whether the time point, and thus all before it, has passed."""
-
-    def seconds_between(self, first: TimePoint, last: TimePoint) -> float:
-        """Return the seconds between two time points that have passed."""
-
-
 class ThreadClock:
-    """The calling thread's clock."""
+    """The calling thread's clock, whose time points have always passed."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
 
     def now(self) -> TimePoint:
+        """Return a time point between the work so far and later work."""
         return self._clock.monotonic()
 
     def has_passed(self, moment: TimePoint) -> bool:
+        """Return whether the time point, and thus all before it, has passed."""
         return True
 
     def seconds_between(self, first: TimePoint, last: TimePoint) -> float:
+        """Return the seconds between two time points that have passed."""
         return float(last - first)
 
 
@@ -97,17 +88,15 @@ class _Step(msgspec.Struct):
 class StepStopwatch:
     """Times the steps of one training thread.
 
-    Args:
-        on_step: Receives the seconds of each step without blocked time and, if a snapshot began in it, the blocked
-            seconds; in order, from ``end_step``. None: nothing is measured.
-        clock: Source of time on the CPU.
+    ``on_step`` receives the seconds of each step without blocked time and, if a snapshot began in it, the blocked
+    seconds; in order, from ``end_step``. None: nothing is measured.
     """
 
     def __init__(self, on_step: OnStep | None, clock: Clock) -> None:
         self._on_step = on_step
         self._clock = clock
         self._gpus: Sequence[torch.device] = ()
-        self._time: StepClock = ThreadClock(clock)
+        self._time: ThreadClock | StreamClock = ThreadClock(clock)
         self._step: _Step | None = None
         self._over: deque[_Step] = deque()
 
@@ -129,11 +118,9 @@ class StepStopwatch:
             self._report_step(self._over.popleft(), self._on_step)
 
     def _report_step(self, step: _Step, on_step: OnStep) -> None:
-        held_up = sum(self._time.seconds_between(*pair) for pair in step.blocked)
-        on_step(
-            max(0.0, self._time.seconds_between(step.began, step.ended) - held_up),
-            held_up if step.has_snapshot else None,
-        )
+        blocked_s = sum(self._time.seconds_between(*pair) for pair in step.blocked)
+        step_s = max(0.0, self._time.seconds_between(step.began, step.ended) - blocked_s)
+        on_step(step_s, blocked_s if step.has_snapshot else None)
 
     @contextmanager
     def blocked(self, *, has_snapshot: bool = False) -> Iterator[None]:
@@ -163,26 +150,9 @@ MAX_INTERVAL = 8
 """Most steps between snapshots. A quarter of a window is twice as long."""
 
 
-class PaceStore(Protocol):
-    """The methods of a generation's store that are used here."""
-
-    def add(self, key: str, amount: int, /) -> int: ...
-
-    def check(self, keys: list[str], /) -> bool: ...
-
-    def get(self, key: str, /) -> bytes: ...
-
-    def set(self, key: str, value: str, /) -> None: ...
-
-
 def target_interval(blocked_s: float, step_s: float, current: int) -> int:
-    """Return the steps between snapshots that keep blocked time within MAX_BLOCKED_SHARE.
-
-    Args:
-        blocked_s: Seconds that each snapshot blocks training.
-        step_s: Seconds of a step without that.
-        current: The present number of steps between snapshots.
-    """
+    """Return the steps between snapshots that keep blocked time within MAX_BLOCKED_SHARE; ``current``: the present
+    number."""
     if blocked_s < MIN_BLOCKED_S:
         return 1
 
@@ -196,13 +166,11 @@ def target_interval(blocked_s: float, step_s: float, current: int) -> int:
 class SnapshotPace:
     """The pace of one rank in one generation.
 
-    ``end_step``, ``record_step`` and ``is_due`` are for the training thread, ``agree`` for the copier.
-
-    Args:
-        fixed_interval: The user's choice; nothing is measured or published then. None: adaptive.
+    ``end_step``, ``record_step`` and ``is_due`` are for the training thread, ``agree`` for the copier. With a
+    ``fixed_interval``, the user's choice, nothing is measured or published.
     """
 
-    def __init__(self, store: PaceStore, rank: int, fixed_interval: int | None) -> None:
+    def __init__(self, store: Store, rank: int, fixed_interval: int | None) -> None:
         self._store = store
         self._rank = rank
         self._fixed = fixed_interval
@@ -233,22 +201,18 @@ class SnapshotPace:
 
     def end_step(self, step: int) -> None:
         """Record that ``step`` is finished, before its snapshot begins."""
-        if not self.is_fixed and step // PACE_WINDOW != self._window:
-            self._publish_target_interval(step)
+        if self.is_fixed or step // PACE_WINDOW == self._window:
+            return
+        if self._blocked and self._steps:
+            target = target_interval(median(self._blocked), median(self._steps), self.interval_at(step))
+            self._wanted_intervals = {step // PACE_WINDOW: target}
+        self._steps, self._blocked, self._window = [], [], step // PACE_WINDOW
 
     def record_step(self, step_s: float, blocked_s: float | None) -> None:
         """Record a step's seconds and, if a snapshot began in it, the seconds that it blocked training."""
         self._steps.append(step_s)
         if blocked_s is not None:
             self._blocked.append(blocked_s)
-
-    def _publish_target_interval(self, step: int) -> None:
-        if self._blocked and self._steps:
-            now = self.interval_at(step)
-            self._wanted_intervals = {
-                step // PACE_WINDOW: target_interval(median(self._blocked), median(self._steps), now)
-            }
-        self._steps, self._blocked, self._window = [], [], step // PACE_WINDOW
 
     # --- for the copier thread
 
@@ -264,8 +228,8 @@ class SnapshotPace:
             if wish > 1:
                 self._store.add(_target_key(window, wish), 1)
         if quarter == 1 and self._rank == 0 and self._first("decide", window):
-            asked = [apart for apart in range(2, MAX_INTERVAL + 1) if self._store.check([_target_key(window, apart)])]
-            self._store.set(_pace_key(window + 1), str(max(asked, default=1)))
+            wanted = [apart for apart in range(2, MAX_INTERVAL + 1) if self._store.check([_target_key(window, apart)])]
+            self._store.set(_pace_key(window + 1), str(max(wanted, default=1)))
         if quarter >= 2 and self._first("take", window) and self._store.check([_pace_key(window + 1)]):
             self._take(window + 1, int(self._store.get(_pace_key(window + 1))))
 
@@ -280,10 +244,10 @@ class SnapshotPace:
         if self._rank != 0 or every == before:
             return
         if every > 1:
-            message = "snapshots hold up the training for over %.0f %% of its time: one in %d steps from step %d on"
+            message = "snapshots block training for over %.0f %% of the time: taking one every %d steps from step %d"
             log.warning(message, 100 * MAX_BLOCKED_SHARE, every, window * PACE_WINDOW)
         else:
-            log.info("a snapshot fits under each step again, from step %d on", window * PACE_WINDOW)
+            log.info("taking a snapshot every step again, from step %d", window * PACE_WINDOW)
 
 
 def _target_key(window: int, every: int) -> str:

@@ -11,35 +11,16 @@ import msgspec
 
 from everstep.clock import Clock
 from everstep.ids import Version
-from everstep.wire.v1.local import Replicated
+from everstep.wire.v1.local import Replicated, SlotSealed
 from everstep.wire.v1.training import GenerationSpec, Member, VersionSealed
 from everstep_trainer.memory_tier.vault_client import VaultClient
+from everstep_trainer.snapshot.job import FilledSlot, SnapshotJob
 
 log = logging.getLogger(__name__)
 
 REPLICATION_WAIT_S = 1.0
 """Longest wait of a copy for the replication of the version before, so that nodes hold versions one step apart
 as well."""
-
-
-class SealedShare(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank's share of a version in a slot.
-
-    Attributes:
-        nbytes: Size of the payload.
-        exclusive_bytes: Size of its first part, which is on too few nodes.
-        kept: Whether it is kept until a later version is committed.
-        digests: Digests in hex by replica group.
-        partial_copies: Nodes that store the rest again.
-    """
-
-    version: Version
-    slot: int
-    nbytes: int
-    exclusive_bytes: int
-    is_candidate: bool
-    digests: dict[str, str]
-    partial_copies: tuple[str, ...] = ()
 
 
 class SealReporter:
@@ -76,58 +57,60 @@ class SealReporter:
         if late:
             self._log_replication_state(f"no answer within {REPLICATION_WAIT_S:.0f} s")
 
-    def replicate_and_report(self, share: SealedShare, keep_versions: Iterable[Version]) -> None:
-        """Copy the share to the nodes that need it, then report it. Copies of ``keep_versions`` stay there."""
-        to = self._spec.replica_nodes.get(self._member.node, ()) if share.exclusive_bytes else ()
-        if not to:  # the slot's header tells the vault all that it needs
-            self._report(share, safe=True, nodes=())
-            return
-        future = self._replicating = self._vault.report_sealed(
+    def replicate_and_report(self, job: SnapshotJob, filled: FilledSlot, keep_versions: Iterable[Version]) -> None:
+        """Copy the sealed share to the nodes that need it, then report it. Copies of ``keep_versions`` stay there."""
+        manifest = filled.planned.manifest
+        report = VersionSealed(
             job=self._spec.job,
+            at=self._clock.wall(),
             generation=self._spec.number,
             rank=self._member.rank,
-            local_rank=self._member.local_rank,
-            slot=share.slot,
-            version=share.version,
-            replicate=((0, share.exclusive_bytes),),
-            replica_nodes=to,
-            keep=tuple(sorted(keep_versions)),
-            commit_candidate=share.is_candidate,
+            version=job.version,
+            bytes=manifest.payload_bytes,
+            durable=True,
+            commit_candidate=job.is_candidate,
+            digests=filled.hex_digests(),
+            partial_copies=filled.planned.share.partial_copies,
+        )
+        to = self._spec.replica_nodes.get(self._member.node, ()) if manifest.exclusive_bytes else ()
+        if not to:  # the slot's header tells the vault all that it needs
+            self._report(report)
+            return
+        self._replicating = self._vault.report_sealed(
+            SlotSealed(
+                request=0,
+                job=self._spec.job,
+                generation=self._spec.number,
+                rank=self._member.rank,
+                local_rank=self._member.local_rank,
+                slot=filled.slot,
+                version=job.version,
+                replicate_ranges=((0, manifest.exclusive_bytes),),
+                replica_nodes=to,
+                keep=tuple(sorted(keep_versions)),
+                commit_candidate=job.is_candidate,
+            )
         )
         wanted = min(self._spec.spec.replicas - 1, len(to))
-        future.add_done_callback(lambda answered: self._replicated(answered, share, wanted))
+        self._replicating.add_done_callback(lambda answered: self._replicated(answered, report, wanted))
 
     def close(self) -> None:
         """End the generation: refused copies of its last share are expected from now on."""
         self._is_over = True
 
-    def _replicated(self, answered: Future[Replicated], share: SealedShare, required_copies: int) -> None:
+    def _replicated(self, answered: Future[Replicated], report: VersionSealed, required_copies: int) -> None:
         """Report the share; it is safe with as many copies as the job asks for, or as there are nodes."""
         error = answered.exception()
         trouble = error or answered.result().failed
-        self._log_replication_state(f"version {share.version}: {trouble}" if trouble else "")
+        self._log_replication_state(f"version {report.version}: {trouble}" if trouble else "")
         nodes = () if error else answered.result().nodes
-        self._report(share, safe=len(nodes) >= required_copies, nodes=nodes)
+        durable = len(nodes) >= required_copies
+        self._report(msgspec.structs.replace(report, at=self._clock.wall(), durable=durable, full_copies=nodes))
 
-    def _report(self, share: SealedShare, *, safe: bool, nodes: tuple[str, ...]) -> None:
+    def _report(self, report: VersionSealed) -> None:
         """Report a share that can be committed or whose digests can be compared."""
-        if not share.is_candidate and not share.digests:
-            return
-        self._on_sealed(
-            VersionSealed(
-                job=self._spec.job,
-                at=self._clock.wall(),
-                generation=self._spec.number,
-                rank=self._member.rank,
-                version=share.version,
-                bytes=share.nbytes,
-                durable=safe,
-                commit_candidate=share.is_candidate,
-                full_copies=nodes,
-                digests=share.digests,
-                partial_copies=share.partial_copies,
-            )
-        )
+        if report.commit_candidate or report.digests:
+            self._on_sealed(report)
 
     def _log_replication_state(self, error: str) -> None:
         """Warn when replication begins to fail and when it works again, not at every step between."""
@@ -135,6 +118,6 @@ class SealReporter:
             return
         self._is_replication_failing = bool(error)
         if error:
-            log.warning("what this rank alone holds is not replicated: %s", error, extra=self._log_fields)
+            log.warning("state that only this rank holds is not replicated: %s", error, extra=self._log_fields)
         else:
-            log.info("what this rank alone holds is replicated again", extra=self._log_fields)
+            log.info("state that only this rank holds is replicated again", extra=self._log_fields)

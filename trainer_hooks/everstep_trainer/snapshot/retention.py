@@ -42,12 +42,8 @@ class VersionRetention:
         """Apply the controller's notice; return whether a newer version is committed than was known.
 
         Both the committed version and the candidate are kept, and the previous candidate until then. A candidate that
-        is already sealed comes too late.
-
-        Args:
-            committed: The newest committed version.
-            candidate: The step whose version may be committed next.
-            pinned: Versions to keep as well, as long as there is another slot to fill.
+        is already sealed comes too late. Versions in ``pinned`` are kept as well, as long as there is another slot to
+        fill.
         """
         with self._lock:
             self._pinned = frozenset(pinned)
@@ -64,10 +60,8 @@ class VersionRetention:
             return step == self._candidate
 
     def set_slot_count(self, slots: int) -> None:
-        """Set the number of slots, on all ranks from the same step on.
-
-        After a reduction they hold the versions of ``versions_to_carry``.
-        """
+        """Set the number of slots, on all ranks from the same step on; fewer hold the versions of
+        ``versions_to_carry``."""
         self._slots = slots
 
     def versions_to_carry(self) -> list[Version]:
@@ -86,11 +80,8 @@ class VersionRetention:
         self._kept = version
 
     def slot_to_fill(self, headers: Sequence[SlotHeader | None], is_regular: Callable[[int], bool]) -> int:
-        """Return the slot to write: the oldest one whose version is not needed. ``is_regular`` is as in ``needed``.
-
-        Raises:
-            OutOfSlotMemory: Every slot holds a version that is needed.
-        """
+        """Return the slot to write: the oldest one whose version is not needed (see ``needed``), or raise
+        OutOfSlotMemory."""
         needed = self.needed(_sealed(headers), is_regular)
         try:
             return slot_to_fill(list(headers), needed | self._pins(headers))

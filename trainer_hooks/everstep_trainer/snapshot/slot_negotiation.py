@@ -37,7 +37,7 @@ class SnapshotOptions(msgspec.Struct, frozen=True, kw_only=True):
             short (everstep_trainer.snapshot.pace), usually one. With CANDIDATE_ONLY_SLOTS there are no others.
         exclude: Patterns of names of tensors that are neither stored nor restored (everstep_trainer.state.tensors).
         require_checkpoints: Whether the training script gets an error if a node has no memory for checkpoints, instead
-            of training without (everstep_trainer.snapshot.plan_manager).
+            of training without (everstep_trainer.snapshot.planner).
     """
 
     overlap: bool | None = None
@@ -51,13 +51,12 @@ class SnapshotOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"snapshot_every={self.interval}: take 1 for a snapshot of each step, or more")
         if self.interval is not None and self.candidates_only:
             raise ValueError(
-                f"slots={CANDIDATE_ONLY_SLOTS} stores what is announced alone: leave out snapshot_every={self.interval}"
+                f"slots={CANDIDATE_ONLY_SLOTS} stores only commit candidates: leave out snapshot_every={self.interval}"
             )
         if self.slots not in (None, CANDIDATE_ONLY_SLOTS, SLOTS_PER_RANK):
             raise ValueError(
-                f"slots={self.slots}: take {SLOTS_PER_RANK}, with which every step is stored, or "
-                f"{CANDIDATE_ONLY_SLOTS} for what is to be "
-                f"committed alone, in {CANDIDATE_ONLY_SLOTS}/{SLOTS_PER_RANK} of the memory; or leave it out"
+                f"slots={self.slots}: take {SLOTS_PER_RANK} to store every step, {CANDIDATE_ONLY_SLOTS} to store only "
+                f"commit candidates in {CANDIDATE_ONLY_SLOTS}/{SLOTS_PER_RANK} of the memory, or leave it out"
             )
 
     @property
@@ -97,12 +96,9 @@ def acceptable_provisions(options: SnapshotOptions) -> tuple[SlotProvision, ...]
 
 
 class NodeRoom(msgspec.Struct, frozen=True):
-    """The room of one node.
+    """The room of one node: the first of the provisions that fits, and why no earlier one does.
 
-    Attributes:
-        provision_index: The first of the provisions that fits.
-        reason: Why no earlier one fits.
-        is_insufficient: Not even the last one fits.
+    ``is_insufficient``: not even the last one fits.
     """
 
     provision_index: int
@@ -111,11 +107,9 @@ class NodeRoom(msgspec.Struct, frozen=True):
 
 
 class AgreedProvision(msgspec.Struct, frozen=True):
-    """The provision that all ranks take.
+    """The provision that all ranks take, and why there is no room for a better one (empty for the best).
 
-    Attributes:
-        reason: Why there is no room for a better one; empty for the best.
-        short_node: A node without room even for this one; empty if there is none.
+    ``short_node``: a node without room even for this one; empty if there is none.
     """
 
     provision: SlotProvision
@@ -128,12 +122,7 @@ RoomCheck = Callable[[SlotProvision, bool], None]
 
 
 class SlotNegotiation:
-    """One rank's part in the agreement.
-
-    Args:
-        publish: Publishes a value under a key, for all ranks.
-        receive: Waits for the values of keys.
-    """
+    """One rank's part in the agreement: ``publish`` and ``receive`` exchange values by key among all ranks."""
 
     def __init__(
         self,
@@ -153,11 +142,8 @@ class SlotNegotiation:
     def agree(self, tag: str, check_room: RoomCheck) -> AgreedProvision:
         """Return the provision that all ranks take for the layouts exchanged under ``tag``.
 
-        A repeated call returns the same: a node's published room stays, since others may have read it.
-
-        Raises:
-            Unavailable: A node has published nothing.
-            MalformedMessage: A node's value cannot be read.
+        A repeated call returns the same: a node's published room stays, since others may have read it. Raises
+        Unavailable if a node has published nothing, MalformedMessage if its value cannot be read.
         """
         speaks = self._member.local_rank == 0  # once per node
         if speaks and tag not in self._published:

@@ -28,13 +28,12 @@ from everstep.wire.v1.training import FindingRaised, GenerationSpec, Member, Ver
 from everstep_trainer.memory_tier.vault_client import VaultClient
 from everstep_trainer.restore.local_slots import map_read_only
 from everstep_trainer.runtime.interrupt import WAIT_SLICE_S
-from everstep_trainer.snapshot.active_plan import ActivePlan, SnapshotPlanner
 from everstep_trainer.snapshot.copy import SnapshotSources, write_blob
 from everstep_trainer.snapshot.exchange import ROUND_CHECK_S, LayoutExchange, PythonStateComparison
-from everstep_trainer.snapshot.job import FilledSlot, OneShotSignal, SnapshotJob, SnapshotPhase, TensorScan
+from everstep_trainer.snapshot.job import FilledSlot, OneShotSignal, SnapshotJob, SnapshotPhase
 from everstep_trainer.snapshot.mutation_guard import MutationGuard
 from everstep_trainer.snapshot.pace import SnapshotPace, StepStopwatch
-from everstep_trainer.snapshot.plan_manager import PlanManager
+from everstep_trainer.snapshot.planner import ActivePlan, PlanManager, SnapshotPlanner, TensorScan
 from everstep_trainer.snapshot.reports import SealReporter
 from everstep_trainer.snapshot.retention import VersionRetention
 from everstep_trainer.snapshot.slot_negotiation import DEFAULT_OPTIONS, SnapshotOptions
@@ -62,10 +61,7 @@ def _has_stored(path: Path, rank: int, version: Version) -> bool:
 def store_with_covers(
     plan: ActivePlan, slot: int, rank: int, version: Version, blob: bytes, sources: SnapshotSources
 ) -> None:
-    """Fill ``slot`` with this rank's share and its covers, and discard a slot of the version without covers.
-
-    The live state must still be that after the version's step.
-    """
+    """Fill ``slot`` with this rank's share and its covers, and discard a slot of the version without covers."""
     view = plan.segment.view
     narrower = [other for other, header in view.sealed_slots() if header.version == version]
     payload = view.begin(slot, rank, version, plan.manifest_bytes, plan.manifest.payload_bytes)
@@ -99,11 +95,10 @@ class Snapshotter:
 
     Args:
         store: The generation's store, with its prefix.
-        on_sealed: Receives each report, from another thread; must not block.
+        send_report: Receives each report, from another thread; must not block.
         restored: The version this generation started from; it is kept until two newer ones are sealed.
         options: The job's options; the same on all ranks.
-        is_over: Returns whether the generation is over; its store is cut before ``close`` is called, and errors from
-            that are not reported.
+        is_over: Returns whether the generation is over; errors from the store, which is cut then, are not reported.
     """
 
     def __init__(
@@ -163,10 +158,7 @@ class Snapshotter:
 
         Does nothing for a step that is not stored. Otherwise it returns when the previous snapshot is sealed. It also
         waits until the share is copied, so that the step outlives this process, if state is sharded or unshared and not
-        overlapped, or if the state changes without ``wait``.
-
-        Raises:
-            TypeError: Tracked state cannot be stored.
+        overlapped, or if the state changes without ``wait``. Raises TypeError if tracked state cannot be stored.
         """
         self._pace.end_step(step)
         self._stopwatch.end_step(() if self._scan is None else self._scan.gpus)
@@ -216,10 +208,7 @@ class Snapshotter:
             job.may_change = True
 
     def _plan_if_small(self, job: SnapshotJob) -> ActivePlan | None:
-        """Return the plan under which the training thread copies this snapshot itself, or None.
-
-        The copier does it if it involves other ranks or digests, or if the job wants all copies under the next step.
-        """
+        """Return the plan under which the training thread copies this snapshot itself, without the copier, or None."""
         planned = self._plans.plan_for(job.scan)
         if planned is None or not planned.fits(job.blob.max_bytes) or job.version.step < planned.since_step:
             return None
@@ -242,10 +231,8 @@ class Snapshotter:
     def wait(self) -> None:
         """Block until the copy of the last ``begin`` is done; call it before the state changes again.
 
-        Returns without a copy if the generation ended meanwhile, or no plan could be made in PLAN_WAIT_S.
-
-        Raises:
-            OutOfSlotMemory: There is no plan for that reason, and the job requires checkpoints.
+        Returns without a copy if the generation ended meanwhile, or no plan could be made in PLAN_WAIT_S. Raises
+        OutOfSlotMemory if there is no plan for that reason and the job requires checkpoints.
         """
         if self._last is not None:
             with self._stopwatch.blocked():
@@ -269,10 +256,9 @@ class Snapshotter:
     def close(self, finish: bool) -> None:
         """End the generation for this rank.
 
-        Args:
-            finish: Complete and seal a copy that has begun (within FINISH_TIMEOUT_S), and store what other ranks died
-                over, since the live state does not change until then. Otherwise an unfinished copy is abandoned, and a
-                finished one is sealed.
+        With ``finish``, a copy that has begun is completed and sealed (within FINISH_TIMEOUT_S), and shares of dead
+        ranks are stored, since the live state does not change until then. Otherwise an unfinished copy is abandoned,
+        and a finished one is sealed.
         """
         with self._changed:
             self._closing = True
@@ -287,13 +273,10 @@ class Snapshotter:
         self._reports.close()
         self._thread.join(timeout=FINISH_TIMEOUT_S)
         if self._thread.is_alive():
-            log.warning(
-                "the last copy did not end in %.0f s and is left behind", FINISH_TIMEOUT_S, extra=self._log_fields
-            )
+            log.warning("the last copy did not end in %.0f s: abandoned", FINISH_TIMEOUT_S, extra=self._log_fields)
         elif finish and self._unchanged_job is not None and not self._unchanged_job.changed_parameters():
-            self._attempt(
-                partial(self._cover, self._unchanged_job), f"cover step {self._unchanged_job.version.step}", at_end=True
-            )
+            step = self._unchanged_job.version.step
+            self._attempt(partial(self._cover, self._unchanged_job), f"cover step {step}", at_end=True)
 
     def _rescan(self, step: int) -> TensorScan:
         """Search for the tensors again."""
@@ -317,17 +300,16 @@ class Snapshotter:
                 return False
             self._end(job)
             self._retry_at = self._clock.monotonic() + RETRY_S
-        why = f" (tracked tensors changed here, so all ranks plan anew: {job.scan.change})" if job.scan.change else ""
-        step = job.version.step
-        log.warning("no snapshot of step %d: it could not be planned in time%s", step, why, extra=self._log_fields)
+        step, change = job.version.step, job.scan.change
+        reason = f" (tracked tensors changed here, so all ranks make a new plan: {change})" if change else ""
+        log.warning("no snapshot of step %d: it could not be planned in time%s", step, reason, extra=self._log_fields)
         return True
 
     # --- for the copier thread
 
     def _run(self) -> None:
-        early = self._scan
-        if early is not None:
-            self._attempt(partial(self._plan, early, 0, 0), "plan snapshots")
+        if self._scan is not None:
+            self._attempt(partial(self._plan, self._scan, 0, 0), "plan snapshots")
         self.first_plan.mark_attempted()
         while (job := self._next()) is not None:
             self._attempt(partial(self._snapshot, job), f"snapshot step {job.version.step}")
@@ -335,27 +317,24 @@ class Snapshotter:
                 self._attempt(partial(self._pace.agree, job.version.step), "agree on how often to snapshot")
             if job.filled is not None:
                 compare = partial(self._comparison.compare, job.version.step, job.scan.layout, job.blob)
-                self._attempt(compare, "compare what the ranks track")
+                self._attempt(compare, "compare the Python state of ranks")
             with self._changed:
                 self._end(job)
 
     def _attempt(self, work: Callable[[], object], label: str, at_end: bool = False) -> None:
-        """Run ``work``; log a failure and go on, since a missing snapshot must not stop the training.
-
-        A failure because the generation ends is not logged, unless ``work`` is ``at_end``.
-        """
+        """Run ``work``; log a failure, unless the generation is ending, and go on. ``at_end``: log it even then."""
         try:
             work()
         except (EverstepError, RuntimeError, OSError, ValueError) as error:
             now = self._clock.monotonic()
             if at_end or (not self._closing and not self._is_over() and now >= self._warn_at):
                 self._warn_at = now + RETRY_S
-                log.warning("cannot %s, training goes on without: %s", label, error, extra=self._log_fields)
+                log.warning("cannot %s; training continues: %s", label, error, extra=self._log_fields)
 
     def _next(self) -> SnapshotJob | None:
         """Return the next job; until there is one, follow other ranks' new plans."""
         while True:
-            self._attempt(self._replan_with_others, "plan anew with the other ranks")
+            self._attempt(self._replan_with_others, "make a new plan with the other ranks")
             with self._changed:
                 if self._queued is None and not self._closing:
                     planned = self._plans.current
@@ -408,7 +387,7 @@ class Snapshotter:
         payload = view.begin(slot, self._member.rank, job.version, planned.manifest_bytes, manifest.payload_bytes)
         if not self._advance(job, SnapshotPhase.QUEUED, SnapshotPhase.COPYING):
             return
-        job.kept = self._retention.is_candidate(job.version.step)
+        job.is_candidate = self._retention.is_candidate(job.version.step)
         began = self._clock.monotonic()
         if not job.sources.is_on_gpu:
             write_blob(payload, manifest, job.blob.data())  # first, since it may be hashed together with the tensors
@@ -431,25 +410,20 @@ class Snapshotter:
         view = filled.planned.segment.view
         if not job.sources.is_on_gpu and filled.slot_digests is None:
             self._wanted.wait(min(MAX_HASH_DELAY_S, filled.copy_s))
-        if self._mutation_guard.changed_before_allowed(
-            job
-        ):  # by an operation that began before the copy and was counted when it ended
+        # by an operation that began before the copy and was counted when it ended
+        if self._mutation_guard.changed_before_allowed(job):
             view.discard(filled.slot)
             return
         view.seal(filled.slot, filled.slot_digests)
-        if job.kept:
+        if job.is_candidate:
             self._retention.keep_candidate(job.version)
-        sealed = filled.to_sealed_share(job.version, is_candidate=job.kept)
-        copies_keep = (
-            self._retention.versions_needed_in_copies(view.headers(), self._pace.is_due)
-            if sealed.exclusive_bytes
-            else ()
-        )
-        self._reports.replicate_and_report(sealed, copies_keep)
+        needed: Iterable[Version] = ()
+        if filled.planned.manifest.exclusive_bytes:
+            needed = self._retention.versions_needed_in_copies(view.headers(), self._pace.is_due)
+        self._reports.replicate_and_report(job, filled, needed)
 
     def _cover(self, job: SnapshotJob) -> None:
-        """Store what ranks of this node died over in the last finished step; no optimizer has changed the state
-        since."""
+        """Store what ranks of this node died over in the last finished step, whose state is still live."""
         planned, version = self._plans.plan_for(job.scan), job.version
         if planned is None or planned.plan_with_covers is None or version.step < planned.since_step:
             return
@@ -460,7 +434,7 @@ class Snapshotter:
 
     def _digest_due(self, job: SnapshotJob) -> bool:
         interval = self._spec.spec.digest_interval
-        return interval > 0 and (job.kept or job.version.step % interval == 0)
+        return interval > 0 and (job.is_candidate or job.version.step % interval == 0)
 
     def _slot(self, planned: ActivePlan) -> int:
         self._reports.await_copies()

@@ -1,8 +1,4 @@
-"""Describe which bytes are where: a rank's layout, and the manifest that goes into each slot. Pure.
-
-A rank's *layout* says which box (everstep.layout.manifests) of each tensor it holds live. Its *manifest*
-(everstep.layout.manifests) says which boxes its slot holds, and at which byte.
-"""
+"""Describe which box of each tensor a rank holds live: its layout. Pure."""
 
 from __future__ import annotations
 
@@ -12,39 +8,7 @@ import msgspec
 import xxhash
 
 from everstep.errors import DECODE_ERRORS, MalformedMessage
-from everstep.layout.manifests import (
-    BLOB_LENGTH_BYTES,
-    LAYOUT_FORMAT,
-    Box,
-    Extent,
-    Manifest,
-    StoredBox,
-    TensorInfo,
-    TensorPlacement,
-    decode_manifest,
-    full_box,
-    uncovered,
-)
-
-__all__ = [
-    "ALIGN",
-    "BLOB_LENGTH_BYTES",
-    "LAYOUT_FORMAT",
-    "Box",
-    "Extent",
-    "Layout",
-    "Manifest",
-    "Sharing",
-    "StoredBox",
-    "TensorInfo",
-    "TensorPart",
-    "content_digest",
-    "decode_layout",
-    "decode_manifest",
-    "encode",
-    "full_box",
-    "uncovered",
-]
+from everstep.layout.manifests import Box, Extent, TensorPlacement
 
 ALIGN = 64
 """Pieces begin at multiples of this in a payload: a cache line, and enough for any dtype's view."""
@@ -93,12 +57,11 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
     parts: tuple[TensorPart, ...]
 
 
-_encoder = msgspec.msgpack.Encoder()
 _layout_decoder = msgspec.msgpack.Decoder(Layout)
 
 
-def encode(value: Manifest | Layout) -> bytes:
-    return _encoder.encode(value)
+def encode(layout: Layout) -> bytes:
+    return msgspec.msgpack.encode(layout)
 
 
 def content_digest(data: bytes) -> str:

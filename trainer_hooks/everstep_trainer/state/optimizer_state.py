@@ -50,19 +50,16 @@ def replicated(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def shared_state(optimizers: Sequence[tuple[str, torch.optim.Optimizer]]) -> Iterator[tuple[str, dict[Any, Any]]]:
-    """Yield optimizer state that belongs to no parameter, by the keys under which optimizers are tracked.
+    """Yield optimizer state that belongs to no parameter (torch also keeps entries with other keys).
 
-    torch also keeps entries of ``state`` whose keys are not tensors.
-
-    Raises:
-        ValueError: Several optimizers are tracked under one key, so that their states would mix.
+    Raises ValueError if several optimizers are tracked under one key, so that their states would mix.
     """
     for top, optimizer in optimizers:
         if shared := {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}:
             if [key for key, _ in optimizers].count(top) > 1:
                 raise ValueError(
-                    f"one of several optimizers under {top} has state of no parameter, under {next(iter(shared))!r}: "
-                    "track each under a name of its own"
+                    f"one of several optimizers under {top} has state that belongs to no parameter, under "
+                    f"{next(iter(shared))!r}: track each optimizer under its own name"
                 )
             yield top, shared
 
@@ -78,15 +75,14 @@ def require_same_parameters(top: str, stored: Sequence[Sequence[str]], live: Seq
     """Raise NotRestorable unless ``live``, an LBFGS's parameters, equals a stored group, including the order."""
     if list(live) not in [list(members) for members in stored]:
         raise NotRestorable(
-            f"{top} is an LBFGS, which keeps vectors over all of its parameters one behind another, and these are not "
-            f"those that it had when the version was stored, in the same order ({len(live)} now, from {live[0]} on): "
-            "restore with the parameters that it had, which stages of a pipeline, say, divide"
+            f"{top} is an LBFGS, whose state concatenates all of its parameters, and these are not the stored ones in "
+            f"the same order ({len(live)} now, from {live[0]} on): restore it with the same parameters; pipeline "
+            "stages, for example, divide them"
         )
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return nested state with its tensors changed; values of types that torch's own readers do not make stay as they
-    are."""
+    """Return nested state with its tensors changed; types that torch's own readers do not make stay as they are."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if type(value) is dict:
@@ -154,7 +150,7 @@ def allocate_moment(parameter: torch.Tensor, key: str, stored: TensorInfo, captu
 
 
 def _empty_like(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Like torch.empty_like, but without a DTensor's dispatcher, whose first call in a process takes tens of
+    """Like torch.empty_like, without a DTensor's dispatcher, whose first call in a process takes tens of
     milliseconds."""
     if not isinstance(parameter, DTensor):
         return torch.empty_like(parameter, dtype=dtype)

@@ -59,13 +59,8 @@ FIELDS = frozenset({"rank", "world_size", "state"})
 class PerRankState:
     """Wraps a tracked object so that its state returns only to the rank that stored it, at the same world size.
 
-    Args:
-        tracked: The object.
-        rank: This rank.
-        world_size: The number of ranks.
-        label: What the object is, for messages.
-        fix_hint: What to do if it cannot be restored, for messages.
-        rank_noun: What counts as a rank, for messages.
+    ``label`` (the object), ``fix_hint`` (what to do if it cannot be restored) and ``rank_noun`` (what counts as a rank)
+    are for error messages.
     """
 
     def __init__(
@@ -84,24 +79,22 @@ class PerRankState:
     def load_state_dict(self, stored: Any) -> None:
         """Load the state. Raises NotRestorable for the state of another rank or another number of ranks."""
         if not isinstance(stored, Mapping) or stored.keys() != FIELDS:
-            raise NotRestorable(f"what is stored of {self._label} does not say whose it is. {self._fix_hint}")
+            raise NotRestorable(f"the stored state of {self._label} does not name its rank. {self._fix_hint}")
         if stored["world_size"] != self._world:
             raise NotRestorable(
-                f"{self._label} was stored on {stored['world_size']} {self._rank_noun}s, and there are "
-                f"{self._world} now: "
-                f"its state cannot be split anew. {self._fix_hint}"
+                f"{self._label} was stored on {stored['world_size']} {self._rank_noun}s, and there are {self._world} "
+                f"now: its state cannot be split again. {self._fix_hint}"
             )
         if stored["rank"] != self._rank:
             raise NotRestorable(
-                f"{self._label} of {self._rank_noun} {self._rank} was lost with its process: that of "
-                f"{stored['rank']} does not fit in its place. {self._fix_hint}"
+                f"{self._label} of {self._rank_noun} {self._rank} was lost with its process, and the state of "
+                f"{self._rank_noun} {stored['rank']} cannot replace it. {self._fix_hint}"
             )
         self._tracked.load_state_dict(stored["state"])
 
 
 def wrap_per_rank(objects: Mapping[str, object], names: Sequence[str], rank: int, world_size: int) -> dict[str, object]:
-    """Return the objects, with those in ``names`` wrapped as per-rank. Raises TypeError or ValueError for unfit
-    ones."""
+    """Return the objects, those in ``names`` wrapped as per-rank. Raises TypeError or ValueError for unfit ones."""
     if isinstance(names, str):
         raise TypeError(f"per_rank takes a list of names: per_rank=[{names!r}]")
     for name in names:
@@ -110,9 +103,8 @@ def wrap_per_rank(objects: Mapping[str, object], names: Sequence[str], rank: int
         if isinstance(objects[name], torch.nn.Module | torch.optim.Optimizer | list | tuple):
             raise TypeError(f"per_rank names {name}: modules and optimizers are stored by their tensors' layout")
         if not hasattr(objects[name], "state_dict") or not hasattr(objects[name], "load_state_dict"):
-            raise TypeError(
-                f"{name} is a {type(objects[name]).__qualname__}, which has no state_dict and load_state_dict"
-            )
+            kind = type(objects[name]).__qualname__
+            raise TypeError(f"{name} is a {kind}, which has no state_dict and load_state_dict")
     return {
         key: PerRankState(tracked, rank, world_size, label=key, fix_hint=_fix_hint(key)) if key in names else tracked
         for key, tracked in objects.items()
@@ -130,8 +122,8 @@ def rank_markers(objects: Mapping[str, object]) -> dict[str, torch.Tensor]:
 
 def _fix_hint(key: str) -> str:
     return (
-        f"Derive it from the step, go on with the ranks that there were (everstep-launch --nnodes N:N), or leave {key} "
-        "out of per_rank where any rank's state will do"
+        f"Derive it from the step, keep the number of ranks (everstep-launch --nnodes N:N), or leave {key} out of "
+        "per_rank if any rank's state will do"
     )
 
 
@@ -201,18 +193,9 @@ class PythonState(msgspec.Struct, frozen=True):
 
 
 def encode(state: PythonState) -> Blob:
-    """Encode the state. Raises TypeError with the path of an unstorable value, ConfigurationError for too much
-    state."""
+    """Encode the state. Raises TypeError with an unstorable value's path, ConfigurationError for too much state."""
     groups = {top: [[g.packed, g.options] for g in groups] for top, groups in state.groups.items()}
-    return Blob(
-        {
-            "format": FORMAT,
-            "groups": groups,
-            "scalars": state.scalars,
-            "extra": state.extra,
-            "objects": state.objects,
-        }
-    )
+    return Blob({"format": FORMAT} | msgspec.structs.asdict(state) | {"groups": groups})
 
 
 def decode(data: bytes | memoryview) -> PythonState:
@@ -221,7 +204,7 @@ def decode(data: bytes | memoryview) -> PythonState:
     if not isinstance(blob, dict) or blob.get("format") != FORMAT:
         raise MalformedMessage(
             f"a slot's Python state is not of format {FORMAT}, which this release reads: "
-            "go on with the release that stored it, or start the job anew"
+            "continue with the release that stored it, or start the job from scratch"
         )
     try:
         groups = {
@@ -260,9 +243,8 @@ def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
 class MergedState:
     """The states that several ranks stored of one version, merged for one rank of any layout.
 
-    Args:
-        states: The states, the nearest to this rank's first; the first state that knows a name counts.
-        names: The names of this rank. States with exactly these names are of the same stage, and take precedence.
+    ``states`` are ordered by distance, nearest first; the first state that knows a name counts. States with exactly the
+    ``names`` of this rank are of the same stage, and take precedence.
     """
 
     def __init__(self, states: Sequence[PythonState], names: frozenset[StateName]) -> None:
@@ -298,8 +280,7 @@ class MergedState:
     def options(self, top: str, index: int, members: Sequence[str]) -> dict[str, Any]:
         """Return the hyper-parameters of an optimizer's group ``index``, which now has these parameters.
 
-        Raises:
-            NotRestorable: The parameters were in no group, or in groups with different hyper-parameters.
+        Raises NotRestorable if they were in no group, or in groups with different hyper-parameters.
         """
         if not members:
             return self._by_index.get((top, index), {})
@@ -314,9 +295,8 @@ class MergedState:
             other = self._group_of[top, fqn]
             if other is not first and encode_blob(other) != encode_blob(first):
                 raise NotRestorable(
-                    f"{members[0]} and {fqn} are in one parameter group of {top} now, and were stored in groups of "
-                    f"different hyper-parameters ({describe_difference(first, other)}): keep them in groups "
-                    "of their own"
+                    f"{members[0]} and {fqn} are in one parameter group of {top} now, but were stored in groups with "
+                    f"different hyper-parameters ({describe_difference(first, other)}): keep them in separate groups"
                 )
         return first
 

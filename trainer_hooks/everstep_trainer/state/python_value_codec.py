@@ -12,7 +12,6 @@ making the Blob does not.
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,102 +20,9 @@ import msgspec
 import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
-from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from everstep.errors import DECODE_ERRORS, ConfigurationError, MalformedMessage
-
-# ---- refusals: values that seem storable but would come back incomplete, refused with the path and a fix
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-_ODD_BITS = re.compile(r"torch\.(u?int[1-7]|bits\w+)")
-"""dtypes that torch cannot copy."""
-
-
-def require_own_memory(name: str, tensor: torch.Tensor, fix_hint: str) -> None:
-    """Raise TypeError, ending with ``fix_hint``, if the memory at a tensor's address is not all of the tensor.
-
-    A tensor that wraps others (8-bit optimizer state, float8 weights) has no memory; all such tensors share one
-    address.
-    """
-    if what := unsupported_reason(tensor):
-        raise TypeError(f"{name} {what}: {fix_hint}")
-
-
-def unsupported_reason(tensor: torch.Tensor) -> str:
-    """Return why a tensor cannot be stored, in words; empty if it can."""
-    if is_lazy(tensor):
-        return "is not initialized: give the model a first batch before"
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        return f"has the layout {tensor.layout if tensor.layout is not torch.strided else 'of a nested tensor'}"
-    if tensor.is_quantized:
-        return "is quantized, with a scale that is not among its elements"
-    if type(tensor) not in _PLAIN and bool(is_traceable_wrapper_subclass(tensor)):
-        return f"is a {type(tensor).__qualname__}, which wraps other tensors"
-    if tensor.is_meta:
-        return "lies on the meta device, where it has no memory yet"
-    if _ODD_BITS.fullmatch(str(tensor.dtype)):
-        return f"is of {tensor.dtype}, which torch does not copy"
-    if tensor.numel() and not tensor.data_ptr():
-        return "has elements and no memory"
-    return ""
-
-
-def refuse_overlap(name: str, tensor: torch.Tensor) -> None:
-    """Raise TypeError if elements share memory, as in an expanded tensor: such a tensor cannot be filled."""
-    if tensor.numel() and any(
-        size > 1 and not stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True)
-    ):
-        raise TypeError(
-            f"{name} is expanded: several of its elements have the same memory, which cannot be restored. "
-            "Keep its own, by clone(), or leave it out by run.track(exclude=...)"
-        )
-
-
-def refuse_own_shard(name: str, parameter: torch.Tensor, moment: torch.Tensor) -> None:
-    """Raise TypeError if optimizer state of a sharded parameter is a plain tensor of its shard's shape.
-
-    Plain tensors are taken to be equal on all ranks, but each rank has its own values there.
-    """
-    if not isinstance(parameter, DTensor) or isinstance(moment, DTensor) or not moment.ndim:
-        return
-    shard = parameter._local_tensor.shape
-    if moment.shape == shard != parameter.shape:
-        raise TypeError(
-            f"{name} is a plain tensor of shape {list(shard)}, as this rank's shard of its parameter is, whose whole "
-            f"shape is {list(parameter.shape)}: it would be stored as if it were equal on all ranks. Make it as a "
-            "DTensor, by torch.zeros_like(parameter), or leave it out by run.track(exclude=...)"
-        )
-
-
-def refuse_fsdp1(top: str, parameter: torch.Tensor) -> None:
-    """Raise TypeError for a parameter of FSDP1."""
-    if type(parameter).__name__ == "FlatParameter" or hasattr(parameter, "_is_flat_param"):
-        raise TypeError(f"{top} is sharded by FSDP1, whose parameters have no boxes: use fully_shard (FSDP2)")
-
-
-def refuse_zero(top: str, optimizer: torch.optim.Optimizer) -> None:
-    """Raise TypeError for an optimizer that keeps its state in another one."""
-    if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
-        raise TypeError(
-            f"{top} is a ZeroRedundancyOptimizer, whose state is in an optimizer inside it and would not be stored: "
-            "use fully_shard (FSDP2), which shards optimizer state too"
-        )
-
-
-def refuse_long_history(top: str, optimizer: torch.optim.LBFGS, limit: int) -> None:
-    """Raise ValueError for an LBFGS whose lists of past steps and gradients (Python state) will exceed
-    ``limit`` bytes."""
-    (group,) = optimizer.param_groups
-    history, one = group["history_size"], 2 * sum(p.numel() * p.element_size() for p in group["params"])
-    if history * one > limit:
-        shorter = f"take history_size={limit // one} or less, or " if limit >= one else ""
-        raise ValueError(
-            f"{top} is an LBFGS with history_size={history}, which will keep {history * one} bytes in lists. These are "
-            f"stored as Python state, up to {limit} bytes: {shorter}leave its state out by "
-            f"run.track(exclude=['{top}.*']), so that it begins with an empty history after a loss"
-        )
-
+from everstep_trainer.state.supported import require_own_memory
 
 MAX_BLOB_BYTES = 8 << 20
 MAX_DEPTH = 32
@@ -130,8 +36,6 @@ _ARRAY_KINDS = frozenset("biufc")
 _ARRAYS = (np.ndarray, np.memmap)
 _MAPPINGS: dict[type, int] = {Counter: _COUNTER, OrderedDict: _ORDERED}
 _TUPLES: dict[type, int] = {tuple: _TUPLE, torch.Size: _SIZE}
-
-_encoder = msgspec.msgpack.Encoder()
 
 
 class DeviceNumber:
@@ -165,7 +69,6 @@ class _PendingCopy:
         return 0.0 if self._number else bytes(self._host.nbytes)
 
     def value(self) -> Any:
-        """Wait for the copy and return the value."""
         self._copied.synchronize()
         return self._host.item() if self._number else as_bytes(self._host)
 
@@ -189,8 +92,8 @@ class Blob:
         self._data: bytes | None = None if self._awaited else data
         if self.max_bytes > limit:
             raise ConfigurationError(
-                f"the Python state of {path} takes {self.max_bytes} bytes, the limit is {limit}, and most of it is "
-                f"{self._largest(value, path)}: keep large tensors in a module, or each by a name of its own in an "
+                f"the Python state of {path} takes {self.max_bytes} bytes, the limit is {limit}, and its largest part "
+                f"is {self._largest(value, path)}: keep large tensors in a module, or each by a name of its own in an "
                 "optimizer's state, where they are stored in parts"
             )
 
@@ -201,8 +104,7 @@ class Blob:
         return self._data
 
     def _largest(self, value: Any, path: str) -> str:
-        """Return the path of the largest part of ``value``: descend while one member makes up a third of its
-        container."""
+        """Return the path of the largest part: descend while one member makes up a third of its container."""
         pairs = [*value.items()] if isinstance(value, Mapping) else []
         if isinstance(value, list | tuple):
             pairs = [*enumerate(value)]
@@ -271,7 +173,7 @@ def decode_blob(data: bytes | memoryview) -> Any:
 
 
 def _ext(code: int, value: Any) -> msgspec.msgpack.Ext:
-    return msgspec.msgpack.Ext(code, _encoder.encode(value))
+    return msgspec.msgpack.Ext(code, msgspec.msgpack.encode(value))
 
 
 _Path = str | tuple[Any, object]
@@ -300,8 +202,7 @@ def _pack(value: Any, path: _Path, depth: int) -> Any:
 
 
 def _pack_mapping(value: Mapping[Any, Any], path: _Path, depth: int) -> Any:
-    """Pack a mapping as a MessagePack map if its keys allow that; else as a list of pairs, since extensions are
-    unhashable."""
+    """Pack as a MessagePack map if the keys allow that; else as a list of pairs, since extensions are unhashable."""
     kind = type(value)
     if kind is not dict and kind not in _MAPPINGS:
         raise _unsupported_error(value, path, "dict(...)")
@@ -335,8 +236,8 @@ def _text(value: str, path: _Path) -> str:
             value.encode()
         except UnicodeEncodeError:
             raise TypeError(
-                f"{_describe_path(path)} has the string {value!r}, which is no text: so Python reads a file's name "
-                "whose bytes are no UTF-8. Give bytes in state_dict(), by os.fsencode(...)"
+                f"{_describe_path(path)} has the string {value!r} with surrogates, as Python decodes a file name "
+                "that is not UTF-8. Return bytes from state_dict(), by os.fsencode(...)"
             ) from None
     return value
 
@@ -381,14 +282,12 @@ def _unsupported_error(value: Any, path: _Path, fix_hint: str) -> TypeError:
 
 
 def _require_plain(tensor: torch.Tensor, path: _Path) -> None:
+    place = _describe_path(path)
     if isinstance(tensor, DTensor):
         raise TypeError(
-            f"{_describe_path(path)} is a DTensor: track the module that holds it (AveragedModel, say), so that it is "
-            "stored in parts"
+            f"{place} is a DTensor: track the module that holds it (AveragedModel, say), so that it is stored in parts"
         )
-    require_own_memory(
-        _describe_path(path), tensor, "leave it out of state_dict(), or store the dense tensors it is made of"
-    )
+    require_own_memory(place, tensor, "leave it out of state_dict(), or store the dense tensors it is made of")
 
 
 def _plain(value: Any) -> Any:
@@ -411,31 +310,31 @@ def _pack_numpy(value: Any, path: _Path) -> msgspec.msgpack.Ext:
 
 def _unpack(code: int, data: memoryview) -> Any:
     value = msgspec.msgpack.decode(data, ext_hook=_unpack)
-    if code == _TENSOR:
-        return from_bytes(value[2], value[0], tuple(value[1]))
-    if code in (_ARRAY, _SCALAR):
-        return _unpack_numpy(code, value)
-    simple: dict[int, Callable[[Any], Any]] = {
-        _TUPLE: tuple,
-        _SET: set,
-        _FROZENSET: frozenset,
-        _INTEGER: lambda v: int(v, 16),
-        _DTYPE: dtype_of,
-        _DEVICE: torch.device,
-        _COMPLEX: lambda v: complex(*v),
-        _MAPPING: dict,
-        _COUNTER: lambda pairs: Counter(dict(pairs)),
-        _ORDERED: OrderedDict,
-        _SIZE: torch.Size,
-    }
-    if code not in simple:
+    if code not in _UNPACKERS:
         raise ValueError(f"extension {code} is not known here")
-    return simple[code](value)
+    return _UNPACKERS[code](value)
 
 
-def _unpack_numpy(code: int, value: Any) -> Any:
+def _unpack_array(value: Any) -> Any:
     dtype = np.dtype(value[0])
     if dtype.kind not in _ARRAY_KINDS:
         raise ValueError(f"numpy dtype {value[0]!r} is not stored here")
-    array = np.frombuffer(value[2], dtype=dtype).reshape(value[1]).copy()
-    return array if code == _ARRAY else array[()]
+    return np.frombuffer(value[2], dtype=dtype).reshape(value[1]).copy()
+
+
+_UNPACKERS: dict[int, Callable[[Any], Any]] = {
+    _TUPLE: tuple,
+    _SET: set,
+    _FROZENSET: frozenset,
+    _INTEGER: lambda v: int(v, 16),
+    _TENSOR: lambda v: from_bytes(v[2], v[0], tuple(v[1])),
+    _ARRAY: _unpack_array,
+    _SCALAR: lambda v: _unpack_array(v)[()],
+    _DTYPE: dtype_of,
+    _DEVICE: torch.device,
+    _COMPLEX: lambda v: complex(*v),
+    _MAPPING: dict,
+    _COUNTER: lambda pairs: Counter(dict(pairs)),
+    _ORDERED: OrderedDict,
+    _SIZE: torch.Size,
+}

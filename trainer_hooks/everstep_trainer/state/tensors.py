@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from importlib import import_module
 from itertools import chain, starmap
 from operator import attrgetter, getitem, is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -26,7 +26,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from everstep.errors import NotRestorable
 from everstep.layout.manifests import Box, Extent, TensorInfo, TensorPlacement, chunk, full_box
 from everstep_trainer.state.layout import Layout, Sharing, TensorPart
-from everstep_trainer.state.python_value_codec import as_bytes, dtype_name, refuse_overlap, require_own_memory
+from everstep_trainer.state.python_value_codec import as_bytes, dtype_name
+from everstep_trainer.state.supported import require_dense
 
 # ---- placements on a mesh as boxes; pure, and the only place that interprets torch's placements
 #
@@ -43,10 +44,8 @@ def local_boxes(
 ) -> list[tuple[Extent, Box]]:
     """Return the boxes that the rank at ``coordinate`` holds of a tensor of this global shape.
 
-    Each comes with its offset in the local tensor; a rank that holds nothing has a box without volume.
-
-    Raises:
-        TypeError: A placement is not Shard, _StridedShard or Replicate.
+    Each comes with its offset in the local tensor; a rank that holds nothing has a box without volume. Raises TypeError
+    for a placement that is not Shard, _StridedShard or Replicate.
     """
     unknown = [p for p in placements if not isinstance(p, Shard | _StridedShard | Replicate)]
     if unknown:
@@ -59,13 +58,12 @@ def local_boxes(
     return found
 
 
-class _Cut:
+class _Cut(NamedTuple):
     """One mesh dimension's cut of a tensor's dimension: part ``index`` of ``count``, of each of ``pieces`` pieces."""
 
-    def __init__(self, index: int, count: int, pieces: int) -> None:
-        self.index = index
-        self.count = count
-        self.pieces = pieces
+    index: int
+    count: int
+    pieces: int
 
 
 def _cuts(
@@ -83,7 +81,7 @@ def _cuts(
         if after is None:  # pieces do not match other ranks' parts: cut from left to right, as torch does
             return here
         ordered.insert(after, cut)
-    return [_Cut(cut.index, cut.count, 1) for cut in ordered]
+    return [cut._replace(pieces=1) for cut in ordered]
 
 
 def _made_before(cut: _Cut, ordered: list[_Cut]) -> int | None:
@@ -240,10 +238,7 @@ def has_same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def refuse_duplicate_names(tensors: Iterable[TrackedTensor]) -> None:
-    """Raise ValueError if two tensors of this rank have one name and different values: one would overwrite the other.
-
-    Two stages of a pipeline may each have the same constant.
-    """
+    """Raise ValueError if two tensors of this rank, such as stages' constants, have one name and different values."""
     first: dict[str, TrackedTensor] = {}
     for tensor in tensors:
         other = first.setdefault(tensor.name, tensor)
@@ -260,9 +255,7 @@ def refuse_duplicate_names(tensors: Iterable[TrackedTensor]) -> None:
 def local_parts(name: str, tensor: torch.Tensor) -> list[tuple[torch.Tensor, Box]]:
     """Return a tensor's live local memory and its box in the whole; several if this rank's part is not one box.
 
-    Raises:
-        TypeError: A placement has no box, the mesh is of a generation in which this process was another rank, or the
-            tensor is not dense or wraps others.
+    Raises TypeError if a placement has no box, the mesh belongs to another generation, or the tensor is not dense.
     """
     require_dense(name, tensor._local_tensor if isinstance(tensor, DTensor) else tensor)
     if not isinstance(tensor, DTensor):
@@ -278,14 +271,6 @@ def local_parts(name: str, tensor: torch.Tensor) -> list[tuple[torch.Tensor, Box
             f"{name} holds a local part of shape {tuple(local.shape)} where its mesh says {[b.size for _, b in boxes]}"
         )
     return [(_narrowed(local, at, box), box) for at, box in boxes] if len(boxes) > 1 else [(local, boxes[0][1])]
-
-
-def require_dense(name: str, local: torch.Tensor) -> None:
-    """Raise TypeError if a tensor of a module or an optimizer cannot be stored."""
-    require_own_memory(
-        name, local, "only plain dense tensors are stored; leave it out by run.track(exclude=...), or hold it in such"
-    )
-    refuse_overlap(name, local)
 
 
 def _narrowed(local: torch.Tensor, at: Extent, box: Box) -> torch.Tensor:
@@ -304,8 +289,8 @@ def _boxes_on_mesh(
         return [((0,), Box((), (0,)))]
     if int(mesh.mesh[tuple(coordinate)]) != dist.get_rank():
         raise TypeError(
-            f"{name} lies on a mesh of rank {int(mesh.mesh[tuple(coordinate)])}, and this process is rank "
-            f"{dist.get_rank()} now: make meshes inside the training function, anew in each generation"
+            f"{name} is on a mesh of rank {int(mesh.mesh[tuple(coordinate)])}, but this process is rank "
+            f"{dist.get_rank()} now: make new meshes in each generation, inside the training function"
         )
     try:
         return local_boxes(shape, mesh.shape, coordinate, placements)
@@ -355,14 +340,11 @@ class Exclusions:
                 )
 
     def require_whole(self, name: str, keys: Collection[str]) -> None:
-        """Raise ValueError if only a part of a parameter's optimizer state is excluded.
-
-        An optimizer that finds a part of the state after a restore assumes that the rest exists.
-        """
+        """Raise ValueError if only a part of a parameter's optimizer state is excluded; optimizers need all or none."""
         out = [key for key in keys if self._patterns and self.excludes(f"{name}.{key}")]
         if out and len(out) < len(keys):
             raise ValueError(
-                f"exclude leaves {', '.join(out)} of {name} out, and not the rest: exclude '{name}.*', or nothing of it"
+                f"exclude matches only {', '.join(out)} of the state of {name}: exclude '{name}.*', or nothing of it"
             )
 
 
@@ -403,8 +385,7 @@ class StateFingerprint:
     # --- recording
 
     def add_module(self, module: torch.nn.Module) -> None:
-        """Record a module's children and its number of parameters and buffers; ``add_tensor`` and ``add_volatile`` do
-        the rest."""
+        """Record a module's children and its number of parameters and buffers."""
         for inside in (module._parameters, module._buffers, module._modules):
             self._size_of(inside)
         self._size_of(module._non_persistent_buffers_set)
@@ -479,41 +460,36 @@ class StateFingerprint:
             list(map(len, self._containers)) == self._lengths
             and all(getattr(owner, name) is value for owner, name, value in self._attributes)
             and all(map(is_, chain.from_iterable(self._walked), self._members))
-            and self._entries_stand()
-            and self._memory_stands()
-            and self._forms_stand()
+            and self._has_same_entries()
+            and self._has_same_memory()
+            and self._has_same_forms()
             and all(_is_scalar(place, key) for place, key in self._scalars)
         )
 
-    def _entries_stand(self) -> bool:
+    def _has_same_entries(self) -> bool:
         try:
             return all(map(is_, map(getitem, self._places, self._keys), self._values))
         except KeyError:
             return False
 
-    def _forms_stand(self) -> bool:
+    def _has_same_forms(self) -> bool:
         try:
             return list(map(_form, starmap(getitem, self._moving))) == self._forms
         except (KeyError, AttributeError):  # gone, or no longer a tensor
             return False
 
-    def _memory_stands(self) -> bool:
-        return (
-            all(map(is_, map(_local_of, self._sharded), self._locals))
-            and list(map(_data_ptr, self._memories)) == self._addresses
-            and self._shaped_as_found()
-        )
-
-    def _shaped_as_found(self) -> bool:
-        if (
-            self._are_shapes_unchanged is None
-        ):  # made here, in the context of later calls: the guards depend on autocast, for example
+    def _has_same_memory(self) -> bool:
+        if self._are_shapes_unchanged is None:  # made in the context of later calls: the guards depend on autocast
             # each tensor once: the guards do not match a tensor that occurs twice, as a tied one does
             once = {id(tensor): at for at, tensor in enumerate(self._shaped)}.values()
             self._are_shapes_unchanged = _shape_check(
                 [self._shaped[at] for at in once], [self._sizes[at] for at in once], [self._strides[at] for at in once]
             )
-        return self._are_shapes_unchanged()
+        return (
+            all(map(is_, map(_local_of, self._sharded), self._locals))
+            and list(map(_data_ptr, self._memories)) == self._addresses
+            and self._are_shapes_unchanged()
+        )
 
 
 class _OfParameters(Collection[Any]):
@@ -594,6 +570,12 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:MAX_SHOWN]) + more
 
 
+ADD_BEFORE_TRACK = (
+    "Add everything before run.track: give an optimizer all parameters from the start, and select the trained ones "
+    "with requires_grad_"
+)
+
+
 def refuse_other_model(live: list[TrackedTensor], index_of: dict[str, int], catalog: tuple[TensorInfo, ...]) -> None:
     """Raise NotRestorable, with names, if a live tensor was not stored or differs from the stored one.
 
@@ -603,7 +585,7 @@ def refuse_other_model(live: list[TrackedTensor], index_of: dict[str, int], cata
     if missing:
         raise NotRestorable(
             f"the tracked state is not what was stored: {len(missing)} tensors are new ({', '.join(missing[:3])}), "
-            f"{_not_here(live, index_of)}; restore with the objects that were tracked"
+            f"{_describe_absent(live, index_of)}; restore with the objects that were tracked"
         )
     for tensor in live:
         stored = catalog[index_of[tensor.name]]
@@ -633,13 +615,11 @@ def refuse_other_groups(
             if top in optimizers and top not in now:
                 raise NotRestorable(
                     f"{top} trained {tensor.name}, in its parameter group {index}, when the version was stored, and "
-                    "does not now, so that the options of that group would be lost. What is added in the midst of "
-                    "training has to be there before run.track: give an optimizer all parameters from the start, and "
-                    "let requires_grad_ say which are trained"
+                    f"does not now, so that the options of that group would be lost. {ADD_BEFORE_TRACK}"
                 )
 
 
-def _not_here(live: list[TrackedTensor], stored: Iterable[str]) -> str:
+def _describe_absent(live: list[TrackedTensor], stored: Iterable[str]) -> str:
     """Describe stored names of no tensor here; there are always some for a pipeline's other stages."""
     gone = sorted(set(stored) - {tensor.name for tensor in live})
-    return f"{len(gone)} that were stored are not here ({', '.join(gone[:3])})" if gone else "none is gone"
+    return f"{len(gone)} stored tensors are missing here ({', '.join(gone[:3])})" if gone else "none is missing"

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Sampler
 from everstep_trainer.data.loader import Loader
 from everstep_trainer.data.sampler import ElasticSampler
 from everstep_trainer.data.stream import StreamSampler
-from everstep_trainer.state.python_value_codec import refuse_zero
+from everstep_trainer.state.supported import refuse_zero
 
 # ---- module names, as if nothing were wrapped
 
@@ -46,13 +46,6 @@ def named_modules(
         yield strip_wrapper_names(bare), module
 
 
-def find_replicas(top: str, root: torch.nn.Module) -> Iterator[tuple[str, DistributedDataParallel]]:
-    """Yield the DistributedDataParallel modules in ``root``, with their names."""
-    for name, module in named_modules(top, root):
-        if isinstance(module, DistributedDataParallel):
-            yield name, module
-
-
 class TrackedObjects:
     """The tracked objects by kind, each with its key, in their original order.
 
@@ -78,9 +71,9 @@ class TrackedObjects:
     def _sort_in(self, key: str, tracked: object) -> None:
         if isinstance(tracked, torch.nn.Module):
             self.modules.append((key, tracked))
-            self.broadcast_modules |= {
-                name for name, replicas in find_replicas(key, tracked) if replicas.broadcast_buffers
-            }
+            for name, module in named_modules(key, tracked):
+                if isinstance(module, DistributedDataParallel) and module.broadcast_buffers:
+                    self.broadcast_modules.add(name)
         elif isinstance(tracked, torch.optim.Optimizer):
             refuse_zero(key, tracked)
             self.optimizers.append((key, tracked))
@@ -92,9 +85,9 @@ class TrackedObjects:
 
 def _fix_hint(tracked: object) -> str:
     if isinstance(tracked, ElasticSampler | Loader | StreamSampler):
-        return "which has nothing to keep, since samples are a function of the step: leave it out"
+        return "which has no state, since samples are a function of the step: leave it out"
     if isinstance(tracked, DataLoader | Sampler):
-        return "which cannot say how far it is: take run.loader or run.sampler, whose samples follow from the step"
+        return "which does not know its position: take run.loader or run.sampler, whose samples follow from the step"
     one = "track each of its members under a name of its own, " if isinstance(tracked, list | tuple | dict) else ""
     return f"which has no state_dict and load_state_dict: {one}give it both, or leave it out"
 

@@ -36,12 +36,12 @@ from everstep_trainer.state.python_state import (
     pack_names,
     rank_markers,
 )
-from everstep_trainer.state.python_value_codec import (
-    MAX_BLOB_BYTES,
-    Blob,
+from everstep_trainer.state.python_value_codec import MAX_BLOB_BYTES, Blob
+from everstep_trainer.state.supported import (
     refuse_fsdp1,
     refuse_long_history,
     refuse_own_shard,
+    require_dense,
     unsupported_reason,
 )
 from everstep_trainer.state.tensors import (
@@ -55,12 +55,8 @@ from everstep_trainer.state.tensors import (
     refuse_duplicate_names,
     refuse_other_groups,
     refuse_other_model,
-    require_dense,
 )
 from everstep_trainer.state.tracked_objects import TrackedObjects, named_modules
-
-__all__ = ["TrackedState", "TrackedTensor"]
-
 
 # ---- ties: one tensor under several names, tied in a module or shared by parameters in an optimizer
 #
@@ -105,12 +101,7 @@ def other_names(name: str, aliases: Aliases, optimizers: Iterable[str]) -> Itera
 
 
 class StoredNames:
-    """The names under which a version's tensors may be live.
-
-    Args:
-        catalog: The version's tensors.
-        optimizers: The keys under which optimizers are tracked.
-    """
+    """The names under which a version's tensors may be live; ``optimizers`` are the keys of tracked optimizers."""
 
     def __init__(self, catalog: tuple[TensorInfo, ...] = (), optimizers: Collection[str] = ()) -> None:
         self._optimizers = optimizers
@@ -120,7 +111,7 @@ class StoredNames:
         for name, index in self._exact.items() if self._aliases else ():
             for other in other_names(name, self._aliases, optimizers):
                 self.index_of.setdefault(other, index)
-        self._alike = {one: (n, *others) for n, others in self._aliases.items() for one in (n, *others)}
+        self._all_names = {one: (n, *others) for n, others in self._aliases.items() for one in (n, *others)}
 
     def names_of(self, name: str) -> Iterator[str]:
         """Yield a stored tensor's own name, and its other names that no other tensor was stored under."""
@@ -130,7 +121,7 @@ class StoredNames:
 
     def all_names(self, name: str) -> tuple[str, ...]:
         """Return all names of the tensor that was stored under one of them."""
-        return self._alike.get(name, (name,))
+        return self._all_names.get(name, (name,))
 
     def separately_stored(self, live: Iterable[TrackedTensor], aliases: Aliases) -> list[TiedPair]:
         """Return the tensors that are tied now but were stored under several names: each name but the first."""
@@ -147,8 +138,8 @@ def require_equal_values(pairs: Iterable[TiedPair]) -> None:
     for name, one, other in pairs:
         if not has_same_values(one.local, other.local):
             raise NotRestorable(
-                f"{name} and {one.name} are one tensor now, and were stored apart, with different "
-                "values: keep them apart, or begin with weights in which they are alike"
+                f"{name} and {one.name} now share one tensor but were stored separately with different values: "
+                "untie them, or start from weights where they are equal"
             )
 
 
@@ -166,8 +157,7 @@ class TrackedState:
 
     Raises:
         TypeError: An object is none of these, or was sharded by FSDP1 or ZeroRedundancyOptimizer.
-        ValueError: A pattern matches nothing, now or (for optimizer state) once that exists; or an LBFGS has a history
-            too long to store.
+        ValueError: A pattern matches nothing, or an LBFGS has a history too long to store.
     """
 
     def __init__(self, objects: Mapping[str, object], exclude: Iterable[str] = ()) -> None:
@@ -210,12 +200,11 @@ class TrackedState:
     def tensors(self) -> list[TrackedTensor]:
         """Return all current tensors, in the same order on every rank; tied ones once, under their first name.
 
-        Call it between an optimizer step and the next forward pass.
-
-        Raises:
-            TypeError: A placement is not Shard or Replicate, or a tensor's memory is not all of it.
+        Call it between an optimizer step and the next forward pass. Raises TypeError for tensors that cannot be stored.
         """
-        self._reshard()
+        for part in (part for _, module in self._modules for part in module.modules()):
+            if isinstance(part, FSDPModule):
+                part.reshard()
         self._fqns = self._names()
         self._has_searched = True
         self._tied.clear()
@@ -266,12 +255,6 @@ class TrackedState:
             and all(still.is_unchanged(still.buffer) for still in self._buffer_records)
         )
 
-    def _reshard(self) -> None:
-        for _, module in self._modules:
-            for part in module.modules():
-                if isinstance(part, FSDPModule):
-                    part.reshard()
-
     def _names(self) -> dict[int, str]:
         """Return parameters' full names by identity; a tied one has its first."""
         names: dict[int, str] = {}
@@ -291,7 +274,7 @@ class TrackedState:
         parameter: bool,
         location: TensorPlacement | None = None,
     ) -> None:
-        """Add a tensor's parts; ``lies`` is set for optimizer state."""
+        """Add a tensor's parts; ``location`` is set for optimizer state."""
         parts = local_parts(name, tensor)
         if sharing is Sharing.EQUAL:
             self._identity.add_tensor(container, key, tensor, check_shape=location is None)
@@ -317,11 +300,7 @@ class TrackedState:
                 )
 
     def _sharing_of(self, name: str, buffer: torch.Tensor) -> Sharing:
-        """Return how ranks share a buffer.
-
-        A constant is equal everywhere. A buffer that training was seen to change is rank 0's under DDP, which
-        broadcasts it before each forward pass, and otherwise each rank's own.
-        """
+        """Return how ranks share a buffer: one that training changes is rank 0's under DDP, else each rank's own."""
         if isinstance(buffer, DTensor):
             return Sharing.EQUAL
         require_dense(name, buffer)
@@ -404,9 +383,7 @@ class TrackedState:
         """Return the live tensors to fill, each with the index of its source in ``catalog``.
 
         Other tensors of the catalog may be live on other ranks. Optimizer state that a fresh process lacks is created.
-
-        Raises:
-            NotRestorable: A tensor was not stored, or differs from the stored one.
+        Raises NotRestorable if a tensor was not stored, or differs from the stored one.
         """
         self._stored = StoredNames(catalog, [top for top, _ in self._optimizers])
         index_of = self._stored.index_of
@@ -445,16 +422,10 @@ class TrackedState:
 
     # --- the Python state
 
-    def blob(self) -> bytes:
-        """Return the captured Python state as bytes, after pending copies from a GPU."""
-        return self.capture().data()
-
     def capture(self) -> Blob:
         """Capture hyper-parameters, optimizer state that is no tensor, and the state of all other objects.
 
-        Raises:
-            TypeError: Something cannot be stored; the message has its path.
-            ConfigurationError: There is too much of it.
+        Raises TypeError, with the path of an unstorable value, or ConfigurationError if there is too much state.
         """
         if not self._has_searched:
             self.tensors()
@@ -491,8 +462,7 @@ class TrackedState:
         stored.require(self.python_names())
 
     def load_python(self, stored: MergedState) -> None:
-        """Load stored Python state into the objects. Raises NotRestorable if the objects differ from the stored
-        ones."""
+        """Load stored Python state into the objects. Raises NotRestorable if they differ from the stored ones."""
         members: dict[str, list[list[str]]] = defaultdict(list)
         for top, index, group in self._all_groups():
             names = self._stored_names(stored, top, self._names_in(group, index))

@@ -36,8 +36,7 @@ class ReplicaSync:
     def add_model(
         self, model: nn.Module, group: dist.ProcessGroup | None = None, *, ignored: Iterable[str] = ()
     ) -> None:
-        """Add a model with replicas on the ranks of ``group`` (None: all). ``ignored``: names that belong to
-        one rank."""
+        """Add a model with replicas on the ranks of ``group`` (None: all); ``ignored`` names belong to one rank."""
         self._models.append((model, frozenset(ignored), group))
 
     def broadcast(self, objects: Mapping[str, object], exclude: Iterable[str]) -> None:
@@ -105,17 +104,17 @@ def check_untracked(objects: Mapping[str, object]) -> None:
             shapes = ", ".join(str(list(parameter.shape)) for parameter in strays[:MAX_SHOWN])
             raise ValueError(
                 f"{top} trains {len(strays)} parameters that are in no tracked module (of shape {shapes}): their "
-                "values would not be stored. Track what holds them, such as a loss with weights of its own, or "
-                "torch.nn.ParameterList([...]) of them; and make an optimizer after what replaces parameters, such as "
-                "fully_shard"
+                "values would not be stored. Track the module that holds them, such as a loss with weights, or a "
+                "torch.nn.ParameterList([...]) of them; and make optimizers after calls that replace parameters, such "
+                "as fully_shard"
             )
     for top, module in tracked.modules:
         if names := list(_untracked_names(module)):
             more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
             log.warning(
-                "%s has %s%s in its state_dict(), which are none of its parameters and buffers. Only these are stored: "
-                "what cannot be made from them begins anew after a loss. Give it by get_extra_state, hold it in a "
-                "buffer, or track an object of its own that has it",
+                "%s has %s%s in its state_dict(), which are none of its parameters and buffers, so they are not "
+                "stored and start again after a loss. Return them from get_extra_state, hold them in buffers, or track "
+                "them as an object of their own",
                 top,
                 ", ".join(names[:MAX_SHOWN]),
                 more,
@@ -130,12 +129,12 @@ def _untracked_names(root: nn.Module) -> Iterator[str]:
     if not any(map(_has_custom_state_dict, root.modules())):
         return
     try:
-        said = root.state_dict(keep_vars=True)
+        state = root.state_dict(keep_vars=True)
     except Exception:  # raised by the module's own code, which may work only at other times
-        log.info("the state_dict() of a %s cannot be looked at now", type(root).__qualname__, exc_info=True)
+        log.info("the state_dict() of a %s cannot be checked now", type(root).__qualname__, exc_info=True)
         return
     stored = {_memory(tensor) for tensor in (*root.parameters(), *root.buffers())}
-    for name, value in said.items():
+    for name, value in state.items():
         if name.endswith(_EXTRA_STATE_KEY_SUFFIX):
             continue
         if not isinstance(value, torch.Tensor) or (value.numel() and _memory(value) not in stored):

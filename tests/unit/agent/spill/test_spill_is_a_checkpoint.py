@@ -131,7 +131,7 @@ def test_dcp_to_torch_save_converts_a_spill(tmp_path: Path) -> None:
     ours = read.pop("everstep")
     assert equal(read, trained.state_dict())
     assert ours["version"].tolist() == [3, 12]
-    assert bytes(ours["blob"]["2"].tolist()) == trained.state.blob()
+    assert bytes(ours["blob"]["2"].tolist()) == trained.state.capture().data()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -130,7 +130,9 @@ def test_missing_vault_is_unavailable_after_the_timeout(tmp_path: Path) -> None:
 
 def test_closing_fails_waiting_requests(tmp_path: Path) -> None:
     client = VaultClient(str(tmp_path / "nobody.sock"), timeout_s=60.0)
-    future = client.fetch(job="job", node="n2", rank=0, version=local.Version(1, 1), ranges=(), target_path="/x")
+    future = client.fetch(
+        local.Fetch(request=0, job="job", node="n2", rank=0, version=local.Version(1, 1), ranges=(), target_path="/x")
+    )
     client.close()
     with pytest.raises(Unavailable, match="was closed"):
         future.result(60)

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from everstep_trainer.restore import byte_moves as cutting
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 
 from everstep.errors import DigestMismatch, EverstepError, Unavailable
 from everstep.ids import Version
-from everstep.wire.v1.local import Fetched, SlotInfo
+from everstep.wire.v1.local import Fetch, Fetched, SlotInfo
 
 BATCH = 1 << 12
 
@@ -39,7 +40,8 @@ class Peer:
         self.answer = answer
         self.asked: list[dict[str, Any]] = []
 
-    def fetch(self, **ask: Any) -> Future[Fetched]:
+    def fetch(self, wanted: Fetch) -> Future[Fetched]:
+        ask = msgspec.structs.asdict(wanted)
         self.asked.append(ask)
         told: Future[Fetched] = Future()
         error = self.answer(ask)

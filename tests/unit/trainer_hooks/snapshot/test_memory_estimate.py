@@ -117,8 +117,8 @@ def test_job_short_of_memory_falls_back_to_two_slots(ranks: Make, caplog: pytest
         two = ranks(9 * STATE, optimizer=True)
         for number in range(1, 6):
             two.step(number)
-    (said,) = (record.message for record in caplog.records if "slots a rank" in record.message)
-    assert "checkpoints of job are in 2 slots a rank instead of 5: only what is to be committed is stored" in said
+    (said,) = (record.message for record in caplog.records if "slots per rank" in record.message)
+    assert "checkpoints of job use 2 slots per rank instead of 5" in said
     assert "n1: job job (5 slots of 2 ranks here: " in said
     assert f"of the memory limit {9 * STATE} are in use" in said
     (finding,) = (told.finding for told in two.told if isinstance(told, FindingRaised))
@@ -150,7 +150,7 @@ def test_job_without_room_for_two_slots_reports_no_commits(ranks: Make, caplog: 
         Severity.WARNING,
         "slots/job",
     )
-    assert finding.message.startswith("n1 has no memory for all checkpoints of job in 2 slots a rank: training goes on")
+    assert finding.message.startswith("n1 has no memory for all checkpoints of job in 2 slots per rank")
     assert "nothing is committed until there is memory" in finding.message
     assert f"0 of the memory limit {STATE} are in use, {STATE} are free" in finding.message
     assert finding.message in [record.message for record in caplog.records]

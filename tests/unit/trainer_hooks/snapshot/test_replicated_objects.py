@@ -54,7 +54,7 @@ def test_differing_state_is_named_once_with_rank_and_advice(warnings: Any) -> No
             *({"cursor": GivenState({"file": "a", "at": 5 * rank}), "other": GivenState([1])} for rank in range(3)),
         )
     (said,) = warnings.said()
-    assert "cursor.at of rank 1 at step 1 is another" in said
+    assert "cursor.at of rank 1 at step 1 differs" in said
     assert "cursor.file" not in said
     assert "run.track(..., per_rank=['cursor'])" in said
 
@@ -95,7 +95,7 @@ def test_later_difference_is_found_in_the_next_window(make: Any, warnings: Any) 
     for step in (COMPARE_WINDOW, COMPARE_WINDOW + 1):
         ranks.store_version(step, {"a": GivenState(make(1))}, {"a": GivenState(make(2))})
     (said,) = warnings.said()
-    assert f": a of rank 1 at step {COMPARE_WINDOW} is another" in said
+    assert f": a of rank 1 at step {COMPARE_WINDOW} differs" in said
 
 
 def test_training_ranks_are_warned_during_training(program_forks: ForkPool, warnings: Any) -> None:
@@ -118,4 +118,4 @@ def test_training_ranks_are_warned_during_training(program_forks: ForkPool, warn
                 snapshots.begin(step)
         until(warnings.said, "somebody is told")
     (said,) = warnings.said()
-    assert "tracked state is not alike on all ranks: cursor.at of rank" in said
+    assert "tracked state differs between ranks: cursor.at of rank" in said

@@ -163,7 +163,7 @@ def test_each_gpu_with_state_has_its_own_stream_and_events(
     for gpu, stream in training.items():
         stream.enqueue(lambda gpu=gpu: done.append(gpu.index))  # type: ignore[misc]
     mover.mark_ready()
-    mover.run(SlotTargets([], None), [], dict)  # type: ignore[arg-type]
+    mover.run(SlotTargets([]), [], dict)  # type: ignore[arg-type]
     for lane in mover.lanes:
         lane.stream.enqueue(lambda lane=lane: done.append("copied"))  # type: ignore[misc]
         lane.copied.record(lane.stream)
@@ -191,7 +191,7 @@ def test_digest_buffers_are_cleared_on_the_copy_stream(cuda: PretendedCuda, monk
     sources = SnapshotSources(TrackedState({"model": move(nn.Linear(8, 8))}).tensors(), share)
     assert isinstance(sources.mover, DeviceMover)
     sources.stage()
-    sources.copy(share, SlotTargets([], None), digest=True)  # type: ignore[arg-type]
+    sources.copy(share, SlotTargets([]), digest=True)  # type: ignore[arg-type]
     stream: Any = sources.mover.lanes[0].stream
     assert made == [(stream, stream)]
 
@@ -205,7 +205,7 @@ def test_page_lock_failure_is_logged_and_training_continues(
         snapshots.begin(step)
         snapshots.wait()
     snapshots.close(finish=True)
-    assert "training goes on without: cannot page-lock" in caplog.text
+    assert "training continues: cannot page-lock" in caplog.text
 
 
 class Statistics:

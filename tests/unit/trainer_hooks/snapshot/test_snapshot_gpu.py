@@ -14,7 +14,7 @@ from everstep_trainer.memory_tier.vault_client import MappedSegment, VaultClient
 from everstep_trainer.restore.restorer import Restoration
 from everstep_trainer.sdc.digest import WeightedDigest
 from everstep_trainer.snapshot.pace import StepStopwatch
-from everstep_trainer.snapshot.plan_manager import page_lock
+from everstep_trainer.snapshot.planner import page_lock
 from everstep_trainer.snapshot.snapshotter import Snapshotter
 from everstep_trainer.state.python_state import decode
 from everstep_trainer.state.tracked_state import TrackedState

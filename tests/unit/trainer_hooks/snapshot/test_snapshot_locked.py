@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from everstep_trainer.memory_tier.vault_client import MappedSegment
-from everstep_trainer.snapshot.plan_manager import page_lock
+from everstep_trainer.snapshot.planner import page_lock
 
 from everstep.layout.segments import PAGE_BYTES, segment_bytes
 from everstep.layout.slots import format_segment

@@ -95,8 +95,8 @@ def test_pace_follows_the_slowest_rank_and_recovers(
             range(6 * PACE_WINDOW, 7 * PACE_WINDOW)
         )
     assert [record.getMessage() for record in caplog.records] == [
-        f"snapshots hold up the training for over 10 % of its time: one in 3 steps from step {2 * PACE_WINDOW} on",
-        f"a snapshot fits under each step again, from step {6 * PACE_WINDOW} on",
+        f"snapshots block training for over 10 % of the time: taking one every 3 steps from step {2 * PACE_WINDOW}",
+        f"taking a snapshot every step again, from step {6 * PACE_WINDOW}",
     ]
 
 

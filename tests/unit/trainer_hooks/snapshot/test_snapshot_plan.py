@@ -8,9 +8,9 @@ import random
 import msgspec
 import pytest
 from everstep_trainer.restore.version_choice import covers, is_fully_covered
-from everstep_trainer.snapshot.active_plan import MIN_BLOB_BYTES, SnapshotPlanner
 from everstep_trainer.snapshot.exchange import LayoutRound
-from everstep_trainer.snapshot.plan import build_manifest, divide_state, payload_bytes, unify_sharing
+from everstep_trainer.snapshot.planner import MIN_BLOB_BYTES, SnapshotPlanner
+from everstep_trainer.snapshot.shares import build_manifest, divide_state, payload_bytes, unify_sharing
 from everstep_trainer.snapshot.slot_negotiation import SnapshotOptions
 from everstep_trainer.state.layout import Layout, Sharing, TensorPart, encode
 from hypothesis import given
@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from everstep.layout.manifests import Box, full_box
 from everstep.layout.segments import PAGE_BYTES
 from everstep.layout.slots import slot_bytes_for
-from everstep.wire.v1.local import SegmentRequirement
+from everstep.wire.v1.local import CheckCapacity, SegmentRequirement
 from everstep.wire.v1.training import JobSpec
 from tests.support.generations import JOB, generation
 
@@ -267,8 +267,8 @@ def test_slot_has_room_for_the_share_after_a_loss() -> None:
             return LayoutRound(0, [mine] * 2, since)
 
     class Vault:
-        def check_room(self, _job: str, needs: tuple[SegmentRequirement, ...], **_how: object) -> None:
-            foreseen.extend(needs)
+        def check_room(self, asked: CheckCapacity) -> None:
+            foreseen.extend(asked.needs)
 
         def open_segment(self, _job: str, _local_rank: int, slot_bytes: int, slots: int, _keep: object) -> None:
             raise Asked(slot_bytes, slots)
@@ -292,8 +292,8 @@ def test_job_short_of_memory_gets_two_slots_of_its_share(nodes: list[str]) -> No
             return LayoutRound(0, [mine] * 2, since)
 
     class Vault:
-        def check_room(self, _job: str, needs: tuple[SegmentRequirement, ...], **_how: object) -> None:
-            foreseen.extend(needs)
+        def check_room(self, asked: CheckCapacity) -> None:
+            foreseen.extend(asked.needs)
 
         def open_segment(self, _job: str, _local_rank: int, slot_bytes: int, slots: int, _keep: object) -> None:
             raise Asked(slot_bytes, slots)
@@ -324,8 +324,8 @@ def test_vault_memory_forecast_includes_slots_and_copies() -> None:
             return LayoutRound(0, layouts, since)
 
     class Vault:
-        def check_room(self, _job: str, needs: tuple[SegmentRequirement, ...], **_how: object) -> None:
-            raise Asked(needs)
+        def check_room(self, asked: CheckCapacity) -> None:
+            raise Asked(asked.needs)
 
     layouts = sharded(1 << 16, 4)
     job = JobSpec(job=JOB, max_nodes=2, nproc_per_node=2, parity_group_size=2)

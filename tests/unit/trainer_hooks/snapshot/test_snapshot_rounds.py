@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from everstep_trainer.memory_tier.vault_client import VaultClient
 from everstep_trainer.restore.restorer import Restoration
-from everstep_trainer.snapshot import exchange, plan_manager, snapshotter
+from everstep_trainer.snapshot import exchange, planner, snapshotter
 from everstep_trainer.snapshot.exchange import LayoutExchange, LayoutRound, RoundSuperseded
 from everstep_trainer.snapshot.slot_negotiation import SnapshotOptions
 from everstep_trainer.snapshot.snapshotter import Snapshotter
@@ -298,7 +298,7 @@ def test_planning_failure_is_reported_once_by_the_first_rank(fleet: Vaults, monk
     monkeypatch.setattr(snapshotter, "PLAN_TIMEOUT_S", 0.05)
     monkeypatch.setattr(snapshotter, "PLAN_WAIT_S", 0.05)
     monkeypatch.setattr(snapshotter, "RETRY_S", 0.0)
-    monkeypatch.setattr(plan_manager, "UNPLANNED_WARN_S", 0.3)
+    monkeypatch.setattr(planner, "UNPLANNED_WARN_S", 0.3)
     vault = fleet.start("n1")
     fleet.configure()
     client = VaultClient(str(vault.run_dir / "vault.sock"))

@@ -383,7 +383,7 @@ def test_store_error_at_the_generation_end_is_not_logged(
         rank.step(snapshots, 1)
         snapshots.begin(2)  # returns once the first one has been tried
         assert tried.wait(60)
-        told = "cannot snapshot step 1, training goes on without: Broken pipe" in caplog.text
+        told = "cannot snapshot step 1; training continues: Broken pipe" in caplog.text
         snapshots.close(finish=True)
     assert told is not over
 

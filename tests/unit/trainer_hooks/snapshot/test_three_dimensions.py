@@ -17,7 +17,7 @@ import torch.distributed as dist
 from everstep_trainer.restore.fetch import NeededBox, plan_reads
 from everstep_trainer.runtime.process_group import patch_mesh_equality
 from everstep_trainer.snapshot.copy import slot_view, view_of_box
-from everstep_trainer.snapshot.plan import RankShare, build_manifest, divide_state
+from everstep_trainer.snapshot.shares import RankShare, build_manifest, divide_state
 from everstep_trainer.state.tensors import TrackedTensor
 from everstep_trainer.state.tracked_state import TrackedState
 from torch.distributed.device_mesh import DeviceMesh

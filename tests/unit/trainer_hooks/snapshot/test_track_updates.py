@@ -237,7 +237,7 @@ def test_step_of_a_dead_rank_failing_to_store_is_logged(
     monkeypatch.setattr(module, "store_with_covers", fails)
     for snapshots in of_two(rank)[0]:
         snapshots.close(finish=True)
-    assert "cannot cover step 2, training goes on without: no slot is free" in caplog.text
+    assert "cannot cover step 2; training continues: no slot is free" in caplog.text
 
 
 @pytest.mark.promise("overtaken-copy")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from everstep_trainer.snapshot.plan import build_manifest, divide_state
+from everstep_trainer.snapshot.shares import build_manifest, divide_state
 from everstep_trainer.state.optimizer_state import to_live
 from everstep_trainer.state.python_state import MergedState, decode
 from everstep_trainer.state.tracked_state import TrackedState
@@ -50,7 +50,7 @@ class Job:
         live = {tensor.name: tensor.local for tensor in tensors}
         layouts = [other.state.layout(tensors, 0, 1)]
         catalog = build_manifest(0, layouts, divide_state(layouts, ["n1"], 1)[0], 1 << 16).catalog
-        python = MergedState([decode(other.state.blob())], self.state.python_names())
+        python = MergedState([decode(other.state.capture().data())], self.state.python_names())
         self.state.require_python(python)
         with torch.no_grad():
             for index, target in self.state.restore_targets(catalog):
@@ -98,7 +98,7 @@ def test_lbfgs_continues_exactly_on_two_fsdp2_ranks(forks: ForkPool) -> None:
 def test_lbfgs_refuses_other_parameters_by_name(other: dict[str, Any]) -> None:
     before = Job(sharded=False)
     before.step(0)
-    with pytest.raises(NotRestorable, match=r"optimizer is an LBFGS, which keeps vectors over all of its parameters"):
+    with pytest.raises(NotRestorable, match=r"optimizer is an LBFGS, whose state concatenates all of its parameters"):
         Job(sharded=False, **other).restore(before)
 
 

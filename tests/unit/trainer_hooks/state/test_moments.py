@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
-from everstep_trainer.snapshot.plan import build_manifest, divide_state
+from everstep_trainer.snapshot.shares import build_manifest, divide_state
 from everstep_trainer.state.optimizer_state import allocate_moment, has_full_state, location_of
 from everstep_trainer.state.python_state import MergedState, decode
 from everstep_trainer.state.tracked_state import TrackedState
@@ -83,7 +83,7 @@ def test_fresh_process_continues_with_a_scalar_parameter(
     restored = TrackedState({"model": fresh, "optimizer": other})
     for index, target in restored.restore_targets(catalog):
         target.local.copy_(live[catalog[index].name])
-    restored.load_python(MergedState([decode(state.blob())], restored.python_names()))
+    restored.load_python(MergedState([decode(state.capture().data())], restored.python_names()))
     for one, two in zip(optimizer.state.values(), other.state.values(), strict=True):
         assert not tells or [(k, type(v)) for k, v in one.items()] == [(k, type(two[k])) for k in one]
     step(model, optimizer)

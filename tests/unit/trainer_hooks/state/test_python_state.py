@@ -58,7 +58,7 @@ class Stage:
             layer.seen = 100 * mark + int(name)  # type: ignore[assignment]
             self.optimizer.state[layer.weight] = {"count": 10 * mark + int(name)}
         self.schedule.last_epoch = mark
-        return self.state.blob()
+        return self.state.capture().data()
 
     def said(self) -> dict[str, Any]:
         return {
@@ -113,7 +113,7 @@ def test_optimizers_of_several_stages_merge_under_one_key() -> None:
     assert [part.said()["count"] for part in parts] == [{"0": 50, "1": 51}, {"2": 52, "3": 53}]
     state.tensors()  # as a snapshotter does
     other = Stage(LAYERS)
-    load(other.state, state.blob())
+    load(other.state, state.capture().data())
     assert other.said()["count"] == {str(i): 50 + i for i in LAYERS}
 
 
@@ -132,7 +132,7 @@ def test_newly_trained_parameter_is_named() -> None:
 
 
 def test_newly_tracked_object_is_named() -> None:
-    blob = TrackedState({"a": GivenState(1)}).blob()
+    blob = TrackedState({"a": GivenState(1)}).capture().data()
     state = TrackedState({"a": GivenState(1), "b": GivenState(2)})
     with pytest.raises(NotRestorable, match="b is tracked now, but was not"):
         state.require_python(MergedState([decode(blob)], state.python_names()))

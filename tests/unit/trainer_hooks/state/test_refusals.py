@@ -9,7 +9,7 @@ import torch
 from everstep_trainer.parallel.replica_groups import RankContext
 from everstep_trainer.run import Run
 from everstep_trainer.runtime.generation_session import IdleSession
-from everstep_trainer.snapshot.plan import build_manifest, divide_state
+from everstep_trainer.snapshot.shares import build_manifest, divide_state
 from everstep_trainer.state.python_value_codec import decode_blob, encode_blob
 from everstep_trainer.state.tracked_state import TrackedState
 from torch import nn
@@ -96,7 +96,7 @@ def test_plain_optimizer_state_of_a_shard_is_refused_by_name() -> None:
         tracked = {"model": model, "optimizer": optimizer}
         with pytest.raises(
             TypeError,
-            match=r"weight\.exp_avg is a plain tensor of shape \[3, 4\].*\[5, 4\].*zeros_like\(parameter\)",
+            match=r"weight\.exp_avg is a plain tensor with the shape \[3, 4\].*\[5, 4\].*zeros_like\(parameter\)",
         ):
             TrackedState(tracked).tensors()
         TrackedState(tracked, exclude=["optimizer.*"]).tensors()
@@ -163,9 +163,9 @@ def test_lbfgs_with_too_long_history_is_refused_at_start():
 def test_oversized_python_state_is_refused_with_largest_path():
     large = [torch.ones(100_000) for _ in range(30)]
     value = {"objects": {"small": [1, 2], "cache": {"step": 3, "seen": large}}, "extra": {"x": torch.ones(9)}}
-    with pytest.raises(ConfigurationError, match=r"most of it is state\['objects'\]\['cache'\]\['seen'\]: keep"):
+    with pytest.raises(ConfigurationError, match=r"largest part is state\['objects'\]\['cache'\]\['seen'\]: keep"):
         encode_blob(value)
-    with pytest.raises(ConfigurationError, match=r"most of it is state\[1\]: keep"):
+    with pytest.raises(ConfigurationError, match=r"largest part is state\[1\]: keep"):
         encode_blob((0, torch.ones(3_000_000)))
 
 

@@ -59,7 +59,7 @@ def test_schedule_rates_follow_parameters_and_not_positions(schedule: str, first
     stages = [Layers("a", schedule, "weight"), Layers("b", schedule, "weight", "bias")]
     for stage in stages:
         stage.steps(3)
-    blobs = [stage.state.blob() for stage in stages]
+    blobs = [stage.state.capture().data() for stage in stages]
     expected = stages[1].steps(5)
     after = [
         Layers("ab", schedule, "weight", "bias"),

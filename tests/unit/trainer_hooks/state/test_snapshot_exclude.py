@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from everstep_trainer.snapshot.plan import build_manifest, divide_state
+from everstep_trainer.snapshot.shares import build_manifest, divide_state
 from everstep_trainer.state.layout import Layout, TensorPart
 from everstep_trainer.state.tensors import describe_layout_change
 from everstep_trainer.state.tracked_state import TrackedState
@@ -76,7 +76,7 @@ def test_unmatched_optimizer_pattern_is_refused_once_known() -> None:
 
 def test_partial_exclusion_of_optimizer_state_is_refused() -> None:
     state = trained(["*.exp_avg"])[2]
-    with pytest.raises(ValueError, match=r"leaves exp_avg of optimizer\.model\.teacher\.weight out, and not the rest"):
+    with pytest.raises(ValueError, match=r"matches only exp_avg of the state of optimizer\.model\.teacher\.weight"):
         state.tensors()
 
 
@@ -96,6 +96,6 @@ def test_new_missing_and_changed_tensors_are_named() -> None:
 
 def test_restore_into_another_model_names_the_differences() -> None:
     stored = catalog_of(TrackedState({"model": nn.Linear(3, 2)}))
-    words = r"2 tensors are new \(model\.0\.weight.*2 that were stored are not here \(model\.bias"
+    words = r"2 tensors are new \(model\.0\.weight.*2 stored tensors are missing here \(model\.bias"
     with pytest.raises(NotRestorable, match=words):
         TrackedState({"model": nn.Sequential(nn.Linear(3, 2))}).restore_targets(stored)

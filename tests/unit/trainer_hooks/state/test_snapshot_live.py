@@ -59,6 +59,6 @@ def test_mesh_of_another_generation_is_refused_with_advice() -> None:
         kept = mesh
     with (
         playing(1, (4,)),
-        pytest.raises(TypeError, match="weight lies on a mesh of rank 3, and this process is rank 1 now: make meshes"),
+        pytest.raises(TypeError, match="weight is on a mesh of rank 3, but this process is rank 1 now: make"),
     ):
         held(kept, [Shard(0)], (8, 6))

@@ -160,7 +160,7 @@ def test_python_state_restores_hyperparameters_and_schedules() -> None:
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
     optimizer.step()
     schedule.step()
-    blob = TrackedState({"model": model, "optimizer": optimizer, "schedule": schedule}).blob()
+    blob = TrackedState({"model": model, "optimizer": optimizer, "schedule": schedule}).capture().data()
     model2 = Model()
     optimizer2 = torch.optim.AdamW(model2.parameters(), lr=0.5)
     schedule2 = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer2, T_max=10)
@@ -174,7 +174,7 @@ def test_non_tensor_optimizer_state_is_restored() -> None:
     parameter = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([parameter])
     optimizer.state[parameter] = {"count": 3, "momentum_buffer": None}
-    blob = TrackedState({"optimizer": optimizer}).blob()
+    blob = TrackedState({"optimizer": optimizer}).capture().data()
     other = torch.optim.SGD([nn.Parameter(torch.ones(2))])
     load(TrackedState({"optimizer": other}), blob)
     assert other.state[other.param_groups[0]["params"][0]] == {"count": 3, "momentum_buffer": None}
@@ -213,14 +213,14 @@ def test_parameterless_optimizer_state_is_restored() -> None:
     state.tensors()
     optimizer.step()
     assert state.is_unchanged()
-    blob = state.blob()
+    blob = state.capture().data()
     optimizer.state[model.weight]["new"] = torch.ones(1)
     assert not state.is_unchanged()
     load(TrackedState({"model": other, "optimizer": fresh}), blob)
     assert fresh.state["seen"]["steps"].tolist() == [2.0, 2.0]
     assert fresh.state["seen"]["last"] == 7
     with pytest.raises(ValueError, match=r"one of several optimizers under optimizer .*'seen': track each"):
-        TrackedState({"model": model, "optimizer": [optimizer, torch.optim.SGD(other.parameters())]}).blob()
+        TrackedState({"model": model, "optimizer": [optimizer, torch.optim.SGD(other.parameters())]}).capture().data()
 
 
 @pytest.mark.parametrize(
@@ -235,12 +235,12 @@ def test_parameterless_optimizer_state_is_restored() -> None:
 )
 def test_state_requiring_pickle_is_refused_with_its_path(value: Any, path: str) -> None:
     with pytest.raises(TypeError, match=path):
-        TrackedState({"odd": GivenState(value)}).blob()
+        TrackedState({"odd": GivenState(value)}).capture().data()
 
 
 def test_oversized_blob_is_refused_with_advice() -> None:
     with pytest.raises(ConfigurationError, match="keep large tensors in a module"):
-        TrackedState({"odd": GivenState(bytes(9 << 20))}).blob()
+        TrackedState({"odd": GivenState(bytes(9 << 20))}).capture().data()
 
 
 def test_self_containing_state_is_refused() -> None:

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import torch
 from everstep_agent.spill.__main__ import execute
-from everstep_trainer.snapshot.plan import build_manifest, divide_state
+from everstep_trainer.snapshot.shares import build_manifest, divide_state
 from everstep_trainer.state.python_state import MergedState, decode
 from everstep_trainer.state.tracked_state import TrackedState
 from torch import nn
@@ -80,7 +80,7 @@ def restore(ranks: list[Rank], before: list[Rank]) -> set[int]:
             for index, target in rank.state.restore_targets(manifest.catalog):
                 lives.add(index)
                 target.local.copy_(values[manifest.catalog[index].name])
-        python = MergedState([decode(one.state.blob()) for one in before], rank.state.python_names())
+        python = MergedState([decode(one.state.capture().data()) for one in before], rank.state.python_names())
         rank.state.require_python(python)
         rank.state.load_python(python)
     assert lives == {*range(len(manifest.catalog))}, "nothing is gone"
@@ -119,7 +119,7 @@ def test_differing_untied_state_is_not_tied_again() -> None:
     before = job(2, trained=True)
     with torch.no_grad():
         before[1].model.head.weight[0, 0] += 1
-    with pytest.raises(NotRestorable, match=r"model\.head\.weight and model\.embed\.weight are one tensor now"):
+    with pytest.raises(NotRestorable, match=r"model\.head\.weight and model\.embed\.weight now share one tensor"):
         restore(job(1, trained=False), before)
 
 
@@ -128,5 +128,5 @@ def test_guard_rollback_uses_the_current_tied_names() -> None:
     restore(after, job(1, trained=True))
     for rank in after:
         rank.optimizer.param_groups[0]["lr"] = 7.0
-        rank.state.load_python(MergedState([decode(rank.state.blob())], rank.state.python_names()))
+        rank.state.load_python(MergedState([decode(rank.state.capture().data())], rank.state.python_names()))
         assert rank.optimizer.param_groups[0]["lr"] == 7.0

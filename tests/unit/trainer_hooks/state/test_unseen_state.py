@@ -22,7 +22,7 @@ def test_optimizer_with_untracked_parameters_is_refused() -> None:
     model, loss = nn.Linear(2, 2), nn.Linear(2, 3)
     optimizer = torch.optim.AdamW([*model.parameters(), *loss.parameters()])
     with pytest.raises(
-        ValueError, match=r"optimizer trains 2 parameters .*\(of shape \[3, 2\], \[3\]\).*Track what hold"
+        ValueError, match=r"optimizer trains 2 parameters .*\(of shape \[3, 2\], \[3\]\).*Track the module"
     ):
         track(model=model, optimizer=optimizer)
     with pytest.raises(ValueError, match="optimizer trains 2 parameters"):

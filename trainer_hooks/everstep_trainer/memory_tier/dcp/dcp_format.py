@@ -33,7 +33,7 @@ def parse_step(checkpoint_id: str | os.PathLike[str] | None) -> int:
     """Return the number at the end of the name. Raises ValueError if there is none."""
     found = re.search(r"(\d+)\D*$", os.fspath(checkpoint_id or ""))
     if found is None:
-        raise ValueError(f"which step {checkpoint_id!r} is cannot be told: give VaultWriter or VaultReader the step")
+        raise ValueError(f"{checkpoint_id!r} does not end with a step number: give VaultWriter or VaultReader the step")
     return int(found[1])
 
 
@@ -44,19 +44,12 @@ class NonTensorData(msgspec.Struct, frozen=True):
     paths: dict[str, tuple[str | int, ...]] = {}
 
 
-_non_tensor_decoder = msgspec.msgpack.Decoder(NonTensorData)
-
-
-def encode_non_tensor(data: NonTensorData) -> bytes:
-    return msgspec.msgpack.encode(data)
-
-
 def decode_non_tensor(data: bytes) -> NonTensorData:
     """Decode the content. Raises MalformedMessage."""
     try:
-        return _non_tensor_decoder.decode(data)
+        return msgspec.msgpack.decode(data, type=NonTensorData)
     except DECODE_ERRORS as error:
-        raise MalformedMessage(f"what a checkpoint's slot holds besides tensors cannot be read: {error}") from error
+        raise MalformedMessage(f"the non-tensor content of a checkpoint's slot cannot be read: {error}") from error
 
 
 class ItemLocation(msgspec.Struct, frozen=True):
@@ -79,7 +72,7 @@ def build_metadata(manifests: Sequence[Manifest], non_tensor: Sequence[NonTensor
             name = manifest.catalog[stored.tensor].name
             entry = entries[name]
             if not isinstance(entry, TensorStorageMetadata):
-                raise MalformedMessage(f"{name} is a tensor in one slot of a checkpoint, and none in another")
+                raise MalformedMessage(f"{name} is a tensor in one slot of a checkpoint, but not in another")
             index = MetadataIndex(name, torch.Size(stored.box.offset))
             if index not in places:
                 places[index] = ItemLocation(supply, stored)
@@ -121,10 +114,9 @@ class VaultLoadPlanner(DefaultLoadPlanner):
         data = value.getvalue()
         if not data.startswith(PLAIN_PREFIX):
             raise MalformedMessage(
-                f"{read_item.dest_index.fqn} was stored by another planner: load it with that one's counterpart"
+                f"{read_item.dest_index.fqn} was stored by another planner: load it with the matching load planner"
             )
-        loaded = decode_blob(data[len(PLAIN_PREFIX) :])
-        fqn = read_item.dest_index.fqn
+        loaded, fqn = decode_blob(data[len(PLAIN_PREFIX) :]), read_item.dest_index.fqn
         if self.flatten_state_dict:
             set_element(self.original_state_dict, self.mappings[fqn], loaded)
         else:

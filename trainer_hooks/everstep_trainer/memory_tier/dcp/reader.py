@@ -107,8 +107,7 @@ class VaultReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the plan's items. Raises NotRestorable if all copies of a slot are damaged, TypeError for refused
-        pickles."""
+        """Read the plan's items. Raises NotRestorable if all copies of a slot are damaged, TypeError for a pickle."""
         tensors: dict[int, list[ReadItem]] = defaultdict(list)
         for item in plan.items:
             place = self._location(item)
@@ -166,8 +165,7 @@ class VaultReader(StorageReader):
     def _manifest(self, slot: SlotInfo) -> Manifest:
         if slot.node == self._tier.member.node:
             return decode_manifest(self._tier.local_slots.manifest(slot))
-        loader = self._loader([])
-        return decode_manifest(loader.fetch_manifest(slot))
+        return decode_manifest(self._loader([]).fetch_manifest(slot))
 
     def _use_version(self, version: Version, slots: list[SlotInfo]) -> None:
         self._sources = self._manifests_of(slots)
@@ -182,9 +180,8 @@ class VaultReader(StorageReader):
 
     def _read_non_tensor(self, rank: int, supplies: list[ReadSource]) -> NonTensorData:
         for supply in supplies:
-            loader = self._loader([])
             try:
-                return decode_non_tensor(loader.read_python_state(supply))
+                return decode_non_tensor(self._loader([]).read_python_state(supply))
             except (BadSlot, MalformedMessage) as error:
                 log.warning("rank %d's slot on %s is not used: %s", rank, supply.slot.node, error)
         raise NotRestorable(f"every copy of rank {rank}'s slot is damaged")
@@ -217,7 +214,7 @@ class VaultReader(StorageReader):
         name = item.storage_index.fqn
         plain = data.startswith(PLAIN_PREFIX)
         if not plain and not self._allow_pickle:
-            raise TypeError(f"{name} was stored as a pickle, and to read it runs what it says: allow_pickle=True does")
+            raise TypeError(f"{name} was stored as a pickle, which can run any code: allow it with allow_pickle=True")
         if plain and not isinstance(planner, VaultLoadPlanner):
             raise TypeError(f"{name} was stored by VaultSavePlanner: load with planner=VaultLoadPlanner()")
         planner.load_bytes(item, io.BytesIO(data))

@@ -8,6 +8,7 @@ import sys
 import threading
 from typing import Any
 
+import msgspec
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
@@ -27,8 +28,8 @@ from everstep.layout.manifests import (
 )
 from everstep.layout.segments import SlotState
 from everstep.layout.slots import slot_bytes_for, slot_to_fill
-from everstep.wire.v1.local import Replicated
-from everstep_trainer.memory_tier.dcp.dcp_format import PLAIN_PREFIX, NonTensorData, encode_non_tensor, parse_step
+from everstep.wire.v1.local import Replicated, SlotSealed
+from everstep_trainer.memory_tier.dcp.dcp_format import PLAIN_PREFIX, NonTensorData, parse_step
 from everstep_trainer.memory_tier.tier import TIER_SLOTS, MemoryTier
 from everstep_trainer.memory_tier.vault_client import MappedSegment
 from everstep_trainer.snapshot.copy import slot_view, write_blob
@@ -70,8 +71,8 @@ class VaultWriter(StorageWriter):
         """Raise ValueError in a thread that would use the default process group of a later generation."""
         if threading.current_thread() is not threading.main_thread() and _is_over_default_group():
             raise ValueError(
-                "a thread that saves by itself must have a process group of its own, or after a regroup it uses that "
-                "of the next generation: async_save(..., process_group=dist.new_group(backend='gloo'))"
+                "a thread that saves checkpoints needs its own process group; after a regroup it would use the next "
+                "generation's: async_save(..., process_group=dist.new_group(backend='gloo'))"
             )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -92,7 +93,7 @@ class VaultWriter(StorageWriter):
         for item in plan.items:
             (others if item.type is WriteItemType.BYTE_IO else tensors).append(item)
         values = {item.index.fqn: self._value(item, planner) for item in others}
-        aside = encode_non_tensor(NonTensorData(values, plan.planner_data or {}))
+        aside = msgspec.msgpack.encode(NonTensorData(values, plan.planner_data or {}))
         manifest = self._manifest(tensors, len(aside))
         with self._tier.fill_lock:
             segment, slot = self._fill(tensors, planner, manifest, aside)
@@ -122,7 +123,7 @@ class VaultWriter(StorageWriter):
 
     def _require_generation(self) -> None:
         if self._tier.is_over:
-            raise StaleGeneration(f"checkpoint {self._version} is given up: its generation was left")
+            raise StaleGeneration(f"checkpoint {self._version} is abandoned: its generation is over")
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Mark the checkpoint as complete: the slots of all its ranks are there, and no final write is needed."""
@@ -137,8 +138,8 @@ class VaultWriter(StorageWriter):
         value: bytes = data.getvalue()
         if not value.startswith(PLAIN_PREFIX) and not self._allow_pickle:
             raise TypeError(
-                f"{item.index.fqn} would be stored as a pickle: save with planner=VaultSavePlanner(), or say "
-                "allow_pickle=True here and to the reader, which will run what it reads"
+                f"{item.index.fqn} would be stored as a pickle: save with planner=VaultSavePlanner(), or pass "
+                "allow_pickle=True here and to the reader, which then runs the code in it"
             )
         return value
 
@@ -188,18 +189,21 @@ class VaultWriter(StorageWriter):
             done.set_result(results)
             return done
         sealed = tier.vault.report_sealed(
-            job=tier.spec.job,
-            generation=tier.spec.number,
-            rank=tier.rank,
-            local_rank=tier.local_rank,
-            slot=slot,
-            version=self._version,
-            replicate=((0, nbytes),),
-            replica_nodes=to,
-            keep=tuple(sorted({header.version for _, header in segment.view.sealed_slots()})),
+            SlotSealed(
+                request=0,
+                job=tier.spec.job,
+                generation=tier.spec.number,
+                rank=tier.rank,
+                local_rank=tier.local_rank,
+                slot=slot,
+                version=self._version,
+                replicate_ranges=((0, nbytes),),
+                replica_nodes=to,
+                keep=tuple(sorted({header.version for _, header in segment.view.sealed_slots()})),
+            )
         )
 
-        def told(answer: Any) -> None:
+        def finish(answer: Any) -> None:
             try:
                 copied: Replicated = answer.result()
                 if copied.failed:
@@ -208,7 +212,7 @@ class VaultWriter(StorageWriter):
                 log.warning("checkpoint %s has no copies on other nodes: %s", self._version, error)
             done.set_result(results)
 
-        sealed.add_done_callback(told)
+        sealed.add_done_callback(finish)
         return done
 
 
@@ -223,7 +227,6 @@ def _is_over_default_group() -> bool:
 
 
 def box_of(item: WriteItem) -> Box:
-    """Return the box of a tensor's item."""
     assert item.tensor_data is not None, "an item that is no bytes is a tensor"
     chunk = item.tensor_data.chunk
     return Box(tuple(chunk.offsets), tuple(chunk.sizes))

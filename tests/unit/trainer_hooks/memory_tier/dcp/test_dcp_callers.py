@@ -54,7 +54,7 @@ def test_saving_thread_must_have_its_own_process_group(tier: MemoryTier) -> None
 @pytest.mark.promise("memory-tier-newest")
 def test_writer_of_an_ended_generation_writes_nothing(tier: MemoryTier) -> None:
     tier.is_over = True
-    with pytest.raises(CheckpointException, match="its generation was left"):
+    with pytest.raises(CheckpointException, match="its generation is over"):
         dcp.save({"weight": torch.zeros(2)}, storage_writer=VaultWriter(tier, 1))
 
 

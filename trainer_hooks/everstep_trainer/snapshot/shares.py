@@ -8,7 +8,7 @@ one rank stores each byte and others *cover* it: they store it only if that rank
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
@@ -89,8 +89,7 @@ def divide_state(
         layouts: Layout of each rank.
         nodes: Node of each rank.
         replicas: Number of nodes for each byte.
-        preferred_nodes: For each node, the nodes unlikely to be lost together with it; they are the first choice for
-            second copies.
+        preferred_nodes: For each node, those unlikely to be lost together with it, the first choice for second copies.
     """
     world = len(layouts)
     books = [_ShareBuilder() for _ in range(world)]
@@ -155,19 +154,14 @@ def _exclusive_first(piece: SharePiece) -> tuple[bool, SharePiece]:
 
 
 def _group_names(holders: Iterable[tuple[int, ...]], world: int) -> dict[tuple[int, ...], str]:
-    """Return a name for each set of holders, after its first rank, made unique.
-
-    Several sets may have the same first rank: a pipeline's first and last stage share tensors, and so do the first
-    stage's replicas.
-    """
+    """Return a name for each set of holders, after its first rank; several sets with the same first rank are
+    numbered."""
     names: dict[tuple[int, ...], str] = {}
-    used: dict[int, int] = defaultdict(int)
+    used: Counter[int] = Counter()
     for ranks in sorted(holders):
-        names[ranks] = "replicated"
-        if len(ranks) != world:
-            used[ranks[0]] += 1
-            again = f".{used[ranks[0]]}" if used[ranks[0]] > 1 else ""
-            names[ranks] = f"replicated-{ranks[0]}{again}"
+        used[ranks[0]] += len(ranks) != world
+        again = f".{used[ranks[0]]}" if used[ranks[0]] > 1 else ""
+        names[ranks] = "replicated" if len(ranks) == world else f"replicated-{ranks[0]}{again}"
     return names
 
 
@@ -213,10 +207,10 @@ def _divide_among(
     for held, box in units:
         if held.part.sharing is Sharing.FIRST_RANK:
             chosen = holders[:1]
+        elif held.part.nbytes <= SCALAR_BYTES:
+            chosen = holders
         else:
-            chosen = (
-                holders if held.part.nbytes <= SCALAR_BYTES else _least_loaded(load, nodes, copies, preferred_nodes)
-            )
+            chosen = _least_loaded(load, nodes, copies, preferred_nodes)
         exclusive = not alone and nodes_of(chosen) < replicas
         storers = [min(chosen, key=stored.__getitem__)] if alone and held.part.nbytes > SCALAR_BYTES else chosen
         for rank in chosen:
@@ -227,9 +221,7 @@ def _divide_among(
                 stored[rank] += nbytes
                 builders[rank].pieces.append(piece)
                 if not exclusive and held.part.nbytes > SCALAR_BYTES:
-                    builders[rank].partial_copies.update(
-                        nodes[other] for other in chosen if nodes[other] != nodes[rank]
-                    )
+                    builders[rank].partial_copies.update({nodes[other] for other in chosen} - {nodes[rank]})
             else:
                 builders[rank].cover_pieces.append(piece)
                 builders[rank].covered_ranks.update(storers)
@@ -268,21 +260,21 @@ def build_manifest(rank: int, layouts: Sequence[Layout], share: RankShare, blob_
     are any; otherwise other ranks hold this rank's tensors, and its Python state too.
     """
     catalog, index_of = _catalog(layouts)
-    parts = layouts[rank].parts
-    at, blob_at, exclusive_end = 0, None, 0
     stored: list[StoredBox] = []
-    for piece in share.pieces:
-        if not piece.is_exclusive and blob_at is None:
-            blob_at, at = at, _aligned(at + BLOB_LENGTH_BYTES + blob_capacity)
-            exclusive_end = at if stored else 0
-        part = parts[piece.part]
-        stored.append(StoredBox(index_of[part.name], piece.box, at))
-        at = _aligned(at + piece.box.volume * part.itemsize)
-    if blob_at is None:
-        blob_at, at = at, _aligned(at + BLOB_LENGTH_BYTES + blob_capacity)
-        exclusive_end = at if stored else 0
+
+    def place(pieces: Iterable[SharePiece], at: int) -> int:
+        for piece in pieces:
+            part = layouts[rank].parts[piece.part]
+            stored.append(StoredBox(index_of[part.name], piece.box, at))
+            at = _aligned(at + piece.box.volume * part.itemsize)
+        return at
+
+    blob_at = place((piece for piece in share.pieces if piece.is_exclusive), 0)
+    at = _aligned(blob_at + BLOB_LENGTH_BYTES + blob_capacity)
+    exclusive_end = at if stored else 0
+    end = place((piece for piece in share.pieces if not piece.is_exclusive), at)
     return Manifest(
-        LAYOUT_FORMAT, rank, len(layouts), catalog, tuple(stored), blob_at, blob_capacity, at, exclusive_end
+        LAYOUT_FORMAT, rank, len(layouts), catalog, tuple(stored), blob_at, blob_capacity, end, exclusive_end
     )
 
 
@@ -336,9 +328,7 @@ def segment_needs(
 ) -> Iterator[SegmentRequirement]:
     """Yield the segments that ranks open on ``node``, and those that its vault makes for other nodes' ranks.
 
-    Args:
-        slots: Slots of each rank, besides those for pinned versions.
-        slot_bytes: Returns the slot size that a rank asks for.
+    ``slots`` does not include those for pinned versions; ``slot_bytes`` returns the slot size that a rank asks for.
     """
     pinned = spec.spec.pinned_slots
 
