@@ -29,6 +29,7 @@ from everstep_trainer.restore.version_choice import VersionChoice, choose_versio
 from everstep_trainer.runtime.interrupt import WAIT_SLICE_S
 from everstep_trainer.snapshot.exchange import decode_value, poll_values, put_value, wait_for_values
 from everstep_trainer.state.layout import content_digest
+from everstep_trainer.state.tensors import ADD_BEFORE_TRACK
 
 RANK_TIMEOUT_S = 60.0
 
@@ -73,7 +74,7 @@ class VersionProposal(msgspec.Struct, frozen=True):
 
 
 class RestoreOutcome(msgspec.Struct, frozen=True):
-    """The outcome of reading for one rank.
+    """The outcome of reading, for one rank or for all.
 
     Attributes:
         succeeded: Whether the rank has all it needs.
@@ -85,20 +86,6 @@ class RestoreOutcome(msgspec.Struct, frozen=True):
     succeeded: bool
     bad_slots: tuple[SlotKey, ...] = ()
     live_tensors: bytes = b""
-    error: str = ""
-
-
-class RestoreDecision(msgspec.Struct, frozen=True):
-    """The combined outcome of all ranks.
-
-    Attributes:
-        succeeded: Whether all ranks have what they need.
-        bad_slots: All slots that proved bad.
-        error: An error that no other choice would avoid.
-    """
-
-    succeeded: bool
-    bad_slots: tuple[SlotKey, ...] = ()
     error: str = ""
 
 
@@ -161,22 +148,21 @@ class RestoreAgreement:
     def gather_inventories(self, stop: threading.Event) -> tuple[SlotInfo, ...]:
         """Return the slots that all nodes of the roster published; for the first rank of a node.
 
-        Raises:
-            DistStoreError: A node published nothing within RANK_TIMEOUT_S, or ``stop`` was set.
+        Raises DistStoreError if a node published nothing within RANK_TIMEOUT_S, or ``stop`` was set.
         """
         nodes = [node for node in self._spec.seats if node != self._member.node]
         keys = [f"restore/inventory/{node}" for node in nodes]
         try:
-            told = poll_values(self._store, keys, stop=stop, clock=self._clock, timeout_s=RANK_TIMEOUT_S)
+            bodies = poll_values(self._store, keys, stop=stop, clock=self._clock, timeout_s=RANK_TIMEOUT_S)
         except Unavailable as error:
             raise DistStoreError(str(error)) from error
-        return self._own_slots + tuple(slot for body in told for slot in decode_value(body, NodeInventory).slots)
+        return self._own_slots + tuple(slot for body in bodies for slot in decode_value(body, NodeInventory).slots)
 
     def manifest(self, digest: str) -> Manifest:
         """Return a known or published manifest. Raises MalformedMessage if nobody could read it, or it is damaged."""
         if digest not in self._manifests:
             if not self.is_manifest_available(digest):
-                raise MalformedMessage(f"manifest {digest} could not be read where it lies")
+                raise MalformedMessage(f"manifest {digest} could not be read by any node that holds it")
             if not self.knows_manifest(digest):
                 self.add_local_manifest(digest, self._store.get(f"restore/manifest/{digest}"))
             if not self.knows_manifest(digest):
@@ -210,30 +196,23 @@ class RestoreAgreement:
             raise NotRestorable(f"rank 0 chose {version}, which the generation's rule does not admit")
         return made.choice
 
-    def exchange_outcomes(self, attempt: int, outcome: RestoreOutcome, names: Sequence[str] = ()) -> RestoreDecision:
-        """Publish this rank's outcome of an attempt, and return the combined outcome.
+    def exchange_outcomes(self, attempt: int, outcome: RestoreOutcome, names: Sequence[str] = ()) -> RestoreOutcome:
+        """Publish this rank's outcome of an attempt, and return the combined outcome of all ranks.
 
-        No rank must have all tensors live (a pipeline stage does not), but each tensor must be live on some rank.
-
-        Args:
-            attempt: Number of the choice.
-            outcome: This rank's outcome.
-            names: Names of the version's tensors, for rank 0.
-
-        Raises:
-            NotRestorable: On all ranks alike, no choice would help.
+        No rank must have all tensors live (a pipeline stage does not), but each of the version's tensors, of which rank
+        0 gives the ``names``, must be live on some rank. Raises NotRestorable, on all ranks, if no choice would help.
         """
         put_value(self._store, f"restore/outcome/{attempt}/{self._member.rank}", outcome)
         if self.is_coordinator:
             keys = [f"restore/outcome/{attempt}/{rank}" for rank in range(self._spec.world_size)]
-            verdict = combine_outcomes([decode_value(body, RestoreOutcome) for body in self._get(keys)], names)
-            put_value(self._store, f"restore/verdict/{attempt}", verdict)
+            combined = combine_outcomes([decode_value(body, RestoreOutcome) for body in self._get(keys)], names)
+            put_value(self._store, f"restore/combined/{attempt}", combined)
         else:
-            (body,) = self._get([f"restore/verdict/{attempt}"])
-            verdict = decode_value(body, RestoreDecision)
-        if verdict.error:
-            raise NotRestorable(verdict.error)
-        return verdict
+            (body,) = self._get([f"restore/combined/{attempt}"])
+            combined = decode_value(body, RestoreOutcome)
+        if combined.error:
+            raise NotRestorable(combined.error)
+        return combined
 
     def _get(self, keys: list[str]) -> list[bytes]:
         return wait_for_values(self._store, keys, self._clock, RANK_TIMEOUT_S)
@@ -250,7 +229,7 @@ def encode_live_tensors(indices: Iterable[int], count: int) -> bytes:
     return bytes(bits)
 
 
-def combine_outcomes(outcomes: Sequence[RestoreOutcome], names: Sequence[str]) -> RestoreDecision:
+def combine_outcomes(outcomes: Sequence[RestoreOutcome], names: Sequence[str]) -> RestoreOutcome:
     """Combine all ranks' outcomes; see RestoreAgreement.exchange_outcomes."""
     bad = tuple(dict.fromkeys(key for outcome in outcomes for key in outcome.bad_slots))
     errors = [outcome.error for outcome in outcomes if outcome.error]
@@ -265,11 +244,9 @@ def combine_outcomes(outcomes: Sequence[RestoreOutcome], names: Sequence[str]) -
     if gone:
         errors.append(
             f"the tracked state is not what was stored: {len(gone)} tensors are gone from all ranks "
-            f"({', '.join(sorted(gone)[:3])}); restore with the objects that were tracked. What is added in the midst "
-            "of training has to be there before run.track: give an optimizer all parameters from the start, and let "
-            "requires_grad_ say which are trained"
+            f"({', '.join(sorted(gone)[:3])}); restore with the objects that were tracked. {ADD_BEFORE_TRACK}"
         )
-    return RestoreDecision(ok, bad, errors[0] if errors else "")
+    return RestoreOutcome(ok, bad, error=errors[0] if errors else "")
 
 
 # ---- survey: before a restore, publish what the vaults hold and propose a version
@@ -284,12 +261,8 @@ version."""
 
 
 class InventorySurvey:
-    """Publishes one node's inventory and, on rank 0, makes proposals.
-
-    Args:
-        local: This node's slots.
-        on_bad_slot: Receives slots that cannot be read.
-    """
+    """Publishes one node's inventory and, on rank 0, makes proposals; ``on_bad_slot`` receives slots that cannot be
+    read."""
 
     def __init__(
         self,
@@ -349,7 +322,7 @@ class InventorySurvey:
         try:
             slots = only_snapshots(self._vault.inventory(self._spec.job))
         except EverstepError as error:
-            log.warning("this node's vault gives no inventory: %s", error, extra=self._log_fields)
+            log.warning("this node's vault did not answer the inventory: %s", error, extra=self._log_fields)
             slots = ()
         manifests: dict[str, bytes] = {}
         for slot in slots:
@@ -381,10 +354,8 @@ class InventorySurvey:
 
     def _ask_former_nodes(self) -> tuple[SlotInfo, ...]:
         """Return slots in vaults of nodes that left the roster but may still answer, and publish their manifests."""
-        asked = {s.node for s in self._known}
-        outside = tuple(
-            h.node for h in self._spec.holders if h.node not in asked and h.node not in self._spec.seated_nodes
-        )
+        known = {slot.node for slot in self._known}.union(self._spec.seated_nodes)
+        outside = tuple(holder.node for holder in self._spec.holders if holder.node not in known)
         if not outside:
             return ()
         try:
@@ -393,7 +364,10 @@ class InventorySurvey:
             log.info("no inventory from %s: %s", outside, error, extra=self._log_fields)
             return ()
         found = tuple(s for s in slots if s.node in outside and is_admitted(self._spec.restore, s.version))
-        self._publish_remote_manifests(found)
+        for digest, slot in {s.manifest_digest: s for s in found}.items():
+            available = self._agreement.is_manifest_available(digest)
+            if not available and (body := self._remote_manifest(slot)) is not None:
+                self._agreement.publish_manifest(digest, body)
         return found
 
     def _parity_slots(self, protection: Protection, there: Collection[int]) -> Iterator[SlotInfo]:
@@ -412,8 +386,7 @@ class InventorySurvey:
                     manifest_digest="",
                     parity_group=group,
                 )
-                body = self._remote_manifest(slot)
-                if body is not None:
+                if (body := self._remote_manifest(slot)) is not None:
                     slot = msgspec.structs.replace(slot, manifest_digest=content_digest(body))
                     self._agreement.add_local_manifest(slot.manifest_digest, body)
                     self._agreement.publish_manifest(slot.manifest_digest, body)
@@ -426,11 +399,3 @@ class InventorySurvey:
         except EverstepError as error:
             log.info("no manifest from %s: %s", slot.node, error, extra=self._log_fields)
             return None
-
-    def _publish_remote_manifests(self, slots: tuple[SlotInfo, ...]) -> None:
-        for slot in {s.manifest_digest: s for s in slots}.values():
-            if self._agreement.is_manifest_available(slot.manifest_digest):
-                continue
-            body = self._remote_manifest(slot)
-            if body is not None:
-                self._agreement.publish_manifest(slot.manifest_digest, body)

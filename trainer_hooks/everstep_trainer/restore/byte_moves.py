@@ -103,23 +103,6 @@ class TensorCopies:
         torch.autograd.graph.increment_version(self._tensors)
 
 
-class FilledMemory:
-    """Live memory that copies have filled, whose targets do not overlap."""
-
-    def __init__(self, done: Sequence[CopyTable]) -> None:
-        rows = CopyTable(*(np.concatenate(columns) for columns in zip(NO_COPIES, *done, strict=True)))
-        order = np.argsort(rows.target)
-        begins, ends = rows.target[order], (rows.target + rows.length)[order]
-        first = np.flatnonzero(np.concatenate(([True], begins[1:] > ends[:-1]))) if len(begins) else order
-        self._begins = begins[first]
-        self._ends = ends[np.append(first[1:] - 1, len(ends) - 1)] if len(begins) else ends
-
-    def contains(self, target: torch.Tensor) -> bool:
-        """Return whether all bytes of a contiguous tensor were filled."""
-        at = int(np.searchsorted(self._begins, target.data_ptr(), side="right")) - 1
-        return at >= 0 and target.data_ptr() + target.nbytes <= int(self._ends[at])
-
-
 def run_copies(base: int, copies: CopyTable) -> None:
     """Run the copies from the memory that begins at address ``base``."""
     for source, target, length in zip(*(column.tolist() for column in copies), strict=True):
@@ -150,10 +133,7 @@ MAX_RANGES = 1 << 16
 
 
 class FetchBatch(msgspec.Struct, frozen=True):
-    """Ranges of a slot that are fetched together, and the copies from where they land one after another.
-
-    No range crosses a chunk's end.
-    """
+    """Ranges of a slot, none across a chunk's end, and the copies from where they land one after another."""
 
     slot: SlotInfo
     ranges: tuple[Range, ...]
@@ -171,8 +151,7 @@ def split_into_batches(slot: SlotInfo, copies: CopyTable) -> Iterator[FetchBatch
 
 
 def _runs(breaks: np.ndarray, count: int) -> Iterator[tuple[int, int]]:
-    """Yield (first, one after the last) of each run; ``breaks`` tells for each member but the first whether a run
-    begins."""
+    """Yield (first, one after the last) of each run; ``breaks`` tells for each member but the first if a run begins."""
     if count:
         begins = [0, *(np.flatnonzero(breaks) + 1).tolist()]
         yield from zip(begins, [*begins[1:], count], strict=True)

@@ -10,7 +10,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 import torch
@@ -30,17 +29,12 @@ from everstep.layout.segments import PAGE_BYTES
 from everstep.wire.v1.local import Fetched, SlotInfo
 from everstep.wire.v1.training import Member
 from everstep_trainer.memory_tier.vault_client import VaultClient
-from everstep_trainer.restore.byte_moves import (
-    FetchBatch,
-    FilledMemory,
-    TensorCopies,
-    is_byte_copyable,
-    split_into_batches,
-)
+from everstep_trainer.restore.byte_moves import TensorCopies, is_byte_copyable, split_into_batches
 from everstep_trainer.restore.local_slots import BadSlot, HashScope, LocalSlots
 from everstep_trainer.restore.remote_slots import ScratchFetch, SlotStreams, make_fetch
 from everstep_trainer.snapshot.copy import slot_view, view_of_box
 from everstep_trainer.state.python_value_codec import dtype_of
+from everstep_trainer.state.tensors import TrackedTensor
 
 # ---- resharding: from stored boxes to needed boxes, in byte ranges. Pure: any layout to any other.
 
@@ -69,10 +63,8 @@ class PlannedRead(msgspec.Struct, frozen=True, gc=False):
 def plan_reads(needed: Sequence[NeededBox], sources: Iterable[Manifest]) -> list[PlannedRead]:
     """Return reads that fill every needed box exactly once, each byte from the first source that has it.
 
-    Order the sources by distance; no more of them are consumed than needed.
-
-    Raises:
-        NotRestorable: A part is in no source.
+    Order the sources by distance; no more of them are consumed than needed. Raises NotRestorable for a part in no
+    source.
     """
     wanting: dict[int, list[int]] = defaultdict(list)
     for index, want in enumerate(needed):
@@ -99,7 +91,7 @@ def plan_reads(needed: Sequence[NeededBox], sources: Iterable[Manifest]) -> list
             return reads
     for index, boxes in rest.items():
         name = catalog[needed[index].tensor_index].name if catalog else f"tensor {needed[index].tensor_index}"
-        raise NotRestorable(f"{name}: the part at {boxes[0].offset} of size {boxes[0].size} is in no slot that is left")
+        raise NotRestorable(f"{name}: the part at {boxes[0].offset} of size {boxes[0].size} is in no usable slot")
     return reads
 
 
@@ -119,7 +111,7 @@ def _plan_from_stored(
 
 
 def box_to_fetch(stored: Box, needed: Box) -> Box:
-    """Return the box to fetch for ``wanted``: itself, or whole rows of ``held`` if it consists of many small runs."""
+    """Return the box to fetch: ``needed`` itself, or whole rows of ``stored`` if it consists of many small runs."""
     runs = math.prod(needed.size[: run_dimension(stored, needed)])
     if runs <= MAX_RUNS:
         return needed
@@ -144,20 +136,12 @@ class ReadSource(msgspec.Struct, frozen=True):
         return self.manifest.blob_offset, BLOB_LENGTH_BYTES + self.manifest.blob_capacity
 
 
-class RestoreTarget(Protocol):
-    """Live memory to fill.
+class RestoreTarget(msgspec.Struct, frozen=True):
+    """Live memory to fill: a view with the size of ``box``, a part of the whole tensor. Parameters are read first."""
 
-    ``local`` is a view with the size of ``box``, which is a part of the whole tensor. Parameters are fetched first.
-    """
-
-    @property
-    def local(self) -> torch.Tensor: ...
-
-    @property
-    def box(self) -> Box: ...
-
-    @property
-    def is_parameter(self) -> bool: ...
+    local: torch.Tensor
+    box: Box
+    is_parameter: bool = True
 
 
 class BufferedRead(msgspec.Struct, frozen=True):
@@ -169,12 +153,9 @@ class BufferedRead(msgspec.Struct, frozen=True):
 
 
 class _RemoteFetch(msgspec.Struct, frozen=True):
-    """The fetch of one remote slot.
+    """The fetch of one remote slot: into live memory, and into buffers that torch copies from once they are filled.
 
-    Attributes:
-        moves: Copies into live memory.
-        staged_reads: Byte buffers that torch copies from once they have been received.
-        blob: Receives the Python state; empty if none is fetched.
+    ``blob`` receives the Python state; empty if none is fetched.
     """
 
     source: ReadSource
@@ -199,7 +180,7 @@ class SlotLoader:
         vault: VaultClient,
         job: str,
         member: Member,
-        targets: Sequence[RestoreTarget],
+        targets: Sequence[RestoreTarget | TrackedTensor],
         local: LocalSlots,
         hash_scope: Callable[[SlotInfo], HashScope] = lambda _: HashScope.READ,
     ) -> None:
@@ -219,26 +200,25 @@ class SlotLoader:
     ) -> tuple[bytes, list[BadSlot]]:
         """Fill the targets; return the Python state of source ``blob_source``, and the slots that failed.
 
-        After a failure the targets must not be used. A repeated call, possibly with other sources, does not fetch bytes
-        again that came from other nodes with the right hash, unless their slot proved corrupt.
+        After a failure the targets must not be used. A repeated call, possibly with other sources, does not fetch again
+        what it read from slots of other nodes that did not fail.
         """
         self.bytes_by_source = dict(self._kept_bytes)
-        of_supply: dict[int, list[PlannedRead]] = defaultdict(list)
-        of_supply[blob_source] = []
+        by_source: dict[int, list[PlannedRead]] = defaultdict(list)
+        by_source[blob_source] = []
         for read in reads:
-            of_supply[read.source_index].append(read)
-        local = {i: r for i, r in of_supply.items() if sources[i].slot.is_on(self._member.node)}
-        remote = {
-            i: [read for read in r if (read.needed_index, read.box) not in self._kept_reads]
-            for i, r in of_supply.items()
-            if i not in local
-        }
-        arrivals = [
-            self._plan_remote_fetch(sources[i], some, with_blob=parameters and i == blob_source)
-            for parameters in (True, False)
-            for i, mine in remote.items()
-            for some in ([read for read in mine if self._targets[read.needed_index].is_parameter is parameters],)
-        ]
+            by_source[read.source_index].append(read)
+        local = {i: mine for i, mine in by_source.items() if sources[i].slot.is_on(self._member.node)}
+        fetches = []
+        for parameters in (True, False):
+            for i in (i for i in by_source if i not in local):
+                wanted = [
+                    read
+                    for read in by_source[i]
+                    if self._targets[read.needed_index].is_parameter is parameters
+                    and (read.needed_index, read.box) not in self._kept_reads
+                ]
+                fetches.append(self._plan_remote_fetch(sources[i], wanted, parameters and i == blob_source))
         blobs: list[bytes] = []
         failures: list[BadSlot] = []
 
@@ -249,26 +229,24 @@ class SlotLoader:
                 except BadSlot as failure:
                     failures.append(failure)
 
-        failed, landed = self._fetch_all(arrivals, meanwhile=read_local)
-        failures += failed
-        blobs += self._settle(arrivals, failures, landed)
+        failures += self._fetch_all(fetches, meanwhile=read_local)
+        blobs += self._finish(fetches, failures)
         return b"".join(blobs), failures
 
     def read_python_state(self, source: ReadSource) -> bytes:
         """Return the Python state of another slot. Raises BadSlot."""
         if source.slot.is_on(self._member.node):
             return self._read_local(source, [], with_blob=True)
-        arrivals = [self._plan_remote_fetch(source, [], with_blob=True)]
-        failures, landed = self._fetch_all(arrivals)
-        if failures:
+        fetches = [self._plan_remote_fetch(source, [], with_blob=True)]
+        if failures := self._fetch_all(fetches):
             raise failures[0]
-        return self._settle(arrivals, failures, landed)[0]
+        return self._finish(fetches, [])[0]
 
     def _fetch_all(
-        self, arrivals: Sequence[_RemoteFetch], meanwhile: Callable[[], None] = lambda: None
-    ) -> tuple[list[BadSlot], list[FetchBatch]]:
-        """Fetch everything, from holders and from parity; return the failed slots and the received batches."""
-        batches = [batch for each in arrivals for batch in split_into_batches(each.source.slot, each.moves.table())]
+        self, fetches: Sequence[_RemoteFetch], meanwhile: Callable[[], None] = lambda: None
+    ) -> list[BadSlot]:
+        """Fetch everything, from holders and from parity; return the failed slots."""
+        batches = [batch for each in fetches for batch in split_into_batches(each.source.slot, each.moves.table())]
         streams = SlotStreams(self._vault, self._job, (batch for batch in batches if batch.slot.parity_group is None))
         lost = (batch for batch in batches if batch.slot.parity_group is not None)
         landing = ScratchFetch(self._vault, self._job, self._scratch_file, lost)
@@ -276,7 +254,7 @@ class SlotLoader:
             streams.start()
             landing.start()
             meanwhile()
-            return streams.finish() + landing.finish(), streams.landed
+            return streams.finish() + landing.finish()
         finally:
             streams.close()
             landing.close()
@@ -297,14 +275,12 @@ class SlotLoader:
             sources.append(here[0] if tensor.per_rank else here)
             targets.append(self._part(item.read, tensor))
         pairs = list(zip(targets, sources, strict=True))
-        lazy = [pair for pair in pairs if pair[0].is_conj() or pair[0].is_neg()]  # torch fills these only one by one
-        if lazy:
-            pairs = [pair for pair in pairs if not (pair[0].is_conj() or pair[0].is_neg())]
         with torch.no_grad():
-            if pairs:
-                torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
-            for target, source in lazy:
-                target.copy_(source)
+            if any(target.is_conj() or target.is_neg() for target in targets):  # torch fills these only one by one
+                for target, source in pairs:
+                    target.copy_(source)
+            elif pairs:
+                torch._foreach_copy_(targets, sources)
 
     def _count(self, source: ReadSource, reads: list[PlannedRead]) -> None:
         slot = source.slot
@@ -369,20 +345,12 @@ class SlotLoader:
             moves.add(blob, [source.blob_range])
         return _RemoteFetch(source, reads, moves, asides, blob)
 
-    def _settle(
-        self, arrivals: Sequence[_RemoteFetch], failures: list[BadSlot], landed: Sequence[FetchBatch]
-    ) -> list[bytes]:
-        """Finish after everything arrived; return the Python states.
-
-        If a slot failed, its bytes that arrived with the right hash are not fetched again.
-        """
+    def _finish(self, fetches: Sequence[_RemoteFetch], failures: list[BadSlot]) -> list[bytes]:
+        """Finish after everything arrived; return the Python states."""
         blobs = []
-        for each in arrivals:
+        for each in fetches:
             each.moves.mark_written()
-            failure = next((failure for failure in failures if failure.slot is each.source.slot), None)
-            if failure is not None:
-                if not failure.is_corrupt:
-                    self._keep(each.source, self._landed_reads(each, landed))
+            if any(failure.slot is each.source.slot for failure in failures):
                 continue
             for aside, item in each.staged_reads:
                 self._copy(aside, each.source, [item])
@@ -390,17 +358,6 @@ class SlotLoader:
             if each.blob.numel():
                 blobs.append(_blob(each.blob, 0))
         return blobs
-
-    def _landed_reads(self, arrivals: _RemoteFetch, landed: Sequence[FetchBatch]) -> list[PlannedRead]:
-        """Return the reads of a failed slot whose targets had been filled with correctly hashed bytes."""
-        supply = arrivals.source
-        filled = FilledMemory([batch.copies for batch in landed if batch.slot is supply.slot])
-        aside = {id(item.read) for _, item in arrivals.staged_reads}
-        return [
-            read
-            for read in arrivals.reads
-            if id(read) not in aside and filled.contains(self._part(read, supply.tensor(read)))
-        ]
 
     def _keep(self, source: ReadSource, reads: list[PlannedRead]) -> None:
         before = dict(self.bytes_by_source)
@@ -431,5 +388,5 @@ def _blob(data: torch.Tensor, at: int) -> bytes:
     """Return the Python state behind its length. Raises MalformedMessage for an impossible length."""
     length = int.from_bytes(data[at : at + BLOB_LENGTH_BYTES].numpy().tobytes(), "little")
     if length > data.numel() - at - BLOB_LENGTH_BYTES:
-        raise MalformedMessage(f"a slot's Python state says that it has {length} bytes")
+        raise MalformedMessage(f"a slot's Python state claims an impossible length of {length} bytes")
     return data[at + BLOB_LENGTH_BYTES : at + BLOB_LENGTH_BYTES + length].numpy().tobytes()

@@ -43,9 +43,6 @@ class HashingCopy:
         digests: The sealed digest of each chunk.
         checked: The chunks to hash; others are used unchecked.
         native: Native code that hashes and copies at once.
-
-    Raises:
-        IndexError: A copy would begin or end outside the payload.
     """
 
     def __init__(
@@ -59,7 +56,7 @@ class HashingCopy:
         if len(copies.source) and (
             int(copies.source[0]) < 0 or int((copies.source + copies.length).max()) > len(payload)
         ):
-            raise IndexError(f"a tensor is said to lie outside a payload of {len(payload)} bytes")
+            raise IndexError(f"a tensor would lie outside a payload of {len(payload)} bytes")
         checked = frozenset(checked)
         if checked and not 0 <= min(checked) <= max(checked) < len(digests):
             raise IndexError(f"chunks {min(checked)} to {max(checked)} are not among {len(digests)}")
@@ -171,11 +168,7 @@ def map_read_only(path: str, length: int = 0) -> memoryview:
 
 
 def as_tensor(buffer: memoryview) -> torch.Tensor:
-    """Return read-only bytes as a tensor to copy from.
-
-    torch has no read-only tensors and warns of the effects of a write. Here a write would end the process: the pages
-    cannot be written.
-    """
+    """Return read-only bytes as a tensor to copy from; torch would warn of writes, which end the process here."""
     array = np.frombuffer(buffer, np.uint8)
     alias = (ctypes.c_ubyte * array.nbytes).from_address(array.ctypes.data)
     alias.source = array  # type: ignore[attr-defined]  # the tensor keeps the alias, the alias the mapping
@@ -193,7 +186,7 @@ class BadSlot(Exception):
 
 
 class HashScope(Enum):
-    """Chunks of a slot that a reader hashes: all, those it reads, or none, because another rank's check precedes any
+    """Chunks of a slot that a reader hashes: all, those it reads, or none, because another rank checks it before any
     use."""
 
     ALL = auto()
@@ -204,10 +197,8 @@ class HashScope(Enum):
 class LocalSlots:
     """Sealed slots in this node's segment files.
 
-    Args:
-        own_segment: Returns the segment at a path if this process has mapped it already; others are mapped read-only.
-            Mapping a slot again costs as much as copying it.
-        threads: Number of threads that copy and hash in parallel.
+    ``own_segment`` returns the segment at a path if this process has mapped it already: mapping a slot again costs as
+    much as copying it. Others are mapped read-only. ``threads`` copy and hash in parallel.
     """
 
     def __init__(self, own_segment: Callable[[str], SegmentView | None] = lambda _: None, threads: int = 2) -> None:
@@ -234,26 +225,18 @@ class LocalSlots:
         extra_ranges: Iterable[Range] = (),
         scope: HashScope = HashScope.ALL,
     ) -> torch.Tensor:
-        """Copy from the slot, hash the chunks of ``scope``, and return the payload.
+        """Copy from the slot, hash the chunks of ``scope``, and return the payload, of which the caller reads
+        ``extra_ranges``.
 
-        Args:
-            slot: The slot.
-            copies: The copies.
-            extra_ranges: Ranges that the caller will read from the returned payload.
-            scope: The chunks to hash.
-
-        Raises:
-            BadSlot: The slot cannot be used, and neither can the copied bytes.
+        Raises BadSlot if the slot cannot be used, and neither can the copied bytes.
         """
         try:
             view = self._require(slot)
             digests, payload = view.digests(slot.slot)[1:], view.payload(slot.slot)
             if len(digests) != chunk_count(len(payload)):
-                raise _SlotRefilled(f"slot {slot.slot} of {slot.path} is being filled anew")
-            checked: Iterable[int] = ()
-            if scope is HashScope.ALL:
-                checked = range(len(digests))
-            elif scope is HashScope.READ:
+                raise _SlotRefilled(f"slot {slot.slot} of {slot.path} is being refilled")
+            checked: Iterable[int] = range(len(digests)) if scope is HashScope.ALL else ()
+            if scope is HashScope.READ:
                 checked = chunks_of_copies(copies) | chunks_of(extra_ranges)
             HashingCopy(payload, copies, digests, checked).run(self._threads)
             return as_tensor(payload)
@@ -270,9 +253,11 @@ class LocalSlots:
     def _require(self, slot: SlotInfo) -> SegmentView:
         view = self._view(slot)
         header = view.header(slot.slot)
-        said = (SlotState.SEALED, slot.rank, slot.version)
-        if header is None or (header.state, header.rank, header.version) != said:
-            raise _SlotRefilled(f"slot {slot.slot} of {slot.path} is not rank {slot.rank}'s {slot.version} any more")
+        expected = (SlotState.SEALED, slot.rank, slot.version)
+        if header is None or (header.state, header.rank, header.version) != expected:
+            raise _SlotRefilled(
+                f"slot {slot.slot} of {slot.path} no longer holds version {slot.version} of rank {slot.rank}"
+            )
         return view
 
     def _bad(self, slot: SlotInfo, error: Exception) -> BadSlot:

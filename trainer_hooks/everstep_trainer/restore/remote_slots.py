@@ -138,7 +138,7 @@ class SlotStreams:
                 self._open.add(channel)
                 return _Receiver(channel, connection.answer_timeout_s, connection.io_timeout_s, buffer)
         channel.close()
-        raise Unavailable("the restore was left")
+        raise Unavailable("the restore was abandoned")
 
     def _close_receiver(self, receiver: _Receiver) -> None:
         receiver.channel.close()
@@ -174,15 +174,14 @@ class _Receiver:
     def receive(self, batch: FetchBatch) -> None:
         """Fill the batch's targets.
 
-        Raises:
-            EverstepError: DigestMismatch, Unavailable, MalformedMessage, or the holder's refusal. Afterwards neither
-                the connection nor the filled memory may be used.
+        Raises DigestMismatch, Unavailable, MalformedMessage, or the holder's refusal. Afterwards neither the connection
+        nor the filled memory may be used.
         """
         if self._receive_and_verify(batch, unhashed=True):
             return
         slot = batch.slot
         wrong = _TransferCorrupted(
-            f"what {slot.node} sent of rank {slot.rank}'s version {slot.version} did not hash right"
+            f"the bytes that {slot.node} sent of rank {slot.rank}'s version {slot.version} have the wrong digest"
         )
         try:
             self._receive_and_verify(batch, unhashed=False)  # the holder itself refuses bytes that are wrong there
@@ -199,14 +198,14 @@ class _Receiver:
         channel.set_receive_timeout(self._answer_timeout_s)
         announced = channel.receive_answer(Data).bytes
         if announced != batch.nbytes:
-            raise MalformedMessage(f"{slot.node} announced {announced} bytes where {batch.nbytes} were asked for")
+            raise MalformedMessage(f"{slot.node} announced {announced} bytes instead of the requested {batch.nbytes}")
         channel.set_receive_timeout(self._io_timeout_s)
         hasher = RangeHasher([length for _, length in batch.ranges])
         for at, rows in _cut(batch.copies, CHUNK_BYTES, 0, batch.nbytes):
             self._piece(at, min(CHUNK_BYTES, batch.nbytes - at), rows, hasher)
             if not channel.receive_piece_status():
                 channel.receive_answer(DataEnd)  # raises the holder's refusal
-                raise MalformedMessage(f"{slot.node} said that the slot cannot be read on, and then that it can")
+                raise MalformedMessage(f"{slot.node} sent contradictory status: slot refilled, then not refilled")
         return channel.receive_answer(DataEnd).digests == hasher.digests()
 
     def _piece(self, at: int, length: int, rows: CopyTable, hasher: RangeHasher) -> None:
@@ -225,8 +224,7 @@ class _Receiver:
         hasher.update(view)
 
     def _views(self, at: int, length: int, rows: CopyTable) -> Iterator[memoryview]:
-        """Yield the destinations of the bytes from ``at`` on: live memory, or the buffer for unwanted ones, at most
-        GAP_BYTES."""
+        """Yield the destinations of the bytes from ``at`` on: live memory, or the buffer for unwanted ones."""
         here = at
         for source, target, count in zip(*(column.tolist() for column in rows), strict=True):
             yield self._buffer[: source - here]
@@ -257,12 +255,7 @@ WINDOW_BYTES = WINDOW_BATCHES * BATCH_BYTES
 
 
 class ScratchFetch:
-    """Fetches batches in their order.
-
-    Args:
-        scratch: Returns the window's file, below the vault's directory of segments; called if there is something to
-            fetch.
-    """
+    """Fetches batches in their order through the window's file, which ``scratch`` returns."""
 
     def __init__(
         self, vault: VaultClient, job: str, scratch: Callable[[], Path], batches: Iterable[FetchBatch]
@@ -282,7 +275,7 @@ class ScratchFetch:
         most = WINDOW_BATCHES if self._is_circular else MAX_CONCURRENT_FETCHES
         while self._todo and len(self._under_way) < most:
             batch = self._todo.popleft()
-            if self._failed(batch.slot):
+            if any(failure.slot is batch.slot for failure in self.failures):
                 continue
             at = self._window_offset(batch)
             asked = self._vault.fetch(make_fetch(self._job, batch.slot, self._scratch(), batch.ranges, at))
@@ -318,13 +311,10 @@ class ScratchFetch:
         self._end = max(self._end, at + batch.nbytes)
         return at
 
-    def _failed(self, slot: SlotInfo) -> bool:
-        return any(failure.slot is slot for failure in self.failures)
-
     def _fail(self, slot: SlotInfo, error: EverstepError) -> None:
-        if not self._failed(slot):
+        if all(failure.slot is not slot for failure in self.failures):
             self.failures.append(BadSlot(slot, str(error), is_corrupt=isinstance(error, DigestMismatch)))
-        self._base, self._next = -(-self._end // ALIGN) * ALIGN, 0  # beyond late writes of the failed fetch
+        self._base, self._next = _aligned(self._end), 0  # beyond late writes of the failed fetch
 
     def _address(self, at: int, nbytes: int) -> int:
         if at + nbytes > len(self._data):

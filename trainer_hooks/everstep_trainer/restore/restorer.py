@@ -55,13 +55,8 @@ def make_restore_finding(
     source: str,
     evidence: dict[str, str],
 ) -> FindingRaised:
-    """Return a warning for the agent to pass on, under the generation's trace.
-
-    Args:
-        reason: What is wrong, in words.
-        fallback: What is used instead, in words.
-        source: The check that found it.
-    """
+    """Return a warning for the agent to pass on: ``reason`` was found by the check ``source``, and ``fallback``
+    follows."""
     finding = Finding(
         kind=kind,
         subject=subject,
@@ -80,26 +75,21 @@ def make_restore_finding(
 
 
 class StateBackup:
-    """The tracked state at the time this is made.
-
-    Args:
-        with_values: Also hold the tensors' values in host memory, to restore them.
-    """
+    """The tracked state at the time this is made; ``with_values``: with copies of the tensors' values in host
+    memory."""
 
     def __init__(self, state: TrackedState, *, with_values: bool) -> None:
         self._state = state
-        self._held = [(o, {parameter: dict(held) for parameter, held in o.state.items()}) for o in state.optimizers]
+        self._states = [(o, {parameter: dict(of) for parameter, of in o.state.items()}) for o in state.optimizers]
         live = state.tensors() if with_values else []
         self._values = [(tensor.local, tensor.local.to("cpu", copy=True)) for tensor in live]
 
     def undo(self) -> None:
-        """Restore the optimizers' state and, if they were held, the tensors' values.
-
-        Otherwise the tensors keep the values tried last, and another version is read over them.
-        """
-        for optimizer, held in self._held:
+        """Restore the optimizers' state and the copied values; without copies, another version is read over the
+        tensors."""
+        for optimizer, state in self._states:
             optimizer.state.clear()
-            optimizer.state.update(held)
+            optimizer.state.update(state)
         with torch.no_grad():
             for live, value in self._values:
                 live.copy_(value)
@@ -115,9 +105,8 @@ log = logging.getLogger(__name__)
 class SlotReporter:
     """Reports bad slots; callable from any thread.
 
-    Args:
-        on_finding: Receives findings about slots on this rank's node, and about bytes that arrived wrong. For other
-            slots, their own vault reports.
+    ``on_finding`` receives findings about slots on this rank's node, and about bytes that arrived wrong. For other
+    slots, their own vault reports.
     """
 
     def __init__(
@@ -134,27 +123,28 @@ class SlotReporter:
         self._log_fields = {"node": member.node, "job": spec.job, "generation": spec.number}
 
     def __call__(self, bad: BadSlot) -> None:
-        log.warning(
-            "rank %d's slot on %s is not used: %s", bad.slot.rank, bad.slot.node, bad.reason, extra=self._log_fields
-        )
         slot = bad.slot
+        log.warning("rank %d's slot on %s is not used: %s", slot.rank, slot.node, bad.reason, extra=self._log_fields)
         if isinstance(bad, BadTransfer):
+            kind, subject = FindingKind.TRANSFER_CORRUPT, slot.node
             evidence = {"rank": str(slot.rank), "version": str(slot.version), "received_by": self._member.node}
-            self._report_finding(FindingKind.TRANSFER_CORRUPT, slot.node, bad.reason, evidence)
         elif bad.is_corrupt and slot.is_on(self._member.node):
+            kind, subject = FindingKind.SLOT_CORRUPT, f"{self._spec.job}/rank{slot.rank}/{slot.version}"
             evidence = {"path": slot.path, "slot": str(slot.slot)}
-            self._report_finding(
-                FindingKind.SLOT_CORRUPT, f"{self._spec.job}/rank{slot.rank}/{slot.version}", bad.reason, evidence
-            )
-
-    def _report_finding(self, kind: FindingKind, subject: str, reason: str, evidence: dict[str, str]) -> None:
+        else:
+            return
         if self._on_finding is not None:
-            source, instead = "xxh3-128 of each 8 MiB chunk", "another copy is used"
-            self._on_finding(
-                make_restore_finding(
-                    self._spec, self._clock, kind, subject, reason, fallback=instead, source=source, evidence=evidence
-                )
+            finding = make_restore_finding(
+                self._spec,
+                self._clock,
+                kind,
+                subject,
+                bad.reason,
+                fallback="another copy is used",
+                source="xxh3-128 of each 8 MiB chunk",
+                evidence=evidence,
             )
+            self._on_finding(finding)
 
 
 # ---- distance: which holder of the same bytes a rank reads from first
@@ -186,7 +176,6 @@ class RestoreResult(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         version: The version; None: from scratch.
-        step: Its step; 0 from scratch.
         phases_s: Seconds in inventory, choose, read and agree.
         bytes_by_source: Tensor bytes from this rank's own slot (own), other slots on its node (node), other nodes
             (remote), and rebuilt from parity (parity).
@@ -194,10 +183,14 @@ class RestoreResult(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     version: Version | None
-    step: int
     phases_s: dict[str, float]
     bytes_by_source: dict[str, int]
     sentence: str
+
+    @property
+    def step(self) -> int:
+        """The version's step; 0 from scratch."""
+        return 0 if self.version is None else self.version.step
 
 
 @contextmanager
@@ -215,11 +208,8 @@ def _gc_paused() -> Iterator[None]:
 class Restoration:
     """Fills a rank's state from the newest complete version that the generation's rule admits.
 
-    Every rank of the roster makes one; all get the same version or none does.
-
-    Args:
-        store: The generation's store, with its prefix.
-        on_finding: Receives findings about slots whose bytes are not those sealed; from any thread.
+    Every rank of the roster makes one; all get the same version or none does. ``on_finding`` receives findings about
+    slots whose bytes are not those sealed, from any thread.
     """
 
     def __init__(
@@ -303,10 +293,7 @@ class Restoration:
     def _done(self, version: Version | None, sources: dict[str, int], sentence: str) -> RestoreResult:
         self._end_phase("read")
         log.info("%s", sentence, extra=self._log_fields)
-        step = 0 if version is None else version.step
-        return RestoreResult(
-            version=version, step=step, phases_s=self._phases, bytes_by_source=sources, sentence=sentence
-        )
+        return RestoreResult(version=version, phases_s=self._phases, bytes_by_source=sources, sentence=sentence)
 
     def _end_phase(self, phase: str) -> None:
         now = perf_counter()
@@ -333,11 +320,11 @@ class Restoration:
     def _try(
         self, state: TrackedState, choice: VersionChoice
     ) -> tuple[RestoreOutcome, MergedState | None, dict[str, int]]:
-        """Read the choice. If this rank's objects differ from the stored ones, all ranks are told."""
+        """Read the choice. If this rank's objects differ from the stored ones, the outcome reports it to all ranks."""
         try:
             return self._read(state, choice)
         except DistError:
-            raise  # an error of the store, through which the others would be told
+            raise  # an error of the store, which the outcome would go through
         except (NotRestorable, MalformedMessage, RuntimeError, TypeError, ValueError) as error:
             self._state_error = None if isinstance(error, NotRestorable | MalformedMessage) else error
             return RestoreOutcome(False, error=f"rank {self._member.rank}: {error}"), None, {}
@@ -355,7 +342,7 @@ class Restoration:
             try:
                 reads, supplies = self._plan(wants, slots)
             except NotRestorable as error:
-                log.warning("%s cannot be read: %s", choice.version, error, extra=self._log_fields)
+                log.warning("version %s cannot be read: %s", choice.version, error, extra=self._log_fields)
                 return RestoreOutcome(False, tuple(bad)), None, {}
             source = self._blob_source(supplies)
             blob, failures = loader.load(reads, supplies, source)
@@ -364,8 +351,8 @@ class Restoration:
                 try:
                     python = self._python(state, loader, slots, supplies[source].slot, blob)
                     return RestoreOutcome(True, tuple(bad), lives), python, loader.bytes_by_source
-                except BadSlot as rotten:
-                    failures.append(rotten)
+                except BadSlot as bad_slot:
+                    failures.append(bad_slot)
             for failure in failures:
                 self._report(failure)
                 bad.append(slot_key(failure.slot))
@@ -383,13 +370,16 @@ class Restoration:
             if self._hash_scope(slot) is HashScope.ALL and slot_key(slot) not in read:
                 try:
                     self._local.copy_and_check(slot)
-                except BadSlot as rotten:
-                    failures.append(rotten)
+                except BadSlot as bad_slot:
+                    failures.append(bad_slot)
         return failures
 
     def _hash_scope(self, slot: SlotInfo) -> HashScope:
-        """Return what to hash: ranks of a node read mostly the same slots, so each hashes its own for all of them."""
-        if not self._has_checker(slot):
+        """Return what to hash: each rank that is still on its slot's node hashes its own slot for all ranks there."""
+        on_its_node = (
+            not slot.replica and slot.is_on(self._member.node) and self._spec.has_rank_on(slot.node, slot.rank)
+        )
+        if not on_its_node:
             return HashScope.READ
         return HashScope.ALL if slot.rank == self._member.rank else HashScope.NONE
 
@@ -398,10 +388,6 @@ class Restoration:
         if Path(path).name != segment_name("own", self._member.local_rank):
             return None
         return self._vault.map_segment(path).view
-
-    def _has_checker(self, slot: SlotInfo) -> bool:
-        """Return whether the rank that wrote the slot is still on this node, and so hashes it."""
-        return not slot.replica and slot.is_on(self._member.node) and self._spec.has_rank_on(slot.node, slot.rank)
 
     def _needed_boxes(self, state: TrackedState, slots: list[SlotInfo]) -> tuple[list[TrackedTensor], list[NeededBox]]:
         """Return the live tensors to fill and the boxes they need. Raises NotRestorable for another model."""
@@ -427,7 +413,7 @@ class Restoration:
 
         reads = plan_reads(needed, manifests())
         if not supplies:
-            raise NotRestorable("no slot is left")
+            raise NotRestorable("no usable slot is left")
         return reads, supplies
 
     def _readable_sources(self, slots: list[SlotInfo]) -> Iterator[ReadSource]:
@@ -436,7 +422,7 @@ class Restoration:
             try:
                 supply = ReadSource(slot, self._manifest(slot))
             except MalformedMessage as error:
-                log.info("a slot on %s is left out: %s", slot.node, error, extra=self._log_fields)
+                log.info("a slot on %s is ignored: %s", slot.node, error, extra=self._log_fields)
                 continue
             yield supply
 
@@ -461,12 +447,10 @@ class Restoration:
     ) -> MergedState:
         """Return the Python state of as many ranks as cover all names that this one needs; mostly ``first`` alone does.
 
-        Raises:
-            BadSlot: A slot cannot be used.
-            NotRestorable: No rank has the state of an object tracked now.
+        Raises BadSlot for an unusable slot, NotRestorable if no rank has the state of an object tracked now.
         """
-        names, read, told = state.python_names(), {first.rank}, [decode_python(blob)]
-        while lacking := names.difference(*(python.names for python in told)):
+        names, read, states = state.python_names(), {first.rank}, [decode_python(blob)]
+        while lacking := names.difference(*(python.names for python in states)):
             rest = [slot for slot in slots if slot.rank not in read]
             knowing = [slot for slot in rest if self._has_names(slot, lacking)]
             if not rest or (not knowing and len(read) > MAX_FALLBACK_STATE_READS):
@@ -474,12 +458,12 @@ class Restoration:
             slot = (knowing or rest)[0]
             read.add(slot.rank)
             for supply in self._readable_sources([slot]):
-                told.append(decode_python(loader.read_python_state(supply)))
-        merged = MergedState(told, names)
+                states.append(decode_python(loader.read_python_state(supply)))
+        merged = MergedState(states, names)
         state.require_python(merged)
         if first.rank != self._member.rank and merged.objects:
             log.info(
-                "the state of %s comes from rank %d: what is not alike on all ranks, name in track(per_rank=...)",
+                "the state of %s comes from rank %d: name state that differs between ranks in track(per_rank=...)",
                 ", ".join(sorted(merged.objects)),
                 first.rank,
                 extra=self._log_fields,

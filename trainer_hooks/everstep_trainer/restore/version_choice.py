@@ -21,13 +21,7 @@ ManifestOf = Callable[[str], Manifest]
 
 
 class VersionChoice(msgspec.Struct, frozen=True):
-    """A chosen version.
-
-    Attributes:
-        version: The version; None: start from scratch.
-        slots: The slots that hold it.
-        sentence: Why it was chosen.
-    """
+    """A chosen version (None: start from scratch), the slots that hold it, and why it was chosen."""
 
     version: Version | None
     slots: tuple[SlotInfo, ...]
@@ -60,10 +54,7 @@ def choose_version(rule: RestoreRule, slots: Sequence[SlotInfo], manifest_of: Ma
     """Return the newest admitted version whose slots together cover every tensor.
 
     Without a floor nothing was ever committed, so the answer is scratch if no version is complete. The same holds if
-    the rule names a checkpoint on storage.
-
-    Raises:
-        NotRestorable: No version is complete; the message says what each one lacks.
+    the rule names a checkpoint on storage. Otherwise raises NotRestorable, saying what each version lacks.
     """
     if rule.from_scratch:
         return VersionChoice(None, (), "the generation starts from scratch")
@@ -72,26 +63,23 @@ def choose_version(rule: RestoreRule, slots: Sequence[SlotInfo], manifest_of: Ma
         gap = describe_missing(holders, manifest_of)
         if not gap:
             newer = f"; not {' and not '.join(gaps)}" if gaps else ""
-            ordered = tuple(sorted(holders, key=_order))
-            why = f"{version} is the newest whole version"
+            ordered = sorted(holders, key=lambda slot: (slot.rank, slot.node, slot.replica, slot.path, slot.slot))
+            reason = f"{version} is the newest complete version"
             if rule.floor is not None and version < rule.floor:
-                why = f"{rule.floor} was committed and is lost, and {version}, which parity keeps, is whole"
-            return VersionChoice(version, ordered, f"{why}{newer}")
+                reason = f"{rule.floor} was committed but is lost; {version}, protected by parity, is complete"
+            return VersionChoice(version, tuple(ordered), f"{reason}{newer}")
         gaps.append(f"{version}: {gap}")
     if rule.floor is None:
-        return VersionChoice(None, (), f"no version is whole, and none was committed: from scratch ({'; '.join(gaps)})")
+        sentence = f"no version is complete, and none was committed: from scratch ({'; '.join(gaps)})"
+        return VersionChoice(None, (), sentence)
     ceiling = f" and not newer than {rule.ceiling}" if rule.ceiling is not None else ""
     lost = (
-        f"version {rule.floor} was committed, and nothing from it on{ceiling} is whole: "
-        f"{'; '.join(gaps) or 'no vault that answers holds any slot of such a version'}"
+        f"version {rule.floor} was committed, but no version from it on{ceiling} is complete: "
+        f"{'; '.join(gaps) or 'no reachable vault holds a slot of such a version'}"
     )
     if rule.storage_url:
-        return VersionChoice(None, (), f"{lost}; the job goes back to {rule.storage_url}")
+        return VersionChoice(None, (), f"{lost}; the job restores {rule.storage_url}")
     raise NotRestorable(lost)
-
-
-def _order(slot: SlotInfo) -> tuple[int, str, bool, str, int]:
-    return slot.rank, slot.node, slot.replica, slot.path, slot.slot
 
 
 def describe_missing(holders: Sequence[SlotInfo], manifest_of: ManifestOf) -> str:
@@ -111,8 +99,8 @@ def describe_missing(holders: Sequence[SlotInfo], manifest_of: ManifestOf) -> st
         return ""
     ranks = sorted({m.rank for m in manifests})
     return (
-        f"{len(lacking)} of {len(catalog)} tensors are not whole, {lacking[0]} among them; "
-        f"found are the slots of ranks {ranks} of {manifests[0].world_size}"
+        f"{len(lacking)} of {len(catalog)} tensors are incomplete, such as {lacking[0]}; "
+        f"only slots of ranks {ranks} of {manifests[0].world_size} were found"
     )
 
 

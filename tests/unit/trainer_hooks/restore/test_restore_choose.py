@@ -60,7 +60,7 @@ def test_the_newest_whole_version_is_taken() -> None:
 def test_incomplete_newer_version_is_skipped_and_named() -> None:
     choice = choose_version(RestoreRule(floor=OLD), [*both(OLD, MIDDLE), slot(0, NEW)], manifest_of)
     assert choice.version == MIDDLE
-    assert "2:10: 1 of 1 tensors are not whole, weight among them" in choice.sentence
+    assert "2:10: 1 of 1 tensors are incomplete, such as weight" in choice.sentence
 
 
 def test_replica_replaces_a_missing_slot() -> None:
@@ -74,7 +74,7 @@ def test_nothing_newer_than_the_ceiling_is_taken() -> None:
 
 @pytest.mark.promise("restore-floor")
 def test_version_older_than_the_floor_is_refused() -> None:
-    with pytest.raises(NotRestorable, match="version 1:10 was committed, and nothing from it on is whole"):
+    with pytest.raises(NotRestorable, match="version 1:10 was committed, but no version from it on is complete"):
         chosen(RestoreRule(floor=MIDDLE), [*both(OLD), slot(0, MIDDLE)])
 
 
@@ -113,7 +113,7 @@ def test_parity_version_is_chosen_if_nothing_newer_is_whole() -> None:
     assert chosen(rule, both(OLD, MIDDLE)) == MIDDLE
     choice = choose_version(rule, [*both(OLD), slot(0, MIDDLE)], manifest_of)
     assert choice.version == OLD
-    assert "1:10 was committed and is lost, and 1:9, which parity keeps, is whole" in choice.sentence
+    assert "1:10 was committed but is lost; 1:9, protected by parity, is complete" in choice.sentence
 
 
 def test_parity_admits_only_its_version_within_the_ceiling() -> None:
@@ -131,4 +131,4 @@ def test_storage_is_chosen_only_without_a_version_in_memory() -> None:
     choice = choose_version(rule, [slot(0, MIDDLE)], manifest_of)
     assert choice.version is None
     assert "version 1:10 was committed" in choice.sentence
-    assert choice.sentence.endswith("the job goes back to /stored/job/step-00000005-g1")
+    assert choice.sentence.endswith("the job restores /stored/job/step-00000005-g1")

@@ -8,8 +8,6 @@ import os
 from collections import defaultdict
 from typing import Any
 
-import msgspec
-import torch
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
@@ -29,19 +27,11 @@ from everstep_trainer.memory_tier.dcp.dcp_format import (
     parse_step,
 )
 from everstep_trainer.memory_tier.tier import MemoryTier
-from everstep_trainer.restore.fetch import PlannedRead, ReadSource, SlotLoader
+from everstep_trainer.restore.fetch import PlannedRead, ReadSource, RestoreTarget, SlotLoader
 from everstep_trainer.restore.local_slots import BadSlot
 from everstep_trainer.restore.version_choice import FIRST_CHECKPOINT_RANK
 
 log = logging.getLogger(__name__)
-
-
-class Destination(msgspec.Struct, frozen=True):
-    """A live tensor to fill, and its box in the whole."""
-
-    local: torch.Tensor
-    box: Box
-    is_parameter: bool = True
 
 
 class VaultReader(StorageReader):
@@ -174,7 +164,7 @@ class VaultReader(StorageReader):
 
     # --- reading
 
-    def _loader(self, targets: list[Destination]) -> SlotLoader:
+    def _loader(self, targets: list[RestoreTarget]) -> SlotLoader:
         tier = self._tier
         return SlotLoader(tier.vault, tier.spec.job, tier.member, targets, tier.local_slots)
 
@@ -193,7 +183,7 @@ class VaultReader(StorageReader):
     def _from_first_good(self, rank: int, items: list[ReadItem], planner: LoadPlanner) -> None:
         live = [planner.resolve_tensor(item) for item in items]
         reads = [self._read(index, item) for index, item in enumerate(items)]
-        loader = self._loader([Destination(t.detach(), read.box) for t, read in zip(live, reads, strict=True)])
+        loader = self._loader([RestoreTarget(t.detach(), read.box) for t, read in zip(live, reads, strict=True)])
         for supply in self._sources[rank]:
             _, failures = loader.load(reads, [supply], 0)
             if not failures:
