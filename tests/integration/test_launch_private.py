@@ -163,7 +163,7 @@ def test_restarted_launcher_restores_from_vault_memory(short_path: Path, vault_t
         after = Run(short_path, second)
         (segments,) = after.segments()
         assert second.wait() == 0, second.err
-    assert "going on with what job again, whose launcher was killed, left in memory" in second.err
+    assert "continuing with the checkpoints that the killed launcher of job again left" in second.err
     made = [step for rank, _, step, _ in after.lines() if rank == 0]
     assert sorted(set(made)) == list(range(1, 61))
     assert len(made) <= 61, "no step that was finished was made again, but for the one in which it was killed"
@@ -193,11 +193,11 @@ def test_restarted_private_agent_reuses_its_vault(run: Run) -> None:
     (agent,) = [pid for pid in services if b"everstep_agent.main" in command_line(pid)]
     (vault,) = [pid for pid in services if b"everstep_agent.vault.process" in command_line(pid)]
     os.kill(agent, signal.SIGKILL)
-    run.launcher.eventually(lambda: "starting it again" in run.launcher.err, "another agent")
+    run.launcher.eventually(lambda: "restarting it" in run.launcher.err, "another agent")
     victim = run.pid_at(rank=1, step=max(step for _, _, step, _ in run.lines()))
     os.kill(victim, signal.SIGKILL)
     assert run.launcher.wait() == 0, run.launcher.err
-    assert "the private agent ended with status -9; starting it again" in run.launcher.err
+    assert "the private agent ended with status -9; restarting it" in run.launcher.err
     assert {step for rank, _, step, _ in run.lines() if rank == 0} == set(range(1, 61))
     made = [step for rank, _, step, _ in run.lines() if rank == 0]
     assert len(made) <= 61, "the vault that was there before still has what was finished"
@@ -214,7 +214,7 @@ def test_job_resumes_after_launcher_joins_late(short_path: Path) -> None:
         before = run.pid_at(rank=0, step=20)
         (agent,) = [pid for pid in launcher.descendants() if b"everstep_agent.main" in command_line(pid)]
         os.kill(agent, signal.SIGKILL)
-        launcher.eventually(lambda: "starting it again" in launcher.err, "another agent")
+        launcher.eventually(lambda: "restarting it" in launcher.err, "another agent")
         launcher.process.send_signal(signal.SIGSTOP)
         try:
             launcher.eventually(lambda: connections(run.directory, "agent.sock") >= 2, "both ranks at the next agent")
@@ -278,7 +278,7 @@ def test_dead_private_controller_restarts_for_next_failure(run: Run) -> None:
     victim = run.pid_at(rank=0, step=15)
     os.kill(victim, signal.SIGKILL)
     assert run.launcher.wait() == 0, run.launcher.err
-    assert "the private controller ended with status -9; starting it again" in run.launcher.err
+    assert "the private controller ended with status -9; restarting it" in run.launcher.err
     assert {step for rank, _, step, _ in run.lines() if rank == 1} == set(range(1, 61))
 
 

@@ -45,9 +45,8 @@ Directive = NewGeneration | KillRank | StopJob
 class LauncherLink:
     """Keeps one connection to the agent at ``path``.
 
-    Args:
-        make_joined: Makes the LauncherJoined to send after each Welcome.
-        on_directive: Receives every directive for the job.
+    ``make_joined`` makes the LauncherJoined to send after each Welcome; ``on_directive`` receives every directive for
+    the job.
     """
 
     def __init__(
@@ -85,17 +84,17 @@ class LauncherLink:
     async def run(self) -> None:
         """Connect, listen and reconnect until cancelled."""
         attempt = 0
-        told = ""
+        logged = ""
         while True:
             try:
                 await self._session()
-                attempt, told = 0, ""
-                log.warning("the agent at %s closed the connection; training goes on, trying again", self._path)
+                attempt, logged = 0, ""
+                log.warning("the agent at %s closed the connection; training continues, reconnecting", self._path)
             except (OSError, EverstepError) as error:
-                sentence = f"no agent at {self._path}: {error}"
-                if attempt >= 3 and sentence != told:  # an agent that restarts is back within a few attempts
-                    log.warning("%s; training goes on, trying again", sentence)
-                    told = sentence
+                problem = f"no agent at {self._path}: {error}"
+                if attempt >= 3 and problem != logged:  # an agent that restarts is back within a few attempts
+                    log.warning("%s; training continues, reconnecting", problem)
+                    logged = problem
             await asyncio.sleep(RETRY.delay_s(attempt, random.random()))
             attempt += 1
 
@@ -109,7 +108,7 @@ class LauncherLink:
             async with asyncio.timeout(1.0):  # wait_for of Python 3.11 may swallow a second Ctrl-C's cancellation
                 await writer.drain()
         except (OSError, TimeoutError):
-            log.debug("the agent did not hear the goodbye")
+            log.debug("the agent was not notified of the exit")
         finally:
             writer.close()
 
@@ -121,7 +120,10 @@ class LauncherLink:
             writer.write(encode_frame(self._hello))
             decoder: FrameDecoder[FromAgent] = FrameDecoder(FromAgent, MAX_FRAME_BYTES)
             rest = await self._await_welcome(reader, decoder)
-            self._open(writer)
+            self._writer = writer
+            self.rejoin()
+            while self._unsent:
+                self.report(self._unsent.popleft())
             self._pass_on(rest)
             while data := await reader.read(1 << 16):
                 self._pass_on(decoder.feed(data))
@@ -137,19 +139,13 @@ class LauncherLink:
             async with asyncio.timeout(WELCOME_TIMEOUT_S):
                 data = await reader.read(1 << 16)
             if not data:
-                raise Unavailable("it closed the connection instead of a welcome; its log says why")
+                raise Unavailable("it rejected the connection; see its log")
             messages = decoder.feed(data)
         welcome = messages.pop(0)
         if not isinstance(welcome, Welcome):
-            raise MalformedMessage(f"it began with {type(welcome).__name__} instead of a Welcome")
+            raise MalformedMessage(f"its first message was {type(welcome).__name__} instead of Welcome")
         self.node = welcome.node
         return messages
-
-    def _open(self, writer: asyncio.StreamWriter) -> None:
-        self._writer = writer
-        self.rejoin()
-        while self._unsent:
-            self.report(self._unsent.popleft())
 
     def _pass_on(self, messages: list[FromAgent]) -> None:
         for message in messages:
@@ -165,4 +161,4 @@ def _check_peer(writer: asyncio.StreamWriter) -> None:
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, uid, _ = _CREDENTIALS.unpack(raw)
     if uid not in (0, os.getuid()):
-        raise AuthenticationError(f"it belongs to user {uid}, neither this user nor root: not trusted")
+        raise AuthenticationError(f"it runs as user {uid}; only agents of this user or of root are trusted")

@@ -27,19 +27,15 @@ from everstep_trainer.launch.fork_messages import (
 async def wait_for_exit(process: subprocess.Popen[bytes]) -> int:
     """Return the process's status once it is dead and reaped."""
     if process.poll() is None:
-        await _readable(os.pidfd_open(process.pid))
+        descriptor, ended = os.pidfd_open(process.pid), asyncio.Event()
+        loop = asyncio.get_running_loop()
+        loop.add_reader(descriptor, ended.set)
+        try:
+            await ended.wait()
+        finally:
+            loop.remove_reader(descriptor)
+            os.close(descriptor)
     return process.wait()
-
-
-async def _readable(descriptor: int) -> None:
-    loop = asyncio.get_running_loop()
-    happened = asyncio.Event()
-    loop.add_reader(descriptor, happened.set)
-    try:
-        await happened.wait()
-    finally:
-        loop.remove_reader(descriptor)
-        os.close(descriptor)
 
 
 log = logging.getLogger(__name__)
@@ -49,19 +45,15 @@ END_WAIT_S = 5.0
 
 
 class ForkServerLost:
-    """The fork server is gone, with all processes that it forked."""
+    """The fork server ended, with all processes that it forked."""
 
 
 class ForkServerLink:
     """Starts one fork server and talks to it.
 
     The fork server is forked from a zygote that has imported torch. The zygote outlives it, so that the next fork
-    server starts in milliseconds.
-
-    Args:
-        on_event: Receives the fork server's messages, and ForkServerLost last.
-        environment: The environment of the fork server and its children.
-        modules: Modules that the zygote imports; None for the default list.
+    server starts in milliseconds. ``on_event`` receives the fork server's messages, and ForkServerLost last;
+    ``modules`` are those that the zygote imports, None for the default list.
     """
 
     def __init__(
@@ -171,13 +163,10 @@ class ForkServerLink:
             except BlockingIOError:
                 return
             if received is None:
-                self._lose()
+                self._forget_channel()
+                self._on_event(ForkServerLost())
                 return
             self._on_event(received[0])
-
-    def _lose(self) -> None:
-        self._forget_channel()
-        self._on_event(ForkServerLost())
 
     def _forget_channel(self) -> None:
         if self._channel is not None:

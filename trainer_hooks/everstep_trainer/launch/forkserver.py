@@ -76,11 +76,8 @@ def preload(modules: Iterable[str] = PRELOAD_MODULES) -> None:
     """Import ``modules`` and hide all objects so far from the garbage collector.
 
     Frozen objects are never walked, so a collection in a child does not touch (and thereby copy) the shared pages. A
-    missing module of an installed package is skipped, since modules differ between versions. Asserts that CUDA stays
-    uninitialized: a CUDA context does not survive a fork.
-
-    Raises:
-        ImportError: A package is missing.
+    missing module of an installed package is skipped, since modules differ between versions; a missing package raises
+    ImportError. Asserts that CUDA stays uninitialized: a CUDA context does not survive a fork.
     """
     gc.disable()
     for name in modules:
@@ -93,9 +90,8 @@ def preload(modules: Iterable[str] = PRELOAD_MODULES) -> None:
 def preload_requested(environ: Mapping[str, str] = os.environ) -> None:
     """Import the modules of ``--preload``, so that ranks and standbys share them. Call it before ``preload``.
 
-    Raises:
-        SystemExit: A module cannot be imported, starts a Python thread or initializes CUDA; neither a thread nor a CUDA
-            context survives a fork.
+    Raises SystemExit if a module cannot be imported, starts a Python thread or initializes CUDA: neither a thread nor a
+    CUDA context survives a fork.
     """
     for name in filter(None, environ.get(PRELOAD_VARIABLE, "").split(",")):
         threads = threading.active_count()
@@ -105,9 +101,9 @@ def preload_requested(environ: Mapping[str, str] = os.environ) -> None:
             raise SystemExit(f"everstep-launch: --preload {name}: it cannot be imported here: {error!r}") from error
         cuda = sys.modules.get("torch.cuda")
         if threading.active_count() > threads:
-            raise SystemExit(f"everstep-launch: --preload {name}: it starts threads, which no fork has; leave it out")
+            raise SystemExit(f"everstep-launch: --preload {name}: it starts threads, which forks lack; leave it out")
         if cuda is not None and cuda.is_initialized():
-            raise SystemExit(f"everstep-launch: --preload {name}: it initializes CUDA, which no fork may; leave it out")
+            raise SystemExit(f"everstep-launch: --preload {name}: it initializes CUDA before the fork; leave it out")
 
 
 def _import_if_there(name: str) -> None:
@@ -232,15 +228,10 @@ class ForkServer:
                     self._end()
                     return None
                 order, descriptors = received
-                task = self._handle(order, descriptors)
-                if task is not None:
+                if isinstance(order, Signal):
+                    self._signal(order)
+                elif (task := self._fork(order, descriptors)) is not None:
                     return task
-
-    def _handle(self, order: ToForkServer, descriptors: tuple[int, ...]) -> ChildTask | None:
-        if isinstance(order, Signal):
-            self._signal(order)
-            return None
-        return self._fork(order, descriptors)
 
     def _fork(self, order: Fork, descriptors: tuple[int, ...]) -> ChildTask | None:
         server = os.getpid()
@@ -264,10 +255,8 @@ class ForkServer:
         die_with_parent(server, signal.SIGKILL)
         os.setsid()
         reset_signals()
-        self._selector.close()
-        self._control.close()
-        self._wake.close()
-        self._woken.close()
+        for opened in (self._selector, self._control, self._wake, self._woken):
+            opened.close()
         gc.enable()
         numpy = sys.modules.get("numpy")
         if numpy is not None:  # seeded once, at import; ``random`` reseeds itself

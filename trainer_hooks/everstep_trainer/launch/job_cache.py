@@ -37,12 +37,8 @@ UNUSED_DAYS = 30
 def cache_environment(state_dir: Path, name: str, environ: Mapping[str, str]) -> dict[str, str]:
     """Make a job's folder, and return the variables by which ranks find it; empty if it cannot be made.
 
-    Variables of torch or Triton that ``environ`` sets already stay as they are.
-
-    Args:
-        state_dir: Where launchers keep files; the folder is ``cache/NAME`` in it, for this user alone (mode 0700).
-        name: Name of the job, or of its script if the job's name was generated.
-        environ: The launcher's environment.
+    Variables of torch or Triton that ``environ`` sets already stay as they are. The folder is ``cache/NAME`` in
+    ``state_dir``, for this user alone (mode 0700); ``name`` is the job's, or its script's if that was generated.
     """
     folder = state_dir / "cache" / name
     try:
@@ -52,7 +48,7 @@ def cache_environment(state_dir: Path, name: str, environ: Mapping[str, str]) ->
         (folder / USED_MARKER).touch()
         _sweep(folder.parent, (folder / USED_MARKER).stat().st_mtime)
     except OSError as error:
-        log.warning("no folder for compiled code and imports, ranks go without: %s", error)
+        log.warning("compiled code and imports are not cached for this job: %s", error)
         return {}
     wanted = {
         "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
@@ -80,59 +76,14 @@ def _sweep(parent: Path, now: float) -> None:
 
 CACHE_VARIABLE = "EVERSTEP_CACHE"
 """The environment variable that names the job's folder on this node."""
-PREIMPORT_PACKAGES = frozenset(
-    {
-        "accelerate",
-        "aiohttp",
-        "attr",
-        "certifi",
-        "charset_normalizer",
-        "dateutil",
-        "datasets",
-        "dill",
-        "einops",
-        "filelock",
-        "fsspec",
-        "httpx",
-        "huggingface_hub",
-        "idna",
-        "jinja2",
-        "lightning",
-        "lightning_fabric",
-        "lightning_utilities",
-        "markupsafe",
-        "mpmath",
-        "networkx",
-        "numpy",
-        "packaging",
-        "pandas",
-        "peft",
-        "PIL",
-        "psutil",
-        "pyarrow",
-        "pytorch_lightning",
-        "regex",
-        "requests",
-        "safetensors",
-        "scipy",
-        "sklearn",
-        "sympy",
-        "timm",
-        "tokenizers",
-        "torch",
-        "torchaudio",
-        "torchdata",
-        "torchmetrics",
-        "torchvision",
-        "tqdm",
-        "trainer_hooks",
-        "transformers",
-        "triton",
-        "typing_extensions",
-        "urllib3",
-        "yaml",
-    }
-)
+_FOLLOWED = """
+    accelerate aiohttp attr certifi charset_normalizer dateutil datasets dill einops everstep everstep_trainer filelock
+    fsspec httpx huggingface_hub idna jinja2 lightning lightning_fabric lightning_utilities markupsafe mpmath networkx
+    numpy packaging pandas peft PIL psutil pyarrow pytorch_lightning regex requests safetensors scipy sklearn sympy timm
+    tokenizers torch torchaudio torchdata torchmetrics torchvision tqdm transformers triton typing_extensions urllib3
+    yaml
+"""
+PREIMPORT_PACKAGES = frozenset(_FOLLOWED.split())
 MAX_MODULES = 20_000
 """Most names in one file; further ones are left out."""
 MAX_FILE_BYTES = 4 << 20
@@ -147,9 +98,7 @@ def is_preloaded_after_import(name: str) -> bool:
 class ImportRecorder:
     """Records the imports of one local rank, over all processes that held it.
 
-    Args:
-        folder: The job's folder on this node.
-        local_rank: The local rank; each has its own file, so that no two processes write the same one.
+    Each local rank has its own file in ``folder``, so that no two processes write the same one.
     """
 
     def __init__(self, folder: Path, local_rank: int) -> None:
@@ -183,11 +132,9 @@ def read_imports(file: Path) -> list[str]:
 
 
 class RecordedImportLoader:
-    """Imports in a standby what ranks of the node have recorded.
+    """Imports in a standby what ranks of the node have recorded in ``folder`` (None: there is none).
 
-    Args:
-        folder: The job's folder on this node; None if there is none.
-        is_needed: Returns whether this process is needed now; importing then stops between two modules.
+    Importing stops between two modules once ``is_needed`` returns True.
     """
 
     def __init__(self, folder: Path | None, is_needed: Callable[[], bool]) -> None:
@@ -197,14 +144,14 @@ class RecordedImportLoader:
 
     def import_new(self) -> None:
         """Import the names that are new in the folder; skip a module that cannot be imported."""
-        for name in self._new():
+        for name in self._new_names():
             if self._is_needed():
                 return
             if name not in sys.modules:
                 with contextlib.suppress(Exception, SystemExit):
                     importlib.import_module(name)
 
-    def _new(self) -> Iterator[str]:
+    def _new_names(self) -> Iterator[str]:
         if self._folder is None:
             return
         for file in sorted(self._folder.glob("imports-*")):

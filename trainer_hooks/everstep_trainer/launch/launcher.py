@@ -39,8 +39,8 @@ LOOPBACK = "127.0.0.1"
 def rendezvous_host(local_addr: str | None, *, several_nodes: bool) -> str:
     """Return the address that the ranks of other nodes use.
 
-    The given address; loopback for a job of one node; else the address that this host's name resolves to. If that is
-    loopback, the address that the default route leaves from.
+    This is the given address; loopback for a job of one node; else the address of this host's name, or of the default
+    route if that is loopback.
     """
     if local_addr is not None:
         return local_addr
@@ -53,18 +53,13 @@ def rendezvous_host(local_addr: str | None, *, several_nodes: bool) -> str:
 
 
 def listening_socket(host: str) -> socket.socket:
-    """Listen on a free port of ``host`` alone.
-
-    Raises:
-        ConfigurationError: The address does not belong to this machine.
-    """
+    """Listen on a free port of ``host`` alone. Raises ConfigurationError if the address is not this machine's."""
     try:
         family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, 0), family=family, backlog=4096)
     except OSError as error:
-        raise ConfigurationError(
-            f"cannot listen on {host}: {error}; name one of this machine's addresses with --local-addr"
-        ) from error
+        advice = "give one of this machine's addresses with --local-addr"
+        raise ConfigurationError(f"cannot listen on {host}: {error}; {advice}") from error
 
 
 def _by_name() -> str | None:
@@ -199,14 +194,14 @@ async def _begin(
     for number in FORWARDED_SIGNALS:
         asyncio.get_running_loop().add_signal_handler(number, events.put_nowait, ForwardedSignal(number))
     labels: dict[int, str] = {}
-    staff = WorkerProcesses(
+    processes = WorkerProcesses(
         options, environ, listener, events.put_nowait, lambda serial: labels.get(serial, f"worker {serial}")
     )
-    stack.push_async_callback(staff.end)
-    staff.start()
+    stack.push_async_callback(processes.end)
+    processes.start()
     agent_socket = options.agent_socket or str(await private.start())
-    spec = options.job_spec(await staff.count_ranks())
-    return Launcher(options, clock, spec, agent_socket, staff, events, labels)
+    spec = options.job_spec(await processes.count_ranks())
+    return Launcher(options, clock, spec, agent_socket, processes, events, labels)
 
 
 class Launcher:
@@ -332,11 +327,8 @@ class Launcher:
         """Handle an exit after the job ended: nothing is replaced, and the last exit ends the work."""
         local_rank = self._pool.remove_worker(event.serial)
         if local_rank in self._global_ranks and outcome.exit_status == 0 and event.code != 0:
-            outcome = LauncherOutcome(
-                1,
-                f"the training finished, but then local rank {local_rank} ended with "
-                f"{describe_exit(event.code, event.signal)}",
-            )
+            status = describe_exit(event.code, event.signal)
+            outcome = LauncherOutcome(1, f"the training finished, but local rank {local_rank} then ended with {status}")
             self._stopping = outcome
         return None if self._pool.active_workers() else outcome
 
@@ -344,11 +336,11 @@ class Launcher:
         """Start anew with another fork server after one died with all its children."""
         if not self._preloaded:
             if self._early_losses_left == 0:
-                return LauncherOutcome(1, "the fork server ended before it was ready; what it said is above")
+                return LauncherOutcome(1, "the fork server ended before it was ready; see its output above")
             self._early_losses_left -= 1
         if self._stopping is not None:
             return self._stopping
-        log.error("the fork server is gone, and with it all processes of this node; starting anew")
+        log.error("the fork server died together with all ranks of this node; restarting")
         self._preloaded = False
         self._processes.start()
         for serial, pid in self._pool.living_workers():
@@ -407,9 +399,7 @@ class Launcher:
             ended, now = event.ended, self._clock.monotonic()
             return self._carry_out(self._pool.handle_early_exit(ended.local_rank, ended.pid, now))
         if event.waits >= MAX_JOB_END_WAITS and self._pool.is_finished:
-            return LauncherOutcome(
-                0, "every rank of this node finished, and no agent was there to say that the job is over"
-            )
+            return LauncherOutcome(0, "every rank of this node finished; the agent never confirmed the end of the job")
         self._await_job_end(event.ended, event.waits + 1)
         return None
 
@@ -458,7 +448,8 @@ class Launcher:
                 wait_s = EXCLUSION_TIMEOUT_S if self._options.max_nodes > 1 else ERROR_PRINT_WAIT_S
                 self._schedule(wait_s, WaitTimedOut(LauncherOutcome(1, action.sentence)))
             case worker_pool.ScriptFailed():
-                return LauncherOutcome(action.code, action.sentence + self._multi_node_hint())
+                hint = " (in a multi-node job a script has no rank before it calls everstep.main)"
+                return LauncherOutcome(action.code, action.sentence + (hint if self._options.max_nodes > 1 else ""))
             case worker_pool.ScriptEnded():
                 return LauncherOutcome(0, "the script ended without calling everstep.main")
         return None
@@ -474,19 +465,9 @@ class Launcher:
                 generation=self._pool.generation,
             )
         )
-        then = "; another takes its place" if action.replacement else ""
-        log.warning(
-            "local rank %d (pid %d) ended with %s%s",
-            action.local_rank,
-            action.pid,
-            describe_exit(action.code, action.signal),
-            then,
-        )
-
-    def _multi_node_hint(self) -> str:
-        if self._options.max_nodes == 1:
-            return ""
-        return " (in a job of several nodes a script has no rank before it calls everstep.main)"
+        status = describe_exit(action.code, action.signal)
+        then = "; a replacement takes over" if action.replacement else ""
+        log.warning("local rank %d (pid %d) ended with %s%s", action.local_rank, action.pid, status, then)
 
     def _relabel(self) -> None:
         for serial, local_rank in self._pool.active_workers().items():

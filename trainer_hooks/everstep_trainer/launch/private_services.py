@@ -63,10 +63,8 @@ def resolve_state_dir(flag_value: str | None, environ: Mapping[str, str]) -> Pat
 class PrivateRunDirectory:
     """A directory (mode 0700) owned by this launcher through a lock that ends with it.
 
-    Args:
-        state_dir: Where it is made, as ``run-*``.
-        job: Name of the job. The directory of the job's killed launcher is taken over if its checkpoints are still in
-            memory.
+    It is made in ``state_dir`` as ``run-*``. The directory of the job's killed launcher is taken over if its
+    checkpoints are still in memory.
 
     Raises:
         ConfigurationError: The path is too long for sockets.
@@ -86,7 +84,7 @@ class PrivateRunDirectory:
                 "socket's name): give a shorter --state-dir"
             )
         if self.was_taken_over:
-            log.info("going on with what job %s, whose launcher was killed, left in memory: %s", job, self.path.name)
+            log.info("continuing with the checkpoints that the killed launcher of job %s left: %s", job, self.path.name)
             _end_services(self.path)
 
     @property
@@ -94,7 +92,7 @@ class PrivateRunDirectory:
         return segment_dir(self.path)
 
     def release(self) -> None:
-        """Release the directory; the job's next launcher finds everything."""
+        """Release the directory; the job's next launcher continues with it."""
         os.close(self._lock)
 
     def remove(self) -> None:
@@ -111,7 +109,7 @@ def segment_dir(run_dir: Path) -> Path:
 
 def _make(state_dir: Path, job: str) -> tuple[Path, int]:
     run_dir = Path(tempfile.mkdtemp(prefix="run-", dir=state_dir))
-    lock = os.open(run_dir / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    lock = _open_lock(run_dir / "lock")
     fcntl.flock(lock, fcntl.LOCK_EX)
     (run_dir / "job").write_text(job)
     return run_dir, lock
@@ -121,7 +119,7 @@ def _take_over(state_dir: Path, job: str) -> tuple[Path, int] | None:
     """Return the directory of the job's last launcher, and remove other abandoned ones."""
     found = None
     for left in sorted(state_dir.glob("run-*")):
-        lock = os.open(left / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        lock = _open_lock(left / "lock")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -149,22 +147,13 @@ def _end_services(run_dir: Path) -> None:
     for ready_file in (run_dir / "agent" / "agent.json", run_dir / "controller.json"):
         pid = _pid_in(ready_file)
         if not _wait_for_exit(pid, run_dir):
-            log.warning("process %d of the launcher before did not end within %g s; killing it", pid, EXIT_WAIT_S)
+            log.warning("process %d of the previous launcher did not end within %g s; killing it", pid, EXIT_WAIT_S)
             _kill(pid, run_dir)
-    _wait_for_agent(run_dir / "agent" / "agent.lock")
-
-
-def _wait_for_agent(lock_file: Path) -> None:
-    """Wait until nobody holds the agent's lock: an agent that just restarted has not written its pid yet.
-
-    Raises:
-        Unavailable: The lock is still held.
-    """
-    for _ in range(int(EXIT_WAIT_S / POLL_S)):
-        if not is_locked(lock_file.parent, lock_file.name):
+    for _ in range(int(EXIT_WAIT_S / POLL_S)):  # an agent that just restarted has not written its pid yet
+        if not is_locked(run_dir / "agent", "agent.lock"):
             return
         time.sleep(POLL_S)
-    raise Unavailable(f"an agent of the launcher before holds {lock_file}; end it, or give another --state-dir")
+    raise Unavailable(f"an agent of the previous launcher still uses {run_dir}; end it, or give another --state-dir")
 
 
 def _end_vault(run_dir: Path) -> None:
@@ -179,7 +168,7 @@ def _kill(pid: int, run_dir: Path) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
     if not _wait_for_exit(pid, run_dir):
-        raise Unavailable(f"process {pid} over {run_dir} does not end; end it, or give another --state-dir")
+        raise Unavailable(f"process {pid}, which uses {run_dir}, does not end; end it, or give another --state-dir")
 
 
 def _wait_for_exit(pid: int, run_dir: Path) -> bool:
@@ -206,9 +195,13 @@ def _pid_in(ready_file: Path) -> int:
         return 0
 
 
+def _open_lock(path: Path) -> int:
+    return os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+
+
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    descriptor = _open_lock(path)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
@@ -241,13 +234,10 @@ REQUIRED_MODULES = {
 
 
 class PrivateServices:
-    """A private controller and agent.
+    """A private controller and agent; logs stay in ``state_dir``, and the run directory is made there.
 
-    Args:
-        state_dir: Where logs stay and the run directory is made.
-        name: Name of the job, and of the logs.
-        clock: For the deadline of the start.
-        linger_s: How long the vault waits for another launcher if this one is killed; None: not at all.
+    ``name`` is that of the job and of the logs. ``linger_s``: how long the vault waits for another launcher if this one
+    is killed; None: not at all.
     """
 
     def __init__(self, state_dir: Path, name: str, clock: Clock, linger_s: float | None = None) -> None:
@@ -278,8 +268,7 @@ class PrivateServices:
                 _write_secrets(run_dir)
         except OSError as error:
             raise ConfigurationError(
-                f"logs and services of the launcher cannot be kept in {self._state_dir}: {error}; name another "
-                "directory with --state-dir"
+                f"cannot keep logs and services in {self._state_dir}: {error}; give another --state-dir"
             ) from error
         controller = PrivateService(
             "controller", logs / f"{self._name}.controller.log", run_dir / "controller.json", self._clock
@@ -293,7 +282,7 @@ class PrivateServices:
         return run_dir / "agent" / "agent.sock"
 
     async def summary(self) -> list[str]:
-        """Return lines for people on what became of the job; empty if there is no controller to ask."""
+        """Return lines for people that summarize the job; empty if there is no controller to ask."""
         if self._run_directory is None or not self._serves:
             return []
         token = self._run_directory.path / "operator.token"
@@ -312,7 +301,7 @@ class PrivateServices:
         if place is None:
             return
         if place.was_taken_over and not self._serves:
-            log.warning("what the killed launcher left stays in memory: everstep vault list, everstep vault drop")
+            log.warning("checkpoints of the killed launcher stay in memory: see everstep vault list and drop")
             place.release()
         else:
             place.remove()
@@ -323,10 +312,8 @@ class PrivateServices:
             return _controller_command(run_dir, listen)
 
         ready = await service.start(command)
-        token = run_dir / "operator.token"
-        log.info(
-            "to look: EVERSTEP_CONTROLLER=http://%s EVERSTEP_TOKEN_FILE=%s everstep status", ready["address"], token
-        )
+        url, token = f"http://{ready['address']}", run_dir / "operator.token"
+        log.info("to inspect the job: EVERSTEP_CONTROLLER=%s EVERSTEP_TOKEN_FILE=%s everstep status", url, token)
         return str(ready["address"])
 
 
@@ -344,11 +331,8 @@ class PrivateService:
     async def start(self, command: Callable[[Mapping[str, object] | None], list[str]]) -> Mapping[str, object]:
         """Start the service and supervise it; return the content of its ready file.
 
-        Args:
-            command: Makes the command line from the ready file's previous content (None at first).
-
-        Raises:
-            Unavailable: The service does not start; the message has the end of its log.
+        ``command`` makes the command line from the ready file's previous content (None at first). Raises Unavailable,
+        with the end of the log, if the service does not start.
         """
         ready = await self._launch(command(None))
         self._watch = asyncio.create_task(self._supervise(command, ready), name=f"keep {self._name}")
@@ -417,10 +401,10 @@ class PrivateService:
 
     def _read_ready(self, pid: int) -> Mapping[str, object] | None:
         try:
-            said: dict[str, object] = json.loads(self._ready_file.read_text())
+            ready: dict[str, object] = json.loads(self._ready_file.read_text())
         except FileNotFoundError:
             return None
-        return said if said.get("pid") == pid else None
+        return ready if ready.get("pid") == pid else None
 
     async def _supervise(
         self, command: Callable[[Mapping[str, object] | None], list[str]], ready: Mapping[str, object]
@@ -431,20 +415,14 @@ class PrivateService:
             assert process is not None
             status = await wait_for_exit(process)
             ends.append(self._clock.monotonic())
+            place = f"(log: {self._log_file})"
             if len(ends) > MAX_RESTARTS and ends[-1] - ends[0] < RESTART_WINDOW_S:
-                log.error(
-                    "the private %s ended %d times within %g s, the last time with status %s; training goes on without "
-                    "it (log: %s)",
-                    self._name,
-                    len(ends),
-                    RESTART_WINDOW_S,
-                    status,
-                    self._log_file,
+                message = (
+                    "the private %s ended %d times within %g s, last with status %s; training continues without it %s"
                 )
+                log.error(message, self._name, len(ends), RESTART_WINDOW_S, status, place)
                 return
-            log.warning(
-                "the private %s ended with status %s; starting it again (log: %s)", self._name, status, self._log_file
-            )
+            log.warning("the private %s ended with status %s; restarting it %s", self._name, status, place)
             try:
                 ready = await self._launch(command(ready))
             except Unavailable as error:
@@ -470,22 +448,11 @@ def _controller_command(run_dir: Path, listen: str) -> list[str]:
 
 
 def _agent_command(run_dir: Path, controller: str, linger_s: float | None) -> list[str]:
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "everstep_agent.main",
-        "--node",
-        PRIVATE_NODE,
-        "--controller",
-        f"http://{controller}",
-    ]
-    command += ["--token-file", str(run_dir / "agent.token"), "--run-dir", str(run_dir / "agent")]
-    command += ["--segment-dir", str(segment_dir(run_dir)), "--vault-listen", "127.0.0.1:0"]
-    if linger_s is None:
-        command += ["--vault-survives-kill-of", "agent", "--vault-linger-s", str(VAULT_WITHOUT_AGENT_S)]
-    else:
-        command += ["--vault-survives-kill-of", "parent", "--vault-linger-s", str(linger_s)]
+    command = [sys.executable, "-P", "-m", "everstep_agent.main", "--node", PRIVATE_NODE]
+    command += ["--controller", f"http://{controller}", "--token-file", str(run_dir / "agent.token")]
+    command += ["--run-dir", str(run_dir / "agent"), "--segment-dir", str(segment_dir(run_dir))]
+    command += ["--vault-listen", "127.0.0.1:0", "--vault-survives-kill-of", "agent" if linger_s is None else "parent"]
+    command += ["--vault-linger-s", str(VAULT_WITHOUT_AGENT_S if linger_s is None else linger_s)]
     return [*command, "--metrics-listen", "127.0.0.1:0", "--stop-vault-on-exit", "--die-with-parent"]
 
 
@@ -503,12 +470,12 @@ def _write_private(path: Path, text: str) -> None:
 
 def _check_installed() -> None:
     missing = {extra: [name for name in names if not _installed(name)] for extra, names in REQUIRED_MODULES.items()}
-    gone = {extra: names for extra, names in missing.items() if names}
-    if gone:
-        what = "; ".join(f"the {extra} lacks {', '.join(names)}" for extra, names in gone.items())
+    lacking = "; ".join(f"the {extra} lacks {', '.join(names)}" for extra, names in missing.items() if names)
+    if lacking:
+        extras = ",".join(sorted(extra for extra, names in missing.items() if names))
         raise ConfigurationError(
             "no agent was given (--agent-socket) or found, and a private controller and agent cannot be started: "
-            f"{what}. Install them with: pip install 'everstep[{','.join(sorted(gone))}]'"
+            f"{lacking}. Install them with: pip install 'everstep[{extras}]'"
         )
 
 
@@ -548,7 +515,7 @@ async def read_detail(url: str, token_file: Path, job: str) -> JobDetail | None:
 def summary(detail: JobDetail) -> list[str]:
     """Return the lines for people: steps, recoveries with the seconds of each, and seconds lost in all.
 
-    A run loses the time from a decision to regroup until the last rank has finished its first step after it.
+    A recovery takes from the decision to regroup until the last rank has finished its first step after it.
     """
     job = detail.summary
     recoveries = [one for one in detail.recoveries if one.reason is not GenerationReason.FORMED]

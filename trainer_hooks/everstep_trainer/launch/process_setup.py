@@ -22,8 +22,7 @@ _libc = ctypes.CDLL(None)
 
 
 def set_process_name(name: str) -> None:
-    """Set the name in top and ``ps -o comm`` (15 characters): forked children share their fork server's command
-    line."""
+    """Set the name in top and ``ps -o comm`` (15 characters), since forks share their server's command line."""
     _libc.prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
 
 
@@ -47,10 +46,8 @@ def has_signal_handler(pid: int, number: int) -> bool:
 
 def signal_group(pid: int, number: int) -> None:
     """Send ``number`` to the process group that ``pid`` leads, if it exists."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, number)
-    except ProcessLookupError:
-        return
 
 
 def raise_oom_score() -> None:
@@ -141,18 +138,13 @@ def anonymous_bytes(pid: int | None = None) -> int:
 def largest_rank_bytes() -> int:
     """Return the resident anonymous memory of the same fork server's largest rank; 0 if there is none."""
     server = os.getppid()
-    try:
-        children = Path(f"/proc/{server}/task/{server}/children").read_text().split()
-    except OSError:
-        return 0
-    return max((anonymous_bytes(int(child)) for child in children if _is_rank_process(child)), default=0)
-
-
-def _is_rank_process(pid: str) -> bool:
-    try:
-        return Path("/proc", pid, "comm").read_text().startswith("everstep-rank")
-    except OSError:
-        return False
+    largest = 0
+    with contextlib.suppress(OSError):
+        for child in Path(f"/proc/{server}/task/{server}/children").read_text().split():
+            with contextlib.suppress(OSError):
+                if Path("/proc", child, "comm").read_text().startswith("everstep-rank"):
+                    largest = max(largest, anonymous_bytes(int(child)))
+    return largest
 
 
 class StandbyMemory:

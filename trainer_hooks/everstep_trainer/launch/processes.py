@@ -46,7 +46,7 @@ def fork_server_environment(options: LaunchOptions, environ: Mapping[str, str]) 
     environment[PRELOAD_VARIABLE] = ",".join(options.preload)
     if options.nproc_per_node != 1 and "OMP_NUM_THREADS" not in environ:
         environment["OMP_NUM_THREADS"] = "1"
-        log.info("OMP_NUM_THREADS is not set: each rank gets 1 thread, so that ranks do not fight over cores")
+        log.info("OMP_NUM_THREADS is not set: each rank gets 1 thread, so that ranks do not compete for cores")
     return environment
 
 
@@ -90,22 +90,18 @@ CHUNK_BYTES = 1 << 16
 
 
 class WorkerOutputs:
-    """Pipes from workers into files in ``directory``.
+    """Pipes from workers into the files ``worker-SERIAL.out`` and ``.err`` in ``directory``, which is created if
+    missing.
 
-    Args:
-        directory: Created if missing; files are ``worker-SERIAL.out`` and ``.err``.
-        tee: Also write every line to this process's stdout or stderr.
-        label: Returns the current name of a worker, such as ``rank 3``, by its serial.
-
-    Raises:
-        ConfigurationError: The directory cannot be made.
+    With ``tee``, every line also goes to this process's stdout or stderr, with the ``label`` of the worker, such as
+    ``rank 3``. Raises ConfigurationError if the directory cannot be made.
     """
 
     def __init__(self, directory: Path, tee: bool, label: Callable[[int], str]) -> None:
         try:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigurationError(f"--log-dir: ranks' output cannot be kept in {directory}: {error}") from error
+            raise ConfigurationError(f"--log-dir: cannot write ranks' output to {directory}: {error}") from error
         self._directory = directory
         self._tee = tee
         self._label = label
@@ -164,7 +160,7 @@ class _Pump:
             # keep reading, so that the rank does not block on its pipe; later writes may succeed
             except OSError as error:
                 if not self._lost:
-                    log.warning("what ranks write is lost: %s cannot be written: %s", self._file.name, error)
+                    log.warning("output of ranks is lost: %s cannot be written: %s", self._file.name, error)
                 self._lost = True
             self._show(data)
 
@@ -188,7 +184,7 @@ class _Pump:
                 shown.write(b"".join(label() + line + b"\n" for line in lines))
                 shown.flush()
             except OSError as error:
-                log.warning("what ranks write is not shown any more: %s", error)
+                log.warning("output of ranks is no longer shown: %s", error)
                 self._tee = None
 
 
@@ -209,10 +205,8 @@ class WorkerProcesses:
     """Store host, workers and standbys, through one fork server.
 
     Args:
-        options: The launcher's options.
-        environ: The launcher's environment.
         listener: The rendezvous store's listening socket. It stays open here, so that the address outlives its host.
-        on_event: Receives births, deaths and arrivals at ``everstep.main``.
+        on_event: Receives starts, deaths and arrivals at ``everstep.main``.
         label: Returns the current name of a worker, for its lines of output.
     """
 
@@ -251,12 +245,8 @@ class WorkerProcesses:
         self._forks.fork(STORE_SERIAL, target, arguments, descriptors=(self._listener.fileno(),))
 
     async def count_ranks(self) -> int:
-        """Return the number of ranks on this node.
-
-        Raises:
-            ConfigurationError: GPUs were asked for, and there is none.
-            Unavailable: The fork server ended.
-        """
+        """Return the number of ranks on this node. Raises ConfigurationError for a lack of GPUs, Unavailable without
+        a server."""
         kind = self._options.nproc_per_node
         if isinstance(kind, int):
             return kind
@@ -266,7 +256,7 @@ class WorkerProcesses:
         os.close(writing)
         text = await _read_all(reading)
         if not text:
-            raise Unavailable("the fork server ended before it could count devices; what it said is above")
+            raise Unavailable("the fork server ended before it could count devices; see its output above")
         if int(text) == 0:
             raise ConfigurationError("--nproc-per-node gpu: no CUDA device is visible here; give a number, cpu or auto")
         return int(text)
@@ -299,7 +289,7 @@ class WorkerProcesses:
         try:
             self._controls[serial].send(Promote(local_rank=local_rank))
         except (KeyError, OSError):
-            log.debug("worker %d is gone before its promotion", serial)
+            log.debug("worker %d died before its promotion", serial)
 
     def signal(self, serials: Iterable[int], number: signal.Signals) -> None:
         """Send a signal to each worker; dead ones are ignored."""
@@ -307,14 +297,13 @@ class WorkerProcesses:
             self._forks.signal(serial, number)
 
     def forward_signal(self, number: Signals, living: Iterable[tuple[int, int]]) -> None:
-        """Send a signal to those of ``living`` (serials and pids) that have a handler for it; it would end the
-        others."""
+        """Send a signal to those of ``living`` (serials and pids) that have a handler; it would end the others."""
         able = [serial for serial, pid in living if has_signal_handler(pid, number)]
         self.signal(able, number)
         if able:
-            log.info("%s is passed on to %d processes that handle it", number.name, len(able))
+            log.info("%s is forwarded to %d processes that handle it", number.name, len(able))
         else:
-            log.warning("%s changes nothing: no rank has a handler for it", number.name)
+            log.warning("%s is ignored: no rank has a handler for it", number.name)
 
     def close_control(self, serial: int) -> None:
         """Close the control channel of a worker."""

@@ -163,7 +163,8 @@ class WorkerPool:
         if worker is None:
             return []
         if worker.local_rank is None:
-            return self._standby_died(worker)
+            self._early_standby_deaths += not worker.has_reached_main
+            return self._refill_standbys()
         if code == 0:
             return self._finish(worker.local_rank, pid)
         if not self._has_reached_main:
@@ -200,8 +201,7 @@ class WorkerPool:
     # --- queries ------------------------------------------------------------------------------------------------------
 
     def worker_to_kill(self, local_rank: int, generation: int) -> int | None:
-        """Return the worker that was ``local_rank`` in ``generation``; None if it has been replaced since, or
-        is dead."""
+        """Return the worker that was ``local_rank`` in ``generation``; None if it was replaced since, or is dead."""
         for worker in self._workers.values():
             if worker.local_rank == local_rank and worker.assigned_in_generation < generation:
                 return worker.serial
@@ -247,8 +247,8 @@ class WorkerPool:
         self._abandoned_ranks.add(local_rank)
         last = f", the last time with {EARLY_EXIT_REASON}" if code == 0 else ""
         return GiveUp(
-            f"local rank {local_rank} died {deaths} times within {self._settings.window_s:g} s{last} "
-            f"(--max-restarts {self._settings.max_deaths}): this node cannot keep it alive"
+            f"local rank {local_rank} died {deaths} times within {self._settings.window_s:g} s{last}: giving up on it "
+            f"(--max-restarts {self._settings.max_deaths})"
         )
 
     def _fill_rank(self, local_rank: int) -> list[PoolAction]:
@@ -268,11 +268,6 @@ class WorkerPool:
             return []
         self._standbys_due += missing
         return [ScheduleStandby(self._settings.standby_delay_s)] * missing
-
-    def _standby_died(self, worker: PooledWorker) -> list[PoolAction]:
-        if not worker.has_reached_main:
-            self._early_standby_deaths += 1
-        return self._refill_standbys()
 
     def _finish(self, local_rank: int, pid: int) -> list[PoolAction]:
         self._finished[local_rank] = pid

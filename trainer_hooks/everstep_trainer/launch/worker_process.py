@@ -20,16 +20,9 @@ from everstep_trainer.runtime.assignment import (
 
 
 def run(descriptors: tuple[int, ...], *, script: str, module: bool, arguments: list[str]) -> None:
-    """Run ``script`` (a file, or a module's name) to its end.
+    """Run ``script`` (a file, or a module's name if ``module``) to its end; SystemExit has its status.
 
-    Args:
-        descriptors: Control socket, and optionally stdout and stderr.
-        script: Path of the script, or name of the module.
-        module: Whether ``script`` names a module.
-        arguments: The script's arguments.
-
-    Raises:
-        SystemExit: The script ended with a status or by an exception.
+    ``descriptors`` are the control socket, and optionally stdout and stderr.
     """
     control, *outputs = descriptors
     local_rank = os.environ.get(LOCAL_RANK_VARIABLE)

@@ -55,7 +55,7 @@ def test_full_disk_is_logged_once_and_lines_are_still_shown(
         assert asyncio.run(play()) == b"three\n"
     assert capfdbinary.readouterr().out == b"[rank 1]: one\n[rank 1]: two\n[rank 1]: three\n"
     assert [record.getMessage() for record in caplog.records] == [
-        "what ranks write is lost: worker-1.out cannot be written: [Errno 28] No space left on device"
+        "output of ranks is lost: worker-1.out cannot be written: [Errno 28] No space left on device"
     ]
 
 
@@ -76,5 +76,5 @@ def test_lost_terminal_is_logged_once_and_files_continue(tmp_path: Path, caplog:
         asyncio.run(play())
     assert (tmp_path / "worker-1.out").read_text() == "one\ntwo\n"
     assert [record.getMessage() for record in caplog.records] == [
-        "what ranks write is not shown any more: [Errno 32] Broken pipe"
+        "output of ranks is no longer shown: [Errno 32] Broken pipe"
     ]

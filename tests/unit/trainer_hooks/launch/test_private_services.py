@@ -181,7 +181,7 @@ def test_service_dying_too_often_is_left_alone(stage: Stage, caplog: pytest.LogC
         assert len(stage.told) == 1 + private_services.MAX_RESTARTS
 
     played(stage, act)
-    assert "ended 6 times within 60 s, the last time with status -9; training goes on without it" in caplog.text
+    assert "ended 6 times within 60 s, last with status -9; training continues" in caplog.text
 
 
 def test_service_failing_to_restart_is_left_alone(stage: Stage) -> None:
@@ -369,7 +369,7 @@ def test_taken_over_state_stays_if_services_fail_to_start(
         started_in(services)
     assert (left.segments / "j" / "own-0").exists()
     assert (left.run_dir / "secret").exists()
-    assert "everstep vault drop" in caplog.text
+    assert "everstep vault list and drop" in caplog.text
 
 
 def test_too_deep_state_directory_is_refused_with_advice(services: PrivateServices, short_path: Path) -> None:
@@ -389,13 +389,13 @@ def test_too_deep_state_directory_is_refused_with_advice(services: PrivateServic
 def test_unwritable_state_directory_is_refused_with_advice(services: PrivateServices, short_path: Path) -> None:
     (short_path / "home").touch()
     unwritable = PrivateServices(short_path / "home" / "state", "j", SYSTEM_CLOCK)
-    with pytest.raises(ConfigurationError, match="name another directory with --state-dir"):
+    with pytest.raises(ConfigurationError, match="give another --state-dir"):
         asyncio.run(unwritable.start())
 
 
 def test_unwritable_log_directory_is_refused_with_advice(short_path: Path) -> None:
     (short_path / "logs").touch()
-    with pytest.raises(ConfigurationError, match=r"--log-dir: ranks' output cannot be kept in .*/logs/j"):
+    with pytest.raises(ConfigurationError, match=r"--log-dir: cannot write ranks' output to .*/logs/j"):
         WorkerOutputs(short_path / "logs" / "j", False, str)
 
 
