@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.multiprocessing as processes
 from everstep_trainer.parallel.replica_groups import RankContext
 from everstep_trainer.run import Run
-from everstep_trainer.runtime.generation_session import IdleSession
+from everstep_trainer.runtime.generation_session import TrainingSession
 from rich.progress import Progress
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -93,7 +93,7 @@ def rank_main(rank: int, world: int, folder: str, steps: int) -> None:
     grouped = RankContext(rank=rank, world_size=world, mesh=lambda: init_device_mesh("cpu", (world,)))
     trainings = {
         kind: Training(
-            kind, Run(grouped if world > 1 or kind in (FSDP, SHARDED) else RankContext(), IdleSession()), data
+            kind, Run(grouped if world > 1 or kind in (FSDP, SHARDED) else RankContext(), TrainingSession()), data
         )
         for kind in KINDS
     }

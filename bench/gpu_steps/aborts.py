@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from everstep_trainer.runtime.abort import CollectiveBackend, GlooBackend, NcclBackend
+from everstep_trainer.runtime.abort import GlooBackend, NcclBackend
 
 from bench.gpu_steps.sheet import NotRun, Sheet, not_run, require_gpus
 from bench.table import Row
@@ -131,7 +131,7 @@ def _joined_alone(backend: NcclBackend) -> tuple[NcclBackend, torch.device]:
 
 def stopped_peer(name: str, device: str, port: int, rank: int) -> tuple[float, float]:
     """Rank 0 waits in an all-reduce that rank 1, which is stopped, never enters."""
-    backend: CollectiveBackend = NcclBackend() if name == "nccl" else GlooBackend()
+    backend: GlooBackend = NcclBackend() if name == "nccl" else GlooBackend()
     where = torch.device(device) if device == "cpu" else torch.device("cuda", rank if name == "nccl" else 0)
     if where.type == "cuda":
         torch.cuda.set_device(where)

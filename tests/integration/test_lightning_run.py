@@ -13,7 +13,7 @@ import torch
 from everstep_trainer.data.sampler import ElasticSampler
 from everstep_trainer.parallel.replica_groups import RankContext
 from everstep_trainer.run import Run
-from everstep_trainer.runtime.generation_session import IdleSession
+from everstep_trainer.runtime.generation_session import TrainingSession
 
 from tests.support.exact_training import SEED, Fault, read_diaries
 from tests.support.forked import ForkPool
@@ -128,7 +128,7 @@ def test_epoch_ending_during_accumulation_repeats_no_batch() -> None:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), 1e-3)
 
-    run = Run(RankContext(), IdleSession())
+    run = Run(RankContext(), TrainingSession())
     loader = run.loader(torch.utils.data.TensorDataset(torch.arange(100)[:, None]), global_batch=1, seed=SEED)
     quiet = {
         "enable_checkpointing": False,

@@ -86,7 +86,6 @@ class RankProcess:
             SETTINGS,
             self.machine.clock,
         )
-        self.attendant.version_listener = None
         self.group: Collective | None = None
         self.state: TrainingState | None = None
         self._number = 0

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from everstep_trainer.parallel.replica_groups import RankContext, ReplicaAssignment
 from everstep_trainer.run import Run
-from everstep_trainer.runtime.generation_session import IdleSession
+from everstep_trainer.runtime.generation_session import TrainingSession
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 WORLD, SAMPLES, BATCH = 4, 50, 5
@@ -46,7 +46,7 @@ def grouped(rank: int, port: int) -> Iterator[None]:
 
 def new_run(rank: int) -> Run:
     mesh = lambda: init_device_mesh("cpu", (WORLD,))  # noqa: E731 - as short as it gets
-    return Run(RankContext(rank=rank, world_size=WORLD, mesh=mesh), IdleSession())
+    return Run(RankContext(rank=rank, world_size=WORLD, mesh=mesh), TrainingSession())
 
 
 def say(run: Run, layout: str) -> DeviceMesh:

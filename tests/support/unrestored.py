@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from everstep_trainer.parallel.replica_groups import RankContext
 from everstep_trainer.run import Run
-from everstep_trainer.runtime.generation_session import IdleSession
+from everstep_trainer.runtime.generation_session import TrainingSession
 from everstep_trainer.snapshot.slot_negotiation import SnapshotOptions
 from everstep_trainer.state.tracked_state import TrackedState
 from torch import nn
@@ -28,7 +28,7 @@ class Net(nn.Module):
         self.register_buffer("odd", torch.eye(3).to_sparse())
 
 
-class Restoring(IdleSession):
+class Restoring(TrainingSession):
     """Every tracked tensor is 7 in the version; where ranks differ after it, each keeps its own."""
 
     def track(self, objects: Mapping[str, object], options: SnapshotOptions) -> int:

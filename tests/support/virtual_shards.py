@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from everstep_trainer.parallel.replica_groups import RankContext
 from everstep_trainer.run import Run
-from everstep_trainer.runtime.generation_session import IdleSession
+from everstep_trainer.runtime.generation_session import TrainingSession
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -90,7 +90,7 @@ def grouped(rank: int, world: int, port: int) -> Any:
 
 def new_run(rank: int, world: int) -> Run:
     mesh = lambda: init_device_mesh("cpu", (world,))  # noqa: E731 - as short as it gets
-    return Run(RankContext(rank=rank, world_size=world, mesh=mesh), IdleSession())
+    return Run(RankContext(rank=rank, world_size=world, mesh=mesh), TrainingSession())
 
 
 def trained_in_every_layout(rank: int, world: int, port: int) -> dict[str, list[str]]:
@@ -108,7 +108,7 @@ def trained_in_every_layout(rank: int, world: int, port: int) -> dict[str, list[
 def trained_whole() -> list[str]:
     """The same here, of a model that is not sharded and has no process group."""
     torch.manual_seed(5)
-    return trained(Run(RankContext(), IdleSession()), Net())
+    return trained(Run(RankContext(), TrainingSession()), Net())
 
 
 def trained(run: Run, model: nn.Module) -> list[str]:

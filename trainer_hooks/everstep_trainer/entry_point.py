@@ -20,7 +20,7 @@ from everstep_trainer.parallel.replica_groups import RankContext
 from everstep_trainer.run import Run
 from everstep_trainer.runtime.abort import make_backend
 from everstep_trainer.runtime.assignment import current_assignment, wait_for_local_rank
-from everstep_trainer.runtime.generation_session import IdleSession
+from everstep_trainer.runtime.generation_session import TrainingSession
 from everstep_trainer.runtime.process_group import device_for
 from everstep_trainer.runtime.worker import TrainingFunction, Worker
 
@@ -67,7 +67,7 @@ def main(train: TrainingFunction, *, settings: HookSettings | None = None, clock
     elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         _run_under_torchrun(train, settings)
     else:
-        train(Run(RankContext(device=_own_device()), IdleSession()))
+        train(Run(RankContext(device=_own_device()), TrainingSession()))
 
 
 def _check(train: TrainingFunction) -> None:
@@ -124,4 +124,4 @@ def _run_in_group(train: TrainingFunction, device: torch.device) -> None:
         device=device,
         mesh=lambda: init_device_mesh(device.type, (dist.get_world_size(),)),
     )
-    train(Run(place, IdleSession()))
+    train(Run(place, TrainingSession()))

@@ -14,7 +14,7 @@ import torch
 from everstep_trainer.loss_guard import LossDiverged, LossHistory, SpikeRule
 from everstep_trainer.parallel.replica_groups import RankContext
 from everstep_trainer.run import Run
-from everstep_trainer.runtime.generation_session import IdleSession
+from everstep_trainer.runtime.generation_session import TrainingSession
 from everstep_trainer.state.python_value_codec import decode_blob, encode_blob
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,7 +35,7 @@ ALL = range(1, 41)
 
 def alone(folder: Path, updates: Collection[int] = ALL, bad: Bad | None = None, **options: Any) -> list[dict[str, Any]]:
     folder.mkdir()
-    guarded_training.train(Run(RankContext(), IdleSession()), str(folder), updates, bad, **options)
+    guarded_training.train(Run(RankContext(), TrainingSession()), str(folder), updates, bad, **options)
     return sorted(read_diaries(folder), key=lambda row: row["step"])
 
 
@@ -98,7 +98,7 @@ def reference(folder: Path, data_steps: list[int]) -> str:
 
     (folder / "reference").mkdir()
     guarded_training.train(
-        Listed(RankContext(), IdleSession()),
+        Listed(RankContext(), TrainingSession()),
         str(folder / "reference"),
         range(1, len(data_steps) + 1),
         rollback_copies=0,
@@ -131,7 +131,7 @@ def test_batch_with_a_bad_gradient_is_skipped_at_second_time(tmp_path, step):
 
 
 def test_excluded_state_is_not_rolled_back():
-    run = Run(RankContext(), IdleSession())
+    run = Run(RankContext(), TrainingSession())
     guard = run.guard(rollback_copies=1, copy_every=1)
     model = torch.nn.Linear(4, 1)
     model.register_buffer("odd", torch.eye(3).to_sparse())
@@ -177,11 +177,11 @@ def test_scattered_bad_batches_do_not_reach_the_limit(tmp_path):
 
 
 def test_guard_state_is_stored_and_restored():
-    run = Run(RankContext(), IdleSession())
+    run = Run(RankContext(), TrainingSession())
     guard = run.guard(rollback_copies=0)
     for loss in (1.0, 1.1, math.inf, 0.9):
         guard.allows(torch.tensor(loss))
-    other = Run(RankContext(), IdleSession()).guard(rollback_copies=0)
+    other = Run(RankContext(), TrainingSession()).guard(rollback_copies=0)
     other.load_state_dict(decode_blob(encode_blob(guard.state_dict())))
     assert (other.data_step, other.records) == (5, guard.records)
     assert other.state_dict() == guard.state_dict()
@@ -196,8 +196,8 @@ def test_contradictory_guard_settings_are_refused():
         {"warmup": 65},
     ):
         with pytest.raises(ValueError, match=next(iter(options))):
-            Run(RankContext(), IdleSession()).guard(**options)
-    run = Run(RankContext(), IdleSession())
+            Run(RankContext(), TrainingSession()).guard(**options)
+    run = Run(RankContext(), TrainingSession())
     run.guard()
     with pytest.raises(ValueError, match="has a guard already"):
         run.guard()

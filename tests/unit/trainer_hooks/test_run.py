@@ -15,7 +15,7 @@ import torch
 from everstep_trainer.data.rng import stream_seed
 from everstep_trainer.parallel.replica_groups import RankContext
 from everstep_trainer.run import Run
-from everstep_trainer.runtime.generation_session import IdleSession
+from everstep_trainer.runtime.generation_session import TrainingSession
 from everstep_trainer.runtime.peer_wait import CollectiveTimer
 from everstep_trainer.runtime.progress import StepProgress
 from everstep_trainer.runtime.worker import reset_thread_state
@@ -69,7 +69,7 @@ def untracked_warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_untracked_run_is_warned_once(caplog):
-    run = Run(RankContext(generation=1), IdleSession())
+    run = Run(RankContext(generation=1), TrainingSession())
     for _ in run.steps(until=3):
         pass
     (warning,) = untracked_warnings(caplog)
@@ -78,7 +78,7 @@ def test_untracked_run_is_warned_once(caplog):
 
 
 def test_untracked_custom_loop_is_warned(caplog):
-    run = Run(RankContext(generation=1), IdleSession())
+    run = Run(RankContext(generation=1), TrainingSession())
     run.step_finished()
     run.step_finished()
     assert len(untracked_warnings(caplog)) == 1
@@ -88,13 +88,13 @@ def test_untracked_custom_loop_is_warned(caplog):
     "place", [RankContext(generation=1, rank=1), RankContext()], ids=["other_rank", "without_everstep"]
 )
 def test_only_the_first_rank_of_a_kept_run_is_warned(caplog, place):
-    run = Run(place, IdleSession())
+    run = Run(place, TrainingSession())
     run.step_finished()
     assert untracked_warnings(caplog) == []
 
 
 def test_tracked_run_is_not_warned(caplog):
-    run = Run(RankContext(generation=1), IdleSession())
+    run = Run(RankContext(generation=1), TrainingSession())
     run.track(model=torch.nn.Linear(2, 2))
     run.step_finished()
     assert untracked_warnings(caplog) == []
@@ -102,7 +102,7 @@ def test_tracked_run_is_not_warned(caplog):
 
 def test_run_with_its_own_checkpoints_is_not_warned(caplog):
     """``everstep_trainer.memory_tier.dcp`` keeps what it is given in the memory tier, without ``track``."""
-    run = Run(RankContext(generation=1, tier=lambda: SimpleNamespace(is_over=False)), IdleSession())
+    run = Run(RankContext(generation=1, tier=lambda: SimpleNamespace(is_over=False)), TrainingSession())
     assert run.tier is not None
     run.step_finished()
     assert untracked_warnings(caplog) == []
@@ -151,7 +151,7 @@ def test_training_function_error_is_raised_unchanged(monkeypatch):
 
 def test_random_streams_depend_on_seed_step_and_rank_only():
     def streams(rank: int, seed: int) -> list[tuple[float, float, float]]:
-        run = Run(RankContext(rank=rank, world_size=2), IdleSession())
+        run = Run(RankContext(rank=rank, world_size=2), TrainingSession())
         return [draws() for _ in run.steps(until=3, seed=seed)]
 
     assert streams(0, 1) == streams(0, 1)
@@ -161,17 +161,17 @@ def test_random_streams_depend_on_seed_step_and_rank_only():
 
 
 def test_custom_loop_has_the_same_random_streams():
-    run, others = Run(RankContext(rank=1, world_size=2), IdleSession()), []
+    run, others = Run(RankContext(rank=1, world_size=2), TrainingSession()), []
     for step in (1, 2, 3):
         run.seed_step(step, seed=4)
         others.append(draws())
         run.step_finished()
-    run = Run(RankContext(rank=1, world_size=2), IdleSession())
+    run = Run(RankContext(rank=1, world_size=2), TrainingSession())
     assert [draws() for _ in run.steps(until=3, seed=4)] == others
 
 
 def test_abandoned_step_is_not_finished():
-    run = Run(RankContext(), IdleSession())
+    run = Run(RankContext(), TrainingSession())
     for step in run.steps(until=10):
         if step == 3:
             break
@@ -180,14 +180,14 @@ def test_abandoned_step_is_not_finished():
 
 
 def test_custom_loop_reports_its_finished_steps():
-    run = Run(RankContext(), IdleSession())
+    run = Run(RankContext(), TrainingSession())
     run.step_finished()
     run.step_finished()
     assert run.last_finished_step == 2
 
 
 def test_begun_steps_are_reported_and_foreign_seeds_are_not():
-    class Told(IdleSession):
+    class Told(TrainingSession):
         def __init__(self) -> None:
             self.begun: list[int] = []
 
@@ -204,7 +204,7 @@ def test_begun_steps_are_reported_and_foreign_seeds_are_not():
 
 
 def test_optimizer_calls_before_update_each_time():
-    class Counting(IdleSession):
+    class Counting(TrainingSession):
         asked = 0
 
         def before_update(self) -> None:
@@ -220,7 +220,7 @@ def test_optimizer_calls_before_update_each_time():
 
 
 def test_steps_resume_after_the_restored_step():
-    class Restored(IdleSession):
+    class Restored(TrainingSession):
         def track(self, objects: object, options: object) -> int:
             return 41
 

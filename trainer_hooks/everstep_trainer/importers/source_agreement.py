@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 from torch._C._distributed_c10d import Store
@@ -18,6 +18,9 @@ from everstep.clock import Clock
 from everstep.errors import EverstepError, NotRestorable
 from everstep_trainer.importers.storage_reads import DamagedCheckpoint, retry_read, sleep_in_slices
 from everstep_trainer.snapshot.exchange import decode_value, put_value, wait_for_values
+
+if TYPE_CHECKING:
+    from everstep_trainer.importers.importer import CheckpointImport
 
 log = logging.getLogger(__name__)
 
@@ -39,23 +42,11 @@ class ImportOutcome(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-class ImportAttempt(Protocol):
-    """A checkpoint that was read into a rank's tensors."""
-
-    def finish(self) -> int:
-        """Load everything else into the objects; return the step."""
-
-    def undo(self) -> None:
-        """Remove state that was not there before, since another checkpoint may lack it."""
-
-
 class SourceAgreement:
     """One rank's part in the agreement. All ranks run the same code.
 
-    Args:
-        store: The generation's store.
-        on_unusable: Receives each checkpoint that this rank found damaged or gone, with the reason.
-        wait: Waits some seconds before failing storage is retried.
+    ``on_unusable`` receives each checkpoint that this rank found damaged or missing, with the reason; ``wait`` waits
+    some seconds before failing storage is retried.
     """
 
     def __init__(
@@ -74,16 +65,13 @@ class SourceAgreement:
         self._on_unusable = on_unusable
         self._wait = wait
 
-    def load(self, locations: Sequence[str], read: Callable[[str], ImportAttempt]) -> int:
+    def load(self, locations: Sequence[str], read: Callable[[str], CheckpointImport]) -> int:
         """Try the checkpoints at ``locations`` in order, newest first in a folder, until all ranks could read one.
 
-        Rank 0's locations count for all ranks.
-
-        Returns:
-            The checkpoint's step, or 0 if there are no locations.
+        Rank 0's locations count for all ranks. Returns the checkpoint's step, or 0 if there are no locations.
 
         Raises:
-            NotRestorable: On all ranks alike, none can be used or the objects differ from the stored ones.
+            NotRestorable: On all ranks, none can be used or the objects differ from the stored ones.
             DistStoreError: A rank reported nothing for RANK_TIMEOUT_S.
         """
         failed: dict[str, str] = {}
@@ -92,19 +80,19 @@ class SourceAgreement:
             url = self._receive_proposal(number, locations, failed)
             if not url:
                 return 0
-            attempt, said, raised = self._try(url, read)
-            verdict = self._combine_outcomes(number, said)
-            if raised is not None and said.error:
+            attempt, outcome, raised = self._try(url, read)
+            combined = self._combine_outcomes(number, outcome)
+            if raised is not None and outcome.error:
                 raise raised
-            if verdict.error:
-                raise NotRestorable(verdict.error)
-            if not verdict.unusable:
+            if combined.error:
+                raise NotRestorable(combined.error)
+            if not combined.unusable:
                 assert attempt is not None
                 return attempt.finish()
             if attempt is not None:
                 attempt.undo()
-            failed[url] = verdict.unusable
-            log.warning("%s is not used: %s", url, verdict.unusable)
+            failed[url] = combined.unusable
+            log.warning("%s is not used: %s", url, combined.unusable)
 
     def _receive_proposal(self, number: int, locations: Sequence[str], failed: dict[str, str]) -> str:
         """Return rank 0's proposal; empty if it has no locations."""
@@ -120,20 +108,18 @@ class SourceAgreement:
         return named.url
 
     def _propose(self, locations: Sequence[str], failed: dict[str, str]) -> SourceProposal:
-        why = [f"{url}: {reason}" for url, reason in failed.items()]
+        reasons = [f"{url}: {reason}" for url, reason in failed.items()]
         try:
             url = retry_read(lambda: next((url for url in _find_all(locations) if url not in failed), ""), self._wait)
         except (EverstepError, OSError) as error:
-            if not failed:
-                return SourceProposal(error=str(error))
-            return SourceProposal(error="; ".join([*why, str(error)]))
+            return SourceProposal(error="; ".join([*reasons, str(error)]))
         if url or not locations:
             return SourceProposal(url)
-        return SourceProposal(error=f"no checkpoint on storage can be used: {'; '.join(why)}")
+        return SourceProposal(error=f"no checkpoint on storage can be used: {'; '.join(reasons)}")
 
     def _try(
-        self, url: str, read: Callable[[str], ImportAttempt]
-    ) -> tuple[ImportAttempt | None, ImportOutcome, Exception | None]:
+        self, url: str, read: Callable[[str], CheckpointImport]
+    ) -> tuple[CheckpointImport | None, ImportOutcome, Exception | None]:
         try:
             return retry_read(lambda: read(url), self._wait), ImportOutcome(), None
         except (DamagedCheckpoint, OSError) as error:
@@ -145,18 +131,16 @@ class SourceAgreement:
     def _combine_outcomes(self, number: int, outcome: ImportOutcome) -> ImportOutcome:
         """Return the combined outcome of all ranks."""
         put_value(self._store, f"stored/read/{number}/{self._rank}", outcome)
-        key = f"stored/verdict/{number}"
+        key = f"stored/combined/{number}"
         if self._rank == 0:
-            told = [
-                decode_value(b, ImportOutcome)
-                for b in self._get([f"stored/read/{number}/{r}" for r in range(self._world_size)])
-            ]
-            verdict = ImportOutcome(
-                next((one.unusable for one in told if one.unusable), ""),
-                next((one.error for one in told if one.error), ""),
+            bodies = self._get([f"stored/read/{number}/{rank}" for rank in range(self._world_size)])
+            outcomes = [decode_value(body, ImportOutcome) for body in bodies]
+            combined = ImportOutcome(
+                next((one.unusable for one in outcomes if one.unusable), ""),
+                next((one.error for one in outcomes if one.error), ""),
             )
-            put_value(self._store, key, verdict)
-            return verdict
+            put_value(self._store, key, combined)
+            return combined
         (body,) = self._get([key])
         return decode_value(body, ImportOutcome)
 
@@ -166,9 +150,8 @@ class SourceAgreement:
 
 def _find_all(locations: Sequence[str]) -> Iterator[str]:
     """Yield all checkpoints that exist now. Raises NotRestorable at the end if a location has none."""
-    from everstep_trainer.importers.checkpoint_files import (
-        find_checkpoints,  # these imports take longer than a regrouping
-    )
+    # imported here: this takes longer than a regrouping
+    from everstep_trainer.importers.checkpoint_files import find_checkpoints
 
     empty: NotRestorable | None = None
     for place in locations:

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Iterable
 from functools import partial, wraps
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -196,11 +196,8 @@ def _init_and_filter(group: Any, *args: Any, **options: Any) -> None:
 
 
 def install_reset_filter(connections: Callable[[], Iterable[socket.socket]]) -> None:
-    """Drop late resets on the connections of every gloo group made from now on.
-
-    Args:
-        connections: Returns duplicates of gloo's open connections; a new group's are among them.
-    """
+    """Drop late resets on the connections of every gloo group made from now on; ``connections`` returns duplicates
+    of them."""
     global _connections
     _connections = connections
     dist.ProcessGroupGloo.__init__ = _init_and_filter  # type: ignore[method-assign, assignment]
@@ -214,30 +211,6 @@ another, and none should see a connection close before it has aborted its own.""
 
 NCCL_SETUP_TIMEOUT_S = 120
 """Longest set-up of an NCCL communicator. While torch waits for one it holds a lock that an abort needs."""
-
-
-class CollectiveBackend(Protocol):
-    """The operations that regrouping needs of one kind of process group."""
-
-    @property
-    def name(self) -> str:
-        """The backend string for ``init_process_group``."""
-
-    def prepare(self) -> None:
-        """Apply settings that the library reads once, before the process's first group."""
-
-    def connect(self, device: torch.device) -> None:
-        """Begin to set up the default group's communicator for ``device``, if it has one, without waiting."""
-
-    def abort(self) -> int:
-        """End the collectives of all groups of the process, now and for good; callable from any thread, repeatedly.
-
-        Returns:
-            The number of connections or communicators that this call ended.
-        """
-
-    def wait_aborted(self, timeout_s: float) -> bool:
-        """Wait for all that ``abort`` began; return False if that takes longer than ``timeout_s``."""
 
 
 def gloo_event_loops() -> list[int]:
@@ -270,18 +243,25 @@ class GlooBackend:
     """
 
     name = "gloo"
+    """The backend string for ``init_process_group``."""
 
     def prepare(self) -> None:
+        """Apply settings that the library reads once, before the process's first group."""
         interrupt.install_sliced_waits()
         install_reset_filter(gloo_connections)
 
     def connect(self, device: torch.device) -> None:
-        """Do nothing: gloo connects all ranks when a group is made."""
+        """Begin to set up the default group's communicator for ``device``; gloo connects when a group is made."""
 
     def wait_aborted(self, timeout_s: float) -> bool:
+        """Wait for all that ``abort`` began; return False if that takes longer than ``timeout_s``."""
         return True
 
     def abort(self) -> int:
+        """End the collectives of all groups of the process, now and for good; from any thread, repeatedly.
+
+        Returns the number of connections or communicators that this call ended.
+        """
         held = [copy for loop in gloo_event_loops() for copy in self._shut_connections_of(loop)]
         if held:
             timer = threading.Timer(HOLD_OPEN_S, close_sockets, [held])
@@ -295,7 +275,7 @@ class GlooBackend:
         return shut_connections(of_loop(), of_loop, socket.SHUT_RD)
 
 
-class NcclBackend:
+class NcclBackend(GlooBackend):
     """Ends NCCL's communicators with ``ncclCommAbort``, each from its own thread.
 
     Aborting one communicator may wait for another of the same process, so all aborts begin together. gloo carries the
@@ -310,7 +290,6 @@ class NcclBackend:
     name = "cpu:gloo,cuda:nccl"
 
     def __init__(self) -> None:
-        self._gloo = GlooBackend()
         self._abort_threads: dict[int, threading.Thread] = {}
         self._lock = threading.Lock()
 
@@ -328,7 +307,7 @@ class NcclBackend:
         backend.eager_connect_single_device(device)
 
     def abort(self) -> int:
-        ended = self._gloo.abort()
+        ended = super().abort()
         for backend in self._communicators():
             thread = threading.Thread(target=self._abort_one, args=(backend,), name="everstep-nccl-abort", daemon=True)
             with self._lock:
@@ -363,7 +342,7 @@ class NcclBackend:
                 self._abort_threads.pop(id(backend), None)
 
 
-def make_backend(name: str) -> CollectiveBackend:
+def make_backend(name: str) -> GlooBackend:
     """Return the backend for the setting ``auto``, ``gloo`` or ``nccl``."""
     if name == "auto":
         name = "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"

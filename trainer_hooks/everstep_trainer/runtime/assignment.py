@@ -15,6 +15,7 @@ Not thread-safe: for the main thread.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
@@ -26,7 +27,7 @@ from everstep.ids import split_address
 from everstep.wire.v1.training import GenerationSpec, Member
 from everstep_trainer.launch.fork_messages import ControlChannel, Promote, ReachedMain
 from everstep_trainer.launch.job_cache import RecordedImportLoader, cache_folder
-from everstep_trainer.launch.process_setup import StandbyMemory, set_process_name
+from everstep_trainer.launch.process_setup import StandbyMemory, set_process_name, warm_up_torch
 
 JOB_VARIABLE = "EVERSTEP_JOB"
 AGENT_SOCKET_VARIABLE = "EVERSTEP_AGENT_SOCKET"
@@ -42,8 +43,6 @@ class WorkerAssignment(msgspec.Struct, frozen=True, kw_only=True):
     """A worker's assignment by the launcher, at its start.
 
     Attributes:
-        job: Name of the job.
-        agent_socket: Path of the agent's socket.
         local_rank: The local rank; None for a standby that was not promoted yet.
         start_from: Checkpoint to start from if nothing is in memory; empty for none.
         started_at: When an active worker's process began (perf_counter); None for a standby, for which nobody waited.
@@ -91,14 +90,13 @@ def wait_for_local_rank() -> int:
     """
     assignment = current_assignment()
     if assignment is None:
-        raise RuntimeError("this process was not started by everstep-launch: there is no local rank to wait for")
+        raise RuntimeError("this process has no local rank to wait for: start it with everstep-launch")
     if assignment.local_rank is None and "torch" in sys.modules:
-        from everstep_trainer.launch.process_setup import warm_up_torch
-
         warm_up_torch()
     control = _control()
     if control is not None:
-        _send_reached_main(control)
+        with contextlib.suppress(OSError):  # orphaned: the kernel is about to end this process, as its launcher is gone
+            control.send(ReachedMain())
     if assignment.local_rank is not None:
         return assignment.local_rank
     if control is None:
@@ -115,13 +113,6 @@ def _control() -> ControlChannel[Promote] | None:
     if _channel is None and CONTROL_FD_VARIABLE in os.environ:
         _channel = ControlChannel(socket.socket(fileno=int(os.environ.pop(CONTROL_FD_VARIABLE))), Promote)
     return _channel
-
-
-def _send_reached_main(control: ControlChannel[Promote]) -> None:
-    try:
-        control.send(ReachedMain())
-    except OSError:
-        return  # orphaned: the kernel is about to end this process, as its launcher is gone
 
 
 def _wait_for_promotion(control: ControlChannel[Promote]) -> int:

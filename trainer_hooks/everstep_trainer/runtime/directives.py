@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable
 from enum import Enum, auto
 from time import perf_counter
-from typing import Protocol
 
 from everstep.clock import Clock
 from everstep.vocabulary import GenerationReason
@@ -22,8 +21,7 @@ from everstep_trainer.runtime.progress import HangWatchdog, Stall, StepProgress,
 
 
 class ReceivedDirectives:
-    """The newest directives, written by the link's thread and awaited by the main thread. Older generations are
-    ignored."""
+    """The newest directives, written by the link's thread and awaited by the main thread; older ones are ignored."""
 
     def __init__(self) -> None:
         # not taken through the condition where an interrupt may come; see the module interrupt
@@ -103,13 +101,9 @@ class GenerationMembership:
     main thread has gone on to.
 
     Args:
-        directives: The received directives.
-        progress: The rank's progress.
-        interrupter: Interrupts the main thread.
         abort_collectives: Ends the collectives of this process.
         cut_store: Breaks the connection to the rendezvous store, for a thread that waits on it.
         end_process: Ends the process, when nothing else has helped.
-        settings: Settings of this rank.
     """
 
     def __init__(
@@ -215,11 +209,6 @@ class GenerationMembership:
 logger = logging.getLogger(__name__)
 
 
-class VersionListener(Protocol):
-    def handle_versions(self, notice: VersionNotice) -> None:
-        """Receive which version is committed and which may be next."""
-
-
 class DirectiveListener:
     """Listens to the link. The main thread calls ``enter`` and ``leave``; the link's thread calls the rest."""
 
@@ -241,7 +230,8 @@ class DirectiveListener:
         self._watchdog = HangWatchdog(settings, clock)
         self._spec: GenerationSpec | None = None
         self._member: Member | None = None
-        self.version_listener: VersionListener | None = None
+        self.on_versions: Callable[[VersionNotice], None] | None = None
+        """Receives which version is committed and which may be next."""
 
     def enter(self, spec: GenerationSpec, member: Member) -> None:
         """Begin to take part in ``spec``, from its rendezvous on."""
@@ -250,25 +240,25 @@ class DirectiveListener:
 
     def leave(self) -> None:
         """Take part in no generation."""
-        self._spec = self._member = self.version_listener = None
+        self._spec = self._member = self.on_versions = None
 
     # --- for the link's thread
 
     def handle_message(self, message: FromAgent) -> None:
         if isinstance(message, NewGeneration):
-            stood = self._stack_if_hung(message.spec)
+            stack = self._stack_if_hung(message.spec)
             if self._directives.add_generation(message.spec):
                 self._membership.abort()
-                if stood:
-                    self._log_hang(message.spec, stood)
+                if stack:
+                    self._log_hang(message.spec, stack)
         elif isinstance(message, StopJob):
             self._directives.add_stop(message)
             self._membership.abort()
         elif isinstance(message, VersionNotice):
-            if (keeper := self.version_listener) is not None:
-                keeper.handle_versions(message)
+            if (on_versions := self.on_versions) is not None:
+                on_versions(message)
         elif isinstance(message, LauncherLost):
-            logger.warning("the launcher is gone, this rank will not be replaced: %s", message.detail)
+            logger.warning("the launcher ended, so this rank will not be replaced: %s", message.detail)
 
     def is_aborting(self) -> bool:
         return self._membership.is_aborting
@@ -302,9 +292,9 @@ class DirectiveListener:
         return main_stack(self._settings.max_stack_bytes) if hung else ""
 
     def _log_hang(self, spec: GenerationSpec, stack: str) -> None:
-        """Log where this rank stood: the agent may name a stopped rank long before any watchdog does."""
+        """Log where this rank was: the agent may report a stopped rank long before any watchdog does."""
         logger.warning(
-            "%s; until then this rank stood after step %d, in the last of %d collectives, at\n%s",
+            "%s; this rank was hung after step %d, in the last of %d collectives, at\n%s",
             spec.sentence,
             self._progress.finished_step,
             self._progress.collective_count,
@@ -313,10 +303,10 @@ class DirectiveListener:
         )
 
     def _report_stall(self, stall: Stall, spec: GenerationSpec, member: Member) -> None:
-        step, collectives = self._progress.finished_step, self._progress.collective_count
+        step = self._progress.finished_step
         logger.warning(
-            "no step finished for %.1f s (threshold %.1f s) after step %d: taken for a hang. Who evaluates or "
-            "saves there for so long says how long by --hang-threshold-s",
+            "no step finished for %.1f s (threshold %.1f s) after step %d: treated as a hang. If evaluation or saving "
+            "takes this long, raise --hang-threshold-s",
             stall.stalled_s,
             stall.threshold_s,
             step,
@@ -329,7 +319,7 @@ class DirectiveListener:
                 generation=spec.number,
                 rank=member.rank,
                 step=step,
-                collectives=collectives,
+                collectives=self._progress.collective_count,
                 stalled_s=stall.stalled_s,
                 threshold_s=stall.threshold_s,
                 begun=self._begun(spec),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,7 +15,7 @@ from everstep.vocabulary import Finding, FindingKind, Mode, Severity
 from everstep.wire.v1.directives import VersionNotice
 from everstep.wire.v1.local import ToAgent
 from everstep.wire.v1.training import FindingRaised, GenerationSpec, Resumed
-from everstep_trainer.importers.source_agreement import ImportAttempt, SourceAgreement
+from everstep_trainer.importers.source_agreement import SourceAgreement
 from everstep_trainer.memory_tier.vault_client import VaultClient
 from everstep_trainer.restore.restorer import Restoration, make_restore_finding
 from everstep_trainer.runtime.directives import ReceivedDirectives
@@ -25,6 +25,9 @@ from everstep_trainer.runtime.progress import StepProgress, compile_seconds_sinc
 from everstep_trainer.snapshot.slot_negotiation import SnapshotOptions
 from everstep_trainer.snapshot.snapshotter import Snapshotter
 from everstep_trainer.state.tracked_state import TrackedState
+
+if TYPE_CHECKING:
+    from everstep_trainer.importers.importer import CheckpointImport
 
 # ---- timeline of a regrouping
 
@@ -50,11 +53,12 @@ class PhaseTimeline:
             self.phases_s[parent] -= seconds
 
 
-class TrainingSession(Protocol):
-    """The interface that ``Run`` calls from the main thread."""
+class TrainingSession:
+    """The interface that ``Run`` calls from the main thread; stores nothing, as without ``everstep-launch``."""
 
     def track(self, objects: Mapping[str, object], options: SnapshotOptions) -> int:
         """Restore the objects to the agreed version; return its step (0: from scratch)."""
+        return 0
 
     def before_update(self) -> None:
         """Wait until an optimizer may change tracked state. May raise Regroup."""
@@ -79,48 +83,17 @@ class TrainingSession(Protocol):
 
     def atomic(self) -> AbstractContextManager[None]:
         """Return a section in which no Regroup is raised from outside."""
-
-
-class IdleSession:
-    """The session of a script that runs without ``everstep-launch``; it stores nothing."""
-
-    def track(self, objects: Mapping[str, object], options: SnapshotOptions) -> int:
-        return 0
-
-    def before_update(self) -> None:
-        return
-
-    def on_step_begun(self, step: int) -> None:
-        return
-
-    def raise_if_interrupted(self) -> None:
-        return
-
-    def on_step_finished(self, step: int) -> None:
-        return
-
-    def report_loss(self, loss: torch.Tensor | float) -> None:
-        return
-
-    def report_loss_refused(self, data_step: int, message: str) -> None:
-        return
-
-    def record_wait(self, seconds: float) -> None:
-        return
-
-    def atomic(self) -> AbstractContextManager[None]:
         return nullcontext()
 
 
-class GenerationSession:
+class GenerationSession(TrainingSession):
     """Snapshots and restores one rank's state through one generation.
 
     Args:
         connect_vault: Makes the connection to the node's vault; called once state is tracked or certain to be.
         send: Sends to the agent without blocking.
         timeline: The timeline of the regrouping so far; it ends with the first finished step.
-        start_from: Checkpoint on storage, used if memory holds nothing restorable and the job has stored none of its
-            own; empty for none.
+        start_from: Checkpoint on storage, used if memory and the job's storage hold nothing restorable; empty for none.
         on_first_step: Called once, after the first finished step was reported.
     """
 
@@ -163,7 +136,7 @@ class GenerationSession:
     def track(self, objects: Mapping[str, object], options: SnapshotOptions) -> int:
         """Restore and track the objects; see `TrainingSession`. Raises ValueError on a second call."""
         if self._snapshotter is not None:
-            raise ValueError("run.track was called before in this generation: name everything in one call")
+            raise ValueError("run.track was called twice in this generation: name everything in one call")
         self._end_phase("build")
         group, vault, state = self._group, self._connect_vault(), TrackedState(objects, options.exclude)
         restoration = self._restoration = self._restoration or self._new_restoration()
@@ -182,7 +155,7 @@ class GenerationSession:
             restored=result.version,
             options=options,
             clock=self._clock,
-            is_over=lambda: self._directives.is_generation_over(self._spec.number, self._progress.finished_step),
+            is_over=self._is_over,
         )
         self._progress.resume_from(step)
         self._snapshotter.first_plan.wait()
@@ -194,10 +167,9 @@ class GenerationSession:
         group, rule = self._group, self._spec.restore
         rank, world = group.member.rank, group.spec.world_size
 
-        def read(url: str) -> ImportAttempt:
-            from everstep_trainer.importers.importer import (
-                read_checkpoint,  # importing this takes longer than a regrouping
-            )
+        def read(url: str) -> CheckpointImport:
+            # imported here: this takes longer than a regrouping
+            from everstep_trainer.importers.importer import read_checkpoint
 
             return read_checkpoint(url, objects, state, rank, world)
 
@@ -206,18 +178,17 @@ class GenerationSession:
         return choice.load([place for place in places if place], read)
 
     def _stored_unusable(self, url: str, reason: str) -> None:
-        self._send(
-            make_restore_finding(
-                self._spec,
-                self._clock,
-                FindingKind.STORAGE_CORRUPT,
-                url,
-                reason,
-                fallback="the checkpoint before it is used where there is one",
-                source="digests and checksums of what is read from storage",
-                evidence={"rank": str(self._group.member.rank)},
-            )
+        finding = make_restore_finding(
+            self._spec,
+            self._clock,
+            FindingKind.STORAGE_CORRUPT,
+            url,
+            reason,
+            fallback="an earlier checkpoint is used if there is one",
+            source="digests and checksums of data read from storage",
+            evidence={"rank": str(self._group.member.rank)},
         )
+        self._send(finding)
 
     def _new_restoration(self) -> Restoration:
         group = self._group
@@ -279,10 +250,8 @@ class GenerationSession:
             snapshotter.update_versions(notice.committed, notice.candidate, notice.pinned)
 
     def close(self) -> None:
-        """End the snapshots of this generation.
-
-        A copy that has begun is completed. The optimizer waits for it before any change, so during a copy the live
-        state is that of the last finished step, whatever else was interrupted.
+        """End the snapshots of this generation; a copy that has begun is completed, since the live state does not
+        change.
 
         All tracked objects are released. DistributedDataParallel's hook in C++ reports its waits to this object, and
         the garbage collector does not see that cycle. Models and optimizers of every generation would stay in memory.
@@ -294,8 +263,11 @@ class GenerationSession:
         if snapshotter is not None:
             snapshotter.close(finish=True)
 
+    def _is_over(self) -> bool:
+        return self._directives.is_generation_over(self._spec.number, self._progress.finished_step)
+
     def _raise_if_over(self) -> None:
-        if self._directives.is_generation_over(self._spec.number, self._progress.finished_step):
+        if self._is_over():
             over = Regroup()
             self._interrupter.record_interruption(over)
             raise over

@@ -61,8 +61,7 @@ WAKE_SIGNAL = signal.SIGURG
 
 
 def _handle_wakes() -> bool:
-    """Install the handler and return whether signals wake this thread: it is the main thread and the signal was
-    free."""
+    """Install the handler and return whether signals wake this thread: the main thread, with the signal unused."""
     if threading.current_thread() is not threading.main_thread():
         return False
     if signal.getsignal(WAKE_SIGNAL) is signal.SIG_DFL:
@@ -89,27 +88,26 @@ class Interrupter:
         self._recorded_error: BaseException | None = None
 
     def record_interruption(self, error: BaseException) -> None:
-        """The running ``run`` was told by ``error``, Regroup or that of a collective, that its generation is over."""
+        """Record that ``error``, Regroup or a collective's, told the running ``run`` that its generation is over."""
         if self._recorded_error is None:
-            words = f"the training function caught {type(error).__name__}: {error}"
-            self._recorded_error = error if isinstance(error, Regroup) else dist.DistBackendError(words)
+            message = f"the training function caught {type(error).__name__}: {error}"
+            self._recorded_error = error if isinstance(error, Regroup) else dist.DistBackendError(message)
 
     def raise_if_interrupted(self) -> None:
-        """Where a step of the running ``run`` is about to count: raises again what it was told by, since training
-        code has caught that and gone on."""
+        """Raise the interruption of the running ``run`` again before a step counts, if training code caught it."""
         if self._raised:
             raise Regroup
         if self._recorded_error is not None:
             raise self._recorded_error
 
     def request_regroup(self) -> None:
-        """From another thread: the running ``run`` ends with Regroup where it calls a module next."""
+        """Raise Regroup in the running ``run`` at its next module call; from another thread."""
         with self._lock:
             if self._open and not self._raised and self._module_hook is None:
                 self._module_hook = register_module_forward_pre_hook(self._at_module_call)
 
     def interrupt(self) -> bool:
-        """From another thread: makes the running ``run`` end with Regroup. False where there is none to end."""
+        """Raise Regroup in the running ``run``; return False if there is none. From another thread."""
         with self._lock:
             if not self._open or self._raised:
                 return False
@@ -214,22 +212,15 @@ def _wait_in_slices(work: dist.Work, timeout: timedelta | None = None) -> bool:
     try:
         if work._get_op_type() in _MESSAGES:  # type: ignore[attr-defined]
             return _wait_for_message(work)
-        return _wait_for_collective(work)
+        return wait_or_regroup(work, _must_leave)
     except BaseException as error:
         if threading.current_thread() is threading.main_thread():
             _on_error(error)
         raise
 
 
-def _wait_for_collective(work: dist.Work) -> bool:
-    while True:
-        try:
-            return _original_wait(work, WAIT_SLICE)
-        except RuntimeError:
-            if work.is_completed():
-                return _original_wait(work)  # returns at once, or raises the work's own error
-        if threading.current_thread() is threading.main_thread() and _is_over():
-            raise Regroup
+def _must_leave() -> bool:
+    return threading.current_thread() is threading.main_thread() and _is_over()
 
 
 def _wait_for_message(work: dist.Work) -> bool:
@@ -258,8 +249,10 @@ def _wait_for_message(work: dist.Work) -> bool:
 
 
 def set_wait_callbacks(is_over: Callable[[], bool], on_error: Callable[[BaseException], object] = bool) -> None:
-    """Waits of the main thread that begin inside the training function raise Regroup once ``is_over`` is true;
-    ``on_error`` is told what they raise, but where they have a time-out of their own."""
+    """Make waits of the main thread inside the training function raise Regroup once ``is_over`` is true.
+
+    ``on_error`` receives the errors that waits raise, except those with a time-out of their own.
+    """
     global _is_over, _on_error  # one main thread, one training function
     _is_over, _on_error = is_over, on_error
 
@@ -272,22 +265,20 @@ def install_sliced_waits() -> None:
     dist.Work.wait = _wait_in_slices  # type: ignore[assignment]
 
 
-def wait_or_regroup(work: dist.Work, is_over: Callable[[], bool]) -> None:
-    """Waits for a collective on host tensors; raises Regroup when ``is_over`` becomes true first."""
+def wait_or_regroup(work: dist.Work, is_over: Callable[[], bool]) -> bool:
+    """Wait for a collective on host tensors; raise Regroup when ``is_over`` becomes true first."""
     while True:
         try:
-            _original_wait(work, WAIT_SLICE)
-            return
+            return _original_wait(work, WAIT_SLICE)
         except RuntimeError:
             if work.is_completed():
-                _original_wait(work)
-                return
+                return _original_wait(work)  # returns at once, or raises the work's own error
         if is_over():
             raise Regroup
 
 
 def poll_or_regroup(work: dist.Work, is_over: Callable[[], bool]) -> None:
-    """Waits for a collective on GPU tensors; raises Regroup when ``is_over`` becomes true first.
+    """Wait for a collective on GPU tensors; raise Regroup when ``is_over`` becomes true first.
 
     The work is polled. NCCL must not be given a time-out: when one passes, torch marks the work as failed and aborts
     the communicator.

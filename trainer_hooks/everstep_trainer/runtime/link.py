@@ -13,31 +13,18 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
 
 from everstep.clock import Clock
 from everstep.errors import MalformedMessage, Unavailable, VersionMismatch
 from everstep.wire.framing import FrameDecoder, encode_frame, negotiate
-from everstep.wire.v1.local import MAX_FRAME_BYTES, FromAgent, Goodbye, Hello, RankHeartbeat, ToAgent, Welcome
+from everstep.wire.v1.local import MAX_FRAME_BYTES, FromAgent, Goodbye, Hello, ToAgent, Welcome
 from everstep_trainer.config import HookSettings
+from everstep_trainer.runtime.directives import DirectiveListener
 
 logger = logging.getLogger(__name__)
 
 RECEIVE_BYTES = 1 << 16
 DEFAULT_TICK_S = 0.2
-
-
-class LinkListener(Protocol):
-    """The callbacks of the link's thread. None may block."""
-
-    def handle_message(self, message: FromAgent) -> None:
-        """Handle a directive."""
-
-    def make_tick(self) -> RankHeartbeat | None:
-        """Check the rank's progress and return the heartbeat to send; None if there is none yet."""
-
-    def is_aborting(self) -> bool:
-        """Return whether to tick at ``abort_interval_s`` instead of the agent's interval."""
 
 
 class FrameOutbox:
@@ -66,9 +53,8 @@ class FrameOutbox:
         while self._frames:
             frame = self._frames[0]
             try:
-                self._sent += connection.send(
-                    memoryview(frame)[self._sent :], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
-                )
+                rest, flags = memoryview(frame)[self._sent :], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
+                self._sent += connection.send(rest, flags)
             except BlockingIOError:
                 return
             if self._sent == len(frame):
@@ -77,20 +63,17 @@ class FrameOutbox:
 
 
 class RankLink:
-    """The connection to the agent's socket.
+    """The connection to the agent's socket at ``path``; ``hello`` is the first frame of every connection.
 
-    Args:
-        path: Path of the socket.
-        hello: The first frame of every connection.
-        listener: Called from the link's thread.
-        uniform: Draws from [0, 1) for the back-off's jitter.
+    ``listener`` is called from the link's thread, and must not block. ``uniform`` draws from [0, 1) for the back-off's
+    jitter.
     """
 
     def __init__(
         self,
         path: str,
         hello: Hello,
-        listener: LinkListener,
+        listener: DirectiveListener,
         settings: HookSettings,
         clock: Clock,
         uniform: Callable[[], float],
@@ -115,9 +98,7 @@ class RankLink:
     def start(self, timeout_s: float) -> Welcome:
         """Start the thread and return the agent's Welcome.
 
-        Raises:
-            Unavailable: None came within ``timeout_s``.
-            VersionMismatch: The agent refused this version.
+        Raises Unavailable if none came within ``timeout_s``, VersionMismatch if the agent refused this version.
         """
         self._thread.start()
         if not self._welcomed.wait(timeout_s):
@@ -254,7 +235,7 @@ class RankLink:
         except OSError:
             return False
         except MalformedMessage as error:
-            logger.warning("the agent sent what cannot be read, connecting anew: %s", error)
+            logger.warning("the agent sent an unreadable message; reconnecting: %s", error)
             return False
         return bool(data)
 

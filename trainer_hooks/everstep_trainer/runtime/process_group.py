@@ -22,7 +22,7 @@ from everstep.ids import split_address
 from everstep.wire.v1.training import GenerationSpec, Member
 from everstep_trainer.config import HookSettings
 from everstep_trainer.runtime import abort
-from everstep_trainer.runtime.abort import CollectiveBackend
+from everstep_trainer.runtime.abort import GlooBackend
 from everstep_trainer.runtime.interrupt import Regroup, poll_or_regroup, wait_or_regroup
 
 # ---- device meshes of a process that changes its rank
@@ -98,7 +98,7 @@ class GenerationGroup:
         return int(self._group._get_sequence_number_for_group())
 
 
-def device_for(backend: CollectiveBackend, local_rank: int) -> torch.device:
+def device_for(backend: GlooBackend, local_rank: int) -> torch.device:
     """Return the device of a local rank: its CUDA device under NCCL, otherwise the CPU."""
     return torch.device("cuda", local_rank) if "nccl" in backend.name else torch.device("cpu")
 
@@ -110,7 +110,7 @@ class Rendezvous:
     and the backend's ``abort``, called from the signal thread, end it within milliseconds.
     """
 
-    def __init__(self, backend: CollectiveBackend, settings: HookSettings) -> None:
+    def __init__(self, backend: GlooBackend, settings: HookSettings) -> None:
         patch_mesh_equality()
         self._backend = backend
         self._settings = settings
@@ -126,15 +126,13 @@ class Rendezvous:
     def join(self, spec: GenerationSpec, member: Member, is_over: Callable[[], bool]) -> None:
         """Form ``group``, the process group of ``spec``, together with its other members.
 
-        Raises:
-            Regroup: ``is_over`` became true meanwhile.
-            RuntimeError: The store or a member did not answer within ``join_timeout_s`` (torch's network errors are
-                such).
+        Raises Regroup if ``is_over`` became true meanwhile, RuntimeError (as torch's network errors are) if the store
+        or a member did not answer within ``join_timeout_s``.
         """
         try:
             self.group = self._join(spec, member, is_over)
         except (Regroup, RuntimeError) as error:
-            self._drop_connection()
+            self._connection = None
             self.leave(must_abort=True)
             if is_over():
                 raise Regroup from error
@@ -157,14 +155,10 @@ class Rendezvous:
     def _connect(self, address: str, is_over: Callable[[], bool]) -> TCPStore:
         """Return the connection to the store; reuse the present one if it is intact and has the same address."""
         wanted = split_address(address)
-        if (
-            self._connection is not None
-            and wanted == self._address
-            and not self._cut
-            and _is_connected(self._connection)
-        ):
-            return self._connection
-        self._drop_connection()
+        known = self._connection
+        if known is not None and wanted == self._address and not self._cut and _is_connected(known):
+            return known
+        self._connection = None
         self._address, self._cut = wanted, False
         _bind_like(wanted[0])
         self._wait_reachable(wanted, is_over)
@@ -220,23 +214,18 @@ class Rendezvous:
     def leave(self, *, must_abort: bool) -> None:
         """Destroy all process groups of the process; ``release`` then frees what they hold.
 
-        Args:
-            must_abort: Abort the groups first, with all operations that still wait in them.
+        ``must_abort``: abort the groups first, with all operations that still wait in them.
         """
-        self._retire(self.group)
+        if self.group is not None:
+            self._retired.append(self.group)
         self.group = None
         if not dist.is_initialized():
             return
         if must_abort:
             self._backend.abort()
             self._backend.wait_aborted(ABORT_WAIT_S)
-        for group in list(dist.distributed_c10d._world.pg_map):
-            self._retire(group)
+        self._retired += dist.distributed_c10d._world.pg_map
         dist.destroy_process_group()
-
-    def _retire(self, group: object) -> None:
-        if group is not None:
-            self._retired.append(group)
 
     def release(self) -> None:
         """Drop the last references to groups that were left; call it when nobody else has any.
@@ -254,14 +243,11 @@ class Rendezvous:
     def close(self) -> None:
         """Clean up before the process ends: a destructor that returns while the interpreter ends would abort it."""
         self.leave(must_abort=False)
-        self._drop_connection()
+        self._connection = None
         self.release()
         deadline = perf_counter() + RELEASE_TIMEOUT_S
         for thread in self._releasing:
             thread.join(max(0.0, deadline - perf_counter()))
-
-    def _drop_connection(self) -> None:
-        self._connection = None
 
     def cut_store(self) -> None:
         """Break the connection to the store from another thread, so that nobody waits on it any longer."""

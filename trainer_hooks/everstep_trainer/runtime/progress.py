@@ -24,8 +24,7 @@ _COUNTED = ("entire_frame_compile", "entire_backward_compile")
 
 
 def compile_seconds_since(before_s: float) -> float:
-    """Return seconds since ``total_compile_s`` returned ``before_s``, also across a ``torch.compiler.reset`` to
-    zero."""
+    """Return seconds since ``total_compile_s`` returned ``before_s``, also across a ``torch.compiler.reset``."""
     now_s = total_compile_s()
     return now_s - before_s if now_s >= before_s else now_s
 
@@ -45,11 +44,11 @@ def total_compile_s() -> float:
 def _number(loss: torch.Tensor) -> torch.Tensor:
     if isinstance(loss, DTensor):
         if not all(placement.is_replicate() for placement in loss.placements):
-            raise ValueError("run.report takes a loss that this rank has whole: report loss.full_tensor()")
+            raise ValueError("run.report takes an unsharded loss: report loss.full_tensor()")
         loss = loss.to_local()
     if loss.numel() != 1 or loss.is_complex():
         kind = f"{loss.dtype} of shape {list(loss.shape)}"
-        raise ValueError(f"run.report takes one real number, and this loss is {kind}: report loss.mean(), say")
+        raise ValueError(f"run.report takes one real number, but this loss is {kind}: report loss.mean(), for example")
     return loss.reshape(())
 
 
@@ -84,7 +83,7 @@ class LatestLoss:
         return self._value
 
 
-def _none() -> int:
+def _count_none() -> int:
     return 0
 
 
@@ -110,7 +109,7 @@ class StepProgress:
         self._step_began = perf_counter()
         self._waited_s: float | None = None
         self._busy: deque[float] = deque(maxlen=window)
-        self._count_collectives: Callable[[], int] = _none
+        self._count_collectives: Callable[[], int] = _count_none
 
     def enter(self, generation: int, rank: int, count_collectives: Callable[[], int]) -> None:
         """Begin a generation; steps counted so far belong to the one before."""
@@ -125,7 +124,7 @@ class StepProgress:
 
     def leave(self) -> None:
         """End the generation, and release its process group."""
-        self._count_collectives = _none
+        self._count_collectives = _count_none
 
     def resume_from(self, step: int) -> None:
         """Continue from the restored state of ``step``."""
@@ -199,17 +198,13 @@ class HangWatchdog:
         self._step_since = self._since
         self._last_check_at = self._since
         self._reported_s = 0.0
-        self._suspected_stall: tuple[int, float] | None = (
-            None  # the step after which a stall was reported, and its threshold
-        )
+        self._suspected_stall: tuple[int, float] | None = None
+        """The step after which a stall was reported, and its threshold."""
         self._allowed_s = 0.0
 
     def enter(self, configured_s: float | None) -> None:
         """Begin a generation. ``configured_s`` is the job's threshold, or None to follow the step time."""
         self._configured_s = configured_s
-        self._restart()
-
-    def _restart(self) -> None:
         self._since = self._step_since = self._last_check_at = self._clock.monotonic()
         self._reported_s = 0.0
 
@@ -217,11 +212,8 @@ class HangWatchdog:
         """Return the seconds without progress that count as a stall of this rank now."""
         s = self._settings
         if self._configured_s is not None:
-            return (
-                self._configured_s
-                if progress.finished_steps_here
-                else max(self._configured_s, s.first_step_allowance_s)
-            )
+            allowance = 0.0 if progress.finished_steps_here else s.first_step_allowance_s
+            return max(self._configured_s, allowance)
         step, doubted_s = self._suspected_stall or (None, 0.0)
         doubled = 2 * doubted_s if step == progress.finished_step else 0.0
         steady = max(s.min_hang_threshold_s, s.hang_factor * progress.median_step_s, self._allowed_s, doubled)

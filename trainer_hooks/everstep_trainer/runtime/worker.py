@@ -75,10 +75,7 @@ def _chain(error: BaseException) -> list[BaseException]:
 class UnattributedFailures:
     """Counts communication errors at the same step, over generations, in complete groups without a lost rank.
 
-    Such errors recur at every attempt.
-
-    Args:
-        limit: Number in a row from which they count as the training function's own.
+    Such errors recur at every attempt; from ``limit`` in a row on they count as the training function's own.
     """
 
     def __init__(self, limit: int) -> None:
@@ -214,13 +211,8 @@ class Worker:
         self._listener = DirectiveListener(
             self._directives, self._membership, self._progress, lambda m: self._link.send(m), settings, clock
         )
-        hello = Hello(
-            protocols=SUPPORTED_VERSIONS,
-            role=ConnectionRole.RANK,
-            job=self._job,
-            pid=os.getpid(),
-            local_rank=assignment.local_rank,
-        )
+        role, local_rank = ConnectionRole.RANK, assignment.local_rank
+        hello = Hello(protocols=SUPPORTED_VERSIONS, role=role, job=self._job, pid=self._pid, local_rank=local_rank)
         self._link = RankLink(assignment.agent_socket, hello, self._listener, settings, clock, random.random)
         self._welcome: Welcome | None = None
         self._timeline = PhaseTimeline(assignment.started_at)
@@ -273,7 +265,8 @@ class Worker:
             member = order.member_at(self._welcome.node, self._local_rank)
             parked = member is None
             if member is None:
-                logger.info("generation %d goes on without this process: parked", number, extra=self._extra(order))
+                message = "generation %d continues without this process, which stays on standby"
+                logger.info(message, number, extra=self._extra(order))
             else:
                 self._timeline.end("wait")
                 self._take_part(order, member, train)
@@ -314,7 +307,7 @@ class Worker:
             self._listener.leave()
 
     def _join(self, spec: GenerationSpec, member: Member) -> bool:
-        """Join the generation; return False if its group did not form, after the next directive is known or was
+        """Join the generation; return False if its group did not form, once the next directive is known or was
         awaited."""
         self._membership.join(spec.number)
         try:
@@ -340,7 +333,7 @@ class Worker:
         group = self._rendezvous.group
         assert group is not None
         self._progress.enter(spec.number, member.rank, group.count_collectives)
-        keeper = GenerationSession(
+        session = GenerationSession(
             group,
             directives=self._directives,
             progress=self._progress,
@@ -352,9 +345,9 @@ class Worker:
             start_from=self._start_from,
             on_first_step=self._note_imports,
         )
-        self._listener.version_listener = keeper
+        self._listener.on_versions = session.handle_versions
         self._membership.enter()
-        run = Run(self._make_rank_context(group), keeper)
+        run = Run(self._make_rank_context(group), session)
         failure = self._interrupter.run(partial(train, run))
         if os.getpid() != self._pid:
             _end_child(failure)
@@ -362,14 +355,15 @@ class Worker:
         run.close()
         self._timeline = PhaseTimeline(self._membership.take_regroup_start())
         self._timeline.end("abort")
-        if failure is not None and self._is_unattributed_failure(spec, failure):
+        unattributed = failure is not None and not self._directives.is_superseded(spec.number)
+        if failure is not None and unattributed and is_communication_error(failure):
             # Before the group is left: waiting peers then receive the verdict instead of a lost peer.
             if self._unattributed.count_failure(self._progress.finished_step, spec.reason):
                 self._report_user_error(spec, member, describe_error(failure), full_traceback(failure))
             else:
                 self._report_collective_failed(spec, member, describe_error(failure))
-        self._listener.version_listener = None
-        keeper.close()
+        self._listener.on_versions = None
+        session.close()
         return failure
 
     def _note_imports(self) -> None:
@@ -380,9 +374,6 @@ class Worker:
     def _handle_wait_error(self, error: BaseException) -> None:
         if isinstance(error, Regroup) or is_communication_error(error):
             self._interrupter.record_interruption(error)
-
-    def _is_unattributed_failure(self, spec: GenerationSpec, failure: BaseException) -> bool:
-        return is_communication_error(failure) and not self._directives.is_superseded(spec.number)
 
     def _make_rank_context(self, group: GenerationGroup) -> RankContext:
         spec, member = group.spec, group.member
@@ -402,15 +393,7 @@ class Worker:
 
     def _finished(self, spec: GenerationSpec, member: Member) -> None:
         """Report the return. The group stays until all ranks are done: peers may still read what this rank sent."""
-        self._link.send_persistent(
-            RankFinished(
-                **self._report(),
-                generation=spec.number,
-                rank=member.rank,
-                step=self._progress.finished_step,
-                started_step=self._progress.begun_step,
-            )
-        )
+        self._report(RankFinished, spec, member, started_step=self._progress.begun_step)
         order = self._directives.wait_next(spec.number)
         self._timeline = PhaseTimeline()
         if not isinstance(order, StopJob):
@@ -449,54 +432,43 @@ class Worker:
         began = self._clock.monotonic()
         while self._directives.wait_next(spec.number, self._settings.regroup_wait_s) is None:
             waited_s = self._clock.monotonic() - began
-            words = "a collective failed %.0f s ago (%s); still waiting to hear how the job goes on"
-            logger.warning(words, waited_s, detail, extra=self._extra(spec))
+            message = "a collective failed %.0f s ago (%s); still waiting for the controller's decision"
+            logger.warning(message, waited_s, detail, extra=self._extra(spec))
             self._report_collective_failed(spec, member, detail)
 
     def _report_collective_failed(self, spec: GenerationSpec, member: Member, detail: str) -> None:
         """Report at once: witness reports shorten the time until a rank is declared lost."""
-        self._link.send_persistent(
-            CollectiveFailed(
-                **self._report(),
-                generation=spec.number,
-                rank=member.rank,
-                step=self._progress.finished_step,
-                detail=detail,
-            )
-        )
+        self._report(CollectiveFailed, spec, member, detail=detail)
 
     def _report_user_error(self, spec: GenerationSpec, member: Member, error: str, trace: str) -> None:
-        """Report the training function's own, unexplained error, and wait for the decision about the job.
-
-        Raises:
-            SystemExit: With status 1, no decision came within ``job_decision_timeout_s``.
-        """
+        """Report the training function's own error and wait for the decision about the job; without one, raise
+        SystemExit."""
         _show(trace)
-        self._link.send_persistent(
-            UserError(
-                **self._report(),
-                generation=spec.number,
-                rank=member.rank,
-                step=self._progress.finished_step,
-                error=error,
-                traceback=trace,
-            )
-        )
+        self._report(UserError, spec, member, error=error, traceback=trace)
         if self._directives.wait_next(spec.number, self._settings.job_decision_timeout_s) is None:
-            logger.error("nobody said what becomes of the job: giving up", extra=self._extra(spec))
+            logger.error("no decision about the job arrived: exiting", extra=self._extra(spec))
             raise SystemExit(1)
 
     def _ask_for_replacement(self) -> None:
-        """End the process, from the link's thread, because the main thread cannot be reached; a fresh one
-        replaces it."""
+        """End the process, from the link's thread, because the main thread cannot be reached; a fresh one replaces
+        it."""
         logger.error("the main thread did not leave within %.1f s: this process ends", self._settings.leave_timeout_s)
         with contextlib.suppress(Exception):  # stderr may be gone
             faulthandler.dump_traceback()
         os._exit(os.EX_TEMPFAIL)
 
-    def _report(self) -> dict[str, Any]:
-        """Return the common fields of reports. They carry no trace: a new fault begins a new one."""
-        return {"job": self._job, "at": self._clock.wall()}
+    def _report(
+        self,
+        kind: type[RankFinished | CollectiveFailed | UserError],
+        spec: GenerationSpec,
+        member: Member,
+        **fields: Any,
+    ) -> None:
+        """Send a report, again after every reconnect. It carries no trace: a new fault begins a new one."""
+        at, step = self._clock.wall(), self._progress.finished_step
+        self._link.send_persistent(
+            kind(job=self._job, at=at, generation=spec.number, rank=member.rank, step=step, **fields)
+        )
 
     def _extra(self, spec: GenerationSpec) -> dict[str, Any]:
         node = self._welcome.node if self._welcome is not None else ""

@@ -16,7 +16,7 @@ from everstep_trainer.data.sampler import ElasticSampler
 from everstep_trainer.data.stream import StreamReader, StreamSampler
 from everstep_trainer.parallel.replica_groups import RankContext
 from everstep_trainer.run import Run
-from everstep_trainer.runtime.generation_session import IdleSession
+from everstep_trainer.runtime.generation_session import TrainingSession
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, random_split
@@ -52,7 +52,7 @@ pytestmark = [
 
 
 def run_of(rank: int = 0, world: int = 1) -> Run:
-    return Run(RankContext(rank=rank, world_size=world), IdleSession())
+    return Run(RankContext(rank=rank, world_size=world), TrainingSession())
 
 
 def loaded(dataset: Any, first: int = 1, last: int = STEPS, rank: int = 0, world: int = 1, **options: Any) -> list[Any]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from everstep_trainer.parallel.replica_groups import RankContext, Replica
 from everstep_trainer.run import Run
-from everstep_trainer.runtime.generation_session import IdleSession
+from everstep_trainer.runtime.generation_session import TrainingSession
 from everstep_trainer.state.python_value_codec import decode_blob, encode_blob
 
 from everstep.errors import NotRestorable
@@ -20,7 +20,7 @@ with warnings.catch_warnings():
     from torchdata.stateful_dataloader import StatefulDataLoader
 
 
-class Stored(IdleSession):
+class Stored(TrainingSession):
     """Takes what is tracked, and restores what was stored before, as bytes."""
 
     def __init__(self, blob: bytes | None = None) -> None:

@@ -11,7 +11,7 @@ from everstep_trainer.data.rng import stream_seed
 from everstep_trainer.data.sampler import ElasticSampler, rank_batch_range
 from everstep_trainer.parallel.replica_groups import RankContext, ReplicaAssignment, find_model_parallelism
 from everstep_trainer.run import Run
-from everstep_trainer.runtime.generation_session import IdleSession
+from everstep_trainer.runtime.generation_session import TrainingSession
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -89,7 +89,7 @@ def test_gradients_add_over_replicas_and_not_over_stages(forks):
 
 
 def alone(rank: int = 0, world: int = 1) -> Run:
-    return Run(RankContext(rank=rank, world_size=world), IdleSession())
+    return Run(RankContext(rank=rank, world_size=world), TrainingSession())
 
 
 def test_data_parallel_is_called_once_before_dependent_calls():
@@ -154,7 +154,7 @@ def test_a_mean_of_one_replica_keeps_the_dtype_and_the_shape():
 def test_single_rank_group_still_uses_a_replica(alone: None):
     device = torch.device("cpu")
     place = RankContext(device=device, mesh=lambda: init_device_mesh("cpu", (1,)))
-    model = Run(place, IdleSession()).replicate(nn.Linear(2, 1))
+    model = Run(place, TrainingSession()).replicate(nn.Linear(2, 1))
     with model.no_sync():
         model(torch.ones(1, 2)).sum().backward()
     model(torch.ones(3, 2)).sum().backward()
@@ -162,7 +162,7 @@ def test_single_rank_group_still_uses_a_replica(alone: None):
 
 
 def test_sparse_gradients_are_refused_in_exact_mode_only(alone: None):
-    run = Run(RankContext(device=torch.device("cpu"), mesh=lambda: init_device_mesh("cpu", (1,))), IdleSession())
+    run = Run(RankContext(device=torch.device("cpu"), mesh=lambda: init_device_mesh("cpu", (1,))), TrainingSession())
     model = nn.Sequential(nn.Embedding(4, 2, sparse=True))
     with pytest.raises(TypeError, match=r"0 has sparse gradients, .* exact=False"):
         run.replicate(model)

@@ -163,7 +163,7 @@ class Communicator:
 
 def test_nccl_aborts_are_begun_once_and_waited_for(monkeypatch):
     backend, communicator = NcclBackend(), Communicator()
-    monkeypatch.setattr(backend._gloo, "abort", lambda: 0)
+    monkeypatch.setattr(GlooBackend, "abort", lambda _: 0)
     monkeypatch.setattr(backend, "_communicators", lambda: [communicator])
     assert [backend.abort(), backend.abort()] == [1, 0]
     assert not backend.wait_aborted(0.0)

@@ -69,7 +69,7 @@ def test_the_environment_follows_the_generation(monkeypatch: pytest.MonkeyPatch)
 
 def test_process_outside_the_launcher_has_no_assignment() -> None:
     assert current_assignment() is None
-    with pytest.raises(RuntimeError, match="not started by everstep-launch"):
+    with pytest.raises(RuntimeError, match="start it with everstep-launch"):
         wait_for_local_rank()
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from everstep_trainer.parallel.replica_groups import RankContext
 from everstep_trainer.run import Run
-from everstep_trainer.runtime.generation_session import IdleSession
+from everstep_trainer.runtime.generation_session import TrainingSession
 from torch import nn
 
 from everstep.wire.v1.training import JobSpec, RankFinished, RestoreRule, Resumed
@@ -108,7 +108,7 @@ class Grows(nn.Module):
 
 
 def alone() -> Run:
-    return Run(RankContext(), IdleSession())
+    return Run(RankContext(), TrainingSession())
 
 
 def step_of(run: Run, model: nn.Module) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from everstep_trainer.parallel.replica_groups import RankContext
 from everstep_trainer.restore.restorer import Restoration
 from everstep_trainer.run import Run
-from everstep_trainer.runtime.generation_session import IdleSession
+from everstep_trainer.runtime.generation_session import TrainingSession
 from everstep_trainer.runtime.interrupt import Regroup
 from everstep_trainer.snapshot import snapshotter as module
 from everstep_trainer.snapshot.mutation_guard import WriteCounts
@@ -37,7 +37,7 @@ def rank(program_forks: ForkPool) -> Iterator[LoneRank]:
         yield made
 
 
-class CopyingKeeper(IdleSession):
+class CopyingKeeper(TrainingSession):
     """Snapshots whose copier stands still until somebody has waited for it, or let it go on."""
 
     def __init__(self, rank: LoneRank, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +107,7 @@ def test_every_listed_optimizer_waits_for_the_copy(rank: LoneRank, monkeypatch: 
 
 
 def test_optimizer_of_an_ended_run_asks_only_the_new_run() -> None:
-    class Over(IdleSession):
+    class Over(TrainingSession):
         def before_update(self) -> None:
             raise Regroup
 
@@ -118,7 +118,7 @@ def test_optimizer_of_an_ended_run_asks_only_the_new_run() -> None:
     with pytest.raises(Regroup):
         optimizer.step()
     first.close()
-    Run(RankContext(), IdleSession()).track(model=model, optimizer=[optimizer])
+    Run(RankContext(), TrainingSession()).track(model=model, optimizer=[optimizer])
     optimizer.step()
 
 
@@ -261,7 +261,7 @@ def test_compiled_step_of_a_tracked_optimizer_is_reused() -> None:
     torch.compiler.reset()
     model = nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters(), torch.tensor(1e-3), foreach=False)
-    Run(RankContext(), IdleSession()).track(model=model, optimizer=optimizer)
+    Run(RankContext(), TrainingSession()).track(model=model, optimizer=optimizer)
     step = torch.compile(optimizer.step, backend="eager")
     for number in range(6):
         model(torch.ones(1, 4)).sum().backward()
@@ -275,7 +275,7 @@ def test_gradient_accumulation_over_steps_is_warned_once(
 ) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    run = Run(RankContext(rank=0, world_size=1), IdleSession())
+    run = Run(RankContext(rank=0, world_size=1), TrainingSession())
     run.track(model=model, optimizer=optimizer)
     for step in run.steps(until=80):
         model(torch.ones(1, 2)).sum().backward()
@@ -289,5 +289,5 @@ def test_gradients_of_an_interrupted_step_are_cleared() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(torch.ones(1, 2)).sum().backward()
-    Run(RankContext(rank=0, world_size=1), IdleSession()).track(model=model, optimizer=optimizer)
+    Run(RankContext(rank=0, world_size=1), TrainingSession()).track(model=model, optimizer=optimizer)
     assert [parameter.grad for parameter in model.parameters()] == [None, None]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from everstep_trainer.parallel.replica_groups import RankContext
 from everstep_trainer.run import Run
-from everstep_trainer.runtime.generation_session import IdleSession
+from everstep_trainer.runtime.generation_session import TrainingSession
 from everstep_trainer.state.tracked_state import TrackedState
 
 from everstep.errors import NotRestorable
@@ -27,7 +27,7 @@ class Cursor:
         self.at = state["at"]
 
 
-class Kept(IdleSession):
+class Kept(TrainingSession):
     """Has what it is given to track."""
 
     def track(self, objects: Any, options: object) -> int:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from everstep_trainer.parallel.replica_groups import RankContext
 from everstep_trainer.run import Run
-from everstep_trainer.runtime.generation_session import IdleSession
+from everstep_trainer.runtime.generation_session import TrainingSession
 from everstep_trainer.snapshot.shares import build_manifest, divide_state
 from everstep_trainer.state.python_value_codec import decode_blob, encode_blob
 from everstep_trainer.state.tracked_state import TrackedState
@@ -139,7 +139,7 @@ def test_optimizer_without_visible_state_is_warned_once(
 ) -> None:
     model = nn.Linear(2, 2)
     optimizer = kind(model.parameters(), lr=0.1)  # type: ignore[call-arg]
-    Run(RankContext(), IdleSession()).track(model=model, optimizer=optimizer)
+    Run(RankContext(), TrainingSession()).track(model=model, optimizer=optimizer)
     for _ in range(6):
         optimizer.step()
     assert caplog.text.count("optimizer, a Outer, has no state where torch's optimizers have it") == said

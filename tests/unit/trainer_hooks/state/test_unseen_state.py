@@ -8,12 +8,12 @@ import pytest
 import torch
 from everstep_trainer.parallel.replica_groups import RankContext
 from everstep_trainer.run import Run
-from everstep_trainer.runtime.generation_session import IdleSession
+from everstep_trainer.runtime.generation_session import TrainingSession
 from torch import nn
 
 
 def track(**objects: object) -> None:
-    Run(RankContext(), IdleSession()).track(**objects)
+    Run(RankContext(), TrainingSession()).track(**objects)
 
 
 @pytest.mark.promise("partial-state-refused")
