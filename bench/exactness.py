@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
-from everstep_trainer.parallel.replica_groups import RankContext
+from everstep_trainer.parallel.replicas import RankContext
 from everstep_trainer.run import Run
 from everstep_trainer.runtime.generation_session import TrainingSession
 from rich.progress import Progress

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from everstep_trainer.data.sampler import ElasticSampler
-from everstep_trainer.parallel.replica_groups import RankContext
+from everstep_trainer.parallel.replicas import RankContext
 from everstep_trainer.run import Run
 from everstep_trainer.runtime.generation_session import TrainingSession
 

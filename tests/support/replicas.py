@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from everstep_trainer.parallel.replica_groups import RankContext, ReplicaAssignment
+from everstep_trainer.parallel.replicas import RankContext, ReplicaAssignment
 from everstep_trainer.run import Run
 from everstep_trainer.runtime.generation_session import TrainingSession
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh

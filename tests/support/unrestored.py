@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from everstep_trainer.parallel.replica_groups import RankContext
+from everstep_trainer.parallel.replicas import RankContext
 from everstep_trainer.run import Run
 from everstep_trainer.runtime.generation_session import TrainingSession
 from everstep_trainer.snapshot.slot_negotiation import SnapshotOptions

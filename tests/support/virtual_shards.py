@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from everstep_trainer.parallel.replica_groups import RankContext
+from everstep_trainer.parallel.replicas import RankContext
 from everstep_trainer.run import Run
 from everstep_trainer.runtime.generation_session import TrainingSession
 from torch import nn

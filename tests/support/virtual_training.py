@@ -68,7 +68,7 @@ def train(
 
 def train_alone(folder: str, until: int, virtual_ranks: int, sharded: bool) -> None:
     """The same in this process, without a process group."""
-    from everstep_trainer.parallel.replica_groups import RankContext
+    from everstep_trainer.parallel.replicas import RankContext
     from everstep_trainer.runtime.generation_session import TrainingSession
 
     train(Run(RankContext(), TrainingSession()), folder, until, virtual_ranks, sharded=sharded)

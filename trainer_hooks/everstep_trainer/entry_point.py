@@ -16,7 +16,7 @@ from everstep.clock import Clock
 from everstep.errors import ConfigurationError
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep_trainer.config import HookSettings
-from everstep_trainer.parallel.replica_groups import RankContext
+from everstep_trainer.parallel.replicas import RankContext
 from everstep_trainer.run import Run
 from everstep_trainer.runtime.abort import make_backend
 from everstep_trainer.runtime.assignment import current_assignment, wait_for_local_rank
@@ -67,17 +67,18 @@ def main(train: TrainingFunction, *, settings: HookSettings | None = None, clock
     elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         _run_under_torchrun(train, settings)
     else:
-        train(Run(RankContext(device=_own_device()), TrainingSession()))
+        device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        train(Run(RankContext(device=device), TrainingSession()))
 
 
 def _check(train: TrainingFunction) -> None:
     if getattr(multiprocessing.current_process(), "_inheriting", False):  # the check that multiprocessing makes itself
         raise ConfigurationError(
-            "a child process that multiprocessing spawned (a data loader's worker, say) imports the script, and would "
-            "train too: call everstep.main under `if __name__ == '__main__':`"
+            "a process spawned by multiprocessing (such as a data loader's worker) imports the script and would train "
+            "too: call everstep.main under `if __name__ == '__main__':`"
         )
     if inspect.iscoroutinefunction(train) or inspect.isgeneratorfunction(train):
-        raise ConfigurationError("the training function is a coroutine or a generator: to call it runs nothing of it")
+        raise ConfigurationError("the training function is a coroutine or a generator: make it an ordinary function")
 
 
 def _give_up_own_group() -> None:
@@ -85,8 +86,7 @@ def _give_up_own_group() -> None:
     if dist.is_available() and dist.is_initialized():
         log.warning(
             "this script called init_process_group: under everstep-launch that group is replaced by the group of each "
-            "generation, and a replacement for a lost rank cannot join it; leave the call out where EVERSTEP_JOB is in "
-            "the environment"
+            "generation, and a replacement for a lost rank cannot join it; skip the call if EVERSTEP_JOB is set"
         )
         dist.destroy_process_group()
 
@@ -95,10 +95,6 @@ def _device_of_group() -> torch.device:
     """Return the device that the creator of the process group chose for this process."""
     nccl = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config())
     return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
-
-
-def _own_device() -> torch.device:
-    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def _run_under_torchrun(train: TrainingFunction, settings: HookSettings) -> None:

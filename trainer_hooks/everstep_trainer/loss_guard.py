@@ -15,7 +15,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import torch
@@ -77,9 +77,6 @@ class LossHistory:
             return ""
         return f"it is {(loss - middle) / spread:.1f} standard deviations above the last {len(self.losses)}"
 
-    def add(self, loss: float) -> None:
-        self.losses.append(loss)
-
 
 # ---- rollback copies: tracked state in a rank's own memory
 #
@@ -89,30 +86,16 @@ class LossHistory:
 _Form = tuple[object, ...]
 
 
-class RollbackCopy:
-    """A copy of this rank's tracked state before some data step.
+class RollbackCopy(NamedTuple):
+    """A copy of this rank's tracked state before data step ``data_step``."""
 
-    Attributes:
-        tensor_forms: Name, shape, box, dtype and device of each of ``tensors``.
-        tensors: The copied tensors.
-        parameters_with_state: For each optimizer, the parameters that had state.
-        blob: The Python state.
-        data_step: The data step to go back to.
-    """
-
-    def __init__(
-        self,
-        forms: list[_Form],
-        tensors: list[torch.Tensor],
-        stateful: list[set[torch.Tensor]],
-        blob: Blob,
-        data_step: int,
-    ) -> None:
-        self.tensor_forms = forms
-        self.tensors = tensors
-        self.parameters_with_state = stateful
-        self.blob = blob
-        self.data_step = data_step
+    tensor_forms: list[_Form]
+    """Name, shape, box, dtype and device of each of ``tensors``."""
+    tensors: list[torch.Tensor]
+    parameters_with_state: list[set[torch.Tensor]]
+    """For each optimizer, the parameters that had state."""
+    blob: Blob
+    data_step: int
 
 
 class RollbackCopies:
@@ -145,10 +128,9 @@ class RollbackCopies:
 
     def confirm(self) -> None:
         """Confirm the copy on trial: a loss computed from it was good."""
-        if self._trial is None:
-            return
-        self._confirmed.append(self._trial)
-        self._trial = None
+        if self._trial is not None:
+            self._confirmed.append(self._trial)
+            self._trial = None
         if len(self._confirmed) > self._count:
             self._spare = self._confirmed.popleft()
 
@@ -163,8 +145,7 @@ class RollbackCopies:
         return version is not None and [_form(tensor) for tensor in self._tensors_of(version)] == version.tensor_forms
 
     def roll_back(self) -> RollbackCopy:
-        """Restore the oldest copy after ``can_roll_back``, and forget newer ones. The caller calls ``before_update``
-        first."""
+        """Restore the oldest copy after ``can_roll_back``, and forget newer ones. Call ``before_update`` first."""
         version = self.oldest
         assert version is not None, "can_roll_back was asked"
         if self._confirmed:
@@ -256,10 +237,8 @@ class LossGuard:
         if policy not in ("skip", "replay"):
             raise ValueError(f"policy is {policy!r}: skip leaves the batch out, replay computes it again")
         if rollback_copies < 0 or copy_every < 1 or max_refusals < 1:
-            raise ValueError(
-                f"rollback_copies is {rollback_copies}, copy_every {copy_every}, max_refusals {max_refusals}: "
-                "at least 0, 1 and 1"
-            )
+            given = f"rollback_copies is {rollback_copies}, copy_every {copy_every}, max_refusals {max_refusals}"
+            raise ValueError(f"{given}: at least 0, 1 and 1")
         self._mean = mean
         self._on_all_ranks = on_all_ranks
         self._before_update = before_update
@@ -313,7 +292,7 @@ class LossGuard:
         if reason:
             self._refuse(value, reason)
             return False
-        self._history.add(value)
+        self._history.losses.append(value)
         self._updated = self._data_step
         if self._copies is not None:
             self._copies.confirm()
@@ -328,15 +307,14 @@ class LossGuard:
     def require_compatible(self, objects: Mapping[str, object]) -> None:
         """Raise ValueError for tracked objects that cannot be rolled back together with the guard."""
         if "guard" in objects:
-            raise ValueError("the run's guard is tracked under the name guard: give what you track another one")
+            raise ValueError("the run's guard is tracked under the name guard: track your object under another name")
         again = self._rollback_copies > 0 or self._policy == "replay"
         for key, tracked in objects.items():
             # its iterator would go on while its stored state went back
             if again and is_stateful_loader(tracked):
                 raise ValueError(
-                    f"{key} is a StatefulDataLoader, which cannot go back in the midst of an epoch: take run.loader, "
-                    "which is asked for guard.data_step, or a guard that only leaves updates out "
-                    '(run.guard(policy="skip", rollback_copies=0))'
+                    f"{key} is a StatefulDataLoader, which cannot go back within an epoch: take run.loader with "
+                    'guard.data_step, or a guard that only skips updates (run.guard(policy="skip", rollback_copies=0))'
                 )
 
     def track_objects(self, objects: Mapping[str, object], exclude: Iterable[str] = ()) -> None:
@@ -364,10 +342,8 @@ class LossGuard:
     def load_state_dict(self, stored: Mapping[str, Any]) -> None:
         self._data_step = stored["data_step"]
         self._skipped_data_steps = set(stored["skipped_data_steps"])
-        self._refusals_in_a_row, self._highest_refused_step = (
-            stored["refusals_in_a_row"],
-            stored["highest_refused_step"],
-        )
+        self._refusals_in_a_row = stored["refusals_in_a_row"]
+        self._highest_refused_step = stored["highest_refused_step"]
         self._history.losses.extend(stored["losses"])
         self._records.extend(stored["records"])
 
@@ -380,48 +356,36 @@ class LossGuard:
         if self._refusals_in_a_row > self._max_refusals:
             raise LossDiverged(
                 f"the loss of data step {bad} is {loss:.6g} ({reason}), after {self._max_refusals} refusals "
-                "in a row: going back does not help. Look at the learning rate and at the data, or raise "
+                "in a row: going back does not help. Check the learning rate and the data, or raise "
                 "spike_threshold or max_refusals of run.guard"
             )
         updated = self._updated
         version = self._go_back()
         if self._policy == "skip":
             self._skipped_data_steps.add(bad)
-            if (
-                self._refusals_in_a_row > 1
-                and version is not None
-                and updated is not None
-                and updated >= version.data_step
-            ):
-                self._skipped_data_steps.add(
-                    updated
-                )  # skipping the refused batch did not help, so this update may be the cause
+            if self._refusals_in_a_row > 1 and version and updated is not None and updated >= version.data_step:
+                # skipping the refused batch did not help, so this update may be the cause
+                self._skipped_data_steps.add(updated)
             self._skip_data_steps()
         to = "" if version is None else f" and went back to before data step {version.data_step}"
         done = "left its batch out" if self._policy == "skip" else "will compute its batch again"
         message = f"the loss of data step {bad} is {loss:.6g} ({reason}): made no update{to}, {done}"
         log.warning("%s", message, extra=self._log_fields)
         self._on_refusal(bad, message)
-        self._records.append(
-            {
-                "data_step": bad,
-                "loss": loss,
-                "reason": reason,
-                "policy": self._policy,
-                "back_to": None if version is None else version.data_step,
-            }
-        )
+        back_to = None if version is None else version.data_step
+        record = {"data_step": bad, "loss": loss, "reason": reason, "policy": self._policy, "back_to": back_to}
+        self._records.append(record)
 
     def _go_back(self) -> RollbackCopy | None:
         """Restore the oldest copy and return it; None if some rank has no copy."""
-        kept = self._copies
-        if not self._on_all_ranks(kept is not None and kept.can_roll_back()):
-            if kept is not None:
-                kept.clear()
+        copies = self._copies
+        if not self._on_all_ranks(copies is not None and copies.can_roll_back()):
+            if copies is not None:
+                copies.clear()
             return None
-        assert kept is not None
+        assert copies is not None
         self._before_update()
-        version = kept.roll_back()
+        version = copies.roll_back()
         self._data_step, self._updated = version.data_step, None
         return version
 

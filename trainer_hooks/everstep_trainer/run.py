@@ -21,8 +21,13 @@ from everstep_trainer.data.stream import StreamSampler
 from everstep_trainer.loss_guard import GuardPolicy, Loss, LossGuard, SpikeRule
 from everstep_trainer.memory_tier.tier import MemoryTier
 from everstep_trainer.parallel.exact.summation import clip_grad_norm_fixed_order
-from everstep_trainer.parallel.replica_groups import RankContext, Replica, ReplicaAssignment, warn_of_model_parallelism
-from everstep_trainer.parallel.step_parts import StepParallelism
+from everstep_trainer.parallel.replicas import (
+    RankContext,
+    Replica,
+    ReplicaAssignment,
+    StepParallelism,
+    warn_of_model_parallelism,
+)
 from everstep_trainer.runtime.generation_session import TrainingSession
 from everstep_trainer.runtime.peer_wait import CollectiveTimer
 from everstep_trainer.snapshot.slot_negotiation import SnapshotOptions
@@ -81,9 +86,9 @@ class OptimizerHooks:
             self._steps_without_update += 1
         if self._steps == ACCUMULATION_CHECK_STEPS and 2 * self._steps_without_update >= self._steps:
             log.warning(
-                "in %d of %d steps there were gradients and no update by a tracked optimizer: gradients that are added "
-                "up over several steps are not stored, and are lost with any rank. Let each step of the run end with "
-                "an update: split its samples into micro-batches inside it",
+                "in %d of %d steps there were gradients and no update by a tracked optimizer: gradients accumulated "
+                "over several steps are not stored, and are lost with any rank. End each step of the run with an "
+                "update: split its samples into micro-batches inside it",
                 self._steps_without_update,
                 self._steps,
                 extra=self._log_fields,
@@ -101,8 +106,8 @@ class OptimizerHooks:
             self._updated = True
             if next(steps) == STEPS_UNTIL_STATE_CHECK and not optimizer.state and optimizer.state_dict().get("state"):
                 log.warning(
-                    "%s, a %s, has no state where torch's optimizers have it, so the state that its state_dict() gives "
-                    "is not stored: track the optimizer inside it, or use another one",
+                    "%s, a %s, does not keep its state in optimizer.state, so the state in its state_dict() is not "
+                    "stored: track the optimizer inside it, or use another one",
                     key,
                     type(optimizer).__qualname__,
                     extra=self._log_fields,
@@ -190,7 +195,7 @@ class Run:
             RuntimeError: There is no process group.
         """
         if self._context.mesh is None:
-            raise RuntimeError("there is no process group: look at run.distributed before you ask for run.mesh")
+            raise RuntimeError("there is no process group: check run.distributed before using run.mesh")
         return self._context.mesh()
 
     @property
@@ -311,7 +316,7 @@ class Run:
         sampler: ElasticSampler | StreamSampler
         if is_stream(dataset):
             if drop_last:
-                raise TypeError("drop_last has no meaning for iterable data: their length is not known")
+                raise TypeError("drop_last is not supported for iterable data, whose length is unknown")
             replica = self._replicas.replica_for("run.loader")
             sampler = StreamSampler(global_batch=global_batch, rank=replica.index, world_size=replica.count)
         else:
@@ -425,7 +430,7 @@ class Run:
             ValueError: Settings contradict each other, or the run has a guard already.
         """
         if self._guard is not None:
-            raise ValueError("this run has a guard already: one guards all that is tracked")
+            raise ValueError("this run has a guard already: it guards everything that is tracked")
         rule = SpikeRule(threshold=spike_threshold, window=window, warmup=warmup)
         self._guard = LossGuard(
             self.mean,
@@ -506,21 +511,20 @@ class Run:
         check_untracked(objects)
         if self.rank == 0 and not self._replicas.is_declared:
             warn_of_model_parallelism(objects.values(), self.world_size)
-        kept = {
+        wrapped = {
             key: PerRankLoader(tracked, replica.index, replica.count) if is_stateful_loader(tracked) else tracked
             for key, tracked in wrap_per_rank(objects, per_rank, self.rank, self.world_size).items()
         }
-        self._loaders += [loader for loader in kept.values() if isinstance(loader, PerRankLoader)]
+        self._loaders += [loader for loader in wrapped.values() if isinstance(loader, PerRankLoader)]
+        all_tracked = dict(wrapped)
         if self._guard is not None:
             self._guard.require_compatible(objects)
-            kept["guard"] = self._guard
-        self._finished_step = self._session.track(kept, choices)
+            all_tracked["guard"] = self._guard
+        self._finished_step = self._session.track(all_tracked, choices)
         self._has_tracked = True
-        self._parallelism.synchronize_restored(kept, exclude)
+        self._parallelism.synchronize_restored(all_tracked, exclude)
         if self._guard is not None:
-            self._guard.track_objects(
-                {key: tracked for key, tracked in kept.items() if tracked is not self._guard}, exclude
-            )
+            self._guard.track_objects(wrapped, exclude)
         self._updates.watch(objects)
 
     def steps(self, until: int, *, seed: int = 0) -> Iterator[int]:
@@ -572,19 +576,14 @@ class Run:
             self._updates.step_finished()
         self._finished_step += 1
         self._session.on_step_finished(self._finished_step)
-        self._warn_untracked()
-
-    def _warn_untracked(self) -> None:
-        """Warn once, after the first step, if nothing is tracked."""
-        if self._has_tracked or self._tier is not None:
-            return
-        self._has_tracked = True
-        if self.rank == 0:
-            log.warning(
-                "nothing is tracked: after a failure this run would start from scratch; call "
-                "run.track(model=..., optimizer=...) before the first step",
-                extra={"generation": self.generation, "rank": self.rank},
-            )
+        if not self._has_tracked and self._tier is None:
+            self._has_tracked = True  # warn once
+            if self.rank == 0:
+                log.warning(
+                    "nothing is tracked: after a failure this run would start from scratch; call "
+                    "run.track(model=..., optimizer=...) before the first step",
+                    extra={"generation": self.generation, "rank": self.rank},
+                )
 
     def before_update(self) -> None:
         """Wait until the snapshot of the last step allows tracked state to change.

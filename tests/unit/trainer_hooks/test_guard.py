@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from everstep_trainer.loss_guard import LossDiverged, LossHistory, SpikeRule
-from everstep_trainer.parallel.replica_groups import RankContext
+from everstep_trainer.parallel.replicas import RankContext
 from everstep_trainer.run import Run
 from everstep_trainer.runtime.generation_session import TrainingSession
 from everstep_trainer.state.python_value_codec import decode_blob, encode_blob

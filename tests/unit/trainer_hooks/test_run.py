@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from everstep_trainer.data.rng import stream_seed
-from everstep_trainer.parallel.replica_groups import RankContext
+from everstep_trainer.parallel.replicas import RankContext
 from everstep_trainer.run import Run
 from everstep_trainer.runtime.generation_session import TrainingSession
 from everstep_trainer.runtime.peer_wait import CollectiveTimer

@@ -48,9 +48,8 @@ class DataWorkerLost(RuntimeError):
 def next_batch(iterator: Iterator[Any], timeout_s: float = 0.0) -> Any:
     """Return the iterator's next batch. A Regroup in the main thread ends the wait.
 
-    Raises:
-        DataWorkerLost: A worker process has died, whichever batch it was preparing.
-        RuntimeError: No batch came within ``timeout_s`` (0: no limit).
+    Raises DataWorkerLost if a worker process has died, RuntimeError if no batch came within ``timeout_s`` (0: no
+    limit).
     """
     workers = getattr(iterator, "_workers", ())
     if not workers:
@@ -64,10 +63,7 @@ def next_batch(iterator: Iterator[Any], timeout_s: float = 0.0) -> Any:
     except RuntimeError as error:  # torch reports a dead worker this way
         _check_workers(workers, error)
         raise
-    except (
-        OSError,
-        EOFError,
-    ) as error:  # a worker died between sending a batch and its tensors, or the data set raised it
+    except (OSError, EOFError) as error:  # a worker died while it sent a batch, or the data set raised it
         latest = perf_counter() + WORKER_EXIT_WAIT_S
         while perf_counter() < latest:
             _check_workers(workers, error)
@@ -151,7 +147,7 @@ the same batch are the data set's fault."""
 
 _RESERVED_OPTIONS = {
     "batch_size": "global_batch is the samples of a step over all ranks",
-    "shuffle": "map-style data are shuffled anew in each epoch, iterable data come in their own order",
+    "shuffle": "map-style data are shuffled in each epoch, iterable data keep their own order",
     "sampler": "samples are a function of the step",
     "batch_sampler": "samples are a function of the step",
     "generator": "random streams are seeded for each sample",
@@ -196,9 +192,7 @@ class Loader:
             if name in options:
                 raise TypeError(f"run.loader has no {name}: {why}")
         if fetch_together and not hasattr(dataset, "__getitems__"):
-            raise TypeError(
-                f"fetch_together needs a data set with __getitems__, which {type(dataset).__name__} has not"
-            )
+            raise TypeError(f"fetch_together needs __getitems__, which {type(dataset).__name__} does not have")
         self._dataset = dataset
         self._sampler = sampler
         self._assigned_ranks = assigned_ranks
@@ -256,7 +250,7 @@ class Loader:
                         f"{error}, the {lost}th in a row while step {step} was loaded: the data set crashes there, or "
                         "the node is out of memory or of shared memory (/dev/shm)"
                     ) from error
-                logger.warning("a loader begins anew at step %d: %s", step, error)
+                logger.warning("restarting a loader at step %d: %s", step, error)
 
     def close(self) -> None:
         """End the workers without waiting for them."""
@@ -266,25 +260,21 @@ class Loader:
 
     def _begin(self, step: int, shares: Sequence[ElasticSampler | StreamSampler], number: int = 0) -> Iterator[Any]:
         """Return an iterator that begins at part ``number`` of the step."""
-        iterator = self._iterator_of(BatchRequests(shares, step, number))
-        suppress_worker_death_errors(iterator)
-        return iterator
-
-    def _iterator_of(self, portions: BatchRequests) -> Iterator[Any]:
+        requests: Any = BatchRequests(shares, step, number)
         options = dict(self._options)
         if options.get("num_workers"):
             get_temp_dir()  # one folder for the sockets of all workers: a killed worker leaves its own behind
         collate = options.pop("collate_fn", None) or default_collate
         # the default generator would consume a random number that a restored run draws later
-        generator = torch.Generator()
-        if not is_stream(self._dataset):
+        options |= {"generator": torch.Generator(), "collate_fn": identity_collate}
+        if is_stream(self._dataset):
+            streamed = StreamBatchDataset(self._dataset, requests, collate, self._seed)
+            iterator = iter(DataLoader(streamed, batch_size=None, **options))
+        else:
             mapped: Any = MapBatchDataset(self._dataset, self._seed, collate, fetch_together=self._fetch_together)
-            batches: Any = portions
-            return iter(
-                DataLoader(mapped, batch_sampler=batches, collate_fn=identity_collate, generator=generator, **options)
-            )
-        streamed = StreamBatchDataset(self._dataset, portions, collate, self._seed)
-        return iter(DataLoader(streamed, batch_size=None, collate_fn=identity_collate, generator=generator, **options))
+            iterator = iter(DataLoader(mapped, batch_sampler=requests, **options))
+        suppress_worker_death_errors(iterator)
+        return iterator
 
 
 def iter_batches(sampler: Sampler, step: int) -> Iterator[Any]:
@@ -295,8 +285,8 @@ def iter_batches(sampler: Sampler, step: int) -> Iterator[Any]:
 # ---- torchdata's StatefulDataLoader as a tracked object: its state belongs to one rank
 
 _FIX_HINT = (
-    "Use run.loader, whose samples are a function of the step, or go on with the ranks that there were "
-    "(everstep-launch --nnodes N:N)"
+    "Use run.loader, whose samples are a function of the step, or keep the number of ranks (everstep-launch --nnodes "
+    "N:N)"
 )
 
 

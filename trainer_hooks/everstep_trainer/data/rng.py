@@ -19,9 +19,7 @@ ALL_REPLICAS = -1
 
 def stream_seed(seed: int, step: int, replica: int, stage: int = 0) -> int:
     """Return a 63-bit seed, unrelated for neighbouring steps, replicas and stages."""
-    key = f"{seed}:{step}:{replica}:{stage}" if stage else f"{seed}:{step}:{replica}"
-    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
+    return _hashed(f"{seed}:{step}:{replica}:{stage}" if stage else f"{seed}:{step}:{replica}")
 
 
 def seed_step(seed: int, step: int, replica: int, stage: int = 0) -> None:
@@ -37,17 +35,17 @@ def seed_step(seed: int, step: int, replica: int, stage: int = 0) -> None:
 
 def seed_sample(seed: int, step: int, position: int) -> None:
     """Seed the host's streams for the sample at ``position`` of a step's global batch; no rank uses these streams."""
-    _seed_host(_host_seed("sample", seed, step, position))
+    _seed_host(_hashed(f"sample:{seed}:{step}:{position}"))
 
 
 def seed_batch(seed: int, step: int, first_position: int) -> None:
     """Seed the host's streams for collating the samples from ``first_position`` on; no sample uses these streams."""
-    _seed_host(_host_seed("batch", seed, step, first_position))
+    _seed_host(_hashed(f"batch:{seed}:{step}:{first_position}"))
 
 
 def seed_epoch(seed: int, epoch: int) -> None:
     """Seed the host's streams for reading an epoch of sequential data; no sample uses these streams."""
-    _seed_host(_host_seed("epoch", seed, epoch, 0))
+    _seed_host(_hashed(f"epoch:{seed}:{epoch}:0"))
 
 
 def get_host_rng_state() -> tuple[Any, ...]:
@@ -65,9 +63,8 @@ def set_host_rng_state(state: tuple[Any, ...]) -> None:
         sys.modules["numpy"].random.set_state(of_numpy)
 
 
-def _host_seed(purpose: str, seed: int, step: int, position: int) -> int:
-    digest = hashlib.blake2b(f"{purpose}:{seed}:{step}:{position}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
+def _hashed(key: str) -> int:
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def _seed_host(value: int) -> None:

@@ -61,11 +61,8 @@ class Permutation:
 
 
 def rank_batch_range(rank: int, world_size: int, global_batch: int) -> tuple[int, int]:
-    """Return where a rank's samples begin and end in a global batch.
-
-    Raises:
-        ValueError: Some rank would have no sample.
-    """
+    """Return where a rank's samples begin and end in a global batch; raise ValueError if a rank would have no
+    sample."""
     if global_batch < world_size:
         raise ValueError(
             f"a global batch of {global_batch} leaves some of {world_size} ranks without a sample: "
@@ -235,10 +232,10 @@ def pack(lengths: Sequence[int], budget: int, *, seed: int = 0, window: int = PA
     Raises:
         ValueError: A sequence is longer than a row or has no length.
     """
-    order = (
-        Permutation(len(lengths), seed, 0)(np.arange(len(lengths), dtype=np.uint64)).tolist() if len(lengths) else []
-    )
     rows: list[tuple[int, ...]] = []
+    if not len(lengths):
+        return rows
+    order = Permutation(len(lengths), seed, 0)(np.arange(len(lengths), dtype=np.uint64)).tolist()
     for start in range(0, len(order), window):
         rows += _pack_window(order[start : start + window], lengths, budget)
     return rows
@@ -251,7 +248,7 @@ def _pack_window(indices: list[int], lengths: Sequence[int], budget: int) -> lis
         length = lengths[index]
         if not 0 < length <= budget:
             raise ValueError(
-                f"sequence {index} has length {length}, and a row takes 1 to {budget}: cut it, or raise the budget"
+                f"sequence {index} has length {length}, but a row takes 1 to {budget}: cut it, or raise the budget"
             )
         place = bisect_left(room, (length, -1))
         if place == len(room):

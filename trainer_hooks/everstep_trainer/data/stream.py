@@ -23,7 +23,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker
 
 from everstep_trainer.data.rng import get_host_rng_state, seed_batch, seed_epoch, seed_sample, set_host_rng_state
-from everstep_trainer.data.sampler import rank_batch_range
+from everstep_trainer.data.sampler import ElasticSampler, rank_batch_range
 
 # ---- batch requests: what a loader fetches, in order, with its random numbers
 
@@ -36,19 +36,12 @@ class BatchRequest(msgspec.Struct, frozen=True):
     indices: tuple[int, ...]
 
 
-class RangedSampler(Protocol):
-    """A sampler that also knows its range in the global batch."""
-
-    def indices(self, step: int) -> torch.Tensor: ...
-
-    def batch_range(self) -> tuple[int, int]: ...
-
-
 class BatchRequests:
-    """An endless sequence of requests for the parts of this rank, from part ``first_part`` (from 0) of ``first_step``
-    on."""
+    """An endless sequence of requests for this rank's parts, from part ``first_part`` (from 0) of ``first_step`` on."""
 
-    def __init__(self, samplers: Sequence[RangedSampler], first_step: int, first_part: int = 0) -> None:
+    def __init__(
+        self, samplers: Sequence[ElasticSampler | StreamSampler], first_step: int, first_part: int = 0
+    ) -> None:
         self._samplers = samplers
         self._first_step = first_step
         self._first_part = first_part
@@ -210,7 +203,7 @@ class StreamReader:
                 continue
             self._next += 1
             return sample
-        raise ValueError(f"the data end before sample {self._next}: an epoch of them has no samples")
+        raise ValueError(f"the data end before sample {self._next}: an epoch has no samples")
 
     def _begin(self) -> Iterator[Any]:
         if self.is_seekable:

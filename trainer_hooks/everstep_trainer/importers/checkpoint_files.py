@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import msgspec
 import torch
@@ -32,6 +32,32 @@ from everstep.layout.object_storage import filesystem_of
 from everstep_trainer.importers.storage_reads import DamagedCheckpoint, MappedArchive, check_archive, fetch_to_local
 from everstep_trainer.snapshot.copy import view_of_box
 from everstep_trainer.state.optimizer_state import map_tensors
+
+KeyPath = tuple[str | int, ...]
+
+
+class CheckpointReader:
+    """A checkpoint's content by flattened key; ``paths`` has each key's path in the nested state dict."""
+
+    url: str
+    paths: Mapping[str, KeyPath]
+    tensors: Mapping[str, tuple[torch.dtype, Extent]]
+
+    def read(self, key: str, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
+        """Yield disjoint parts that make up ``box``, with values. Raises DamagedCheckpoint, or OSError."""
+        raise NotImplementedError
+
+    def read_value(self, key: str) -> Any:
+        """Return a tensor or another value. Raises NotRestorable for pickles, DamagedCheckpoint or OSError."""
+        raise NotImplementedError
+
+    def storage_identity(self, key: str) -> object:
+        """Return the location of a tensor; tensors that are tied, or were when they were stored, share one."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Release a fetched file, once all ranks of the node have opened it; reads stay valid."""
+
 
 # ---- safetensors files: weights in one or several files with an index, as transformers' ``save_pretrained`` writes
 #
@@ -80,11 +106,8 @@ class _TensorLocation(msgspec.Struct, frozen=True):
 
 
 def find_weights_file(filesystem: Any, folder: str) -> str:
-    """Return the index, or the only weights file, of a folder; empty if it has neither.
-
-    Raises:
-        NotRestorable: There are several.
-    """
+    """Return the index, or the only weights file, of a folder; empty if it has neither. Raises NotRestorable for
+    several."""
     if not filesystem.isdir(folder):
         return ""
     names = sorted(entry.rstrip("/").rpartition("/")[2] for entry in filesystem.ls(folder, detail=False))
@@ -95,7 +118,7 @@ def find_weights_file(filesystem: Any, folder: str) -> str:
     return f"{folder}/{(usual or found)[0]}" if found else ""
 
 
-class SafetensorsCheckpoint:
+class SafetensorsCheckpoint(CheckpointReader):
     """A checkpoint of weights alone, in safetensors files.
 
     Raises:
@@ -118,8 +141,8 @@ class SafetensorsCheckpoint:
                 self._add_file(file, wanted)
         else:
             self._add_file(name, None)
-        self.tensors: Mapping[str, tuple[torch.dtype, Extent]] = self._tensors
-        self.paths: Mapping[str, tuple[str | int, ...]] = {key: (key,) for key in self.tensors}
+        self.tensors = self._tensors
+        self.paths = {key: (key,) for key in self.tensors}
 
     def read(self, key: str, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
         """Read the rows that contain the box, and no others."""
@@ -139,29 +162,24 @@ class SafetensorsCheckpoint:
     def storage_identity(self, key: str) -> object:
         return self._locations[key]
 
-    def close(self) -> None:
-        """Do nothing: no file was fetched."""
-
     def _add_file(self, file: str, keys: set[str] | None) -> None:
         """Add a file's tensors: all, or those that the index lists."""
         size = self._size(file)
         length = int.from_bytes(self._bytes(file, 0, 8), "little")
         if length > min(size - 8, MAX_HEADER_BYTES):
-            raise DamagedCheckpoint(f"{self._folder}/{file} is no safetensors file, or not all of it")
+            raise DamagedCheckpoint(f"{self._folder}/{file} is not a complete safetensors file")
         header = self._decoded(file, self._bytes(file, 8, length), dict[str, msgspec.Raw])
         header.pop("__metadata__", None)
         if lacking := sorted((keys or set()) - header.keys()):
-            raise DamagedCheckpoint(f"{self._folder}/{file} has no {lacking[0]}, which the index says is there")
+            raise DamagedCheckpoint(f"{self._folder}/{file} has no {lacking[0]}, which the index lists there")
         for key in header.keys() if keys is None else keys:
             entry = self._decoded(file, header[key], _Entry)
             dtype = _DTYPES.get(entry.dtype)
             if dtype is None:
-                raise NotRestorable(f"{self._folder}/{file}: {key} is of {entry.dtype}, which torch has no tensors of")
+                raise NotRestorable(f"{self._folder}/{file}: {key} is of {entry.dtype}, which torch does not have")
             begin, end = entry.data_offsets
             if end - begin != math.prod(entry.shape) * dtype.itemsize or not 0 <= begin <= end <= size - 8 - length:
-                raise DamagedCheckpoint(
-                    f"{self._folder}/{file} is not whole: the place of {key} is not what its shape says"
-                )
+                raise DamagedCheckpoint(f"{self._folder}/{file} is damaged: the offsets of {key} contradict its shape")
             self._locations[key] = _TensorLocation(file, 8 + length + begin)
             self._tensors[key] = dtype, entry.shape
 
@@ -169,7 +187,7 @@ class SafetensorsCheckpoint:
         try:
             return msgspec.json.decode(data, type=kind)
         except DECODE_ERRORS as error:
-            raise DamagedCheckpoint(f"{self._folder}/{file} is no safetensors file: {error}") from error
+            raise DamagedCheckpoint(f"{self._folder}/{file} is not a safetensors file: {error}") from error
 
     def _size(self, file: str) -> int:
         try:
@@ -189,7 +207,6 @@ class SafetensorsCheckpoint:
         return data
 
 
-KeyPath = tuple[str | int, ...]
 _SPILL_FOLDER = re.compile(r"step-\d+-g\d+")
 
 
@@ -223,35 +240,10 @@ _ALLOWED_CLASSES = {
 }
 
 
-class CheckpointReader(Protocol):
-    """A checkpoint's content by flattened key; ``paths`` has each key's path in the nested state dict."""
-
-    url: str
-    paths: Mapping[str, KeyPath]
-    tensors: Mapping[str, tuple[torch.dtype, Extent]]
-
-    def read(self, key: str, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
-        """Yield disjoint parts that make up ``box``, with values. Raises NotRestorable, DamagedCheckpoint or
-        OSError."""
-
-    def read_value(self, key: str) -> Any:
-        """Return a tensor or another value. Raises NotRestorable for pickles, DamagedCheckpoint or OSError."""
-
-    def storage_identity(self, key: str) -> object:
-        """Return the location of a tensor; tensors that are tied, or were when they were stored, share one."""
-
-    def close(self) -> None:
-        """Release a fetched file, once all ranks of the node have opened it or this one does not need it; reads stay
-        valid."""
-
-
 def find_checkpoints(url: str) -> list[str]:
     """Return the checkpoints now at a path or URL: itself, or the Everstep checkpoints in the folder, newest first.
 
-    Raises:
-        NotRestorable: There is none.
-        ConfigurationError: The URL's scheme is unknown.
-        OSError: Storage failed.
+    Raises NotRestorable if there is none, ConfigurationError for an unknown scheme, or OSError.
     """
     filesystem, path = _resolve_url(url)
     filesystem.invalidate_cache()
@@ -262,19 +254,14 @@ def find_checkpoints(url: str) -> list[str]:
     found = [f"{url.rstrip('/')}/{name}" for name in _newest_first(filesystem, path)]
     if not found:
         raise NotRestorable(
-            f"{url} is no checkpoint to start from: neither a torch.save file, nor a folder with .metadata or "
-            "safetensors files in it, nor one with such folders as Everstep names them (step-00001234-g7)"
+            f"{url} is not a checkpoint to start from: a torch.save file, a folder with .metadata or safetensors "
+            "files, or a folder of Everstep checkpoints (step-00001234-g7)"
         )
     return found
 
 
 def open_checkpoint(url: str) -> CheckpointReader:
-    """Open a checkpoint that ``find_checkpoints`` returned.
-
-    Raises:
-        NotRestorable: It cannot be used, or is damaged (DamagedCheckpoint).
-        OSError: Storage failed.
-    """
+    """Open a checkpoint that ``find_checkpoints`` returned. Raises NotRestorable, DamagedCheckpoint or OSError."""
     filesystem, path = _resolve_url(url)
     if path.endswith((SAFETENSORS_SUFFIX, SAFETENSORS_INDEX)):
         return SafetensorsCheckpoint(url, filesystem, path)
@@ -287,7 +274,7 @@ def _resolve_url(url: str) -> tuple[Any, str]:
     try:
         filesystem, path = filesystem_of(url)
     except (ImportError, ValueError) as error:
-        raise ConfigurationError(f"there is no way to {url!r}: {error}") from error
+        raise ConfigurationError(f"cannot open {url!r}: {error}") from error
     return filesystem, path.rstrip("/")
 
 
@@ -313,7 +300,7 @@ class _MetadataReader(pickle.Unpickler):
         return known
 
 
-class DcpCheckpoint:
+class DcpCheckpoint(CheckpointReader):
     """A folder written by torch.distributed.checkpoint.save or a vault."""
 
     def __init__(self, url: str, filesystem: Any, path: str) -> None:
@@ -327,12 +314,12 @@ class DcpCheckpoint:
         except (pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, LookupError) as error:
             raise DamagedCheckpoint(f"{url}/.metadata cannot be read: {error}") from error
         if not isinstance(metadata, dcp.Metadata) or not isinstance(metadata.storage_data, dict):
-            raise NotRestorable(f"{url}/.metadata is not what torch.distributed.checkpoint writes")
+            raise NotRestorable(f"{url}/.metadata was not written by torch.distributed.checkpoint")
         self._described = metadata.state_dict_metadata
         self._stored: dict[dcp.MetadataIndex, _StorageInfo] = metadata.storage_data
         paths: Mapping[str, KeyPath] = metadata.planner_data or {}
-        self.paths: Mapping[str, KeyPath] = {key: paths.get(key) or tuple(key.split(".")) for key in self._described}
-        self.tensors: Mapping[str, tuple[torch.dtype, Extent]] = {
+        self.paths = {key: paths.get(key) or tuple(key.split(".")) for key in self._described}
+        self.tensors = {
             key: (entry.properties.dtype, tuple(entry.size))
             for key, entry in self._described.items()
             if isinstance(entry, dcp.TensorStorageMetadata)
@@ -349,7 +336,7 @@ class DcpCheckpoint:
                 filled += common.volume
                 yield common, view_of_box(self._tensor(key, chunk.offsets, held), held, common)
         if filled != box.volume:
-            raise DamagedCheckpoint(f"{self.url}: parts of {key} are missing, or are there twice")
+            raise DamagedCheckpoint(f"{self.url}: parts of {key} are missing or duplicated")
 
     def read_value(self, key: str) -> Any:
         if key not in self.tensors:
@@ -366,21 +353,16 @@ class DcpCheckpoint:
         indices = (dcp.MetadataIndex(key, chunk.offsets) for chunk in entry.chunks)
         return tuple((at.relative_path, at.offset) for at in map(self._stored.get, indices) if at is not None) or key
 
-    def close(self) -> None:
-        """Do nothing: no file was fetched."""
-
     def _tensor(self, key: str, offset: Extent, stored_box: Box) -> torch.Tensor:
         tensor = self._load(key, dcp.MetadataIndex(key, offset))
         if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != stored_box.size:
-            raise DamagedCheckpoint(
-                f"{self.url}: what is stored of {key} at {tuple(offset)} is not what .metadata says"
-            )
+            raise DamagedCheckpoint(f"{self.url}: the stored part of {key} at {tuple(offset)} contradicts .metadata")
         return tensor
 
     def _load(self, key: str, index: dcp.MetadataIndex) -> Any:
         info = self._stored.get(index)
         if info is None:
-            raise DamagedCheckpoint(f"{self.url}: .metadata does not say where {key} is")
+            raise DamagedCheckpoint(f"{self.url}: .metadata has no location of {key}")
         if getattr(info, "transform_descriptors", None):
             raise NotRestorable(f"{self.url}: {key} was written through an extension ({info.transform_descriptors})")
         data = self._bytes(info.relative_path, info.offset, info.length)
@@ -389,17 +371,13 @@ class DcpCheckpoint:
 
     def _check(self, info: _StorageInfo, data: bytes) -> None:
         """Raise DamagedCheckpoint if these are not the bytes that were written."""
-        what = f"{self.url}/{info.relative_path}"
+        place = f"{self.url}/{info.relative_path}"
         if len(data) != info.length:
-            raise DamagedCheckpoint(
-                f"{what} is too short: it ends {info.length - len(data)} bytes before what .metadata says"
-            )
+            raise DamagedCheckpoint(f"{place} is too short: {info.length - len(data)} bytes are missing at the end")
         if self._digests is None:
-            check_archive(data, f"{what} at {info.offset}")
+            check_archive(data, f"{place} at {info.offset}")
         elif self._digests.get((info.relative_path, info.offset)) != (info.length, xxhash.xxh3_128_digest(data)):
-            raise DamagedCheckpoint(
-                f"{what} is damaged: {info.length} bytes at {info.offset} do not have the digest they had"
-            )
+            raise DamagedCheckpoint(f"{place} is damaged: {info.length} bytes at {info.offset} have the wrong digest")
 
     def _digests_with(self, metadata: bytes) -> dict[tuple[str, int], tuple[int, bytes]] | None:
         """Return length and digest of each archive by file and offset; None for folders of others or early releases."""
@@ -414,7 +392,7 @@ class DcpCheckpoint:
         except MalformedMessage as error:
             raise NotRestorable(f"{self.url}: {error}") from error
         if digests.metadata != xxhash.xxh3_128_digest(metadata):
-            raise DamagedCheckpoint(f"{self.url}/.metadata is damaged: it does not have the digest it had")
+            raise DamagedCheckpoint(f"{self.url}/.metadata is damaged: it has the wrong digest")
         return {(name, one.offset): (one.length, one.digest) for name, all_ in digests.files.items() for one in all_}
 
     def _bytes(self, name: str, offset: int = 0, length: int = -1) -> bytes:
@@ -431,14 +409,14 @@ def _load_restricted(file: BinaryIO, label: str, **options: Any) -> Any:
         return torch.load(file, map_location="cpu", weights_only=True, **options)
     except pickle.UnpicklingError as error:
         raise NotRestorable(
-            f"{label} cannot be read without running code that is stored in it. Where you trust it, load it with "
-            f"torch.load(..., weights_only=False) and save what you need as tensors and plain values. ({error})"
+            f"{label} cannot be read without running code that is stored in it. If you trust it, load it with "
+            f"torch.load(..., weights_only=False) and save the tensors and plain values again. ({error})"
         ) from error
     except (RuntimeError, EOFError, ValueError) as error:
-        raise DamagedCheckpoint(f"{label} is not what torch.save writes: {error}") from error
+        raise DamagedCheckpoint(f"{label} was not written by torch.save: {error}") from error
 
 
-class TorchFileCheckpoint:
+class TorchFileCheckpoint(CheckpointReader):
     """A mapped torch.save file of nested dictionaries; a remote one is fetched first."""
 
     def __init__(self, url: str, filesystem: Any, path: str) -> None:
@@ -454,9 +432,9 @@ class TorchFileCheckpoint:
         if not isinstance(state, Mapping):
             raise NotRestorable(f"{url} holds a {type(state).__qualname__}, not a dictionary of state")
         leaves = dict(_leaves((), state))
-        self.paths: Mapping[str, KeyPath] = {".".join(map(str, path)): path for path in leaves}
+        self.paths = {".".join(map(str, path)): path for path in leaves}
         self._values = {key: leaves[path] for key, path in self.paths.items()}
-        self.tensors: Mapping[str, tuple[torch.dtype, Extent]] = {
+        self.tensors = {
             key: (value.dtype, tuple(value.shape))
             for key, value in self._values.items()
             if isinstance(value, torch.Tensor)

@@ -11,7 +11,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -100,6 +100,8 @@ class CheckpointKeys:
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 
 class KeyMapping(msgspec.Struct, frozen=True):
     """A mapping from names in a tracked module to keys: a prefix to remove, and one to add."""
@@ -143,10 +145,10 @@ class StoredModules:
         if missing:
             stored = self._checkpoint.tensors
             raise NotRestorable(
-                f"{self._checkpoint.url} has not all that is tracked: {len(missing)} of {len(keys) + len(missing)} "
-                f"tensors of modules are not in it ({', '.join(missing[:3])}); it has {len(stored)} tensors "
-                f"({', '.join(sorted(stored)[:3])}). Track the module under the key it was saved under, and tie what "
-                "was tied: that is stored under one of its names"
+                f"{self._checkpoint.url} lacks {len(missing)} of {len(keys) + len(missing)} tensors of tracked modules "
+                f"({', '.join(missing[:3])}); it has {len(stored)} tensors ({', '.join(sorted(stored)[:3])}). Track "
+                "the module under the key it was saved under, and tie the tensors that were tied, since those are stored "
+                "under one name"
             )
         return keys
 
@@ -161,13 +163,12 @@ class StoredModules:
                 if found:
                     yield module, found[0]
                 else:
-                    log.warning("%s has no %s._extra_state: it starts as it was made", self._checkpoint.url, name)
+                    log.warning("%s has no %s._extra_state: it keeps its initial state", self._checkpoint.url, name)
 
     def _extra(self, name: str, rule: KeyMapping) -> Any:
         key = self._keys.stored_key(rule.map(name))
-        return (
-            self._checkpoint.read_value(key) if key in self._checkpoint.paths else self._keys.read_under(rule.map(name))
-        )
+        in_one_piece = key in self._checkpoint.paths
+        return self._checkpoint.read_value(key) if in_one_piece else self._keys.read_under(rule.map(name))
 
     def _found(self, parts: Sequence[TensorPart], rule: KeyMapping) -> Iterator[tuple[str, str]]:
         for part in parts:
@@ -177,10 +178,8 @@ class StoredModules:
                 yield part.name, key
 
     def _possible(self, top: str) -> Iterator[KeyMapping]:
-        """Yield possible mappings: first those whose prefix is a dictionary of its own, then others.
-
-        Last come those with or without transformers' name for the model below a head.
-        """
+        """Yield possible mappings: first those whose prefix is a dictionary of its own, last those with a base
+        model's name."""
         usual = ("model", "state_dict") if len(self._modules) == 1 else None
         whole = self._keys.top_prefixes
         for prefix in sorted(candidate_prefixes(top, usual), key=lambda prefix: prefix not in whole):
@@ -238,9 +237,8 @@ class StoredOptimizers:
     def moments(self, names: dict[int, str], aliases: Aliases) -> Iterator[StoredMoment]:
         """Yield the stored parts of parameters' state.
 
-        Args:
-            names: Full names of parameters by identity.
-            aliases: Other names under which their state may be stored.
+        ``names`` has full names of parameters by identity, ``aliases`` other names under which their state may be
+        stored.
         """
         self._names = names
         for top, optimizers in self._optimizers.items():
@@ -266,11 +264,8 @@ class StoredOptimizers:
         return nest_leaves({path: self._checkpoint.read_value(key) for path, key in found.items()})
 
     def group_options(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-        """Yield each parameter group with its stored hyper-parameters. Call it after ``moments``.
-
-        Raises:
-            NotRestorable: The groups differ from the stored ones.
-        """
+        """Yield each parameter group with its stored hyper-parameters, after ``moments``. Raises NotRestorable for
+        others."""
         for top in self._optimizers:
             if (prefix := self._prefix(top)) is None:
                 continue
@@ -292,17 +287,14 @@ class StoredOptimizers:
             found = (p for p in candidates if any(key.startswith(f"{p}.param_groups.") for key in paths))
             self._prefixes[top] = next(found, None)
             if self._prefixes[top] is None:
-                log.warning("%s has no state of %s: it starts as it was made", self._checkpoint.url, top)
+                log.warning("%s has no state of %s: it keeps its initial state", self._checkpoint.url, top)
         return self._prefixes[top]
 
     def _groups_of(self, top: str) -> list[dict[str, Any]]:
         return [group for optimizer in self._optimizers[top] for group in optimizer.param_groups]
 
     def _by_name(self, top: str, prefix: str) -> list[dict[str, Any]]:
-        """Return the options of each live group from those stored per parameter name.
-
-        ``flatten_optimizer_state_dict`` stores them this way, and so does torchtitan.
-        """
+        """Return the options of each live group from those stored per parameter name (flatten_optimizer_state_dict)."""
         stored: dict[str, dict[str, Any]] = defaultdict(dict)
         begin = f"{prefix}.param_groups."
         for key in self._checkpoint.paths:
@@ -323,8 +315,8 @@ class StoredOptimizers:
                 raise NotRestorable(f"{self._checkpoint.url} has no options of {name}, which {top} trains now")
             if different := describe_difference(stored[names[0]], stored[name]):
                 raise NotRestorable(
-                    f"{top} has {names[0]} and {name} in one parameter group now, and in {self._checkpoint.url} they "
-                    f"differ in {different}: keep them in groups of their own"
+                    f"{top} has {names[0]} and {name} in one parameter group now, but in {self._checkpoint.url} they "
+                    f"differ in {different}: keep them in separate groups"
                 )
         return stored[names[0]] if names else {}
 
@@ -340,11 +332,7 @@ def read_checkpoint(
     """Read the checkpoint at ``url`` into the tensors of ``state``, which tracks ``objects``.
 
     Other values are read too, and ``finish`` loads them into the objects. Each rank calls it for itself, without
-    collectives.
-
-    Raises:
-        NotRestorable: Something is missing or does not fit, or the checkpoint is damaged (DamagedCheckpoint).
-        OSError: Reading failed.
+    collectives. Raises NotRestorable if something is missing or does not fit, DamagedCheckpoint, or OSError.
     """
     started = CheckpointImport(open_checkpoint(url), objects, state, rank)
     try:
@@ -353,6 +341,13 @@ def read_checkpoint(
         started.undo()
         raise
     return started
+
+
+def _by_key(pairs: Iterable[tuple[str, T]]) -> dict[str, list[T]]:
+    found: dict[str, list[T]] = defaultdict(list)
+    for key, value in pairs:
+        found[key].append(value)
+    return dict(found)
 
 
 class CheckpointImport:
@@ -366,12 +361,7 @@ class CheckpointImport:
         self._rank = rank
         tracked = TrackedObjects(objects)
         self._others = tracked.others
-        modules: defaultdict[str, list[torch.nn.Module]] = defaultdict(list)
-        for key, module in tracked.modules:
-            modules[key].append(module)
-        optimizers: defaultdict[str, list[torch.optim.Optimizer]] = defaultdict(list)
-        for key, optimizer in tracked.optimizers:
-            optimizers[key].append(optimizer)
+        modules, optimizers = _by_key(tracked.modules), _by_key(tracked.optimizers)
         self._keys = CheckpointKeys(checkpoint)
         self._tops = frozenset(modules)
         self._modules = StoredModules(checkpoint, self._keys, modules)
@@ -443,17 +433,15 @@ class CheckpointImport:
         for key in self._checkpoint.tensors:
             if key.partition(".")[0] in self._tops:
                 places[self._checkpoint.storage_identity(key)].append(key)
-        alike = {name: tuple(places[self._checkpoint.storage_identity(key)]) for name, key in keys.items()}
-        return {name: tuple(key for key in all_ if key != name) for name, all_ in alike.items() if len(all_) > 1}
+        tied = {name: places[self._checkpoint.storage_identity(key)] for name, key in keys.items()}
+        return {name: tuple(key for key in all_ if key != name) for name, all_ in tied.items() if len(all_) > 1}
 
     def _as_stored(self, part: TensorPart, key: str, aliases: tuple[str, ...] = ()) -> TensorInfo:
         """Return a catalog entry that fits the live tensor; torch converts dtypes while it copies."""
         shape = part.shape[1:] if part.sharing is Sharing.PER_RANK else part.shape
         stored = self._checkpoint.tensors
-        if stored[key][1] != shape:
-            raise NotRestorable(
-                f"{part.name} is {list(shape)} now, and {list(stored[key][1])} in {self._checkpoint.url}"
-            )
+        if (there := stored[key][1]) != shape:
+            raise NotRestorable(f"{part.name} is {list(shape)} now, but {list(there)} in {self._checkpoint.url}")
         rows = sorted(self._rows.get(part.name, ()))
         if not rows:
             return TensorInfo(part.name, part.dtype, part.itemsize, shape, False, aliases)
@@ -472,33 +460,28 @@ class CheckpointImport:
     # --- everything else
 
     def _read_blob(self) -> None:
-        """Read the Python state of Everstep's own checkpoint.
-
-        It is this rank's, or the first rank's for a new rank; names that it lacks come from other ranks.
-        """
+        """Read the Python state of Everstep's own checkpoint: this rank's, else the first rank's; missing names from
+        others."""
         ranks = [int(k.rpartition(".")[2]) for k in self._checkpoint.tensors if k.startswith(f"{_BLOB}.")]
-        names, told = self._state.python_names(), list[PythonState]()
+        names, states = self._state.python_names(), list[PythonState]()
         for rank in sorted(ranks, key=lambda rank: (rank != self._rank, rank)):
-            told.append(decode(as_bytes(self._checkpoint.read_value(f"{_BLOB}.{rank}"))))
-            if not names.difference(*(state.names for state in told)):
+            states.append(decode(as_bytes(self._checkpoint.read_value(f"{_BLOB}.{rank}"))))
+            if not names.difference(*(state.names for state in states)):
                 break
-        merged = MergedState(told, names)
+        merged = MergedState(states, names)
         self._state.require_python(merged)
         self._deferred_loads.append(partial(self._state.load_python, merged))
         _, self._step = self._checkpoint.read_value(_VERSION).tolist()
 
     def _read_objects(self) -> None:
-        """Read hyper-parameters, modules' extra state, and the state of objects that are neither modules nor
-        optimizers."""
-        self._deferred_loads += [
-            partial(module.set_extra_state, value) for module, value in self._modules.extra_states()
-        ]
-        self._deferred_loads += [partial(group.update, options) for group, options in self._optimizers.group_options()]
+        """Read modules' extra state, hyper-parameters, and the state of all other objects."""
+        loads = self._deferred_loads
+        loads += [partial(module.set_extra_state, value) for module, value in self._modules.extra_states()]
+        loads += [partial(group.update, options) for group, options in self._optimizers.group_options()]
         for key, tracked in self._others.items():
-            found = [
-                f for p in candidate_prefixes(key, None) if (f := self._keys.read_under(p.rstrip("."))) is not None
-            ]
-            if found:
-                self._deferred_loads.append(partial(tracked.load_state_dict, found[0]))
+            stored = (self._keys.read_under(prefix.rstrip(".")) for prefix in candidate_prefixes(key, None))
+            state = next((state for state in stored if state is not None), None)
+            if state is not None:
+                loads.append(partial(tracked.load_state_dict, state))
             else:
-                log.warning("%s has no state of %s: it starts as it was made", self._checkpoint.url, key)
+                log.warning("%s has no state of %s: it keeps its initial state", self._checkpoint.url, key)

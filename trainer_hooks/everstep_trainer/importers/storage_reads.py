@@ -48,9 +48,8 @@ def _zip_errors(label: str) -> Iterator[None]:
     try:
         yield
     except (*_MALFORMED, *_UNSUPPORTED) as error:
-        raise DamagedCheckpoint(
-            f"{label} is damaged, or not what torch.save writes (a zip archive, since torch 1.6): {error}"
-        ) from error
+        message = f"{label} is damaged, or not a zip archive of torch.save (since torch 1.6): {error}"
+        raise DamagedCheckpoint(message) from error
 
 
 def check_archive(data: bytes, label: str) -> None:
@@ -71,13 +70,8 @@ def _check_record(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> None:
 class MappedArchive:
     """An archive whose tensors torch has mapped; each record is checked on first use.
 
-    Args:
-        path: Path of the file, on this machine.
-        label: Its name in errors.
-        load: Maps it, and returns its content.
-
-    Raises:
-        DamagedCheckpoint: The archive, or a record that is no tensor's, is not what was written.
+    ``path`` is the file's on this machine, ``label`` its name in errors; ``load`` maps it, and returns its content.
+    Raises DamagedCheckpoint if the archive, or a record that is no tensor's, is not what was written.
     """
 
     def __init__(self, path: str, label: str, load: Callable[[], object]) -> None:
@@ -144,15 +138,11 @@ def fetch_to_local(filesystem: Any, path: str, url: str) -> Iterator[Path]:
 
     Until the block ends, no other process removes the file or checks whether it is complete. Map it in the block, and
     unlink it when nobody is about to map it any more. A block that raises unlinks it, since the fetched bytes may be
-    wrong.
-
-    Raises:
-        NotRestorable: There is no room for it.
-        OSError: Fetching failed.
+    wrong. Raises NotRestorable for a lack of room, or OSError.
     """
     size = filesystem.info(path).get("size")
     if size is None:
-        raise NotRestorable(f"{url} does not say how large it is. {_FIX_HINT}")
+        raise NotRestorable(f"{url} has an unknown size. {_FIX_HINT}")
     local = Path(tempfile.gettempdir()) / f"everstep-start-{os.getuid()}-{filesystem.ukey(path)[:32]}.pt"
     descriptor = _locked(local)
     try:
@@ -167,7 +157,7 @@ def fetch_to_local(filesystem: Any, path: str, url: str) -> Iterator[Path]:
 
 
 _FIX_HINT = (
-    "Convert it to a folder, of which each rank reads what it needs "
+    "Convert it to a folder, from which each rank reads only its part "
     "(torch.distributed.checkpoint.format_utils.torch_save_to_dcp)"
 )
 
@@ -198,14 +188,14 @@ def _fetch(filesystem: Any, path: str, url: str, descriptor: int, size: int) -> 
     free = shutil.disk_usage(tempfile.gettempdir()).free
     if size > free:
         raise NotRestorable(
-            f"{url} has {size} bytes, and {tempfile.gettempdir()} room for {free}: every rank maps such a file, so it "
-            f"is fetched first. Set TMPDIR to a larger disk, or: {_FIX_HINT[0].lower()}{_FIX_HINT[1:]}"
+            f"{url} has {size} bytes, but {tempfile.gettempdir()} has room for {free}: such a file is fetched first, "
+            f"since every rank maps it. Set TMPDIR to a larger disk. {_FIX_HINT}"
         )
     with filesystem.open(path, "rb") as source, os.fdopen(os.dup(descriptor), "wb") as target:
         while chunk := source.read(_COPY_CHUNK):
             target.write(chunk)
     if (came := os.fstat(descriptor).st_size) != size:
-        raise OSError(f"{url} has {size} bytes, and {came} came")
+        raise OSError(f"{url} has {size} bytes, but {came} were received")
 
 
 # ---- retries: failing storage is asked again, damaged data is read once more, missing files are final
@@ -231,10 +221,8 @@ def sleep_in_slices(seconds: float) -> None:
 def retry_read(read: Callable[[], T], wait: Callable[[float], None] = sleep_in_slices) -> T:
     """Return the result of ``read``, retrying when storage fails (a time-out included).
 
-    It is called once more after DamagedCheckpoint: a bit may have flipped in transit.
-
-    Raises:
-        Exception: The last error; OSError for errors that only the storage's package defines.
+    It is called once more after DamagedCheckpoint: a bit may have flipped in transit. Raises the last error, as OSError
+    if only the storage's package defines it.
     """
     failed, damaged = 0, False
     while True:
@@ -246,10 +234,10 @@ def retry_read(read: Callable[[], T], wait: Callable[[float], None] = sleep_in_s
             if damaged:
                 raise
             damaged = True
-            log.warning("storage is read once more: %s", error)
+            log.warning("reading storage once more: %s", error)
         except storage_errors() as error:
             failed += 1
             if failed == MAX_TRIES:
                 raise error if isinstance(error, OSError) else OSError(str(error)) from error
-            log.warning("storage fails, try %d of %d: %s", failed, MAX_TRIES, error)
+            log.warning("storage failed, attempt %d of %d: %s", failed, MAX_TRIES, error)
             wait(RETRY_BACKOFF.delay_s(failed - 1, random.random()))

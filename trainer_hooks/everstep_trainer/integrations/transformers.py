@@ -54,7 +54,7 @@ def attach(trainer: Trainer, run: Run, loader: Loader, *, seed: int = 0, **extra
         ValueError: The Trainer's arguments have no positive ``max_steps``.
     """
     if trainer.args.max_steps <= 0:
-        raise ValueError("a Trainer that is kept ends at TrainingArguments(max_steps=...): its batches are without end")
+        raise ValueError("set TrainingArguments(max_steps=...): the batches of an attached Trainer have no end")
     accumulated = trainer.args.gradient_accumulation_steps
     trainer.get_train_dataloader = lambda: _RemainingBatches(run, loader, accumulated)
     trainer.add_callback(_EverstepCallback(trainer, run, seed, extra_objects))

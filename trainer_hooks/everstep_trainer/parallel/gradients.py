@@ -9,25 +9,22 @@ No ``from __future__ import annotations`` here: DistributedDataParallel compares
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from everstep_trainer.parallel.exact.summation import all_gather
 from everstep_trainer.runtime.peer_wait import CollectiveTimer
 
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-"""Its name from torch 2.13 on, where the older name warns."""
 
-
-class GradientExchange:
+class GradientExchange(NamedTuple):
     """State of the hook: the group (None: the default one), and a timer of its collectives."""
 
-    def __init__(self, group: dist.ProcessGroup | None, timer: CollectiveTimer) -> None:
-        self.group = group
-        self.timer = timer
+    group: dist.ProcessGroup | None
+    timer: CollectiveTimer
 
 
 def mean_in_rank_order(
@@ -52,16 +49,12 @@ def mean_in_rank_order(
         mine += other
     mine /= world
     with exchange.timer.measure(buffer.device):
-        _all_gather(padded, mine, group=group)
+        all_gather(padded, mine, group=group)
     if padding:
         buffer.copy_(padded[: buffer.numel()])
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     done.set_result(buffer)
     return done
-
-
-def _ignore_wait(seconds: float) -> None:
-    return
 
 
 def refuse_sparse(module: nn.Module, cannot: str) -> None:
@@ -76,23 +69,19 @@ def replicate(
     *,
     exact: bool,
     equal_already: bool,
-    on_wait: Callable[[float], None] = _ignore_wait,
+    on_wait: Callable[[float], object] = bool,
     process_group: dist.ProcessGroup | None = None,
     **options: Any,
 ) -> DistributedDataParallel:
-    """Return ``module`` in a DistributedDataParallel.
+    """Return ``module`` in a DistributedDataParallel over ``process_group`` (None: all ranks).
 
     Args:
         exact: Add gradients in the order of ranks, so that a regroup leaves no trace in the results. Costs the overlap
-            of communication with the backward pass.
+            of communication with the backward pass. Raises TypeError for sparse gradients.
         equal_already: Every replica will be restored from one checkpoint, so the constructor need not broadcast rank
             0's parameters (25 to 35 ms for 2.1 M parameters over loopback).
         on_wait: Receives the seconds that each collective of an exact replica took.
-        process_group: The ranks with replicas; None: all.
         options: Passed to DistributedDataParallel.
-
-    Raises:
-        TypeError: ``exact`` is set and gradients are sparse.
     """
     if exact:
         refuse_sparse(module, "be added in the order of ranks: take sparse=False, or run.replicate(model, exact=False)")

@@ -18,7 +18,7 @@ class CollectiveTimer:
     wait, so the seconds may be reported a step late.
     """
 
-    def __init__(self, on_wait: Callable[[float], None]) -> None:
+    def __init__(self, on_wait: Callable[[float], object]) -> None:
         self._on_wait = on_wait
         self._pending: deque[tuple[Any, Any]] = deque()  # torch.cuda.Event; its methods carry no types
 

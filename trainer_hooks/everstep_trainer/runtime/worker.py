@@ -28,7 +28,7 @@ from everstep_trainer.config import HookSettings
 from everstep_trainer.launch.job_cache import ImportRecorder, cache_folder
 from everstep_trainer.memory_tier.tier import MemoryTier
 from everstep_trainer.memory_tier.vault_client import VaultClient
-from everstep_trainer.parallel.replica_groups import RankContext
+from everstep_trainer.parallel.replicas import RankContext
 from everstep_trainer.run import Run
 from everstep_trainer.runtime import interrupt
 from everstep_trainer.runtime.abort import make_backend

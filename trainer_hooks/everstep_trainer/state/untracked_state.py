@@ -46,9 +46,9 @@ class ReplicaSync:
         """
         restored = {id(tensor) for tensor in _restored(objects, exclude)}
         for model, ignored, group in self._models:
-            tensors = [tensor for tensor in _replicated(model, ignored) if id(tensor) not in restored]
+            tensors = [tensor for tensor in replicated_tensors(model, ignored) if id(tensor) not in restored]
             if tensors and not _are_equal(tensors, group):
-                _send_first_ranks(tensors, group)
+                broadcast_first_rank(tensors, group)
 
 
 def _restored(objects: Mapping[str, object], exclude: Iterable[str]) -> Iterator[torch.Tensor]:
@@ -61,8 +61,8 @@ def _restored(objects: Mapping[str, object], exclude: Iterable[str]) -> Iterator
                     yield tensor
 
 
-def _replicated(model: nn.Module, ignored: frozenset[str]) -> Iterator[torch.Tensor]:
-    """Yield dense tensors; shards are no replicas."""
+def replicated_tensors(model: nn.Module, ignored: frozenset[str] = frozenset()) -> Iterator[torch.Tensor]:
+    """Yield the model's dense parameters and buffers; shards are no replicas."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         dense = not isinstance(tensor, DTensor) and not is_lazy(tensor) and tensor.layout is torch.strided
         if dense and tensor.numel() and name not in ignored:
@@ -76,7 +76,8 @@ def _are_equal(tensors: list[torch.Tensor], group: dist.ProcessGroup | None) -> 
     return len(set(torch.cat(everybodys).tolist())) == 1
 
 
-def _send_first_ranks(tensors: list[torch.Tensor], group: dist.ProcessGroup | None) -> None:
+def broadcast_first_rank(tensors: list[torch.Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Broadcast the values of the group's first rank. A collective."""
     first = 0 if group is None else dist.get_global_rank(group, 0)
     with torch.no_grad():
         for tensor in tensors:

@@ -44,7 +44,7 @@ def test_seeds_pack_differently():
 
 
 def test_oversized_or_empty_sequence_is_named():
-    with pytest.raises(ValueError, match="sequence 1 has length 101, and a row takes 1 to 100"):
+    with pytest.raises(ValueError, match="sequence 1 has length 101, but a row takes 1 to 100"):
         pack([5, 101], BUDGET)
     with pytest.raises(ValueError, match="sequence 0 has length 0"):
         pack([0], BUDGET)

@@ -75,5 +75,5 @@ def test_state_split_over_two_keys_is_refused(tmp_path: Path) -> None:
     state = Outer().state_dict()
     halves = {"model": {"norm.weight": state["norm.weight"], "norm.bias": state["norm.bias"]}, **state}
     torch.save({k: v for k, v in halves.items() if not k.startswith("norm")}, tmp_path / "file.pt")
-    with pytest.raises(NotRestorable, match=r"2 of 4 tensors of modules are not in it \(model\.norm\.weight"):
+    with pytest.raises(NotRestorable, match=r"lacks 2 of 4 tensors of tracked modules \(model\.norm\.weight"):
         started(Outer(), tmp_path / "file.pt")

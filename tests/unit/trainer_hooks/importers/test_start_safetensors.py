@@ -133,19 +133,19 @@ def test_several_files_without_index_require_a_name(tmp_path: Path) -> None:
 def test_untied_weight_is_missing_with_advice(tmp_path: Path) -> None:
     after = Tied()
     after.lm_head.weight = nn.Parameter(torch.zeros(7, 4))
-    with pytest.raises(NotRestorable, match=r"not in it \(model\.lm_head\.weight\).* tie what was tied"):
+    with pytest.raises(NotRestorable, match=r"modules \(model\.lm_head\.weight\).* tie the tensors that were tied"):
         started(after, saved(Tied(), tmp_path / "llama"))
 
 
 @pytest.mark.parametrize(
     ("harm", "sentence"),
     [
-        ("short", "is not whole"),
-        ("head", "no safetensors file, or not all of it"),
-        ("json", "is no safetensors file: "),
+        ("short", "contradict its shape"),
+        ("head", "not a complete safetensors file"),
+        ("json", "is not a safetensors file: "),
         ("empty", "is too short"),
         ("gone", "model-00002-of-00003.safetensors is missing"),
-        ("index", "has no lm_head.weight, which the index says"),
+        ("index", "has no lm_head.weight, which the index lists"),
     ],
 )
 def test_damaged_safetensors_file_is_refused_by_name(tmp_path: Path, harm: str, sentence: str) -> None:
@@ -167,5 +167,5 @@ def test_damaged_safetensors_file_is_refused_by_name(tmp_path: Path, harm: str, 
 
 def test_unsupported_dtype_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.safetensors").write_bytes(written({"w": torch.zeros(2)}).replace(b'"F32"', b'"X12"'))
-    with pytest.raises(NotRestorable, match="w is of X12, which torch has no tensors of"):
+    with pytest.raises(NotRestorable, match="w is of X12, which torch does not have"):
         open_checkpoint(str(tmp_path / "a.safetensors"))

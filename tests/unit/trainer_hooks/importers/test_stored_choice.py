@@ -262,7 +262,7 @@ def test_object_mismatch_is_refused_without_trying_older(tmp_path: Path) -> None
     other = Rank()
     other.model.weight = nn.Parameter(torch.zeros(3, 3))
     _, said = _load(tmp_path / "out", ranks=[Rank(), other])
-    assert all("model.weight is [3, 3] now, and [4, 6] in" in str(error) for error in said)
+    assert all("model.weight is [3, 3] now, but [4, 6] in" in str(error) for error in said)
 
 
 def test_start_option_of_rank_0_decides(tmp_path: Path) -> None:

@@ -140,9 +140,7 @@ def test_flipped_bit_never_changes_the_restored_state(tmp_path: Path, before: Sm
 def test_valid_bytes_of_another_checkpoint_are_rejected(tmp_path: Path, before: Small) -> None:
     folder, other = _spilled(before, tmp_path / "a"), _spilled(Small().train().train(), tmp_path / "b")
     (folder / "__0_0.distcp").write_bytes((other / "__0_0.distcp").read_bytes())
-    with pytest.raises(
-        DamagedCheckpoint, match=r"__0_0\.distcp is damaged: \d+ bytes at \d+ do not have the digest they had"
-    ):
+    with pytest.raises(DamagedCheckpoint, match=r"__0_0\.distcp is damaged: \d+ bytes at \d+ have the wrong digest"):
         Small().start_from(folder)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from everstep_trainer.data.rng import stream_seed
 from everstep_trainer.data.sampler import ElasticSampler, rank_batch_range
-from everstep_trainer.parallel.replica_groups import RankContext, ReplicaAssignment, find_model_parallelism
+from everstep_trainer.parallel.replicas import RankContext, ReplicaAssignment, find_model_parallelism
 from everstep_trainer.run import Run
 from everstep_trainer.runtime.generation_session import TrainingSession
 from hypothesis import given
@@ -95,7 +95,7 @@ def alone(rank: int = 0, world: int = 1) -> Run:
 def test_data_parallel_is_called_once_before_dependent_calls():
     run = alone()
     assert run.data_parallel((0, 1)).count == 1
-    with pytest.raises(ValueError, match="called before in this generation"):
+    with pytest.raises(ValueError, match="called twice in this generation"):
         run.data_parallel((0, 1))
     uses = {
         "run.sampler": lambda run: run.sampler(10, global_batch=2),
@@ -108,7 +108,7 @@ def test_data_parallel_is_called_once_before_dependent_calls():
     for name, use in uses.items():
         run = alone()
         use(run)
-        with pytest.raises(ValueError, match=f"{name} went by one replica a rank already"):
+        with pytest.raises(ValueError, match=f"{name} was already called assuming one replica per rank"):
             run.data_parallel((0, 1))
 
 
@@ -135,7 +135,7 @@ def test_split_model_without_data_parallel_warns_once(caplog):
     with playing(0, (4,)), caplog.at_level(logging.WARNING):
         model = layouts_of(4)["dpxtp on 4"].lay_out(Net())
         alone(0, 4).track(model=model)
-        assert ["is split over 2 ranks, and run.data_parallel was not called" in r.message for r in caplog.records] == [
+        assert ["is split over 2 ranks, but run.data_parallel was not called" in r.message for r in caplog.records] == [
             True
         ]
         alone(1, 4).track(model=model)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from everstep_trainer.parallel.replica_groups import RankContext
+from everstep_trainer.parallel.replicas import RankContext
 from everstep_trainer.run import Run
 from everstep_trainer.runtime.generation_session import TrainingSession
 from torch import nn
@@ -163,7 +163,7 @@ def test_step_without_taken_parts_is_not_finished():
     step_of(run, model)
     run.step_finished()
     model(torch.ones(1, 2)).sum().backward()
-    with pytest.raises(RuntimeError, match="has not taken its parts"):
+    with pytest.raises(RuntimeError, match="this step did not use run"):
         run.step_finished()
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from everstep_trainer.memory_tier.vault_client import VaultClient
-from everstep_trainer.parallel.replica_groups import RankContext
+from everstep_trainer.parallel.replicas import RankContext
 from everstep_trainer.run import Run
 from everstep_trainer.runtime.generation_session import GenerationSession
 from everstep_trainer.snapshot.slot_negotiation import SnapshotOptions

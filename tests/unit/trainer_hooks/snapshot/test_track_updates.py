@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 import pytest
 import torch
 import torch.distributed as dist
-from everstep_trainer.parallel.replica_groups import RankContext
+from everstep_trainer.parallel.replicas import RankContext
 from everstep_trainer.restore.restorer import Restoration
 from everstep_trainer.run import Run
 from everstep_trainer.runtime.generation_session import TrainingSession

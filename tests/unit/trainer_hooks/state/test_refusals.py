@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from everstep_trainer.parallel.replica_groups import RankContext
+from everstep_trainer.parallel.replicas import RankContext
 from everstep_trainer.run import Run
 from everstep_trainer.runtime.generation_session import TrainingSession
 from everstep_trainer.snapshot.shares import build_manifest, divide_state
@@ -142,7 +142,7 @@ def test_optimizer_without_visible_state_is_warned_once(
     Run(RankContext(), TrainingSession()).track(model=model, optimizer=optimizer)
     for _ in range(6):
         optimizer.step()
-    assert caplog.text.count("optimizer, a Outer, has no state where torch's optimizers have it") == said
+    assert caplog.text.count("optimizer, a Outer, does not keep its state in optimizer.state") == said
 
 
 def lbfgs(elements: int, history: int) -> dict[str, Any]:

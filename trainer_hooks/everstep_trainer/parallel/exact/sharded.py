@@ -199,8 +199,8 @@ class ShardedGradients:
         return [first + rank for rank in ranks if first + rank < self._mean.virtual_ranks]
 
     def _sizes(self) -> list[int]:
-        """Return the size of each parameter's part of a slice: the largest number of rows on a rank, or its
-        even share."""
+        """Return the size of each parameter's part of a slice: the largest number of rows on a rank, or its even
+        share."""
         found = []
         for parameter in self.parameters:
             assert isinstance(parameter, DTensor)
@@ -223,9 +223,7 @@ class ShardedGradients:
 def find_sharded_gradients(model: nn.Module, mean: VirtualMean) -> list[ShardedGradients]:
     """Return one object for each group of parameters that ``fully_shard`` communicates together.
 
-    Raises:
-        TypeError: A named module cannot be exact.
-        ValueError: As TypeError, because of its settings.
+    Raises TypeError, or ValueError for its settings, naming a module that cannot be exact.
     """
     room, scratch, found = Workspace(), ScratchMemory(), []
     for name, module, group in _groups(model):

@@ -41,7 +41,7 @@ def _require_work(world_size: int, virtual_ranks: int) -> None:
     if virtual_ranks < world_size:
         raise ValueError(
             f"{virtual_ranks} virtual ranks leave some of {world_size} ranks without work: "
-            f"take virtual_ranks={world_size} or more (any number, and the same for the whole of a run)"
+            f"take virtual_ranks={world_size} or more (any number, the same throughout a run)"
         )
 
 
@@ -140,10 +140,8 @@ def exchange_slices(
 ) -> dict[TreeNode, torch.Tensor]:
     """Return this rank's slice of the parts of all ranks of ``group``: ``[ceil(n / ranks)]`` per node. A collective.
 
-    Args:
-        parts: This rank's values, ``[n]`` per node.
-        covers: The nodes of each rank, known to all of them.
-        like: A tensor ``[n]``, for a rank that has no values.
+    ``parts`` are this rank's values, ``[n]`` per node; ``covers`` the nodes of each rank, known to all of them;
+    ``like`` a tensor ``[n]``, for a rank that has no values.
     """
     width = max(1, -(-like.numel() // len(covers)))
     sent = workspace.get("sent", like, len(covers), len(parts), width)
@@ -228,13 +226,8 @@ def clip_grad_norm_fixed_order(
 ) -> torch.Tensor:
     """Scale gradients to a 2-norm of at most ``max_norm``, as torch.nn.utils.clip_grad_norm_ does.
 
-    A collective if gradients are sharded.
-
-    Returns:
-        The norm before: a scalar of float32, or float64 if a gradient is.
-
-    Raises:
-        TypeError: The layout is not that of fully_shard.
+    A collective if gradients are sharded. Returns the norm before: a scalar of float32, or float64 if a gradient is.
+    Raises TypeError for a layout other than fully_shard's.
     """
     if isinstance(parameters, torch.Tensor):
         parameters = [parameters]
@@ -306,5 +299,5 @@ def _dim(gradient: torch.Tensor) -> int:
         return 0
     *replicated, shard = gradient.placements
     if not isinstance(shard, Shard) or not all(isinstance(placement, Replicate) for placement in replicated):
-        raise TypeError(f"a gradient is laid out as {gradient.placements}: only what fully_shard shards has this norm")
+        raise TypeError(f"a gradient is laid out as {gradient.placements}: only layouts of fully_shard are supported")
     return shard.dim

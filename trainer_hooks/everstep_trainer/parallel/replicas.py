@@ -21,8 +21,17 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
+from everstep_trainer.data.loader import iter_batches
+from everstep_trainer.data.rng import ALL_REPLICAS
+from everstep_trainer.data.sampler import Sampler, StepPart
+from everstep_trainer.loss_guard import Loss
 from everstep_trainer.memory_tier.tier import MemoryTier
+from everstep_trainer.parallel.exact.summation import VirtualMean
+from everstep_trainer.parallel.exact.virtual_ranks import ExactMode
+from everstep_trainer.parallel.gradients import replicate
+from everstep_trainer.runtime.peer_wait import CollectiveTimer
 from everstep_trainer.state.tracked_objects import as_list
+from everstep_trainer.state.untracked_state import ReplicaSync
 
 # ---- place of a rank in its generation
 
@@ -56,8 +65,7 @@ class Replica(msgspec.Struct, frozen=True):
 class ReplicaAssignment:
     """The replica of a rank: the rank itself, unless the training function declares otherwise.
 
-    Args:
-        device: Device of the tensors for collectives; None without a process group.
+    ``device`` is that of the tensors for collectives; None without a process group.
     """
 
     def __init__(self, rank: int, world_size: int, device: torch.device | None) -> None:
@@ -71,11 +79,11 @@ class ReplicaAssignment:
     def declare(self, replicas: DeviceMesh | tuple[int, int], stage: DeviceMesh | int) -> Replica:
         """Declare the replica; see ``Run.data_parallel``. A collective."""
         if self.is_declared:
-            raise ValueError("run.data_parallel was called before in this generation: one call says what a replica is")
+            raise ValueError("run.data_parallel was called twice in this generation: call it once")
         if self._used_for:
             raise ValueError(
-                f"{self._used_for} went by one replica a rank already: call run.data_parallel before it, "
-                "as soon as the mesh is made"
+                f"{self._used_for} was already called assuming one replica per rank: call run.data_parallel before "
+                "it, as soon as the mesh is made"
             )
         index, count = _replica_index(replicas)
         replica = Replica(index, count, _replica_index(stage)[0] if isinstance(stage, DeviceMesh) else stage)
@@ -97,11 +105,8 @@ class ReplicaAssignment:
     def set_gradient_group(self, options: dict[str, Any]) -> bool:
         """Set the process group in options of DistributedDataParallel: the ranks with the same part of all replicas.
 
-        Returns:
-            False if no group is known and none is needed, because there is one replica.
-
-        Raises:
-            ValueError: No group is known, and there are several replicas.
+        Returns False if no group is known and none is needed, because there is one replica. Raises ValueError if no
+        group is known and there are several replicas.
         """
         replica = self.replica_for("run.replicate")
         if self.has_replica_per_rank or "process_group" in options:
@@ -125,8 +130,8 @@ class ReplicaAssignment:
             return self._mean_over_replicas(value, weight)
         if value is None:
             raise ValueError(
-                "this rank has no loss, and is a replica of its own: in a pipeline say by run.data_parallel which "
-                "ranks are one replica"
+                "this rank passed no loss but counts as its own replica: in a pipeline, declare the replicas with "
+                "run.data_parallel"
             )
         total = value.detach().clone() * weight
         if self._device is not None:
@@ -135,8 +140,7 @@ class ReplicaAssignment:
         return total
 
     def _mean_over_replicas(self, value: torch.Tensor | None, weight: float) -> torch.Tensor:
-        """Return the mean over ranks with a value, which equals that over replicas if each has equally many
-        such ranks."""
+        """Return the mean over ranks with a value, which is that over replicas if each has equally many such ranks."""
         known = torch.zeros((), device=self._device) if value is None else value.detach()
         weighted: torch.Tensor = known * weight
         have = weighted.new_zeros(self._replica.count, dtype=torch.float64)
@@ -147,8 +151,9 @@ class ReplicaAssignment:
         if counts[0] == 0 or len(set(counts)) > 1:
             found = ", ".join(f"{ranks:.0f} of number {index}" for index, ranks in [*enumerate(counts)][:MAX_SHOWN])
             raise ValueError(
-                f"not equally many ranks of {self._replica.count} replicas have a loss, or none: {found}. The same "
-                "ranks of each give it to run.mean, such as those of a pipeline's last stage, and all others None"
+                f"the {self._replica.count} replicas differ in how many of their ranks have a loss, or none has one: "
+                f"{found}. Pass it to run.mean on the same ranks of each, such as a pipeline's last stage, and None on "
+                "all others"
             )
         return (sums[: weighted.numel()] / sum(counts)).to(weighted.dtype).reshape(weighted.shape)
 
@@ -170,8 +175,8 @@ def _replica_index(replicas: DeviceMesh | tuple[int, int]) -> tuple[int, int]:
     coordinate = replicas.get_coordinate()
     if coordinate is None or int(replicas.mesh[tuple(coordinate)]) != dist.get_rank():
         raise ValueError(
-            f"rank {dist.get_rank()} has no place on the mesh {replicas}: make meshes inside the training function, "
-            "anew in each generation, and take of a mesh over all ranks the dimensions of the replicas (mesh['dp'])"
+            f"rank {dist.get_rank()} is not on the mesh {replicas}: make new meshes in each generation, inside the "
+            "training function, and take the dimensions of the replicas from a mesh over all ranks (mesh['dp'])"
         )
     index = 0
     for place, size in zip(coordinate, replicas.shape, strict=True):
@@ -183,7 +188,7 @@ def _require_whole_replicas(declared: list[tuple[int, int]], world_size: int) ->
     """Raise ValueError unless all ranks declare the same count, and replicas have equally many ranks."""
     counts = sorted({count for _, count in declared})
     if len(counts) > 1:
-        raise ValueError(f"ranks differ in how many replicas they say there are: {counts}")
+        raise ValueError(f"ranks declare different numbers of replicas: {counts}")
     (count,) = counts
     ranks_of = Counter(index for index, _ in declared)
     each = world_size // count if count > 0 else 0
@@ -191,7 +196,7 @@ def _require_whole_replicas(declared: list[tuple[int, int]], world_size: int) ->
         return
     found = ", ".join(f"{ranks} of number {index}" for index, ranks in sorted(ranks_of.items())[:MAX_SHOWN])
     raise ValueError(
-        f"{world_size} ranks are not {count} replicas of equally many ranks, counted from 0: there are {found}. "
+        f"{world_size} ranks cannot form {count} replicas of equally many ranks, counted from 0: found {found}. "
         "Give run.data_parallel the mesh of the replicas, such as mesh['dp'], or (index, count)"
     )
 
@@ -206,8 +211,8 @@ def warn_of_model_parallelism(tracked: Iterable[object], world_size: int) -> Non
     sign = find_model_parallelism(tracked, world_size)
     if sign:
         log.warning(
-            "%s, and run.data_parallel was not called: each of %d ranks has samples and random numbers of its own. "
-            'Say which ranks are one replica, by run.data_parallel(mesh["dp"]), or that each is one, by '
+            "%s, but run.data_parallel was not called: each of %d ranks has its own samples and random numbers. "
+            'Declare the replicas with run.data_parallel(mesh["dp"]), or one replica per rank with '
             "run.data_parallel((run.rank, run.world_size))",
             sign,
             world_size,
@@ -248,3 +253,95 @@ def _describe_split(parameter: DTensor, sharded: bool, world_size: int) -> str:
         if mesh.size(dim) > 1 and not isinstance(placements[dim], Replicate):
             return f"is split over {mesh.size(dim)} ranks"
     return f"is sharded over {mesh.size()} of {world_size} ranks" if sharded and mesh.size() < world_size else ""
+
+
+# ---- parts of a step: of ranks or of virtual ranks, and their combined gradients
+
+
+class StepParallelism:
+    """The replica-dependent operations of ``Run``, where they are documented.
+
+    ``on_wait`` receives the seconds of collectives.
+    """
+
+    def __init__(self, context: RankContext, replicas: ReplicaAssignment, on_wait: Callable[[float], None]) -> None:
+        self._context = context
+        self._replicas = replicas
+        self._on_wait = on_wait
+        self._exact: ExactMode | None = None
+        self._replica_sync = ReplicaSync()
+        self._equal_already = context.will_restore
+
+    def step_finished(self) -> None:
+        if self._exact is not None:
+            self._exact.step_finished()
+
+    def replicate(self, model: nn.Module, exact: bool, virtual_ranks: int | None, options: dict[str, Any]) -> nn.Module:
+        if virtual_ranks is not None:
+            return self._replicate_virtually(model, virtual_ranks, exact, options)
+        if self._exact is not None:
+            raise ValueError("another model of this run has virtual_ranks: give them to all, or to none")
+        if self._context.mesh is None:
+            return model
+        if not self._replicas.set_gradient_group(options):
+            return model
+        replicas = replicate(model, exact=exact, equal_already=self._equal_already, on_wait=self._on_wait, **options)
+        self._replica_sync.add_model(model, replicas.process_group, ignored=replicas.parameters_to_ignore)
+        return replicas
+
+    def _replicate_virtually(self, model: nn.Module, count: int, exact: bool, options: dict[str, Any]) -> nn.Module:
+        if options or not exact:
+            raise TypeError(f"with virtual_ranks there is no DistributedDataParallel: leave out {sorted(options)}")
+        self._replicas.replica_for("run.replicate")
+        if not self._replicas.has_replica_per_rank:
+            raise ValueError(
+                "exact mode (virtual_ranks) supports replicas of one rank each, sharded by fully_shard or not, but no "
+                "tensor parallelism or pipeline: go on without virtual_ranks"
+            )
+        if self._exact is None:
+            place = self._context
+            self._exact = ExactMode(VirtualMean(count, place.rank, place.world_size, CollectiveTimer(self._on_wait)))
+        elif (known := self._exact.mean.virtual_ranks) != count:
+            raise ValueError(f"another model of this run has {known} virtual ranks, not {count}")
+        self._exact.add_model(model, equal_already=self._equal_already)
+        if self._context.mesh is not None:
+            self._replica_sync.add_model(model)
+        return model
+
+    def synchronize_restored(self, objects: Mapping[str, object], exclude: Iterable[str]) -> None:
+        """Make replicas equal in state that the restored version does not contain, after a restore."""
+        if self._equal_already:
+            self._replica_sync.broadcast(objects, exclude)
+        self._equal_already = False
+
+    def require_elementwise(self, tracked: Iterable[object]) -> None:
+        """Raise ValueError if exact mode does not allow a tracked optimizer."""
+        if self._exact is not None:
+            self._exact.require_elementwise(tracked)
+
+    def assigned_ranks(self) -> list[tuple[int, int]]:
+        """Return the replicas whose parts this rank computes, each with their total number."""
+        if self._exact is not None:
+            return self._exact.assigned_ranks()
+        replica = self._replicas.replica_for("run.loader")
+        return [(replica.index, replica.count)]
+
+    def rng_stream(self) -> tuple[int, int]:
+        """Return the (replica, stage) of the random numbers that a step begins with; virtual ranks share one stream."""
+        replica = self._replicas.replica_for("run.steps")
+        return (replica.index, replica.stage) if self._exact is None else (ALL_REPLICAS, 0)
+
+    def parts(self, sampler: Sampler, step: int, seed: int) -> Iterator[StepPart]:
+        if self._exact is not None:
+            yield from self._exact.parts(sampler, step, seed)
+            return
+        batches = iter_batches(sampler, step)
+        replica = self._replicas.replica_for("run.parts")
+        yield StepPart(replica.index, sampler.indices(step), sampler.loss_weight(step), next(batches))
+
+    def mean(self, value: Loss | None, weight: float) -> torch.Tensor:
+        if value is not None and not isinstance(value, torch.Tensor):
+            if self._exact is not None:
+                return self._exact.mean.mean_of_scalars([each * weight for each in value])
+            (value,) = value
+        return self._replicas.mean(value, weight)

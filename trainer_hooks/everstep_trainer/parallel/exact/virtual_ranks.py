@@ -1,4 +1,4 @@
-"""Compute the gradients of model replicas with the same bits on any number of ranks.
+"""Run in exact mode: compute the gradients of virtual ranks with the same bits on any number of ranks.
 
 Each rank computes its virtual ranks one after another: full forward and backward passes with the same samples and
 random numbers on whichever rank. Their gradients are added along one tree (``summation.py``, ``sharded.py``).
@@ -6,17 +6,21 @@ random numbers on whichever rank. Their gradients are added along one tree (``su
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from everstep_trainer.data.loader import iter_batches
+from everstep_trainer.data.rng import ALL_REPLICAS, seed_step
+from everstep_trainer.data.sampler import Sampler, StepPart
 from everstep_trainer.parallel.exact.sharded import SUPPORTED_PARALLELISM, ShardedGradients, find_sharded_gradients
 from everstep_trainer.parallel.exact.summation import VirtualMean, Workspace
 from everstep_trainer.parallel.gradients import refuse_sparse
+from everstep_trainer.state.tracked_objects import as_list
+from everstep_trainer.state.untracked_state import broadcast_first_rank, replicated_tensors
 
 
 class VirtualGradients:
@@ -37,10 +41,7 @@ class VirtualGradients:
             parameter.grad = None
 
     def collect(self, rank: int | None) -> None:
-        """Take the gradients of a virtual rank; a parameter that it did not use counts as zero.
-
-        None: drop the gradients of a repeated pass.
-        """
+        """Take the gradients of a virtual rank, zeros for unused parameters; None: drop those of a repeated pass."""
         if rank is not None:
             self._keep(rank)
         for parameter in self._parameters:
@@ -65,14 +66,9 @@ class VirtualGradients:
 
 
 class VirtualReplicas:
-    """The module's gradients in exact mode.
+    """The module's gradients in exact mode. Raises ValueError or TypeError, by name, for a part that cannot be exact.
 
-    Args:
-        equal_already: Every replica will be restored from one checkpoint, so rank 0's state need not be broadcast.
-
-    Raises:
-        ValueError: A named part cannot be exact.
-        TypeError: As ValueError, because of a type.
+    ``equal_already``: every replica will be restored from one checkpoint, so rank 0's state need not be broadcast.
     """
 
     def __init__(self, module: nn.Module, mean: VirtualMean, *, equal_already: bool) -> None:
@@ -88,7 +84,7 @@ class VirtualReplicas:
         self._constant_buffers: dict[str, tuple[torch.Tensor, int]] = {}
         self._arrange()
         if dist.is_initialized() and not equal_already:
-            _send_first_ranks(module)
+            broadcast_first_rank(list(replicated_tensors(module)))
 
     def _arrange(self) -> None:
         """Make buffers for the parameters that are trained now. A collective."""
@@ -101,8 +97,7 @@ class VirtualReplicas:
             _refuse_differences(self._mean.virtual_ranks, [p for p in self._module.parameters() if p.requires_grad])
 
     def begin_step(self) -> None:
-        """Begin a step, before its first virtual rank. Parameters may have been frozen or thawed, on all ranks
-        alike."""
+        """Begin a step, before its first virtual rank. Parameters may have been frozen or thawed, on all ranks."""
         if [*map(id, _trained(self._module))] != [*map(id, self._trained)]:
             for parameter in self._trained:
                 parameter.grad = None
@@ -133,8 +128,8 @@ class VirtualReplicas:
             before, version = self._constant_buffers.get(name, (None, 0))
             if buffer is not before or buffer._version != version:
                 raise ValueError(
-                    f"the buffer {name} changes in the forward pass, so it depends on which virtual ranks a rank "
-                    "plays: exact mode cannot have it. Freeze it, or go on without virtual_ranks"
+                    f"the buffer {name} changes in the forward pass, so it depends on how virtual ranks are assigned "
+                    "to ranks, which exact mode does not support: freeze it, or go on without virtual_ranks"
                 )
 
 
@@ -146,8 +141,8 @@ def _refuse_running_statistics(module: nn.Module) -> None:
     for name, part in module.named_modules():
         if isinstance(part, nn.modules.batchnorm._NormBase) and part.track_running_stats and part.training:
             raise ValueError(
-                f"{name or 'the model'} is a {type(part).__name__} with running statistics, which depend on which "
-                "virtual ranks a rank plays: exact mode cannot have them. Take GroupNorm or LayerNorm, "
+                f"{name or 'the model'} is a {type(part).__name__} with running statistics, which depend on how "
+                "virtual ranks are assigned to ranks; exact mode does not support them. Take GroupNorm or LayerNorm, "
                 "track_running_stats=False, or put that module in eval()"
             )
 
@@ -174,21 +169,92 @@ def _refuse_differences(virtual_ranks: int, parameters: list[nn.Parameter]) -> N
     own = torch.tensor([virtual_ranks, torch.get_num_threads(), sum(p.numel() for p in parameters)], device=device)
     everybodys = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(everybodys, own)
-    for place, what in enumerate(("virtual ranks", "threads (torch.set_num_threads)", "trained parameters")):
+    for place, label in enumerate(("virtual ranks", "threads (torch.set_num_threads)", "trained parameters")):
         found = [int(values[place]) for values in everybodys]
         if len(set(found)) > 1:
-            raise ValueError(f"ranks differ in the number of {what}: {found}. Exact mode needs them equal")
+            raise ValueError(f"ranks differ in the number of {label}: {found}. Exact mode needs them equal")
 
 
-def _send_first_ranks(module: nn.Module) -> None:
-    """Broadcast rank 0's parameters and buffers as DistributedDataParallel does, except shards, which are no
-    replicas."""
-    with torch.no_grad():
-        for tensor in _state(module):
-            dist.broadcast(tensor.data, src=0)
+# ---- exact mode: virtual ranks of one run and generation
+
+_NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon")
+"""Optimizers of torch that use several elements at a time, and so depend on a rank's part of a parameter."""
 
 
-def _state(module: nn.Module) -> Iterator[torch.Tensor]:
-    for tensor in (*module.parameters(), *module.buffers()):
-        if math.prod(tensor.shape) and not isinstance(tensor, DTensor):
-            yield tensor
+class ExactMode:
+    """The virtual ranks of one run and generation."""
+
+    def __init__(self, mean: VirtualMean) -> None:
+        self.mean = mean
+        self._begun = self._is_complete = False
+        self._models: list[VirtualReplicas] = []
+        self._sharded = False
+
+    def add_model(self, model: nn.Module, *, equal_already: bool) -> None:
+        """Add a model; see ``Run.replicate``. A collective."""
+        replicas = VirtualReplicas(model, self.mean, equal_already=equal_already)
+        if replicas.is_sharded:
+            self._sharded = True
+            self.mean.interleave_ranks()
+        self._models.append(replicas)
+
+    def assigned_ranks(self) -> list[tuple[int, int]]:
+        """Return the virtual ranks that this rank plays, each with their total number."""
+        return [(rank, self.mean.virtual_ranks) for rank in self.mean.mine]
+
+    def parts(self, sampler: Sampler, step: int, seed: int) -> Iterator[StepPart]:
+        """Yield the parts of a step; see ``Run.parts``.
+
+        A pass over shards involves all ranks, so a rank with fewer virtual ranks than another repeats its last one.
+        """
+        batches = iter_batches(sampler, step)
+        self._begun = True
+        for model in self._models:
+            model.begin_step()
+        for rank in self.mean.mine:
+            seed_step(seed, step, rank)
+            share = sampler.for_rank(rank, self.mean.virtual_ranks)
+            part = StepPart(rank, share.indices(step), share.loss_weight(step), next(batches))
+            yield part
+            for model in self._models:
+                model.collect(rank)
+        for _ in range(self.mean.passes - len(self.mean.mine) if self._sharded else 0):
+            yield StepPart(part.rank, part.indices, part.loss_weight, part.batch, is_repeat=True)
+            for model in self._models:
+                model.collect(None)
+        for model in self._models:
+            model.reduce()
+        seed_step(seed, step, ALL_REPLICAS)
+        self._is_complete = True
+
+    def step_finished(self) -> None:
+        """Raise RuntimeError if the step's gradients are not those of its virtual ranks."""
+        begun, complete = self._begun, self._is_complete
+        self._begun = self._is_complete = False
+        if complete:
+            return
+        if begun:
+            raise RuntimeError("the loop over run.parts was left before its end, so this step had no gradients")
+        raise RuntimeError(
+            "a model of this run has virtual_ranks, but this step did not use run.parts, so each rank would train "
+            "alone: compute the step in `for part in run.parts(sampler, step)`"
+        )
+
+    def require_elementwise(self, tracked: Iterable[object]) -> None:
+        """Raise ValueError for an optimizer whose results depend on how its parameters are sharded."""
+        every = [one for some in tracked for one in as_list(some)]
+        for optimizer in every if self._sharded else ():
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                continue
+            name = type(optimizer).__name__
+            if name in _NOT_ELEMENTWISE and type(optimizer).__module__.startswith("torch.optim"):
+                raise ValueError(
+                    f"{name} needs the full parameter, of which a rank has a part: exact mode under fully_shard "
+                    "supports elementwise optimizers, such as AdamW or SGD"
+                )
+            for group in optimizer.param_groups:
+                if group.get("fused") and any(p.device.type == "cpu" for p in group["params"]):
+                    raise ValueError(
+                        f"the fused {name} on a CPU rounds a shard's last elements differently: exact mode under "
+                        "fully_shard needs fused=False"
+                    )
