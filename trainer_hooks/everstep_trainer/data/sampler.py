@@ -61,8 +61,7 @@ class Permutation:
 
 
 def rank_batch_range(rank: int, world_size: int, global_batch: int) -> tuple[int, int]:
-    """Return where a rank's samples begin and end in a global batch; raise ValueError if a rank would have no
-    sample."""
+    """Return where a rank's samples begin and end in a global batch. Raises ValueError for a rank without a sample."""
     if global_batch < world_size:
         raise ValueError(
             f"a global batch of {global_batch} leaves some of {world_size} ranks without a sample: "
@@ -167,8 +166,7 @@ class ElasticSampler:
         return self._samples(step, start, end)
 
     def global_indices(self, step: int) -> torch.Tensor:
-        """Return all samples of the step in order, as an int64 tensor of shape [global_batch]; same at every world
-        size."""
+        """Return all samples of the step in order, as an int64 tensor of shape [global_batch], at any world size."""
         return self._samples(step, 0, self._global_batch)
 
     def loss_weight(self, step: int) -> float:

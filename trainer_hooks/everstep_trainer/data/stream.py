@@ -11,7 +11,6 @@ All readers of data that cannot jump must read the same sequence. They get rando
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from copy import copy
 from functools import partial
 from itertools import count, islice
@@ -65,13 +64,16 @@ def build_batch(request: BatchRequest, seed: int, fetch: Callable[[int], Any], c
     of the first sample) for ``collate``. So draws for a sample depend neither on the worker nor on the number of ranks;
     draws for a batch depend on the number of ranks only. The process's own random state is preserved.
     """
-    with _preserve_rng_state():
+    before = get_host_rng_state()
+    try:
         fetched = []
         for place, index in enumerate(request.indices, request.first_position):
             seed_sample(seed, request.step, place)
             fetched.append(fetch(index))
         seed_batch(seed, request.step, request.first_position)
         return collate(fetched)
+    finally:
+        set_host_rng_state(before)
 
 
 def build_batch_in_one_fetch(
@@ -80,15 +82,6 @@ def build_batch_in_one_fetch(
     """Build a batch from one call that fetches all samples, with streams seeded from the position of the first."""
     first = msgspec.structs.replace(request, indices=request.indices[:1])
     return build_batch(first, seed, lambda _: fetch(list(request.indices)), lambda fetched: collate(fetched[0]))
-
-
-@contextmanager
-def _preserve_rng_state() -> Iterator[None]:
-    before = get_host_rng_state()
-    try:
-        yield
-    finally:
-        set_host_rng_state(before)
 
 
 class MapBatchDataset:

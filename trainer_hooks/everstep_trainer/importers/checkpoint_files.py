@@ -98,16 +98,8 @@ class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
-class _TensorLocation(msgspec.Struct, frozen=True):
-    """The file of a tensor, and where its bytes begin in it."""
-
-    file: str
-    offset: int
-
-
 def find_weights_file(filesystem: Any, folder: str) -> str:
-    """Return the index, or the only weights file, of a folder; empty if it has neither. Raises NotRestorable for
-    several."""
+    """Return the index, or the only weights file, of a folder; empty if it has neither. Raises NotRestorable."""
     if not filesystem.isdir(folder):
         return ""
     names = sorted(entry.rstrip("/").rpartition("/")[2] for entry in filesystem.ls(folder, detail=False))
@@ -130,18 +122,19 @@ class SafetensorsCheckpoint(CheckpointReader):
         self.url = url
         self._fs = filesystem
         self._folder, _, name = path.rpartition("/")
-        self._locations: dict[str, _TensorLocation] = {}
-        self._tensors: dict[str, tuple[torch.dtype, Extent]] = {}
+        self._locations: dict[str, tuple[str, int]] = {}
+        """The file of each tensor, and where its bytes begin in it."""
+        tensors: dict[str, tuple[torch.dtype, Extent]] = {}
         if name.endswith(SAFETENSORS_INDEX):
             index = self._decoded(name, self._bytes(name, 0, None), _Index)
             files: dict[str, set[str]] = defaultdict(set)
             for key, file in index.weight_map.items():
                 files[file].add(key)
             for file, wanted in files.items():
-                self._add_file(file, wanted)
+                self._add_file(file, wanted, tensors)
         else:
-            self._add_file(name, None)
-        self.tensors = self._tensors
+            self._add_file(name, None, tensors)
+        self.tensors = tensors
         self.paths = {key: (key,) for key in self.tensors}
 
     def read(self, key: str, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
@@ -150,8 +143,8 @@ class SafetensorsCheckpoint(CheckpointReader):
         rows = full_box(shape)
         if shape:
             rows = Box((box.offset[0], *rows.offset[1:]), (box.size[0], *shape[1:]))
-        place, row = self._locations[key], math.prod(shape[1:]) * dtype.itemsize
-        data = self._bytes(place.file, place.offset + sum(rows.offset) * row, rows.volume * dtype.itemsize)
+        (file, start), row = self._locations[key], math.prod(shape[1:]) * dtype.itemsize
+        data = self._bytes(file, start + sum(rows.offset) * row, rows.volume * dtype.itemsize)
         value = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
         yield box, view_of_box(value.view(dtype).reshape(rows.size), rows, box)
 
@@ -162,7 +155,7 @@ class SafetensorsCheckpoint(CheckpointReader):
     def storage_identity(self, key: str) -> object:
         return self._locations[key]
 
-    def _add_file(self, file: str, keys: set[str] | None) -> None:
+    def _add_file(self, file: str, keys: set[str] | None, tensors: dict[str, tuple[torch.dtype, Extent]]) -> None:
         """Add a file's tensors: all, or those that the index lists."""
         size = self._size(file)
         length = int.from_bytes(self._bytes(file, 0, 8), "little")
@@ -180,8 +173,8 @@ class SafetensorsCheckpoint(CheckpointReader):
             begin, end = entry.data_offsets
             if end - begin != math.prod(entry.shape) * dtype.itemsize or not 0 <= begin <= end <= size - 8 - length:
                 raise DamagedCheckpoint(f"{self._folder}/{file} is damaged: the offsets of {key} contradict its shape")
-            self._locations[key] = _TensorLocation(file, 8 + length + begin)
-            self._tensors[key] = dtype, entry.shape
+            self._locations[key] = file, 8 + length + begin
+            tensors[key] = dtype, entry.shape
 
     def _decoded(self, file: str, data: bytes | msgspec.Raw, kind: Any) -> Any:
         try:

@@ -147,7 +147,7 @@ class StoredModules:
             raise NotRestorable(
                 f"{self._checkpoint.url} lacks {len(missing)} of {len(keys) + len(missing)} tensors of tracked modules "
                 f"({', '.join(missing[:3])}); it has {len(stored)} tensors ({', '.join(sorted(stored)[:3])}). Track "
-                "the module under the key it was saved under, and tie the tensors that were tied, since those are stored "
+                "the module under the key it was saved under, and tie the tensors that were tied: they are stored "
                 "under one name"
             )
         return keys
@@ -178,8 +178,7 @@ class StoredModules:
                 yield part.name, key
 
     def _possible(self, top: str) -> Iterator[KeyMapping]:
-        """Yield possible mappings: first those whose prefix is a dictionary of its own, last those with a base
-        model's name."""
+        """Yield possible mappings: first prefixes that are dictionaries, last those with a base model's name."""
         usual = ("model", "state_dict") if len(self._modules) == 1 else None
         whole = self._keys.top_prefixes
         for prefix in sorted(candidate_prefixes(top, usual), key=lambda prefix: prefix not in whole):
@@ -264,8 +263,7 @@ class StoredOptimizers:
         return nest_leaves({path: self._checkpoint.read_value(key) for path, key in found.items()})
 
     def group_options(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-        """Yield each parameter group with its stored hyper-parameters, after ``moments``. Raises NotRestorable for
-        others."""
+        """Yield each parameter group with its stored hyper-parameters, after ``moments``. Raises NotRestorable."""
         for top in self._optimizers:
             if (prefix := self._prefix(top)) is None:
                 continue
@@ -460,8 +458,7 @@ class CheckpointImport:
     # --- everything else
 
     def _read_blob(self) -> None:
-        """Read the Python state of Everstep's own checkpoint: this rank's, else the first rank's; missing names from
-        others."""
+        """Read the Python state of Everstep's own checkpoint: this rank's first, missing names from others."""
         ranks = [int(k.rpartition(".")[2]) for k in self._checkpoint.tensors if k.startswith(f"{_BLOB}.")]
         names, states = self._state.python_names(), list[PythonState]()
         for rank in sorted(ranks, key=lambda rank: (rank != self._rank, rank)):

@@ -44,7 +44,9 @@ def cache_environment(state_dir: Path, name: str, environ: Mapping[str, str]) ->
     try:
         for directory in (state_dir, folder.parent, folder):
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        _require_own(folder)
+        found = folder.stat()
+        if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o022:  # code is loaded from it
+            raise PermissionError(f"{folder} is writable for another user; remove it, or set --state-dir")
         (folder / USED_MARKER).touch()
         _sweep(folder.parent, (folder / USED_MARKER).stat().st_mtime)
     except OSError as error:
@@ -58,13 +60,6 @@ def cache_environment(state_dir: Path, name: str, environ: Mapping[str, str]) ->
     if "TORCHINDUCTOR_CACHE_DIR" not in environ:  # otherwise inductor's Triton cache is inside its own folder
         wanted["TRITON_CACHE_DIR"] = str(folder / "triton")
     return {CACHE_VARIABLE: str(folder), **{name: value for name, value in wanted.items() if name not in environ}}
-
-
-def _require_own(folder: Path) -> None:
-    """Raise PermissionError if another user could write to the folder: code is loaded from it."""
-    found = folder.stat()
-    if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o022:
-        raise PermissionError(f"{folder} belongs to or can be written by another user; remove it, or set --state-dir")
 
 
 def _sweep(parent: Path, now: float) -> None:

@@ -252,8 +252,7 @@ class Launcher:
                 return outcome
 
     async def leave(self, detail: str) -> None:
-        """Say goodbye and send SIGTERM to all workers; those left after the grace time are killed with the fork
-        server."""
+        """Say goodbye and send SIGTERM to all workers; those left after the grace time are killed."""
         await self._link.leave(detail)
         if self._link_task is not None:
             self._link_task.cancel()

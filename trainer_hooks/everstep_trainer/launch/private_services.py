@@ -97,7 +97,9 @@ class PrivateRunDirectory:
 
     def remove(self) -> None:
         """End the vault if its agent could not, and delete everything."""
-        _end_vault(self.path)
+        note = read_status(self.segments)
+        if note is not None and is_locked(self.segments):
+            _kill(note.pid, self.path)
         _remove(self.path)
         os.close(self._lock)
 
@@ -154,13 +156,6 @@ def _end_services(run_dir: Path) -> None:
             return
         time.sleep(POLL_S)
     raise Unavailable(f"an agent of the previous launcher still uses {run_dir}; end it, or give another --state-dir")
-
-
-def _end_vault(run_dir: Path) -> None:
-    """Kill the vault of an agent that was killed and not restarted."""
-    note = read_status(segment_dir(run_dir))
-    if note is not None and is_locked(segment_dir(run_dir)):
-        _kill(note.pid, run_dir)
 
 
 def _kill(pid: int, run_dir: Path) -> None:

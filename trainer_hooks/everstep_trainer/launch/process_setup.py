@@ -96,15 +96,14 @@ MAX_TOUCH_BYTES = 1 << 30
 
 def keep_freed_memory() -> bool:
     """Let malloc keep freed memory, up to 4 GiB. Return False if the C library has no mallopt."""
-    library = ctypes.CDLL(None)
-    if not hasattr(library, "mallopt"):
+    if not hasattr(_libc, "mallopt"):
         return False
     settings = (
         (M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES),
         (M_TRIM_THRESHOLD, min(MAX_RETAINED_HEAP_BYTES, 2**31 - 1)),
         (M_TOP_PAD, TOUCH_PIECE_BYTES),
     )
-    return all(library.mallopt(name, value) for name, value in settings)
+    return all(_libc.mallopt(name, value) for name, value in settings)
 
 
 def pretouch_heap(nbytes: int) -> int:

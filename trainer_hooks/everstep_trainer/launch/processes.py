@@ -245,8 +245,7 @@ class WorkerProcesses:
         self._forks.fork(STORE_SERIAL, target, arguments, descriptors=(self._listener.fileno(),))
 
     async def count_ranks(self) -> int:
-        """Return the number of ranks on this node. Raises ConfigurationError for a lack of GPUs, Unavailable without
-        a server."""
+        """Return the number of ranks on this node. Raises ConfigurationError for a lack of GPUs, or Unavailable."""
         kind = self._options.nproc_per_node
         if isinstance(kind, int):
             return kind

@@ -8,7 +8,6 @@ import runpy
 import sys
 import traceback
 from time import perf_counter
-from types import TracebackType
 
 from everstep_trainer.launch.process_setup import keep_freed_memory, raise_oom_score, set_process_name
 from everstep_trainer.runtime.assignment import (
@@ -61,14 +60,10 @@ def _take_outputs(outputs: list[int]) -> None:
 def _show(error: BaseException) -> None:
     """Print the traceback from the script on, without the frames above it, through ``sys.excepthook``."""
     tail = error.__traceback__
-    while tail is not None and _ours(tail):
+    while tail is not None and tail.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
         tail = tail.tb_next
     hook = sys.excepthook
     if hook is sys.__excepthook__:
         traceback.print_exception(type(error), error, tail)
     else:
         hook(type(error), error, tail)
-
-
-def _ours(frame: TracebackType) -> bool:
-    return frame.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>")

@@ -369,10 +369,7 @@ class VaultClient:
     def _receive(
         self, connection: socket.socket, decoder: FrameDecoder[FromVault], received_sockets: deque[socket.socket]
     ) -> bool:
-        """Receive what is there, and return False at the end of the connection.
-
-        A descriptor arrives with or before the end of its frame, in the order of frames.
-        """
+        """Receive what is there, and return False at the end. Descriptors arrive with their frame or before it."""
         data, flags = b"", socket.MSG_CMSG_CLOEXEC
         try:
             data, descriptors, _, _ = socket.recv_fds(connection, RECEIVE_BYTES, MAX_DESCRIPTORS, flags)

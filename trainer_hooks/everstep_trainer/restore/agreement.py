@@ -261,8 +261,7 @@ version."""
 
 
 class InventorySurvey:
-    """Publishes one node's inventory and, on rank 0, makes proposals; ``on_bad_slot`` receives slots that cannot be
-    read."""
+    """Publishes one node's inventory and, on rank 0, proposals; ``on_bad_slot`` receives unreadable slots."""
 
     def __init__(
         self,

@@ -153,10 +153,7 @@ class BufferedRead(msgspec.Struct, frozen=True):
 
 
 class _RemoteFetch(msgspec.Struct, frozen=True):
-    """The fetch of one remote slot: into live memory, and into buffers that torch copies from once they are filled.
-
-    ``blob`` receives the Python state; empty if none is fetched.
-    """
+    """The fetch of one remote slot: into live memory, into buffers that torch copies from, and into ``blob``."""
 
     source: ReadSource
     reads: list[PlannedRead]

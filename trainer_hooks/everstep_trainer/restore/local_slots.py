@@ -186,8 +186,7 @@ class BadSlot(Exception):
 
 
 class HashScope(Enum):
-    """Chunks of a slot that a reader hashes: all, those it reads, or none, because another rank checks it before any
-    use."""
+    """Chunks of a slot that a reader hashes: all, those it reads, or none, if another rank checks it before use."""
 
     ALL = auto()
     READ = auto()

@@ -55,8 +55,7 @@ def make_restore_finding(
     source: str,
     evidence: dict[str, str],
 ) -> FindingRaised:
-    """Return a warning for the agent to pass on: ``reason`` was found by the check ``source``, and ``fallback``
-    follows."""
+    """Return a warning for the agent: ``reason`` was found by the check ``source``, and ``fallback`` follows."""
     finding = Finding(
         kind=kind,
         subject=subject,
@@ -75,8 +74,7 @@ def make_restore_finding(
 
 
 class StateBackup:
-    """The tracked state at the time this is made; ``with_values``: with copies of the tensors' values in host
-    memory."""
+    """The tracked state at the time this is made; ``with_values``: with copies of the tensors in host memory."""
 
     def __init__(self, state: TrackedState, *, with_values: bool) -> None:
         self._state = state
@@ -85,8 +83,7 @@ class StateBackup:
         self._values = [(tensor.local, tensor.local.to("cpu", copy=True)) for tensor in live]
 
     def undo(self) -> None:
-        """Restore the optimizers' state and the copied values; without copies, another version is read over the
-        tensors."""
+        """Restore the optimizers' state and the copied values; otherwise another version is read over the tensors."""
         for optimizer, state in self._states:
             optimizer.state.clear()
             optimizer.state.update(state)
@@ -445,10 +442,7 @@ class Restoration:
     def _python(
         self, state: TrackedState, loader: SlotLoader, slots: list[SlotInfo], first: SlotInfo, blob: bytes
     ) -> MergedState:
-        """Return the Python state of as many ranks as cover all names that this one needs; mostly ``first`` alone does.
-
-        Raises BadSlot for an unusable slot, NotRestorable if no rank has the state of an object tracked now.
-        """
+        """Return the Python state of as many ranks as cover all names that this one needs, mostly of ``first``."""
         names, read, states = state.python_names(), {first.rank}, [decode_python(blob)]
         while lacking := names.difference(*(python.names for python in states)):
             rest = [slot for slot in slots if slot.rank not in read]

@@ -196,8 +196,7 @@ def _init_and_filter(group: Any, *args: Any, **options: Any) -> None:
 
 
 def install_reset_filter(connections: Callable[[], Iterable[socket.socket]]) -> None:
-    """Drop late resets on the connections of every gloo group made from now on; ``connections`` returns duplicates
-    of them."""
+    """Drop late resets on connections of gloo groups made from now on; ``connections`` returns duplicates."""
     global _connections
     _connections = connections
     dist.ProcessGroupGloo.__init__ = _init_and_filter  # type: ignore[method-assign, assignment]
@@ -262,17 +261,15 @@ class GlooBackend:
 
         Returns the number of connections or communicators that this call ended.
         """
-        held = [copy for loop in gloo_event_loops() for copy in self._shut_connections_of(loop)]
+        held: list[socket.socket] = []
+        for loop in gloo_event_loops():
+            of_loop = partial(epoll_targets, loop)
+            held += shut_connections(of_loop(), of_loop, socket.SHUT_RD)
         if held:
             timer = threading.Timer(HOLD_OPEN_S, close_sockets, [held])
             timer.daemon = True
             timer.start()
         return len(held)
-
-    @staticmethod
-    def _shut_connections_of(loop: int) -> list[socket.socket]:
-        of_loop = partial(epoll_targets, loop)
-        return shut_connections(of_loop(), of_loop, socket.SHUT_RD)
 
 
 class NcclBackend(GlooBackend):

@@ -254,9 +254,8 @@ class DirectiveListener:
         elif isinstance(message, StopJob):
             self._directives.add_stop(message)
             self._membership.abort()
-        elif isinstance(message, VersionNotice):
-            if (on_versions := self.on_versions) is not None:
-                on_versions(message)
+        elif isinstance(message, VersionNotice) and (on_versions := self.on_versions) is not None:
+            on_versions(message)
         elif isinstance(message, LauncherLost):
             logger.warning("the launcher ended, so this rank will not be replaced: %s", message.detail)
 

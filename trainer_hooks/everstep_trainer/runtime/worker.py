@@ -54,13 +54,10 @@ _TYPES = (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
 
 def is_communication_error(error: BaseException) -> bool:
     """Return whether the error, or one it was raised from, comes from a collective or the rendezvous store."""
-    return any(_is_one(e) for e in _chain(error))
-
-
-def _is_one(error: BaseException) -> bool:
-    if isinstance(error, _TYPES):
-        return True
-    return isinstance(error, RuntimeError) and _COMMUNICATION.match(_error_text(error)) is not None
+    return any(
+        isinstance(one, _TYPES) or (isinstance(one, RuntimeError) and _COMMUNICATION.match(_error_text(one)))
+        for one in _chain(error)
+    )
 
 
 def _chain(error: BaseException) -> list[BaseException]:
@@ -107,7 +104,7 @@ def full_traceback(error: BaseException, limit: int = 65_000) -> str:
 def _error_text(error: BaseException) -> str:
     try:
         return _sendable(str(error))
-    except Exception:  # noqa: BLE001 - as the interpreter does: an error that cannot be told is one all the same
+    except Exception:  # noqa: BLE001 - as the interpreter does for errors whose text cannot be made
         return "<exception str() failed>"
 
 
@@ -272,11 +269,7 @@ class Worker:
                 self._take_part(order, member, train)
 
     def _next_directive(self, number: int, is_parked: bool) -> GenerationSpec | StopJob:
-        """Wait for the directive after generation ``number``.
-
-        A parked process's timeline begins when the directive arrives. A process started without a standby continues the
-        timeline that began before its generation was decided; its agent sends the directive at once.
-        """
+        """Wait for the directive after generation ``number``, with which a parked process's timeline begins."""
         order = self._directives.wait_next(number, REPLACEMENT_WAIT_S if "start" in self._timeline.phases_s else 0.0)
         if order is None:
             order = self._directives.wait_next(number)
@@ -307,8 +300,7 @@ class Worker:
             self._listener.leave()
 
     def _join(self, spec: GenerationSpec, member: Member) -> bool:
-        """Join the generation; return False if its group did not form, once the next directive is known or was
-        awaited."""
+        """Join the generation; return False if its group did not form, once the next directive is known."""
         self._membership.join(spec.number)
         try:
             self._rendezvous.join(spec, member, self._membership.must_end)
@@ -343,7 +335,7 @@ class Worker:
             timeline=self._timeline,
             clock=self._clock,
             start_from=self._start_from,
-            on_first_step=self._note_imports,
+            on_first_step=self._imports.record if self._imports is not None else bool,  # for standbys
         )
         self._listener.on_versions = session.handle_versions
         self._membership.enter()
@@ -365,11 +357,6 @@ class Worker:
         self._listener.on_versions = None
         session.close()
         return failure
-
-    def _note_imports(self) -> None:
-        """Record what the generation's first step imported, so that standbys import it in advance."""
-        if self._imports is not None:
-            self._imports.record()
 
     def _handle_wait_error(self, error: BaseException) -> None:
         if isinstance(error, Regroup) or is_communication_error(error):
@@ -424,11 +411,7 @@ class Worker:
         self._rendezvous.release()
 
     def _await_directive(self, spec: GenerationSpec, member: Member, detail: str) -> None:
-        """Wait for the controller's decision after a failed collective, for however long.
-
-        An absent controller is no error of the training function. A new controller has received no report of the
-        failure, so the report is repeated until it is answered.
-        """
+        """Wait for the controller's decision after a failed collective; a new controller needs the report again."""
         began = self._clock.monotonic()
         while self._directives.wait_next(spec.number, self._settings.regroup_wait_s) is None:
             waited_s = self._clock.monotonic() - began
@@ -441,8 +424,7 @@ class Worker:
         self._report(CollectiveFailed, spec, member, detail=detail)
 
     def _report_user_error(self, spec: GenerationSpec, member: Member, error: str, trace: str) -> None:
-        """Report the training function's own error and wait for the decision about the job; without one, raise
-        SystemExit."""
+        """Report the training function's own error and wait for the decision about the job, or raise SystemExit."""
         _show(trace)
         self._report(UserError, spec, member, error=error, traceback=trace)
         if self._directives.wait_next(spec.number, self._settings.job_decision_timeout_s) is None:
@@ -450,8 +432,7 @@ class Worker:
             raise SystemExit(1)
 
     def _ask_for_replacement(self) -> None:
-        """End the process, from the link's thread, because the main thread cannot be reached; a fresh one replaces
-        it."""
+        """End the process from the link's thread, because the main thread cannot be reached."""
         logger.error("the main thread did not leave within %.1f s: this process ends", self._settings.leave_timeout_s)
         with contextlib.suppress(Exception):  # stderr may be gone
             faulthandler.dump_traceback()

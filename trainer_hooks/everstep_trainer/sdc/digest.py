@@ -71,8 +71,7 @@ class WeightedDigest:
         return copy.reshape(-1).view(torch.uint8)
 
     def enqueue(self) -> torch.Tensor:
-        """Return the digest of the current bytes as a tensor of one signed 64-bit number; on a GPU it is only
-        enqueued."""
+        """Return the digest as a tensor of one signed 64-bit number; on a GPU it is only enqueued."""
         with torch.no_grad():
             if self._copies:
                 torch._foreach_copy_([to for to, _ in self._copies], [of for _, of in self._copies])

@@ -14,18 +14,19 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
 import torch
 import xxhash
+from torch.distributed.tensor import DTensor
 
 from everstep.layout.manifests import BLOB_LENGTH_BYTES, Box, Manifest
 from everstep.layout.slots import CHUNK_BYTES, chunk_count
 from everstep.native import MIN_BYTES, CopyHash, copy_hash
 from everstep_trainer.restore.byte_moves import CopyTable
 from everstep_trainer.sdc.digest import WeightedDigest
-from everstep_trainer.snapshot.mutation_guard import WriteCounts
 from everstep_trainer.snapshot.shares import RankShare
 from everstep_trainer.state.python_value_codec import dtype_of
 from everstep_trainer.state.tensors import TrackedTensor
@@ -79,10 +80,7 @@ MIN_THREAD_BYTES = 16 << 20
 
 
 class _Chunk(NamedTuple):
-    """A chunk of the payload, filled and hashed in one call.
-
-    ``rows`` lists the copies, with reversed roles: to the offset ``source`` in the chunk, from the address ``target``.
-    """
+    """A chunk of the payload, filled in one call: ``rows`` copy to offsets ``source`` from addresses ``target``."""
 
     address: int
     length: int
@@ -189,6 +187,37 @@ class CopyResult(NamedTuple):
 
     digests: dict[str, torch.Tensor]
     chunks: list[bytes] | None = None
+
+
+_version = attrgetter("_version")
+
+
+class WriteCounts:
+    """Counts of writes to parameters, about 50 ns each.
+
+    Buffers that training changes are staged earlier, and state of tracked optimizers changes only in their steps.
+    """
+
+    def __init__(self, parameters: Iterable[TrackedTensor]) -> None:
+        self._counted: list[torch.Tensor] = []
+        self._names: list[str] = []
+        for tracked in parameters:
+            tensor = tracked.container[tracked.key]
+            # a DTensor and its local tensor count separately
+            for each in (tensor, tensor._local_tensor) if isinstance(tensor, DTensor) else (tensor,):
+                if not each.is_inference():
+                    self._counted.append(each)
+                    self._names.append(tracked.name)
+
+    def counts(self) -> list[int]:
+        return list(map(_version, self._counted))
+
+    def written_since(self, counts: list[int]) -> list[str]:
+        """Return the names of tensors written to since then; an operation that still runs is not counted yet."""
+        now = self.counts()
+        if now == counts:
+            return []
+        return sorted({name for name, is_, was in zip(self._names, now, counts, strict=True) if is_ != was})
 
 
 class SnapshotSources:

@@ -101,8 +101,7 @@ class StepStopwatch:
         self._over: deque[_Step] = deque()
 
     def end_step(self, gpus: Sequence[torch.device]) -> None:
-        """Record that a step is finished, by a GPU when it gets there. ``gpus``: the state's GPUs; none for the
-        host."""
+        """Record that a step is finished, by a GPU when it gets there. ``gpus``: those of the state, if any."""
         if self._on_step is None:
             return
         if gpus != self._gpus:
@@ -151,8 +150,7 @@ MAX_INTERVAL = 8
 
 
 def target_interval(blocked_s: float, step_s: float, current: int) -> int:
-    """Return the steps between snapshots that keep blocked time within MAX_BLOCKED_SHARE; ``current``: the present
-    number."""
+    """Return the steps between snapshots that keep blocked time within MAX_BLOCKED_SHARE, given the present."""
     if blocked_s < MIN_BLOCKED_S:
         return 1
 
@@ -217,8 +215,7 @@ class SnapshotPace:
     # --- for the copier thread
 
     def agree(self, step: int) -> None:
-        """Take part in the agreement after each snapshot, before the next one may begin. Raises what the store
-        raises."""
+        """Take part in the agreement after each snapshot, before the next one. Raises what the store raises."""
         if self._fixed is not None:
             return
         window, at = divmod(step, PACE_WINDOW)

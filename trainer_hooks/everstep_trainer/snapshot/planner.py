@@ -272,8 +272,7 @@ class SnapshotPlanner:
         return slot_bytes_for(2 * encoded, self._larger_payload(payload, whole)) + PAGE_BYTES
 
     def _larger_payload(self, payload: int, whole: int) -> int:
-        """Return the size of the share that a rank gets when one node is lost; growing a segment would add to a
-        loss's cost."""
+        """Return the size of a rank's share when one node is lost; growing a segment then would take time."""
         world, node = self._spec.world_size, self._spec.spec.nproc_per_node
         fewer = max(world - node, node)
         more = -(-payload * world // fewer) if world > node else 0
@@ -291,8 +290,7 @@ def _whole_bytes(manifest: Manifest) -> int:
 
 
 class TensorScan:
-    """The tensors found by a search, and the layout planned for them; ``change``: how they differ from the search
-    before."""
+    """The tensors found by a search, and their layout; ``change``: how they differ from the search before."""
 
     def __init__(self, tensors: list[TrackedTensor], layout: Layout, change: str = "") -> None:
         self.tensors = tensors
@@ -459,7 +457,9 @@ class PlanManager:
                     self._report_agreed()
                 self._retention.set_slot_count(self._planner.agreed.provision.slots)
                 self.current = planned
-                self._report_planned()
+                if self._has_reported_unplanned:
+                    log.info("checkpoints of %s are stored again", self._spec.job, extra=self._log_fields)
+                self._unplanned_since, self._has_reported_unplanned = None, False
                 self.first_plan.mark_made()
             if scan.gpus:
                 page_lock(planned.segment)
@@ -469,11 +469,6 @@ class PlanManager:
                 self._report_unplanned(error)
             raise
         return planned
-
-    def _report_planned(self) -> None:
-        if self._has_reported_unplanned:
-            log.info("checkpoints of %s are stored again", self._spec.job, extra=self._log_fields)
-        self._unplanned_since, self._has_reported_unplanned = None, False
 
     def _report_unplanned(self, error: Exception) -> None:
         """Report once, from the first of the ranks that are there."""

@@ -60,8 +60,7 @@ class VersionRetention:
             return step == self._candidate
 
     def set_slot_count(self, slots: int) -> None:
-        """Set the number of slots, on all ranks from the same step on; fewer hold the versions of
-        ``versions_to_carry``."""
+        """Set the number of slots, on all ranks from the same step on; fewer hold ``versions_to_carry``."""
         self._slots = slots
 
     def versions_to_carry(self) -> list[Version]:
@@ -80,8 +79,7 @@ class VersionRetention:
         self._kept = version
 
     def slot_to_fill(self, headers: Sequence[SlotHeader | None], is_regular: Callable[[int], bool]) -> int:
-        """Return the slot to write: the oldest one whose version is not needed (see ``needed``), or raise
-        OutOfSlotMemory."""
+        """Return the slot to write: the oldest whose version is not ``needed``. Raises OutOfSlotMemory."""
         needed = self.needed(_sealed(headers), is_regular)
         try:
             return slot_to_fill(list(headers), needed | self._pins(headers))
@@ -116,11 +114,9 @@ class VersionRetention:
             committed = {self._committed} if self._committed is not None else set()
         if self._slots == CANDIDATE_ONLY_SLOTS:
             return committed
-        own = sorted(v for v in sealed if self._is_own(v) and (is_regular(v.step) or v == self._restored))
-        return {*own[-2:], *committed, *({self._kept} if self._kept is not None else ())}
-
-    def _is_own(self, version: Version) -> bool:
-        return version.generation == self._generation or version == self._restored
+        own = {v for v in sealed if v.generation == self._generation and is_regular(v.step)}
+        own |= {v for v in sealed if v == self._restored}
+        return {*sorted(own)[-2:], *committed, *({self._kept} if self._kept is not None else ())}
 
 
 def _sealed(headers: Sequence[SlotHeader | None]) -> list[Version]:

@@ -154,8 +154,7 @@ def _exclusive_first(piece: SharePiece) -> tuple[bool, SharePiece]:
 
 
 def _group_names(holders: Iterable[tuple[int, ...]], world: int) -> dict[tuple[int, ...], str]:
-    """Return a name for each set of holders, after its first rank; several sets with the same first rank are
-    numbered."""
+    """Return a name for each set of holders, after its first rank, numbered if several have the same first rank."""
     names: dict[tuple[int, ...], str] = {}
     used: Counter[int] = Counter()
     for ranks in sorted(holders):
@@ -187,8 +186,7 @@ def _divide_among(
     preferred_nodes: Mapping[str, Sequence[str]],
     builders: list[_ShareBuilder],
 ) -> None:
-    """Assign every piece of ``boxes`` (all with the same holders) to the least loaded holders, different nodes
-    first."""
+    """Assign every piece of ``boxes``, with the same holders, to the least loaded ones, different nodes first."""
     holders = boxes[0].ranks
     if len(holders) == 1 < len(nodes):
         shared = (held.part for held in boxes if held.part.sharing is not Sharing.PER_RANK)

@@ -30,8 +30,7 @@ from everstep_trainer.restore.local_slots import map_read_only
 from everstep_trainer.runtime.interrupt import WAIT_SLICE_S
 from everstep_trainer.snapshot.copy import SnapshotSources, write_blob
 from everstep_trainer.snapshot.exchange import ROUND_CHECK_S, LayoutExchange, PythonStateComparison
-from everstep_trainer.snapshot.job import FilledSlot, OneShotSignal, SnapshotJob, SnapshotPhase
-from everstep_trainer.snapshot.mutation_guard import MutationGuard
+from everstep_trainer.snapshot.job import FilledSlot, MutationGuard, OneShotSignal, SnapshotJob, SnapshotPhase
 from everstep_trainer.snapshot.pace import SnapshotPace, StepStopwatch
 from everstep_trainer.snapshot.planner import ActivePlan, PlanManager, SnapshotPlanner, TensorScan
 from everstep_trainer.snapshot.reports import SealReporter
@@ -47,15 +46,14 @@ from everstep_trainer.state.tracked_state import TrackedState
 
 def all_stored(directory: str, members: Iterable[Member], version: Version) -> bool:
     """Return whether all these ranks, with segments in ``directory``, have copied their shares of ``version``."""
-    return all(_has_stored(Path(directory, segment_name("own", m.local_rank)), m.rank, version) for m in members)
-
-
-def _has_stored(path: Path, rank: int, version: Version) -> bool:
-    try:
-        view = SegmentView(map_read_only(str(path)))
-    except (OSError, ValueError, DigestMismatch):
-        return False
-    return any(header.rank == rank and header.version == version for _, header in view.complete_slots())
+    for member in members:
+        try:
+            view = SegmentView(map_read_only(str(Path(directory, segment_name("own", member.local_rank)))))
+        except (OSError, ValueError, DigestMismatch):
+            return False
+        if all((header.rank, header.version) != (member.rank, version) for _, header in view.complete_slots()):
+            return False
+    return True
 
 
 def store_with_covers(

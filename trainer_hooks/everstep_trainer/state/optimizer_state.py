@@ -150,8 +150,7 @@ def allocate_moment(parameter: torch.Tensor, key: str, stored: TensorInfo, captu
 
 
 def _empty_like(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Like torch.empty_like, without a DTensor's dispatcher, whose first call in a process takes tens of
-    milliseconds."""
+    """Like torch.empty_like, but without a DTensor's dispatcher, whose first call takes tens of milliseconds."""
     if not isinstance(parameter, DTensor):
         return torch.empty_like(parameter, dtype=dtype)
     return DTensor.from_local(

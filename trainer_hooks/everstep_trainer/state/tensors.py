@@ -51,8 +51,9 @@ def local_boxes(
     if unknown:
         raise TypeError(f"is placed as {unknown[0]}; only Shard and Replicate have a box to store")
     dims = [_runs(n, _cuts(dim, mesh_shape, coordinate, placements)) for dim, n in enumerate(shape)]
+    offsets = [itertools.accumulate((n for _, n in runs[:-1]), initial=0) for runs in dims]
     found = []
-    for runs in itertools.product(*(_with_local_offsets(runs) for runs in dims)):
+    for runs in itertools.product(*(list(zip(at, runs, strict=True)) for at, runs in zip(offsets, dims, strict=True))):
         box = Box(tuple(start for _, (start, _) in runs), tuple(length for _, (_, length) in runs))
         found.append((tuple(at for at, _ in runs), box))
     return found
@@ -123,11 +124,6 @@ def _between(runs: Sequence[IndexRun], start: int, length: int) -> list[IndexRun
             found.append((at + low - passed, high - low))
         passed += n
     return found
-
-
-def _with_local_offsets(runs: Sequence[IndexRun]) -> list[tuple[int, IndexRun]]:
-    offsets = itertools.accumulate((n for _, n in runs[:-1]), initial=0)
-    return list(zip(offsets, runs, strict=True))
 
 
 # ---- live tensors: their part of the whole, and whether they are unchanged
@@ -282,8 +278,7 @@ def _narrowed(local: torch.Tensor, at: Extent, box: Box) -> torch.Tensor:
 def _boxes_on_mesh(
     name: str, shape: Extent, mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> list[tuple[Extent, Box]]:
-    """Return the boxes, asking the mesh each time: torch treats meshes with the same ranks as equal even if this
-    process's rank has changed."""
+    """Return the boxes, asking the mesh each time: meshes with the same ranks are equal to torch."""
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return [((0,), Box((), (0,)))]
@@ -463,7 +458,7 @@ class StateFingerprint:
             and self._has_same_entries()
             and self._has_same_memory()
             and self._has_same_forms()
-            and all(_is_scalar(place, key) for place, key in self._scalars)
+            and all(key in of and not isinstance(of[key], torch.Tensor) for of, key in self._scalars)
         )
 
     def _has_same_entries(self) -> bool:
@@ -513,8 +508,7 @@ def _shape_check(
 ) -> Callable[[], bool]:
     """Return a function that tells whether the tensors still have these sizes and strides.
 
-    It uses the guards of torch.compile, which take a quarter of the time of asking each tensor, and also check dtype,
-    device and requires_grad. They are not a public part of torch; if they differ, each tensor is asked.
+    The guards of torch.compile, not a public part of torch, take a quarter of the time of asking each tensor.
     """
     try:
         guards = _Guards(
@@ -526,10 +520,6 @@ def _shape_check(
     except (TypeError, ValueError, RuntimeError, SystemError):
         return lambda: list(map(_size, tensors)) == sizes and list(map(_stride, tensors)) == strides
     return lambda: bool(guards.check(*tensors))
-
-
-def _is_scalar(container: Mapping[Any, Any], key: Any) -> bool:
-    return key in container and not isinstance(container[key], torch.Tensor)
 
 
 # ---- descriptions of changes to a rank's tracked tensors

@@ -123,10 +123,7 @@ def check_untracked(objects: Mapping[str, object]) -> None:
 
 
 def _untracked_names(root: nn.Module) -> Iterator[str]:
-    """Yield names in ``state_dict()`` whose values share no memory with stored tensors.
-
-    Modules with torch's own ``state_dict`` are skipped: it contains nothing else.
-    """
+    """Yield names in a custom ``state_dict()`` whose values share no memory with stored tensors."""
     if not any(map(_has_custom_state_dict, root.modules())):
         return
     try:

@@ -48,7 +48,7 @@ def test_cache_folder_others_can_write_is_refused(tmp_path: Path, caplog: pytest
     folder.mkdir(parents=True)
     folder.chmod(0o777)
     assert cache_environment(tmp_path, "llama", {}) == {}
-    assert "can be written by another user" in caplog.text
+    assert "is writable for another user" in caplog.text
 
 
 def test_cache_folder_failing_to_create_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

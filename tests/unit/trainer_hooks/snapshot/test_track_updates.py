@@ -14,7 +14,7 @@ from everstep_trainer.run import Run
 from everstep_trainer.runtime.generation_session import TrainingSession
 from everstep_trainer.runtime.interrupt import Regroup
 from everstep_trainer.snapshot import snapshotter as module
-from everstep_trainer.snapshot.mutation_guard import WriteCounts
+from everstep_trainer.snapshot.copy import WriteCounts
 from everstep_trainer.snapshot.slot_negotiation import SnapshotOptions
 from everstep_trainer.snapshot.snapshotter import Snapshotter
 from everstep_trainer.state.tracked_state import TrackedState
@@ -282,7 +282,7 @@ def test_gradient_accumulation_over_steps_is_warned_once(
         if step % every == 0 and step % 7:  # what a loss scaler leaves out now and then is no sum
             optimizer.step()
             optimizer.zero_grad()
-    assert caplog.text.count("up over several steps are not stored") == warned
+    assert caplog.text.count("over several steps are not stored") == warned
 
 
 def test_gradients_of_an_interrupted_step_are_cleared() -> None:

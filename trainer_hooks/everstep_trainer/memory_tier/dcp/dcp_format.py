@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem, WriteItem, WriteItemType
 
 from everstep.errors import DECODE_ERRORS, MalformedMessage
-from everstep.layout.manifests import Box, Manifest, StoredBox
+from everstep.layout.manifests import Manifest, StoredBox
 from everstep_trainer.state.python_value_codec import decode_blob, dtype_of, encode_blob
 
 # ---- step of a checkpoint of which only DCP's name is known
@@ -76,16 +76,12 @@ def build_metadata(manifests: Sequence[Manifest], non_tensor: Sequence[NonTensor
             index = MetadataIndex(name, torch.Size(stored.box.offset))
             if index not in places:
                 places[index] = ItemLocation(supply, stored)
-                entry.chunks.append(chunk_metadata(stored.box))
+                entry.chunks.append(ChunkStorageMetadata(index.offset, torch.Size(stored.box.size)))
         for name in aside.values:
             entries.setdefault(name, BytesStorageMetadata())
             places.setdefault(MetadataIndex(name), ItemLocation(supply))
         paths.update(aside.paths)
     return Metadata(state_dict_metadata=entries, planner_data=paths or None, storage_data=places)
-
-
-def chunk_metadata(box: Box) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.size))
 
 
 # ---- planners without pickle: values that are no tensors are stored like Everstep's Python state

@@ -105,7 +105,8 @@ class VaultWriter(StorageWriter):
     ) -> tuple[MappedSegment, int]:
         self._require_generation()
         body = encode_manifest(manifest)
-        segment = self._segment(len(body), manifest.payload_bytes)
+        needed = slot_bytes_for(len(body), manifest.payload_bytes)
+        segment = self._tier.vault.open_segment(self._tier.spec.job, self._tier.local_rank, needed, slots=TIER_SLOTS)
         slot = self._slot(segment)
         payload = segment.view.begin(slot, self._tier.rank, self._version, body, manifest.payload_bytes)
         whole = torch.frombuffer(payload, dtype=torch.uint8)
@@ -163,10 +164,6 @@ class VaultWriter(StorageWriter):
         world = self._tier.spec.world_size
         found = tuple(catalog.values())
         return Manifest(LAYOUT_FORMAT, self._tier.member.rank, world, found, tuple(stored), at, aside_bytes, end, end)
-
-    def _segment(self, manifest_bytes: int, payload_bytes: int) -> MappedSegment:
-        needed = slot_bytes_for(manifest_bytes, payload_bytes)
-        return self._tier.vault.open_segment(self._tier.spec.job, self._tier.local_rank, needed, slots=TIER_SLOTS)
 
     def _slot(self, segment: MappedSegment) -> int:
         """Return the oldest slot that nobody needs, after discarding an earlier one of this version."""

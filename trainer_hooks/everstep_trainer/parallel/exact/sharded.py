@@ -163,7 +163,8 @@ class ShardedGradients:
             received = self._workspace.get("shards", gradients, gradients.numel())
             with self._mean.timer.measure(gradients.device):
                 dist.all_to_all_single(received, gradients, group=self._shards)
-        values = received.view(len(self._ranks), -1).to(self._dtype(gradients.dtype))
+        wider = torch.promote_types(gradients.dtype, self.parameters[0].dtype)
+        values = received.view(len(self._ranks), -1).to(wider)
         partial = self._mean.new_partial_sums()
         for rank, own in zip(self._ranks, values, strict=True):
             for leaf in self._leaves([rank]):
@@ -199,17 +200,13 @@ class ShardedGradients:
         return [first + rank for rank in ranks if first + rank < self._mean.virtual_ranks]
 
     def _sizes(self) -> list[int]:
-        """Return the size of each parameter's part of a slice: the largest number of rows on a rank, or its even
-        share."""
+        """Return the size of each parameter's part of a slice: the most rows of a rank, or its even share."""
         found = []
         for parameter in self.parameters:
             assert isinstance(parameter, DTensor)
             dim, ways = _shard(parameter).dim, len(self._ranks)
             found.append(-(-parameter.shape[dim] // ways) * (parameter.numel() // max(1, parameter.shape[dim])))
         return found
-
-    def _dtype(self, reduced: torch.dtype) -> torch.dtype:
-        return torch.promote_types(reduced, self.parameters[0].dtype)
 
     def _drop(self) -> None:
         for parameter in self.parameters:
