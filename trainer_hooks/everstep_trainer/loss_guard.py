@@ -39,8 +39,7 @@ class SpikeRule(msgspec.Struct, frozen=True, kw_only=True):
     """The rule for spikes: a loss many standard deviations above the median of the last ones.
 
     Attributes:
-        threshold: Standard deviations, estimated from the median absolute deviation; None refuses only NaN and
-            infinities.
+        threshold: Standard deviations, by the median absolute deviation; None refuses only NaN and infinities.
         window: Losses to compare with. A longer window mistakes slow change for a spike, a shorter one mistakes noise.
         warmup: Losses needed before anything but NaN and infinities is refused.
     """
@@ -203,7 +202,7 @@ class LossDiverged(EverstepError, RuntimeError):
 
 
 class LossGuard:
-    """The loss guard that ``Run.guard`` makes.
+    """The loss guard that ``Run.guard`` makes, with the same options.
 
     Its data step, loss history and records are tracked together with the user's objects.
 
@@ -212,12 +211,6 @@ class LossGuard:
         on_all_ranks: Return whether a flag is set on all ranks. A collective.
         before_update: Called before tracked state is changed.
         on_refusal: Receives the data step and the message of each refusal.
-        policy: As in ``Run.guard``, like the next three.
-        rollback_copies: Copies to keep.
-        copy_every: Steps from one copy to the next.
-        max_refusals: Refusals in a row before LossDiverged.
-        rule: The rule for spikes.
-        log_fields: Fields for log records.
     """
 
     def __init__(

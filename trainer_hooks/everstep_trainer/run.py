@@ -265,13 +265,9 @@ class Run:
             ValueError: The data set is smaller than a batch, or the batch is smaller than the number of replicas.
         """
         replica = self._replicas.replica_for("run.sampler")
+        rank, world = replica.index, replica.count
         return ElasticSampler(
-            size,
-            global_batch=global_batch,
-            seed=seed,
-            rank=replica.index,
-            world_size=replica.count,
-            drop_last=drop_last,
+            size, global_batch=global_batch, seed=seed, rank=rank, world_size=world, drop_last=drop_last
         )
 
     def loader(

@@ -164,18 +164,8 @@ def is_stream(dataset: Any) -> bool:
 class Loader:
     """The batches of a data set, by step. It is also a sampler (``indices``, ``loss_weight``, ``for_rank``).
 
-    ``Run.loader`` makes it.
-
-    Args:
-        dataset: A map-style or iterable data set.
-        sampler: The sampler for this rank.
-        assigned_ranks: Returns (rank, world size) for each batch that ``batches`` yields; called for the first batch.
-        seed: Seed of random draws in the data set and the collate function.
-        options: Options of DataLoader.
-        fetch_together: Pass all indices of a batch to ``__getitems__`` at once.
-
-    Raises:
-        TypeError: An option is reserved here, or ``fetch_together`` is set for data without ``__getitems__``.
+    ``Run.loader`` makes it. ``assigned_ranks`` returns (rank, world size) for each batch that ``batches`` yields.
+    Raises TypeError for a reserved option, or ``fetch_together`` for data without ``__getitems__``.
     """
 
     def __init__(

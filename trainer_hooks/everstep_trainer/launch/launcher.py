@@ -148,13 +148,9 @@ LauncherEvent = (
 
 
 async def launch(options: LaunchOptions, clock: Clock, environ: Mapping[str, str]) -> LauncherOutcome:
-    """Run this node's part of a job from start to end. Cancel it to end in order.
+    """Run this node's part of a job from start to end, on an event loop in the main thread. Cancel it to end in order.
 
-    Call it on an event loop in the process's main thread: children die with the thread that forked them.
-
-    Raises:
-        ConfigurationError: The options cannot work here.
-        Unavailable: A needed service does not start.
+    Children die with the thread that forked them. Raises ConfigurationError for unusable options, or Unavailable.
     """
     async with contextlib.AsyncExitStack() as stack:
         private = PrivateServices(
@@ -224,12 +220,10 @@ class Launcher:
         self._processes = processes
         self._events = events
         self._labels = labels
+        deaths, delay_s = options.max_restarts, options.standby_delay_s
         self._pool = WorkerPool(
             WorkerPoolSettings(
-                nproc=spec.nproc_per_node,
-                standbys=options.standbys,
-                max_deaths=options.max_restarts,
-                standby_delay_s=options.standby_delay_s,
+                nproc=spec.nproc_per_node, standbys=options.standbys, max_deaths=deaths, standby_delay_s=delay_s
             )
         )
         self._link = LauncherLink(agent_socket, options.job, self._make_joined, events.put_nowait)

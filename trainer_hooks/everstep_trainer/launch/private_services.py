@@ -61,14 +61,10 @@ def resolve_state_dir(flag_value: str | None, environ: Mapping[str, str]) -> Pat
 
 
 class PrivateRunDirectory:
-    """A directory (mode 0700) owned by this launcher through a lock that ends with it.
+    """A directory (mode 0700) in ``state_dir``, as ``run-*``, owned by this launcher through a lock that ends with it.
 
-    It is made in ``state_dir`` as ``run-*``. The directory of the job's killed launcher is taken over if its
-    checkpoints are still in memory.
-
-    Raises:
-        ConfigurationError: The path is too long for sockets.
-        Unavailable: The previous launcher's services do not end.
+    The directory of the job's killed launcher is taken over if its checkpoints are still in memory. Raises
+    ConfigurationError for a path too long for sockets, Unavailable if the previous launcher's services do not end.
     """
 
     def __init__(self, state_dir: Path, job: str) -> None:

@@ -204,10 +204,8 @@ ProcessEvent = FromForkServer | ForkServerLost | WorkerReachedMain
 class WorkerProcesses:
     """Store host, workers and standbys, through one fork server.
 
-    Args:
-        listener: The rendezvous store's listening socket. It stays open here, so that the address outlives its host.
-        on_event: Receives starts, deaths and arrivals at ``everstep.main``.
-        label: Returns the current name of a worker, for its lines of output.
+    The rendezvous store's ``listener`` stays open here, so that the address outlives its host. ``on_event`` receives
+    starts, deaths and arrivals at ``everstep.main``; ``label`` returns the current name of a worker, for its output.
     """
 
     def __init__(

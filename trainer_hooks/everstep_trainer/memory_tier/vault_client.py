@@ -202,43 +202,26 @@ class VaultClient:
     ) -> MappedSegment:
         """Return the rank's segment, mapped writable, with slots of at least ``slot_bytes``.
 
-        With ``keep`` it has exactly ``slots`` slots; if it had more, these versions are the first to stay.
-
-        Raises:
-            OutOfSlotMemory: The node has no room.
-            Unavailable: The vault does not answer.
+        With ``keep`` it has exactly ``slots`` slots; if it had more, these versions are the first to stay. Raises
+        OutOfSlotMemory if the node has no room, or Unavailable.
         """
-        asked = OpenSegment(
-            request=0,
-            job=job,
-            local_rank=local_rank,
-            slot_bytes=slot_bytes,
-            slots=slots,
-            numa_node=numa_node(),
-            keep=keep,
+        node = numa_node()
+        wanted = OpenSegment(
+            request=0, job=job, local_rank=local_rank, slot_bytes=slot_bytes, slots=slots, numa_node=node, keep=keep
         )
-        answer: SegmentOpened = self._request(asked, OPEN_TIMEOUT_S).result()
+        answer: SegmentOpened = self._request(wanted, OPEN_TIMEOUT_S).result()
         known = self._segments.get(answer.path)
         if known is None or known.slot_bytes != answer.slot_bytes or not known.is_current():
             known = self._segments[answer.path] = MappedSegment(answer.path)
         return known
 
-    def check_room(self, asked: CheckCapacity) -> None:
-        """Check that the node has all of these segments or could make them.
-
-        Raises:
-            OutOfSlotMemory: It could not; the message has the arithmetic.
-            Unavailable: The vault does not answer.
-        """
-        self._request(asked).result()
+    def check_room(self, wanted: CheckCapacity) -> None:
+        """Check that the node has all of these segments or could make them. Raises OutOfSlotMemory, or Unavailable."""
+        self._request(wanted).result()
 
     def map_segment(self, path: str) -> MappedSegment:
-        """Return the rank's segment at ``path`` in its existing mapping, or in a new one that is kept as well.
-
-        Raises:
-            OSError: There is no such file.
-            DigestMismatch: It is not a segment.
-        """
+        """Return the rank's segment at ``path`` in its mapping, made if needed. Raises OSError, or DigestMismatch
+        for others."""
         known = self._segments.get(path)
         if known is None or not known.is_current():
             known = self._segments[path] = MappedSegment(path)
@@ -255,8 +238,8 @@ class VaultClient:
         """
         deadline = self._clock.monotonic() + STARTUP_CHECK_WAIT_S
         while True:
-            asked = Inventory(request=0, job=job, nodes=nodes, timeout_s=timeout_s)
-            answer: InventoryAnswer = self._request(asked).result()
+            wanted = Inventory(request=0, job=job, nodes=nodes, timeout_s=timeout_s)
+            answer: InventoryAnswer = self._request(wanted).result()
             if not answer.unchecked:
                 return answer.slots
             if self._clock.monotonic() > deadline:

@@ -55,10 +55,7 @@ class NodeInventory(msgspec.Struct, frozen=True):
 
 
 class VersionProposal(msgspec.Struct, frozen=True):
-    """Rank 0's choice, or why there is none.
-
-    ``newest`` is the newest version that was committed or of which anything was found.
-    """
+    """Rank 0's choice, or why there is none; ``newest`` is the newest version committed or found in part."""
 
     choice: VersionChoice | None
     newest: Version | None

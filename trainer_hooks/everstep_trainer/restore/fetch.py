@@ -163,13 +163,10 @@ class _RemoteFetch(msgspec.Struct, frozen=True):
 
 
 class SlotLoader:
-    """Carries out a plan of reads.
+    """Carries out a plan of reads; ``targets`` has the target of each needed box.
 
-    Args:
-        member: This rank; slots on its node are read directly.
-        targets: The target of each needed box.
-        local: The slots of this rank's node.
-        hash_scope: Returns which chunks of a slot of this node are hashed here.
+    Slots on the node of ``member`` are read directly from ``local``; ``hash_scope`` returns which of their chunks are
+    hashed here.
     """
 
     def __init__(

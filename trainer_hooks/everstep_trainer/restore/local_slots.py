@@ -35,14 +35,9 @@ MAX_THREADS = 8
 
 
 class HashingCopy:
-    """Checks chunks of a payload and copies from it, once.
+    """Checks the chunks ``checked`` of a mapped payload against their sealed ``digests`` and copies from it, once.
 
-    Args:
-        payload: The mapped payload.
-        copies: The copies; sources are offsets in the payload.
-        digests: The sealed digest of each chunk.
-        checked: The chunks to hash; others are used unchecked.
-        native: Native code that hashes and copies at once.
+    Sources of ``copies`` are offsets in the payload. Raises IndexError if a copy would begin or end outside of it.
     """
 
     def __init__(

@@ -240,8 +240,7 @@ class Restoration:
         """Fill ``state``; once, together with all ranks.
 
         Raises:
-            NotRestorable: No admitted version is complete, the objects differ from the stored ones, or another rank
-                failed.
+            NotRestorable: No admitted version is complete, the objects differ, or another rank failed.
             TypeError: This rank cannot store or fill an object; torch's own errors pass through as well.
             DistStoreError: A rank does not take part.
         """

@@ -33,14 +33,12 @@ _EVENTPOLL = "anon_inode:[eventpoll]"
 
 def list_epoll_fds() -> list[int]:
     """Return the open epoll instances."""
-    return [fd for fd in map(int, os.listdir(_FDS)) if _target(fd) == _EVENTPOLL]
-
-
-def _target(fd: int) -> str:
-    try:
-        return os.readlink(f"{_FDS}/{fd}")
-    except OSError:  # closed since it was listed
-        return ""
+    found = []
+    for fd in os.listdir(_FDS):
+        with contextlib.suppress(OSError):  # closed since it was listed
+            if os.readlink(f"{_FDS}/{fd}") == _EVENTPOLL:
+                found.append(int(fd))
+    return found
 
 
 def epoll_targets(event_poll: int) -> list[int]:
@@ -102,14 +100,6 @@ def _check_duplicate(fd: int, predicate: Callable[[socket.socket], bool]) -> boo
         return predicate(copy)
 
 
-def _shut(copy: socket.socket, how: int) -> bool:
-    try:
-        copy.shutdown(how)
-    except OSError:  # not connected, or the peer was faster
-        return False
-    return True
-
-
 def shut_connections(
     fds: Iterable[int], list_again: Callable[[], Iterable[int]], how: int = socket.SHUT_RDWR
 ) -> list[socket.socket]:
@@ -123,10 +113,12 @@ def shut_connections(
     confirmed = set(list_again())
     held = []
     for fd, copy in copies.items():
-        if fd in confirmed and not _is_listening(copy) and _shut(copy, how):
-            held.append(copy)
-        else:
-            copy.close()
+        if fd in confirmed and not _is_listening(copy):
+            with contextlib.suppress(OSError):  # not connected, or the peer was faster
+                copy.shutdown(how)
+                held.append(copy)
+                continue
+        copy.close()
     return held
 
 
@@ -137,14 +129,13 @@ def close_sockets(copies: Iterable[socket.socket]) -> None:
 
 def connections_to_port(port: int) -> list[int]:
     """Return the descriptors of TCP connections to this port of a peer."""
-    return [fd for fd in map(int, os.listdir(_FDS)) if _check_duplicate(fd, lambda copy: _peer_port(copy) == port)]
 
+    def goes_to_port(copy: socket.socket) -> bool:
+        with contextlib.suppress(OSError):
+            return bool(copy.getpeername()[1] == port)
+        return False
 
-def _peer_port(copy: socket.socket) -> int | None:
-    try:
-        return int(copy.getpeername()[1])
-    except OSError:
-        return None
+    return [fd for fd in map(int, os.listdir(_FDS)) if _check_duplicate(fd, goes_to_port)]
 
 
 # ---- drop late resets before gloo sees them

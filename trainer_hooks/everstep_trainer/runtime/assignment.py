@@ -82,11 +82,7 @@ def wait_for_local_rank() -> int:
     """Return this worker's local rank: at once for an active worker, after its promotion for a standby.
 
     Tells the launcher that the script has come this far; only then can its ranks be replaced. Sets LOCAL_RANK in a
-    promoted standby.
-
-    Raises:
-        LauncherGone: The launcher ended before the promotion.
-        RuntimeError: ``everstep-launch`` did not start this process.
+    promoted standby. Raises LauncherGone if the launcher ended before the promotion, RuntimeError outside of it.
     """
     assignment = current_assignment()
     if assignment is None:

@@ -98,12 +98,7 @@ class GenerationMembership:
     """Tracks whether the main thread is outside of generations, joining one or inside one (in the training function).
 
     The lock makes ``abort`` and the transitions exclude each other, so that an abort never hits the generation that the
-    main thread has gone on to.
-
-    Args:
-        abort_collectives: Ends the collectives of this process.
-        cut_store: Breaks the connection to the rendezvous store, for a thread that waits on it.
-        end_process: Ends the process, when nothing else has helped.
+    main thread has gone on to. ``end_process`` is the last resort of an abort.
     """
 
     def __init__(

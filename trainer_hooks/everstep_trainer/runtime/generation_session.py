@@ -91,7 +91,6 @@ class GenerationSession(TrainingSession):
 
     Args:
         connect_vault: Makes the connection to the node's vault; called once state is tracked or certain to be.
-        send: Sends to the agent without blocking.
         timeline: The timeline of the regrouping so far; it ends with the first finished step.
         start_from: Checkpoint on storage, used if memory and the job's storage hold nothing restorable; empty for none.
         on_first_step: Called once, after the first finished step was reported.

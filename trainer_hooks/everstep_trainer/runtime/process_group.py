@@ -197,8 +197,7 @@ class Rendezvous:
     def _first_all_reduce(self, device: torch.device, world_size: int, is_over: Callable[[], bool]) -> None:
         """Run a first all-reduce, to prove that all ranks are there and every connection carries data.
 
-        On a GPU the ranks meet over gloo first. Once a collective waits for the set-up of NCCL's communicator, the
-        set-up can no longer be aborted (see ``NcclBackend``).
+        On a GPU the ranks meet over gloo first: an NCCL set-up that a collective waits for cannot be aborted.
         """
         self._backend.connect(device)
         present = torch.ones(1)

@@ -175,11 +175,7 @@ def _end_child(failure: BaseException | None) -> None:
 
 
 class Worker:
-    """The process of one rank. For the main thread.
-
-    Args:
-        assignment: Its local rank is known; a standby was promoted before.
-    """
+    """The process of one rank, for the main thread; the local rank in ``assignment`` is known."""
 
     def __init__(self, assignment: WorkerAssignment, settings: HookSettings, clock: Clock) -> None:
         assert assignment.local_rank is not None
@@ -195,14 +191,9 @@ class Worker:
         backend = make_backend(settings.backend)
         backend.prepare()
         self._rendezvous = Rendezvous(backend, settings)
+        cut_store, end_process = self._rendezvous.cut_store, self._ask_for_replacement
         self._membership = GenerationMembership(
-            self._directives,
-            self._progress,
-            self._interrupter,
-            backend.abort,
-            self._rendezvous.cut_store,
-            self._ask_for_replacement,
-            settings,
+            self._directives, self._progress, self._interrupter, backend.abort, cut_store, end_process, settings
         )
         interrupt.set_wait_callbacks(lambda: self._membership.must_leave, self._handle_wait_error)
         self._listener = DirectiveListener(
@@ -220,15 +211,11 @@ class Worker:
         self._unattributed = UnattributedFailures(settings.max_unattributed_failures)
 
     def run(self, train: TrainingFunction) -> None:
-        """Take part in generation after generation until the job is stopped.
+        """Take part in generation after generation until the job is stopped; return if it ended well.
 
         ``sys.exit()`` in the training function counts as a return; with another status it is an error like any other.
-        Returns when the job ended well.
-
-        Raises:
-            SystemExit: With status 1, the job did not end well.
-            KeyboardInterrupt: The training function raised it.
-            Unavailable: No agent answers at the start.
+        Raises SystemExit with status 1 if the job did not end well, Unavailable if no agent answers at the start, and
+        the training function's KeyboardInterrupt.
         """
         self._welcome = self._link.start(self._settings.agent_connect_timeout_s)
         gc.freeze()  # imports are not garbage: a collection between generations then costs microseconds

@@ -85,15 +85,15 @@ class _Chunk(NamedTuple):
     address: int
     length: int
     rows: CopyTable
+    columns: tuple[int, int, int]
+    """Addresses of the columns of ``rows``."""
 
 
 class HashingCopyBatch:
     """Pairs of tensors of equal dtype and shape, copied repeatedly; their memory must not move.
 
-    Args:
-        payload: The slot's bytes, all of which are hashed; bytes that no copy fills are hashed as they are.
-        targets: Contiguous, disjoint parts of it.
-        sources: Live tensors on the CPU.
+    All of the slot's ``payload`` is hashed, also bytes that no copy fills. ``targets`` are contiguous, disjoint parts
+    of it, ``sources`` live tensors on the CPU.
     """
 
     def __init__(
@@ -132,20 +132,21 @@ class HashingCopyBatch:
 
     def _cut(self) -> Iterator[_Chunk]:
         base = self._payload.data_ptr()
-        columns = [(to.data_ptr() - base, source.data_ptr(), source.nbytes) for to, source in self._plain]
-        rows = CopyTable(*np.array(sorted(columns), np.int64).reshape(-1, 3).T.copy()).split_at_multiples(CHUNK_BYTES)
+        copies = [(to.data_ptr() - base, source.data_ptr(), source.nbytes) for to, source in self._plain]
+        rows = CopyTable(*np.array(sorted(copies), np.int64).reshape(-1, 3).T.copy()).split_at_multiples(CHUNK_BYTES)
         count = chunk_count(self._payload.numel())
         bounds = np.searchsorted(rows.source, np.arange(count + 1) * CHUNK_BYTES).tolist()
         for number, (first, last) in enumerate(itertools.pairwise(bounds)):
             start = number * CHUNK_BYTES
             source, target, length = (column[first:last] for column in rows)
             size = min(CHUNK_BYTES, self._payload.numel() - start)
-            yield _Chunk(base + start, size, CopyTable(source - start, target.copy(), length.copy()))
+            part = CopyTable(source - start, target.copy(), length.copy())
+            columns = part.source.ctypes.data, part.target.ctypes.data, part.length.ctypes.data
+            yield _Chunk(base + start, size, part, columns)
 
     def _fill(self, chunk: _Chunk) -> bytes:
-        address, length, rows = chunk
+        address, length, rows, columns = chunk
         if length >= MIN_BYTES:
-            columns = (column.ctypes.data for column in rows)
             return self._native.gather(address, length, *columns, len(rows.source))
         for to, source, nbytes in zip(*(column.tolist() for column in rows), strict=True):
             ctypes.memmove(address + to, source, nbytes)

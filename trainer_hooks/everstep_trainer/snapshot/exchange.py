@@ -99,10 +99,7 @@ def poll_values(
 
 
 class LayoutRound(NamedTuple):
-    """All ranks' layouts, with equal ones as one object.
-
-    All ranks use them from step ``since_step`` on, so that no version mixes slots of this round and the one before.
-    """
+    """All ranks' layouts, with equal ones as one object, used by all ranks from step ``since_step`` on."""
 
     number: int
     layouts: list[Layout]

@@ -155,12 +155,7 @@ class SnapshotPlanner:
         LayoutExchange.layouts.
 
         The ranks exchange layouts only if ``layout`` is not the last one planned, or after ``is_superseded`` returned
-        True.
-
-        Raises:
-            Unavailable: Other ranks or the vault do not answer.
-            OutOfSlotMemory: There is no memory for slots.
-            ValueError: Ranks hold different tensors under one name.
+        True. Raises OutOfSlotMemory, ValueError if ranks hold different tensors under one name, or Unavailable.
         """
         if self._agreement is None or self._agreement.layout is not layout:
             self._agree(layout, blob_bytes, since)
@@ -231,15 +226,9 @@ class SnapshotPlanner:
         needs = segment_needs(self._member.node, self._spec, shares, provision.slots, slot_bytes)
         # a reserve for a possible loss must not crowd out existing checkpoints
         below = 0 if provision.has_spare_room else FIRST_CHECKPOINT_RANK
+        job, needed, keep = self._spec.job, tuple(needs), tuple(self._versions_to_carry())
         self._vault.check_room(
-            CheckCapacity(
-                request=0,
-                job=self._spec.job,
-                needs=tuple(needs),
-                has_fallback=tentative,
-                reclaim_below_rank=below,
-                keep=tuple(self._versions_to_carry()),
-            )
+            CheckCapacity(request=0, job=job, needs=needed, has_fallback=tentative, reclaim_below_rank=below, keep=keep)
         )
 
     def _report_lack(self) -> None:

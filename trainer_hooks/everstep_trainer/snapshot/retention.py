@@ -17,13 +17,10 @@ from everstep_trainer.snapshot.slot_negotiation import CANDIDATE_ONLY_SLOTS
 
 
 class VersionRetention:
-    """Retention of one rank in one generation.
+    """Retention of one rank in one generation, which could start from the versions of ``rule``.
 
-    Args:
-        generation: Number of the generation.
-        rule: The versions that the generation could start from.
-        restored: The version it started from; its next step is the first that may be committed.
-        slots: Number of slots, besides those for pinned versions.
+    The step after ``restored``, from which it started, is the first that may be committed. ``slots`` does not count
+    those for pinned versions.
     """
 
     def __init__(
@@ -101,11 +98,8 @@ class VersionRetention:
         """Return which of the sealed versions must not be overwritten now.
 
         These are the committed version, the candidate sealed last, and the two newest of regular steps, which all ranks
-        store whatever notices they have received.
-
-        A version is released when the third one after it begins. Every rank has then taken part in that step, so it had
-        begun the second one after it, and before that had sealed the next one: all ranks have that one. A version that
-        this generation did not restore is no state of its own.
+        store whatever notices they have received. A version that this generation did not restore is no state of its
+        own. A version is released when the third one after it begins: every rank has then sealed the next one.
 
         With CANDIDATE_ONLY_SLOTS a rank has only the committed version to fall back on. It begins the next candidate
         when that is announced, together with the outcome of the last one: committed by then, or never.

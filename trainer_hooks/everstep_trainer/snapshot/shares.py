@@ -39,10 +39,8 @@ class RankShare(msgspec.Struct, frozen=True):
     """The share that one rank stores, exclusive pieces first.
 
     Attributes:
-        pieces: The pieces to store.
         digest_groups: Groups whose digests the rank takes part in: name to indices in its layout.
         cover_pieces: Pieces that it holds and that the ranks ``covered_ranks`` store.
-        covered_ranks: Ranks whose pieces it covers.
         partial_copies: Nodes that each store again a part of the pieces that are not exclusive.
         has_unshared_state: Whether no other rank of several holds some of it.
     """

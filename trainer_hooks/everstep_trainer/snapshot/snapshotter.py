@@ -89,14 +89,10 @@ COPIER_POLL_S = 0.02
 
 
 class Snapshotter:
-    """Snapshots of one rank in one generation.
+    """Snapshots of one rank in one generation; ``store`` is the generation's, with its prefix.
 
-    Args:
-        store: The generation's store, with its prefix.
-        send_report: Receives each report, from another thread; must not block.
-        restored: The version this generation started from; it is kept until two newer ones are sealed.
-        options: The job's options; the same on all ranks.
-        is_over: Returns whether the generation is over; errors from the store, which is cut then, are not reported.
+    ``send_report`` receives each report, from another thread, and must not block. The version ``restored`` is kept
+    until two newer ones are sealed. Once ``is_over``, errors from the store, which is cut then, are not reported.
     """
 
     def __init__(

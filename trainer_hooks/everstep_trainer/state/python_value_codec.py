@@ -74,14 +74,9 @@ class _PendingCopy:
 
 
 class Blob:
-    """A value captured when this is made, and its encoding.
+    """A value captured when this is made, and its encoding, of at most ``max_bytes``.
 
-    Attributes:
-        max_bytes: Upper bound of the encoding's size.
-
-    Raises:
-        TypeError: Something cannot be stored; the message has its path.
-        ConfigurationError: The encoding exceeds ``limit`` bytes.
+    Raises TypeError with the path of an unstorable value, ConfigurationError if the encoding exceeds ``limit`` bytes.
     """
 
     def __init__(self, value: Any, path: str = "state", limit: int = MAX_BLOB_BYTES) -> None:
@@ -155,12 +150,7 @@ def from_bytes(data: bytes | bytearray, dtype: str, shape: tuple[int, ...]) -> t
 
 
 def encode_blob(value: Any, path: str = "state", limit: int = MAX_BLOB_BYTES) -> bytes:
-    """Return ``value`` as bytes.
-
-    Raises:
-        TypeError: Something cannot be stored; the message has its path.
-        ConfigurationError: The encoding exceeds ``limit`` bytes.
-    """
+    """Return ``value`` as bytes. Raises TypeError and ConfigurationError as `Blob` does."""
     return Blob(value, path, limit).data()
 
 

@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from importlib import import_module
 from itertools import chain, starmap
 from operator import attrgetter, getitem, is_
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import torch
@@ -59,7 +59,7 @@ def local_boxes(
     return found
 
 
-class _Cut(NamedTuple):
+class _Cut(msgspec.Struct, frozen=True):
     """One mesh dimension's cut of a tensor's dimension: part ``index`` of ``count``, of each of ``pieces`` pieces."""
 
     index: int
@@ -82,7 +82,7 @@ def _cuts(
         if after is None:  # pieces do not match other ranks' parts: cut from left to right, as torch does
             return here
         ordered.insert(after, cut)
-    return [cut._replace(pieces=1) for cut in ordered]
+    return [_Cut(cut.index, cut.count, 1) for cut in ordered]
 
 
 def _made_before(cut: _Cut, ordered: list[_Cut]) -> int | None:
@@ -137,10 +137,7 @@ class TrackedTensor(msgspec.Struct, frozen=True):
     """One box of a tensor that this rank holds; a tensor with several boxes has one of these for each.
 
     Attributes:
-        name: Full name of the tensor.
-        shape: Global shape.
-        box: This rank's part.
-        local: View of the live memory with the box's size.
+        local: View of the live memory with the size of ``box``, this rank's part of the global ``shape``.
         is_parameter: Whether it takes part in the digest that replicas compare.
         container: ``container[key]`` is the tensor itself.
         original: The tensor found there when the state was searched.

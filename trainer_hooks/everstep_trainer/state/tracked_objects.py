@@ -49,14 +49,8 @@ def named_modules(
 class TrackedObjects:
     """The tracked objects by kind, each with its key, in their original order.
 
-    Attributes:
-        modules: Modules.
-        broadcast_modules: Names of modules whose buffers DDP broadcasts from rank 0.
-        optimizers: Optimizers.
-        others: All other objects, by key.
-
-    Raises:
-        TypeError: An object has no state to store, or is a ZeroRedundancyOptimizer.
+    ``broadcast_modules`` are the names of modules whose buffers DDP broadcasts from rank 0. Raises TypeError for an
+    object without state to store, or a ZeroRedundancyOptimizer.
     """
 
     def __init__(self, objects: Mapping[str, object]) -> None:

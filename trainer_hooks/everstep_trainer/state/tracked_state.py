@@ -286,17 +286,9 @@ class TrackedState:
             if first is not None and location is not None and name != first.name:
                 self._tied[first.name][name] = None
             if first is None:
+                kind, shape = location or TensorPlacement.UNKNOWN, tuple(tensor.shape)
                 found[identity] = TrackedTensor(
-                    name,
-                    tuple(tensor.shape),
-                    box,
-                    local,
-                    sharing,
-                    parameter,
-                    container,
-                    key,
-                    location or TensorPlacement.UNKNOWN,
-                    tensor,
+                    name, shape, box, local, sharing, parameter, container, key, kind, tensor
                 )
 
     def _sharing_of(self, name: str, buffer: torch.Tensor) -> Sharing:

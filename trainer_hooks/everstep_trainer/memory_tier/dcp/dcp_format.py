@@ -76,7 +76,8 @@ def build_metadata(manifests: Sequence[Manifest], non_tensor: Sequence[NonTensor
             index = MetadataIndex(name, torch.Size(stored.box.offset))
             if index not in places:
                 places[index] = ItemLocation(supply, stored)
-                entry.chunks.append(ChunkStorageMetadata(index.offset, torch.Size(stored.box.size)))
+                box = stored.box
+                entry.chunks.append(ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.size)))
         for name in aside.values:
             entries.setdefault(name, BytesStorageMetadata())
             places.setdefault(MetadataIndex(name), ItemLocation(supply))

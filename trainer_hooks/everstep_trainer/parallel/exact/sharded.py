@@ -61,10 +61,7 @@ class ShardedGradients:
     """Gradients of parameters that ``fully_shard`` communicates together; it uses this as its reduce-scatter.
 
     Sums have the wider dtype of parameters and reduction, and are divided and rounded to the parameters' dtype once, at
-    the end.
-
-    Args:
-        param_group: fully_shard's own record of the parameters. Its fields are private, and read in torch 2.13.
+    the end. The fields of ``param_group``, fully_shard's own record, are private, and read in torch 2.13.
     """
 
     def __init__(
