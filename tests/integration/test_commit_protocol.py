@@ -25,6 +25,7 @@ from tests.support.dying import FOLDER, POINTS, Point, file_name
 from tests.support.exact_training import read_diaries
 from tests.support.processes import comm
 from tests.support.torture import Progress
+from tests.support.warm_launcher import WarmWorld
 
 ROOT = Path(__file__).resolve().parents[2]
 NODES = ["n1", "n2"]
@@ -141,12 +142,14 @@ def undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith(("EVERSTEP_", "PET_"))]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'tests' / 'support' / 'dying_processes'}:{ROOT}")
+    monkeypatch.setenv(
+        "PYTHONPATH", f"{ROOT / 'tests' / 'support' / 'dying_processes'}:{ROOT}"
+    )  # of what is not forked
 
 
 def run_through(rounds: Sequence[Round], monkeypatch: pytest.MonkeyPatch, at_least: int = 0) -> list[dict[str, Any]]:
     """What the ranks wrote down of a run of ``at_least`` so many steps."""
-    with tempfile.TemporaryDirectory(prefix="everstep-") as name, World(Path(name) / "out", NODES) as world:
+    with tempfile.TemporaryDirectory(prefix="everstep-") as name, WarmWorld(Path(name) / "out", NODES) as world:
         monkeypatch.setenv(FOLDER, name)
         world.settings = "[policy]\nrank_flap_count = 1000\n"  # ranks of one node die every second here
         run = Run(Path(name), world)

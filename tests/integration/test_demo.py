@@ -15,6 +15,7 @@ import pytest
 from examples.demo.world import PREFIX, descendants
 from tests.support.processes import is_running
 from tests.support.waiting import until
+from tests.support.warm_launcher import WarmProgram
 
 ROOT = Path(__file__).parents[2]
 FAULTS = {
@@ -33,15 +34,17 @@ pytestmark = pytest.mark.slow
 class Demo:
     """A demonstration that runs, and what of its own it would leave: others may run on the machine."""
 
-    def __init__(self, out: Path, temporary: Path, *arguments: str) -> None:
+    def __init__(self, out: Path, temporary: Path, *arguments: str, warm: bool = False) -> None:
         self._temporary = temporary
         self._worlds: set[str] = set()
+        command = ["-m", "examples.demo", "--out", str(out), *arguments]
+        environment = {**os.environ, "TMPDIR": str(temporary)}
+        self.process: subprocess.Popen[bytes] | WarmProgram
+        if warm:
+            self.process = WarmProgram(command, ROOT, environment, out / "demo.out", out / "demo.err")
+            return
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "examples.demo", "--out", str(out), *arguments],
-            cwd=ROOT,
-            env={**os.environ, "TMPDIR": str(temporary)},
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,
+            [sys.executable, *command], cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, start_new_session=True
         )
 
     def wait(self, deadline_s: float) -> int:
@@ -68,7 +71,7 @@ class Demo:
 @pytest.fixture
 def demo(tmp_path: Path, short_path: Path) -> Iterator[Demo]:
     """A demonstration in the middle of its training, before any fault."""
-    demo = Demo(tmp_path, short_path, "--fast", "--steps", "100000", "--without-reference")
+    demo = Demo(tmp_path, short_path, "--fast", "--steps", "100000", "--without-reference", warm=True)
     try:
         until(lambda: any((tmp_path / "steps").glob("n*.jsonl")), "a rank steps", 90)
         assert demo.in_shared_memory()

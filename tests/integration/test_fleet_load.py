@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[2]
 def test_load_bench_loses_nothing_on_a_small_fleet(tmp_path: Path, nodes: int, failing: int) -> None:
     written = tmp_path / "rows.json"
     command = [sys.executable, "-m", "bench.fleet_load", "--nodes", str(nodes), "--seconds", "1", "--rounds", "2"]
+    command += ["--forming-seconds", "1"]
     command += ["--storm", "--visits", "--storm-seconds", "1", "--fail", str(failing), "--json", str(written)]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=380)
     assert written.exists(), run.stdout + run.stderr

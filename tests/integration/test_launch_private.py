@@ -16,6 +16,8 @@ from tests.support.launched import ROOT, Launched, launched
 from tests.support.processes import comm, command_line, is_running
 
 pytestmark = pytest.mark.slow
+PATIENT = ("--hang-threshold-s", "120")
+"""For ranks that wait for a test, or for a busy machine."""
 
 TRAIN = """
 import os, pathlib, time, torch
@@ -86,7 +88,8 @@ def connections(directory: Path, name: str) -> int:
 @pytest.fixture
 def run(short_path: Path) -> Iterator[Run]:
     (short_path / "train.py").write_text(TRAIN)
-    argv = ["--nproc-per-node", "2", "--standby-delay-s", "0.1", "--state-dir", str(short_path / "state"), "train.py"]
+    argv = ["--nproc-per-node", "2", "--standby-delay-s", "0.1", *PATIENT]
+    argv += ["--state-dir", str(short_path / "state"), "train.py"]
     with launched(short_path, *argv) as launcher:
         yield Run(short_path, launcher)
 
@@ -111,7 +114,8 @@ def test_a_killed_rank_is_replaced_and_the_job_ends_well(run: Run) -> None:
 def test_private_run_is_found_without_address_and_summarized(short_path: Path) -> None:
     """``everstep status`` finds the run's private controller; at its end the launcher says what failures cost."""
     (short_path / "train.py").write_text(gated(60))
-    with launched(short_path, "--nproc-per-node", "2", "--standby-delay-s", "0.1", "train.py") as launcher:
+    argv = ["--nproc-per-node", "2", "--standby-delay-s", "0.1", *PATIENT, "train.py"]
+    with launched(short_path, *argv) as launcher:
         run = Run(short_path, launcher)
         os.kill(run.pid_at(rank=1, step=20), signal.SIGKILL)
         run.pid_at(rank=0, step=60)
@@ -146,7 +150,7 @@ def test_ctrl_c_leaves_no_process_no_socket_and_no_segment(run: Run) -> None:
 def test_restarted_launcher_restores_from_vault_memory(short_path: Path, vault_too: bool) -> None:
     """Also where the whole control group was killed: another vault is started over the slots."""
     (short_path / "train.py").write_text(TRAIN)
-    argv = ["--nproc-per-node", "2", "--job", "again", "--vault-linger-s", "60"]
+    argv = ["--nproc-per-node", "2", "--job", "again", "--vault-linger-s", "60", *PATIENT]
     argv += ["--state-dir", str(short_path / "state"), "train.py"]
     with launched(short_path, *argv) as first:
         before = Run(short_path, first)
@@ -208,7 +212,7 @@ def test_restarted_private_agent_reuses_its_vault(run: Run) -> None:
 def test_job_resumes_after_launcher_joins_late(short_path: Path) -> None:
     """The agent's launcher stands still when the next agent starts, and all ranks end before it has joined that one."""
     (short_path / "train.py").write_text(gated(20, 50))
-    argv = ["--nproc-per-node", "2", "--hang-threshold-s", "120", "--state-dir", str(short_path / "state"), "train.py"]
+    argv = ["--nproc-per-node", "2", *PATIENT, "--state-dir", str(short_path / "state"), "train.py"]
     with launched(short_path, *argv, warm=False) as launcher:
         run = Run(short_path, launcher)
         before = run.pid_at(rank=0, step=20)
@@ -296,7 +300,8 @@ def test_rank_on_stopped_gpu_is_restarted(short_path: Path) -> None:
     (short_path / "train.py").write_text(TRAIN.replace("until=60", "until=300"))
     rules, control = short_path / "site.toml", short_path / "control.json"
     rules.write_text(STOPPED)
-    argv = ["--nproc-per-node", "2", "--standby-delay-s", "0.1", "--state-dir", str(short_path / "state"), "train.py"]
+    argv = ["--nproc-per-node", "2", "--standby-delay-s", "0.1", *PATIENT]
+    argv += ["--state-dir", str(short_path / "state"), "train.py"]
     site = {
         "EVERSTEP_AGENT_SITE_POLICY": str(rules),
         "EVERSTEP_AGENT_VIRTUAL": "default:2",
@@ -366,7 +371,8 @@ def test_standby_imports_modules_loaded_during_training(short_path: Path, monkey
         lines = imports.read_text().splitlines() if imports.exists() else []
         return {name: int(pid) for pid, name, _ in map(str.split, lines)}
 
-    argv = ["--nproc-per-node", "2", "--standby-delay-s", "0.1", "--state-dir", str(short_path / "state"), "train.py"]
+    argv = ["--nproc-per-node", "2", "--standby-delay-s", "0.1", *PATIENT]
+    argv += ["--state-dir", str(short_path / "state"), "train.py"]
     with launched(short_path, *argv, warm=False) as launcher:  # torch has set its cache in one that is warm
         standby = launcher.eventually(lambda: importers().get("everstep-spare"), "the standby has imported")
         os.kill(importers()["everstep-rank1"], signal.SIGKILL)

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from everstep.ids import Version
-from examples.demo.world import World, wait_for
+from examples.demo.world import wait_for
 from tests.support.sharded_job import DEADLINE_S, NODES, ShardedJob
+from tests.support.warm_launcher import WarmWorld
 
 pytestmark = pytest.mark.slow
 
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.slow
 @pytest.mark.promise("parity")
 @pytest.mark.timeout(400)
 def test_parity_restores_after_loss_of_node_and_replica(tmp_path: Path) -> None:
-    with World(tmp_path / "out", NODES) as world:
+    with WarmWorld(tmp_path / "out", NODES) as world:
         job = ShardedJob(world, 64, 96, 64, options=("--parity-group-size", "2"))
         wait_for(lambda: bool(_kept(job)), "a version that parity keeps", DEADLINE_S)
         first = _kept(job)[0]

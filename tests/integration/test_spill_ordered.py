@@ -15,8 +15,9 @@ from everstep.cli.client import ControllerClient
 from everstep.errors import NotFound
 from everstep.wire.v1 import operator as op
 from everstep.wire.v1.operator_history import CheckpointCopy, JobCheckpoints
-from examples.demo.world import World, wait_for
+from examples.demo.world import wait_for
 from tests.support.launched import Launched, launched
+from tests.support.warm_launcher import WarmWorld
 
 pytestmark = pytest.mark.slow
 
@@ -160,7 +161,7 @@ def test_spill_write_continues_after_its_requester_dies(short_path: Path, elsewh
 
 def test_stopped_job_resumes_from_storage_automatically(short_path: Path) -> None:
     script = _script(short_path, 64)
-    with World(short_path / "out", ["n1"]) as world:
+    with WarmWorld(short_path / "out", ["n1"]) as world:
         world.start_controller()
         world.boot_nodes()
         node = world.nodes["n1"]
@@ -215,7 +216,7 @@ def test_several_nodes_spill_one_shared_checkpoint(short_path: Path, elsewhere: 
     script = short_path / "sharded.py"
     script.write_text(SHARDED)
     stored = Stored(short_path / "stored", "sharded")
-    with World(short_path / "out", ["n1", "n2"]) as world:
+    with WarmWorld(short_path / "out", ["n1", "n2"]) as world:
         world.start_controller()
         world.boot_nodes()
         for node in world.nodes.values():

@@ -1,8 +1,8 @@
 """Processes that end by SIGKILL at a point of the commit protocol, each time a file asks for it.
 
-A process that has ``tests/support/dying_processes`` on its PYTHONPATH, and ``EVERSTEP_TEST_DYING`` (a folder) in its
-environment, looks for a file ``ROLE@NODE.POINT`` in that folder whenever it passes the point, and dies once for it. The
-programs know nothing of this: their functions are wrapped as their modules are imported.
+A process that has ``EVERSTEP_TEST_DYING`` (a folder) in its environment, and is forked (tests/support/warm_launcher.py)
+or has ``tests/support/dying_processes`` on its PYTHONPATH, looks for a file ``ROLE@NODE.POINT`` in that folder whenever
+it passes the point, and dies once for it. The programs know nothing of this: their functions are wrapped.
 """
 
 from __future__ import annotations
@@ -95,9 +95,11 @@ def file_name(point: Point, node: str) -> str:
 
 
 def install() -> None:
-    """From now on modules that hold points are wrapped as they are imported."""
+    """Wrap the modules that hold points: those that are imported already, and others as they are imported."""
     if FOLDER in os.environ:
         sys.meta_path.insert(0, _Finder())
+        for name in _Finder.wanted & sys.modules.keys():
+            _wrap(sys.modules[name])
 
 
 def _role() -> str:
@@ -153,7 +155,11 @@ def _wrap(module: ModuleType) -> None:
         *path, last = name.split(".")
         for part in path:
             owner = getattr(owner, part)
-        setattr(owner, last, _wrapped(getattr(owner, last), [p for p in here if p.function == name]))
+        real = getattr(owner, last)
+        wrapped = _wrapped(real, [p for p in here if p.function == name])
+        importers = [one for key, one in sys.modules.items() if key.startswith("everstep_") and owner is module]
+        for place in (owner, *(one for one in importers if vars(one).get(last) is real)):
+            setattr(place, last, wrapped)
 
 
 class _Loader(importlib.abc.Loader):
@@ -173,12 +179,12 @@ class _Loader(importlib.abc.Loader):
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    _wanted = frozenset(p.module for p in POINTS)
+    wanted = frozenset(p.module for p in POINTS)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname not in self._wanted:
+        if fullname not in self.wanted:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path)
         if spec is not None:

@@ -46,7 +46,10 @@ from everstep_trainer.launch.forkserver import PRELOAD_MODULES
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 120.0
 LONGEST_COMMAND = 4096
-"""Bytes that the command line of a forked program may have (``programs.show_command``)."""
+"""Bytes that the command line and the environment of a forked program may have more than the fork server's own
+(``programs.show_command``)."""
+ROOM = "EVERSTEP_TEST_ROOM"
+"""The fork server's environment variable that only makes its environment longer."""
 
 
 class ChildFailed(AssertionError):
@@ -125,7 +128,7 @@ class ForkPool:
         names = list(PRELOAD_MODULES if modules is None else modules)
         command += ["--preload", *names]
         command += names[:1] * (LONGEST_COMMAND // 10)  # room for those of what is forked
-        self._inherited = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
+        self._inherited = {**os.environ, "OMP_NUM_THREADS": "1", ROOM: "." * LONGEST_COMMAND, **(environment or {})}
         with theirs:
             self._server = subprocess.Popen(command, cwd=ROOT, env=self._inherited, pass_fds=[theirs.fileno()])
         self._orders: ControlChannel[StartForkServer] = ControlChannel(orders, StartForkServer)

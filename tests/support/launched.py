@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tests.support.processes import comm, is_running, parents_of_all
-from tests.support.warm_launcher import WarmLauncher
+from tests.support.warm_launcher import WarmProgram
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 120.0
+LAUNCH = ("-m", "everstep_trainer.launch")
 
 
 class Launched:
@@ -28,12 +29,12 @@ class Launched:
         inherited |= {"PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(directory / "state")} | environment
         self._out.write_bytes(b"")
         self._err.write_bytes(b"")
-        self.process: subprocess.Popen[bytes] | WarmLauncher
+        self.process: subprocess.Popen[bytes] | WarmProgram
         if warm:
-            self.process = WarmLauncher(argv, directory, inherited, self._out, self._err)
+            self.process = WarmProgram([*LAUNCH, *argv], directory, inherited, self._out, self._err)
             return
         with self._out.open("ab") as out, self._err.open("ab") as err:
-            command = [sys.executable, "-m", "everstep_trainer.launch", *argv]
+            command = [sys.executable, *LAUNCH, *argv]
             self.process = subprocess.Popen(
                 command, env=inherited, stdout=out, stderr=err, cwd=directory, start_new_session=True
             )

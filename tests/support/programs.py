@@ -80,6 +80,7 @@ def run(module: str, arguments: Sequence[str], folder: str, output: str) -> None
     """In a forked process: what ``python -m module`` does."""
     os.chdir(folder)
     show_command(sys.executable, "-m", module, *arguments)
+    show_environment()
     if output:
         descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         os.dup2(descriptor, 1)
@@ -92,7 +93,18 @@ def run(module: str, arguments: Sequence[str], folder: str, output: str) -> None
 def show_command(*words: str) -> None:
     """Makes ``/proc/PID/cmdline`` of this process what it would be had it been started so: there is the room of the
     fork server's own, which names all that it imports."""
-    begin, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
-    said = b"\0".join(map(os.fsencode, words))
-    assert len(said) < end - begin, "a command line that is longer than the fork server's"
-    ctypes.memmove(begin, said.ljust(end - begin, b"\0"), end - begin)
+    _show(45, words)
+
+
+def show_environment() -> None:
+    """Make ``/proc/PID/environ`` of this process show its environment, in the room of the fork server's own."""
+    for name, value in os.environ.items():
+        os.putenv(name, value)  # moves what the C library knows out of the way
+    _show(47, [f"{name}={value}" for name, value in os.environ.items()])
+
+
+def _show(field: int, words: Sequence[str]) -> None:
+    begin, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[field : field + 2])
+    text = b"\0".join(map(os.fsencode, words))
+    assert len(text) < end - begin, "more than the fork server's own command line or environment"
+    ctypes.memmove(begin, text.ljust(end - begin, b"\0"), end - begin)

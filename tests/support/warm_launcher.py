@@ -1,4 +1,5 @@
-"""``everstep-launch``, forked from a server that has everything imported, and what it starts forked from it.
+"""``everstep-launch`` and other programs, forked from a server that has everything imported, and what they start forked
+from them.
 
 A fork server imports torch otherwise, which takes two seconds of CPU, a controller takes one, agent, vault and sensors
 half of one. What runs is the same ``main`` with the same arguments, environment and working directory, and
@@ -9,23 +10,29 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import functools
 import gc
 import importlib
 import inspect
 import logging
 import os
+import runpy
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from everstep_trainer.launch.process_setup import reset_signals
 
+from examples.demo.world import World
+from tests.support import dying
 from tests.support.forked import ChildFailed, leave, torch_forks
-from tests.support.programs import Forked, show_command
+from tests.support.programs import Forked, show_command, show_environment
 
 PROGRAMS = {
+    "everstep_trainer.launch",
     "everstep_trainer.launch.forkserver",
     "everstep_controller.main",
     "everstep_agent.main",
@@ -36,38 +43,61 @@ PROGRAMS = {
 and a probe's process is one that imports torch."""
 
 
-class WarmLauncher(Forked):
-    """What Popen has, of a launcher. ``out`` and ``err``: files that it writes to."""
+class WarmProgram(Forked):
+    """What Popen has, of ``python COMMAND``, where the command begins with ``-m``."""
 
     def __init__(
-        self, arguments: Sequence[str], folder: Path, environment: Mapping[str, str], out: Path, err: Path
+        self, command: Sequence[str], folder: Path, environment: Mapping[str, str], out: Path, err: Path
     ) -> None:
-        self._arguments = list(arguments)
+        """``out`` and ``err``: files that it writes to."""
+        self.args = [sys.executable, *command]
         forks = torch_forks()
         paths = (str(folder), str(out), str(err))
         changed = forks.changed_environment(environment)
-        self._child = forks.start(launch, self._arguments, *paths, environment=changed)
+        self._child = forks.start(run_command, list(command), *paths, environment=changed)
 
     def wait(self, timeout: float = 60.0) -> int:
         try:
             return super().wait(timeout)
         except ChildFailed:
-            raise subprocess.TimeoutExpired(self._arguments, timeout) from None
+            raise subprocess.TimeoutExpired(self.args, timeout) from None
 
 
-def launch(arguments: Sequence[str], folder: str, out: str, err: str) -> None:
-    """In a forked process: what ``python -m everstep_trainer.launch`` does."""
-    from everstep_trainer.launch.command import main
+class WarmWorld(World):
+    """A world of the demonstration whose controller, agents and launchers are forked."""
 
+    def start(self, name: str, arguments: list[str], environment: dict[str, str] | None = None) -> Any:
+        log = self.logs / f"{name}.log"
+        wanted = {**os.environ, "XDG_STATE_HOME": str(self.folder / "state"), **(environment or {})}
+        process: Any = WarmProgram(arguments, Path.cwd(), wanted, log, log)
+        self.processes.append(process)
+        return process
+
+
+def run_command(command: Sequence[str], folder: str, out: str, err: str) -> None:
+    """In a forked process: what ``python COMMAND`` does."""
     os.chdir(folder)
-    show_command(sys.executable, "-m", "everstep_trainer.launch", *arguments)
-    for path, descriptor in ((out, 1), (err, 2)):
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    show_command(sys.executable, *command)
+    show_environment()
+    for path, descriptor in ((os.devnull, 0), (out, 1), (err, 2)):
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         os.dup2(file, descriptor)
         os.close(file)
-    sys.argv[1:] = arguments
+    tempfile.tempdir = None
+    sys.argv[1:] = command[2:]
+    sys.orig_argv = [sys.executable, *command]
+    dying.install()
     subprocess.Popen._execute_child = execute_child  # type: ignore[attr-defined]
-    sys.exit(main())
+    sys.exit(_main_of(command[1])())
+
+
+def _main_of(name: str) -> Callable[[], Any]:
+    """Return what ``python -m NAME`` calls."""
+    module: Any = importlib.import_module(name)
+    if hasattr(module, "__path__"):
+        return functools.partial(runpy.run_module, name, run_name="__main__", alter_sys=True)
+    main: Callable[[], Any] = module.main
+    return main
 
 
 _execute_child = subprocess.Popen._execute_child  # type: ignore[attr-defined]
@@ -113,10 +143,14 @@ def _become(command: list[str], call: Mapping[str, Any]) -> NoReturn:
         os.environ.clear()
         os.environ.update(call["env"])
     at = next(at for at, word in enumerate(command) if word in PROGRAMS)
+    tempfile.tempdir = None
     sys.argv[1:] = command[at + 1 :]
+    sys.orig_argv = command
+    dying.install()
     show_command(*command)
+    show_environment()
     try:
-        sys.exit(importlib.import_module(command[at]).main())
+        sys.exit(_main_of(command[at])())
     except SystemExit as end:
         leave(end.code)
     except BaseException:  # noqa: BLE001 - as the interpreter would

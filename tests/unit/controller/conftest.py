@@ -10,18 +10,24 @@ from everstep_controller.store.database import open_database
 from everstep_controller.store.writer import DatabaseWriter
 from sqlalchemy import Engine
 
-from tests.support.postgres import postgres, postgres_server
+from tests.support.databases import give_schema
+from tests.support.postgres import postgres, postgres_server, postgres_template, postgres_with_schema
 
-__all__ = ["database", "postgres", "postgres_server"]
+__all__ = ["database", "postgres", "postgres_server", "postgres_template", "postgres_with_schema"]
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """The URL of an empty database, of each supported kind in turn."""
+    """The URL of a database of each supported kind in turn: with the newest schema for a test that asks for ``engine``,
+    and empty for others."""
+    migrated = "engine" in request.fixturenames
     if request.param == "sqlite":
-        yield f"sqlite:///{tmp_path / 'controller.db'}"
+        url = f"sqlite:///{tmp_path / 'controller.db'}"
+        if migrated:
+            give_schema(url)
+        yield url
     else:
-        yield request.getfixturevalue("postgres")
+        yield request.getfixturevalue("postgres_with_schema" if migrated else "postgres")
 
 
 @pytest.fixture
