@@ -49,9 +49,11 @@ def test_import_of_everstep_loads_no_torch() -> None:
 
 
 @pytest.mark.slow
-def test_script_of_a_user_passes_mypy_strict(tmp_path: Path) -> None:
+def test_script_of_a_user_passes_mypy_strict(pytestconfig: pytest.Config, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path / "cache"), str(script)]
+    assert pytestconfig.cache is not None
+    kept = pytestconfig.cache.mkdir("mypy")  # torch's types take 14 s of CPU
+    command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(kept), str(script)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, timeout=230)
     assert done.returncode == 0, done.stdout
