@@ -38,16 +38,8 @@ PACKAGES = [
 def trained(folder: Path, *faults: Fault, **environment: str) -> list[dict[str, Any]]:
     """The diaries of ranks in a folder of their own."""
     folder.mkdir()
-    argv = [
-        "--nproc-per-node",
-        str(WORLD),
-        "--standby-delay-s",
-        "0.1",
-        "--hang-threshold-s",
-        "30",
-        "--state-dir",
-        str(folder / "s"),
-    ]
+    argv = ["--nproc-per-node", str(WORLD), "--standby-delay-s", "0.1", "--hang-threshold-s", "30"]
+    argv += ["--preload", environment.get("LIGHTNING_PACKAGE", "pytorch_lightning"), "--state-dir", str(folder / "s")]
     argv += ["-m", "tests.support.lightning_training", str(folder), str(STEPS), *map(str, faults)]
     with launched(folder, *argv, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", **environment) as launcher:
         assert launcher.wait() == 0, launcher.err

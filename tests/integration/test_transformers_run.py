@@ -26,7 +26,9 @@ def trained(folder: Path, *faults: Fault, **environment: str) -> list[dict[str, 
     """The diaries of ranks in a folder of their own."""
     folder.mkdir()
     argv = ["--nproc-per-node", str(WORLD), "--standby-delay-s", "0.1", "--hang-threshold-s", "30"]
-    argv += ["--state-dir", str(folder / "s"), "-m", "tests.support.transformers_training", str(folder), str(STEPS)]
+    argv += ["--preload", "transformers.trainer,transformers.models.gpt2.modeling_gpt2"]
+    argv += ["--state-dir", str(folder / "s")]
+    argv += ["-m", "tests.support.transformers_training", str(folder), str(STEPS)]
     argv += map(str, faults)
     with launched(folder, *argv, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", **environment) as launcher:
         assert launcher.wait() == 0, launcher.err

@@ -20,6 +20,8 @@ from tests.support.vaults import Vaults, map_segment, vaults
 NODES = ("n1", "n2", "n3", "n4")
 ONE_NODE = ("n1",) * 4
 
+pytestmark = pytest.mark.slow
+
 
 class Fleet:
     """Four nodes with a vault each, and a rendezvous store."""
@@ -101,7 +103,6 @@ def fleet(forks: ForkPool) -> Iterator[Fleet]:
 
 
 @pytest.mark.promise("exact-recovery")
-@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "model"), [("ddp", "counting"), ("fsdp2", "uneven")])
 def test_restored_run_is_bit_identical_on_as_many_ranks(fleet: Fleet, layout: str, model: str) -> None:
     uninterrupted = fleet.run(1, 8, layout=layout, model=model, rule=RestoreRule(from_scratch=True), save=False)
@@ -116,12 +117,18 @@ def test_restored_run_is_bit_identical_on_as_many_ranks(fleet: Fleet, layout: st
 
 
 @pytest.mark.promise("same-state-other-world-size")
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
 def test_state_survives_four_ranks_becoming_three_and_four(fleet: Fleet, layout: str) -> None:
     four = fleet.run(1, 3, layout=layout)
     three = fleet.run(2, 5, layout=layout, nodes=NODES[:3])
     again = fleet.run(3, 6, layout=layout)
+    digests = [[dict(version.digests) for version in rank["sealed"]] for rank in four]
+    if layout == "ddp":
+        assert all(of_rank == digests[0] for of_rank in digests), "replicas agree"
+        assert set(digests[0][0]) == {"replicated"}
+        assert digests[0][0] != digests[0][1]
+    else:
+        assert not any(digest for of_rank in digests for digest in of_rank), "shards have none"
     assert {r["restored_as"] for r in three} == {r["fingerprint"] for r in four}
     assert {r["restored_as"] for r in again} == {r["fingerprint"] for r in three}
     assert again[0]["restored"].version == Version(2, 5)
@@ -131,8 +138,7 @@ def test_state_survives_four_ranks_becoming_three_and_four(fleet: Fleet, layout:
 
 
 @pytest.mark.promise("rank-reassignment")
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["ddp", "hsdp"])
+@pytest.mark.parametrize("layout", [pytest.param("ddp", marks=pytest.mark.nightly), "hsdp"])
 def test_process_with_another_rank_continues_bit_identically(fleet: Fleet, layout: str) -> None:
     uninterrupted = fleet.run(1, 8, layout=layout, rule=RestoreRule(from_scratch=True), save=False)[0]
     turned = (*NODES[1:], NODES[0])
@@ -144,7 +150,6 @@ def test_process_with_another_rank_continues_bit_identically(fleet: Fleet, layou
 
 
 @pytest.mark.promise("node-loss")
-@pytest.mark.slow
 def test_state_survives_a_node_lost_with_its_memory(fleet: Fleet) -> None:
     four = fleet.run(1, 3, layout="fsdp2")
     assert all(r["sealed"][-1].durable for r in four)
@@ -154,11 +159,13 @@ def test_state_survives_a_node_lost_with_its_memory(fleet: Fleet) -> None:
 
 
 @pytest.mark.promise("finished-step-survives")
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "how", "nodes"),
-    [("ddp", "copying", NODES), ("ddp", "finished", ONE_NODE), ("fsdp2", "finished", NODES)],
-    ids=["ddp-copying-four-nodes", "ddp-finished-one-node", "fsdp2-finished-four-nodes"],
+    [
+        pytest.param("ddp", "copying", NODES, id="ddp-copying-four-nodes", marks=pytest.mark.nightly),
+        pytest.param("ddp", "finished", ONE_NODE, id="ddp-finished-one-node"),
+        pytest.param("fsdp2", "finished", NODES, id="fsdp2-finished-four-nodes"),
+    ],
 )
 def test_finished_step_survives_the_death_of_a_process(
     fleet: Fleet, layout: str, how: str, nodes: Sequence[str]
@@ -172,11 +179,12 @@ def test_finished_step_survives_the_death_of_a_process(
 
 
 @pytest.mark.promise("per-rank-state")
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "newest", "nodes"),
-    [("copying", 3, NODES), ("finished", 4, ONE_NODE)],
-    ids=["copying-four-nodes", "finished-one-node"],
+    [
+        pytest.param("copying", 3, NODES, id="copying-four-nodes"),
+        pytest.param("finished", 4, ONE_NODE, id="finished-one-node", marks=pytest.mark.nightly),
+    ],
 )
 def test_version_lacking_per_rank_state_is_not_restored(
     fleet: Fleet, how: str, newest: int, nodes: Sequence[str]
@@ -190,7 +198,6 @@ def test_version_lacking_per_rank_state_is_not_restored(
 
 
 @pytest.mark.promise("per-rank-state")
-@pytest.mark.slow
 def test_per_rank_state_survives_its_node(fleet: Fleet) -> None:
     fleet.run(1, 3, model="reading")
     fleet.by_node["n2"].kill()
@@ -198,18 +205,6 @@ def test_per_rank_state_survives_its_node(fleet: Fleet) -> None:
     assert [r["read"] for r in after] == [3 * (rank + 1) for rank in range(4)]
 
 
-@pytest.mark.slow
-def test_replicas_agree_on_their_digests_and_shards_have_none(fleet: Fleet) -> None:
-    replicated = fleet.run(1, 2, layout="ddp")
-    digests = [[dict(s.digests) for s in r["sealed"]] for r in replicated]
-    assert digests[0] == digests[1] == digests[2] == digests[3]
-    assert set(digests[0][0]) == {"replicated"}
-    assert digests[0][0] != digests[0][1]
-    sharded = fleet.run(2, 4, layout="fsdp2")
-    assert all(s.digests == {} for r in sharded for s in r["sealed"])
-
-
-@pytest.mark.slow
 def test_damaged_slot_costs_no_version_with_another_holder(fleet: Fleet) -> None:
     four = fleet.run(1, 3, layout="ddp")
     view = map_segment(fleet.vaults.segments / "n2" / JOB / "own-0")
@@ -221,7 +216,6 @@ def test_damaged_slot_costs_no_version_with_another_holder(fleet: Fleet) -> None
     assert [f.finding.kind for r in again for f in r["findings"]] == [FindingKind.SLOT_CORRUPT]
 
 
-@pytest.mark.slow
 def test_damaged_slot_is_used_by_no_rank_of_the_node(fleet: Fleet) -> None:
     nodes = ("n1",) * 3
     first = fleet.run(1, 3, nodes=nodes)
@@ -234,7 +228,6 @@ def test_damaged_slot_is_used_by_no_rank_of_the_node(fleet: Fleet) -> None:
     assert [[f.finding.kind for f in r["findings"]] for r in second] == [[], [FindingKind.SLOT_CORRUPT], []]
 
 
-@pytest.mark.slow
 def test_node_outside_the_roster_supplies_its_unique_slot(fleet: Fleet) -> None:
     four = fleet.run(1, 3, layout="fsdp2", replicas=1)
     three = fleet.run(2, 3, layout="fsdp2", nodes=NODES[:3], replicas=1)
@@ -242,7 +235,6 @@ def test_node_outside_the_roster_supplies_its_unique_slot(fleet: Fleet) -> None:
     assert {r["restored_as"] for r in three} == {r["fingerprint"] for r in four}
 
 
-@pytest.mark.slow
 def test_missing_shard_is_reported_to_every_rank(fleet: Fleet) -> None:
     fleet.run(1, 3, layout="fsdp2", replicas=1)
     fleet.by_node["n4"].kill()
@@ -250,7 +242,6 @@ def test_missing_shard_is_reported_to_every_rank(fleet: Fleet) -> None:
         fleet.run(2, 3, layout="fsdp2", nodes=NODES[:3], replicas=1, rule=RestoreRule(floor=Version(1, 3)))
 
 
-@pytest.mark.slow
 def test_hybrid_shards_vote_in_pairs_and_survive_a_lost_node(fleet: Fleet) -> None:
     four = fleet.run(1, 3, layout="hsdp")
     digests = [r["sealed"][-1].digests for r in four]
