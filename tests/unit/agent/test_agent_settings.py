@@ -161,9 +161,3 @@ def test_every_preset_gives_values_of_the_settings_types(preset: str) -> None:
         kinds = [typing.get_origin(kind) or kind for kind in typing.get_args(hint) or (hint,) if kind is not Ellipsis]
         value = PRESETS[preset].get(name)
         assert value is None or type(value) in kinds, name
-
-
-@pytest.mark.parametrize("preset", list(PRESETS))
-def test_virtual_gpus_disable_the_kernel_log_in_every_preset(preset: str) -> None:
-    assert parsed("--preset", preset).kernel_log_path == "/dev/kmsg"
-    assert parsed("--preset", preset, "--virtual", "default").kernel_log_path == ""

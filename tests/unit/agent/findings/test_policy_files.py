@@ -107,12 +107,6 @@ def test_every_fatal_xid_has_a_remediation() -> None:
             assert Action.strongest(entry.action, Action.RESET_GPU) is entry.action, entry
 
 
-def test_a_gpu_off_the_bus_takes_at_least_a_drain() -> None:
-    entry = load_xid_table()[79]
-    assert entry.severity is Severity.CRITICAL
-    assert Action.strongest(entry.action, Action.DRAIN) is entry.action
-
-
 def test_unknown_recovery_action_reboots_the_node() -> None:
     assert recovery_action(0) is Action.NONE
     assert recovery_action(99) is Action.REBOOT_NODE

@@ -31,11 +31,6 @@ def feed(history: RuleHistory, values: list[float | None], start: float = 0.0) -
     return standing
 
 
-def test_rule_fires_once_n_of_the_last_m_polls_are_bad() -> None:
-    history = RuleHistory(rule(n_of_m=(3, 5)))
-    assert feed(history, [95, 20, 95, 20, 95]) == [False, False, False, False, True]
-
-
 @given(
     n_of_m=st.tuples(st.integers(1, 6), st.integers(1, 6)).map(lambda pair: (min(pair), max(pair))),
     bad=st.lists(st.booleans(), max_size=60),
@@ -45,11 +40,6 @@ def test_n_of_m_agrees_with_counting_by_hand(n_of_m: tuple[int, int], bad: list[
     stood = feed(RuleHistory(rule(n_of_m=n_of_m, clear_after_s=1e9)), [95 if each else 20 for each in bad])
     by_hand = [sum(bad[max(0, end - m) : end]) >= n for end in range(1, len(bad) + 1)]
     assert stood == [any(by_hand[: end + 1]) for end in range(len(by_hand))]
-
-
-def test_bad_polls_too_far_apart_do_not_add_up() -> None:
-    history = RuleHistory(rule(n_of_m=(3, 5)))
-    assert not any(feed(history, [95, 20, 20, 95, 20, 20, 95, 20, 20]))
 
 
 def test_an_unknown_value_neither_raises_nor_clears() -> None:

@@ -92,12 +92,6 @@ def test_spare_exit_is_no_loss(node: Node) -> None:
     assert node.of(RankLost) == []
 
 
-def test_exit_before_first_generation_is_no_loss(node: Node) -> None:
-    node.jobs.handle_disconnect(node.rank(0), "ended")
-    node.wait()
-    assert node.of(RankLost) == []
-
-
 def test_rank_sending_goodbye_is_not_lost(node: Node) -> None:
     launcher, rank = node.launcher(), node.rank(0)
     node.regroup(1)

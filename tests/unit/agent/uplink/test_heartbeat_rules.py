@@ -89,12 +89,6 @@ def test_registration_carries_the_hardware_of_the_node() -> None:
     assert {field: getattr(message, field) for field in expected} == expected
 
 
-def test_heartbeats_are_numbered_after_registration() -> None:
-    talk = Talk()
-    talk.register()
-    assert [talk.beat().seq, talk.beat().seq] == [1, 2]
-
-
 def test_heartbeat_carries_findings_only_when_changed() -> None:
     talk = Talk()
     talk.register(a_finding())

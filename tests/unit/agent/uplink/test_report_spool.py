@@ -148,15 +148,6 @@ def test_a_request_is_bounded_in_reports_and_bytes() -> None:
     assert 100 < len(big.next_batch()) < 140
 
 
-def test_refused_report_is_left_out() -> None:
-    spool = a_spool()
-    spool.add(lost(0), 0.0)
-    spool.add(lost(1), 0.0)
-    spool.drop_refused(1)
-    assert bodies(spool) == [lost(1)]
-    assert spool.refused_count == 1
-
-
 @pytest.mark.promise("reports-survive")
 def test_spool_recovers_reports_of_a_killed_agent(tmp_path: Path) -> None:
     file = tmp_path / "reports"

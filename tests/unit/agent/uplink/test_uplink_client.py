@@ -186,18 +186,6 @@ def test_reports_wait_for_an_absent_controller_and_arrive_once(
     assert any("is reachable again" in r.message for r in caplog.records)
 
 
-def test_directives_pushed_after_a_restart_still_arrive(bench: Bench, controller: ControllerStub) -> None:
-    async def story() -> None:
-        async with bench.line(controller.url) as line:
-            await until(lambda: controller.listening)
-            controller.stop()
-            controller.start()
-            controller.push(stop())
-            await until(lambda: line.node.directives)
-
-    asyncio.run(story())
-
-
 @pytest.mark.parametrize("how", ["unknown_node", "stale", "acknowledge"])
 def test_controller_losing_its_state_gets_everything_again(bench: Bench, controller: ControllerStub, how: str) -> None:
     async def story() -> None:
@@ -237,20 +225,6 @@ def test_first_beat_after_session_loss_carries_all_findings(
             await until(lambda: len(line.node.shown) == 2)
             assert line.node.shown == [[], ["j"]]
             assert len(controller.registered) == 1
-
-    asyncio.run(story())
-
-
-def test_reports_wait_for_reregistration_of_a_forgotten_node(bench: Bench, controller: ControllerStub) -> None:
-    controller.interval_s = DEADLINE_S  # no beat comes to the rescue
-
-    async def story() -> None:
-        async with bench.line(controller.url) as line:
-            await until(lambda: line.node.registrations)
-            controller.forget()
-            line.uplink.report(lost())
-            await until(lambda: controller.taken)
-            assert line.node.registrations == 2
 
     asyncio.run(story())
 

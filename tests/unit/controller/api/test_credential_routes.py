@@ -116,14 +116,6 @@ def test_issue_rejects_invalid_requests(client: TestClient, body: dict[str, Any]
 # --- ending ------------------------------------------------------------------------------------------------------
 
 
-def test_credential_expires(client: TestClient, clock: ManualClock) -> None:
-    issued = issue(client, wire.IssueViewer(subject="guest", reason="a visit", expires_in_s=3600.0))
-    clock.advance(3599.0)
-    assert sees_status(client, issued.token) == 200
-    clock.advance(2.0)
-    assert sees_status(client, issued.token) == 401
-
-
 @pytest.mark.promise("revocation")
 def test_revoked_credential_is_refused_on_next_request(client: TestClient) -> None:
     issued = issue(client, wire.IssueViewer(subject="guest", reason="a visit"))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 from everstep_controller.core.effects import Effect, PutGeneration, PutVerdict, PutVersion, RequestRemediation
-from everstep_controller.core.engine import check_invariants, handle, next_deadline, run_transition
+from everstep_controller.core.engine import check_invariants, handle, run_transition
 from everstep_controller.core.events import Event, OperatorAction, RemediationFinished, SchedulerStateChanged, Tick
 from everstep_controller.core.health.eviction import fleet_scope
 from everstep_controller.core.policy import CorePolicy
@@ -281,13 +281,3 @@ def _count_looks(state: FleetState, now: float) -> int:
     before = len(state.deadlines)
     handle(state, Tick(), now)
     return before - len(state.deadlines)
-
-
-def test_next_deadline_is_in_the_future_after_a_tick() -> None:
-    fleet = CoreFleet()
-    fleet.start(4, 1)
-    fleet.fail_collective(0)
-    fleet.advance(1.0, *NODES[:5])
-    due = next_deadline(fleet.state)
-    assert due is not None
-    assert due >= fleet.now

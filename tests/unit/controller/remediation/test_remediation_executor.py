@@ -267,9 +267,3 @@ def test_dry_run_is_reported_as_dry_run() -> None:
     run(DryRunRemediator(), book, wanted(1, RemediationKind.REBOOT))
     assert [(told.succeeded, told.dry_run) for told in book.told] == [(True, True)]
     assert (book.states("n1-a1"), book.written[-1].detail) == (["started", "confirmed"], "dry run: nothing was done")
-
-
-def test_real_remediation_is_not_reported_as_dry_run() -> None:
-    book = Book()
-    run(Machine(), book, wanted(1, RemediationKind.REBOOT))
-    assert [(told.dry_run, told.detail) for told in book.told] == [(False, "")]

@@ -5,10 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-import pytest
 from everstep_controller.runtime.intake import MAX_PAUSE_S, ROUTINE_SHARE, Intake, PendingRequest, Urgency
-
-from everstep.errors import Unavailable
 
 
 class Queue:
@@ -37,69 +34,6 @@ def in_a_loop(test: Callable[[], None]) -> None:
     asyncio.run(run())
 
 
-def test_intake_orders_urgent_before_routine() -> None:
-    def test() -> None:
-        queue = Queue(10)
-        queue.put("beat 1", Urgency.ROUTINE)
-        queue.put("report 1")
-        queue.put("beat 2", Urgency.ROUTINE)
-        queue.put("report 2")
-        assert queue.take() == ["report 1", "report 2", "beat 1", "beat 2"]
-
-    in_a_loop(test)
-
-
-def test_intake_reserves_a_share_for_routine() -> None:
-    def test() -> None:
-        queue = Queue(100, group=2 * ROUTINE_SHARE)
-        for number in range(40):
-            queue.put(f"report {number}")
-        for number in range(10):
-            queue.put(f"beat {number}", Urgency.ROUTINE)
-        taken = queue.take()
-        assert [name for name in taken if name.startswith("beat")] == ["beat 0", "beat 1"]
-        assert len(taken) == 2 * ROUTINE_SHARE
-
-    in_a_loop(test)
-
-
-def test_full_intake_refuses_routine_with_retry_after() -> None:
-    def test() -> None:
-        queue = Queue(1)
-        queue.put("report")
-        with pytest.raises(Unavailable) as refusal:
-            queue.put("beat", Urgency.ROUTINE)
-        assert refusal.value.retry_after_s > 0
-        assert queue.shed == [Urgency.ROUTINE]
-        assert queue.take() == ["report"]
-
-    in_a_loop(test)
-
-
-def test_full_intake_sheds_oldest_routine_for_urgent() -> None:
-    def test() -> None:
-        queue = Queue(2)
-        oldest = queue.put("beat 1", Urgency.ROUTINE)
-        queue.put("beat 2", Urgency.ROUTINE)
-        queue.put("report")
-        assert isinstance(oldest.future.exception(), Unavailable)
-        assert queue.shed == [Urgency.ROUTINE]
-        assert queue.take() == ["report", "beat 2"]
-
-    in_a_loop(test)
-
-
-def test_full_intake_sheds_urgent_only_without_routine() -> None:
-    def test() -> None:
-        queue = Queue(1)
-        queue.put("report 1")
-        with pytest.raises(Unavailable):
-            queue.put("report 2")
-        assert queue.shed == [Urgency.URGENT]
-
-    in_a_loop(test)
-
-
 def test_intake_age_covers_both_classes() -> None:
     def test() -> None:
         queue = Queue(5)
@@ -107,17 +41,6 @@ def test_intake_age_covers_both_classes() -> None:
         queue.put("report").arrived_at -= 5.0
         queue.put("beat", Urgency.ROUTINE).arrived_at -= 60.0
         assert queue.intake.oldest_wait_s() >= 60.0
-
-    in_a_loop(test)
-
-
-def test_closing_intake_refuses_waiting_stimuli() -> None:
-    def test() -> None:
-        queue = Queue(5)
-        waiting = [queue.put("report"), queue.put("beat", Urgency.ROUTINE)]
-        queue.intake.refuse_all(Unavailable("stopping"))
-        assert all(isinstance(one.future.exception(), Unavailable) for one in waiting)
-        assert len(queue.intake) == 0
 
     in_a_loop(test)
 
@@ -160,37 +83,6 @@ def test_intake_does_not_defer_a_full_routine_group() -> None:
         assert queue.intake.next_due_in_s() == 0.0
         assert len(queue.take(worked_s=60.0)) == 8
         assert queue.take() == []
-
-    in_a_loop(test)
-
-
-@pytest.mark.promise("report-order")
-@pytest.mark.parametrize("parked", [False, True], ids=["queued", "parked in its session"])
-def test_intake_promotes_earlier_routine_of_urgent_source(parked: bool) -> None:
-    def test() -> None:
-        queue = Queue(10)
-        queue.put("warning", Urgency.ROUTINE, "a")
-        queue.take(worked_s=60.0)
-        queue.put("picture of a", Urgency.ROUTINE, "a")
-        queue.put("picture of b", Urgency.ROUTINE, "b")
-        if parked:
-            queue.intake.expedite("a")
-        else:
-            queue.put("loss on a", source="a")
-        assert queue.take() == ["picture of a"] + ["loss on a"] * (not parked)
-        queue.intake.expedite("b")
-        assert queue.take() == ["picture of b"]
-
-    in_a_loop(test)
-
-
-def test_intake_does_not_promote_shed_stimuli() -> None:
-    def test() -> None:
-        queue = Queue(1)
-        queue.put("picture", Urgency.ROUTINE, "a")
-        queue.put("loss on b", source="b")
-        queue.intake.expedite("a")
-        assert queue.take() == ["loss on b"]
 
     in_a_loop(test)
 

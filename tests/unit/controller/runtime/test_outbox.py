@@ -171,13 +171,6 @@ def test_outbox_close_dismisses_every_session() -> None:
     assert [session.dismissed for session in sessions] == [True, True]
 
 
-def test_outbox_shares_a_stored_body_between_nodes() -> None:
-    rows = [OutboxRow(node=node, seq=1, body="{}") for node in ("a", "b")]
-    outbox = Outbox(0, rows)
-    (one,), (other,) = outbox.pending("a"), outbox.pending("b")
-    assert one.body is other.body
-
-
 def test_outbox_acknowledgement_beyond_sent_is_clamped() -> None:
     outbox = Outbox(0)
     outbox.deliver([outgoing(outbox, "a")])

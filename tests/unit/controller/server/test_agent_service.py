@@ -335,12 +335,6 @@ def test_other_protocol_version_is_refused_first(client: TestClient) -> None:
     assert "offered [7, 8], spoken here [1]; upgrade this side" in refused.message
 
 
-def test_registration_of_another_node_is_refused(client: TestClient) -> None:
-    refused = refusal(Speaker(client, "n1").tell, registration("n2"))
-    assert refused.status == 422
-    assert "the body speaks of node n2, the path of n1" in refused.message
-
-
 @pytest.mark.parametrize(
     ("body", "says"),
     [

@@ -160,12 +160,6 @@ def test_retention_keeps_the_newest_event(writer: DatabaseWriter, engine: Engine
     assert (loaded.newest_audit, loaded.newest_at) == (3, 3.0)
 
 
-def test_retention_keeps_recent_events(writer: DatabaseWriter, engine: Engine) -> None:
-    writer.commit([Batch(number=1, audit=audit(1, 2, 3))])
-    assert pruned(writer, engine, EVERYTHING) == 0
-    assert ids(engine) == [1, 2, 3]
-
-
 def test_retention_deletes_in_small_batches(
     writer: DatabaseWriter, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

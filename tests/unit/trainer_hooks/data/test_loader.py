@@ -93,11 +93,6 @@ def test_samples_do_not_depend_on_the_number_of_ranks(make, world):
     assert [sum(parts, ()) for parts in zip(*ranks, strict=True)] == loaded(make())
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_samples_do_not_depend_on_the_first_step(make, workers):
-    assert loaded(make(), first=13, num_workers=workers) == loaded(make())[12:]
-
-
 def test_steps_in_any_order_have_their_own_samples(make):
     run = run_of()
     loader = run.loader(make(), global_batch=BATCH, seed=SEED, collate_fn=as_tuple)

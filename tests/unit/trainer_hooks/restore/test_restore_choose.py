@@ -83,10 +83,6 @@ def test_missing_floor_and_version_start_from_scratch() -> None:
     assert chosen(RestoreRule(), [slot(1, OLD)]) is None
 
 
-def test_without_a_floor_a_whole_version_is_still_taken() -> None:
-    assert chosen(RestoreRule(), both(OLD)) == OLD
-
-
 def test_scratch_rule_restores_nothing() -> None:
     assert chosen(RestoreRule(from_scratch=True), both(NEW)) is None
 

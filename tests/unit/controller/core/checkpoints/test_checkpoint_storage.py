@@ -339,9 +339,3 @@ def test_spill_url_with_credentials_is_refused() -> None:
     reason = sent(fleet.effects, StopJob)["n1"].reason
     assert "credentials" in reason
     assert "hunter2" not in reason
-
-
-def test_job_without_spill_plan_orders_no_spill() -> None:
-    fleet = CoreFleet()
-    fleet.start(2)
-    assert not sent(_commit(fleet, 1000), SpillVersion)

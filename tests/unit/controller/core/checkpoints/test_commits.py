@@ -87,15 +87,6 @@ def test_version_without_digests_commits_unverified() -> None:
     assert _versions(fleet.seal(4, digests={0: "", 1: ""})) == [(Version(1, 4), False)]
 
 
-@pytest.mark.promise("stale-refused")
-def test_seals_of_ended_generation_are_refused() -> None:
-    fleet = CoreFleet()
-    fleet.start(2)
-    fleet.lose_rank(0)
-    assert fleet.seal(4, generation=1) == []
-    assert fleet.state.ignored_counts["version_sealed.stale"] == 2
-
-
 def test_announced_boundary_blocks_commits_but_compares_digests() -> None:
     fleet = CoreFleet()
     fleet.start(2, 1)
@@ -167,16 +158,6 @@ def test_candidate_interval_matches_policy_for_any_step_time(step_s: float, cand
     assert sent(fleet.seal(7), VersionNotice)["n1"].candidate == candidate
 
 
-@pytest.mark.promise("committed-stays")
-def test_only_announced_candidates_commit() -> None:
-    fleet = CoreFleet()
-    fleet.start(2)
-    fleet.progress(step=7, step_s=0.5)
-    fleet.seal(7)
-    assert _versions(fleet.seal(8)) == []
-    assert _versions(fleet.seal(9)) == [(Version(1, 9), True)]
-
-
 def test_large_job_commits_less_often_than_small_job() -> None:
     candidates = []
     for nodes in (2, 8):
@@ -246,18 +227,6 @@ def test_replica_locations_are_written_once_per_generation() -> None:
 
 
 # --- what a generation may start from ----------------------------------------------------------------------------
-
-
-def test_first_generation_starts_from_scratch_later_ones_restore() -> None:
-    fleet = CoreFleet()
-    fleet.start(2)
-    assert fleet.spec().restore == RestoreRule(from_scratch=True)
-    fleet.lose_rank(0)
-    assert fleet.spec().restore == RestoreRule()
-    fleet.resume()
-    fleet.seal(4)
-    fleet.lose_rank(0)
-    assert fleet.spec().restore == RestoreRule(floor=Version(2, 4))
 
 
 @pytest.mark.promise("restore-clean")

@@ -112,15 +112,6 @@ def test_parity_nodes_are_loaded_evenly() -> None:
     assert max(load.values()) == 1
 
 
-@pytest.mark.parametrize(
-    ("nodes", "sizes"), [(3, []), (4, [2, 2]), (5, [3, 2]), (6, [3, 3]), (8, [4, 4]), (9, [3, 3, 3]), (10, [4, 3, 3])]
-)
-def test_groups_have_balanced_sizes_up_to_k(nodes: int, sizes: list[int]) -> None:
-    _, grouping = _formed([FailureDomains(rack=f"r{at}") for at in range(nodes)], 4)
-    assert [len(group.members) for group in grouping.groups] == sizes
-    assert len(grouping.copy_only_nodes) == nodes - sum(sizes)
-
-
 def test_group_size_shrinks_with_the_number_of_racks() -> None:
     _, grouping = _formed([FailureDomains(rack=f"r{at % 6}") for at in range(24)], 8)
     assert {len(group.members) for group in grouping.groups} == {4}
@@ -184,10 +175,3 @@ def test_loss_explanation_covers_each_affected_group() -> None:
         "group 1 (5 nodes) is without a: no member is, and parity can be made anew",
     ]
     assert list(describe_losses(groups, {"x"})) == []
-
-
-def test_large_fleet_is_grouped_completely() -> None:
-    sites = [FailureDomains(power=f"p{at // 32}", switch=f"s{at // 16}", rack=f"r{at // 16}") for at in range(1248)]
-    _, grouping = _formed(sites, 8)
-    assert len(grouping.groups) == 156
-    assert grouping.copy_only_nodes == ()

@@ -93,23 +93,6 @@ def test_single_node_job_depends_on_its_node() -> None:
     assert only.sentence.endswith("fewer than 1 node are left and the job is paused")
 
 
-def test_partial_copies_survive_any_single_loss() -> None:
-    fleet = _fleet("abcd")
-    nodes = fleet.seats()
-    _commit(fleet, {node: ((), tuple(other for other in nodes if other != node)) for node in nodes})
-    answer = _ask(fleet)
-    assert all(one.restorable == (one.kind != "pair") for one in answer.loss_forecasts), (
-        "two of them may hold one part alone"
-    )
-
-
-def test_two_nodes_without_reported_copies_form_a_fatal_pair() -> None:
-    fleet = _fleet("ab", replicas=3)
-    _commit(fleet, {})
-    answer = _ask(fleet)
-    assert [one.nodes for one in answer.loss_forecasts if not one.restorable] == [("n1", "n2")]
-
-
 def test_exposure_reports_job_continuation_separately() -> None:
     fleet = _fleet("aabb", min_nodes=3)
     _commit(fleet, PAIRED)

@@ -11,7 +11,7 @@ from everstep.vocabulary import FindingKind, JobState, NodeState, ProbeKind
 from everstep.wire.v1.agent import Domain
 from everstep.wire.v1.directives import RunProbe
 from everstep.wire.v1.training import ProbeFinished
-from tests.support.core_fleet import CoreFleet, audits, decisions, generations, sent
+from tests.support.core_fleet import CoreFleet, audits, decisions, sent
 from tests.support.findings import slow_link, xid
 
 
@@ -234,14 +234,6 @@ def _tied(**more: int) -> CoreFleet:
 def _computed(fleet: CoreFleet, node: str, *, ok: bool = True, wrong: bool = False) -> list[tuple[str, str]]:
     name = next(n for n, p in fleet.state.probes.items() if p.nodes == (node,))
     return decisions(fleet.report(node, ProbeFinished(probe=name, ok=ok, wrong_result=wrong, detail="first at [3, 7]")))
-
-
-def test_digest_tie_starts_compute_probes() -> None:
-    fleet = _tied()
-    effects = fleet.seal(5, digests={0: "x", 1: "y"})
-    probes = sent(effects, RunProbe)
-    assert {node: body.kind for node, body in probes.items()} == {"n1": ProbeKind.COMPUTE, "n2": ProbeKind.COMPUTE}
-    assert generations(effects)[0].restore.ceiling is not None
 
 
 def test_wrong_compute_probe_evicts_node_immediately() -> None:

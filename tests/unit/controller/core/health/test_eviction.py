@@ -109,14 +109,6 @@ def test_worsened_finding_is_judged_again() -> None:
     assert decisions(fleet.beat("n2", xid())) == [("n2", "evict")]
 
 
-def test_eviction_leaves_node_at_a_boundary() -> None:
-    fleet = _running()
-    spec = generations(fleet.raise_finding("n2", xid()))[0]
-    assert spec.after_step is not None
-    assert spec.after_step >= 12
-    assert fleet.seats() == ["n1", "n4", "n3"]
-
-
 def test_eviction_before_first_step_skips_boundary() -> None:
     fleet = CoreFleet()
     fleet.start(3, 1)
@@ -137,15 +129,6 @@ def test_eviction_below_job_minimum_waits_for_spare() -> None:
     fleet.join("n3")
     assert fleet.node_state("n2") is NodeState.QUARANTINED
     assert fleet.seats() == ["n1", "n3"]
-
-
-def test_deferred_eviction_is_dropped_when_finding_clears() -> None:
-    fleet = _running(2, 0, min_nodes=2)
-    fleet.raise_finding("n2", xid())
-    fleet.clear_finding("n2", xid().key)
-    fleet.register("n3")
-    fleet.join("n3")
-    assert fleet.node_state("n2") is NodeState.HEALTHY
 
 
 @pytest.mark.promise("eviction-budget")
@@ -169,12 +152,6 @@ def _quarantined() -> CoreFleet:
     fleet.raise_finding("n2", xid())
     fleet.resume(step=20)
     return fleet
-
-
-def test_quarantine_lasts_while_cause_stands() -> None:
-    fleet = _quarantined()
-    fleet.advance(30.0, "n1", "n2", "n3", "n4")
-    assert fleet.node_state("n2") is NodeState.QUARANTINED
 
 
 @pytest.mark.promise("eviction-evidence")
@@ -270,14 +247,6 @@ def test_divergent_node_stays_out_until_gpu_is_replaced() -> None:
 
 
 # --- operators ---------------------------------------------------------------------------------------------------
-
-
-def test_held_node_stays_until_its_job_regroups() -> None:
-    fleet = _running()
-    fleet.order(OperatorAction.HOLD, node="n2")
-    assert fleet.spec().number == 1
-    fleet.lose_rank(0)
-    assert fleet.seats() == ["n1", "n4", "n3"]
 
 
 def test_drain_below_job_minimum_is_refused() -> None:

@@ -127,17 +127,6 @@ def test_node_held_on_probation_resumes_probation() -> None:
 # --- maintenance -------------------------------------------------------------------------------------------------
 
 
-def test_maintenance_drains_node_and_ends_in_probation() -> None:
-    fleet = _fleet()
-    effects = _maintain(fleet, node="n2")
-    assert generations(effects)[0].after_step is not None
-    assert _kinds(effects) == [RemediationKind.CORDON]
-    fleet.advance(59.0, *EVERYONE)
-    assert fleet.node_state("n2") is NodeState.HELD
-    fleet.advance(1.1, *EVERYONE)
-    assert fleet.node_state("n2") is NodeState.PROBATION
-
-
 @pytest.mark.promise("holds-respected")
 def test_maintenance_ignores_absence_and_findings() -> None:
     fleet = _fleet()

@@ -203,18 +203,6 @@ def test_remediation_refers_to_the_evicting_verdict() -> None:
     assert reset.verdict_id == "n2-1"
 
 
-def test_failed_remediation_leads_to_next_step() -> None:
-    fleet = _reset_due()
-    assert _kinds(_report(fleet, RemediationKind.RESET_GPU, ok=False, detail="nvidia-smi: in use")) == ["reboot"]
-    assert "nvidia-smi: in use" in audits(fleet.effects, "remediation.failed")[-1]
-
-
-def test_ineffective_remediation_leads_to_next_step() -> None:
-    fleet = _reset_due()
-    _report(fleet, RemediationKind.RESET_GPU)
-    assert _kinds(fleet.advance(6.0, *EVERYONE)) == ["reboot"]
-
-
 def test_unreported_remediation_leads_to_next_step() -> None:
     fleet = _reset_due()
     assert _kinds(fleet.advance(31.0, *EVERYONE)) == ["reboot"]

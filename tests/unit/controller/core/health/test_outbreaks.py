@@ -58,25 +58,6 @@ def test_simultaneous_fault_of_all_nodes_evicts_none(nodes: int) -> None:
     assert len(audits(fleet.effects, "fleet.correlated_finding")) == 1
 
 
-@pytest.mark.promise("outbreaks")
-@pytest.mark.parametrize("nodes", [2, 3, 4, 5, 8, 16, 33, 64])
-def test_fault_spreading_within_window_evicts_none(nodes: int) -> None:
-    fleet = _fleet(nodes)
-    _hand_out(fleet, _names(nodes), xid(), over_s=WINDOW_S - 1.0)
-    assert _out(fleet) == []
-    fleet.advance(150.0, *_names(nodes))
-    assert (_out(fleet), _used(fleet), fleet.state.fleet.breaker_reason) == ([], 0, "")
-    assert {record.state for record in fleet.state.nodes.values()} == {NodeState.HEALTHY}
-    assert len(audits(fleet.effects, "fleet.correlated_finding")) == 1
-
-
-@pytest.mark.parametrize("nodes", [2, 8, 9, 40, 200])
-def test_widespread_ecc_errors_evict_none(nodes: int) -> None:
-    fleet = _fleet(nodes)
-    _hand_out(fleet, _names(nodes), uncorrectable_ecc())
-    assert (_out(fleet), _used(fleet), fleet.state.fleet.breaker_reason) == ([], 0, "")
-
-
 @pytest.mark.parametrize("nodes", [2, 3, 8, 16, 24, 40])
 def test_driver_fault_with_several_findings_evicts_none(nodes: int) -> None:
     fleet = _fleet(nodes)

@@ -8,7 +8,6 @@ from everstep_controller.core.effects import Send
 from everstep_controller.core.events import DatabaseAvailabilityChanged
 from everstep_controller.core.policy import CorePolicy
 
-from everstep.errors import ConfigurationError
 from everstep.vocabulary import Action, Finding, GenerationReason, NodeState
 from everstep.wire.v1.agent import Gpu
 from everstep.wire.v1.directives import KillRank, NewGeneration
@@ -161,11 +160,6 @@ def test_rank_restart_stops_when_finding_is_correlated() -> None:
     fleet = _fleet(others=OTHERS)
     said = [decision for node in NODES for _, decision in decisions(fleet.raise_finding(node, _stopped()))]
     assert said == ["restart", "restart", "correlated"]
-
-
-def test_rank_restart_limit_below_one_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="rank_restarts_per_fleet"):
-        msgspec.structs.replace(LAB, rank_restarts_per_fleet=0).validate()
 
 
 def test_rank_restart_history_survives_controller_restart() -> None:

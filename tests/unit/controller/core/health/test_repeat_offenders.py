@@ -147,13 +147,6 @@ def test_node_from_repair_starts_with_clean_score() -> None:
     assert (_score(fleet), fleet.state.nodes["n2"].history.recent_offences) == (0.0, [])
 
 
-def test_old_offences_decay() -> None:
-    fleet = _fleet(offender_half_life_s=10.0)
-    _evict_and_return(fleet)
-    fleet.advance(100.0, *EVERYONE)
-    assert _score(fleet) < 0.01
-
-
 def test_failed_probe_counts_half_and_operator_eviction_none() -> None:
     fleet = _fleet()
     fleet.order(OperatorAction.EVICT, node="n2")

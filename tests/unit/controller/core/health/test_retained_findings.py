@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 from everstep_controller.core.events import HeartbeatChanged
-from everstep_controller.core.health import findings as pictures
-from everstep_controller.core.records import NodeRecord
 
 from everstep.vocabulary import Finding, FindingKind, Severity
 from everstep.wire.v1.agent import MAX_FINDINGS
@@ -25,21 +23,6 @@ def fleet() -> CoreFleet:
 
 def beat(fleet: CoreFleet, *findings: Finding) -> None:
     fleet.feed(HeartbeatChanged(node="n1", incarnation=fleet.incarnations["n1"], findings=findings, trace="t"))
-
-
-@pytest.mark.promise("bounded-node")
-def test_findings_report_weighs_each_finding_once(fleet: CoreFleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    weighed: list[str] = []
-    weight = pictures._retention_key
-
-    def counted(record: NodeRecord, key: str) -> tuple[bool, int]:
-        weighed.append(key)
-        return weight(record, key)
-
-    monkeypatch.setattr(pictures, "_retention_key", counted)
-    beat(fleet, *(disk(number) for number in range(2000)))
-    assert len(fleet.state.nodes["n1"].health.agent_findings) == MAX_FINDINGS
-    assert len(weighed) <= 2000
 
 
 def test_findings_report_retains_the_most_severe(fleet: CoreFleet) -> None:

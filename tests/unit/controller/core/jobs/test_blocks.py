@@ -87,17 +87,6 @@ def test_intact_blocks_keep_order_and_seats(before: list[str], lost: list[str], 
     assert [one for one in _chunks(alone, block) if one in whole] == whole
 
 
-def test_smallest_block_supplies_nodes_to_other_blocks() -> None:
-    before = ["a", "b", "c", "d", "e", "f", "g", "h", "i"]
-    assert choose_seats(before, ["b", "c", "d", "e", "f", "g"], 9, 3) == ["g", "b", "c", "d", "e", "f"]
-
-
-def test_block_moves_when_its_rack_lacks_nodes() -> None:
-    rack = dict.fromkeys("abx", "1") | dict.fromkeys("cd", "2") | dict.fromkeys("yz", "3")
-    assert choose_seats(list("abcd"), list("bcdyz"), 4, 2, rack) == list("yzcd")
-    assert choose_seats(list("abcd"), list("bcdyzx"), 4, 2, rack) == list("xbcd")
-
-
 # --- what a job may ask for --------------------------------------------------------------------------------------
 
 
@@ -137,11 +126,6 @@ def _pairs(racks: str, spares: str = "", **spec: object) -> CoreFleet:
     fleet.join(*[f"n{at + 1}" for at in range(len(racks) + len(spares))], **shape)
     fleet.resume()
     return fleet
-
-
-def test_job_forms_with_each_block_in_one_rack() -> None:
-    fleet = _pairs("abab")
-    assert fleet.seats() == ["n1", "n3", "n2", "n4"]
 
 
 def test_lost_node_removes_block_without_spare_in_rack() -> None:

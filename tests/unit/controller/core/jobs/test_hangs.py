@@ -11,7 +11,7 @@ from everstep_controller.core.policy import CorePolicy
 
 from everstep.vocabulary import GenerationReason, JobState
 from everstep.wire.v1.directives import KillRank, NewGeneration, StopJob
-from tests.support.core_fleet import CoreFleet, decisions, generations, sent
+from tests.support.core_fleet import CoreFleet, generations, sent
 
 
 @pytest.mark.promise("stuck-rank-named")
@@ -112,14 +112,6 @@ def test_stall_with_lost_node_drops_node_and_kills_no_rank() -> None:
     assert sent(effects, KillRank) == {}
 
 
-def test_rank_replacement_keeps_every_seat() -> None:
-    fleet = CoreFleet()
-    fleet.start(4, 1)
-    effects = fleet.lose_rank(0)
-    assert [spec.number for spec in generations(effects)] == [2]
-    assert fleet.seats() == ["n1", "n2", "n3", "n4"]
-
-
 def test_simultaneous_rank_losses_make_one_generation() -> None:
     fleet = CoreFleet()
     fleet.start(2, nproc_per_node=4)
@@ -134,14 +126,6 @@ def test_late_report_of_missing_replacement_counts() -> None:
     fleet.lose_rank(0)
     assert generations(fleet.lose_rank(1, generation=1, replacement=False))[0].number == 3
     assert fleet.seats() == ["n1", "n3"]
-
-
-def test_rank_loss_during_regroup_makes_another_generation() -> None:
-    fleet = CoreFleet()
-    fleet.start(3)
-    fleet.lose_rank(0)
-    fleet.lose_rank(1)
-    assert fleet.spec().number == 3
 
 
 def _before_a_boundary() -> CoreFleet:
@@ -187,15 +171,6 @@ def test_finished_rank_cannot_be_lost() -> None:
 
 def _flapping() -> CoreFleet:
     return CoreFleet(msgspec.structs.replace(CorePolicy.lab_preset(), rank_flap_count=3))
-
-
-def test_node_losing_ranks_repeatedly_is_excluded() -> None:
-    fleet = _flapping()
-    fleet.start(2, 1)
-    fleet.lose_rank(0)
-    fleet.lose_rank(0)
-    assert decisions(fleet.lose_rank(0)) == [("n1", "recommend")]
-    assert fleet.seats() == ["n3", "n2"]
 
 
 def test_old_rank_losses_are_forgotten() -> None:

@@ -10,12 +10,10 @@ import pytest
 from everstep_controller.core.effects import DeleteJob, Send
 from everstep_controller.core.events import OperatorAction
 from everstep_controller.core.jobs import joining, membership
-from everstep_controller.core.jobs.membership import other_owner
 from everstep_controller.core.policy import CorePolicy
 from everstep_controller.core.records import JobRecord
 from everstep_controller.core.state import FleetState
 
-from everstep.errors import ConfigurationError
 from everstep.vocabulary import JobState, NodeState
 from everstep.wire.v1.directives import StopJob
 from tests.support.core_fleet import CoreFleet, audits, sent
@@ -91,13 +89,6 @@ def test_spare_beyond_node_limit_is_refused() -> None:
     assert len(stops(fleet, "n1", "d")) == 1
 
 
-def test_job_limit_is_independent_per_node() -> None:
-    fleet = fleet_of("n1", "n2")
-    wait(fleet, "n1", "a", "b", "c")
-    wait(fleet, "n2", "d", "e", "f")
-    assert len(fleet.state.jobs) == 6
-
-
 def test_ended_job_frees_room_on_its_node() -> None:
     fleet = fleet_of("n1")
     wait(fleet, "n1", "a", "b", "c")
@@ -133,11 +124,6 @@ def test_job_limit_survives_controller_restart() -> None:
     fleet.beat("n1")
     wait(fleet, "n1", "d")
     assert list(fleet.state.jobs) == ["a", "b", "c"]
-
-
-def test_job_limit_below_one_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="jobs_per_node"):
-        msgspec.structs.replace(LAB, jobs_per_node=0).validate()
 
 
 # --- launchers in a restart loop ---------------------------------------------------------------------------------
@@ -190,19 +176,6 @@ def test_join_cost_is_independent_of_ended_jobs(ended: int) -> None:
         fleet.join("n1", job="new", min_nodes=1, max_nodes=1, join_wait_s=0.0)
         assert fleet.job_state("new") is JobState.RUNNING
     assert counted.count < 30
-
-
-@pytest.mark.parametrize("waiting", [2, 30])
-def test_owner_of_a_node_is_found_by_one_lookup(waiting: int) -> None:
-    fleet = fleet_of("n1", policy=LAB)
-    wait(fleet, "n1", *(f"next-{number}" for number in range(waiting)))
-    run(fleet, "n1", "owner")
-    with lookups(fleet) as counted:
-        owner = other_owner(fleet.state, fleet.job("next-0"), "n1")
-        assert owner is not None
-        assert owner.job == "owner"
-    assert counted.count == 2
-    assert other_owner(fleet.state, owner, "n1") is None
 
 
 def test_owner_of_a_node_follows_the_jobs() -> None:

@@ -13,18 +13,6 @@ from tests.support.core_fleet import CoreFleet, generations, sent
 names = st.lists(st.sampled_from([f"n{i}" for i in range(9)]), unique=True)
 
 
-def test_spare_takes_rank_numbers_of_lost_node() -> None:
-    assert choose_seats(["a", "b", "c"], ["a", "c", "s"], 3) == ["a", "s", "c"]
-
-
-def test_survivors_keep_their_order_without_spare() -> None:
-    assert choose_seats(["a", "b", "c"], ["c", "a"], 3) == ["a", "c"]
-
-
-def test_smaller_size_drops_the_last_seats() -> None:
-    assert choose_seats(["a", "b", "c"], ["a", "b", "c", "s"], 2) == ["a", "b"]
-
-
 @given(names, names, st.integers(1, 9))
 def test_seats_are_maximal_and_keep_survivor_order(before: list[str], able: list[str], most: int) -> None:
     seats = choose_seats(before, able, most)

@@ -25,15 +25,6 @@ def test_paused_job_names_able_and_missing_nodes() -> None:
     assert sentence.endswith("the job needs 4 nodes and is paused until one comes back")
 
 
-def test_paused_job_reports_another_departed_node() -> None:
-    fleet = _paused()
-    fleet.leave("n3")
-    fleet.advance(1.1, *NODES)
-    assert fleet.job().sentence == (
-        "the launcher on n4 is gone; able to go on: n1, n2; the job needs 4 nodes and is paused until 2 come back"
-    )
-
-
 def test_paused_job_reports_a_returned_node() -> None:
     fleet = _paused()
     fleet.leave("n3")

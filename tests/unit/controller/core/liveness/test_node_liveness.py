@@ -51,14 +51,6 @@ def test_late_disconnect_of_earlier_incarnation_is_ignored() -> None:
     assert fleet.node_state("n1") is NodeState.HEALTHY
 
 
-def test_heartbeats_keep_a_node_healthy() -> None:
-    fleet = CoreFleet()
-    fleet.start(2)
-    fleet.advance(30.0, "n1", "n2")
-    assert fleet.node_state("n2") is NodeState.HEALTHY
-    assert fleet.spec().number == 1
-
-
 @pytest.mark.promise("heard-is-alive")
 def test_cleared_suspicion_leaves_the_roster_unchanged() -> None:
     fleet = CoreFleet()

@@ -73,14 +73,6 @@ def test_suspicion_timeout_stays_between_bounds(longest_s: float) -> None:
     assert POLICY.suspect_after_peer_loss_s <= suspect_timeout_after_peer_loss_s(POLICY, longest_s) <= patience
 
 
-def test_steady_heartbeats_get_the_minimum_timeout() -> None:
-    hearing, pulse = ObserverState(), HeartbeatState()
-    for second in range(1, 100):
-        record_message(POLICY, hearing, pulse, float(second))
-    assert pulse.longest_pause_s == 1.0
-    assert suspect_timeout_s(POLICY, pulse.longest_pause_s) == POLICY.suspect_after_s
-
-
 def test_recent_pause_doubles_the_timeout_and_decays() -> None:
     pause = decayed_longest_pause_s(1.0, 6.0)
     assert suspect_timeout_s(POLICY, pause) == 12.0
