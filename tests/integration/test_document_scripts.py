@@ -71,7 +71,7 @@ def test_pages_show_complete_scripts() -> None:
 @pytest.mark.parametrize(("script", "page"), [(shown, shown[0]) for shown in LAUNCHED], indirect=["script"])
 def test_script_on_page_trains(script: Path, page: str) -> None:
     argv = ["--nproc-per-node", str(RANKS.get(page, 2)), "--state-dir", str(script.parent / "state"), "train.py"]
-    with launched(script.parent, *argv, GLOO_SOCKET_IFNAME="lo", STEPS="20") as launcher:
+    with launched(script.parent, *argv, GLOO_SOCKET_IFNAME="lo", STEPS="8") as launcher:
         assert launcher.wait() == 0, launcher.err
     if page != "docs/start/tutorial.md":
         assert "finished at step" in launcher.out

@@ -14,7 +14,7 @@ from tests.support.launched import launched
 
 pytestmark = pytest.mark.slow
 
-STEPS, WORLD, KILLS = 200, 3, 3
+STEPS, WORLD, KILLS = 120, 3, 3
 Row = dict[str, Any]
 
 

@@ -253,20 +253,10 @@ def test_lost_fork_server_restarts_with_its_workers(agent: FakeAgent, script: Pa
         assert {agent.heard(RankExited, lambda m, n=n: m.local_rank == n).pid for n in range(2)} == set(before)
 
 
-def test_zygote_killed_during_import_is_restarted(agent: FakeAgent, script: Path) -> None:
-    with start(agent, script, warm=False) as launcher:
-        before = tuple(holder(launcher, script.parent, n) for n in range(2))
-        first = launcher.child_named("everstep-zygote")
-        os.kill(first, signal.SIGKILL)
-        launcher.eventually(lambda: launcher.child_named("everstep-zygote") != first, "another, which imports")
-        os.kill(launcher.child_named("everstep-zygote"), signal.SIGKILL)
-        after = [holder(launcher, script.parent, n, not_in=before) for n in range(2)]
-        assert all(map(is_running, after))
-
-
 @pytest.mark.promise("fork-server")
 def test_fork_server_is_replaced_from_its_zygote(agent: FakeAgent, script: Path) -> None:
-    """Torch is imported once: the zygote outlives the fork servers, and is replaced with them where it dies itself."""
+    """Torch is imported once: the zygote outlives the fork servers. A zygote that dies, also during its imports, is
+    replaced with them."""
     with start(agent, script, "--max-restarts", "5", warm=False) as launcher:
         first = tuple(holder(launcher, script.parent, n) for n in range(2))
         zygote = launcher.child_named("everstep-zygote")
@@ -274,6 +264,8 @@ def test_fork_server_is_replaced_from_its_zygote(agent: FakeAgent, script: Path)
         second = tuple(holder(launcher, script.parent, n, not_in=first) for n in range(2))
         assert launcher.child_named("everstep-zygote") == zygote
         os.kill(zygote, signal.SIGKILL)
+        launcher.eventually(lambda: launcher.child_named("everstep-zygote") != zygote, "another zygote, which imports")
+        os.kill(launcher.child_named("everstep-zygote"), signal.SIGKILL)
         third = [holder(launcher, script.parent, n, not_in=(*first, *second)) for n in range(2)]
         assert all(map(is_running, third))
         assert launcher.child_named("everstep-zygote") != zygote
@@ -295,20 +287,26 @@ def test_output_goes_to_files_and_tee_shows_the_rank(agent: FakeAgent, script: P
 
 
 def test_plain_script_gets_torchrun_environment(agent: FakeAgent, tmp_path: Path) -> None:
-    script = tmp_path / "plain.py"
+    """Also where the current directory has modules of the names that launcher and script import."""
+    for name in ("numpy", "torch", "xxhash"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('shadowed')")
+    script = tmp_path / "scripts" / "plain.py"
+    script.parent.mkdir()
+    (script.parent / "beside.py").write_text("NAME = 'beside the script'")
     script.write_text(
-        "import os, sys, torch, torch.distributed as dist\n"
+        "import os, sys, torch, torch.distributed as dist, beside\n"
         "dist.init_process_group('gloo')\n"
         "total = torch.tensor([dist.get_rank() + 1.0])\n"
         "dist.all_reduce(total)\n"
-        "line = f'{dist.get_rank()} of {dist.get_world_size()}: {total.item()} {sys.argv[1:]} {__name__}'\n"
-        "os.write(1, (line + chr(10)).encode())\n"  # whole, whatever the other rank writes meanwhile
+        "line = f'{dist.get_rank()} of {dist.get_world_size()}: {total.item()} {sys.argv[1:]} {beside.NAME}'\n"
+        "os.write(1, f'{line} {__name__}{chr(10)}'.encode())\n"  # whole, whatever the other rank writes meanwhile
         "dist.destroy_process_group()\n"
     )
-    argv = ["--agent-socket", str(agent.path), "--nproc-per-node", "2", str(script), "--x"]
+    argv = ["--agent-socket", str(agent.path), "--nproc-per-node", "2", "scripts/plain.py", "--x"]
     with launched(tmp_path, *argv, warm=False) as launcher:
         assert launcher.wait() == 0, launcher.err
-        assert sorted(launcher.out.splitlines()) == ["0 of 2: 3.0 ['--x'] __main__", "1 of 2: 3.0 ['--x'] __main__"]
+        said = "of 2: 3.0 ['--x'] beside the script __main__"
+        assert sorted(launcher.out.splitlines()) == [f"0 {said}", f"1 {said}"]
         assert launcher.err.count("OMP_NUM_THREADS") == 1
 
 
@@ -325,18 +323,6 @@ def test_launcher_shows_script_exception_and_exit_status(agent: FakeAgent, tmp_p
         assert "runpy" not in launcher.err
     with launched(tmp_path, *flags, "--exit") as launcher:
         assert launcher.wait() == 7
-
-
-def test_current_directory_shadows_no_launcher_import(agent: FakeAgent, tmp_path: Path) -> None:
-    for name in ("numpy", "torch", "xxhash"):
-        (tmp_path / f"{name}.py").write_text("raise SystemExit('shadowed')")
-    scripts = tmp_path / "scripts"
-    scripts.mkdir()
-    (scripts / "beside.py").write_text("NAME = 'beside the script'")
-    (scripts / "plain.py").write_text("import torch, beside; print(torch.ones(1).item(), beside.NAME)")
-    with launched(tmp_path, "--agent-socket", str(agent.path), "scripts/plain.py", warm=False) as launcher:
-        assert launcher.wait() == 0, launcher.err
-        assert launcher.out == "1.0 beside the script\n"
 
 
 def test_a_launcher_under_nohup_survives_its_terminal(agent: FakeAgent, script: Path) -> None:

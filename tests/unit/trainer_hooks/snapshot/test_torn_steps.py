@@ -24,7 +24,7 @@ from tests.support.stage import Stage, stage
 from tests.support.vaults import vaults
 from tests.support.waiting import until
 
-WORLD, FIRST, APART = 3, 5, 6
+WORLD, FIRST, APART = 3, 5, 4
 SUBSETS = [ranks for count in range(1, WORLD + 1) for ranks in combinations(range(WORLD), count)]
 AT_EACH_POINT = [Kill(FIRST + APART * n, point, SUBSETS[n % len(SUBSETS)]) for n, point in enumerate(POINTS)]
 STEPS = FIRST + APART * max(len(AT_EACH_POINT), len(SUBSETS))
