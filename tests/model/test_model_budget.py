@@ -247,8 +247,9 @@ class Budget(RuleBasedStateMachine):
 
 
 @pytest.mark.promise("eviction-budget")
-def test_eviction_budget_matches_recount() -> None:
+@pytest.mark.parametrize("examples", [25, pytest.param(400, marks=pytest.mark.nightly)])
+def test_eviction_budget_matches_recount(examples: int) -> None:
     most = settings(
-        max_examples=40, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+        max_examples=examples, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
     )
     run_state_machine_as_test(Budget, settings=most)

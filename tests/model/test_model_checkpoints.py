@@ -158,11 +158,12 @@ class Checkpoints(RuleBasedStateMachine):
 
 
 @pytest.mark.promise("commit-complete")
-def test_commits_match_per_rank_model() -> None:
+@pytest.mark.parametrize("examples", [100, pytest.param(1500, marks=pytest.mark.nightly)])
+def test_commits_match_per_rank_model(examples: int) -> None:
     run_state_machine_as_test(
         Checkpoints,
         settings=settings(
-            max_examples=150,
+            max_examples=examples,
             stateful_step_count=40,
             deadline=None,
             derandomize=True,

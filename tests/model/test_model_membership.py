@@ -214,11 +214,12 @@ class Membership(RuleBasedStateMachine):
 
 
 @pytest.mark.promise("rosters-whole")
-def test_rosters_match_membership_model() -> None:
+@pytest.mark.parametrize("examples", [50, pytest.param(800, marks=pytest.mark.nightly)])
+def test_rosters_match_membership_model(examples: int) -> None:
     run_state_machine_as_test(
         Membership,
         settings=settings(
-            max_examples=80,
+            max_examples=examples,
             stateful_step_count=30,
             deadline=None,
             derandomize=True,

@@ -249,13 +249,15 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a tie of digests names a liar",
         lambda: swapped(commits.compare_digests_by_node, _one_of_a_tie),
-        seeds=(15,),
+        seeds=(15, 34),
     ),
     # whose fault it is
     Mutant("nobody is acquitted", lambda: swapped(eviction._roll_back, nothing), seeds=(2,)),
     Mutant("no outbreak is recognised", lambda: swapped(outbreaks.common_cause, _no_words), seeds=(2,)),
     Mutant(
-        "the breaker latches for what others show", lambda: swapped(outbreaks.shared_by_other, _no_words), seeds=(11,)
+        "the breaker latches for what others show",
+        lambda: swapped(outbreaks.shared_by_other, _no_words),
+        seeds=(11, 58),
     ),
     Mutant(
         "who accuses a pair is convicted without a second pass",
@@ -353,7 +355,7 @@ MUTANTS: tuple[Mutant, ...] = (
         seeds=(4,),
     ),
     Mutant("rosters take suspects in", _suspects_taken_in, seeds=(2,)),
-    Mutant("a witness is ignored", lambda: swapped(losses.regroup_without_missing, _no), seeds=(23,)),
+    Mutant("a witness is ignored", lambda: swapped(losses.regroup_without_missing, _no), seeds=(23, 112)),
     Mutant("jobs never grow back", lambda: swapped(generations.consider_growth, nothing)),
     Mutant(
         "a return is not heard",

@@ -16,6 +16,8 @@ import pytest
 import everstep
 from tools.docs_site.hook import PAGES
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 FETCHED = {"script": "src", "link": "href", "img": "src", "iframe": "src", "source": "src", "video": "src"}
 
