@@ -38,14 +38,6 @@ def append(path: Path, text: str) -> None:
         file.write(text)
 
 
-def test_a_file_is_followed_from_its_end(path: Path, logs: list[KernelLog]) -> None:
-    append(path, "old\n")
-    log = opened(logs, path)
-    append(path, "new\n")
-    assert log.read() == ["new"]
-    assert log.read() == []
-
-
 def test_log_created_later_is_read_from_its_beginning(path: Path, logs: list[KernelLog]) -> None:
     log = opened(logs, path)
     assert log.error

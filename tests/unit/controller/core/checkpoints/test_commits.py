@@ -253,19 +253,6 @@ def test_corruption_keeps_later_unverified_commit_as_ceiling() -> None:
     assert fleet.spec().restore.ceiling == Version(1, candidate)
 
 
-def test_restore_ceiling_holds_until_next_commit() -> None:
-    fleet = CoreFleet()
-    fleet.start(4, 1)
-    fleet.seal(4)
-    fleet.seal(6, digests={2: "bad"})
-    fleet.lose_rank(0)
-    assert fleet.spec().restore.ceiling == Version(1, 4)
-    fleet.resume(restored=Version(1, 4), step=5)
-    fleet.seal(5)
-    fleet.lose_rank(0)
-    assert fleet.spec().restore == RestoreRule(floor=Version(3, 5))
-
-
 def test_corruption_before_first_verification_restarts_job() -> None:
     fleet = CoreFleet()
     fleet.start(4)

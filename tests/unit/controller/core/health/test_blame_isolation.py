@@ -99,17 +99,6 @@ def test_node_with_findings_is_no_probe_partner() -> None:
     assert "n3" not in _pairs(fleet).values()
 
 
-def test_suspect_waits_for_a_busy_partner() -> None:
-    fleet = _fleet(3)
-    fleet.raise_finding("n1", slow_link())
-    assert list(_pairs(fleet).values()) == ["n3"]
-    first = next(iter(_pairs(fleet)))
-    other = "n2" if first == "n1" else "n1"
-    decisions(fleet.finish_probe(first, ok=True))
-    fleet.advance(0.6, "n1", "n2", "n3")
-    assert _pairs(fleet) == {other: "n3"}
-
-
 def test_suspect_under_probe_gets_no_second_probe() -> None:
     fleet = _fleet(5)
     fleet.feed(ProbeRequested(nodes=("n4", "n5"), actor="ada", trace=fleet.trace()))

@@ -90,13 +90,6 @@ def test_straggler_eviction_is_deferred_then_dropped() -> None:
     assert fleet.node_state("n2") is NodeState.HEALTHY
 
 
-def test_flapping_node_is_evicted_in_enforce_mode() -> None:
-    fleet = _fleet(_policy(FindingKind.RANK_FLAPPING, mode=Mode.ENFORCE))
-    assert _flap(fleet) == [("n1", "evict")]
-    assert fleet.seats() == ["n5", "n2", "n3", "n4"]
-    assert FLAPS in fleet.state.nodes["n1"].quarantine.causes
-
-
 def test_divergent_node_is_not_reported_in_observe_mode() -> None:
     fleet = _fleet(_policy(FindingKind.DIGEST_MISMATCH, mode=Mode.OBSERVE))
     fleet.seal(10)

@@ -159,16 +159,6 @@ def test_node_absent_at_maintenance_end_returns_on_heartbeat() -> None:
     assert fleet.node_state("n2") is NodeState.PROBATION
 
 
-def test_maintenance_of_required_held_node_is_refused() -> None:
-    fleet = CoreFleet()
-    fleet.start(4, min_nodes=4)
-    fleet.order(OperatorAction.HOLD, node="n1")
-    assert (fleet.job_state(), fleet.seats()) == (JobState.RUNNING, ["n1", "n2", "n3", "n4"])
-    with pytest.raises(Conflict, match="job job needs 4 nodes and 3 would be left"):
-        _maintain(fleet, node="n1")
-    assert fleet.job_state() is JobState.RUNNING
-
-
 def test_seated_held_node_counts_towards_job_minimum() -> None:
     fleet = CoreFleet()
     fleet.start(4, min_nodes=3)

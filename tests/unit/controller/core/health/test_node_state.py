@@ -147,15 +147,6 @@ def test_remediation_starts_after_node_has_left_its_jobs() -> None:
     assert reset[0].verdict_id == "n2-1"
 
 
-def test_recommend_mode_requests_only_the_cordon() -> None:
-    fleet = _fleet(remediation_mode=Mode.RECOMMEND)
-    fleet.raise_finding("n2", _hung())
-    _leave_jobs(fleet)
-    fleet.advance(120.0, *EVERYONE)
-    assert _kinds(fleet.effects) == ["cordon"]
-    assert fleet.node_state("n2") is NodeState.QUARANTINED
-
-
 def test_successful_remediation_leads_to_diagnostics() -> None:
     fleet = _reset_due()
     fleet.solos = False

@@ -149,17 +149,6 @@ def test_slow_link_between_two_nodes_is_no_outbreak() -> None:
 # --- what an acquittal takes back --------------------------------------------------------------------------------
 
 
-def test_eviction_rollback_clears_offences_and_steps() -> None:
-    fleet = _fleet(12)
-    _hand_out(fleet, ["n1", "n2"], xid(119, Action.RESET_GPU))
-    fleet.advance(30.0, *_names(12))
-    _hand_out(fleet, ["n3"], xid(119, Action.RESET_GPU))
-    record = fleet.state.nodes["n1"]
-    assert record.history.offence_score == pytest.approx(0.0, abs=1e-9)
-    assert (record.history.eviction_times, record.history.ladder_steps, record.quarantine.causes) == ([], {}, [])
-    assert "the eviction of n1 is taken back: gpu.xid/119 is on 3 of 12 nodes within 120 s" in record.sentence
-
-
 def test_eviction_rollback_keeps_node_out_for_other_causes() -> None:
     fleet = _fleet(12)
     _hand_out(fleet, ["n1"], xid(119))

@@ -8,9 +8,9 @@ from everstep_controller.core.effects import Send
 from everstep_controller.core.events import DatabaseAvailabilityChanged
 from everstep_controller.core.policy import CorePolicy
 
-from everstep.vocabulary import Action, Finding, GenerationReason, NodeState
+from everstep.vocabulary import Action, Finding
 from everstep.wire.v1.agent import Gpu
-from everstep.wire.v1.directives import KillRank, NewGeneration
+from everstep.wire.v1.directives import KillRank
 from tests.support.core_fleet import CoreFleet, audits, decisions, generations, sent
 from tests.support.findings import xid
 
@@ -42,19 +42,6 @@ def _killed(fleet: CoreFleet, since: int) -> list[tuple[str, int, int]]:
     """(node, rank, generation) of each kill sent since then."""
     sends = [effect for effect in fleet.effects[since:] if isinstance(effect, Send)]
     return [(s.node, s.body.rank, s.body.generation) for s in sends if isinstance(s.body, KillRank)]
-
-
-def test_rank_restart_replaces_rank_and_keeps_seats() -> None:
-    fleet = _fleet()
-    before = len(fleet.effects)
-    effects = fleet.raise_finding("n2", _stopped())
-    assert decisions(effects) == [("n2", "restart")]
-    assert _killed(fleet, before) == [("n2", 3, 1)]
-    assert [type(e.body) for e in effects if isinstance(e, Send) and e.node == "n2"] == [KillRank, NewGeneration]
-    assert fleet.seats() == list(NODES)
-    assert fleet.spec().reason is GenerationReason.RANK_LOST
-    assert fleet.node_state("n2") is NodeState.HEALTHY
-    assert fleet.state.fleet.recent_evictions == []
 
 
 @pytest.mark.parametrize(("ranks", "subject"), [(2, "somewhere"), (1, "1b:00")])

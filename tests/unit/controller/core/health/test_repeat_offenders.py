@@ -118,15 +118,6 @@ def test_offences_one_half_life_apart_never_lead_to_repair() -> None:
     assert _repaired_at([number * HALF_LIFE_S for number in range(6)]) is None
 
 
-def test_rolled_back_offence_counts_nothing() -> None:
-    fleet = _fleet(offender_repair_score=2.0)
-    fleet.raise_finding("n2", xid())
-    for other in ("n1", "n3", "n4"):
-        fleet.raise_finding(other, xid())
-    record = fleet.state.nodes["n2"]
-    assert (record.history.recent_offences, _score(fleet)) == ([], 0.0)
-
-
 def test_node_at_score_limit_goes_to_repair() -> None:
     fleet = _fleet()
     for _ in range(3):

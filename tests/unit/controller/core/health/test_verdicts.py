@@ -276,24 +276,6 @@ def test_shared_xid_is_judged_correlated_and_reported_once() -> None:
     assert fleet.node_state("n1") is fleet.node_state("n2") is NodeState.PROBATION
 
 
-def test_different_xids_are_judged_separately() -> None:
-    fleet = _fleet(nodes=12)
-    said = [decisions(fleet.raise_finding(f"n{i}", xid(60 + i))) for i in range(1, 5)]
-    assert said == [[(f"n{i}", "evict")] for i in range(1, 5)]
-
-
-@pytest.mark.promise("outbreaks")
-def test_fault_of_one_driver_version_is_judged_correlated() -> None:
-    fleet = CoreFleet(_changed(FindingKind.GPU_XID, correlated_nodes=100))
-    fleet.register(*[f"old{i}" for i in range(20)], driver_version="550.54")
-    fleet.register(*[f"new{i}" for i in range(4)], driver_version="570.133")
-    fleet.raise_finding("new0", xid())
-    fleet.raise_finding("new1", xid())
-    assert decisions(fleet.raise_finding("new2", xid()))[-1] == ("new2", "correlated")
-    assert fleet.node_state("new0") is fleet.node_state("new1") is NodeState.PROBATION
-    assert "3 of the 4 nodes with driver 570.133" in _sentences(fleet, "new2")[-1]
-
-
 @pytest.mark.promise("outbreaks")
 def test_finding_standing_after_outbreak_evicts_node() -> None:
     fleet = _fleet(nodes=12)

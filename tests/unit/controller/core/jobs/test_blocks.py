@@ -136,12 +136,6 @@ def test_lost_node_removes_block_without_spare_in_rack() -> None:
     assert [member.rank for member in fleet.spec().roster] == [0, 1]
 
 
-def test_spare_of_same_rack_replaces_lost_node() -> None:
-    fleet = _pairs("aabb", spares="ba")
-    fleet.leave("n1")
-    assert fleet.seats() == ["n6", "n2", "n3", "n4"]
-
-
 def test_job_pauses_without_a_whole_block_and_resumes() -> None:
     fleet = _pairs("aa")
     fleet.leave("n2")

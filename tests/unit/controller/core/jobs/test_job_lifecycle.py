@@ -10,26 +10,15 @@ import pytest
 from everstep_controller.core import policy as policy_module
 from everstep_controller.core.effects import PutJob
 from everstep_controller.core.engine import HeartbeatResult
-from everstep_controller.core.events import ControllerStarted, DatabaseAvailabilityChanged, OperatorAction
-from everstep_controller.core.jobs.generations import NUMBERS_PER_EPOCH
+from everstep_controller.core.events import DatabaseAvailabilityChanged, OperatorAction
 
 from everstep.ids import Version
 from everstep.vocabulary import JobState
 from everstep.wire.v1.directives import NewGeneration, StopJob, VersionNotice
 from everstep.wire.v1.training import RestoreRule
-from tests.support.core_fleet import ENTROPY, CoreFleet, audits, generations, sent
+from tests.support.core_fleet import CoreFleet, audits, generations, sent
 
 # --- forming -----------------------------------------------------------------------------------------------------
-
-
-def test_job_forms_when_all_nodes_have_joined() -> None:
-    fleet = CoreFleet()
-    fleet.register("n1", "n2")
-    fleet.join("n1", min_nodes=1, max_nodes=2)
-    assert fleet.job_state() is JobState.FORMING
-    fleet.join("n2")
-    assert fleet.seats() == ["n1", "n2"]
-    assert fleet.spec().secret == ENTROPY
 
 
 def test_job_forms_with_enough_nodes_after_join_wait() -> None:
@@ -38,15 +27,6 @@ def test_job_forms_with_enough_nodes_after_join_wait() -> None:
     fleet.join("n1", "n2", min_nodes=2, max_nodes=3, join_wait_s=5.0)
     assert generations(fleet.advance(4.9, "n1", "n2", "n3")) == []
     assert len(generations(fleet.advance(0.2, "n1", "n2", "n3"))) == 1
-
-
-def test_late_spare_receives_current_generation() -> None:
-    fleet = CoreFleet()
-    fleet.start(2)
-    fleet.register("n3")
-    before = len(fleet.effects)
-    fleet.join("n3")
-    assert sent(fleet.effects[before:], NewGeneration)["n3"].spec.number == 1
 
 
 def test_restarted_agent_receives_current_generation_once() -> None:
@@ -145,49 +125,11 @@ def test_boundary_beyond_candidate_is_announced_as_candidate() -> None:
     assert (notice.generation, notice.committed) == (2, Version(2, 30)), "of the generation that still runs"
 
 
-def test_nodes_returning_together_join_in_one_generation() -> None:
-    fleet = CoreFleet()
-    fleet.start(4, min_nodes=1)
-    fleet.leave("n3")
-    fleet.resume()
-    fleet.leave("n4")
-    fleet.resume()
-    fleet.join("n3")
-    fleet.advance(0.5, "n1", "n2", "n3", "n4")
-    fleet.join("n4")
-    grown = generations(fleet.advance(1.1, "n1", "n2", "n3", "n4"))
-    assert [len(spec.seats) for spec in grown] == [4]
-
-
 # --- the database is away ----------------------------------------------------------------------------------------
 
 
 def _away(fleet: CoreFleet, away: bool = True) -> None:
     fleet.feed(DatabaseAvailabilityChanged(is_unavailable=away, reason="disk full", trace=fleet.trace()))
-
-
-@pytest.mark.promise("generations-increase")
-def test_regroup_during_outage_uses_epoch_generation_numbers() -> None:
-    fleet = CoreFleet()
-    fleet.feed(ControllerStarted(epoch=3))
-    fleet.start(3)
-    _away(fleet)
-    fleet.lose_rank(0)
-    assert fleet.spec().number == 3 * NUMBERS_PER_EPOCH + 1
-    fleet.lose_rank(0)
-    assert fleet.spec().number == 3 * NUMBERS_PER_EPOCH + 2
-    _away(fleet, False)
-    fleet.lose_rank(0)
-    assert fleet.spec().number == 3 * NUMBERS_PER_EPOCH + 3, "numbers never go back"
-
-
-def test_generation_numbers_follow_ranks_ahead_of_records() -> None:
-    fleet = CoreFleet()
-    fleet.feed(ControllerStarted(epoch=4))
-    fleet.start(2)
-    fleet.join("n1", generation=3 * NUMBERS_PER_EPOCH + 7, again=True)
-    assert fleet.spec().number == 4 * NUMBERS_PER_EPOCH + 1
-    assert "ahead of the records" in fleet.spec().sentence
 
 
 def test_job_forms_only_after_database_outage() -> None:
@@ -412,15 +354,6 @@ def test_controller_without_records_continues_above_generation() -> None:
     fleet.join("n1", "n2", generation=7, min_nodes=1, max_nodes=2)
     assert fleet.spec().number == 8
     assert fleet.spec().restore == RestoreRule()
-
-
-def test_outdated_launcher_receives_current_generation() -> None:
-    fleet = CoreFleet()
-    fleet.start(2)
-    fleet.lose_rank(0)
-    before = len(fleet.effects)
-    fleet.join("n2", again=True, generation=1)
-    assert sent(fleet.effects[before:], NewGeneration)["n2"].spec.number == 2
 
 
 # --- knobs -------------------------------------------------------------------------------------------------------

@@ -7,8 +7,7 @@ from everstep_controller.core.jobs.membership import choose_seats, describe_chan
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.wire.v1.directives import NewGeneration
-from tests.support.core_fleet import CoreFleet, generations, sent
+from tests.support.core_fleet import CoreFleet
 
 names = st.lists(st.sampled_from([f"n{i}" for i in range(9)]), unique=True)
 
@@ -65,14 +64,6 @@ def test_store_moves_to_first_survivor_when_its_node_leaves() -> None:
     assert (fleet.seats(), fleet.spec().store_node) == (["n1", "n4", "n3"], "n1")
     fleet.leave("n1")
     assert (fleet.seats(), fleet.spec().store_node, fleet.spec().store) == (["n4", "n3"], "n4", "n4:8000")
-
-
-def test_leaving_nodes_receive_the_new_generation() -> None:
-    fleet = CoreFleet()
-    fleet.start(3, 1)
-    effects = fleet.lose_rank(1, replacement=False)
-    assert set(sent(effects, NewGeneration)) == {"n1", "n2", "n3", "n4"}
-    assert all(body.spec == generations(effects)[0] for body in sent(effects, NewGeneration).values())
 
 
 def test_former_members_remain_holders_while_needed() -> None:

@@ -47,13 +47,6 @@ def test_node_runs_one_job_at_a_time() -> None:
     assert fleet.seats("two") == ["n1", "n2"]
 
 
-def test_jobs_on_separate_nodes_regroup_independently() -> None:
-    fleet = _fleet(4)
-    _start(fleet, "one", "n1", "n2")
-    _start(fleet, "two", "n3", "n4")
-    assert [spec.job for spec in generations(fleet.lose_rank(0, job="one"))] == ["one"]
-
-
 def test_node_released_by_one_job_joins_another() -> None:
     fleet = _fleet(3)
     _start(fleet, "one", "n1", "n2")

@@ -81,15 +81,6 @@ def test_reconnect_within_grace_changes_nothing() -> None:
     assert fleet.spec().number == 1
 
 
-def test_disconnect_without_witness_waits_for_grace() -> None:
-    fleet = CoreFleet()
-    fleet.start(3)
-    fleet.disconnect("n3")
-    assert generations(fleet.advance(0.9, "n1", "n2")) == []
-    assert len(generations(fleet.advance(0.2, "n1", "n2"))) == 1
-    assert fleet.node_state("n3") is NodeState.LOST
-
-
 def test_unresumed_generation_counts_as_witness() -> None:
     fleet = CoreFleet()
     fleet.start(3)
