@@ -62,7 +62,8 @@ everstep.main(train)
 def test_the_generation_after_a_loss_loads_the_last_checkpoint(short_path: Path) -> None:
     """Saved by a thread of torch's, when a rank dies in the middle of the next one, which the other waits for."""
     (short_path / "train.py").write_text(TRAIN)
-    with launched(short_path, "--nproc-per-node", "2", "--state-dir", str(short_path / "s"), "train.py") as launcher:
+    argv = ["--nproc-per-node", "2", "--hang-threshold-s", "60", "--state-dir", str(short_path / "s"), "train.py"]
+    with launched(short_path, *argv) as launcher:
         assert launcher.wait() == 0, launcher.err
         (first,) = re.findall(r"process (\d+) begins", launcher.out)
         assert f"process {first} loaded step 10, weights 10.0 to 10.0" in launcher.out, "in the same process"

@@ -32,8 +32,16 @@ def run_under_launcher(*faults: Fault) -> list[Row]:
     """What the ranks wrote down of a whole run with services of its own."""
     with tempfile.TemporaryDirectory(prefix="everstep-") as name:  # short: a socket's path has 107 bytes at most
         folder = Path(name)
-        argv = ["--nproc-per-node", str(WORLD), "--standby-delay-s", "0.1", "--state-dir", f"{name}/state"]
-        argv += ["-m", "tests.support.exact_training", name, str(STEPS), *map(str, faults)]
+        argv = ["--nproc-per-node", str(WORLD), "--standby-delay-s", "0.1", "--hang-threshold-s", "60"]
+        argv += [
+            "--state-dir",
+            f"{name}/state",
+            "-m",
+            "tests.support.exact_training",
+            name,
+            str(STEPS),
+            *map(str, faults),
+        ]
         with launched(folder, *argv, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo") as launcher:
             assert launcher.wait() == 0, launcher.err
         assert len(list(folder.glob("struck-*"))) == len(faults), "every fault has struck"

@@ -55,14 +55,8 @@ def test_a_job_starts_from_storage_and_goes_on_from_memory(short_path: Path) -> 
     def lines() -> list[list[str]]:
         return [line.split() for line in steps.read_text().splitlines()] if steps.exists() else []
 
-    argv = [
-        "--nproc-per-node",
-        "2",
-        "--state-dir",
-        str(short_path / "state"),
-        "--start-from",
-        str(short_path / "stored"),
-    ]
+    argv = ["--nproc-per-node", "2", "--hang-threshold-s", "60", "--state-dir", str(short_path / "state")]
+    argv += ["--start-from", str(short_path / "stored")]
     with launched(short_path, *argv, str(script)) as launcher:
         pid = launcher.eventually(
             lambda: next((int(p) for rank, step, p, _ in lines() if (rank, int(step) >= 80) == ("1", True)), None),

@@ -19,8 +19,16 @@ pytestmark = pytest.mark.slow
 def test_rank_kills_mid_epoch_lose_and_repeat_no_sample(short_path: Path) -> None:
     """Map-style and iterable data over several epochs, which end at different steps."""
     faults = [Fault(1, 5, "forward"), Fault(0, 8, "begun")]
-    argv = ["--nproc-per-node", str(WORLD), "--standby-delay-s", "0.1", "--state-dir", str(short_path / "s")]
-    argv += ["-m", "tests.support.stateful_training", str(short_path), str(STEPS), *map(str, faults)]
+    argv = ["--nproc-per-node", str(WORLD), "--standby-delay-s", "0.1", "--hang-threshold-s", "60"]
+    argv += [
+        "--state-dir",
+        str(short_path / "s"),
+        "-m",
+        "tests.support.stateful_training",
+        str(short_path),
+        str(STEPS),
+        *map(str, faults),
+    ]
     with launched(short_path, *argv, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo") as launcher:
         assert launcher.wait() == 0, launcher.err
     assert "not alike on all ranks" not in launcher.err + launcher.out

@@ -146,7 +146,7 @@ def test_transfer_of_an_ended_generation_holds_no_slot(fleet: Vaults, wire: Wire
     other = wire.proved(node="n9")
     newer = put(b"newer", slots=2, generation=2, version=Version(2, 3), keep=(committed,))
 
-    transfer = until(lambda: _begun(other, newer), "the slot is free", deadline_s=5.0)
+    transfer = until(lambda: _begun(other, newer), "the slot is free")
     _sent(other, transfer, b"newer")
     other.send(PutDone(transfer=transfer))
     other.receive_answer(Ack)
