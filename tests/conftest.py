@@ -6,6 +6,7 @@ import gc
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Generator, Iterator
@@ -34,6 +35,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """What a shell starts in the background ignores Ctrl-C, and so does all that it starts; some tests send it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Images of containers set this; each of the hundreds of processes that tests start would compile everything anew.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
     # As launchers set it for ranks. Two processes whose torch computes in two threads each wait for one another.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if not hasattr(config, "workerinput"):  # xdist's workers are started later, and inherit it
