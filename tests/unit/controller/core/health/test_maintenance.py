@@ -41,17 +41,6 @@ def _maintain(fleet: CoreFleet, seconds: float = 60.0, **subject: Any) -> list[E
 # --- other people's cordons --------------------------------------------------------------------------------------
 
 
-def test_foreign_cordon_holds_node_and_names_its_owner() -> None:
-    fleet = _fleet()
-    effects = _observe(fleet, "n2", "maria", "fan")
-    assert fleet.node_state("n2") is NodeState.HELD
-    assert fleet.state.nodes["n2"].sentence.startswith("n2 is cordoned by maria (fan)")
-    assert generations(effects) == []
-    assert _kinds(effects) == []
-    fleet.lose_rank(0)
-    assert "n2" not in fleet.seats()
-
-
 @pytest.mark.promise("holds-respected")
 def test_foreign_cordon_is_never_lifted_and_ends_in_probation() -> None:
     fleet = _fleet()
@@ -287,18 +276,6 @@ def _planned(fleet: CoreFleet, starts_in_s: float, lasts_s: float, **subject: st
 
 def _everybody(fleet: CoreFleet, seconds: float) -> None:
     fleet.advance(seconds, *fleet.state.nodes)
-
-
-def test_planned_maintenance_starts_at_its_time() -> None:
-    fleet = CoreFleet()
-    fleet.start(3)
-    _planned(fleet, 30.0, 10.0, node="n2")
-    _everybody(fleet, 29.0)
-    assert (fleet.node_state("n2"), fleet.seats()) == (NodeState.HEALTHY, ["n1", "n2", "n3"])
-    _everybody(fleet, 2.0)
-    assert (fleet.node_state("n2"), fleet.seats()) == (NodeState.HELD, ["n1", "n3"])
-    _everybody(fleet, 10.0)
-    assert fleet.node_state("n2") is NodeState.PROBATION
 
 
 def test_adjacent_maintenance_windows_are_one_absence() -> None:

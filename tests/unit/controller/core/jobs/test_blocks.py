@@ -10,8 +10,6 @@ from everstep_controller.core.jobs.membership import choose_seats, max_seats, mi
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.vocabulary import JobState
-from everstep.wire.v1.agent import Domain
 from everstep.wire.v1.directives import StopJob
 from everstep.wire.v1.training import JobSpec
 from tests.support.core_fleet import CoreFleet, audits, sent
@@ -112,38 +110,3 @@ def test_contradictory_job_shape_is_refused_at_join(wrong: dict[str, object], wo
 def test_job_bounds_are_rounded_to_whole_blocks() -> None:
     spec = JobSpec(job="j", min_nodes=3, max_nodes=11, block_nodes=4)
     assert (min_seats(spec), max_seats(spec), spec_error(spec)) == (4, 8, "")
-
-
-# --- in the fleet ------------------------------------------------------------------------------------------------
-
-
-def _pairs(racks: str, spares: str = "", **spec: object) -> CoreFleet:
-    """A node in each of the racks named, blocks of two within a rack."""
-    fleet = CoreFleet()
-    for at, rack in enumerate(racks + spares):
-        fleet.register(f"n{at + 1}", domain=Domain(rack=rack))
-    shape = {"min_nodes": 2, "max_nodes": len(racks), "block_nodes": 2, "block_within": "rack", **spec}
-    fleet.join(*[f"n{at + 1}" for at in range(len(racks) + len(spares))], **shape)
-    fleet.resume()
-    return fleet
-
-
-def test_lost_node_removes_block_without_spare_in_rack() -> None:
-    fleet = _pairs("aabb")
-    fleet.leave("n1")
-    assert fleet.seats() == ["n3", "n4"]
-    assert "goes on with 2 of 4 nodes, without n1, n2" in fleet.spec().sentence
-    assert [member.rank for member in fleet.spec().roster] == [0, 1]
-
-
-def test_job_pauses_without_a_whole_block_and_resumes() -> None:
-    fleet = _pairs("aa")
-    fleet.leave("n2")
-    assert fleet.job_state() is JobState.PAUSED
-    assert "able to go on: none; the job needs 2 nodes" in fleet.job().sentence
-    fleet.register("n9", domain=Domain(rack="b"))
-    fleet.join("n9")
-    assert fleet.job_state() is JobState.PAUSED
-    fleet.register("n8", domain=Domain(rack="a"))
-    fleet.join("n8")
-    assert fleet.seats() == ["n1", "n8"]

@@ -40,14 +40,6 @@ def test_boundary_reached_by_all_ranks_is_crossed() -> None:
     assert (fleet.job().outgoing_generation, fleet.spec().seats) == (None, STAYS)
 
 
-def test_boundary_missed_by_one_step_forces_regroup() -> None:
-    fleet, after = _leaving()
-    fleet.progress(after - 1)
-    (spec,) = generations(_wait_for_the_boundary(fleet))
-    assert f"the boundary after step {after} was not reached in time" in spec.sentence
-    assert (spec.after_step, spec.seats) == (None, STAYS)
-
-
 def test_resize_waits_for_boundary() -> None:
     fleet = CoreFleet()
     fleet.start(4)

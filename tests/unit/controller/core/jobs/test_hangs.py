@@ -215,14 +215,6 @@ def test_trace_spans_from_witness_to_resumed() -> None:
     assert fleet.spec().trace == trace
 
 
-def test_job_continues_without_flapping_node() -> None:
-    fleet = _flapping()
-    fleet.start(2, min_nodes=1)
-    for _ in range(3):
-        fleet.lose_rank(0)
-    assert (fleet.job_state(), fleet.seats()) == (JobState.RUNNING, ["n2"])
-
-
 def test_stale_unresponsive_report_kills_no_rank() -> None:
     fleet = CoreFleet()
     fleet.start(3)

@@ -55,21 +55,6 @@ def test_launcher_with_different_options_is_refused() -> None:
 # --- growth and size ---------------------------------------------------------------------------------------------
 
 
-def test_growth_waits_for_interval_and_boundary() -> None:
-    fleet = CoreFleet()
-    fleet.start(2, min_nodes=1)
-    fleet.leave("n2")
-    fleet.resume()
-    fleet.join("n2")
-    assert fleet.seats() == ["n1"]
-    effects = fleet.advance(1.1, "n1", "n2")
-    assert generations(effects)[0].after_step is not None
-    assert fleet.job().outgoing_generation is not None
-    fleet.resume(restored=Version(2, 9), step=10)
-    assert fleet.job().outgoing_generation is None
-    assert fleet.seats() == ["n1", "n2"]
-
-
 def test_rank_loss_during_growth_skips_boundary() -> None:
     fleet = CoreFleet()
     fleet.start(2, min_nodes=1)
@@ -304,18 +289,6 @@ def test_stale_launcher_offer_with_other_shape_stops_no_job() -> None:
 # --- the controller's own death ----------------------------------------------------------------------------------
 
 
-def test_controller_restart_keeps_generation_and_commit() -> None:
-    fleet = CoreFleet()
-    fleet.start(3, 1)
-    fleet.seal(5)
-    effects = fleet.restart()
-    assert generations(effects) == []
-    fleet.advance(20.0, "n1", "n2", "n3", "n4")
-    assert fleet.spec().number == 1
-    fleet.lose_rank(1)
-    assert fleet.spec().restore == RestoreRule(floor=Version(1, 5))
-
-
 def test_controller_restart_requests_findings_from_nodes() -> None:
     fleet = CoreFleet()
     fleet.start(2)
@@ -365,19 +338,6 @@ def test_every_policy_setting_is_documented() -> None:
     for field, after in itertools.pairwise(body):
         if isinstance(field, ast.AnnAssign):
             assert isinstance(after, ast.Expr), f"{ast.unparse(field.target)} has no words on what it does"
-
-
-def test_user_error_repeated_on_another_node_fails_the_job() -> None:
-    fleet = CoreFleet()
-    fleet.start(2, max_user_retries=5)
-    fleet.raise_user_error(1)
-    fleet.resume()
-    fleet.raise_user_error(1)
-    assert fleet.job_state() is JobState.RUNNING, "it may be that node's own trouble"
-    fleet.resume()
-    fleet.raise_user_error(0)
-    assert fleet.job_state() is JobState.FAILED
-    assert "n2 raised the same before" in fleet.job().sentence
 
 
 def test_returning_node_does_not_rewrite_finished_jobs() -> None:

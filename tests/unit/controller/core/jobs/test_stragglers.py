@@ -45,19 +45,6 @@ def _run(fleet: CoreFleet, seconds: float, **slow: float) -> None:
         fleet.advance(0.5, *fleet.state.nodes)
 
 
-def test_straggler_is_reported_and_replaced_at_a_boundary() -> None:
-    fleet = _start()
-    _run(fleet, 7.0, n2=0.049)
-    assert decisions(fleet.effects) == []
-    _run(fleet, 3.0, n2=0.049)
-    assert decisions(fleet.effects) == [("n2", Decision.RECOMMEND)]
-    spec = generations(fleet.effects)[-1]
-    assert (spec.reason, spec.after_step is not None) == (GenerationReason.STRAGGLER, True)
-    assert fleet.seats() == ["n1", "n5", "n3", "n4"]
-    assert "takes n5 in place of n2" in spec.sentence
-    assert STRAGGLER_KEY in fleet.state.nodes["n2"].health.controller_findings
-
-
 @pytest.mark.promise("slow-node-fair")
 def test_straggler_without_spare_is_only_reported() -> None:
     fleet = _start(spares=0)
