@@ -8,10 +8,12 @@ under running jobs.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import uuid
 from collections.abc import Awaitable, Callable, Collection
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +24,7 @@ from everstep.clock import Clock
 from everstep.errors import ConfigurationError
 from everstep.vocabulary import Finding
 from everstep.wire.framing import SUPPORTED_VERSIONS
-from everstep.wire.v1.agent import UNKNOWN_HOST, Domain
+from everstep.wire.v1.agent import Domain
 from everstep.wire.v1.directives import Directive, ProtectVersion, RunProbe, SpillVersion, VersionNotice
 from everstep.wire.v1.local import Welcome
 from everstep.wire.v1.training import AnyReport, FindingCleared, FindingRaised, RankProgress
@@ -84,7 +86,19 @@ class Supervisor:
         self._parent_exited = parent_exited
         self._directory = AgentRunDirectory(settings.run_dir)
         try:
-            self._sensors = SensorMonitor(_sensor_settings(settings), clock, self._on_sensor_report)
+            self._sensors = SensorMonitor(
+                SensorSettings(
+                    node=settings.node,
+                    expected_gpus=settings.expected_gpus,
+                    virtual=settings.virtual,
+                    virtual_control=str(settings.virtual_control or ""),
+                    kernel_log=settings.kernel_log_path,
+                    state_path=str(settings.run_dir / "sensors.state"),
+                    site_policy=settings.site_policy,
+                ),
+                clock,
+                self._on_sensor_report,
+            )
         except ConfigurationError:
             self._directory.release()
             raise
@@ -117,17 +131,13 @@ class Supervisor:
             stopped_after_s=settings.stopped_after_s,
             unresponsive_after_s=settings.unresponsive_after_s,
         )
-        self._socket_server = AgentSocketServer(
-            settings.agent_socket, self._welcome(), self._jobs, settings.max_connections
-        )
-
-    def _welcome(self) -> Welcome:
-        return Welcome(
+        welcome = Welcome(
             protocol=max(SUPPORTED_VERSIONS),
-            node=self._settings.node,
-            vault_socket=str(self._settings.vault_socket.absolute()),
-            rank_heartbeat_interval_s=self._settings.tick_interval_s,
+            node=settings.node,
+            vault_socket=str(settings.vault_socket.absolute()),
+            rank_heartbeat_interval_s=settings.tick_interval_s,
         )
+        self._socket_server = AgentSocketServer(settings.agent_socket, welcome, self._jobs, settings.max_connections)
 
     # Start and end
 
@@ -139,22 +149,17 @@ class Supervisor:
             self._start_metrics()
             self._keep_running("sensors", self._sensors.run)
             self._keep_running("vault", self._vault.run)
-            self._keep_running(
-                "silence watch", lambda: self._socket_server.watch_silence(self._settings.tick_interval_s / 2)
-            )
-            await self._wait_first_report(stop)
+            watch = partial(self._socket_server.watch_silence, self._settings.tick_interval_s / 2)
+            self._keep_running("silence watch", watch)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(FIRST_REPORT_TIMEOUT_S):
+                    await self._first_report_received.wait()
             self._keep_running("uplink", self._uplink.run)
             self._keep_running("self-health", self._run_self_checks)
-            log.info("agent of node %s serves", self._settings.node, extra={"node": self._settings.node})
+            log.info("the agent of node %s is running", self._settings.node, extra={"node": self._settings.node})
             await stop.wait()
         finally:
             await self._end()
-
-    async def _wait_first_report(self, stop: asyncio.Event) -> None:
-        waits = [asyncio.ensure_future(self._first_report_received.wait()), asyncio.ensure_future(stop.wait())]
-        await asyncio.wait(waits, timeout=FIRST_REPORT_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
-        for wait in waits:
-            wait.cancel()
 
     def _keep_running(self, name: str, loop: Callable[[], Awaitable[None]]) -> None:
         """Run ``loop`` for as long as the agent lives, and restart it when it fails."""
@@ -165,7 +170,7 @@ class Supervisor:
             try:
                 await loop()
             except Exception:  # one failed task must not end the agent's other duties
-                log.exception("the agent's %s failed and is started again", name, extra={"node": self._settings.node})
+                log.exception("the agent's %s task failed and is restarted", name, extra={"node": self._settings.node})
             await asyncio.sleep(LOOP_RESTART_S)
 
     def _start_task(self, work: Awaitable[None]) -> None:
@@ -184,19 +189,19 @@ class Supervisor:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._prober is not None:
             await self._prober.close()
-        left = ["agent.json", "agent.sock"]
+        obsolete = ["agent.json", "agent.sock"]
         if not self._should_detach_vault():
             await self._vault.stop()
-            left += ["vault.json", "vault.sock"]
+            obsolete += ["vault.json", "vault.sock"]
         else:
             self._vault.detach()
-            log.info("jobs have slots here: the vault serves on, for the next agent over %s", self._settings.run_dir)
+            log.info("jobs have slots here; the vault keeps running for the next agent in %s", self._settings.run_dir)
         if self._metrics is not None:
             await asyncio.to_thread(self._metrics.close)
         if not len(self._spool):
-            left.append("reports.spool")
+            obsolete.append("reports.spool")
         self._spool.close()
-        self._directory.release(*left)
+        self._directory.release(*obsolete)
 
     def _should_detach_vault(self) -> bool:
         """Return whether a process may come back for the vault's contents."""
@@ -286,15 +291,15 @@ class Supervisor:
     # Uplink callbacks: state for the controller, and its directives
 
     def describe_node(self) -> NodeDescription:
-        sensor_report = self._sensor_report
+        sensor_report = self._sensor_report or SensorReport(at=0.0)
         return NodeDescription(
             vault_address=self._vault.address,
-            boot_id=sensor_report.boot_id if sensor_report is not None else "",
-            driver_version=sensor_report.driver_version if sensor_report is not None else "",
+            boot_id=sensor_report.boot_id,
+            driver_version=sensor_report.driver_version,
             domain=Domain(rack=self._settings.rack, switch=self._settings.switch, power=self._settings.power_domain),
             labels=parse_labels(self._settings),
-            gpus=sensor_report.gpu_identities if sensor_report is not None else (),
-            host=sensor_report.host_identity if sensor_report is not None else UNKNOWN_HOST,
+            gpus=sensor_report.gpu_identities,
+            host=sensor_report.host_identity,
         )
 
     def findings(self) -> tuple[Finding, ...]:
@@ -316,8 +321,8 @@ class Supervisor:
     def on_directives(self, directives: list[Directive]) -> None:
         """Carry out the controller's directives; ranks are notified before this returns."""
         bodies = [directive.body for directive in directives]
-        apart = RunProbe | SpillVersion | ProtectVersion
-        self._jobs.handle_directives([body for body in bodies if not isinstance(body, apart)])
+        own = RunProbe | SpillVersion | ProtectVersion
+        self._jobs.handle_directives([body for body in bodies if not isinstance(body, own)])
         for body in bodies:
             if isinstance(body, RunProbe):
                 self._start_task(self._probe(body))
@@ -345,13 +350,13 @@ class Supervisor:
         # Imported late: costs 2 MiB that an agent without /metrics does not need.
         from everstep_agent.metrics import AgentCollector, MetricsServer
 
-        collector = AgentCollector(self._read_metrics_from_thread, dcgm_names=self._settings.dcgm_names)
+        def read_metrics() -> AgentMetrics:  # in the thread that serves a scrape
+            return asyncio.run_coroutine_threadsafe(self._read_metrics(), self._loop).result(1.5)
+
+        collector = AgentCollector(read_metrics, dcgm_names=self._settings.dcgm_names)
         host, port = parse_listen_address(self._settings.metrics_listen)
         file = self._metrics_token_file()
         self._metrics = MetricsServer(host, port, lambda: read_token(file, "metrics token"), collector, self._clock)
-
-    def _read_metrics_from_thread(self) -> AgentMetrics:
-        return asyncio.run_coroutine_threadsafe(self._read_metrics(), self._loop).result(1.5)
 
     async def _read_metrics(self) -> AgentMetrics:
         from everstep_agent.metrics import AgentMetrics
@@ -382,15 +387,3 @@ class Supervisor:
             vault_statistics=await self._vault.statistics(0.5),
             processes={name: pid for name, pid in processes.items() if pid},
         )
-
-
-def _sensor_settings(settings: AgentSettings) -> SensorSettings:
-    return SensorSettings(
-        node=settings.node,
-        expected_gpus=settings.expected_gpus,
-        virtual=settings.virtual,
-        virtual_control=str(settings.virtual_control or ""),
-        kernel_log=settings.kernel_log_path,
-        state_path=str(settings.run_dir / "sensors.state"),
-        site_policy=settings.site_policy,
-    )

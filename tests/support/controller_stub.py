@@ -67,7 +67,6 @@ class ControllerStub:
         self.knows_node = False
         self.resend = False
         self.hold = True
-        self.old_errors = False
         self.first_directive = 1
         self.changed = threading.Condition()
         self._directives: list[Directive] = []

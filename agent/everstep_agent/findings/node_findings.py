@@ -75,15 +75,15 @@ class NodeFindings:
         return finding if finding.trace else msgspec.structs.replace(finding, trace=trace)
 
     def _rebuild(self) -> list[FindingRaised | FindingCleared]:
-        drawn: dict[str, Finding] = {}
+        worst: dict[str, Finding] = {}
         held = tuple(raised.finding for _, raised in self._one_time.values())
         for findings in (*self._sources.values(), held):
             for finding in findings:
-                other = drawn.get(finding.key)
+                other = worst.get(finding.key)
                 if other is None or _SEVERITY_ORDER.index(finding.severity) > _SEVERITY_ORDER.index(other.severity):
-                    drawn[finding.key] = finding
+                    worst[finding.key] = finding
         before = {f.key: f for f in self._findings if f.severity is Severity.CRITICAL}
-        self._findings = tuple(self._with_trace(finding) for finding in drawn.values())
+        self._findings = tuple(self._with_trace(finding) for finding in worst.values())
         critical = {f.key: f for f in self._findings if f.severity is Severity.CRITICAL}
         changes: list[FindingRaised | FindingCleared] = [
             FindingRaised(finding=finding) for key, finding in critical.items() if key not in before
@@ -117,41 +117,31 @@ class AgentHealth(msgspec.Struct, frozen=True, kw_only=True):
 
 def find_agent_problems(health: AgentHealth) -> tuple[Finding, ...]:
     """Return the findings that follow from ``health``."""
-    found = (_vault_finding(health), _spool_finding(health))
-    return tuple(finding for finding in found if finding is not None)
-
-
-def _vault_finding(health: AgentHealth) -> Finding | None:
-    if not health.vault_down_reason:
-        return None
-    return Finding(
+    vault = Finding(
         kind=FindingKind.VAULT_LOST,
         subject="vault",
         severity=Severity.CRITICAL,
-        message=f"this node keeps no checkpoints now: {health.vault_down_reason}; it is being started again",
+        message=f"this node stores no checkpoints: {health.vault_down_reason}; the vault is being restarted",
         action=Action.NONE,
         mode=Mode.RECOMMEND,
         rule="agent-vault-lost",
-        source="the supervisor's own child",
+        source="the supervisor",
         since=health.vault_down_at,
     )
-
-
-def _spool_finding(health: AgentHealth) -> Finding | None:
-    if not health.spool_dropped:
-        return None
-    return Finding(
+    spool = Finding(
         kind=FindingKind.AGENT_SPOOL_OVERFLOW,
         subject="spool",
         severity=Severity.WARNING,
-        message=f"{health.spool_dropped} reports were lost while no controller answered; "
-        "the oldest checkpoint reports went first: raise --spool-max-reports, or look after the controller",
+        message=f"{health.spool_dropped} reports were dropped while no controller answered, the oldest checkpoint "
+        "reports first: raise --spool-max-reports, or restore the controller",
         mode=Mode.OBSERVE,
         rule="agent-spool-overflow",
         source="--spool-max-reports and --spool-max-bytes",
         value=float(health.spool_dropped),
         since=health.spool_dropped_since,
     )
+    active = ((vault, health.vault_down_reason), (spool, health.spool_dropped))
+    return tuple(finding for finding, is_active in active if is_active)
 
 
 class ClockSkewEstimate:

@@ -105,13 +105,13 @@ class FindingReporter:
             FindingKind.TRANSFER_CORRUPT,
             job,
             subject=peer,
-            message=f"{peer} sent rank {rank}'s version {version}, and {detail}",
+            message=f"{peer} sent version {version} of rank {rank}: {detail}",
             evidence={"rank": str(rank), "version": str(version), "received_by": self._node},
         )
 
     def report_memory_shortage(self, job: str, message: str) -> None:
         """Report that the job needs more memory than this node has. The finding says nothing about the hardware."""
-        self._report(FindingKind.MEMORY_LOW, job, f"memory/{job}", message, {}, source="the sum of what is planned")
+        self._report(FindingKind.MEMORY_LOW, job, f"memory/{job}", message, {}, source="the sum of the planned slots")
 
     def _report(
         self,

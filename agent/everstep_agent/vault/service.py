@@ -22,7 +22,7 @@ from everstep.layout.segments import PAGE_BYTES, SlotState, segment_bytes
 from everstep.layout.slots import SLOTS_PER_RANK
 from everstep.wire.framing import FrameDecoder, VaultChannel, encode_frame
 from everstep.wire.v1 import local
-from everstep.wire.v1.training import FindingRaised, PeerConnectionLost
+from everstep.wire.v1.training import PeerConnectionLost
 from everstep.wire.v1.transfer import InventoryList, InventoryRequest
 from everstep_agent.vault.job_table import JobTable
 from everstep_agent.vault.memory.adoption import SegmentAdoption
@@ -70,7 +70,7 @@ class VaultClientConnection:
         if transport.is_closing():
             return
         if transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
-            log.warning("a client left %d bytes unread; it is given up", transport.get_write_buffer_size())
+            log.warning("disconnecting a client that left %d bytes unread", transport.get_write_buffer_size())
             transport.abort()
             return
         self._writer.write(encode_frame(message))
@@ -82,13 +82,13 @@ class VaultClientConnection:
         """
         transport = self._writer.transport
         if transport.is_closing() or transport.get_write_buffer_size():
-            raise Unavailable("the client is gone, or behind with its answers")
+            raise Unavailable("the client has disconnected, or reads its answers too slowly")
         frame = encode_frame(message)
         with socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno())) as own:
             try:
                 sent = socket.send_fds(own, [frame], [descriptor])
             except OSError as error:
-                raise Unavailable(f"the client takes no descriptor: {error}") from error
+                raise Unavailable(f"the client cannot receive a descriptor: {error}") from error
         self._writer.write(frame[sent:])
 
     def close(self) -> None:
@@ -210,16 +210,16 @@ def check_room(store: SegmentStore, finding_reporter: FindingReporter, request: 
     ]
     missing = [file for file in wanted if file is not None]
     margin = TRAINING_MEMORY_SHARE if request.has_fallback else 0.0
-    foresee = partial(
+    check = partial(
         store.budget.require_room, missing, _describe_needs(request.job, request.needs), _memory_advice(request), margin
     )
     try:
         try:
-            foresee()
+            check()
         except OutOfSlotMemory:
             if not _free_unneeded_copies(store, request, {key for key, _ in keyed}):
                 raise
-            foresee()
+            check()
     except OutOfSlotMemory as error:
         if not request.has_fallback:
             finding_reporter.report_memory_shortage(request.job, str(error))
@@ -228,7 +228,7 @@ def check_room(store: SegmentStore, finding_reporter: FindingReporter, request: 
 
 def _free_unneeded_copies(store: SegmentStore, request: local.CheckCapacity, needed: Collection[SegmentKey]) -> bool:
     """Free the copies made for another roster, except those the job may still restore from."""
-    given = False
+    freed = False
     for segment in store.segments(request.job):
         if (
             segment.key.kind == "replica"
@@ -239,8 +239,8 @@ def _free_unneeded_copies(store: SegmentStore, request: local.CheckCapacity, nee
                 header = segment.view.header(slot)
                 if header is None or header.state is not SlotState.SEALED or header.version not in request.keep:
                     segment.free_slot(slot)
-                    given = True
-    return given
+                    freed = True
+    return freed
 
 
 def _memory_advice(request: local.CheckCapacity) -> str:
@@ -253,10 +253,10 @@ def _describe_needs(job: str, needs: Sequence[local.SegmentRequirement]) -> str:
     own, copies = ([need for need in needs if need.replica is replica] for replica in (False, True))
     pinned = sum(need.pinned_slots * (need.slot_bytes + PAGE_BYTES) for need in needs)
     slots = "/".join(str(count) for count in sorted({need.slots for need in needs}))
-    said = f"{slots} slots of {len(own)} ranks here: {_needed_bytes(own)} bytes"
-    said += f", copies of {len(copies)} ranks of other nodes: {_needed_bytes(copies)} bytes" if copies else ""
-    said += f", {pinned} of these for versions on their way to storage or parity" if pinned else ""
-    return f"job {job} ({said}; what is made already apart)"
+    detail = f"{slots} slots of {len(own)} ranks here: {_needed_bytes(own)} bytes"
+    detail += f", copies of {len(copies)} ranks of other nodes: {_needed_bytes(copies)} bytes" if copies else ""
+    detail += f", {pinned} of these for versions being written to storage or parity" if pinned else ""
+    return f"job {job} ({detail}; without the slots that exist already)"
 
 
 def _needed_bytes(needs: Sequence[local.SegmentRequirement]) -> int:
@@ -286,12 +286,14 @@ class Vault:
         self._loop = asyncio.get_running_loop()
         self._threads = ThreadPoolExecutor(settings.worker_threads, "vault")
         self._streams = ThreadPoolExecutor(settings.worker_threads, "stream")
-        self._unsent_findings: deque[FindingRaised] = deque(maxlen=MAX_UNSENT_FINDINGS)
+        self._unsent_findings: deque[local.VaultFinding] = deque(maxlen=MAX_UNSENT_FINDINGS)
         self._counters = VaultCounters()
         self._job_table = JobTable()
-        findings = self._finding_reporter = FindingReporter(settings.node, clock, self._counters, self._on_finding)
+        findings = self._finding_reporter = FindingReporter(
+            settings.node, clock, self._counters, lambda raised: self._report(local.VaultFinding(finding=raised))
+        )
         library = SlotFinder(store, findings)
-        self._peer_loss_detector = PeerLossDetector(settings.node, self._job_table, clock, self._on_peer_lost)
+        self._peer_loss_detector = PeerLossDetector(settings.node, self._job_table, clock, self._report)
         self._peers = PeerPool(settings, self._job_table, clock, self._peer_loss_detector)
         sender = SlotSender(settings, self._peers, findings, self._counters, self._streams, clock)
         self._replicator = Replicator(settings.node, store, self._job_table, sender, self._counters, self._threads)
@@ -469,7 +471,7 @@ class Vault:
             async with semaphore:
                 return await asyncio.wait_for(self._loop.run_in_executor(threads, call), message.timeout_s)
         except (EverstepError, TimeoutError) as error:
-            log.info("%s is left out of the inventory: %s", node, error, extra=self._context(message.job))
+            log.info("the inventory omits %s: %s", node, error, extra={"node": self._settings.node, "job": message.job})
             return (), 0
 
     def _statistics(self, message: local.Statistics) -> local.StatisticsAnswer:
@@ -483,32 +485,20 @@ class Vault:
         }
         return local.StatisticsAnswer(request=message.request, counters=counters, refused=refused, gauges=levels)
 
-    def _context(self, job: str) -> dict[str, str]:
-        return {"node": self._settings.node, "job": job}
-
     # Findings and lost peers
 
-    def _on_finding(self, finding: FindingRaised) -> None:
-        """Send the finding; callable from any thread."""
-        self._loop.call_soon_threadsafe(self._send_finding, finding)
+    def _report(self, message: local.VaultFinding | PeerConnectionLost) -> None:
+        """Send the message to the supervisor; callable from any thread."""
+        self._loop.call_soon_threadsafe(self._send_to_supervisors, message)
 
-    def _send_finding(self, finding: FindingRaised) -> None:
+    def _send_to_supervisors(self, message: local.VaultFinding | PeerConnectionLost) -> None:
         supervisors = [client for client in self._local.clients if client.is_supervisor]
-        if not supervisors:
-            self._unsent_findings.append(finding)
+        if not supervisors and isinstance(message, local.VaultFinding):
+            self._unsent_findings.append(message)
         for client in supervisors:
-            client.send(local.VaultFinding(finding=finding))
-
-    def _on_peer_lost(self, lost: PeerConnectionLost) -> None:
-        """Report the lost peer; callable from any thread."""
-        self._loop.call_soon_threadsafe(self._send_peer_lost, lost)
-
-    def _send_peer_lost(self, lost: PeerConnectionLost) -> None:
-        for client in self._local.clients:
-            if client.is_supervisor:
-                client.send(lost)
+            client.send(message)
 
     def _mark_supervisor(self, client: VaultClientConnection) -> None:
         client.is_supervisor = True
         while self._unsent_findings:
-            client.send(local.VaultFinding(finding=self._unsent_findings.popleft()))
+            client.send(self._unsent_findings.popleft())

@@ -88,11 +88,9 @@ def test_lone_controller_refusing_a_beat_keeps_its_session(bench: Bench, control
     asyncio.run(story())
 
 
-@pytest.mark.parametrize("shape", ["problem details", "the older shape"])
-def test_a_refused_session_is_understood_in_either_shape(
-    bench: Bench, controller: ControllerStub, caplog: pytest.LogCaptureFixture, shape: str
+def test_refused_session_is_counted_and_logged(
+    bench: Bench, controller: ControllerStub, caplog: pytest.LogCaptureFixture
 ) -> None:
-    controller.old_errors = shape == "the older shape"
     controller.refusals["session"] = lambda head: (_ for _ in ()).throw(PermissionDenied("not your node"))
 
     async def story() -> None:

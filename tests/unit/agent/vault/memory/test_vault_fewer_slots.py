@@ -86,7 +86,7 @@ def test_foreseen_memory_for_two_larger_slots_is_exact(shared: Path) -> None:
         else:
             with pytest.raises(OutOfSlotMemory):
                 store.budget.require_room([wanted], "two slots", "less")
-            with pytest.raises(OutOfSlotMemory, match=r"are free: raise it .*, or fewer --replicas$"):
+            with pytest.raises(OutOfSlotMemory, match=r"are free: raise .*, or fewer --replicas$"):
                 store.open(KEY, larger, 2, [Version(1, 1)])
             assert steps(segment) == [1, 2, 3, 4, 5], "nothing was given up for what could not be made"
         assert [path.name for path in (shared / JOB).iterdir()] == ["replica-0"]

@@ -78,7 +78,7 @@ def test_unreadable_segment_is_given_up_and_reported(tmp_path: Path) -> None:
     assert adopt(store) == 0
     store.set_damage_handler(lambda damage: told.append(damage.message))
     assert len(told) == 1
-    assert "given up" in told[0]
+    assert "is discarded" in told[0]
     assert not path.exists()
 
 

@@ -95,7 +95,7 @@ def test_fetch_of_existing_slot_ranges_is_refused(fleet: Vaults, owner: RankMemo
     refused = fetch(fleet, ((0, 9),), by)
     assert isinstance(refused, local.RequestFailed)
     assert refused.code == "malformed"
-    assert "read rank 3's version 1:1 over a connection to n2 (Connect)" in refused.message
+    assert "read rank 3's version 1:1 over a connection to n2" in refused.message
     assert not scratch(fleet, by).exists()
 
 
