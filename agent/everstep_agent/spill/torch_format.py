@@ -14,6 +14,7 @@ import re
 import struct
 import zlib
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any
 
 import msgspec
@@ -153,7 +154,7 @@ class _PickleWriter:
             self._out += pickle.BINGET + struct.pack("<B", self._memo[value])
             return
         if not (_GLOBAL.fullmatch(value.module) and _GLOBAL.fullmatch(value.name)):
-            raise ConfigurationError(f"{value.module!r} and {value.name!r} do not name anything that can be imported")
+            raise ConfigurationError(f"{value.module}.{value.name} is not a valid name to import")
         self._out += pickle.GLOBAL + f"{value.module}\n{value.name}\n".encode()
         if len(self._memo) < 256:
             self._out += pickle.BINPUT + struct.pack("<B", len(self._memo))
@@ -242,17 +243,17 @@ class TensorArchive:
         self.nbytes = math.prod(shape) * itemsize
         self._zip = _Zip()
         self._zip.add("data.pkl", dumps(_tensor(dtype, shape, self.nbytes, "0")))
-        _add_signs(self._zip)
+        _add_format_records(self._zip)
         self._zip.begin("data/0", self.nbytes)
         self.head = bytes(self._zip.buffer)
         self.length = len(self.head) + self.nbytes + len(self.tail(0))
 
     def tail(self, crc: int) -> bytes:
         """Return the bytes after the data, whose zlib.crc32 is ``crc``."""
-        rest = self._zip.copy()
+        rest = deepcopy(self._zip)
         rest.buffer.clear()
         rest.end(crc, self.nbytes)
-        _add_ends(rest)
+        _add_version_records(rest)
         return rest.finish()
 
 
@@ -261,10 +262,10 @@ def object_archive(value: Any) -> bytes:
     found: list[RawTensor] = []
     archive = _Zip()
     archive.add("data.pkl", dumps(_with_storages(value, found)))
-    _add_signs(archive)
+    _add_format_records(archive)
     for index, tensor in enumerate(found):
         archive.add(f"data/{index}", tensor.data, align=True)
-    _add_ends(archive)
+    _add_version_records(archive)
     return archive.finish()
 
 
@@ -281,7 +282,7 @@ def _with_storages(value: Any, found: list[RawTensor]) -> Any:
 
 def _tensor(dtype: str, shape: Extent, nbytes: int, key: str) -> Call:
     if not _DTYPE.fullmatch(dtype):
-        raise MalformedMessage(f"{dtype!r} is no dtype's name")
+        raise MalformedMessage(f"{dtype!r} is not the name of a dtype")
     typed = _STORAGE_TYPES.get(dtype)
     kind = Global("torch", typed) if typed else Global("torch.storage", "UntypedStorage")
     storage = PersistentId(("storage", kind, key, "cpu", math.prod(shape) if typed else nbytes))
@@ -301,13 +302,13 @@ def row_major(shape: Sequence[int]) -> Extent:
     return tuple(strides[::-1])
 
 
-def _add_signs(archive: _Zip) -> None:
+def _add_format_records(archive: _Zip) -> None:
     archive.add(".format_version", b"1")
     archive.add(".storage_alignment", str(ALIGNMENT).encode())
     archive.add("byteorder", b"little")
 
 
-def _add_ends(archive: _Zip) -> None:
+def _add_version_records(archive: _Zip) -> None:
     archive.add("version", b"3\n")
     # torch writes a digest of the records here, which no reader checks
     archive.add(".data/serialization_id", b"0" * 40)
@@ -328,13 +329,6 @@ class _Zip:
         self.buffer = bytearray()
         self._records: list[_ZipEntry] = []
         self._at = 0
-
-    def copy(self) -> _Zip:
-        twin = _Zip()
-        twin.buffer[:] = self.buffer
-        twin._records = [msgspec.structs.replace(r) for r in self._records]
-        twin._at = self._at
-        return twin
 
     def add(self, name: str, data: bytes, *, align: bool = False) -> None:
         self._header(name, len(data), zlib.crc32(data), 0, align=align)
@@ -373,23 +367,8 @@ class _Zip:
         extra = sizes64 + (self._padding(len(path) + len(sizes64)) if align else b"")
         version = _VERSION64 if large else _VERSION
         stated = _LIMIT32 if large else stated
-        self._put(
-            _LOCAL.pack(
-                b"PK\x03\x04",
-                version,
-                flags | _UTF8,
-                0,
-                0,
-                _FIRST_DAY,
-                crc,
-                stated,
-                stated,
-                len(path),
-                len(extra),
-            )
-            + path
-            + extra
-        )
+        fields = (b"PK\x03\x04", version, flags | _UTF8, 0, 0, _FIRST_DAY, crc, stated, stated, len(path), len(extra))
+        self._put(_LOCAL.pack(*fields) + path + extra)
 
     def _padding(self, name_and_extra: int) -> bytes:
         """Return an extra field, as torch writes it, that moves the data to the next multiple of ALIGNMENT."""
@@ -407,23 +386,6 @@ def _central(record: _ZipEntry) -> bytes:
     extra = struct.pack(f"<HH{len(large)}Q", 1, 8 * len(large), *large) if large else b""
     version = _VERSION64 if large else _VERSION
     size, at = min(record.size, _LIMIT32), min(record.offset, _LIMIT32)
-    fixed = _CENTRAL.pack(
-        b"PK\x01\x02",
-        version,
-        version,
-        record.flags,
-        0,
-        0,
-        _FIRST_DAY,
-        record.crc,
-        size,
-        size,
-        len(record.name),
-        len(extra),
-        0,
-        0,
-        0,
-        0,
-        at,
-    )
+    fields = (b"PK\x01\x02", version, version, record.flags, 0, 0, _FIRST_DAY, record.crc, size, size)
+    fixed = _CENTRAL.pack(*fields, len(record.name), len(extra), 0, 0, 0, 0, at)
     return fixed + record.name + extra

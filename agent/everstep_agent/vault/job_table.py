@@ -56,7 +56,7 @@ class JobTable:
             ConfigurationError: The secret is too short.
         """
         if len(message.secret) < MIN_SECRET_LENGTH:
-            raise ConfigurationError(f"a job's secret needs {MIN_SECRET_LENGTH} characters, not {len(message.secret)}")
+            raise ConfigurationError(f"a job's secret must have at least {MIN_SECRET_LENGTH} characters")
         with self._lock:
             known = self._jobs.get(message.job)
             if known is not None and message.generation < known.generation:
@@ -78,7 +78,7 @@ class JobTable:
         with self._lock:
             job_config = self._jobs.get(job)
         if job_config is None:
-            raise NotFound(f"job {job} is not known here; its supervisor has not configured it, or it is over")
+            raise NotFound(f"job {job} is unknown to this vault: it is not configured yet, or has ended")
         return job_config
 
     def require_current(self, job: str, generation: int) -> JobConfig:

@@ -19,6 +19,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -145,8 +146,8 @@ class VaultManager:
 
     def configured_generation(self, job: str) -> int | None:
         """Return the job's generation last sent to the vault, or None."""
-        told = self._job_configs.get(job)
-        return told.generation if told is not None else None
+        config = self._job_configs.get(job)
+        return None if config is None else config.generation
 
     async def request(self, build_message: Callable[[int], VaultRequest]) -> VaultAnswer:
         """Send a request built around its number and return the answer; a restarted vault is asked again."""
@@ -186,7 +187,7 @@ class VaultManager:
                 if not is_locked(self._settings.run_dir):
                     raise
             if self._clock.monotonic() > end:
-                raise Unavailable(f"another vault holds {self._settings.run_dir} and does not serve: end it")
+                raise Unavailable(f"another vault has locked {self._settings.run_dir} but does not answer: stop it")
             await asyncio.sleep(0.05)
         self.down_reason = ""
 
@@ -209,7 +210,7 @@ class VaultManager:
                 try:
                     await self.start()
                 except (EverstepError, OSError) as error:
-                    self.down_reason = f"{self.down_reason.partition(';')[0]}; another did not start: {error}"
+                    self.down_reason = f"{self.down_reason.partition(';')[0]}; restarting the vault failed: {error}"
                     log.error("%s", error, extra={"node": self._settings.node})
             self._on_change()
 
@@ -221,7 +222,7 @@ class VaultManager:
         if self._pidfd >= 0:
             self._signal(signal.SIGTERM)
             if not await self._wait_exit(EXIT_TIMEOUT_S):
-                log.error("the vault did not end within %s s and is killed", EXIT_TIMEOUT_S)
+                log.error("killing the vault, which did not exit within %s s", EXIT_TIMEOUT_S)
                 self._signal(signal.SIGKILL)
                 await self._wait_exit(EXIT_TIMEOUT_S)
             self._reap()
@@ -236,7 +237,7 @@ class VaultManager:
             os.close(self._pidfd)
             self._pidfd = -1
         if self._child is not None:
-            self._child.returncode = 0  # no longer ours to wait for; Popen would warn of it
+            self._child.returncode = 0  # Popen would warn about a child that was not waited for
 
     def has_segments(self) -> bool:
         """Return whether the segment directory holds a job's slots; names with a dot are the vault's own."""
@@ -264,7 +265,7 @@ class VaultManager:
             await self._connect(ready)
         except (Unavailable, OSError):
             return False
-        log.info("took over the vault of pid %d at %s", self.pid, self.address, extra={"node": self._settings.node})
+        log.info("took over the vault with pid %d at %s", self.pid, self.address, extra={"node": self._settings.node})
         return True
 
     async def _spawn(self) -> None:
@@ -328,16 +329,16 @@ class VaultManager:
         """Handle the vault's messages until its connection ends; return the reason."""
         assert self._reader is not None
         decoder: FrameDecoder[local.FromVault] = FrameDecoder(local.FromVault, local.MAX_FRAME_BYTES)
-        why = "its process ended"
+        reason = "its process ended"
         try:
             while data := await self._reader.read(1 << 16):
                 for message in decoder.feed(data):
                     self._handle_message(message)
         except MalformedMessage as error:
-            why = f"it sent what is no message: {error}"
+            reason = f"it sent a malformed message: {error}"
         except OSError as error:
-            why = f"its connection broke: {error}"
-        return await self._ensure_exited(why)
+            reason = f"its connection broke: {error}"
+        return await self._ensure_exited(reason)
 
     async def _ensure_exited(self, reason: str) -> str:
         """Make sure that the vault is gone: two must never own the same segments."""
@@ -359,11 +360,11 @@ class VaultManager:
                 self._resolve_request(message)
             case local.RequestFailed():
                 if not self._resolve_request(message):
-                    log.warning("the vault refuses: %s (%s)", message.message, message.code)
+                    log.warning("the vault refused a request: %s (%s)", message.message, message.code)
             case local.RequestDone():
                 pass
             case _:
-                raise MalformedMessage(f"{type(message).__name__} is no answer to a supervisor")
+                raise MalformedMessage(f"{type(message).__name__} is not an answer to a supervisor")
 
     def _resolve_request(self, message: VaultAnswer) -> bool:
         """Resolve the pending request with its answer. Returns False if none waits."""
@@ -419,8 +420,10 @@ MAX_CONCURRENT_GROUPS = 4
 """Groups whose parity is made at once: each reads from all of its members."""
 
 VaultOrder = SpillVersion | ProtectVersion
+OrderKey = tuple[str, type[VaultOrder]]
 
 
+@dataclass(eq=False)
 class VaultOrderRunner:
     """Run the controller's orders on the event loop of one agent.
 
@@ -428,18 +431,11 @@ class VaultOrderRunner:
         report: Receives the outcome of each order.
     """
 
-    def __init__(
-        self,
-        node: str,
-        vault: VaultManager,
-        report: Callable[[AnyReport], None],
-        clock: Clock,
-    ) -> None:
-        self._node = node
-        self._vault = vault
-        self._report = report
-        self._clock = clock
-        self._running: dict[tuple[str, type[VaultOrder]], tuple[VaultOrder, asyncio.Task[None]]] = {}
+    _node: str
+    _vault: VaultManager
+    _report: Callable[[AnyReport], None]
+    _clock: Clock
+    _running: dict[OrderKey, tuple[VaultOrder, asyncio.Task[None]]] = field(default_factory=dict)
 
     def submit(self, order: VaultOrder) -> None:
         """Run an order unless it is running; it replaces an older order of its kind.
@@ -465,19 +461,19 @@ class VaultOrderRunner:
         for key in list(self._running):
             self._cancel(key)
 
-    def _cancel(self, key: tuple[str, type[VaultOrder]]) -> None:
+    def _cancel(self, key: OrderKey) -> None:
         _, task = self._running.pop(key, (None, None))
         if task is not None:
             task.cancel()
 
-    async def _execute(self, key: tuple[str, type[VaultOrder]], order: VaultOrder) -> None:
-        word = await (self._spill(order) if isinstance(order, SpillVersion) else self._protect(order))
+    async def _execute(self, key: OrderKey, order: VaultOrder) -> None:
+        outcome = await (self._spill(order) if isinstance(order, SpillVersion) else self._protect(order))
         del self._running[key]  # not reached if cancelled: another order has the place
-        if word.code:
+        if outcome.code:
             context = {"node": self._node, "job": order.job, "generation": order.generation}
-            log.warning("%s of version %s: %s", type(order).__name__, order.version, word.message, extra=context)
-        if word.code != StaleGeneration.code:  # a stale order is repeated in the newer generation's name
-            self._report(word)
+            log.warning("%s of version %s: %s", type(order).__name__, order.version, outcome.message, extra=context)
+        if outcome.code != StaleGeneration.code:  # a stale order is repeated in the newer generation's name
+            self._report(outcome)
 
     async def _spill(self, order: SpillVersion) -> VersionSpilled:
         answer = await self._vault.request(
@@ -491,12 +487,12 @@ class VaultOrderRunner:
                 keep_last=order.keep_last,
             )
         )
-        said = partial(
+        outcome = partial(
             VersionSpilled, job=order.job, at=self._clock.wall(), version=order.version, attempt=order.attempt
         )
         if isinstance(answer, local.Spilled):
             url = f"{order.url}/{answer.folder}"
-            return said(
+            return outcome(
                 url=url,
                 bytes=answer.bytes,
                 complete=answer.complete,
@@ -504,20 +500,20 @@ class VaultOrderRunner:
                 remaining=answer.remaining,
             )
         assert isinstance(answer, local.RequestFailed)
-        return said(code=answer.code, message=answer.message)
+        return outcome(code=answer.code, message=answer.message)
 
     async def _protect(self, order: ProtectVersion) -> VersionProtected:
         """Protect all groups of the order, a few at a time; stop at the first that fails."""
-        said = partial(VersionProtected, job=order.job, at=self._clock.wall(), version=order.version)
+        outcome = partial(VersionProtected, job=order.job, at=self._clock.wall(), version=order.version)
         made: dict[int, str] = {}
         for first in range(0, len(order.groups), MAX_CONCURRENT_GROUPS):
             some = order.groups[first : first + MAX_CONCURRENT_GROUPS]
             answers = await asyncio.gather(*(self._protect_one(order, group) for group in some))
             for group, answer in zip(some, answers, strict=True):
                 if isinstance(answer, local.RequestFailed):
-                    return said(members_digests=made, code=answer.code, message=answer.message)
+                    return outcome(members_digests=made, code=answer.code, message=answer.message)
                 made[group.group] = answer.members_digest
-        return said(members_digests=made)
+        return outcome(members_digests=made)
 
     async def _protect_one(self, order: ProtectVersion, group: ParityGroup) -> local.Protected | local.RequestFailed:
         answer = await self._vault.request(

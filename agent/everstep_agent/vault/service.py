@@ -381,7 +381,7 @@ class Vault:
                     channel,
                 )
             case local.PeerConnectionBroken():
-                self._peers.report_broken_connection(message.job, message.node, message.reason)
+                self._peer_loss_detector.report_broken_connection(message.job, message.node, message.reason)
                 return local.RequestDone(request=message.request)
             case local.Protect():
                 made = await self._run_in_thread(lambda: self._encoder.encode_group(message))

@@ -41,7 +41,7 @@ class SealedSlotReader:
     def require_unchanged(self) -> None:
         """Raise Conflict if the slot has changed."""
         if not self.is_unchanged():
-            raise Conflict(f"slot {self.slot} of {self.segment.path.name} was filled anew while it was read")
+            raise Conflict(f"slot {self.slot} of {self.segment.path.name} was refilled while it was read")
 
     def check(self, ranges: Sequence[ByteRange], checked_chunks: Container[int] = ()) -> set[int]:
         """Hash every chunk that the ranges touch, each once, except ``checked_chunks``; return the hashed ones.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor, wait
+from dataclasses import dataclass
 from typing import Annotated, Literal, TypeVar
 
 import msgspec
@@ -115,7 +116,7 @@ def decode_parity_manifest(data: bytes, description: str) -> ParityManifest:
     try:
         manifest = _decoder.decode(data)
     except DECODE_ERRORS as error:
-        raise MalformedMessage(f"{description}: this is no manifest of parity: {error}") from error
+        raise MalformedMessage(f"{description}: not a parity manifest: {error}") from error
     for member in manifest.members:
         member.info.check(description)
     return manifest
@@ -138,16 +139,14 @@ class ShardLocation(msgspec.Struct, frozen=True):
         return f"{whose} {self.rank_or_group}'s version {self.version} on {self.node}"
 
 
+@dataclass(eq=False)
 class ShardReader:
     """Read shards of this node and of others. Safe to use from any thread."""
 
-    def __init__(
-        self, settings: VaultSettings, slot_finder: SlotFinder, peers: PeerPool, finding_reporter: FindingReporter
-    ) -> None:
-        self._settings = settings
-        self._slot_finder = slot_finder
-        self._peers = peers
-        self._finding_reporter = finding_reporter
+    _settings: VaultSettings
+    _slot_finder: SlotFinder
+    _peers: PeerPool
+    _finding_reporter: FindingReporter
 
     def read_info(
         self, location: ShardLocation, known_manifests: Mapping[bytes, bytes] = {}, group: ParityGroup | None = None
@@ -176,18 +175,18 @@ class ShardReader:
                 )
             )
             channel.set_receive_timeout(self._settings.request_timeout_s)
-            said = channel.receive_answer(Digests)
-            manifest = known_manifests.get(said.digests[:DIGEST_BYTES])
+            answer = channel.receive_answer(Digests)
+            manifest = known_manifests.get(answer.digests[:DIGEST_BYTES])
             if manifest is None:
                 manifest = fetch_manifest(
                     channel, self._settings, location.rank_or_group, location.version, parity=location.is_parity
                 )
-            return said, manifest
+            return answer, manifest
 
-        said, manifest = self._peers.call(location.job, location.node, ask)
-        if xxhash.xxh3_128_digest(manifest) != said.digests[:DIGEST_BYTES]:
-            self._raise_corrupt(location, "its manifest did not hash right")
-        return _make_info(said.payload_bytes, manifest, said.digests, location)
+        answer, manifest = self._peers.call(location.job, location.node, ask)
+        if xxhash.xxh3_128_digest(manifest) != answer.digests[:DIGEST_BYTES]:
+            self._raise_corrupt(location, "its manifest has a wrong digest")
+        return _make_info(answer.payload_bytes, manifest, answer.digests, location)
 
     def read_chunk(self, location: ShardLocation, info: ShardInfo, index: int, into: memoryview) -> None:
         """Fill ``into`` with chunk ``index`` of the shard sealed as ``info``; ``into`` is as long as the chunk.
@@ -204,7 +203,7 @@ class ShardReader:
                 location.job, location.node, lambda channel: self._read_remote_chunk(channel, location, index, into)
             )
         if xxhash.xxh3_128_digest(into) != info.digest(index):
-            self._raise_corrupt(location, f"chunk {index} is not what was sealed as that version")
+            self._raise_corrupt(location, f"chunk {index} differs from the sealed bytes")
 
     def _read_local_chunk(self, location: ShardLocation, index: int, into: memoryview) -> None:
         at = index * CHUNK_BYTES
@@ -222,13 +221,13 @@ class ShardReader:
         channel.set_receive_timeout(self._settings.request_timeout_s)
         length = channel.receive_answer(Data).bytes
         if length != len(into):
-            raise MalformedMessage(f"{location.node} announced {length} bytes where {len(into)} were asked for")
+            raise MalformedMessage(f"{location.node} announced {length} bytes instead of {len(into)}")
         channel.set_receive_timeout(self._settings.io_timeout_s)
         channel.receive_into(into)
         moved_on = not channel.receive_piece_status()
         channel.receive_answer(DataEnd)  # raises the peer's refusal
         if moved_on:
-            raise MalformedMessage(f"{location.node} said that the slot moved on, and then that it did not")
+            raise MalformedMessage(f"{location.node} sent contradictory status: slot refilled, then not refilled")
 
     def _raise_corrupt(self, location: ShardLocation, detail: str) -> None:
         if location.node != self._settings.node:

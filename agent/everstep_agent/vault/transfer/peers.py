@@ -100,7 +100,7 @@ class PeerLossDetector:
             job=job, at=self._clock.wall(), trace=uuid.uuid4().hex[:16], peer=peer, detail=detail[:1000]
         )
         context = {"node": self._node, "job": job, "trace": lost.trace}
-        log.warning("the vault of %s is out of reach: %s", peer, detail, extra=context)
+        log.warning("the vault of %s is unreachable: %s", peer, detail, extra=context)
         self._on_peer_lost(lost)
 
 
@@ -160,7 +160,7 @@ def server_handshake(channel: VaultChannel, job_table: JobTable, node: str) -> t
     if not isinstance(greeting, Greeting):
         raise MalformedMessage(f"{channel.peer} began with {type(greeting).__name__}, not with a greeting")
     if greeting.peer != node:
-        raise AuthenticationError(f"{greeting.node} means to reach {greeting.peer}, and this is {node}")
+        raise AuthenticationError(f"{greeting.node} wants to connect to {greeting.peer}, but this node is {node}")
     challenge = Challenge(
         protocol=negotiate(greeting.protocols, VAULT_SUPPORTED_VERSIONS), nonce=secrets.token_bytes(NONCE_BYTES)
     )
@@ -191,7 +191,7 @@ def fetch_manifest(
     length = channel.receive_answer(Data).bytes
     if length > MAX_MANIFEST_BYTES:
         raise MalformedMessage(
-            f"{channel.peer} announced a manifest of {length} bytes, and at most {MAX_MANIFEST_BYTES} are taken"
+            f"{channel.peer} announced a manifest of {length} bytes; the limit is {MAX_MANIFEST_BYTES}"
         )
     channel.set_receive_timeout(settings.io_timeout_s)
     return receive_bulk(channel, length)
@@ -212,7 +212,7 @@ def fetch_bytes(
     channel.set_receive_timeout(settings.request_timeout_s)
     announced, wanted = channel.receive_answer(Data).bytes, sum(length for _, length in ranges)
     if announced != wanted:
-        raise MalformedMessage(f"{channel.peer} announced {announced} bytes where {wanted} were asked for")
+        raise MalformedMessage(f"{channel.peer} announced {announced} bytes instead of {wanted}")
     channel.set_receive_timeout(settings.io_timeout_s)
     return receive_bulk(channel, wanted)
 
@@ -224,7 +224,7 @@ def receive_bulk(channel: VaultChannel, length: int) -> bytes:
         channel.receive_into(memoryview(found)[start : start + CHUNK_BYTES])
         if not channel.receive_piece_status():
             channel.receive_answer(DataEnd)  # raises the peer's refusal
-            raise MalformedMessage(f"{channel.peer} said that the slot moved on, and then that it did not")
+            raise MalformedMessage(f"{channel.peer} sent contradictory status: slot refilled, then not refilled")
     channel.receive_answer(DataEnd)
     return bytes(found)
 
@@ -282,10 +282,6 @@ class PeerPool:
         with self._lock:
             self._busy.discard(channel)
         return channel
-
-    def report_broken_connection(self, job: str, node: str, reason: str) -> None:
-        """Report that a connection from ``open_channel`` ended unexpectedly."""
-        self._peer_loss_detector.report_broken_connection(job, node, reason)
 
     def _take(self, key: PoolKey) -> VaultChannel | None:
         with self._lock:

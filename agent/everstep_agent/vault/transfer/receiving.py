@@ -230,17 +230,13 @@ class SlotReceiver:
             if part.first_chunk + part.chunks > chunk_count(incoming.put.payload_bytes):
                 raise MalformedMessage(f"{sender} sent chunks beyond the payload's end")
             failure = self._receive_part_bytes(incoming, part, channel)
-        if failure is not None:
-            self.abort(incoming.id)
-            raise failure
+        self._abort_if_failed(incoming, failure)
 
     def receive_manifest(self, job: str, sender: str, part: ManifestPart, channel: VaultChannel) -> None:
         """Receive the manifest and hash it. Raises what ``receive_part`` does."""
         with self._writing_to(job, sender, part.transfer, channel) as incoming:
             failure = self._receive_manifest_bytes(incoming, channel)
-        if failure is not None:
-            self.abort(incoming.id)
-            raise failure
+        self._abort_if_failed(incoming, failure)
 
     @contextmanager
     def _writing_to(self, job: str, sender: str, transfer: bytes, channel: VaultChannel) -> Iterator[IncomingTransfer]:
@@ -248,12 +244,15 @@ class SlotReceiver:
         with self._lock:
             incoming = self._transfers.get(transfer)
             if incoming is None or incoming.is_aborted or (incoming.job, incoming.sender) != (job, sender):
-                raise MalformedMessage(f"{sender} sent a part of a transfer that is not under way")
+                raise MalformedMessage(f"{sender} sent a part of an unknown transfer")
             incoming.writers.add(channel)
         try:
             yield incoming
         finally:
-            self._remove_writer(incoming, channel)
+            with self._lock:
+                incoming.writers.discard(channel)
+                self._writer_left.notify_all()
+                self._release_if_unused(incoming)
 
     def _receive_manifest_bytes(self, incoming: IncomingTransfer, channel: VaultChannel) -> EverstepError | None:
         with incoming.receiving_piece(MANIFEST_PIECE) as counts:
@@ -286,15 +285,9 @@ class SlotReceiver:
 
     def _report_corrupt(self, incoming: IncomingTransfer, description: str) -> DigestMismatch:
         put = incoming.put
-        detail = f"{description} did not hash right"
+        detail = f"{description} has a wrong digest"
         self._finding_reporter.report_corrupt_transfer(incoming.job, incoming.sender, put.rank, put.version, detail)
-        return DigestMismatch(f"{description} of rank {put.rank}'s version {put.version} is not what was sealed")
-
-    def _remove_writer(self, incoming: IncomingTransfer, channel: VaultChannel) -> None:
-        with self._lock:
-            incoming.writers.discard(channel)
-            self._writer_left.notify_all()
-            self._release_if_unused(incoming)
+        return DigestMismatch(f"{description} of rank {put.rank}'s version {put.version} differs from the sealed bytes")
 
     def _release_if_unused(self, incoming: IncomingTransfer) -> None:
         if incoming.is_aborted and not incoming.writers and incoming.id in self._transfers:
@@ -312,21 +305,16 @@ class SlotReceiver:
         with self._lock:
             incoming = self._transfers.get(transfer)
         if incoming is None or incoming.is_aborted or (incoming.job, incoming.sender) != (job, sender):
-            raise NotFound("no such transfer is under way")
+            raise NotFound("the transfer is unknown")
         put = incoming.put
         with self._segment_lock(incoming.segment.key):
             self._job_table.require_current(job, put.generation)
             if self._store.get(incoming.segment.key) is not incoming.segment:
                 raise Conflict("the segment was replaced or forgotten while the slot was filled; send it again")
-            if (
-                incoming.writers
-                or len(incoming.received_chunks) != len(incoming.digests) - 1
-                or not incoming.has_manifest
-            ):
-                lacks = "" if incoming.has_manifest else ", and no manifest"
-                raise Conflict(
-                    f"{len(incoming.received_chunks)} of {len(incoming.digests) - 1} chunks have come{lacks}"
-                )
+            received, expected = len(incoming.received_chunks), len(incoming.digests) - 1
+            if incoming.writers or received != expected or not incoming.has_manifest:
+                missing = "" if incoming.has_manifest else ", but not the manifest"
+                raise Conflict(f"received {received} of {expected} chunks{missing}")
             incoming.segment.view.seal(incoming.slot, incoming.digests)
             _discard_others(incoming)
             with self._lock:
@@ -346,14 +334,13 @@ class SlotReceiver:
                     incoming.is_aborted = True
                     self._release_if_unused(incoming)
 
-    def abort(self, transfer: bytes) -> None:
-        """End an unfinished transfer, and free its slot once no connection writes into it."""
-        with self._lock:
-            incoming = self._transfers.get(transfer)
-            if incoming is None:
-                return
-            incoming.is_aborted = True
-            self._release_if_unused(incoming)
+    def _abort_if_failed(self, incoming: IncomingTransfer, failure: EverstepError | None) -> None:
+        """Raise ``failure``, and free the slot once no connection writes into it."""
+        if failure is not None:
+            with self._lock:
+                incoming.is_aborted = True
+                self._release_if_unused(incoming)
+            raise failure
 
 
 def _check_digests(put: Put) -> None:
@@ -363,7 +350,7 @@ def _check_digests(put: Put) -> None:
 
 
 def _slot_refilled_error(incoming: IncomingTransfer) -> Conflict:
-    return Conflict(f"{incoming.sender} filled the slot anew while it was sent")
+    return Conflict(f"{incoming.sender} refilled the slot while it was sent")
 
 
 def fill_from_other_versions(incoming: IncomingTransfer) -> int:
@@ -382,7 +369,8 @@ def fill_from_other_versions(incoming: IncomingTransfer) -> int:
         try:
             manifest, *theirs = view.digests(slot)
             if not incoming.has_manifest and manifest == incoming.digests[0]:
-                _copy_manifest(incoming, view.manifest(slot))
+                incoming.manifest[:] = view.manifest(slot)  # the same digest, so the same length
+                incoming.has_manifest = True
             payload = view.payload(slot)
         except EverstepError:  # refilled or damaged; the scrubber or reader of that slot reports it
             continue
@@ -391,13 +379,6 @@ def fill_from_other_versions(incoming: IncomingTransfer) -> int:
             for index in wanted.pop(digest, ()):
                 count += _copy_chunk(incoming, index, chunk)
     return count
-
-
-def _copy_manifest(incoming: IncomingTransfer, manifest: bytes) -> None:
-    """Copy a manifest that hashes right."""
-    if len(manifest) == len(incoming.manifest):
-        incoming.manifest[:] = manifest
-        incoming.has_manifest = True
 
 
 def _copy_chunk(incoming: IncomingTransfer, index: int, chunk: memoryview) -> int:

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Executor
+from dataclasses import dataclass, field
 from functools import partial
 
 import msgspec
@@ -235,8 +236,9 @@ class SlotSender:
         outgoing = OutgoingTransfer(reader, answer, self._rate_limiter)
         begun.append(outgoing)
         outgoing.send_manifest(channel)
-        count = self._extra_stream_count(put, len(outgoing))
-        helpers = [self._streams.submit(self._peers.call, job, node, outgoing.send) for _ in range(count)]
+        worthwhile = put.payload_bytes // self._settings.bytes_per_stream
+        extra_streams = min(self._settings.streams, worthwhile, len(outgoing)) - 1
+        helpers = [self._streams.submit(self._peers.call, job, node, outgoing.send) for _ in range(extra_streams)]
         failures: list[EverstepError] = []
         try:
             outgoing.send(channel)
@@ -250,10 +252,6 @@ class SlotSender:
         channel.send(PutDone(transfer=answer.transfer))
         channel.set_receive_timeout(self._settings.request_timeout_s)
         channel.receive_answer(Ack)
-
-    def _extra_stream_count(self, put: Put, parts: int) -> int:
-        worth = put.payload_bytes // self._settings.bytes_per_stream
-        return max(0, min(self._settings.streams, worth, parts) - 1)
 
     def _check_local_slot(self, reader: SealedSlotReader) -> None:
         """Check the local slot after the peer received wrong bytes."""
@@ -328,8 +326,8 @@ class SendQueue:
         mine = (task, outcome)
         if self._waiting is not None:
             self._on_superseded()
-            waits = self._waiting
-            first, other = (waits, mine) if waits[0].has_priority and not task.has_priority else (mine, waits)
+            before = self._waiting
+            first, other = (before, mine) if before[0].has_priority and not task.has_priority else (mine, before)
             self._waiting = first
             _resolve(other[1], f"superseded by {first[0].version}")
             return outcome
@@ -345,11 +343,11 @@ class SendQueue:
                 try:
                     _resolve(outcome, await self._copy(task))
                 finally:
-                    _resolve(outcome, "internal: the copy was broken off")
+                    _resolve(outcome, "internal: the copy was cancelled")
         finally:
             self._running = None
             if self._waiting is not None:
-                _resolve(self._waiting[1], "internal: the lane was broken off")
+                _resolve(self._waiting[1], "internal: the queue was cancelled")
                 self._waiting = None
 
 
@@ -358,25 +356,17 @@ def _resolve(outcome: asyncio.Future[str], value: str) -> None:
         outcome.set_result(value)
 
 
+@dataclass(eq=False)
 class Replicator:
     """Answer SlotSealed messages on the event loop; ``threads`` does the sending."""
 
-    def __init__(
-        self,
-        node: str,
-        store: SegmentStore,
-        job_table: JobTable,
-        sender: SlotSender,
-        counters: VaultCounters,
-        threads: Executor,
-    ) -> None:
-        self._node = node
-        self._store = store
-        self._job_table = job_table
-        self._sender = sender
-        self._counters = counters
-        self._threads = threads
-        self._send_queues: dict[SendQueueKey, SendQueue] = {}
+    _node: str
+    _store: SegmentStore
+    _job_table: JobTable
+    _sender: SlotSender
+    _counters: VaultCounters
+    _threads: Executor
+    _send_queues: dict[SendQueueKey, SendQueue] = field(default_factory=dict)
 
     async def replicate(self, message: SlotSealed) -> Replicated:
         """Copy the sealed slot to its replica nodes. Raises what ``find_slot`` does."""
@@ -405,12 +395,12 @@ class Replicator:
         key = SegmentKey(message.job, "own", message.local_rank)
         segment = self._store.get(key)
         if segment is None:
-            raise NotFound(f"local rank {message.local_rank} has no segment for job {message.job}: open one first")
+            raise NotFound(f"local rank {message.local_rank} has no segment for job {message.job}; open one first")
         if not 0 <= message.slot < segment.view.slots:
             raise NotFound(f"{segment.path} has {segment.view.slots} slots and no slot {message.slot}")
         header = segment.view.header(message.slot)
-        said = (SlotState.SEALED, message.rank, message.version)
-        if header is None or (header.state, header.rank, header.version) != said:
+        expected = (SlotState.SEALED, message.rank, message.version)
+        if header is None or (header.state, header.rank, header.version) != expected:
             raise NotFound(
                 f"slot {message.slot} of {segment.path} is not rank {message.rank}'s sealed {message.version}"
             )

@@ -181,7 +181,7 @@ def test_vault_never_serving_is_reported(place: Place, monkeypatch: pytest.Monke
 
     async def story() -> None:
         other = acquire_lock(place.run_dir / LOCK_FILE, "held")
-        with pytest.raises(Unavailable, match=r"another vault holds .* and does not serve"):
+        with pytest.raises(Unavailable, match=r"another vault has locked .* but does not answer"):
             await place.keeper().start()
         os.close(other)
 

@@ -65,7 +65,7 @@ def test_lent_connection_is_read_only(fleet: Vaults, rank: VaultClient) -> None:
 
 
 def test_unknown_job_and_non_holder_node_are_refused(rank: VaultClient) -> None:
-    with pytest.raises(NotFound, match="is not known here"):
+    with pytest.raises(NotFound, match="is unknown to this vault"):
         rank.connect(job="another", node="n2").result()
     with pytest.raises(NotFound, match="n7 is not among the holders"):
         rank.connect(job=JOB, node="n7").result()

@@ -146,7 +146,7 @@ def test_member_sending_wrong_bytes_is_detected_and_named(group: Group) -> None:
         answer = group.protect("p", generation=2)
         assert isinstance(answer, local.RequestFailed)
         assert answer.code == "digest_mismatch"
-        assert "rank 11's version 1:5 on n2: chunk 0 is not what was sealed" in answer.message
+        assert "rank 11's version 1:5 on n2: chunk 0 differs from the sealed bytes" in answer.message
         finding = group.fleet.supervisors["p"].finding().finding.finding
         assert (finding.kind, finding.subject) == (FindingKind.TRANSFER_CORRUPT, "n2")
         view = map_segment(group.fleet.all[NODES.index("p")].segment_dir / JOB / "parity-7")
@@ -170,7 +170,7 @@ def test_survivor_with_different_bytes_counts_as_lost(group: Group) -> None:
     answer = group.fetch(0, "q", ((0, 10),))
     assert isinstance(answer, local.RequestFailed)
     assert answer.code == "not_restorable"
-    assert "chunk 0 is not what was sealed as that version" in answer.message
+    assert "chunk 0 differs from the sealed bytes" in answer.message
 
 
 def test_corrupt_parity_is_skipped_where_the_other_suffices(group: Group) -> None:

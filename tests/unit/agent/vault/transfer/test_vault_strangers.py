@@ -147,7 +147,7 @@ def test_a_stranger_is_refused_and_counted(wire: Wire, supervisor: VaultClient) 
 
 
 def test_unknown_job_is_not_found(wire: Wire, supervisor: VaultClient) -> None:
-    with pytest.raises(NotFound, match="job other is not known here"):
+    with pytest.raises(NotFound, match="job other is unknown"):
         wire.proved(known=facts(job="other"))
 
 
@@ -344,7 +344,7 @@ def test_slot_changed_at_the_sender_is_dropped_without_finding(wire: Wire, super
     transfer = begin(channel, put(bytes(10)))
     channel.send(Part(transfer=transfer, first_chunk=0, chunks=1))
     bulk(channel, b"other new ", PIECE_STALE)
-    with pytest.raises(Conflict, match="filled the slot anew"):
+    with pytest.raises(Conflict, match="refilled the slot"):
         channel.receive_answer(PartDone)
     assert supervisor.findings == []
     assert refused(supervisor) == {"conflict": 1}
@@ -360,7 +360,7 @@ def test_a_slot_is_not_sealed_before_every_chunk_has_come(wire: Wire, supervisor
     channel = wire.proved()
     transfer = begin(channel, put(bytes(10)))
     channel.send(PutDone(transfer=transfer))
-    with pytest.raises(Conflict, match="0 of 1 chunks have come"):
+    with pytest.raises(Conflict, match="received 0 of 1 chunks"):
         channel.receive_answer(Ack)
 
 
