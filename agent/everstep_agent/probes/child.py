@@ -88,8 +88,7 @@ def check_matmul(probe: RunProbe, set_stage: SetStage) -> ProbeRows:
     Returns:
         Per device: bytes of the product, median seconds, no bandwidth.
 
-    Raises:
-        WrongResult: An element differs from the known one.
+    Raises WrongResult: an element differs from the known one.
     """
     return tuple(_check_device_matmul(device, max(2, probe.repeats), set_stage) for device in devices())
 
@@ -145,8 +144,7 @@ def check_memory(_probe: RunProbe, set_stage: SetStage) -> ProbeRows:
     Returns:
         Per device: bytes, seconds, and bytes per second of writing and reading all patterns.
 
-    Raises:
-        WrongResult: A word is not the written one.
+    Raises WrongResult: A word is not the written one.
     """
     return tuple(_check_device_memory(device, set_stage) for device in devices())
 

@@ -152,12 +152,7 @@ class SensorChild:
         await asyncio.get_running_loop().sock_sendall(self._channel, encode_frame(config))
 
     async def receive(self, deadline: float) -> list[PollResult] | None:
-        """Return the next messages, or None at the end of the process.
-
-        Raises:
-            TimeoutError: No message came by ``deadline`` (the event loop's time).
-            MalformedMessage: The process sent an unreadable frame.
-        """
+        """Return the next messages, or None at the end of the process. Raises TimeoutError, MalformedMessage."""
         try:
             async with asyncio.timeout_at(deadline):
                 data = await asyncio.get_running_loop().sock_recv(self._channel, READ_BYTES)

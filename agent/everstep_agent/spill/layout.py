@@ -210,8 +210,7 @@ def plan_file(
     Args:
         state: The rank's Python state, which takes ``blob_bytes`` bytes in its slot.
 
-    Raises:
-        MalformedMessage: torch does not have one of the dtypes.
+    Raises MalformedMessage: torch does not have one of the dtypes.
     """
     lowest = min(division.boxes_by_rank)
     names = CheckpointPaths(manifest.catalog, state)

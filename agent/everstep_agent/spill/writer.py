@@ -60,9 +60,7 @@ class SpillSlotReader:
     def read(self, ranges: tuple[Range, ...]) -> Iterator[memoryview]:
         """Yield the ranges' bytes in pieces of at most CHUNK_BYTES; each is valid until the next.
 
-        Raises:
-            DigestMismatch: A chunk is not the sealed one.
-            MalformedMessage: A range lies outside the payload.
+        Raises DigestMismatch, MalformedMessage.
         """
         for start, length in ranges:
             at, end = start, start + length
@@ -209,10 +207,7 @@ class CheckpointWriter:
     def write(self, rank: int, slot: SpillSlotReader) -> FileRecord:
         """Write one rank's file and its record; existing parts are not written again.
 
-        Raises:
-            DigestMismatch: The slot's bytes are not the sealed ones.
-            MalformedMessage: The slot is not the one that was divided.
-            OSError: The target failed.
+        Raises DigestMismatch, MalformedMessage, OSError.
         """
         if slot.manifest != self._manifests[rank]:
             raise MalformedMessage(f"rank {rank}'s slot has another manifest than the order")

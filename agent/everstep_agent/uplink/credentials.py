@@ -73,10 +73,7 @@ async def renew_token(settings: AgentSettings, refused_token: str) -> str:
 def enrol(settings: AgentSettings) -> None:
     """Request a credential and overwrite the token file. Blocks for one request at each controller.
 
-    Raises:
-        Unavailable: No controller answers.
-        ConfigurationError: A file cannot be read or written.
-        EverstepError: The controller's refusal.
+    Raises Unavailable, ConfigurationError, EverstepError.
     """
     assert settings.token_file is not None
     join_token = read_token(settings.join_token_file, "join token")

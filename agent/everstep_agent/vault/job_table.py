@@ -49,12 +49,7 @@ class JobTable:
         self._ended: dict[str, None] = {}
 
     def configure(self, message: ConfigureJob) -> JobConfig:
-        """Store the supervisor's configuration.
-
-        Raises:
-            StaleGeneration: The job is already in a newer generation.
-            ConfigurationError: The secret is too short.
-        """
+        """Store the supervisor's configuration. Raises StaleGeneration, ConfigurationError."""
         if len(message.secret) < MIN_SECRET_LENGTH:
             raise ConfigurationError(f"a job's secret must have at least {MIN_SECRET_LENGTH} characters")
         with self._lock:

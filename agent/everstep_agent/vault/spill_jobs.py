@@ -60,13 +60,7 @@ class Spiller:
     def spill(self, request: Spill) -> SpillResult:
         """Write this node's part of the version; parts written before are not written again.
 
-        Raises:
-            StaleGeneration: The request's generation is over.
-            NotFound: A share is not where ``request`` says, or was refilled meanwhile.
-            Unavailable: A node or the storage does not answer.
-            DigestMismatch: A share is not the sealed one.
-            NotRestorable: The shares do not make up the whole version.
-            ConfigurationError: The URL's scheme is unknown.
+        Raises StaleGeneration, NotFound, Unavailable, DigestMismatch, NotRestorable, ConfigurationError.
         """
         self._job_table.require_current(request.job, request.generation)
         sources = tuple(self._find_slot(request, rank) for rank in request.writers.get(self._node, ()))

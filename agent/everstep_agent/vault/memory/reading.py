@@ -46,10 +46,7 @@ class SealedSlotReader:
     def check(self, ranges: Sequence[ByteRange], checked_chunks: Container[int] = ()) -> set[int]:
         """Hash every chunk that the ranges touch, each once, except ``checked_chunks``; return the hashed ones.
 
-        Raises:
-            MalformedMessage: A range lies outside the payload.
-            DigestMismatch: A chunk is bad.
-            Conflict: The slot has changed.
+        Raises MalformedMessage, DigestMismatch, Conflict.
         """
         touched = set()
         for first, last in _chunk_runs(ranges, len(self.payload)):
@@ -136,9 +133,7 @@ class _SlotSearch:
         Args:
             table: The sealed digest table that the slot must have.
 
-        Raises:
-            NotFound: No slot is left.
-            DigestMismatch: A slot was bad, and no other is left.
+        Raises NotFound, DigestMismatch.
         """
         for segment, slot, header in self._found:
             if table not in (None, header.table_digest):

@@ -142,9 +142,7 @@ class MemoryBudget:
             freed_bytes: Bytes of other files that are freed first.
             advice: See ``require_room``.
 
-        Raises:
-            OutOfSlotMemory: Room is missing, now or while making the file; the message shows the arithmetic.
-            Unavailable: File descriptors are missing.
+        Raises OutOfSlotMemory, Unavailable.
         """
         with self._lock:
             self._check(path, size, description, freed_bytes, advice)
@@ -185,8 +183,7 @@ class MemoryBudget:
             advice: The suggestion if no more memory can be added.
             reserved_share: The part of the machine's free memory left to other processes.
 
-        Raises:
-            OutOfSlotMemory: Room is missing.
+        Raises OutOfSlotMemory: room is missing.
         """
         with self._lock:
             counted = self._file_sizes()
@@ -489,10 +486,7 @@ def write_scratch(
 
     The file is created with mode 0600 if missing, and grown to hold the bytes before the first is written.
 
-    Raises:
-        PermissionDenied: The path leaves the segment directory, goes through a symbolic link, names a segment, or is no
-            plain file.
-        OutOfSlotMemory: Room is missing.
+    Raises PermissionDenied, OutOfSlotMemory.
     """
     if offset < 0:
         raise PermissionDenied(f"into_offset {offset} is before the file's beginning")

@@ -71,12 +71,7 @@ class ParityEncoder:
     def encode_group(self, request: Protect) -> ParityManifest:
         """Make and seal the parity, and return its manifest. Parity of these very shards that exists already is kept.
 
-        Raises:
-            StaleGeneration: The request's generation is over.
-            NotFound: This node is no parity node of the group, or a member does not hold its shard.
-            Unavailable, DigestMismatch: A member's node does not answer, or its bytes are not the sealed ones.
-            OutOfSlotMemory: Memory for the parity is missing.
-            ConfigurationError: The group cannot be encoded.
+        Raises StaleGeneration, NotFound, Unavailable, DigestMismatch, OutOfSlotMemory, ConfigurationError.
         """
         self._job_table.require_current(request.job, request.generation)
         key = SegmentKey(request.job, "parity", request.group.group)
@@ -241,9 +236,7 @@ class ShardRecovery:
     def recover_chunk(self, index: int) -> memoryview:
         """Return chunk ``index`` of the wanted shard, hashed. The next call overwrites it.
 
-        Raises:
-            NotRestorable: More shards are lost than the remaining parity can recover.
-            DigestMismatch: The recovered chunk is not the sealed one.
+        Raises NotRestorable, DigestMismatch.
         """
         while True:
             letters = self._choose_letters(index)
@@ -347,12 +340,8 @@ class ParityDecoder:
         Returns:
             The number of bytes written.
 
-        Raises:
-            NotFound, Unavailable: The node does not hold the version, or does not answer.
-            NotRestorable: More shards are lost than the group can recover; the message lists them with reasons.
-            DigestMismatch: The recovered bytes are not the sealed ones.
-            MalformedMessage: A range lies outside the payload, or is asked for without a parity group.
-            PermissionDenied, OutOfSlotMemory: See ``ScratchFile``.
+        Raises NotFound, Unavailable, NotRestorable, DigestMismatch, MalformedMessage, PermissionDenied,
+        OutOfSlotMemory.
         """
         if request.parity_group is None:
             if request.ranges:

@@ -157,10 +157,7 @@ class ShardReader:
             known_manifests: Manifests by digest; these are not fetched again.
             group: The parity group that will cover the shard; the node is informed.
 
-        Raises:
-            NotFound: The node is unknown or holds no such shard.
-            Unavailable: The node does not answer.
-            DigestMismatch, MalformedMessage: The shard or the answer is not as announced.
+        Raises NotFound, Unavailable, DigestMismatch, MalformedMessage.
         """
         if location.node == self._settings.node:
             reading = self._slot_finder.open(
@@ -191,10 +188,7 @@ class ShardReader:
     def read_chunk(self, location: ShardLocation, info: ShardInfo, index: int, into: memoryview) -> None:
         """Fill ``into`` with chunk ``index`` of the shard sealed as ``info``; ``into`` is as long as the chunk.
 
-        Raises:
-            NotFound: The shard is no longer there.
-            Unavailable: The node does not answer.
-            DigestMismatch: The bytes are not the sealed ones.
+        Raises NotFound, Unavailable, DigestMismatch.
         """
         if location.node == self._settings.node:
             self._read_local_chunk(location, index, into)

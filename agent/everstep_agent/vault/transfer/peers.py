@@ -151,10 +151,7 @@ def client_handshake(
 def server_handshake(channel: VaultChannel, job_table: JobTable, node: str) -> tuple[JobConfig, Greeting]:
     """Run the server's side, as ``node``; return the connection's job and the client's greeting.
 
-    Raises:
-        NotFound: The job is unknown.
-        AuthenticationError: The client cannot prove its identity.
-        VersionMismatch, MalformedMessage: The greeting cannot be used.
+    Raises NotFound, AuthenticationError, VersionMismatch, MalformedMessage.
     """
     greeting = channel.receive_opening()
     if not isinstance(greeting, Greeting):
@@ -182,9 +179,7 @@ def fetch_manifest(
 ) -> bytes:
     """Return the unchecked manifest that ``rank`` (with ``parity``, the group of that number) sealed as ``version``.
 
-    Raises:
-        EverstepError: The peer's refusal.
-        MalformedMessage: The manifest is too long.
+    Raises EverstepError, MalformedMessage.
     """
     channel.send(Get(rank=rank, version=version, ranges=(), parity=parity))
     channel.set_receive_timeout(settings.request_timeout_s)
@@ -204,9 +199,7 @@ def fetch_bytes(
 
     The peer hashes before it answers.
 
-    Raises:
-        EverstepError: The peer's refusal.
-        MalformedMessage: The peer announces another number of bytes.
+    Raises EverstepError, MalformedMessage.
     """
     channel.send(Get(rank=rank, version=version, ranges=tuple(ranges)))
     channel.set_receive_timeout(settings.request_timeout_s)
@@ -258,11 +251,7 @@ class PeerPool:
         Args:
             timeout_s: Limits each wait of this call, instead of the settings' time-outs.
 
-        Raises:
-            NotFound: The node is no holder, or does not know the job.
-            Unavailable: The node does not answer.
-            AuthenticationError: The peer does not prove its identity.
-            EverstepError: Raised by ``action``.
+        Raises NotFound, Unavailable, AuthenticationError, EverstepError.
         """
         job_config = self._job_table.get_config(job)
         key = (job, node, job_config.address(node), job_config.secret)

@@ -193,10 +193,7 @@ class SlotSender:
         The peer's copies of the versions ``keep`` stay. If a connection breaks, another one continues after the bytes
         that arrived.
 
-        Raises:
-            Conflict: The rank refilled the slot meanwhile.
-            DigestMismatch: The bytes did not arrive as sealed; this vault then checks its own.
-            EverstepError: The peer's refusal.
+        Raises Conflict, DigestMismatch, EverstepError.
         """
         reading = SealedSlotReader(segment, slot, header)
         put = _put(reading, generation, keep)
@@ -385,12 +382,7 @@ class Replicator:
         return Replicated(request=message.request, nodes=tuple(n for n in nodes if n not in failed), failed=failed)
 
     def find_slot(self, message: SlotSealed) -> tuple[SegmentFile, SlotHeader]:
-        """Return the slot.
-
-        Raises:
-            StaleGeneration: The message's generation is over.
-            NotFound: The job is unknown, or the slot is not sealed as the message says.
-        """
+        """Return the slot. Raises StaleGeneration, NotFound."""
         self._job_table.require_current(message.job, message.generation)
         key = SegmentKey(message.job, "own", message.local_rank)
         segment = self._store.get(key)
