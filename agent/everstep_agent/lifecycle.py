@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import datetime
 import fcntl
@@ -141,6 +142,21 @@ def start_child(module: str, *descriptors: int, **environment: str) -> tuple[sub
         theirs.close()
     ours.setblocking(False)
     return process, ours
+
+
+async def end_child(process: subprocess.Popen[bytes], timeout_s: float, *, is_ending: bool = False) -> str:
+    """End a child process and describe how it ended; one that ``is_ending`` may first end by itself."""
+    if is_ending:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            await asyncio.to_thread(process.wait, timeout_s)
+    killed = process.poll() is None
+    if killed:
+        process.kill()
+    try:
+        await asyncio.to_thread(process.wait, timeout_s)
+    except subprocess.TimeoutExpired:
+        return f"pid {process.pid} was killed but is blocked in the kernel"
+    return "killed" if killed else f"exit status {process.returncode}"
 
 
 # Log lines: text for people, or one JSON object per line for machines.

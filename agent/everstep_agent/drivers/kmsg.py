@@ -67,7 +67,7 @@ class KernelLog:
             self._descriptor = os.open(self._path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError:
             self._starts_at_end = False
-            self.error = f"{self._path} is not there"
+            self.error = f"{self._path} does not exist"
             return
         except OSError as error:
             self.error = f"{self._path}: {error.strerror}"

@@ -92,7 +92,10 @@ class FindingAssessor:
         self._detect_boot(poll.boot_id)
         self._uptime_s = poll.host.uptime_s
         for gpu in poll.gpus:
-            self._process_gpu(gpu, now)
+            self._detect_reset(gpu)
+            if (action := gpu.recovery_action) is not None:
+                self._dirty |= self.xid_history.clear_recovery_action(gpu.pci_bus_id, action, now.monotonic)
+            self._apply_rules("gpu", gpu.pci_bus_id, gpu, gpu.error, now)
         self._ports = {port.name: port.identity for port in poll.ports}
         for port in poll.ports:
             self._apply_rules("port", port.name, port, "", now)
@@ -102,7 +105,12 @@ class FindingAssessor:
         self._apply_rules("host", HOST_SUBJECT, host, host.error, now)
         sensing = self._sensor_state(poll)
         self._apply_rules("sensor", SENSOR_SUBJECT, sensing, sensing.detail, now)
-        self._clear_quiet(now)
+        self._dirty |= self.xid_history.drop_quiet(now.monotonic)
+        self._clear_lines(
+            key
+            for key, (rule, _, last) in self._line_findings.items()
+            if rule.clear_after_s is not None and now.monotonic - last >= rule.clear_after_s
+        )
         return self.process_xid_events(poll.xids, now)
 
     def process_boot(self, boot_id: str) -> bool:
@@ -147,13 +155,6 @@ class FindingAssessor:
     def _bus_of(self, uuid: str) -> str | None:
         return next((bus_id for bus_id, gpu in self._gpus.items() if gpu.uuid == uuid), None)
 
-    def _process_gpu(self, sample: GpuSample, now: Instant) -> None:
-        bus_id = sample.pci_bus_id
-        self._detect_reset(sample)
-        if sample.recovery_action is not None:
-            self._dirty |= self.xid_history.clear_recovery_action(bus_id, sample.recovery_action, now.monotonic)
-        self._apply_rules("gpu", bus_id, sample, sample.error, now)
-
     def _detect_reset(self, sample: GpuSample) -> None:
         """Detect a reset: the energy counter restarted, a lost GPU answers, or the driver no longer asks for one."""
         bus_id, before = sample.pci_bus_id, self._gpus.get(sample.pci_bus_id)
@@ -189,7 +190,7 @@ class FindingAssessor:
         expected = self._expected_gpus if self._expected_gpus is not None else (poll.pci_gpu_count or 0)
         readable = sum(not gpu.error for gpu in poll.gpus)
         missing = max(0, expected - len(poll.gpus)) if poll.gpus else 0
-        faults = [f"{sensor}: {why}" for sensor, why in poll.sensor_errors]
+        faults = [f"{sensor}: {error}" for sensor, error in poll.sensor_errors]
         details = [poll.nvml_error, f"{readable} of {expected} GPUs answer" if missing else "", *faults]
         return SensorState(
             hangs=0,
@@ -219,7 +220,14 @@ class FindingAssessor:
     def _finding(self, rule: FindingRule, subject: str, value: float, detail: str, now: Instant) -> Finding:
         gpu = self._gpus.get(subject)
         identity = self._ports.get(subject, {}) if rule.scope == "port" else {}
-        action, message = rule.action, _format_message(rule, subject, value, detail)
+        action = rule.action
+        message = rule.message.format(
+            subject=subject,
+            value=value,
+            threshold=rule.threshold,
+            window_s=rule.window_s,
+            detail=detail or "no detail",
+        )
         if rule.kind is FindingKind.GPU_RECOVERY_ACTION:
             action, message = recovery_action(int(value)), f"{message} ({recovery_name(int(value))})"
         return Finding(
@@ -259,15 +267,6 @@ class FindingAssessor:
         self._line_findings[key] = (rule, finding, now.monotonic)
         self._dirty = True
 
-    def _clear_quiet(self, now: Instant) -> None:
-        """Clear findings whose log lines have been absent for long enough."""
-        self._dirty |= self.xid_history.drop_quiet(now.monotonic)
-        self._clear_lines(
-            key
-            for key, (rule, _, last) in self._line_findings.items()
-            if rule.clear_after_s is not None and now.monotonic - last >= rule.clear_after_s
-        )
-
     def _clear_lines(self, keys: Iterable[tuple[str, str]]) -> None:
         for key in list(keys):
             del self._line_findings[key]
@@ -293,8 +292,8 @@ class FindingAssessor:
         before = {finding.key: finding for finding in self.findings}
         gravest: dict[str, Finding] = {}
         uuids = {bus_id: gpu.uuid for bus_id, gpu in self._gpus.items()}
-        said = [finding for _, finding, _ in self._line_findings.values()]
-        for finding in [*self._rule_findings.values(), *said, *self.xid_history.findings(uuids)]:
+        of_lines = [finding for _, finding, _ in self._line_findings.values()]
+        for finding in [*self._rule_findings.values(), *of_lines, *self.xid_history.findings(uuids)]:
             other = gravest.get(finding.key)
             if other is None or _SEVERITY_ORDER[finding.severity] > _SEVERITY_ORDER[other.severity]:
                 gravest[finding.key] = finding
@@ -307,9 +306,3 @@ class FindingAssessor:
         since = finding.since if before is None else before.since
         name = f"{self._node}/{finding.key}/{since}"
         return msgspec.structs.replace(finding, since=since, trace=xxhash.xxh3_64_hexdigest(name.encode()))
-
-
-def _format_message(rule: FindingRule, subject: str, value: float, detail: str) -> str:
-    return rule.message.format(
-        subject=subject, value=value, threshold=rule.threshold, window_s=rule.window_s, detail=detail or "no detail"
-    )

@@ -154,9 +154,6 @@ class FindingPolicy(msgspec.Struct, frozen=True, kw_only=True):
         default = Mode.ENFORCE if self.get_xid_entry(number).severity is Severity.CRITICAL else Mode.OBSERVE
         return self.xid_modes.get(number, default)
 
-    def get_clearing(self, action: Action) -> XidClearing:
-        return self.xid_clearing[action]
-
 
 def load_policy(site_files: Iterable[str | Path] = (), folder: Path = POLICY_FOLDER) -> FindingPolicy:
     """Load the built-in rules and the site's over them. Raises ConfigurationError with file, line and key."""
@@ -174,9 +171,7 @@ def load_policy(site_files: Iterable[str | Path] = (), folder: Path = POLICY_FOL
         overrides |= {each.xid: each for each in part.xid}
     missing = [action.value for action in Action if action not in clearing]
     if missing:
-        raise ConfigurationError(
-            f"{folder}: no [[xid_clearing]] says when XIDs of action {', '.join(missing)} are over"
-        )
+        raise ConfigurationError(f"{folder}: no [[xid_clearing]] clears XIDs of action {', '.join(missing)}")
     return FindingPolicy(
         rules=tuple(rules.values()),
         line_rules=tuple(lines.values()),
@@ -202,7 +197,7 @@ def _checked(rule: FindingRule, path: Path) -> FindingRule:
     if struct is None:
         raise ConfigurationError(f"{where}: metric {rule.metric!r} must begin with one of {', '.join(SCOPES)}")
     if not hasattr(struct, rule.field):
-        raise ConfigurationError(f"{where}: no metric {rule.metric!r}; see agent/everstep_agent/sensors/samples.py")
+        raise ConfigurationError(f"{where}: unknown metric {rule.metric!r}; see everstep_agent/sensors/samples.py")
     n, m = rule.n_of_m
     if not 1 <= n <= m:
         raise ConfigurationError(f"{where}: n_of_m = [{n}, {m}] must be [n, m] with 1 <= n <= m")
@@ -218,7 +213,7 @@ def _checked_line(rule: KernelLineRule, path: Path) -> KernelLineRule:
     try:
         re.compile(rule.pattern)
     except re.error as error:
-        raise ConfigurationError(f"{where}: pattern is no regular expression: {error}") from error
+        raise ConfigurationError(f"{where}: the pattern is not a regular expression: {error}") from error
     _check_clearing(where, rule.clear_after_s, rule.clear_on)
     _check_message(where, rule.message, {"subject": "", "line": ""})
     return rule
@@ -226,7 +221,7 @@ def _checked_line(rule: KernelLineRule, path: Path) -> KernelLineRule:
 
 def _check_clearing(where: str, clear_after_s: float | None, clear_on: tuple[ClearEvent, ...]) -> None:
     if clear_after_s is None and not clear_on:
-        raise ConfigurationError(f"{where}: has no end: give clear_after_s, clear_on, or both")
+        raise ConfigurationError(f"{where}: the finding would never clear: set clear_after_s, clear_on, or both")
 
 
 def _check_message(where: str, message: str, fields: dict[str, object]) -> None:

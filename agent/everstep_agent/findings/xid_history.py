@@ -81,15 +81,20 @@ class XidHistory:
 
         Returns whether it did.
         """
-        said = self._recovery.get(pci_bus_id)
-        if said is None or action_number != 0 or now_s - said[2] < RECOVERY_SETTLE_S:
+        known = self._recovery.get(pci_bus_id)
+        if known is None or action_number != 0 or now_s - known[2] < RECOVERY_SETTLE_S:
             return False
         del self._recovery[pci_bus_id]
         return True
 
     def drop_quiet(self, now_s: float) -> bool:
         """Drop XIDs that were quiet for as long as their clearing rule asks. Returns whether there were any."""
-        over = [key for key, record in self._records.items() if self._is_quiet(record, now_s)]
+        over = [
+            key
+            for key, record in self._records.items()
+            if (after_s := self._policy.xid_clearing[self._action(record)].clear_after_s) is not None
+            and now_s - record.last_seen_s >= after_s
+        ]
         for key in over:
             del self._records[key]
         return bool(over)
@@ -99,14 +104,14 @@ class XidHistory:
         over = [
             key
             for key, record in self._records.items()
-            if pci_bus_id in (None, key[0]) and event in self._policy.get_clearing(self._action(record)).clear_on
+            if pci_bus_id in (None, key[0]) and event in self._policy.xid_clearing[self._action(record)].clear_on
         ]
-        said = [bus_id for bus_id in self._recovery if pci_bus_id in (None, bus_id)]
+        known = [bus_id for bus_id in self._recovery if pci_bus_id in (None, bus_id)]
         for key in over:
             del self._records[key]
-        for bus_id in said:
+        for bus_id in known:
             del self._recovery[bus_id]
-        return bool(over or said)
+        return bool(over or known)
 
     def findings(self, uuids: dict[str, str]) -> list[Finding]:
         """Return one finding for each record and each recovery action; ``uuids`` is by PCI address, as far as known."""
@@ -114,19 +119,15 @@ class XidHistory:
         return found + [self._recovery_finding(bus_id, uuids) for bus_id in self._recovery]
 
     def _set_recovery_action(self, pci_bus_id: str, action_number: int, wall: float, now_s: float) -> bool:
-        said = self._recovery.get(pci_bus_id)
+        known = self._recovery.get(pci_bus_id)
         if action_number == 0:
             return self._recovery.pop(pci_bus_id, None) is not None
-        self._recovery[pci_bus_id] = (action_number, wall if said is None else said[1], now_s)
-        return said is None or said[0] != action_number
-
-    def _is_quiet(self, record: XidRecord, now_s: float) -> bool:
-        after_s = self._policy.get_clearing(self._action(record)).clear_after_s
-        return after_s is not None and now_s - record.last_seen_s >= after_s
+        self._recovery[pci_bus_id] = (action_number, wall if known is None else known[1], now_s)
+        return known is None or known[0] != action_number
 
     def _driver_action(self, pci_bus_id: str) -> Action:
-        said = self._recovery.get(pci_bus_id)
-        return Action.NONE if said is None else recovery_action(said[0])
+        known = self._recovery.get(pci_bus_id)
+        return Action.NONE if known is None else recovery_action(known[0])
 
     def _action(self, record: XidRecord) -> Action:
         """Return the stronger of the table's action and the driver's demand."""

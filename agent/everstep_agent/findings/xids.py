@@ -174,7 +174,7 @@ def normalize_bus_id(text: str) -> str:
     """
     match = _GPU_ADDRESS.fullmatch(text)
     if match is None:
-        raise ValueError(f"{text!r} is no PCI address: it looks like 0000:1b:00.0")
+        raise ValueError(f"{text!r} is not a PCI address such as 0000:1b:00.0")
     return _bus_id_from_match(match)
 
 
@@ -257,9 +257,9 @@ class XidParser:
             if heading is None or self._line_number - heading[0] > MAX_LINE_DISTANCE:
                 return None
             bus_id, text = heading[1], f"{heading[2]} ... {text}"
-        told = self._line_number - self._off_bus_lines.get(bus_id, -MAX_LINE_DISTANCE) < MAX_LINE_DISTANCE
+        is_known = self._line_number - self._off_bus_lines.get(bus_id, -MAX_LINE_DISTANCE) < MAX_LINE_DISTANCE
         self._note_off_bus(bus_id)
-        if told:
+        if is_known:
             return None
         return XidEvent(pci_bus_id=bus_id, xid=XID_FALLEN_OFF_BUS, source="kernel", text=text[:MAX_TEXT_LENGTH])
 

@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -154,7 +154,8 @@ def _check_device_memory(device: torch.device, set_stage: SetStage) -> tuple[int
     if device.type == "cuda":
         size = int(torch.cuda.mem_get_info(device)[0] * MEMORY_CUDA_SHARE)
     set_stage(f"patterns in {size >> 20} MiB of {device}")
-    chunks = [torch.empty(part // 8, dtype=torch.int64, device=device) for part in _chunk_sizes(size)]
+    parts = [max(8, min(size - at, MEMORY_CHUNK_BYTES)) for at in range(0, size, MEMORY_CHUNK_BYTES)]
+    chunks = [torch.empty(part // 8, dtype=torch.int64, device=device) for part in parts]
     begun = time.perf_counter()
     for pattern in PATTERNS:
         for chunk in chunks:
@@ -166,12 +167,6 @@ def _check_device_memory(device: torch.device, set_stage: SetStage) -> tuple[int
     seconds = time.perf_counter() - begun
     moved = 2 * (len(PATTERNS) + 1) * size
     return size, seconds, moved / seconds
-
-
-def _chunk_sizes(size: int) -> Iterator[int]:
-    while size > 0:
-        yield max(8, min(size, MEMORY_CHUNK_BYTES))
-        size -= MEMORY_CHUNK_BYTES
 
 
 def _check_words(chunk: torch.Tensor, pattern: int, device: torch.device) -> None:
@@ -223,7 +218,7 @@ def run_probe(request: ProbeRequest, set_stage: SetStage) -> ProbeFinished:
 
 
 def _run(request: ProbeRequest, set_stage: SetStage) -> ProbeRows:
-    """Run the check for the probe's kind. An older controller sends no kind, and means a product for one node."""
+    """Run the check for the probe's kind; one node alone computes a product."""
     probe = request.probe
     if probe.kind is ProbeKind.MEMORY:
         return check_memory(probe, set_stage)
@@ -237,27 +232,24 @@ def _run(request: ProbeRequest, set_stage: SetStage) -> ProbeRows:
 
 def check_all_reduce(request: ProbeRequest, set_stage: SetStage) -> ProbeRows:
     """Return the median times of a sum over all nodes, for each size; every sum is checked. Raises torch's errors."""
-    probe, rank, left = request.probe, request.probe.nodes.index(request.node), _remaining_time(request)
+    probe, rank = request.probe, request.probe.nodes.index(request.node)
+    left = timedelta(seconds=max(MIN_TIMEOUT_S, request.deadline - SYSTEM_CLOCK.monotonic()))
     device = _backend_device(probe.backend)
     listener = None if rank else _open_store_listener(probe)
-    set_stage("meeting the others at the store")
+    set_stage("connecting to the store")
     store = dist.PrefixStore(probe.probe, _open_store(probe, listener, left))
-    set_stage("connecting to the others")
+    set_stage("connecting to the other nodes")
     group = _create_process_group(probe, store, rank, left, device)
     rows = []
     for size in probe.sizes:
         set_stage(f"all-reduce of {size} bytes")
         rows.append(result_row(len(probe.nodes), size, _time_all_reduce(group, probe, size, rank, device)))
-    set_stage("waiting for the others to finish")
+    set_stage("waiting for the other nodes to finish")
     # The first node hosts the store: it must not leave while others still read from it.
     store.set(f"done/{rank}", "1")
     if rank == 0:
         store.wait([f"done/{other}" for other in range(len(probe.nodes))])
     return tuple(rows)
-
-
-def _remaining_time(request: ProbeRequest) -> timedelta:
-    return timedelta(seconds=max(MIN_TIMEOUT_S, request.deadline - SYSTEM_CLOCK.monotonic()))
 
 
 def _open_store_listener(probe: RunProbe) -> socket.socket:
@@ -269,32 +261,24 @@ def _open_store_listener(probe: RunProbe) -> socket.socket:
         listener.listen(LISTEN_BACKLOG)
     except OSError as error:
         listener.close()
-        raise ProbeError(f"cannot host the store at {host}:{port}: {error.strerror}; probe again") from error
+        raise ProbeError(f"cannot host the store at {host}:{port}: {error.strerror}; start the probe again") from error
     return listener
 
 
 def _open_store(probe: RunProbe, listener: socket.socket | None, timeout: timedelta) -> Any:
     host, port = store_address(probe)
-    if listener is None:
-        return dist.TCPStore(host, port, len(probe.nodes), False, timeout=timeout, wait_for_workers=False)
-    return dist.TCPStore(
-        host,
-        port,
-        len(probe.nodes),
-        True,
-        timeout=timeout,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
+    hosting = {} if listener is None else {"master_listen_fd": listener.detach()}
+    world = len(probe.nodes)
+    return dist.TCPStore(host, port, world, bool(hosting), timeout=timeout, wait_for_workers=False, **hosting)
 
 
 def _backend_device(backend: str) -> torch.device:
     if backend == "gloo":
         return torch.device("cpu")
     if backend != "nccl":
-        raise ProbeError(f"no backend {backend!r}: probes know gloo and nccl")
+        raise ProbeError(f"unknown backend {backend!r}: probes support gloo and nccl")
     if not torch.cuda.is_available():
-        raise ProbeError("the nccl backend needs CUDA, and torch finds none here; probe with gloo")
+        raise ProbeError("the nccl backend needs CUDA, which torch does not find on this node; use gloo")
     return torch.device("cuda", 0)
 
 

@@ -51,7 +51,7 @@ def store_address(probe: RunProbe) -> tuple[str, int]:
     """
     host, _, port = probe.store.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
-        raise ValueError(f"{probe.store!r} is no address to meet at: expected host:port")
+        raise ValueError(f"{probe.store!r} is not a store address: expected host:port")
     if int(port):
         return host.strip("[]"), int(port)
     name = "/".join((probe.probe, probe.trace, *probe.nodes))

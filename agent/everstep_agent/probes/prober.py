@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import subprocess
 from collections import deque
 
 from everstep.clock import Clock
@@ -13,7 +12,7 @@ from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.framing import FrameDecoder, encode_frame
 from everstep.wire.v1.directives import RunProbe
 from everstep.wire.v1.training import ProbeFinished
-from everstep_agent.lifecycle import start_child
+from everstep_agent.lifecycle import end_child, start_child
 from everstep_agent.probes.probe_messages import MAX_FRAME_BYTES, FromChild, ProbeRequest, ProbeStage, TorchLoaded
 
 logger = logging.getLogger(__name__)
@@ -87,24 +86,11 @@ class ProbeChild:
     async def kill(self) -> str:
         """Kill the process and describe how it ended."""
         try:
-            if self._is_disconnected:  # a dead process can be reaped a moment later
-                await self._reap()
-            killed = self.is_alive
-            if killed:
-                self._process.kill()
             self._loading.cancel()
             await asyncio.gather(self._loading, return_exceptions=True)
         finally:
             self._channel.close()
-        await self._reap()
-        return "killed" if killed else f"exit status {self._process.returncode}"
-
-    async def _reap(self) -> None:
-        """Reap the process in a thread, which continues when this is cancelled."""
-        try:
-            await asyncio.to_thread(self._process.wait, REAP_WAIT_S)
-        except subprocess.TimeoutExpired:
-            return
+        return await end_child(self._process, REAP_WAIT_S, is_ending=self._is_disconnected)
 
 
 class Prober:
@@ -140,14 +126,12 @@ class Prober:
         """
         deadline = self._clock.monotonic() + probe.timeout_s
         if node not in probe.nodes:
-            return _failed_result(probe, f"{node} is not among the nodes of this probe")
+            return _failed_result(probe, f"{node} is not one of the nodes of this probe")
         try:
             async with asyncio.timeout(probe.timeout_s):
                 await self._probe_lock.acquire()
         except TimeoutError:
-            return _failed_result(
-                probe, f"no result within {probe.timeout_s:g} s: an earlier probe went on for so long"
-            )
+            return _failed_result(probe, f"no result within {probe.timeout_s:g} s: an earlier probe took all of it")
         try:
             finished = await self._run_in_child(ProbeRequest(probe=probe, node=node, deadline=deadline))
         finally:
@@ -166,16 +150,20 @@ class Prober:
     async def _run_in_child(self, request: ProbeRequest) -> ProbeFinished:
         if self._idle_timer is not None:
             self._idle_timer.cancel()
-        child, finished, why, late = None, None, "", False
+        child, finished, reason, late = None, None, "", False
         try:
-            child = await self._loaded_child()
+            if self._child is not None and not self._child.is_alive:
+                await self._end_child()
+            if self._child is None:
+                self._child = ProbeChild(asyncio.get_running_loop().time() + self._load_s)
+            child = self._child
             async with asyncio.timeout(request.deadline - self._clock.monotonic()):
                 if await child.wait_loaded():
                     finished = await child.run_probe(request)
         except TimeoutError:
-            why, late = f"no result within {request.probe.timeout_s:g} s", True
+            reason, late = f"no result within {request.probe.timeout_s:g} s", True
         except (OSError, MalformedMessage) as error:
-            why = f"the probe process broke: {error}"
+            reason = f"the probe process failed: {error}"
         finally:
             is_kept = finished is not None or (child is not None and child.is_loading)
             # A process that was cancelled, late or broken in the middle of a probe cannot be asked again.
@@ -186,14 +174,7 @@ class Prober:
             return finished
         at = "" if child is None else f" at: {child.stage}"
         began = late and child is not None and child.has_begun  # a process that breaks says nothing about the nodes
-        return _failed_result(request.probe, f"{why or f'the probe process ended ({how})'}{at}", has_begun=began)
-
-    async def _loaded_child(self) -> ProbeChild:
-        if self._child is not None and not self._child.is_alive:
-            await self._end_child()
-        if self._child is None:
-            self._child = ProbeChild(asyncio.get_running_loop().time() + self._load_s)
-        return self._child
+        return _failed_result(request.probe, f"{reason or f'the probe process ended ({how})'}{at}", has_begun=began)
 
     async def _end_child(self) -> str:
         """End the process, if there is one, and describe how it ended."""

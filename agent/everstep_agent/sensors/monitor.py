@@ -18,7 +18,7 @@ from everstep_agent.drivers import sysfs
 from everstep_agent.drivers.kmsg import KernelLog, LogPosition
 from everstep_agent.findings.assessment import AssessorState, FindingAssessor, Instant
 from everstep_agent.findings.rules import load_policy
-from everstep_agent.lifecycle import start_child, write_atomically
+from everstep_agent.lifecycle import end_child, start_child, write_atomically
 from everstep_agent.sensors.samples import SensorState
 from everstep_agent.sensors.sensor_messages import (
     ACTIVITY_BYTES,
@@ -121,7 +121,6 @@ def save_sensor_state(path: str, state: SavedSensorState) -> None:
 KILL_WAIT_S = 1.0
 """Seconds to wait for a killed process; after that it is left to the kernel, because it sits in a driver call."""
 
-REAP_CHECK_S = 0.01
 READ_BYTES = 1 << 16
 
 
@@ -172,19 +171,11 @@ class SensorChild:
         return self._process.poll() is not None
 
     async def kill(self) -> str:
-        """Kill the process, wait a moment for its end, and describe how it ended. May be called again."""
+        """Kill the process and describe how it ended. May be called again."""
         self._channel.close()
-        killed = not self.has_exited
-        if killed:
-            self._process.kill()
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + KILL_WAIT_S
-        while not self.has_exited and loop.time() < deadline:
-            await asyncio.sleep(REAP_CHECK_S)
+        ending = await end_child(self._process, KILL_WAIT_S)
         self._activity_page.close()
-        if not self.has_exited:
-            return f"pid {self.pid} does not die: it is held in the kernel"
-        return "killed" if killed else f"exit status {self._process.returncode}"
+        return ending
 
 
 MAX_BACKLOG_AGE_S = 900.0
@@ -343,13 +334,13 @@ class SensorMonitor:
 
     def _handle_hang(self, child: SensorChild) -> None:
         self._hangs += 1
-        detail = f"of {self._settings.hang_timeout_s:g} s at: {child.current_activity}"
-        logger.warning("sensor process %d is hung %s", child.pid, detail, extra={"node": self._settings.node})
+        detail = f"for {self._settings.hang_timeout_s:g} s at: {child.current_activity}"
+        logger.warning("sensor process %d hangs %s", child.pid, detail, extra={"node": self._settings.node})
         self._publish(self._assessor.process_sensor_state(SensorState(hangs=self._hangs, detail=detail), self._now()))
 
     def _handle_crash(self, reason: str) -> None:
         self._crashes += 1
-        logger.warning("sensor process ended: %s", reason, extra={"node": self._settings.node})
+        logger.warning("the sensor process ended: %s", reason, extra={"node": self._settings.node})
         self._publish(
             self._assessor.process_sensor_state(SensorState(crashes=self._crashes, detail=reason), self._now())
         )

@@ -59,25 +59,18 @@ SlotMoves = list[tuple[int, int, SlotHeader]]
 
 def can_reuse(old: SegmentView, path: Path, slot_bytes: int, slots: int, require_exact_slots: bool) -> bool:
     """Return whether the file's segment meets the request; with ``require_exact_slots`` more slots are too many."""
-    if (
-        old.slot_bytes < slot_bytes
-        or old.slots < slots
-        or (require_exact_slots and old.slots > slots)
-        or not path.exists()
-    ):
-        return False
+    fits = old.slots == slots if require_exact_slots else old.slots >= slots
     # A smaller allocation has given memory back for a replacement that could not be made.
-    return allocated_bytes(path) >= old.segment.total_bytes
+    return old.slot_bytes >= slot_bytes and fits and allocated_bytes(path) >= old.segment.total_bytes
 
 
 def replacement_layout(
     old: SegmentView | None, slot_bytes: int, slots: int, require_exact_slots: bool
 ) -> tuple[int, int]:
     """Return slot bytes and count of the replacement; each old slot's content fits into a new one."""
-    before = (0, 0) if old is None else (old.slot_bytes, old.slots)
-    return -(-max(slot_bytes, before[0]) // PAGE_BYTES) * PAGE_BYTES, slots if require_exact_slots else max(
-        slots, before[1]
-    )
+    old_bytes, old_slots = (0, 0) if old is None else (old.slot_bytes, old.slots)
+    whole_pages = -(-max(slot_bytes, old_bytes) // PAGE_BYTES) * PAGE_BYTES
+    return whole_pages, slots if require_exact_slots else max(slots, old_slots)
 
 
 def replaceable_bytes(old: SegmentView, path: Path, slots: int, keep: Sequence[Version] | None) -> int:
@@ -88,9 +81,8 @@ def replaceable_bytes(old: SegmentView, path: Path, slots: int, keep: Sequence[V
     if not _has_reduced_slots(old, slots, keep):
         return 0
     stay = slots if slots < old.slots else len(slots_to_carry(old, slots, keep))
-    return max(
-        0, allocated_bytes(path) - segment_bytes(old.slots, old.slot_bytes) + (old.slots - stay) * old.slot_bytes
-    )
+    missing = segment_bytes(old.slots, old.slot_bytes) - allocated_bytes(path)
+    return max(0, (old.slots - stay) * old.slot_bytes - missing)
 
 
 def slots_to_carry(old: SegmentView, slots: int, keep: Sequence[Version] | None) -> SlotMoves:
@@ -275,7 +267,7 @@ def _map(path: Path, writable: bool) -> mmap.mmap:
     try:
         length = os.fstat(descriptor).st_size
         if length < PAGE_BYTES:
-            raise DigestMismatch(f"{path} has {length} bytes and is no segment")
+            raise DigestMismatch(f"{path} has {length} bytes and is not a segment")
         return mmap.mmap(descriptor, length, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
     finally:
         os.close(descriptor)
@@ -371,7 +363,9 @@ class SegmentStore:
             OutOfSlotMemory: Room is missing.
         """
         _check_sizes(key, slot_bytes, slots)
-        with self._creation_lock(key):
+        with self._lock:
+            creation_lock = self._creation_locks.setdefault(key, threading.Lock())
+        with creation_lock:
             old, exact = self.get(key), keep is not None
             if old is not None and can_reuse(old.view, old.path, slot_bytes, slots, exact):
                 self.repair_header(old)
@@ -401,28 +395,27 @@ class SegmentStore:
         folder = self.directory / key.job
         return folder / f".{key.filename}", folder / key.filename
 
-    def _creation_lock(self, key: SegmentKey) -> threading.Lock:
-        with self._lock:
-            return self._creation_locks.setdefault(key, threading.Lock())
-
     def _create(
         self, key: SegmentKey, old: SegmentFile | None, slot_bytes: int, slots: int, keep: Sequence[Version] | None
     ) -> SegmentFile:
         draft, path = self.draft_and_final_path(key)
-        what = f"{slots} slots of {slot_bytes} bytes for {key.job}/{key.filename}"
+        description = f"{slots} slots of {slot_bytes} bytes for {key.job}/{key.filename}"
         length = segment_bytes(slots, slot_bytes)
         self._prefaulter.stop(path)
         if old is not None:
             old.seal_copied()
         freed = 0 if old is None else replaceable_bytes(old.view, old.path, slots, keep)
-        otherwise = ADVICE_FEWER_SLOTS if slots >= SLOTS_PER_RANK else ADVICE_FEWER_COPIES
-        with self.budget.reserve(draft, length, what, freed, otherwise):
+        advice = ADVICE_FEWER_SLOTS if slots >= SLOTS_PER_RANK else ADVICE_FEWER_COPIES
+        with self.budget.reserve(draft, length, description, freed, advice):
             try:
                 self._make_folder(key.job)
-                stay = [] if old is None else _free_for_replacement(old, slots, keep, freed)
-                self._create_draft(key, draft, length, slot_bytes, slots, what)
+                moves = [] if old is None else slots_to_carry(old.view, slots, keep)
+                if old is not None and freed:
+                    for slot in set(range(old.view.slots)) - {slot for slot, _, _ in moves}:
+                        old.free_slot(slot)
+                self._create_draft(key, draft, length, slot_bytes, slots, description)
                 if old is not None:
-                    copy_slots(old.view, SegmentView(memoryview(_map(draft, True))), stay)
+                    copy_slots(old.view, SegmentView(memoryview(_map(draft, True))), moves)
                 self.budget.rename(draft, path)
             except BaseException:
                 draft.unlink(missing_ok=True)
@@ -506,12 +499,3 @@ def _check_sizes(key: SegmentKey, slot_bytes: int, slots: int) -> None:
         raise ConfigurationError(f"slot_bytes must be positive and under 2^48, not {slot_bytes}")
     if key.kind == "own" and not 0 <= key.number < MAX_LOCAL_RANKS:
         raise ConfigurationError(f"a local rank is 0 to {MAX_LOCAL_RANKS - 1}, not {key.number}")
-
-
-def _free_for_replacement(old: SegmentFile, slots: int, keep: Sequence[Version] | None, freed: int) -> SlotMoves:
-    """Return the slots to take over; if ``freed`` bytes are needed, free the other slots."""
-    stay = slots_to_carry(old.view, slots, keep)
-    if freed:
-        for slot in set(range(old.view.slots)) - {slot for slot, _, _ in stay}:
-            old.free_slot(slot)
-    return stay

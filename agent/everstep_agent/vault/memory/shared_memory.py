@@ -145,7 +145,10 @@ class MemoryBudget:
         Raises OutOfSlotMemory, Unavailable.
         """
         with self._lock:
-            self._check(path, size, description, freed_bytes, advice)
+            counted = self._file_sizes()
+            need = size - counted.get(path, 0)
+            if need > 0:
+                self._require(need, freed_bytes, sum(counted.values()), description, advice)
             self._reserved_sizes.setdefault(path, []).append(size)
         try:
             yield
@@ -167,12 +170,6 @@ class MemoryBudget:
             sizes.remove(size)
         if not sizes:
             self._reserved_sizes.pop(path, None)
-
-    def _check(self, path: Path, size: int, description: str, freed: int, advice: str) -> None:
-        counted = self._file_sizes()
-        need = size - counted.get(path, 0)
-        if need > 0:
-            self._require(need, freed, sum(counted.values()), description, advice)
 
     def require_room(
         self, planned_files: Sequence[PlannedFile], description: str, advice: str, reserved_share: float = 0.0
@@ -207,9 +204,8 @@ class MemoryBudget:
         if need > free - left:
             kept = f", of which {left} are left to the training," if left else ""
             raise OutOfSlotMemory(
-                f"{description} needs {need} bytes; {self._directory} has {free} free{kept} and {used} in use "
-                "by slots: "
-                f"{larger}, or {advice}"
+                f"{description} needs {need} bytes; {self._directory} has {free} free{kept} and {used} in use by "
+                f"slots: {larger}, or {advice}"
             )
 
     def _file_sizes(self) -> dict[Path, int]:
@@ -269,21 +265,18 @@ def allocated_bytes(path: Path) -> int:
 def _creation_error(error: OSError, description: str, advice: str) -> Exception:
     """Return the error for a file that cannot be made, with advice by the kernel's error number."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
-        whose = "the vault has" if error.errno == errno.EMFILE else "all processes of the machine have"
-        mend = "LimitNOFILE of the agent's unit, or ulimit -n" if error.errno == errno.EMFILE else "sysctl fs.file-max"
         return Unavailable(
-            f"{description} cannot be made, since {whose} as many files open as may be: raise that limit ({mend})"
+            f"{description} cannot be created: too many open files; raise LimitNOFILE of the agent's unit (ulimit -n), "
+            "or sysctl fs.file-max for the whole machine"
         )
-    mends = {
-        errno.EFBIG: "no file of the vault may be so large: raise that (LimitFSIZE of the agent's unit, ulimit -f)",
-        errno.ENOMEM: "the vault may map no more: raise its limits (sysctl vm.max_map_count, LimitAS, ulimit -v)",
-        errno.ENOSPC: (
-            f"its file system has no room for another file: {ADVICE_LARGER_FILE_SYSTEM}, or its inodes (df -i)"
-        ),
-        errno.EDQUOT: "the quota of its file system is used up: raise it",
+    causes = {
+        errno.EFBIG: "the file is larger than LimitFSIZE of the agent's unit (ulimit -f) allows: raise that limit",
+        errno.ENOMEM: "the vault may not map more memory: raise sysctl vm.max_map_count or LimitAS (ulimit -v)",
+        errno.ENOSPC: f"the file system is full: {ADVICE_LARGER_FILE_SYSTEM}, or its inodes (df -i)",
+        errno.EDQUOT: "the quota of the file system is used up: raise it",
     }
-    mend = mends.get(error.errno or 0, "")
-    return OutOfSlotMemory(f"{description} cannot be made, since {mend}, or {advice}") if mend else error
+    cause = causes.get(error.errno or 0)
+    return OutOfSlotMemory(f"{description} cannot be created: {cause}, or {advice}") if cause else error
 
 
 def _available_memory() -> int:
@@ -291,7 +284,7 @@ def _available_memory() -> int:
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) << 10
-    raise ConfigurationError("/proc/meminfo does not say MemAvailable; the vault needs Linux 3.14 or later")
+    raise ConfigurationError("/proc/meminfo has no MemAvailable; the vault needs Linux 3.14 or later")
 
 
 def free_pages(descriptor: int, start: int, length: int) -> None:
@@ -332,12 +325,8 @@ def populate(mapping: mmap.mmap, stop: threading.Event | None = None) -> None:
         if _libc.madvise(start + offset, piece, MADV_POPULATE_WRITE) != 0:
             if ctypes.get_errno() != errno.EINVAL:
                 return
-            _read_pages(mapping, offset, piece)
-
-
-def _read_pages(mapping: mmap.mmap, offset: int, length: int) -> None:
-    for page in range(offset, offset + length, mmap.PAGESIZE):
-        mapping[page]
+            for page in range(offset, offset + piece, mmap.PAGESIZE):
+                mapping[page]
 
 
 # Pages: huge ones, and near the rank's own processors, if available.
@@ -374,22 +363,15 @@ def has_huge_pages(directory: Path, mounts: str | None = None, setting: str | No
     within = os.path.realpath(directory)
     best, kind, options = "", "", ""
     for line in text.splitlines():
-        _, where, what, found, *_ = line.split(" ")
-        where = where.replace("\\040", " ")
-        if (within + "/").startswith(where.rstrip("/") + "/") and len(where) >= len(best):
-            best, kind, options = where, what, found
-    chosen = _shmem_setting() if setting is None else setting
-    if kind != "tmpfs" or "[deny]" in chosen:
+        _, mount, mount_kind, mount_options, *_ = line.split(" ")
+        mount = mount.replace("\\040", " ")
+        if (within + "/").startswith(mount.rstrip("/") + "/") and len(mount) >= len(best):
+            best, kind, options = mount, mount_kind, mount_options
+    if setting is None:
+        setting = _SHMEM_ENABLED.read_text() if _SHMEM_ENABLED.exists() else ""
+    if kind != "tmpfs" or "[deny]" in setting:
         return False
-    return "[force]" in chosen or any(option in _HUGE_PAGE_MOUNT_OPTIONS for option in options.split(","))
-
-
-def _shmem_setting() -> str:
-    """Return ``always within_size advise [never] deny force``, or "" if the kernel has no huge pages."""
-    try:
-        return _SHMEM_ENABLED.read_text()
-    except OSError:
-        return ""
+    return "[force]" in setting or any(option in _HUGE_PAGE_MOUNT_OPTIONS for option in options.split(","))
 
 
 def allocate_huge_pages(descriptor: int, length: int) -> None:
@@ -412,20 +394,14 @@ def prefer_numa_node(node: int | None) -> Iterator[None]:
     None means any node. If the kernel refuses (no such node, a container without permission), that is logged and the
     context has no effect.
     """
-    if node is None or not _set_preferred_node(node):
-        yield
-        return
+    is_set = node is not None and 0 <= node < MAX_NUMA_NODES and _set_policy(MPOL_PREFERRED, 1 << node) == 0
+    if node is not None and not is_set:
+        log.warning("slots are not bound to NUMA node %d: %s", node, os.strerror(ctypes.get_errno()))
     try:
         yield
     finally:
-        _set_policy(MPOL_DEFAULT, 0)
-
-
-def _set_preferred_node(node: int) -> bool:
-    if 0 <= node < MAX_NUMA_NODES and _set_policy(MPOL_PREFERRED, 1 << node) == 0:
-        return True
-    log.warning("slots are not bound to NUMA node %d: %s", node, os.strerror(ctypes.get_errno()))
-    return False
+        if is_set:
+            _set_policy(MPOL_DEFAULT, 0)
 
 
 def _set_policy(mode: int, nodes: int) -> int:
@@ -493,7 +469,7 @@ def write_scratch(
     descriptor = _open_beneath(directory, path)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise PermissionDenied(f"{path} is no plain file")
+            raise PermissionDenied(f"{path} is not a regular file")
         if offset + length >= 1 << 62:
             raise OutOfSlotMemory(f"{path} cannot have {offset + length} bytes")
         if length:
@@ -515,7 +491,7 @@ def _open_beneath(directory: Path, into: str) -> int:
         raise PermissionDenied(f"{into} is not below the segment directory {directory}")
     *folders, name = path.relative_to(directory).parts
     if name.startswith(_SEGMENT_NAMES):
-        raise PermissionDenied(f"{into} has a segment's name; call scratch files by another")
+        raise PermissionDenied(f"{into} has the name of a segment; use another name for scratch files")
     folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         for part in folders:

@@ -62,7 +62,7 @@ def test_a_site_overrides_single_columns_of_the_xid_table(tmp_path: Path) -> Non
     ("was", "becomes", "says"),
     [
         ("threshold", "treshold", "did you mean `threshold`"),
-        ("gpu.temperature_c", "gpu.temprature_c", "no metric 'gpu.temprature_c'"),
+        ("gpu.temperature_c", "gpu.temprature_c", "unknown metric 'gpu.temprature_c'"),
         ("gpu.temperature_c", "cpu.temperature_c", "must begin with one of"),
         ('"at_least"', '"above"', "Invalid enum value 'above'"),
         ("80", '"hot"', "Expected `float`"),
@@ -115,5 +115,5 @@ def test_unknown_recovery_action_reboots_the_node() -> None:
 def test_every_xid_action_has_a_clearing() -> None:
     policy = load_policy()
     for action in Action:
-        clearing = policy.get_clearing(action)
+        clearing = policy.xid_clearing[action]
         assert clearing.clear_after_s is not None or ClearEvent.BOOT in clearing.clear_on

@@ -155,8 +155,8 @@ def test_probe_has_begun_only_once_its_process_is_ready() -> None:
         return cold, late
 
     cold, late = play(1, scene)
-    assert (cold.ok, cold.started, cold.detail) == (False, False, "no result within 0.01 s at: loading torch")
-    assert late.detail == "no result within 5 s at: connecting to the others"
+    assert (cold.ok, cold.started) == (False, False)
+    assert late.detail == "no result within 5 s at: connecting to the other nodes"
     assert (late.ok, late.started) == (False, True)
 
 

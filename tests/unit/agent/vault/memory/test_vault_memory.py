@@ -164,9 +164,9 @@ def _mapped(folder: Path) -> int:
 @pytest.mark.parametrize(
     ("number", "kind", "mend"),
     [
-        (errno.EMFILE, Unavailable, "the vault has as many files open as may be: raise that limit .*LimitNOFILE"),
-        (errno.ENFILE, Unavailable, "all processes of the machine have as many files open .*fs.file-max"),
-        (errno.EFBIG, OutOfSlotMemory, "no file of the vault may be so large: .*LimitFSIZE.*, or keep fewer slots"),
+        (errno.EMFILE, Unavailable, "too many open files; raise LimitNOFILE"),
+        (errno.ENFILE, Unavailable, "too many open files.* fs.file-max"),
+        (errno.EFBIG, OutOfSlotMemory, "larger than LimitFSIZE.*, or keep fewer slots"),
         (errno.ENOSPC, OutOfSlotMemory, "enlarge .*, or keep fewer slots|fewer --replicas"),
         (errno.EDQUOT, OutOfSlotMemory, ", or keep fewer slots|fewer --replicas"),
     ],

@@ -110,7 +110,7 @@ def test_concurrent_chunk_cut_off_last_counts_as_missing(tmp_path: Path, what: s
     other(_Sender(MANIFEST if what == "chunk" else bytes(1000)))
     with pytest.raises(Unavailable):
         send(_Sender(b"\1" * len(right), lambda: send(_Sender(right))))
-    with pytest.raises(Conflict, match="received . of"):
+    with pytest.raises(Conflict, match="received"):
         receiver.finish(JOB, "n8", incoming.id)
     send(_Sender(right))
     receiver.finish(JOB, "n8", incoming.id)
