@@ -11,6 +11,7 @@ import os
 import shutil
 import socket
 import stat
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -118,6 +119,26 @@ def delete_segments(directory: Path) -> None:
     if directory.parent.name.startswith("everstep-"):
         with contextlib.suppress(OSError):  # another node's vault still uses it
             directory.parent.rmdir()
+
+
+_UCRED = struct.Struct("iII")
+
+
+def peer_credentials(connected: socket.socket) -> tuple[int, int]:
+    """Return pid and user id of the process at the other end of a unix socket."""
+    pid, uid, _ = _UCRED.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    return pid, uid
+
+
+async def wait_readable(descriptor: int) -> None:
+    """Wait until the descriptor is readable; a pidfd is when its process has ended."""
+    loop = asyncio.get_running_loop()
+    ready: asyncio.Future[None] = loop.create_future()
+    loop.add_reader(descriptor, lambda: None if ready.done() else ready.set_result(None))
+    try:
+        await ready
+    finally:
+        loop.remove_reader(descriptor)
 
 
 def start_child(module: str, *descriptors: int, **environment: str) -> tuple[subprocess.Popen[bytes], socket.socket]:

@@ -11,7 +11,6 @@ import logging
 import os
 import signal
 import socket
-import struct
 from collections import Counter
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from everstep.wire.framing import FrameDecoder, encode_frame, negotiate
 from everstep.wire.v1.directives import KillRank
 from everstep.wire.v1.local import MAX_FRAME_BYTES, FromAgent, Goodbye, Hello, ToAgent, Welcome
 from everstep_agent.jobs.registry import JobRegistry
+from everstep_agent.lifecycle import peer_credentials
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +39,6 @@ REFUSAL_REASONS = ("forbidden", "malformed", "protocol_version", "no_hello")
 
 _SO_PEERPIDFD = 77
 """Socket option for the peer's pidfd at connect time (Linux 6.5+); the ``socket`` module does not name it."""
-
-_UCRED = struct.Struct("iII")
 
 
 class AgentSocketServer:
@@ -198,8 +196,7 @@ class _Connection(asyncio.Protocol):
 
     def _admit(self, connected: socket.socket) -> None:
         """Raise PermissionDenied for another user's process, or beyond ``max_connections``."""
-        credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-        self._pid, uid, _ = _UCRED.unpack(credentials)
+        self._pid, uid = peer_credentials(connected)
         if uid not in (os.geteuid(), 0):
             raise PermissionDenied(
                 f"pid {self._pid} belongs to user {uid}; agent and trainer must run as the same user"

@@ -60,13 +60,13 @@ class PathSensor:
         if now >= self._next_check_at:
             self._next_check_at = now + PATH_CHECK_INTERVAL_S
             self._start_checks(now)
-        asked = dict(self._pending_since)
+        pending = dict(self._pending_since)
         return tuple(
             PathSample(
                 path=path,
                 network=path in self._network,
                 free_fraction=self._free_fractions.get(path),
-                silent_s=now - asked[path] if path in asked else 0.0,
+                silent_s=now - pending[path] if path in pending else 0.0,
             )
             for path in sorted({*self._local, *self._network})
         )
@@ -113,19 +113,11 @@ class NetworkSensor:
     def poll(self) -> tuple[PortSample, ...]:
         readings = self._readings = self._read()
         self._was_up |= {reading.name: reading for reading in readings if reading.up}
-        samples = [
-            PortSample(
-                name=reading.name,
-                kind=reading.kind,
-                up=reading.up,
-                was_up=reading.name in self._was_up,
-                rate_gbps=reading.rate_gbps,
-                errors=reading.errors,
-                link_downs=reading.link_downs,
-                identity=reading.identity,
-            )
-            for reading in readings
-        ]
+        samples = []
+        for reading in readings:
+            values = reading._asdict()
+            del values["sysfs_folder"]
+            samples.append(PortSample(was_up=reading.name in self._was_up, **values))
         gone = self._was_up.keys() - {reading.name for reading in readings}
         for last in (self._was_up[name] for name in sorted(gone)):
             samples.append(PortSample(name=last.name, kind=last.kind, up=False, was_up=True, identity=last.identity))

@@ -18,7 +18,7 @@ from everstep_agent.drivers import sysfs
 from everstep_agent.drivers.kmsg import KernelLog, LogPosition
 from everstep_agent.findings.assessment import AssessorState, FindingAssessor, Instant
 from everstep_agent.findings.rules import load_policy
-from everstep_agent.lifecycle import end_child, start_child, write_atomically
+from everstep_agent.lifecycle import end_child, start_child, wait_readable, write_atomically
 from everstep_agent.sensors.samples import SensorState
 from everstep_agent.sensors.sensor_messages import (
     ACTIVITY_BYTES,
@@ -354,7 +354,7 @@ class SensorMonitor:
             elif log.wait_descriptor is None:
                 await _wait_for_growth(log, self._settings.kernel_log_poll_s)
             else:
-                await _wait_readable(log.wait_descriptor)
+                await wait_readable(log.wait_descriptor)
 
     def _read_kernel_log(self, log: KernelLog) -> bool:
         """Process one portion, a few milliseconds of work. Returns whether there may be more."""
@@ -412,16 +412,6 @@ def _kernel_log(settings: SensorSettings, state: SavedSensorState, boot_id: str)
     except (OSError, ValueError, IndexError):
         not_before_s = 0.0
     return KernelLog(settings.kernel_log, position, not_before_s)
-
-
-async def _wait_readable(descriptor: int) -> None:
-    loop = asyncio.get_running_loop()
-    ready: asyncio.Future[None] = loop.create_future()
-    loop.add_reader(descriptor, lambda: None if ready.done() else ready.set_result(None))
-    try:
-        await ready
-    finally:
-        loop.remove_reader(descriptor)
 
 
 async def _wait_for_growth(log: KernelLog, poll_interval_s: float) -> None:

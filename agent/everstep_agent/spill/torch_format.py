@@ -154,7 +154,7 @@ class _PickleWriter:
             self._out += pickle.BINGET + struct.pack("<B", self._memo[value])
             return
         if not (_GLOBAL.fullmatch(value.module) and _GLOBAL.fullmatch(value.name)):
-            raise ConfigurationError(f"{value.module}.{value.name} is not a valid name to import")
+            raise ConfigurationError(f"{f'{value.module}.{value.name}'!r} is not a valid name to import")
         self._out += pickle.GLOBAL + f"{value.module}\n{value.name}\n".encode()
         if len(self._memo) < 256:
             self._out += pickle.BINPUT + struct.pack("<B", len(self._memo))

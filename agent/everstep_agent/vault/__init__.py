@@ -2,5 +2,5 @@
 
 ``process`` starts the vault and ``service`` answers the node's ranks and supervisor. ``memory`` owns the segment files,
 ``transfer`` copies slots between nodes, ``parity`` protects groups of shards with two parity shards, and ``repair``
-scrubs and repairs slots. ``keeper`` is the supervisor's side. Writing checkpoint files belongs in ``spill``.
+scrubs and repairs slots. ``manager`` is the supervisor's side. Writing checkpoint files belongs in ``spill``.
 """

@@ -14,8 +14,6 @@ import logging
 import os
 import random
 import signal
-import socket
-import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -35,7 +33,7 @@ from everstep.wire.v1.training import AnyReport, FindingRaised, PeerConnectionLo
 from everstep.wire.v1.vault_reports import ParityGroup, VersionProtected, VersionSpilled
 from everstep_agent.config import AgentSettings, parse_listen_address
 from everstep_agent.jobs.local_processes import LocalJob
-from everstep_agent.lifecycle import delete_segments
+from everstep_agent.lifecycle import delete_segments, peer_credentials, wait_readable
 from everstep_agent.vault.settings import VaultSettings, encode_settings
 
 
@@ -67,8 +65,6 @@ EXIT_TIMEOUT_S = 10.0
 
 STABLE_AFTER_S = 10.0
 """Seconds of running after which an ended vault is restarted at once; an earlier end lengthens the back-off."""
-
-_UCRED = struct.Struct("iII")
 
 VaultRequest = local.Statistics | local.Protect | local.Spill
 VaultAnswer = local.StatisticsAnswer | local.Protected | local.Spilled | local.RequestFailed
@@ -299,8 +295,7 @@ class VaultManager:
     async def _connect(self, ready: _VaultReadyFile) -> None:
         """Connect to the vault. Raises Unavailable if another process than ``ready`` names listens on the socket."""
         reader, writer = await asyncio.open_unix_connection(str(self._settings.vault_socket))
-        listener: socket.socket = writer.get_extra_info("socket")
-        pid, uid, _ = _UCRED.unpack(listener.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+        pid, uid = peer_credentials(writer.get_extra_info("socket"))
         if pid != ready.pid or uid != os.geteuid():
             writer.close()
             raise Unavailable(f"{self._settings.vault_socket} belongs to pid {pid} of user {uid}, not to our vault")
@@ -388,16 +383,11 @@ class VaultManager:
             pass
 
     async def _wait_exit(self, timeout_s: float) -> bool:
-        loop = asyncio.get_running_loop()
-        ended: asyncio.Future[None] = loop.create_future()
-        loop.add_reader(self._pidfd, lambda: None if ended.done() else ended.set_result(None))
         try:
             async with asyncio.timeout(timeout_s):
-                await ended
+                await wait_readable(self._pidfd)
         except TimeoutError:
             return False
-        finally:
-            loop.remove_reader(self._pidfd)
         return True
 
     def _reap(self) -> int | None:

@@ -7,6 +7,7 @@ import threading
 import uuid
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from everstep.clock import Clock
 from everstep.ids import Version
@@ -68,16 +69,14 @@ class VaultCounters:
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class FindingReporter:
     """Report this vault's findings. ``send_finding`` passes each one to the supervisor, from any thread."""
 
-    def __init__(
-        self, node: str, clock: Clock, counters: VaultCounters, send_finding: Callable[[FindingRaised], None]
-    ) -> None:
-        self._node = node
-        self._clock = clock
-        self._counters = counters
-        self._send_finding = send_finding
+    _node: str
+    _clock: Clock
+    _counters: VaultCounters
+    _send_finding: Callable[[FindingRaised], None]
 
     def report_corrupt_slot(
         self, segment: SegmentFile, slot: int, header: SlotHeader, error: object, detected_by: str

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import socket
-import struct
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -24,6 +23,7 @@ from everstep.wire.framing import FrameDecoder, VaultChannel, encode_frame
 from everstep.wire.v1 import local
 from everstep.wire.v1.training import PeerConnectionLost
 from everstep.wire.v1.transfer import InventoryList, InventoryRequest
+from everstep_agent.lifecycle import peer_credentials
 from everstep_agent.vault.job_table import JobTable
 from everstep_agent.vault.memory.adoption import SegmentAdoption
 from everstep_agent.vault.memory.reading import SlotFinder
@@ -181,9 +181,7 @@ class VaultSocketServer:
 
 def _check_peer(writer: asyncio.StreamWriter) -> None:
     """Raise AuthenticationError if the other process belongs neither to this user nor to root."""
-    sock = writer.get_extra_info("socket")
-    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    pid, uid, _ = struct.unpack("3i", raw)
+    pid, uid = peer_credentials(writer.get_extra_info("socket"))
     if uid not in (0, os.geteuid()):
         raise AuthenticationError(
             f"process {pid} belongs to user {uid}; this vault serves user {os.geteuid()} and root"
@@ -298,9 +296,10 @@ class Vault:
         sender = SlotSender(settings, self._peers, findings, self._counters, self._streams, clock)
         self._replicator = Replicator(settings.node, store, self._job_table, sender, self._counters, self._threads)
         shards = ShardReader(settings, library, self._peers, findings)
-        self._encoder = ParityEncoder(settings.node, store, self._job_table, shards, self._counters, self._streams)
-        self._decoder = ParityDecoder(store, shards, self._counters, self._streams)
-        self._spiller = Spiller(settings.node, store, self._job_table, shards, self._counters, self._streams)
+        parts = (settings.node, store, self._job_table, shards, self._counters, self._streams)
+        self._encoder = ParityEncoder(*parts)
+        self._decoder = ParityDecoder(*parts)
+        self._spiller = Spiller(*parts)
         self._receiver = SlotReceiver(store, self._job_table, findings, self._counters)
         self.peer_server = PeerServer(
             settings,

@@ -6,8 +6,7 @@ import os
 import subprocess
 import sys
 import threading
-from concurrent.futures import Executor, ThreadPoolExecutor
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
@@ -23,10 +22,7 @@ from everstep.errors import (
 )
 from everstep.wire.v1.local import Spill
 from everstep_agent.spill.order import SlotSource, SpillFailure, SpillOrder, SpillResult
-from everstep_agent.vault.job_table import JobTable
-from everstep_agent.vault.memory.segments import SegmentStore
-from everstep_agent.vault.parity.shards import ShardLocation, ShardReader, require_all, run_parallel
-from everstep_agent.vault.reporting import VaultCounters
+from everstep_agent.vault.parity.shards import ShardLocation, ShardWorker, require_all
 
 _ERROR_TYPES: dict[str, type[EverstepError]] = {
     kind.code: kind
@@ -34,24 +30,10 @@ _ERROR_TYPES: dict[str, type[EverstepError]] = {
 }
 
 
-class Spiller:
+class Spiller(ShardWorker):
     """Answer Spill requests one after another in ``executor``; ``streams`` asks other nodes side by side."""
 
-    def __init__(
-        self,
-        node: str,
-        store: SegmentStore,
-        job_table: JobTable,
-        shard_reader: ShardReader,
-        counters: VaultCounters,
-        streams: Executor,
-    ) -> None:
-        self._node = node
-        self._store = store
-        self._job_table = job_table
-        self._shard_reader = shard_reader
-        self._counters = counters
-        self._streams = streams
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._running_writer: tuple[str, subprocess.Popen[bytes]] | None = None
         # one thread: the writer process ends with the thread that started it
@@ -62,17 +44,12 @@ class Spiller:
 
         Raises StaleGeneration, NotFound, Unavailable, DigestMismatch, NotRestorable, ConfigurationError.
         """
-        self._job_table.require_current(request.job, request.generation)
-        sources = tuple(self._find_slot(request, rank) for rank in request.writers.get(self._node, ()))
-        places = [
-            ShardLocation(request.job, node, rank, request.version)
-            for node, ranks in request.writers.items()
-            for rank in ranks
-        ]
-        infos = require_all(
-            run_parallel(self._streams, [partial(self._shard_reader.read_info, place) for place in places])
-        )
-        manifests = {place.rank_or_group: found.manifest for place, found in zip(places, infos, strict=True)}
+        self.job_table.require_current(request.job, request.generation)
+        sources = tuple(self._find_slot(request, rank) for rank in request.writers.get(self.node, ()))
+        writers = [(node, rank) for node, ranks in request.writers.items() for rank in ranks]
+        locations = [ShardLocation(request.job, node, rank, request.version) for node, rank in writers]
+        infos = require_all(self.read_infos(locations))
+        manifests = {rank: info.manifest for (_, rank), info in zip(writers, infos, strict=True)}
         order = SpillOrder(
             url=request.url,
             version=request.version,
@@ -82,12 +59,12 @@ class Spiller:
             keep=request.keep_last,
         )
         outcome = self._run_writer(request.job, order)
-        self._counters.add("spilled_slots", len(outcome.ranks))
-        self._counters.add("spilled_bytes", outcome.bytes)
+        self.counters.add("spilled_slots", len(outcome.ranks))
+        self.counters.add("spilled_bytes", outcome.bytes)
         return outcome
 
     def _find_slot(self, request: Spill, rank: int) -> SlotSource:
-        for segment, slot, _ in self._store.find(request.job, rank, request.version):
+        for segment, slot, _ in self.store.find(request.job, rank, request.version):
             return SlotSource(rank=rank, path=str(segment.path), slot=slot)
         raise NotFound(f"no sealed slot here holds version {request.version} of rank {rank} of job {request.job}")
 
@@ -97,14 +74,14 @@ class Spiller:
             with self._lock:
                 self._running_writer = job, writer
             try:
-                said, _ = writer.communicate(msgspec.msgpack.encode(order))
+                output, _ = writer.communicate(msgspec.msgpack.encode(order))
             finally:
                 with self._lock:
                     self._running_writer = None
         try:
-            answer = msgspec.json.decode(said, type=SpillResult | SpillFailure)
+            answer = msgspec.json.decode(output, type=SpillResult | SpillFailure)
         except DECODE_ERRORS as error:
-            raise Unavailable(f"the writer of checkpoints ended with status {writer.returncode}") from error
+            raise Unavailable(f"the checkpoint writer ended with status {writer.returncode}") from error
         if isinstance(answer, SpillFailure):
             raise _ERROR_TYPES.get(answer.code, EverstepError)(answer.message)
         return answer

@@ -10,7 +10,7 @@ import msgspec
 import xxhash
 
 from everstep.errors import ConfigurationError
-from everstep.settings import load_toml
+from everstep.settings import explain_error, load_toml
 from everstep_agent.sensors.samples import HostIdentity, HostSample, PathSample, PortSample
 
 # Scenario: the initial state of a virtual machine, and the changes a control file may make.
@@ -271,7 +271,8 @@ class VirtualMachine:
             with open(self._control_path, "rb") as file:
                 self._apply(msgspec.json.decode(file.read(MAX_CONTROL_BYTES), type=ScenarioControl))
         except (OSError, ValueError, msgspec.MsgspecError) as error:
-            self.error = f"control file {self._control_path}: {_explain_error(error)}"
+            detail = explain_error(error, (ScenarioControl,)) if isinstance(error, msgspec.ValidationError) else error
+            self.error = f"control file {self._control_path}: {detail}"
         return True
 
     def take_events(self) -> list[tuple[int, int]]:
@@ -313,12 +314,12 @@ class VirtualMachine:
     def _apply(self, control: ScenarioControl) -> None:
         before, scenario = self.gpus, self._scenario
         gpus = [_apply_changes(gpu, control.gpus.get(str(i), {}), f"gpus.{i}") for i, gpu in enumerate(scenario.gpu)]
-        strangers = control.gpus.keys() - {str(index) for index in range(len(gpus))}
-        if strangers:
-            raise ValueError(f"no GPU {', '.join(sorted(strangers))}: this machine has {len(gpus)}, from 0")
-        strangers = control.ports.keys() - scenario.port.keys()
-        if strangers:
-            raise ValueError(f"no port {', '.join(sorted(strangers))}: there are {', '.join(sorted(scenario.port))}")
+        unknown = control.gpus.keys() - {str(index) for index in range(len(gpus))}
+        if unknown:
+            raise ValueError(f"no GPU {', '.join(sorted(unknown))}: this machine has {len(gpus)}, numbered from 0")
+        unknown = control.ports.keys() - scenario.port.keys()
+        if unknown:
+            raise ValueError(f"no port {', '.join(sorted(unknown))}: there are {', '.join(sorted(scenario.port))}")
         ports = {n: _apply_changes(p, control.ports.get(n, {}), f"ports.{n}") for n, p in scenario.port.items()}
         self.host = _apply_changes(scenario.host, control.host, "host")
         self.gpus, self.ports = gpus, ports
@@ -348,25 +349,8 @@ def _shared_fields(kind: type[S], source: msgspec.Struct) -> S:
 def _apply_changes(base: S, changes: dict[str, msgspec.Raw], location: str) -> S:
     if not changes:
         return base
-    values = {field: getattr(base, field) for field in base.__struct_fields__}
-    for key, raw in changes.items():
-        if key not in values:
-            raise ValueError(_unknown_key_message(key, tuple(values), location))
-        values[key] = msgspec.json.decode(raw)
-    return msgspec.convert(values, type(base))
-
-
-def _unknown_key_message(key: str, known: tuple[str, ...], location: str) -> str:
-    import difflib  # imported only after a typo
-
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    hint = f"did you mean `{near[0]}`?" if near else f"known are {', '.join(known)}"
-    return f"unknown key `{key}` in {location}; {hint}"
-
-
-def _explain_error(error: Exception) -> str:
-    message = str(error)
-    if "unknown field `" in message:
-        key = message.partition("`")[2].partition("`")[0]
-        return _unknown_key_message(key, ScenarioControl.__struct_fields__, "the control file")
-    return message
+    values = msgspec.structs.asdict(base) | {key: msgspec.json.decode(raw) for key, raw in changes.items()}
+    try:
+        return msgspec.convert(values, type(base))
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{location}: {explain_error(error, (type(base),))}") from error

@@ -38,7 +38,6 @@ _SCALARS: dict[str, Callable[[VirtualGpu], int | None]] = {
     "nvmlDeviceGetMaxPcieLinkGeneration": lambda gpu: gpu.pcie_generation_max,
     "nvmlDeviceGetCurrPcieLinkWidth": lambda gpu: gpu.pcie_width,
     "nvmlDeviceGetMaxPcieLinkWidth": lambda gpu: gpu.pcie_width_max,
-    "nvmlDeviceGetPersistenceMode": lambda gpu: 1,
     "nvmlDeviceGetSupportedEventTypes": lambda gpu: 0xDC0F,
 }
 """Calls of the form (handle, pointer to one number)."""
@@ -119,9 +118,6 @@ class VirtualNvml:
         if code == OK:
             result._obj.marginTemperature = gpu.slowdown_c - gpu.temperature_c
         return code
-
-    def nvmlDeviceGetTemperatureThreshold(self, handle: Any, which: Any, result: Any) -> int:  # noqa: N802
-        return self._answer(handle, result, lambda gpu: gpu.slowdown_c)
 
     def nvmlDeviceGetClockInfo(self, handle: Any, which: Any, result: Any) -> int:  # noqa: N802
         memory = which.value == pynvml.NVML_CLOCK_MEM

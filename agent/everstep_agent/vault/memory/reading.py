@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
 
 from everstep.errors import Conflict, DigestMismatch, MalformedMessage, NotFound
 from everstep.ids import Version
@@ -112,17 +113,9 @@ def _chunk_runs(ranges: Sequence[ByteRange], length: int) -> list[ByteRange]:
 class _SlotSearch:
     """Try the slots whose headers name a shard, and discard those whose bytes are wrong."""
 
-    def __init__(
-        self,
-        store: SegmentStore,
-        finding_reporter: FindingReporter,
-        job: str,
-        rank: int,
-        version: Version,
-        parity: bool,
-    ) -> None:
-        self._finding_reporter = finding_reporter
-        self._found = store.find(job, rank, version, parity=parity)
+    def __init__(self, finder: SlotFinder, job: str, rank: int, version: Version, parity: bool) -> None:
+        self._finding_reporter = finder.finding_reporter
+        self._found = finder.store.find(job, rank, version, parity=parity)
         whose = "the parity of group" if parity else "rank"
         self._lacking = f"no sealed slot here holds version {version} of {whose} {rank} of job {job}"
         self._bad: DigestMismatch | None = None
@@ -152,12 +145,12 @@ class _SlotSearch:
         self._bad = error
 
 
+@dataclass(eq=False)
 class SlotFinder:
     """Find slots whose bytes hash right."""
 
-    def __init__(self, store: SegmentStore, finding_reporter: FindingReporter) -> None:
-        self._store = store
-        self._finding_reporter = finding_reporter
+    store: SegmentStore
+    finding_reporter: FindingReporter
 
     def open(
         self, job: str, rank: int, version: Version, ranges: Sequence[ByteRange], *, parity: bool = False
@@ -172,7 +165,7 @@ class SlotFinder:
             DigestMismatch: All slots that hold it are bad.
             MalformedMessage: A range lies outside the payload.
         """
-        return _SlotSearch(self._store, self._finding_reporter, job, rank, version, parity).next_reader(ranges)[0]
+        return _SlotSearch(self, job, rank, version, parity).next_reader(ranges)[0]
 
     def read_pieces(
         self,
@@ -195,7 +188,7 @@ class SlotFinder:
             NotFound: See ``open``; also if the slot was refilled meanwhile.
             DigestMismatch, MalformedMessage: See ``open``; raised before the first piece or at the bad one.
         """
-        search = _SlotSearch(self._store, self._finding_reporter, job, rank, version, parity)
+        search = _SlotSearch(self, job, rank, version, parity)
         reading, done = search.next_reader(() if skip_own_chunks else next(split_into_chunks(ranges), ()))
         # check before splitting, because the client determines the number of pieces
         _chunk_runs(ranges, len(reading.payload))

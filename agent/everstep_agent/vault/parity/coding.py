@@ -11,7 +11,6 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
 from functools import partial
 
 import msgspec
@@ -24,9 +23,8 @@ from everstep.layout.slots import CHUNK_BYTES, chunk_count, slot_bytes_for, slot
 from everstep.native import DIGEST_BYTES
 from everstep.wire.v1.local import Fetch, Protect
 from everstep.wire.v1.vault_reports import ParityGroup
-from everstep_agent.vault.job_table import JobTable
 from everstep_agent.vault.memory.reading import ByteRange
-from everstep_agent.vault.memory.segments import SegmentKey, SegmentStore
+from everstep_agent.vault.memory.segments import SegmentKey
 from everstep_agent.vault.memory.shared_memory import write_scratch
 from everstep_agent.vault.parity.shards import (
     PARITY_LETTERS,
@@ -36,12 +34,12 @@ from everstep_agent.vault.parity.shards import (
     ShardInfo,
     ShardLocation,
     ShardReader,
+    ShardWorker,
     decode_parity_manifest,
     parity_bytes,
     require_all,
     run_parallel,
 )
-from everstep_agent.vault.reporting import VaultCounters
 
 # Encoding: make a group's P or Q on its parity node from the members' chunks, read side by side.
 #
@@ -53,16 +51,8 @@ PARITY_SLOTS = 2
 """Parity slots per group: the protected version, and the next one while it is made."""
 
 
-@dataclass(eq=False)
-class ParityEncoder:
+class ParityEncoder(ShardWorker):
     """Answer Protect requests. Runs in worker threads; ``streams`` reads the members side by side."""
-
-    _node: str
-    _store: SegmentStore
-    _job_table: JobTable
-    _shard_reader: ShardReader
-    _counters: VaultCounters
-    _streams: Executor
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
@@ -73,14 +63,14 @@ class ParityEncoder:
 
         Raises StaleGeneration, NotFound, Unavailable, DigestMismatch, OutOfSlotMemory, ConfigurationError.
         """
-        self._job_table.require_current(request.job, request.generation)
+        self.job_table.require_current(request.job, request.generation)
         key = SegmentKey(request.job, "parity", request.group.group)
         manifest = self._build_manifest(request, key)
         with self._lock:
             group_lock = self._group_locks[key]
         with group_lock:
             self._write_parity(request, key, manifest)
-        self._job_table.add_parity_group(request.job, request.version, request.group)
+        self.job_table.add_parity_group(request.job, request.version, request.group)
         return manifest
 
     def _build_manifest(self, request: Protect, key: SegmentKey) -> ParityManifest:
@@ -91,14 +81,13 @@ class ParityEncoder:
                 f"group {group.group} names a node twice ({', '.join(nodes)}): "
                 "members and parity must be on different nodes, or one loss costs two shards"
             )
-        if self._node not in group.parity:
-            raise NotFound(f"{self._node} does not store the parity of group {group.group}")
+        if self.node not in group.parity:
+            raise NotFound(f"{self.node} does not store the parity of group {group.group}")
         locations = [ShardLocation(request.job, node, rank, request.version) for rank, node in group.members]
         known = self._known_manifests(key)
-        reads = [partial(self._shard_reader.read_info, location, known, group) for location in locations]
-        infos = require_all(run_parallel(self._streams, reads))
+        infos = require_all(self.read_infos(locations, known, group))
         return ParityManifest(
-            letter=PARITY_LETTERS[group.parity.index(self._node)],
+            letter=PARITY_LETTERS[group.parity.index(self.node)],
             group=group.group,
             version=request.version,
             members=tuple(
@@ -110,7 +99,7 @@ class ParityEncoder:
     def _known_manifests(self, key: SegmentKey) -> dict[bytes, bytes]:
         """Return members' manifests by digest from earlier parity here; they change only with the plan."""
         known: dict[bytes, bytes] = {}
-        segment = self._store.get(key)
+        segment = self.store.get(key)
         if segment is None:
             return known
         for slot, _ in segment.view.sealed_slots():
@@ -128,8 +117,8 @@ class ParityEncoder:
                 f"the manifests and digests of the {len(manifest.members)} members of group {request.group.group} "
                 f"take {len(encoded)} bytes, more than the {MAX_MANIFEST_BYTES} bytes of a manifest: use smaller groups"
             )
-        segment = self._store.open(key, slot_bytes_for(len(encoded), manifest.payload_bytes), PARITY_SLOTS)
-        self._job_table.require_configured(request.job, self._store.delete_job)
+        segment = self.store.open(key, slot_bytes_for(len(encoded), manifest.payload_bytes), PARITY_SLOTS)
+        self.job_table.require_configured(request.job, self.store.delete_job)
         view = segment.view
         if any(header.version == request.version and view.manifest(s) == encoded for s, header in segment.sealed()):
             return
@@ -137,13 +126,13 @@ class ParityEncoder:
         payload = view.begin(slot, request.group.group, request.version, encoded, manifest.payload_bytes)
         try:
             digests = [xxhash.xxh3_128_digest(encoded), *self._encode_chunks(request, manifest, payload)]
-            self._job_table.require_current(request.job, request.generation)
+            self.job_table.require_current(request.job, request.generation)
             view.seal(slot, digests)
         except BaseException:
             view.discard(slot)
             raise
-        self._counters.add("parity_slots")
-        self._counters.add("parity_bytes", manifest.payload_bytes)
+        self.counters.add("parity_slots")
+        self.counters.add("parity_bytes", manifest.payload_bytes)
 
     def _encode_chunks(self, request: Protect, manifest: ParityManifest, payload: memoryview) -> list[bytes]:
         """Write the parity chunk by chunk and return the digest of each."""
@@ -156,11 +145,11 @@ class ParityEncoder:
         for index in range(chunk_count(manifest.payload_bytes)):
             chunks = [buffer[: m.info.chunk_bytes(index)] for m, buffer in zip(members, buffers, strict=True)]
             reads = [
-                partial(self._shard_reader.read_chunk, location, member.info, index, chunk)
+                partial(self.shard_reader.read_chunk, location, member.info, index, chunk)
                 for location, member, chunk in zip(locations, members, chunks, strict=True)
                 if chunk
             ]
-            require_all(run_parallel(self._streams, reads))
+            require_all(run_parallel(self.streams, reads))
             into = payload[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]
             galois.encode(chunks, **{manifest.letter.lower(): into})
             digests.append(xxhash.xxh3_128_digest(into))
@@ -325,14 +314,8 @@ def describe_lost(lost_reasons: dict[str, str]) -> str:
     return "; ".join(f"{location} is unavailable ({reason})" for location, reason in lost_reasons.items())
 
 
-@dataclass(eq=False)
-class ParityDecoder:
+class ParityDecoder(ShardWorker):
     """Recover shards. Runs in worker threads; ``streams`` reads the survivors side by side."""
-
-    _store: SegmentStore
-    _shard_reader: ShardReader
-    _counters: VaultCounters
-    _streams: Executor
 
     def fetch(self, request: Fetch) -> int:
         """Write a shard's manifest, or ranges of a payload recovered by parity, into ``request.target_path``.
@@ -350,7 +333,7 @@ class ParityDecoder:
                     f"over a connection to {request.node}"
                 )
             location = ShardLocation(request.job, request.node, request.rank, request.version)
-            manifest = self._shard_reader.read_info(location).manifest
+            manifest = self.shard_reader.read_info(location).manifest
             return self._write(request, len(manifest), [(0, memoryview(manifest))], "fetched_bytes")
         recovery = self.recover_member(request.job, request.rank, request.version, request.parity_group)
         if not request.ranges:
@@ -367,9 +350,9 @@ class ParityDecoder:
         return self._write(request, length, pieces, "parity_recovered_bytes")
 
     def _write(self, request: Fetch, length: int, pieces: Iterable[tuple[int, memoryview]], counter: str) -> int:
-        store = self._store
+        store = self.store
         write_scratch(store.directory, request.target_path, request.target_offset, length, store.budget, pieces)
-        self._counters.add(counter, length)
+        self.counters.add(counter, length)
         return length
 
     def recover_member(self, job: str, rank: int, version: Version, group: ParityGroup) -> ShardRecovery:
@@ -383,7 +366,7 @@ class ParityDecoder:
         for number, member in enumerate(manifest.members):
             if member.rank == rank:
                 wanted = RecoveryTarget(number, member.location(job, version), member.info)
-                return ShardRecovery(wanted, manifest.members, parities, missing, self._shard_reader, self._streams)
+                return ShardRecovery(wanted, manifest.members, parities, missing, self.shard_reader, self.streams)
         raise MalformedMessage(f"rank {rank} is not in group {group.group} of the parity of {version}")
 
     def recover_parity(
@@ -397,7 +380,7 @@ class ParityDecoder:
         parities, missing = self._other_parity(location, manifest.letter, group)
         _require_same_members([manifest, *(parity.manifest for parity in parities.values())], str(location))
         wanted = RecoveryTarget(manifest.letter, location, info)
-        return ShardRecovery(wanted, manifest.members, parities, missing, self._shard_reader, self._streams)
+        return ShardRecovery(wanted, manifest.members, parities, missing, self.shard_reader, self.streams)
 
     def rebuild_parity_manifest(self, location: ShardLocation, group: ParityGroup) -> bytes:
         """Return the manifest of the parity shard on ``location.node``, rebuilt from the other parity shard's.
@@ -423,9 +406,8 @@ class ParityDecoder:
     ) -> tuple[dict[ParityLetter, ParitySource], dict[str, str]]:
         """Return the available parity shards, and reasons for missing ones. Raises MalformedMessage for a wrong one."""
         locations = {letter: ShardLocation(job, node, group, version, is_parity=True) for letter, node in nodes.items()}
-        reads = [partial(self._shard_reader.read_info, location) for location in locations.values()]
         parities, missing = {}, {}
-        for (letter, location), info in zip(locations.items(), run_parallel(self._streams, reads), strict=True):
+        for (letter, location), info in zip(locations.items(), self.read_infos([*locations.values()]), strict=True):
             if isinstance(info, EverstepError):
                 missing[str(location)] = str(info)
                 continue

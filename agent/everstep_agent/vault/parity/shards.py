@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, wait
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Literal, TypeVar
 
 import msgspec
@@ -17,8 +18,10 @@ from everstep.native import DIGEST_BYTES
 from everstep.wire.framing import VaultChannel
 from everstep.wire.v1.transfer import Data, DataEnd, Digests, DigestsRequest, Get
 from everstep.wire.v1.vault_reports import ParityGroup
+from everstep_agent.vault.job_table import JobTable
 from everstep_agent.vault.memory.reading import SlotFinder
-from everstep_agent.vault.reporting import FindingReporter
+from everstep_agent.vault.memory.segments import SegmentStore
+from everstep_agent.vault.reporting import FindingReporter, VaultCounters
 from everstep_agent.vault.settings import VaultSettings
 from everstep_agent.vault.transfer.peers import PeerPool, fetch_manifest
 
@@ -229,6 +232,28 @@ class ShardReader:
                 location.job, location.node, location.rank_or_group, location.version, detail
             )
         raise DigestMismatch(f"{location}: {detail}")
+
+
+@dataclass(eq=False)
+class ShardWorker:
+    """Base of the workers that protect, recover and spill versions: they read shards of all nodes in parallel."""
+
+    node: str
+    store: SegmentStore
+    job_table: JobTable
+    shard_reader: ShardReader
+    counters: VaultCounters
+    streams: Executor
+
+    def read_infos(
+        self,
+        locations: Sequence[ShardLocation],
+        known_manifests: Mapping[bytes, bytes] = {},
+        group: ParityGroup | None = None,
+    ) -> list[ShardInfo | EverstepError]:
+        """Return the sealed description of each shard, or the error; see ``ShardReader.read_info``."""
+        read = self.shard_reader.read_info
+        return run_parallel(self.streams, [partial(read, each, known_manifests, group) for each in locations])
 
 
 def _make_info(payload_bytes: int, manifest: bytes, digests: bytes, location: ShardLocation) -> ShardInfo:

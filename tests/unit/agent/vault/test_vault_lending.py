@@ -57,7 +57,7 @@ def test_lent_connection_is_read_only(fleet: Vaults, rank: VaultClient) -> None:
     channel = borrowed(rank, "n2")
     put = {"generation": 1, "rank": 3, "version": Version(1, 2), "slot_bytes": 1 << 16, "slots": 4}
     channel.send(Put(**put, payload_bytes=0, manifest_bytes=0, digests=bytes(DIGEST_BYTES)))
-    with pytest.raises(AuthenticationError, match="n1 has said that it only reads"):
+    with pytest.raises(AuthenticationError, match="n1 opened this connection for reading only"):
         channel.receive_any_answer()
     channel.close()
     slots = fleet.all[1].client().ask(local.Inventory, job=JOB).slots

@@ -48,7 +48,9 @@ class Bench:
         book = JobTable()
         peers = PeerPool(settings, book, clock, PeerLossDetector("n1", book, clock, lambda _: None))
         shards = ShardReader(settings, SlotFinder(self.store, findings), peers, findings)
-        decoder = ParityDecoder(self.store, shards, self.tally, ThreadPoolExecutor(1))  # which starts no thread unasked
+        decoder = ParityDecoder(
+            "n1", self.store, book, shards, self.tally, ThreadPoolExecutor(1)
+        )  # which starts no thread unasked
         repairer = SlotRepairer(settings, book, self.store, peers, decoder)
         self.scrubber = Scrubber(repairer, findings, self.tally, clock, interval_s=1.0, bytes_per_s=1e12)
 

@@ -125,7 +125,7 @@ def test_manifest_cut_off_while_resent_counts_as_missing(fleet: Vaults, wire: Wi
     second.close()
     _wait_for_connections(fleet, 1)
     first.send(PutDone(transfer=transfer))
-    with pytest.raises(Conflict, match="no manifest"):
+    with pytest.raises(Conflict, match="not the manifest"):
         first.receive_answer(Ack)
 
 

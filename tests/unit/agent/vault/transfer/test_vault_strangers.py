@@ -152,7 +152,7 @@ def test_unknown_job_is_not_found(wire: Wire, supervisor: VaultClient) -> None:
 
 
 def test_greeting_for_another_node_is_refused(wire: Wire, supervisor: VaultClient) -> None:
-    with pytest.raises(AuthenticationError, match="means to reach n3, and this is n1"):
+    with pytest.raises(AuthenticationError, match="wants to connect to n3, but this node is n1"):
         wire.proved(to="n3")
 
 
@@ -292,7 +292,7 @@ def test_slot_without_complete_manifest_is_not_sealed(wire: Wire) -> None:
     bulk(channel, bytes(10), PIECE_VALID)
     channel.receive_answer(PartDone)
     channel.send(PutDone(transfer=transfer))
-    with pytest.raises(Conflict, match="no manifest"):
+    with pytest.raises(Conflict, match="not the manifest"):
         channel.receive_answer(Ack)
     channel.send(ManifestPart(transfer=transfer))
     bulk(channel, MANIFEST[:3])
