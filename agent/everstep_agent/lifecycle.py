@@ -43,14 +43,14 @@ def _check_parent_owners(path: Path) -> None:
     our names can be guessed, so every component, links included, must belong to us or root.
     """
     below: list[Path] = []
-    for place in (path, *path.parents):
-        found = place.lstat()
+    for folder in (path, *path.parents):
+        found = folder.lstat()
         if stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX:
             if below:
                 raise ConfigurationError(f"{below[-1]} belongs to another user; use a directory of your own")
             return
         if found.st_uid not in (0, os.geteuid()):
-            below.append(place)
+            below.append(folder)
 
 
 def write_atomically(path: Path, content: Any) -> None:

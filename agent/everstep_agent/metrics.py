@@ -305,8 +305,8 @@ def _free_mib(sample: GpuSample) -> float | None:
 def _xid(sample: GpuSample, report: SensorReport) -> float:
     """Return the XID of the GPU's newest finding; the subjects of GPU findings are bus ids or UUIDs."""
     names = (sample.pci_bus_id, sample.uuid)
-    held = [f for f in report.findings if f.xid is not None and f.subject in names]
-    newest = max(held, key=lambda f: f.since, default=None)
+    active = [f for f in report.findings if f.xid is not None and f.subject in names]
+    newest = max(active, key=lambda f: f.since, default=None)
     return float(newest.xid or 0) if newest is not None else 0.0
 
 

@@ -125,15 +125,15 @@ class KernelLog:
         return self._split_lines(data)
 
     def _split_lines(self, data: bytes) -> list[str]:
-        *whole, self._partial_line = (self._partial_line + data).split(b"\n")
-        if self._is_skipping_line and whole:
-            whole, self._is_skipping_line = whole[1:], False
+        *complete, self._partial_line = (self._partial_line + data).split(b"\n")
+        if self._is_skipping_line and complete:
+            complete, self._is_skipping_line = complete[1:], False
         if self._is_skipping_line:
             self._partial_line = b""
         elif len(self._partial_line) > MAX_LINE_BYTES:
-            whole.append(self._partial_line)
+            complete.append(self._partial_line)
             self._partial_line, self._is_skipping_line = b"", True
-        return [line[:MAX_LINE_BYTES].decode("utf-8", "replace").rstrip("\r") for line in whole if line]
+        return [line[:MAX_LINE_BYTES].decode("utf-8", "replace").rstrip("\r") for line in complete if line]
 
     def _follow_rotation(self) -> None:
         """At the end of a file, continue with the file that took its name, or at the start of a truncated one."""

@@ -76,8 +76,8 @@ class NodeFindings:
 
     def _rebuild(self) -> list[FindingRaised | FindingCleared]:
         worst: dict[str, Finding] = {}
-        held = tuple(raised.finding for _, raised in self._one_time.values())
-        for findings in (*self._sources.values(), held):
+        one_time = tuple(raised.finding for _, raised in self._one_time.values())
+        for findings in (*self._sources.values(), one_time):
             for finding in findings:
                 other = worst.get(finding.key)
                 if other is None or _SEVERITY_ORDER.index(finding.severity) > _SEVERITY_ORDER.index(other.severity):

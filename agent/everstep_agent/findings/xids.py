@@ -229,13 +229,13 @@ class XidParser:
 
     def _find_gpu(self, where: str) -> str | None:
         """Return the GPU that the parenthesis names by its address, or only by its UUID; ignore other words."""
-        words = where.split()
-        for word in words:
-            if (place := _GPU_ADDRESS.fullmatch(word)) is not None:
-                return _bus_id_from_match(place)
-        for word in words:
-            if _NAMED_UUID.fullmatch(word) is not None:
-                return self.bus_id_by_uuid.get(word) or self._find_bus_id(word)
+        parts = where.split()
+        for part in parts:
+            if (address := _GPU_ADDRESS.fullmatch(part)) is not None:
+                return _bus_id_from_match(address)
+        for part in parts:
+            if _NAMED_UUID.fullmatch(part) is not None:
+                return self.bus_id_by_uuid.get(part) or self._find_bus_id(part)
         return None
 
     def _parse_unnumbered(self, line: str, text: str) -> XidEvent | None:

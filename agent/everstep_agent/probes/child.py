@@ -100,10 +100,10 @@ def _check_device_matmul(device: torch.device, repeats: int, set_stage: SetStage
     torch.backends.cuda.matmul.allow_tf32 = True
     times = []
     for attempt in range(repeats):
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         product = left @ right
         synchronize(device)
-        times.append(time.perf_counter() - begun)
+        times.append(time.perf_counter() - started_at)
         _compare(product, known, f"product {attempt + 1} of {repeats} on {device}")
     return result_row(1, known.numel() * known.element_size(), times)
 
@@ -156,7 +156,7 @@ def _check_device_memory(device: torch.device, set_stage: SetStage) -> tuple[int
     set_stage(f"patterns in {size >> 20} MiB of {device}")
     parts = [max(8, min(size - at, MEMORY_CHUNK_BYTES)) for at in range(0, size, MEMORY_CHUNK_BYTES)]
     chunks = [torch.empty(part // 8, dtype=torch.int64, device=device) for part in parts]
-    begun = time.perf_counter()
+    started_at = time.perf_counter()
     for pattern in PATTERNS:
         for chunk in chunks:
             chunk.fill_(pattern)
@@ -164,7 +164,7 @@ def _check_device_memory(device: torch.device, set_stage: SetStage) -> tuple[int
             _check_words(chunk, pattern, device)
     _check_addresses(chunks, device)
     synchronize(device)
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - started_at
     moved = 2 * (len(PATTERNS) + 1) * size
     return size, seconds, moved / seconds
 
@@ -201,20 +201,20 @@ def run_probe(request: ProbeRequest, set_stage: SetStage) -> ProbeFinished:
 
     A failure is an answer too; one before the first stage means that the probe could not run.
     """
-    probe, began = request.probe, False
+    probe, has_started = request.probe, False
 
-    def begun(what: str) -> None:
-        nonlocal began
-        began = True
-        set_stage(what)
+    def report_stage(stage: str) -> None:
+        nonlocal has_started
+        has_started = True
+        set_stage(stage)
 
     try:
-        return ProbeFinished(probe=probe.probe, ok=True, rows=_run(request, begun), started=True)
+        return ProbeFinished(probe=probe.probe, ok=True, rows=_run(request, report_stage), started=True)
     except (ProbeError, ConfigurationError, ValueError, OSError, RuntimeError) as error:
         # torch reports a vanished peer, a time-out or a CUDA fault as RuntimeError or a subclass.
         detail = f"{type(error).__name__}: {error}"[:2000]
         wrong = isinstance(error, WrongResult)
-        return ProbeFinished(probe=probe.probe, ok=False, detail=detail, wrong_result=wrong, started=began)
+        return ProbeFinished(probe=probe.probe, ok=False, detail=detail, wrong_result=wrong, started=has_started)
 
 
 def _run(request: ProbeRequest, set_stage: SetStage) -> ProbeRows:
@@ -310,11 +310,11 @@ def _time_all_reduce(group: Any, probe: RunProbe, size: int, rank: int, device: 
     for attempt in range(probe.repeats + 1):
         tensor.fill_(float(rank + 1))
         synchronize(device)
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         group.allreduce([tensor]).wait()
         synchronize(device)
         if attempt:  # the first attempt opens connections
-            times.append(time.perf_counter() - begun)
+            times.append(time.perf_counter() - started_at)
         wrong = int((tensor != members * (members + 1) / 2).sum())
         if wrong:
             raise WrongResult(f"the sum of {size} bytes is wrong in {wrong} of {tensor.numel()} places")
@@ -328,13 +328,13 @@ def serve(channel: socket.socket) -> None:
     """Answer requests until the supervisor disconnects or CUDA has been used."""
     decoder: FrameDecoder[ProbeRequest] = FrameDecoder(ProbeRequest, MAX_FRAME_BYTES)
 
-    def doing(what: str) -> None:
-        channel.sendall(encode_frame(ProbeStage(description=what)))
+    def report_stage(stage: str) -> None:
+        channel.sendall(encode_frame(ProbeStage(description=stage)))
 
     channel.sendall(encode_frame(TorchLoaded()))
     while data := channel.recv(1 << 16):
-        for ask in decoder.feed(data):
-            channel.sendall(encode_frame(run_probe(ask, doing)))
+        for request in decoder.feed(data):
+            channel.sendall(encode_frame(run_probe(request, report_stage)))
             if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
                 return
 

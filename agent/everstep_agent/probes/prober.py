@@ -173,8 +173,8 @@ class Prober:
         if finished is not None:
             return finished
         at = "" if child is None else f" at: {child.stage}"
-        began = late and child is not None and child.has_begun  # a process that breaks says nothing about the nodes
-        return _failed_result(request.probe, f"{reason or f'the probe process ended ({how})'}{at}", has_begun=began)
+        has_begun = late and child is not None and child.has_begun  # a process that breaks says nothing about the nodes
+        return _failed_result(request.probe, f"{reason or f'the probe process ended ({how})'}{at}", has_begun=has_begun)
 
     async def _end_child(self) -> str:
         """End the process, if there is one, and describe how it ended."""

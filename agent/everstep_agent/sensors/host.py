@@ -118,8 +118,8 @@ class NetworkSensor:
             values = reading._asdict()
             del values["sysfs_folder"]
             samples.append(PortSample(was_up=reading.name in self._was_up, **values))
-        gone = self._was_up.keys() - {reading.name for reading in readings}
-        for last in (self._was_up[name] for name in sorted(gone)):
+        vanished = self._was_up.keys() - {reading.name for reading in readings}
+        for last in (self._was_up[name] for name in sorted(vanished)):
             samples.append(PortSample(name=last.name, kind=last.kind, up=False, was_up=True, identity=last.identity))
         return tuple(samples)
 

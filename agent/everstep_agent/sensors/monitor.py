@@ -206,13 +206,13 @@ class SensorMonitor:
         self._clock = clock
         self._on_report = on_report
         self._scenario = load_scenario(settings.virtual, settings.node) if settings.virtual else None
-        kept = load_sensor_state(settings.state_path)
+        saved = load_sensor_state(settings.state_path)
         boot_id = _boot_id(settings, self._scenario)
         self._assessor = FindingAssessor(
-            load_policy(settings.site_policy), settings.node, settings.expected_gpus, kept.assessor_state, self._now()
+            load_policy(settings.site_policy), settings.node, settings.expected_gpus, saved.assessor_state, self._now()
         )
         self._assessor.process_boot(boot_id)
-        self._log = _kernel_log(settings, kept, boot_id)
+        self._log = _kernel_log(settings, saved, boot_id)
         self._log_failed = False
         self._child: SensorChild | None = None
         self._exiting_children: list[SensorChild] = []

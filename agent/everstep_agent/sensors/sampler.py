@@ -68,7 +68,7 @@ class NodeSensors:
         return PollResult(is_full=False, kernel_lines=tuple(lines)) if lines else None
 
     def poll(self) -> PollResult:
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         gpus = self._gpu.poll()
         around = self._poll_real_machine() if self._machine is None else self._poll_virtual_machine(self._machine)
         return msgspec.structs.replace(
@@ -77,19 +77,19 @@ class NodeSensors:
             known_gpus=tuple(self._gpu.known_gpus.values()),
             gpus=gpus,
             nvml_error=self._gpu.error,
-            poll_s=time.perf_counter() - begun,
+            poll_s=time.perf_counter() - started_at,
         )
 
     def wait_xid_events(self, until: float) -> PollResult | None:
         """Wait until the next poll (monotonic seconds), or for XIDs that should not wait for it."""
-        left = until - SYSTEM_CLOCK.monotonic()
-        if left <= 0:
+        remaining_s = until - SYSTEM_CLOCK.monotonic()
+        if remaining_s <= 0:
             return None
         if self._machine is not None:
-            left = min(left, CONTROL_CHECK_S)
-        events = self._gpu.wait_xid_events(left)
+            remaining_s = min(remaining_s, CONTROL_CHECK_S)
+        events = self._gpu.wait_xid_events(remaining_s)
         if events is None:
-            time.sleep(left)
+            time.sleep(remaining_s)
         return PollResult(is_full=False, xids=tuple(events)) if events else None
 
     def _poll_real_machine(self) -> PollResult:
@@ -151,15 +151,15 @@ def _receive_config(channel: socket.socket) -> SensorConfig:
 
 def serve(channel: socket.socket, activity_page: mmap.mmap) -> None:
     """Poll until the supervisor disconnects."""
-    begin = _receive_config(channel)
-    node = NodeSensors(begin, activity_page)
+    config = _receive_config(channel)
+    node = NodeSensors(config, activity_page)
     due = SYSTEM_CLOCK.monotonic()
     try:
         while True:
             for message in (node.poll_urgent(), node.poll()):
                 if message is not None:
                     channel.sendall(encode_frame(message))
-            due = max(due + begin.interval_s, SYSTEM_CLOCK.monotonic())
+            due = max(due + config.interval_s, SYSTEM_CLOCK.monotonic())
             while SYSTEM_CLOCK.monotonic() < due:
                 for message in (node.wait_xid_events(due), node.poll_urgent()):
                     if message is not None:

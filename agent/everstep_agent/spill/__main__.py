@@ -15,6 +15,7 @@ import sys
 import msgspec
 
 from everstep.errors import DECODE_ERRORS, EverstepError, MalformedMessage, Unavailable
+from everstep.ids import Version
 from everstep.layout.object_storage import storage_errors
 from everstep.parent_process import die_with_parent
 from everstep_agent.spill.order import MAX_ORDER_BYTES, SpillFailure, SpillOrder, SpillResult
@@ -30,15 +31,18 @@ def execute(order: SpillOrder) -> SpillResult:
     for source in order.sources:
         slot = SpillSlotReader(source.path, source.slot, source.rank, order.version)
         written += job.write(source.rank, slot).length
-    whole = job.complete() if order.complete else False
-    gone, left = prune(open_target(order.url), order.keep, order.version) if whole and order.keep else ([], [])
+    is_complete = job.complete() if order.complete else False
+    removed: list[Version] = []
+    remaining: list[Version] = []
+    if is_complete and order.keep:
+        removed, remaining = prune(open_target(order.url), order.keep, order.version)
     return SpillResult(
         folder=folder,
         ranks=tuple(source.rank for source in order.sources),
         bytes=written,
-        is_complete=whole,
-        removed=tuple(folder_name(version) for version in gone),
-        remaining=tuple(folder_name(version) for version in left),
+        is_complete=is_complete,
+        removed=tuple(folder_name(version) for version in removed),
+        remaining=tuple(folder_name(version) for version in remaining),
     )
 
 

@@ -134,7 +134,7 @@ def decode_state(data: bytes | memoryview) -> dict[str, Any]:
     except (*DECODE_ERRORS, ValueError, TypeError) as error:
         raise MalformedMessage(f"a slot's Python state cannot be read: {error}") from error
     if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
-        raise MalformedMessage("a slot's Python state is no dictionary")
+        raise MalformedMessage("a slot's Python state is not a dictionary")
     return state
 
 

@@ -149,7 +149,7 @@ def _parts(
     rest = _required_boxes(tensor)
     parts: list[tuple[int, WrittenBox]] = []
     for box in sorted(holders, key=lambda b: (b.offset, -b.volume, b.size)):
-        rank, stored = min(holders[box], key=lambda held: (load[held[0]], held[0]))
+        rank, stored = min(holders[box], key=lambda holder: (load[holder[0]], holder[0]))
         lacking: list[Box] = []
         for gap in rest:
             common = gap.intersect(box)
@@ -214,27 +214,27 @@ def plan_file(
     """
     lowest = min(division.boxes_by_rank)
     names = CheckpointPaths(manifest.catalog, state)
-    page = _FilePlanBuilder(f"__{rank}_0.distcp")
+    builder = _FilePlanBuilder(f"__{rank}_0.distcp")
     if rank == lowest:
         numbers = b"".join(n.to_bytes(8, "little", signed=True) for n in (version.generation, version.step))
-        page.add_value((EVERSTEP_KEY, "version"), RawTensor("int64", (2,), numbers))
+        builder.add_value((EVERSTEP_KEY, "version"), RawTensor("int64", (2,), numbers))
         for path, value in names.shared_values(state):
-            page.add_value(path, value)
+            builder.add_value(path, value)
     index_of = {tensor.name: index for index, tensor in enumerate(manifest.catalog)}
     for parameter, path, value in names.scalar_values(state):
         index = index_of.get(parameter)
         if rank == (lowest if index is None else division.first_writers[index]):
-            page.add_value(path, value)
+            builder.add_value(path, value)
     for module, path, value in names.module_values(state):
         index = next((i for i, t in enumerate(manifest.catalog) if t.name.startswith(f"{module}.")), None)
         if rank == (lowest if index is None else division.first_writers[index]):
-            page.add_value(path, value)
+            builder.add_value(path, value)
     blob = (manifest.blob_offset + BLOB_LENGTH_BYTES, blob_bytes)
-    page.add_slot([(EVERSTEP_KEY, "blob", str(rank))], "uint8", 1, (blob_bytes,), full_box((blob_bytes,)), (blob,))
+    builder.add_slot([(EVERSTEP_KEY, "blob", str(rank))], "uint8", 1, (blob_bytes,), full_box((blob_bytes,)), (blob,))
     for written in division.boxes_by_rank[rank]:
         tensor = manifest.catalog[written.tensor_index]
-        page.add_tensor(names.tensor_paths(tensor), tensor, written)
-    return page.build()
+        builder.add_tensor(names.tensor_paths(tensor), tensor, written)
+    return builder.build()
 
 
 class _FilePlanBuilder:
@@ -249,9 +249,9 @@ class _FilePlanBuilder:
         self._left_out: list[str] = []
 
     def _place(self, length: int) -> ArchiveLocation:
-        place = ArchiveLocation(self._name, self._at, length)
+        location = ArchiveLocation(self._name, self._at, length)
         self._at += length
-        return place
+        return location
 
     def add_value(self, path: KeyPath, value: object) -> None:
         """Add a small value; a tensor becomes a tensor entry."""
@@ -260,13 +260,13 @@ class _FilePlanBuilder:
         except (ConfigurationError, MalformedMessage):
             self._left_out.append(".".join(map(str, path)))
             return
-        place = self._place(len(data))
+        location = self._place(len(data))
         self._pieces.append(LiteralBytes(data))
         if isinstance(value, RawTensor):
-            chunk = Chunk(full_box(value.shape), place)
+            chunk = Chunk(full_box(value.shape), location)
             self._tensors.append(TensorEntry(path, value.dtype, value.shape, (chunk,)))
         else:
-            self._objects.append(ObjectEntry(path, place))
+            self._objects.append(ObjectEntry(path, location))
 
     def add_tensor(self, paths: Sequence[KeyPath], tensor: TensorInfo, box_to_write: WrittenBox) -> None:
         """Add a part of a tensor.
@@ -319,11 +319,11 @@ def merge_entries(
                 tensors[entry.path] = msgspec.structs.replace(known, chunks=known.chunks + entry.chunks)
         for value in some_objects:
             objects.setdefault(value.path, value)
-    taken = {".".join(map(str, path)) for path in tensors}
+    used_keys = {".".join(map(str, path)) for path in tensors}
     plain: list[ObjectEntry] = []
     for value in objects.values():
         key = ".".join(map(str, value.path))
-        if key not in taken and value.path[0] != EVERSTEP_KEY:
-            taken.add(key)
+        if key not in used_keys and value.path[0] != EVERSTEP_KEY:
+            used_keys.add(key)
             plain.append(value)
     return list(tensors.values()), plain

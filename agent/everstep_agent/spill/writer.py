@@ -148,11 +148,11 @@ def select_removable(
     complete it. The newest whole one always stays.
     """
     found = list(stored)
-    whole = sorted((s.completed_at, s.version) for s in found if s.completed_at is not None)
-    if not whole:
+    complete = sorted((s.completed_at, s.version) for s in found if s.completed_at is not None)
+    if not complete:
         return []
-    kept = {version for _, version in whole[-max(keep, 1) :]} | set(protected)
-    newest = whole[-1][1]
+    kept = {version for _, version in complete[-max(keep, 1) :]} | set(protected)
+    newest = complete[-1][1]
     return sorted(
         s.version
         for s in found
@@ -267,11 +267,11 @@ def prune(root: StorageTarget, keep: int, protected: Version) -> tuple[list[Vers
         for folder in root.folders()
         if (version := parse_folder_name(folder)) is not None
     ]
-    gone = select_removable(stored, max(keep, MIN_KEPT_CHECKPOINTS), [protected])
-    for version in gone:
+    removed = select_removable(stored, max(keep, MIN_KEPT_CHECKPOINTS), [protected])
+    for version in removed:
         root.remove(f"{folder_name(version)}/{METADATA_FILE}")  # first, so that a half-removed folder is no checkpoint
         root.remove(folder_name(version))
-    return gone, [one.version for one in stored if one.completed_at is not None and one.version not in gone]
+    return removed, [one.version for one in stored if one.completed_at is not None and one.version not in removed]
 
 
 def _file_bytes(plan: FilePlan, slot: SpillSlotReader) -> Iterator[bytes | memoryview]:

@@ -331,7 +331,7 @@ class Uplink:
             answer_timeout_s=self._settings.answer_timeout_s,
             has_other_controllers=len(self._controllers) > 1,
         )
-        began = self._clock.monotonic()
+        started_at = self._clock.monotonic()
         self._driver = driver = _SessionDriver(session, connection, self._clock, self._handle_answer)
         try:
             error = await connection.ended
@@ -344,7 +344,7 @@ class Uplink:
         if driver.has_left:
             self._controllers.mark_closed_locally(url)
             return session.next_beat_at
-        self._handle_end(url, error, self._clock.monotonic() - began)
+        self._handle_end(url, error, self._clock.monotonic() - started_at)
         return None
 
     async def _fetch_succession(self, driver: _SessionDriver) -> None:

@@ -254,9 +254,9 @@ async def open_session(
             connection.request_session(f"/v1/agents/{node}/session", parts.netloc, token)
             refusal = await connection.opened
     except TimeoutError as error:
-        gone = AnswerTimeout(f"{url}: no session within {timeout_s:g} s", 0.0)
-        connection.fail(gone)
-        raise gone from error
+        timed_out = AnswerTimeout(f"{url}: no session within {timeout_s:g} s", 0.0)
+        connection.fail(timed_out)
+        raise timed_out from error
     except OSError as error:
         raise Unavailable(f"{url}: {_describe_error(error)}", 0.0) from error
     except asyncio.CancelledError:

@@ -202,8 +202,8 @@ def limit_findings(findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
     if len(findings) <= agent.MAX_FINDINGS:
         return findings
     order = (Severity.CRITICAL, Severity.WARNING, Severity.INFO)
-    kept = sorted(findings, key=lambda f: order.index(f.severity))[: agent.MAX_FINDINGS - 1]
-    count = len(findings) - len(kept)
+    gravest = sorted(findings, key=lambda f: order.index(f.severity))[: agent.MAX_FINDINGS - 1]
+    count = len(findings) - len(gravest)
     omitted = Finding(
         kind=FindingKind.AGENT_SPOOL_OVERFLOW,
         subject="findings",
@@ -215,7 +215,7 @@ def limit_findings(findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
         source="the limit of findings in a heartbeat",
         value=float(count),
     )
-    return (*kept, omitted)
+    return (*gravest, omitted)
 
 
 class DirectiveInbox:

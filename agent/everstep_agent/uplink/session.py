@@ -219,8 +219,8 @@ class ControllerSession:
         """Choose a one-way beat if nothing depends on its answer, and the last requested answer is recent."""
         if isinstance(message, Register):
             return FrameKind.REGISTER
-        asked = self.unsure_epoch or not self.is_kept_open
-        awaits = self._pending_beats or self._pending_reports or message.findings is not None or asked
+        needs_answer = self.unsure_epoch or not self.is_kept_open
+        awaits = self._pending_beats or self._pending_reports or message.findings is not None or needs_answer
         due = now + 0.5 * self._state.heartbeat_protocol.interval_s >= self._answer_due_at
         return FrameKind.HEARTBEAT if awaits or due else FrameKind.ONE_WAY_HEARTBEAT
 

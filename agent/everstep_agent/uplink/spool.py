@@ -90,9 +90,9 @@ class Spool:
         self._path = file
         self._file = -1
         if file is not None:
-            left = _read_unacknowledged(file)
+            unsent = _read_unacknowledged(file)
             self._file = os.open(file, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-            self._restore(left)
+            self._restore(unsent)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -245,16 +245,16 @@ def _read_unacknowledged(file: Path) -> list[AnyReport]:
     """
     if not file.exists():
         return []
-    kept: dict[int, AnyReport] = {}
+    reports: dict[int, AnyReport] = {}
     try:
         for record in _read_records(file):
             if isinstance(record, _SpooledReport):
-                kept[record.number] = record.body
+                reports[record.number] = record.body
             else:
-                kept = {n: body for n, body in kept.items() if n > record.through}
+                reports = {n: body for n, body in reports.items() if n > record.through}
     except MalformedMessage as error:
         log.warning("%s is damaged; the reports after the damage are lost: %s", file, error)
-    return [body for body in kept.values() if not isinstance(body, LauncherJoined)]
+    return [body for body in reports.values() if not isinstance(body, LauncherJoined)]
 
 
 def _read_records(file: Path) -> Iterator[_SpooledReport | _AcknowledgedThrough]:

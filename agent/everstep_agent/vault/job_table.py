@@ -122,8 +122,8 @@ class JobTable:
         holders = self.get_config(job).holders
         with self._lock:
             seen = self._seen_holders.get((job, rank), [])
-        asked = [node for node in dict.fromkeys([*seen, *holders]) if node in holders and node != exclude]
-        return asked[:limit]
+        candidates = [node for node in dict.fromkeys([*seen, *holders]) if node in holders and node != exclude]
+        return candidates[:limit]
 
     def add_parity_group(self, job: str, version: Version, group: ParityGroup) -> None:
         """Note that the version's parity covers the shards of ``group``; this node holds one of them, or P or Q."""

@@ -192,13 +192,13 @@ class VaultManager:
         attempt = 0
         backoff = Backoff(floor_s=0.05, ceiling_s=10.0)
         while True:
-            began = self._clock.monotonic()
+            started_at = self._clock.monotonic()
             self._resend_all()
             self.down_reason = await self._read_until_closed()
             self.restarts += 1
             log.error("the vault is lost: %s", self.down_reason, extra={"node": self._settings.node})
             self._on_change()
-            attempt = 0 if self._clock.monotonic() - began > STABLE_AFTER_S else attempt + 1
+            attempt = 0 if self._clock.monotonic() - started_at > STABLE_AFTER_S else attempt + 1
             while self.down_reason:
                 if attempt:
                     await asyncio.sleep(backoff.delay_s(attempt - 1, self._uniform()))
@@ -313,8 +313,8 @@ class VaultManager:
     def _resend_all(self) -> None:
         for message in self._job_configs.values():
             self._send(message)
-        for asked, _ in self._pending.values():
-            self._send(asked)
+        for request, _ in self._pending.values():
+            self._send(request)
         # the vault sends findings only to a supervisor, which it recognizes by a first request
         if not self._job_configs:
             self._last_request += 1

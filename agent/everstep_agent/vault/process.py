@@ -112,13 +112,13 @@ async def serve(settings: VaultSettings, parent: int) -> None:
     if settings.die_with_parent:
         die_with_parent(parent)
     lower_oom_score()
-    held = [lock_directory(settings.run_dir), lock_directory(settings.segment_dir)]
+    locks = [lock_directory(settings.run_dir), lock_directory(settings.segment_dir)]
     store = SegmentStore(settings.segment_dir, settings.node, settings.memory_limit)
     adoption = SegmentAdoption(store)
     found = await asyncio.to_thread(adoption.adopt_segments)
     vault = Vault(settings, store, adoption, SYSTEM_CLOCK)
     note = VaultStatusFile(pid=os.getpid(), run_dir=str(settings.run_dir))
-    linger = IdleExitTimer(vault.clients, settings.linger_s, SYSTEM_CLOCK, note, partial(write_status, held[1]))
+    linger = IdleExitTimer(vault.clients, settings.linger_s, SYSTEM_CLOCK, note, partial(write_status, locks[1]))
     waits: list[asyncio.Task[object]] = []
     alone = False
     try:
@@ -134,7 +134,7 @@ async def serve(settings: VaultSettings, parent: int) -> None:
             wait.cancel()
         await vault.stop()
         _clean_up(settings, store, keep=vault.has_jobs and not settings.die_with_parent and not alone)
-        for lock in held:
+        for lock in locks:
             os.close(lock)
 
 

@@ -147,8 +147,8 @@ class ReplicaPieces:
         """Read ranges; their holder hashes them first."""
         if piece_source.node != self._settings.node:
             rank, version = piece_source.rank, self._version
-            ask = partial(fetch_bytes, settings=self._settings, rank=rank, version=version, ranges=ranges)
-            return self._peers.call(self._job, piece_source.node, ask)
+            request = partial(fetch_bytes, settings=self._settings, rank=rank, version=version, ranges=ranges)
+            return self._peers.call(self._job, piece_source.node, request)
         for segment, slot, header in self._store.find(self._job, piece_source.rank, self._version):
             try:
                 reading = SealedSlotReader(segment, slot, header)
@@ -185,11 +185,11 @@ class ReplicaPieces:
                 log.info("%s did not answer the inventory for %s: %s", other, self._version, error)
 
     def _search_node(self, node: str) -> Iterator[PieceSource]:
-        def ask(channel: VaultChannel) -> InventoryList:
+        def request(channel: VaultChannel) -> InventoryList:
             channel.send(InventoryRequest())
             return channel.receive_answer(InventoryList)
 
-        for there in self._peers.call(self._job, node, ask).slots:
+        for there in self._peers.call(self._job, node, request).slots:
             if there.version == self._version and there.rank != self._rank:
                 get = partial(fetch_manifest, settings=self._settings, rank=there.rank, version=self._version)
                 known = there.manifest_digest in self._sources_by_manifest
@@ -202,8 +202,8 @@ class ReplicaPieces:
         if not digest or digest not in self._sources_by_manifest:
             manifest = decode_manifest(body)
             if manifest.catalog == self._manifest.catalog:
-                places = {(stored.tensor, stored.box): stored.offset for stored in manifest.stored}
-                known = PieceSource(node, rank, places, _python_state_range(manifest))
+                offsets = {(stored.tensor, stored.box): stored.offset for stored in manifest.stored}
+                known = PieceSource(node, rank, offsets, _python_state_range(manifest))
             if digest:
                 self._sources_by_manifest[digest] = known
         if known is not None:
@@ -220,10 +220,10 @@ def _overlap(piece: ByteRange, begin: int, length: int) -> ChunkGap | None:
     return ChunkGap(start - begin, end - start, start - piece[0]) if start < end else None
 
 
-def _unused_gaps(taken: Iterable[ChunkGap], length: int) -> list[ChunkGap]:
+def _unused_gaps(gaps: Iterable[ChunkGap], length: int) -> list[ChunkGap]:
     """Return the gaps of the chunk that belong to no piece."""
     at, found = 0, []
-    for gap in sorted(taken, key=lambda each: each.start):
+    for gap in sorted(gaps, key=lambda each: each.start):
         if gap.start > at:
             found.append(ChunkGap(at, gap.start - at, 0))
         at = max(at, gap.start + gap.length)
@@ -483,12 +483,12 @@ class Scrubber:
 
     def _run(self) -> None:
         while not self._stopping.is_set():
-            begun = self._clock.monotonic()
+            started_at = self._clock.monotonic()
             try:
                 self.run_round()
             except Exception:  # the machine may lack memory for a moment; scrubbing must go on
                 log.exception("a scrub round failed; the next one checks all slots again")
-            self._stopping.wait(max(0.0, begun + self._interval_s - self._clock.monotonic()))
+            self._stopping.wait(max(0.0, started_at + self._interval_s - self._clock.monotonic()))
 
     def run_round(self) -> None:
         """Check every header, and hash once every slot that is sealed now and was in the previous round."""

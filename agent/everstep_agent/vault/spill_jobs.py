@@ -66,7 +66,9 @@ class Spiller(ShardWorker):
     def _find_slot(self, request: Spill, rank: int) -> SlotSource:
         for segment, slot, _ in self.store.find(request.job, rank, request.version):
             return SlotSource(rank=rank, path=str(segment.path), slot=slot)
-        raise NotFound(f"no sealed slot here holds version {request.version} of rank {rank} of job {request.job}")
+        raise NotFound(
+            f"no sealed slot on this node holds version {request.version} of rank {rank} of job {request.job}"
+        )
 
     def _run_writer(self, job: str, order: SpillOrder) -> SpillResult:
         command = [sys.executable, "-P", "-m", "everstep_agent.spill", str(os.getpid())]

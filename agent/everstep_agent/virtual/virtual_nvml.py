@@ -202,10 +202,10 @@ class VirtualNvml:
                 c_void_p.from_buffer(event, type(event).device.offset).value = index + 1
                 event.eventType, event.eventData = pynvml.nvmlEventTypeXidCriticalError, xid
                 return OK
-            left = deadline - self._clock.monotonic()
-            if left <= 0:
+            remaining_s = deadline - self._clock.monotonic()
+            if remaining_s <= 0:
                 return TIMEOUT
-            time.sleep(min(left, EVENT_POLL_S))
+            time.sleep(min(remaining_s, EVENT_POLL_S))
 
     # Helpers
 

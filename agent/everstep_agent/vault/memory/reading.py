@@ -117,7 +117,7 @@ class _SlotSearch:
         self._finding_reporter = finder.finding_reporter
         self._found = finder.store.find(job, rank, version, parity=parity)
         whose = "the parity of group" if parity else "rank"
-        self._lacking = f"no sealed slot here holds version {version} of {whose} {rank} of job {job}"
+        self._lacking = f"no sealed slot on this node holds version {version} of {whose} {rank} of job {job}"
         self._bad: DigestMismatch | None = None
 
     def next_reader(self, ranges: Sequence[ByteRange], table: bytes | None = None) -> tuple[SealedSlotReader, set[int]]:

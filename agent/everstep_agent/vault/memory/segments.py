@@ -80,9 +80,9 @@ def replaceable_bytes(old: SegmentView, path: Path, slots: int, keep: Sequence[V
     """
     if not _has_reduced_slots(old, slots, keep):
         return 0
-    stay = slots if slots < old.slots else len(slots_to_carry(old, slots, keep))
+    carried = slots if slots < old.slots else len(slots_to_carry(old, slots, keep))
     missing = segment_bytes(old.slots, old.slot_bytes) - allocated_bytes(path)
-    return max(0, (old.slots - stay) * old.slot_bytes - missing)
+    return max(0, (old.slots - carried) * old.slot_bytes - missing)
 
 
 def slots_to_carry(old: SegmentView, slots: int, keep: Sequence[Version] | None) -> SlotMoves:
@@ -166,10 +166,10 @@ class SegmentFile:
         self._repair_lock = threading.Lock()
         self.unchecked_slots: dict[int, SlotHeader] = {}
         self.view = SegmentView(memoryview(self.mapping))
-        said = self.view.segment
-        self._header = msgspec.structs.replace(said, kind=key.kind, number=key.number, job=key.job)
-        if said.job and said != self._header:
-            raise DigestMismatch(f"the file holds the segment {said.job}/{segment_name(said.kind, said.number)}")
+        found = self.view.segment
+        self._header = msgspec.structs.replace(found, kind=key.kind, number=key.number, job=key.job)
+        if found.job and found != self._header:
+            raise DigestMismatch(f"the file holds the segment {found.job}/{segment_name(found.kind, found.number)}")
 
     def sealed(self) -> list[tuple[int, SlotHeader]]:
         """Return the sealed slots, except those of an earlier vault that are not hashed yet."""

@@ -53,7 +53,7 @@ def cgroup_available_bytes(cgroups: Path = CGROUP_ROOT, own_cgroup_file: Path = 
     None without a limit or information. Negative if the limit was lowered below the present usage.
     """
     found = (_cgroup_available(group, files) for group, files in _enclosing_cgroups(cgroups, own_cgroup_file))
-    return min((left for left in found if left is not None), default=None)
+    return min((available for available in found if available is not None), default=None)
 
 
 def _enclosing_cgroups(cgroups: Path, own: Path) -> Iterator[tuple[Path, _CgroupFiles]]:
@@ -63,10 +63,10 @@ def _enclosing_cgroups(cgroups: Path, own: Path) -> Iterator[tuple[Path, _Cgroup
     the only group.
     """
     try:
-        said = [line.split(":", 2)[1:] for line in own.read_text().splitlines() if line.count(":") > 1]
+        entries = [line.split(":", 2)[1:] for line in own.read_text().splitlines() if line.count(":") > 1]
     except OSError:
         return
-    paths = {name: path for names, path in said for name in names.split(",")}
+    paths = {name: path for names, path in entries for name in names.split(",")}
     root, files = (cgroups / "memory", _CGROUP_V1) if "memory" in paths else (cgroups, _CGROUP_V2)
     path = PurePosixPath(paths.get("memory", paths.get("", "/")))
     inside = () if ".." in path.parts else path.parts[1:]
@@ -200,11 +200,11 @@ class MemoryBudget:
             )
         unpromised, larger = self._unreserved_bytes()
         free = unpromised + freed
-        left = int(reserved_share * free)
-        if need > free - left:
-            kept = f", of which {left} are left to the training," if left else ""
+        reserved = int(reserved_share * free)
+        if need > free - reserved:
+            note = f", of which {reserved} are reserved for the training," if reserved else ""
             raise OutOfSlotMemory(
-                f"{description} needs {need} bytes; {self._directory} has {free} free{kept} and {used} in use by "
+                f"{description} needs {need} bytes; {self._directory} has {free} free{note} and {used} in use by "
                 f"slots: {larger}, or {advice}"
             )
 
@@ -222,8 +222,8 @@ class MemoryBudget:
         Their pages are counted before the free bytes: a page made in between counts as still to come.
         """
         to_come = sum(max(0, max(sizes) - allocated_bytes(path)) for path, sizes in self._reserved_sizes.items())
-        left, larger = self._available_bytes()
-        return left - to_come, larger
+        available, larger = self._available_bytes()
+        return available - to_come, larger
 
     def used_bytes(self) -> int:
         """Return the bytes of the files under the directory, including those being made."""
@@ -241,9 +241,9 @@ class MemoryBudget:
     def _available_bytes(self) -> tuple[int, str]:
         """Return the least of the bytes left in file system, machine and control group, and how to get more."""
         found = os.statvfs(next(path for path in (self._directory, *self._directory.parents) if path.exists()))
-        left = [(min(found.f_bavail * found.f_frsize, _available_memory()), ADVICE_LARGER_FILE_SYSTEM)]
+        available = [(min(found.f_bavail * found.f_frsize, _available_memory()), ADVICE_LARGER_FILE_SYSTEM)]
         group = cgroup_available_bytes()
-        return min(left if group is None else [*left, (max(0, group), ADVICE_LARGER_CGROUP)])
+        return min(available if group is None else [*available, (max(0, group), ADVICE_LARGER_CGROUP)])
 
 
 def _size(path: Path) -> int:

@@ -251,8 +251,8 @@ class ShardRecovery:
         lost = {number: chunks[number] for number in self._lost_in(index)}
         if lost:
             parity = {letter: self._parity_chunk(letter, index) for letter in letters}
-            left = [None if number in lost else chunk for number, chunk in enumerate(chunks)]
-            galois.recover(left, parity.get("P"), parity.get("Q"), lost)
+            present = [None if number in lost else chunk for number, chunk in enumerate(chunks)]
+            galois.recover(present, parity.get("P"), parity.get("Q"), lost)
         which = self._target.member_or_letter
         if isinstance(which, int):
             return chunks[which]

@@ -56,8 +56,8 @@ def recover(
         raise ValueError(f"members {missing} are to be recovered, and these are given: {_present(members)}")
     if len(missing) > sum(parity is not None for parity in (p, q)):
         raise ValueError(f"{len(missing)} members are lost and too little parity is left to recover them")
-    whole = [lost[number] if member is None else member for number, member in enumerate(members)]
-    _check(whole, (p, q))
+    complete = [lost[number] if member is None else member for number, member in enumerate(members)]
+    _check(complete, (p, q))
     work = _StripeBuffers(len(members))
     for at in range(0, parity_bytes(max(map(len, lost.values()))), STRIPE_BYTES):
         rows = [None if m is None else work.stripe(m, at, number) for number, m in enumerate(members)]

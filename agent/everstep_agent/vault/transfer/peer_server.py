@@ -212,7 +212,7 @@ def _listen(host: str, port: int) -> socket.socket:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=128)
     except OSError as error:
-        raise ConfigurationError(f"cannot listen on {host}:{port}: {error}; give another --listen") from error
+        raise ConfigurationError(f"cannot listen on {host}:{port}: {error}; use another --vault-listen") from error
 
 
 class PeerSession:

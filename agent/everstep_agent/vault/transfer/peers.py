@@ -155,7 +155,7 @@ def server_handshake(channel: VaultChannel, job_table: JobTable, node: str) -> t
     """
     greeting = channel.receive_opening()
     if not isinstance(greeting, Greeting):
-        raise MalformedMessage(f"{channel.peer} began with {type(greeting).__name__}, not with a greeting")
+        raise MalformedMessage(f"{channel.peer} sent {type(greeting).__name__} instead of a greeting")
     if greeting.peer != node:
         raise AuthenticationError(f"{greeting.node} wants to connect to {greeting.peer}, but this node is {node}")
     challenge = Challenge(
@@ -255,10 +255,10 @@ class PeerPool:
         """
         job_config = self._job_table.get_config(job)
         key = (job, node, job_config.address(node), job_config.secret)
-        kept = self._take(key)
-        if kept is not None:
+        pooled = self._take(key)
+        if pooled is not None:
             try:
-                return self._run_action(key, kept, action, timeout_s)
+                return self._run_action(key, pooled, action, timeout_s)
             except Unavailable:
                 self._close_idle_for(key)
         return self._run_action(key, self._connect_with_retry(job_config, node, key, timeout_s), action, timeout_s)
@@ -366,7 +366,7 @@ class PeerPool:
         """End all connections; their users get Unavailable."""
         self._stopping.set()
         with self._lock:
-            channels = [*self._busy, *(c for kept in self._idle.values() for c in kept)]
+            channels = [*self._busy, *(c for pooled in self._idle.values() for c in pooled)]
             self._idle.clear()
         for channel in channels:
             channel.shutdown()

@@ -174,9 +174,10 @@ class SlotReceiver:
     def _resume_detached(self, segment: SegmentFile, sender: str, put: Put) -> IncomingTransfer | None:
         """Resume an interrupted transfer of the same bytes under a new id, without the old connection; drop others."""
         with self._lock:
-            left = [i for i in self._transfers.values() if i.segment.key == segment.key and i.is_detached]
-            found = next((i for i in left if i.segment is segment and not i.writers and i.matches(sender, put)), None)
-            for other in left:
+            detached = [i for i in self._transfers.values() if i.segment.key == segment.key and i.is_detached]
+            same = (i for i in detached if i.segment is segment and not i.writers and i.matches(sender, put))
+            found = next(same, None)
+            for other in detached:
                 if other is not found:
                     other.is_aborted = True
                     self._release_if_unused(other)
@@ -214,8 +215,8 @@ class SlotReceiver:
 
     def _free_slot(self, segment: SegmentFile, put: Put) -> int:
         with self._lock:
-            taken = {i.slot for i in self._transfers.values() if i.segment is segment}
-        free = [slot for slot in range(segment.view.slots) if slot not in taken]
+            used = {i.slot for i in self._transfers.values() if i.segment is segment}
+        free = [slot for slot in range(segment.view.slots) if slot not in used]
         return free[slot_to_fill([segment.view.header(slot) for slot in free], set(put.keep))]
 
     def receive_part(self, job: str, sender: str, part: Part, channel: VaultChannel) -> None:

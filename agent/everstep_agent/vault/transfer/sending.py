@@ -198,17 +198,17 @@ class SlotSender:
         reading = SealedSlotReader(segment, slot, header)
         put = _put(reading, generation, keep)
         job = segment.key.job
-        begun: list[OutgoingTransfer] = []
+        started: list[OutgoingTransfer] = []
         for attempt in range(MAX_ATTEMPTS):
-            begun.clear()
+            started.clear()
             try:
-                self._peers.call(job, node, lambda channel: self._send(channel, job, node, put, reading, begun))
+                self._peers.call(job, node, lambda channel: self._send(channel, job, node, put, reading, started))
                 break
             except DigestMismatch:
                 self._check_local_slot(reading)
                 raise
             except Unavailable:
-                if not any(outgoing.sent_chunks for outgoing in begun) or attempt + 1 == MAX_ATTEMPTS:
+                if not any(outgoing.sent_chunks for outgoing in started) or attempt + 1 == MAX_ATTEMPTS:
                     raise
         self._counters.add("replicated_slots")
         self._counters.add("replicated_bytes", put.payload_bytes + put.manifest_bytes)
@@ -220,7 +220,7 @@ class SlotSender:
         node: str,
         put: Put,
         reader: SealedSlotReader,
-        begun: list[OutgoingTransfer],
+        started: list[OutgoingTransfer],
     ) -> None:
         channel.send(put)
         channel.set_receive_timeout(self._settings.request_timeout_s)
@@ -231,7 +231,7 @@ class SlotSender:
             raise MalformedMessage(f"{node} answered a Put with {type(answer).__name__}")
         channel.set_receive_timeout(self._settings.io_timeout_s)
         outgoing = OutgoingTransfer(reader, answer, self._rate_limiter)
-        begun.append(outgoing)
+        started.append(outgoing)
         outgoing.send_manifest(channel)
         worthwhile = put.payload_bytes // self._settings.bytes_per_stream
         extra_streams = min(self._settings.streams, worthwhile, len(outgoing)) - 1
@@ -375,7 +375,7 @@ class Replicator:
         )
         nodes = tuple(dict.fromkeys(n for n in message.replica_nodes if n != self._node))
         outcomes = await asyncio.gather(*(self._send_queue(message.job, header.rank, n).submit(task) for n in nodes))
-        failed = {node: why for node, why in zip(nodes, outcomes, strict=True) if why}
+        failed = {node: reason for node, reason in zip(nodes, outcomes, strict=True) if reason}
         for node in nodes:
             if node not in failed:
                 self._job_table.note_holder(message.job, header.rank, node)

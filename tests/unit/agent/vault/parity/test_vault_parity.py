@@ -110,7 +110,7 @@ def test_missing_parity_recovers_no_shard(group: Group) -> None:
     answer = group.fetch(0, "n3", ((0, 10),))
     assert isinstance(answer, local.RequestFailed)
     assert answer.code == "not_restorable"
-    assert "no sealed slot here holds version 1:5 of the parity of group 7" in answer.message
+    assert "no sealed slot on this node holds version 1:5 of the parity of group 7" in answer.message
 
 
 def test_vault_without_parity_does_not_import_numpy() -> None:
