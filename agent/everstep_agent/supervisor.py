@@ -29,7 +29,7 @@ from everstep.wire.v1.directives import Directive, ProtectVersion, RunProbe, Spi
 from everstep.wire.v1.local import Welcome
 from everstep.wire.v1.training import AnyReport, FindingCleared, FindingRaised, RankProgress
 from everstep_agent.config import AgentSettings, parse_labels, parse_listen_address, read_token
-from everstep_agent.findings.node_findings import AgentHealth, ClockSkewEstimate, NodeFindings, find_agent_problems
+from everstep_agent.findings.node_findings import ClockSkewEstimate, NodeFindings, find_agent_problems
 from everstep_agent.jobs.local_processes import LocalJob
 from everstep_agent.jobs.registry import JobRegistry
 from everstep_agent.jobs.socket import AgentSocketServer
@@ -107,7 +107,7 @@ class Supervisor:
         self._sensor_report: SensorReport | None = None
         self._first_report_received = asyncio.Event()
         self._clock_skew = ClockSkewEstimate()
-        self._agent_health = AgentHealth()
+        self._vault_down_at = self._dropped_at = 0.0
         self._announced: ReadyFile | None = None
         self._prober: Prober | None = None
         self._metrics: MetricsServer | None = None
@@ -222,15 +222,11 @@ class Supervisor:
             await asyncio.sleep(SELF_CHECK_INTERVAL_S)
 
     def _update_agent_findings(self) -> None:
-        lost_at = (self._agent_health.vault_down_at or self._clock.wall()) if self._vault.down_reason else 0.0
-        since = (self._agent_health.spool_dropped_since or self._clock.wall()) if self._spool.dropped_count else 0.0
-        self._agent_health = AgentHealth(
-            vault_down_reason=self._vault.down_reason,
-            vault_down_at=lost_at,
-            spool_dropped=self._spool.dropped_count,
-            spool_dropped_since=since,
-        )
-        self._report_all(self._findings.replace_source("agent", find_agent_problems(self._agent_health)))
+        reason, dropped = self._vault.down_reason, self._spool.dropped_count
+        self._vault_down_at = (self._vault_down_at or self._clock.wall()) if reason else 0.0
+        self._dropped_at = (self._dropped_at or self._clock.wall()) if dropped else 0.0
+        problems = find_agent_problems(reason, self._vault_down_at, dropped, self._dropped_at)
+        self._report_all(self._findings.replace_source("agent", problems))
 
     def _write_ready_file(self) -> None:
         ready = ReadyFile(

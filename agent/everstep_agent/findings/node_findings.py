@@ -99,49 +99,39 @@ MAX_SKEW_SAMPLES = 16
 """Heartbeats to choose from: the one with the shortest round trip measures the clocks' difference best."""
 
 
-class AgentHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """The supervisor's knowledge of the agent itself.
+def find_agent_problems(vault_down_reason: str, vault_down_at: float, dropped: int, dropped_at: float) -> list[Finding]:
+    """Return the findings about the agent itself.
 
-    Attributes:
+    Args:
         vault_down_reason: Why the vault is down; empty while it serves.
         vault_down_at: Wall time in seconds since when the vault is down.
-        spool_dropped: Reports lost because the controller was away for too long.
-        spool_dropped_since: Wall time in seconds of the first lost report.
+        dropped: Reports dropped from the spool because the controller was away for too long.
+        dropped_at: Wall time in seconds of the first dropped report.
     """
-
-    vault_down_reason: str = ""
-    vault_down_at: float = 0.0
-    spool_dropped: int = 0
-    spool_dropped_since: float = 0.0
-
-
-def find_agent_problems(health: AgentHealth) -> tuple[Finding, ...]:
-    """Return the findings that follow from ``health``."""
     vault = Finding(
         kind=FindingKind.VAULT_LOST,
         subject="vault",
         severity=Severity.CRITICAL,
-        message=f"this node stores no checkpoints: {health.vault_down_reason}; the vault is being restarted",
+        message=f"this node stores no checkpoints: {vault_down_reason}; the vault is being restarted",
         action=Action.NONE,
         mode=Mode.RECOMMEND,
         rule="agent-vault-lost",
         source="the supervisor",
-        since=health.vault_down_at,
+        since=vault_down_at,
     )
     spool = Finding(
         kind=FindingKind.AGENT_SPOOL_OVERFLOW,
         subject="spool",
         severity=Severity.WARNING,
-        message=f"{health.spool_dropped} reports were dropped while no controller answered, the oldest checkpoint "
+        message=f"{dropped} reports were dropped while no controller answered, the oldest checkpoint "
         "reports first: raise --spool-max-reports, or restore the controller",
         mode=Mode.OBSERVE,
         rule="agent-spool-overflow",
         source="--spool-max-reports and --spool-max-bytes",
-        value=float(health.spool_dropped),
-        since=health.spool_dropped_since,
+        value=float(dropped),
+        since=dropped_at,
     )
-    active = ((vault, health.vault_down_reason), (spool, health.spool_dropped))
-    return tuple(finding for finding, is_active in active if is_active)
+    return [finding for finding, is_active in ((vault, vault_down_reason), (spool, dropped)) if is_active]
 
 
 class ClockSkewEstimate:

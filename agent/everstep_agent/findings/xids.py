@@ -167,17 +167,6 @@ _RECOVERY = re.compile(
 )
 
 
-def normalize_bus_id(text: str) -> str:
-    """Normalize a PCI address to ``0000:1b:00``, with a longer domain if there is one.
-
-    Raises ValueError if the text is not a PCI address.
-    """
-    match = _GPU_ADDRESS.fullmatch(text)
-    if match is None:
-        raise ValueError(f"{text!r} is not a PCI address such as 0000:1b:00.0")
-    return _bus_id_from_match(match)
-
-
 def _bus_id_from_match(match: re.Match[str]) -> str:
     domain = int(match["domain"] or "0", 16)
     return f"{domain:04x}:{int(match['bus'], 16) & 0xFF:02x}:{int(match['slot'], 16):02x}"

@@ -18,9 +18,6 @@ from everstep_agent.sensors.samples import (
 )
 from everstep_agent.virtual.scenario import Scenario
 
-__all__ = ["GpuSample", "HostSample", "PathSample", "PortSample", "SensorReport", "to_wire_gpu", "to_wire_host"]
-
-
 # Messages between the sensor process and its supervisor: one ``SensorConfig``, then one ``PollResult`` after another.
 
 MAX_POLL_BYTES = 4 << 20

@@ -27,8 +27,7 @@ from everstep_agent.lifecycle import peer_credentials
 from everstep_agent.vault.job_table import JobTable
 from everstep_agent.vault.memory.adoption import SegmentAdoption
 from everstep_agent.vault.memory.reading import SlotFinder
-from everstep_agent.vault.memory.segments import SegmentFile as OwnedSegment
-from everstep_agent.vault.memory.segments import SegmentKey, SegmentStore
+from everstep_agent.vault.memory.segments import SegmentFile, SegmentKey, SegmentStore
 from everstep_agent.vault.memory.shared_memory import (
     ADVICE_FEWER_COPIES,
     ADVICE_FEWER_SLOTS,
@@ -409,7 +408,7 @@ class Vault:
     async def _open_segment(self, message: local.OpenSegment) -> local.SegmentOpened:
         key = SegmentKey(message.job, "own", message.local_rank)
 
-        def make() -> OwnedSegment:
+        def make() -> SegmentFile:
             with prefer_numa_node(message.numa_node):
                 segment = self._store.open(key, message.slot_bytes, message.slots, message.keep)
             self._job_table.require_not_ended(message.job, self._store.delete_job)

@@ -47,8 +47,8 @@ class IncomingTransfer:
         self.manifest, self.payload = segment.view.reserve(
             slot, put.rank, put.version, put.manifest_bytes, put.payload_bytes
         )
-        self.has_manifest = False
-        self.received_chunks: set[int] = set()
+        self.received: set[int] = set()
+        """Pieces received and hashed: MANIFEST_PIECE and chunk numbers."""
         self.writers: set[VaultChannel] = set()
         self.is_aborted = False
         self.is_detached = False
@@ -71,22 +71,22 @@ class IncomingTransfer:
 
     def _begin_attempt(self, piece: int) -> int:
         with self._lock:
-            self._mark_piece(piece, is_received=False)
+            self.received.discard(piece)
             self._attempts[piece] += 1
             return self._attempts[piece]
 
     def _complete_attempt(self, piece: int, attempt: int) -> None:
         with self._lock:
             if self._attempts[piece] == attempt:
-                self._mark_piece(piece, is_received=True)
+                self.received.add(piece)
 
-    def _mark_piece(self, piece: int, *, is_received: bool) -> None:
-        if piece == MANIFEST_PIECE:
-            self.has_manifest = is_received
-        elif is_received:
-            self.received_chunks.add(piece)
-        else:
-            self.received_chunks.discard(piece)
+    @property
+    def has_manifest(self) -> bool:
+        return MANIFEST_PIECE in self.received
+
+    @property
+    def received_chunks(self) -> set[int]:
+        return self.received - {MANIFEST_PIECE}
 
     def matches(self, sender: str, put: Put) -> bool:
         """Return whether ``sender`` offers these very bytes."""
@@ -371,7 +371,7 @@ def fill_from_other_versions(incoming: IncomingTransfer) -> int:
             manifest, *theirs = view.digests(slot)
             if not incoming.has_manifest and manifest == incoming.digests[0]:
                 incoming.manifest[:] = view.manifest(slot)  # the same digest, so the same length
-                incoming.has_manifest = True
+                incoming.received.add(MANIFEST_PIECE)
             payload = view.payload(slot)
         except EverstepError:  # refilled or damaged; the scrubber or reader of that slot reports it
             continue
@@ -390,7 +390,7 @@ def _copy_chunk(incoming: IncomingTransfer, index: int, chunk: memoryview) -> in
     ctypes.memmove(to, source, len(into))  # without Python's lock, which a slice assignment would hold
     if xxhash.xxh3_128_digest(into) != incoming.digests[index + 1]:
         return 0
-    incoming.received_chunks.add(index)
+    incoming.received.add(index)
     return len(into)
 
 

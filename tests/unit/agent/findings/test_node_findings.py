@@ -8,7 +8,6 @@ import pytest
 from everstep_agent.findings.node_findings import (
     MAX_ONE_TIME_FINDINGS,
     ONE_TIME_FINDING_S,
-    AgentHealth,
     ClockSkewEstimate,
     NodeFindings,
     find_agent_problems,
@@ -89,17 +88,17 @@ def test_held_findings_are_bounded(board: NodeFindings) -> None:
 
 
 def test_a_healthy_agent_finds_nothing() -> None:
-    assert find_agent_problems(AgentHealth()) == ()
+    assert find_agent_problems("", 0.0, 0, 0.0) == []
 
 
 def test_lost_vault_is_critical_and_states_the_reason() -> None:
-    (found,) = find_agent_problems(AgentHealth(vault_down_reason="its process ended with status -9", vault_down_at=5.0))
+    (found,) = find_agent_problems("its process ended with status -9", 5.0, 0, 0.0)
     assert (found.kind, found.severity, found.since) == (FindingKind.VAULT_LOST, Severity.CRITICAL, 5.0)
     assert "status -9" in found.message
 
 
 def test_lost_reports_are_a_finding_with_their_number() -> None:
-    (found,) = find_agent_problems(AgentHealth(spool_dropped=12))
+    (found,) = find_agent_problems("", 0.0, 12, 0.0)
     assert (found.kind, found.value, found.severity) == (FindingKind.AGENT_SPOOL_OVERFLOW, 12.0, Severity.WARNING)
 
 

@@ -67,7 +67,7 @@ def test_a_site_overrides_single_columns_of_the_xid_table(tmp_path: Path) -> Non
         ('"at_least"', '"above"', "Invalid enum value 'above'"),
         ("80", '"hot"', "Expected `float`"),
         ("{value}", "{valeu}", "may use {subject}"),
-        ("clear_after_s = 60.0", "", "has no end"),
+        ("clear_after_s = 60.0", "", "would never clear"),
         ("threshold = 80", "threshold = 80\nn_of_m = [3, 2]", "1 <= n <= m"),
         ('criterion = "at_least"', 'criterion = "increase"', "needs window_s"),
         ("threshold = 80", "threshold = ", "not TOML"),
@@ -95,7 +95,7 @@ def test_invalid_pattern_is_refused(tmp_path: Path) -> None:
     text = (
         '[[line]]\nid="x"\nkind="host.kernel"\npattern="("\nseverity="info"\nmessage="m"\nsource="s"\nclear_after_s=1.0'
     )
-    with pytest.raises(ConfigurationError, match="no regular expression"):
+    with pytest.raises(ConfigurationError, match="not a regular expression"):
         load_policy([site(tmp_path, text)])
 
 
