@@ -5,7 +5,7 @@ Three rules settle the races between a death, its replacement and the next gener
 * A rank is lost *in the generation it was last offered*. A rank that the controller had killed is lost in the
   generation it was killed for: the next one was made for its replacement and must not begin with a loss.
 * Without a replacement the loss belongs to the newest generation, whatever the dead process had seen, because that
-  generation waits for a rank that nobody will play. If a still newer generation counts on it, the loss is reported
+  generation waits for a rank that no process will take. If a still newer generation counts on it, the loss is reported
   again.
 * A process that replaces a rank lost in the newest generation (``LocalJob.lost_generations``) is not offered that
   generation, because it could only join a broken group. It receives the next one.

@@ -111,7 +111,7 @@ def _check_device_matmul(device: torch.device, repeats: int, set_stage: SetStage
 def known_product(size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return two matrices and their product, computed in integers by the CPU from one tile of each.
 
-    Each row and column has its own sign, so that no two tiles are alike.
+    Each row and column has its own sign, so that no two tiles are equal.
     """
     generator = torch.Generator().manual_seed(MATMUL_SEED)
     one, other = (torch.randint(-MAX_OPERAND, MAX_OPERAND + 1, (TILE, TILE), generator=generator) for _ in range(2))

@@ -275,7 +275,7 @@ class SensorMonitor:
             await self._run_one_process()
             self._restarts += 1
             failures = self._hangs + self._crashes
-            # No fleet shares this back-off, so it needs no jitter: the whole delay, every time.
+            # No fleet shares this back-off, so the delay needs no jitter.
             await asyncio.sleep(backoff.delay_s(max(0, failures - 1), 1.0))
 
     async def _run_one_process(self) -> None:
@@ -405,7 +405,7 @@ def _kernel_log(settings: SensorSettings, state: SavedSensorState, boot_id: str)
     if position is not None and state.assessor_state.boot_id == boot_id:
         return KernelLog(settings.kernel_log, position)
     if position is not None:
-        # The kernel numbers its lines anew at every boot; a file continues where it was.
+        # The kernel restarts its numbering at every boot; a file continues where it was.
         position = LogPosition(inode=position.inode, offset=position.offset)
     try:
         not_before_s = sysfs.uptime_s(Path(settings.proc_root)) - MAX_BACKLOG_AGE_S

@@ -172,7 +172,7 @@ _KINDS: dict[int, Any] = {
     9: lambda name: Call(Global("torch", "device"), (name,)),
     10: lambda parts: complex(*parts),
     11: dict,
-    12: dict,  # collections.Counter, and below OrderedDict: torch.distributed.checkpoint opens all alike
+    12: dict,  # collections.Counter, and below OrderedDict: torch.distributed.checkpoint opens all of these
     13: dict,
     14: lambda sizes: Call(Global("torch", "Size"), (sizes,)),
 }

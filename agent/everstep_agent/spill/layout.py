@@ -1,8 +1,8 @@
 """Divide a version's bytes among the ranks, and plan each rank's file. Pure: the same manifests give the same files.
 
-Every rank's share becomes one file. State stored alike by several ranks is written by one of them. A file is a sequence
-of torch archives: first those of small values, then those of boxes in the order in which they lie in the slot, so that
-the slot is read once from front to back.
+Every rank's share becomes one file. State that several ranks store identically is written by one of them. A file is a
+sequence of torch archives: first those of small values, then those of boxes in the order in which they lie in the slot,
+so that the slot is read once from front to back.
 """
 
 from __future__ import annotations

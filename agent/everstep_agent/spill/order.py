@@ -39,9 +39,9 @@ class SpillResult(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     Attributes:
         ranks, bytes: The files and bytes of this order's ranks.
-        is_complete: Whether the checkpoint is whole now.
+        is_complete: Whether the checkpoint is complete now.
         removed: The removed folders.
-        remaining: The folders of whole checkpoints that are left, if pruning ran.
+        remaining: The folders of the remaining complete checkpoints, if pruning ran.
     """
 
     folder: str

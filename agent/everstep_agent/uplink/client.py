@@ -210,7 +210,7 @@ class _SessionDriver:
         except EverstepError as error:
             self._connection.fail(error)
             return
-        except Exception as error:  # an internal error: asyncio logs it, and the next session begins anew
+        except Exception as error:  # an internal error: asyncio logs it, and another session follows
             self._connection.fail(Unavailable(f"the session failed: {error!r}", 0.0))
             raise
         if self.session.can_end:

@@ -38,7 +38,7 @@ MAX_REMEMBERED_DIRECTIVES = 4096
 
 
 class NodeDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """A registration's facts about the node; a change is registered anew."""
+    """A registration's facts about the node; a change makes the agent register again."""
 
     vault_address: Address
     boot_id: str = ""

@@ -23,7 +23,6 @@ from everstep.layout.manifests import BLOB_LENGTH_BYTES, Box, Manifest, decode_m
 from everstep.layout.segments import SlotHeader, SlotRecordPair
 from everstep.layout.slots import CHUNK_BYTES, chunk_count
 from everstep.wire.framing import VaultChannel
-from everstep.wire.v1.transfer import InventoryList, InventoryRequest
 from everstep.wire.v1.vault_reports import ParityGroup
 from everstep_agent.vault.job_table import JobTable
 from everstep_agent.vault.memory.reading import ByteRange, SealedSlotReader
@@ -32,13 +31,13 @@ from everstep_agent.vault.parity.coding import ParityDecoder, ShardRecovery
 from everstep_agent.vault.parity.shards import ShardInfo, ShardLocation, decode_parity_manifest
 from everstep_agent.vault.reporting import FindingReporter, VaultCounters
 from everstep_agent.vault.settings import VaultSettings
-from everstep_agent.vault.transfer.peers import PeerPool, fetch_bytes, fetch_manifest
+from everstep_agent.vault.transfer.peers import PeerPool, fetch_bytes, fetch_inventory, fetch_manifest
 
 # Replicated state: pieces of a slot that other ranks of the version store too.
 #
-# Ranks divide the state they hold alike, and several ranks on different nodes store each piece (docs/decisions/0005).
-# Their slots differ, and a piece lies at another offset in each. One plan made all slots of a version, so that a piece
-# is the same box in each. Bytes between pieces belong to no piece and are normally zeros.
+# Ranks divide the state that is identical on all of them, and several ranks on different nodes store each piece
+# (docs/decisions/0005). Their slots differ, and a piece lies at another offset in each. One plan made all slots of a
+# version, so that a piece is the same box in each. Bytes between pieces belong to no piece and are normally zeros.
 
 log = logging.getLogger(__name__)
 
@@ -185,11 +184,7 @@ class ReplicaPieces:
                 log.info("%s did not answer the inventory for %s: %s", other, self._version, error)
 
     def _search_node(self, node: str) -> Iterator[PieceSource]:
-        def request(channel: VaultChannel) -> InventoryList:
-            channel.send(InventoryRequest())
-            return channel.receive_answer(InventoryList)
-
-        for there in self._peers.call(self._job, node, request).slots:
+        for there in self._peers.call(self._job, node, fetch_inventory).slots:
             if there.version == self._version and there.rank != self._rank:
                 get = partial(fetch_manifest, settings=self._settings, rank=there.rank, version=self._version)
                 known = there.manifest_digest in self._sources_by_manifest

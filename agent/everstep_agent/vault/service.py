@@ -22,7 +22,6 @@ from everstep.layout.slots import SLOTS_PER_RANK
 from everstep.wire.framing import FrameDecoder, VaultChannel, encode_frame
 from everstep.wire.v1 import local
 from everstep.wire.v1.training import PeerConnectionLost
-from everstep.wire.v1.transfer import InventoryList, InventoryRequest
 from everstep_agent.lifecycle import peer_credentials
 from everstep_agent.vault.job_table import JobTable
 from everstep_agent.vault.memory.adoption import SegmentAdoption
@@ -40,7 +39,7 @@ from everstep_agent.vault.reporting import FindingReporter, VaultCounters
 from everstep_agent.vault.settings import VaultSettings
 from everstep_agent.vault.spill_jobs import Spiller
 from everstep_agent.vault.transfer.peer_server import PeerServer
-from everstep_agent.vault.transfer.peers import PeerLossDetector, PeerPool
+from everstep_agent.vault.transfer.peers import PeerLossDetector, PeerPool, fetch_inventory
 from everstep_agent.vault.transfer.receiving import SlotReceiver
 from everstep_agent.vault.transfer.sending import Replicator, SlotSender
 
@@ -440,11 +439,11 @@ class Vault:
     async def _inventory(self, message: local.Inventory) -> local.InventoryAnswer:
         here = self._run_in_thread(lambda: self._adoption.inventory(message.job, INVENTORY_TIMEOUT_S))
         others = dict.fromkeys(node for node in message.nodes if node != self._settings.node)
-        turns = asyncio.Semaphore(MAX_CONCURRENT_INVENTORIES)
+        semaphore = asyncio.Semaphore(MAX_CONCURRENT_INVENTORIES)
         threads = ThreadPoolExecutor(MAX_CONCURRENT_INVENTORIES, "ask")  # starts only as many threads as it needs
         try:
             answers = await asyncio.gather(
-                here, *(self._ask_peer_inventory(message, node, turns, threads) for node in others)
+                here, *(self._ask_peer_inventory(message, node, semaphore, threads) for node in others)
             )
         finally:
             threads.shutdown(wait=False)
@@ -458,19 +457,14 @@ class Vault:
         self, message: local.Inventory, node: str, semaphore: asyncio.Semaphore, threads: Executor
     ) -> tuple[tuple[local.SlotInfo, ...], int]:
         """Return a peer's slots and its number of unchecked slots; none if it does not answer in time."""
-
-        def ask(channel: VaultChannel) -> tuple[tuple[local.SlotInfo, ...], int]:
-            channel.send(InventoryRequest())
-            answer = channel.receive_answer(InventoryList)
-            return answer.slots, answer.unchecked
-
-        call = partial(self._peers.call, message.job, node, ask, message.timeout_s)
+        call = partial(self._peers.call, message.job, node, fetch_inventory, message.timeout_s)
         try:
             async with semaphore:
-                return await asyncio.wait_for(self._loop.run_in_executor(threads, call), message.timeout_s)
+                answer = await asyncio.wait_for(self._loop.run_in_executor(threads, call), message.timeout_s)
         except (EverstepError, TimeoutError) as error:
             log.info("the inventory omits %s: %s", node, error, extra={"node": self._settings.node, "job": message.job})
             return (), 0
+        return answer.slots, answer.unchecked
 
     def _statistics(self, message: local.Statistics) -> local.StatisticsAnswer:
         counters, refused = self._counters.read_all()

@@ -63,7 +63,7 @@ A peer authenticates within milliseconds, and a stranger may stay silent for as 
 """
 
 _CONNECTION_ERRORS = (Unavailable, MalformedMessage, AuthenticationError)
-"""Errors that end a connection: further bytes are unwanted, or cannot be told apart from bulk data."""
+"""Errors that end a connection: further bytes are unwanted, or indistinguishable from bulk data."""
 
 
 @dataclass(eq=False)

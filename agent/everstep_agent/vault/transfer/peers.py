@@ -26,6 +26,8 @@ from everstep.wire.v1.transfer import (
     DataEnd,
     Get,
     Greeting,
+    InventoryList,
+    InventoryRequest,
     Proof,
     TransferRefused,
     error_from_refused,
@@ -190,6 +192,12 @@ def fetch_manifest(
         )
     channel.set_receive_timeout(settings.io_timeout_s)
     return receive_bulk(channel, length)
+
+
+def fetch_inventory(channel: VaultChannel) -> InventoryList:
+    """Return the peer's checked slots of the connection's job. Raises the peer's refusal."""
+    channel.send(InventoryRequest())
+    return channel.receive_answer(InventoryList)
 
 
 def fetch_bytes(
