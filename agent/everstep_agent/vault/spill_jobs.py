@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import msgspec
 
@@ -30,6 +31,7 @@ _ERROR_TYPES: dict[str, type[EverstepError]] = {
 }
 
 
+@dataclass(eq=False)
 class Spiller(ShardWorker):
     """Answer Spill requests one after another in ``executor``; ``streams`` asks other nodes side by side."""
 

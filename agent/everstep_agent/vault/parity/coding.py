@@ -11,6 +11,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor
+from dataclasses import dataclass
 from functools import partial
 
 import msgspec
@@ -51,6 +52,7 @@ PARITY_SLOTS = 2
 """Parity slots per group: the protected version, and the next one while it is made."""
 
 
+@dataclass(eq=False)
 class ParityEncoder(ShardWorker):
     """Answer Protect requests. Runs in worker threads; ``streams`` reads the members side by side."""
 

@@ -78,7 +78,7 @@ def test_probe_failure_is_an_answer_with_its_cause() -> None:
         warm = prober.pid
 
         stranger = await prober.run(probe("n1", "n2"), "n3")
-        assert (stranger.ok, stranger.detail) == (False, "n3 is not among the nodes of this probe")
+        assert (stranger.ok, stranger.detail) == (False, "n3 is not one of the nodes of this probe")
         assert not stranger.started
 
         unknown = await prober.run(probe("n1", "n2", backend="mpi"), "n1")

@@ -166,5 +166,5 @@ def test_non_plain_value_is_refused() -> None:
         dumps(Path("x"))
     with pytest.raises(ConfigurationError, match="is not a valid name"):
         dumps(Call(Global("os\nsystem", "x")))
-    with pytest.raises(MalformedMessage, match="no dtype"):
+    with pytest.raises(MalformedMessage, match="not the name of a dtype"):
         TensorArchive("float32\nos", 4, (1,))
