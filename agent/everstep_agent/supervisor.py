@@ -8,7 +8,6 @@ under running jobs.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import uuid
@@ -151,9 +150,10 @@ class Supervisor:
             self._keep_running("vault", self._vault.run)
             watch = partial(self._socket_server.watch_silence, self._settings.tick_interval_s / 2)
             self._keep_running("silence watch", watch)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(FIRST_REPORT_TIMEOUT_S):
-                    await self._first_report_received.wait()
+            waits = [asyncio.ensure_future(event.wait()) for event in (self._first_report_received, stop)]
+            await asyncio.wait(waits, timeout=FIRST_REPORT_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+            for wait in waits:
+                wait.cancel()
             self._keep_running("uplink", self._uplink.run)
             self._keep_running("self-health", self._run_self_checks)
             log.info("the agent of node %s is running", self._settings.node, extra={"node": self._settings.node})

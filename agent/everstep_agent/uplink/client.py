@@ -372,9 +372,11 @@ class Uplink:
     async def _wait_until(self, at: float) -> None:
         self._wake.clear()
         wait_s = at - self._clock.monotonic()
-        with contextlib.suppress(TimeoutError):
-            if wait_s > 0:
-                await asyncio.wait_for(self._wake.wait(), wait_s)
+        if wait_s <= 0:
+            return
+        with contextlib.suppress(TimeoutError):  # asyncio.wait_for may swallow a cancellation
+            async with asyncio.timeout(wait_s):
+                await self._wake.wait()
 
     # Outcomes
 

@@ -57,7 +57,8 @@ async def ensure_token(settings: AgentSettings, stop: asyncio.Event) -> None:
                 log.log(logging.WARNING if away else logging.ERROR, "not enrolled yet: %s", error)
             pause_s = _UNREACHABLE_BACKOFF.delay_s(attempt, random.random()) if away else REFUSED_RETRY_S
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(stop.wait(), pause_s)
+                async with asyncio.timeout(pause_s):
+                    await stop.wait()
             attempt += 1
 
 

@@ -82,7 +82,7 @@ def test_probe_failure_is_an_answer_with_its_cause() -> None:
         assert not stranger.started
 
         unknown = await prober.run(probe("n1", "n2", backend="mpi"), "n1")
-        assert "no backend 'mpi'" in unknown.detail
+        assert "unknown backend 'mpi'" in unknown.detail
         assert not unknown.started
 
         with socket.socket() as taken:
@@ -144,7 +144,7 @@ def test_probe_has_begun_only_once_its_process_is_ready() -> None:
         assert child is not None
 
         async def stop_when_it_waits() -> int:
-            while "connecting" not in child.stage:
+            while "other nodes" not in child.stage:
                 await asyncio.sleep(0.01)
             os.kill(child.pid, signal.SIGSTOP)
             return child.pid
