@@ -11,7 +11,7 @@ from everstep.vocabulary import GenerationReason, JobState
 from everstep_controller.core.events import DatabaseAvailabilityChanged
 from everstep_controller.core.jobs.generations import RegroupCause, regroup
 from everstep_controller.core.jobs.lifecycle import wake_jobs
-from everstep_controller.core.state import DATABASE_SCOPE, FleetState
+from everstep_controller.core.state import FleetState, ScopeKind
 from everstep_controller.core.transition import Transition
 
 
@@ -19,8 +19,8 @@ def refuse_during_outage(state: FleetState) -> None:
     """Raise Unavailable for orders that only the database could keep."""
     if state.database_outage:
         raise Unavailable(
-            f"the database is away ({state.database_outage}), so an order could be forgotten: give it again "
-            "when it is back"
+            f"the database is unavailable ({state.database_outage}), so the order could not be recorded: repeat it "
+            "once the database is back"
         )
 
 
@@ -33,19 +33,20 @@ def handle_database_change(transition: Transition, event: DatabaseAvailabilityCh
             state.database_outage_since = transition.now
             transition.audit(
                 "database.unavailable",
-                f"the database is away ({state.database_outage}): running jobs go on and regroup; nobody is "
-                "evicted, no "
-                "version is committed, no job begins and no order is taken until it is back",
+                f"the database is unavailable ({state.database_outage}): running jobs continue and regroup; until it "
+                "is back, no node is evicted, no version is committed, no job starts and no order is accepted",
             )
         for job in event.unsent_jobs:
             _reissue_generation(transition, job)
     elif state.database_outage:
-        transition.audit("database.available", f"the database is back (it was away: {state.database_outage})")
+        transition.audit(
+            "database.available", f"the database is available again (it was unavailable: {state.database_outage})"
+        )
         state.database_outage = ""
         for live in state.job_runtime.values():
             live.unannounced_generation = 0
         wake_jobs(transition)
-        transition.freed_scopes[DATABASE_SCOPE] = None
+        transition.freed_scopes[ScopeKind.DATABASE.scope()] = None
 
 
 def _reissue_generation(transition: Transition, name: str) -> None:
@@ -60,7 +61,7 @@ def _reissue_generation(transition: Transition, name: str) -> None:
     if spec.reason is GenerationReason.FORMED or job.outgoing_generation is not None:
         transition.state.job_runtime[name].unannounced_generation = spec.number
         return
-    sentence = f"generation {spec.number} was decided as the database went away, and nobody was told"
+    sentence = f"generation {spec.number} was decided but never announced, because the database became unavailable"
     others = frozenset(transition.state.nodes) - spec.seated_nodes
     regroup(
         transition, job, RegroupCause(reason=spec.reason, sentence=sentence, trace=spec.trace, nodes_to_exclude=others)

@@ -219,7 +219,7 @@ def describe(effects: Iterable[Effect]) -> Iterator[str]:
             yield f"version {effect.doc.version} committed{clean}"
         elif isinstance(effect, RequestRemediation):
             yield (
-                f"remedy {effect.remediation.id} ({effect.remediation.kind} {effect.remediation.node}): "
+                f"remediation {effect.remediation.id} ({effect.remediation.kind} {effect.remediation.node}): "
                 f"{effect.remediation.sentence}"
             )
         elif isinstance(effect, Audit) and effect.entry.kind != "generation" and not _is_verdict(effect):
@@ -298,7 +298,7 @@ def _join_names(names: list[str], separator: str) -> str:
 def _describe_restore_rule(effect: PutGeneration) -> str:
     rule = effect.spec.restore
     bounds = [f"from {rule.floor}" if rule.floor else "", f"up to {rule.ceiling}" if rule.ceiling else ""]
-    return "nothing" if rule.from_scratch else " ".join(filter(None, bounds)) or "the newest whole version"
+    return "nothing" if rule.from_scratch else " ".join(filter(None, bounds)) or "the newest complete version"
 
 
 def _copies(effect: PutGeneration) -> str:
@@ -317,7 +317,7 @@ def _describe_directive(effect: Send) -> str:
         case KillRank():
             return f"kill rank {body.rank} of generation {body.generation}"
         case StopJob():
-            return f"stop {body.job}, {'well' if body.ok else 'failed'}: {body.reason}"
+            return f"stop {body.job} ({'succeeded' if body.ok else 'failed'}): {body.reason}"
         case VersionNotice():
             so_far = f"committed {body.committed}" if body.committed else "nothing committed yet"
             return so_far if body.candidate is None else f"{so_far}, next after step {body.candidate}"

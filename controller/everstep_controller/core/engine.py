@@ -49,16 +49,8 @@ from everstep_controller.core.events import (
     SchedulerStateChanged,
     Tick,
 )
-from everstep_controller.core.health import case_outcomes, maintenance, remediation_ladder
-from everstep_controller.core.health import findings as pictures
-from everstep_controller.core.health.case_outcomes import (
-    check_blame_case,
-    check_node_care_deadlines,
-    check_probe_deadline,
-    handle_probe_finished,
-)
+from everstep_controller.core.health import case_outcomes, findings, maintenance, quarantine, remediation_ladder
 from everstep_controller.core.health.eviction import check_deferred_scope
-from everstep_controller.core.health.quarantine import PROBE_PASSED, PROBE_SKIPPED, check_seen_on_probation
 from everstep_controller.core.jobs import ending, hangs, joining, lifecycle, losses
 from everstep_controller.core.jobs.generations import check_boundary, note_beyond_boundary, schedule_paused_job_checks
 from everstep_controller.core.jobs.hangs import settle_pending_regroup
@@ -67,9 +59,9 @@ from everstep_controller.core.jobs.progress import is_beyond_boundary, may_have_
 from everstep_controller.core.liveness import node_liveness, registration
 from everstep_controller.core.liveness.correlation import announce_correlated_silence
 from everstep_controller.core.liveness.node_liveness import observer_stall_s, record_message
-from everstep_controller.core.records import JobRecord, NodeRecord
+from everstep_controller.core.records import DIAGNOSTICS_DONE, JobRecord, NodeRecord
 from everstep_controller.core.startup import handle_controller_started, restore_state
-from everstep_controller.core.state import FleetState, NodeRuntime
+from everstep_controller.core.state import DeadlineKind, FleetState, NodeRuntime
 from everstep_controller.core.transition import DeadlineCheck, RecordedRead, Transition, pop_due
 
 __all__ = [
@@ -86,11 +78,11 @@ __all__ = [
 ]
 
 
-_DEADLINE_PRIORITY = {"silence": 0, "maintenance": 1}
+_DEADLINE_PRIORITY = {DeadlineKind.SILENCE: 0, DeadlineKind.MAINTENANCE: 1}
 """Order of deadlines that are due at once. Suspects are found first, so that later checks give them no seat.
 Maintenance windows begin next, so that later checks leave their nodes alone."""
-_GLOBAL_DEADLINES = ("probe", "case", "correlation", "reunion", "held", "retention", "maintenance")
-"""Deadlines whose subject is neither a node nor a job."""
+_NODE_OR_JOB = (DeadlineKind.SILENCE, DeadlineKind.NODE, DeadlineKind.NODE_TREATMENT, DeadlineKind.JOB)
+"""Deadlines whose subject is a node or a job."""
 MIN_LAG_S = 0.01
 """Smaller lags of the observer, in seconds, are ignored."""
 
@@ -101,9 +93,9 @@ class HeartbeatResult(Enum):
     UNKNOWN = "unknown"
     """The node or its incarnation is unknown, or its findings are missing (the heartbeat is then recorded): answer with
     ``resend``."""
-    UNEVENTFUL = "quiet"
+    UNEVENTFUL = "uneventful"
     """The heartbeat is recorded, and nothing follows from it."""
-    NEEDS_EVENT = "news"
+    NEEDS_EVENT = "needs_event"
     """Something follows from the heartbeat, and nothing has changed yet: pass it on as ``HeartbeatChanged`` without
     findings."""
 
@@ -141,16 +133,8 @@ def run_transition(
         state, now, _trace(event), event.entropy if isinstance(event, ReportArrived) else "", recorded
     )
     _EVENTS[type(event)](transition, event)
-    pictures.judge_controller_findings(transition)
-    pictures.judge_returning_nodes(transition)
-    check_seen_on_probation(transition)
-    pictures.judge_returning_nodes(transition)
-    if transition.lost_nodes_by_job:
-        losses.regroup_after_losses(transition)
-    if state.deferred_evictions:
-        pictures.retry_deferred_evictions(transition)
-    joining.offer_after_deferral(transition)
-    schedule_paused_job_checks(transition)
+    for phase in PHASES:
+        phase(transition)
     return transition
 
 
@@ -170,7 +154,7 @@ def apply_heartbeat(
 
 
 def can_defer_findings(
-    state: FleetState, node: str, findings: Sequence[Finding], ranks: tuple[RankProgress, ...] = ()
+    state: FleetState, node: str, reported: Sequence[Finding], ranks: tuple[RankProgress, ...] = ()
 ) -> bool:
     """Return whether findings may wait for a moment, because they are mild or known and no recovery or suspicion
     depends on them."""
@@ -182,15 +166,14 @@ def can_defer_findings(
         or may_have_crossed_boundary(state, ranks)
     ):
         return False
-    return all(_is_mild(record, finding) for finding in findings)
+    return all(_is_mild(record, finding) for finding in reported)
 
 
 def can_defer_reports(state: FleetState, node: str, reports: Sequence[AnyReport]) -> bool:
     """Return whether reports may wait for a moment, by the rule of ``can_defer_findings``."""
-    findings = [body.finding for body in reports if isinstance(body, FindingRaised)]
     if not all(isinstance(body, FindingRaised | FindingCleared) for body in reports):
         return False
-    return can_defer_findings(state, node, findings)
+    return can_defer_findings(state, node, [body.finding for body in reports if isinstance(body, FindingRaised)])
 
 
 def _is_mild(record: NodeRecord, finding: Finding) -> bool:
@@ -221,7 +204,7 @@ def check_invariants(state: FleetState) -> None:
 def _needs_transition(state: FleetState, record: NodeRecord, live: NodeRuntime) -> bool:
     if live.disconnected_at is not None or not record.liveness.reachable or record.state is NodeState.SUSPECT:
         return True
-    if record.state is not NodeState.PROBATION or record.quarantine.probe_status not in (PROBE_PASSED, PROBE_SKIPPED):
+    if record.state is not NodeState.PROBATION or record.quarantine.diagnostics not in DIAGNOSTICS_DONE:
         return False
     return live.heartbeats.clean_heartbeats + 1 >= state.policy.probation_heartbeats
 
@@ -258,50 +241,33 @@ def _handle_tick(transition: Transition, event: Tick) -> None:
     if lag_s > observer_stall_s(state.policy):
         state.observer.receiving_since = transition.now
     transition.is_uneventful = state.observer_lag_s == 0.0
-    for looked in transition.recorded_checks or ():
-        if looked.subject in state.nodes or looked.subject in state.jobs or looked.kind in _GLOBAL_DEADLINES:
-            _check_deadline(transition, looked.kind, looked.subject)
+    for recorded in transition.recorded_checks or ():
+        _check_deadline(transition, recorded.kind, recorded.subject)
     most = len(state.deadlines)
     while due := list(itertools.islice(iter(lambda: pop_due(state, transition.now), None), most)):
         most -= len(due)
-        for kind, subject in sorted(due, key=lambda one: _DEADLINE_PRIORITY.get(one[0], len(_DEADLINE_PRIORITY))):
-            if transition.recorded_checks is None or kind != "silence":
+        for kind, subject in sorted(due, key=_deadline_priority):
+            if transition.recorded_checks is None or kind is not DeadlineKind.SILENCE:
                 _check_deadline(transition, kind, subject)
 
 
-def _check_deadline(transition: Transition, kind: str, subject: str) -> None:
-    if kind not in _GLOBAL_DEADLINES and subject not in transition.state.nodes and subject not in transition.state.jobs:
+def _deadline_priority(due: tuple[DeadlineKind, str]) -> int:
+    return _DEADLINE_PRIORITY.get(due[0], len(_DEADLINE_PRIORITY))
+
+
+def _check_deadline(transition: Transition, kind: DeadlineKind, subject: str) -> None:
+    if kind in _NODE_OR_JOB and subject not in transition.state.nodes and subject not in transition.state.jobs:
         return  # the subject is forgotten
     before = len(transition.reads)
     transition.reads.append(DeadlineCheck(subject, kind))
-    if kind == "silence" and node_liveness.check_silence(transition, subject):
+    if _DEADLINE_CHECKS[kind](transition, subject):
         del transition.reads[before:]
-        return
-    transition.is_uneventful = False
-    if kind == "node":
-        node_liveness.check_node(transition, subject)
-    elif kind == "probe":
-        check_probe_deadline(transition, subject)
-    elif kind == "care":
-        check_node_care_deadlines(transition, subject)
-    elif kind == "case":
-        check_blame_case(transition, subject)
-    elif kind == "job":
-        _check_job(transition, transition.state.jobs[subject])
-    elif kind == "correlation":
-        announce_correlated_silence(transition)
-    elif kind == "reunion":
-        node_liveness.end_rejoin_window(transition)
-    elif kind == "held":
-        check_deferred_scope(transition, subject)
-    elif kind == "maintenance":
-        maintenance.begin_due_windows(transition)
-    elif kind == "retention":
-        retirement.apply_retention(transition)
+    else:
+        transition.is_uneventful = False
 
 
-def _check_job(transition: Transition, job: JobRecord) -> None:
-    live = transition.state.job_runtime[job.job]
+def _check_job(transition: Transition, name: str) -> None:
+    job, live = transition.state.jobs[name], transition.state.job_runtime[name]
     live.node_offered_at = None
     if job.state in ENDED_STATES:
         return
@@ -325,7 +291,7 @@ def _handle_heartbeat(transition: Transition, event: HeartbeatChanged) -> None:
             note_beyond_boundary(transition, job, event.node, progress.rank, progress.generation, progress.step)
     record_progress(transition.state, event.node, event.ranks, transition.now)
     if event.findings is not None:
-        pictures.replace_agent_findings(transition, event.node, event.findings)
+        findings.replace_agent_findings(transition, event.node, event.findings)
 
 
 def _handle_disconnected(transition: Transition, event: NodeDisconnected) -> None:
@@ -352,11 +318,11 @@ def _handle_report(transition: Transition, event: ReportArrived) -> None:
         case LauncherJoined():
             joining.handle_launcher_joined(transition, node, body)
         case FindingRaised():
-            pictures.add_agent_finding(transition, node, body.finding)
+            findings.add_agent_finding(transition, node, body.finding)
         case FindingCleared():
-            pictures.clear_agent_finding(transition, node, body.key)
+            findings.clear_agent_finding(transition, node, body.key)
         case ProbeFinished():
-            handle_probe_finished(transition, node, body)
+            case_outcomes.handle_probe_finished(transition, node, body)
         case _:
             _handle_job_report(transition, node, body)
 
@@ -385,10 +351,50 @@ def _handle_job_report(transition: Transition, node: str, body: Any) -> None:
     _REPORTS[type(body)](transition, job, node, body)
 
 
+PHASES: tuple[Callable[[Transition], None], ...] = (
+    # The controller's findings are judged once all of them are known: a tie of digests raises one on several nodes.
+    findings.judge_controller_findings,
+    # A node that entered probation, above or in the event, has its findings judged before its first diagnostic.
+    findings.judge_returning_nodes,
+    # A heartbeat is clean only if no finding of the same event stands against its node.
+    quarantine.check_seen_on_probation,
+    # The check above may find nodes that are about to become healthy with a finding.
+    findings.judge_returning_nodes,
+    # Nodes that were lost together cost each job one regroup.
+    losses.regroup_after_losses,
+    # Everything above can free a budget or spare a node of a job.
+    findings.retry_deferred_evictions,
+    # A node whose deferred eviction was dropped may take a seat again.
+    joining.offer_after_deferral,
+    # Last, because any step above can make a node available to a paused job.
+    schedule_paused_job_checks,
+)
+"""Steps that follow the handling of each event, in this order."""
+
+
+def _for_fleet(check: Callable[[Transition], None]) -> Callable[[Transition, str], None]:
+    return lambda transition, _fleet: check(transition)
+
+
+_DEADLINE_CHECKS: dict[DeadlineKind, Callable[[Transition, str], bool | None]] = {
+    DeadlineKind.SILENCE: node_liveness.check_silence,
+    DeadlineKind.MAINTENANCE: _for_fleet(maintenance.begin_due_windows),
+    DeadlineKind.NODE: node_liveness.check_node,
+    DeadlineKind.NODE_TREATMENT: case_outcomes.check_node_treatment,
+    DeadlineKind.PROBE: case_outcomes.check_probe_deadline,
+    DeadlineKind.BLAME_CASE: case_outcomes.check_blame_case,
+    DeadlineKind.JOB: _check_job,
+    DeadlineKind.CORRELATED_SILENCE: _for_fleet(announce_correlated_silence),
+    DeadlineKind.REJOIN_WINDOW: _for_fleet(node_liveness.end_rejoin_window),
+    DeadlineKind.DEFERRED_EVICTIONS: check_deferred_scope,
+    DeadlineKind.RETENTION: _for_fleet(retirement.apply_retention),
+}
+"""The check of each kind of deadline. True means that nothing follows from it: the node was heard in time."""
+
 _EVENTS: dict[type[Any], Callable[[Transition, Any], None]] = {
     ControllerStarted: handle_controller_started,
     Tick: _handle_tick,
-    AgentRegistered: lambda turn, event: registration.register(turn, event.register),
+    AgentRegistered: lambda transition, event: registration.register(transition, event.register),
     HeartbeatChanged: _handle_heartbeat,
     ReportArrived: _handle_report,
     NodeDisconnected: _handle_disconnected,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from everstep.vocabulary import JobState, NodeState
 from everstep.wire.v1.training import GenerationSpec
-from everstep_controller.core.health.eviction import FLEET
 from everstep_controller.core.jobs.membership import (
     ENDED_STATES,
     max_seats,
@@ -17,8 +16,8 @@ from everstep_controller.core.jobs.membership import (
     seats_of,
 )
 from everstep_controller.core.liveness.correlation import groups_of
-from everstep_controller.core.records import IN_SERVICE, JobRecord, NodeRecord
-from everstep_controller.core.state import DATABASE_SCOPE, FleetState, SilenceCount
+from everstep_controller.core.records import IN_SERVICE, DiagnosticsStatus, JobRecord, NodeRecord
+from everstep_controller.core.state import DeadlineKind, FleetState, ScopeKind, SilenceCount
 
 STATES_WITHOUT_SEAT = (NodeState.QUARANTINED, NodeState.REPAIR, NodeState.LOST)
 
@@ -77,8 +76,10 @@ def _check_deferrals(state: FleetState) -> None:
             assert not record.health.deferred_eviction_key or record.health.eviction_deferred_by == scope, (
                 f"{node} is held by {scope} and {record.health.eviction_deferred_by}"
             )
-    asked_again = {FLEET, DATABASE_SCOPE} | (
-        {of for _, kind, of in state.queued_deadlines if kind == "held"} if state.deferred_evictions else set()
+    asked_again = {ScopeKind.FLEET.scope(), ScopeKind.DATABASE.scope()} | (
+        {of for _, kind, of in state.queued_deadlines if kind is DeadlineKind.DEFERRED_EVICTIONS}
+        if state.deferred_evictions
+        else set()
     )
     assert state.deferred_evictions.keys() <= asked_again, (
         f"nobody asks again whether {state.deferred_evictions.keys() - asked_again} still hold"
@@ -104,7 +105,8 @@ def _check_node(state: FleetState, record: NodeRecord) -> None:
     if order := record.scheduling.external_cordon_by or record.scheduling.hold_reason:
         assert record.state not in IN_SERVICE, f"{node} is {record.state}, but must be out of service: {order}"
     if record.state is NodeState.PROBATION:
-        assert record.quarantine.probe_status, f"{node}: a probation without a probe, or a word on why there is none"
+        begun = record.quarantine.diagnostics is not DiagnosticsStatus.NOT_STARTED
+        assert begun, f"{node} is on probation without diagnostics"
     if record.liveness.reachable:
         assert state.node_runtime[node].has_silence_deadline, f"{node}: nobody watches its silence"
     if node in state.silent_nodes:
@@ -138,17 +140,19 @@ def _check_job(state: FleetState, job: JobRecord) -> None:
         wanted = any(
             len(state.node_runtime[node].jobs) > 1 for node in able
         )  # counted for other jobs too: the next Tick decides which job gets the node
-        looked_at = live.node_offered_at is not None or (live.growth_due, "job", job.job) in state.queued_deadlines
+        looked_at = (
+            live.node_offered_at is not None or (live.growth_due, DeadlineKind.JOB, job.job) in state.queued_deadlines
+        )
         assert len(able) < min_roster_nodes(job) or wanted or looked_at, (
             f"{job.job} is paused although {able} could go on"
         )
     if live.node_offered_at is not None:
-        assert (live.node_offered_at, "job", job.job) in state.queued_deadlines, (
+        assert (live.node_offered_at, DeadlineKind.JOB, job.job) in state.queued_deadlines, (
             f"{job.job}: nobody looks at the node it was offered"
         )
     if live.pending_regroup is not None:
         assert job.state is JobState.RUNNING, f"{job.job}: waits for witnesses and does not run"
-        assert (live.pending_regroup.due, "job", job.job) in state.queued_deadlines, (
+        assert (live.pending_regroup.due, DeadlineKind.JOB, job.job) in state.queued_deadlines, (
             f"{job.job}: waits for witnesses without a deadline"
         )
 
@@ -191,7 +195,7 @@ def _check_running(state: FleetState, job: JobRecord) -> None:
         assert node not in job.excluded_nodes, f"{job.job}: {node} is excluded and in the roster"
         assert node in job.launchers, f"{job.job}: {node} is in the roster without a launcher"
     if job.generation_resumed_at is None and job.outgoing_generation is None:
-        due = (state.job_runtime[job.job].resume_due, "job", job.job)
+        due = (state.job_runtime[job.job].resume_due, DeadlineKind.JOB, job.job)
         assert due in state.queued_deadlines, (
             f"{job.job}: nobody waits for generation {job.last_generation_number} to resume"
         )

@@ -53,7 +53,7 @@ def _check_job(state: FleetState, command: OperatorCommand) -> None:
     if job is None:
         raise NotFound(f"no job {command.job}")
     if job.state in ENDED_STATES:
-        raise Conflict(f"job {job.job} is {job.state} already")
+        raise Conflict(f"job {job.job} is already {job.state}")
     if command.action is OperatorAction.RESIZE_JOB:
         least, most = job.spec.min_nodes, job.spec.max_nodes
         if command.node_limit is None or not least <= command.node_limit <= most:
@@ -66,18 +66,20 @@ def _check_node(state: FleetState, command: OperatorCommand) -> None:
         raise NotFound(f"no node {command.node}: `everstep nodes` lists them")
     if command.action is OperatorAction.READMIT:
         if record.state is NodeState.LOST:
-            raise Conflict(f"{record.node} is lost: it comes back by itself when its agent is heard")
+            raise Conflict(f"{record.node} is lost: it returns by itself once its agent reports again")
         if record.scheduling.external_cordon_by:
             raise Conflict(
-                f"{record.node} is cordoned by {record.scheduling.external_cordon_by}: lift that cordon, and it comes "
-                "back by itself"
+                f"{record.node} is cordoned by {record.scheduling.external_cordon_by}: lift that cordon, and the node "
+                "returns by itself"
             )
         if record.state in (NodeState.HEALTHY, NodeState.SUSPECT) and not _is_excluded(state, record.node):
             raise Conflict(f"{record.node} is {record.state} and in service")
     elif command.action is OperatorAction.FORGET and (why := retirement.reason_to_keep(state, record.node)):
         raise Conflict(why)
     elif command.action is OperatorAction.RELEASE and not record.scheduling.hold_reason:
-        raise Conflict(f"nobody holds {record.node}: `everstep node readmit` ends whatever else keeps it out")
+        raise Conflict(
+            f"no operator holds {record.node}: run `everstep node readmit` to end any other reason why it is out"
+        )
     if command.action in (OperatorAction.DRAIN, OperatorAction.REPAIR) and (
         why := find_job_short_of_nodes(state, record.node)
     ):
@@ -103,7 +105,7 @@ def check_probe_request(state: FleetState, request: ProbeRequested) -> None:
         if node not in state.nodes:
             raise NotFound(f"no node {node}: `everstep nodes` lists them")
         if node not in state.reachable_nodes:
-            raise Conflict(f"{node} is out of reach")
+            raise Conflict(f"{node} is unreachable")
 
 
 def execute_command(transition: Transition, command: OperatorCommand) -> None:
@@ -138,7 +140,7 @@ def _describe_command(command: OperatorCommand, now: float) -> str:
     if command.action is OperatorAction.CANCEL_MAINTENANCE:
         return f"to cancel the maintenance planned for {command.node or f'rack {command.rack}'}"
     if command.action is OperatorAction.RESIZE_JOB:
-        return f"to bound job {command.job} to {format_node_count(command.node_limit or 0)}"
+        return f"to limit job {command.job} to {format_node_count(command.node_limit or 0)}"
     if command.action is OperatorAction.STOP_JOB:
         return f"to stop job {command.job}"
     return f"to {command.action} {command.node}"
@@ -216,7 +218,12 @@ def _readmit(transition: Transition, node: str, sentence: str) -> None:
             )
     transition.add_verdict(node, Decision.READMIT, sentence)
     if not record.liveness.reachable:
-        set_state(transition, node, NodeState.LOST, f"{sentence}; it is out of reach and comes back when it is heard")
+        set_state(
+            transition,
+            node,
+            NodeState.LOST,
+            f"{sentence}; the node is unreachable and returns once its agent reports again",
+        )
     elif record.state in _QUARANTINE_STATES or was_kept or record.quarantine.plan is not None:
         begin_probation(transition, node, sentence)
     else:

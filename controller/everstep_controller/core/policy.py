@@ -571,7 +571,8 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             ),
             (
                 self.suspect_after_s <= 1.0,
-                f"suspect_after_s ({self.suspect_after_s}) must exceed the second between beats: one late is no doubt",
+                f"suspect_after_s ({self.suspect_after_s}) must exceed the second between heartbeats, so that one late "
+                "heartbeat raises no suspicion",
             ),
             (
                 self.suspect_after_max_s < self.suspect_after_s,
@@ -608,10 +609,13 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 "straggler_factor must exceed 1, and straggler_count must not exceed straggler_windows",
             ),
             (self.probation_heartbeats < 0, "probation_heartbeats cannot be negative"),
-            (self.offender_half_life_s <= 0, "offender_half_life_s must be positive: offences are forgotten by halves"),
+            (
+                self.offender_half_life_s <= 0,
+                "offender_half_life_s must be positive: the offence score halves once in this time",
+            ),
             (
                 self.offender_repair_score <= 1.0,
-                "offender_repair_score must exceed 1: one eviction alone sends nobody to repair",
+                "offender_repair_score must exceed 1: one eviction alone sends no node to repair",
             ),
             (
                 self.offender_wait_s > self.offender_wait_max_s or self.probe_retry_s > self.probe_retry_max_s,

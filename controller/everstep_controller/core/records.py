@@ -6,6 +6,8 @@ seconds since the epoch.
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 import msgspec
 
 from everstep.ids import Address, GenerationNumber, Incarnation, JobId, NodeId, Rank, TraceId, Version
@@ -88,13 +90,61 @@ class FleetRecord(msgspec.Struct, kw_only=True):
     """Start of each standing outbreak, by signature (``core.health.outbreaks``)."""
 
 
+class HistoryKind(StrEnum):
+    """Kind of an entry in a node's history."""
+
+    FINDING = "finding"
+    """A finding was raised."""
+    CLEARED = "cleared"
+    """A finding has cleared."""
+    VERDICT = "verdict"
+    """A verdict on the node."""
+    PROBE = "probe"
+    """A result of a probe."""
+    ACTION = "action"
+    """An order, a window or a remediation."""
+
+
+class UndecidedReason(StrEnum):
+    """Reason why a standing finding cannot be judged yet."""
+
+    BOOT_GRACE = "boot_grace"
+    """The node has just booted."""
+    OUTBREAK = "outbreak"
+    """The finding belongs to an outbreak."""
+    BLAME_ISOLATION = "blame_isolation"
+    """Probes identify which of several suspects is at fault."""
+    RESTART_CAP = "restart_cap"
+    """The fleet has used up its automatic restarts of ranks."""
+    DATABASE_OUTAGE = "database_outage"
+    """The database is unavailable."""
+
+
+class DiagnosticsStatus(StrEnum):
+    """Progress of the diagnostics of a node on probation."""
+
+    NOT_STARTED = "not_started"
+    """The diagnostics have not begun."""
+    RUNNING = "running"
+    """The probe ``NodeQuarantine.probe_id`` runs."""
+    WAITING = "waiting"
+    """The next diagnostic waits for a partner, for a blame isolation or for its next try."""
+    PASSED = "passed"
+    """All diagnostics passed."""
+    SKIPPED = "skipped"
+    """No partner was available, or the policy requires no diagnostics."""
+
+
+DIAGNOSTICS_DONE = (DiagnosticsStatus.PASSED, DiagnosticsStatus.SKIPPED)
+
+
 class HistoryEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One entry of a node's history: a finding, verdict, probe or action."""
 
     at: float
     """Time of the entry."""
-    kind: str
-    """Kind of the entry, such as ``verdict``."""
+    kind: HistoryKind
+    """Kind of the entry."""
     sentence: str
     """Sentence for people."""
     detail: dict[str, str] = {}
@@ -185,7 +235,7 @@ class NodeHealth(msgspec.Struct, kw_only=True):
     """Findings of the controller itself, by key."""
     controller_findings_until: dict[str, float] = {}
     """Expiry of controller findings that clear by time only; each new sighting postpones the expiry."""
-    undecided_findings: dict[str, str] = {}
+    undecided_findings: dict[str, UndecidedReason] = {}
     """Reasons why findings cannot be judged yet, by finding key."""
     accepted_findings: list[str] = []
     """Keys of findings that stood when an operator readmitted the node and have not become graver since."""
@@ -217,8 +267,10 @@ class NodeQuarantine(msgspec.Struct, kw_only=True):
     """Earliest time at which the node may leave quarantine."""
     required_action: Action = Action.NONE
     """Action that the causes ask for."""
-    probe_status: str = ""
-    """Id of the probe that the node must pass on probation, or ``PROBE_PASSED`` or ``PROBE_SKIPPED``."""
+    diagnostics: DiagnosticsStatus = DiagnosticsStatus.NOT_STARTED
+    """Progress of the diagnostics on probation."""
+    probe_id: str = ""
+    """Id of the running diagnostic; empty for none."""
     probe_failures: int = 0
     """Number of failed probes in a row."""
     plan: ReadmissionPlan | None = None
@@ -229,7 +281,9 @@ class NodeScheduling(msgspec.Struct, kw_only=True):
     """Orders of people and other systems about the node's work."""
 
     cordon_id: str = ""
-    """Id of the remediation by which Everstep cordoned the node, or ``node_state.CORDON_UNCERTAIN``."""
+    """Id of the remediation by which Everstep cordoned the node; empty for none."""
+    cordon_failed: bool = False
+    """True if the remediation ``cordon_id`` was reported as failed; the cordon may be in force all the same."""
     external_cordon_by: str = ""
     """Name of the person or program other than Everstep that cordoned the node; empty for none."""
     hold_reason: str = ""
@@ -523,7 +577,7 @@ MAX_HISTORY_ENTRIES = 48
 
 
 def append_history(
-    record: NodeRecord, at: float, kind: str, sentence: str, detail: dict[str, str] | None = None
+    record: NodeRecord, at: float, kind: HistoryKind, sentence: str, detail: dict[str, str] | None = None
 ) -> None:
     """Append an entry to the node's history. The caller marks the record as changed."""
     note = HistoryEntry(at=at, kind=kind, sentence=sentence, detail=detail or {})

@@ -15,7 +15,7 @@ from everstep_controller.core.jobs import job_index
 from everstep_controller.core.jobs.ending import fail_job
 from everstep_controller.core.jobs.membership import ENDED_STATES, is_seated
 from everstep_controller.core.records import JobRecord, NodeRecord, ReadmissionPlan, UnfitNode
-from everstep_controller.core.state import FleetState
+from everstep_controller.core.state import FLEET, DeadlineKind, FleetState
 from everstep_controller.core.transition import Transition
 
 CHECK_INTERVAL_S = 600.0
@@ -29,14 +29,13 @@ MAX_UNFIT_NODES = 1000
 UNFIT_STATES = (NodeState.QUARANTINED, NodeState.REPAIR)
 """States that a node leaves only through a probe. Nodes that were lost or held on that way have a
 ``ReadmissionPlan``."""
-FLEET = "fleet"
 
 
 def schedule_retention(transition: Transition, wait_s: float = CHECK_INTERVAL_S) -> None:
     """Schedule the next check, if the policy asks for any."""
     policy = transition.policy
     if policy.forget_nodes_after_s or policy.forget_jobs_after_s or policy.end_abandoned_jobs_after_s:
-        transition.schedule(transition.now + wait_s, "retention", FLEET)
+        transition.schedule(transition.now + wait_s, DeadlineKind.RETENTION, FLEET)
 
 
 def apply_retention(transition: Transition) -> None:
@@ -52,17 +51,20 @@ def apply_retention(transition: Transition) -> None:
 def reason_to_keep(state: FleetState, node: str) -> str:
     """Return why the node cannot be forgotten and what to do, or "" if nothing speaks against it."""
     if node in state.reachable_nodes:
-        return f"{node} is heard: end its agent first, else it would be back at once"
+        return f"{node} still sends messages: stop its agent first, or it would register again at once"
     for job in state.jobs.values():
         if job.state in ENDED_STATES:
             continue
         if is_seated(job, node):
-            return f"{node} is in the roster of {job.job}, which is {job.state}: stop the job, or let it go on without"
+            return (
+                f"{node} is in the roster of {job.job}, which is {job.state}: stop the job, or let it continue without "
+                "the node"
+            )
         if job.version_locations is not None and node in job.version_locations.shares:
             return f"{node} may hold a share of what {job.job} has committed: wait for its next commit, or stop the job"
     busy = (*(probe.nodes for probe in state.probes.values()), *(case.suspects for case in state.blame_cases.values()))
     if any(node in those for those in busy):
-        return f"a probe of {node} is under way: wait until it has ended"
+        return f"a probe of {node} is running: wait until it has ended"
     return ""
 
 
@@ -75,7 +77,7 @@ def _forget_old_nodes(transition: Transition) -> int:
     found = [node for node in old if not reason_to_keep(state, node)][:MAX_PER_CHECK]
     for node in found:
         days = (transition.now - _gone_since(state.nodes[node])) / 86400
-        forget_node(transition, node, f"{node} was not heard for {days:.1f} days and is forgotten")
+        forget_node(transition, node, f"{node} sent no message for {days:.1f} days and is forgotten")
     return len(found)
 
 
@@ -171,7 +173,7 @@ def _end_abandoned_jobs(transition: Transition) -> None:
     for job in transition.state.jobs.values() if after_s else ():
         deserted = job.state in (JobState.FORMING, JobState.PAUSED) and not job.launchers
         if deserted and transition.now - max(job.since, job.abandoned_at) >= after_s:
-            sentence = f"all its launchers have left, and none came for {after_s / 3600:g} h: its memory is given back"
+            sentence = f"all its launchers have left, and none joined for {after_s / 3600:g} h: its memory is released"
             fail_job(transition, job, sentence)
 
 

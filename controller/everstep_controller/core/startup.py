@@ -10,15 +10,15 @@ from everstep_controller.core.events import ControllerStarted
 from everstep_controller.core.health.eviction import restore_deferral, schedule_deferral_checks
 from everstep_controller.core.health.maintenance import resume_windows
 from everstep_controller.core.health.outbreaks import restore_outbreaks
-from everstep_controller.core.health.quarantine import PROBE_PASSED, PROBE_SKIPPED, begin_probation
+from everstep_controller.core.health.quarantine import begin_probation
 from everstep_controller.core.jobs.job_index import restore_job
 from everstep_controller.core.jobs.stragglers import start_straggler_windows
-from everstep_controller.core.liveness.correlation import FLEET, add_expected, update_correlated_silence
+from everstep_controller.core.liveness.correlation import add_expected, update_correlated_silence
 from everstep_controller.core.liveness.node_liveness import schedule_silence_deadline
 from everstep_controller.core.policy import CorePolicy
-from everstep_controller.core.records import FleetRecord, JobRecord, NodeRecord, VersionRecord
+from everstep_controller.core.records import DIAGNOSTICS_DONE, FleetRecord, JobRecord, NodeRecord, VersionRecord
 from everstep_controller.core.retirement import schedule_retention
-from everstep_controller.core.state import FleetState, JobRuntime, NodeRuntime
+from everstep_controller.core.state import FLEET, DeadlineKind, FleetState, JobRuntime, NodeRuntime
 from everstep_controller.core.transition import Transition
 
 
@@ -82,21 +82,21 @@ def handle_controller_started(transition: Transition, event: ControllerStarted) 
     state.rejoin_window_ends_at = transition.now + transition.policy.rejoin_window_s
     state.rejoin_window_latest_at = transition.now + transition.policy.rejoin_window_max_s
     if state.unseen_nodes:
-        transition.schedule(state.rejoin_window_ends_at, "reunion", FLEET)
+        transition.schedule(state.rejoin_window_ends_at, DeadlineKind.REJOIN_WINDOW, FLEET)
     restore_outbreaks(transition)
     schedule_deferral_checks(transition)
     update_correlated_silence(transition)
     for node, record in state.nodes.items():
         live = state.node_runtime[node]
-        transition.schedule(max(transition.now, record.quarantine.earliest_end), "node", node)
+        transition.schedule_node(max(transition.now, record.quarantine.earliest_end), node)
         if (
             record.health.undecided_findings
             or record.health.controller_findings_until
             or record.scheduling.maintenance_until
             or record.state is NodeState.QUARANTINED
         ):
-            transition.schedule(max(transition.now, record.scheduling.maintenance_until), "care", node)
-            transition.schedule(transition.now, "care", node)
+            transition.schedule_treatment(max(transition.now, record.scheduling.maintenance_until), node)
+            transition.schedule_treatment(transition.now, node)
         if record.liveness.reachable:
             live.has_silence_deadline = False
             schedule_silence_deadline(transition, node)
@@ -104,8 +104,8 @@ def handle_controller_started(transition: Transition, event: ControllerStarted) 
             not state.jobs[name].launchers[node].has_rejoined for name in live.jobs if _has_launcher(state, name, node)
         ):
             live.launcher_rejoin_due = transition.now + transition.policy.launcher_rejoin_grace_s
-            transition.schedule(live.launcher_rejoin_due, "node", node)
-        if record.state is NodeState.PROBATION and record.quarantine.probe_status not in (PROBE_PASSED, PROBE_SKIPPED):
+            transition.schedule_node(live.launcher_rejoin_due, node)
+        if record.state is NodeState.PROBATION and record.quarantine.diagnostics not in DIAGNOSTICS_DONE:
             begin_probation(transition, node, record.sentence.partition(";")[0])
     schedule_retention(transition)
     resume_windows(transition)
@@ -119,7 +119,7 @@ def handle_controller_started(transition: Transition, event: ControllerStarted) 
         if state.jobs[name].generation_resumed_at is not None:
             start_straggler_windows(transition, state.jobs[name])
         for due in (transition.now, job_live.boundary_fallback_at, job_live.resume_due):
-            transition.schedule(due, "job", name)
+            transition.schedule_job(due, name)
 
 
 def _has_launcher(state: FleetState, job: str, node: str) -> bool:

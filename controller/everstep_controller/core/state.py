@@ -6,6 +6,7 @@ version's commit, and heartbeats bring it back.
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Literal
 
 import msgspec
@@ -16,8 +17,32 @@ from everstep.wire.v1.training import RankProgress
 from everstep_controller.core.policy import BlameIsolationMethod, CorePolicy
 from everstep_controller.core.records import FleetRecord, JobRecord, NodeRecord
 
-DATABASE_SCOPE = "database"
-"""Scope that defers an eviction while the database is unavailable."""
+
+class ScopeKind(StrEnum):
+    """Kind of a scope that limits or defers evictions. A scope is the kind alone, or ``kind:name``."""
+
+    FLEET = "fleet"
+    """The fleet's budget: its breaker is latched."""
+    RACK = "rack"
+    """The budget of a rack."""
+    JOB = "job"
+    """The budget of a job."""
+    SHARED = "shared"
+    """The fleet's budget, while other nodes show the finding with this signature."""
+    NEEDED = "needed"
+    """The minimum of a job."""
+    DATABASE = "database"
+    """A database outage."""
+
+    def scope(self, name: str = "") -> str:
+        """Return the scope of this kind, with this name if it has one."""
+        return f"{self}:{name}" if name else str(self)
+
+    @staticmethod
+    def of(scope: str) -> ScopeKind:
+        """Return the kind of a scope."""
+        return ScopeKind(scope.partition(":")[0])
+
 
 Ignored = Literal[
     "remediation_finished.unknown",
@@ -53,6 +78,37 @@ Ignored = Literal[
     "version_spilled.not_a_member",
 ]
 """Reasons for which a rule drops an event. The controller's metrics export all of them from the start."""
+
+
+class DeadlineKind(StrEnum):
+    """Kind of a queued check. Its subject is the node, job, probe, case or scope to check, or ``fleet``."""
+
+    SILENCE = "silence"
+    """A node's silence: suspect the node, or declare it lost."""
+    MAINTENANCE = "maintenance"
+    """Planned maintenance windows that begin."""
+    NODE = "node"
+    """A node's grace after a disconnection, its quarantine, and witnesses that may count now."""
+    NODE_TREATMENT = "node_treatment"
+    """A node's treatment while it is out: remediation, diagnostics, and findings that expire or wait."""
+    PROBE = "probe"
+    """A probe without a result."""
+    BLAME_CASE = "blame_case"
+    """A blame case, or a suspect that waits for a partner."""
+    JOB = "job"
+    """Everything of a job that may be due."""
+    CORRELATED_SILENCE = "correlated_silence"
+    """The announcement of a correlated silence."""
+    REJOIN_WINDOW = "rejoin_window"
+    """The end of the wait for nodes that this controller has not heard yet."""
+    DEFERRED_EVICTIONS = "deferred_evictions"
+    """Evictions that one scope defers."""
+    RETENTION = "retention"
+    """Nodes and jobs to forget."""
+
+
+FLEET = "fleet"
+"""Subject of deadlines that concern no single node or job, and name of the scope that covers all nodes."""
 
 
 class HeartbeatState(msgspec.Struct):
@@ -335,9 +391,9 @@ class FleetState(msgspec.Struct, kw_only=True):
     outbreaks: dict[str, dict[NodeId, bool]] = msgspec.field(default_factory=dict, name="outbreak_nodes")
     """Nodes of each outbreak; true for nodes that still show the finding and wait for the end. Older journals hold a
     list under the field's own name, hence the other name on the wire."""
-    deadlines: list[tuple[float, int, str, str]] = []
+    deadlines: list[tuple[float, int, DeadlineKind, str]] = []
     """Heap of (due, sequence, kind, subject). An entry is a hint to check, never a decision."""
-    queued_deadlines: set[tuple[float, str, str]] = set()
+    queued_deadlines: set[tuple[float, DeadlineKind, str]] = set()
     """Entries of ``deadlines`` as (due, kind, subject), to avoid duplicates."""
     deadline_sequence: int = 0
     """Number of the last queued deadline; orders deadlines with equal times."""

@@ -29,7 +29,8 @@ from everstep_controller.core.effects import (
     RequestRemediation,
     Send,
 )
-from everstep_controller.core.state import FleetState, Ignored, JobProgress
+from everstep_controller.core.records import UndecidedReason
+from everstep_controller.core.state import DeadlineKind, FleetState, Ignored, JobProgress
 
 MIN_STEP_S = 1e-6
 """Shorter reported step times, in seconds, are ignored: the steps per second would be no number that can be sent."""
@@ -133,7 +134,7 @@ class DeadlineCheck(msgspec.Struct, frozen=True, tag=True):
     """A Tick's check of ``subject`` that found more than a node heard in time."""
 
     subject: str
-    kind: str
+    kind: DeadlineKind
 
 
 class ControllerFindingChange(msgspec.Struct, frozen=True):
@@ -337,7 +338,9 @@ class Transition:
         self.emit(PutVerdict(verdict))
         if decision in STATE_CHANGING_DECISIONS:
             record.history.current_verdict_id = self._verdict_ids[node] = verdict.id
-        records.append_history(record, self.now, "verdict", f"{decision}: {sentence}", {"verdict": verdict.id})
+        records.append_history(
+            record, self.now, records.HistoryKind.VERDICT, f"{decision}: {sentence}", {"verdict": verdict.id}
+        )
         self.audit(f"verdict.{decision}", sentence, node=node, trace=verdict.trace, data={"verdict": verdict.id})
 
     def request_remediation(self, remediation: Remediation) -> None:
@@ -349,9 +352,21 @@ class Transition:
         """Count an event that a rule drops, without a log entry."""
         self.state.ignored_counts[reason] = self.state.ignored_counts.get(reason, 0) + 1
 
-    def schedule(self, due: float, kind: str, subject: str) -> None:
+    def schedule(self, due: float, kind: DeadlineKind, subject: str) -> None:
         """Queue a check of ``subject`` at ``due``."""
         push_deadline(self.state, due, kind, subject)
+
+    def schedule_node(self, due: float, node: str) -> None:
+        """Queue a check of a node."""
+        push_deadline(self.state, due, DeadlineKind.NODE, node)
+
+    def schedule_treatment(self, due: float, node: str) -> None:
+        """Queue a check of a node's treatment."""
+        push_deadline(self.state, due, DeadlineKind.NODE_TREATMENT, node)
+
+    def schedule_job(self, due: float, job: str) -> None:
+        """Queue a check of a job."""
+        push_deadline(self.state, due, DeadlineKind.JOB, job)
 
     def finish(self) -> list[Effect]:
         """Return all effects: changed records first, then the emitted effects in order, then remediations."""
@@ -378,12 +393,8 @@ def _by_subject(reads: Iterable[RecordedRead]) -> dict[tuple[type, str], deque[A
     return found
 
 
-def push_deadline(state: FleetState, due: float, kind: str, subject: str) -> None:
-    """Queue a check of ``subject`` at ``due``.
-
-    Kinds: ``silence``, ``node`` and ``care`` check a node, ``job`` a job, ``probe`` a probe, ``case`` a blame case and
-    ``held`` a deferral scope. ``correlation``, ``reunion``, ``retention`` and ``maintenance`` concern the fleet.
-    """
+def push_deadline(state: FleetState, due: float, kind: DeadlineKind, subject: str) -> None:
+    """Queue a check of ``subject`` at ``due``."""
     if (due, kind, subject) in state.queued_deadlines:
         return
     state.queued_deadlines.add((due, kind, subject))
@@ -391,7 +402,7 @@ def push_deadline(state: FleetState, due: float, kind: str, subject: str) -> Non
     heapq.heappush(state.deadlines, (due, state.deadline_sequence, kind, subject))
 
 
-def pop_due(state: FleetState, now: float) -> tuple[str, str] | None:
+def pop_due(state: FleetState, now: float) -> tuple[DeadlineKind, str] | None:
     """Pop and return the next (kind, subject) that is due, or None."""
     if not state.deadlines or state.deadlines[0][0] > now:
         return None
@@ -400,8 +411,8 @@ def pop_due(state: FleetState, now: float) -> tuple[str, str] | None:
     return kind, subject
 
 
-def defer_judgement(transition: Transition, node: str, key: str, reason: str, due: float) -> None:
+def defer_judgement(transition: Transition, node: str, key: str, reason: UndecidedReason, due: float) -> None:
     """Note that a standing finding cannot be judged yet, and queue one more look, at most one a second per node."""
     transition.state.nodes[node].health.undecided_findings[key] = reason
     transition.mark_node_changed(node)
-    transition.schedule(float(math.ceil(due)), "care", node)
+    transition.schedule_treatment(float(math.ceil(due)), node)

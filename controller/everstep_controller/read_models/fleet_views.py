@@ -321,8 +321,8 @@ def _reason(record: NodeRecord, spared: Sequence[Finding]) -> str:
     """Return the reason for the node's state, and the findings for which an outbreak spares the node."""
     if not spared or record.state not in IN_SERVICE:
         return record.sentence
-    found = "; ".join(f"{signature(finding)} stands on {record.node}: {finding.message}" for finding in spared[:3])
-    return f"{found}; not evicted, since it is part of an outbreak (see: everstep status); before: {record.sentence}"
+    found = "; ".join(f"{signature(finding)} is present on {record.node}: {finding.message}" for finding in spared[:3])
+    return f"{found}; not evicted, because it is part of an outbreak (see: everstep status); before: {record.sentence}"
 
 
 def _job_of(state: FleetState, node: str) -> str | None:

@@ -11,6 +11,7 @@ from tests.sim.checkers.evidence import Evidence
 from tests.sim.checkers.fencing import Fencing
 from tests.sim.checkers.generations import Generations
 from tests.sim.checkers.meshes import Meshes
+from tests.sim.checkers.node_states import NodeStates
 from tests.sim.checkers.paces import Paces
 from tests.sim.checkers.passages import Passages
 from tests.sim.checkers.placing import Placing
@@ -43,6 +44,7 @@ def all_checkers() -> list[Checker]:
         Blame(),
         Returns(),
         WaysOut(),
+        NodeStates(),
         Suspicion(),
         Silences(),
         Paces(),

@@ -27,6 +27,7 @@ from everstep_controller.core.health import (
 )
 from everstep_controller.core.jobs import generations, lifecycle, losses, membership, stragglers
 from everstep_controller.core.liveness import node_liveness, registration
+from everstep_controller.core.records import DiagnosticsStatus
 from everstep_controller.leadership import lease
 from everstep_controller.remediation.executor import RemediationExecutor
 from everstep_controller.runtime.push import Outbox
@@ -225,7 +226,7 @@ def _healthy_at_once() -> AbstractContextManager[None]:
     real = quarantine.run_next_diagnostic
 
     def next_check(transition: Any, node: str) -> None:
-        transition.state.nodes[node].quarantine.probe_status = quarantine.PROBE_PASSED
+        transition.state.nodes[node].quarantine.diagnostics = DiagnosticsStatus.PASSED
 
     return swapped(real, next_check)
 

@@ -170,7 +170,7 @@ def _count_missing_copies(transition: Transition, spec: GenerationSpec, live: Jo
         )
     live.missed_copies = {replica_node: live.missed_copies.get(replica_node, 0) + 1 for replica_node in sorted(missing)}
     if max(live.missed_copies.values(), default=0) >= transition.policy.missed_copies_count:
-        transition.schedule(transition.now, "job", spec.job)
+        transition.schedule_job(transition.now, spec.job)
 
 
 # Commits
@@ -296,7 +296,7 @@ def _send_notice(transition: Transition, job: JobRecord, live: JobRuntime, runni
 
 def _schedule_check(transition: Transition, job: JobRecord, live: JobRuntime, seconds: float) -> None:
     live.candidate_due = transition.now + seconds
-    transition.schedule(live.candidate_due, "job", job.job)
+    transition.schedule_job(live.candidate_due, job.job)
 
 
 # Restoring

@@ -338,7 +338,7 @@ def _send_parity_order(transition: Transition, job: JobRecord, protecting: Pendi
             )
             transition.send(node, body)
     live.protection_due = transition.now + transition.policy.vault_order_retry_s
-    transition.schedule(live.protection_due, "job", job.job)
+    transition.schedule_job(live.protection_due, job.job)
 
 
 def check_protection(transition: Transition, job: JobRecord) -> None:

@@ -29,7 +29,7 @@ def check_replica_nodes(transition: Transition, job: JobRecord) -> None:
     if not failing or spec is None or job.state is not JobState.RUNNING or transition.state.database_outage:
         return
     if transition.now < job.generation_opened_at + policy.growth_interval_s:
-        transition.schedule(job.generation_opened_at + policy.growth_interval_s, "job", job.job)
+        transition.schedule_job(job.generation_opened_at + policy.growth_interval_s, job.job)
         return
     if boundary_step(transition, job, live) is None:
         return  # the next missed version leads here again

@@ -72,7 +72,7 @@ def _send_spill_order(transition: Transition, job: JobRecord, spilling: PendingS
         if node not in live.spilled_nodes and node in transition.state.reachable_nodes:
             transition.send(node, body)
     live.spill_due = transition.now + transition.policy.vault_order_retry_s
-    transition.schedule(live.spill_due, "job", job.job)
+    transition.schedule_job(live.spill_due, job.job)
 
 
 def check_spill(transition: Transition, job: JobRecord) -> None:

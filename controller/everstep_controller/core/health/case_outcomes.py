@@ -28,7 +28,7 @@ from everstep_controller.core.jobs import ending
 from everstep_controller.core.jobs.generations import RegroupCause, note_beyond_boundary, regroup
 from everstep_controller.core.jobs.membership import is_seated, running_generation
 from everstep_controller.core.policy import BlameIsolationMethod
-from everstep_controller.core.records import JobRecord
+from everstep_controller.core.records import DiagnosticsStatus, JobRecord, UndecidedReason
 from everstep_controller.core.state import BlameCase, FleetState
 from everstep_controller.core.transition import Transition
 
@@ -75,16 +75,16 @@ def _digests_differ(
 
 
 def _describe_tie_count(job: JobRecord) -> str:
-    return f"wrong for the {len(job.digest_tie_times)}. time"
+    return f"digest vote without a majority, {len(job.digest_tie_times)} times so far"
 
 
 def _explain_fault(transition: Transition, job: JobRecord) -> str:
     if transition.state.job_runtime[job.job].verified_version is None:
         return (
-            "digests of this job never agreed: parameters that differ between ranks must be DTensors or tracked under "
-            "names of their own, or what is restored is wrong"
+            "digests of this job never agreed, so the script is the likely cause: parameters that differ between ranks "
+            "must be DTensors, or be tracked under different names"
         )
-    return "whoever computes wrongly is still in"
+    return "the node that computes wrongly could not be identified and is still in the job"
 
 
 def _evict_divergent(transition: Transition, job: JobRecord, nodes: list[str], description: str) -> bool:
@@ -139,10 +139,12 @@ def _settle_tie(transition: Transition, job: JobRecord, tied: list[str], descrip
     )
     if not trying and _settle_by_history(transition, job, tied, description):
         return True
-    until = "while it does work whose result is known" if trying else "until a second opinion"
+    until = "while it runs compute tests with known results" if trying else "until another vote decides"
     for node in tied:
-        stays = "is out already" if transition.state.nodes[node].state in CORDONED_STATES else "stays"
-        words = f"{description}; {node} is under suspicion and {stays}, {until}"
+        stays = (
+            "is out of service already" if transition.state.nodes[node].state in CORDONED_STATES else "stays in service"
+        )
+        words = f"{description}; {node} is suspected and {stays} {until}"
         transition.add_verdict(node, Decision.NO_ACTION, words, evidence=(findings[node],))
     return trying
 
@@ -163,7 +165,8 @@ def settle_digest_case(transition: Transition, case: BlameCase) -> None:
         out = _settle_by_history(transition, job, list(case.suspects), case.summary)
     if not out:
         words = (
-            f"{case.summary}; no work whose result is known came out wrong: {', '.join(case.suspects)} stay, suspected"
+            f"{case.summary}; all compute tests with known results passed: {', '.join(case.suspects)} stay in service "
+            "and remain suspected"
         )
         transition.audit("blame_isolation.inconclusive", words, job=job.job, trace=case.trace)
     if job.state is not JobState.RUNNING:
@@ -174,7 +177,7 @@ def settle_digest_case(transition: Transition, case: BlameCase) -> None:
         )
     elif out or any(is_seated(job, node) and not is_serving(transition, node) for node in case.failed):
         cause = RegroupCause(
-            reason=GenerationReason.CORRUPTION, sentence=f"{case.summary}; it is settled", trace=case.trace
+            reason=GenerationReason.CORRUPTION, sentence=f"{case.summary}; the culprit is found", trace=case.trace
         )
         regroup(transition, job, cause)
 
@@ -201,7 +204,8 @@ def _settle_by_history(transition: Transition, job: JobRecord, tied: list[str], 
             transition,
             job,
             evicted_for_tie,
-            f"{description}; {evicted_for_tie[0]} was in such a tie before, with others",
+            f"{description}; {evicted_for_tie[0]} was already in an undecided vote with other nodes, so it is the "
+            "likely culprit",
         )
     return False
 
@@ -271,12 +275,14 @@ def check_blame_case(transition: Transition, name: str) -> None:
     _settle_if_over(transition, diagnostics.retry_blame_case(transition, name))
 
 
-def check_node_care_deadlines(transition: Transition, node: str) -> None:
+def check_node_treatment(transition: Transition, node: str) -> None:
     """Check everything in a node's treatment that may be due."""
     record = transition.state.nodes[node]
     maintenance.end_if_due(transition, node)
     if record.state is NodeState.HELD:
-        maintenance.try_return_to_probation(transition, node, f"nobody's word keeps {node} out any more")
+        maintenance.try_return_to_probation(
+            transition, node, f"no order or cordon keeps {node} out of service any more"
+        )
     expire_controller_findings(transition, node)
     recheck_undecided(transition, node)
     if record.state is NodeState.QUARANTINED:
@@ -324,7 +330,9 @@ def _settle_if_over(transition: Transition, case: BlameCase | None) -> None:
     for node in case.suspects:
         record = transition.state.nodes[node]
         record.health.undecided_findings = {
-            key: why for key, why in record.health.undecided_findings.items() if why != "second pass"
+            key: why
+            for key, why in record.health.undecided_findings.items()
+            if why is not UndecidedReason.BLAME_ISOLATION
         }
         transition.mark_node_changed(node)
     if case.kind is BlameIsolationMethod.COMPUTE:
@@ -345,20 +353,23 @@ def _settle_pair(transition: Transition, case: BlameCase) -> None:
         state = transition.state.nodes[node].state
         if node in case.failed and is_serving(transition, node):
             _judge_proven(
-                transition, node, case.findings[node], f"{case.summary}; with a good partner too: {case.failed[node]}"
+                transition,
+                node,
+                case.findings[node],
+                f"{case.summary}; it also failed with a known-good partner: {case.failed[node]}",
             )
         elif (
             state is NodeState.PROBATION
-            and transition.state.nodes[node].quarantine.probe_status == quarantine.PROBE_WAITING
+            and transition.state.nodes[node].quarantine.diagnostics is DiagnosticsStatus.WAITING
         ):
             _settle_return(transition, case, node)
         elif node in case.inconclusive and is_serving(transition, node):
-            words = f"{case.summary}; {case.inconclusive[node]}, so nobody is convicted: a person is to look at {node}"
+            words = f"{case.summary}; {case.inconclusive[node]}, so no node is found at fault: inspect {node}"
             transition.add_verdict(node, Decision.RECOMMEND, words, evidence=(case.findings[node],), trace=case.trace)
     if not case.failed and not case.inconclusive:
         others = " and ".join(case.suspects)
         blame = f"the link between {others} is suspected" if len(case.suspects) > 1 else f"{others} is cleared"
-        words = f"{case.summary}; with partners known to be good it passed: {blame}, and nobody is evicted"
+        words = f"{case.summary}; each node passed with a known-good partner: {blame}; no node is evicted"
         transition.audit("blame_isolation.inconclusive", words, trace=case.trace)
 
 

@@ -14,7 +14,7 @@ from everstep_controller.core import records
 from everstep_controller.core.jobs.membership import jobs_seated_on
 from everstep_controller.core.policy import BlameIsolationMethod
 from everstep_controller.core.records import NodeRecord
-from everstep_controller.core.state import BlameCase, FleetState, Probe
+from everstep_controller.core.state import BlameCase, DeadlineKind, FleetState, Probe
 from everstep_controller.core.transition import Transition
 
 MAX_PARTNERS_COMPARED = 32
@@ -77,7 +77,7 @@ def start_probe(
     for node in nodes:
         transition.send(node, body)
     transition.audit("probe.started", f"{name}: {_describe_kind(kind)} {', '.join(nodes)}", node=tested_node)
-    transition.schedule(due, "probe", name)
+    transition.schedule(due, DeadlineKind.PROBE, name)
     return name
 
 
@@ -99,7 +99,7 @@ def record_probe_result(transition: Transition, node: str, report: ProbeFinished
     slow = _describe_slow_link(transition, probe, report)
     unable = not (report.ok or report.started or report.wrong_result)
     how = "passed" if report.ok and not slow else f"failed: {slow or report.detail}"
-    how = f"could not run it: {report.detail}" if unable else how
+    how = f"could not run the probe: {report.detail}" if unable else how
     sentence = f"{report.probe}: {node} {how}"
     transition.audit("probe.result", sentence, node=node, trace=probe.trace, data=rows)
     _append_probe_history(transition, node, sentence, rows)
@@ -130,7 +130,7 @@ def _describe_slow_link(transition: Transition, probe: Probe, report: ProbeFinis
 
 
 def _append_probe_history(transition: Transition, node: str, sentence: str, rows: dict[str, str]) -> None:
-    records.append_history(transition.state.nodes[node], transition.now, "probe", sentence, rows)
+    records.append_history(transition.state.nodes[node], transition.now, records.HistoryKind.PROBE, sentence, rows)
     transition.mark_node_changed(node)
 
 
@@ -245,13 +245,13 @@ def open_blame_case(
     # the node's name keeps ids unique: two cases may begin before the next probe does
     name = f"case-{transition.state.fleet.probe_count + 1}-{next(iter(findings))}"
     transition.state.blame_cases[name] = case
-    words = f"{summary}: a second pass of {', '.join(findings)} will tell"
-    transition.audit("blame_isolation.started", words, job=job or None, data={"case": name})
-    transition.schedule(case.due, "case", name)
+    sentence = f"{summary}: {', '.join(findings)} are probed again to find the one at fault"
+    transition.audit("blame_isolation.started", sentence, job=job or None, data={"case": name})
+    transition.schedule(case.due, DeadlineKind.BLAME_CASE, name)
     for node in findings:
         _probe_suspect(transition, name, case, node)
     if is_settled(case):
-        transition.schedule(transition.now, "case", name)
+        transition.schedule(transition.now, DeadlineKind.BLAME_CASE, name)
     return case
 
 
@@ -262,7 +262,7 @@ def retry_blame_case(transition: Transition, case_id: str) -> BlameCase | None:
         return None
     for node in _open_suspects(case):
         if transition.now >= case.due:
-            case.inconclusive[node] = f"{node} was not tried in time"
+            case.inconclusive[node] = f"{node} was not probed in time"
         elif not any(
             probe.case_id == case_id and probe.tested_node == node for probe in transition.state.probes.values()
         ):
@@ -315,7 +315,7 @@ def _open_suspects(case: BlameCase) -> list[str]:
 
 def _probe_suspect(transition: Transition, name: str, case: BlameCase, node: str) -> None:
     if node not in transition.state.reachable_nodes:
-        case.inconclusive[node] = f"{node} is out of reach"
+        case.inconclusive[node] = f"{node} is unreachable"
         return
     tries = case.tries.get(node, 0)
     if case.kind is BlameIsolationMethod.COMPUTE:
@@ -323,11 +323,11 @@ def _probe_suspect(transition: Transition, name: str, case: BlameCase, node: str
     else:
         partner, busy = find_partner(transition, node, tries, (*case.suspects, *case.incapable_partners))
         if partner is None and busy:
-            transition.schedule(transition.now + transition.policy.partner_wait_s, "case", name)
+            transition.schedule(transition.now + transition.policy.partner_wait_s, DeadlineKind.BLAME_CASE, name)
             return
         if partner is None:
             but = f" ({', '.join(case.incapable_partners)} could not run the probe)" if case.incapable_partners else ""
-            case.inconclusive[node] = f"there is no good partner to try {node} with{but}"
+            case.inconclusive[node] = f"no known-good partner was available to probe {node}{but}"
             return
         start_probe(transition, (partner, node), tested_node=node, case_id=name)
     case.tries[node] = tries + 1

@@ -1,19 +1,13 @@
 """Evict nodes on evidence, within budgets, and never below a job's minimum.
 
-A deferred eviction is stored with the scope that defers it:
-
-- ``fleet``: the latched breaker
-- ``rack:`` or ``job:``: the budget of a rack or job
-- ``shared:``: the fleet's budget, while other nodes show the same finding
-- ``needed:``: a job's minimum
-- ``store``: a database outage
-
-When the scope changes, the findings that then stand are judged again; nothing is replayed.
+A deferred eviction is stored with the scope that defers it (``state.ScopeKind``). When the scope changes, the findings
+that then stand are judged again; nothing is replayed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import msgspec
 
@@ -21,7 +15,6 @@ from everstep.vocabulary import Action, Decision, Finding, JobState, NodeState
 from everstep_controller.core.health import offences
 from everstep_controller.core.health.outbreaks import (
     NOT_SELF_CLEARING,
-    OUTBREAK_DEFERRAL_PREFIX,
     check_correlated,
     findings_with_signature,
     record_seen_at,
@@ -39,8 +32,8 @@ from everstep_controller.core.jobs.membership import (
     seats_of,
 )
 from everstep_controller.core.policy import VerdictRule
-from everstep_controller.core.records import Eviction, JobRecord
-from everstep_controller.core.state import DATABASE_SCOPE, FleetState
+from everstep_controller.core.records import Eviction, JobRecord, UndecidedReason
+from everstep_controller.core.state import DeadlineKind, FleetState, ScopeKind
 from everstep_controller.core.transition import Transition, defer_judgement
 
 # Budget: the number of nodes that the controller may evict within one window, from the fleet, a rack or a job.
@@ -49,14 +42,12 @@ from everstep_controller.core.transition import Transition, defer_judgement
 # and jobs limit the cost of one coincidence; further evictions wait until the window has passed. Operators' evictions
 # neither need nor use a budget.
 
-FLEET = "fleet"
-
 
 class EvictionScope(msgspec.Struct, frozen=True, kw_only=True):
     """Eviction budget of the fleet, of one rack or of one job."""
 
-    kind: str
-    """``fleet``, ``rack`` or ``job``."""
+    kind: ScopeKind
+    """The fleet, a rack or a job."""
     name: str
     """Name of the rack or job; empty for the fleet."""
     limit: int
@@ -74,7 +65,7 @@ class EvictionScope(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def id(self) -> str:
-        return f"{self.kind}:{self.name}" if self.name else self.kind
+        return self.kind.scope(self.name)
 
     def describe(self) -> str:
         """Return ``the fleet``, ``rack r1`` or ``job train``."""
@@ -138,7 +129,7 @@ def scopes_of(state: FleetState, node: str, now: float) -> Iterator[EvictionScop
 def fleet_scope(state: FleetState, now: float) -> EvictionScope:
     """Return the fleet's budget."""
     policy, used = state.policy, recent_evictions(state, now)
-    return _scope(state, FLEET, "", policy.eviction_count, policy.eviction_share, len(state.nodes), used)
+    return _scope(state, ScopeKind.FLEET, "", policy.eviction_count, policy.eviction_share, len(state.nodes), used)
 
 
 def rack_scope(state: FleetState, rack: str, now: float) -> EvictionScope:
@@ -146,7 +137,7 @@ def rack_scope(state: FleetState, rack: str, now: float) -> EvictionScope:
     policy, silence_count = state.policy, state.silence_counts.get(f"rack:{rack}")
     used = [eviction for eviction in recent_evictions(state, now) if eviction.rack == rack]
     of = silence_count.expected if silence_count is not None else 0
-    return _scope(state, "rack", rack, policy.eviction_rack_count, policy.eviction_rack_share, of, used)
+    return _scope(state, ScopeKind.RACK, rack, policy.eviction_rack_count, policy.eviction_rack_share, of, used)
 
 
 def job_scope(state: FleetState, job: str, now: float) -> EvictionScope:
@@ -154,11 +145,11 @@ def job_scope(state: FleetState, job: str, now: float) -> EvictionScope:
     policy, record = state.policy, state.jobs.get(job)
     used = [eviction for eviction in recent_evictions(state, now) if job in eviction.jobs]
     of = len(seats_of(record.generation)) + len(used) if record is not None else 0
-    return _scope(state, "job", job, policy.eviction_job_count, policy.eviction_job_share, of, used)
+    return _scope(state, ScopeKind.JOB, job, policy.eviction_job_count, policy.eviction_job_share, of, used)
 
 
 def _scope(
-    state: FleetState, kind: str, name: str, count: int, share: float, of: int, used: list[Eviction]
+    state: FleetState, kind: ScopeKind, name: str, count: int, share: float, of: int, used: list[Eviction]
 ) -> EvictionScope:
     """Take the smaller of count and share, but at least 1, so that a sick node can leave a small fleet."""
     return EvictionScope(
@@ -171,8 +162,8 @@ def _scope(
     )
 
 
-NEEDED_PREFIX = "needed:"
-SHARED_PREFIX = "shared:"
+BUDGET_SCOPES = (ScopeKind.RACK, ScopeKind.JOB, ScopeKind.SHARED)
+"""Scopes that a returned eviction may free."""
 MAX_EVICTION_TIMES = 64
 """Number of evictions remembered per node."""
 SHORTAGE_CACHE_S = 0.25
@@ -188,10 +179,9 @@ def evict(transition: Transition, node: str, finding: Finding, sentence: str) ->
     regroups the jobs that have seats on the node.
     """
     trace = finding.trace or transition.trace
-    scope, why = find_deferral(transition, node, finding)
-    if scope:
-        if _defer(transition, node, finding, scope):
-            words = f"{sentence}; not evicted: {why}"
+    if (deferral := find_deferral(transition, node, finding)) is not None:
+        if _defer(transition, node, finding, deferral.scope):
+            words = f"{sentence}; not evicted: {deferral.reason}"
             transition.add_verdict(
                 node, Decision.DEFER_EVICTION, words, action=finding.action, evidence=(finding,), trace=trace
             )
@@ -241,8 +231,17 @@ def is_serving(transition: Transition, node: str) -> bool:
 # Reasons to defer
 
 
-def find_deferral(transition: Transition, node: str, finding: Finding) -> tuple[str, str]:
-    """Return the scope that defers the eviction for ``finding``, with the reason; both empty if it may happen.
+class Deferral(NamedTuple):
+    """A reason not to evict a node now."""
+
+    scope: str
+    """Scope that defers the eviction."""
+    reason: str
+    """The reason, as a phrase."""
+
+
+def find_deferral(transition: Transition, node: str, finding: Finding) -> Deferral | None:
+    """Return what defers the eviction for ``finding``; None if it may happen.
 
     Racks, jobs and minima come before the fleet's budget, because what they defer does not use that budget. An eviction
     beyond the fleet's budget latches the breaker, unless other nodes show the same finding: that may be an outbreak,
@@ -250,43 +249,34 @@ def find_deferral(transition: Transition, node: str, finding: Finding) -> tuple[
     """
     state = transition.state
     if state.fleet.breaker_reason:
-        return FLEET, state.fleet.breaker_reason
+        return Deferral(ScopeKind.FLEET.scope(), state.fleet.breaker_reason)
     if state.database_outage:
-        return DATABASE_SCOPE, f"the database is away ({state.database_outage}), so the eviction could be forgotten"
+        return Deferral(
+            ScopeKind.DATABASE.scope(),
+            f"the database is unavailable ({state.database_outage}), so an eviction could not be recorded",
+        )
     for scope in scopes_of(state, node, transition.now):
         if not scope.remaining:
             return _budget_used_up(transition, scope, scope.id)
     for job in jobs_seated_on(state, node):
         if job.state is JobState.RUNNING and (why := _shortage(state, job, node, transition.now)):
-            return f"{NEEDED_PREFIX}{job.job}", why
+            return Deferral(ScopeKind.NEEDED.scope(job.job), why)
     scope = fleet_scope(state, transition.now)
     if scope.remaining:
-        return "", ""
-    held_by, alike = _shared_deferral(transition, node, finding)
-    return (
-        _budget_used_up(transition, scope, held_by, alike)
-        if held_by
-        else (FLEET, _trip_breaker(transition, node, finding))
-    )
+        return None
+    if shared := shared_by_other(state, node, finding, transition.now):
+        reason = f"; {shared}, so this may be an outbreak"
+        return _budget_used_up(transition, scope, ScopeKind.SHARED.scope(signature(finding)), reason)
+    deferred_by = state.nodes[node].health.eviction_deferred_by
+    if deferred_by and ScopeKind.of(deferred_by) is ScopeKind.SHARED:  # its further findings latch no breaker either
+        return _budget_used_up(transition, scope, deferred_by, f"; the eviction of {node} is already deferred")
+    return Deferral(ScopeKind.FLEET.scope(), _trip_breaker(transition, node, finding))
 
 
-def _budget_used_up(
-    transition: Transition, scope: EvictionScope, deferred_by: str, shared_reason: str = ""
-) -> tuple[str, str]:
-    transition.schedule(scope.next_free_at, "held", deferred_by)
-    words = f"its budget of {_format_evictions(scope.limit)} in {transition.policy.eviction_window_s:g} s"
-    return deferred_by, f"{scope.describe()} has used {words}{shared_reason}"
-
-
-def _shared_deferral(transition: Transition, node: str, finding: Finding) -> tuple[str, str]:
-    """Return the scope and reason that defer a node whose finding other nodes show too; both empty if none does.
-
-    Another finding of a node that is deferred in this way does not count as another eviction.
-    """
-    if alike := shared_by_other(transition.state, node, finding, transition.now):
-        return f"{SHARED_PREFIX}{signature(finding)}", f", and {alike}"
-    held_by = transition.state.nodes[node].health.eviction_deferred_by
-    return (held_by, f"; {node} is held already") if held_by.startswith(SHARED_PREFIX) else ("", "")
+def _budget_used_up(transition: Transition, scope: EvictionScope, deferred_by: str, detail: str = "") -> Deferral:
+    transition.schedule(scope.next_free_at, DeadlineKind.DEFERRED_EVICTIONS, deferred_by)
+    budget = f"({_format_evictions(scope.limit)} in {transition.policy.eviction_window_s:g} s)"
+    return Deferral(deferred_by, f"{scope.describe()} has used up its eviction budget {budget}{detail}")
 
 
 def _shortage(state: FleetState, job: JobRecord, node: str, now: float) -> str:
@@ -301,10 +291,11 @@ def _shortage(state: FleetState, job: JobRecord, node: str, now: float) -> str:
 
 def _trip_breaker(transition: Transition, node: str, finding: Finding) -> str:
     fleet, policy, scope = transition.state.fleet, transition.policy, fleet_scope(transition.state, transition.now)
+    budget = f"{_format_evictions(scope.limit)} in {policy.eviction_window_s:g} s"
+    limits = f"at most {policy.eviction_count}, and {policy.eviction_share:.0%} of {scope.node_count} nodes"
     fleet.breaker_reason = (
-        f"the fleet's budget of {_format_evictions(scope.limit)} in {policy.eviction_window_s:g} s is used up "
-        f"(at most {policy.eviction_count}, and {policy.eviction_share:.0%} of {scope.node_count} nodes); "
-        "no node is evicted until an operator resets the breaker: everstep reset-breaker --reason WHY"
+        f"the fleet has used up its eviction budget of {budget} ({limits}); no node is evicted until an operator "
+        "resets the breaker: everstep reset-breaker --reason WHY"
     )
     fleet.breaker_tripped_at, fleet.breaker_tripped_by = transition.now, (node, finding.key)
     transition.mark_fleet_changed()
@@ -338,8 +329,8 @@ def _defer(transition: Transition, node: str, finding: Finding, scope: str) -> b
     drop_deferral(transition, node)
     record.health.deferred_eviction_key, record.health.eviction_deferred_by = finding.key, scope
     record_seen_at(transition, node, finding.key, signature(finding))
-    if scope not in transition.state.deferred_evictions and scope.startswith(NEEDED_PREFIX):
-        transition.schedule(transition.now + DEFERRAL_RECHECK_S, "held", scope)
+    if scope not in transition.state.deferred_evictions and ScopeKind.of(scope) is ScopeKind.NEEDED:
+        transition.schedule(transition.now + DEFERRAL_RECHECK_S, DeadlineKind.DEFERRED_EVICTIONS, scope)
     transition.state.deferred_evictions.setdefault(scope, {})[node] = None
     transition.mark_node_changed(node)
     return True
@@ -367,7 +358,7 @@ def reset_breaker(transition: Transition) -> None:
     transition.state.fleet.recent_evictions = []
     _reset_breaker(transition)
     for scope in transition.state.deferred_evictions:
-        if not scope.startswith((NEEDED_PREFIX, DATABASE_SCOPE)):
+        if ScopeKind.of(scope) in BUDGET_SCOPES:
             transition.freed_scopes[scope] = None
 
 
@@ -382,8 +373,11 @@ def uncount_eviction(transition: Transition, node: str, at: float) -> None:
     transition.mark_fleet_changed()
     if fleet.breaker_reason and fleet_scope(transition.state, fleet.breaker_tripped_at).remaining:
         _reset_breaker(transition)
-        words = "the eviction that latched the breaker is within the budget"
-        transition.audit("fleet.breaker_reset", f"{words}, now that the one of {node} is taken back")
+        sentence = (
+            f"the breaker is reset: the eviction that tripped it is within the budget, because the eviction of {node} "
+            "was rolled back"
+        )
+        transition.audit("fleet.breaker_reset", sentence)
 
 
 def drop_rolled_back_deferral(transition: Transition, node: str) -> None:
@@ -393,22 +387,22 @@ def drop_rolled_back_deferral(transition: Transition, node: str) -> None:
     if fleet.breaker_reason and fleet.breaker_tripped_by == held:
         _reset_breaker(transition)
         transition.audit(
-            "fleet.breaker_reset", f"the eviction of {node}, which latched the breaker, is not wanted any more"
+            "fleet.breaker_reset", f"the breaker is reset: {node}, which tripped it, no longer needs to be evicted"
         )
 
 
 def _reset_breaker(transition: Transition) -> None:
     transition.state.fleet.breaker_reason, transition.state.fleet.breaker_tripped_by = "", ("", "")
     transition.mark_fleet_changed()
-    transition.freed_scopes[FLEET] = None
+    transition.freed_scopes[ScopeKind.FLEET.scope()] = None
 
 
 def check_deferred_scope(transition: Transition, scope: str) -> None:
     """At a deadline, recheck the scope: its window has passed, or its job is asked again."""
     if scope in transition.state.deferred_evictions:
         transition.freed_scopes[scope] = None
-        if scope.startswith(NEEDED_PREFIX):
-            transition.schedule(transition.now + DEFERRAL_RECHECK_S, "held", scope)
+        if ScopeKind.of(scope) is ScopeKind.NEEDED:
+            transition.schedule(transition.now + DEFERRAL_RECHECK_S, DeadlineKind.DEFERRED_EVICTIONS, scope)
 
 
 def pop_freed_scopes(transition: Transition) -> list[str]:
@@ -416,10 +410,11 @@ def pop_freed_scopes(transition: Transition) -> list[str]:
     nodes, jobs = transition.changed_records()
     for job in _jobs_that_may_spare(transition, nodes, jobs):
         transition.state.node_shortages.pop(job, None)
-        transition.freed_scopes[f"{NEEDED_PREFIX}{job}"] = None
+        transition.freed_scopes[ScopeKind.NEEDED.scope(job)] = None
     for job in jobs:
-        if _has_left_job(transition.state, job, transition.state.deferred_evictions.get(f"job:{job}", ())):
-            transition.freed_scopes[f"job:{job}"] = None
+        scope = ScopeKind.JOB.scope(job)
+        if _has_left_job(transition.state, job, transition.state.deferred_evictions.get(scope, ())):
+            transition.freed_scopes[scope] = None
     freed = [scope for scope in transition.freed_scopes if scope in transition.state.deferred_evictions]
     transition.freed_scopes.clear()
     return freed
@@ -438,21 +433,23 @@ def _jobs_that_may_spare(transition: Transition, nodes: Iterable[str], jobs: Ite
         record = transition.state.nodes[node]
         if record.state is NodeState.HEALTHY and record.since == transition.now:
             found.update(transition.state.node_runtime[node].jobs)
-    return [job for job in found if f"{NEEDED_PREFIX}{job}" in transition.state.deferred_evictions]
+    return [job for job in found if ScopeKind.NEEDED.scope(job) in transition.state.deferred_evictions]
 
 
 def restore_deferral(state: FleetState, node: str) -> None:
     """Restore the deferral of a stored record."""
     record = state.nodes[node]
     if record.health.deferred_eviction_key:
-        state.deferred_evictions.setdefault(record.health.eviction_deferred_by or DATABASE_SCOPE, {})[node] = None
+        state.deferred_evictions.setdefault(record.health.eviction_deferred_by or ScopeKind.DATABASE.scope(), {})[
+            node
+        ] = None
 
 
 def schedule_deferral_checks(transition: Transition) -> None:
     """Schedule checks of restored deferrals for the time when nodes had a chance to be heard."""
     for scope in transition.state.deferred_evictions:
-        if scope != FLEET:
-            transition.schedule(transition.state.rejoin_window_ends_at, "held", scope)
+        if ScopeKind.of(scope) is not ScopeKind.FLEET:
+            transition.schedule(transition.state.rejoin_window_ends_at, DeadlineKind.DEFERRED_EVICTIONS, scope)
 
 
 # Rollback
@@ -480,7 +477,7 @@ def spare_if_correlated(
 
 
 def _defer_for_outbreak(transition: Transition, node: str, key: str, name: str, due: float) -> None:
-    defer_judgement(transition, node, key, OUTBREAK_DEFERRAL_PREFIX, due)
+    defer_judgement(transition, node, key, UndecidedReason.OUTBREAK, due)
     record_seen_at(transition, node, key, name)
 
 
@@ -502,7 +499,7 @@ def _roll_back(transition: Transition, rule: VerdictRule, node: str, name: str, 
         _defer_for_outbreak(transition, node, key, name, due)
     record.quarantine.causes = [key for key in record.quarantine.causes if key not in dropped]
     if not plan.cause_signatures:
-        _roll_back_eviction(transition, node, findings, f"{reason}, which is no node's own")
+        _roll_back_eviction(transition, node, findings, f"{reason}, which points to a cause outside the nodes")
 
 
 def _roll_back_eviction(transition: Transition, node: str, findings: list[Finding], reason: str) -> None:
@@ -520,14 +517,14 @@ def _roll_back_eviction(transition: Transition, node: str, findings: list[Findin
         rule: kept for rule, steps in record.history.ladder_steps.items() if (kept := [s for s in steps if s[0] < at])
     }
     record.quarantine.needs_operator, record.health.defective_gpus = False, []
-    sentence = f"the {what} of {node} is taken back: {reason}"
+    sentence = f"the {what} of {node} is rolled back: {reason}"
     transition.add_verdict(node, Decision.CORRELATED, sentence, evidence=tuple(findings))
-    counts = "counts against no budget" if what == "eviction" else "is no offence"
-    transition.audit("node.eviction_rolled_back", f"the {what} of {node} {counts} any more", node=node)
+    counts = "no longer counts against a budget" if what == "eviction" else "no longer counts as an offence"
+    transition.audit("node.eviction_rolled_back", f"the {what} of {node} {counts}", node=node)
     if record.state is NodeState.QUARANTINED and record.liveness.reachable:
         begin_probation(transition, node, sentence)
     elif record.state is NodeState.QUARANTINED:
         record.quarantine.earliest_end = transition.now  # probation begins once the node is heard
     for scope in state.deferred_evictions:
-        if scope != FLEET and not scope.startswith((NEEDED_PREFIX, DATABASE_SCOPE)):
+        if ScopeKind.of(scope) in BUDGET_SCOPES:
             transition.freed_scopes[scope] = None

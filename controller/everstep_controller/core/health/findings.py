@@ -19,7 +19,6 @@ from everstep_controller.core.health.eviction import (
 )
 from everstep_controller.core.health.node_state import out_of_service_reason
 from everstep_controller.core.health.outbreaks import (
-    OUTBREAK_DEFERRAL_PREFIX,
     belongs_to_outbreak,
     blocking_findings,
     describe_rule,
@@ -46,7 +45,7 @@ from everstep_controller.core.policy import (
     describe_action,
     was_step_taken,
 )
-from everstep_controller.core.records import NodeRecord
+from everstep_controller.core.records import DiagnosticsStatus, NodeRecord, UndecidedReason
 from everstep_controller.core.state import FindingBurst
 from everstep_controller.core.transition import Transition, defer_judgement
 
@@ -77,7 +76,9 @@ def judge_finding(
             _advise(transition, node, finding, rule)
         return
     if transition.now < record.identity.booted_at + rule.boot_grace_s:
-        defer_judgement(transition, node, finding.key, "boot grace", record.identity.booted_at + rule.boot_grace_s)
+        defer_judgement(
+            transition, node, finding.key, UndecidedReason.BOOT_GRACE, record.identity.booted_at + rule.boot_grace_s
+        )
         return
     judge_by_rule(transition, node, finding, rule, is_logged=is_logged)
 
@@ -145,7 +146,7 @@ def judge_by_rule(
 
 
 def record_spared_verdict(transition: Transition, node: str, finding: Finding, rule: VerdictRule, reason: str) -> None:
-    words = f"{node}: {finding.message}; not evicted: {reason}, which is no node's own"
+    words = f"{node}: {finding.message}; not evicted: {reason} (a cause outside the nodes)"
     _add_verdict(transition, node, Decision.CORRELATED, words, finding)
 
 
@@ -163,7 +164,7 @@ def _is_spared_in_quarantine(
     if not belongs_to_outbreak(transition.state, rule, node, finding, transition.now):
         return False
     wait_for_outbreak_end(transition.state, node, finding)
-    defer_judgement(transition, node, finding.key, OUTBREAK_DEFERRAL_PREFIX, transition.now + rule.correlated_s)
+    defer_judgement(transition, node, finding.key, UndecidedReason.OUTBREAK, transition.now + rule.correlated_s)
     return True
 
 
@@ -190,7 +191,9 @@ def _restart_ranks(transition: Transition, node: str, finding: Finding, rule: Ve
     steps = record.history.ladder_steps.get(rule.id, [])
     again = was_step_taken(steps, rule, ladder_action, transition.now)
     if transition.state.database_outage:
-        defer_judgement(transition, node, finding.key, "database", transition.now + DEFERRAL_RECHECK_S)
+        defer_judgement(
+            transition, node, finding.key, UndecidedReason.DATABASE_OUTAGE, transition.now + DEFERRAL_RECHECK_S
+        )
         return
     if not again and (why := losses.node_restart_cap(transition, node)) and rule.ladder[-1] is not ladder_action:
         record.history.ladder_steps[rule.id] = append_ladder_step(
@@ -199,13 +202,13 @@ def _restart_ranks(transition: Transition, node: str, finding: Finding, rule: Ve
         evict_for(transition, node, finding, f"{finding.message}; {why}")
         return
     if not again and (cap := losses.fleet_restart_cap(transition))[0]:
-        defer_judgement(transition, node, finding.key, "restarts", cap[1])
+        defer_judgement(transition, node, finding.key, UndecidedReason.RESTART_CAP, cap[1])
         if is_logged:
             _add_verdict(
                 transition,
                 node,
                 Decision.RECOMMEND,
-                f"{finding.message}; restart rank of {node} waits: {cap[0]}",
+                f"{finding.message}; the restart of ranks on {node} is postponed: {cap[0]}",
                 finding,
             )
         return
@@ -219,7 +222,7 @@ def _restart_ranks(transition: Transition, node: str, finding: Finding, rule: Ve
             _add_verdict(transition, node, Decision.RESTART, words, finding, ladder_action)
         losses.restart_ranks(transition, node, target, words, finding.trace or transition.trace, counted=not again)
     elif not again:
-        why = "no rank computes there" if target is None else "its rank has just been replaced"
+        why = "no rank runs there" if target is None else "its rank was replaced just before"
         _add_verdict(transition, node, Decision.NO_ACTION, f"{words}; {why}", finding)
 
 
@@ -229,8 +232,8 @@ def _recommend_to_holder(transition: Transition, node: str, finding: Finding, ru
     ladder_action = due_action(record, rule, finding, transition.now)
     holder = out_of_service_reason(record, transition.now)
     words = (
-        f"{finding.message}; recommended for {node}: {describe_action(ladder_action)}; nothing is done by "
-        f"itself, since {holder}"
+        f"{finding.message}; recommended for {node}: {describe_action(ladder_action)}; no automatic "
+        f"action, because {holder}"
     )
     _add_verdict(transition, node, Decision.RECOMMEND, words, finding, ladder_action)
 
@@ -241,7 +244,7 @@ def _advise(transition: Transition, node: str, finding: Finding, rule: VerdictRu
         return
     if finding.severity is not Severity.CRITICAL or finding.mode is Mode.OBSERVE:
         return
-    what = "look at it" if finding.action is Action.NONE else finding.action.replace("_", " ")
+    what = "inspect it" if finding.action is Action.NONE else finding.action.replace("_", " ")
     words = f"{finding.message}; recommended for {node}: {what}"
     _add_verdict(transition, node, Decision.RECOMMEND, words, finding, finding.action)
 
@@ -284,10 +287,14 @@ def _open_pair_case(transition: Transition, node: str, finding: Finding) -> None
         found[peer] = finding
     if diagnostics.open_blame_case(transition, BlameIsolationMethod.PAIR, found, f"{finding.message} ({node})") is None:
         defer_judgement(
-            transition, node, finding.key, "second pass", transition.now + transition.policy.probe_timeout_s
+            transition,
+            node,
+            finding.key,
+            UndecidedReason.BLAME_ISOLATION,
+            transition.now + transition.policy.probe_timeout_s,
         )
     else:
-        transition.state.nodes[node].health.undecided_findings[finding.key] = "second pass"
+        transition.state.nodes[node].health.undecided_findings[finding.key] = UndecidedReason.BLAME_ISOLATION
 
 
 # Log of findings
@@ -303,7 +310,11 @@ def record_finding(transition: Transition, node: str, finding: Finding) -> None:
     transition.audit("finding", sentence, node=node, trace=trace, data=data)
     transition.emit(RecordFindingRaised(node, finding, transition.now))
     records.append_history(
-        transition.state.nodes[node], transition.now, "finding", finding.message, data | dict(finding.evidence)
+        transition.state.nodes[node],
+        transition.now,
+        records.HistoryKind.FINDING,
+        finding.message,
+        data | dict(finding.evidence),
     )
 
 
@@ -402,7 +413,7 @@ def _handle_cleared(transition: Transition, node: str, finding: Finding, reason:
     if rule.n_of_m[1] > 1:
         count_report(record, rule, finding, transition.now, bad=False)
     if should_record(transition, node, finding, raised=False):
-        records.append_history(record, transition.now, "cleared", finding.key)
+        records.append_history(record, transition.now, records.HistoryKind.CLEARED, finding.key)
         transition.audit("finding.cleared", reason or f"{finding.key} on {node} has cleared", node=node)
         transition.emit(RecordFindingCleared(node, finding.key, transition.now))
 
@@ -432,7 +443,7 @@ def _judge_blocking(transition: Transition, node: str) -> None:
             record_spared_verdict(transition, node, finding, rule, why)
         else:
             drop_deferral(transition, node)
-            quarantine_again(transition, node, finding, f"{node} cannot come back: {finding.message}")
+            quarantine_again(transition, node, finding, f"{node} cannot return to service: {finding.message}")
         if record.state is not NodeState.PROBATION:
             return
 
@@ -446,7 +457,7 @@ def judge_returning_nodes(transition: Transition) -> None:
         record = transition.state.nodes[node]
         if record.state is NodeState.PROBATION:
             _judge_blocking(transition, node)
-        if record.state is NodeState.PROBATION and not record.quarantine.probe_status:
+        if record.state is NodeState.PROBATION and record.quarantine.diagnostics is DiagnosticsStatus.NOT_STARTED:
             begin_diagnostics(transition, node)
 
 
@@ -520,19 +531,21 @@ def recheck_undecided(transition: Transition, node: str) -> None:
         rule = transition.policy.rules.rule_for(finding)
         due = record.identity.booted_at + rule.boot_grace_s
         if transition.now < due:
-            defer_judgement(transition, node, key, "boot grace", due)
+            defer_judgement(transition, node, key, UndecidedReason.BOOT_GRACE, due)
         elif is_serving(transition, node) or record.state is NodeState.QUARANTINED:
-            judge_by_rule(transition, node, finding, rule, is_logged=False, is_new=why != OUTBREAK_DEFERRAL_PREFIX)
-        elif why == OUTBREAK_DEFERRAL_PREFIX and belongs_to_outbreak(
+            judge_by_rule(transition, node, finding, rule, is_logged=False, is_new=why is not UndecidedReason.OUTBREAK)
+        elif why is UndecidedReason.OUTBREAK and belongs_to_outbreak(
             transition.state, rule, node, finding, transition.now
         ):
-            defer_judgement(transition, node, key, OUTBREAK_DEFERRAL_PREFIX, transition.now + rule.correlated_s)
+            defer_judgement(transition, node, key, UndecidedReason.OUTBREAK, transition.now + rule.correlated_s)
     _recheck_node(transition, node)
 
 
 def retry_deferred_evictions(transition: Transition) -> None:
     """Judge deferred evictions again whose scope may no longer defer them, by the findings that stand now."""
     state = transition.state
+    if not state.deferred_evictions:
+        return
     for scope in pop_freed_scopes(transition):
         for node in list(state.deferred_evictions.get(scope, ())):
             record = state.nodes[node]

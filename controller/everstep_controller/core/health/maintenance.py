@@ -17,10 +17,9 @@ from everstep_controller.core.health.quarantine import begin_probation
 from everstep_controller.core.jobs.generations import RegroupCause, regroup, roster_at
 from everstep_controller.core.jobs.membership import is_computing, jobs_seated_on, min_roster_nodes
 from everstep_controller.core.records import IN_SERVICE, JobRecord, MaintenanceWindow, NodeRecord
-from everstep_controller.core.state import FleetState
+from everstep_controller.core.state import FLEET, DeadlineKind, FleetState
 from everstep_controller.core.transition import Transition
 
-FLEET = "fleet"
 MAX_WINDOWS = 1000
 """Maximum number of windows that are planned or under way."""
 RETRY_S = 1.0
@@ -39,7 +38,7 @@ def hold_node(transition: Transition, node: str, sentence: str) -> None:
     record = transition.state.nodes[node]
     record.scheduling.hold_reason = sentence
     transition.mark_node_changed(node)
-    records.append_history(record, transition.now, "action", sentence)
+    records.append_history(record, transition.now, records.HistoryKind.ACTION, sentence)
     if record.state in QUARANTINE_STATES:
         node_state.cordon(transition, node, sentence)  # no effect if the cordon still stands
     else:
@@ -47,8 +46,8 @@ def hold_node(transition: Transition, node: str, sentence: str) -> None:
     if record.quarantine.plan is not None and record.quarantine.plan.pending_remediation_id:
         action = record.quarantine.plan.ladder[record.quarantine.plan.ladder_step]
         words = (
-            f"{action} of {node} ({record.quarantine.plan.pending_remediation_id}) was asked for before, "
-            "and may still be done"
+            f"{action} of {node} ({record.quarantine.plan.pending_remediation_id}) was requested before and may still "
+            "be carried out"
         )
         transition.audit("remediation.in_progress", words, node=node)
 
@@ -57,7 +56,7 @@ def release_hold(transition: Transition, node: str, sentence: str) -> None:
     """End the hold; other reasons may still keep the node out."""
     transition.state.nodes[node].scheduling.hold_reason = ""
     transition.mark_node_changed(node)
-    records.append_history(transition.state.nodes[node], transition.now, "action", sentence)
+    records.append_history(transition.state.nodes[node], transition.now, records.HistoryKind.ACTION, sentence)
     try_return_to_probation(transition, node, sentence)
 
 
@@ -80,13 +79,13 @@ def handle_scheduler_change(transition: Transition, event: SchedulerStateChanged
     if event.cordoned_by:
         because = f" ({event.reason})" if event.reason else ""
         sentence = (
-            f"{event.node} is cordoned by {event.cordoned_by}{because}: it takes no new work until that is lifted"
+            f"{event.node} is cordoned by {event.cordoned_by}{because}: it gets no new work until the cordon is lifted"
         )
         if record.state in IN_SERVICE:
             set_state(transition, event.node, NodeState.HELD, sentence)
     else:
-        sentence = f"{before} has lifted the cordon of {event.node}"
-    records.append_history(record, transition.now, "action", sentence)
+        sentence = f"{before} lifted the cordon of {event.node}"
+    records.append_history(record, transition.now, records.HistoryKind.ACTION, sentence)
     transition.audit("node.scheduler_changed", sentence, node=event.node)
     try_return_to_probation(transition, event.node, sentence)
 
@@ -94,13 +93,13 @@ def handle_scheduler_change(transition: Transition, event: SchedulerStateChanged
 def _note_missing_cordon(transition: Transition, record: NodeRecord) -> None:
     """Note that Everstep's cordon has vanished. It is not set again, since its removal may be intended; a hold or
     another state sets it."""
-    record.scheduling.cordon_id = ""
+    record.scheduling.cordon_id, record.scheduling.cordon_failed = "", False
     transition.mark_node_changed(record.node)
     sentence = (
-        f"{record.node} is out of service here ({record.state}), and the scheduler does not show Everstep's cordon any "
-        "more: it may give the node work; `everstep node hold` cordons it again, `everstep node readmit` takes it back"
+        f"{record.node} is out of service ({record.state}), but Everstep's cordon is missing in the scheduler, which "
+        "may give the node work; run `everstep node hold` to cordon it again, or `everstep node readmit` to return it"
     )
-    records.append_history(record, transition.now, "action", sentence)
+    records.append_history(record, transition.now, records.HistoryKind.ACTION, sentence)
     transition.audit("node.uncordoned", sentence, node=record.node)
 
 
@@ -108,7 +107,7 @@ def try_return_to_probation(transition: Transition, node: str, reason: str) -> N
     """Return a held node to probation if no order keeps it out any more; recheck a quarantined one."""
     record = transition.state.nodes[node]
     if record.state is NodeState.QUARANTINED:
-        transition.schedule(transition.now, "care", node)
+        transition.schedule_treatment(transition.now, node)
     elif record.state is not NodeState.HELD or out_of_service_reason(record, transition.now):
         return
     elif not is_computing(transition.state, node) and remediation_ladder.repair_if_repeat_offender(transition, node):
@@ -116,7 +115,12 @@ def try_return_to_probation(transition: Transition, node: str, reason: str) -> N
     elif record.liveness.reachable:
         begin_probation(transition, node, reason)
     else:
-        set_state(transition, node, NodeState.LOST, f"{reason}; it is out of reach and comes back when it is heard")
+        set_state(
+            transition,
+            node,
+            NodeState.LOST,
+            f"{reason}; the node is unreachable and returns once its agent reports again",
+        )
 
 
 # Maintenance windows
@@ -189,7 +193,7 @@ def order_window(transition: Transition, command: OperatorCommand, sentence: str
     transition.mark_fleet_changed()
     if command.starts_at is not None and command.starts_at > transition.now:
         fleet.maintenance_windows.append(msgspec.structs.replace(window, starts_at=command.starts_at))
-        transition.schedule(command.starts_at, "maintenance", FLEET)
+        transition.schedule(command.starts_at, DeadlineKind.MAINTENANCE, FLEET)
         return
     fleet.maintenance_windows.append(window)
     _begin_windows(transition, window)
@@ -200,7 +204,7 @@ def resume_windows(transition: Transition) -> None:
     begin_due_windows(transition)
     for window in transition.state.fleet.maintenance_windows:
         if window.starts_at:
-            transition.schedule(max(transition.now, window.starts_at), "maintenance", FLEET)
+            transition.schedule(max(transition.now, window.starts_at), DeadlineKind.MAINTENANCE, FLEET)
 
 
 def begin_due_windows(transition: Transition) -> None:
@@ -213,7 +217,7 @@ def begin_due_windows(transition: Transition) -> None:
     if not due:
         return
     if transition.state.database_outage:
-        transition.schedule(transition.now + RETRY_S, "maintenance", FLEET)
+        transition.schedule(transition.now + RETRY_S, DeadlineKind.MAINTENANCE, FLEET)
         return
     begun = [msgspec.structs.replace(one, starts_at=0.0) for one in due if one.until > transition.now]
     fleet.maintenance_windows = [*(one for one in fleet.maintenance_windows if one not in due), *begun]
@@ -269,8 +273,8 @@ def enter_maintenance(transition: Transition, node: str, window: MaintenanceWind
     record = transition.state.nodes[node]
     record.scheduling.maintenance_until = max(record.scheduling.maintenance_until, window.until)
     transition.mark_node_changed(node)
-    transition.schedule(record.scheduling.maintenance_until, "care", node)
-    records.append_history(record, transition.now, "action", window.sentence)
+    transition.schedule_treatment(record.scheduling.maintenance_until, node)
+    records.append_history(record, transition.now, records.HistoryKind.ACTION, window.sentence)
     if record.state not in IN_SERVICE:
         return
     set_state(transition, node, NodeState.HELD, window.sentence)

@@ -15,14 +15,55 @@ CORDONED_STATES = (NodeState.QUARANTINED, NodeState.HELD, NodeState.REPAIR)
 """States in which nothing else should give the node work either."""
 
 
+TRANSITIONS: dict[NodeState, tuple[NodeState, ...]] = {
+    NodeState.HEALTHY: (
+        NodeState.SUSPECT,
+        NodeState.LOST,
+        NodeState.QUARANTINED,
+        NodeState.HELD,
+        NodeState.REPAIR,
+    ),
+    NodeState.SUSPECT: (
+        NodeState.HEALTHY,
+        NodeState.LOST,
+        NodeState.QUARANTINED,
+        NodeState.HELD,
+        NodeState.REPAIR,
+    ),
+    NodeState.LOST: (NodeState.PROBATION, NodeState.QUARANTINED, NodeState.HELD, NodeState.REPAIR),
+    NodeState.QUARANTINED: (NodeState.PROBATION, NodeState.LOST, NodeState.HELD, NodeState.REPAIR),
+    NodeState.PROBATION: (
+        NodeState.HEALTHY,
+        NodeState.SUSPECT,
+        NodeState.LOST,
+        NodeState.QUARANTINED,
+        NodeState.HELD,
+        NodeState.REPAIR,
+    ),
+    NodeState.HELD: (
+        NodeState.HEALTHY,
+        NodeState.SUSPECT,
+        NodeState.PROBATION,
+        NodeState.LOST,
+        NodeState.QUARANTINED,
+        NodeState.REPAIR,
+    ),
+    NodeState.REPAIR: (NodeState.PROBATION, NodeState.LOST, NodeState.QUARANTINED),
+}
+"""States that may follow each state; docs/concepts/node-states.md draws them. A node registers as healthy. Any state
+may be entered again for another reason."""
+
+
 def set_state(transition: Transition, node: str, state: NodeState, sentence: str) -> None:
     """Move a node to ``state`` for the reason in ``sentence``; cordon or uncordon it accordingly.
 
     A silent node that becomes healthy by order is suspected until its next message.
     """
     record = transition.state.nodes[node]
-    doubted = state is NodeState.HEALTHY and node in transition.state.silent_nodes
-    record.state, record.since = NodeState.SUSPECT if doubted else state, transition.now
+    is_silent = state is NodeState.HEALTHY and node in transition.state.silent_nodes
+    entered = NodeState.SUSPECT if is_silent else state
+    assert entered is record.state or entered in TRANSITIONS[record.state], f"{node}: {record.state} to {entered}"
+    record.state, record.since = entered, transition.now
     record.sentence, record.trace = sentence, transition.trace
     transition.mark_node_changed(node)
     if state in CORDONED_STATES:
@@ -36,7 +77,8 @@ def out_of_service_reason(record: NodeRecord, now: float) -> str:
     """Return the order that keeps the node out of service, as a sentence; "" for none."""
     if record.scheduling.external_cordon_by:
         return (
-            f"{record.node} is cordoned by {record.scheduling.external_cordon_by}, and stays out until that is lifted"
+            f"{record.node} is cordoned by {record.scheduling.external_cordon_by} and stays out until that cordon is "
+            "lifted"
         )
     if record.scheduling.hold_reason:
         return record.scheduling.hold_reason
@@ -49,30 +91,27 @@ REMEDIATION_KINDS = {Action.RESET_GPU: RemediationKind.RESET_GPU, Action.REBOOT_
 """Actions that an executor can carry out."""
 
 
-CORDON_UNCERTAIN = "uncertain"
-"""For the id of a cordon that failed (``NodeRecord.cordoned``): who did not answer may have carried it out."""
-
-
 def cordon(transition: Transition, node: str, sentence: str) -> None:
     """Cordon a node that is out. Another party's cordon is left alone."""
-    record = transition.state.nodes[node]
-    if record.scheduling.cordon_id in ("", CORDON_UNCERTAIN) and not record.scheduling.external_cordon_by:
-        record.scheduling.cordon_id = _request_remediation(transition, node, RemediationKind.CORDON, sentence)
+    scheduling = transition.state.nodes[node].scheduling
+    if (scheduling.cordon_failed or not scheduling.cordon_id) and not scheduling.external_cordon_by:
+        scheduling.cordon_id = _request_remediation(transition, node, RemediationKind.CORDON, sentence)
+        scheduling.cordon_failed = False
 
 
 def uncordon(transition: Transition, node: str, sentence: str) -> None:
     """Lift Everstep's own cordon, and no other."""
-    record = transition.state.nodes[node]
-    if record.scheduling.cordon_id:
-        record.scheduling.cordon_id = ""
+    scheduling = transition.state.nodes[node].scheduling
+    if scheduling.cordon_id:
+        scheduling.cordon_id, scheduling.cordon_failed = "", False
         _request_remediation(transition, node, RemediationKind.UNCORDON, sentence)
 
 
 def request_repair(transition: Transition, node: str, sentence: str) -> None:
     """Hand the node to people with the evidence on it. Like a cordon, a repair keeps other work away."""
-    transition.state.nodes[node].scheduling.cordon_id = _request_remediation(
-        transition, node, RemediationKind.REPAIR, sentence
-    )
+    scheduling = transition.state.nodes[node].scheduling
+    scheduling.cordon_id = _request_remediation(transition, node, RemediationKind.REPAIR, sentence)
+    scheduling.cordon_failed = False
 
 
 def start_remediation(transition: Transition, node: str, action: Action, sentence: str) -> str:
@@ -135,7 +174,11 @@ def _request_remediation(
     findings = record.all_findings()
     gpus = (suspect_gpus(record, findings) or record.identity.gpus) if kind is RemediationKind.RESET_GPU else ()
     records.append_history(
-        record, transition.now, "action", f"{kind.replace('_', ' ')} asked for: {sentence}", {"remediation": name}
+        record,
+        transition.now,
+        records.HistoryKind.ACTION,
+        f"{kind.replace('_', ' ')} requested: {sentence}",
+        {"remediation": name},
     )
     transition.request_remediation(
         Remediation(

@@ -109,9 +109,10 @@ def describe_score(transition: Transition, node: str) -> str:
     """Return why the node belongs in repair."""
     score, limit = current_offender_score(transition, node), transition.policy.offender_repair_score
     if score >= limit:
-        return f"its score of offences is {score:.1f} of {limit:g}"
+        return f"its offence score is {score:.1f}, and the limit is {limit:g}"
     window_s = transition.policy.offender_half_life_s
-    return f"its offences of the last {window_s:g} s weigh {_recent_offence_weight(transition, node):g} of {limit:g}"
+    weight = _recent_offence_weight(transition, node)
+    return f"its offences of the last {window_s:g} s add up to {weight:g}, and the limit is {limit:g}"
 
 
 def _recent_offence_weight(transition: Transition, node: str) -> float:
@@ -200,7 +201,7 @@ def extend_controller_finding(transition: Transition, node: str, key: str, lasts
     record = transition.state.nodes[node]
     record.health.controller_findings_until[key] = transition.now + lasts_s
     transition.mark_node_changed(node)
-    transition.schedule(record.health.controller_findings_until[key], "care", node)
+    transition.schedule_treatment(record.health.controller_findings_until[key], node)
 
 
 def clear_controller_findings(
@@ -226,6 +227,6 @@ def expire_controller_findings(transition: Transition, node: str) -> None:
     record = transition.state.nodes[node]
     for key, until in list(record.health.controller_findings_until.items()):
         if transition.now < until:
-            transition.schedule(until, "care", node)
+            transition.schedule_treatment(until, node)
         else:
             clear_controller_findings(transition, node, [key], f"{key} was not seen again on {node}")

@@ -27,13 +27,11 @@ from everstep_controller.core.policy import (
     describe_action,
     next_ladder_step,
 )
-from everstep_controller.core.records import IN_SERVICE, NodeRecord
+from everstep_controller.core.records import IN_SERVICE, NodeRecord, UndecidedReason
 from everstep_controller.core.state import FleetState
 from everstep_controller.core.transition import Transition
 from everstep_controller.core.wording import join_names
 
-OUTBREAK_DEFERRAL_PREFIX = "correlated"
-"""Reason to judge a finding of an outbreak again (``NodeRecord.undecided_findings``)."""
 ACTION_DELAY_S = 1.0
 """Seconds after an eviction in which the machine is left alone, because a software fault often shows everywhere in
 less. The node has left its jobs by then, so nothing waits."""
@@ -72,7 +70,7 @@ def check_correlated(
     while seen and seen[oldest := next(iter(seen))] < transition.now - rule.correlated_s:
         del seen[oldest]
     if why := common_cause(state, rule, seen, node):
-        return f"{name} is on {why} within {rule.correlated_s:g} s", _join_outbreak(
+        return f"{name} appeared on {why} within {rule.correlated_s:g} s", _join_outbreak(
             transition, rule, name, seen, node, why
         )
     waiting = state.outbreaks.get(name)
@@ -80,11 +78,14 @@ def check_correlated(
         return "", []
     nodes = _nodes_sustaining(state, rule, name, seen)
     if waiting.get(node) and (why := common_cause(state, rule, nodes, node)):
-        return f"{name} stands on {why}, or more, since it was on so many at once", []
+        return f"{name} is still present on {why} or more and counts as one outbreak", []
     waiting.pop(node, None)  # the node is judged for itself
     if not _holds_for_any_driver(state, rule, nodes):
         _end(transition, name)
-        transition.audit("fleet.correlated_finding_ended", f"{name} is on few nodes again: each is judged for itself")
+        transition.audit(
+            "fleet.correlated_finding_ended",
+            f"the outbreak of {name} is over: the remaining nodes are judged one by one",
+        )
     return "", []
 
 
@@ -97,8 +98,8 @@ def _join_outbreak(
     if began:
         transition.audit(
             "fleet.correlated_finding",
-            f"{name} on {reason} within {rule.correlated_s:g} s: software, a driver or the network is suspected, "
-            f"and no node is evicted for it under {rule.id} while that lasts",
+            f"{name} appeared on {reason} within {rule.correlated_s:g} s: a common cause (software, driver, network) "
+            f"is suspected; rule {rule.id} evicts no node for it during the outbreak",
         )
         state.fleet.outbreaks[name] = next(iter(seen.values()), transition.now)
         transition.mark_fleet_changed()
@@ -222,16 +223,16 @@ class Outbreak(msgspec.Struct, frozen=True, kw_only=True):
     def sentence(self, known: int) -> str:
         """Return what stands where, and what Everstep does about it. ``known`` is the number of nodes in the fleet."""
         return (
-            f"{self.name} stands on {len(self.nodes)} of {known} nodes ({join_names(self.nodes)}: {self.example}): "
+            f"{self.name} is present on {len(self.nodes)} of {known} nodes ({join_names(self.nodes)}: {self.example}): "
             f"software, a driver or the network is suspected, so no node is evicted for it"
         )
 
     def advice(self) -> str:
         """Return what happens next, and what a person can do."""
         return (
-            f"Find what these nodes have in common and mend that. The finding is judged again every "
-            f"{self.again_s:g} s: once it stands on too few nodes to have a common cause, each is treated "
-            f"by rule {self.rule}. To take a node out now: everstep node evict NODE --reason WHY"
+            f"Find and fix what these nodes have in common. The finding is judged again every {self.again_s:g} s: once "
+            f"too few nodes show it to have a common cause, each is judged by rule {self.rule}. To take a node out "
+            f"now, run `everstep node evict NODE --reason WHY`"
         )
 
 
@@ -276,7 +277,7 @@ def shared_by_other(state: FleetState, node: str, finding: Finding, now: float) 
     lately = (other for other, at in state.sightings.get(name, {}).items() if at >= since)
     still = (other for other in state.outbreaks.get(name, ()) if _sustains_outbreak(state.nodes[other], name))
     alike = chain(lately, still, _out_with_signature(state, name, now))
-    return next((f"{other} shows {name} as well" for other in alike if other != node), "")
+    return next((f"{other} shows {name} too" for other in alike if other != node), "")
 
 
 def _out_with_signature(state: FleetState, name: str, now: float) -> Iterator[str]:
@@ -328,7 +329,7 @@ def restore_outbreaks(transition: Transition) -> None:
             ]
         for finding in record.all_findings():
             name = signature(finding)
-            if record.health.undecided_findings.get(finding.key) == OUTBREAK_DEFERRAL_PREFIX:
+            if record.health.undecided_findings.get(finding.key) is UndecidedReason.OUTBREAK:
                 state.outbreaks.setdefault(name, {})[node] = True
                 rules[name] = state.policy.rules.rule_for(finding)
             elif record.health.deferred_eviction_key != finding.key:
@@ -391,7 +392,7 @@ def describe_rule(rule: VerdictRule, record: NodeRecord, finding: Finding, actio
     name = f"{rule.id}:{finding.key}" if rule.scope is CountingScope.SUBJECT else rule.id
     count = max(1, count_bad_reports(record.history.counted_reports.get(name, [])))
     window = f" within {rule.window_s:g} s" if rule.n_of_m[0] > 1 else ""
-    clear = f" for {rule.clear_s:g} s" if rule.clear_s else ""
-    place = f"step {rule.ladder.index(action) + 1} of {len(rule.ladder)} is {describe_action(action)}"
-    over = "" if finding.kind in NOT_SELF_CLEARING else f"; over once it is clear{clear}"
-    return f"rule {rule.id}: report {count} of {rule.n_of_m[0]}{window}; {place}{over}"
+    clears = f"has been clear for {rule.clear_s:g} s" if rule.clear_s else "clears"
+    place = f"next action ({rule.ladder.index(action) + 1} of {len(rule.ladder)}): {describe_action(action)}"
+    over = "" if finding.kind in NOT_SELF_CLEARING else f"; the node may return once the finding {clears}"
+    return f"rule {rule.id}: occurrence {count} of {rule.n_of_m[0]}{window}; {place}{over}"

@@ -20,17 +20,17 @@ from everstep_controller.core.health.outbreaks import (
 from everstep_controller.core.jobs.joining import clear_exclusion, offer_to_jobs
 from everstep_controller.core.jobs.membership import is_computing
 from everstep_controller.core.policy import LADDER_ACTIONS, BlameIsolationMethod, append_ladder_step, next_ladder_step
-from everstep_controller.core.records import NodeRecord, ReadmissionPlan
+from everstep_controller.core.records import (
+    DIAGNOSTICS_DONE,
+    DiagnosticsStatus,
+    NodeQuarantine,
+    NodeRecord,
+    ReadmissionPlan,
+)
 from everstep_controller.core.transition import Transition
-
-__all__ = ["begin_probation", "begin_quarantine", "check_probation", "check_quarantine", "set_state"]
 
 RANK_FINDING_KINDS = (str(FindingKind.RANK_FLAPPING), str(FindingKind.RANK_STRAGGLER))
 """Findings for which jobs blame a node, and which the jobs forgive after its readmission."""
-PROBE_PASSED = "passed"
-PROBE_SKIPPED = "skipped"
-PROBE_WAITING = "waiting_for_partner"
-"""For a partner, for a second pass, or to be tried again."""
 
 
 # Quarantine
@@ -61,9 +61,9 @@ def begin_quarantine(
     set_state(transition, node, NodeState.QUARANTINED, sentence)
     served = offences.quarantine_wait_s(transition, node) if offence_weight >= offences.EVICTION_WEIGHT else 0.0
     record.quarantine.earliest_end = transition.now + max(wait_s, served, transition.policy.quarantine_min_s)
-    record.quarantine.probe_status = ""
-    transition.schedule(record.quarantine.earliest_end, "node", node)
-    transition.schedule(transition.now, "care", node)
+    record.quarantine.diagnostics = DiagnosticsStatus.NOT_STARTED
+    transition.schedule_node(record.quarantine.earliest_end, node)
+    transition.schedule_treatment(transition.now, node)
 
 
 def _next_plan(previous: ReadmissionPlan | None, offence_weight: float) -> ReadmissionPlan:
@@ -136,9 +136,9 @@ def check_quarantine(transition: Transition, node: str) -> None:
     if causes or record.quarantine.needs_operator:
         remediation_ladder.continue_ladder(transition, node)
     elif record.liveness.reachable and transition.now < record.quarantine.earliest_end:
-        transition.schedule(record.quarantine.earliest_end, "node", node)
+        transition.schedule_node(record.quarantine.earliest_end, node)
     elif record.liveness.reachable:
-        begin_probation(transition, node, f"nothing stands against {node} any more")
+        begin_probation(transition, node, f"{node} has no active finding any more")
 
 
 def _is_cause_active(transition: Transition, record: NodeRecord, key: str) -> bool:
@@ -148,7 +148,7 @@ def _is_cause_active(transition: Transition, record: NodeRecord, key: str) -> bo
         record.quarantine.plan.clear_s if record.quarantine.plan else 0.0
     )
     if transition.now < due:
-        transition.schedule(due, "care", record.node)
+        transition.schedule_treatment(due, record.node)
         return True
     record.quarantine.cause_cleared_at.pop(key, None)
     return False
@@ -161,20 +161,16 @@ def begin_probation(transition: Transition, node: str, reason: str) -> None:
     """Begin probation: the required diagnostics, then clean beats. An order that keeps the node out takes
     precedence."""
     record, live = transition.state.nodes[node], transition.state.node_runtime[node]
-    (
-        record.quarantine.causes,
-        record.quarantine.cause_cleared_at,
-        record.quarantine.required_action,
-        record.quarantine.probe_status,
-        record.quarantine.earliest_end,
-    ) = [], {}, Action.NONE, "", 0.0
-    plan = record.quarantine.plan = record.quarantine.plan or ReadmissionPlan()
+    plan = record.quarantine.plan or ReadmissionPlan()
+    record.quarantine = NodeQuarantine(
+        needs_operator=record.quarantine.needs_operator, probe_failures=record.quarantine.probe_failures, plan=plan
+    )
     if why := out_of_service_reason(record, transition.now):
         set_state(transition, node, NodeState.HELD, f"{reason}; {why}")
         return
     live.heartbeats.clean_heartbeats = 0
     _reset_diagnostics(plan)
-    sentence = f"{reason}; on probation for {transition.policy.probation_heartbeats} clean beats"
+    sentence = f"{reason}; on probation until it has sent {transition.policy.probation_heartbeats} clean heartbeats"
     set_state(transition, node, NodeState.PROBATION, sentence)
     transition.audit("node.probation", sentence, node=node)
     if not _has_blocking_finding(transition, node):
@@ -193,7 +189,7 @@ def begin_diagnostics(transition: Transition, node: str) -> None:
     if transition.policy.probe_required:
         run_next_diagnostic(transition, node)
     else:
-        transition.state.nodes[node].quarantine.probe_status = PROBE_SKIPPED
+        transition.state.nodes[node].quarantine.diagnostics = DiagnosticsStatus.SKIPPED
     check_probation(transition, node)
 
 
@@ -211,37 +207,39 @@ def _has_blocking_finding(transition: Transition, node: str) -> bool:
 
 def run_next_diagnostic(transition: Transition, node: str) -> None:
     """Run the next diagnostic if none is running."""
-    record = transition.state.nodes[node]
-    plan = record.quarantine.plan = record.quarantine.plan or ReadmissionPlan()
+    quarantine = transition.state.nodes[node].quarantine
+    plan = quarantine.plan = quarantine.plan or ReadmissionPlan()
     transition.mark_node_changed(node)
     if plan.remaining_diagnostics and plan.remaining_diagnostics[0] is not ProbeKind.ALL_REDUCE:
-        record.quarantine.probe_status = start_probe(
-            transition, (node,), tested_node=node, kind=plan.remaining_diagnostics[0]
-        )
+        quarantine.diagnostics = DiagnosticsStatus.RUNNING
+        quarantine.probe_id = start_probe(transition, (node,), tested_node=node, kind=plan.remaining_diagnostics[0])
         return
     if plan.remaining_diagnostics:
-        partner, busy = find_partner(transition, node, record.quarantine.probe_failures)
+        partner, busy = find_partner(transition, node, quarantine.probe_failures)
         if partner is not None:
-            record.quarantine.probe_status = start_probe(transition, (partner, node), tested_node=node)
+            quarantine.diagnostics = DiagnosticsStatus.RUNNING
+            quarantine.probe_id = start_probe(transition, (partner, node), tested_node=node)
             return
         if busy:
-            record.quarantine.probe_status = PROBE_WAITING
-            transition.schedule(transition.now + transition.policy.partner_wait_s, "care", node)
+            quarantine.diagnostics = DiagnosticsStatus.WAITING
+            transition.schedule_treatment(transition.now + transition.policy.partner_wait_s, node)
             return
         plan.remaining_diagnostics, plan.lacked_partner = (
             [kind for kind in plan.remaining_diagnostics if kind is not ProbeKind.ALL_REDUCE],
             True,
         )
-        transition.audit("probe.skipped", f"no healthy partner to probe {node} with: clean beats must do", node=node)
+        transition.audit(
+            "probe.skipped", f"no healthy partner to probe {node} with: clean heartbeats alone decide", node=node
+        )
         run_next_diagnostic(transition, node)
         return
-    record.quarantine.probe_status = PROBE_SKIPPED if plan.lacked_partner else PROBE_PASSED
+    quarantine.diagnostics = DiagnosticsStatus.SKIPPED if plan.lacked_partner else DiagnosticsStatus.PASSED
 
 
 def can_retry_diagnostic(transition: Transition, node: str) -> bool:
     """Return whether a node on probation waits only for a partner or for a time that has passed."""
     record = transition.state.nodes[node]
-    if record.state is not NodeState.PROBATION or record.quarantine.probe_status != PROBE_WAITING:
+    if record.state is not NodeState.PROBATION or record.quarantine.diagnostics is not DiagnosticsStatus.WAITING:
         return False
     lately = any(finding.kind is FindingKind.PROBE_FAILED for finding in record.health.controller_findings.values())
     return not lately and not diagnostics.is_suspect(transition, node)
@@ -250,9 +248,10 @@ def can_retry_diagnostic(transition: Transition, node: str) -> bool:
 def handle_probation_probe(transition: Transition, outcome: ProbeOutcome) -> None:
     """Handle the end of a diagnostic on probation."""
     node = outcome.probe.tested_node
-    if node is None or transition.state.nodes[node].quarantine.probe_status != outcome.probe_id:
+    if node is None or transition.state.nodes[node].state is not NodeState.PROBATION:
         return
-    if transition.state.nodes[node].state is not NodeState.PROBATION:
+    quarantine = transition.state.nodes[node].quarantine
+    if quarantine.diagnostics is not DiagnosticsStatus.RUNNING or quarantine.probe_id != outcome.probe_id:
         return
     if not outcome.failure:
         record_diagnostic_passed(transition, node)
@@ -272,7 +271,7 @@ def record_diagnostic_passed(transition: Transition, node: str) -> None:
     if record.quarantine.plan is not None:
         record.quarantine.plan.remaining_diagnostics = record.quarantine.plan.remaining_diagnostics[1:]
     run_next_diagnostic(transition, node)
-    if record.quarantine.probe_status == PROBE_PASSED:
+    if record.quarantine.diagnostics is DiagnosticsStatus.PASSED:
         record.quarantine.probe_failures = 0
     check_probation(transition, node)
 
@@ -304,7 +303,7 @@ def _open_pair_case(transition: Transition, node: str, outcome: ProbeOutcome) ->
             offence_weight=0.0 if outcome.incapable_node else offences.FAILED_PROBE_WEIGHT,
         )
     else:
-        transition.state.nodes[node].quarantine.probe_status = PROBE_WAITING
+        transition.state.nodes[node].quarantine.diagnostics = DiagnosticsStatus.WAITING
         transition.mark_node_changed(node)
 
 
@@ -329,16 +328,16 @@ def record_diagnostic_failed(
         since=transition.now,
         trace=transition.trace,
     )
-    again = f"the next probe is in {wait_s:g} s or more"
+    again = f"the next probe runs in {wait_s:g} s or later"
     if seated:
         record.quarantine.plan = record.quarantine.plan or ReadmissionPlan()
         _reset_diagnostics(record.quarantine.plan)
-        record.quarantine.probe_status = PROBE_WAITING
-        words = f"{failure}; a job computes on {node}, and nothing proves it ill: it stays on probation, {again}"
+        record.quarantine.diagnostics = DiagnosticsStatus.WAITING
+        words = f"{failure}; a job runs on {node} and no fault is proven: it stays on probation; {again}"
         transition.add_verdict(node, Decision.RECOMMEND, words, evidence=(finding,))
         raise_controller_finding(transition, node, finding, wait_s)
         return
-    sentence = f"{failure}; {node} stays out, {again}"
+    sentence = f"{failure}; {node} stays out of service; {again}"
     begin_quarantine(transition, node, sentence, (), action=Action.DRAIN, wait_s=wait_s, offence_weight=offence_weight)
     transition.add_verdict(node, Decision.QUARANTINE, sentence, action=Action.DRAIN, evidence=(finding,))
     raise_controller_finding(transition, node, finding, wait_s)
@@ -361,7 +360,7 @@ def _record_wrong_result(transition: Transition, node: str, outcome: ProbeOutcom
     if not blocks_service(transition.state, transition.state.nodes[node], finding, transition.now):
         record_diagnostic_failed(transition, node, outcome.failure)
     elif not is_computing(transition.state, node):  # otherwise judged like any node on which a job computes
-        quarantine_again(transition, node, finding, f"{outcome.failure}; {node} stays out until it is mended")
+        quarantine_again(transition, node, finding, f"{outcome.failure}; {node} stays quarantined until it is repaired")
 
 
 def quarantine_again(transition: Transition, node: str, finding: Finding, sentence: str) -> None:
@@ -410,7 +409,7 @@ def check_probation(transition: Transition, node: str) -> None:
     Not while a reset or reboot may still be carried out; each is reported when it has ended.
     """
     record = transition.state.nodes[node]
-    if record.state is not NodeState.PROBATION or record.quarantine.probe_status not in (PROBE_PASSED, PROBE_SKIPPED):
+    if record.state is not NodeState.PROBATION or record.quarantine.diagnostics not in DIAGNOSTICS_DONE:
         return
     if record.quarantine.plan is not None and record.quarantine.plan.pending_remediation_id:
         return
@@ -423,10 +422,10 @@ def check_probation(transition: Transition, node: str) -> None:
         return
     probe = (
         "passed its probe and"
-        if record.quarantine.probe_status == PROBE_PASSED
-        else "had no partner to be probed with, but"
+        if record.quarantine.diagnostics is DiagnosticsStatus.PASSED
+        else "could not be probed (no partner) and"
     )
-    sentence = f"{node} {probe} sent {beats} clean beats: {_describe_fitness(transition, node)}"
+    sentence = f"{node} {probe} sent {beats} clean heartbeats: {_describe_fitness(transition, node)}"
     for name in _jobs_blaming(transition, node):
         clear_exclusion(transition, name, node)
     set_state(transition, node, NodeState.HEALTHY, sentence)
@@ -439,4 +438,4 @@ def _describe_fitness(transition: Transition, node: str) -> str:
     spared = dict.fromkeys(signature(one) for one in spared_findings_of(transition.state, transition.state.nodes[node]))
     if not spared:
         return "it is healthy"
-    return f"it serves, although it shows {', '.join(spared)}, which is part of an outbreak"
+    return f"it is in service although it still shows {', '.join(spared)}, because that is an outbreak"

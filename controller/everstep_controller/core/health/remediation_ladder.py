@@ -21,7 +21,7 @@ from everstep_controller.core.health.offences import clear_controller_findings
 from everstep_controller.core.health.outbreaks import ACTION_DELAY_S, rollback_possible_until
 from everstep_controller.core.jobs.membership import jobs_seated_on
 from everstep_controller.core.policy import append_ladder_step, describe_action
-from everstep_controller.core.records import NodeRecord, ReadmissionPlan
+from everstep_controller.core.records import DiagnosticsStatus, NodeRecord, ReadmissionPlan
 from everstep_controller.core.transition import Transition
 
 SEAT_RECHECK_S = 1.0
@@ -39,23 +39,23 @@ def continue_ladder(transition: Transition, node: str) -> None:
     ):
         return
     if record.quarantine.needs_operator and not record.health.defective_gpus:
-        _set_blocked(transition, record, plan, f"an operator took {node} out: nothing is done to it by itself")
+        _set_blocked(transition, record, plan, f"an operator took {node} out of service: no automatic action")
     elif why := out_of_service_reason(record, transition.now):
-        _set_blocked(transition, record, plan, f"{why}: nothing is done to it by itself")
+        _set_blocked(transition, record, plan, f"{why}: no automatic action")
     elif plan.pending_remediation_id:
         _check_remediation_deadline(transition, node, plan)
     elif plan.settle_deadline and transition.now < plan.settle_deadline:
-        transition.schedule(plan.settle_deadline, "care", node)
+        transition.schedule_treatment(plan.settle_deadline, node)
     elif plan.settle_deadline:
         how = "was only a dry run" if node_state.was_dry_run(record) else "was confirmed"
-        _advance_ladder(transition, node, plan, f"{how}, and what it should have cured stands")
+        _advance_ladder(transition, node, plan, f"{how}, but the finding is still active")
     else:
         _take_step(transition, node, plan)
 
 
 def _check_remediation_deadline(transition: Transition, node: str, plan: ReadmissionPlan) -> None:
     if transition.now < plan.remediation_deadline:
-        transition.schedule(plan.remediation_deadline, "care", node)
+        transition.schedule_treatment(plan.remediation_deadline, node)
         return
     plan.pending_remediation_id = ""
     _advance_ladder(transition, node, plan, f"was not reported within {transition.policy.remediation_timeout_s:g} s")
@@ -63,32 +63,34 @@ def _check_remediation_deadline(transition: Transition, node: str, plan: Readmis
 
 def _take_step(transition: Transition, node: str, plan: ReadmissionPlan) -> None:
     record, action = transition.state.nodes[node], plan.ladder[plan.ladder_step]
-    place = f"step {plan.ladder_step + 1} of {len(plan.ladder)} under {plan.rule_id}"
+    place = f"step {plan.ladder_step + 1} of {len(plan.ladder)} of rule {plan.rule_id}"
     if _waits_for_rollback_window(transition, node, goes_to_operator=action is Action.REPAIR):
         return
     if action is Action.REPAIR:
         send_to_repair(
             transition,
             node,
-            f"{node} needs a person: {', '.join(record.quarantine.causes)} stands, and repair is {place}",
+            f"{node} needs manual repair: {', '.join(record.quarantine.causes)} is still active, and repair is {place}",
         )
     elif action not in node_state.REMEDIATION_KINDS:
         return
     elif jobs_seated_on(transition.state, node):
-        transition.schedule(
-            math.floor(transition.now) + SEAT_RECHECK_S, "care", node
+        transition.schedule_treatment(
+            math.floor(transition.now) + SEAT_RECHECK_S, node
         )  # rounding to whole seconds merges repeated requests into one check
     elif why := node_state.node_remediation_cap(transition, node):
         if _waits_for_rollback_window(transition, node, goes_to_operator=True):
             return
         send_to_repair(
-            transition, node, f"{node} needs a person: {', '.join(record.quarantine.causes)} stands, and {why}"
+            transition,
+            node,
+            f"{node} needs manual repair: {', '.join(record.quarantine.causes)} is still active, and {why}",
         )
     elif (fleet := node_state.fleet_remediation_cap(transition))[0]:
         _set_blocked(transition, record, plan, f"{describe_action(action)} of {node} waits: {fleet[0]}")
-        transition.schedule(fleet[1], "care", node)
+        transition.schedule_treatment(fleet[1], node)
     else:
-        sentence = f"{describe_action(action)} of {node} against {', '.join(record.quarantine.causes)}, {place}"
+        sentence = f"{describe_action(action)} of {node} because of {', '.join(record.quarantine.causes)} ({place})"
         plan.pending_remediation_id = node_state.start_remediation(transition, node, action, sentence)
         plan.remediation_deadline = transition.now + transition.policy.remediation_timeout_s
         plan.blocked_reason, record.quarantine.required_action = "", action
@@ -99,7 +101,7 @@ def _take_step(transition: Transition, node: str, plan: ReadmissionPlan) -> None
         transition.audit(
             "remediation.requested", sentence, node=node, data={"remediation": plan.pending_remediation_id}
         )
-        transition.schedule(plan.remediation_deadline, "care", node)
+        transition.schedule_treatment(plan.remediation_deadline, node)
 
 
 def _waits_for_rollback_window(transition: Transition, node: str, *, goes_to_operator: bool) -> bool:
@@ -112,7 +114,7 @@ def _waits_for_rollback_window(transition: Transition, node: str, *, goes_to_ope
     reserve = rollback_possible_until(record)
     due = reserve if goes_to_operator else min(reserve, record.since + ACTION_DELAY_S)
     if transition.now < due:
-        transition.schedule(math.ceil(due), "care", node)
+        transition.schedule_treatment(math.ceil(due), node)
     return transition.now < due
 
 
@@ -122,13 +124,13 @@ def _advance_ladder(transition: Transition, node: str, plan: ReadmissionPlan, re
     transition.mark_node_changed(node)
     sentence = f"{describe_action(action)} of {node} {reason}"
     transition.audit("remediation.failed", sentence, node=node)
-    records.append_history(record, transition.now, "action", sentence)
+    records.append_history(record, transition.now, records.HistoryKind.ACTION, sentence)
     if plan.ladder_step + 1 < len(plan.ladder):
         plan.ladder_step += 1
     elif not out_of_service_reason(
         record, transition.now
     ):  # the holder may repair the node, so the last step is repeated afterwards
-        send_to_repair(transition, node, f"{node} needs a person: {sentence}, and nothing is left to try")
+        send_to_repair(transition, node, f"{node} needs manual repair: {sentence}, and no automatic action is left")
         return
     continue_ladder(transition, node)
 
@@ -141,7 +143,11 @@ def handle_remediation_finished(transition: Transition, event: RemediationFinish
         return
     how = _outcome(event) if event.succeeded else f"failed: {event.detail}"
     records.append_history(
-        record, transition.now, "action", f"{event.remediation_id} {how}", {"remediation": event.remediation_id}
+        record,
+        transition.now,
+        records.HistoryKind.ACTION,
+        f"{event.remediation_id} {how}",
+        {"remediation": event.remediation_id},
     )
     transition.mark_node_changed(event.node)
     plan = record.quarantine.plan
@@ -150,7 +156,7 @@ def handle_remediation_finished(transition: Transition, event: RemediationFinish
         if event.dry_run:
             node_state.note_dry_run(record)
         if record.state is not NodeState.QUARANTINED:
-            transition.schedule(transition.now, "care", event.node)
+            transition.schedule_treatment(transition.now, event.node)
         elif event.succeeded:
             _handle_confirmed(transition, event.node, plan, event)
         else:
@@ -161,7 +167,7 @@ def handle_remediation_finished(transition: Transition, event: RemediationFinish
             "remediation.failed", f"{event.remediation_id} of {event.node} failed: {event.detail}", node=event.node
         )
         if record.scheduling.cordon_id == event.remediation_id:
-            record.scheduling.cordon_id = node_state.CORDON_UNCERTAIN
+            record.scheduling.cordon_failed = True
 
 
 def _outcome(event: RemediationFinished) -> str:
@@ -176,16 +182,16 @@ def _handle_confirmed(transition: Transition, node: str, plan: ReadmissionPlan, 
     """
     record, action = transition.state.nodes[node], plan.ladder[plan.ladder_step]
     plan.settle_deadline = transition.now + transition.policy.remediation_settle_s
-    cured = [
+    cleared_keys = [
         key for key, finding in record.health.controller_findings.items() if finding.kind is FindingKind.MEMORY_WRONG
     ]
-    clear_controller_findings(transition, node, cured)
-    if cured and not any(
+    clear_controller_findings(transition, node, cleared_keys)
+    if cleared_keys and not any(
         finding.severity is Severity.CRITICAL for finding in record.health.controller_findings.values()
     ):
         record.quarantine.needs_operator, record.health.defective_gpus = False, []
     transition.audit("remediation.confirmed", f"{describe_action(action)} of {node} {_outcome(event)}", node=node)
-    transition.schedule(transition.now, "care", node)
+    transition.schedule_treatment(transition.now, node)
 
 
 def _set_blocked(transition: Transition, record: NodeRecord, plan: ReadmissionPlan, sentence: str) -> None:
@@ -201,11 +207,8 @@ def send_to_repair(transition: Transition, node: str, sentence: str) -> None:
     """Keep the node out until an operator readmits it, and hand over the evidence."""
     record = transition.state.nodes[node]
     set_state(transition, node, NodeState.REPAIR, sentence)
-    record.quarantine.required_action, record.quarantine.probe_status, record.health.deferred_eviction_key = (
-        Action.REPAIR,
-        "",
-        "",
-    )
+    record.quarantine.required_action, record.health.deferred_eviction_key = Action.REPAIR, ""
+    record.quarantine.diagnostics = DiagnosticsStatus.NOT_STARTED
     evidence = tuple(f for f in record.all_findings() if f.key in record.quarantine.causes)
     transition.add_verdict(node, Decision.REPAIR, sentence, action=Action.REPAIR, evidence=evidence)
     node_state.request_repair(transition, node, sentence)
@@ -219,5 +222,5 @@ def repair_if_repeat_offender(transition: Transition, node: str) -> bool:
         return False
     if _waits_for_rollback_window(transition, node, goes_to_operator=True):
         return True
-    send_to_repair(transition, node, f"{node} offends again and again: {offenders.describe_score(transition, node)}")
+    send_to_repair(transition, node, f"{node} has failed repeatedly: {offenders.describe_score(transition, node)}")
     return True

@@ -107,7 +107,7 @@ def check_equal_steps(transition: Transition, job: JobRecord, begun: Mapping[Ran
     if further:
         _fail_unequal_steps(transition, job, job.finished_ranks, job.last_begun, further)
         return True
-    transition.schedule(transition.now + UNEQUAL_STEPS_RECHECK_S, "job", job.job)
+    transition.schedule_job(transition.now + UNEQUAL_STEPS_RECHECK_S, job.job)
     return False
 
 

@@ -120,7 +120,7 @@ def wake_competing_jobs(transition: Transition, job: JobRecord) -> None:
             rivals.update(live.open_jobs)
     for name in sorted(rivals):
         if name != job.job:
-            transition.schedule(transition.now, "job", name)
+            transition.schedule_job(transition.now, name)
 
 
 def _audit_data(spec: GenerationSpec, previous: Sequence[str], seats: Sequence[str]) -> dict[str, str]:
@@ -224,7 +224,7 @@ def _begin_generation(transition: Transition, job: JobRecord, live: JobRuntime, 
         job.pending_spill is not None or job.pending_protection is not None
     ):  # repeat the orders in the name of this generation
         live.spill_due = live.protection_due = transition.now
-        transition.schedule(transition.now, "job", job.job)
+        transition.schedule_job(transition.now, job.job)
     live.progress.entered_ranks, live.resumed_ranks, live.slowest_resume = set(), set(), None
     live.inherited_unresumed, live.first_seen_steps = False, {}
     live.failed_collective_ranks, live.stalled_ranks, live.pending_regroup = set(), {}, None
@@ -234,8 +234,8 @@ def _begin_generation(transition: Transition, job: JobRecord, live: JobRuntime, 
     else:
         live.boundary_fallback_at = transition.now + _fallback_s(transition, job, spec.after_step or 0)
         live.resume_due += live.boundary_fallback_at - transition.now
-        transition.schedule(live.boundary_fallback_at, "job", job.job)
-    transition.schedule(live.resume_due, "job", job.job)
+        transition.schedule_job(live.boundary_fallback_at, job.job)
+    transition.schedule_job(live.resume_due, job.job)
     transition.mark_job_changed(job.job)
 
 
@@ -265,7 +265,7 @@ def _pause(transition: Transition, job: JobRecord, cause: RegroupCause, seats: l
     transition.mark_job_changed(job.job)
     transition.audit("job.paused", sentence, job=job.job, generation=job.last_generation_number, trace=cause.trace)
     wake_competing_jobs(transition, job)
-    transition.schedule(transition.now + transition.policy.preempt_after_s, "job", job.job)
+    transition.schedule_job(transition.now + transition.policy.preempt_after_s, job.job)
 
 
 def _describe_paused(job: JobRecord, seats: Sequence[str]) -> str:
@@ -288,7 +288,7 @@ def schedule_paused_job_checks(transition: Transition) -> None:
         names.update(transition.state.node_runtime[node].jobs)
     for name in names:
         if transition.state.jobs[name].state is JobState.PAUSED:
-            transition.schedule(math.floor(transition.now) + 1.0, "job", name)
+            transition.schedule_job(math.floor(transition.now) + 1.0, name)
 
 
 def update_paused_reason(transition: Transition, job: JobRecord) -> None:
@@ -424,7 +424,7 @@ def consider_growth(transition: Transition, job: JobRecord) -> None:
         return
     due = job.generation_opened_at + transition.policy.growth_interval_s
     if transition.now < due:
-        transition.schedule(due, "job", job.job)
+        transition.schedule_job(due, job.job)
         return
     if _waits_for_more_nodes(transition, job, seats):
         return
@@ -443,7 +443,7 @@ def _waits_for_more_nodes(transition: Transition, job: JobRecord, seats: Sequenc
         return False
     if not live.growth_due:
         live.growth_due = transition.now + transition.policy.growth_gather_s
-        transition.schedule(live.growth_due, "job", job.job)
+        transition.schedule_job(live.growth_due, job.job)
     return transition.now < live.growth_due
 
 

@@ -95,7 +95,7 @@ def handle_rank_stalled(transition: Transition, job: JobRecord, node: str, repor
         live.pending_regroup = PendingRegroup(
             is_stall=True, since=transition.now, due=due, trace=transition.trace, sentence=sentence
         )
-        transition.schedule(due, "job", job.job)
+        transition.schedule_job(due, job.job)
     if len(live.stalled_ranks.keys() | set(job.finished_ranks)) < spec.world_size:
         return
     if job.finished_ranks and report.stalled_s >= UNEQUAL_STEPS_STALL_S:
@@ -149,7 +149,7 @@ def settle_pending_regroup(transition: Transition, job: JobRecord) -> None:
         live.pending_regroup = PendingRegroup(
             is_stall=True, since=pending.since, due=due, trace=pending.trace, sentence=pending.sentence
         )
-        transition.schedule(due, "job", job.job)
+        transition.schedule_job(due, job.job)
         return
     stuck = find_stuck_rank(live.stalled_ranks, silent, transition.read_steps(job.job))
     if stuck is None:

@@ -248,7 +248,7 @@ def offer_to_jobs(transition: Transition, node: str) -> None:
         live = transition.state.job_runtime[name]
         if live.node_offered_at is None:
             live.node_offered_at = transition.now
-            transition.schedule(transition.now, "job", name)
+            transition.schedule_job(transition.now, name)
 
 
 def offer_after_deferral(transition: Transition) -> None:
@@ -269,7 +269,7 @@ def consider_forming(transition: Transition, job: JobRecord) -> None:
     most, least = max_roster_nodes(job), min_roster_nodes(job)
     due = job.created_at + job.spec.join_wait_s
     if transition.now < due and len(job.launchers) < most:
-        transition.schedule(due, "job", job.job)
+        transition.schedule_job(due, job.job)
         return
     seats = len(next_seats(transition.state, job)) if len(job.launchers) >= least else 0
     if seats >= most or (seats >= least and transition.now >= due):
@@ -278,7 +278,7 @@ def consider_forming(transition: Transition, job: JobRecord) -> None:
             transition, job, RegroupCause(reason=GenerationReason.FORMED, sentence=sentence, trace=transition.trace)
         )
     elif transition.now < due:
-        transition.schedule(due, "job", job.job)
+        transition.schedule_job(due, job.job)
     elif seats < least:
         consider_preemption(transition, job)
 
@@ -313,15 +313,15 @@ def consider_preemption(transition: Transition, job: JobRecord) -> None:
     since = job.since + (job.spec.join_wait_s if job.state is JobState.FORMING else 0.0)
     due = since + transition.policy.preempt_after_s
     if transition.now < due:
-        transition.schedule(due, "job", job.job)
+        transition.schedule_job(due, job.job)
         return
     givers = [other for other in preemptable_jobs(transition.state, job) if _may_be_preempted(transition, other)]
     plan = plan_preemption(transition.state, job, givers)
     for name, taken in plan.nodes_by_job.items():
         _preempt(transition, job, transition.state.jobs[name], taken, plan)
     again = transition.now + max(transition.policy.preempt_after_s, RECHECK_S)
-    transition.schedule(
-        math.ceil(again / RECHECK_S) * RECHECK_S, "job", job.job
+    transition.schedule_job(
+        math.ceil(again / RECHECK_S) * RECHECK_S, job.job
     )  # rounding merges repeated requests into one check a second
 
 

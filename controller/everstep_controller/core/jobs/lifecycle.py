@@ -95,7 +95,7 @@ def _resume_inherited(transition: Transition, job: JobRecord, live: JobRuntime, 
     """
     step = max(_counted_steps(live, transition.read_steps(job.job)), default=None)
     if step is None:
-        transition.schedule(transition.now + INHERITED_CHECK_S, "job", job.job)
+        transition.schedule_job(transition.now + INHERITED_CHECK_S, job.job)
         return False
     _mark_resumed(transition, job, live)
     sentence = f"all {spec.world_size} rank(s) of generation {spec.number} step: one has finished step {step}"
@@ -141,7 +141,7 @@ def check_resumed(transition: Transition, job: JobRecord) -> None:
     sentence = f"generation {spec.number} is past its deadline: {_describe_progress(missing, spec)}; waiting on"
     transition.audit("generation.overdue", sentence, job=job.job, generation=spec.number, trace=spec.trace)
     live.resume_due = transition.now + resume_timeout_s(transition, live)
-    transition.schedule(live.resume_due, "job", job.job)
+    transition.schedule_job(live.resume_due, job.job)
     if missing:
         send_generation(transition, job, ())
 
@@ -200,7 +200,7 @@ def wake_jobs(transition: Transition) -> None:
     """Wake all unfinished jobs after a database outage."""
     for job in list(transition.state.jobs.values()):
         if job.state not in ENDED_STATES:
-            transition.schedule(transition.now, "job", job.job)
+            transition.schedule_job(transition.now, job.job)
 
 
 def handle_user_error(transition: Transition, job: JobRecord, node: str, report: UserError) -> None:

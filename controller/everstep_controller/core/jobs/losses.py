@@ -145,7 +145,7 @@ def regroup_with_seen(transition: Transition, job: JobRecord, cause: RegroupCaus
     elif live.pending_regroup is None or live.pending_regroup.reason is None:
         due = state.rejoin_window_ends_at
         live.pending_regroup = PendingRegroup(False, transition.now, due, cause.trace, cause.sentence, cause.reason)
-        transition.schedule(due, "job", job.job)
+        transition.schedule_job(due, job.job)
 
 
 def _count_rank_loss(transition: Transition, job: JobRecord, node: str) -> bool:
@@ -202,14 +202,14 @@ def handle_collective_failed(transition: Transition, job: JobRecord, node: str, 
         live.pending_regroup = PendingRegroup(
             is_stall=False, since=transition.now, due=due, trace=transition.trace, sentence=sentence
         )
-        transition.schedule(due, "job", job.job)
+        transition.schedule_job(due, job.job)
 
 
 def _recheck_peer_losses(transition: Transition, spec: GenerationSpec) -> None:
     """Check members again that other vaults have lost, after the job's first failed collective."""
     for node in seats_of(spec):
         if transition.state.node_runtime[node].peer_loss_reports:
-            transition.schedule(transition.now, "node", node)
+            transition.schedule_node(transition.now, node)
 
 
 def _collective_wait(transition: Transition, job: JobRecord) -> float:

@@ -28,7 +28,7 @@ def start_straggler_windows(transition: Transition, job: JobRecord) -> None:
 
 def _next_window(transition: Transition, job: JobRecord, live: JobRuntime) -> None:
     live.straggler_window_due = transition.now + transition.policy.straggler_window_s
-    transition.schedule(live.straggler_window_due, "job", job.job)
+    transition.schedule_job(live.straggler_window_due, job.job)
 
 
 def check_stragglers(transition: Transition, job: JobRecord) -> None:

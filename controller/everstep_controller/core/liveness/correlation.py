@@ -13,11 +13,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from everstep_controller.core.records import NodeRecord
-from everstep_controller.core.state import CorrelatedSilence, FleetState, SilenceCount
+from everstep_controller.core.state import FLEET, CorrelatedSilence, DeadlineKind, FleetState, SilenceCount
 from everstep_controller.core.transition import Transition
 from everstep_controller.core.wording import format_node_count
 
-FLEET = "fleet"
 ANNOUNCE_DELAY_S = 0.5
 """Seconds until a correlated silence is announced, so that one log line covers all of it."""
 COMMON_SHARE = 0.9
@@ -146,7 +145,7 @@ def update_correlated_silence(transition: Transition, *, confirmed: bool = False
     if state.silent_groups:
         if state.correlated_silence is None:
             state.correlated_silence = CorrelatedSilence(since=transition.now)
-            transition.schedule(transition.now + ANNOUNCE_DELAY_S, "correlation", FLEET)
+            transition.schedule(transition.now + ANNOUNCE_DELAY_S, DeadlineKind.CORRELATED_SILENCE, FLEET)
         state.correlated_silence.max_silent = max(state.correlated_silence.max_silent, len(state.silent_nodes))
     elif state.correlated_silence is not None:
         _end_correlated_silence(transition, state.correlated_silence, confirmed)
@@ -157,16 +156,18 @@ def _end_correlated_silence(transition: Transition, correlated_silence: Correlat
     state = transition.state
     state.correlated_silence, state.correlated_silence_ended_at = None, transition.now
     for node in sorted(state.silent_nodes):
-        transition.schedule(_grace_ends_at(transition), "node", node)
+        transition.schedule_node(_grace_ends_at(transition), node)
     if not correlated_silence.announced:
         return
-    lasted, many = (
-        f"after {transition.now - correlated_silence.since:.0f} s",
-        format_node_count(correlated_silence.max_silent),
-    )
-    still = f"{len(state.silent_nodes)} still are and have {transition.policy.lost_after_s:g} s more"
-    over = f"the correlated silence is over {lasted}: of {many} that were silent at once, {still}"
-    sentence = f"the correlated silence of {many} is believed {lasted}: they are lost" if confirmed else over
+    lasted_s = f"{transition.now - correlated_silence.since:.0f} s"
+    count = format_node_count(correlated_silence.max_silent)
+    if confirmed:
+        sentence = f"{count} were silent at once for {lasted_s} and are lost now"
+    else:
+        sentence = (
+            f"the simultaneous silence of {count} ended after {lasted_s}: {len(state.silent_nodes)} still silent, to "
+            f"be lost in {transition.policy.lost_after_s:g} s"
+        )
     transition.audit("fleet.correlated_silence_ended", sentence)
 
 
@@ -181,7 +182,7 @@ def announce_correlated_silence(transition: Transition) -> None:
     sentence = (
         f"{len(state.silent_nodes)} of {format_node_count(len(state.reachable_nodes))} are silent at "
         f"once{_describe_common(state, parts, common)}; "
-        f"the network or this controller is suspected, and no node is lost on silence alone for "
+        f"the network or this controller is suspected, and no node is declared lost for silence alone within "
         f"{transition.policy.correlated_silence_max_s:g} s"
     )
     data = {

@@ -23,7 +23,7 @@ from everstep_controller.core.jobs.membership import jobs_seated_on, max_roster_
 from everstep_controller.core.liveness import correlation
 from everstep_controller.core.policy import CorePolicy
 from everstep_controller.core.records import IN_SERVICE, JobRecord, NodeRecord
-from everstep_controller.core.state import HeartbeatState, ObserverState
+from everstep_controller.core.state import FLEET, DeadlineKind, HeartbeatState, ObserverState
 from everstep_controller.core.transition import Transition
 from everstep_controller.core.wording import join_names
 
@@ -131,7 +131,7 @@ def schedule_silence_deadline(transition: Transition, node: str) -> None:
 
 def _watch_until(transition: Transition, node: str, due: float) -> None:
     transition.state.node_runtime[node].has_silence_deadline = True
-    transition.schedule(due, "silence", node)
+    transition.schedule(due, DeadlineKind.SILENCE, node)
 
 
 # Messages
@@ -146,7 +146,7 @@ def mark_seen(transition: Transition, node: str) -> None:
     correlation.mark_not_silent(transition, node)
     schedule_silence_deadline(transition, node)
     if record.state is NodeState.SUSPECT:
-        set_state(transition, node, NodeState.HEALTHY, f"{node} was heard again: the suspicion is refuted")
+        set_state(transition, node, NodeState.HEALTHY, f"{node} sent a message again and is no longer suspected")
         _audit_unless_correlated(transition, "node.suspicion_cleared", node, record.sentence)
         offer_to_jobs(transition, node)
     if not record.liveness.reachable:
@@ -166,10 +166,10 @@ def _handle_return(transition: Transition, node: str) -> None:
     correlation.update_correlated_silence(transition)
     transition.mark_node_changed(node)
     if record.state is NodeState.LOST:
-        begin_probation(transition, node, f"{node} is back")
+        begin_probation(transition, node, f"{node} reports again")
     else:
-        transition.audit("node.returned", f"{node} is heard again and stays {record.state}", node=node)
-        transition.schedule(transition.now, "node", node)  # the quarantine may have ended during the absence
+        transition.audit("node.returned", f"{node} reports again; its state stays {record.state}", node=node)
+        transition.schedule_node(transition.now, node)  # the quarantine may have ended during the absence
 
 
 def _audit_unless_correlated(transition: Transition, kind: str, node: str, sentence: str) -> None:
@@ -198,7 +198,7 @@ def _handle_first_contact(transition: Transition, node: str) -> None:
             and not state.unseen_nodes.intersection(seats_of(job.generation))
         ):
             state.job_runtime[name].pending_regroup = msgspec.structs.replace(pending, due=transition.now)
-            transition.schedule(transition.now, "job", name)
+            transition.schedule_job(transition.now, name)
         elif _can_take_nodes(job):
             offer_to_jobs(transition, node)
 
@@ -212,7 +212,7 @@ def _can_take_nodes(job: JobRecord) -> bool:
 def end_rejoin_window(transition: Transition) -> None:
     """Treat nodes that have not returned by now as suspect, for jobs with a witness."""
     if transition.now < transition.state.rejoin_window_ends_at:  # more nodes came meanwhile
-        transition.schedule(transition.state.rejoin_window_ends_at, "reunion", correlation.FLEET)
+        transition.schedule(transition.state.rejoin_window_ends_at, DeadlineKind.REJOIN_WINDOW, FLEET)
         return
     for node in sorted(transition.state.unseen_nodes):
         _regroup_with_evidence(transition, node)
@@ -232,12 +232,15 @@ def handle_disconnected(transition: Transition, node: str) -> None:
     sentence = f"the connection of {node} closed"
     if record.state is NodeState.HEALTHY:
         set_state(
-            transition, node, NodeState.SUSPECT, f"{sentence}; {transition.policy.disconnect_grace_s:g} s to come back"
+            transition,
+            node,
+            NodeState.SUSPECT,
+            f"{sentence}; it is lost unless it reconnects within {transition.policy.disconnect_grace_s:g} s",
         )
     _audit_unless_correlated(transition, "node.disconnected", node, sentence)
-    transition.schedule(transition.now + transition.policy.collective_settle_s, "node", node)
-    transition.schedule(
-        transition.now + transition.policy.disconnect_grace_s + transition.state.observer_lag_s, "node", node
+    transition.schedule_node(transition.now + transition.policy.collective_settle_s, node)
+    transition.schedule_node(
+        transition.now + transition.policy.disconnect_grace_s + transition.state.observer_lag_s, node
     )
     _regroup_with_evidence(transition, node)
 
@@ -260,7 +263,7 @@ def handle_peer_lost(transition: Transition, job: JobRecord, node: str, report: 
     state.node_runtime[peer].peer_loss_reports[node] = transition.now
     if node not in before:
         detail = f" ({report.detail})" if report.detail else ""
-        sentence = f"the vault on {node} lost the one on {peer}{detail}"
+        sentence = f"the vault on {node} lost its connection to the vault on {peer}{detail}"
         transition.audit("peer.lost", sentence, node=peer, job=job.job, generation=job.last_generation_number)
     _weigh_peer_reports(transition, peer)
 
@@ -297,13 +300,18 @@ def _weigh_peer_reports(transition: Transition, node: str) -> None:
         + transition.state.observer_lag_s
     )
     if transition.now < due:
-        transition.schedule(due, "node", node)
+        transition.schedule_node(due, node)
     else:
         _suspect(
             transition,
             node,
-            f"{_describe_silence(transition, node)}, and its vault is lost to {join_names(reporting_nodes)}",
+            f"{_describe_silence(transition, node)}, and {_describe_peer_loss(reporting_nodes)}",
         )
+
+
+def _describe_peer_loss(reporting_nodes: list[str]) -> str:
+    vaults = "vault" if len(reporting_nodes) == 1 else "vaults"
+    return f"the {vaults} on {join_names(reporting_nodes)} cannot reach its vault"
 
 
 def _regroup_with_evidence(transition: Transition, node: str) -> None:
@@ -318,7 +326,7 @@ def _job_failure(transition: Transition, job: JobRecord) -> str:
     live = transition.state.job_runtime[job.job]
     if live.failed_collective_ranks:
         return f"a collective of rank {min(live.failed_collective_ranks)} failed"
-    return f"rank {min(live.stalled_ranks)} stands still" if live.stalled_ranks else ""
+    return f"rank {min(live.stalled_ranks)} is stalled" if live.stalled_ranks else ""
 
 
 def _find_missing_evidence(transition: Transition, job: JobRecord, node: str) -> str:
@@ -332,14 +340,14 @@ def _find_missing_evidence(transition: Transition, job: JobRecord, node: str) ->
     spec, settle_s = running_generation(job), transition.policy.collective_settle_s
     due = _unresponsive_since(transition, node) + settle_s
     if transition.now < due:
-        transition.schedule(due, "node", node)
+        transition.schedule_node(due, node)
         return ""
     if reporting_nodes := _current_peer_reports(transition, node):
-        return f"its vault is lost to {join_names(reporting_nodes)}"
+        return _describe_peer_loss(reporting_nodes)
     if _has_resumed(job) or spec is None:
         return ""
     if transition.now < job.generation_opened_at + settle_s:
-        transition.schedule(job.generation_opened_at + settle_s, "node", node)
+        transition.schedule_node(job.generation_opened_at + settle_s, node)
         return ""
     return f"generation {spec.number} has not resumed"
 
@@ -404,10 +412,10 @@ def _describe_silence(transition: Transition, node: str) -> str:
     heartbeats = transition.read_heartbeats(node)
     if node in transition.state.unseen_nodes:
         return (
-            f"{node} has not been heard since this controller began, "
+            f"{node} has sent no message since this controller started, "
             f"{transition.now - heartbeats.silent_since:.1f} s ago"
         )
-    return f"{node} said nothing for {transition.now - heartbeats.silent_since:.1f} s"
+    return f"{node} has sent no message for {transition.now - heartbeats.silent_since:.1f} s"
 
 
 def _suspect(transition: Transition, node: str, sentence: str) -> None:
@@ -439,16 +447,16 @@ def _check_disconnected(transition: Transition, node: str, disconnected_at: floa
     due = disconnected_at + transition.policy.disconnect_grace_s + transition.state.observer_lag_s
     if transition.now < due:
         _regroup_with_evidence(transition, node)
-        transition.schedule(due, "node", node)
+        transition.schedule_node(due, node)
     elif correlation.is_silence_excused(transition, node, disconnected_at):
         _regroup_with_evidence(transition, node)
-        transition.schedule(correlation.excused_until(transition, disconnected_at), "node", node)
+        transition.schedule_node(correlation.excused_until(transition, disconnected_at), node)
     else:
         declare_lost(transition, node, _describe_disconnect(transition, node, disconnected_at))
 
 
 def _describe_disconnect(transition: Transition, node: str, disconnected_at: float) -> str:
-    return f"{node} did not come back within {transition.now - disconnected_at:.1f} s after its connection closed"
+    return f"{node} did not reconnect within {transition.now - disconnected_at:.1f} s after its connection closed"
 
 
 def expect_launchers(transition: Transition, node: str) -> None:
@@ -464,7 +472,7 @@ def expect_launchers(transition: Transition, node: str) -> None:
             transition.mark_job_changed(name)
     if unconfirmed:
         live.launcher_rejoin_due = transition.now + transition.policy.launcher_rejoin_grace_s
-        transition.schedule(live.launcher_rejoin_due, "node", node)
+        transition.schedule_node(live.launcher_rejoin_due, node)
 
 
 def _check_rejoined(transition: Transition, node: str) -> None:
@@ -473,7 +481,7 @@ def _check_rejoined(transition: Transition, node: str) -> None:
         return
     live.launcher_rejoin_due = None
     drop_launchers(
-        transition, node, f"the launcher on {node} did not join again after its agent's restart", include_rejoined=False
+        transition, node, f"the launcher on {node} did not rejoin after its agent's restart", include_rejoined=False
     )
 
 
@@ -570,7 +578,7 @@ def _withdraw_loss(transition: Transition, node: str, at: float, reason: str) ->
             transition,
             node,
             [FLAPPING_KEY],
-            f"{FLAPPING_KEY} of {node} is taken back: {reason} were lost at once, which is no node's own",
+            f"{FLAPPING_KEY} of {node} is withdrawn: {reason} were lost at once, which points to a common cause",
         )
 
 

@@ -61,7 +61,7 @@ def register(transition: Transition, message: Register) -> None:
     count_node(transition.state, node, 1)
     update_correlated_silence(transition)
     if reborn:
-        transition.audit("node.registered", f"the agent of {node} began a new life", node=node)
+        transition.audit("node.registered", f"the agent of {node} restarted (new incarnation)", node=node)
         transition.state.node_runtime[node].heartbeats = HeartbeatState(last_seen_at=transition.now)
         expect_launchers(transition, node)
     _detect_repair(transition, record)
@@ -93,7 +93,7 @@ def _new_node(transition: Transition, message: Register) -> None:
         if not blocks_service(transition.state, record, finding, transition.now):
             continue
         if not spare_if_correlated(transition, transition.policy.rules.rule_for(finding), node, finding):
-            sentence = f"{node} came with {finding.message}: it must get well before it serves"
+            sentence = f"{node} registered with an active finding and is quarantined until it clears: {finding.message}"
             quarantine_before_service(
                 transition, node, finding, sentence, action=Action.strongest(Action.DRAIN, finding.action)
             )
@@ -109,7 +109,7 @@ def _carry_over_unfitness(transition: Transition, record: NodeRecord, unfit: Unf
 
     If the same GPUs computed wrongly, it also needs an operator or their replacement.
     """
-    sentence = f"{unfit.sentence}: it must pass its diagnostics before it serves"
+    sentence = f"{unfit.sentence}: it is quarantined until it passes its diagnostics"
     if record.state is not NodeState.QUARANTINED:
         begin_quarantine(transition, record.node, sentence, (), action=Action.DRAIN, offence_weight=0.0)
         transition.add_verdict(record.node, Decision.QUARANTINE, sentence, action=Action.DRAIN, evidence=())
@@ -168,5 +168,5 @@ def _detect_repair(transition: Transition, record: NodeRecord) -> None:
     offences.clear_offences(record)
     clear_controller_findings(transition, record.node)
     transition.audit(
-        "node.repaired", f"{record.node} has other GPUs than those that computed wrongly", node=record.node
+        "node.repaired", f"{record.node} no longer contains the GPUs that computed wrongly", node=record.node
     )

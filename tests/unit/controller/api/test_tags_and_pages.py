@@ -204,9 +204,10 @@ def test_node_list_tag_changes_on_hold_deferral_and_cordon(tmp_path: Path) -> No
         seen_tags.append(tag(client, "/v1/nodes"))
         assert app.controller is not None
         record = app.controller.loop.state.nodes["n2"]
-        for name in ("external_cordon_by", "eviction_deferred_by"):
-            setattr(record, name, f"another {getattr(record, name)}")
-            seen_tags.append(tag(client, "/v1/nodes"))
+        record.scheduling.external_cordon_by = "slurm"
+        seen_tags.append(tag(client, "/v1/nodes"))
+        record.health.eviction_deferred_by = "rack:r1"
+        seen_tags.append(tag(client, "/v1/nodes"))
     assert len(set(seen_tags)) == 4
 
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 from everstep_controller.core.engine import next_deadline
 from everstep_controller.core.policy import CorePolicy
 from everstep_controller.core.startup import restore_state
+from everstep_controller.core.state import DeadlineKind
 from everstep_controller.core.transition import pop_due, push_deadline
 from hypothesis import given
 from hypothesis import strategies as st
 
-Deadline = tuple[float, str, str]
-deadlines = st.tuples(st.sampled_from([1.0, 2.0, 3.0, 4.0]), st.sampled_from(["node", "job"]), st.sampled_from("ab"))
+Deadline = tuple[float, DeadlineKind, str]
+deadlines = st.tuples(
+    st.sampled_from([1.0, 2.0, 3.0, 4.0]), st.sampled_from([DeadlineKind.NODE, DeadlineKind.JOB]), st.sampled_from("ab")
+)
 
 
-def _pop(waiting: list[Deadline], now: float) -> tuple[str, str] | None:
+def _pop(waiting: list[Deadline], now: float) -> tuple[DeadlineKind, str] | None:
     """The earliest that is due; of several the one that was asked for first."""
     due = [one for one in waiting if one[0] <= now]
     if not due:

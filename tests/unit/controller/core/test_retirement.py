@@ -15,6 +15,7 @@ from everstep_controller.core.effects import (
 )
 from everstep_controller.core.events import DatabaseAvailabilityChanged, OperatorAction
 from everstep_controller.core.policy import CorePolicy
+from everstep_controller.core.state import DeadlineKind
 
 from everstep.errors import Conflict, NotFound
 from everstep.ids import Version
@@ -72,7 +73,7 @@ def _refused(fleet: CoreFleet, node: str) -> str:
 @pytest.mark.promise("forgotten-nodes")
 def test_forget_refuses_connected_or_seated_node() -> None:
     fleet = _fleet(nodes=2, spares=1, min_nodes=2)
-    assert "n3 is heard: end its agent first" in _refused(fleet, "n3")
+    assert "n3 still sends messages: stop its agent first" in _refused(fleet, "n3")
     _lose(fleet, "n3")
     _lose(fleet, "n2")
     assert fleet.job_state() is JobState.PAUSED
@@ -99,7 +100,7 @@ def test_forget_refuses_node_under_probe() -> None:
     fleet.advance(2.5, *fleet.state.nodes)
     partner = next(node for probe in fleet.state.probes.values() for node in probe.nodes if node != "n4")
     _lose(fleet, "n4")
-    assert "a probe of n4 is under way" in _refused(fleet, "n4"), partner
+    assert "a probe of n4 is running" in _refused(fleet, "n4"), partner
 
 
 def test_forgotten_node_leaves_no_trace_and_returns_as_new() -> None:
@@ -245,7 +246,7 @@ def test_forget_waits_for_the_database() -> None:
     fleet = _fleet()
     _lose(fleet, "n4")
     fleet.feed(DatabaseAvailabilityChanged(is_unavailable=True, reason="disk full"))
-    with pytest.raises(Exception, match="the database is away"):
+    with pytest.raises(Exception, match="the database is unavailable"):
         fleet.order(OperatorAction.FORGET, node="n4")
 
 
@@ -260,7 +261,7 @@ def test_absent_node_is_forgotten_after_its_age() -> None:
     _pass(fleet, 0.3)
     assert list(fleet.state.nodes) == ["n1", "n2", "n3"]
     (sentence,) = audits(fleet.effects, "node.forgotten")
-    assert sentence == "n4 was not heard for 2.2 days and is forgotten"
+    assert sentence == "n4 sent no message for 2.2 days and is forgotten"
 
 
 @pytest.mark.promise("forgotten-nodes")
@@ -293,7 +294,7 @@ def test_retention_of_zero_is_disabled() -> None:
     _finish(fleet)
     _pass(fleet, 3.0)
     assert ("n4" in fleet.state.nodes, list(fleet.state.jobs)) == (True, ["job"])
-    assert not [kind for _, kind, _ in fleet.state.queued_deadlines if kind == "retention"]
+    assert not [kind for _, kind, _ in fleet.state.queued_deadlines if kind is DeadlineKind.RETENTION]
 
 
 def test_ended_job_is_forgotten_after_its_age() -> None:
@@ -370,7 +371,7 @@ def test_abandoned_job_ends_after_a_day() -> None:
     before = len(fleet.effects)
     _pass(fleet, 0.5)
     assert fleet.job_state() is JobState.FAILED
-    assert fleet.job().sentence == "all its launchers have left, and none came for 24 h: its memory is given back"
+    assert fleet.job().sentence == "all its launchers have left, and none joined for 24 h: its memory is released"
     assert set(sent(fleet.effects[before:], StopJob)) == {"n1", "n2", "n3"}
 
 

@@ -70,7 +70,9 @@ def test_straggler_is_evicted_in_enforce_mode_with_one_regroup() -> None:
     fleet = _fleet(_policy(FindingKind.RANK_STRAGGLER, mode=Mode.ENFORCE))
     assert _slow(fleet, 14) == [("n2", "evict")]
     assert [spec.reason for spec in generations(fleet.effects)] == ["formed", "straggler"]
-    assert "rule rank.straggler: report 1 of 1; step 1 of 2 is drain until it clears" in _last_words(fleet, "n2")
+    assert "rule rank.straggler: occurrence 1 of 1; next action (1 of 2): drain until it clears" in _last_words(
+        fleet, "n2"
+    )
 
 
 def test_job_shrinks_when_straggler_is_evicted_without_spare() -> None:
@@ -108,7 +110,7 @@ def test_straggler_verdict_waits_for_rule_repeat_count() -> None:
     fleet.train(24, {})
     assert SLOW not in fleet.state.nodes["n2"].health.controller_findings
     assert _slow(fleet, 14) == [("n2", "evict")]
-    assert "report 2 of 2 within 3600 s" in _last_words(fleet, "n2")
+    assert "occurrence 2 of 2 within 3600 s" in _last_words(fleet, "n2")
 
 
 def test_flapping_during_boot_grace_is_judged_afterwards() -> None:

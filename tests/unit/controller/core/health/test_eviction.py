@@ -82,7 +82,7 @@ def test_repeated_corrupt_slots_recommend_memory_test() -> None:
     effects = fleet.raise_finding("n2", _rotten(3))
     (sentence,) = [effect.verdict.sentence for effect in effects if isinstance(effect, PutVerdict)]
     assert "recommended for n2: drain" in sentence
-    assert "report 3 of 3 within 86400 s" in sentence
+    assert "occurrence 3 of 3 within 86400 s" in sentence
     assert fleet.node_state("n2") is NodeState.HEALTHY
     rule = fleet.policy.rules.default_rule(FindingKind.SLOT_CORRUPT)
     assert rule.diagnostics[0] is ProbeKind.MEMORY

@@ -47,7 +47,7 @@ def test_rack_budget_defers_only_its_nodes() -> None:
     fleet = _fleet(racks=2, eviction_rack_count=1)
     effects = _sick(fleet, "n1", "n3", "n2")
     assert decisions(effects) == [("n1", "evict"), ("n3", "defer_eviction"), ("n2", "evict")]
-    assert "rack r0 has used its budget of 1 eviction in 60 s" in _sentences(effects)[1]
+    assert "rack r0 has used up its eviction budget (1 eviction in 60 s)" in _sentences(effects)[1]
     assert fleet.state.nodes["n3"].health.eviction_deferred_by == "rack:r0"
     assert fleet.state.fleet.breaker_reason == ""
 
@@ -64,7 +64,7 @@ def test_job_budget_defers_only_its_nodes() -> None:
     fleet.join("n1", "n2", "n3", "n4", min_nodes=1, max_nodes=4)
     effects = _sick(fleet, "n1", "n2", "n8")
     assert decisions(effects) == [("n1", "evict"), ("n2", "defer_eviction"), ("n8", "evict")]
-    assert "job job has used its budget" in _sentences(effects)[1]
+    assert "job job has used up its eviction budget" in _sentences(effects)[1]
 
 
 def test_budget_status_lists_limits_and_remaining_evictions() -> None:
@@ -91,7 +91,8 @@ def test_breaker_trips_on_eviction_beyond_fleet_budget() -> None:
     assert [what for _, what in decisions(effects)] == ["evict", "evict", "defer_eviction", "defer_eviction"]
     assert len(audits(effects, "fleet.breaker_tripped")) == 1
     assert (
-        "the fleet's budget of 2 evictions in 60 s is used up" in eviction_budget(fleet.state, fleet.now).breaker_reason
+        "the fleet has used up its eviction budget of 2 evictions in 60 s"
+        in eviction_budget(fleet.state, fleet.now).breaker_reason
     )
     assert budget_left(fleet.state, fleet.now) == 0
     assert decisions(fleet.advance(300.0, *NODES)) == []
@@ -171,7 +172,7 @@ def test_contradictory_policy_settings_are_refused(wrong: dict[str, float]) -> N
 def test_eviction_is_deferred_during_database_outage() -> None:
     fleet = _fleet()
     away = fleet.feed(DatabaseAvailabilityChanged(is_unavailable=True, reason="connection refused"))
-    assert "the database is away (connection refused)" in audits(away, "database.unavailable")[0]
+    assert "the database is unavailable (connection refused)" in audits(away, "database.unavailable")[0]
     effects = _sick(fleet, "n1", "n2")
     assert [what for _, what in decisions(effects)] == ["defer_eviction", "defer_eviction"]
     assert fleet.state.nodes["n1"].health.eviction_deferred_by == "database"
@@ -189,7 +190,7 @@ def test_orders_are_refused_during_database_outage() -> None:
     assert len(audits(fleet.effects, "database.unavailable")) == 1
     with pytest.raises(Unavailable, match="disk still full"):
         fleet.order(OperatorAction.HOLD, node="n1")
-    with pytest.raises(Unavailable, match="give it again"):
+    with pytest.raises(Unavailable, match="repeat it once"):
         fleet.feed(ProbeRequested(nodes=("n1", "n2"), actor="ada"))
     fleet.feed(DatabaseAvailabilityChanged(is_unavailable=False))
     fleet.order(OperatorAction.HOLD, node="n1")

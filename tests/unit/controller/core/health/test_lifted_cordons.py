@@ -36,7 +36,7 @@ def test_lost_cordon_is_reported_once_and_not_renewed() -> None:
     fleet = _sick()
     remedy = fleet.state.nodes["n2"].scheduling.cordon_id
     (said,) = _look(fleet, remedy)
-    assert "`everstep node hold` cordons it again" in said
+    assert "run `everstep node hold` to cordon it again" in said
     assert _look(fleet, remedy) == []
     assert fleet.node_state("n2") is NodeState.QUARANTINED
     assert _cordons(fleet) == [("n2", RemediationKind.CORDON)]

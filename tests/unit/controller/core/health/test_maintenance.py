@@ -224,9 +224,9 @@ def test_held_node_with_finding_gets_only_a_recommendation() -> None:
     assert decisions(fleet.raise_finding("n2", xid(79))) == [("n2", "recommend")]
     assert decisions(fleet.raise_finding("n3", xid(79))) == [("n3", "recommend")]
     said = [e.verdict.sentence for e in fleet.effects if isinstance(e, PutVerdict)]
-    assert said[0].endswith("nothing is done by itself, since ada ordered to hold n2: because")
+    assert said[0].endswith("no automatic action, because ada ordered to hold n2: because")
     assert said[1].endswith(
-        "nothing is done by itself, since n3 is cordoned by maria, and stays out until that is lifted"
+        "no automatic action, because n3 is cordoned by maria and stays out until that cordon is lifted"
     )
     assert fleet.seats() == ["n1", "n2", "n3", "n4"]
 
@@ -248,7 +248,7 @@ def test_order_event_names_subject_and_duration() -> None:
     window = fleet.order(OperatorAction.MAINTENANCE, node="n2", until=fleet.now + 90)
     assert audits(window, "operator.maintenance") == ["ada ordered maintenance of n2 for 90 s: because"]
     resized = fleet.order(OperatorAction.RESIZE_JOB, job="job", node_limit=1)
-    assert audits(resized, "operator.resize_job") == ["ada ordered to bound job job to 1 node: because"]
+    assert audits(resized, "operator.resize_job") == ["ada ordered to limit job job to 1 node: because"]
     stopped = fleet.order(OperatorAction.STOP_JOB, job="job")
     assert audits(stopped, "operator.stop_job") == ["ada ordered to stop job job: because"]
 

@@ -95,7 +95,7 @@ def test_hold_reports_remediation_in_progress_and_stops_ladder() -> None:
     said = fleet.order(OperatorAction.HOLD, node="n2")
     (told,) = audits(said, "remediation.in_progress")
     assert told.startswith("reset_gpu of n2 (remediation-")
-    assert told.endswith("was asked for before, and may still be done")
+    assert told.endswith("was requested before and may still be carried out")
     _failed(fleet)
     fleet.advance(30.0, *EVERYONE)
     assert _cures(fleet.effects) == [asked]
@@ -146,7 +146,7 @@ def test_held_node_in_repair_returns_only_by_readmit(order: OperatorAction) -> N
 
 def test_release_ends_only_the_operator_hold() -> None:
     fleet = _sick()
-    with pytest.raises(Conflict, match="nobody holds n2"):
+    with pytest.raises(Conflict, match="no operator holds n2"):
         fleet.order(OperatorAction.RELEASE, node="n2")
     fleet.order(OperatorAction.HOLD, node="n3")
     fleet.feed(SchedulerStateChanged(node="n3", cordoned_by="maria", trace=fleet.trace()))
@@ -187,7 +187,7 @@ def test_finding_from_before_reboot_does_not_count_at_return() -> None:
     assert fleet.node_state("n3") is NodeState.LOST
     fleet.register("n3", boot_id="boot-2")
     assert fleet.node_state("n3") is NodeState.PROBATION
-    assert fleet.state.nodes["n3"].quarantine.probe_status
+    assert fleet.state.nodes["n3"].quarantine.probe_id
 
 
 def _readmitted_with(finding: Finding) -> CoreFleet:

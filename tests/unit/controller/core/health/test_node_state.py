@@ -187,7 +187,7 @@ def test_remediation_refers_to_the_evicting_verdict() -> None:
     assert decisions(fleet.raise_finding("n2", _hung())) == [("n2", "evict")]
     tie = fleet.seal(20, digests={0: "a", 1: "b"})
     assert ("n2", "no_action") in decisions(tie)
-    assert not any("n2 is under suspicion and stays" in sentence for sentence in audits(tie, "verdict.no_action"))
+    assert not any("n2 is suspected and stays in service" in sentence for sentence in audits(tie, "verdict.no_action"))
     fleet.resume(step=40)
     fleet.advance(2.5, *EVERYONE[:3])
     (reset,) = (remedy for remedy in _asked(fleet.effects) if remedy.kind is RemediationKind.RESET_GPU)
@@ -460,4 +460,4 @@ def test_ineffective_dry_run_is_reported_failed() -> None:
     _dry_run(fleet, RemediationKind.RESET_GPU)
     effects = fleet.advance(fleet.policy.remediation_settle_s + 1.0, *EVERYONE)
     (said,) = audits(effects, "remediation.failed")
-    assert said == "reset gpu of n2 was only a dry run, and what it should have cured stands"
+    assert said == "reset gpu of n2 was only a dry run, but the finding is still active"

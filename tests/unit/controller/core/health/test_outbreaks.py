@@ -124,7 +124,7 @@ def test_faulty_pair_in_small_fleet_defers_second_eviction() -> None:
     _hand_out(fleet, ["n1", "n2"], xid())
     assert _out(fleet) == ["n1"]
     assert fleet.state.nodes["n2"].health.eviction_deferred_by == "shared:gpu.xid/79"
-    assert "n1 shows gpu.xid/79 as well" in audits(fleet.effects, "verdict.defer_eviction")[0]
+    assert "n1 shows gpu.xid/79 too" in audits(fleet.effects, "verdict.defer_eviction")[0]
     assert fleet.state.fleet.breaker_reason == ""
     fleet.advance(3700.0, *_names(8))
     assert _out(fleet) == ["n1", "n2"]

@@ -67,7 +67,7 @@ def test_second_wave_is_spared_and_rolls_back_evictions() -> None:
     for node in NODES[50:54]:
         fleet.raise_finding(node, _lost())
     sentence = audits(fleet.effects[before:], "verdict.correlated")[-1]
-    assert "gpu.lost is on 4 nodes within 120 s" in sentence
+    assert "gpu.lost appeared on 4 nodes within 120 s" in sentence
     for _ in range(12):
         _wait(fleet, 20.0)
     assert {fleet.node_state(node) for node in NODES} == {NodeState.HEALTHY}

@@ -43,7 +43,7 @@ def test_status_names_a_standing_outbreak() -> None:
     (one,) = _status(fleet).outbreaks
     assert (one.finding, one.rule, one.count, set(one.nodes)) == ("gpu.xid/79", "gpu.xid", 10, set(ILL))
     assert 130.0 <= fleet.now - one.since < 140.0
-    assert one.sentence.startswith("gpu.xid/79 stands on 10 of 40 nodes (")
+    assert one.sentence.startswith("gpu.xid/79 is present on 10 of 40 nodes (")
     assert "no node is evicted for it" in one.sentence
     assert "everstep node evict" in one.advice
     assert "every 120 s" in one.advice
@@ -57,7 +57,9 @@ def test_status_counts_no_node_of_an_outbreak_as_healthy() -> None:
 def test_node_reason_names_the_outbreak_finding() -> None:
     desk = desk_of(_outbreak())
     ill, well = fleet_views.node_detail(desk, "n2").summary, fleet_views.node_detail(desk, "n30").summary
-    assert ill.reason.startswith("gpu.xid/79 stands on n2: XID 79: GPU has fallen off the bus; not evicted, since")
+    assert ill.reason.startswith(
+        "gpu.xid/79 is present on n2: XID 79: GPU has fallen off the bus; not evicted, because"
+    )
     assert (ill.outbreaks, well.outbreaks) == (("gpu.xid/79",), ())
     assert "outbreak" not in well.reason
 
@@ -77,7 +79,7 @@ def test_status_table_names_the_outbreak() -> None:
     screen = printed(tables.status(_status(fleet)), 160)
     assert "10 outbreak" in screen
     assert "30 healthy" in screen
-    assert "since 2 min: gpu.xid/79 stands on 10 of 40 nodes" in screen
+    assert "since 2 min: gpu.xid/79 is present on 10 of 40 nodes" in screen
     detail = fleet_views.node_detail(desk_of(fleet), "n2")
     assert "healthy (outbreak)" in printed(tables.node(detail, fleet.now), 160)
 
@@ -132,4 +134,4 @@ def test_returning_node_sentence_names_the_outbreak() -> None:
     fleet = _outbreak()
     evicted = fleet.state.nodes["n1"]
     assert evicted.state is NodeState.HEALTHY
-    assert evicted.sentence.endswith("it serves, although it shows gpu.xid/79, which is part of an outbreak")
+    assert evicted.sentence.endswith("it is in service although it still shows gpu.xid/79, because that is an outbreak")

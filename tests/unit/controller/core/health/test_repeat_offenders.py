@@ -127,7 +127,10 @@ def test_node_at_score_limit_goes_to_repair() -> None:
     assert fleet.node_state("n2") is NodeState.QUARANTINED  # others may show the same
     fleet.advance(2.0, *EVERYONE)
     assert fleet.node_state("n2") is NodeState.REPAIR
-    assert "offends again and again: its offences of the last 1000 s weigh 4 of 4" in fleet.state.nodes["n2"].sentence
+    assert (
+        "has failed repeatedly: its offences of the last 1000 s add up to 4, and the limit is 4"
+        in fleet.state.nodes["n2"].sentence
+    )
 
 
 def test_node_from_repair_starts_with_clean_score() -> None:

@@ -50,8 +50,8 @@ def test_verdict_names_rule_count_step_and_clear_condition() -> None:
     )
     fleet.raise_finding("n2", nvlink)
     assert _sentences(fleet, "n2") == [
-        "n2: 2 NVLinks of GPU 0 are down (rule gpu.nvlink: report 1 of 1; step 1 of 3 is reset gpu; "
-        "over once it is clear for 30 s); evicted"
+        "n2: 2 NVLinks of GPU 0 are down (rule gpu.nvlink: occurrence 1 of 1; next action (1 of 3): reset gpu; "
+        "the node may return once the finding has been clear for 30 s); evicted"
     ]
     assert fleet.state.nodes["n2"].quarantine.required_action is Action.RESET_GPU
 
@@ -76,7 +76,7 @@ def test_rule_decides_at_nth_report_within_window() -> None:
         assert ("n2", "evict") not in _flap(fleet, "n2", port_down())
         fleet.advance(10.0, *SIX)
     assert ("n2", "evict") in decisions(fleet.raise_finding("n2", port_down()))
-    assert "report 3 of 3 within 100 s" in _sentences(fleet, "n2")[-1]
+    assert "occurrence 3 of 3 within 100 s" in _sentences(fleet, "n2")[-1]
 
 
 def test_standing_finding_counts_once() -> None:
@@ -124,7 +124,7 @@ def test_application_xid_counts_against_gpu_on_second_report() -> None:
     assert decisions(fleet.beat("n3", once)) == []
     twice = msgspec.structs.replace(once, value=2.0)
     assert decisions(fleet.beat("n2", twice)) == [("n2", "recommend")]
-    assert "report 2 of 2 within 86400 s" in _sentences(fleet, "n2")[-1]
+    assert "occurrence 2 of 2 within 86400 s" in _sentences(fleet, "n2")[-1]
 
 
 def test_cleared_application_xid_counts_for_a_day() -> None:
@@ -342,7 +342,10 @@ def test_recommend_mode_advances_the_ladder_on_repeats() -> None:
         fleet.clear_finding("n2", once.key)
         fleet.advance(61.0, *SIX)
     assert "recommended for n2: restart rank" in _sentences(fleet, "n2")[0]
-    assert "recommended for n2: reset gpu (rule gpu.xid: report 1 of 1; step 2 of 4" in _sentences(fleet, "n2")[1]
+    assert (
+        "recommended for n2: reset gpu (rule gpu.xid: occurrence 1 of 1; next action (2 of 4)"
+        in _sentences(fleet, "n2")[1]
+    )
     assert "recommended for n2: reboot node" in _sentences(fleet, "n2")[2]
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 from everstep_controller.core.events import Tick
-from everstep_controller.core.liveness import correlation
 from everstep_controller.core.policy import CorePolicy
-from everstep_controller.core.state import SilenceCount
+from everstep_controller.core.state import FLEET, SilenceCount
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -82,7 +81,7 @@ def test_nodes_still_silent_after_correlated_silence_are_lost() -> None:
     fleet.beat("r1n2")
     fleet.advance(5.0, *_others(fleet, "r1n3", "r1n4"))
     assert (
-        "of 4 nodes that were silent at once, 2 still are"
+        "simultaneous silence of 4 nodes ended after 4 s: 2 still silent"
         in audits(fleet.effects[before:], "fleet.correlated_silence_ended")[0]
     )
     assert {fleet.node_state(node) for node in ("r1n3", "r1n4")} == {NodeState.SUSPECT}
@@ -212,9 +211,9 @@ def test_silence_tallies_match_a_recount(history: list[tuple[str, int, int]]) ->
         else:
             fleet.advance(1.0 + rack, *[f"n{i}" for i in range(number) if f"n{i}" in fleet.incarnations])
         state = fleet.state
-        fleet_tally = state.silence_counts.get(correlation.FLEET, SilenceCount())
+        fleet_tally = state.silence_counts.get(FLEET, SilenceCount())
         over = fleet_tally.silent >= max(
             LAB.correlated_silence_min_nodes, LAB.correlated_silence_share * fleet_tally.expected
         )
         everybody = fleet_tally.silent == fleet_tally.expected >= 2
-        assert (correlation.FLEET in state.silent_groups) == (over or everybody)
+        assert (FLEET in state.silent_groups) == (over or everybody)

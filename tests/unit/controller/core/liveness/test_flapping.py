@@ -120,7 +120,7 @@ def test_flapping_finding_is_revoked_when_losses_are_shared() -> None:
     assert _is_named(fleet, "n1")
     _lose(fleet, "n3")
     assert not _is_named(fleet, "n1")
-    assert "is taken back: 3 of 8 nodes were lost at once" in audits(fleet.effects, "finding.cleared")[-1]
+    assert "is withdrawn: 3 of 8 nodes were lost at once" in audits(fleet.effects, "finding.cleared")[-1]
 
 
 def test_correlated_silence_does_not_count_as_loss() -> None:

@@ -138,7 +138,7 @@ def test_launchers_not_rejoining_are_removed() -> None:
     fleet.start(3)
     fleet.register("n2")
     effects = fleet.advance(6.0, "n1", "n2", "n3")
-    assert "did not join again" in audits(effects, "launcher.left")[0]
+    assert "did not rejoin" in audits(effects, "launcher.left")[0]
     assert fleet.seats() == ["n1", "n3"]
 
 

@@ -33,7 +33,7 @@ def test_disconnect_and_lost_vault_confirm_loss() -> None:
     fleet.lose_peer("n1", "n4")
     (spec,) = generations(fleet.advance(0.2, "n1", "n2", "n3"))
     assert spec.seats == ("n1", "n2", "n3")
-    assert "n4 closed its connection, and its vault is lost to n1" in spec.sentence
+    assert "n4 closed its connection, and the vault on n1 cannot reach its vault" in spec.sentence
 
 
 def test_single_lost_vault_changes_nothing() -> None:
@@ -59,9 +59,9 @@ def test_two_peer_reports_shorten_the_wait_for_silent_node() -> None:
     fleet.lose_peer("n1", "n4")
     fleet.lose_peer("n2", "n4")
     effects = fleet.advance(1.8, "n1", "n2", "n3")
-    assert "n4 said nothing for" in audits(effects, "node.suspect")[0]
+    assert "n4 has sent no message for" in audits(effects, "node.suspect")[0]
     (spec,) = generations(effects)
-    assert "n4 is silent, and its vault is lost to n1, n2" in spec.sentence
+    assert "n4 is silent, and the vaults on n1, n2 cannot reach its vault" in spec.sentence
     assert fleet.node_state("n4") is NodeState.SUSPECT
 
 
@@ -220,7 +220,7 @@ def test_simultaneous_losses_cause_one_regroup() -> None:
         fleet.disconnect(node)
     (spec,) = generations(fleet.advance(1.2, *[f"n{i}" for i in range(1, 8)]))
     assert len(spec.seats) == 7
-    assert spec.sentence.startswith("n8, n9 are lost (n8 did not come back within")
+    assert spec.sentence.startswith("n8, n9 are lost (n8 did not reconnect within")
 
 
 def test_successive_losses_are_gathered_in_one_regroup() -> None:
