@@ -170,11 +170,9 @@ def _evict(transition: Transition, node: str, sentence: str) -> None:
     record = transition.state.nodes[node]
     causes, cleared = record.quarantine.causes, record.quarantine.cause_cleared_at  # kept if the node is out already
     begin_quarantine(transition, node, sentence, (), action=Action.DRAIN, offence_weight=0.0)
-    record.quarantine.causes, record.quarantine.cause_cleared_at, record.quarantine.needs_operator = (
-        causes,
-        cleared,
-        True,
-    )
+    record.quarantine.causes = causes
+    record.quarantine.cause_cleared_at = cleared
+    record.quarantine.needs_operator = True
     transition.add_verdict(node, Decision.EVICT, sentence, action=Action.DRAIN)
     _leave(transition, node, sentence, boundary=False)
 
@@ -189,18 +187,14 @@ def _leave(transition: Transition, node: str, sentence: str, *, boundary: bool) 
 def _readmit(transition: Transition, node: str, sentence: str) -> None:
     record = transition.state.nodes[node]
     was_kept = record.scheduling.maintenance_until > transition.now
-    (
-        record.quarantine.needs_operator,
-        record.health.defective_gpus,
-        record.health.digest_tie_nodes,
-        record.liveness.loss_times,
-    ) = False, [], [], []
+    record.quarantine.needs_operator = False
+    record.health.defective_gpus = []
+    record.health.digest_tie_nodes = []
+    record.liveness.loss_times = []
     clear_controller_findings(transition, node)
-    record.scheduling.hold_reason, record.health.undecided_findings, record.health.accepted_findings = (
-        "",
-        {},
-        list(record.health.agent_findings),
-    )
+    record.scheduling.hold_reason = ""
+    record.health.undecided_findings = {}
+    record.health.accepted_findings = list(record.health.agent_findings)
     if record.state is NodeState.REPAIR:
         offences.clear_offences(record)
     maintenance.end_maintenance_early(transition, node)
@@ -210,12 +204,10 @@ def _readmit(transition: Transition, node: str, sentence: str) -> None:
         clear_exclusion(transition, name, node)
         job = transition.state.jobs[name]
         if (launcher := job.launchers.get(node)) is not None:
-            launcher.usable, launcher.unusable_reason, launcher.missing_local_ranks, launcher.late_generations = (
-                True,
-                "",
-                [],
-                0,
-            )
+            launcher.usable = True
+            launcher.unusable_reason = ""
+            launcher.missing_local_ranks = []
+            launcher.late_generations = 0
     transition.add_verdict(node, Decision.READMIT, sentence)
     if not record.liveness.reachable:
         set_state(

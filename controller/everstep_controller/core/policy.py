@@ -538,28 +538,8 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def _contradictions(self) -> tuple[tuple[bool, str], ...]:
         durations = [name for name in self.__struct_fields__ if name.endswith("_s") and getattr(self, name) < 0]
-        counts = (
-            "correlated_silence_min_nodes",
-            "boundary_margin_steps",
-            "rank_flap_count",
-            "node_flap_count",
-            "eviction_count",
-            "eviction_rack_count",
-            "eviction_job_count",
-            "min_peer_witnesses",
-            "version_window",
-            "digest_tie_count",
-            "straggler_windows",
-            "straggler_count",
-            "finding_burst_count",
-            "remediations_per_node",
-            "remediations_per_fleet",
-            "rank_restarts_per_node",
-            "rank_restarts_per_fleet",
-            "vault_order_failures",
-            "jobs_per_node",
-        )
-        small = [name for name in counts if getattr(self, name) < 1]
+        counts = [name for name in self.__struct_fields__ if type(getattr(self, name)) is int]
+        small = [name for name in counts if getattr(self, name) < 1 and name != "probation_heartbeats"]
         shares = [name for name in self.__struct_fields__ if name.endswith("_share")]
         return (
             (bool(durations), f"seconds cannot be negative: {', '.join(durations)}"),

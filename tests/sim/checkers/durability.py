@@ -7,6 +7,7 @@ from collections import defaultdict
 import msgspec
 from everstep_controller.core.events import AgentRegistered, Event, HeartbeatChanged, ReportArrived
 from everstep_controller.core.jobs.generations import NUMBERS_PER_EPOCH
+from everstep_controller.core.records import NodeIdentity
 
 from everstep.wire.v1.directives import AnyDirective, KillRank, NewGeneration, RunProbe, StopJob, VersionNotice
 from tests.sim import facts
@@ -130,7 +131,7 @@ class Durability(Checker):
             self._generations.add((row.job, row.number))
         self._run_again.update(row.job for row in fact.batch.audit if "once more" in row.sentence)
         for node, doc in fact.batch.nodes.items():
-            self._recorded[node] = msgspec.json.decode(doc, type=_Life).incarnation
+            self._recorded[node] = msgspec.json.decode(doc, type=_Life).identity.incarnation
         for row in fact.batch.outbox:
             self._written[row.node][row.seq] = row.body, self._recorded.get(row.node, 0)
         for node, through in fact.batch.acknowledged.items():
@@ -158,9 +159,9 @@ class Durability(Checker):
 
 
 class _Life(msgspec.Struct):
-    """What is read of a node's record."""
+    """The part of a node's record that the checker reads."""
 
-    incarnation: int
+    identity: NodeIdentity
 
 
 def _name(stored: str) -> str:

@@ -339,11 +339,9 @@ def _defer(transition: Transition, node: str, finding: Finding, scope: str) -> b
 def drop_deferral(transition: Transition, node: str) -> None:
     """Drop the node's deferred eviction, if any, because it is carried out or no longer wanted."""
     record = transition.state.nodes[node]
-    scope, record.health.deferred_eviction_key, record.health.eviction_deferred_by = (
-        record.health.eviction_deferred_by,
-        "",
-        "",
-    )
+    scope = record.health.eviction_deferred_by
+    record.health.deferred_eviction_key = ""
+    record.health.eviction_deferred_by = ""
     nodes = transition.state.deferred_evictions.get(scope)
     if nodes is not None and node in nodes:
         del nodes[node]

@@ -16,38 +16,12 @@ CORDONED_STATES = (NodeState.QUARANTINED, NodeState.HELD, NodeState.REPAIR)
 
 
 TRANSITIONS: dict[NodeState, tuple[NodeState, ...]] = {
-    NodeState.HEALTHY: (
-        NodeState.SUSPECT,
-        NodeState.LOST,
-        NodeState.QUARANTINED,
-        NodeState.HELD,
-        NodeState.REPAIR,
-    ),
-    NodeState.SUSPECT: (
-        NodeState.HEALTHY,
-        NodeState.LOST,
-        NodeState.QUARANTINED,
-        NodeState.HELD,
-        NodeState.REPAIR,
-    ),
-    NodeState.LOST: (NodeState.PROBATION, NodeState.QUARANTINED, NodeState.HELD, NodeState.REPAIR),
+    NodeState.HEALTHY: (NodeState.SUSPECT, NodeState.LOST, *CORDONED_STATES),
+    NodeState.SUSPECT: (NodeState.HEALTHY, NodeState.LOST, *CORDONED_STATES),
+    NodeState.PROBATION: (NodeState.HEALTHY, NodeState.SUSPECT, NodeState.LOST, *CORDONED_STATES),
+    NodeState.LOST: (NodeState.PROBATION, *CORDONED_STATES),
     NodeState.QUARANTINED: (NodeState.PROBATION, NodeState.LOST, NodeState.HELD, NodeState.REPAIR),
-    NodeState.PROBATION: (
-        NodeState.HEALTHY,
-        NodeState.SUSPECT,
-        NodeState.LOST,
-        NodeState.QUARANTINED,
-        NodeState.HELD,
-        NodeState.REPAIR,
-    ),
-    NodeState.HELD: (
-        NodeState.HEALTHY,
-        NodeState.SUSPECT,
-        NodeState.PROBATION,
-        NodeState.LOST,
-        NodeState.QUARANTINED,
-        NodeState.REPAIR,
-    ),
+    NodeState.HELD: tuple(state for state in NodeState if state is not NodeState.HELD),
     NodeState.REPAIR: (NodeState.PROBATION, NodeState.LOST, NodeState.QUARANTINED),
 }
 """States that may follow each state; docs/concepts/node-states.md draws them. A node registers as healthy. Any state

@@ -49,10 +49,8 @@ def current_offender_score(transition: Transition, node: str) -> float:
 def add_offence(transition: Transition, node: str, weight: float) -> None:
     """Add an offence to the node's score."""
     record = transition.state.nodes[node]
-    record.history.offence_score, record.history.offence_score_at = (
-        current_offender_score(transition, node) + weight,
-        transition.now,
-    )
+    record.history.offence_score = current_offender_score(transition, node) + weight
+    record.history.offence_score_at = transition.now
     since = transition.now - transition.policy.offender_half_life_s
     record.history.recent_offences = [
         *(one for one in record.history.recent_offences if one[0] >= since),
@@ -70,10 +68,8 @@ def withdraw_offence(transition: Transition, node: str, weight: float, at: float
     """Withdraw an offence of ``weight`` that was counted at time ``at``."""
     record = transition.state.nodes[node]
     left = weight * math.pow(0.5, (transition.now - at) / transition.policy.offender_half_life_s)
-    record.history.offence_score, record.history.offence_score_at = (
-        max(0.0, current_offender_score(transition, node) - left),
-        transition.now,
-    )
+    record.history.offence_score = max(0.0, current_offender_score(transition, node) - left)
+    record.history.offence_score_at = transition.now
     if (at, weight) in record.history.recent_offences:
         record.history.recent_offences.remove((at, weight))
     transition.mark_node_changed(node)

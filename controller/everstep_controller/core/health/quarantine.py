@@ -77,10 +77,8 @@ def _next_plan(previous: ReadmissionPlan | None, offence_weight: float) -> Readm
         plan.required_diagnostics, plan.required_passes = previous.required_diagnostics, previous.required_passes
         if previous.pending_remediation_id:
             plan.rule_id, plan.ladder, plan.ladder_step = previous.rule_id, previous.ladder, previous.ladder_step
-            plan.pending_remediation_id, plan.remediation_deadline = (
-                previous.pending_remediation_id,
-                previous.remediation_deadline,
-            )
+            plan.pending_remediation_id = previous.pending_remediation_id
+            plan.remediation_deadline = previous.remediation_deadline
     return plan
 
 
@@ -108,19 +106,13 @@ def add_cause(transition: Transition, node: str, finding: Finding) -> None:
         plan.rule_id, plan.ladder, plan.ladder_step, plan.settle_deadline = rule.id, rule.ladder, ladder_step, 0.0
         record.quarantine.required_action = rule.ladder[ladder_step]
     plan.required_diagnostics = tuple(dict.fromkeys([*plan.required_diagnostics, *rule.diagnostics]))
-    plan.required_passes, plan.clear_s = (
-        max(plan.required_passes, rule.required_passes),
-        max(plan.clear_s, rule.clear_s),
-    )
-    plan.cause_signatures[finding.key], plan.rollback_window_s = (
-        signature(finding),
-        max(plan.rollback_window_s, rule.correlated_s),
-    )
+    plan.required_passes = max(plan.required_passes, rule.required_passes)
+    plan.clear_s = max(plan.clear_s, rule.clear_s)
+    plan.cause_signatures[finding.key] = signature(finding)
+    plan.rollback_window_s = max(plan.rollback_window_s, rule.correlated_s)
     if finding.kind in NOT_SELF_CLEARING:
-        record.quarantine.needs_operator, record.health.defective_gpus = (
-            True,
-            [gpu.uuid for gpu in record.identity.gpus] or [node],
-        )
+        record.quarantine.needs_operator = True
+        record.health.defective_gpus = [gpu.uuid for gpu in record.identity.gpus] or [node]
 
 
 def check_quarantine(transition: Transition, node: str) -> None:
@@ -178,10 +170,8 @@ def begin_probation(transition: Transition, node: str, reason: str) -> None:
 
 
 def _reset_diagnostics(plan: ReadmissionPlan) -> None:
-    plan.remaining_diagnostics, plan.lacked_partner = (
-        list(plan.required_diagnostics or (ProbeKind.ALL_REDUCE,)) * plan.required_passes,
-        False,
-    )
+    plan.remaining_diagnostics = list(plan.required_diagnostics or (ProbeKind.ALL_REDUCE,)) * plan.required_passes
+    plan.lacked_partner = False
 
 
 def begin_diagnostics(transition: Transition, node: str) -> None:
@@ -224,10 +214,8 @@ def run_next_diagnostic(transition: Transition, node: str) -> None:
             quarantine.diagnostics = DiagnosticsStatus.WAITING
             transition.schedule_treatment(transition.now + transition.policy.partner_wait_s, node)
             return
-        plan.remaining_diagnostics, plan.lacked_partner = (
-            [kind for kind in plan.remaining_diagnostics if kind is not ProbeKind.ALL_REDUCE],
-            True,
-        )
+        plan.remaining_diagnostics = [kind for kind in plan.remaining_diagnostics if kind is not ProbeKind.ALL_REDUCE]
+        plan.lacked_partner = True
         transition.audit(
             "probe.skipped", f"no healthy partner to probe {node} with: clean heartbeats alone decide", node=node
         )

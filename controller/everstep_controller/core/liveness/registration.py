@@ -57,7 +57,8 @@ def register(transition: Transition, message: Register) -> None:
     node, reborn = message.node, message.incarnation > record.identity.incarnation
     rebooted = bool(record.identity.boot_id and message.boot_id and message.boot_id != record.identity.boot_id)
     count_node(transition.state, node, -1)
-    _update_record(transition, record, message)
+    record.identity = _identify(message, transition.now, record.identity)
+    transition.mark_node_changed(node)
     count_node(transition.state, node, 1)
     update_correlated_silence(transition)
     if reborn:
@@ -79,11 +80,11 @@ def _new_node(transition: Transition, message: Register) -> None:
         since=transition.now,
         sentence="registered",
         trace=transition.trace,
-        identity=NodeIdentity(incarnation=message.incarnation, vault=message.vault),
+        identity=_identify(message, transition.now),
     )
     transition.state.nodes[node] = record
     transition.state.node_runtime[node] = NodeRuntime(heartbeats=HeartbeatState(last_seen_at=transition.now))
-    _update_record(transition, record, message)
+    transition.mark_node_changed(node)
     add_expected(transition.state, node)
     update_correlated_silence(transition)
     transition.audit("node.registered", f"{node} joined the fleet", node=node)
@@ -128,23 +129,20 @@ def _are_gpus_replaced(record: NodeRecord, condemned: Collection[str]) -> bool:
     return bool(uuids) and record.node not in condemned and not uuids & set(condemned)
 
 
-def _update_record(transition: Transition, record: NodeRecord, message: Register) -> None:
-    if not record.identity.booted_at or message.boot_id != record.identity.boot_id:
-        record.identity.booted_at = transition.now
-    record.identity.incarnation, record.identity.vault, record.identity.domain = (
-        message.incarnation,
-        message.vault,
-        message.domain,
+def _identify(message: Register, now: float, before: NodeIdentity | None = None) -> NodeIdentity:
+    return NodeIdentity(
+        incarnation=message.incarnation,
+        vault=message.vault,
+        domain=message.domain,
+        labels=dict(message.labels),
+        gpus=message.gpus,
+        host=message.host,
+        agent_version=message.agent_version,
+        driver_version=message.driver_version,
+        boot_id=message.boot_id,
+        booted_at=before.booted_at if before is not None and message.boot_id == before.boot_id else now,
+        registered_at=now,
     )
-    record.identity.gpus, record.identity.host, record.identity.labels = (
-        message.gpus,
-        message.host,
-        dict(message.labels),
-    )
-    record.identity.agent_version = message.agent_version
-    record.identity.driver_version, record.identity.boot_id = message.driver_version, message.boot_id
-    record.identity.registered_at = transition.now
-    transition.mark_node_changed(record.node)
 
 
 def _enter_current_window(transition: Transition, record: NodeRecord) -> None:

@@ -127,7 +127,7 @@ def test_replay_shows_changed_gpu_and_probe_arguments(tmp_path: Path, monkeypatc
     assert reset.gpu_uuids == ("GPU-0",)
     assert not any(step.differs for step in _steps(tmp_path))
     with monkeypatch.context() as patch:
-        patch.setattr(node_state, "suspect_gpus", lambda record, _: record.gpus[1:])
+        patch.setattr(node_state, "suspect_gpus", lambda record, _: record.identity.gpus[1:])
         assert [step.difference()[-1] for step in _steps(tmp_path) if step.differs] == [HIDDEN_DIFFERENCE]
     monkeypatch.setattr(diagnostics, "RunProbe", partial(RunProbe, repeats=1))
     assert [step.difference()[-1] for step in _steps(tmp_path) if step.differs] == [HIDDEN_DIFFERENCE]
