@@ -348,7 +348,7 @@ class FleetDays(FleetOfNodes):
     def _resume(self, attempt: int) -> None:
         """All members would step now; one that is broken ends it again, one that is gone is missed."""
         spec = self._spec
-        if attempt != self._resumes or spec is None or self.state.jobs[JOB].state is not JobState.RUNNING:
+        if attempt != self._resumes or spec is None or self.state.jobs[JOB].status.state is not JobState.RUNNING:
             return
         broken = next((m.node for m in spec.roster if self.by_name[m.node].findings), None)
         if any(self.by_name[m.node].away_until is not None for m in spec.roster):

@@ -99,7 +99,7 @@ class FleetOfNodes(FleetInTime):
             self._command(ev.OperatorAction.READMIT, node.name)
             self._beat_until_well(node, node.life)
         job = self.state.jobs[JOB]
-        if node.name in job.excluded_nodes or not job.launchers[node.name].usable:
+        if node.name in job.membership.excluded_nodes or not job.membership.launchers[node.name].usable:
             self._command(ev.OperatorAction.READMIT, node.name)
 
     def _remedy(self, remedy: str, name: str, kind: RemediationKind) -> None:

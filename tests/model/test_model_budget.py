@@ -177,7 +177,11 @@ class Budget(RuleBasedStateMachine):
         return any(len(self.fleet.seats(job)) <= self.fleet.job(job).spec.min_nodes for job in self._jobs_of(name))
 
     def _jobs_of(self, name: str) -> list[str]:
-        jobs = [job for job in self.fleet.state.jobs.values() if job.generation is not None and job.state == "running"]
+        jobs = [
+            job
+            for job in self.fleet.state.jobs.values()
+            if job.generation is not None and job.status.state == "running"
+        ]
         return [job.job for job in jobs if job.generation is not None and name in job.generation.seated_nodes]
 
     def _serves(self, name: str) -> bool:

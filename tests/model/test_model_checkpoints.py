@@ -105,7 +105,7 @@ class Checkpoints(RuleBasedStateMachine):
     def restart(self) -> None:
         self.away = False
         here = self.committed is not None and self.committed.generation == self.number
-        self.candidate = None if here or self.fleet.job().generation_resumed_at is not None else FIRST
+        self.candidate = None if here or self.fleet.job().progress.resumed_at is not None else FIRST
         self.settled, self.said = self.committed.step if here and self.committed else 0, {}
         self.look(self.fleet.restart)
 
@@ -153,8 +153,8 @@ class Checkpoints(RuleBasedStateMachine):
 
     @invariant()
     def what_was_committed_is_known_across_restarts_and_generations(self) -> None:
-        assert self.fleet.state.job_runtime["job"].committed_version == self.committed
-        assert self.fleet.job().restore_ceiling is None
+        assert self.fleet.state.job_runtime["job"].commits.committed_version == self.committed
+        assert self.fleet.job().commits.restore_ceiling is None
 
 
 @pytest.mark.promise("commit-complete")

@@ -152,7 +152,7 @@ class Membership(RuleBasedStateMachine):
 
     def running(self, of: str) -> GenerationSpec | None:
         record = self.fleet.state.jobs.get(of)
-        return self.fleet.running(of) if record is not None and record.state is JobState.RUNNING else None
+        return self.fleet.running(of) if record is not None and record.status.state is JobState.RUNNING else None
 
     def look(self, act: object, *args: object, **more: object) -> None:
         """Does it, and checks every roster that was opened."""

@@ -66,15 +66,18 @@ class Crew:
             commands.append(self._command(OperatorAction.RESET_BREAKER))
         for node, record in state.nodes.items():
             waits = record.quarantine.needs_operator or record.state in (NodeState.HELD, NodeState.REPAIR)
-            excluded = any(node in job.excluded_nodes for job in state.jobs.values())
-            unable = any(node in job.launchers and not job.launchers[node].usable for job in state.jobs.values())
+            excluded = any(node in job.membership.excluded_nodes for job in state.jobs.values())
+            unable = any(
+                node in job.membership.launchers and not job.membership.launchers[node].usable
+                for job in state.jobs.values()
+            )
             if waits or excluded or (unable and record.state is NodeState.HEALTHY):
                 commands.append(self._command(OperatorAction.READMIT, node=node))
         for name, job in state.jobs.items():
             if (
-                job.node_limit is not None
-                and job.node_limit < job.spec.max_nodes
-                and job.state
+                job.membership.node_limit is not None
+                and job.membership.node_limit < job.spec.max_nodes
+                and job.status.state
                 in (
                     JobState.RUNNING,
                     JobState.PAUSED,

@@ -428,7 +428,7 @@ class CoreFleet:
         return self.state.jobs[job]
 
     def job_state(self, job: str = "job") -> JobState:
-        return self.state.jobs[job].state
+        return self.state.jobs[job].status.state
 
     def node_state(self, node: str) -> NodeState:
         return self.state.nodes[node].state

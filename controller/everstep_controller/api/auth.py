@@ -189,7 +189,9 @@ class Authenticator:
         return cls(
             keyring,
             credentials=credentials,
-            job_secret=lambda job: jobs[job].secret if job in jobs and jobs[job].state not in ENDED_STATES else None,
+            job_secret=lambda job: (
+                jobs[job].secret if job in jobs and jobs[job].status.state not in ENDED_STATES else None
+            ),
             limits=RequestLimits(
                 agents_per_s=settings.agent_requests_per_s,
                 reports_per_s=settings.agent_reports_per_s,

@@ -308,9 +308,18 @@ def node_tag(context: fleet_views.ViewContext, record: NodeRecord) -> str:
 
 
 def job_tag(job: JobRecord) -> str:
-    numbers = (job.last_generation_number, job.outgoing_generation.number if job.outgoing_generation else 0)
+    numbers = (job.progress.last_number, job.outgoing_generation.number if job.outgoing_generation else 0)
     return tag_of(
-        (job.job, job.created_at, job.state, job.since, job.node_limit, job.sentence, numbers, list(job.launchers))
+        (
+            job.job,
+            job.progress.created_at,
+            job.status.state,
+            job.status.since,
+            job.membership.node_limit,
+            job.status.sentence,
+            numbers,
+            list(job.membership.launchers),
+        )
     )
 
 

@@ -169,7 +169,7 @@ class OperatorRoutes:
 
     async def status(self, request: Request, _who: Identity) -> op.FleetStatus:
         jobs = self._context.state.jobs
-        running = [name for name, job in jobs.items() if job.state not in fleet_views.ENDED_JOB_STATES]
+        running = [name for name, job in jobs.items() if job.status.state not in fleet_views.ENDED_JOB_STATES]
         return fleet_views.fleet_status(self._context, await self._summaries(request, running))
 
     async def nodes(self, request: Request, _who: Identity) -> endpoints.TaggedAnswer:

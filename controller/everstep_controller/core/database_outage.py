@@ -44,7 +44,7 @@ def handle_database_change(transition: Transition, event: DatabaseAvailabilityCh
         )
         state.database_outage = ""
         for live in state.job_runtime.values():
-            live.unannounced_generation = 0
+            live.regroup.unannounced_generation = 0
         wake_jobs(transition)
         transition.freed_scopes[ScopeKind.DATABASE.scope()] = None
 
@@ -56,10 +56,10 @@ def _reissue_generation(transition: Transition, name: str) -> None:
     """
     job = transition.state.jobs.get(name)
     spec = job.generation if job is not None else None
-    if job is None or spec is None or job.state is not JobState.RUNNING:
+    if job is None or spec is None or job.status.state is not JobState.RUNNING:
         return
     if spec.reason is GenerationReason.FORMED or job.outgoing_generation is not None:
-        transition.state.job_runtime[name].unannounced_generation = spec.number
+        transition.state.job_runtime[name].regroup.unannounced_generation = spec.number
         return
     sentence = f"generation {spec.number} was decided but never announced, because the database became unavailable"
     others = frozenset(transition.state.nodes) - spec.seated_nodes

@@ -268,11 +268,11 @@ def _digest_input(effect: Effect) -> object:
         case PutJob(doc=job):
             return (
                 effect.job,
-                job.state,
-                job.last_generation_number,
-                list(job.excluded_nodes),
-                job.restore_ceiling,
-                job.node_limit,
+                job.status.state,
+                job.progress.last_number,
+                list(job.membership.excluded_nodes),
+                job.commits.restore_ceiling,
+                job.membership.node_limit,
             )
         case PutGeneration():
             return _without_secret(effect.spec)

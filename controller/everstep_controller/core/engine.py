@@ -186,7 +186,7 @@ def job_to_rejoin(state: FleetState, node: str, ranks: Iterable[RankProgress]) -
     ""."""
     for progress in ranks:
         job = state.jobs.get(progress.job)
-        if job is None or node not in job.launchers or progress.generation > job.last_generation_number:
+        if job is None or node not in job.membership.launchers or progress.generation > job.progress.last_number:
             return progress.job
     return ""
 
@@ -268,11 +268,11 @@ def _check_deadline(transition: Transition, kind: DeadlineKind, subject: str) ->
 
 def _check_job(transition: Transition, name: str) -> None:
     job, live = transition.state.jobs[name], transition.state.job_runtime[name]
-    live.node_offered_at = None
-    if job.state in ENDED_STATES:
+    live.regroup.node_offered_at = None
+    if job.status.state in ENDED_STATES:
         return
-    if job.state is JobState.RUNNING:
-        if live.pending_regroup is not None and transition.now >= live.pending_regroup.due:
+    if job.status.state is JobState.RUNNING:
+        if live.regroup.pending is not None and transition.now >= live.regroup.pending.due:
             settle_pending_regroup(transition, job)
         check_boundary(transition, job)
         check_candidate(transition, job)

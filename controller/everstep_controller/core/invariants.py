@@ -64,7 +64,7 @@ def _check_references(state: FleetState) -> None:
     for node, live in state.node_runtime.items():
         assert live.jobs.keys() <= state.jobs.keys(), f"{node} offers itself to a job that is forgotten"
     for job in state.jobs.values():
-        for node in (*job.launchers, *job.former_nodes):
+        for node in (*job.membership.launchers, *job.membership.former_nodes):
             assert node in state.nodes, f"{job.job} counts on {node}, which is forgotten"
 
 
@@ -117,42 +117,47 @@ def _check_job(state: FleetState, job: JobRecord) -> None:
     live = state.job_runtime[job.job]
     if job.generation is not None:
         _check_generation(job, job.generation)
-        assert job.last_generation_number >= job.generation.number, f"{job.job}: its number is behind its generation"
-        is_last = job.state is not JobState.RUNNING or job.last_generation_number == job.generation.number
+        assert job.progress.last_number >= job.generation.number, f"{job.job}: its number is behind its generation"
+        is_last = job.status.state is not JobState.RUNNING or job.progress.last_number == job.generation.number
         assert is_last, f"{job.job}: the current generation is not the last one"
     if job.outgoing_generation is not None:
         assert job.generation is not None, f"{job.job}: leaves a generation for none"
         assert job.outgoing_generation.number < job.generation.number, f"{job.job}: generations must increase"
         assert job.generation.after_step is not None, f"{job.job}: leaves a generation without a boundary"
-    for version in (live.committed_version, live.verified_version):
-        settled = version is None or (live.settled_version is not None and version <= live.settled_version)
-        assert settled, f"{job.job}: {version} is committed or verified, and not settled"
-    if live.settled_version is not None:
-        assert all(v > live.settled_version for v in live.version_seals), f"{job.job}: a vote on what is settled"
-    if job.restore_ceiling is not None:
-        assert live.committed_version is None or live.committed_version <= job.restore_ceiling, (
-            f"{job.job}: committed above the ceiling"
+    for version in (live.commits.committed_version, live.commits.verified_version):
+        settled = version is None or (
+            live.commits.settled_version is not None and version <= live.commits.settled_version
         )
-    if job.state is JobState.RUNNING:
+        assert settled, f"{job.job}: {version} is committed or verified, and not settled"
+    if live.commits.settled_version is not None:
+        assert all(v > live.commits.settled_version for v in live.commits.seals), (
+            f"{job.job}: a vote on what is settled"
+        )
+    if job.commits.restore_ceiling is not None:
+        assert (
+            live.commits.committed_version is None or live.commits.committed_version <= job.commits.restore_ceiling
+        ), f"{job.job}: committed above the ceiling"
+    if job.status.state is JobState.RUNNING:
         _check_running(state, job)
-    elif job.state is JobState.PAUSED:
+    elif job.status.state is JobState.PAUSED:
         able = next_seats(state, job)
         wanted = any(
             len(state.node_runtime[node].jobs) > 1 for node in able
         )  # counted for other jobs too: the next Tick decides which job gets the node
         looked_at = (
-            live.node_offered_at is not None or (live.growth_due, DeadlineKind.JOB, job.job) in state.queued_deadlines
+            live.regroup.node_offered_at is not None
+            or (live.regroup.growth_due, DeadlineKind.JOB, job.job) in state.queued_deadlines
         )
         assert len(able) < min_roster_nodes(job) or wanted or looked_at, (
             f"{job.job} is paused although {able} could go on"
         )
-    if live.node_offered_at is not None:
-        assert (live.node_offered_at, DeadlineKind.JOB, job.job) in state.queued_deadlines, (
+    if live.regroup.node_offered_at is not None:
+        assert (live.regroup.node_offered_at, DeadlineKind.JOB, job.job) in state.queued_deadlines, (
             f"{job.job}: nobody looks at the node it was offered"
         )
-    if live.pending_regroup is not None:
-        assert job.state is JobState.RUNNING, f"{job.job}: waits for witnesses and does not run"
-        assert (live.pending_regroup.due, DeadlineKind.JOB, job.job) in state.queued_deadlines, (
+    if live.regroup.pending is not None:
+        assert job.status.state is JobState.RUNNING, f"{job.job}: waits for witnesses and does not run"
+        assert (live.regroup.pending.due, DeadlineKind.JOB, job.job) in state.queued_deadlines, (
             f"{job.job}: waits for witnesses without a deadline"
         )
 
@@ -161,7 +166,9 @@ def _check_seats_disjoint(state: FleetState) -> None:
     owners: dict[str, str] = {}
     for job in state.jobs.values():
         for node in (
-            {*seats_of(job.generation), *seats_of(job.outgoing_generation)} if job.state is JobState.RUNNING else ()
+            {*seats_of(job.generation), *seats_of(job.outgoing_generation)}
+            if job.status.state is JobState.RUNNING
+            else ()
         ):
             assert node not in owners, f"{node} computes for {owners[node]} and for {job.job}"
             owners[node] = job.job
@@ -171,16 +178,18 @@ def _check_seats_disjoint(state: FleetState) -> None:
 def _check_index(state: FleetState) -> None:
     """Check the index of jobs by node against the jobs' records."""
     for job in state.jobs.values():
-        ended = job.state in ENDED_STATES
-        for node in job.launchers:
+        ended = job.status.state in ENDED_STATES
+        for node in job.membership.launchers:
             assert ended or job.job in state.node_runtime[node].open_jobs, f"{job.job} is not among the jobs of {node}"
         for node in state.job_runtime[job.job].nodes:
             assert job.job in state.node_runtime[node].jobs, f"{job.job} was on {node}, which does not know it"
     for node, live in state.node_runtime.items():
         assert live.open_jobs.keys() <= live.jobs.keys(), f"{node} never had all of its jobs"
         for name, job in ((name, state.jobs[name]) for name in live.open_jobs):
-            assert job.state not in ENDED_STATES, f"{name} is over, and still among the jobs of {node}"
-            assert not job.launchers or node in job.launchers, f"{name} goes on without {node}, which counts it"
+            assert job.status.state not in ENDED_STATES, f"{name} is over, and still among the jobs of {node}"
+            assert not job.membership.launchers or node in job.membership.launchers, (
+                f"{name} goes on without {node}, which counts it"
+            )
         for name in live.jobs:
             assert node in state.job_runtime[name].nodes, f"{name} does not know that it was on {node}"
 
@@ -192,12 +201,12 @@ def _check_running(state: FleetState, job: JobRecord) -> None:
         assert state.nodes[node].state not in STATES_WITHOUT_SEAT, (
             f"{job.job}: {node} is {state.nodes[node].state} and in a roster"
         )
-        assert node not in job.excluded_nodes, f"{job.job}: {node} is excluded and in the roster"
-        assert node in job.launchers, f"{job.job}: {node} is in the roster without a launcher"
-    if job.generation_resumed_at is None and job.outgoing_generation is None:
-        due = (state.job_runtime[job.job].resume_due, DeadlineKind.JOB, job.job)
+        assert node not in job.membership.excluded_nodes, f"{job.job}: {node} is excluded and in the roster"
+        assert node in job.membership.launchers, f"{job.job}: {node} is in the roster without a launcher"
+    if job.progress.resumed_at is None and job.outgoing_generation is None:
+        due = (state.job_runtime[job.job].resume.due, DeadlineKind.JOB, job.job)
         assert due in state.queued_deadlines, (
-            f"{job.job}: nobody waits for generation {job.last_generation_number} to resume"
+            f"{job.job}: nobody waits for generation {job.progress.last_number} to resume"
         )
 
 

@@ -52,8 +52,8 @@ def _check_job(state: FleetState, command: OperatorCommand) -> None:
     job = state.jobs.get(command.job or "")
     if job is None:
         raise NotFound(f"no job {command.job}")
-    if job.state in ENDED_STATES:
-        raise Conflict(f"job {job.job} is already {job.state}")
+    if job.status.state in ENDED_STATES:
+        raise Conflict(f"job {job.job} is already {job.status.state}")
     if command.action is OperatorAction.RESIZE_JOB:
         least, most = job.spec.min_nodes, job.spec.max_nodes
         if command.node_limit is None or not least <= command.node_limit <= most:
@@ -90,9 +90,9 @@ def _is_excluded(state: FleetState, node: str) -> bool:
     """Return whether a job excludes the node although the node is in service."""
     for name in state.node_runtime[node].jobs:
         job = state.jobs[name]
-        launcher = job.launchers.get(node)
-        unable = launcher is not None and not launcher.usable and job.state not in ENDED_STATES
-        if unable or node in job.excluded_nodes or node in job.replaced_stragglers:
+        launcher = job.membership.launchers.get(node)
+        unable = launcher is not None and not launcher.usable and job.status.state not in ENDED_STATES
+        if unable or node in job.membership.excluded_nodes or node in job.membership.replaced_stragglers:
             return True
     return False
 
@@ -203,7 +203,7 @@ def _readmit(transition: Transition, node: str, sentence: str) -> None:
     for name in transition.state.node_runtime[node].jobs:
         clear_exclusion(transition, name, node)
         job = transition.state.jobs[name]
-        if (launcher := job.launchers.get(node)) is not None:
+        if (launcher := job.membership.launchers.get(node)) is not None:
             launcher.usable = True
             launcher.unusable_reason = ""
             launcher.missing_local_ranks = []

@@ -464,6 +464,117 @@ class ActiveProtection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     """Locations of the shares that belong to no group, by node."""
 
 
+class JobStatus(msgspec.Struct, kw_only=True):
+    """State of a job, and the reason for it."""
+
+    state: JobState = JobState.FORMING
+    """Current state."""
+    since: float = 0.0
+    """Time at which the job entered ``state``."""
+    sentence: str = ""
+    """Reason for ``state``, as a sentence for people."""
+    trace: TraceId = ""
+    """Trace id of the event that led to ``state``."""
+    paused_for: str = ""
+    """Cause of the latest pause; the sentence of a paused job adds the eligible nodes."""
+
+
+class JobMembership(msgspec.Struct, kw_only=True):
+    """Nodes that offer themselves to a job, that it may not use, or that may still hold its data."""
+
+    launchers: dict[NodeId, LauncherRecord] = {}
+    """Launchers in the order in which they joined."""
+    node_limit: int | None = None
+    """Operator's limit on nodes below ``spec.max_nodes``; None for no limit."""
+    excluded_nodes: dict[NodeId, str] = {}
+    """Nodes excluded from this job, with the reason."""
+    replaced_stragglers: dict[NodeId, str] = {}
+    """Nodes that were replaced as stragglers, with the reason."""
+    former_nodes: list[NodeId] = []
+    """Nodes of earlier rosters whose vaults may still hold slots of the job."""
+    preempted_at: float = 0.0
+    """Time at which the job last gave a node to a job of higher priority."""
+    abandoned_at: float = 0.0
+    """Time at which the last launcher left."""
+
+
+class RunProgress(msgspec.Struct, kw_only=True):
+    """Progress of one run of a job, from its first launcher to its end."""
+
+    created_at: float
+    """Time at which the first launcher of this run joined."""
+    last_number: GenerationNumber = 0
+    """Highest generation number given so far, in all runs."""
+    opened_at: float = 0.0
+    """Time at which the current generation was decided."""
+    resumed_at: float | None = None
+    """Time at which the last rank of the current generation finished a step; None until then."""
+    finished_ranks: list[Rank] = []
+    """Ranks of the running generation whose training function returned."""
+    last_begun: int | None = None
+    """Last step that the finished ranks began; None if unknown."""
+    ended_step: int = 0
+    """Last step of a job that has ended."""
+
+
+class JobFailures(msgspec.Struct, kw_only=True):
+    """Failures of a job that limit its retries or blame a node after repetition."""
+
+    user_retries: int = 0
+    """Number of retries spent on errors of the training function."""
+    user_errors: dict[str, NodeId] = {}
+    """First node on which each error of the training function occurred, by error text."""
+    rank_loss_times: dict[NodeId, list[float]] = {}
+    """Rank losses per node inside ``job_failure_window_s``."""
+    digest_tie_times: list[float] = []
+    """Times of undecided digest votes."""
+
+
+class JobCommits(msgspec.Struct, kw_only=True):
+    """Versions in memory that a generation may restore."""
+
+    restore_ceiling: Version | None = None
+    """Newest version that may be restored after corruption; None once a later version is committed."""
+    locations: VersionLocations | None = None
+    """Locations of the newest committed version."""
+
+
+class JobSpills(msgspec.Struct, kw_only=True):
+    """Versions of a job on storage."""
+
+    pending: PendingSpill | None = None
+    """The version that is being written to storage."""
+    stored: list[StoredCheckpoint] = []
+    """Versions on storage, ordered by the time of writing."""
+    last_step: int = 0
+    """Step of the newest version on storage."""
+    failed_versions: int = 0
+    """Number of versions that were ordered and never reached storage."""
+    failures_in_row: int = 0
+    """Number of failed spills in a row."""
+    error: str = ""
+    """Error of the latest failed spill."""
+    not_before: float = 0.0
+    """Earliest time of the next spill."""
+
+
+class JobParity(msgspec.Struct, kw_only=True):
+    """Versions of a job that parity protects."""
+
+    active: ActiveProtection | None = None
+    """The version that parity protects."""
+    pending: PendingProtection | None = None
+    """The version whose parity is being made."""
+    summary: str = ""
+    """Sentence on how the latest parity groups were formed."""
+    failures_in_row: int = 0
+    """Number of failed protections in a row."""
+    error: str = ""
+    """Error of the latest failed protection."""
+    not_before: float = 0.0
+    """Earliest time of the next protection."""
+
+
 class JobRecord(msgspec.Struct, kw_only=True):
     """Stored state of a job."""
 
@@ -473,86 +584,24 @@ class JobRecord(msgspec.Struct, kw_only=True):
     """Specification of the job."""
     secret: str
     """Secret that the job's processes share."""
-    created_at: float
-    """Time at which the first launcher of this run joined."""
-    state: JobState = JobState.FORMING
-    """Current state."""
-    since: float = 0.0
-    """Time at which the job entered ``state``."""
-    sentence: str = ""
-    """Reason for ``state``, as a sentence for people."""
-    paused_for: str = ""
-    """Reason for the latest pause."""
-    trace: TraceId = ""
-    """Trace id of the event that led to ``state``."""
-    launchers: dict[NodeId, LauncherRecord] = {}
-    """Launchers in the order in which they joined."""
-    last_generation_number: GenerationNumber = 0
-    """Highest generation number given so far."""
+    status: JobStatus
+    """State of the job, and the reason for it."""
     generation: GenerationSpec | None = None
     """Current generation; None while the job forms."""
     outgoing_generation: GenerationSpec | None = None
     """Running generation while a boundary to ``generation`` is announced and not reached."""
-    generation_opened_at: float = 0.0
-    """Time at which ``generation`` was decided."""
-    generation_resumed_at: float | None = None
-    """Time at which the last rank of ``generation`` finished a step; None until then."""
-    node_limit: int | None = None
-    """Operator's limit on nodes below ``spec.max_nodes``; None for no limit."""
-    restore_ceiling: Version | None = None
-    """Newest version that may be restored after corruption; None once a later version is committed."""
-    user_retries: int = 0
-    """Number of retries spent on errors of the training function."""
-    user_errors: dict[str, NodeId] = {}
-    """First node on which each error of the training function occurred, by error text."""
-    rank_loss_times: dict[NodeId, list[float]] = {}
-    """Rank losses per node inside ``job_failure_window_s``."""
-    excluded_nodes: dict[NodeId, str] = {}
-    """Nodes excluded from this job, with the reason."""
-    former_nodes: list[NodeId] = []
-    """Nodes of earlier rosters whose vaults may still hold slots of the job."""
-    digest_tie_times: list[float] = []
-    """Times of undecided digest votes."""
-    finished_ranks: list[Rank] = []
-    """Ranks of the running generation whose training function returned."""
-    last_begun: int | None = None
-    """Last step that the finished ranks began; None if unknown."""
-    replaced_stragglers: dict[NodeId, str] = {}
-    """Nodes that were replaced as stragglers, with the reason."""
-    version_locations: VersionLocations | None = None
-    """Locations of the newest committed version."""
-    preempted_at: float = 0.0
-    """Time at which the job last gave a node to a job of higher priority."""
-    abandoned_at: float = 0.0
-    """Time at which the last launcher left."""
-    ended_step: int = 0
-    """Last step of a job that has ended."""
-    pending_spill: PendingSpill | None = None
-    """The version that is being written to storage."""
-    stored_checkpoints: list[StoredCheckpoint] = []
-    """Versions on storage, ordered by the time of writing."""
-    last_spilled_step: int = 0
-    """Step of the newest version on storage."""
-    spills_failed: int = 0
-    """Number of versions that were ordered and never reached storage."""
-    spill_failures: int = 0
-    """Number of failed spills in a row."""
-    spill_error: str = ""
-    """Error of the latest failed spill."""
-    spill_not_before: float = 0.0
-    """Earliest time of the next spill."""
-    active_protection: ActiveProtection | None = None
-    """The version that parity protects."""
-    pending_protection: PendingProtection | None = None
-    """The version whose parity is being made."""
-    parity_summary: str = ""
-    """Sentence on how the latest parity groups were formed."""
-    protection_failures: int = 0
-    """Number of failed protections in a row."""
-    protection_error: str = ""
-    """Error of the latest failed protection."""
-    protection_not_before: float = 0.0
-    """Earliest time of the next protection."""
+    progress: RunProgress
+    """Progress of the current run."""
+    membership: JobMembership = msgspec.field(default_factory=JobMembership)
+    """Nodes of the job."""
+    failures: JobFailures = msgspec.field(default_factory=JobFailures)
+    """Failures that count."""
+    commits: JobCommits = msgspec.field(default_factory=JobCommits)
+    """Versions in memory."""
+    spills: JobSpills = msgspec.field(default_factory=JobSpills)
+    """Versions on storage."""
+    parity: JobParity = msgspec.field(default_factory=JobParity)
+    """Versions under parity."""
 
 
 class VersionRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -53,14 +53,14 @@ def reason_to_keep(state: FleetState, node: str) -> str:
     if node in state.reachable_nodes:
         return f"{node} still sends messages: stop its agent first, or it would register again at once"
     for job in state.jobs.values():
-        if job.state in ENDED_STATES:
+        if job.status.state in ENDED_STATES:
             continue
         if is_seated(job, node):
             return (
-                f"{node} is in the roster of {job.job}, which is {job.state}: stop the job, or let it continue without "
+                f"{node} is in the roster of {job.job}, which is {job.status.state}: stop the job, or let it continue without "
                 "the node"
             )
-        if job.version_locations is not None and node in job.version_locations.shares:
+        if job.commits.locations is not None and node in job.commits.locations.shares:
             return f"{node} may hold a share of what {job.job} has committed: wait for its next commit, or stop the job"
     busy = (*(probe.nodes for probe in state.probes.values()), *(case.suspects for case in state.blame_cases.values()))
     if any(node in those for those in busy):
@@ -141,25 +141,25 @@ def _keep_unfit(transition: Transition, record: NodeRecord) -> None:
 def _remove_from_job(transition: Transition, job: JobRecord, node: str) -> None:
     """Remove the node from the job. An ended job that counts the node among a version's locations loses the
     locations."""
-    shares = job.version_locations.shares if job.version_locations is not None else {}
+    shares = job.commits.locations.shares if job.commits.locations is not None else {}
     if not any(
         node in place
         for place in (
-            job.launchers,
-            job.excluded_nodes,
-            job.rank_loss_times,
-            job.replaced_stragglers,
-            job.former_nodes,
+            job.membership.launchers,
+            job.membership.excluded_nodes,
+            job.failures.rank_loss_times,
+            job.membership.replaced_stragglers,
+            job.membership.former_nodes,
             shares,
         )
     ):
         return
-    job.launchers.pop(node, None)
-    for place in (job.excluded_nodes, job.rank_loss_times, job.replaced_stragglers):
+    job.membership.launchers.pop(node, None)
+    for place in (job.membership.excluded_nodes, job.failures.rank_loss_times, job.membership.replaced_stragglers):
         place.pop(node, None)
-    job.former_nodes = [other for other in job.former_nodes if other != node]
-    if job.version_locations is not None and node in job.version_locations.shares:
-        job.version_locations = None
+    job.membership.former_nodes = [other for other in job.membership.former_nodes if other != node]
+    if job.commits.locations is not None and node in job.commits.locations.shares:
+        job.commits.locations = None
     transition.mark_job_changed(job.job)
 
 
@@ -171,8 +171,8 @@ def _end_abandoned_jobs(transition: Transition) -> None:
     """
     after_s = transition.policy.end_abandoned_jobs_after_s
     for job in transition.state.jobs.values() if after_s else ():
-        deserted = job.state in (JobState.FORMING, JobState.PAUSED) and not job.launchers
-        if deserted and transition.now - max(job.since, job.abandoned_at) >= after_s:
+        deserted = job.status.state in (JobState.FORMING, JobState.PAUSED) and not job.membership.launchers
+        if deserted and transition.now - max(job.status.since, job.membership.abandoned_at) >= after_s:
             sentence = f"all its launchers have left, and none joined for {after_s / 3600:g} h: its memory is released"
             fail_job(transition, job, sentence)
 
@@ -182,7 +182,11 @@ def _forget_old_jobs(transition: Transition) -> int:
     state, after_s = transition.state, transition.policy.forget_jobs_after_s
     if not after_s:
         return 0
-    old = [j for j, one in state.jobs.items() if one.state in ENDED_STATES and transition.now - one.since >= after_s]
+    old = [
+        j
+        for j, one in state.jobs.items()
+        if one.status.state in ENDED_STATES and transition.now - one.status.since >= after_s
+    ]
     for name in old[:MAX_PER_CHECK]:
         _forget_job(transition, name)
     return len(old[:MAX_PER_CHECK])
@@ -190,5 +194,5 @@ def _forget_old_jobs(transition: Transition) -> int:
 
 def _forget_job(transition: Transition, name: str) -> None:
     job = transition.state.jobs[name]
-    days = (transition.now - job.since) / 86400
-    job_index.drop_job(transition, name, f"job {name} {job.state} {days:.1f} days ago and is forgotten")
+    days = (transition.now - job.status.since) / 86400
+    job_index.drop_job(transition, name, f"job {name} {job.status.state} {days:.1f} days ago and is forgotten")

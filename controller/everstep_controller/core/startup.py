@@ -65,13 +65,19 @@ def restore_state(
 
 def _restore_version(state: FleetState, record: VersionRecord) -> None:
     job, live = state.jobs.get(record.job), state.job_runtime.get(record.job)
-    if job is None or live is None or (job.restore_ceiling is not None and record.version > job.restore_ceiling):
+    if (
+        job is None
+        or live is None
+        or (job.commits.restore_ceiling is not None and record.version > job.commits.restore_ceiling)
+    ):
         return
-    if live.committed_version is None or record.version > live.committed_version:
-        live.committed_version, live.committed_at = record.version, record.committed_at
-    if record.verified_at is not None and (live.verified_version is None or record.version > live.verified_version):
-        live.verified_version = record.version
-    live.settled_version = live.committed_version
+    if live.commits.committed_version is None or record.version > live.commits.committed_version:
+        live.commits.committed_version, live.commits.committed_at = record.version, record.committed_at
+    if record.verified_at is not None and (
+        live.commits.verified_version is None or record.version > live.commits.verified_version
+    ):
+        live.commits.verified_version = record.version
+    live.commits.settled_version = live.commits.committed_version
 
 
 def handle_controller_started(transition: Transition, event: ControllerStarted) -> None:
@@ -101,7 +107,9 @@ def handle_controller_started(transition: Transition, event: ControllerStarted) 
             live.has_silence_deadline = False
             schedule_silence_deadline(transition, node)
         if any(
-            not state.jobs[name].launchers[node].has_rejoined for name in live.jobs if _has_launcher(state, name, node)
+            not state.jobs[name].membership.launchers[node].has_rejoined
+            for name in live.jobs
+            if _has_launcher(state, name, node)
         ):
             live.launcher_rejoin_due = transition.now + transition.policy.launcher_rejoin_grace_s
             transition.schedule_node(live.launcher_rejoin_due, node)
@@ -110,17 +118,17 @@ def handle_controller_started(transition: Transition, event: ControllerStarted) 
     schedule_retention(transition)
     resume_windows(transition)
     for name, job_live in state.job_runtime.items():
-        job_live.resume_due = transition.now + transition.policy.resume_deadline_s
-        job_live.inherited_unresumed = (
-            state.jobs[name].generation is not None and state.jobs[name].generation_resumed_at is None
+        job_live.resume.due = transition.now + transition.policy.resume_deadline_s
+        job_live.resume.is_inherited = (
+            state.jobs[name].generation is not None and state.jobs[name].progress.resumed_at is None
         )
-        job_live.boundary_fallback_at = transition.now + transition.policy.boundary_fallback_s
+        job_live.regroup.boundary_fallback_at = transition.now + transition.policy.boundary_fallback_s
         resume_commits(transition, state.jobs[name])
-        if state.jobs[name].generation_resumed_at is not None:
+        if state.jobs[name].progress.resumed_at is not None:
             start_straggler_windows(transition, state.jobs[name])
-        for due in (transition.now, job_live.boundary_fallback_at, job_live.resume_due):
+        for due in (transition.now, job_live.regroup.boundary_fallback_at, job_live.resume.due):
             transition.schedule_job(due, name)
 
 
 def _has_launcher(state: FleetState, job: str, node: str) -> bool:
-    return node in state.jobs[job].launchers
+    return node in state.jobs[job].membership.launchers

@@ -220,22 +220,50 @@ class JobProgress(msgspec.Struct):
             self.furthest_step, self.furthest_step_at = step, now
 
 
-class JobRuntime(msgspec.Struct):
-    """Runtime state of a job."""
+class ResumeRuntime(msgspec.Struct):
+    """Resumption of the current generation."""
 
-    progress: JobProgress = msgspec.field(default_factory=JobProgress)
-    """Progress as heartbeats report it."""
-    resumed_ranks: set[Rank] = set()
+    ranks: set[Rank] = set()
     """Ranks that have finished a step in the current generation."""
-    slowest_resume: tuple[float, Rank, dict[str, float]] | None = None
+    slowest: tuple[float, Rank, dict[str, float]] | None = None
     """The resume that took longest: seconds, rank, and seconds by phase."""
+    due: float = 0.0
+    """Time by which all ranks must have resumed."""
+    attempts: int = 0
+    """Number of resume deadlines missed in a row."""
+    is_inherited: bool = False
+    """True if the generation had not resumed when this controller started."""
+    first_seen_steps: dict[Rank, tuple[int, ...]] = {}
+    """The first two steps at which each rank of an inherited generation was seen."""
+
+
+class RegroupRuntime(msgspec.Struct):
+    """Reasons for, and deadlines of, the next regroup."""
+
+    pending: PendingRegroup | None = None
+    """A regroup that waits for more reports."""
     failed_collective_ranks: set[Rank] = set()
     """Ranks whose collective failed."""
     stalled_ranks: dict[Rank, tuple[int, int]] = {}
     """Step and number of collectives at which each stalled rank stands."""
-    pending_regroup: PendingRegroup | None = None
-    """A regroup that waits for more reports."""
-    version_seals: dict[Version, VersionSeals] = {}
+    unattributed_times: list[float] = []
+    """Times of regroups that blamed no node."""
+    rank_replaced_at: dict[NodeId, dict[int, float]] = {}
+    """Time at which a new process replaced the rank, by node and local rank."""
+    boundary_fallback_at: float = 0.0
+    """Time at which an announced boundary is abandoned for an immediate regroup."""
+    growth_due: float = 0.0
+    """Time until which more returning nodes are awaited before the job grows; 0.0 before the first returns."""
+    node_offered_at: float | None = None
+    """Time since which a newly usable node waits for the next Tick; None if there is none."""
+    unannounced_generation: GenerationNumber = 0
+    """Number of a generation that is not stored yet and must not be announced; 0 if there is none."""
+
+
+class CommitRuntime(msgspec.Struct):
+    """Versions of a job that are sealed, settled and committed."""
+
+    seals: dict[Version, VersionSeals] = {}
     """Seals of versions newer than ``settled_version``."""
     committed_version: Version | None = None
     """Newest committed version."""
@@ -245,52 +273,59 @@ class JobRuntime(msgspec.Struct):
     """Newest version whose digests agreed."""
     settled_version: Version | None = None
     """Newest version that needs no further seals."""
-    slow_windows: dict[NodeId, list[int]] = {}
-    """Straggler windows in which a rank of the node was slow, by node."""
-    straggler_window: int = 0
-    """Number of the current straggler window."""
-    straggler_window_due: float = 0.0
-    """End of the current straggler window; 0.0 if none is awaited."""
     candidate_step: int | None = None
     """Step announced for the next commit; None means the first step that every rank keeps."""
     candidate_due: float = 0.0
     """Time at which the candidate is checked again; 0.0 if none is awaited."""
-    boundary_fallback_at: float = 0.0
-    """Time at which an announced boundary is abandoned for an immediate regroup."""
-    resume_due: float = 0.0
-    """Time by which all ranks must have resumed."""
-    growth_due: float = 0.0
-    """Time until which more returning nodes are awaited before the job grows; 0.0 before the first returns."""
-    node_offered_at: float | None = None
-    """Time since which a newly usable node waits for the next Tick; None if there is none."""
-    unannounced_generation: GenerationNumber = 0
-    """Number of a generation that is not stored yet and must not be announced; 0 if there is none."""
-    spill_due: float = 0.0
-    """Time at which the vaults are asked again for a pending spill."""
-    spilled_nodes: set[NodeId] = set()
-    """Nodes that have written their part of the pending spill."""
-    protection_due: float = 0.0
-    """Time at which the vaults are asked again for a pending protection."""
-    made_parity: dict[NodeId, dict[Rank, str]] = {}
-    """Digest of the members from which each parity node made P or Q, by node and group."""
     missed_copies: dict[NodeId, int] = {}
     """Number of consecutive versions that failed to commit for want of a copy there, by replica node."""
     skipped_replica_nodes: dict[NodeId, float] = {}
     """Replica nodes that receive no copies, with the time until which they are skipped."""
-    resume_attempts: int = 0
-    """Number of resume deadlines missed in a row."""
-    inherited_unresumed: bool = False
-    """True if the generation had not resumed when this controller started."""
-    first_seen_steps: dict[Rank, tuple[int, ...]] = {}
-    """The first two steps at which each rank of an inherited generation was seen."""
-    unattributed_regroup_times: list[float] = []
-    """Times of regroups that blamed no node."""
-    rank_replaced_at: dict[NodeId, dict[int, float]] = {}
-    """Time at which a new process replaced the rank, by node and local rank."""
+
+
+class StragglerRuntime(msgspec.Struct):
+    """Windows in which the ranks' own times are compared."""
+
+    slow_windows: dict[NodeId, list[int]] = {}
+    """Windows in which a rank of the node was slow, by node."""
+    window: int = 0
+    """Number of the current window."""
+    window_due: float = 0.0
+    """End of the current window; 0.0 if none is awaited."""
+
+
+class VaultOrderRuntime(msgspec.Struct):
+    """Answers to the pending spill and the pending protection."""
+
+    spill_due: float = 0.0
+    """Time at which the vaults are asked again for a pending spill."""
+    spilled_nodes: set[NodeId] = set()
+    """Nodes that have written their part of the pending spill."""
+    parity_due: float = 0.0
+    """Time at which the vaults are asked again for a pending protection."""
+    made_parity: dict[NodeId, dict[Rank, str]] = {}
+    """Digest of the members from which each parity node made P or Q, by node and group."""
+
+
+class JobRuntime(msgspec.Struct):
+    """Runtime state of a job."""
+
+    progress: JobProgress = msgspec.field(default_factory=JobProgress)
+    """Progress as heartbeats report it."""
+    resume: ResumeRuntime = msgspec.field(default_factory=ResumeRuntime)
+    """Resumption of the current generation."""
+    regroup: RegroupRuntime = msgspec.field(default_factory=RegroupRuntime)
+    """Reasons for the next regroup."""
+    commits: CommitRuntime = msgspec.field(default_factory=CommitRuntime)
+    """Versions in memory."""
+    stragglers: StragglerRuntime = msgspec.field(default_factory=StragglerRuntime)
+    """Comparison of the ranks' own times."""
+    vault_orders: VaultOrderRuntime = msgspec.field(default_factory=VaultOrderRuntime)
+    """Answers of the vaults."""
     nodes: dict[NodeId, None] = {}
     """Nodes whose ``NodeRuntime.jobs`` contains the job."""
     owned_nodes: frozenset[NodeId] = frozenset()
-    """Nodes that ``FleetState.owners`` assigns to the job."""
+    """Nodes that ``FleetState.job_by_node`` assigns to the job."""
 
 
 class Probe(msgspec.Struct):

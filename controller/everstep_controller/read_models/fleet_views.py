@@ -68,7 +68,7 @@ class RecoveryTracker:
         self._reported: dict[str, int] = {
             job.job: job.generation.number
             for job in jobs
-            if job.generation is not None and job.generation_resumed_at is not None
+            if job.generation is not None and job.progress.resumed_at is not None
         }
 
     def record_resumed(self, report: Resumed) -> None:
@@ -95,10 +95,10 @@ class RecoveryTracker:
             reason=spec.reason,
             sentence=spec.sentence,
             trace=spec.trace,
-            decided_at=job.generation_opened_at,
+            decided_at=job.progress.opened_at,
             duration_s=None
-            if job.generation_resumed_at is None
-            else max(0.0, job.generation_resumed_at - job.generation_opened_at),
+            if job.progress.resumed_at is None
+            else max(0.0, job.progress.resumed_at - job.progress.opened_at),
             restored=heard.restored,
             resumed_ranks=len(heard.ranks),
             world_size=spec.world_size,
@@ -108,7 +108,7 @@ class RecoveryTracker:
     def take_finished(self, job: JobRecord) -> GenerationRecovery | None:
         """Return the recovery that just finished with this change of the job; each is returned once."""
         spec = job.generation
-        if spec is None or job.generation_resumed_at is None or self._reported.get(job.job) == spec.number:
+        if spec is None or job.progress.resumed_at is None or self._reported.get(job.job) == spec.number:
             return None
         recovery = self.current(job)
         self._reported[job.job] = spec.number
@@ -329,7 +329,8 @@ def _job_of(state: FleetState, node: str) -> str | None:
     """Return the job in whose running roster the node is, or None."""
     seated = jobs_seated_on(state, node) if node in state.node_runtime else []
     return next(
-        (job.job for job in seated if job.state not in ENDED_JOB_STATES and node in seats_of(job.generation)), None
+        (job.job for job in seated if job.status.state not in ENDED_JOB_STATES and node in seats_of(job.generation)),
+        None,
     )
 
 
@@ -360,7 +361,7 @@ def find_nodes(context: ViewContext, node_filter: NodeFilter) -> list[str]:
     state = context.state
     if node_filter.job:
         job = state.jobs.get(node_filter.job)
-        names = seats_of(job.generation) if job is not None and job.state not in ENDED_JOB_STATES else []
+        names = seats_of(job.generation) if job is not None and job.status.state not in ENDED_JOB_STATES else []
     else:
         names = list(state.nodes)
     return sorted(name for name in names if name in state.nodes and node_filter.matches(state, state.nodes[name]))
@@ -420,7 +421,7 @@ def ineligible_nodes(state: FleetState, job: JobRecord) -> dict[str, str]:
     worked_out: RostersByJob = {}
     promises = claimed_by_priority(state, job, worked_out)
     fit = {*eligible_nodes(state, job, rosters=worked_out), *seats_of(job.generation)}
-    return {node: no_seat_reason(state, job, node, promises) for node in job.launchers if node not in fit}
+    return {node: no_seat_reason(state, job, node, promises) for node in job.membership.launchers if node not in fit}
 
 
 def job_summary(state: FleetState, job: JobRecord) -> op.JobSummary:
@@ -430,11 +431,15 @@ def job_summary(state: FleetState, job: JobRecord) -> op.JobSummary:
     number = spec.number if spec is not None else 0
     known = [one for one in progress.values() if one.generation == number]
     newest = (live.progress.furthest_step or 0) if live is not None else 0
-    step = max(job.ended_step, newest) if job.state in ENDED_JOB_STATES else min(map(_STEP, known), default=newest)
+    step = (
+        max(job.progress.ended_step, newest)
+        if job.status.state in ENDED_JOB_STATES
+        else min(map(_STEP, known), default=newest)
+    )
     step_s = max(map(_STEP_S, known), default=0.0)
     return op.JobSummary(
         job=job.job,
-        state=job.state,
+        state=job.status.state,
         generation=spec.number if spec else 0,
         world_size=spec.world_size if spec else 0,
         nodes=len(seats_of(spec)),
@@ -442,9 +447,9 @@ def job_summary(state: FleetState, job: JobRecord) -> op.JobSummary:
         step=step,
         step_s=step_s,
         loss=_loss(progress, spec),
-        committed=live.committed_version if live else None,
-        verified=live.verified_version if live else None,
-        reason=job.sentence,
+        committed=live.commits.committed_version if live else None,
+        verified=live.commits.verified_version if live else None,
+        reason=job.status.sentence,
     )
 
 
@@ -460,7 +465,7 @@ def _loss(progress: Mapping[Rank, RankProgress], spec: GenerationSpec | None) ->
 
 def find_jobs(context: ViewContext, job_state: str) -> list[str]:
     """Return the names of the jobs in this state (empty: any), in order."""
-    return sorted(name for name, job in context.state.jobs.items() if not job_state or job.state == job_state)
+    return sorted(name for name, job in context.state.jobs.items() if not job_state or job.status.state == job_state)
 
 
 def job_detail(context: ViewContext, job: str) -> op.JobDetail:

@@ -298,8 +298,8 @@ def _jobs(summaries: list[JobSummary]) -> Iterator[Metric]:
 
 
 def _storage_and_parity(state: FleetState) -> Iterator[Metric]:
-    jobs = {name: job for name, job in state.jobs.items() if job.spec.spill is not None or job.stored_checkpoints}
-    stored = {name: job.stored_checkpoints[-1] for name, job in jobs.items() if job.stored_checkpoints}
+    jobs = {name: job for name, job in state.jobs.items() if job.spec.spill is not None or job.spills.stored}
+    stored = {name: job.spills.stored[-1] for name, job in jobs.items() if job.spills.stored}
     parity = {name: job for name, job in state.jobs.items() if job.spec.parity_group_size}
     columns: tuple[_Column, ...] = (
         (
@@ -315,25 +315,25 @@ def _storage_and_parity(state: FleetState) -> Iterator[Metric]:
         (
             "job_spill_in_progress",
             "1 while a version is being written to storage.",
-            {name: float(job.pending_spill is not None) for name, job in jobs.items()},
+            {name: float(job.spills.pending is not None) for name, job in jobs.items()},
         ),
         (
             "job_spills_failed",
             "Versions that could not be written to storage.",
-            {name: float(job.spills_failed) for name, job in jobs.items()},
+            {name: float(job.spills.failed_versions) for name, job in jobs.items()},
         ),
         (
             "job_parity_step",
             "Step of the version protected by parity.",
             {
-                name: job.active_protection.protection.version.step if job.active_protection else None
+                name: job.parity.active.protection.version.step if job.parity.active else None
                 for name, job in parity.items()
             },
         ),
         (
             "job_parity_failures",
             "Consecutive versions without parity.",
-            {name: float(job.protection_failures) for name, job in parity.items()},
+            {name: float(job.parity.failures_in_row) for name, job in parity.items()},
         ),
     )
     yield from _by_job(columns)

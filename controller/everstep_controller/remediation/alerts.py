@@ -75,10 +75,10 @@ def _fleet(state: FleetState) -> Iterable[Alert]:
 
 def _jobs(state: FleetState, now: float) -> Iterable[Alert]:
     for job in state.jobs.values():
-        if job.state is JobState.PAUSED:
-            yield _alert("EverstepJobPaused", "critical", job.sentence, job.since, run=job.job)
-        elif job.state is JobState.FAILED and now - job.since < ENDED_JOB_S:
-            yield _alert("EverstepJobFailed", "critical", job.sentence, job.since, run=job.job)
+        if job.status.state is JobState.PAUSED:
+            yield _alert("EverstepJobPaused", "critical", job.status.sentence, job.status.since, run=job.job)
+        elif job.status.state is JobState.FAILED and now - job.status.since < ENDED_JOB_S:
+            yield _alert("EverstepJobFailed", "critical", job.status.sentence, job.status.since, run=job.job)
 
 
 def _nodes(state: FleetState) -> Iterable[Alert]:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import msgspec
 from everstep_controller.core.effects import Audit, DeleteJob, DeleteNode, PutGeneration, PutJob, PutNode, PutVerdict
 from everstep_controller.core.events import DatabaseAvailabilityChanged, OperatorCommand
+from everstep_controller.core.records import JobRecord
 from everstep_controller.store.rows import AuditRow, VerdictRow
 
 from everstep.vocabulary import Decision, JobState, Verdict
@@ -30,9 +31,15 @@ class _NodeDoc(msgspec.Struct):
 
 
 class _JobDoc(msgspec.Struct):
+    """The part of a job's record that this checker compares."""
+
     state: JobState = JobState.FORMING
     generation: GenerationSpec | None = None
     leaving: GenerationSpec | None = None
+
+    @staticmethod
+    def of(record: JobRecord) -> _JobDoc:
+        return _JobDoc(record.status.state, record.generation, record.outgoing_generation)
 
 
 class _Count(NamedTuple):
@@ -76,7 +83,7 @@ class Budget(Checker):
         nodes = self._stored.nodes(_NodeDoc)
         self._reachable = {name for name, doc in nodes.items() if doc.reachable}
         self._racks = {name: doc.domain.rack for name, doc in nodes.items()}
-        self._jobs = self._stored.jobs(_JobDoc)
+        self._jobs = {name: _JobDoc.of(record) for name, record in self._stored.jobs(JobRecord).items()}
 
     def _handled(self, fact: facts.Decided) -> None:
         if isinstance(fact.event, DatabaseAvailabilityChanged):
@@ -125,8 +132,7 @@ class Budget(Checker):
             elif isinstance(effect, DeleteJob):
                 self._jobs.pop(effect.job, None)
             elif isinstance(effect, PutJob):
-                doc = effect.doc
-                self._jobs[effect.job] = _JobDoc(doc.state, doc.generation, doc.outgoing_generation)
+                self._jobs[effect.job] = _JobDoc.of(effect.doc)
 
     def _counted(self, node: str, without: Collection[str] = ()) -> tuple[_Count, ...]:
         """The rack's nodes that are expected to be heard, and the seats of the jobs that compute on the node, but for

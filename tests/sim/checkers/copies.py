@@ -93,7 +93,7 @@ class Copies(Checker):
     def _compare(self, controller: str, job: str) -> None:
         """Of harm that it cannot know of yet nothing is asked."""
         state = self.world.controller(controller).state
-        version = state.job_runtime[job].committed_version
+        version = state.job_runtime[job].commits.committed_version
         if version is None or (job, version) not in self._known or (job, version.generation) not in self._specs:
             return
         harmed = self._since(job, version)

@@ -8,6 +8,7 @@ from collections import defaultdict
 import msgspec
 from everstep_controller.core.effects import Audit, DeleteJob, PutGeneration, PutJob
 from everstep_controller.core.events import ReportArrived
+from everstep_controller.core.records import JobRecord
 
 from everstep.vocabulary import GenerationReason, JobState
 from everstep.wire.v1.training import (
@@ -36,10 +37,16 @@ BY_RANKS = (
 
 
 class _JobDoc(msgspec.Struct):
+    """The part of a job's record that this checker compares."""
+
     state: JobState = JobState.FORMING
     generation: GenerationSpec | None = None
     leaving: GenerationSpec | None = None
     resumed_at: float | None = None
+
+    @staticmethod
+    def of(record: JobRecord) -> _JobDoc:
+        return _JobDoc(record.status.state, record.generation, record.outgoing_generation, record.progress.resumed_at)
 
 
 class Passages(Checker):
@@ -73,7 +80,7 @@ class Passages(Checker):
         self._stored.note(fact.batch)
 
     def _took_over(self, _fact: facts.TookOver) -> None:
-        self._jobs = self._stored.jobs(_JobDoc)
+        self._jobs = {name: _JobDoc.of(record) for name, record in self._stored.jobs(JobRecord).items()}
         self._over.clear()
 
     def _handled(self, fact: facts.Decided) -> None:
@@ -86,10 +93,7 @@ class Passages(Checker):
             elif isinstance(effect, Audit) and effect.entry.kind == "user_error":
                 self._by_what_is_over(effect.entry.job or "", "an error", effect.entry.trace)
             elif isinstance(effect, PutJob):
-                doc = effect.doc
-                self._changed(
-                    effect.job, _JobDoc(doc.state, doc.generation, doc.outgoing_generation, doc.generation_resumed_at)
-                )
+                self._changed(effect.job, _JobDoc.of(effect.doc))
             elif isinstance(effect, DeleteJob):
                 self._jobs.pop(effect.job, None)
 

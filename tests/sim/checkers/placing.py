@@ -29,7 +29,7 @@ class Placing(Checker):
 
     def _passed_over(self, fact: facts.Decided, job: str) -> set[str]:
         live = self.world.controller(fact.controller).state.job_runtime[job]
-        return {home for home, until in live.skipped_replica_nodes.items() if until > fact.at}
+        return {home for home, until in live.commits.skipped_replica_nodes.items() if until > fact.at}
 
     def _look(self, spec: GenerationSpec, passed_over: set[str]) -> None:
         copies = min(spec.spec.replicas, len(spec.seats)) - 1

@@ -60,8 +60,8 @@ class Parities(Checker):
                 self._given_up.add((audit.job, version))
         for name, doc in fact.batch.jobs.items():
             job = msgspec.json.decode(doc, type=JobRecord)
-            if job.active_protection is not None:
-                self._counts(name, job.active_protection.protection)
+            if job.parity.active is not None:
+                self._counts(name, job.parity.active.protection)
 
     def _counts(self, job: str, protection: Protection) -> None:
         version = protection.version
@@ -117,14 +117,11 @@ class Parities(Checker):
             return "nobody leads"
         for name, job in leader.state.jobs.items():
             running = job.generation
-            if job.state is not JobState.RUNNING or running is None or not job.spec.parity_group_size:
+            if job.status.state is not JobState.RUNNING or running is None or not job.spec.parity_group_size:
                 continue
             sites = {node: FailureDomains.of(leader.state.nodes[node]) for node in running.seats}
             possible = form_groups(running.seats, sites, job.spec.parity_group_size).groups
-            recent = (
-                job.active_protection is not None
-                and job.active_protection.protection.version.generation == running.number
-            )
+            recent = job.parity.active is not None and job.parity.active.protection.version.generation == running.number
             if possible and not recent:
-                return f"{name} keeps no version of generation {running.number} by parity: {job.protection_error}"
+                return f"{name} keeps no version of generation {running.number} by parity: {job.parity.error}"
         return ""

@@ -54,21 +54,25 @@ class Recovery(Checker):
         job = leader.state.jobs.get(name)
         if job is None:
             return "is unknown"
-        if job.state in (JobState.FINISHED, JobState.FAILED):
+        if job.status.state in (JobState.FINISHED, JobState.FAILED):
             return ""
         block = job.spec.block_nodes
         least = -(-job.spec.min_nodes // block) * block
         idle = [node for node in nodes if node not in self._seated()]
-        if job.state is not JobState.RUNNING or job.generation is None:
-            return f"is {job.state}: {job.sentence}" if self._whole_blocks(job.spec, idle) * block >= least else ""
+        if job.status.state is not JobState.RUNNING or job.generation is None:
+            return (
+                f"is {job.status.state}: {job.status.sentence}"
+                if self._whole_blocks(job.spec, idle) * block >= least
+                else ""
+            )
         seats = {member.node for member in job.generation.roster}
         free = [
-            node for node in idle if node not in job.replaced_stragglers
+            node for node in idle if node not in job.membership.replaced_stragglers
         ]  # a straggler is taken where the job cannot run without
         best = min(job.spec.max_nodes // block, self._whole_blocks(job.spec, [*seats, *free]))
         if best * block > len(seats):
             return f"runs on {len(seats)} nodes, and {', '.join(idle)} are idle"
-        if job.generation_resumed_at is None or job.outgoing_generation is not None:
+        if job.progress.resumed_at is None or job.outgoing_generation is not None:
             return f"has not resumed in generation {job.generation.number}"
         if self._committed.get(name, 0) < self._quiet.get(name, 0) + COMMITS_WANTED:
             return "commits nothing"
@@ -85,5 +89,5 @@ class Recovery(Checker):
         """Nodes that some job computes on."""
         leader = self.world.leader()
         assert leader is not None
-        specs = [job.generation for job in leader.state.jobs.values() if job.state is JobState.RUNNING]
+        specs = [job.generation for job in leader.state.jobs.values() if job.status.state is JobState.RUNNING]
         return {member.node for spec in specs if spec is not None for member in spec.roster}

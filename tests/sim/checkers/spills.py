@@ -53,7 +53,7 @@ class Spills(Checker):
                 self._end(audit.job, audit.kind, audit.detail)
         for name, doc in fact.batch.jobs.items():
             job = msgspec.json.decode(doc, type=JobRecord)
-            for one in job.stored_checkpoints:
+            for one in job.spills.stored:
                 if one.version not in self._whole.get(name, ()):
                     raise Violation(self.name, f"{name}: {one.version} counts as stored, and no vault made it whole")
 
@@ -84,11 +84,15 @@ class Spills(Checker):
             live = leader.state.job_runtime[name]
             root = f"{job.spec.spill.url}/{name}" if job.spec.spill is not None else ""
             there = self.world.storage.whole(root)
-            if gone := [one.url for one in job.stored_checkpoints if one.url not in there]:
+            if gone := [one.url for one in job.spills.stored if one.url not in there]:
                 return f"{name} would go back to {', '.join(gone)}, and nothing is there"
-            if job.state is not JobState.RUNNING or job.spec.spill is None or live.committed_version is None:
+            if (
+                job.status.state is not JobState.RUNNING
+                or job.spec.spill is None
+                or live.commits.committed_version is None
+            ):
                 continue
-            behind = abs(live.committed_version.step - job.last_spilled_step)
+            behind = abs(live.commits.committed_version.step - job.spills.last_step)
             if behind > job.spec.spill.every_steps + STEPS_LATE:
-                return f"{name} has not stored anything for {behind} steps: {job.spill_error or 'no trouble is known'}"
+                return f"{name} has not stored anything for {behind} steps: {job.spills.error or 'no trouble is known'}"
         return ""

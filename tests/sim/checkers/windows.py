@@ -98,7 +98,7 @@ class Windows(Checker):
     def _jobs_leave(self, fact: facts.Decided) -> None:
         """A window has begun: no job goes on with whom it means, but to its next boundary."""
         for name, job in self.world.controller(fact.controller).state.jobs.items():
-            seats = job.generation.seats if job.generation is not None and job.state is JobState.RUNNING else ()
+            seats = job.generation.seats if job.generation is not None and job.status.state is JobState.RUNNING else ()
             for node in seats:
                 if (window := self._book.active(self.world, node, fact.at)) is not None:
                     raise Violation(self.name, f"{name} goes on with {node}, in {window}")

@@ -105,7 +105,7 @@ def _numbers_from_before() -> AbstractContextManager[None]:
     def restore(*arguments: Any, **more: Any) -> Any:
         state = real(*arguments, **more)
         for job in state.jobs.values():
-            job.last_generation_number = max(0, job.last_generation_number - 1)
+            job.progress.last_number = max(0, job.progress.last_number - 1)
         return state
 
     return swapped(real, restore)
@@ -378,7 +378,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("the floor of a restore is forgotten", _rule_without_floor, seeds=(20,)),
     Mutant(
         "after corruption anything may be restored",
-        lambda: mistaken(commits.roll_back_to_clean, "job.restore_ceiling = clean or NO_VERSION", "pass"),
+        lambda: mistaken(commits.roll_back_to_clean, "job.commits.restore_ceiling = clean or NO_VERSION", "pass"),
         seeds=(109,),
     ),
     Mutant(

@@ -55,7 +55,8 @@ OF_PASSAGES: tuple[Mutant, ...] = (
         "a boundary counts as crossed a step too soon",
         lambda: mistaken(
             generations.check_boundary,
-            "step >= (spec.after_step or 0)):\n        if entered or transition.now >= live.boundary_fallback_at:",
+            "step >= (spec.after_step or 0)):\n"
+            "        if entered or transition.now >= live.regroup.boundary_fallback_at:",
             "step >= (spec.after_step or 0) - 1):\n        if True:",
         ),
         seeds=(13,),
@@ -68,7 +69,7 @@ OF_PASSAGES: tuple[Mutant, ...] = (
     Mutant(
         "who takes over compares nobody's pace",
         lambda: mistaken(
-            startup.handle_controller_started, "state.jobs[name].generation_resumed_at is not None", "False"
+            startup.handle_controller_started, "state.jobs[name].progress.resumed_at is not None", "False"
         ),
         seeds=(50108,),
     ),

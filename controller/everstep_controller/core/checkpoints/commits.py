@@ -120,16 +120,16 @@ def record_seal(
 
 def _get_seals(transition: Transition, live: JobRuntime, version: Version) -> VersionSeals | None:
     """Return the seals of ``version``; None if it is settled or older than the window."""
-    if live.settled_version is not None and version <= live.settled_version:
+    if live.commits.settled_version is not None and version <= live.commits.settled_version:
         return None
-    if version not in live.version_seals:
-        if len(live.version_seals) >= transition.policy.version_window:
-            oldest = min(live.version_seals)
+    if version not in live.commits.seals:
+        if len(live.commits.seals) >= transition.policy.version_window:
+            oldest = min(live.commits.seals)
             if version < oldest:
                 return None
-            del live.version_seals[oldest]
-        live.version_seals[version] = VersionSeals()
-    return live.version_seals[version]
+            del live.commits.seals[oldest]
+        live.commits.seals[version] = VersionSeals()
+    return live.commits.seals[version]
 
 
 def _settle_version(
@@ -139,12 +139,12 @@ def _settle_version(
     live = transition.state.job_runtime[job.job]
     if not compare_digests(ballot.digests).is_unanimous:
         return compare_digests_by_node(ballot.digests, spec)
-    live.settled_version = version
-    live.version_seals = {v: b for v, b in live.version_seals.items() if v > version}
+    live.commits.settled_version = version
+    live.commits.seals = {v: b for v, b in live.commits.seals.items() if v > version}
     verified = all_ranks_compared(ballot.digests, frozenset(ballot.sealed_ranks))
     if verified:
-        live.verified_version = version
-    announced = live.candidate_step in (None, version.step)
+        live.commits.verified_version = version
+    announced = live.commits.candidate_step in (None, version.step)
     if (
         ballot.safe_ranks == ballot.sealed_ranks
         and announced
@@ -168,8 +168,10 @@ def _count_missing_copies(transition: Transition, spec: GenerationSpec, live: Jo
             for replica_node in spec.replica_nodes.get(node, ())
             if replica_node not in ballot.full_copies.get(node, ())
         )
-    live.missed_copies = {replica_node: live.missed_copies.get(replica_node, 0) + 1 for replica_node in sorted(missing)}
-    if max(live.missed_copies.values(), default=0) >= transition.policy.missed_copies_count:
+    live.commits.missed_copies = {
+        replica_node: live.commits.missed_copies.get(replica_node, 0) + 1 for replica_node in sorted(missing)
+    }
+    if max(live.commits.missed_copies.values(), default=0) >= transition.policy.missed_copies_count:
         transition.schedule_job(transition.now, spec.job)
 
 
@@ -179,10 +181,10 @@ def _count_missing_copies(transition: Transition, spec: GenerationSpec, live: Jo
 def _commit(transition: Transition, job: JobRecord, version: Version, ballot: VersionSeals, *, verified: bool) -> None:
     """Commit ``version``: every rank keeps it, and its bytes are in as many places as the job asks for."""
     live = transition.state.job_runtime[job.job]
-    live.committed_version, live.committed_at, live.missed_copies = version, transition.now, {}
+    live.commits.committed_version, live.commits.committed_at, live.commits.missed_copies = version, transition.now, {}
     locations = _version_locations(version, ballot, seats_of(job.generation))
-    if job.restore_ceiling is not None or job.version_locations != locations:
-        job.restore_ceiling, job.version_locations = None, locations
+    if job.commits.restore_ceiling is not None or job.commits.locations != locations:
+        job.commits.restore_ceiling, job.commits.locations = None, locations
         transition.mark_job_changed(job.job)
     transition.emit(
         PutVersion(
@@ -219,7 +221,7 @@ def release_versions(transition: Transition, job: JobRecord) -> None:
 def start_commits(transition: Transition, job: JobRecord) -> None:
     """Start commits once a generation steps. The first candidate is its first version, which every rank knows."""
     live = transition.state.job_runtime[job.job]
-    if live.candidate_step is None and live.candidate_due == 0.0:
+    if live.commits.candidate_step is None and live.commits.candidate_due == 0.0:
         _schedule_check(transition, job, live, transition.policy.candidate_timeout_s)
 
 
@@ -229,22 +231,29 @@ def resume_commits(transition: Transition, job: JobRecord) -> None:
     The exception is a generation that has neither stepped nor committed, so that nothing can have been announced.
     """
     live, running = transition.state.job_runtime[job.job], running_generation(job)
-    committed = live.committed_version.generation if live.committed_version is not None else 0
-    if running is None or (job.generation_resumed_at is None and committed < running.number):
+    committed = live.commits.committed_version.generation if live.commits.committed_version is not None else 0
+    if running is None or (job.progress.resumed_at is None and committed < running.number):
         return
-    live.candidate_step = UNKNOWN_CANDIDATE
+    live.commits.candidate_step = UNKNOWN_CANDIDATE
     _schedule_check(transition, job, live, transition.policy.candidate_timeout_s)
 
 
 def check_candidate(transition: Transition, job: JobRecord) -> None:
     """At a deadline, replace a candidate that not every rank kept because one heard of it too late."""
     live = transition.state.job_runtime[job.job]
-    if not live.candidate_due or transition.now < live.candidate_due or job.outgoing_generation is not None:
+    if (
+        not live.commits.candidate_due
+        or transition.now < live.commits.candidate_due
+        or job.outgoing_generation is not None
+    ):
         return
     if transition.state.database_outage:
         _schedule_check(transition, job, live, transition.policy.candidate_timeout_s)
         return
-    if live.candidate_step is not None and (transition.read_step_rate(job.job).step or 0) < live.candidate_step:
+    if (
+        live.commits.candidate_step is not None
+        and (transition.read_step_rate(job.job).step or 0) < live.commits.candidate_step
+    ):
         _schedule_check(transition, job, live, transition.policy.candidate_timeout_s)
     else:
         _announce_next(transition, job, live)
@@ -263,8 +272,8 @@ def _announce_next(transition: Transition, job: JobRecord, live: JobRuntime) -> 
         _schedule_check(transition, job, live, transition.policy.commit_interval_s)
         return
     now_at = stride.predict_step(transition.now, transition.policy.candidate_timeout_s)
-    live.candidate_step = now_at + 1 + math.ceil(_interval_s(transition, running) / step_s)
-    steps_s = (live.candidate_step - now_at) * step_s
+    live.commits.candidate_step = now_at + 1 + math.ceil(_interval_s(transition, running) / step_s)
+    steps_s = (live.commits.candidate_step - now_at) * step_s
     _schedule_check(transition, job, live, transition.policy.candidate_timeout_s + 2 * steps_s)
     _send_notice(transition, job, live, running)
 
@@ -275,9 +284,9 @@ def set_boundary_candidate(transition: Transition, job: JobRecord, step: int) ->
     It is not committed, because the next generation has named its floor, but each rank keeps it and its copies.
     """
     live, running = transition.state.job_runtime[job.job], job.outgoing_generation
-    if running is None or live.candidate_step == step:
+    if running is None or live.commits.candidate_step == step:
         return
-    live.candidate_step = step
+    live.commits.candidate_step = step
     _send_notice(transition, job, live, running)
 
 
@@ -285,8 +294,8 @@ def _send_notice(transition: Transition, job: JobRecord, live: JobRuntime, runni
     notice = VersionNotice(
         job=job.job,
         generation=running.number,
-        committed=live.committed_version,
-        candidate=live.candidate_step,
+        committed=live.commits.committed_version,
+        candidate=live.commits.candidate_step,
         pinned=pinned_versions(job),
     )
     for node in seats_of(running):
@@ -295,8 +304,8 @@ def _send_notice(transition: Transition, job: JobRecord, live: JobRuntime, runni
 
 
 def _schedule_check(transition: Transition, job: JobRecord, live: JobRuntime, seconds: float) -> None:
-    live.candidate_due = transition.now + seconds
-    transition.schedule_job(live.candidate_due, job.job)
+    live.commits.candidate_due = transition.now + seconds
+    transition.schedule_job(live.commits.candidate_due, job.job)
 
 
 # Restoring
@@ -309,12 +318,12 @@ def restore_rule(transition: Transition, job: JobRecord) -> RestoreRule:
     A job's first generation starts from scratch. A later one without a commit may still find its own steps complete.
     """
     storage, *before = restore_urls(job) or [""]
-    if job.restore_ceiling == NO_VERSION or job.last_generation_number == 0:
+    if job.commits.restore_ceiling == NO_VERSION or job.progress.last_number == 0:
         return RestoreRule(from_scratch=True, storage_url=storage, older_storage_urls=tuple(before))
-    committed = transition.state.job_runtime[job.job].committed_version
+    committed = transition.state.job_runtime[job.job].commits.committed_version
     return RestoreRule(
         floor=committed,
-        ceiling=job.restore_ceiling,
+        ceiling=job.commits.restore_ceiling,
         pinned=pinned_versions(job),
         protection=get_protection(job),
         storage_url=storage,
@@ -328,9 +337,11 @@ def roll_back_to_clean(transition: Transition, job: JobRecord) -> str:
     Clean versions are those that were verified, and those that were committed without a second digest to compare.
     """
     live = transition.state.job_runtime[job.job]
-    live.version_seals = {}
-    clean = max((v for v in (live.verified_version, live.committed_version) if v is not None), default=None)
-    job.restore_ceiling = clean or NO_VERSION
+    live.commits.seals = {}
+    clean = max(
+        (v for v in (live.commits.verified_version, live.commits.committed_version) if v is not None), default=None
+    )
+    job.commits.restore_ceiling = clean or NO_VERSION
     mark_stored_corrupt(transition, job, clean)
     drop_corrupt_protection(transition, job, clean)
     transition.mark_job_changed(job.job)
@@ -343,10 +354,10 @@ def roll_back_open_votes(transition: Transition, job: JobRecord) -> None:
     """Before a regroup ends a vote, forbid unverified versions if the digests so far already differ."""
     live = transition.state.job_runtime[job.job]
     unresolved_versions = [
-        v for v, b in live.version_seals.items() if b.digests and not compare_digests(b.digests).is_unanimous
+        v for v, b in live.commits.seals.items() if b.digests and not compare_digests(b.digests).is_unanimous
     ]
     if not unresolved_versions:
         return
     words = roll_back_to_clean(transition, job)
     sentence = f"digests of version {min(unresolved_versions)} differ in a vote that a regrouping cuts short; {words}"
-    transition.audit("corruption.unresolved_vote", sentence, job=job.job, generation=job.last_generation_number)
+    transition.audit("corruption.unresolved_vote", sentence, job=job.job, generation=job.progress.last_number)

@@ -268,8 +268,8 @@ def _describe_group_loss(group: NodeGroup, gone: Collection[str]) -> str:
 
 def pinned_versions(job: JobRecord) -> tuple[Version, ...]:
     """Return the versions that ranks must keep, because they are being read or parity depends on them."""
-    held = [job.pending_spill.version] if job.pending_spill is not None else []
-    held += [one.protection.version for one in (job.active_protection, job.pending_protection) if one is not None]
+    held = [job.spills.pending.version] if job.spills.pending is not None else []
+    held += [one.protection.version for one in (job.parity.active, job.parity.pending) if one is not None]
     return tuple(sorted(set(held)))
 
 
@@ -282,23 +282,23 @@ def consider_protection(transition: Transition, job: JobRecord, version: Version
     if (
         not job.spec.parity_group_size
         or running is None
-        or job.pending_protection is not None
-        or transition.now < job.protection_not_before
+        or job.parity.pending is not None
+        or transition.now < job.parity.not_before
     ):
         return
     sites = {node: FailureDomains.of(transition.state.nodes[node]) for node in running.seats}
     grouping = form_groups(running.seats, sites, job.spec.parity_group_size)
-    if grouping.explanation != job.parity_summary:
-        job.parity_summary = grouping.explanation
+    if grouping.explanation != job.parity.summary:
+        job.parity.summary = grouping.explanation
         alone = job.spec.replicas == 1 and grouping.copy_only_nodes
         unsafe = f"; {join_names(grouping.copy_only_nodes)} have neither parity nor a copy" if alone else ""
         transition.audit("parity.grouped", f"{grouping.explanation}{unsafe}", job=job.job, generation=running.number)
         transition.mark_job_changed(job.job)
     if not grouping.groups:
         return
-    transition.state.job_runtime[job.job].made_parity = {}
-    shares = job.version_locations.shares if job.version_locations is not None else {}
-    job.pending_protection = PendingProtection(
+    transition.state.job_runtime[job.job].vault_orders.made_parity = {}
+    shares = job.commits.locations.shares if job.commits.locations is not None else {}
+    job.parity.pending = PendingProtection(
         protection=Protection(
             version=version,
             seats=running.seats,
@@ -310,7 +310,7 @@ def consider_protection(transition: Transition, job: JobRecord, version: Version
         trace=transition.trace,
     )
     transition.mark_job_changed(job.job)
-    _send_parity_order(transition, job, job.pending_protection)
+    _send_parity_order(transition, job, job.parity.pending)
 
 
 def groups_by_parity_node(protection: Protection) -> dict[str, list[ParityGroup]]:
@@ -328,33 +328,36 @@ def _send_parity_order(transition: Transition, job: JobRecord, protecting: Pendi
         return
     live = transition.state.job_runtime[job.job]
     for node, groups in groups_by_parity_node(protecting.protection).items():
-        if node not in live.made_parity and node in transition.state.reachable_nodes:
+        if node not in live.vault_orders.made_parity and node in transition.state.reachable_nodes:
             body = ProtectVersion(
                 job=job.job,
                 generation=job.generation.number,
                 version=protecting.protection.version,
                 groups=tuple(groups),
-                keep=(job.active_protection.protection.version,) if job.active_protection is not None else (),
+                keep=(job.parity.active.protection.version,) if job.parity.active is not None else (),
             )
             transition.send(node, body)
-    live.protection_due = transition.now + transition.policy.vault_order_retry_s
-    transition.schedule_job(live.protection_due, job.job)
+    live.vault_orders.parity_due = transition.now + transition.policy.vault_order_retry_s
+    transition.schedule_job(live.vault_orders.parity_due, job.job)
 
 
 def check_protection(transition: Transition, job: JobRecord) -> None:
     """At a deadline, repeat the order to nodes that have not answered; give up if a node of it is lost."""
-    protecting = job.pending_protection
-    if protecting is None or job.state is not JobState.RUNNING or transition.state.database_outage:
+    protecting = job.parity.pending
+    if protecting is None or job.status.state is not JobState.RUNNING or transition.state.database_outage:
         return
     reconsider_protection(transition, job)
-    if job.pending_protection is not None and transition.now >= transition.state.job_runtime[job.job].protection_due:
+    if (
+        job.parity.pending is not None
+        and transition.now >= transition.state.job_runtime[job.job].vault_orders.parity_due
+    ):
         _send_parity_order(transition, job, protecting)
 
 
 def reconsider_protection(transition: Transition, job: JobRecord) -> None:
     """Give up a pending protection if a member or parity node has gone; a later version will be protected."""
-    protecting = job.pending_protection
-    if not job.spec.parity_group_size and (protecting or job.active_protection) is not None:
+    protecting = job.parity.pending
+    if not job.spec.parity_group_size and (protecting or job.parity.active) is not None:
         drop_protection(transition, job)
         return
     if protecting is None:
@@ -371,12 +374,12 @@ def reconsider_protection(transition: Transition, job: JobRecord) -> None:
 
 def give_up_protection(transition: Transition, job: JobRecord, reason: str) -> None:
     """Give up the pending protection; the earlier one stays. The wait for the next grows with each failure in a row."""
-    protecting = job.pending_protection
+    protecting = job.parity.pending
     if protecting is None:
         return
-    job.pending_protection, job.protection_failures, job.protection_error = None, job.protection_failures + 1, reason
+    job.parity.pending, job.parity.failures_in_row, job.parity.error = None, job.parity.failures_in_row + 1, reason
     waits = Backoff(floor_s=transition.policy.vault_order_retry_s, ceiling_s=transition.policy.vault_order_retry_max_s)
-    job.protection_not_before = transition.now + waits.limit_s(job.protection_failures - 1)
+    job.parity.not_before = transition.now + waits.limit_s(job.parity.failures_in_row - 1)
     version = protecting.protection.version
     sentence = f"no parity of version {version} is made: {reason}"
     transition.audit("parity.given_up", sentence, job=job.job, trace=protecting.trace, data={"version": str(version)})
@@ -388,7 +391,7 @@ def give_up_protection(transition: Transition, job: JobRecord, reason: str) -> N
 
 def handle_version_protected(transition: Transition, job: JobRecord, node: str, report: VersionProtected) -> None:
     """Handle a parity node's report that it made its parity, or could not."""
-    protecting = job.pending_protection
+    protecting = job.parity.pending
     if (
         protecting is None
         or report.version != protecting.protection.version
@@ -398,7 +401,7 @@ def handle_version_protected(transition: Transition, job: JobRecord, node: str, 
     elif report.code:
         _failed(transition, job, protecting, node, report)
     else:
-        made = transition.state.job_runtime[job.job].made_parity
+        made = transition.state.job_runtime[job.job].vault_orders.made_parity
         made[node] = dict(report.members_digests)
         if len(made) == len(groups_by_parity_node(protecting.protection)):
             _check_parity(transition, job, protecting)
@@ -419,20 +422,20 @@ def _check_parity(transition: Transition, job: JobRecord, protecting: PendingPro
     """Activate the protection if P and Q of each group were made of the same bytes."""
     live = transition.state.job_runtime[job.job]
     for group in protecting.protection.shards():
-        p, q = (live.made_parity[parity_node].get(group.group) for parity_node in group.parity)
+        p, q = (live.vault_orders.made_parity[parity_node].get(group.group) for parity_node in group.parity)
         if p is None or p != q:
             give_up_protection(transition, job, f"P and Q of group {group.group} were made of different shards")
             return
     version, took_s = protecting.protection.version, transition.now - protecting.started_at
-    first = job.active_protection is None
-    job.active_protection = ActiveProtection(
+    first = job.parity.active is None
+    job.parity.active = ActiveProtection(
         protection=protecting.protection, copy_only_shares=protecting.copy_only_shares, protected_at=transition.now
     )
-    job.pending_protection, job.protection_failures, job.protection_error = None, 0, ""
-    job.protection_not_before = protecting.started_at + transition.policy.parity_interval_s
+    job.parity.pending, job.parity.failures_in_row, job.parity.error = None, 0, ""
+    job.parity.not_before = protecting.started_at + transition.policy.parity_interval_s
     transition.mark_job_changed(job.job)
     if first:  # a log entry for each later version would come every few seconds
-        sentence = f"version {version} is kept by parity after {took_s:.1f} s: {job.parity_summary}"
+        sentence = f"version {version} is kept by parity after {took_s:.1f} s: {job.parity.summary}"
         transition.audit("parity.kept", sentence, job=job.job, trace=protecting.trace, data={"version": str(version)})
 
 
@@ -441,30 +444,30 @@ def _check_parity(transition: Transition, job: JobRecord, protecting: PendingPro
 
 def drop_corrupt_protection(transition: Transition, job: JobRecord, clean: Version | None) -> None:
     """After corruption, drop the protection of versions newer than ``clean``."""
-    for one in (job.pending_protection, job.active_protection):
+    for one in (job.parity.pending, job.parity.active):
         if one is not None and (clean is None or one.protection.version > clean):
-            if one is job.pending_protection:
+            if one is job.parity.pending:
                 give_up_protection(transition, job, "it may be corrupt")
             else:
-                job.active_protection = None
+                job.parity.active = None
                 transition.mark_job_changed(job.job)
 
 
 def drop_protection(transition: Transition, job: JobRecord) -> None:
     """Drop all protection of a job that has ended or no longer asks for parity."""
-    job.pending_protection, job.active_protection, job.protection_not_before, job.protection_failures = (
+    job.parity.pending, job.parity.active, job.parity.not_before, job.parity.failures_in_row = (
         None,
         None,
         0.0,
         0,
     )
-    job.parity_summary, job.protection_error = "", ""
+    job.parity.summary, job.parity.error = "", ""
     transition.mark_job_changed(job.job)
 
 
 def get_protection(job: JobRecord) -> Protection | None:
     """Return the protection to which a generation may go back if nothing newer is complete."""
-    return job.active_protection.protection if job.active_protection is not None else None
+    return job.parity.active.protection if job.parity.active is not None else None
 
 
 def lost_protected_nodes(state: FleetState, job: JobRecord, without: Collection[str] = ()) -> list[str]:
@@ -472,7 +475,7 @@ def lost_protected_nodes(state: FleetState, job: JobRecord, without: Collection[
 
     Nodes that are already gone count as missing too.
     """
-    shielded = job.active_protection
+    shielded = job.parity.active
     if shielded is None:
         return []
     protection = shielded.protection

@@ -20,22 +20,26 @@ SUBJECT = "copies"
 def check_replica_nodes(transition: Transition, job: JobRecord) -> None:
     """At a deadline or after a failed commit, skip the replica nodes that missed too many versions in a row."""
     live, policy, spec = transition.state.job_runtime[job.job], transition.policy, job.generation
-    live.skipped_replica_nodes = {
-        replica_node: until for replica_node, until in live.skipped_replica_nodes.items() if until > transition.now
+    live.commits.skipped_replica_nodes = {
+        replica_node: until
+        for replica_node, until in live.commits.skipped_replica_nodes.items()
+        if until > transition.now
     }
     failing = sorted(
-        replica_node for replica_node, count in live.missed_copies.items() if count >= policy.missed_copies_count
+        replica_node
+        for replica_node, count in live.commits.missed_copies.items()
+        if count >= policy.missed_copies_count
     )
-    if not failing or spec is None or job.state is not JobState.RUNNING or transition.state.database_outage:
+    if not failing or spec is None or job.status.state is not JobState.RUNNING or transition.state.database_outage:
         return
-    if transition.now < job.generation_opened_at + policy.growth_interval_s:
-        transition.schedule_job(job.generation_opened_at + policy.growth_interval_s, job.job)
+    if transition.now < job.progress.opened_at + policy.growth_interval_s:
+        transition.schedule_job(job.progress.opened_at + policy.growth_interval_s, job.job)
         return
     if boundary_step(transition, job, live) is None:
         return  # the next missed version leads here again
     for replica_node in failing:
-        del live.missed_copies[replica_node]
-        live.skipped_replica_nodes[replica_node] = transition.now + policy.replica_node_skip_s
+        del live.commits.missed_copies[replica_node]
+        live.commits.skipped_replica_nodes[replica_node] = transition.now + policy.replica_node_skip_s
         _raise_copies_missing(transition, job, replica_node)
     if plan_replicas(transition, job, list(spec.seats)) == spec.replica_nodes:
         return  # there is no other node

@@ -45,7 +45,7 @@ def compute_restorability(state: FleetState, job: JobRecord) -> Restorability:
     A pair is reported only if neither node alone would cost the version. Linear in the nodes, except for the pairs.
     """
     live = state.job_runtime[job.job]
-    version = live.committed_version
+    version = live.commits.committed_version
     shares = _VersionShares(state, job, live)
     outlook = _RosterForecast(state, job)
     missing = shares.lost(())
@@ -61,8 +61,10 @@ def compute_restorability(state: FleetState, job: JobRecord) -> Restorability:
         job=job.job,
         sentence=_summary(job, version, fallback.without(()) if missing else None, missing, forecasts),
         version=version,
-        verified=version is not None and live.verified_version is not None and version <= live.verified_version,
-        ceiling=job.restore_ceiling if job.restore_ceiling != NO_VERSION else None,
+        verified=version is not None
+        and live.commits.verified_version is not None
+        and version <= live.commits.verified_version,
+        ceiling=job.commits.restore_ceiling if job.commits.restore_ceiling != NO_VERSION else None,
         missing_ranks=shares.ranks(missing)[:MAX_LISTED_RANKS],
         loss_forecasts=tuple(forecasts),
     )
@@ -77,11 +79,11 @@ class _VersionShares:
     def __init__(self, state: FleetState, job: JobRecord, live: JobRuntime) -> None:
         self._replicas = job.spec.replicas
         self._per_node = job.spec.nproc_per_node
-        self._homes = _locations_of(job, live.committed_version)
+        self._homes = _locations_of(job, live.commits.committed_version)
         holders = {
             other for node, share in self._homes.items() for other in (node, *share.full_copies, *share.partial_copies)
         }
-        self._gone = {node for node in holders if not still_holds_data(state, node, live.committed_at)}
+        self._gone = {node for node in holders if not still_holds_data(state, node, live.commits.committed_at)}
         self._kept_for: dict[str, list[str]] = defaultdict(list)
         for node, share in self._homes.items():
             for other in {node, *share.full_copies, *share.partial_copies}:
@@ -130,8 +132,8 @@ def _locations_of(job: JobRecord, committed: Version | None) -> dict[str, ShareL
     """Return the committed version's shares by node, as reported or else as its generation placed them."""
     if committed is None:
         return {}
-    if job.version_locations is not None and job.version_locations.generation == committed.generation:
-        return job.version_locations.shares
+    if job.commits.locations is not None and job.commits.locations.generation == committed.generation:
+        return job.commits.locations.shares
     placed = [
         spec for spec in (job.outgoing_generation, job.generation) if spec and spec.number == committed.generation
     ]
@@ -255,7 +257,7 @@ def _summary(
     if version is None:
         start = (
             "it starts anew"
-            if job.last_generation_number == 0 or job.restore_ceiling == NO_VERSION
+            if job.progress.last_number == 0 or job.commits.restore_ceiling == NO_VERSION
             else "it takes what is found whole"
         )
         return f"nothing of job {job.job} is committed yet: after a loss {start}"
@@ -300,18 +302,18 @@ def list_checkpoints(state: FleetState, job: JobRecord) -> JobCheckpoints:
         job=job.job,
         sentence=sentence,
         versions=versions,
-        spills_failed=job.spills_failed,
-        last_error="; ".join(filter(None, (job.spill_error, job.protection_error)))[:4096],
+        spills_failed=job.spills.failed_versions,
+        last_error="; ".join(filter(None, (job.spills.error, job.parity.error)))[:4096],
     )
 
 
 def _in_memory(state: FleetState, job: JobRecord) -> Iterator[CheckpointCopy]:
     live = state.job_runtime[job.job]
     told = compute_restorability(state, job)
-    if live.committed_version is None:
+    if live.commits.committed_version is None:
         return
-    barred = job.restore_ceiling is not None and (
-        job.restore_ceiling == NO_VERSION or live.committed_version > job.restore_ceiling
+    barred = job.commits.restore_ceiling is not None and (
+        job.commits.restore_ceiling == NO_VERSION or live.commits.committed_version > job.commits.restore_ceiling
     )
     lost = bool(told.missing_ranks)
     why = "it was committed, and every share of it is held"
@@ -320,46 +322,47 @@ def _in_memory(state: FleetState, job: JobRecord) -> Iterator[CheckpointCopy]:
     elif barred:
         why = "it may be corrupt"
     yield CheckpointCopy(
-        version=live.committed_version,
+        version=live.commits.committed_version,
         storage_tier="memory",
         state="complete",
         restorable=not lost and not barred,
         sentence=why,
-        since=live.committed_at,
+        since=live.commits.committed_at,
         verified=told.verified,
     )
 
 
 def _by_parity(state: FleetState, job: JobRecord) -> Iterator[CheckpointCopy]:
-    verified = state.job_runtime[job.job].verified_version
-    if job.active_protection is not None:
-        version, lost = job.active_protection.protection.version, lost_protected_nodes(state, job)
-        why = f"its shards lie in {len(job.active_protection.protection.groups)} groups, each of which bears two losses"
+    verified = state.job_runtime[job.job].commits.verified_version
+    if job.parity.active is not None:
+        version, lost = job.parity.active.protection.version, lost_protected_nodes(state, job)
+        why = f"its shards lie in {len(job.parity.active.protection.groups)} groups, each of which bears two losses"
         yield CheckpointCopy(
             version=version,
             storage_tier="parity",
             state="complete",
             restorable=not lost,
             sentence=f"more of a group is gone than it bears: {join_names(lost)}" if lost else why,
-            since=job.active_protection.protected_at,
+            since=job.parity.active.protected_at,
             verified=verified is not None and version <= verified,
         )
-    if job.pending_protection is not None:
-        parity_nodes = groups_by_parity_node(job.pending_protection.protection)
+    if job.parity.pending is not None:
+        parity_nodes = groups_by_parity_node(job.parity.pending.protection)
         yield CheckpointCopy(
-            version=job.pending_protection.protection.version,
+            version=job.parity.pending.protection.version,
             storage_tier="parity",
             state="in_progress",
             restorable=False,
             sentence=(
-                f"{len(state.job_runtime[job.job].made_parity)} of {len(parity_nodes)} homes have made their parity"
+                f"{len(state.job_runtime[job.job].vault_orders.made_parity)} of {len(parity_nodes)} parity nodes "
+                "have made their parity"
             ),
-            since=job.pending_protection.started_at,
+            since=job.parity.pending.started_at,
         )
 
 
 def _on_storage(state: FleetState, job: JobRecord) -> Iterator[CheckpointCopy]:
-    spilling, done = job.pending_spill, state.job_runtime[job.job].spilled_nodes
+    spilling, done = job.spills.pending, state.job_runtime[job.job].vault_orders.spilled_nodes
     if spilling is not None:
         trouble = f"; {spilling.last_error}" if spilling.last_error else ""
         yield CheckpointCopy(
@@ -372,7 +375,7 @@ def _on_storage(state: FleetState, job: JobRecord) -> Iterator[CheckpointCopy]:
             bytes=spilling.bytes,
             url=spilling.url,
         )
-    for one in reversed(job.stored_checkpoints):
+    for one in reversed(job.spills.stored):
         yield CheckpointCopy(
             version=one.version,
             storage_tier="storage",

@@ -36,12 +36,12 @@ def job_folder(job: JobRecord) -> str:
 def consider_spill(transition: Transition, job: JobRecord, version: Version, nbytes: int) -> None:
     """Order ``version``, which has just been committed, to be written if one is due and none is pending."""
     plan, running = job.spec.spill, job.generation
-    if plan is None or running is None or job.pending_spill is not None or transition.now < job.spill_not_before:
+    if plan is None or running is None or job.spills.pending is not None or transition.now < job.spills.not_before:
         return
-    if abs(version.step - job.last_spilled_step) < plan.every_steps:
+    if abs(version.step - job.spills.last_step) < plan.every_steps:
         return
-    transition.state.job_runtime[job.job].spilled_nodes = set()
-    job.pending_spill = PendingSpill(
+    transition.state.job_runtime[job.job].vault_orders.spilled_nodes = set()
+    job.spills.pending = PendingSpill(
         version=version,
         url=job_folder(job),
         writers={node: tuple(member.rank for member in running.members_on(node)) for node in running.seats},
@@ -50,7 +50,7 @@ def consider_spill(transition: Transition, job: JobRecord, version: Version, nby
         trace=transition.trace,
     )
     transition.mark_job_changed(job.job)
-    _send_spill_order(transition, job, job.pending_spill)
+    _send_spill_order(transition, job, job.spills.pending)
 
 
 def _send_spill_order(transition: Transition, job: JobRecord, spilling: PendingSpill) -> None:
@@ -69,25 +69,28 @@ def _send_spill_order(transition: Transition, job: JobRecord, spilling: PendingS
     )
     live = transition.state.job_runtime[job.job]
     for node in spilling.writers:
-        if node not in live.spilled_nodes and node in transition.state.reachable_nodes:
+        if node not in live.vault_orders.spilled_nodes and node in transition.state.reachable_nodes:
             transition.send(node, body)
-    live.spill_due = transition.now + transition.policy.vault_order_retry_s
-    transition.schedule_job(live.spill_due, job.job)
+    live.vault_orders.spill_due = transition.now + transition.policy.vault_order_retry_s
+    transition.schedule_job(live.vault_orders.spill_due, job.job)
 
 
 def check_spill(transition: Transition, job: JobRecord) -> None:
     """At a deadline, repeat the order to nodes that have not answered; give up if a share is lost."""
-    spilling = job.pending_spill
-    if spilling is None or job.state is not JobState.RUNNING or transition.state.database_outage:
+    spilling = job.spills.pending
+    if spilling is None or job.status.state is not JobState.RUNNING or transition.state.database_outage:
         return
     reconsider_spill(transition, job)
-    if job.pending_spill is not None and transition.now >= transition.state.job_runtime[job.job].spill_due:
+    if (
+        job.spills.pending is not None
+        and transition.now >= transition.state.job_runtime[job.job].vault_orders.spill_due
+    ):
         _send_spill_order(transition, job, spilling)
 
 
 def reconsider_spill(transition: Transition, job: JobRecord) -> None:
     """Reassign the shares of lost nodes to their copies; give up if a share has no copy."""
-    spilling, done = job.pending_spill, transition.state.job_runtime[job.job].spilled_nodes
+    spilling, done = job.spills.pending, transition.state.job_runtime[job.job].vault_orders.spilled_nodes
     if spilling is None:
         return
     if job.spec.spill is None:
@@ -95,15 +98,15 @@ def reconsider_spill(transition: Transition, job: JobRecord) -> None:
         return
     for node in [node for node in spilling.writers if node not in done and not _holds_slots(transition.state, node)]:
         copies = (
-            job.version_locations.shares[node].full_copies
-            if job.version_locations is not None and node in job.version_locations.shares
+            job.commits.locations.shares[node].full_copies
+            if job.commits.locations is not None and node in job.commits.locations.shares
             else ()
         )
         heir = next((copy for copy in copies if _holds_slots(transition.state, copy)), None)
         if (
             heir is None
-            or job.version_locations is None
-            or job.version_locations.generation != spilling.version.generation
+            or job.commits.locations is None
+            or job.commits.locations.generation != spilling.version.generation
         ):
             give_up_spill(transition, job, f"{node}, which has shares of it, is out of reach")
             return
@@ -111,7 +114,7 @@ def reconsider_spill(transition: Transition, job: JobRecord) -> None:
         spilling.writers[heir] = (*spilling.writers.get(heir, ()), *ranks)
         done.discard(heir)
         spilling.attempt += 1
-        transition.state.job_runtime[job.job].spill_due = 0.0
+        transition.state.job_runtime[job.job].vault_orders.spill_due = 0.0
         transition.mark_job_changed(job.job)
 
 
@@ -121,13 +124,13 @@ def _holds_slots(state: FleetState, node: str) -> bool:
 
 def give_up_spill(transition: Transition, job: JobRecord, reason: str) -> None:
     """Give up the pending version. The wait for the next one grows with each failure in a row."""
-    spilling = job.pending_spill
+    spilling = job.spills.pending
     if spilling is None:
         return
-    job.pending_spill, job.spills_failed, job.spill_error = None, job.spills_failed + 1, reason
-    job.spill_failures += 1
+    job.spills.pending, job.spills.failed_versions, job.spills.error = None, job.spills.failed_versions + 1, reason
+    job.spills.failures_in_row += 1
     waits = Backoff(floor_s=transition.policy.vault_order_retry_s, ceiling_s=transition.policy.vault_order_retry_max_s)
-    job.spill_not_before = transition.now + waits.limit_s(job.spill_failures - 1)
+    job.spills.not_before = transition.now + waits.limit_s(job.spills.failures_in_row - 1)
     sentence = f"version {spilling.version} is not written to storage: {reason}"
     transition.audit(
         "spill.given_up", sentence, job=job.job, trace=spilling.trace, data={"version": str(spilling.version)}
@@ -140,7 +143,7 @@ def give_up_spill(transition: Transition, job: JobRecord, reason: str) -> None:
 
 def handle_version_spilled(transition: Transition, job: JobRecord, node: str, report: VersionSpilled) -> None:
     """Handle a vault's report that it wrote its part, or could not."""
-    spilling = job.pending_spill
+    spilling = job.spills.pending
     if job.job not in transition.state.node_runtime[node].jobs:
         transition.count_ignored("version_spilled.not_a_member")
         return
@@ -170,11 +173,11 @@ def _drop_removed(transition: Transition, job: JobRecord, report: VersionSpilled
     gone, left = ({f"{root}/{folder}" for folder in folders} for folders in (report.removed, report.remaining))
     if left:
         older = (
-            one.url for one in job.stored_checkpoints if one.version < report.version and one.url.startswith(f"{root}/")
+            one.url for one in job.spills.stored if one.version < report.version and one.url.startswith(f"{root}/")
         )
         gone |= set(older) - left
-    if any(one.url in gone for one in job.stored_checkpoints):
-        job.stored_checkpoints = [one for one in job.stored_checkpoints if one.url not in gone]
+    if any(one.url in gone for one in job.spills.stored):
+        job.spills.stored = [one for one in job.spills.stored if one.url not in gone]
         transition.mark_job_changed(job.job)
 
 
@@ -192,19 +195,19 @@ def _failed(transition: Transition, job: JobRecord, spilling: PendingSpill, node
 
 def _written(transition: Transition, job: JobRecord, spilling: PendingSpill, node: str, report: VersionSpilled) -> None:
     live = transition.state.job_runtime[job.job]
-    live.spilled_nodes.add(node)
+    live.vault_orders.spilled_nodes.add(node)
     if report.complete:
         _complete(transition, job, spilling, report)
-    elif len(live.spilled_nodes) == len(
+    elif len(live.vault_orders.spilled_nodes) == len(
         spilling.writers
     ):  # each wrote its part, and the last one did not find all others
-        live.spilled_nodes, spilling.attempt = set(), spilling.attempt + 1
+        live.vault_orders.spilled_nodes, spilling.attempt = set(), spilling.attempt + 1
         spilling.failures += 1
         transition.mark_job_changed(job.job)
         if spilling.failures >= transition.policy.vault_order_failures:
             give_up_spill(transition, job, "all parts are written, and the storage does not show them all")
         else:
-            live.spill_due = transition.now + transition.policy.vault_order_retry_s
+            live.vault_orders.spill_due = transition.now + transition.policy.vault_order_retry_s
 
 
 def _complete(transition: Transition, job: JobRecord, spilling: PendingSpill, report: VersionSpilled) -> None:
@@ -215,10 +218,10 @@ def _complete(transition: Transition, job: JobRecord, spilling: PendingSpill, re
         started_at=spilling.started_at,
         stored_at=transition.now,
     )
-    kept = [one for one in job.stored_checkpoints if one.version != stored.version]
-    job.stored_checkpoints = [*kept, stored][-MAX_STORED:]
-    job.pending_spill, job.last_spilled_step = None, spilling.version.step
-    job.spill_failures, job.spill_error, job.spill_not_before = 0, "", 0.0
+    kept = [one for one in job.spills.stored if one.version != stored.version]
+    job.spills.stored = [*kept, stored][-MAX_STORED:]
+    job.spills.pending, job.spills.last_step = None, spilling.version.step
+    job.spills.failures_in_row, job.spills.error, job.spills.not_before = 0, "", 0.0
     took_s = transition.now - spilling.started_at
     transition.audit(
         "spill.stored",
@@ -236,13 +239,13 @@ def end_spills(transition: Transition, job: JobRecord) -> None:
     Checkpoints of a failed job stay for a later job of the same name; after a finished job, the next one starts from
     scratch.
     """
-    if job.pending_spill is not None:
-        sentence = f"version {job.pending_spill.version} is not written to storage: the job is over"
-        transition.audit("spill.given_up", sentence, job=job.job, trace=job.pending_spill.trace)
-        job.pending_spill = None
-    if job.state is JobState.FINISHED:
-        job.stored_checkpoints, job.last_spilled_step = [], 0
-    job.spill_failures, job.spill_not_before = 0, 0.0
+    if job.spills.pending is not None:
+        sentence = f"version {job.spills.pending.version} is not written to storage: the job is over"
+        transition.audit("spill.given_up", sentence, job=job.job, trace=job.spills.pending.trace)
+        job.spills.pending = None
+    if job.status.state is JobState.FINISHED:
+        job.spills.stored, job.spills.last_step = [], 0
+    job.spills.failures_in_row, job.spills.not_before = 0, 0.0
 
 
 # Restoring
@@ -251,11 +254,15 @@ def end_spills(transition: Transition, job: JobRecord) -> None:
 def mark_stored_corrupt(transition: Transition, job: JobRecord, clean: Version | None) -> None:
     """After corruption, mark this run's checkpoints newer than ``clean``, so that they are not restored
     automatically."""
-    if job.pending_spill is not None and (clean is None or job.pending_spill.version > clean):
+    if job.spills.pending is not None and (clean is None or job.spills.pending.version > clean):
         give_up_spill(transition, job, "it may be corrupt")
-    for at, one in enumerate(job.stored_checkpoints):
-        if (clean is None or one.version > clean) and one.started_at >= job.created_at and not one.maybe_corrupt:
-            job.stored_checkpoints[at] = StoredCheckpoint(
+    for at, one in enumerate(job.spills.stored):
+        if (
+            (clean is None or one.version > clean)
+            and one.started_at >= job.progress.created_at
+            and not one.maybe_corrupt
+        ):
+            job.spills.stored[at] = StoredCheckpoint(
                 one.version, one.url, one.bytes, one.started_at, one.stored_at, maybe_corrupt=True
             )
             transition.mark_job_changed(job.job)
@@ -263,4 +270,4 @@ def mark_stored_corrupt(transition: Transition, job: JobRecord, clean: Version |
 
 def restore_urls(job: JobRecord) -> list[str]:
     """Return the checkpoints to start from if memory has nothing: those not marked as corrupt, newest first."""
-    return [one.url for one in reversed(job.stored_checkpoints) if not one.maybe_corrupt][:MAX_RESTORE_URLS]
+    return [one.url for one in reversed(job.spills.stored) if not one.maybe_corrupt][:MAX_RESTORE_URLS]

@@ -37,7 +37,7 @@ def handle_sealed(transition: Transition, job: JobRecord, node: str, report: Ver
     """Handle a rank's seal of a version. Only ranks of the running generation count."""
     note_beyond_boundary(transition, job, node, report.rank, report.generation, report.version.step)
     spec = running_generation(job)
-    if spec is None or job.state is not JobState.RUNNING or report.generation != spec.number:
+    if spec is None or job.status.state is not JobState.RUNNING or report.generation != spec.number:
         transition.count_ignored("version_sealed.stale")
         return
     if report.version.generation != spec.number or not spec.has_rank_on(node, report.rank):
@@ -75,11 +75,11 @@ def _digests_differ(
 
 
 def _describe_tie_count(job: JobRecord) -> str:
-    return f"digest vote without a majority, {len(job.digest_tie_times)} times so far"
+    return f"digest vote without a majority, {len(job.failures.digest_tie_times)} times so far"
 
 
 def _explain_fault(transition: Transition, job: JobRecord) -> str:
-    if transition.state.job_runtime[job.job].verified_version is None:
+    if transition.state.job_runtime[job.job].commits.verified_version is None:
         return (
             "digests of this job never agreed, so the script is the likely cause: parameters that differ between ranks "
             "must be DTensors, or be tracked under different names"
@@ -169,7 +169,7 @@ def settle_digest_case(transition: Transition, case: BlameCase) -> None:
             "and remain suspected"
         )
         transition.audit("blame_isolation.inconclusive", words, job=job.job, trace=case.trace)
-    if job.state is not JobState.RUNNING:
+    if job.status.state is not JobState.RUNNING:
         return
     if not out and _record_tie(transition, job):
         ending.fail_job(
@@ -190,7 +190,7 @@ def _settle_by_history(transition: Transition, job: JobRecord, tied: list[str], 
     compute wrongly (SDCHunter, OSDI'26), so a pass does not clear a node. A tie is remembered for the rule's
     ``step_memory_s``.
     """
-    agreed_once = transition.state.job_runtime[job.job].verified_version is not None
+    agreed_once = transition.state.job_runtime[job.job].commits.verified_version is not None
     evicted_for_tie = []
     for node in tied:
         record, before = transition.state.nodes[node], _remembered_tie(transition, node)
@@ -229,12 +229,12 @@ def _is_unproven(finding: Finding) -> bool:
 
 
 def _record_tie(transition: Transition, job: JobRecord) -> bool:
-    job.digest_tie_times = [
-        *(at for at in job.digest_tie_times if at > transition.now - transition.policy.job_failure_window_s),
+    job.failures.digest_tie_times = [
+        *(at for at in job.failures.digest_tie_times if at > transition.now - transition.policy.job_failure_window_s),
         transition.now,
     ]
     transition.mark_job_changed(job.job)
-    return len(job.digest_tie_times) >= transition.policy.digest_tie_count
+    return len(job.failures.digest_tie_times) >= transition.policy.digest_tie_count
 
 
 def _raise_mismatch(transition: Transition, node: str, description: str, severity: Severity) -> Finding:

@@ -188,7 +188,7 @@ def find_partner(
         if other in taken:
             busy = True
             continue
-        seated = any(job.state is JobState.RUNNING for job in jobs_seated_on(state, other))
+        seated = any(job.status.state is JobState.RUNNING for job in jobs_seated_on(state, other))
         near = bool(rack) and state.nodes[other].identity.domain.rack == rack
         choice.append((near, seated, len(choice), other))
         ideal += not near and not seated

@@ -137,7 +137,9 @@ def check_maintenance(state: FleetState, command: OperatorCommand, now: float) -
         _check_plan(state, command.starts_at, command.until)
         return
     leaving = set(nodes)
-    jobs = {job.job: job for node in leaving for job in jobs_seated_on(state, node) if job.state is JobState.RUNNING}
+    jobs = {
+        job.job: job for node in leaving for job in jobs_seated_on(state, node) if job.status.state is JobState.RUNNING
+    }
     for job in jobs.values():
         left, least = len(roster_at(state, now, job, without=leaving)), min_roster_nodes(job)
         if left < least:
@@ -282,7 +284,7 @@ def enter_maintenance(transition: Transition, node: str, window: MaintenanceWind
 
 def _leave(transition: Transition, job: JobRecord, sentence: str) -> None:
     """Regroup the job at its next boundary without the nodes of the window."""
-    if job.state is JobState.RUNNING:
+    if job.status.state is JobState.RUNNING:
         regroup(
             transition,
             job,

@@ -28,11 +28,16 @@ def fail_job(transition: Transition, job: JobRecord, sentence: str) -> None:
 
 def _end(transition: Transition, job: JobRecord, state: JobState, sentence: str) -> None:
     live = transition.state.job_runtime[job.job]
-    if live.committed_version is not None:  # used if no rank reports its last step
-        job.ended_step = max(job.ended_step, live.committed_version.step)
-    job.state, job.since, job.sentence, job.trace = state, transition.now, sentence, transition.trace
-    live.pending_regroup = None
-    transition.audit(f"job.{state}", sentence, job=job.job, generation=job.last_generation_number)
+    if live.commits.committed_version is not None:  # used if no rank reports its last step
+        job.progress.ended_step = max(job.progress.ended_step, live.commits.committed_version.step)
+    job.status.state, job.status.since, job.status.sentence, job.status.trace = (
+        state,
+        transition.now,
+        sentence,
+        transition.trace,
+    )
+    live.regroup.pending = None
+    transition.audit(f"job.{state}", sentence, job=job.job, generation=job.progress.last_number)
     send_stop(transition, job)
     release_versions(transition, job)
     job.outgoing_generation = None
@@ -44,39 +49,45 @@ def _end(transition: Transition, job: JobRecord, state: JobState, sentence: str)
 def handle_rank_finished(transition: Transition, job: JobRecord, node: str, report: RankFinished) -> None:
     """Record that a training function returned; the job is finished once all have."""
     running = running_generation(job)
-    if running is None or job.state is not JobState.RUNNING or report.generation != running.number:
+    if running is None or job.status.state is not JobState.RUNNING or report.generation != running.number:
         transition.count_ignored("rank_finished.stale")
         return
     if not running.has_rank_on(node, report.rank):
         transition.count_ignored("rank_finished.not_a_member")
         return
-    job.ended_step = max(job.ended_step, report.step)
-    if report.rank not in job.finished_ranks:
+    job.progress.ended_step = max(job.progress.ended_step, report.step)
+    if report.rank not in job.progress.finished_ranks:
         if _has_unequal_end(transition, job, report):
             return
-        job.finished_ranks.append(report.rank)
-        job.last_begun = report.started_step
+        job.progress.finished_ranks.append(report.rank)
+        job.progress.last_begun = report.started_step
         transition.mark_job_changed(job.job)
     if check_equal_steps(transition, job):
         return
-    if len(job.finished_ranks) == running.world_size:
+    if len(job.progress.finished_ranks) == running.world_size:
         _end(transition, job, JobState.FINISHED, f"all {running.world_size} rank(s) finished at step {report.step}")
 
 
 def _has_unequal_end(transition: Transition, job: JobRecord, report: RankFinished) -> bool:
     """Fail the job if the rank's last step differs from that of ranks that returned before."""
     if (
-        not job.finished_ranks
-        or job.last_begun is None
+        not job.progress.finished_ranks
+        or job.progress.last_begun is None
         or report.started_step is None
-        or report.started_step == job.last_begun
+        or report.started_step == job.progress.last_begun
     ):
         return False
-    if report.started_step > job.last_begun:
-        _fail_unequal_steps(transition, job, job.finished_ranks, job.last_begun, {report.rank: report.started_step})
+    if report.started_step > job.progress.last_begun:
+        _fail_unequal_steps(
+            transition, job, job.progress.finished_ranks, job.progress.last_begun, {report.rank: report.started_step}
+        )
     else:
         _fail_unequal_steps(
-            transition, job, [report.rank], report.started_step, dict.fromkeys(job.finished_ranks, job.last_begun)
+            transition,
+            job,
+            [report.rank],
+            report.started_step,
+            dict.fromkeys(job.progress.finished_ranks, job.progress.last_begun),
         )
     return True
 
@@ -97,15 +108,15 @@ def check_equal_steps(transition: Transition, job: JobRecord, begun: Mapping[Ran
     running = running_generation(job)
     if (
         running is None
-        or not job.finished_ranks
-        or job.last_begun is None
-        or len(job.finished_ranks) == running.world_size
+        or not job.progress.finished_ranks
+        or job.progress.last_begun is None
+        or len(job.progress.finished_ranks) == running.world_size
     ):
         return False
-    last = job.last_begun
+    last = job.progress.last_begun
     further = transition.read_ranks_beyond(job.job, last) | {rank: step for rank, step in begun.items() if step > last}
     if further:
-        _fail_unequal_steps(transition, job, job.finished_ranks, job.last_begun, further)
+        _fail_unequal_steps(transition, job, job.progress.finished_ranks, job.progress.last_begun, further)
         return True
     transition.schedule_job(transition.now + UNEQUAL_STEPS_RECHECK_S, job.job)
     return False

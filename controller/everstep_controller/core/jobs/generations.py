@@ -80,9 +80,9 @@ def regroup(transition: Transition, job: JobRecord, cause: RegroupCause) -> None
     reconsider_protection(transition, job)
     spec = _make_spec(transition, job, cause, seats, boundary)
     before = seats_of(job.generation)
-    job.former_nodes = [n for n in dict.fromkeys([*before, *job.former_nodes]) if n not in spec.seated_nodes][
-        :MAX_FORMER_NODES
-    ]
+    job.membership.former_nodes = [
+        n for n in dict.fromkeys([*before, *job.membership.former_nodes]) if n not in spec.seated_nodes
+    ][:MAX_FORMER_NODES]
     job.outgoing_generation = job.generation if boundary is not None else None
     _begin_generation(transition, job, live, spec)
     wake_competing_jobs(transition, job)
@@ -114,7 +114,7 @@ def _choose_seats(transition: Transition, job: JobRecord, cause: RegroupCause) -
 def wake_competing_jobs(transition: Transition, job: JobRecord) -> None:
     """Schedule an immediate check of other jobs that want this job's nodes, after its seats or claims changed."""
     rivals: set[str] = set()
-    for node in {*job.launchers, *job.former_nodes, *seats_of(job.generation)}:
+    for node in {*job.membership.launchers, *job.membership.former_nodes, *seats_of(job.generation)}:
         live = transition.state.node_runtime.get(node)
         if live is not None:
             rivals.update(live.open_jobs)
@@ -141,9 +141,7 @@ def _make_spec(
 ) -> GenerationSpec:
     state = transition.state
     number = (
-        generation_number_floor(state, job.last_generation_number)
-        if state.database_outage
-        else job.last_generation_number
+        generation_number_floor(state, job.progress.last_number) if state.database_outage else job.progress.last_number
     ) + 1
     change = describe_change(seats_of(job.generation), seats, max_roster_nodes(job))
     when = "" if boundary is None else f"after step {boundary} "
@@ -159,7 +157,7 @@ def _make_spec(
         ),
         trace=cause.trace,
         seats=tuple(seats),
-        store=job.launchers[leader].store_address,
+        store=job.membership.launchers[leader].store_address,
         store_node=leader,
         restore=commits.restore_rule(transition, job),
         holders=tuple(_holder(records[node]) for node in _holders(transition, job, seats)),
@@ -183,7 +181,9 @@ def plan_replicas(transition: Transition, job: JobRecord, seats: list[str]) -> d
         {node: FailureDomains.of(records[node]) for node in seats},
         job.spec.replicas,
         job.generation.replica_nodes if job.generation is not None else {},
-        frozenset(replica_node for replica_node, until in live.skipped_replica_nodes.items() if until > transition.now),
+        frozenset(
+            replica_node for replica_node, until in live.commits.skipped_replica_nodes.items() if until > transition.now
+        ),
     )
 
 
@@ -194,12 +194,12 @@ def _holders(transition: Transition, job: JobRecord, seats: list[str]) -> list[s
     committed one on.
     """
     state, before = transition.state, seats_of(job.generation)
-    committed = state.job_runtime[job.job].committed_version
+    committed = state.job_runtime[job.job].commits.committed_version
     is_old = committed is not None and job.generation is not None and committed.generation == job.generation.number
-    counts, stay = set(before if is_old else [*before, *job.former_nodes]), set(seats)
+    counts, stay = set(before if is_old else [*before, *job.membership.former_nodes]), set(seats)
     former = [
         node
-        for node in dict.fromkeys([*before, *job.former_nodes])
+        for node in dict.fromkeys([*before, *job.membership.former_nodes])
         if node not in stay
         and not state.nodes[node].health.defective_gpus
         and (node in counts or (node in state.reachable_nodes and state.node_runtime[node].disconnected_at is None))
@@ -209,61 +209,66 @@ def _holders(transition: Transition, job: JobRecord, seats: list[str]) -> list[s
 
 def _begin_generation(transition: Transition, job: JobRecord, live: JobRuntime, spec: GenerationSpec) -> None:
     """Make ``spec`` the job's generation and reset the state of the one before."""
-    job.generation, job.last_generation_number = spec, spec.number
-    job.generation_opened_at, job.generation_resumed_at, job.finished_ranks, job.last_begun = (
+    job.generation, job.progress.last_number = spec, spec.number
+    job.progress.opened_at, job.progress.resumed_at, job.progress.finished_ranks, job.progress.last_begun = (
         transition.now,
         None,
         [],
         None,
     )
-    if job.state is not JobState.RUNNING:
-        job.state, job.since = JobState.RUNNING, transition.now
+    if job.status.state is not JobState.RUNNING:
+        job.status.state, job.status.since = JobState.RUNNING, transition.now
     update_roster(transition.state, job)
-    job.sentence, job.trace = spec.sentence, spec.trace
+    job.status.sentence, job.status.trace = spec.sentence, spec.trace
     if (
-        job.pending_spill is not None or job.pending_protection is not None
+        job.spills.pending is not None or job.parity.pending is not None
     ):  # repeat the orders in the name of this generation
-        live.spill_due = live.protection_due = transition.now
+        live.vault_orders.spill_due = live.vault_orders.parity_due = transition.now
         transition.schedule_job(transition.now, job.job)
-    live.progress.entered_ranks, live.resumed_ranks, live.slowest_resume = set(), set(), None
-    live.inherited_unresumed, live.first_seen_steps = False, {}
-    live.failed_collective_ranks, live.stalled_ranks, live.pending_regroup = set(), {}, None
-    live.resume_due, live.growth_due = transition.now + resume_timeout_s(transition, live), 0.0
+    live.progress.entered_ranks, live.resume.ranks, live.resume.slowest = set(), set(), None
+    live.resume.is_inherited, live.resume.first_seen_steps = False, {}
+    live.regroup.failed_collective_ranks, live.regroup.stalled_ranks, live.regroup.pending = set(), {}, None
+    live.resume.due, live.regroup.growth_due = transition.now + resume_timeout_s(transition, live), 0.0
     if job.outgoing_generation is None:
         reset_running(live)
     else:
-        live.boundary_fallback_at = transition.now + _fallback_s(transition, job, spec.after_step or 0)
-        live.resume_due += live.boundary_fallback_at - transition.now
-        transition.schedule_job(live.boundary_fallback_at, job.job)
-    transition.schedule_job(live.resume_due, job.job)
+        live.regroup.boundary_fallback_at = transition.now + _fallback_s(transition, job, spec.after_step or 0)
+        live.resume.due += live.regroup.boundary_fallback_at - transition.now
+        transition.schedule_job(live.regroup.boundary_fallback_at, job.job)
+    transition.schedule_job(live.resume.due, job.job)
     transition.mark_job_changed(job.job)
 
 
 def resume_timeout_s(transition: Transition, live: JobRuntime) -> float:
     """Return the seconds until a generation must step; doubles after each failed one in a row."""
     waits = Backoff(floor_s=transition.policy.resume_deadline_s, ceiling_s=transition.policy.resume_deadline_max_s)
-    return waits.limit_s(live.resume_attempts)
+    return waits.limit_s(live.resume.attempts)
 
 
 def reset_running(live: JobRuntime) -> None:
     """Drop progress and open votes of a generation that is over."""
-    live.progress.by_rank, live.progress.furthest_step, live.version_seals = {}, None, {}
-    live.candidate_step, live.candidate_due = None, 0.0
+    live.progress.by_rank, live.progress.furthest_step, live.commits.seals = {}, None, {}
+    live.commits.candidate_step, live.commits.candidate_due = None, 0.0
 
 
 def _pause(transition: Transition, job: JobRecord, cause: RegroupCause, seats: list[str]) -> None:
     live = transition.state.job_runtime[job.job]
-    if job.state is JobState.PAUSED:
+    if job.status.state is JobState.PAUSED:
         return
     _kill_left_out(transition, job, cause, seats)
-    live.pending_regroup, job.outgoing_generation = None, None
-    live.stalled_ranks, live.failed_collective_ranks = {}, set()
-    job.paused_for = cause.sentence
+    live.regroup.pending, job.outgoing_generation = None, None
+    live.regroup.stalled_ranks, live.regroup.failed_collective_ranks = {}, set()
+    job.status.paused_for = cause.sentence
     sentence = _describe_paused(job, seats)
-    job.state, job.since, job.sentence, job.trace = JobState.PAUSED, transition.now, sentence, cause.trace
+    job.status.state, job.status.since, job.status.sentence, job.status.trace = (
+        JobState.PAUSED,
+        transition.now,
+        sentence,
+        cause.trace,
+    )
     update_roster(transition.state, job)
     transition.mark_job_changed(job.job)
-    transition.audit("job.paused", sentence, job=job.job, generation=job.last_generation_number, trace=cause.trace)
+    transition.audit("job.paused", sentence, job=job.job, generation=job.progress.last_number, trace=cause.trace)
     wake_competing_jobs(transition, job)
     transition.schedule_job(transition.now + transition.policy.preempt_after_s, job.job)
 
@@ -275,7 +280,7 @@ def _describe_paused(job: JobRecord, seats: Sequence[str]) -> str:
     more = "more of a block come back" if job.spec.block_nodes > 1 else f"{missing} come back"
     until = "one comes back" if missing == 1 else more
     return (
-        f"{job.paused_for}; able to go on: {join_names(seats)}; the job needs {format_node_count(least)} "
+        f"{job.status.paused_for}; able to go on: {join_names(seats)}; the job needs {format_node_count(least)} "
         f"and is paused until {until}"
     )
 
@@ -287,15 +292,15 @@ def schedule_paused_job_checks(transition: Transition) -> None:
     for node in changed:
         names.update(transition.state.node_runtime[node].jobs)
     for name in names:
-        if transition.state.jobs[name].state is JobState.PAUSED:
+        if transition.state.jobs[name].status.state is JobState.PAUSED:
             transition.schedule_job(math.floor(transition.now) + 1.0, name)
 
 
 def update_paused_reason(transition: Transition, job: JobRecord) -> None:
     """Update a paused job's sentence to the nodes that are eligible now."""
     seats = current_roster(transition, job)
-    if len(seats) < min_roster_nodes(job) and (sentence := _describe_paused(job, seats)) != job.sentence:
-        job.sentence = sentence
+    if len(seats) < min_roster_nodes(job) and (sentence := _describe_paused(job, seats)) != job.status.sentence:
+        job.status.sentence = sentence
         transition.mark_job_changed(job.job)
 
 
@@ -317,9 +322,13 @@ def boundary_step(transition: Transition, job: JobRecord, live: JobRuntime) -> i
     The next commit's step is preferred if there is time to announce it. Each rank keeps that version with its copies,
     so the step survives even if a node dies while leaving.
     """
-    if job.state is not JobState.RUNNING or job.generation_resumed_at is None or job.outgoing_generation is not None:
+    if (
+        job.status.state is not JobState.RUNNING
+        or job.progress.resumed_at is None
+        or job.outgoing_generation is not None
+    ):
         return None
-    if live.pending_regroup is not None or live.failed_collective_ranks or job.finished_ranks:
+    if live.regroup.pending is not None or live.regroup.failed_collective_ranks or job.progress.finished_ranks:
         return None
     state = transition.state
     seats = seats_of(job.generation)
@@ -334,7 +343,11 @@ def boundary_step(transition: Transition, job: JobRecord, live: JobRuntime) -> i
     soonest = stride.predict_step(transition.now, MAX_EXTRAPOLATION_S) + max(
         margin, math.ceil(margin_s / stride.step_s)
     )
-    return live.candidate_step if live.candidate_step is not None and live.candidate_step >= soonest else soonest
+    return (
+        live.commits.candidate_step
+        if live.commits.candidate_step is not None and live.commits.candidate_step >= soonest
+        else soonest
+    )
 
 
 def _fallback_s(transition: Transition, job: JobRecord, after_step: int) -> float:
@@ -351,7 +364,7 @@ def mark_boundary_crossed(transition: Transition, job: JobRecord) -> None:
     job.outgoing_generation = None
     update_roster(transition.state, job)
     reset_running(live)
-    live.failed_collective_ranks, live.stalled_ranks, live.pending_regroup = set(), {}, None
+    live.regroup.failed_collective_ranks, live.regroup.stalled_ranks, live.regroup.pending = set(), {}, None
     transition.mark_job_changed(job.job)
     wake_competing_jobs(transition, job)
 
@@ -385,9 +398,9 @@ def check_boundary(transition: Transition, job: JobRecord) -> None:
         spec.node_of(rank) in job.outgoing_generation.seated_nodes for rank in transition.read_entered_ranks(job.job)
     )
     if entered or (step is not None and step >= (spec.after_step or 0)):
-        if entered or transition.now >= live.boundary_fallback_at:
+        if entered or transition.now >= live.regroup.boundary_fallback_at:
             mark_boundary_crossed(transition, job)
-    elif transition.now >= live.boundary_fallback_at:
+    elif transition.now >= live.regroup.boundary_fallback_at:
         sentence = f"the boundary after step {spec.after_step} was not reached in time"
         regroup(transition, job, RegroupCause(reason=spec.reason, sentence=sentence, trace=spec.trace))
 
@@ -398,9 +411,9 @@ def check_boundary(transition: Transition, job: JobRecord) -> None:
 def consider_growth(transition: Transition, job: JobRecord) -> None:
     """Resume a paused job, or grow a small one at a boundary, once nodes and time allow."""
     state = transition.state
-    if job.generation is None or job.state not in (JobState.RUNNING, JobState.PAUSED):
+    if job.generation is None or job.status.state not in (JobState.RUNNING, JobState.PAUSED):
         return
-    if job.state is JobState.PAUSED:
+    if job.status.state is JobState.PAUSED:
         seats = next_seats(state, job)
         if len(seats) >= min_roster_nodes(job) and not _waits_for_more_nodes(transition, job, seats):
             sentence = f"enough nodes are able again ({join_names(seats)})"
@@ -411,18 +424,18 @@ def consider_growth(transition: Transition, job: JobRecord) -> None:
     before = seats_of(job.generation)
     if (
         len(before) >= max_roster_nodes(job)
-        or job.generation_resumed_at is None
+        or job.progress.resumed_at is None
         or job.outgoing_generation
         or state.database_outage
     ):
         return
     seats = next_seats(state, job)
     stay = set(before) - set(
-        job.replaced_stragglers
+        job.membership.replaced_stragglers
     )  # a straggler that was kept for want of others leaves when they come
     if len(seats) <= len(before) or not stay <= set(seats):
         return
-    due = job.generation_opened_at + transition.policy.growth_interval_s
+    due = job.progress.opened_at + transition.policy.growth_interval_s
     if transition.now < due:
         transition.schedule_job(due, job.job)
         return
@@ -439,12 +452,12 @@ def consider_growth(transition: Transition, job: JobRecord) -> None:
 def _waits_for_more_nodes(transition: Transition, job: JobRecord, seats: Sequence[str]) -> bool:
     """Return whether to wait for more returning nodes, because each growth costs a regroup."""
     live = transition.state.job_runtime[job.job]
-    if len(seats) >= min(max_roster_nodes(job), len(job.launchers)):
+    if len(seats) >= min(max_roster_nodes(job), len(job.membership.launchers)):
         return False
-    if not live.growth_due:
-        live.growth_due = transition.now + transition.policy.growth_gather_s
-        transition.schedule_job(live.growth_due, job.job)
-    return transition.now < live.growth_due
+    if not live.regroup.growth_due:
+        live.regroup.growth_due = transition.now + transition.policy.growth_gather_s
+        transition.schedule_job(live.regroup.growth_due, job.job)
+    return transition.now < live.regroup.growth_due
 
 
 # Seats kept on hold
@@ -469,7 +482,7 @@ def roster_at(state: FleetState, now: float, job: JobRecord, without: Collection
 
 
 def _running_seats(job: JobRecord) -> Sequence[str]:
-    return job.generation.seats if job.generation is not None and job.state is JobState.RUNNING else ()
+    return job.generation.seats if job.generation is not None and job.status.state is JobState.RUNNING else ()
 
 
 def _may_keep_seat(state: FleetState, now: float, node: str) -> bool:

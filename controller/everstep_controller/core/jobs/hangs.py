@@ -33,7 +33,7 @@ def handle_rank_unresponsive(transition: Transition, job: JobRecord, node: str, 
     """Kill and replace an unresponsive rank; its own agent's report suffices."""
     spec = find_generation(job, report.generation) or running_generation(job)
     member = spec.member_at(node, report.local_rank) if spec else None
-    if spec is None or job.state is not JobState.RUNNING or member is None:
+    if spec is None or job.status.state is not JobState.RUNNING or member is None:
         transition.count_ignored("rank_unresponsive.stale")
         return
     words = f"rank {report.rank} on {node} has not ticked for {report.unresponsive_s:.1f} s"
@@ -70,7 +70,7 @@ def handle_rank_stalled(transition: Transition, job: JobRecord, node: str, repor
     """Record where a rank stands. The rank at fault is named once the other ranks have reported too."""
     note_beyond_boundary(transition, job, node, report.rank, report.generation, report.step)
     spec = running_generation(job)
-    if spec is None or job.state is not JobState.RUNNING or report.generation != spec.number:
+    if spec is None or job.status.state is not JobState.RUNNING or report.generation != spec.number:
         transition.count_ignored("rank_stalled.stale")
         return
     if not spec.has_rank_on(node, report.rank):
@@ -79,7 +79,7 @@ def handle_rank_stalled(transition: Transition, job: JobRecord, node: str, repor
     if ending.check_equal_steps(transition, job, {report.rank: report.begun}):
         return
     live = transition.state.job_runtime[job.job]
-    live.stalled_ranks[report.rank] = (report.step, report.collectives)
+    live.regroup.stalled_ranks[report.rank] = (report.step, report.collectives)
     sentence = (
         f"rank {report.rank} on {node} stands still after step {report.step} for {report.stalled_s:.1f} s "
         f"(allowed: {report.threshold_s:.1f})"
@@ -90,15 +90,15 @@ def handle_rank_stalled(transition: Transition, job: JobRecord, node: str, repor
         "stacks": report.stacks[:MAX_STACK_CHARS],
     }
     transition.audit("rank.stalled", sentence, node=node, job=job.job, generation=spec.number, data=data)
-    if live.pending_regroup is None:
+    if live.regroup.pending is None:
         due = transition.now + transition.policy.stall_settle_s
-        live.pending_regroup = PendingRegroup(
+        live.regroup.pending = PendingRegroup(
             is_stall=True, since=transition.now, due=due, trace=transition.trace, sentence=sentence
         )
         transition.schedule_job(due, job.job)
-    if len(live.stalled_ranks.keys() | set(job.finished_ranks)) < spec.world_size:
+    if len(live.regroup.stalled_ranks.keys() | set(job.progress.finished_ranks)) < spec.world_size:
         return
-    if job.finished_ranks and report.stalled_s >= UNEQUAL_STEPS_STALL_S:
+    if job.progress.finished_ranks and report.stalled_s >= UNEQUAL_STEPS_STALL_S:
         _fail_unequal_steps(transition, job, spec, report)
     else:
         settle_pending_regroup(transition, job)
@@ -108,9 +108,9 @@ def _fail_unequal_steps(transition: Transition, job: JobRecord, spec: Generation
     member = spec.roster[report.rank]
     words = f"rank {report.rank} on {member.node} stands still after step {report.step} for {report.stalled_s:.0f} s"
     ranks = (
-        f"rank {job.finished_ranks[0]} has"
-        if len(job.finished_ranks) == 1
-        else f"{len(job.finished_ranks)} other ranks have"
+        f"rank {job.progress.finished_ranks[0]} has"
+        if len(job.progress.finished_ranks) == 1
+        else f"{len(job.progress.finished_ranks)} other ranks have"
     )
     ending.fail_job(
         transition,
@@ -123,35 +123,37 @@ def _fail_unequal_steps(transition: Transition, job: JobRecord, spec: Generation
 def settle_pending_regroup(transition: Transition, job: JobRecord) -> None:
     """Decide at the end of the wait for witnesses, with the reports at hand."""
     live = transition.state.job_runtime[job.job]
-    pending, spec = live.pending_regroup, running_generation(job)
+    pending, spec = live.regroup.pending, running_generation(job)
     if pending is None or spec is None:
         return
     if regroup_without_missing(transition, job, pending.sentence):
         return
     if pending.reason is not None:
-        live.pending_regroup = None
+        live.regroup.pending = None
         regroup_with_seen(
             transition, job, RegroupCause(reason=pending.reason, sentence=pending.sentence, trace=pending.trace)
         )
         return
-    if not live.stalled_ranks:
+    if not live.regroup.stalled_ranks:
         regroup_unattributed(transition, job, pending, GenerationReason.COLLECTIVE_FAILED)
         return
     silent = [
-        rank for rank in range(spec.world_size) if rank not in live.stalled_ranks and rank not in job.finished_ranks
+        rank
+        for rank in range(spec.world_size)
+        if rank not in live.regroup.stalled_ranks and rank not in job.progress.finished_ranks
     ]
-    if job.finished_ranks and not silent:
-        live.pending_regroup = None
+    if job.progress.finished_ranks and not silent:
+        live.regroup.pending = None
         return
     latest = pending.since + transition.policy.stall_settle_max_s
     if len(silent) > 1 and transition.now < latest:
         due = min(latest, transition.now + transition.policy.stall_settle_s)
-        live.pending_regroup = PendingRegroup(
+        live.regroup.pending = PendingRegroup(
             is_stall=True, since=pending.since, due=due, trace=pending.trace, sentence=pending.sentence
         )
         transition.schedule_job(due, job.job)
         return
-    stuck = find_stuck_rank(live.stalled_ranks, silent, transition.read_steps(job.job))
+    stuck = find_stuck_rank(live.regroup.stalled_ranks, silent, transition.read_steps(job.job))
     if stuck is None:
         named_nobody = PendingRegroup(
             is_stall=True,
@@ -163,7 +165,9 @@ def settle_pending_regroup(transition: Transition, job: JobRecord) -> None:
         regroup_unattributed(transition, job, named_nobody, GenerationReason.RANK_HUNG)
         return
     member = spec.roster[stuck]
-    sentence = f"rank {member.rank} on {member.node} is the one that {_format_waiting(len(live.stalled_ranks))} for"
+    sentence = (
+        f"rank {member.rank} on {member.node} is the one that {_format_waiting(len(live.regroup.stalled_ranks))} for"
+    )
     _replace_hung(transition, job, spec, member, sentence, pending.trace)
 
 

@@ -16,7 +16,9 @@ from everstep_controller.core.transition import Transition
 
 def index_launcher(state: FleetState, job: JobRecord, node: NodeId) -> None:
     """Note that a launcher on ``node``, which the record already contains, offers the node to the job."""
-    if len(job.launchers) == 1:  # the last launcher may have been on another node, which still counts the job
+    if (
+        len(job.membership.launchers) == 1
+    ):  # the last launcher may have been on another node, which still counts the job
         _close(state, job.job)
     live = state.node_runtime[node]
     live.jobs[job.job] = None
@@ -26,14 +28,14 @@ def index_launcher(state: FleetState, job: JobRecord, node: NodeId) -> None:
 
 def unindex_launcher(state: FleetState, job: JobRecord, node: NodeId) -> None:
     """Note that the launcher on ``node`` is gone. A job's last launcher leaves the job in the node's index."""
-    if job.launchers:
+    if job.membership.launchers:
         state.node_runtime[node].open_jobs.pop(job.job, None)
 
 
 def update_roster(state: FleetState, job: JobRecord) -> None:
     """Note that the job's state, roster or outgoing roster may have changed. O(nodes of the job)."""
     live, owners = state.job_runtime[job.job], state.job_by_node
-    running = job.state is JobState.RUNNING
+    running = job.status.state is JobState.RUNNING
     owns = (
         frozenset((*seats_of(job.generation), *seats_of(job.outgoing_generation))) if running else frozenset[NodeId]()
     )
@@ -58,11 +60,11 @@ def _close(state: FleetState, name: JobId) -> None:
 
 def restore_job(state: FleetState, job: JobRecord) -> None:
     """Index a restored job, after all nodes are restored."""
-    for node in (*job.launchers, *seats_of(job.generation), *seats_of(job.outgoing_generation)):
+    for node in (*job.membership.launchers, *seats_of(job.generation), *seats_of(job.outgoing_generation)):
         if node in state.node_runtime:
             state.node_runtime[node].jobs[job.job] = None
             state.job_runtime[job.job].nodes[node] = None
-    for node in job.launchers if job.state not in ENDED_STATES else ():
+    for node in job.membership.launchers if job.status.state not in ENDED_STATES else ():
         if node in state.node_runtime:
             state.node_runtime[node].open_jobs[job.job] = None
     update_roster(state, job)

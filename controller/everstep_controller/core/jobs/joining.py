@@ -35,7 +35,15 @@ from everstep_controller.core.jobs.membership import (
     unfit_reason,
 )
 from everstep_controller.core.jobs.notifications import is_unannounced, make_stop
-from everstep_controller.core.records import JobRecord, LauncherRecord
+from everstep_controller.core.records import (
+    JobCommits,
+    JobFailures,
+    JobMembership,
+    JobRecord,
+    JobStatus,
+    LauncherRecord,
+    RunProgress,
+)
 from everstep_controller.core.state import FleetState, JobRuntime
 from everstep_controller.core.transition import Transition
 from everstep_controller.core.wording import format_node_count, join_names
@@ -48,13 +56,13 @@ possible number a job would have none left, and its record could not be read aga
 def handle_launcher_joined(transition: Transition, node: str, report: LauncherJoined) -> None:
     """Handle a launcher's offer: a new job, a spare, a reconnect or a launcher's new life."""
     job = transition.state.jobs.get(report.job)
-    if job is not None and job.state not in ENDED_STATES and _is_stale(job, node, report):
+    if job is not None and job.status.state not in ENDED_STATES and _is_stale(job, node, report):
         transition.count_ignored("launcher_joined.stale")
         return
     if why := spec_error(report.spec):
         _refuse(transition, node, report, f"job {report.job} cannot be: {why}")
         return
-    if report.generation > max(MAX_REPORTED_GENERATION, job.last_generation_number if job is not None else 0):
+    if report.generation > max(MAX_REPORTED_GENERATION, job.progress.last_number if job is not None else 0):
         _refuse(
             transition,
             node,
@@ -62,11 +70,11 @@ def handle_launcher_joined(transition: Transition, node: str, report: LauncherJo
             f"ranks on {node} say that they are in generation {report.generation}: there is none",
         )
         return
-    if job is not None and job.state in ENDED_STATES:
+    if job is not None and job.status.state in ENDED_STATES:
         ended_unheard = (
-            transition.state.database_outage and job.since >= transition.state.database_outage_since
+            transition.state.database_outage and job.status.since >= transition.state.database_outage_since
         )  # the launchers of an ended job still wait for the end
-        if ended_unheard or report.launcher <= int(job.since * 1000):
+        if ended_unheard or report.launcher <= int(job.status.since * 1000):
             transition.send(node, make_stop(job, report.launcher))
             return
     if not _has_room(transition, node, report.job):
@@ -77,11 +85,11 @@ def handle_launcher_joined(transition: Transition, node: str, report: LauncherJo
         return
     if job is None:
         job = _create(transition, report)
-    elif job.state in ENDED_STATES:
+    elif job.status.state in ENDED_STATES:
         _start_over(transition, job, report)
     if report.spec != job.spec and not _accept_spec(transition, job, node, report):
         return
-    before = job.launchers.get(node)
+    before = job.membership.launchers.get(node)
     restarted = before is not None and report.launcher > before.incarnation
     new_agent = before is not None and not before.has_rejoined
     _record_launcher(transition, job, node, report)
@@ -91,7 +99,7 @@ def handle_launcher_joined(transition: Transition, node: str, report: LauncherJo
 def _is_stale(job: JobRecord, node: str, report: LauncherJoined) -> bool:
     """Return whether a later launcher of the node has joined. An answer to this one would affect that launcher's
     job."""
-    before = job.launchers.get(node)
+    before = job.membership.launchers.get(node)
     return before is not None and report.launcher < before.incarnation
 
 
@@ -106,9 +114,11 @@ def _has_room(transition: Transition, node: str, name: str) -> bool:
         return True
     jobs = [state.jobs[other] for other in live.open_jobs]
     void = (
-        [] if state.database_outage else [job for job in jobs if not job.launchers and not job.last_generation_number]
+        []
+        if state.database_outage
+        else [job for job in jobs if not job.membership.launchers and not job.progress.last_number]
     )
-    for job in sorted(void, key=lambda job: job.abandoned_at)[: len(live.open_jobs) + 1 - most]:
+    for job in sorted(void, key=lambda job: job.membership.abandoned_at)[: len(live.open_jobs) + 1 - most]:
         sentence = f"job {job.job} never formed, its launchers have left, and {node} has {most} unfinished jobs: "
         drop_job(transition, job.job, f"{sentence}it is forgotten")
     return len(live.open_jobs) < most
@@ -125,12 +135,11 @@ def _create(transition: Transition, report: LauncherJoined) -> JobRecord:
         job=report.job,
         spec=report.spec,
         secret=_new_secret(transition),
-        created_at=transition.now,
-        since=transition.now,
+        status=JobStatus(since=transition.now, sentence="waits for its launchers"),
+        progress=RunProgress(created_at=transition.now),
     )
-    job.sentence = "waits for its launchers"
     if report.generation:
-        job.last_generation_number = generation_number_floor(transition.state, report.generation)
+        job.progress.last_number = generation_number_floor(transition.state, report.generation)
     transition.state.jobs[job.job] = job
     transition.state.job_runtime[job.job] = JobRuntime()
     transition.audit("job.created", f"job {job.job} asked for by its first launcher", job=job.job)
@@ -141,25 +150,13 @@ def _create(transition: Transition, report: LauncherJoined) -> JobRecord:
 def _start_over(transition: Transition, job: JobRecord, report: LauncherJoined) -> None:
     """Run the job again for a launcher younger than the job's end. Generation numbers continue, and the secret is
     new."""
-    job.secret = _new_secret(transition)
-    job.spec, job.state, job.since, job.created_at = report.spec, JobState.FORMING, transition.now, transition.now
-    job.sentence, job.trace = "waits for its launchers, to run once more", transition.trace
-    job.generation, job.outgoing_generation, job.launchers, job.generation_resumed_at = None, None, {}, None
-    job.restore_ceiling, job.user_retries, job.user_errors, job.finished_ranks, job.last_begun = (
-        NO_VERSION,
-        0,
-        {},
-        [],
-        None,
-    )
-    job.rank_loss_times, job.excluded_nodes, job.former_nodes, job.replaced_stragglers, job.version_locations = (
-        {},
-        {},
-        [],
-        {},
-        None,
-    )
-    job.digest_tie_times, job.node_limit, job.preempted_at, job.ended_step = [], None, 0.0, 0
+    job.spec, job.secret = report.spec, _new_secret(transition)
+    sentence = "waits for its launchers, to run once more"
+    job.status = JobStatus(since=transition.now, sentence=sentence, trace=transition.trace)
+    job.generation = job.outgoing_generation = None
+    job.progress = RunProgress(created_at=transition.now, last_number=job.progress.last_number)
+    job.membership, job.failures = JobMembership(), JobFailures()
+    job.commits = JobCommits(restore_ceiling=NO_VERSION)
     transition.state.job_runtime[job.job] = JobRuntime(nodes=transition.state.job_runtime[job.job].nodes)
     transition.audit("job.created", f"job {job.job} is run once more", job=job.job)
     transition.mark_job_changed(job.job)
@@ -167,7 +164,7 @@ def _start_over(transition: Transition, job: JobRecord, report: LauncherJoined) 
 
 def _accept_spec(transition: Transition, job: JobRecord, node: str, report: LauncherJoined) -> bool:
     """Accept a different specification from the only launcher; refuse it if there are others."""
-    if any(other != node for other in job.launchers):
+    if any(other != node for other in job.membership.launchers):
         reason = f"the launcher on {node} asks for another shape of job {job.job} than those before it: "
         reason += "start all launchers with the same options"
         _refuse(transition, node, report, reason)
@@ -183,23 +180,23 @@ def _refuse(transition: Transition, node: str, report: LauncherJoined, reason: s
 
 
 def _record_launcher(transition: Transition, job: JobRecord, node: str, report: LauncherJoined) -> None:
-    before = job.launchers.get(node)
+    before = job.membership.launchers.get(node)
     same_life = before is not None and before.incarnation == report.launcher
     if before is not None and same_life:
         before.store_address, before.generation = report.store, report.generation
         before.usable, before.has_rejoined, before.unusable_reason = True, True, ""
         before.missing_local_ranks, before.late_generations = [], 0
     else:
-        job.launchers.pop(node, None)
-        job.launchers[node] = LauncherRecord(
+        job.membership.launchers.pop(node, None)
+        job.membership.launchers[node] = LauncherRecord(
             node=node,
             incarnation=report.launcher,
             store_address=report.store,
             generation=report.generation,
         )
-        job.excluded_nodes.pop(node, None)
-        job.rank_loss_times.pop(node, None)
-        job.replaced_stragglers.pop(node, None)
+        job.membership.excluded_nodes.pop(node, None)
+        job.failures.rank_loss_times.pop(node, None)
+        job.membership.replaced_stragglers.pop(node, None)
         transition.audit("launcher.joined", f"the launcher on {node} offers it to {job.job}", node=node, job=job.job)
     index_launcher(transition.state, job, node)
     transition.mark_job_changed(job.job)
@@ -209,31 +206,31 @@ def _catch_up(
     transition: Transition, job: JobRecord, node: str, report: LauncherJoined, *, restarted: bool, new_agent: bool
 ) -> None:
     """Bring the launcher up to date. A new agent has lost its ranks' generation, and its vault will ask for it."""
-    if report.generation > job.last_generation_number:
+    if report.generation > job.progress.last_number:
         sentence = (
-            f"ranks on {node} are in generation {report.generation}, the records end at {job.last_generation_number}"
+            f"ranks on {node} are in generation {report.generation}, the records end at {job.progress.last_number}"
         )
-        job.last_generation_number = generation_number_floor(transition.state, report.generation)
+        job.progress.last_number = generation_number_floor(transition.state, report.generation)
         transition.audit("job.records_behind", sentence, node=node, job=job.job)
-    if job.state is JobState.FORMING:
+    if job.status.state is JobState.FORMING:
         consider_forming(transition, job)
         return
     if job.generation is None:
         return
-    if job.state is JobState.RUNNING and job.last_generation_number > job.generation.number:
+    if job.status.state is JobState.RUNNING and job.progress.last_number > job.generation.number:
         sentence = f"ranks on {node} are ahead of the records"
         regroup(
             transition, job, RegroupCause(reason=GenerationReason.FORMED, sentence=sentence, trace=transition.trace)
         )
         return
-    if job.state is JobState.RUNNING and is_seated(job, node) and restarted:
+    if job.status.state is JobState.RUNNING and is_seated(job, node) and restarted:
         sentence = f"the launcher on {node} started anew"
         regroup(
             transition, job, RegroupCause(reason=GenerationReason.RANK_LOST, sentence=sentence, trace=transition.trace)
         )
         return
     spec = job.outgoing_generation if is_unannounced(transition, job) else job.generation
-    if job.state is JobState.RUNNING and spec is not None and (new_agent or report.generation < spec.number):
+    if job.status.state is JobState.RUNNING and spec is not None and (new_agent or report.generation < spec.number):
         transition.send(node, NewGeneration(spec=spec))
     consider_growth(transition, job)
 
@@ -246,8 +243,8 @@ def offer_to_jobs(transition: Transition, node: str) -> None:
     """
     for name in transition.state.node_runtime[node].open_jobs:
         live = transition.state.job_runtime[name]
-        if live.node_offered_at is None:
-            live.node_offered_at = transition.now
+        if live.regroup.node_offered_at is None:
+            live.regroup.node_offered_at = transition.now
             transition.schedule_job(transition.now, name)
 
 
@@ -267,11 +264,11 @@ def consider_forming(transition: Transition, job: JobRecord) -> None:
     if transition.state.database_outage:
         return
     most, least = max_roster_nodes(job), min_roster_nodes(job)
-    due = job.created_at + job.spec.join_wait_s
-    if transition.now < due and len(job.launchers) < most:
+    due = job.progress.created_at + job.spec.join_wait_s
+    if transition.now < due and len(job.membership.launchers) < most:
         transition.schedule_job(due, job.job)
         return
-    seats = len(next_seats(transition.state, job)) if len(job.launchers) >= least else 0
+    seats = len(next_seats(transition.state, job)) if len(job.membership.launchers) >= least else 0
     if seats >= most or (seats >= least and transition.now >= due):
         sentence = f"{seats} of {format_node_count(most)} asked for have joined"
         regroup(
@@ -308,9 +305,9 @@ class PreemptionPlan(msgspec.Struct, frozen=True):
 
 def consider_preemption(transition: Transition, job: JobRecord) -> None:
     """Preempt other jobs if the job has been below its minimum for long enough."""
-    if job.state not in (JobState.FORMING, JobState.PAUSED) or transition.state.database_outage:
+    if job.status.state not in (JobState.FORMING, JobState.PAUSED) or transition.state.database_outage:
         return
-    since = job.since + (job.spec.join_wait_s if job.state is JobState.FORMING else 0.0)
+    since = job.status.since + (job.spec.join_wait_s if job.status.state is JobState.FORMING else 0.0)
     due = since + transition.policy.preempt_after_s
     if transition.now < due:
         transition.schedule_job(due, job.job)
@@ -327,9 +324,9 @@ def consider_preemption(transition: Transition, job: JobRecord) -> None:
 
 def preemptable_jobs(state: FleetState, job: JobRecord) -> list[JobRecord]:
     """Return running jobs of lower priority with nodes that ``job`` could use, lowest priority first."""
-    names = dict.fromkeys(name for node in job.launchers for name in _jobs_on(state, node))
+    names = dict.fromkeys(name for node in job.membership.launchers for name in _jobs_on(state, node))
     others = [state.jobs[name] for name in names]
-    below = [o for o in others if o.state is JobState.RUNNING and o.spec.priority < job.spec.priority]
+    below = [o for o in others if o.status.state is JobState.RUNNING and o.spec.priority < job.spec.priority]
     return sorted(below, key=lambda other: other.spec.priority)
 
 
@@ -340,7 +337,7 @@ def _jobs_on(state: FleetState, node: str) -> Iterable[str]:
 
 def _may_be_preempted(transition: Transition, job: JobRecord) -> bool:
     """Return whether the job can leave nodes at a boundary now and was not preempted recently."""
-    if transition.now < job.preempted_at + transition.policy.preempt_after_s:
+    if transition.now < job.membership.preempted_at + transition.policy.preempt_after_s:
         return False
     return boundary_step(transition, job, transition.state.job_runtime[job.job]) is not None
 
@@ -353,9 +350,12 @@ def plan_preemption(state: FleetState, job: JobRecord, victims: Sequence[JobReco
     lacks least comes first. Not every order is tried, so a possible plan is missed on rare occasions.
     """
     least = min_roster_nodes(job)
-    if len(job.launchers) < least:
+    if len(job.membership.launchers) < least:
         return PreemptionPlan()
-    offered = [*eligible_nodes(state, job), *(node for node in job.launchers if _is_leaving_victim(state, job, node))]
+    offered = [
+        *eligible_nodes(state, job),
+        *(node for node in job.membership.launchers if _is_leaving_victim(state, job, node)),
+    ]
     seats = seats_among(state, job, offered, least)
     if len(seats) >= least:
         return PreemptionPlan()
@@ -437,7 +437,7 @@ def _can_spare(state: FleetState, victim: JobRecord, taken: Sequence[str]) -> bo
 
 def _preempt(transition: Transition, job: JobRecord, victim: JobRecord, taken: list[str], plan: PreemptionPlan) -> None:
     """Take nodes from the victim, which must not replace them with the free nodes in the plan."""
-    victim.preempted_at = transition.now
+    victim.membership.preempted_at = transition.now
     sentence = (
         f"job {job.job} (priority {job.spec.priority}) cannot run with less than "
         f"{format_node_count(min_roster_nodes(job))} and takes "
@@ -457,7 +457,7 @@ def _preempt(transition: Transition, job: JobRecord, victim: JobRecord, taken: l
 def clear_exclusion(transition: Transition, job_id: str, node: str) -> None:
     """Clear the job's lost ranks, exclusion and straggler mark for the node."""
     job = transition.state.jobs[job_id]
-    job.excluded_nodes.pop(node, None)
-    job.rank_loss_times.pop(node, None)
-    job.replaced_stragglers.pop(node, None)
+    job.membership.excluded_nodes.pop(node, None)
+    job.failures.rank_loss_times.pop(node, None)
+    job.membership.replaced_stragglers.pop(node, None)
     transition.mark_job_changed(job_id)

@@ -36,7 +36,7 @@ INHERITED_CHECK_S = 1.0
 def handle_resumed(transition: Transition, job: JobRecord, node: str, report: Resumed) -> None:
     """Record that a rank has resumed; the last one completes the recovery."""
     spec = job.generation
-    if spec is None or report.generation != spec.number or job.state is not JobState.RUNNING:
+    if spec is None or report.generation != spec.number or job.status.state is not JobState.RUNNING:
         transition.count_ignored("resumed.stale")
         return
     if not spec.has_rank_on(node, report.rank):
@@ -46,20 +46,20 @@ def handle_resumed(transition: Transition, job: JobRecord, node: str, report: Re
     mark_boundary_crossed(transition, job)
     live.progress.entered_ranks.add(report.rank)
     live.progress.record_step(report.step, transition.now)
-    live.resumed_ranks.add(report.rank)
+    live.resume.ranks.add(report.rank)
     total = sum(report.phases_s.values())
-    if live.slowest_resume is None or total > live.slowest_resume[0]:
-        live.slowest_resume = (total, report.rank, dict(report.phases_s))
-    if len(live.resumed_ranks) == spec.world_size and job.generation_resumed_at is None:
+    if live.resume.slowest is None or total > live.resume.slowest[0]:
+        live.resume.slowest = (total, report.rank, dict(report.phases_s))
+    if len(live.resume.ranks) == spec.world_size and job.progress.resumed_at is None:
         _all_resumed(transition, job, spec, report)
 
 
 def _all_resumed(transition: Transition, job: JobRecord, spec: GenerationSpec, last: Resumed) -> None:
     live = transition.state.job_runtime[job.job]
     _mark_resumed(transition, job, live)
-    took = transition.now - job.generation_opened_at
+    took = transition.now - job.progress.opened_at
     start = f"version {last.restored}" if last.restored else spec.restore.storage_url or "scratch"
-    _, rank, phases = live.slowest_resume or (0.0, last.rank, {})
+    _, rank, phases = live.resume.slowest or (0.0, last.rank, {})
     data = {f"{phase}_s": f"{seconds:.4f}" for phase, seconds in phases.items()}
     data |= {"slowest_rank": str(rank), "took_s": f"{took:.4f}", "step": str(last.step)}
     if last.restored:
@@ -76,10 +76,10 @@ def _all_resumed(transition: Transition, job: JobRecord, spec: GenerationSpec, l
 
 
 def _mark_resumed(transition: Transition, job: JobRecord, live: JobRuntime) -> None:
-    job.generation_resumed_at = transition.now
-    live.resume_attempts = 0
+    job.progress.resumed_at = transition.now
+    live.resume.attempts = 0
     for node in job.generation.seats if job.generation is not None else ():
-        if (launcher := job.launchers.get(node)) is not None:
+        if (launcher := job.membership.launchers.get(node)) is not None:
             launcher.late_generations = 0
     start_commits(transition, job)
     start_straggler_windows(transition, job)
@@ -109,9 +109,9 @@ def _resume_inherited(transition: Transition, job: JobRecord, live: JobRuntime, 
 def _counted_steps(live: JobRuntime, steps: dict[Rank, int]) -> Iterator[int]:
     """Yield the steps of ranks that have finished two steps of this generation, and record each rank's first ones."""
     for rank, step in steps.items():
-        first = live.first_seen_steps.get(rank, ())
+        first = live.resume.first_seen_steps.get(rank, ())
         if len(first) < 2 and step not in first:
-            live.first_seen_steps[rank] = (*first, step)
+            live.resume.first_seen_steps[rank] = (*first, step)
         elif len(first) == 2 and step >= first[1] + 2:
             yield step
 
@@ -122,26 +122,26 @@ def check_resumed(transition: Transition, job: JobRecord) -> None:
     Their nodes are left out if all ranks of some other node have entered.
     """
     live, spec = transition.state.job_runtime[job.job], job.generation
-    if spec is None or job.generation_resumed_at is not None or job.outgoing_generation is not None:
+    if spec is None or job.progress.resumed_at is not None or job.outgoing_generation is not None:
         return
-    if live.inherited_unresumed and _resume_inherited(transition, job, live, spec):
+    if live.resume.is_inherited and _resume_inherited(transition, job, live, spec):
         return
-    if transition.now < live.resume_due:
+    if transition.now < live.resume.due:
         return
     entered = transition.read_entered_ranks(job.job)
     missing = [member for member in spec.roster if member.rank not in entered]
     absent = {member.node for member in missing}
-    live.resume_attempts += 1
+    live.resume.attempts += 1
     if 0 < len(absent) < len(spec.seats):
         _exclude_missing(transition, job, missing, spec)
         return
-    if missing and entered and live.resume_attempts >= RESTART_AFTER_DEADLINES:
+    if missing and entered and live.resume.attempts >= RESTART_AFTER_DEADLINES:
         _restart_missing(transition, job, missing, spec)
         return
     sentence = f"generation {spec.number} is past its deadline: {_describe_progress(missing, spec)}; waiting on"
     transition.audit("generation.overdue", sentence, job=job.job, generation=spec.number, trace=spec.trace)
-    live.resume_due = transition.now + resume_timeout_s(transition, live)
-    transition.schedule_job(live.resume_due, job.job)
+    live.resume.due = transition.now + resume_timeout_s(transition, live)
+    transition.schedule_job(live.resume.due, job.job)
     if missing:
         send_generation(transition, job, ())
 
@@ -163,7 +163,7 @@ def _exclude_missing(transition: Transition, job: JobRecord, missing: Sequence[M
     for member in missing:
         absent.setdefault(member.node, []).append(member)
     for node, members in absent.items():
-        if (launcher := job.launchers.get(node)) is None:
+        if (launcher := job.membership.launchers.get(node)) is None:
             continue
         ranks = join_names([str(member.rank) for member in members])
         launcher.usable, launcher.late_generations = False, launcher.late_generations + 1
@@ -199,7 +199,7 @@ MAX_ERROR_CHARS = 200
 def wake_jobs(transition: Transition) -> None:
     """Wake all unfinished jobs after a database outage."""
     for job in list(transition.state.jobs.values()):
-        if job.state not in ENDED_STATES:
+        if job.status.state not in ENDED_STATES:
             transition.schedule_job(transition.now, job.job)
 
 
@@ -210,7 +210,7 @@ def handle_user_error(transition: Transition, job: JobRecord, node: str, report:
     transient fault.
     """
     running = running_generation(job)
-    if running is None or job.state is not JobState.RUNNING or report.generation != running.number:
+    if running is None or job.status.state is not JobState.RUNNING or report.generation != running.number:
         transition.count_ignored("user_error.stale")
         return
     if not running.has_rank_on(node, report.rank):
@@ -219,34 +219,34 @@ def handle_user_error(transition: Transition, job: JobRecord, node: str, report:
     sentence = f"the training function raised on rank {report.rank} ({node}) at step {report.step}: {report.error}"
     data = {"rank": str(report.rank), "error": report.error, "traceback": report.traceback}
     transition.audit("user_error", sentence, node=node, job=job.job, generation=report.generation, data=data)
-    before = job.user_errors.setdefault(report.error[:MAX_ERROR_CHARS], node)
+    before = job.failures.user_errors.setdefault(report.error[:MAX_ERROR_CHARS], node)
     if job.spec.max_user_retries and before != node:
-        job.ended_step = report.step
+        job.progress.ended_step = report.step
         ending.fail_job(
             transition, job, f"{sentence}; {before} raised the same before, so another try would raise it again"
         )
-    elif job.user_retries < job.spec.max_user_retries:
-        job.user_retries += 1
-        words = f"{sentence}; retry {job.user_retries} of {job.spec.max_user_retries}"
+    elif job.failures.user_retries < job.spec.max_user_retries:
+        job.failures.user_retries += 1
+        words = f"{sentence}; retry {job.failures.user_retries} of {job.spec.max_user_retries}"
         regroup(
             transition,
             job,
             RegroupCause(reason=GenerationReason.RANK_LOST, sentence=words[:4000], trace=transition.trace),
         )
     else:
-        job.ended_step = report.step
+        job.progress.ended_step = report.step
         ending.fail_job(transition, job, sentence)
 
 
 def resize_job(transition: Transition, job: JobRecord, size: int, actor: str) -> None:
     """Limit the job's nodes by an operator's order; a running job follows at its next boundary."""
-    job.node_limit = size
+    job.membership.node_limit = size
     transition.mark_job_changed(job.job)
     sentence = f"{actor} bounds the job to {format_node_count(max_roster_nodes(job))}"
     transition.audit("job.resized", sentence, job=job.job)
-    if job.state is JobState.FORMING:
+    if job.status.state is JobState.FORMING:
         consider_forming(transition, job)
-    elif job.state is JobState.RUNNING and len(seats_of(job.generation)) > max_roster_nodes(job):
+    elif job.status.state is JobState.RUNNING and len(seats_of(job.generation)) > max_roster_nodes(job):
         cause = RegroupCause(
             reason=GenerationReason.OPERATOR, sentence=sentence, trace=transition.trace, at_boundary=True
         )
@@ -257,16 +257,16 @@ def resize_job(transition: Transition, job: JobRecord, size: int, actor: str) ->
 
 def check_job(transition: Transition, job: JobRecord) -> None:
     """Check a job's deadlines, except pending regroups and boundaries."""
-    if job.state is JobState.FORMING:
+    if job.status.state is JobState.FORMING:
         consider_forming(transition, job)
-    elif job.state is JobState.RUNNING:
+    elif job.status.state is JobState.RUNNING:
         if ending.check_equal_steps(transition, job):
             return
         check_resumed(transition, job)
         check_stragglers(transition, job)
         consider_growth(transition, job)
-    elif job.state is JobState.PAUSED:
+    elif job.status.state is JobState.PAUSED:
         consider_growth(transition, job)
         consider_preemption(transition, job)
-        if job.state is JobState.PAUSED:
+        if job.status.state is JobState.PAUSED:
             update_paused_reason(transition, job)

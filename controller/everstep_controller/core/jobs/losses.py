@@ -55,10 +55,10 @@ def handle_rank_lost(transition: Transition, job: JobRecord, node: str, report: 
     """Regroup at once, with the launcher's replacement process or without the node."""
     if report.has_replacement:
         _mark_local_rank_replaced(transition, job, node, report.local_rank)
-    if job.generation is None or job.state is not JobState.RUNNING:
+    if job.generation is None or job.status.state is not JobState.RUNNING:
         transition.count_ignored("rank_lost.not_running")
         return
-    launcher = job.launchers.get(node)
+    launcher = job.membership.launchers.get(node)
     if launcher is not None and not report.has_replacement:
         launcher.usable, launcher.unusable_reason = False, "its launcher has no replacement for a lost rank"
         launcher.missing_local_ranks = []
@@ -68,7 +68,9 @@ def handle_rank_lost(transition: Transition, job: JobRecord, node: str, report: 
         transition.count_ignored("rank_lost.stale")
         return
     member = spec.member_at(node, report.local_rank) if spec is not None else None
-    if spec is not None and (member is None or member.rank != report.rank or report.rank in job.finished_ranks):
+    if spec is not None and (
+        member is None or member.rank != report.rank or report.rank in job.progress.finished_ranks
+    ):
         transition.count_ignored("rank_lost.not_a_member")
         return
     if report.has_replacement:
@@ -90,13 +92,13 @@ def _mark_local_rank_replaced(transition: Transition, job: JobRecord, node: str,
 
     A node that was late once more stays out while the job runs, because all others wait each time.
     """
-    launcher = job.launchers.get(node)
+    launcher = job.membership.launchers.get(node)
     if launcher is None or local_rank not in launcher.missing_local_ranks:
         return
     launcher.missing_local_ranks = [other for other in launcher.missing_local_ranks if other != local_rank]
     transition.mark_job_changed(job.job)
     if launcher.missing_local_ranks or (
-        launcher.late_generations > MAX_LATE_GENERATIONS and job.state is not JobState.PAUSED
+        launcher.late_generations > MAX_LATE_GENERATIONS and job.status.state is not JobState.PAUSED
     ):
         return
     launcher.usable, launcher.unusable_reason = True, ""
@@ -118,9 +120,9 @@ def replace_rank(transition: Transition, job: JobRecord, node: str, cause: Regro
     if not _count_rank_loss(transition, job, node):
         regroup_with_seen(transition, job, cause)
         return
-    count, window_s = len(job.rank_loss_times[node]), transition.policy.job_failure_window_s
+    count, window_s = len(job.failures.rank_loss_times[node]), transition.policy.job_failure_window_s
     sentence = f"{node} lost {count} ranks of {job.job} within {window_s:g} s"
-    job.excluded_nodes[node] = sentence
+    job.membership.excluded_nodes[node] = sentence
     _raise_rank_flapping(transition, node, sentence, count)
     if len(current_roster(transition, job)) < min_roster_nodes(job):
         ending.fail_job(transition, job, f"{cause.sentence}; {sentence}, and no other node can take its place")
@@ -142,19 +144,21 @@ def regroup_with_seen(transition: Transition, job: JobRecord, cause: RegroupCaus
         regroup(transition, job, cause)
     elif transition.now >= state.rejoin_window_ends_at:
         regroup(transition, job, msgspec.structs.replace(cause, nodes_to_exclude=cause.nodes_to_exclude | unmet))
-    elif live.pending_regroup is None or live.pending_regroup.reason is None:
+    elif live.regroup.pending is None or live.regroup.pending.reason is None:
         due = state.rejoin_window_ends_at
-        live.pending_regroup = PendingRegroup(False, transition.now, due, cause.trace, cause.sentence, cause.reason)
+        live.regroup.pending = PendingRegroup(False, transition.now, due, cause.trace, cause.sentence, cause.reason)
         transition.schedule_job(due, job.job)
 
 
 def _count_rank_loss(transition: Transition, job: JobRecord, node: str) -> bool:
     window = [
-        at for at in job.rank_loss_times.get(node, []) if at > transition.now - transition.policy.job_failure_window_s
+        at
+        for at in job.failures.rank_loss_times.get(node, [])
+        if at > transition.now - transition.policy.job_failure_window_s
     ]
-    job.rank_loss_times[node] = [*window, transition.now]
+    job.failures.rank_loss_times[node] = [*window, transition.now]
     transition.mark_job_changed(job.job)
-    return len(job.rank_loss_times[node]) >= transition.policy.rank_flap_count
+    return len(job.failures.rank_loss_times[node]) >= transition.policy.rank_flap_count
 
 
 def _raise_rank_flapping(transition: Transition, node: str, sentence: str, count: int) -> None:
@@ -182,24 +186,24 @@ def handle_collective_failed(transition: Transition, job: JobRecord, node: str, 
     """
     note_beyond_boundary(transition, job, node, report.rank, report.generation, report.step)
     spec = find_generation(job, report.generation)
-    if spec is None or job.state is not JobState.RUNNING:
+    if spec is None or job.status.state is not JobState.RUNNING:
         transition.count_ignored("collective_failed.stale")
         return
     if not spec.has_rank_on(node, report.rank):
         transition.count_ignored("collective_failed.not_a_member")
         return
     live = transition.state.job_runtime[job.job]
-    if not live.failed_collective_ranks and not live.stalled_ranks:
+    if not live.regroup.failed_collective_ranks and not live.regroup.stalled_ranks:
         _recheck_peer_losses(transition, spec)
-    live.failed_collective_ranks.add(report.rank)
+    live.regroup.failed_collective_ranks.add(report.rank)
     if regroup_without_missing(transition, job, f"a collective of rank {report.rank} failed"):
         return
-    if live.pending_regroup is None:
+    if live.regroup.pending is None:
         sentence = (
             f"a collective of rank {report.rank} on {node} failed at step {report.step}, and nobody says who is lost"
         )
         due = transition.now + _collective_wait(transition, job)
-        live.pending_regroup = PendingRegroup(
+        live.regroup.pending = PendingRegroup(
             is_stall=False, since=transition.now, due=due, trace=transition.trace, sentence=sentence
         )
         transition.schedule_job(due, job.job)
@@ -214,18 +218,18 @@ def _recheck_peer_losses(transition: Transition, spec: GenerationSpec) -> None:
 
 def _collective_wait(transition: Transition, job: JobRecord) -> float:
     live = transition.state.job_runtime[job.job]
-    live.unattributed_regroup_times = [
-        at for at in live.unattributed_regroup_times if at > transition.now - transition.policy.job_failure_window_s
+    live.regroup.unattributed_times = [
+        at for at in live.regroup.unattributed_times if at > transition.now - transition.policy.job_failure_window_s
     ]
     waits = Backoff(floor_s=transition.policy.collective_settle_s, ceiling_s=transition.policy.collective_settle_max_s)
-    return waits.limit_s(len(live.unattributed_regroup_times))
+    return waits.limit_s(len(live.regroup.unattributed_times))
 
 
 def regroup_unattributed(
     transition: Transition, job: JobRecord, pending: PendingRegroup, reason: GenerationReason
 ) -> None:
     """Regroup with the same roster, because no culprit was named in time."""
-    transition.state.job_runtime[job.job].unattributed_regroup_times.append(transition.now)
+    transition.state.job_runtime[job.job].regroup.unattributed_times.append(transition.now)
     regroup_with_seen(transition, job, RegroupCause(reason=reason, sentence=pending.sentence, trace=pending.trace))
 
 
@@ -247,7 +251,7 @@ def regroup_without_missing(transition: Transition, job: JobRecord, evidence: st
     doubts = {node: words for node in spec.seats if (words := missing_reason(transition, node))}
     if not doubts:
         return False
-    pending = state.job_runtime[job.job].pending_regroup
+    pending = state.job_runtime[job.job].regroup.pending
     cause = RegroupCause(
         reason=GenerationReason.NODE_LOST,
         sentence=f"{_describe_missing(doubts)}, and {evidence}",
@@ -281,13 +285,13 @@ def _describe_missing(doubts: dict[str, str]) -> str:
 
 def handle_launcher_left(transition: Transition, job: JobRecord, node: str, report: LauncherLeft) -> None:
     """Withdraw a node's offer, unless a later launcher of the node has joined."""
-    launcher = job.launchers.get(node)
+    launcher = job.membership.launchers.get(node)
     if launcher is None or report.launcher < launcher.incarnation:
         transition.count_ignored("launcher_left.stale")
         return
     manner = "left in order" if report.orderly else "is gone"
     detail = f" ({report.detail})" if report.detail else ""
-    if report.orderly and job.state is JobState.RUNNING and _has_finished(job, node):
+    if report.orderly and job.status.state is JobState.RUNNING and _has_finished(job, node):
         launcher.usable, launcher.unusable_reason = False, "its ranks have finished, and its launcher has left"
         transition.mark_job_changed(job.job)
         return
@@ -299,18 +303,18 @@ def _has_finished(job: JobRecord, node: str) -> bool:
     end."""
     running = running_generation(job)
     ranks = running.members_on(node) if running is not None else ()
-    return bool(ranks) and all(member.rank in job.finished_ranks for member in ranks)
+    return bool(ranks) and all(member.rank in job.progress.finished_ranks for member in ranks)
 
 
 def remove_launcher(transition: Transition, job: JobRecord, node: str, sentence: str) -> None:
     """Forget a node's launcher, and regroup without the node if it had a seat."""
-    del job.launchers[node]
+    del job.membership.launchers[node]
     transition.mark_job_changed(job.job)
-    if not job.launchers:
-        job.abandoned_at = transition.now
+    if not job.membership.launchers:
+        job.membership.abandoned_at = transition.now
     unindex_launcher(transition.state, job, node)
-    transition.audit("launcher.left", sentence, node=node, job=job.job, generation=job.last_generation_number)
-    if job.state is JobState.RUNNING and is_seated(job, node):
+    transition.audit("launcher.left", sentence, node=node, job=job.job, generation=job.progress.last_number)
+    if job.status.state is JobState.RUNNING and is_seated(job, node):
         stored = job.generation is not None and job.generation.store_node == node
         reason = GenerationReason.STORE_LOST if stored else GenerationReason.NODE_LOST
         regroup(transition, job, RegroupCause(reason=reason, sentence=sentence, trace=transition.trace))
@@ -320,7 +324,7 @@ def regroup_after_losses(transition: Transition) -> None:
     """Regroup every job that lost nodes in this event once."""
     for name, lost in transition.lost_nodes_by_job.items():
         job = transition.state.jobs[name]
-        if job.state is JobState.RUNNING and any(is_seated(job, node) for node in lost):
+        if job.status.state is JobState.RUNNING and any(is_seated(job, node) for node in lost):
             first = next(iter(lost.values()))
             sentence = first if len(lost) == 1 else f"{join_names(list(lost))} are lost ({first})"
             regroup(
@@ -339,7 +343,7 @@ def regroup_jobs_without(transition: Transition, node: str, cause: RegroupCause)
         if job.job in transition.regroup_claimed:
             continue
         leaves = job.generation is not None and node not in job.generation.seated_nodes
-        if job.state is JobState.RUNNING and not (leaves and cause.at_boundary):
+        if job.status.state is JobState.RUNNING and not (leaves and cause.at_boundary):
             regroup(transition, job, cause)
 
 
@@ -368,7 +372,7 @@ def find_restart_target(transition: Transition, node: str, finding: Finding, rul
     Ranks replaced within the rule's ``coalesce_s`` are left out, because the finding concerns the earlier process.
     """
     record = transition.state.nodes[node]
-    job = next((job for job in jobs_seated_on(transition.state, node) if job.state is JobState.RUNNING), None)
+    job = next((job for job in jobs_seated_on(transition.state, node) if job.status.state is JobState.RUNNING), None)
     spec = running_generation(job) if job is not None else None
     members = tuple(spec.members_on(node)) if spec is not None else ()
     if job is None or spec is None or not members:
@@ -378,7 +382,7 @@ def find_restart_target(transition: Transition, node: str, finding: Finding, rul
         record.identity.gpus
     ):  # only then does a local rank use the GPU of its number
         members = tuple(member for member in members if member.local_rank in gpus)
-    replaced = transition.state.job_runtime[job.job].rank_replaced_at.get(node, {})
+    replaced = transition.state.job_runtime[job.job].regroup.rank_replaced_at.get(node, {})
     due = (member for member in members if replaced.get(member.local_rank, 0.0) <= transition.now - rule.coalesce_s)
     return RestartTarget(job, spec, tuple(due))
 

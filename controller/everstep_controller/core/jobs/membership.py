@@ -243,10 +243,10 @@ def min_roster_nodes(job: JobRecord) -> int:
 def max_roster_nodes(job: JobRecord) -> int:
     """Return the size of the largest roster allowed now: whole blocks, and never less than the minimum."""
     most = max_seats(job.spec)
-    if job.node_limit is None:
+    if job.membership.node_limit is None:
         return most
     block = job.spec.block_nodes
-    return max(min_seats(job.spec), min(job.node_limit // block * block, most))
+    return max(min_seats(job.spec), min(job.membership.node_limit // block * block, most))
 
 
 def ineligible_reason(state: FleetState, job: JobRecord, node: str, keep_seated: Collection[str] = ()) -> str:
@@ -255,7 +255,9 @@ def ineligible_reason(state: FleetState, job: JobRecord, node: str, keep_seated:
     A node computes for one job at a time; ``claimed_by_priority`` decides between jobs that want it.
     """
     words = unfit_reason(state, job, node, keep_seated)
-    if words or (job.state is JobState.RUNNING and job.generation is not None and node in job.generation.seated_nodes):
+    if words or (
+        job.status.state is JobState.RUNNING and job.generation is not None and node in job.generation.seated_nodes
+    ):
         return words
     owner = other_owner(state, job, node)
     return f"it computes for job {owner.job}" if owner is not None else ""
@@ -267,11 +269,11 @@ def unfit_reason(state: FleetState, job: JobRecord, node: str, keep_seated: Coll
     A suspect node may keep its seat but gets no new one, so that a refuted suspicion leaves no trace. Nodes in
     ``keep_seated`` may keep their seats in any state.
     """
-    launcher, record = job.launchers.get(node), state.nodes.get(node)
+    launcher, record = job.membership.launchers.get(node), state.nodes.get(node)
     if launcher is None:
         return f"no launcher on it has joined {job.job}"
-    if node in job.excluded_nodes:
-        return job.excluded_nodes[node]
+    if node in job.membership.excluded_nodes:
+        return job.membership.excluded_nodes[node]
     if not launcher.usable:
         return launcher.unusable_reason
     if record is None:
@@ -281,7 +283,7 @@ def unfit_reason(state: FleetState, job: JobRecord, node: str, keep_seated: Coll
     if state.node_runtime[node].disconnected_at is not None:
         return "its agent's connection is closed"
     seated = job.generation is not None and node in job.generation.seated_nodes
-    running = seated and job.state is JobState.RUNNING
+    running = seated and job.status.state is JobState.RUNNING
     if not running and node in state.unseen_nodes:
         return "this controller, which has just begun, has not heard it yet"
     stays = node in keep_seated or (running and record.state is NodeState.SUSPECT)
@@ -304,7 +306,7 @@ def claimed_by_priority(state: FleetState, job: JobRecord, rosters: RostersByJob
     """Return the nodes that jobs of higher priority have or take next, with these jobs."""
     rosters = {} if rosters is None else rosters
     rivals: dict[str, None] = {}
-    for node in job.launchers:
+    for node in job.membership.launchers:
         live = state.node_runtime.get(node)
         if live is not None and len(live.open_jobs) > 1:
             rivals.update(live.open_jobs)
@@ -338,10 +340,10 @@ def eligible_nodes(
     stay: list[str] = []
     others: list[str] = []
     doubted: list[str] = []
-    for node in job.launchers:
+    for node in job.membership.launchers:
         if node in without or ineligible_reason(state, job, node, keep_seated):
             continue
-        if node in seated and (job.state is JobState.RUNNING or node not in gone):
+        if node in seated and (job.status.state is JobState.RUNNING or node not in gone):
             (stay if state.nodes[node].state is NodeState.HEALTHY else doubted).append(node)
         elif node not in gone:
             others.append(node)
@@ -395,7 +397,7 @@ def next_seats(
     """
     able = eligible_nodes(state, job, without, rosters, keep_seated)
     least, unheld = min_roster_nodes(job), [node for node in able if not _is_deferred_spare(state, job, node)]
-    swift = [node for node in unheld if node not in job.replaced_stragglers]
+    swift = [node for node in unheld if node not in job.membership.replaced_stragglers]
     seats = seats_among(state, job, swift)
     if len(seats) < least and len(swift) < len(unheld):
         seats = seats_among(state, job, unheld)
@@ -421,7 +423,7 @@ def jobs_seated_on(state: FleetState, node: str) -> list[JobRecord]:
 
 def is_computing(state: FleetState, node: str) -> bool:
     """Return whether a running job has a seat on the node."""
-    return any(job.state is JobState.RUNNING for job in jobs_seated_on(state, node))
+    return any(job.status.state is JobState.RUNNING for job in jobs_seated_on(state, node))
 
 
 # Reasons
@@ -432,7 +434,7 @@ def no_seat_reason(state: FleetState, job: JobRecord, node: str, claims: Mapping
 
     ``claims`` is the result of ``claimed_by_priority``, for callers that ask about many nodes.
     """
-    if job.generation is not None and node in job.generation.seated_nodes and job.state is not JobState.PAUSED:
+    if job.generation is not None and node in job.generation.seated_nodes and job.status.state is not JobState.PAUSED:
         return ""
     words = ineligible_reason(state, job, node)
     if words:
@@ -440,17 +442,22 @@ def no_seat_reason(state: FleetState, job: JobRecord, node: str, claims: Mapping
     rival = (claimed_by_priority(state, job) if claims is None else claims).get(node)
     if rival is not None:
         return f"job {rival.job} comes first (priority {rival.spec.priority} over {job.spec.priority})"
-    if job.state in ENDED_STATES:
-        return f"the job is {job.state}"
+    if job.status.state in ENDED_STATES:
+        return f"the job is {job.status.state}"
     seats = next_seats(state, job)
     if len(seats) < min_roster_nodes(job):
         return (
             f"the job needs {format_node_count(min_roster_nodes(job))} and would have {len(seats)}{_whole_blocks(job)}"
         )
     if node in seats:
-        return "it gets a seat at the next boundary" if job.state is JobState.RUNNING else "the job is about to form"
-    if node in job.replaced_stragglers:
-        return f"{job.replaced_stragglers[node]}; it is taken again only where the job would fall below its minimum"
+        return (
+            "it gets a seat at the next boundary"
+            if job.status.state is JobState.RUNNING
+            else "the job is about to form"
+        )
+    if node in job.membership.replaced_stragglers:
+        reason = job.membership.replaced_stragglers[node]
+        return f"{reason}; it is taken again only where the job would fall below its minimum"
     if _is_deferred_spare(state, job, node):
         return "its eviction is held; it is taken only where the job would fall below its minimum"
     if len(seats) < max_roster_nodes(job):

@@ -14,12 +14,12 @@ from everstep_controller.core.transition import Transition
 
 def recipients(job: JobRecord, others: Iterable[str] = ()) -> list[str]:
     """Return every node concerned: the roster in rank order, then nodes that left it, then spares."""
-    return list(dict.fromkeys([*seats_of(job.generation), *others, *job.launchers]))
+    return list(dict.fromkeys([*seats_of(job.generation), *others, *job.membership.launchers]))
 
 
 def is_unannounced(transition: Transition, job: JobRecord) -> bool:
     """Return whether the current generation is not stored yet and must not be announced."""
-    untold = transition.state.job_runtime[job.job].unannounced_generation
+    untold = transition.state.job_runtime[job.job].regroup.unannounced_generation
     return untold != 0 and job.generation is not None and job.generation.number == untold
 
 
@@ -34,7 +34,7 @@ def send_generation(transition: Transition, job: JobRecord, previous_nodes: Iter
 
 def record_replaced_rank(transition: Transition, job: JobRecord, node: str, local_rank: int) -> None:
     """Record that another process takes the place of this rank's."""
-    transition.state.job_runtime[job.job].rank_replaced_at.setdefault(node, {})[local_rank] = transition.now
+    transition.state.job_runtime[job.job].regroup.rank_replaced_at.setdefault(node, {})[local_rank] = transition.now
 
 
 def send_kill(transition: Transition, job: JobRecord, member: Member, generation: int, reason: str, trace: str) -> None:
@@ -57,12 +57,14 @@ def send_stop(transition: Transition, job: JobRecord) -> None:
     If a node has no known launcher, one may be on its way. A launcher younger than the job's end runs the job again
     (``joining.handle_launcher_joined``) and is not addressed.
     """
-    for node in recipients(job, [*seats_of(job.outgoing_generation), *job.former_nodes]):
-        launcher = job.launchers.get(node)
-        transition.send(node, make_stop(job, launcher.incarnation if launcher is not None else int(job.since * 1000)))
+    for node in recipients(job, [*seats_of(job.outgoing_generation), *job.membership.former_nodes]):
+        launcher = job.membership.launchers.get(node)
+        transition.send(
+            node, make_stop(job, launcher.incarnation if launcher is not None else int(job.status.since * 1000))
+        )
 
 
 def make_stop(job: JobRecord, launcher: int) -> StopJob:
     """Return the stop directive of an ended job for a launcher."""
-    ok = job.state is JobState.FINISHED
-    return StopJob(job=job.job, ok=ok, reason=job.sentence[:4096], launcher=launcher)
+    ok = job.status.state is JobState.FINISHED
+    return StopJob(job=job.job, ok=ok, reason=job.status.sentence[:4096], launcher=launcher)

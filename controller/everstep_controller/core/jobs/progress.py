@@ -21,7 +21,7 @@ def record_progress(state: FleetState, node: str, ranks: Iterable[RankProgress],
         if progress.job != name:
             name = progress.job
             job = state.jobs.get(name)
-            if job is not None and job.state is not JobState.RUNNING:
+            if job is not None and job.status.state is not JobState.RUNNING:
                 job = None
             if job is not None:
                 pace, coming, leaving = state.job_runtime[name].progress, job.generation, job.outgoing_generation

@@ -22,43 +22,45 @@ STRAGGLER_KEY = f"{FindingKind.RANK_STRAGGLER}/{STRAGGLER_SUBJECT}"
 def start_straggler_windows(transition: Transition, job: JobRecord) -> None:
     """Begin to compare the ranks of a generation that steps."""
     live = transition.state.job_runtime[job.job]
-    if not live.straggler_window_due:
+    if not live.stragglers.window_due:
         _next_window(transition, job, live)
 
 
 def _next_window(transition: Transition, job: JobRecord, live: JobRuntime) -> None:
-    live.straggler_window_due = transition.now + transition.policy.straggler_window_s
-    transition.schedule_job(live.straggler_window_due, job.job)
+    live.stragglers.window_due = transition.now + transition.policy.straggler_window_s
+    transition.schedule_job(live.stragglers.window_due, job.job)
 
 
 def check_stragglers(transition: Transition, job: JobRecord) -> None:
     """At the end of a window, record slow nodes and act on those that are slow often enough."""
     live, policy = transition.state.job_runtime[job.job], transition.policy
     spec = job.generation
-    if not live.straggler_window_due or transition.now < live.straggler_window_due:
+    if not live.stragglers.window_due or transition.now < live.stragglers.window_due:
         return
     # Windows advance even if no rank can be compared, as in a paused job, so that findings from before an interruption
     # age.
-    live.straggler_window += 1 + int((transition.now - live.straggler_window_due) / policy.straggler_window_s)
+    live.stragglers.window += 1 + int((transition.now - live.stragglers.window_due) / policy.straggler_window_s)
     _next_window(transition, job, live)
     if (
         spec is None
-        or job.generation_resumed_at is None
+        or job.progress.resumed_at is None
         or job.outgoing_generation is not None
-        or job.state is not JobState.RUNNING
+        or job.status.state is not JobState.RUNNING
     ):
         return
     lag = transition.read_stragglers(job.job, policy.straggler_factor)
     slow = slow_nodes(spec, lag, policy.straggler_share)
-    oldest = live.straggler_window - policy.straggler_windows
+    oldest = live.stragglers.window - policy.straggler_windows
     kept = {
-        node: [w for w in seen if w > oldest] for node, seen in live.slow_windows.items() if node in spec.seated_nodes
+        node: [w for w in seen if w > oldest]
+        for node, seen in live.stragglers.slow_windows.items()
+        if node in spec.seated_nodes
     }
     for node in slow:
-        kept.setdefault(node, []).append(live.straggler_window)
-    live.slow_windows = {node: seen for node, seen in kept.items() if seen}
+        kept.setdefault(node, []).append(live.stragglers.window)
+    live.stragglers.slow_windows = {node: seen for node, seen in kept.items() if seen}
     for node in seats_of(spec):
-        if len(live.slow_windows.get(node, ())) >= policy.straggler_count:
+        if len(live.stragglers.slow_windows.get(node, ())) >= policy.straggler_count:
             _raise_straggler(transition, job, node, slow.get(node, 0.0), lag)
     _replace_one(transition, job, spec)
 
@@ -109,17 +111,17 @@ def _raise_straggler(transition: Transition, job: JobRecord, node: str, busy_s: 
 def _replace_one(transition: Transition, job: JobRecord, spec: GenerationSpec) -> None:
     """Replace one straggler at a time at a boundary, if the policy allows and a spare is available."""
     live, policy = transition.state.job_runtime[job.job], transition.policy
-    named = [n for n in seats_of(spec) if len(live.slow_windows.get(n, ())) >= policy.straggler_count]
+    named = [n for n in seats_of(spec) if len(live.stragglers.slow_windows.get(n, ())) >= policy.straggler_count]
     if not named or not policy.straggler_replace or transition.state.database_outage:
         return
-    if transition.now < job.generation_opened_at + policy.growth_interval_s:
+    if transition.now < job.progress.opened_at + policy.growth_interval_s:
         return
     node = next((one for one in named if _can_be_replaced(transition, job, spec, one)), None)
     if node is None or boundary_step(transition, job, live) is None:
         return
     sentence = f"{node} is slow and a spare is not"
-    job.replaced_stragglers[node] = f"{node} was replaced because it was slow"
-    del live.slow_windows[node]
+    job.membership.replaced_stragglers[node] = f"{node} was replaced because it was slow"
+    del live.stragglers.slow_windows[node]
     cause = RegroupCause(
         reason=GenerationReason.STRAGGLER,
         sentence=sentence,

@@ -191,22 +191,22 @@ def _handle_first_contact(transition: Transition, node: str) -> None:
             min(transition.now + transition.policy.rejoin_window_quiet_s, state.rejoin_window_latest_at),
         )
     for name in state.node_runtime[node].open_jobs:
-        job, pending = state.jobs[name], state.job_runtime[name].pending_regroup
+        job, pending = state.jobs[name], state.job_runtime[name].regroup.pending
         if (
             pending is not None
             and pending.reason is not None
             and not state.unseen_nodes.intersection(seats_of(job.generation))
         ):
-            state.job_runtime[name].pending_regroup = msgspec.structs.replace(pending, due=transition.now)
+            state.job_runtime[name].regroup.pending = msgspec.structs.replace(pending, due=transition.now)
             transition.schedule_job(transition.now, name)
         elif _can_take_nodes(job):
             offer_to_jobs(transition, node)
 
 
 def _can_take_nodes(job: JobRecord) -> bool:
-    if job.state is JobState.RUNNING:
+    if job.status.state is JobState.RUNNING:
         return len(seats_of(job.generation)) < max_roster_nodes(job)
-    return job.state in (JobState.FORMING, JobState.PAUSED)
+    return job.status.state in (JobState.FORMING, JobState.PAUSED)
 
 
 def end_rejoin_window(transition: Transition) -> None:
@@ -264,7 +264,7 @@ def handle_peer_lost(transition: Transition, job: JobRecord, node: str, report: 
     if node not in before:
         detail = f" ({report.detail})" if report.detail else ""
         sentence = f"the vault on {node} lost its connection to the vault on {peer}{detail}"
-        transition.audit("peer.lost", sentence, node=peer, job=job.job, generation=job.last_generation_number)
+        transition.audit("peer.lost", sentence, node=peer, job=job.job, generation=job.progress.last_number)
     _weigh_peer_reports(transition, peer)
 
 
@@ -287,7 +287,7 @@ def _weigh_peer_reports(transition: Transition, node: str) -> None:
     if node in transition.state.silent_nodes:
         _regroup_with_evidence(transition, node)
         return
-    running = (job for job in jobs_seated_on(transition.state, node) if job.state is JobState.RUNNING)
+    running = (job for job in jobs_seated_on(transition.state, node) if job.status.state is JobState.RUNNING)
     failing = any(_job_failure(transition, job) or not _has_resumed(job) for job in running)
     if record.state is not NodeState.HEALTHY or (
         len(reporting_nodes) < transition.policy.min_peer_witnesses and not failing
@@ -317,16 +317,16 @@ def _describe_peer_loss(reporting_nodes: list[str]) -> str:
 def _regroup_with_evidence(transition: Transition, node: str) -> None:
     """Regroup jobs in which another witness reports a missing rank, without waiting for the end of the grace."""
     for job in jobs_seated_on(transition.state, node):
-        if job.state is JobState.RUNNING and (witness := _find_missing_evidence(transition, job, node)):
+        if job.status.state is JobState.RUNNING and (witness := _find_missing_evidence(transition, job, node)):
             regroup_without_missing(transition, job, witness)
 
 
 def _job_failure(transition: Transition, job: JobRecord) -> str:
     """Return what went wrong according to the job's ranks; "" if nothing did."""
     live = transition.state.job_runtime[job.job]
-    if live.failed_collective_ranks:
-        return f"a collective of rank {min(live.failed_collective_ranks)} failed"
-    return f"rank {min(live.stalled_ranks)} is stalled" if live.stalled_ranks else ""
+    if live.regroup.failed_collective_ranks:
+        return f"a collective of rank {min(live.regroup.failed_collective_ranks)} failed"
+    return f"rank {min(live.regroup.stalled_ranks)} is stalled" if live.regroup.stalled_ranks else ""
 
 
 def _find_missing_evidence(transition: Transition, job: JobRecord, node: str) -> str:
@@ -346,14 +346,14 @@ def _find_missing_evidence(transition: Transition, job: JobRecord, node: str) ->
         return _describe_peer_loss(reporting_nodes)
     if _has_resumed(job) or spec is None:
         return ""
-    if transition.now < job.generation_opened_at + settle_s:
-        transition.schedule_node(job.generation_opened_at + settle_s, node)
+    if transition.now < job.progress.opened_at + settle_s:
+        transition.schedule_node(job.progress.opened_at + settle_s, node)
         return ""
     return f"generation {spec.number} has not resumed"
 
 
 def _has_resumed(job: JobRecord) -> bool:
-    return job.generation_resumed_at is not None or job.outgoing_generation is not None
+    return job.progress.resumed_at is not None or job.outgoing_generation is not None
 
 
 def _unresponsive_since(transition: Transition, node: str) -> float:
@@ -466,7 +466,7 @@ def expect_launchers(transition: Transition, node: str) -> None:
     unconfirmed = False
     for name in live.open_jobs:
         job = transition.state.jobs[name]
-        launcher = job.launchers.get(node)
+        launcher = job.membership.launchers.get(node)
         if launcher is not None:
             launcher.has_rejoined, unconfirmed = False, True
             transition.mark_job_changed(name)
@@ -489,7 +489,7 @@ def drop_launchers(transition: Transition, node: str, sentence: str, *, include_
     """Drop the node's launchers that have not rejoined; all of them if ``include_rejoined``."""
     for name in transition.state.node_runtime[node].jobs:
         job = transition.state.jobs[name]
-        launcher = job.launchers.get(node)
+        launcher = job.membership.launchers.get(node)
         if launcher is not None and (include_rejoined or not launcher.has_rejoined):
             remove_launcher(transition, job, node, sentence)
 
@@ -510,7 +510,7 @@ def declare_lost(transition: Transition, node: str, sentence: str) -> None:
     transition.mark_node_changed(node)
     transition.audit("node.lost", sentence, node=node)
     for job in jobs_seated_on(state, node):
-        if job.state is JobState.RUNNING:
+        if job.status.state is JobState.RUNNING:
             transition.lost_nodes_by_job.setdefault(job.job, {})[node] = sentence
 
 

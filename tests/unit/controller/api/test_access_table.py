@@ -132,5 +132,5 @@ def test_trainer_token_expires_when_its_job_ends(tmp_path: Path) -> None:
         post(client, "/v1/jobs/j/stop", op.ReasonOnlyRequest(reason="x"), op.ChangeResult)
         assert client.get("/v1/jobs/j", headers=own).status_code == 401
         assert not gate.is_valid(identity)
-        jobs["j"].state, jobs["j"].secret = JobState.FORMING, "that of another run by this name"
+        jobs["j"].status.state, jobs["j"].secret = JobState.FORMING, "that of another run by this name"
         assert not gate.is_valid(identity)

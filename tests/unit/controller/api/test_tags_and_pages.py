@@ -232,7 +232,7 @@ def test_job_tag_follows_commits_but_orders_ignore_progress(
         speakers[0].beat(ranks=(RankProgress(job="j", generation=1, rank=0, step=7, step_s=0.1),))
         assert sent_again(etag) == 304, "a heartbeat changes nothing"
         assert app.controller is not None
-        app.controller.loop.state.job_runtime["j"].committed_version = Version(1, 5)
+        app.controller.loop.state.job_runtime["j"].commits.committed_version = Version(1, 5)
         assert sent_again(etag) == 200
         post(client, "/v1/jobs/j/stop", BECAUSE, op.ChangeResult, seen(etag))
 

@@ -212,14 +212,14 @@ def test_running_jobs_resume_after_faults_end(history: list[Act]) -> None:
         fleet.advance(3.0, *NODES)
         for name in JOBS:
             record = fleet.state.jobs.get(name)
-            if record is not None and record.state is JobState.RUNNING:
+            if record is not None and record.status.state is JobState.RUNNING:
                 fleet.resume(name)
     for name in JOBS:
         record = fleet.state.jobs.get(name)
-        if record is not None and record.state is JobState.RUNNING:
-            assert record.generation_resumed_at is not None
+        if record is not None and record.status.state is JobState.RUNNING:
+            assert record.progress.resumed_at is not None
             assert record.outgoing_generation is None
-            assert fleet.state.job_runtime[name].pending_regroup is None
+            assert fleet.state.job_runtime[name].regroup.pending is None
 
 
 @pytest.mark.promise("replay")

@@ -20,10 +20,10 @@ def test_takeover_sees_a_generation_step_without_acks() -> None:
     for step in (7, 8, 9):
         fleet.progress(step)
         fleet.advance(1.5, "n1", "n2", "n3")
-        assert fleet.job().generation_resumed_at is None
+        assert fleet.job().progress.resumed_at is None
     fleet.progress(10)
     fleet.advance(1.5, "n1", "n2", "n3")
-    assert fleet.job().generation_resumed_at is not None
+    assert fleet.job().progress.resumed_at is not None
 
 
 def test_takeover_commits_no_unannounced_version_after_a_commit() -> None:
@@ -67,7 +67,7 @@ def test_takeover_ignores_steps_from_entry_and_rollback() -> None:
         for rank, step in enumerate(steps):
             fleet.progress_of(rank, step)
             fleet.advance(1.5, "n1", "n2", "n3")
-            assert fleet.job().generation_resumed_at is None
+            assert fleet.job().progress.resumed_at is None
 
 
 def test_own_generation_resumes_only_by_acknowledgements() -> None:
@@ -77,7 +77,7 @@ def test_own_generation_resumes_only_by_acknowledgements() -> None:
     for step in (7, 8, 9):
         fleet.progress(step)
         fleet.advance(1.5, "n1", "n2", "n3")
-    assert fleet.job().generation_resumed_at is None
+    assert fleet.job().progress.resumed_at is None
 
 
 def test_released_node_with_new_finding_leaves_its_job() -> None:
@@ -141,7 +141,7 @@ def test_rerun_job_ignores_commits_of_previous_run() -> None:
     fleet.join("n1", "n2", min_nodes=1, max_nodes=2)
     assert fleet.job_state() is JobState.RUNNING
     fleet.restart()
-    assert fleet.state.job_runtime["job"].committed_version is None
+    assert fleet.state.job_runtime["job"].commits.committed_version is None
     fleet.hear("n1", "n2")
     fleet.lose_rank(0)
     assert fleet.spec().restore.from_scratch
@@ -154,7 +154,7 @@ def test_seal_older_than_committed_version_is_ignored() -> None:
     fleet.restart()
     fleet.seal(3)
     live = fleet.state.job_runtime["job"]
-    assert (live.committed_version, live.settled_version, live.verified_version) == (
+    assert (live.commits.committed_version, live.commits.settled_version, live.commits.verified_version) == (
         Version(1, 4),
         Version(1, 4),
         Version(1, 4),

@@ -77,7 +77,7 @@ def test_forget_refuses_connected_or_seated_node() -> None:
     _lose(fleet, "n3")
     _lose(fleet, "n2")
     assert fleet.job_state() is JobState.PAUSED
-    assert "n2 is in the roster of job, which is paused" in _refused(fleet, "n2")
+    assert "n2 is in the roster of job job, which is paused" in _refused(fleet, "n2")
     with pytest.raises(NotFound, match="no node n9"):
         fleet.order(OperatorAction.FORGET, node="n9")
 
@@ -318,8 +318,8 @@ def test_node_of_ended_job_is_forgotten_with_replica_record(left: bool) -> None:
         fleet.leave("n2", orderly=True)
     _lose(fleet, "n2")
     fleet.order(OperatorAction.FORGET, node="n2")
-    assert fleet.job().version_locations is None
-    assert "n2" not in fleet.job().launchers
+    assert fleet.job().commits.locations is None
+    assert "n2" not in fleet.job().membership.launchers
 
 
 def test_unfinished_job_is_never_forgotten() -> None:

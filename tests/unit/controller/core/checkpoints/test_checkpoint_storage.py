@@ -30,7 +30,7 @@ def _commit(fleet: CoreFleet, step: int, **how: Any) -> list[Effect]:
     """The version after ``step`` is the candidate, and committed."""
     live = fleet.state.job_runtime["job"]
     fleet.progress(step)
-    live.candidate_step = step
+    live.commits.candidate_step = step
     return fleet.seal(step, **how)
 
 
@@ -64,7 +64,7 @@ def test_spill_waits_for_interval_and_previous_spill() -> None:
     assert not sent(_commit(fleet, 250), SpillVersion)
     _answer(fleet, "n1", order)
     _answer(fleet, "n2", order, complete=True)
-    assert fleet.job().last_spilled_step == 100
+    assert fleet.job().spills.last_step == 100
     assert sent(_commit(fleet, 260), SpillVersion)["n1"].version == Version(1, 260)
 
 
@@ -73,12 +73,12 @@ def test_checkpoint_is_stored_once_one_node_reports_whole() -> None:
     fleet = _fleet()
     order = sent(_commit(fleet, 100), SpillVersion)["n1"]
     _answer(fleet, "n1", order)
-    assert fleet.job().stored_checkpoints == []
+    assert fleet.job().spills.stored == []
     effects = _answer(fleet, "n2", order, complete=True, url="/store/job/step-00000100-g1")
-    assert [(one.version, one.url) for one in fleet.job().stored_checkpoints] == [
+    assert [(one.version, one.url) for one in fleet.job().spills.stored] == [
         (Version(1, 100), "/store/job/step-00000100-g1")
     ]
-    assert fleet.job().pending_spill is None
+    assert fleet.job().spills.pending is None
     assert audits(effects, "spill.stored")
     later = _commit(fleet, 150)
     assert sent(later, VersionNotice)["n1"].pinned == ()
@@ -91,7 +91,7 @@ def test_removed_checkpoints_are_forgotten() -> None:
         removed = ("step-100",) if step == 300 else ()
         _answer(fleet, "n1", order)
         _answer(fleet, "n2", order, complete=True, url=f"/store/job/step-{step}", removed=removed)
-    assert [one.version.step for one in fleet.job().stored_checkpoints] == [200, 300]
+    assert [one.version.step for one in fleet.job().spills.stored] == [200, 300]
 
 
 def test_checkpoints_missing_from_storage_are_forgotten() -> None:
@@ -102,7 +102,7 @@ def test_checkpoints_missing_from_storage_are_forgotten() -> None:
         left = ("step-200", "step-300") if step == 300 else ()
         _answer(fleet, "n1", order)
         _answer(fleet, "n2", order, complete=True, url=f"/store/job/step-{step}", remaining=left)
-    assert [one.version.step for one in fleet.job().stored_checkpoints] == [200, 300]
+    assert [one.version.step for one in fleet.job().spills.stored] == [200, 300]
 
 
 def test_late_answer_still_removes_missing_checkpoints() -> None:
@@ -112,10 +112,10 @@ def test_late_answer_still_removes_missing_checkpoints() -> None:
         _answer(fleet, "n2", order, complete=True, url=f"/store/job/step-{step}")
     late = sent(_commit(fleet, 300), SpillVersion)["n1"]
     _answer(fleet, "n1", late, code=NotFound.code, message="its slot was filled anew")
-    assert fleet.job().pending_spill is None
+    assert fleet.job().spills.pending is None
     _answer(fleet, "n2", late, complete=True, url="/store/job/step-300", remaining=("step-200", "step-300"))
-    assert [one.version.step for one in fleet.job().stored_checkpoints] == [200]
-    assert fleet.job().spills_failed == 1
+    assert [one.version.step for one in fleet.job().spills.stored] == [200]
+    assert fleet.job().spills.failed_versions == 1
 
 
 def test_stale_answer_removes_no_newer_checkpoint() -> None:
@@ -125,7 +125,7 @@ def test_stale_answer_removes_no_newer_checkpoint() -> None:
         orders.append(sent(_commit(fleet, step), SpillVersion)["n1"])
         _answer(fleet, "n2", orders[-1], complete=True, url=f"/store/job/step-{step}", remaining=(f"step-{step}",))
     _answer(fleet, "n1", orders[0], complete=True, url="/store/job/step-100", remaining=("step-100",))
-    assert [one.version.step for one in fleet.job().stored_checkpoints] == [200]
+    assert [one.version.step for one in fleet.job().spills.stored] == [200]
 
 
 def test_spill_order_is_repeated_in_the_running_generation() -> None:
@@ -152,7 +152,7 @@ def test_spill_continues_after_controller_restart() -> None:
     again = sent(fleet.advance(2 * fleet.policy.vault_order_retry_s, "n1", "n2"), SpillVersion)
     assert again["n2"].version == again["n1"].version == Version(1, 100)
     _answer(fleet, "n2", again["n2"], complete=True)
-    assert [one.version for one in fleet.job().stored_checkpoints] == [Version(1, 100)]
+    assert [one.version for one in fleet.job().spills.stored] == [Version(1, 100)]
 
 
 def test_spill_is_abandoned_after_repeated_unavailability() -> None:
@@ -160,10 +160,10 @@ def test_spill_is_abandoned_after_repeated_unavailability() -> None:
     order = sent(_commit(fleet, 100), SpillVersion)["n1"]
     for _ in range(fleet.policy.vault_order_failures - 1):
         _answer(fleet, "n1", order, code=Unavailable.code, message="no route to the store")
-    assert fleet.job().pending_spill is not None
+    assert fleet.job().spills.pending is not None
     effects = _answer(fleet, "n1", order, code=Unavailable.code, message="no route to the store")
-    assert fleet.job().pending_spill is None
-    assert fleet.job().spills_failed == 1
+    assert fleet.job().spills.pending is None
+    assert fleet.job().spills.failed_versions == 1
     assert "no route to the store" in audits(effects, "spill.given_up")[0]
 
 
@@ -171,11 +171,11 @@ def test_spill_is_abandoned_when_storage_never_shows_all_parts() -> None:
     fleet = _fleet()
     order = sent(_commit(fleet, 100), SpillVersion)["n1"]
     for attempt in range(fleet.policy.vault_order_failures):
-        assert fleet.job().pending_spill is not None
+        assert fleet.job().spills.pending is not None
         again = msgspec.structs.replace(order, attempt=order.attempt + attempt)
         _answer(fleet, "n1", again)
         effects = _answer(fleet, "n2", again)
-    assert fleet.job().pending_spill is None
+    assert fleet.job().spills.pending is None
     assert "the storage does not show them all" in audits(effects, "spill.given_up")[0]
 
 
@@ -183,7 +183,7 @@ def test_overwritten_share_ends_spill_and_delays_the_next() -> None:
     fleet = _fleet()
     order = sent(_commit(fleet, 100), SpillVersion)["n1"]
     _answer(fleet, "n2", order, code=NotFound.code, message="no sealed slot holds it")
-    assert fleet.job().pending_spill is None
+    assert fleet.job().spills.pending is None
     assert not sent(_commit(fleet, 110), SpillVersion)
     fleet.advance(fleet.policy.vault_order_retry_s + 0.1, "n1", "n2")
     assert sent(_commit(fleet, 120), SpillVersion)
@@ -195,7 +195,7 @@ def test_spill_backoff_grows_with_each_failure() -> None:
     for round_ in range(3):
         order = sent(_commit(fleet, 100 * (round_ + 1)), SpillVersion)["n1"]
         _answer(fleet, "n1", order, code=NotFound.code, message="gone")
-        waits.append(fleet.job().spill_not_before - fleet.now)
+        waits.append(fleet.job().spills.not_before - fleet.now)
         fleet.advance(waits[-1] + 0.1, "n1", "n2")
     assert waits[1] > waits[0]
     assert waits[2] > waits[1]
@@ -204,9 +204,9 @@ def test_spill_backoff_grows_with_each_failure() -> None:
 def test_spill_backoff_is_capped_by_policy() -> None:
     fleet = _fleet()
     order = sent(_commit(fleet, 100), SpillVersion)["n1"]
-    fleet.job().spill_failures = 5000
+    fleet.job().spills.failures_in_row = 5000
     _answer(fleet, "n1", order, code=NotFound.code, message="gone")
-    assert fleet.job().spill_not_before == fleet.now + fleet.policy.vault_order_retry_max_s
+    assert fleet.job().spills.not_before == fleet.now + fleet.policy.vault_order_retry_max_s
 
 
 def test_stale_generation_answers_do_not_count_as_failures() -> None:
@@ -214,7 +214,7 @@ def test_stale_generation_answers_do_not_count_as_failures() -> None:
     order = sent(_commit(fleet, 100), SpillVersion)["n1"]
     for _ in range(20):
         _answer(fleet, "n1", order, code=StaleGeneration.code, message="over")
-    assert fleet.job().pending_spill is not None
+    assert fleet.job().spills.pending is not None
 
 
 def test_answers_to_older_attempts_are_ignored() -> None:
@@ -222,13 +222,13 @@ def test_answers_to_older_attempts_are_ignored() -> None:
     order = sent(_commit(fleet, 100), SpillVersion)["n1"]
     _answer(fleet, "n1", order)
     _answer(fleet, "n2", order)  # both wrote, and neither found the other's part
-    assert fleet.job().stored_checkpoints == []
+    assert fleet.job().spills.stored == []
     again = sent(fleet.advance(2 * fleet.policy.vault_order_retry_s, "n1", "n2"), SpillVersion)
     assert again["n1"].attempt == 1
     _answer(fleet, "n1", order, complete=True)
-    assert fleet.job().stored_checkpoints == []
+    assert fleet.job().spills.stored == []
     _answer(fleet, "n1", again["n1"], complete=True)
-    assert len(fleet.job().stored_checkpoints) == 1
+    assert len(fleet.job().spills.stored) == 1
 
 
 def test_spill_assigns_shares_of_lost_node_to_replica_node() -> None:
@@ -239,11 +239,11 @@ def test_spill_assigns_shares_of_lost_node_to_replica_node() -> None:
     fleet.disconnect("n4")
     fleet.advance(30, "n1", "n2", "n3")
     assert "n4" not in fleet.state.reachable_nodes
-    spilling = fleet.job().pending_spill
+    spilling = fleet.job().spills.pending
     assert spilling is not None
     assert "n4" not in spilling.writers
     assert 3 in spilling.writers[heir]
-    assert heir not in fleet.state.job_runtime["job"].spilled_nodes
+    assert heir not in fleet.state.job_runtime["job"].vault_orders.spilled_nodes
 
 
 def test_spill_is_lost_with_the_only_holder_of_a_share() -> None:
@@ -251,8 +251,8 @@ def test_spill_is_lost_with_the_only_holder_of_a_share() -> None:
     _commit(fleet, 100)  # what each stored is stored alike by others, part by part: nobody has all of it
     fleet.disconnect("n4")
     fleet.advance(30, "n1", "n2", "n3")
-    assert fleet.job().pending_spill is None
-    assert fleet.job().spills_failed == 1
+    assert fleet.job().spills.pending is None
+    assert fleet.job().spills.failed_versions == 1
 
 
 def test_corrupt_version_is_neither_spilled_nor_restored() -> None:
@@ -264,11 +264,11 @@ def test_corrupt_version_is_neither_spilled_nor_restored() -> None:
     fleet.lose_rank(0)
     assert fleet.spec().restore.storage_url == "/store/job/a"
     fleet.resume(step=101)
-    fleet.job().stored_checkpoints[0] = type(fleet.job().stored_checkpoints[0])(
+    fleet.job().spills.stored[0] = type(fleet.job().spills.stored[0])(
         Version(2, 500), "/store/job/a", 1, fleet.now, fleet.now
     )
     fleet.seal(102, commit_candidate=False, digests={0: "d0", 1: "d0", 2: "liar"})
-    assert fleet.job().stored_checkpoints[0].maybe_corrupt
+    assert fleet.job().spills.stored[0].maybe_corrupt
     assert fleet.spec().restore.storage_url == ""
 
 
@@ -303,14 +303,14 @@ def test_checkpoint_of_previous_run_is_not_suspected() -> None:
     fleet.join("n1", "n2", "n3")
     fleet.resume(step=101)
     fleet.seal(102, commit_candidate=False, digests={0: "d0", 1: "d0", 2: "liar"})
-    assert not fleet.job().stored_checkpoints[0].maybe_corrupt
+    assert not fleet.job().spills.stored[0].maybe_corrupt
     assert fleet.spec().restore.storage_url == "/store/job/a"
 
 
 @pytest.mark.promise("storage-choice")
 def test_restore_rule_lists_earlier_unsuspected_checkpoints() -> None:
     fleet = _fleet(3, replicas=2)
-    fleet.job().stored_checkpoints = [
+    fleet.job().spills.stored = [
         StoredCheckpoint(Version(1, step), f"/store/job/{step}", 1, fleet.now, fleet.now, maybe_corrupt=step == 600)
         for step in range(100, 800, 100)
     ]
@@ -325,7 +325,7 @@ def test_job_without_spill_plan_unpins_versions() -> None:
     _commit(fleet, 100)
     fleet.launchers = {key: life + 1 for key, life in fleet.launchers.items()}
     fleet.join("n1", spill=None, nproc_per_node=1)
-    assert fleet.job().pending_spill is None
+    assert fleet.job().spills.pending is None
     assert fleet.spec().restore.pinned == ()
 
 

@@ -70,7 +70,7 @@ def test_version_is_verified_once_all_ranks_agree(order: list[tuple[int, int]]) 
         fleet.seal(step, rank)
         seen.setdefault(step, set()).add(rank)
         newest = max(newest, step) if len(seen[step]) == 3 else newest
-        assert fleet.state.job_runtime["job"].verified_version == (Version(1, newest) if newest else None)
+        assert fleet.state.job_runtime["job"].commits.verified_version == (Version(1, newest) if newest else None)
 
 
 def test_version_commits_only_when_every_share_is_safe() -> None:
@@ -93,10 +93,10 @@ def test_announced_boundary_blocks_commits_but_compares_digests() -> None:
     fleet.seal(3)
     fleet.order(OperatorAction.DRAIN, node="n1")
     assert fleet.job().outgoing_generation is not None
-    candidate = fleet.state.job_runtime["job"].candidate_step or 0
+    candidate = fleet.state.job_runtime["job"].commits.candidate_step or 0
     assert _versions(fleet.seal(candidate)) == [], "the ranks of the next generation were told of 1:3"
-    assert fleet.state.job_runtime["job"].verified_version == Version(1, candidate)
-    assert fleet.spec().restore.floor == fleet.state.job_runtime["job"].committed_version == Version(1, 3)
+    assert fleet.state.job_runtime["job"].commits.verified_version == Version(1, candidate)
+    assert fleet.spec().restore.floor == fleet.state.job_runtime["job"].commits.committed_version == Version(1, 3)
 
 
 def test_first_seal_after_boundary_crosses_the_boundary() -> None:
@@ -126,7 +126,7 @@ def test_open_version_window_is_bounded() -> None:
     fleet.start(2)
     for step in range(200):
         fleet.seal(step + 1, 0)
-    assert len(fleet.state.job_runtime["job"].version_seals) == fleet.policy.version_window
+    assert len(fleet.state.job_runtime["job"].commits.seals) == fleet.policy.version_window
 
 
 @pytest.mark.promise("committed-stays")
@@ -135,7 +135,9 @@ def test_version_commits_only_when_every_rank_retains_a_copy() -> None:
     fleet.start(2)
     fleet.seal(4, 0)
     assert _versions(fleet.seal(4, 1, commit_candidate=False)) == []
-    assert fleet.state.job_runtime["job"].verified_version == Version(1, 4), "its digests are compared all the same"
+    assert fleet.state.job_runtime["job"].commits.verified_version == Version(1, 4), (
+        "its digests are compared all the same"
+    )
 
 
 def test_commit_announces_candidate_ahead_of_all_ranks() -> None:
@@ -222,7 +224,7 @@ def test_replica_locations_are_written_once_per_generation() -> None:
     fleet.start(2)
     fleet.progress(step=7, step_s=0.5)
     assert any(isinstance(effect, PutJob) for effect in fleet.seal(7))
-    assert fleet.job().version_locations == VersionLocations(1, {"n1": ShareLocations(), "n2": ShareLocations()})
+    assert fleet.job().commits.locations == VersionLocations(1, {"n1": ShareLocations(), "n2": ShareLocations()})
     assert not any(isinstance(effect, PutJob) for effect in fleet.seal(9))
 
 

@@ -26,7 +26,7 @@ def _fleet(nodes: int = 6, **spec: Any) -> CoreFleet:
 
 def _commit(fleet: CoreFleet, step: int, **how: Any) -> list[Effect]:
     fleet.progress(step)
-    fleet.state.job_runtime["job"].candidate_step = step
+    fleet.state.job_runtime["job"].commits.candidate_step = step
     return fleet.seal(step, **how)
 
 
@@ -63,9 +63,9 @@ def test_parity_counts_when_all_nodes_report_same_members() -> None:
     *others, last = sent(_commit(fleet, 10), ProtectVersion).items()
     for node, order in others:
         _made(fleet, node, order)
-    assert fleet.job().active_protection is None
+    assert fleet.job().parity.active is None
     effects = _made(fleet, *last)
-    shielded = fleet.job().active_protection
+    shielded = fleet.job().parity.active
     assert shielded is not None
     assert shielded.protection.version == Version(1, 10)
     assert "kept by parity" in audits(effects, "parity.kept")[0]
@@ -78,7 +78,7 @@ def test_parity_of_differing_members_is_abandoned() -> None:
     for node, order in others:
         _made(fleet, node, order, members="a")
     effects = _made(fleet, *last, members="b")
-    assert fleet.job().active_protection is None
+    assert fleet.job().parity.active is None
     assert "different shards" in audits(effects, "parity.given_up")[0]
 
 
@@ -90,7 +90,7 @@ def test_previous_parity_version_stays_until_next_is_complete() -> None:
     orders = sent(effects, ProtectVersion)
     assert {order.keep for order in orders.values()} == {(old,)}
     assert sent(effects, VersionNotice)["n1"].pinned == (old, Version(1, 40))
-    shielded = fleet.job().active_protection
+    shielded = fleet.job().parity.active
     assert shielded is not None
     assert shielded.protection.version == old
     for node, order in orders.items():
@@ -120,7 +120,7 @@ def test_parity_order_is_repeated_until_answered() -> None:
     assert set(again) == {silent, *(node for node, _ in others)}
     for node, own in again.items():
         _made(fleet, node, own)
-    assert fleet.job().active_protection is not None
+    assert fleet.job().parity.active is not None
 
 
 def test_parity_is_abandoned_and_regrouped_after_node_loss() -> None:
@@ -128,7 +128,7 @@ def test_parity_is_abandoned_and_regrouped_after_node_loss() -> None:
     _commit(fleet, 10)
     fleet.disconnect("n6")
     fleet.advance(30, *SIX[:5])
-    assert fleet.job().pending_protection is None
+    assert fleet.job().parity.pending is None
     assert len(fleet.seats()) == 5
     fleet.resume(step=11)
     fleet.advance(fleet.policy.vault_order_retry_max_s, *SIX[:5])
@@ -139,9 +139,9 @@ def test_parity_is_abandoned_and_regrouped_after_node_loss() -> None:
 def test_parity_backoff_is_capped_by_policy() -> None:
     fleet = _fleet()
     node, order = next(iter(sent(_commit(fleet, 10), ProtectVersion).items()))
-    fleet.job().protection_failures = 5000
+    fleet.job().parity.failures_in_row = 5000
     _made(fleet, node, order, code=NotFound.code, message="no")
-    assert fleet.job().protection_not_before == fleet.now + fleet.policy.vault_order_retry_max_s
+    assert fleet.job().parity.not_before == fleet.now + fleet.policy.vault_order_retry_max_s
 
 
 @pytest.mark.parametrize("code", [NotFound.code, Unavailable.code])
@@ -149,9 +149,9 @@ def test_failed_parity_is_abandoned_and_delayed(code: str) -> None:
     fleet = _fleet()
     node, order = next(iter(sent(_commit(fleet, 10), ProtectVersion).items()))
     for _ in range(1 if code == NotFound.code else fleet.policy.vault_order_failures):
-        assert fleet.job().pending_protection is not None
+        assert fleet.job().parity.pending is not None
         _made(fleet, node, order, code=code, message="no")
-    assert fleet.job().pending_protection is None
+    assert fleet.job().parity.pending is None
     assert not sent(_commit(fleet, 11), ProtectVersion)
 
 
@@ -160,7 +160,7 @@ def test_stale_generation_answers_do_not_count_as_failures() -> None:
     node, order = next(iter(sent(_commit(fleet, 10), ProtectVersion).items()))
     for _ in range(20):
         _made(fleet, node, order, code=StaleGeneration.code, message="over")
-    assert fleet.job().pending_protection is not None
+    assert fleet.job().parity.pending is not None
 
 
 def test_restore_rule_names_the_parity_version() -> None:
@@ -211,11 +211,13 @@ def test_parity_of_possibly_corrupt_version_is_dropped() -> None:
     fleet.lose_rank(0)
     fleet.resume(step=11)
     fleet.seal(12, commit_candidate=False, digests=dict.fromkeys(range(6), "d0") | {5: "liar"})
-    assert fleet.job().active_protection is not None, "it is what is known to be clean"
-    fleet.state.job_runtime["job"].committed_version = fleet.state.job_runtime["job"].verified_version = None
+    assert fleet.job().parity.active is not None, "it is what is known to be clean"
+    fleet.state.job_runtime["job"].commits.committed_version = fleet.state.job_runtime[
+        "job"
+    ].commits.verified_version = None
     fleet.resume(step=13)
     fleet.seal(14, commit_candidate=False, digests=dict.fromkeys(range(fleet.spec().world_size), "d0") | {0: "liar"})
-    assert fleet.job().active_protection is None
+    assert fleet.job().parity.active is None
 
 
 def test_job_end_releases_parity() -> None:
@@ -223,7 +225,7 @@ def test_job_end_releases_parity() -> None:
     _protect(fleet, 10)
     fleet.finish()
     assert fleet.job_state() is JobState.FINISHED
-    assert (fleet.job().active_protection, fleet.job().pending_protection) == (None, None)
+    assert (fleet.job().parity.active, fleet.job().parity.pending) == (None, None)
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,8 @@ def _next_version(fleet: CoreFleet, *broken: str) -> bool:
     """The job comes to its next candidate, of which ``broken`` get no copies. Returns whether it is committed."""
     live, spec, before = fleet.state.job_runtime["job"], fleet.running(), len(fleet.effects)
     step = (
-        live.candidate_step
-        if live.candidate_step is not None
+        live.commits.candidate_step
+        if live.commits.candidate_step is not None
         else fleet.state.job_runtime["job"].progress.furthest_step or 1
     )
     fleet.progress(step=step, step_s=0.1)
@@ -99,7 +99,7 @@ def test_replica_node_is_skipped_for_limited_time() -> None:
     for _ in range(140):
         fleet.advance(0.5, *fleet.state.nodes)
     fleet.lose_rank(0)
-    assert fleet.state.job_runtime["job"].skipped_replica_nodes == {}
+    assert fleet.state.job_runtime["job"].commits.skipped_replica_nodes == {}
     assert KEY not in fleet.state.nodes["n2"].health.controller_findings
 
 

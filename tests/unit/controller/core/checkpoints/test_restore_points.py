@@ -23,7 +23,7 @@ def _fleet(**spec: Any) -> CoreFleet:
 
 def _commit(fleet: CoreFleet, step: int) -> tuple[dict[str, ProtectVersion], dict[str, SpillVersion]]:
     fleet.progress(step)
-    fleet.state.job_runtime["job"].candidate_step = step
+    fleet.state.job_runtime["job"].commits.candidate_step = step
     effects = fleet.seal(step)
     return sent(effects, ProtectVersion), sent(effects, SpillVersion)
 

@@ -171,7 +171,7 @@ def test_second_divergent_node_is_deferred_by_job_budget() -> None:
 def test_evicted_straggler_rejoins_after_diagnostics() -> None:
     fleet = _fleet(_policy(FindingKind.RANK_STRAGGLER, mode=Mode.ENFORCE), nodes=3, min_nodes=2)
     _slow(fleet, 14)
-    assert fleet.job().replaced_stragglers == {"n2": "n2 was replaced because it was slow"}
+    assert fleet.job().membership.replaced_stragglers == {"n2": "n2 was replaced because it was slow"}
     fleet.resume(step=400)
     fleet.train(16, {})
     assert fleet.node_state("n2") is NodeState.PROBATION
@@ -180,17 +180,17 @@ def test_evicted_straggler_rejoins_after_diagnostics() -> None:
         fleet.probe_result(side)
     fleet.train(6, {})
     assert fleet.node_state("n2") is NodeState.HEALTHY
-    assert fleet.job().replaced_stragglers == {}
+    assert fleet.job().membership.replaced_stragglers == {}
 
 
 def test_flapping_node_is_readmitted_to_job_after_diagnostics() -> None:
     policy = _policy(FindingKind.RANK_FLAPPING, {"probe_required": False}, mode=Mode.ENFORCE)
     fleet = _fleet(policy)
     _flap(fleet)
-    assert "n1" in fleet.job().excluded_nodes
+    assert "n1" in fleet.job().membership.excluded_nodes
     fleet.advance(40.0, *fleet.state.nodes)
     assert fleet.node_state("n1") is NodeState.HEALTHY
-    assert "n1" not in fleet.job().excluded_nodes
+    assert "n1" not in fleet.job().membership.excluded_nodes
 
 
 def test_finding_expiry_survives_controller_restart() -> None:

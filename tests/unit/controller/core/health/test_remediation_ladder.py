@@ -71,7 +71,9 @@ def test_remediation_waits_until_node_has_no_seat() -> None:
     fleet.progress(5)
     fleet.raise_finding("n2", RESET_ME)
     assert fleet.job().outgoing_generation is not None
-    still_seated = fleet.advance(fleet.state.job_runtime["job"].boundary_fallback_at - fleet.now - 0.01, *EVERYONE)
+    still_seated = fleet.advance(
+        fleet.state.job_runtime["job"].regroup.boundary_fallback_at - fleet.now - 0.01, *EVERYONE
+    )
     assert _cures(still_seated) == []
     fleet.resume(step=60)
     assert _cures(fleet.advance(2.0, *EVERYONE)) == [RemediationKind.RESET_GPU]

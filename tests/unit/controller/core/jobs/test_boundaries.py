@@ -26,7 +26,7 @@ def _leaving() -> tuple[CoreFleet, int]:
 
 def _wait_for_the_boundary(fleet: CoreFleet) -> list[Effect]:
     before = len(fleet.effects)
-    fallback_at = fleet.state.job_runtime["job"].boundary_fallback_at
+    fallback_at = fleet.state.job_runtime["job"].regroup.boundary_fallback_at
     fleet.advance(fallback_at - fleet.now - 0.01, *fleet.state.nodes)
     assert fleet.job().outgoing_generation is not None, "nobody has said that it entered, and there is time"
     fleet.advance(0.1, *fleet.state.nodes)

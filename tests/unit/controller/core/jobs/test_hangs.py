@@ -77,7 +77,7 @@ def test_stall_after_a_rank_returned_kills_no_rank() -> None:
     assert sent(fleet.advance(0.6), KillRank) == {}
     assert fleet.spec().number == 1
     fleet.finish(0)
-    assert fleet.job().state is JobState.FINISHED
+    assert fleet.job().status.state is JobState.FINISHED
 
 
 def test_long_stall_after_a_rank_returned_fails_the_job() -> None:
@@ -88,9 +88,10 @@ def test_long_stall_after_a_rank_returned_fails_the_job() -> None:
     fleet.stall(2, step=9)
     fleet.advance(0.6)
     fleet.stall(0, step=9, stalled_s=700.0)
-    assert fleet.job().state is JobState.FAILED
+    assert fleet.job().status.state is JobState.FAILED
     assert (
-        "rank 1 has returned from the training function: all ranks have to make the same steps" in fleet.job().sentence
+        "rank 1 has returned from the training function: all ranks have to make the same steps"
+        in fleet.job().status.sentence
     )
 
 
@@ -199,7 +200,7 @@ def test_launcher_restart_clears_exclusion() -> None:
     for _ in range(3):
         fleet.lose_rank(0)
     fleet.join("n1")
-    assert fleet.job().excluded_nodes == {}
+    assert fleet.job().membership.excluded_nodes == {}
 
 
 def test_trace_spans_from_witness_to_resumed() -> None:

@@ -49,7 +49,7 @@ def test_launcher_with_different_options_is_refused() -> None:
     before = len(fleet.effects)
     fleet.join("n3", max_nodes=7)
     assert "start all launchers with the same options" in sent(fleet.effects[before:], StopJob)["n3"].reason
-    assert "n3" not in fleet.job().launchers
+    assert "n3" not in fleet.job().membership.launchers
 
 
 # --- growth and size ---------------------------------------------------------------------------------------------
@@ -181,12 +181,12 @@ def test_resume_deadline_is_capped_by_policy() -> None:
     fleet = CoreFleet()
     fleet.start(2)
     fleet.lose_rank(0)
-    fleet.state.job_runtime["job"].resume_attempts = 2000
+    fleet.state.job_runtime["job"].resume.attempts = 2000
     assert audits(fleet.advance(31.0, "n1", "n2"), "generation.overdue")
     longest_s = fleet.policy.resume_deadline_max_s
-    assert fleet.state.job_runtime["job"].resume_due <= fleet.now + longest_s
+    assert fleet.state.job_runtime["job"].resume.due <= fleet.now + longest_s
     fleet.lose_rank(0)
-    assert fleet.state.job_runtime["job"].resume_due == fleet.now + longest_s
+    assert fleet.state.job_runtime["job"].resume.due == fleet.now + longest_s
 
 
 # --- ending ------------------------------------------------------------------------------------------------------
@@ -231,8 +231,8 @@ def test_job_end_reaches_node_without_launcher() -> None:
     before = len(fleet.effects)
     fleet.finish()
     told = sent(fleet.effects[before:], StopJob)
-    meant = {node: launcher.incarnation for node, launcher in fleet.state.jobs["job"].launchers.items()}
-    ended = int(fleet.state.jobs["job"].since * 1000)
+    meant = {node: launcher.incarnation for node, launcher in fleet.state.jobs["job"].membership.launchers.items()}
+    ended = int(fleet.state.jobs["job"].status.since * 1000)
     assert {node: body.launcher for node, body in told.items()} == meant | {"n2": ended}, "no launcher of a new run"
 
 
@@ -254,14 +254,18 @@ def test_rerun_job_starts_without_previous_limits() -> None:
     fleet.order(OperatorAction.RESIZE_JOB, job="job", node_limit=2)
     fleet.resume(step=50)
     assert fleet.seats() == ["n1", "n2"]
-    fleet.job().digest_tie_times, fleet.job().preempted_at = [fleet.now, fleet.now], fleet.now
+    fleet.job().failures.digest_tie_times, fleet.job().membership.preempted_at = [fleet.now, fleet.now], fleet.now
     fleet.finish()
     fleet.advance(2.0, *fleet.state.nodes)
     for node in fleet.state.nodes:
         fleet.launchers["job", node] = int(fleet.now * 1000)
     fleet.join("n1", "n2", "n3", "n4", min_nodes=1, max_nodes=4)
     assert fleet.seats() == ["n1", "n2", "n3", "n4"]
-    assert (fleet.job().node_limit, fleet.job().digest_tie_times, fleet.job().preempted_at) == (None, [], 0.0)
+    assert (
+        fleet.job().membership.node_limit,
+        fleet.job().failures.digest_tie_times,
+        fleet.job().membership.preempted_at,
+    ) == (None, [], 0.0)
 
 
 def test_stale_launcher_offer_is_ignored() -> None:

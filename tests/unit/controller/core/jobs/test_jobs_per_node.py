@@ -85,7 +85,7 @@ def test_spare_beyond_node_limit_is_refused() -> None:
     wait(fleet, "n1", "a", "b", "c")
     wait(fleet, "n2", "d")
     wait(fleet, "n1", "d")
-    assert list(fleet.job("d").launchers) == ["n2"]
+    assert list(fleet.job("d").membership.launchers) == ["n2"]
     assert len(stops(fleet, "n1", "d")) == 1
 
 
@@ -103,7 +103,7 @@ def test_job_left_by_a_launcher_frees_room_on_the_node() -> None:
     fleet.join("n2", job="b")
     fleet.leave("n1", job="b")
     wait(fleet, "n1", "d")
-    assert list(fleet.job("d").launchers) == ["n1"]
+    assert list(fleet.job("d").membership.launchers) == ["n1"]
 
 
 def test_finished_job_beyond_node_limit_does_not_rerun() -> None:
@@ -213,7 +213,7 @@ def test_job_below_its_minimum_forms_in_linear_time(waited_s: float, monkeypatch
     monkeypatch.setattr(membership, "unfit_reason", counted)
     monkeypatch.setattr(joining, "unfit_reason", counted)
     fleet.join(names[0], job="a", min_nodes=60, max_nodes=60, join_wait_s=0.0)
-    fleet.job("a").since -= waited_s
+    fleet.job("a").status.since -= waited_s
     for name in names[1:]:
         fleet.join(name, job="a")
     assert fleet.job_state("a") is JobState.RUNNING

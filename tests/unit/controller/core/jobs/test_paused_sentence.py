@@ -24,19 +24,19 @@ def test_paused_job_reports_a_returned_node() -> None:
     fleet.leave("n3")
     fleet.leave("n2")
     fleet.advance(1.1, *NODES)
-    assert "able to go on: n1; " in fleet.job().sentence
+    assert "able to go on: n1; " in fleet.job().status.sentence
     fleet.join("n2", again=True, min_nodes=4, max_nodes=4)
     fleet.advance(1.1, *NODES)
     assert fleet.job_state() is JobState.PAUSED
-    assert "able to go on: n1, n2; the job needs 4 nodes and is paused until 2 come back" in fleet.job().sentence
+    assert "able to go on: n1, n2; the job needs 4 nodes and is paused until 2 come back" in fleet.job().status.sentence
 
 
 def test_paused_job_reports_a_lost_node() -> None:
     fleet = _paused()
-    since = fleet.job().since
+    since = fleet.job().status.since
     fleet.advance(120.0, "n1", "n2", "n4")
-    assert "able to go on: n1, n2; " in fleet.job().sentence
-    assert fleet.job().since == since
+    assert "able to go on: n1, n2; " in fleet.job().status.sentence
+    assert fleet.job().status.since == since
 
 
 def test_paused_job_is_not_written_while_unchanged() -> None:
@@ -51,4 +51,4 @@ def test_paused_job_keeps_its_cause_over_restart() -> None:
     fleet.advance(5.0, *NODES)
     fleet.leave("n3")
     fleet.advance(1.1, *NODES)
-    assert fleet.job().sentence.startswith("the launcher on n4 is gone; able to go on: n1, n2; ")
+    assert fleet.job().status.sentence.startswith("the launcher on n4 is gone; able to go on: n1, n2; ")

@@ -84,7 +84,7 @@ def test_runnable_higher_priority_jobs_reserve_their_nodes() -> None:
     _start(fleet, "forming", "n1", "n2", min_nodes=2, max_nodes=3, join_wait_s=1e6, priority=3)
     _start(fleet, "paused", "n3", "n4", min_nodes=2, priority=2)
     _start(fleet, "low", "n1", "n2", "n3", "n4", "n5", max_nodes=6, join_wait_s=1e6)
-    fleet.job("paused").state = JobState.PAUSED
+    fleet.job("paused").status.state = JobState.PAUSED
     assert next_seats(fleet.state, fleet.job("low")) == ["n5"]
 
 

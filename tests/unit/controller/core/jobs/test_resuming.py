@@ -41,7 +41,7 @@ def _miss_a_generation(fleet: CoreFleet, *missing: int) -> list[Effect]:
 
 def _miss_this_one(fleet: CoreFleet, *missing: int) -> list[Effect]:
     before, spec = len(fleet.effects), fleet.spec()
-    deadline_s = fleet.state.job_runtime["job"].resume_due - fleet.now
+    deadline_s = fleet.state.job_runtime["job"].resume.due - fleet.now
     for member in spec.roster:
         if member.rank not in missing:
             fleet.progress_of(member.rank, 5, spec=spec)
@@ -89,10 +89,10 @@ def test_node_waits_until_all_missing_ranks_are_replaced() -> None:
     assert _killed(_miss_a_generation(fleet, 2, 3)) == [("n2", 0, 2), ("n2", 1, 2)]
     fleet.resume(step=20)
     _replace(fleet, "n2", 2, 2, local_rank=0)
-    assert not fleet.job().launchers["n2"].usable
+    assert not fleet.job().membership.launchers["n2"].usable
     fleet.restart()
     _replace(fleet, "n2", 3, 2, local_rank=1)
-    assert fleet.job().launchers["n2"].usable
+    assert fleet.job().membership.launchers["n2"].usable
 
 
 @pytest.mark.promise("lost-rank-replaced")
@@ -123,7 +123,7 @@ def test_node_missing_two_generations_needs_readmission() -> None:
     _step(fleet, 100)
     assert fleet.seats() == ["n1", "n2", "n3", "n4"]
     fleet.resume(step=120)
-    assert fleet.job().launchers["n4"].late_generations == 0
+    assert fleet.job().membership.launchers["n4"].late_generations == 0
     with pytest.raises(Conflict, match="n4 is healthy and in service"):
         fleet.order(OperatorAction.READMIT, node="n4")
 

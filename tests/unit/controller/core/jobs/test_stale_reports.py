@@ -117,7 +117,7 @@ def test_report_of_ended_generation_changes_nothing(
 ) -> None:
     fleet = _after(history)
     record = fleet.state.jobs[JOB]
-    for node, launcher in list(record.launchers.items()):
+    for node, launcher in list(record.membership.launchers.items()):
         fleet.hear(node)  # what follows from the node's being there is no matter of what it says
         spoken_of = {spec.number for spec in (record.generation, record.outgoing_generation) if spec is not None}
         if number in spoken_of or launcher.missing_local_ranks:  # a replacement takes a place in whatever generation
@@ -132,7 +132,7 @@ def test_report_of_ended_generation_changes_nothing(
 def test_report_of_earlier_launcher_changes_nothing(history: list[Act], joins: bool, orderly: bool) -> None:
     fleet = _after(history)
     record = fleet.state.jobs[JOB]
-    for node, launcher in list(record.launchers.items()):
+    for node, launcher in list(record.membership.launchers.items()):
         fleet.hear(node)
         life = launcher.incarnation - 1
         left = LauncherLeft(job=JOB, at=fleet.now, launcher=life, orderly=orderly)

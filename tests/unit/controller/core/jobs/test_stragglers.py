@@ -31,7 +31,7 @@ def _run(fleet: CoreFleet, seconds: float, **slow: float) -> None:
     end = fleet.now + seconds
     while fleet.now < end:
         spec = fleet.running()
-        step = int(20 * (fleet.now - fleet.state.jobs["job"].created_at)) + 2
+        step = int(20 * (fleet.now - fleet.state.jobs["job"].progress.created_at)) + 2
         for member in spec.roster:
             word = RankProgress(
                 job="job",
@@ -70,7 +70,7 @@ def test_straggler_windows_reset_after_interruption() -> None:
     fleet.resume(restored=Version(1, 100), step=1001)
     _run(fleet, 4.0)
     assert STRAGGLER_KEY not in fleet.state.nodes["n2"].health.controller_findings, "it keeps up since then"
-    assert fleet.state.job_runtime["job"].slow_windows == {}
+    assert fleet.state.job_runtime["job"].stragglers.slow_windows == {}
 
 
 def test_straggler_detection_survives_controller_restart() -> None:
@@ -87,9 +87,9 @@ def test_straggler_windows_expire_during_a_pause() -> None:
     assert decisions(fleet.effects) == []
     fleet.leave("n3")
     fleet.advance(30.0, *fleet.state.nodes)
-    assert fleet.job().state is JobState.PAUSED
+    assert fleet.job().status.state is JobState.PAUSED
     fleet.join("n3", min_nodes=3, max_nodes=3)
-    assert fleet.job().state is JobState.RUNNING
+    assert fleet.job().status.state is JobState.RUNNING
     fleet.resume(restored=Version(1, 100), step=1001)
     _run(fleet, 3.0, n2=0.049)
     assert STRAGGLER_KEY not in fleet.state.nodes["n2"].health.controller_findings, "two windows of five"
@@ -130,7 +130,7 @@ def test_readmitted_straggler_is_an_ordinary_spare() -> None:
     _run(fleet, 12.0, n2=0.049)
     fleet.resume(restored=Version(1, 100), step=400)
     fleet.order(OperatorAction.READMIT, node="n2")
-    assert fleet.job().replaced_stragglers == {}
+    assert fleet.job().membership.replaced_stragglers == {}
     fleet.leave("n4")
     assert fleet.seats() == ["n1", "n2", "n3"]
 
@@ -166,4 +166,4 @@ def test_straggler_without_spare_does_not_block_another() -> None:
     fleet.join("n5", **shape)
     _run(fleet, 20.0, n1=0.06, n4=0.06)
     assert fleet.seats() == ["n1", "n2", "n3", "n5"]
-    assert list(fleet.job().replaced_stragglers) == ["n4"]
+    assert list(fleet.job().membership.replaced_stragglers) == ["n4"]

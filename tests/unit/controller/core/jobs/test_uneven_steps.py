@@ -22,12 +22,12 @@ def test_rank_leaving_before_later_steps_fails_the_job() -> None:
     for rank in range(4):
         fleet.progress_of(rank, step=6, begun=6)
     fleet.finish(1, begun=6)
-    assert fleet.job().state is JobState.RUNNING
+    assert fleet.job().status.state is JobState.RUNNING
     for rank in (0, 2, 3):
         fleet.progress_of(rank, step=6, begun=7)
     effects = fleet.advance(0.3)
-    assert fleet.job().state is JobState.FAILED
-    assert fleet.job().sentence.startswith(
+    assert fleet.job().status.state is JobState.FAILED
+    assert fleet.job().status.sentence.startswith(
         "rank 1 left the training function after step 6 while ranks 0, 2 and 3 go on with step 7: "
     )
     stops = [e.body for e in effects if isinstance(e, Send) and isinstance(e.body, StopJob)]
@@ -40,8 +40,10 @@ def test_stall_after_uneven_end_kills_no_rank() -> None:
     fleet.finish(1, begun=6)
     effects = fleet.stall(0, step=6, begun=7)
     assert sent(effects, KillRank) == {}
-    assert fleet.job().state is JobState.FAILED
-    assert "rank 1 left the training function after step 6 while rank 0 goes on with step 7" in fleet.job().sentence
+    assert fleet.job().status.state is JobState.FAILED
+    assert (
+        "rank 1 left the training function after step 6 while rank 0 goes on with step 7" in fleet.job().status.sentence
+    )
 
 
 @pytest.mark.promise("uneven-steps")
@@ -52,9 +54,9 @@ def test_ranks_in_the_last_step_are_awaited() -> None:
     fleet.progress_of(2, step=6, begun=6)
     for _ in range(20):
         fleet.advance(30.0, "n1", "n2", "n3")
-    assert fleet.job().state is JobState.RUNNING
+    assert fleet.job().status.state is JobState.RUNNING
     fleet.finish(0, 2, begun=6)
-    assert fleet.job().state is JobState.FINISHED
+    assert fleet.job().status.state is JobState.FINISHED
 
 
 def test_ranks_returning_after_different_steps_fail_the_job() -> None:
@@ -62,9 +64,9 @@ def test_ranks_returning_after_different_steps_fail_the_job() -> None:
         fleet = _training(2)
         fleet.finish(0, begun=first)
         fleet.finish(1, begun=second)
-        assert fleet.job().state is JobState.FAILED
+        assert fleet.job().status.state is JobState.FAILED
         early, late = (0, 1) if first < second else (1, 0)
-        assert f"rank {early} left the training function after step 6 while rank {late}" in fleet.job().sentence
+        assert f"rank {early} left the training function after step 6 while rank {late}" in fleet.job().status.sentence
 
 
 def test_last_step_of_an_earlier_generation_is_forgotten() -> None:
@@ -75,4 +77,4 @@ def test_last_step_of_an_earlier_generation_is_forgotten() -> None:
         fleet.progress_of(rank, step=6, begun=7)
     fleet.advance(0.3)
     fleet.finish(begun=9)
-    assert fleet.job().state is JobState.FINISHED
+    assert fleet.job().status.state is JobState.FINISHED

@@ -60,14 +60,14 @@ def test_checkpoint_report_of_uninvolved_node_is_ignored() -> None:
     stored = StoredCheckpoint(
         version=Version(1, 100), url="/store/job/step-100", bytes=10, started_at=fleet.now, stored_at=fleet.now
     )
-    fleet.job().stored_checkpoints = [stored]
+    fleet.job().spills.stored = [stored]
     said = VersionSpilled(
         job="job", at=fleet.now, version=Version(1, 200), attempt=0, url="/store/job/x", removed=("step-100",)
     )
     assert not [effect for effect in fleet.report("stranger", said) if isinstance(effect, PutJob)]
-    assert fleet.job().stored_checkpoints == [stored]
+    assert fleet.job().spills.stored == [stored]
     fleet.report("n1", said)
-    assert fleet.job().stored_checkpoints == []
+    assert fleet.job().spills.stored == []
 
 
 def test_peer_loss_report_of_uninvolved_node_is_ignored() -> None:
@@ -98,12 +98,12 @@ def test_checkpoint_url_outside_job_folder_is_refused(url: str) -> None:
     fleet = CoreFleet()
     fleet.start(1, spill=SpillPlan(every_steps=100, url="/store"))
     fleet.progress(100)
-    fleet.state.job_runtime["job"].candidate_step = 100
+    fleet.state.job_runtime["job"].commits.candidate_step = 100
     order = sent(fleet.seal(100), SpillVersion)["n1"]
     said = VersionSpilled(job="job", at=fleet.now, version=order.version, attempt=order.attempt, url=url, complete=True)
     fleet.report("n1", said)
-    assert fleet.job().stored_checkpoints == []
-    assert fleet.job().pending_spill is not None
+    assert fleet.job().spills.stored == []
+    assert fleet.job().spills.pending is not None
 
 
 @pytest.mark.promise("digest-majority")
