@@ -10,7 +10,7 @@ import pytest
 from everstep_controller.core.effects import Audit, AuditEntry, Effect, PutGeneration, PutJob, PutNode, PutVerdict
 from everstep_controller.core.events import Tick
 from everstep_controller.core.policy import CorePolicy
-from everstep_controller.core.records import JobRecord, NodeIdentity, NodeRecord
+from everstep_controller.core.records import JobRecord, JobStatus, NodeIdentity, NodeRecord, RunProgress
 from everstep_controller.store.rows import AuditRow, Batch, VerdictRow
 
 from everstep.vocabulary import Action, Decision, GenerationReason, JobState, Verdict
@@ -75,7 +75,14 @@ class Days:
 
     def job(self, state: JobState, *seats: str) -> PutJob:
         spec = self.spec(*seats)
-        record = JobRecord(job="a", spec=spec.spec, secret="s" * 64, created_at=0.0, state=state, generation=spec)
+        record = JobRecord(
+            job="a",
+            spec=spec.spec,
+            secret="s" * 64,
+            status=JobStatus(state=state),
+            generation=spec,
+            progress=RunProgress(created_at=0.0),
+        )
         return PutJob("a", record)
 
     @staticmethod

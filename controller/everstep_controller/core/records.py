@@ -464,6 +464,16 @@ class ActiveProtection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     """Locations of the shares that belong to no group, by node."""
 
 
+JOB_TRANSITIONS: dict[JobState, frozenset[JobState]] = {
+    JobState.FORMING: frozenset({JobState.RUNNING, JobState.FAILED}),
+    JobState.RUNNING: frozenset({JobState.RUNNING, JobState.PAUSED, JobState.FINISHED, JobState.FAILED}),
+    JobState.PAUSED: frozenset({JobState.RUNNING, JobState.FAILED}),
+    JobState.FINISHED: frozenset({JobState.FORMING}),
+    JobState.FAILED: frozenset({JobState.FORMING}),
+}
+"""States that may follow each state of a job; drawn in ``docs/concepts/job-states.md``. A job begins in ``FORMING``."""
+
+
 class JobStatus(msgspec.Struct, kw_only=True):
     """State of a job, and the reason for it."""
 
@@ -477,6 +487,17 @@ class JobStatus(msgspec.Struct, kw_only=True):
     """Trace id of the event that led to ``state``."""
     paused_for: str = ""
     """Cause of the latest pause; the sentence of a paused job adds the eligible nodes."""
+
+    def enter(self, state: JobState, sentence: str, *, trace: TraceId, now: float) -> None:
+        """Enter ``state``, or stay in it with another reason.
+
+        Raises:
+            AssertionError: ``JOB_TRANSITIONS`` does not allow the change.
+        """
+        assert state in JOB_TRANSITIONS[self.state], f"a job that is {self.state} cannot become {state}"
+        if state is not self.state:
+            self.state, self.since = state, now
+        self.sentence, self.trace = sentence, trace
 
 
 class JobMembership(msgspec.Struct, kw_only=True):

@@ -10,6 +10,7 @@ from tests.sim.checkers.durability import Durability
 from tests.sim.checkers.evidence import Evidence
 from tests.sim.checkers.fencing import Fencing
 from tests.sim.checkers.generations import Generations
+from tests.sim.checkers.job_states import JobStates
 from tests.sim.checkers.meshes import Meshes
 from tests.sim.checkers.node_states import NodeStates
 from tests.sim.checkers.paces import Paces
@@ -33,6 +34,7 @@ def all_checkers() -> list[Checker]:
     """A fresh one of each."""
     return [
         Generations(),
+        JobStates(),
         Meshes(),
         Placing(),
         Fencing(),

@@ -18,6 +18,7 @@ from everstep_agent.findings.rules import load_policy
 from everstep_controller import rulebook
 from everstep_controller.config import load_settings
 from everstep_controller.core.policy import CorePolicy
+from everstep_controller.core.records import JOB_TRANSITIONS
 from everstep_controller.main import _parser as controller_parser
 from everstep_controller.rulebook import with_rules
 from everstep_trainer.launch.options import make_parser as launch_parser
@@ -256,6 +257,13 @@ def drawn_states(document: str) -> set[str]:
     diagrams = [block for kind, block in FENCE.findall(text) if kind == "mermaid"]
     ends = re.findall(r"^ *(\S+) --> ([^\s:]+)", "\n".join(diagrams), re.MULTILINE)
     return {state for pair in ends for state in pair} - {"[*]"}
+
+
+def test_transitions_of_jobs_are_drawn() -> None:
+    text = (ROOT / "docs/concepts/job-states.md").read_text().partition("| state |")[0]
+    (diagram,) = [block for kind, block in FENCE.findall(text) if kind == "mermaid"]
+    drawn = set(re.findall(r"^ *(\w+) --> (\w+)", diagram, re.MULTILINE))
+    assert drawn == {(before, after) for before, states in JOB_TRANSITIONS.items() for after in states}
 
 
 def test_every_state_is_drawn_and_explained() -> None:

@@ -30,12 +30,7 @@ def _end(transition: Transition, job: JobRecord, state: JobState, sentence: str)
     live = transition.state.job_runtime[job.job]
     if live.commits.committed_version is not None:  # used if no rank reports its last step
         job.progress.ended_step = max(job.progress.ended_step, live.commits.committed_version.step)
-    job.status.state, job.status.since, job.status.sentence, job.status.trace = (
-        state,
-        transition.now,
-        sentence,
-        transition.trace,
-    )
+    job.status.enter(state, sentence, trace=transition.trace, now=transition.now)
     live.regroup.pending = None
     transition.audit(f"job.{state}", sentence, job=job.job, generation=job.progress.last_number)
     send_stop(transition, job)
@@ -101,7 +96,7 @@ def check_equal_steps(transition: Transition, job: JobRecord, begun: Mapping[Ran
     apart the ranks return.
 
     Args:
-        turn: The transition.
+        transition: Where the rule writes its decision.
         job: A running job.
         begun: Last begun steps that ranks have just reported. Heartbeats report those of all ranks, but later.
     """

@@ -216,13 +216,10 @@ def _begin_generation(transition: Transition, job: JobRecord, live: JobRuntime, 
         [],
         None,
     )
-    if job.status.state is not JobState.RUNNING:
-        job.status.state, job.status.since = JobState.RUNNING, transition.now
+    job.status.enter(JobState.RUNNING, spec.sentence, trace=spec.trace, now=transition.now)
     update_roster(transition.state, job)
-    job.status.sentence, job.status.trace = spec.sentence, spec.trace
-    if (
-        job.spills.pending is not None or job.parity.pending is not None
-    ):  # repeat the orders in the name of this generation
+    if job.spills.pending is not None or job.parity.pending is not None:
+        # The orders are repeated in the name of this generation.
         live.vault_orders.spill_due = live.vault_orders.parity_due = transition.now
         transition.schedule_job(transition.now, job.job)
     live.progress.entered_ranks, live.resume.ranks, live.resume.slowest = set(), set(), None
@@ -260,12 +257,7 @@ def _pause(transition: Transition, job: JobRecord, cause: RegroupCause, seats: l
     live.regroup.stalled_ranks, live.regroup.failed_collective_ranks = {}, set()
     job.status.paused_for = cause.sentence
     sentence = _describe_paused(job, seats)
-    job.status.state, job.status.since, job.status.sentence, job.status.trace = (
-        JobState.PAUSED,
-        transition.now,
-        sentence,
-        cause.trace,
-    )
+    job.status.enter(JobState.PAUSED, sentence, trace=cause.trace, now=transition.now)
     update_roster(transition.state, job)
     transition.mark_job_changed(job.job)
     transition.audit("job.paused", sentence, job=job.job, generation=job.progress.last_number, trace=cause.trace)

@@ -152,7 +152,7 @@ def _start_over(transition: Transition, job: JobRecord, report: LauncherJoined) 
     new."""
     job.spec, job.secret = report.spec, _new_secret(transition)
     sentence = "waits for its launchers, to run once more"
-    job.status = JobStatus(since=transition.now, sentence=sentence, trace=transition.trace)
+    job.status.enter(JobState.FORMING, sentence, trace=transition.trace, now=transition.now)
     job.generation = job.outgoing_generation = None
     job.progress = RunProgress(created_at=transition.now, last_number=job.progress.last_number)
     job.membership, job.failures = JobMembership(), JobFailures()
