@@ -15,7 +15,6 @@ from everstep.errors import AuthenticationError, PermissionDenied, RateLimited
 from everstep_controller.api.credentials import CredentialStore, Keyring
 from everstep_controller.api.routes import RouteAccess
 from everstep_controller.config import ControllerSettings
-from everstep_controller.core.jobs.membership import ENDED_STATES
 from everstep_controller.core.records import JobRecord
 from everstep_controller.runtime.rate_limits import TokenBuckets
 from everstep_controller.server.connections import CERTIFICATE_CREDENTIAL, UNKNOWN_PEER, ConnectionPeer
@@ -189,9 +188,7 @@ class Authenticator:
         return cls(
             keyring,
             credentials=credentials,
-            job_secret=lambda job: (
-                jobs[job].secret if job in jobs and jobs[job].status.state not in ENDED_STATES else None
-            ),
+            job_secret=lambda job: jobs[job].secret if job in jobs and not jobs[job].is_ended else None,
             limits=RequestLimits(
                 agents_per_s=settings.agent_requests_per_s,
                 reports_per_s=settings.agent_reports_per_s,

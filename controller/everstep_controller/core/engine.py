@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import Any
 
-from everstep.vocabulary import Finding, JobState, NodeState, Severity
+from everstep.errors import Unavailable
+from everstep.vocabulary import Finding, GenerationReason, JobState, NodeState, Severity
 from everstep.wire.v1.training import (
     AnyReport,
     CollectiveFailed,
@@ -30,9 +31,7 @@ from everstep.wire.v1.vault_reports import VersionProtected, VersionSpilled
 from everstep_controller.core import invariants, orders, retirement
 from everstep_controller.core.checkpoints.commits import check_candidate
 from everstep_controller.core.checkpoints.parity import check_protection, handle_version_protected
-from everstep_controller.core.checkpoints.replica_failures import check_replica_nodes
 from everstep_controller.core.checkpoints.storage import check_spill, handle_version_spilled
-from everstep_controller.core.database_outage import handle_database_change, refuse_during_outage
 from everstep_controller.core.effects import Effect
 from everstep_controller.core.events import (
     AgentRegistered,
@@ -52,16 +51,26 @@ from everstep_controller.core.events import (
 from everstep_controller.core.health import case_outcomes, findings, maintenance, quarantine, remediation_ladder
 from everstep_controller.core.health.eviction import check_deferred_scope
 from everstep_controller.core.jobs import ending, hangs, joining, lifecycle, losses
-from everstep_controller.core.jobs.generations import check_boundary, note_beyond_boundary, schedule_paused_job_checks
+from everstep_controller.core.jobs.generations import (
+    RegroupCause,
+    check_boundary,
+    note_beyond_boundary,
+    regroup,
+    schedule_paused_job_checks,
+)
 from everstep_controller.core.jobs.hangs import settle_pending_regroup
-from everstep_controller.core.jobs.membership import ENDED_STATES
-from everstep_controller.core.jobs.progress import is_beyond_boundary, may_have_crossed_boundary, record_progress
+from everstep_controller.core.jobs.lifecycle import (
+    check_replica_nodes,
+    is_beyond_boundary,
+    may_have_crossed_boundary,
+    record_progress,
+)
 from everstep_controller.core.liveness import node_liveness, registration
 from everstep_controller.core.liveness.correlation import announce_correlated_silence
 from everstep_controller.core.liveness.node_liveness import observer_stall_s, record_message
 from everstep_controller.core.records import DIAGNOSTICS_DONE, JobRecord, NodeRecord
 from everstep_controller.core.startup import handle_controller_started, restore_state
-from everstep_controller.core.state import DeadlineKind, FleetState, NodeRuntime
+from everstep_controller.core.state import DeadlineKind, FleetState, NodeRuntime, ScopeKind
 from everstep_controller.core.transition import DeadlineCheck, RecordedRead, Transition, pop_due
 
 __all__ = [
@@ -216,10 +225,10 @@ def _reject_invalid(state: FleetState, event: Event, now: float) -> None:
         case HeartbeatChanged() | ReportArrived():
             registration.check_incarnation(state, event.node, event.incarnation)
         case OperatorCommand():
-            refuse_during_outage(state)
+            _refuse_during_outage(state)
             orders.check_command(state, event, now)
         case ProbeRequested():
-            refuse_during_outage(state)
+            _refuse_during_outage(state)
             orders.check_probe_request(state, event)
         case _:
             pass
@@ -269,7 +278,7 @@ def _check_deadline(transition: Transition, kind: DeadlineKind, subject: str) ->
 def _check_job(transition: Transition, name: str) -> None:
     job, live = transition.state.jobs[name], transition.state.job_runtime[name]
     live.regroup.node_offered_at = None
-    if job.status.state in ENDED_STATES:
+    if job.is_ended:
         return
     if job.status.state is JobState.RUNNING:
         if live.regroup.pending is not None and transition.now >= live.regroup.pending.due:
@@ -309,6 +318,64 @@ def _handle_nodes_seen(transition: Transition, event: NodeSeen) -> None:
             transition.count_ignored("node_seen.stale")
         else:
             node_liveness.mark_seen(transition, node)
+
+
+# Database outages. Decisions that must survive this controller are refused while the database is unavailable. Nodes are
+# still suspected and lost, and running jobs regroup, because a successor learns these facts again. Evictions are
+# deferred and judged again when the database is back.
+
+
+def _refuse_during_outage(state: FleetState) -> None:
+    """Raise Unavailable for orders that only the database could keep."""
+    if state.database_outage:
+        raise Unavailable(
+            f"the database is unavailable ({state.database_outage}), so the order could not be recorded: repeat it "
+            "once the database is back"
+        )
+
+
+def _handle_database_change(transition: Transition, event: DatabaseAvailabilityChanged) -> None:
+    """Handle the start or the end of an outage."""
+    state = transition.state
+    if event.is_unavailable:
+        begins, state.database_outage = not state.database_outage, event.reason or "it does not answer"
+        if begins:
+            state.database_outage_since = transition.now
+            transition.audit(
+                "database.unavailable",
+                f"the database is unavailable ({state.database_outage}): running jobs continue and regroup; until it "
+                "is back, no node is evicted, no version is committed, no job starts and no order is accepted",
+            )
+        for name in event.unsent_jobs:
+            _reissue_generation(transition, name)
+    elif state.database_outage:
+        transition.audit(
+            "database.available", f"the database is available again (it was unavailable: {state.database_outage})"
+        )
+        state.database_outage = ""
+        for live in state.job_runtime.values():
+            live.regroup.unannounced_generation = 0
+        for job in state.jobs.values():
+            if not job.is_ended:
+                transition.schedule_job(transition.now, job.job)
+        transition.freed_scopes[ScopeKind.DATABASE.scope()] = None
+
+
+def _reissue_generation(transition: Transition, name: str) -> None:
+    """Give a running job's unsent generation a number that no other controller can give.
+
+    A job that was only about to begin, or that may run on until its boundary, waits for the database instead.
+    """
+    job = transition.state.jobs.get(name)
+    spec = job.generation if job is not None else None
+    if job is None or spec is None or not job.is_running:
+        return
+    if spec.reason is GenerationReason.FORMED or job.outgoing_generation is not None:
+        transition.state.job_runtime[name].regroup.unannounced_generation = spec.number
+        return
+    sentence = f"generation {spec.number} was decided but never announced, because the database became unavailable"
+    others = frozenset(transition.state.nodes) - spec.seated_nodes
+    regroup(transition, job, RegroupCause(spec.reason, sentence, spec.trace, nodes_to_exclude=others))
 
 
 def _handle_report(transition: Transition, event: ReportArrived) -> None:
@@ -399,7 +466,7 @@ _EVENTS: dict[type[Any], Callable[[Transition, Any], None]] = {
     ReportArrived: _handle_report,
     NodeDisconnected: _handle_disconnected,
     NodeSeen: _handle_nodes_seen,
-    DatabaseAvailabilityChanged: handle_database_change,
+    DatabaseAvailabilityChanged: _handle_database_change,
     RemediationFinished: remediation_ladder.handle_remediation_finished,
     SchedulerStateChanged: maintenance.handle_scheduler_change,
     OperatorCommand: orders.execute_command,

@@ -8,7 +8,6 @@ from __future__ import annotations
 from everstep.vocabulary import JobState, NodeState
 from everstep.wire.v1.training import GenerationSpec
 from everstep_controller.core.jobs.membership import (
-    ENDED_STATES,
     max_seats,
     min_roster_nodes,
     min_seats,
@@ -118,7 +117,7 @@ def _check_job(state: FleetState, job: JobRecord) -> None:
     if job.generation is not None:
         _check_generation(job, job.generation)
         assert job.progress.last_number >= job.generation.number, f"{job.job}: its number is behind its generation"
-        is_last = job.status.state is not JobState.RUNNING or job.progress.last_number == job.generation.number
+        is_last = not job.is_running or job.progress.last_number == job.generation.number
         assert is_last, f"{job.job}: the current generation is not the last one"
     if job.outgoing_generation is not None:
         assert job.generation is not None, f"{job.job}: leaves a generation for none"
@@ -137,7 +136,7 @@ def _check_job(state: FleetState, job: JobRecord) -> None:
         assert (
             live.commits.committed_version is None or live.commits.committed_version <= job.commits.restore_ceiling
         ), f"{job.job}: committed above the ceiling"
-    if job.status.state is JobState.RUNNING:
+    if job.is_running:
         _check_running(state, job)
     elif job.status.state is JobState.PAUSED:
         able = next_seats(state, job)
@@ -156,7 +155,7 @@ def _check_job(state: FleetState, job: JobRecord) -> None:
             f"{job.job}: nobody looks at the node it was offered"
         )
     if live.regroup.pending is not None:
-        assert job.status.state is JobState.RUNNING, f"{job.job}: waits for witnesses and does not run"
+        assert job.is_running, f"{job.job}: waits for witnesses and does not run"
         assert (live.regroup.pending.due, DeadlineKind.JOB, job.job) in state.queued_deadlines, (
             f"{job.job}: waits for witnesses without a deadline"
         )
@@ -165,11 +164,7 @@ def _check_job(state: FleetState, job: JobRecord) -> None:
 def _check_seats_disjoint(state: FleetState) -> None:
     owners: dict[str, str] = {}
     for job in state.jobs.values():
-        for node in (
-            {*seats_of(job.generation), *seats_of(job.outgoing_generation)}
-            if job.status.state is JobState.RUNNING
-            else ()
-        ):
+        for node in {*seats_of(job.generation), *seats_of(job.outgoing_generation)} if job.is_running else ():
             assert node not in owners, f"{node} computes for {owners[node]} and for {job.job}"
             owners[node] = job.job
     assert owners == state.job_by_node, "the index of who computes where went astray"
@@ -178,7 +173,7 @@ def _check_seats_disjoint(state: FleetState) -> None:
 def _check_index(state: FleetState) -> None:
     """Check the index of jobs by node against the jobs' records."""
     for job in state.jobs.values():
-        ended = job.status.state in ENDED_STATES
+        ended = job.is_ended
         for node in job.membership.launchers:
             assert ended or job.job in state.node_runtime[node].open_jobs, f"{job.job} is not among the jobs of {node}"
         for node in state.job_runtime[job.job].nodes:
@@ -186,7 +181,7 @@ def _check_index(state: FleetState) -> None:
     for node, live in state.node_runtime.items():
         assert live.open_jobs.keys() <= live.jobs.keys(), f"{node} never had all of its jobs"
         for name, job in ((name, state.jobs[name]) for name in live.open_jobs):
-            assert job.status.state not in ENDED_STATES, f"{name} is over, and still among the jobs of {node}"
+            assert not job.is_ended, f"{name} is over, and still among the jobs of {node}"
             assert not job.membership.launchers or node in job.membership.launchers, (
                 f"{name} goes on without {node}, which counts it"
             )

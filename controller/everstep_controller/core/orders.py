@@ -20,9 +20,8 @@ from everstep_controller.core.health.quarantine import begin_probation, begin_qu
 from everstep_controller.core.health.remediation_ladder import send_to_repair
 from everstep_controller.core.jobs import ending, lifecycle
 from everstep_controller.core.jobs.generations import RegroupCause
-from everstep_controller.core.jobs.joining import clear_exclusion, offer_to_jobs
+from everstep_controller.core.jobs.job_index import clear_exclusion, offer_to_jobs
 from everstep_controller.core.jobs.losses import regroup_jobs_without
-from everstep_controller.core.jobs.membership import ENDED_STATES
 from everstep_controller.core.state import FleetState
 from everstep_controller.core.transition import Transition
 from everstep_controller.core.wording import format_node_count
@@ -52,7 +51,7 @@ def _check_job(state: FleetState, command: OperatorCommand) -> None:
     job = state.jobs.get(command.job or "")
     if job is None:
         raise NotFound(f"no job {command.job}")
-    if job.status.state in ENDED_STATES:
+    if job.is_ended:
         raise Conflict(f"job {job.job} is already {job.status.state}")
     if command.action is OperatorAction.RESIZE_JOB:
         least, most = job.spec.min_nodes, job.spec.max_nodes
@@ -91,7 +90,7 @@ def _is_excluded(state: FleetState, node: str) -> bool:
     for name in state.node_runtime[node].jobs:
         job = state.jobs[name]
         launcher = job.membership.launchers.get(node)
-        unable = launcher is not None and not launcher.usable and job.status.state not in ENDED_STATES
+        unable = launcher is not None and not launcher.usable and not job.is_ended
         if unable or node in job.membership.excluded_nodes or node in job.membership.replaced_stragglers:
             return True
     return False

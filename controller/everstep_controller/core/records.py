@@ -473,6 +473,8 @@ JOB_TRANSITIONS: dict[JobState, frozenset[JobState]] = {
 }
 """States that may follow each state of a job; drawn in ``docs/concepts/job-states.md``. A job begins in ``FORMING``."""
 
+ENDED_STATES = (JobState.FINISHED, JobState.FAILED)
+
 
 class JobStatus(msgspec.Struct, kw_only=True):
     """State of a job, and the reason for it."""
@@ -623,6 +625,18 @@ class JobRecord(msgspec.Struct, kw_only=True):
     """Versions on storage."""
     parity: JobParity = msgspec.field(default_factory=JobParity)
     """Versions under parity."""
+
+    @property
+    def is_running(self) -> bool:
+        return self.status.state is JobState.RUNNING
+
+    @property
+    def is_ended(self) -> bool:
+        return self.status.state in ENDED_STATES
+
+    def has_seat(self, node: NodeId) -> bool:
+        """Return whether the node is in the roster of the current generation."""
+        return self.generation is not None and node in self.generation.seated_nodes
 
 
 class VersionRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ from everstep_controller.core.health import node_state
 from everstep_controller.core.health.eviction import drop_deferral
 from everstep_controller.core.jobs import job_index
 from everstep_controller.core.jobs.ending import fail_job
-from everstep_controller.core.jobs.membership import ENDED_STATES, is_seated
+from everstep_controller.core.jobs.membership import is_seated
 from everstep_controller.core.records import JobRecord, NodeRecord, ReadmissionPlan, UnfitNode
 from everstep_controller.core.state import FLEET, DeadlineKind, FleetState
 from everstep_controller.core.transition import Transition
@@ -53,7 +53,7 @@ def reason_to_keep(state: FleetState, node: str) -> str:
     if node in state.reachable_nodes:
         return f"{node} still sends messages: stop its agent first, or it would register again at once"
     for job in state.jobs.values():
-        if job.status.state in ENDED_STATES:
+        if job.is_ended:
             continue
         if is_seated(job, node):
             return (
@@ -182,11 +182,7 @@ def _forget_old_jobs(transition: Transition) -> int:
     state, after_s = transition.state, transition.policy.forget_jobs_after_s
     if not after_s:
         return 0
-    old = [
-        j
-        for j, one in state.jobs.items()
-        if one.status.state in ENDED_STATES and transition.now - one.status.since >= after_s
-    ]
+    old = [j for j, one in state.jobs.items() if one.is_ended and transition.now - one.status.since >= after_s]
     for name in old[:MAX_PER_CHECK]:
         _forget_job(transition, name)
     return len(old[:MAX_PER_CHECK])

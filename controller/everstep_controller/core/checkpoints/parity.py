@@ -17,7 +17,7 @@ import msgspec
 from everstep.clock import Backoff
 from everstep.errors import StaleGeneration, Unavailable
 from everstep.ids import Version
-from everstep.vocabulary import FindingKind, JobState
+from everstep.vocabulary import FindingKind
 from everstep.wire.v1.directives import ProtectVersion
 from everstep.wire.v1.vault_reports import NodeGroup, ParityGroup, Protection, VersionProtected
 from everstep_controller.core.checkpoints.placement import FailureDomains
@@ -344,7 +344,7 @@ def _send_parity_order(transition: Transition, job: JobRecord, protecting: Pendi
 def check_protection(transition: Transition, job: JobRecord) -> None:
     """At a deadline, repeat the order to nodes that have not answered; give up if a node of it is lost."""
     protecting = job.parity.pending
-    if protecting is None or job.status.state is not JobState.RUNNING or transition.state.database_outage:
+    if protecting is None or not job.is_running or transition.state.database_outage:
         return
     reconsider_protection(transition, job)
     if (

@@ -78,7 +78,7 @@ def _send_spill_order(transition: Transition, job: JobRecord, spilling: PendingS
 def check_spill(transition: Transition, job: JobRecord) -> None:
     """At a deadline, repeat the order to nodes that have not answered; give up if a share is lost."""
     spilling = job.spills.pending
-    if spilling is None or job.status.state is not JobState.RUNNING or transition.state.database_outage:
+    if spilling is None or not job.is_running or transition.state.database_outage:
         return
     reconsider_spill(transition, job)
     if (

@@ -17,7 +17,7 @@ from everstep_controller.core.health.outbreaks import (
     signature,
     spared_findings_of,
 )
-from everstep_controller.core.jobs.joining import clear_exclusion, offer_to_jobs
+from everstep_controller.core.jobs.job_index import clear_exclusion, offer_to_jobs
 from everstep_controller.core.jobs.membership import is_computing
 from everstep_controller.core.policy import LADDER_ACTIONS, BlameIsolationMethod, append_ladder_step, next_ladder_step
 from everstep_controller.core.records import (

@@ -44,7 +44,7 @@ def _end(transition: Transition, job: JobRecord, state: JobState, sentence: str)
 def handle_rank_finished(transition: Transition, job: JobRecord, node: str, report: RankFinished) -> None:
     """Record that a training function returned; the job is finished once all have."""
     running = running_generation(job)
-    if running is None or job.status.state is not JobState.RUNNING or report.generation != running.number:
+    if running is None or not job.is_running or report.generation != running.number:
         transition.count_ignored("rank_finished.stale")
         return
     if not running.has_rank_on(node, report.rank):

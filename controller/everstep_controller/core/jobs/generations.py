@@ -52,7 +52,7 @@ def generation_number_floor(state: FleetState, last_number: int) -> int:
     return max(last_number, state.epoch * NUMBERS_PER_EPOCH)
 
 
-class RegroupCause(msgspec.Struct, frozen=True, kw_only=True):
+class RegroupCause(msgspec.Struct, frozen=True):
     """Cause of a regroup."""
 
     reason: GenerationReason
@@ -314,11 +314,7 @@ def boundary_step(transition: Transition, job: JobRecord, live: JobRuntime) -> i
     The next commit's step is preferred if there is time to announce it. Each rank keeps that version with its copies,
     so the step survives even if a node dies while leaving.
     """
-    if (
-        job.status.state is not JobState.RUNNING
-        or job.progress.resumed_at is None
-        or job.outgoing_generation is not None
-    ):
+    if not job.is_running or job.progress.resumed_at is None or job.outgoing_generation is not None:
         return None
     if live.regroup.pending is not None or live.regroup.failed_collective_ranks or job.progress.finished_ranks:
         return None
@@ -394,7 +390,7 @@ def check_boundary(transition: Transition, job: JobRecord) -> None:
             mark_boundary_crossed(transition, job)
     elif transition.now >= live.regroup.boundary_fallback_at:
         sentence = f"the boundary after step {spec.after_step} was not reached in time"
-        regroup(transition, job, RegroupCause(reason=spec.reason, sentence=sentence, trace=spec.trace))
+        regroup(transition, job, RegroupCause(spec.reason, sentence, spec.trace))
 
 
 # Growth
@@ -409,9 +405,7 @@ def consider_growth(transition: Transition, job: JobRecord) -> None:
         seats = next_seats(state, job)
         if len(seats) >= min_roster_nodes(job) and not _waits_for_more_nodes(transition, job, seats):
             sentence = f"enough nodes are able again ({join_names(seats)})"
-            regroup(
-                transition, job, RegroupCause(reason=GenerationReason.GROWTH, sentence=sentence, trace=transition.trace)
-            )
+            regroup(transition, job, RegroupCause(GenerationReason.GROWTH, sentence, transition.trace))
         return
     before = seats_of(job.generation)
     if (
@@ -435,9 +429,7 @@ def consider_growth(transition: Transition, job: JobRecord) -> None:
         return
     if boundary_step(transition, job, state.job_runtime[job.job]) is not None:
         sentence = f"a spare is ready and the job has {len(before)} of {max_roster_nodes(job)} nodes"
-        cause = RegroupCause(
-            reason=GenerationReason.GROWTH, sentence=sentence, trace=transition.trace, at_boundary=True
-        )
+        cause = RegroupCause(GenerationReason.GROWTH, sentence, transition.trace, at_boundary=True)
         regroup(transition, job, cause)
 
 
@@ -474,7 +466,7 @@ def roster_at(state: FleetState, now: float, job: JobRecord, without: Collection
 
 
 def _running_seats(job: JobRecord) -> Sequence[str]:
-    return job.generation.seats if job.generation is not None and job.status.state is JobState.RUNNING else ()
+    return job.generation.seats if job.generation is not None and job.is_running else ()
 
 
 def _may_keep_seat(state: FleetState, now: float, node: str) -> bool:

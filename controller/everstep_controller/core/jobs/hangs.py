@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from everstep.vocabulary import GenerationReason, JobState
+from everstep.vocabulary import GenerationReason
 from everstep.wire.v1.training import GenerationSpec, Member, RankStalled, RankUnresponsive
 from everstep_controller.core.jobs import ending
 from everstep_controller.core.jobs.generations import RegroupCause, note_beyond_boundary
@@ -33,7 +33,7 @@ def handle_rank_unresponsive(transition: Transition, job: JobRecord, node: str, 
     """Kill and replace an unresponsive rank; its own agent's report suffices."""
     spec = find_generation(job, report.generation) or running_generation(job)
     member = spec.member_at(node, report.local_rank) if spec else None
-    if spec is None or job.status.state is not JobState.RUNNING or member is None:
+    if spec is None or not job.is_running or member is None:
         transition.count_ignored("rank_unresponsive.stale")
         return
     words = f"rank {report.rank} on {node} has not ticked for {report.unresponsive_s:.1f} s"
@@ -62,7 +62,7 @@ def _replace_hung(
     )
     send_kill(transition, job, member, spec.number, sentence, trace)
     record_replaced_rank(transition, job, member.node, member.local_rank)
-    cause = RegroupCause(reason=GenerationReason.RANK_HUNG, sentence=sentence, trace=trace)
+    cause = RegroupCause(GenerationReason.RANK_HUNG, sentence, trace)
     replace_rank(transition, job, member.node, cause)
 
 
@@ -70,7 +70,7 @@ def handle_rank_stalled(transition: Transition, job: JobRecord, node: str, repor
     """Record where a rank stands. The rank at fault is named once the other ranks have reported too."""
     note_beyond_boundary(transition, job, node, report.rank, report.generation, report.step)
     spec = running_generation(job)
-    if spec is None or job.status.state is not JobState.RUNNING or report.generation != spec.number:
+    if spec is None or not job.is_running or report.generation != spec.number:
         transition.count_ignored("rank_stalled.stale")
         return
     if not spec.has_rank_on(node, report.rank):
@@ -130,9 +130,7 @@ def settle_pending_regroup(transition: Transition, job: JobRecord) -> None:
         return
     if pending.reason is not None:
         live.regroup.pending = None
-        regroup_with_seen(
-            transition, job, RegroupCause(reason=pending.reason, sentence=pending.sentence, trace=pending.trace)
-        )
+        regroup_with_seen(transition, job, RegroupCause(pending.reason, pending.sentence, pending.trace))
         return
     if not live.regroup.stalled_ranks:
         regroup_unattributed(transition, job, pending, GenerationReason.COLLECTIVE_FAILED)

@@ -7,8 +7,7 @@ job's launchers, state or roster calls this module. ``invariants`` compares the 
 from __future__ import annotations
 
 from everstep.ids import JobId, NodeId
-from everstep.vocabulary import JobState
-from everstep_controller.core.jobs.membership import ENDED_STATES, seats_of
+from everstep_controller.core.jobs.membership import seats_of
 from everstep_controller.core.records import JobRecord
 from everstep_controller.core.state import FleetState
 from everstep_controller.core.transition import Transition
@@ -35,7 +34,7 @@ def unindex_launcher(state: FleetState, job: JobRecord, node: NodeId) -> None:
 def update_roster(state: FleetState, job: JobRecord) -> None:
     """Note that the job's state, roster or outgoing roster may have changed. O(nodes of the job)."""
     live, owners = state.job_runtime[job.job], state.job_by_node
-    running = job.status.state is JobState.RUNNING
+    running = job.is_running
     owns = (
         frozenset((*seats_of(job.generation), *seats_of(job.outgoing_generation))) if running else frozenset[NodeId]()
     )
@@ -64,7 +63,7 @@ def restore_job(state: FleetState, job: JobRecord) -> None:
         if node in state.node_runtime:
             state.node_runtime[node].jobs[job.job] = None
             state.job_runtime[job.job].nodes[node] = None
-    for node in job.membership.launchers if job.status.state not in ENDED_STATES else ():
+    for node in job.membership.launchers if not job.is_ended else ():
         if node in state.node_runtime:
             state.node_runtime[node].open_jobs[job.job] = None
     update_roster(state, job)
@@ -86,3 +85,25 @@ def remove_node(state: FleetState, node: NodeId) -> None:
     """Drop a node without work from the index, before the state forgets the node."""
     for name in state.node_runtime[node].jobs:
         state.job_runtime[name].nodes.pop(node, None)
+
+
+def offer_to_jobs(transition: Transition, node: str) -> None:
+    """Offer a newly usable node to the forming, paused or small jobs of its launchers.
+
+    Each job is checked once at the next Tick, however many nodes return, since a roster takes time linear in the job's
+    nodes.
+    """
+    for name in transition.state.node_runtime[node].open_jobs:
+        live = transition.state.job_runtime[name]
+        if live.regroup.node_offered_at is None:
+            live.regroup.node_offered_at = transition.now
+            transition.schedule_job(transition.now, name)
+
+
+def clear_exclusion(transition: Transition, job_id: str, node: str) -> None:
+    """Clear the job's lost ranks, exclusion and straggler mark for the node."""
+    job = transition.state.jobs[job_id]
+    job.membership.excluded_nodes.pop(node, None)
+    job.failures.rank_loss_times.pop(node, None)
+    job.membership.replaced_stragglers.pop(node, None)
+    transition.mark_job_changed(job_id)

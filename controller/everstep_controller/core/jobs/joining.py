@@ -19,9 +19,8 @@ from everstep_controller.core.jobs.generations import (
     generation_number_floor,
     regroup,
 )
-from everstep_controller.core.jobs.job_index import drop_job, index_launcher
+from everstep_controller.core.jobs.job_index import drop_job, index_launcher, offer_to_jobs
 from everstep_controller.core.jobs.membership import (
-    ENDED_STATES,
     domain_of,
     eligible_nodes,
     is_seated,
@@ -56,7 +55,7 @@ possible number a job would have none left, and its record could not be read aga
 def handle_launcher_joined(transition: Transition, node: str, report: LauncherJoined) -> None:
     """Handle a launcher's offer: a new job, a spare, a reconnect or a launcher's new life."""
     job = transition.state.jobs.get(report.job)
-    if job is not None and job.status.state not in ENDED_STATES and _is_stale(job, node, report):
+    if job is not None and not job.is_ended and _is_stale(job, node, report):
         transition.count_ignored("launcher_joined.stale")
         return
     if why := spec_error(report.spec):
@@ -70,7 +69,7 @@ def handle_launcher_joined(transition: Transition, node: str, report: LauncherJo
             f"ranks on {node} say that they are in generation {report.generation}: there is none",
         )
         return
-    if job is not None and job.status.state in ENDED_STATES:
+    if job is not None and job.is_ended:
         ended_unheard = (
             transition.state.database_outage and job.status.since >= transition.state.database_outage_since
         )  # the launchers of an ended job still wait for the end
@@ -85,7 +84,7 @@ def handle_launcher_joined(transition: Transition, node: str, report: LauncherJo
         return
     if job is None:
         job = _create(transition, report)
-    elif job.status.state in ENDED_STATES:
+    elif job.is_ended:
         _start_over(transition, job, report)
     if report.spec != job.spec and not _accept_spec(transition, job, node, report):
         return
@@ -217,35 +216,18 @@ def _catch_up(
         return
     if job.generation is None:
         return
-    if job.status.state is JobState.RUNNING and job.progress.last_number > job.generation.number:
+    if job.is_running and job.progress.last_number > job.generation.number:
         sentence = f"ranks on {node} are ahead of the records"
-        regroup(
-            transition, job, RegroupCause(reason=GenerationReason.FORMED, sentence=sentence, trace=transition.trace)
-        )
+        regroup(transition, job, RegroupCause(GenerationReason.FORMED, sentence, transition.trace))
         return
-    if job.status.state is JobState.RUNNING and is_seated(job, node) and restarted:
+    if job.is_running and is_seated(job, node) and restarted:
         sentence = f"the launcher on {node} started anew"
-        regroup(
-            transition, job, RegroupCause(reason=GenerationReason.RANK_LOST, sentence=sentence, trace=transition.trace)
-        )
+        regroup(transition, job, RegroupCause(GenerationReason.RANK_LOST, sentence, transition.trace))
         return
     spec = job.outgoing_generation if is_unannounced(transition, job) else job.generation
-    if job.status.state is JobState.RUNNING and spec is not None and (new_agent or report.generation < spec.number):
+    if job.is_running and spec is not None and (new_agent or report.generation < spec.number):
         transition.send(node, NewGeneration(spec=spec))
     consider_growth(transition, job)
-
-
-def offer_to_jobs(transition: Transition, node: str) -> None:
-    """Offer a newly usable node to the forming, paused or small jobs of its launchers.
-
-    Each job is checked once at the next Tick, however many nodes return, since a roster takes time linear in the job's
-    nodes.
-    """
-    for name in transition.state.node_runtime[node].open_jobs:
-        live = transition.state.job_runtime[name]
-        if live.regroup.node_offered_at is None:
-            live.regroup.node_offered_at = transition.now
-            transition.schedule_job(transition.now, name)
 
 
 def offer_after_deferral(transition: Transition) -> None:
@@ -271,9 +253,7 @@ def consider_forming(transition: Transition, job: JobRecord) -> None:
     seats = len(next_seats(transition.state, job)) if len(job.membership.launchers) >= least else 0
     if seats >= most or (seats >= least and transition.now >= due):
         sentence = f"{seats} of {format_node_count(most)} asked for have joined"
-        regroup(
-            transition, job, RegroupCause(reason=GenerationReason.FORMED, sentence=sentence, trace=transition.trace)
-        )
+        regroup(transition, job, RegroupCause(GenerationReason.FORMED, sentence, transition.trace))
     elif transition.now < due:
         transition.schedule_job(due, job.job)
     elif seats < least:
@@ -326,7 +306,7 @@ def preemptable_jobs(state: FleetState, job: JobRecord) -> list[JobRecord]:
     """Return running jobs of lower priority with nodes that ``job`` could use, lowest priority first."""
     names = dict.fromkeys(name for node in job.membership.launchers for name in _jobs_on(state, node))
     others = [state.jobs[name] for name in names]
-    below = [o for o in others if o.status.state is JobState.RUNNING and o.spec.priority < job.spec.priority]
+    below = [o for o in others if o.is_running and o.spec.priority < job.spec.priority]
     return sorted(below, key=lambda other: other.spec.priority)
 
 
@@ -445,19 +425,6 @@ def _preempt(transition: Transition, job: JobRecord, victim: JobRecord, taken: l
     )
     transition.audit("job.preempts", sentence, job=job.job)
     cause = RegroupCause(
-        reason=GenerationReason.PRIORITY,
-        sentence=sentence,
-        trace=transition.trace,
-        at_boundary=True,
-        nodes_to_exclude=frozenset(plan.seats),
+        GenerationReason.PRIORITY, sentence, transition.trace, at_boundary=True, nodes_to_exclude=frozenset(plan.seats)
     )
     regroup(transition, victim, cause)
-
-
-def clear_exclusion(transition: Transition, job_id: str, node: str) -> None:
-    """Clear the job's lost ranks, exclusion and straggler mark for the node."""
-    job = transition.state.jobs[job_id]
-    job.membership.excluded_nodes.pop(node, None)
-    job.failures.rank_loss_times.pop(node, None)
-    job.membership.replaced_stragglers.pop(node, None)
-    transition.mark_job_changed(job_id)

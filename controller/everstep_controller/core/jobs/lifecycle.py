@@ -1,28 +1,31 @@
-"""Handle a job's deadlines, resumption, user errors, limits and end."""
+"""Handle a job's deadlines, resumption, progress, user errors, limits and failing copies."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from everstep.ids import Rank
-from everstep.vocabulary import GenerationReason, JobState
-from everstep.wire.v1.training import GenerationSpec, Member, Resumed, UserError
+from everstep.vocabulary import Finding, FindingKind, GenerationReason, JobState, Severity
+from everstep.wire.v1.training import GenerationSpec, Member, RankProgress, Resumed, UserError
 from everstep_controller.core.checkpoints.commits import start_commits
+from everstep_controller.core.health.offences import raise_controller_finding
 from everstep_controller.core.jobs import ending
 from everstep_controller.core.jobs.generations import (
     RegroupCause,
+    boundary_step,
     consider_growth,
     mark_boundary_crossed,
+    plan_replicas,
     regroup,
     resume_timeout_s,
     update_paused_reason,
 )
 from everstep_controller.core.jobs.joining import consider_forming, consider_preemption
-from everstep_controller.core.jobs.membership import ENDED_STATES, max_roster_nodes, running_generation, seats_of
+from everstep_controller.core.jobs.membership import max_roster_nodes, running_generation, seats_of
 from everstep_controller.core.jobs.notifications import record_replaced_rank, send_generation, send_kill
 from everstep_controller.core.jobs.stragglers import check_stragglers, start_straggler_windows
 from everstep_controller.core.records import JobRecord
-from everstep_controller.core.state import JobRuntime
+from everstep_controller.core.state import FleetState, JobRuntime
 from everstep_controller.core.transition import Transition
 from everstep_controller.core.wording import format_node_count, join_names
 
@@ -36,7 +39,7 @@ INHERITED_CHECK_S = 1.0
 def handle_resumed(transition: Transition, job: JobRecord, node: str, report: Resumed) -> None:
     """Record that a rank has resumed; the last one completes the recovery."""
     spec = job.generation
-    if spec is None or report.generation != spec.number or job.status.state is not JobState.RUNNING:
+    if spec is None or report.generation != spec.number or not job.is_running:
         transition.count_ignored("resumed.stale")
         return
     if not spec.has_rank_on(node, report.rank):
@@ -171,7 +174,7 @@ def _exclude_missing(transition: Transition, job: JobRecord, missing: Sequence[M
         launcher.unusable_reason = f"rank {ranks} on it did not enter generation {spec.number} in time"
     sentence = f"{join_names(sorted(absent))} did not enter generation {spec.number} in time"
     _kill_missing(transition, job, missing, spec, sentence)
-    regroup(transition, job, RegroupCause(reason=GenerationReason.NODE_LOST, sentence=sentence, trace=spec.trace))
+    regroup(transition, job, RegroupCause(GenerationReason.NODE_LOST, sentence, spec.trace))
 
 
 def _restart_missing(transition: Transition, job: JobRecord, missing: Sequence[Member], spec: GenerationSpec) -> None:
@@ -180,7 +183,7 @@ def _restart_missing(transition: Transition, job: JobRecord, missing: Sequence[M
         f"{_describe_progress(missing, spec)}, deadline after deadline (generation {spec.number}): these are restarted"
     )
     _kill_missing(transition, job, missing, spec, sentence)
-    regroup(transition, job, RegroupCause(reason=GenerationReason.RANK_HUNG, sentence=sentence, trace=spec.trace))
+    regroup(transition, job, RegroupCause(GenerationReason.RANK_HUNG, sentence, spec.trace))
 
 
 def _kill_missing(
@@ -196,13 +199,6 @@ MAX_ERROR_CHARS = 200
 """Number of characters that identify an exception's text."""
 
 
-def wake_jobs(transition: Transition) -> None:
-    """Wake all unfinished jobs after a database outage."""
-    for job in list(transition.state.jobs.values()):
-        if job.status.state not in ENDED_STATES:
-            transition.schedule_job(transition.now, job.job)
-
-
 def handle_user_error(transition: Transition, job: JobRecord, node: str, report: UserError) -> None:
     """Handle an exception of the training function; no hardware is blamed.
 
@@ -210,7 +206,7 @@ def handle_user_error(transition: Transition, job: JobRecord, node: str, report:
     transient fault.
     """
     running = running_generation(job)
-    if running is None or job.status.state is not JobState.RUNNING or report.generation != running.number:
+    if running is None or not job.is_running or report.generation != running.number:
         transition.count_ignored("user_error.stale")
         return
     if not running.has_rank_on(node, report.rank):
@@ -228,11 +224,7 @@ def handle_user_error(transition: Transition, job: JobRecord, node: str, report:
     elif job.failures.user_retries < job.spec.max_user_retries:
         job.failures.user_retries += 1
         words = f"{sentence}; retry {job.failures.user_retries} of {job.spec.max_user_retries}"
-        regroup(
-            transition,
-            job,
-            RegroupCause(reason=GenerationReason.RANK_LOST, sentence=words[:4000], trace=transition.trace),
-        )
+        regroup(transition, job, RegroupCause(GenerationReason.RANK_LOST, words[:4000], transition.trace))
     else:
         job.progress.ended_step = report.step
         ending.fail_job(transition, job, sentence)
@@ -246,10 +238,8 @@ def resize_job(transition: Transition, job: JobRecord, size: int, actor: str) ->
     transition.audit("job.resized", sentence, job=job.job)
     if job.status.state is JobState.FORMING:
         consider_forming(transition, job)
-    elif job.status.state is JobState.RUNNING and len(seats_of(job.generation)) > max_roster_nodes(job):
-        cause = RegroupCause(
-            reason=GenerationReason.OPERATOR, sentence=sentence, trace=transition.trace, at_boundary=True
-        )
+    elif job.is_running and len(seats_of(job.generation)) > max_roster_nodes(job):
+        cause = RegroupCause(GenerationReason.OPERATOR, sentence, transition.trace, at_boundary=True)
         regroup(transition, job, cause)
     else:
         consider_growth(transition, job)
@@ -259,7 +249,7 @@ def check_job(transition: Transition, job: JobRecord) -> None:
     """Check a job's deadlines, except pending regroups and boundaries."""
     if job.status.state is JobState.FORMING:
         consider_forming(transition, job)
-    elif job.status.state is JobState.RUNNING:
+    elif job.is_running:
         if ending.check_equal_steps(transition, job):
             return
         check_resumed(transition, job)
@@ -270,3 +260,118 @@ def check_job(transition: Transition, job: JobRecord) -> None:
         consider_preemption(transition, job)
         if job.status.state is JobState.PAUSED:
             update_paused_reason(transition, job)
+
+
+# Progress. Hot path: constant work per rank, no effects.
+
+
+def record_progress(state: FleetState, node: str, ranks: Iterable[RankProgress], now: float) -> None:
+    """Record the progress of ranks of running generations; a node reports only its own ranks.
+
+    Runs a hundred thousand times a second in a large fleet. Values common to all ranks of a job on the node are
+    therefore looked up once.
+    """
+    name, job = "", None
+    for progress in ranks:
+        if progress.job != name:
+            name = progress.job
+            job = state.jobs.get(name)
+            if job is not None and not job.is_running:
+                job = None
+            if job is not None:
+                pace, coming, leaving = state.job_runtime[name].progress, job.generation, job.outgoing_generation
+                ours = coming.ranks_on(node) if coming is not None else range(0)
+                theirs = leaving.ranks_on(node) if leaving is not None else range(0)
+        if job is None:
+            continue
+        if coming is not None and progress.generation == coming.number and progress.rank in ours:
+            pace.entered_ranks.add(progress.rank)
+            if leaving is not None:
+                continue
+        elif leaving is None or progress.generation != leaving.number or progress.rank not in theirs:
+            continue
+        pace.by_rank[progress.rank] = progress
+        if pace.furthest_step is None or progress.step > pace.furthest_step:
+            pace.record_step(progress.step, now)
+
+
+def may_have_crossed_boundary(state: FleetState, ranks: Iterable[RankProgress]) -> bool:
+    """Return whether one of the ranks may have crossed its job's boundary."""
+    name = ""
+    for progress in ranks:
+        if progress.job != name:
+            name = progress.job
+            job = state.jobs.get(name)
+            leaving = job is not None and job.outgoing_generation is not None
+        if leaving and job is not None and is_beyond_boundary(job, progress):
+            return True
+    return False
+
+
+def is_beyond_boundary(job: JobRecord, progress: RankProgress) -> bool:
+    """Return whether a rank may have crossed the boundary, which is more than progress."""
+    return (
+        job.outgoing_generation is not None
+        and job.generation is not None
+        and progress.generation == job.generation.number
+    )
+
+
+# Replica nodes that take no copies
+#
+# A vault without memory, a vault that is far too slow or a link that corrupts bytes does not hurt training. However,
+# nothing is committed while a share's copy depends on it. The faulty end need not be known to try another pair: a node
+# whose copies arrive nowhere is recognised at its next replica node too.
+
+
+def check_replica_nodes(transition: Transition, job: JobRecord) -> None:
+    """At a deadline or after a failed commit, skip the replica nodes that missed too many versions in a row."""
+    live, policy, spec = transition.state.job_runtime[job.job], transition.policy, job.generation
+    live.commits.skipped_replica_nodes = {
+        replica_node: until
+        for replica_node, until in live.commits.skipped_replica_nodes.items()
+        if until > transition.now
+    }
+    failing = sorted(
+        replica_node
+        for replica_node, count in live.commits.missed_copies.items()
+        if count >= policy.missed_copies_count
+    )
+    if not failing or spec is None or not job.is_running or transition.state.database_outage:
+        return
+    if transition.now < job.progress.opened_at + policy.growth_interval_s:
+        transition.schedule_job(job.progress.opened_at + policy.growth_interval_s, job.job)
+        return
+    if boundary_step(transition, job, live) is None:
+        return  # the next missed version leads here again
+    for replica_node in failing:
+        del live.commits.missed_copies[replica_node]
+        live.commits.skipped_replica_nodes[replica_node] = transition.now + policy.replica_node_skip_s
+        _raise_copies_missing(transition, job, replica_node)
+    if plan_replicas(transition, job, list(spec.seats)) == spec.replica_nodes:
+        return  # there is no other node
+    sentence = (
+        f"copies go elsewhere than to {join_names(failing)}, which missed {policy.missed_copies_count} "
+        "versions in a row"
+    )
+    regroup(transition, job, RegroupCause(GenerationReason.PLACEMENT, sentence, transition.trace, at_boundary=True))
+
+
+def _raise_copies_missing(transition: Transition, job: JobRecord, replica_node: str) -> None:
+    spec = job.generation
+    assert spec is not None
+    senders = [node for node, replica_nodes in spec.replica_nodes.items() if replica_node in replica_nodes]
+    finding = Finding(
+        kind=FindingKind.COPIES_MISSING,
+        subject=f"copies/{job.job}",
+        severity=Severity.WARNING,
+        message=(
+            f"{transition.policy.missed_copies_count} versions of {job.job} in a row did not get from "
+            f"{join_names(senders)} to {replica_node}, "
+            "so nothing was committed; the ranks' logs on either end say why (memory, time, digests)"
+        ),
+        value=float(transition.policy.missed_copies_count),
+        since=transition.now,
+        trace=transition.trace,
+    )
+    raise_controller_finding(transition, replica_node, finding, transition.policy.replica_node_skip_s)

@@ -55,7 +55,7 @@ def handle_rank_lost(transition: Transition, job: JobRecord, node: str, report: 
     """Regroup at once, with the launcher's replacement process or without the node."""
     if report.has_replacement:
         _mark_local_rank_replaced(transition, job, node, report.local_rank)
-    if job.generation is None or job.status.state is not JobState.RUNNING:
+    if job.generation is None or not job.is_running:
         transition.count_ignored("rank_lost.not_running")
         return
     launcher = job.membership.launchers.get(node)
@@ -83,7 +83,7 @@ def handle_rank_lost(transition: Transition, job: JobRecord, node: str, report: 
         transition,
         job,
         node,
-        RegroupCause(reason=GenerationReason.RANK_LOST, sentence=sentence, trace=transition.trace),
+        RegroupCause(GenerationReason.RANK_LOST, sentence, transition.trace),
     )
 
 
@@ -127,9 +127,7 @@ def replace_rank(transition: Transition, job: JobRecord, node: str, cause: Regro
     if len(current_roster(transition, job)) < min_roster_nodes(job):
         ending.fail_job(transition, job, f"{cause.sentence}; {sentence}, and no other node can take its place")
         return
-    regroup(
-        transition, job, RegroupCause(reason=cause.reason, sentence=f"{cause.sentence}; {sentence}", trace=cause.trace)
-    )
+    regroup(transition, job, RegroupCause(cause.reason, f"{cause.sentence}; {sentence}", cause.trace))
 
 
 def regroup_with_seen(transition: Transition, job: JobRecord, cause: RegroupCause) -> None:
@@ -186,7 +184,7 @@ def handle_collective_failed(transition: Transition, job: JobRecord, node: str, 
     """
     note_beyond_boundary(transition, job, node, report.rank, report.generation, report.step)
     spec = find_generation(job, report.generation)
-    if spec is None or job.status.state is not JobState.RUNNING:
+    if spec is None or not job.is_running:
         transition.count_ignored("collective_failed.stale")
         return
     if not spec.has_rank_on(node, report.rank):
@@ -230,7 +228,7 @@ def regroup_unattributed(
 ) -> None:
     """Regroup with the same roster, because no culprit was named in time."""
     transition.state.job_runtime[job.job].regroup.unattributed_times.append(transition.now)
-    regroup_with_seen(transition, job, RegroupCause(reason=reason, sentence=pending.sentence, trace=pending.trace))
+    regroup_with_seen(transition, job, RegroupCause(reason, pending.sentence, pending.trace))
 
 
 def missing_reason(transition: Transition, node: str) -> str:
@@ -291,7 +289,7 @@ def handle_launcher_left(transition: Transition, job: JobRecord, node: str, repo
         return
     manner = "left in order" if report.orderly else "is gone"
     detail = f" ({report.detail})" if report.detail else ""
-    if report.orderly and job.status.state is JobState.RUNNING and _has_finished(job, node):
+    if report.orderly and job.is_running and _has_finished(job, node):
         launcher.usable, launcher.unusable_reason = False, "its ranks have finished, and its launcher has left"
         transition.mark_job_changed(job.job)
         return
@@ -314,24 +312,20 @@ def remove_launcher(transition: Transition, job: JobRecord, node: str, sentence:
         job.membership.abandoned_at = transition.now
     unindex_launcher(transition.state, job, node)
     transition.audit("launcher.left", sentence, node=node, job=job.job, generation=job.progress.last_number)
-    if job.status.state is JobState.RUNNING and is_seated(job, node):
+    if job.is_running and is_seated(job, node):
         stored = job.generation is not None and job.generation.store_node == node
         reason = GenerationReason.STORE_LOST if stored else GenerationReason.NODE_LOST
-        regroup(transition, job, RegroupCause(reason=reason, sentence=sentence, trace=transition.trace))
+        regroup(transition, job, RegroupCause(reason, sentence, transition.trace))
 
 
 def regroup_after_losses(transition: Transition) -> None:
     """Regroup every job that lost nodes in this event once."""
     for name, lost in transition.lost_nodes_by_job.items():
         job = transition.state.jobs[name]
-        if job.status.state is JobState.RUNNING and any(is_seated(job, node) for node in lost):
+        if job.is_running and any(is_seated(job, node) for node in lost):
             first = next(iter(lost.values()))
             sentence = first if len(lost) == 1 else f"{join_names(list(lost))} are lost ({first})"
-            regroup(
-                transition,
-                job,
-                RegroupCause(reason=GenerationReason.NODE_LOST, sentence=sentence, trace=transition.trace),
-            )
+            regroup(transition, job, RegroupCause(GenerationReason.NODE_LOST, sentence, transition.trace))
 
 
 def regroup_jobs_without(transition: Transition, node: str, cause: RegroupCause) -> None:
@@ -343,7 +337,7 @@ def regroup_jobs_without(transition: Transition, node: str, cause: RegroupCause)
         if job.job in transition.regroup_claimed:
             continue
         leaves = job.generation is not None and node not in job.generation.seated_nodes
-        if job.status.state is JobState.RUNNING and not (leaves and cause.at_boundary):
+        if job.is_running and not (leaves and cause.at_boundary):
             regroup(transition, job, cause)
 
 
@@ -372,7 +366,7 @@ def find_restart_target(transition: Transition, node: str, finding: Finding, rul
     Ranks replaced within the rule's ``coalesce_s`` are left out, because the finding concerns the earlier process.
     """
     record = transition.state.nodes[node]
-    job = next((job for job in jobs_seated_on(transition.state, node) if job.status.state is JobState.RUNNING), None)
+    job = next((job for job in jobs_seated_on(transition.state, node) if job.is_running), None)
     spec = running_generation(job) if job is not None else None
     members = tuple(spec.members_on(node)) if spec is not None else ()
     if job is None or spec is None or not members:
@@ -405,9 +399,7 @@ def restart_ranks(
     for member in target.members:
         send_kill(transition, target.job, member, target.spec.number, sentence, trace)
         record_replaced_rank(transition, target.job, node, member.local_rank)
-    replace_rank(
-        transition, target.job, node, RegroupCause(reason=GenerationReason.RANK_LOST, sentence=sentence, trace=trace)
-    )
+    replace_rank(transition, target.job, node, RegroupCause(GenerationReason.RANK_LOST, sentence, trace))
 
 
 def node_restart_cap(transition: Transition, node: str) -> str:

@@ -184,7 +184,6 @@ def _in_order(places: int, mended: dict[int, list[str]], fresh: deque[list[str]]
     return seats + [node for one in fresh for node in one]
 
 
-ENDED_STATES = (JobState.FINISHED, JobState.FAILED)
 RostersByJob = dict[str, list[str]]
 """Roster that each job would get now."""
 
@@ -255,9 +254,7 @@ def ineligible_reason(state: FleetState, job: JobRecord, node: str, keep_seated:
     A node computes for one job at a time; ``claimed_by_priority`` decides between jobs that want it.
     """
     words = unfit_reason(state, job, node, keep_seated)
-    if words or (
-        job.status.state is JobState.RUNNING and job.generation is not None and node in job.generation.seated_nodes
-    ):
+    if words or (job.is_running and job.has_seat(node)):
         return words
     owner = other_owner(state, job, node)
     return f"it computes for job {owner.job}" if owner is not None else ""
@@ -282,8 +279,8 @@ def unfit_reason(state: FleetState, job: JobRecord, node: str, keep_seated: Coll
         return record.sentence or "it is out of reach"
     if state.node_runtime[node].disconnected_at is not None:
         return "its agent's connection is closed"
-    seated = job.generation is not None and node in job.generation.seated_nodes
-    running = seated and job.status.state is JobState.RUNNING
+    seated = job.has_seat(node)
+    running = seated and job.is_running
     if not running and node in state.unseen_nodes:
         return "this controller, which has just begun, has not heard it yet"
     stays = node in keep_seated or (running and record.state is NodeState.SUSPECT)
@@ -343,7 +340,7 @@ def eligible_nodes(
     for node in job.membership.launchers:
         if node in without or ineligible_reason(state, job, node, keep_seated):
             continue
-        if node in seated and (job.status.state is JobState.RUNNING or node not in gone):
+        if node in seated and (job.is_running or node not in gone):
             (stay if state.nodes[node].state is NodeState.HEALTHY else doubted).append(node)
         elif node not in gone:
             others.append(node)
@@ -358,7 +355,7 @@ def _is_eviction_deferred(state: FleetState, node: str) -> bool:
 
 
 def _is_deferred_spare(state: FleetState, job: JobRecord, node: str) -> bool:
-    return _is_eviction_deferred(state, node) and (job.generation is None or node not in job.generation.seated_nodes)
+    return _is_eviction_deferred(state, node) and (not job.has_seat(node))
 
 
 def _offence_order(record: NodeRecord, half_life_s: float) -> float:
@@ -423,7 +420,7 @@ def jobs_seated_on(state: FleetState, node: str) -> list[JobRecord]:
 
 def is_computing(state: FleetState, node: str) -> bool:
     """Return whether a running job has a seat on the node."""
-    return any(job.status.state is JobState.RUNNING for job in jobs_seated_on(state, node))
+    return any(job.is_running for job in jobs_seated_on(state, node))
 
 
 # Reasons
@@ -434,7 +431,7 @@ def no_seat_reason(state: FleetState, job: JobRecord, node: str, claims: Mapping
 
     ``claims`` is the result of ``claimed_by_priority``, for callers that ask about many nodes.
     """
-    if job.generation is not None and node in job.generation.seated_nodes and job.status.state is not JobState.PAUSED:
+    if job.has_seat(node) and job.status.state is not JobState.PAUSED:
         return ""
     words = ineligible_reason(state, job, node)
     if words:
@@ -442,7 +439,7 @@ def no_seat_reason(state: FleetState, job: JobRecord, node: str, claims: Mapping
     rival = (claimed_by_priority(state, job) if claims is None else claims).get(node)
     if rival is not None:
         return f"job {rival.job} comes first (priority {rival.spec.priority} over {job.spec.priority})"
-    if job.status.state in ENDED_STATES:
+    if job.is_ended:
         return f"the job is {job.status.state}"
     seats = next_seats(state, job)
     if len(seats) < min_roster_nodes(job):
@@ -450,11 +447,7 @@ def no_seat_reason(state: FleetState, job: JobRecord, node: str, claims: Mapping
             f"the job needs {format_node_count(min_roster_nodes(job))} and would have {len(seats)}{_whole_blocks(job)}"
         )
     if node in seats:
-        return (
-            "it gets a seat at the next boundary"
-            if job.status.state is JobState.RUNNING
-            else "the job is about to form"
-        )
+        return "it gets a seat at the next boundary" if job.is_running else "the job is about to form"
     if node in job.membership.replaced_stragglers:
         reason = job.membership.replaced_stragglers[node]
         return f"{reason}; it is taken again only where the job would fall below its minimum"

@@ -6,7 +6,7 @@ compares with the job's own median: a slow model, or a network that is slow for 
 
 from __future__ import annotations
 
-from everstep.vocabulary import Finding, FindingKind, GenerationReason, JobState, Severity
+from everstep.vocabulary import Finding, FindingKind, GenerationReason, Severity
 from everstep.wire.v1.training import GenerationSpec
 from everstep_controller.core.health.offences import extend_controller_finding, raise_controller_finding
 from everstep_controller.core.jobs.generations import RegroupCause, boundary_step, regroup
@@ -41,12 +41,7 @@ def check_stragglers(transition: Transition, job: JobRecord) -> None:
     # age.
     live.stragglers.window += 1 + int((transition.now - live.stragglers.window_due) / policy.straggler_window_s)
     _next_window(transition, job, live)
-    if (
-        spec is None
-        or job.progress.resumed_at is None
-        or job.outgoing_generation is not None
-        or job.status.state is not JobState.RUNNING
-    ):
+    if spec is None or job.progress.resumed_at is None or job.outgoing_generation is not None or not job.is_running:
         return
     lag = transition.read_stragglers(job.job, policy.straggler_factor)
     slow = slow_nodes(spec, lag, policy.straggler_share)
@@ -123,11 +118,7 @@ def _replace_one(transition: Transition, job: JobRecord, spec: GenerationSpec) -
     job.membership.replaced_stragglers[node] = f"{node} was replaced because it was slow"
     del live.stragglers.slow_windows[node]
     cause = RegroupCause(
-        reason=GenerationReason.STRAGGLER,
-        sentence=sentence,
-        trace=transition.trace,
-        at_boundary=True,
-        nodes_to_exclude=frozenset({node}),
+        GenerationReason.STRAGGLER, sentence, transition.trace, at_boundary=True, nodes_to_exclude=frozenset({node})
     )
     regroup(transition, job, cause)
 

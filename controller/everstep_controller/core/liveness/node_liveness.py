@@ -17,7 +17,7 @@ from everstep_controller.core.health.node_state import out_of_service_reason, se
 from everstep_controller.core.health.offences import clear_controller_findings, raise_controller_finding
 from everstep_controller.core.health.outbreaks import common_cause
 from everstep_controller.core.health.quarantine import begin_probation, check_probation, check_quarantine
-from everstep_controller.core.jobs.joining import offer_to_jobs
+from everstep_controller.core.jobs.job_index import offer_to_jobs
 from everstep_controller.core.jobs.losses import regroup_without_missing, remove_launcher
 from everstep_controller.core.jobs.membership import jobs_seated_on, max_roster_nodes, running_generation, seats_of
 from everstep_controller.core.liveness import correlation
