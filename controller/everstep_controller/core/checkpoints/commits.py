@@ -346,7 +346,7 @@ def roll_back_to_clean(transition: Transition, job: JobRecord) -> str:
     drop_corrupt_protection(transition, job, clean)
     transition.mark_job_changed(job.job)
     if clean is None:
-        return "no version was ever committed, so the job starts anew"
+        return "no version was ever committed, so the job restarts from scratch"
     return f"nothing newer than version {clean}, the newest known to be clean, is restored"
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -246,26 +246,6 @@ def _lost(group: NodeGroup, gone: Collection[str]) -> tuple[str, ...]:
     return tuple(node for node in group.members if node in gone)
 
 
-def describe_losses(groups: Sequence[NodeGroup], gone: Collection[str]) -> Iterator[str]:
-    """Yield a sentence for each group that the losses affect."""
-    for number, group in enumerate(groups):
-        missing = [node for node in group.nodes if node in gone]
-        if missing:
-            yield (
-                f"group {number} ({len(group.nodes)} nodes) is without {join_names(missing)}: "
-                f"{_describe_group_loss(group, gone)}"
-            )
-
-
-def _describe_group_loss(group: NodeGroup, gone: Collection[str]) -> str:
-    away = [node for node in group.members if node in gone]
-    if lost := _lost(group, gone):
-        return f"more than two of it are gone, and what {join_names(lost)} stored cannot be made again"
-    if not away:
-        return "no member is, and parity can be made anew"
-    return f"what {join_names(away)} stored is made again from the others"
-
-
 def pinned_versions(job: JobRecord) -> tuple[Version, ...]:
     """Return the versions that ranks must keep, because they are being read or parity depends on them."""
     held = [job.spills.pending.version] if job.spills.pending is not None else []
@@ -424,7 +404,9 @@ def _check_parity(transition: Transition, job: JobRecord, protecting: PendingPro
     for group in protecting.protection.shards():
         p, q = (live.vault_orders.made_parity[parity_node].get(group.group) for parity_node in group.parity)
         if p is None or p != q:
-            give_up_protection(transition, job, f"P and Q of group {group.group} were made of different shards")
+            give_up_protection(
+                transition, job, f"the parity blocks P and Q of group {group.group} were computed from different shards"
+            )
             return
     version, took_s = protecting.protection.version, transition.now - protecting.started_at
     first = job.parity.active is None
@@ -435,7 +417,7 @@ def _check_parity(transition: Transition, job: JobRecord, protecting: PendingPro
     job.parity.not_before = protecting.started_at + transition.policy.parity_interval_s
     transition.mark_job_changed(job.job)
     if first:  # a log entry for each later version would come every few seconds
-        sentence = f"version {version} is kept by parity after {took_s:.1f} s: {job.parity.summary}"
+        sentence = f"parity of version {version} is complete after {took_s:.1f} s: {job.parity.summary}"
         transition.audit("parity.kept", sentence, job=job.job, trace=protecting.trace, data={"version": str(version)})
 
 

@@ -229,12 +229,10 @@ def _exposure(
     if version is None:
         data = "nothing is committed yet"
     elif gone:
-        data = (
-            f"what the ranks on {join_names(gone)} stored of version {version} may be gone: no copy is known to be left"
-        )
-        data += f"; parity has version {older}" if older else ""
+        data = f"the state of the ranks on {join_names(gone)} at version {version} may be lost: no other copy is known"
+        data += f"; version {older} can be rebuilt from parity" if older else ""
     else:
-        data = f"version {version} stays whole"
+        data = f"version {version} stays complete"
     return LossForecast(
         kind=kind,
         name=name,
@@ -256,20 +254,20 @@ def _summary(
 ) -> str:
     if version is None:
         start = (
-            "it starts anew"
+            "the job restarts from scratch"
             if job.progress.last_number == 0 or job.commits.restore_ceiling == NO_VERSION
-            else "it takes what is found whole"
+            else "the newest complete version in the vaults is restored"
         )
         return f"nothing of job {job.job} is committed yet: after a loss {start}"
     if missing and older is not None:
         return (
-            f"version {version} cannot be restored now: what the ranks on {join_names(missing)} stored is not held by "
-            f"anybody in reach; parity has version {older}"
+            f"version {version} cannot be restored now: no reachable node has the state of the ranks on "
+            f"{join_names(missing)}; version {older} can be rebuilt from parity"
         )
     if missing:
         return (
-            f"version {version} cannot be restored now: what the ranks on {join_names(missing)} stored is not held by "
-            "anybody in reach; it comes back with them, or a newer one is committed"
+            f"version {version} cannot be restored now: no reachable node has the state of the ranks on "
+            f"{join_names(missing)}; restart those nodes, or wait for the next commit"
         )
     fatal = [one for one in forecasts if not one.restorable]
     kinds = Counter(one.kind for one in fatal)
@@ -295,7 +293,7 @@ def list_checkpoints(state: FleetState, job: JobRecord) -> JobCheckpoints:
     versions = (*_in_memory(state, job), *_by_parity(state, job), *_on_storage(state, job))
     first = next((one for one in versions if one.restorable), None)
     if first is None:
-        sentence = f"nothing of job {job.job} is kept that it could go back to"
+        sentence = f"no checkpoint of job {job.job} can be restored"
     else:
         sentence = f"after a loss now, job {job.job} goes back to {first.version} or a newer one: {first.sentence}"
     return JobCheckpoints(
@@ -316,9 +314,9 @@ def _in_memory(state: FleetState, job: JobRecord) -> Iterator[CheckpointCopy]:
         job.commits.restore_ceiling == NO_VERSION or live.commits.committed_version > job.commits.restore_ceiling
     )
     lost = bool(told.missing_ranks)
-    why = "it was committed, and every share of it is held"
+    why = "it is committed, and every rank's share is on a reachable node"
     if lost:
-        why = "ranks' shares of it are held by nobody in reach"
+        why = "it is committed, but some ranks' shares are on no reachable node"
     elif barred:
         why = "it may be corrupt"
     yield CheckpointCopy(
@@ -336,13 +334,15 @@ def _by_parity(state: FleetState, job: JobRecord) -> Iterator[CheckpointCopy]:
     verified = state.job_runtime[job.job].commits.verified_version
     if job.parity.active is not None:
         version, lost = job.parity.active.protection.version, lost_protected_nodes(state, job)
-        why = f"its shards lie in {len(job.parity.active.protection.groups)} groups, each of which bears two losses"
+        why = (
+            f"its shards are in {len(job.parity.active.protection.groups)} groups, each of which survives 2 lost nodes"
+        )
         yield CheckpointCopy(
             version=version,
             storage_tier="parity",
             state="complete",
             restorable=not lost,
-            sentence=f"more of a group is gone than it bears: {join_names(lost)}" if lost else why,
+            sentence=f"too many nodes of a group are lost (at most 2 may be): {join_names(lost)}" if lost else why,
             since=job.parity.active.protected_at,
             verified=verified is not None and version <= verified,
         )
@@ -355,7 +355,7 @@ def _by_parity(state: FleetState, job: JobRecord) -> Iterator[CheckpointCopy]:
             restorable=False,
             sentence=(
                 f"{len(state.job_runtime[job.job].vault_orders.made_parity)} of {len(parity_nodes)} parity nodes "
-                "have made their parity"
+                "are done"
             ),
             since=job.parity.pending.started_at,
         )

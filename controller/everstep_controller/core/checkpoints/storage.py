@@ -205,7 +205,9 @@ def _written(transition: Transition, job: JobRecord, spilling: PendingSpill, nod
         spilling.failures += 1
         transition.mark_job_changed(job.job)
         if spilling.failures >= transition.policy.vault_order_failures:
-            give_up_spill(transition, job, "all parts are written, and the storage does not show them all")
+            give_up_spill(
+                transition, job, "all nodes have written their parts, but not all parts are listed on storage"
+            )
         else:
             live.vault_orders.spill_due = transition.now + transition.policy.vault_order_retry_s
 
@@ -225,7 +227,7 @@ def _complete(transition: Transition, job: JobRecord, spilling: PendingSpill, re
     took_s = transition.now - spilling.started_at
     transition.audit(
         "spill.stored",
-        f"version {stored.version} is whole on storage after {took_s:.1f} s: {stored.url}",
+        f"version {stored.version} is complete on storage after {took_s:.1f} s: {stored.url}",
         job=job.job,
         trace=spilling.trace,
         data={"version": str(stored.version), "url": stored.url, "removed": ", ".join(report.removed)},
@@ -240,7 +242,7 @@ def end_spills(transition: Transition, job: JobRecord) -> None:
     scratch.
     """
     if job.spills.pending is not None:
-        sentence = f"version {job.spills.pending.version} is not written to storage: the job is over"
+        sentence = f"version {job.spills.pending.version} is not written to storage: the job has ended"
         transition.audit("spill.given_up", sentence, job=job.job, trace=job.spills.pending.trace)
         job.spills.pending = None
     if job.status.state is JobState.FINISHED:

@@ -120,14 +120,13 @@ def check_equal_steps(transition: Transition, job: JobRecord, begun: Mapping[Ran
 def _fail_unequal_steps(
     transition: Transition, job: JobRecord, returned_ranks: list[Rank], last: int, further: dict[Rank, int]
 ) -> None:
-    go_on = "goes on" if len(further) == 1 else "go on"
     fail_job(
         transition,
         job,
-        f"{ranks_named(returned_ranks)} left the training function after step {last} while "
-        f"{ranks_named(further)} {go_on} with "
-        f"step {max(further.values())}: all ranks have to make the same steps. Let all ranks decide alike when to stop "
-        "(on run.mean of the loss, say), and give all of them the same number of steps",
+        f"{ranks_named(returned_ranks)} returned from the training function after step {last}, but "
+        f"{ranks_named(further)} began step {max(further.values())}. All ranks must run the same steps: base the "
+        "decision to stop on a value that is equal on all ranks, such as run.mean(loss), and give all ranks the same "
+        "number of steps",
     )
 
 

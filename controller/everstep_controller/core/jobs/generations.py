@@ -389,7 +389,7 @@ def check_boundary(transition: Transition, job: JobRecord) -> None:
         if entered or transition.now >= live.regroup.boundary_fallback_at:
             mark_boundary_crossed(transition, job)
     elif transition.now >= live.regroup.boundary_fallback_at:
-        sentence = f"the boundary after step {spec.after_step} was not reached in time"
+        sentence = f"the boundary after step {spec.after_step} was not reached in time; the job regroups at once"
         regroup(transition, job, RegroupCause(spec.reason, sentence, spec.trace))
 
 
@@ -404,7 +404,7 @@ def consider_growth(transition: Transition, job: JobRecord) -> None:
     if job.status.state is JobState.PAUSED:
         seats = next_seats(state, job)
         if len(seats) >= min_roster_nodes(job) and not _waits_for_more_nodes(transition, job, seats):
-            sentence = f"enough nodes are able again ({join_names(seats)})"
+            sentence = f"enough nodes are available again ({join_names(seats)})"
             regroup(transition, job, RegroupCause(GenerationReason.GROWTH, sentence, transition.trace))
         return
     before = seats_of(job.generation)
@@ -488,4 +488,4 @@ def describe_kept_nodes(state: FleetState, job: JobRecord, seats: Sequence[str])
     held = [node for node in seats if state.nodes[node].state in (NodeState.HELD, NodeState.PROBATION)]
     if not held:
         return ""
-    return f"; it keeps {join_names(held)} all the same, since it needs {format_node_count(min_roster_nodes(job))}"
+    return f"; it keeps {join_names(held)}, because the job needs {format_node_count(min_roster_nodes(job))}"

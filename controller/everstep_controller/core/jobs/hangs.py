@@ -36,7 +36,7 @@ def handle_rank_unresponsive(transition: Transition, job: JobRecord, node: str, 
     if spec is None or not job.is_running or member is None:
         transition.count_ignored("rank_unresponsive.stale")
         return
-    words = f"rank {report.rank} on {node} has not ticked for {report.unresponsive_s:.1f} s"
+    words = f"rank {report.rank} on {node} has sent no heartbeat for {report.unresponsive_s:.1f} s"
     sentence = f"{words} ({report.process_state})" if report.process_state else words
     if report.generation == spec.number and member.rank == report.rank:
         _replace_hung(transition, job, spec, member, sentence, transition.trace)
@@ -81,8 +81,8 @@ def handle_rank_stalled(transition: Transition, job: JobRecord, node: str, repor
     live = transition.state.job_runtime[job.job]
     live.regroup.stalled_ranks[report.rank] = (report.step, report.collectives)
     sentence = (
-        f"rank {report.rank} on {node} stands still after step {report.step} for {report.stalled_s:.1f} s "
-        f"(allowed: {report.threshold_s:.1f})"
+        f"rank {report.rank} on {node} has made no progress for {report.stalled_s:.1f} s after step {report.step} "
+        f"(limit: {report.threshold_s:.1f} s)"
     )
     data = {
         "rank": str(report.rank),
@@ -106,7 +106,8 @@ def handle_rank_stalled(transition: Transition, job: JobRecord, node: str, repor
 
 def _fail_unequal_steps(transition: Transition, job: JobRecord, spec: GenerationSpec, report: RankStalled) -> None:
     member = spec.roster[report.rank]
-    words = f"rank {report.rank} on {member.node} stands still after step {report.step} for {report.stalled_s:.0f} s"
+    words = f"rank {report.rank} on {member.node} has made no progress for {report.stalled_s:.0f} s "
+    words += f"after step {report.step}"
     ranks = (
         f"rank {job.progress.finished_ranks[0]} has"
         if len(job.progress.finished_ranks) == 1
@@ -115,8 +116,8 @@ def _fail_unequal_steps(transition: Transition, job: JobRecord, spec: Generation
     ending.fail_job(
         transition,
         job,
-        f"{words}, and {ranks} returned from the training function: all ranks have to make the same steps (what takes "
-        f"one rank so long by itself is given its time by --hang-threshold-s)",
+        f"{words}, and {ranks} returned from the training function. All ranks must run the same steps (if one "
+        "rank legitimately works alone for that long, raise --hang-threshold-s)",
     )
 
 
@@ -158,19 +159,18 @@ def settle_pending_regroup(transition: Transition, job: JobRecord) -> None:
             since=pending.since,
             due=pending.due,
             trace=pending.trace,
-            sentence=f"{pending.sentence}; no single rank can be named, so all leave their collectives and try again",
+            sentence=f"{pending.sentence}; no single rank can be blamed, so all ranks abort their collectives "
+            "and regroup",
         )
         regroup_unattributed(transition, job, named_nobody, GenerationReason.RANK_HUNG)
         return
     member = spec.roster[stuck]
-    sentence = (
-        f"rank {member.rank} on {member.node} is the one that {_format_waiting(len(live.regroup.stalled_ranks))} for"
-    )
+    sentence = f"rank {member.rank} on {member.node} blocks {_format_stalled(len(live.regroup.stalled_ranks))}"
     _replace_hung(transition, job, spec, member, sentence, pending.trace)
 
 
-def _format_waiting(count: int) -> str:
-    return "a stalled rank waits" if count == 1 else f"{count} stalled ranks wait"
+def _format_stalled(count: int) -> str:
+    return "a stalled rank" if count == 1 else f"{count} stalled ranks"
 
 
 def find_stuck_rank(

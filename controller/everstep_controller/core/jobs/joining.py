@@ -59,14 +59,14 @@ def handle_launcher_joined(transition: Transition, node: str, report: LauncherJo
         transition.count_ignored("launcher_joined.stale")
         return
     if why := spec_error(report.spec):
-        _refuse(transition, node, report, f"job {report.job} cannot be: {why}")
+        _refuse(transition, node, report, f"job {report.job} is refused: {why}")
         return
     if report.generation > max(MAX_REPORTED_GENERATION, job.progress.last_number if job is not None else 0):
         _refuse(
             transition,
             node,
             report,
-            f"ranks on {node} say that they are in generation {report.generation}: there is none",
+            f"ranks on {node} report generation {report.generation}, which does not exist",
         )
         return
     if job is not None and job.is_ended:
@@ -141,7 +141,7 @@ def _create(transition: Transition, report: LauncherJoined) -> JobRecord:
         job.progress.last_number = generation_number_floor(transition.state, report.generation)
     transition.state.jobs[job.job] = job
     transition.state.job_runtime[job.job] = JobRuntime()
-    transition.audit("job.created", f"job {job.job} asked for by its first launcher", job=job.job)
+    transition.audit("job.created", f"job {job.job} was created by its first launcher", job=job.job)
     transition.mark_job_changed(job.job)
     return job
 
@@ -157,14 +157,14 @@ def _start_over(transition: Transition, job: JobRecord, report: LauncherJoined) 
     job.membership, job.failures = JobMembership(), JobFailures()
     job.commits = JobCommits(restore_ceiling=NO_VERSION)
     transition.state.job_runtime[job.job] = JobRuntime(nodes=transition.state.job_runtime[job.job].nodes)
-    transition.audit("job.created", f"job {job.job} is run once more", job=job.job)
+    transition.audit("job.created", f"job {job.job} is run again", job=job.job)
     transition.mark_job_changed(job.job)
 
 
 def _accept_spec(transition: Transition, job: JobRecord, node: str, report: LauncherJoined) -> bool:
     """Accept a different specification from the only launcher; refuse it if there are others."""
     if any(other != node for other in job.membership.launchers):
-        reason = f"the launcher on {node} asks for another shape of job {job.job} than those before it: "
+        reason = f"the launcher on {node} has other options for job {job.job} than the launchers before it: "
         reason += "start all launchers with the same options"
         _refuse(transition, node, report, reason)
         return False
@@ -196,7 +196,7 @@ def _record_launcher(transition: Transition, job: JobRecord, node: str, report: 
         job.membership.excluded_nodes.pop(node, None)
         job.failures.rank_loss_times.pop(node, None)
         job.membership.replaced_stragglers.pop(node, None)
-        transition.audit("launcher.joined", f"the launcher on {node} offers it to {job.job}", node=node, job=job.job)
+        transition.audit("launcher.joined", f"the launcher on {node} joined job {job.job}", node=node, job=job.job)
     index_launcher(transition.state, job, node)
     transition.mark_job_changed(job.job)
 
@@ -207,7 +207,8 @@ def _catch_up(
     """Bring the launcher up to date. A new agent has lost its ranks' generation, and its vault will ask for it."""
     if report.generation > job.progress.last_number:
         sentence = (
-            f"ranks on {node} are in generation {report.generation}, the records end at {job.progress.last_number}"
+            f"ranks on {node} are in generation {report.generation}, but the records end at "
+            f"{job.progress.last_number} (restored from an old copy?)"
         )
         job.progress.last_number = generation_number_floor(transition.state, report.generation)
         transition.audit("job.records_behind", sentence, node=node, job=job.job)
@@ -221,7 +222,7 @@ def _catch_up(
         regroup(transition, job, RegroupCause(GenerationReason.FORMED, sentence, transition.trace))
         return
     if job.is_running and is_seated(job, node) and restarted:
-        sentence = f"the launcher on {node} started anew"
+        sentence = f"the launcher on {node} restarted"
         regroup(transition, job, RegroupCause(GenerationReason.RANK_LOST, sentence, transition.trace))
         return
     spec = job.outgoing_generation if is_unannounced(transition, job) else job.generation
@@ -419,9 +420,9 @@ def _preempt(transition: Transition, job: JobRecord, victim: JobRecord, taken: l
     """Take nodes from the victim, which must not replace them with the free nodes in the plan."""
     victim.membership.preempted_at = transition.now
     sentence = (
-        f"job {job.job} (priority {job.spec.priority}) cannot run with less than "
+        f"job {job.job} (priority {job.spec.priority}) needs at least "
         f"{format_node_count(min_roster_nodes(job))} and takes "
-        f"{join_names(taken)} of job {victim.job} (priority {victim.spec.priority}), which can spare that"
+        f"{join_names(taken)} of job {victim.job} (priority {victim.spec.priority}), which stays above its minimum"
     )
     transition.audit("job.preempts", sentence, job=job.job)
     cause = RegroupCause(

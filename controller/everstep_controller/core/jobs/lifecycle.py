@@ -69,7 +69,8 @@ def _all_resumed(transition: Transition, job: JobRecord, spec: GenerationSpec, l
         data["restored"] = str(last.restored)
     transition.audit(
         "resumed",
-        f"all {spec.world_size} rank(s) of generation {spec.number} step from {start}, {took:.2f} s after the decision",
+        f"all {spec.world_size} rank(s) of generation {spec.number} resumed from {start}, "
+        f"{took:.2f} s after the decision",
         job=job.job,
         generation=spec.number,
         trace=spec.trace,
@@ -101,7 +102,9 @@ def _resume_inherited(transition: Transition, job: JobRecord, live: JobRuntime, 
         transition.schedule_job(transition.now + INHERITED_CHECK_S, job.job)
         return False
     _mark_resumed(transition, job, live)
-    sentence = f"all {spec.world_size} rank(s) of generation {spec.number} step: one has finished step {step}"
+    sentence = (
+        f"all {spec.world_size} rank(s) of generation {spec.number} have resumed: a rank has finished step {step}"
+    )
     transition.audit(
         "resumed", sentence, job=job.job, generation=spec.number, trace=spec.trace, data={"step": str(step)}
     )
@@ -141,7 +144,9 @@ def check_resumed(transition: Transition, job: JobRecord) -> None:
     if missing and entered and live.resume.attempts >= RESTART_AFTER_DEADLINES:
         _restart_missing(transition, job, missing, spec)
         return
-    sentence = f"generation {spec.number} is past its deadline: {_describe_progress(missing, spec)}; waiting on"
+    sentence = (
+        f"generation {spec.number} has not resumed by its deadline: {_describe_progress(missing, spec)}; still waiting"
+    )
     transition.audit("generation.overdue", sentence, job=job.job, generation=spec.number, trace=spec.trace)
     live.resume.due = transition.now + resume_timeout_s(transition, live)
     transition.schedule_job(live.resume.due, job.job)
@@ -151,10 +156,10 @@ def check_resumed(transition: Transition, job: JobRecord) -> None:
 
 def _describe_progress(missing: Sequence[Member], spec: GenerationSpec) -> str:
     if not missing:
-        return "all have entered it, not all have stepped"
+        return "all ranks have entered it, but not all have finished a step"
     if len(missing) == spec.world_size:
-        return "nobody has entered it"
-    return f"{len(missing)} of {spec.world_size} ranks have not entered it, on each node some"
+        return "no rank has entered it"
+    return f"{len(missing)} of {spec.world_size} ranks have not entered it, some on every node"
 
 
 def _exclude_missing(transition: Transition, job: JobRecord, missing: Sequence[Member], spec: GenerationSpec) -> None:
@@ -180,7 +185,8 @@ def _exclude_missing(transition: Transition, job: JobRecord, missing: Sequence[M
 def _restart_missing(transition: Transition, job: JobRecord, missing: Sequence[Member], spec: GenerationSpec) -> None:
     """Restart the missing ranks and try again, because every node has some of them."""
     sentence = (
-        f"{_describe_progress(missing, spec)}, deadline after deadline (generation {spec.number}): these are restarted"
+        f"{_describe_progress(missing, spec)}, after several deadlines (generation {spec.number}): "
+        "these ranks are restarted"
     )
     _kill_missing(transition, job, missing, spec, sentence)
     regroup(transition, job, RegroupCause(GenerationReason.RANK_HUNG, sentence, spec.trace))
@@ -219,7 +225,7 @@ def handle_user_error(transition: Transition, job: JobRecord, node: str, report:
     if job.spec.max_user_retries and before != node:
         job.progress.ended_step = report.step
         ending.fail_job(
-            transition, job, f"{sentence}; {before} raised the same before, so another try would raise it again"
+            transition, job, f"{sentence}; {before} raised the same error before, so a retry would raise it again"
         )
     elif job.failures.user_retries < job.spec.max_user_retries:
         job.failures.user_retries += 1
@@ -234,7 +240,7 @@ def resize_job(transition: Transition, job: JobRecord, size: int, actor: str) ->
     """Limit the job's nodes by an operator's order; a running job follows at its next boundary."""
     job.membership.node_limit = size
     transition.mark_job_changed(job.job)
-    sentence = f"{actor} bounds the job to {format_node_count(max_roster_nodes(job))}"
+    sentence = f"{actor} limits the job to {format_node_count(max_roster_nodes(job))}"
     transition.audit("job.resized", sentence, job=job.job)
     if job.status.state is JobState.FORMING:
         consider_forming(transition, job)
@@ -351,8 +357,7 @@ def check_replica_nodes(transition: Transition, job: JobRecord) -> None:
     if plan_replicas(transition, job, list(spec.seats)) == spec.replica_nodes:
         return  # there is no other node
     sentence = (
-        f"copies go elsewhere than to {join_names(failing)}, which missed {policy.missed_copies_count} "
-        "versions in a row"
+        f"copies no longer go to {join_names(failing)}, which missed {policy.missed_copies_count} versions in a row"
     )
     regroup(transition, job, RegroupCause(GenerationReason.PLACEMENT, sentence, transition.trace, at_boundary=True))
 

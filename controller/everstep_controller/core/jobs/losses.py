@@ -32,7 +32,7 @@ from everstep_controller.core.state import PendingRegroup
 from everstep_controller.core.transition import Transition
 from everstep_controller.core.wording import join_names
 
-UNSEEN_REASON = "has not been heard since this controller began"
+UNSEEN_REASON = "has sent nothing since this controller started"
 CLOSED_REASON = "closed its connection"
 MAX_LATE_GENERATIONS = 1
 """Consecutive generations that a node's ranks may enter late before the node is no longer taken back automatically."""
@@ -102,7 +102,7 @@ def _mark_local_rank_replaced(transition: Transition, job: JobRecord, node: str,
     ):
         return
     launcher.usable, launcher.unusable_reason = True, ""
-    sentence = f"other processes have the places of those on {node} that did not enter in time"
+    sentence = f"new processes have replaced the late ranks on {node}; the node is usable again"
     transition.audit("launcher.usable", sentence, node=node, job=job.job)
     consider_growth(transition, job)
 
@@ -164,7 +164,7 @@ def _raise_rank_flapping(transition: Transition, node: str, sentence: str, count
         kind=FindingKind.RANK_FLAPPING,
         subject="ranks",
         severity=Severity.WARNING,
-        message=f"{sentence}; the job does without it until an operator readmits it or its launcher starts anew",
+        message=f"{sentence}; the job continues without it until an operator readmits it or its launcher restarts",
         value=float(count),
         threshold=float(transition.policy.rank_flap_count),
         since=transition.now,
@@ -197,9 +197,8 @@ def handle_collective_failed(transition: Transition, job: JobRecord, node: str, 
     if regroup_without_missing(transition, job, f"a collective of rank {report.rank} failed"):
         return
     if live.regroup.pending is None:
-        sentence = (
-            f"a collective of rank {report.rank} on {node} failed at step {report.step}, and nobody says who is lost"
-        )
+        sentence = f"a collective of rank {report.rank} on {node} failed at step {report.step}, and no report names a "
+        sentence += "lost member"
         due = transition.now + _collective_wait(transition, job)
         live.regroup.pending = PendingRegroup(
             is_stall=False, since=transition.now, due=due, trace=transition.trace, sentence=sentence
@@ -261,7 +260,7 @@ def regroup_without_missing(transition: Transition, job: JobRecord, evidence: st
 
 
 _PLURAL_REASONS = {
-    UNSEEN_REASON: "have not been heard since this controller began",
+    UNSEEN_REASON: "have sent nothing since this controller started",
     CLOSED_REASON: "closed their connections",
 }
 
@@ -290,7 +289,7 @@ def handle_launcher_left(transition: Transition, job: JobRecord, node: str, repo
     manner = "left in order" if report.orderly else "is gone"
     detail = f" ({report.detail})" if report.detail else ""
     if report.orderly and job.is_running and _has_finished(job, node):
-        launcher.usable, launcher.unusable_reason = False, "its ranks have finished, and its launcher has left"
+        launcher.usable, launcher.unusable_reason = False, "its ranks have finished, and its launcher has exited"
         transition.mark_job_changed(job.job)
         return
     remove_launcher(transition, job, node, f"the launcher on {node} {manner}{detail}")

@@ -40,7 +40,7 @@ def max_seats(spec: JobSpec) -> int:
 def spec_error(spec: JobSpec) -> str:
     """Return why no roster satisfies the specification, with advice; "" if one can."""
     if spec.min_nodes > spec.max_nodes:
-        return f"min_nodes {spec.min_nodes} is above max_nodes {spec.max_nodes}: no roster has so many and so few nodes"
+        return f"min_nodes {spec.min_nodes} is above max_nodes {spec.max_nodes}: lower min_nodes or raise max_nodes"
     if min_seats(spec) > max_seats(spec):
         return (
             f"no whole number of blocks of {spec.block_nodes} nodes lies between {spec.min_nodes} and "
@@ -63,8 +63,8 @@ def _parity_error(spec: JobSpec) -> str:
         )
     if spec.parity_group_size and spec.replicas == 1 and min_seats(spec) < 4:
         return (
-            f"with one copy and parity, nothing would be safe on fewer than 4 nodes (2 members, P and Q), and the job "
-            f"goes on with {min_seats(spec)}: give min_nodes of 4 or more, or 2 copies beside the parity"
+            f"with one copy and parity, no data would be safe on fewer than 4 nodes (2 members, P and Q), and the job "
+            f"continues with {min_seats(spec)}: give min_nodes of 4 or more, or 2 copies beside the parity"
         )
     return ""
 
@@ -282,12 +282,12 @@ def unfit_reason(state: FleetState, job: JobRecord, node: str, keep_seated: Coll
     seated = job.has_seat(node)
     running = seated and job.is_running
     if not running and node in state.unseen_nodes:
-        return "this controller, which has just begun, has not heard it yet"
+        return "it has not contacted this controller since the controller started"
     stays = node in keep_seated or (running and record.state is NodeState.SUSPECT)
     if record.state is not NodeState.HEALTHY and not stays:
         return record.sentence or f"it is {record.state}"
     if not seated and not launcher.has_rejoined:
-        return "its agent began anew, and the launcher has not said so"
+        return "its agent restarted, and its launcher has not rejoined yet"
     if job.spec.block_within and not domain_of(record.identity.domain, job.spec.block_within):
         return f"it names no {job.spec.block_within}, and the job's blocks stay within one"
     return ""
@@ -450,9 +450,9 @@ def no_seat_reason(state: FleetState, job: JobRecord, node: str, claims: Mapping
         return "it gets a seat at the next boundary" if job.is_running else "the job is about to form"
     if node in job.membership.replaced_stragglers:
         reason = job.membership.replaced_stragglers[node]
-        return f"{reason}; it is taken again only where the job would fall below its minimum"
+        return f"{reason}; it is used again only if the job would otherwise fall below its minimum"
     if _is_deferred_spare(state, job, node):
-        return "its eviction is held; it is taken only where the job would fall below its minimum"
+        return "its eviction is deferred; it is used only if the job would otherwise fall below its minimum"
     if len(seats) < max_roster_nodes(job):
         return f"no further block can be made with it{_whole_blocks(job)}"
     return f"it is a spare: the job has its {format_node_count(max_roster_nodes(job))}"

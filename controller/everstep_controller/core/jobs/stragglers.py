@@ -114,7 +114,7 @@ def _replace_one(transition: Transition, job: JobRecord, spec: GenerationSpec) -
     node = next((one for one in named if _can_be_replaced(transition, job, spec, one)), None)
     if node is None or boundary_step(transition, job, live) is None:
         return
-    sentence = f"{node} is slow and a spare is not"
+    sentence = f"{node} is slow, and a spare takes its place"
     job.membership.replaced_stragglers[node] = f"{node} was replaced because it was slow"
     del live.stragglers.slow_windows[node]
     cause = RegroupCause(

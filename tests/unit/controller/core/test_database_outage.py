@@ -26,10 +26,7 @@ def test_unsent_generation_is_reissued_with_epoch_number() -> None:
     assert told.seated_nodes == untold.seated_nodes
     assert told.reason is untold.reason
     assert told.trace == untold.trace
-    assert (
-        f"generation {untold.number} was decided but never announced, because the database became unavailable"
-        in told.sentence
-    )
+    assert f"generation {untold.number} was decided but never announced" in told.sentence
 
 
 def test_first_generation_of_job_waits_for_database() -> None:

@@ -176,7 +176,7 @@ def test_spill_is_abandoned_when_storage_never_shows_all_parts() -> None:
         _answer(fleet, "n1", again)
         effects = _answer(fleet, "n2", again)
     assert fleet.job().spills.pending is None
-    assert "the storage does not show them all" in audits(effects, "spill.given_up")[0]
+    assert "not all parts are listed on storage" in audits(effects, "spill.given_up")[0]
 
 
 def test_overwritten_share_ends_spill_and_delays_the_next() -> None:

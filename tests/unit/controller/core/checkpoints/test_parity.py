@@ -1,4 +1,4 @@
-"""Versions kept by parity: who is told to make it, when it counts, and what is gone back to."""
+"""Versions is complete after: who is told to make it, when it counts, and what is gone back to."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_parity_counts_when_all_nodes_report_same_members() -> None:
     shielded = fleet.job().parity.active
     assert shielded is not None
     assert shielded.protection.version == Version(1, 10)
-    assert "kept by parity" in audits(effects, "parity.kept")[0]
+    assert "is complete after" in audits(effects, "parity.kept")[0]
 
 
 @pytest.mark.promise("parity")
@@ -181,7 +181,7 @@ def test_restorability_accounts_for_parity() -> None:
     told = {one.name: one for one in compute_restorability(fleet.state, fleet.job()).loss_forecasts}
     assert told["n1"].restorable
     assert told["n1"].fallback_version == version
-    assert f"parity has version {version}" in told["n1"].sentence
+    assert f"version {version} can be rebuilt from parity" in told["n1"].sentence
     assert told["n1, n2"].restorable
     fleet.disconnect("n6")
     fleet.advance(30, *SIX[:5])
@@ -233,7 +233,7 @@ def test_job_end_releases_parity() -> None:
     [
         ({"parity_group_size": 1, "max_nodes": 4}, "parity of one member"),
         ({"parity_group_size": 4, "max_nodes": 3}, "parity needs 4 nodes"),
-        ({"parity_group_size": 4, "max_nodes": 6, "min_nodes": 3, "replicas": 1}, "goes on with 3"),
+        ({"parity_group_size": 4, "max_nodes": 6, "min_nodes": 3, "replicas": 1}, "continues with 3"),
     ],
 )
 def test_impossible_parity_settings_are_refused(spec: dict[str, int], words: str) -> None:

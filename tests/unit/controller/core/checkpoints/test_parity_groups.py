@@ -6,13 +6,13 @@ from collections import Counter
 from itertools import combinations
 
 import pytest
-from everstep_controller.core.checkpoints.parity import ParityGrouping, describe_losses, form_groups, lost_shards
+from everstep_controller.core.checkpoints.parity import ParityGrouping, form_groups, lost_shards
 from everstep_controller.core.checkpoints.placement import FailureDomains
 from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.ids import Version
-from everstep.wire.v1.vault_reports import NodeGroup, Protection
+from everstep.wire.v1.vault_reports import Protection
 
 names = st.sampled_from(["", "1", "2", "3", "4"])
 any_site = st.builds(FailureDomains, rack=names, switch=names, power=names)
@@ -161,17 +161,3 @@ def test_every_rank_of_grouped_node_is_in_one_shard_group(sites: list[FailureDom
     assert all(not {node for _, node in one.members} & set(one.parity) for one in shards)
 
 
-def test_loss_explanation_covers_each_affected_group() -> None:
-    groups = [
-        NodeGroup(members=("a", "b", "c"), parity=("d", "e")),
-        NodeGroup(members=("d", "e", "f"), parity=("a", "b")),
-    ]
-    assert list(describe_losses(groups, {"a", "b", "d"})) == [
-        "group 0 (5 nodes) is without a, b, d: more than two of it are gone, and what a, b stored cannot be made again",
-        "group 1 (5 nodes) is without d, a, b: more than two of it are gone, and what d stored cannot be made again",
-    ]
-    assert list(describe_losses(groups, {"a"})) == [
-        "group 0 (5 nodes) is without a: what a stored is made again from the others",
-        "group 1 (5 nodes) is without a: no member is, and parity can be made anew",
-    ]
-    assert list(describe_losses(groups, {"x"})) == []

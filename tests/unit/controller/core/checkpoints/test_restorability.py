@@ -61,7 +61,7 @@ def test_replicas_in_other_rack_survive_any_node_or_rack() -> None:
     assert answer.version == Version(1, 5)
     assert all(one.restorable for one in answer.loss_forecasts if one.kind in ("node", "rack"))
     assert _of(answer, "rack", "a").sentence == (
-        "without rack a (2 nodes): version 1:5 stays whole; the job goes on with 2 of 4 nodes"
+        "without rack a (2 nodes): version 1:5 stays complete; the job goes on with 2 of 4 nodes"
     )
 
 
@@ -73,7 +73,7 @@ def test_node_and_its_replica_are_reported_as_fatal_pair() -> None:
     assert fatal == [("n1", "n3"), ("n2", "n4")]
     assert answer.loss_forecasts[0].nodes == ("n1", "n3"), "what would cost something comes first"
     assert answer.loss_forecasts[0].ranks == (0, 1, 4, 5)
-    assert "what the ranks on n1, n3 stored of version 1:5 may be gone" in answer.loss_forecasts[0].sentence
+    assert "the state of the ranks on n1, n3 at version 1:5 may be lost" in answer.loss_forecasts[0].sentence
     assert answer.sentence.endswith("2 pairs cannot be spared, such as n1 and n3")
 
 
@@ -104,7 +104,10 @@ def test_exposure_reports_job_continuation_separately() -> None:
 
 def test_restorability_before_first_commit_has_no_version() -> None:
     fleet = _fleet("ab")
-    assert _ask(fleet).sentence == "nothing of job job is committed yet: after a loss it takes what is found whole"
+    assert (
+        _ask(fleet).sentence
+        == "nothing of job job is committed yet: after a loss the newest complete version in the vaults is restored"
+    )
 
 
 def test_restorability_reports_ceiling_after_corruption() -> None:
@@ -145,7 +148,9 @@ def test_ranks_without_reachable_holder_are_reported_missing() -> None:
     fleet.advance(40.0, "n2", "n4")
     answer = _ask(fleet)
     assert answer.missing_ranks == (0, 2)
-    assert "version 1:5 cannot be restored now: what the ranks on n1, n3 stored is not held by" in answer.sentence
+    assert (
+        "version 1:5 cannot be restored now: no reachable node has the state of the ranks on n1, n3" in answer.sentence
+    )
 
 
 def test_holders_survive_restart_and_next_generation() -> None:
@@ -219,4 +224,4 @@ def test_missing_shares_are_listed_in_rank_order() -> None:
     _commit(fleet, {f"n{at}": ((f"n{at % 6 + 1}",), ()) for at in range(1, 7)})
     fleet.disconnect("n1")
     fleet.advance(30.0)
-    assert "what the ranks on n1, n2, n3, n4, n5, n6 stored" in _ask(fleet).sentence
+    assert "the state of the ranks on n1, n2, n3, n4, n5, n6" in _ask(fleet).sentence

@@ -37,7 +37,7 @@ def test_no_restore_point_exists_before_first_commit() -> None:
     fleet = _fleet()
     told = list_checkpoints(fleet.state, fleet.job())
     assert told.versions == ()
-    assert told.sentence == "nothing of job job is kept that it could go back to"
+    assert told.sentence == "no checkpoint of job job can be restored"
 
 
 def test_restore_points_order_memory_parity_storage() -> None:
@@ -62,7 +62,7 @@ def test_restore_points_order_memory_parity_storage() -> None:
         ("1:10", "storage", "complete", True),
     ]
     told = list_checkpoints(fleet.state, fleet.job())
-    assert told.sentence.startswith("after a loss now, job job goes back to 1:10 or a newer one: it was committed")
+    assert told.sentence.startswith("after a loss now, job job goes back to 1:10 or a newer one: it is committed")
 
 
 def test_restore_points_fall_back_to_parity_then_storage() -> None:

@@ -84,7 +84,7 @@ def test_new_member_failure_before_boundary_forces_regroup() -> None:
     (regrouped,) = generations(fleet.advance(1.0, *fleet.state.nodes))
     assert (regrouped.number, regrouped.after_step) == (spec.number + 1, None)
     assert regrouped.seats == spec.seats
-    assert "nobody says who is lost" in regrouped.sentence
+    assert "no report names a lost member" in regrouped.sentence
 
 
 def test_leaving_node_is_no_witness_of_announced_generation() -> None:

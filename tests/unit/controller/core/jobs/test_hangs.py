@@ -90,7 +90,7 @@ def test_long_stall_after_a_rank_returned_fails_the_job() -> None:
     fleet.stall(0, step=9, stalled_s=700.0)
     assert fleet.job().status.state is JobState.FAILED
     assert (
-        "rank 1 has returned from the training function: all ranks have to make the same steps"
+        "rank 1 has returned from the training function. All ranks must run the same steps"
         in fleet.job().status.sentence
     )
 

@@ -1,4 +1,4 @@
-"""A spare that is convicted and whose eviction is held takes a seat only where its job would fall below its minimum."""
+"""A spare whose eviction is deferred takes a seat only if its job would otherwise fall below its minimum."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_job_shrinks_rather_than_seat_spare_due_for_eviction() -> None:
     fleet.resume(step=20)
     fleet.advance(60.0, *fleet.state.nodes)
     assert fleet.seats() == ["n1", "n3", "n4"], "nor does the job grow with it"
-    assert "eviction is held" in no_seat_reason(fleet.state, fleet.job(), "n5")
+    assert "eviction is deferred" in no_seat_reason(fleet.state, fleet.job(), "n5")
 
 
 def test_job_below_minimum_seats_one_spare_due_for_eviction() -> None:

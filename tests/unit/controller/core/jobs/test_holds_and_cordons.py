@@ -36,7 +36,7 @@ def test_required_held_node_keeps_its_seat_in_regroup(by: str) -> None:
     _held(fleet, by, "n2")
     fleet.lose_rank(0)
     assert (fleet.job_state(), fleet.seats()) == (JobState.RUNNING, FOUR)
-    assert fleet.job().status.sentence.endswith("keeps all 4 nodes; it keeps n2 all the same, since it needs 4 nodes")
+    assert fleet.job().status.sentence.endswith("keeps all 4 nodes; it keeps n2, because the job needs 4 nodes")
     fleet.restart()
     fleet.hear("n1", "n2", "n3", "n4")
     fleet.lose_rank(3)
@@ -49,7 +49,7 @@ def test_dispensable_held_node_is_replaced_in_regroup() -> None:
     _held(fleet, "hold", "n2")
     fleet.lose_rank(0)
     assert sorted(fleet.seats()) == ["n1", "n3", "n4", "n5"]
-    assert "all the same" not in fleet.job().status.sentence
+    assert "because the job needs" not in fleet.job().status.sentence
 
 
 @pytest.mark.promise("held-nodes-keep-jobs")

@@ -164,7 +164,7 @@ def test_slow_first_step_gets_more_time() -> None:
     fleet.progress(0)
     effects = fleet.advance(31.0, "n1", "n2")
     assert generations(effects) == []
-    assert "not all have stepped" in audits(effects, "generation.overdue")[0]
+    assert "not all have finished a step" in audits(effects, "generation.overdue")[0]
 
 
 def test_generation_entered_by_no_rank_is_resent() -> None:

@@ -159,7 +159,7 @@ def test_preemption_takes_needed_nodes_at_a_boundary() -> None:
     spec = fleet.spec("low")
     assert (spec.reason, spec.after_step is not None) == (GenerationReason.PRIORITY, True)
     assert fleet.seats("low") == ["n1", "n2"], "no more than it needs to run"
-    assert "job high (priority 5) cannot run with less than 2 nodes and takes n4, n3 of job low" in spec.sentence
+    assert "job high (priority 5) needs at least 2 nodes and takes n4, n3 of job low" in spec.sentence
     assert fleet.job_state("high") is JobState.FORMING, "its nodes still compute up to the boundary"
     fleet.resume("low", restored=Version(1, 40), step=41)
     _wait(fleet, 0.1)
@@ -184,7 +184,7 @@ def test_preemption_falls_back_to_another_job() -> None:
     _start(fleet, "high", "n1", "n2", "n3", min_nodes=2, max_nodes=2, join_wait_s=0, priority=5)
     _wait(fleet, 2.1)
     assert audits(fleet.effects, "job.preempts")[0].endswith(
-        "takes n3 of job middle (priority 1), which can spare that"
+        "takes n3 of job middle (priority 1), which stays above its minimum"
     )
 
 

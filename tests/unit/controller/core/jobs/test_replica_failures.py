@@ -55,7 +55,7 @@ def test_replicas_move_after_consecutive_missed_versions() -> None:
     assert spec.seated_nodes == {"n1", "n2", "n3", "n4"}
     assert "n2" not in _homes(fleet)
     assert all(len(homes) == 1 for homes in spec.replica_nodes.values())
-    assert "copies go elsewhere than to n2, which missed 3 versions in a row" in audits(fleet.effects, "generation")[-1]
+    assert "copies no longer go to n2, which missed 3 versions in a row" in audits(fleet.effects, "generation")[-1]
     assert KEY in fleet.state.nodes["n2"].health.controller_findings
     assert decisions(fleet.effects) == [("n2", "no_action")]
 

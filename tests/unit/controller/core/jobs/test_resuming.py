@@ -147,7 +147,7 @@ def test_missing_ranks_on_every_node_are_restarted_eventually() -> None:
         fleet.progress_of(rank, 5)
     effects = fleet.advance(2.0 * DEADLINE_S, "n1", "n2")
     (overdue,) = audits(effects, "generation.overdue")
-    assert "2 of 4 ranks have not entered it, on each node some; waiting on" in overdue
+    assert "2 of 4 ranks have not entered it, some on every node; still waiting" in overdue
     effects = fleet.advance(8.0 * DEADLINE_S, "n1", "n2")
     assert _killed(effects)[:2] == [("n1", 1, number), ("n2", 1, number)]
     assert fleet.spec().number == number + 1

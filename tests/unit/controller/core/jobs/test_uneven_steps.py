@@ -28,7 +28,7 @@ def test_rank_leaving_before_later_steps_fails_the_job() -> None:
     effects = fleet.advance(0.3)
     assert fleet.job().status.state is JobState.FAILED
     assert fleet.job().status.sentence.startswith(
-        "rank 1 left the training function after step 6 while ranks 0, 2 and 3 go on with step 7: "
+        "rank 1 returned from the training function after step 6, but ranks 0, 2 and 3 began step 7. "
     )
     stops = [e.body for e in effects if isinstance(e, Send) and isinstance(e.body, StopJob)]
     assert stops
@@ -42,7 +42,8 @@ def test_stall_after_uneven_end_kills_no_rank() -> None:
     assert sent(effects, KillRank) == {}
     assert fleet.job().status.state is JobState.FAILED
     assert (
-        "rank 1 left the training function after step 6 while rank 0 goes on with step 7" in fleet.job().status.sentence
+        "rank 1 returned from the training function after step 6, but rank 0 began step 7"
+        in fleet.job().status.sentence
     )
 
 
@@ -66,7 +67,10 @@ def test_ranks_returning_after_different_steps_fail_the_job() -> None:
         fleet.finish(1, begun=second)
         assert fleet.job().status.state is JobState.FAILED
         early, late = (0, 1) if first < second else (1, 0)
-        assert f"rank {early} left the training function after step 6 while rank {late}" in fleet.job().status.sentence
+        assert (
+            f"rank {early} returned from the training function after step 6, but rank {late}"
+            in fleet.job().status.sentence
+        )
 
 
 def test_last_step_of_an_earlier_generation_is_forgotten() -> None:

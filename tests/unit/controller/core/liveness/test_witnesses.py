@@ -123,7 +123,7 @@ def test_member_unseen_after_rejoin_window_is_dropped() -> None:
     fleet.lose_rank(0)
     (spec,) = generations(fleet.advance(1.1, "n1", "n2", "n3"))
     assert spec.seats == ("n1", "n2", "n3")
-    assert "n4 has not been heard since this controller began, and rank 0 on n1 lost" in spec.sentence
+    assert "n4 has sent nothing since this controller started, and rank 0 on n1 lost" in spec.sentence
     assert fleet.node_state("n4") is NodeState.HEALTHY
 
 
