@@ -41,8 +41,8 @@ from everstep_controller.read_models.prometheus import FleetCollector, Metrics
 from everstep_controller.remediation.remediator import Remediator
 from everstep_controller.remediation.service import RemediationService
 from everstep_controller.rulebook import with_rules
-from everstep_controller.runtime.clock import SteadyTime
-from everstep_controller.runtime.clock_check import ClockMonitor, clock_set_back_s
+from everstep_controller.runtime.agent_requests import AgentRequests
+from everstep_controller.runtime.clock import ClockMonitor, SteadyTime, clock_set_back_s
 from everstep_controller.runtime.commit_buffer import DatabaseOutage
 from everstep_controller.runtime.loop import FleetLoop
 from everstep_controller.runtime.push import Outbox
@@ -85,9 +85,7 @@ MakeRemediator = Callable[[], Remediator]
 class Controller:
     """All parts of one running controller. Create it with ``start`` or ``lead``, and end it with ``stop``.
 
-    Attributes:
-        app: ASGI application with the agents' routes in front of FastAPI.
-        loop_task: the event loop's task. If it ends by itself, a transaction failed and the process must end too.
+    If ``loop_task`` ends by itself, a transaction failed and the process must end too.
     """
 
     def __init__(
@@ -170,14 +168,13 @@ class Controller:
         self.authenticator = gate
         self.agent_service = AgentService(
             loop=self.loop,
+            requests=AgentRequests(self.loop, self.metrics, loaded.acknowledged_reports, loaded.poisoned),
             metrics=self.metrics,
             clock=clock,
             descriptors=connections.process_descriptors(),
             defer=SerialQueue(),
             name=settings.name,
             heartbeat_interval_s=settings.heartbeat_interval_s,
-            acknowledged_reports=loaded.acknowledged_reports,
-            poisoned_reports=loaded.poisoned,
             charge_reports=gate.charge_reports,
             epoch_check=self.epoch_check,
         )
@@ -199,13 +196,8 @@ class Controller:
     ) -> Controller:
         """Restore the state loaded from a database that was taken over, and handle the first event.
 
-        Requests may be served when this method returns.
-
-        Args:
-            known_records: the records that ``loaded`` leaves out.
-
-        Raises:
-            DatabaseUnavailable: or any other error of the database.
+        Requests may be served when this method returns. ``known_records`` are the records that ``loaded`` leaves out.
+        Raises the errors of the database.
         """
         rules = with_rules(settings.policy)
         if clock_set_back_s(clock.wall(), loaded.newest_at, trust_clock=settings.trust_clock):

@@ -39,10 +39,7 @@ def load_rulebook(site: Path | None = None, folder: Path = POLICY_FOLDER) -> Rul
     """Return the shipped rules, overridden by the ``*.toml`` files in ``site``.
 
     A site's rule with the same kind and name replaces the keys that it gives and keeps the others. A rule with a new
-    name is tried before the unnamed rule of its kind.
-
-    Raises:
-        ConfigurationError: a file is wrong; the message gives file, line and key.
+    name is tried before the unnamed rule of its kind. Raises ConfigurationError with file, line and key.
     """
     if site is not None and not site.is_dir():
         raise ConfigurationError(f"the policy folder {site} is no directory")
@@ -160,11 +157,7 @@ def policy_document(policy: CorePolicy) -> PolicyDocument:
 
 
 def apply_change(policy: CorePolicy, change: PolicyChange) -> CorePolicy:
-    """Return the policy with the change applied.
-
-    Raises:
-        ConfigurationError: the change is invalid; the message says how to correct it.
-    """
+    """Return the policy with the change applied. Raises ConfigurationError, which says how to correct the change."""
     if "rules" in change.knobs:
         raise ConfigurationError("rules is no knob: give the rules beside the knobs")
     knobs: dict[str, Any] = {name: getattr(policy, name) for name in policy.__struct_fields__ if name != "rules"}

@@ -25,7 +25,7 @@ from everstep_controller.config import ControllerSettings, read_password
 from everstep_controller.leadership.member import ControllerReplica
 from everstep_controller.process_lifecycle import write_atomically
 from everstep_controller.remediation.service import create_remediator
-from everstep_controller.runtime.clock_check import check_clock_at_start
+from everstep_controller.runtime.clock import check_clock_at_start
 from everstep_controller.server.listener import (
     ControllerServer,
     address_of,

@@ -17,6 +17,7 @@ from everstep_controller.core.effects import AuditEntry, Effect
 from everstep_controller.core.state import FleetState
 from everstep_controller.leadership.lease import LeaderReachability, LeaseTenure, Resignation, StandbyContacts
 from everstep_controller.read_models.fleet_views import ReadModels
+from everstep_controller.runtime.agent_requests import AgentRequests
 from everstep_controller.runtime.clock import SteadyTime
 from everstep_controller.runtime.push import Outbox, OutgoingDirective
 from everstep_controller.runtime.startup_state import restore_state
@@ -204,14 +205,13 @@ class ControllerProcess:
         self._boards = ReadModels(self.state.jobs.values())
         self._desk = AgentService(
             loop=self,  # type: ignore[arg-type]
+            requests=AgentRequests(self, METRICS, loaded.acknowledged_reports, loaded.poisoned),  # type: ignore[arg-type]
             metrics=METRICS,
             clock=self.clock,
             descriptors=DescriptorBudget(4096),
             defer=lambda work: work(),
             name=self.name,
             heartbeat_interval_s=1.0,
-            acknowledged_reports=loaded.acknowledged_reports,
-            poisoned_reports=loaded.poisoned,
         )
         self.world.see(facts.TookOver(self.name, loaded.epoch, dict(loaded.acknowledged_reports)))
         started = ev.ControllerStarted(epoch=loaded.epoch, trace=self.world.trace_id(self.name))

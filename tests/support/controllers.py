@@ -178,7 +178,8 @@ async def answer_agent(controller: Controller, node: str, kind: type[Any], body:
     controller.authenticator.authorize_agent(pairs, node, None)
     desk = controller.agent_service
     if kind is Register:
-        return await desk.register(node, decode_register(body))
+        register = decode_register(body)
+        return desk.registered(register, await desk.register(node, register))
     if kind is Reports:
         return ReportsAnswer(through=await desk.take_reports(node, responses.decode(_REPORTS, body)))
     outcome = desk.take_heartbeat(node, responses.decode(_HEARTBEAT, body))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from everstep.bearer_tokens import Identity, TokenRole
 from everstep.errors import RateLimited
@@ -29,40 +30,26 @@ def identity_key(identity: Identity) -> IdentityKey:
     return identity.role, identity.subject
 
 
+@dataclass(eq=False, kw_only=True)
 class AdmissionControl:
-    """Admits requests that are not agents'. For the event loop's thread only.
+    """Admits requests that are not agents'. For the event loop's thread only."""
 
-    Args:
-        max_requests: requests of one identity that may wait, run, or be sent at the same time.
-        max_bytes: bytes of responses to one identity that may be unsent.
-        loop_share: share of the event loop's time that responses may take, in (0, 1].
-        monotonic: clock in seconds.
-        on_refused: called with one of LIMITS for each refused request.
+    max_requests: int  # requests of one identity that may wait, run, or be sent at the same time
+    max_bytes: int  # bytes of responses to one identity that may be unsent
+    loop_share: float  # share of the event loop's time that responses may take, in (0, 1]
+    monotonic: Callable[[], float]  # clock in seconds
+    on_refused: Callable[[str], None] = lambda limit: None  # called with one of LIMITS for each refused request
 
-    Attributes:
-        buffered_bytes: bytes of all responses that are being sent.
-    """
-
-    def __init__(
-        self,
-        *,
-        max_requests: int,
-        max_bytes: int,
-        loop_share: float,
-        monotonic: Callable[[], float],
-        on_refused: Callable[[str], None] = lambda limit: None,
-    ) -> None:
-        self._most = max_requests
-        self._most_bytes = max_bytes
-        self._refused = on_refused
+    def __post_init__(self) -> None:
         self._open: dict[IdentityKey, list[RequestReservation]] = {}
-        self._turns = _SliceScheduler(loop_share, monotonic)
+        self._turns = _SliceScheduler(self.loop_share, self.monotonic)
 
     def __len__(self) -> int:
         return sum(map(len, self._open.values()))
 
     @property
     def buffered_bytes(self) -> int:
+        """Bytes of all responses that are being sent."""
         return sum(place.bytes for places in self._open.values() for place in places)
 
     def reserve(self, identity: Identity) -> RequestReservation:
@@ -72,11 +59,11 @@ class AdmissionControl:
         """
         who = identity_key(identity)
         places = self._open.get(who, [])
-        if len(places) >= self._most and identity.role is not TokenRole.JOIN:
-            self._refused("in_flight")
+        if len(places) >= self.max_requests and identity.role is not TokenRole.JOIN:
+            self.on_refused("in_flight")
             raise RateLimited(
-                f"{identity.role} {identity.subject} has {len(places)} requests under way, as many as one may: come "
-                "again when some are answered, or take another token",
+                f"{identity.role} {identity.subject} has {len(places)} requests in progress, the most allowed: wait "
+                "for answers, or use another token",
                 RETRY_AFTER_S,
             )
         place = RequestReservation(self, who)
@@ -90,12 +77,12 @@ class AdmissionControl:
     def add_bytes(self, reservation: RequestReservation, size: int) -> None:
         """Count a response that is about to be sent. Raises RateLimited if too much is unsent."""
         others = sum(one.bytes for one in self._open[reservation.identity_key])
-        if others and others + size > self._most_bytes:
-            self._refused("bytes")
+        if others and others + size > self.max_bytes:
+            self.on_refused("bytes")
             role, subject = reservation.identity_key
             raise RateLimited(
-                f"{others} bytes of answers wait for {role} {subject} to take them, and this one has {size}: read "
-                "those first, or ask for less at a time",
+                f"{others} bytes of answers wait to be read by {role} {subject}, and this one has {size}: read those "
+                "first, or request less at a time",
                 RETRY_AFTER_S,
             )
         reservation.bytes = size

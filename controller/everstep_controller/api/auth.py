@@ -7,6 +7,7 @@ import ipaddress
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import KW_ONLY, dataclass
 from types import MappingProxyType
 
 from everstep.bearer_tokens import JOB_PREFIX, STORED_PREFIX, Identity, TokenRole, claimed_job, hash_secret, job_token
@@ -89,11 +90,7 @@ def network_of(address: str) -> str:
 
 
 class FailedAuthentications:
-    """Counts failed authentications per address, for the log and against brute force.
-
-    Args:
-        per_s: failures per second and address that are answered with their reason.
-    """
+    """Counts failed authentications per address, for the log and against brute force."""
 
     def __init__(self, *, per_s: float, burst_s: float, monotonic: Callable[[], float]) -> None:
         self._buckets: TokenBuckets[str] = TokenBuckets(per_s, burst_s)
@@ -137,41 +134,29 @@ ALLOWED_ROLES = MappingProxyType(
 """Roles allowed for each kind of route. An agent must also be the route's node, a trainer of the route's job."""
 
 
+@dataclass(eq=False)
 class Authenticator:
     """Identifies a request's sender by token or certificate, and refuses what the sender may not do.
 
     Every method raises the error for the client: AuthenticationError, PermissionDenied or RateLimited. A verified token
     is cached until it expires, so its next request costs one dictionary lookup. (The lookup is not in constant time,
     but uses a hash keyed per process: a timing attack would need the token.)
-
-    Args:
-        keyring: the fleet's secrets, for minted tokens.
-        credentials: the stored credentials.
-        job_secret: returns a job's secret, for its trainers' tokens; None if the job is unknown or over.
-        now: wall seconds by which credentials expire.
     """
 
-    def __init__(
-        self,
-        keyring: Keyring,
-        *,
-        credentials: CredentialStore,
-        job_secret: Callable[[str], str | None],
-        limits: RequestLimits,
-        failures: FailedAuthentications,
-        clock: Clock,
-        now: Callable[[], float],
-    ) -> None:
-        self._keyring = keyring
-        self._credentials = credentials
-        self._job_secret = job_secret
-        self._limits = limits
-        self._failures = failures
-        self._clock = clock
-        self._now = now
+    keyring: Keyring  # the fleet's secrets, for minted tokens
+    _: KW_ONLY
+    credentials: CredentialStore  # the stored credentials
+    # Returns a job's secret, for its trainers' tokens; None if the job is unknown or over.
+    job_secret: Callable[[str], str | None]
+    limits: RequestLimits
+    failures: FailedAuthentications
+    clock: Clock
+    now: Callable[[], float]  # wall seconds by which credentials expire
+
+    def __post_init__(self) -> None:
         self._known: dict[bytes, tuple[Identity, float]] = {}
-        self._keyring_changes = keyring.changes
-        credentials.on_invalidated = self._known.clear
+        self._keyring_changes = self.keyring.changes
+        self.credentials.on_invalidated = self._known.clear
 
     @classmethod
     def from_settings(
@@ -214,12 +199,9 @@ class Authenticator:
         node: str = "",
         job: str = "",
     ) -> Identity:
-        """Return the sender of a request for a route with this access, about ``node`` or ``job``.
-
-        Counts the request.
-        """
+        """Count a request and return its sender, if it may use a route with this access to ``node`` or ``job``."""
         identity = self.authenticate(headers, peer or UNKNOWN_PEER)
-        self._limits.charge(identity)
+        self.limits.charge(identity)
         _check(access, identity, node, job)
         return identity
 
@@ -229,24 +211,19 @@ class Authenticator:
 
     def charge_reports(self, node: str, count: int) -> None:
         """Count the reports of one request from a node. Raises RateLimited."""
-        self._limits.charge_reports(node, count)
+        self.limits.charge_reports(node, count)
 
     def charge_frame(self, identity: Identity) -> None:
-        """Count a further frame of an admitted session as a request.
-
-        Raises:
-            RateLimited: too many frames.
-            AuthenticationError: the credential was revoked or has expired; the session should end.
-        """
+        """Count a further frame of a session. Raises RateLimited, or AuthenticationError for a dead credential."""
         self.check_valid(identity)
-        self._limits.charge(identity)
+        self.limits.charge(identity)
 
     def authenticate(self, headers: Headers, peer: ConnectionPeer = UNKNOWN_PEER) -> Identity:
         """Return the identity in the Authorization header, or else in the connection's certificate."""
         try:
             return self._identify(headers, peer)
         except AuthenticationError as error:
-            self._failures.record(peer.address, error)
+            self.failures.record(peer.address, error)
             raise
 
     # --- verification
@@ -256,7 +233,7 @@ class Authenticator:
         for name, value in headers:
             if name == b"authorization":
                 known = self._known.get(value)
-                return known[0] if known is not None and self._now() < known[1] else self._verify(value)
+                return known[0] if known is not None and self.now() < known[1] else self._verify(value)
         if peer.identity is not None and self.is_valid(peer.identity):
             return peer.identity
         raise AuthenticationError(
@@ -266,7 +243,7 @@ class Authenticator:
 
     def _follow_keyring(self) -> None:
         """Drop cached tokens if the secrets have changed."""
-        changes = self._keyring.refresh(self._clock)
+        changes = self.keyring.refresh(self.clock)
         if changes != self._keyring_changes:
             self._keyring_changes = changes
             self._known.clear()
@@ -281,9 +258,9 @@ class Authenticator:
         if token.startswith(JOB_PREFIX):
             return self._trainer(token)  # not cached: a job's secret ends with the job
         if token.startswith(STORED_PREFIX):
-            identity, end = self._credentials.verify(token, self._now())
+            identity, end = self.credentials.verify(token, self.now())
         else:
-            identity, end = self._keyring.verify(token), math.inf
+            identity, end = self.keyring.verify(token), math.inf
         if len(self._known) >= MAX_CACHED_TOKENS:
             self._known.clear()
         self._known[value] = (identity, end)
@@ -291,7 +268,7 @@ class Authenticator:
 
     def _trainer(self, token: str) -> Identity:
         job = claimed_job(token)
-        secret = self._job_secret(job)
+        secret = self.job_secret(job)
         right = job_token(job, secret or "no such job")
         if not hmac.compare_digest(token.encode(), right.encode()) or secret is None:
             raise AuthenticationError("the job's token does not verify: the job has ended, or a new job has its name")
@@ -307,14 +284,12 @@ class Authenticator:
     def is_valid(self, identity: Identity) -> bool:
         """Return whether the identity's credential is still valid."""
         if identity.role is TokenRole.TRAINER:
-            secret = self._job_secret(identity.subject)
+            secret = self.job_secret(identity.subject)
             return secret is not None and identity.credential == _by_job(secret)
         if identity.credential == CERTIFICATE_CREDENTIAL:
-            return self._clock.wall() < identity.ends_at
+            return self.clock.wall() < identity.ends_at
         self._follow_keyring()
-        return identity.credential in self._keyring.names or self._credentials.is_valid(
-            identity.credential, self._now()
-        )
+        return identity.credential in self.keyring.names or self.credentials.is_valid(identity.credential, self.now())
 
 
 def _by_job(secret: str) -> str:

@@ -63,8 +63,7 @@ class Keyring:
         stamp: returns a value that changes when the secrets may have changed.
 
     Attributes:
-        secrets: current secrets.
-        names: their fingerprints.
+        names: fingerprints of the secrets.
         changes: number of changes of the secrets; a change may invalidate cached tokens.
     """
 
@@ -155,14 +154,7 @@ def public_credential(row: CredentialRow) -> wire.Credential:
 
 
 class CredentialStore:
-    """All stored credentials. For the event loop's thread.
-
-    Args:
-        rows: credentials loaded when this controller took over the database.
-
-    Attributes:
-        on_death: called when a credential becomes invalid or ends sooner.
-    """
+    """All stored credentials. ``on_invalidated`` is called when a credential becomes invalid or ends sooner."""
 
     def __init__(self, rows: Iterable[CredentialRow] = ()) -> None:
         self._rows: dict[str, CredentialRow] = {}
@@ -267,10 +259,7 @@ class CredentialStore:
         return self._issued(new, sentence, context, tx)
 
     def revoke(self, id: str, context: ChangeContext, tx: Transaction, now: float) -> str:
-        """End a credential, and return a sentence about it.
-
-        Raises NotFound, or Conflict if it is not valid any more.
-        """
+        """End a credential, and return a sentence about it. Raises NotFound, or Conflict if it is no longer valid."""
         row = self._valid_row(id, now)
         self._put(msgspec.structs.replace(row, revoked_at=now), tx)
         return _note("revoked", f"{context.identity.subject} revoked {_named(row)}", row, context, tx, now)

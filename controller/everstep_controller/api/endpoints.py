@@ -185,10 +185,7 @@ async def run_admitted(
 
 
 async def yield_to_agents(request: Request) -> None:
-    """End the current slice of the request's handler, and return when the next one may run.
-
-    Call this every few milliseconds of work.
-    """
+    """End the handler's current slice, and return when the next may run. Call this every few milliseconds of work."""
     place: RequestReservation = request.scope[_RESERVATION_KEY]
     await place.wait_for_slice()
 
@@ -333,10 +330,7 @@ def job_display_tag(job: op.JobDetail) -> str:
 
 
 def node_tag_parts(context: fleet_views.ViewContext, summaries: Iterable[op.NodeSummary]) -> list[Any]:
-    """Return the parts of a page's tag: findings count by their keys, GPUs not at all.
-
-    Read the summaries in the same slice.
-    """
+    """Return the parts of a page's tag: findings by their keys, no GPUs. Read the summaries in the same slice."""
     nodes = context.state.nodes
     return [
         (

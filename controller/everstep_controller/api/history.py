@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -58,27 +59,17 @@ def _time(query: dict[str, str], name: str) -> float | None:
     return float(query[name]) if name in query else None
 
 
+@dataclass(eq=False, kw_only=True)
 class HistoryRoutes:
     """Handlers of ``everstep_controller.api.routes.HISTORY_ROUTES``, by name."""
 
-    def __init__(
-        self,
-        *,
-        context: fleet_views.ViewContext,
-        store: DatabaseStore,
-        feed: AuditFeed,
-        authenticator: Authenticator,
-        admission: AdmissionControl,
-        readers: StreamReservations,
-        on_stream_cut: Callable[[], None],
-    ) -> None:
-        self._context = context
-        self._admission = admission
-        self._readers = readers
-        self._on_stream_cut = on_stream_cut
-        self._store = store
-        self._feed = feed
-        self._authenticator = authenticator
+    context: fleet_views.ViewContext
+    store: DatabaseStore
+    feed: AuditFeed
+    authenticator: Authenticator
+    admission: AdmissionControl
+    readers: StreamReservations
+    on_stream_cut: Callable[[], None]
 
     async def events(self, request: Request, _who: Identity) -> op.EventList:
         query = responses.parse_query(request.scope)
@@ -105,26 +96,26 @@ class HistoryRoutes:
             )
             return [event_of(row) for row in rows]
 
-        events = await self._store.query(read)
+        events = await self.store.query(read)
         return op.EventList(events=tuple(events), next_after=events[-1].id if events else after)
 
     async def stream(self, request: Request) -> Response:
         """Send server-sent events after ``Last-Event-ID`` (or ``?after=``); without either, from now on."""
-        who = endpoints.authorize(self._authenticator, PLAIN_ROUTES["stream"].access, request)
+        who = endpoints.authorize(self.authenticator, PLAIN_ROUTES["stream"].access, request)
         endpoints.check_parameters(PLAIN_ROUTES["stream"], request)
-        after = responses.int_parameter(responses.parse_query(request.scope), "after", self._feed.newest)
+        after = responses.int_parameter(responses.parse_query(request.scope), "after", self.feed.newest)
         if "last-event-id" in request.headers:
             after = _last_seen(request.headers["last-event-id"])
 
         async def read(seen: int) -> EventPage:
-            found = await self._store.query(lambda connection: reader.events_after(connection, seen, FRAME_ROWS))
+            found = await self.store.query(lambda connection: reader.events_after(connection, seen, FRAME_ROWS))
             # Even a reader of the whole past must not keep agents waiting.
-            await self._admission.wait_for_slice(identity_key(who))
+            await self.admission.wait_for_slice(identity_key(who))
             return found
 
-        frames = event_frames(self._feed, after, read)
+        frames = event_frames(self.feed, after, read)
         return EventStream(
-            frames, self._readers.reserve(who), self._on_stream_cut, lambda: self._authenticator.is_valid(who)
+            frames, self.readers.reserve(who), self.on_stream_cut, lambda: self.authenticator.is_valid(who)
         )
 
     # --- pages
@@ -142,7 +133,7 @@ class HistoryRoutes:
 
     async def verdict(self, request: Request, _who: Identity) -> Verdict:
         verdict = request.path_params["verdict"]
-        doc = await self._store.query(lambda connection: reader.find_verdict(connection, verdict))
+        doc = await self.store.query(lambda connection: reader.find_verdict(connection, verdict))
         if doc is None:
             raise NotFound(f"no verdict {verdict!r}: `everstep verdicts` lists them")
         return _verdict(doc)
@@ -181,16 +172,14 @@ class HistoryRoutes:
             rows, more = reader.list_page(connection, history, cursor, limit, **wanted)
             return tuple(map(to_message, rows)), more
 
-        return await self._store.query(read)
+        return await self.store.query(read)
 
     async def evidence(self, request: Request, _who: Identity) -> Evidence:
         node = request.path_params["node"]
-        self._context.node(node)
-        docs = await self._store.query(
-            lambda connection: reader.newest_verdicts(connection, node, VERDICTS_IN_EVIDENCE)
-        )
+        self.context.node(node)
+        docs = await self.store.query(lambda connection: reader.newest_verdicts(connection, node, VERDICTS_IN_EVIDENCE))
         await endpoints.yield_to_agents(request)
-        return collect_evidence(self._context.state, node, self._context.now(), list(map(_verdict, docs)))
+        return collect_evidence(self.context.state, node, self.context.now(), list(map(_verdict, docs)))
 
 
 def _last_seen(header: str) -> int:

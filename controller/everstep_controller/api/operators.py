@@ -116,12 +116,7 @@ class CredentialRoutes:
 
 
 class PolicyRoutes:
-    """Handlers of ``POLICY_ROUTES``, by name.
-
-    Args:
-        journal: the journal's directory; empty for none.
-        flush: writes pending journal data to the disk.
-    """
+    """Handlers of ``POLICY_ROUTES``, by name. ``flush`` writes pending data of ``journal``, a directory, to disk."""
 
     def __init__(self, context: fleet_views.ViewContext, journal: str, flush: Flush) -> None:
         self._context = context

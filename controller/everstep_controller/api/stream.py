@@ -48,11 +48,7 @@ class StreamReservation:
 
 
 class StreamReservations:
-    """Counts and limits streams.
-
-    Attributes:
-        buffered_bytes: encoded bytes that readers have not taken, without their sockets' buffers.
-    """
+    """Counts and limits streams. ``buffered_bytes`` are encoded bytes that readers have not taken yet."""
 
     def __init__(self) -> None:
         self._open: Counter[tuple[str, str]] = Counter()
@@ -265,10 +261,7 @@ def unknown_gap(after: int, newest: int) -> EventGap:
 
 
 async def event_frames(feed: AuditFeed, after: int, read: Read) -> AsyncIterator[bytes]:
-    """Yield all events after ``after``, with gaps, then new ones until the feed closes.
-
-    If the database cannot be read, the reader is asked to reconnect later.
-    """
+    """Yield events after ``after``, with gaps, then new ones until the feed closes or the database cannot be read."""
     yield b"retry: %d\n\n" % RETRY_MS
     try:
         async for frames in _following(feed, after, read):

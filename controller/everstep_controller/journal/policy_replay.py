@@ -43,12 +43,7 @@ class PolicyTrialOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def replay_with_policy(journal: Path, policy: CorePolicy, since: float) -> PolicyTrialOutcome:
-    """Replay ``journal`` (a directory) from ``since`` on under ``policy``.
-
-    Raises:
-        NotFound: nothing is recorded since then.
-        MalformedMessage: as from ``replay``.
-    """
+    """Replay ``journal`` (a directory) from ``since`` on under ``policy``. Raises NotFound if nothing is recorded."""
     reached = _reaching(segments(journal), since)
     if not reached:
         raise NotFound(f"nothing is recorded in {journal}: a journal is kept when journal_dir is set")
@@ -150,13 +145,7 @@ class TrialReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def run_trial(trial: TrialRequest) -> PolicyTrialOutcome:
-    """Run a trial in a child process; cancelling ends the process.
-
-    Raises:
-        NotFound: nothing is recorded.
-        MalformedMessage: a segment cannot be read.
-        Unavailable: the process ended without a reply.
-    """
+    """Run a trial in a child process; cancelling ends it. Raises Unavailable, or as ``replay_with_policy``."""
     command = [sys.executable, "-P", "-m", __name__, str(os.getpid())]
     process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
     try:

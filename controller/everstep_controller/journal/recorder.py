@@ -80,13 +80,8 @@ class JournalEntry(msgspec.Struct, frozen=True, array_like=True):
 class Journal:
     """Writes the journal. Every method runs in the loop's thread and never waits for the disk, except ``drain``.
 
-    Args:
-        directory: created with access for its owner only if missing. Raises ConfigurationError if that fails.
-        max_bytes: maximum size of all segments; the oldest are deleted.
-        keep_s: seconds after which segments are deleted.
-
-    Attributes:
-        gaps: number of segments that ended early, each followed by a gap.
+    The directory is created if missing (ConfigurationError if that fails). The oldest segments are deleted beyond
+    ``max_bytes`` in all, or after ``keep_s`` seconds. ``gaps`` counts segments that ended early, each before a gap.
     """
 
     def __init__(self, directory: Path, *, max_bytes: int, keep_s: float, segment_bytes: int = SEGMENT_BYTES) -> None:
@@ -261,9 +256,7 @@ def _prune(directory: Path, most_bytes: int, not_before: float) -> None:
 def read_segment(path: Path) -> tuple[SegmentStart, Iterator[JournalEntry]]:
     """Return a segment's start and its entries, as far as they were written.
 
-    Raises:
-        MalformedMessage: the file is no journal, or of an incompatible release. Entries raise it when they are read.
-        OSError: the file cannot be read.
+    Raises MalformedMessage, also when entries are read, if the file is no journal or of an incompatible release.
     """
     file = path.open("rb")
     if (line := file.readline(_LONGEST_LINE)) != MAGIC:

@@ -71,15 +71,12 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def replay(segment: Path, policy: CorePolicy | None = None, before: FleetState | None = None) -> Recording:
-    """Decide a segment again.
+    """Decide a segment again. Raises MalformedMessage if it is no journal of this release.
 
     Args:
         segment: the segment's file.
         policy: policy to use instead of the recorded one.
         before: final state of the segment before, to use instead of the recorded start if this segment continues it.
-
-    Raises:
-        MalformedMessage: the file is no journal, or this release does not understand its state.
     """
     beginning, entries = read_segment(segment)
     if before is not None and beginning.is_continuation:

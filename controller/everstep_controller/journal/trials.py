@@ -27,9 +27,7 @@ async def _flush_nothing() -> None:
 class PolicyTrialRunner:
     """Runs one trial at a time, each in its own process, because a trial takes long and the event loop is busy.
 
-    Args:
-        journal: the journal's directory; empty for none.
-        flush: writes pending journal data to the disk.
+    ``journal`` is the journal's directory, or empty for none. ``flush`` writes pending journal data to the disk.
     """
 
     def __init__(self, journal: str, flush: Flush = _flush_nothing) -> None:
@@ -40,10 +38,8 @@ class PolicyTrialRunner:
     async def run(self, policy: CorePolicy, request: PolicyTrialRequest, now: float) -> PolicyTrialResult:
         """Return what the change to ``policy`` would have done in the requested hours up to ``now``.
 
-        Raises:
-            ConfigurationError: the change is invalid.
-            Conflict: no journal is kept, or another trial is running.
-            NotFound: nothing is recorded for that time.
+        Raises ConfigurationError for an invalid change, Conflict without a journal or during another trial, and
+        NotFound if nothing is recorded for that time.
         """
         changed = rulebook.apply_change(policy, request.change)
         if not self._journal:

@@ -36,11 +36,7 @@ OUTAGE_REASON = "the lease cannot be renewed"
 
 
 class EpochCheck:
-    """Asks agents about other leaders, during one leadership.
-
-    Args:
-        epoch: epoch of this leadership.
-    """
+    """Asks agents about other leaders, during the leadership of ``epoch``."""
 
     def __init__(self, tenure: LeaseTenure, keyring: Keyring, clock: Clock, epoch: int) -> None:
         self._tenure = tenure

@@ -33,12 +33,10 @@ class LeaseView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def reason_to_lead(lease: LeaseView, name: str, *, database_was_away: bool) -> str:
-    """Return the reason why this controller may take the lease, or "" if another one has it.
+    """Return the reason why the controller ``name`` may take the lease, or "" if another one has it.
 
-    Args:
-        name: name of this controller.
-        database_was_away: the database was unavailable a moment ago. The old leader then gets time to return first,
-            because it may hold decisions in memory that nobody else knows.
+    If ``database_was_away`` a moment ago, the old leader gets time to return first, because it may hold decisions in
+    memory that nobody else knows.
     """
     if not lease.holder:
         return "nobody has led before"
@@ -79,8 +77,7 @@ class LeaseTenure:
         self._absent_since: float | None = None
 
     def start(self, requested_at: float, extra_s: float) -> None:
-        """Record that the lease was taken, as requested at ``requested_at`` (monotonic), ``extra_s`` longer "
-        "than usual."""
+        """Record that the lease was requested at ``requested_at`` (monotonic), ``extra_s`` longer than usual."""
         self._until = requested_at + extra_s + self._certain_s
 
     def begin_renewal(self) -> float:
@@ -183,9 +180,8 @@ def is_cut_off(recent_nodes: int, contacts: int) -> bool:
 class LeaderReachability:
     """Evaluates whether nodes reach this leader, during one leadership.
 
-    Args:
-        after_s: seconds that the leader must be cut off without a break before it resigns.
-        gap_s: after a longer gap between checks the streaks restart, because the process or the database was away.
+    The leader resigns after being cut off for ``after_s`` without a break. After a gap of ``gap_s`` between checks the
+    streaks restart, because the process or the database was unavailable.
     """
 
     def __init__(self, after_s: float, gap_s: float) -> None:
@@ -203,13 +199,7 @@ class LeaderReachability:
         return float(self._after_s * 2 ** min(resignations, MAX_DOUBLINGS))
 
     def evaluate(self, now: float, recent_nodes: int, report: StandbyReport) -> Resignation | LeadershipNotice | None:
-        """Evaluate one check; call this after each renewal of the lease.
-
-        Args:
-            now: monotonic seconds.
-            recent_nodes: number of nodes that this leader heard recently.
-            report: the standbys' report.
-        """
+        """Evaluate one check: ``recent_nodes`` were heard recently. Call this after each renewal of the lease."""
         if self._looked_at is not None and now - self._looked_at > self._gap_s:
             self._begin_anew()
         self._looked_at = now
@@ -264,11 +254,7 @@ that does not answer before it tries the next one."""
 
 
 class StandbyContacts:
-    """Nodes that contacted this standby recently. For the event loop's thread.
-
-    Args:
-        persistent_after_s: seconds of repeated contacts after which a node counts.
-    """
+    """Nodes that contacted this standby recently. A node counts after ``persistent_after_s`` of repeated contacts."""
 
     def __init__(self, clock: Clock, persistent_after_s: float) -> None:
         self._clock = clock

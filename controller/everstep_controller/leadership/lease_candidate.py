@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple
 
 from sqlalchemy import Engine
@@ -50,43 +51,25 @@ class ElectedState(NamedTuple):
     tenure: LeaseTenure
 
 
+@dataclass(eq=False)
 class LeaseCandidate:
-    """One controller's database session, from standing by to the end of the tenure that follows.
+    """One controller's database session, from standing by to the end of the tenure that follows."""
 
-    Args:
-        name: unique name of this controller.
-        address: where others reach this controller, stored as a hint; empty for none.
-        lease_s: seconds that the lease lasts.
-        renew_s: seconds between renewals.
-        takeover_gate: closed while the lease is taken. The caller opens it once this controller leads.
-        contacts: nodes that contacted this standby.
-        resigned_before: this controller gave up the lease because nodes did not reach it, so others go first.
-    """
+    engine: Engine
+    clock: Clock
+    _: KW_ONLY
+    name: str  # unique name of this controller
+    address: str  # where others reach this controller, stored as a hint; empty for none
+    lease_s: float
+    renew_s: float
+    takeover_gate: TakeoverGate  # closed while the lease is taken. The caller opens it once this controller leads
+    contacts: StandbyContacts  # nodes that contacted this standby
+    # This controller gave up the lease because nodes did not reach it, so others go first.
+    resigned_before: bool = False
 
-    def __init__(
-        self,
-        engine: Engine,
-        clock: Clock,
-        *,
-        name: str,
-        address: str,
-        lease_s: float,
-        renew_s: float,
-        takeover_gate: TakeoverGate,
-        contacts: StandbyContacts,
-        resigned_before: bool = False,
-    ) -> None:
-        self._session = LeaseSession(engine)
+    def __post_init__(self) -> None:
+        self._session = LeaseSession(self.engine)
         self._lane = DatabaseThread("lease", self._session.abort)
-        self._engine = engine
-        self._clock = clock
-        self._name = name
-        self._address = address
-        self._lease_s = lease_s
-        self._renew_s = renew_s
-        self._takeover_gate = takeover_gate
-        self._contacts = contacts
-        self._resigned_before = resigned_before
         self._vacant_since: float | None = None
         self._write_contacts_at = 0.0
         self._patient_until = 0.0
@@ -98,7 +81,7 @@ class LeaseCandidate:
         """Stand by until this controller leads. Pass the records read ahead in ``known_records``."""
         while True:
             seen = await self._wait_for_reason()
-            self._takeover_gate.close()
+            self.takeover_gate.close()
             try:
                 won = await self._take_lease(seen, store, known_records())
             except LeadershipLost as error:
@@ -109,22 +92,20 @@ class LeaseCandidate:
                 won = None
             if won is not None:
                 return won
-            self._takeover_gate.open()
+            self.takeover_gate.open()
             await asyncio.sleep(LOOK_INTERVAL_S)
 
     async def renew_until_lost(self, epoch: int, tenure: LeaseTenure, check_standbys: CheckStandbys) -> None:
-        """Renew the lease until it is lost. ``check_standbys`` runs after each renewal.
+        """Renew the lease until it is lost, and run ``check_standbys`` after each renewal.
 
-        Raises:
-            LeadershipLost: another controller has the lease.
-            LeaseResigned: ``check_standbys`` asked to give the lease up.
+        Raises LeadershipLost if another controller has the lease, LeaseResigned if ``check_standbys`` wants that.
         """
-        asked_at = self._clock.monotonic()
+        asked_at = self.clock.monotonic()
         while True:
-            await asyncio.sleep(max(0.0, asked_at + self._renew_s - self._clock.monotonic()))
+            await asyncio.sleep(max(0.0, asked_at + self.renew_s - self.clock.monotonic()))
             asked_at = tenure.begin_renewal()
             try:
-                told = await self._lane.call(lambda: self._renew(epoch), self._renew_s)
+                told = await self._lane.call(lambda: self._renew(epoch), self.renew_s)
                 tenure.confirm_renewal(asked_at)
                 self._note_recovery()
                 if (resignation := await check_standbys(told)) is not None:
@@ -136,20 +117,17 @@ class LeaseCandidate:
     async def close(self) -> None:
         """End the session, which frees the lease's lock at once."""
         await asyncio.to_thread(self._lane.close, self._session.close)
-        self._engine.dispose()
+        self.engine.dispose()
 
     def _renew(self, epoch: int) -> StandbyReport:
         # A broken session loses the lock, and a standby that reads the lease holds the lock for a moment.
         self._session.lock_epoch(epoch)
-        self._session.renew(epoch, self._lease_s)
+        self._session.renew(epoch, self.lease_s)
         return self._session.read_standby_report()
 
     async def _resign(self, epoch: int, resignation: Resignation) -> None:
-        """Record the resignation.
-
-        The lease stays ours until the session ends, when this controller no longer answers.
-        """
-        await self._lane.call(lambda: self._session.resign(epoch, resignation.successor), self._renew_s)
+        """Record the resignation. The lease stays ours until the session ends, after the last answer."""
+        await self._lane.call(lambda: self._session.resign(epoch, resignation.successor), self.renew_s)
         raise LeaseResigned(resignation.sentence)
 
     async def _wait_for_reason(self) -> LeaseView:
@@ -157,9 +135,7 @@ class LeaseCandidate:
         while True:
             seen = await self._read_lease()
             if seen is not None:
-                reason = reason_to_lead(
-                    seen, self._name, database_was_away=self._clock.monotonic() < self._patient_until
-                )
+                reason = reason_to_lead(seen, self.name, database_was_away=self.clock.monotonic() < self._patient_until)
                 if reason and not self._yields_to_successor():
                     log.info("taking the lease: %s", reason)
                     return seen
@@ -172,51 +148,51 @@ class LeaseCandidate:
 
     def _yields_to_successor(self) -> bool:
         """Return whether to wait with a free lease. Another standby would take it within one read of the lease."""
-        now = self._clock.monotonic()
+        now = self.clock.monotonic()
         if self._vacant_since is None:
             self._vacant_since = now
-        waits = self._resigned_before and now < self._vacant_since + self._lease_s
-        return waits and not self._contacts.count_persistent()
+        waits = self.resigned_before and now < self._vacant_since + self.lease_s
+        return waits and not self.contacts.count_persistent()
 
     async def _write_contacts(self) -> None:
         """Write the contacts if due. A failed write is repeated at the next time."""
-        now = self._clock.monotonic()
+        now = self.clock.monotonic()
         if now < self._write_contacts_at:
             return
         self._write_contacts_at = now + CONTACT_WRITE_INTERVAL_S
-        if nodes := self._contacts.count_persistent():
+        if nodes := self.contacts.count_persistent():
             with contextlib.suppress(DatabaseUnavailable, CallTimeout):
-                await self._lane.call(lambda: self._session.write_contacts(self._name, nodes), self._lease_s)
+                await self._lane.call(lambda: self._session.write_contacts(self.name, nodes), self.lease_s)
 
     async def _read_lease(self) -> LeaseView | None:
         """Return the lease, or None while the database is unavailable, which includes a database that is read-only."""
         try:
-            seen = await self._lane.call(self._session.read, self._lease_s)
+            seen = await self._lane.call(self._session.read, self.lease_s)
             if self._outage:
-                await self._lane.call(self._session.try_writing, self._lease_s)
+                await self._lane.call(self._session.try_writing, self.lease_s)
         except (DatabaseUnavailable, CallTimeout) as error:
             self._note_outage(str(error))
             return None
         if self._outage:
-            self._patient_until = self._clock.monotonic() + self._lease_s
+            self._patient_until = self.clock.monotonic() + self.lease_s
             self._note_recovery()
         return seen
 
     async def _take_lease(self, seen: LeaseView, store: DatabaseStore, known: KnownRecords) -> ElectedState | None:
         """Take the epoch's lock before its lease: a reader of the epoch must never find the lock free while we live."""
         epoch = seen.newest_epoch + 1
-        if not await self._lane.call(lambda: self._session.lock_epoch(epoch), self._lease_s):
-            await self._lane.call(lambda: self._session.end_silent_holder(epoch, self._lease_s), self._lease_s)
+        if not await self._lane.call(lambda: self._session.lock_epoch(epoch), self.lease_s):
+            await self._lane.call(lambda: self._session.end_silent_holder(epoch, self.lease_s), self.lease_s)
             return None
-        if not seen.is_lock_free and seen.holder != self._name:
-            await self._lane.call(lambda: self._session.end_sessions_of(seen.holder), self._lease_s)
-        tenure = LeaseTenure(self._clock, self._lease_s)
-        asked_at, first_s = self._clock.monotonic(), self._lease_s + STARTUP_LEASE_S
+        if not seen.is_lock_free and seen.holder != self.name:
+            await self._lane.call(lambda: self._session.end_sessions_of(seen.holder), self.lease_s)
+        tenure = LeaseTenure(self.clock, self.lease_s)
+        asked_at, first_s = self.clock.monotonic(), self.lease_s + STARTUP_LEASE_S
         speaking = asyncio.create_task(self._keep_lock_alive(epoch), name="lease")
         try:
             loaded = await store.take_over(
                 expected=seen.newest_epoch,
-                claim=claim(self._name, self._address, first_s, is_lock_free=seen.is_lock_free),
+                claim=claim(self.name, self.address, first_s, is_lock_free=seen.is_lock_free),
                 row_versions=known.row_versions,
             )
         finally:
@@ -227,9 +203,9 @@ class LeaseCandidate:
     async def _keep_lock_alive(self, epoch: int) -> None:
         """Keep the session active while the lease is taken: other standbys wait while the lock's holder is active."""
         while True:
-            await asyncio.sleep(self._renew_s)
+            await asyncio.sleep(self.renew_s)
             with contextlib.suppress(DatabaseUnavailable, CallTimeout):
-                await self._lane.call(lambda: self._touch_lock(epoch), self._renew_s)
+                await self._lane.call(lambda: self._touch_lock(epoch), self.renew_s)
 
     def _touch_lock(self, epoch: int) -> None:
         self._session.lock_epoch(epoch)  # as in _renew

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable
+from dataclasses import KW_ONLY, InitVar, dataclass
 
 from sqlalchemy import Engine
 from starlette.types import Receive, Scope, Send
@@ -37,40 +38,30 @@ from everstep_controller.store.threads import DatabaseStore
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class ControllerReplica:
     """The process's ASGI application in either role. Run ``run``, and cancel it for an orderly end.
 
-    Args:
-        database: URL of the database, with the password.
-        address: where others reach this controller, ``http://HOST:PORT``; empty if they cannot.
-
     Attributes:
-        leader_known: set as soon as the leader is known.
         on_leadership_lost: called when this controller ceases to lead; its connections are void.
     """
 
-    def __init__(
-        self,
-        settings: ControllerSettings,
-        keyring: Keyring,
-        clock: Clock,
-        make_remediator: MakeRemediator,
-        *,
-        database: str,
-        address: str = "",
-    ) -> None:
-        self._settings = settings
-        self._keyring = keyring
-        self._clock = clock
-        self._make_remediator = make_remediator
+    settings: ControllerSettings
+    keyring: Keyring
+    clock: Clock
+    make_remediator: MakeRemediator
+    _: KW_ONLY
+    database: InitVar[str]  # URL of the database, with the password
+    address: str = ""  # where others reach this controller, ``http://HOST:PORT``; empty if they cannot
+
+    def __post_init__(self, database: str) -> None:
         self._url = parse_url(database)
-        self._address = address
         self._candidate: LeaseCandidate | None = None
         self._controller: Controller | None = None
         self._known_records = NO_RECORDS
         self._resigned = False
         openapi_document()
-        self.standby = StandbyApp(settings, keyring, clock, self._leader)
+        self.standby = StandbyApp(self.settings, self.keyring, self.clock, self._leader)
         self.leader_known = asyncio.Event()
         self.takeover_gate = TakeoverGate()
         self.on_leadership_lost: Callable[[], None] = lambda: None
@@ -107,20 +98,20 @@ class ControllerReplica:
         return seen.address if seen is not None else ""
 
     def _engine(self) -> Engine:
-        return engine_of(self._url, most_idle_s=self._settings.lease_s, name=self._settings.name)
+        return engine_of(self._url, most_idle_s=self.settings.lease_s, name=self.settings.name)
 
     async def _term(self) -> None:
         """Run one term: stand by, lead, and step down."""
-        settings = self._settings
+        settings = self.settings
         store = DatabaseStore(self._engine(), commit_timeout_s=settings.commit_timeout_s)
         if self._url.drivername == "sqlite":
             await self._lead(store, await store.take_over())
             return
         candidate = self._candidate = LeaseCandidate(
             self._engine(),
-            self._clock,
+            self.clock,
             name=settings.name,
-            address=self._address,
+            address=self.address,
             lease_s=settings.lease_s,
             renew_s=settings.lease_renew_s,
             takeover_gate=self.takeover_gate,
@@ -157,7 +148,7 @@ class ControllerReplica:
                 self._known_records = await store.query(
                     functools.partial(startup_state.read_records, known=self._known_records)
                 )
-            await asyncio.sleep(self._settings.lease_s)
+            await asyncio.sleep(self.settings.lease_s)
 
     async def _lead(
         self,
@@ -170,7 +161,7 @@ class ControllerReplica:
         """Lead until an error. After LeadershipLost the process stands by again."""
         try:
             controller = await Controller.lead(
-                self._settings, self._keyring, store, loaded, known, self._clock, self._make_remediator, tenure
+                self.settings, self.keyring, store, loaded, known, self.clock, self.make_remediator, tenure
             )
             self._controller, self._candidate = controller, None
             self.leader_known.set()

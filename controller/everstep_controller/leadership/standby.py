@@ -31,11 +31,7 @@ _trial_decoder = msgspec.json.Decoder(PolicyTrialRequest)
 class StandbyApp:
     """ASGI application of a standby. It keeps no connection open, so that clients move to the leader soon.
 
-    Args:
-        leader: returns the leader's address, or "" if unknown.
-
-    Attributes:
-        contacts: agents that contacted this standby.
+    ``leader`` returns the leader's address, or "" if unknown. ``contacts`` are agents that contacted this standby.
     """
 
     def __init__(self, settings: ControllerSettings, keyring: Keyring, clock: Clock, leader: Callable[[], str]) -> None:

@@ -57,11 +57,7 @@ class _ResumedRanks(msgspec.Struct):
 
 
 class RecoveryTracker:
-    """Tracks how each generation recovered.
-
-    Args:
-        jobs: stored jobs; recoveries finished before this controller started are not reported again.
-    """
+    """Tracks how each generation recovered. Recoveries that stored ``jobs`` finished before are not reported again."""
 
     def __init__(self, jobs: Iterable[JobRecord] = ()) -> None:
         self._resuming: dict[tuple[str, int], _ResumedRanks] = {}
@@ -154,10 +150,7 @@ class ProbeTracker:
         return tuple(reversed(self._probes.values()))
 
     def page(self, node: str, cursor: str, limit: int) -> tuple[tuple[ProbeStatus, ...], str]:
-        """Return a page of probes with ``node`` (empty: any), newest first, and the cursor of the next page.
-
-        Raises MalformedMessage for an invalid cursor.
-        """
+        """Return a page of probes with ``node``, newest first, and the next cursor. Raises MalformedMessage."""
         place = decode_cursor(cursor, (int,))
         found = [
             status

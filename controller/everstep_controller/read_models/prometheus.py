@@ -143,11 +143,7 @@ class Metrics:
         self._recovery.labels(reason).observe(seconds)
 
     def render(self, runs: Collection[str]) -> bytes:
-        """Return all series in Prometheus' text format.
-
-        Args:
-            runs: jobs that the controller knows. Each has its counters from now on; counters of others are removed.
-        """
+        """Return all series in Prometheus' text format, with counters of the jobs ``runs`` and of no others."""
         for run in self._runs - set(runs):
             self._user_errors.remove(run)
             for reason in _RECOVERY_REASONS:

@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator
+from dataclasses import KW_ONLY, InitVar, dataclass
 from datetime import UTC, datetime
 
 import msgspec
@@ -100,10 +101,7 @@ def _alert(name: str, severity: str, summary: str, since: float, **labels: str) 
 
 
 def possibly_notified(loaded: LoadedState) -> list[Alert]:
-    """Return the alerts that earlier controllers may have posted without their end.
-
-    These are the stored alerts, and an outage during which an earlier controller may have ended.
-    """
+    """Return the alerts that earlier controllers may have posted without their end: the stored ones, and an outage."""
     kept = [msgspec.json.decode(row.doc, type=Alert) for row in loaded.alerts]
     return [*kept, database_alert("", loaded.newest_at)] if loaded.epoch > 1 else kept
 
@@ -167,40 +165,26 @@ or
 SQLAlchemy's errors."""
 
 
+@dataclass(eq=False, repr=False)
 class AlertNotifier:
-    """Watches ``state`` and posts alerts until cancelled.
+    """Watches ``state`` and posts alerts until cancelled."""
 
-    Args:
-        url: an Alertmanager-compatible receiver. Raises ConfigurationError for other schemes than http and https.
-        token: bearer token; empty for none.
-        controller: this controller's URL, as a link for people.
-        notified: alerts that earlier controllers may have posted without their end.
-        check_leading: raises Unavailable if this controller is not certain to lead: after a pause, another may have
-            resolved its alerts.
-        on_failure: called for each failed post.
-    """
+    # An Alertmanager-compatible receiver. Raises ConfigurationError for other schemes than http and https.
+    url: InitVar[str]
+    _: KW_ONLY
+    token: str
+    controller: str  # this controller's URL, as a link for people
+    state: FleetState
+    now: Callable[[], float]
+    write: Write
+    notified: InitVar[Iterable[Alert]] = ()  # alerts that earlier controllers may have posted without their end
+    # Raises Unavailable if this controller is not certain to lead: after a pause, another may have resolved its
+    # alerts.
+    check_leading: Callable[[], None] = lambda: None
+    on_failure: Callable[[], None]  # called for each failed post
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        token: str,
-        controller: str,
-        state: FleetState,
-        now: Callable[[], float],
-        write: Write,
-        notified: Iterable[Alert] = (),
-        check_leading: Callable[[], None] = lambda: None,
-        on_failure: Callable[[], None],
-    ) -> None:
+    def __post_init__(self, url: str, notified: Iterable[Alert]) -> None:
         self._receiver = HttpReceiver(url, "a receiver of alerts")
-        self._token = token
-        self._controller = controller
-        self._state = state
-        self._now = now
-        self._write = write
-        self._check_leading = check_leading
-        self._failed = on_failure
         self._notified = {alert.fingerprint: alert for alert in notified}
         self._stored = {name: alert.since for name, alert in self._notified.items()}
         self._due = 0.0
@@ -214,8 +198,8 @@ class AlertNotifier:
 
     async def check(self) -> None:
         """Check once, and post if due."""
-        now = self._now()
-        firing = {alert.fingerprint: alert for alert in active_alerts(self._state, now)}
+        now = self.now()
+        firing = {alert.fingerprint: alert for alert in active_alerts(self.state, now)}
         resolved = [alert for name, alert in self._notified.items() if name not in firing]
         changed = bool(resolved) or not firing.keys() <= self._notified.keys()
         due = now >= self._due or (changed and not self._failing)
@@ -228,30 +212,27 @@ class AlertNotifier:
                 await self._remember()
         except Unavailable as error:
             log.warning("alerts were not taken: %s", error)
-            self._failed()
+            self.on_failure()
             self._failing, self._due = True, now + RETRY_S
 
     async def _notify(self, firing: list[Alert], resolved: list[Alert], now: float) -> None:
         """Post all alerts. Raises Unavailable at the first failed post."""
-        for post in build_posts(firing, resolved, now, self._controller):
-            self._check_leading()
+        for post in build_posts(firing, resolved, now, self.controller):
+            self.check_leading()
             await asyncio.to_thread(call_guarded, self._post, post.body)
             for name in post.resolved:
                 del self._notified[name]
         self._failing, self._due = False, now + REPEAT_S
 
     async def _remember(self) -> None:
-        """Bring the stored alerts up to date. During an outage alerts are posted all the same, and stored later.
-
-        Raises Unavailable if another controller leads.
-        """
+        """Bring the stored alerts up to date, except during an outage. Raises Unavailable if another one leads."""
         begun = [alert for name, alert in self._notified.items() if self._stored.get(name) != alert.since]
         over = [name for name in self._stored if name not in self._notified]
-        if self._state.database_outage or not (begun or over):
+        if self.state.database_outage or not (begun or over):
             return
         rows = [AlertRow(fingerprint=one.fingerprint, doc=msgspec.json.encode(one).decode()) for one in begun]
         try:
-            await self._write(rows, over)
+            await self.write(rows, over)
         except (DatabaseUnavailable, SQLAlchemyError) as error:
             log.warning("alerts that were told are not kept for the next controller yet: %s", error)
             return
@@ -259,8 +240,8 @@ class AlertNotifier:
 
     def _post(self, body: bytes) -> None:
         headers = {"Content-Type": "application/json"}
-        if self._token:
-            headers["Authorization"] = f"Bearer {self._token}"
+        if self.token:
+            headers["Authorization"] = f"Bearer {self.token}"
         status, _ = self._receiver.request("POST", headers, body)
         if status >= 300:
             raise Unavailable(f"{self._receiver.host} answered {status}")

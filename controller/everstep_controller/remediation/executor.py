@@ -15,6 +15,7 @@ import re
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import KW_ONLY, InitVar, dataclass
 from typing import Any
 
 import msgspec
@@ -79,45 +80,28 @@ class _Superseded(Exception):
     """A started remediation is not continued."""
 
 
+@dataclass(eq=False)
 class RemediationExecutor:
-    """Carries out remediations. Every method belongs to the event loop's thread.
+    """Carries out remediations. Every method belongs to the event loop's thread."""
 
-    Args:
-        submit: runs a stimulus in a transaction; durable on return. Raises Unavailable during a database outage.
-        now: wall seconds, as decisions are dated.
-        uniform: draws from [0, 1), for jitter between attempts.
-        check_leading: raises Unavailable if this controller is not certain to lead: after a pause, it must not request
-            what another controller has already done.
-        on_failure: called for each remediation that is given up or waits for an external system beyond its patience,
-            and for each unexpected error.
-        on_task: called with each task that carries out remediations; a failed task leaves its node's undone.
-        rows: stored remediations that have not ended.
-        patience_s: seconds, by kind, until an unconfirmed remediation is given up.
-    """
+    remediator: Remediator
+    _: KW_ONLY
+    submit: Submit  # runs a stimulus in a transaction; durable on return. Raises Unavailable during a database outage
+    now: Callable[[], float]
+    uniform: Callable[[], float]  # draws from [0, 1), for jitter between attempts
+    # Raises Unavailable if this controller is not certain to lead: after a pause, it must not request what another
+    # controller has already done.
+    check_leading: Callable[[], None] = lambda: None
+    # Called for each remediation that failed or exceeded its patience, and for unexpected errors.
+    on_failure: Callable[[], None] = lambda: None
+    # Called with each task that carries out remediations; a failed task leaves its node's undone.
+    on_task: Callable[[asyncio.Task[None]], None] = lambda task: None
+    rows: InitVar[Iterable[RemediationRow]] = ()  # stored remediations that have not ended
+    backoff: Backoff = RETRY_BACKOFF
+    # Seconds, by kind, until an unconfirmed remediation is given up.
+    patience_s: Mapping[RemediationKind, float] = PATIENCE_S
 
-    def __init__(
-        self,
-        remediator: Remediator,
-        *,
-        submit: Submit,
-        now: Callable[[], float],
-        uniform: Callable[[], float],
-        check_leading: Callable[[], None] = lambda: None,
-        on_failure: Callable[[], None] = lambda: None,
-        on_task: Callable[[asyncio.Task[None]], None] = lambda task: None,
-        rows: Iterable[RemediationRow] = (),
-        backoff: Backoff = RETRY_BACKOFF,
-        patience_s: Mapping[RemediationKind, float] = PATIENCE_S,
-    ) -> None:
-        self._remediator = remediator
-        self._submit = submit
-        self._now = now
-        self._uniform = uniform
-        self._check_leading = check_leading
-        self._failed = on_failure
-        self._watch = on_task
-        self._backoff = backoff
-        self._patience_s = patience_s
+    def __post_init__(self, rows: Iterable[RemediationRow]) -> None:
         self._queues: dict[str, deque[RemediationRow]] = {}
         self._workers: dict[str, asyncio.Task[None]] = {}
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="remedy")
@@ -135,7 +119,7 @@ class RemediationExecutor:
             if row.node not in self._workers:
                 worker = asyncio.get_running_loop().create_task(self._work(row.node), name=f"remedies of {row.node}")
                 self._workers[row.node] = worker
-                self._watch(worker)
+                self.on_task(worker)
 
     def open_count(self) -> int:
         """Return the number of remediations that have not ended."""
@@ -152,7 +136,7 @@ class RemediationExecutor:
             worker.cancel()
         await asyncio.gather(*workers, return_exceptions=True)
         self._threads.shutdown(wait=False, cancel_futures=True)
-        self._remediator.close()
+        self.remediator.close()
 
     # --- one node
 
@@ -187,15 +171,15 @@ class RemediationExecutor:
 
     async def _apply_until_done(self, remedy: Remediation, *, check_first: bool) -> str:
         """Repeat until done. Return "" or the reason for giving up. Raises _Superseded."""
-        if remedy.kind not in self._remediator.kinds:
-            return f"{self._remediator.name} cannot {remedy.kind.replace('_', ' ')}"
-        patience_s = self._patience_s[remedy.kind]
+        if remedy.kind not in self.remediator.kinds:
+            return f"{self.remediator.name} cannot {remedy.kind.replace('_', ' ')}"
+        patience_s = self.patience_s[remedy.kind]
         end = ask_until = math.inf
         if remedy.deadline:
             waits_s = remedy.deadline - remedy.at
             patience_s, end = min(patience_s, PATIENCE_SHARE * waits_s), remedy.at + DEADLINE_SHARE * waits_s
             ask_until = end - patience_s
-        until = min(self._now() + patience_s, end)
+        until = min(self.now() + patience_s, end)
         ask, asked, attempt, trouble = not check_first, False, 0, NOT_CONFIRMED
         is_away = is_unfinished = False
         while True:
@@ -203,17 +187,17 @@ class RemediationExecutor:
             try:
                 if later is not None:
                     ask = False
-                if ask and self._now() > ask_until:
+                if ask and self.now() > ask_until:
                     if not asked:
                         return "it is too late to ask for it: the next step is due before it could be done"
                     ask = False  # a request whose answer was lost may have been accepted
                 if ask:
                     asked = True
                     if remedy.deadline:  # the patience begins with the request
-                        until = min(self._now() + patience_s, end)
-                    await self._in_thread(self._remediator.apply, remedy)
+                        until = min(self.now() + patience_s, end)
+                    await self._in_thread(self.remediator.apply, remedy)
                     ask = False
-                if await self._in_thread(self._remediator.is_done, remedy):
+                if await self._in_thread(self.remediator.is_done, remedy):
                     return ""
                 ask, check_first = check_first, False  # an earlier controller may have died before its request
                 is_unfinished = False
@@ -221,22 +205,22 @@ class RemediationExecutor:
                 return str(error)
             except Unavailable as error:
                 if isinstance(error, UnexpectedFailure):
-                    self._failed()
+                    self.on_failure()
                 trouble, is_away, is_unfinished = str(error), True, isinstance(error, RemediationIncomplete)
             else:
                 # Patience counts only while the external system answers.
                 if is_away and remedy.kind not in _REPAIR_ACTIONS:
-                    until = self._now() + patience_s
+                    until = self.now() + patience_s
                 trouble, is_away = NOT_CONFIRMED, False
             if later is not None:
                 raise _Superseded(f"{later.id} ({later.kind}) replaced it while it was held up: {trouble}")
-            if self._now() >= until:
+            if self.now() >= until:
                 late = f"{trouble} within {patience_s:g} s"
                 if not is_away or remedy.kind in _REPAIR_ACTIONS:
                     return late
                 self._log_failure(remedy, f"is asked for again: {late}")
-                until = self._now() + patience_s
-            await asyncio.sleep(self._backoff.delay_s(attempt, self._uniform()))
+                until = self.now() + patience_s
+            await asyncio.sleep(self.backoff.delay_s(attempt, self.uniform()))
             attempt += 1
 
     def _superseding_row(self, remedy: Remediation, *, is_unfinished: bool) -> RemediationRow | None:
@@ -247,7 +231,7 @@ class RemediationExecutor:
         return next((row for row in self._queues[remedy.node] if row.id != remedy.id and row.kind in to), None)
 
     def _log_failure(self, remedy: Remediation, action: str) -> None:
-        self._failed()
+        self.on_failure()
         extra = {"node": remedy.node, "trace": remedy.trace}
         log.error("%s of node %s %s", remedy.kind, remedy.node, action, extra=extra)
 
@@ -255,15 +239,15 @@ class RemediationExecutor:
         """Run ``call`` in a thread. Raises NotLeadingError if the lease has ended before a thread is free."""
 
         def called() -> Any:
-            self._check_leading()
+            self.check_leading()
             return call_guarded(call, remedy)
 
         return await asyncio.get_running_loop().run_in_executor(self._threads, called)
 
     async def _end(self, row: RemediationRow, state: RemediationState, detail: str) -> None:
-        dry_run = self._remediator.dry_run and state is RemediationState.CONFIRMED
+        dry_run = self.remediator.dry_run and state is RemediationState.CONFIRMED
         detail = detail or ("dry run: nothing was done" if dry_run else "")
-        ended = msgspec.structs.replace(row, state=state, detail=detail[:1024], ended_at=self._now())
+        ended = msgspec.structs.replace(row, state=state, detail=detail[:1024], ended_at=self.now())
         report = None
         if state is not RemediationState.SUPERSEDED or row.kind in _REPAIR_ACTIONS:  # the core waits for the latter
             trace = msgspec.json.decode(row.doc, type=Remediation).trace
@@ -291,11 +275,11 @@ class RemediationExecutor:
         attempt = 0
         while True:
             try:
-                await self._submit(stimulus)
+                await self.submit(stimulus)
                 return
             except Unavailable as error:
-                delay_s = max(error.retry_after_s, self._backoff.delay_s(attempt, self._uniform()))
-                await asyncio.sleep(min(delay_s, self._backoff.ceiling_s))
+                delay_s = max(error.retry_after_s, self.backoff.delay_s(attempt, self.uniform()))
+                await asyncio.sleep(min(delay_s, self.backoff.ceiling_s))
                 attempt += 1
             except EverstepError as error:  # the node was deleted, so there is nobody to report to
                 log.warning("the outcome of remedy %s was not taken up: %s", row.id, error)

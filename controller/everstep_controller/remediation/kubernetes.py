@@ -36,8 +36,7 @@ class Unanswered(Unavailable):
 def connect(kubeconfig: str = "") -> Any:
     """Return the official client's ``CoreV1Api``, by ``kubeconfig`` or by the pod's service account.
 
-    Raises:
-        ConfigurationError: the client is not installed, or finds no cluster.
+    Raises ConfigurationError if the client is not installed or finds no cluster.
     """
     try:
         from kubernetes import client, config  # importing takes most of a second
@@ -58,11 +57,8 @@ def connect(kubeconfig: str = "") -> Any:
 class KubernetesRemediator:
     """Implements ``Remediator``. A node's name is its name in the cluster.
 
-    Args:
-        api: a ``CoreV1Api`` (see ``connect``).
-        evict: whether a cordon also evicts the node's pods (except static ones and those of daemon sets), by the
-            eviction API, which respects disruption budgets.
-        namespace: namespace of the events.
+    With ``evict``, a cordon also evicts the node's pods (except static ones and those of daemon sets) by the eviction
+    API, which respects disruption budgets. Events are written to ``namespace``.
     """
 
     name = "kubernetes"

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 import msgspec
 
@@ -42,28 +43,18 @@ SubmitEvent = Callable[[SchedulerStateChanged], Awaitable[None]]
 """Submits an event to the loop."""
 
 
+@dataclass(eq=False)
 class CordonObserver:
-    """Compares the scheduler's cordons with the records, and reports every difference to the core.
+    """Compares the scheduler's cordons with the records, and reports every difference to the core."""
 
-    Args:
-        on_failure: called for each observation that failed unexpectedly.
-        is_idle: returns whether no remediation of a node is in progress.
-    """
+    remediator: Remediator
+    state: FleetState
+    submit_event: SubmitEvent
+    on_failure: Callable[[], None] = lambda: None
+    is_idle: Callable[[str], bool] = lambda node: True
 
-    def __init__(
-        self,
-        remediator: Remediator,
-        state: FleetState,
-        submit_event: SubmitEvent,
-        on_failure: Callable[[], None] = lambda: None,
-        is_idle: Callable[[str], bool] = lambda node: True,
-    ) -> None:
-        self._settled = is_idle
+    def __post_init__(self) -> None:
         self._own_cordons: dict[str, str] = {}
-        self._remediator = remediator
-        self._state = state
-        self._tell = submit_event
-        self._failed = on_failure
 
     async def run(self, every_s: float = OBSERVE_INTERVAL_S) -> None:
         """Observe until cancelled."""
@@ -72,19 +63,19 @@ class CordonObserver:
                 await self.observe()
             except EverstepError as error:  # the next observation finds the change
                 if isinstance(error, UnexpectedFailure):
-                    self._failed()
-                log.warning("what %s shows of the nodes could not be taken up: %s", self._remediator.name, error)
+                    self.on_failure()
+                log.warning("what %s shows of the nodes could not be taken up: %s", self.remediator.name, error)
             await asyncio.sleep(every_s)
 
     async def observe(self) -> None:
         """Observe once. Raises errors of the remediator or the loop."""
-        nodes = list(self._state.nodes)
-        before = {} if self._state.database_outage else self._cordoned()
-        shown = await asyncio.to_thread(call_guarded, self._remediator.cordon_status, nodes)
+        nodes = list(self.state.nodes)
+        before = {} if self.state.database_outage else self._cordoned()
+        shown = await asyncio.to_thread(call_guarded, self.remediator.cordon_status, nodes)
         for node in nodes:
             seen = shown.get(node, CordonStatus())
             foreign = "" if seen.cordoned_by == CORDON_OWNER else seen.cordoned_by
-            record = self._state.nodes.get(node)
+            record = self.state.nodes.get(node)
             if record is None:
                 continue
             gone = (
@@ -96,25 +87,21 @@ class CordonObserver:
                 self._own_cordons[node] = before[node]
             if gone or foreign != record.scheduling.external_cordon_by:
                 reason = seen.reason[:1024]
-                await self._tell(
+                await self.submit_event(
                     SchedulerStateChanged(node=node, cordoned_by=foreign, reason=reason, lifted_cordon_id=gone)
                 )
 
     def _cordoned(self) -> dict[str, str]:
         """Return the nodes with a finished cordon of ours, with the ids of the remediations."""
-        nodes = self._state.nodes.items()
+        nodes = self.state.nodes.items()
         return {
             node: record.scheduling.cordon_id
             for node, record in nodes
-            if record.scheduling.cordon_id and self._settled(node)
+            if record.scheduling.cordon_id and self.is_idle(node)
         }
 
     def _lifted_cordon(self, node: str, cordoned: str, before: dict[str, str]) -> str:
-        """Return the id of a cordon of ours that somebody lifted, or "".
-
-        An earlier observation must have shown the cordon, and the records must contain it before and after this one: a
-        cordon that was only decided, or never took effect, was not lifted.
-        """
+        """Return the id of our cordon if it was shown before and somebody has lifted it; else ""."""
         return cordoned if cordoned and cordoned == before.get(node) == self._own_cordons.get(node) else ""
 
 
@@ -140,16 +127,8 @@ def create_remediator(settings: ControllerSettings, clock: Clock) -> Remediator:
 class RemediationService:
     """All external work of one leadership. Every method belongs to the event loop's thread.
 
-    Args:
-        loaded: remediations and alerts that earlier controllers left.
-        write_alerts: stores alerts.
-        on_failure: called for each remediation that is given up, and each failed post of alerts.
-
-    Attributes:
-        failure: future that raises the error of a failed part, because nothing would restart that part.
-
-    Raises:
-        ConfigurationError: the settings are invalid.
+    Raises ConfigurationError if the settings are invalid. ``failure`` is a future that raises the error of a failed
+    part, because nothing would restart that part.
     """
 
     def __init__(

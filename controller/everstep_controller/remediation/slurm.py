@@ -102,12 +102,7 @@ def _wall(text: str) -> float:
 
 
 class SlurmRemediator:
-    """Implements ``Remediator``. A node's name is its name in Slurm.
-
-    Args:
-        scontrol: the program. Raises ConfigurationError if it is missing.
-        configuration: Slurm's configuration file; empty for Slurm's default.
-    """
+    """Implements ``Remediator`` for nodes named as in Slurm. Raises ConfigurationError without ``scontrol``."""
 
     name = "slurm"
     dry_run = False

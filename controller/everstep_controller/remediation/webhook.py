@@ -36,9 +36,7 @@ MAX_ANSWER_BYTES = 1 << 20
 class HttpReceiver:
     """A URL that remediations or alerts are sent to; each request has its own connection. One thread at a time.
 
-    Args:
-        url: http or https. Raises ConfigurationError for any other.
-        description: the receiver's role, for messages, such as "a webhook".
+    Raises ConfigurationError for other schemes than http and https. Messages name the receiver by its ``description``.
     """
 
     def __init__(self, url: str, description: str) -> None:
@@ -86,13 +84,7 @@ def signature(secret: bytes, timestamp: str, method: str, subject: str, body: by
 
 
 class WebhookRemediator:
-    """Implements ``Remediator``.
-
-    Args:
-        url: http or https. Raises ConfigurationError for any other.
-        wall: wall clock, for the signature's timestamp.
-        cordons: whether the receiver reports who has cordoned a node.
-    """
+    """Implements ``Remediator``. With ``cordons``, the receiver reports who has cordoned a node."""
 
     name = "webhook"
     dry_run = False

@@ -32,14 +32,10 @@ class DatabaseOutage(msgspec.Struct):
 class CommitBuffer:
     """Writes batches for the loop, which runs at most one call of ``write`` at a time.
 
-    During an outage the buffer retries by itself. After a successful retry, the next ``write`` writes the rest and ends
-    the outage. ``wake`` is called when the loop should call ``write``.
-
-    Args:
-        limit_bytes: approximate bytes that may wait in memory.
-
-    Attributes:
-        outage: None while everything decided is durable.
+       During an outage the buffer retries by itself. After a successful retry, the next ``write`` writes the rest and ends
+       the outage. ``wake`` is called when the loop should call ``write``.
+    ``outage`` is None while everything decided is
+       durable. About ``limit_bytes`` may wait in memory.
     """
 
     def __init__(self, commit: Commit, *, now: Callable[[], float], wake: Callable[[], None], limit_bytes: int) -> None:
@@ -80,12 +76,12 @@ class CommitBuffer:
 
     def check_room(self) -> None:
         """Raise Unavailable if the buffer is full."""
-        away = self.outage
-        if away is not None and away.buffered_bytes >= self._limit_bytes:
+        outage = self.outage
+        if outage is not None and outage.buffered_bytes >= self._limit_bytes:
             raise Unavailable(
-                f"the database has been away for {self._now() - away.since:.0f} s and "
-                f"{away.buffered_bytes >> 20} MiB of "
-                f"decisions wait for it: nothing more is taken until it is back ({away.reason})"
+                f"the database has been unavailable for {self._now() - outage.since:.0f} s and "
+                f"{outage.buffered_bytes >> 20} MiB of decisions wait for it: further requests are refused until it is "
+                f"back ({outage.reason})"
             )
 
     def close(self) -> None:
@@ -110,7 +106,10 @@ class CommitBuffer:
     def _begin_outage(self, reason: str) -> None:
         if self.outage is None:
             self.outage = DatabaseOutage(since=self._now(), reason=reason)
-            log.error("the database is away; running jobs regroup from memory, nothing is acknowledged: %s", reason)
+            log.error(
+                "the database is unavailable; jobs can still regroup, but nothing is acknowledged until it is back: %s",
+                reason,
+            )
         self.outage.reason = reason
         self.outage.buffered_bytes = self._waiting.approximate_bytes()
         self._retrying = asyncio.create_task(self._retry(), name="database")
@@ -118,7 +117,8 @@ class CommitBuffer:
 
     def _end_outage(self) -> None:
         if self.outage is not None:
-            log.info("the database is back after %.1f s; all is written", self._now() - self.outage.since)
+            outage_s = self._now() - self.outage.since
+            log.info("the database is available again after %.1f s; all decisions are written", outage_s)
         self.outage = self._retrying = None
 
     async def _retry(self) -> None:

@@ -39,11 +39,9 @@ class Urgency(StrEnum):
 
 
 class PendingRequest(Generic[T]):
-    """A stimulus and the future that its submitter waits for.
+    """A request and the future that its submitter waits for.
 
-    Args:
-        source: the node that it is about; stimuli of one source keep their order.
-        urgency: a routine stimulus becomes urgent beside an urgent one of its source, whichever came first.
+    Requests of one ``source`` (a node) keep their order: a routine one becomes urgent beside an urgent one.
     """
 
     __slots__ = ("arrived_at", "future", "source", "stimulus", "urgency")
@@ -63,12 +61,10 @@ class PendingRequest(Generic[T]):
 
 
 class Intake(Generic[T]):
-    """The loop's input queue.
+    """The loop's input queue of at most ``limit`` requests.
 
-    Args:
-        limit: stimuli of both classes that may wait.
-        group: this many routine stimuli end a pause, because they fill a transaction.
-        on_shed: called for each stimulus that is refused or dropped.
+    ``group`` routine requests end a pause, because they fill a transaction. ``on_shed`` is called for each request
+    that is refused or dropped.
     """
 
     def __init__(self, limit: int, group: int, on_shed: Callable[[Urgency], None]) -> None:
@@ -86,10 +82,7 @@ class Intake(Generic[T]):
         return len(self._urgent) + self._paused_count
 
     def put(self, pending: PendingRequest[T]) -> None:
-        """Queue ``waiting``. Raises Unavailable if there is no room.
-
-        An urgent one replaces the oldest routine one, whose sender will repeat it.
-        """
+        """Queue a request. Raises Unavailable if there is no room; an urgent one replaces the oldest routine one."""
         if len(self) >= self._limit:
             full = Unavailable(f"{len(self)} requests wait already: send this again in a second")
             if pending.urgency is Urgency.ROUTINE or not self._paused_count:

@@ -18,6 +18,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from everstep.errors import EverstepError, Unavailable
@@ -47,8 +48,8 @@ AnyPendingRequest = PendingRequest[TransactionFunction[Any]]
 ANSWERS_PER_LOOP_ITERATION = 16
 """Answers sent per turn of the event loop: half a millisecond of work."""
 NOT_DURABLE = (
-    "the database is away, so this is kept in memory only, and not promised: send it again; what was ordered may count "
-    "when the database is back"
+    "the database is unavailable, so this request is only in memory and may be lost: send it again; an order may still "
+    "take effect once the database is back"
 )
 
 
@@ -94,32 +95,6 @@ MIN_TICK_INTERVAL_S = 0.01
 per Tick they cost a tenth. Every interval measured in deadlines is at least five times this."""
 
 
-class _BlockingBudget:
-    """Yields the event loop after MAX_BLOCKING_S of work."""
-
-    def __init__(self) -> None:
-        self._until = time.perf_counter() + MAX_BLOCKING_S
-
-    async def yield_if_spent(self) -> None:
-        if time.perf_counter() > self._until:
-            await asyncio.sleep(0)
-            self._until = time.perf_counter() + MAX_BLOCKING_S
-
-
-class _Unpublished:
-    """Records to publish once they are durable."""
-
-    def __init__(self) -> None:
-        self.audit: list[AuditRow] = []
-        self.verdicts: list[Verdict] = []
-        self.remediations: list[RemediationRow] = []
-
-    def add(self, transaction: Transaction) -> None:
-        self.audit += transaction.audit
-        self.verdicts += transaction.verdicts
-        self.remediations += transaction.remediations
-
-
 class _Timer(NamedTuple):
     """The timer for the next Tick."""
 
@@ -128,63 +103,42 @@ class _Timer(NamedTuple):
     handle: asyncio.TimerHandle
 
 
+@dataclass(eq=False, kw_only=True)
 class FleetLoop:
-    """Owns the state. Every method belongs to the event loop's thread.
+    """Owns the state. Every method belongs to the event loop's thread."""
 
-    Args:
-        state: restored state; ``ControllerStarted`` is the first event.
-        commit: writes one transaction.
-        epoch: epoch of this leadership.
-        check_leading: raises NotLeadingError while this controller is not certain to lead.
-        outage_buffer_bytes: approximate bytes that may wait in memory during an outage.
-        on_audit, on_remediations: called with committed records.
-        decide: the core, or a journal around it.
-        quota: limits each node's entries in the audit log.
-        max_batch: maximum stimuli per transaction; larger raises throughput and delays the first.
-        queue_limit: stimuli that may wait; beyond it new ones are refused with Unavailable.
-    """
+    state: FleetState
+    outbox: Outbox
+    commit: Commit  # writes one transaction
+    clock: SteadyTime
+    metrics: Metrics
+    audit_numbers: AuditNumbers
+    read_models: ReadModels
+    on_audit: Callable[[list[AuditRow]], None]  # called with committed records
+    on_remediations: Callable[[list[RemediationRow]], None]  # called with committed records
+    decide: DecideFunction = engine.handle  # the core, or a journal around it
+    quota: EventQuota | None = None  # limits each node's entries in the audit log; None for no limit
+    epoch: int = 1
+    # Raises NotLeadingError while this controller is not certain to lead.
+    check_leading: Callable[[], None] = lambda: None
+    max_batch: int = 256  # maximum stimuli per transaction; larger raises throughput and delays the first
+    queue_limit: int = 20_000  # stimuli that may wait; beyond it new ones are refused with Unavailable
+    outage_buffer_bytes: int = 64 << 20  # approximate bytes that may wait in memory during an outage
 
-    def __init__(
-        self,
-        *,
-        state: FleetState,
-        outbox: Outbox,
-        commit: Commit,
-        clock: SteadyTime,
-        metrics: Metrics,
-        audit_numbers: AuditNumbers,
-        read_models: ReadModels,
-        on_audit: Callable[[list[AuditRow]], None],
-        on_remediations: Callable[[list[RemediationRow]], None],
-        decide: DecideFunction = engine.handle,
-        quota: EventQuota | None = None,
-        epoch: int = 1,
-        check_leading: Callable[[], None] = lambda: None,
-        max_batch: int = 256,
-        queue_limit: int = 20_000,
-        outage_buffer_bytes: int = 64 << 20,
-    ) -> None:
-        self.state = state
-        self.outbox = outbox
-        self._finding_delta = FindingDelta(state.nodes.values())
+    def __post_init__(self) -> None:
+        self._finding_delta = FindingDelta(self.state.nodes.values())
         self.lag = LagMeter()
-        self._commit_buffer = CommitBuffer(commit, now=self.now, wake=self._wake, limit_bytes=outage_buffer_bytes)
-        self._check_leading = check_leading
-        self._epoch = epoch
+        self._work = asyncio.Event()
+        self._commit_buffer = CommitBuffer(
+            self.commit, now=self.now, wake=self._work.set, limit_bytes=self.outage_buffer_bytes
+        )
         self._store_change: ev.DatabaseAvailabilityChanged | None = None
         self._held_back: list[OutgoingDirective] = []
-        self._unpublished = _Unpublished()
-        self._clock = clock
-        self._metrics = metrics
-        self._numbers = audit_numbers
-        self.read_models = read_models
-        self._on_audit = on_audit
-        self._on_remediations = on_remediations
-        self._decide = decide
-        self._quota = quota
-        self._queue: Intake[TransactionFunction[Any]] = Intake(queue_limit, max_batch, metrics.count_shed)
+        self._unpublished: list[tuple[list[AuditRow], list[Verdict], list[RemediationRow]]] = []
+        self._queue: Intake[TransactionFunction[Any]] = Intake(
+            self.queue_limit, self.max_batch, self.metrics.count_shed
+        )
         self._in_flight: list[AnyPendingRequest] = []
-        self._work = asyncio.Event()
         self._pause_timer: asyncio.TimerHandle | None = None
         self._armed: _Timer | None = None
         self._ticked_at = 0.0
@@ -193,36 +147,26 @@ class FleetLoop:
 
     def now(self) -> float:
         """Return the time used for decisions."""
-        return self._clock.now()
+        return self.clock.now()
 
     def queued(self) -> int:
         """Return the number of stimuli that wait for their transaction."""
         return len(self._queue) + len(self._in_flight)
 
     async def submit(self, stimulus: TransactionFunction[T]) -> T:
-        """Run ``stimulus`` in turn, and return its result once everything it did is durable.
-
-        Raises:
-            EverstepError: whatever the stimulus raises.
-            Unavailable: too many stimuli wait, or a transaction failed.
-        """
+        """Run ``stimulus`` in turn, and return its result once everything it did is durable. Raises as ``enqueue``."""
         return await self.enqueue(stimulus)
 
     def enqueue(
         self, stimulus: TransactionFunction[T], source: str = "", urgency: Urgency = Urgency.URGENT
     ) -> asyncio.Future[T]:
-        """Queue ``stimulus`` and return the future of its result.
+        """Queue ``stimulus`` and return the future of its result, or of the EverstepError that it raises.
 
-        Args:
-            stimulus: runs in a transaction.
-            source: node that the stimulus is about; stimuli of one source keep their order.
-            urgency: routine stimuli may be delayed.
-
-        Raises:
-            Unavailable: too many stimuli wait, or the controller stops or does not lead.
+        Stimuli of one ``source`` (a node) keep their order; routine ones may be delayed. Raises Unavailable if too many
+        wait, or if the controller stops or does not lead.
         """
         if self._stopped:
-            raise Unavailable("the controller is stopping: send this again to the one that follows", 0.2)
+            raise Unavailable("the controller is stopping: send this again to the next one", 0.2)
         self.check_leading()
         self._commit_buffer.check_room()
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
@@ -234,10 +178,6 @@ class FleetLoop:
         """Make a node's waiting routine stimuli urgent, because an urgent one waits behind them."""
         self._queue.expedite(source)
         self._schedule_wake()
-
-    def check_leading(self) -> None:
-        """Raise NotLeadingError if this controller is not certain to lead; it must not answer then."""
-        self._check_leading()
 
     def database_outage(self) -> DatabaseOutage | None:
         """Return the database's current outage, or None."""
@@ -259,7 +199,7 @@ class FleetLoop:
             self._end()
 
     def _first(self) -> AnyPendingRequest:
-        event = ev.ControllerStarted(epoch=self._epoch, trace=new_trace())
+        event = ev.ControllerStarted(epoch=self.epoch, trace=new_trace())
         done = asyncio.get_running_loop().create_future()
         return PendingRequest(lambda tx, now: tx.handle(event, now), done, "", Urgency.URGENT)
 
@@ -290,7 +230,7 @@ class FleetLoop:
         self._armed = None
         if deadline is not None:
             due = max(deadline, self.now(), self._ticked_at + MIN_TICK_INTERVAL_S)
-            handle = asyncio.get_running_loop().call_later(self._clock.seconds_until(due), self._work.set)
+            handle = asyncio.get_running_loop().call_later(self.clock.seconds_until(due), self._work.set)
             self._armed = _Timer(deadline, due, handle)
 
     async def _run_transaction(self, batch: list[AnyPendingRequest]) -> None:
@@ -300,12 +240,12 @@ class FleetLoop:
         transaction = Transaction(
             self.state,
             self.outbox,
-            self._numbers,
-            self._metrics,
+            self.audit_numbers,
+            self.metrics,
             self.read_models,
             self._finding_delta,
-            self._decide,
-            self._quota,
+            self.decide,
+            self.quota,
         )
         try:
             self._report_store_change(transaction)
@@ -322,19 +262,21 @@ class FleetLoop:
     async def _apply_all(self, batch: list[AnyPendingRequest], transaction: Transaction) -> list[RequestResult]:
         """Apply all stimuli, and yield to heartbeats in between; their effects are in no transaction."""
         results: list[RequestResult] = []
-        stretch = _BlockingBudget()
-        for waiting in batch:
-            results.append(self._apply(waiting, transaction))
-            await stretch.yield_if_spent()
+        until = time.perf_counter() + MAX_BLOCKING_S
+        for pending in batch:
+            results.append(self._apply(pending, transaction))
+            if time.perf_counter() > until:
+                await asyncio.sleep(0)
+                until = time.perf_counter() + MAX_BLOCKING_S
         return results
 
-    def _apply(self, waiting: AnyPendingRequest, transaction: Transaction) -> RequestResult:
+    def _apply(self, pending: AnyPendingRequest, transaction: Transaction) -> RequestResult:
         transaction.is_ephemeral = False
         try:
-            value = waiting.stimulus(transaction, self.now())
+            value = pending.stimulus(transaction, self.now())
         except EverstepError as error:
-            return RequestResult(waiting, None, error, True)
-        return RequestResult(waiting, value, None, transaction.is_ephemeral)
+            return RequestResult(pending, None, error, True)
+        return RequestResult(pending, value, None, transaction.is_ephemeral)
 
     def _report_store_change(self, transaction: Transaction) -> None:
         """Tell the core about a change of the database's availability before any later event."""
@@ -346,29 +288,24 @@ class FleetLoop:
             held_back, self._held_back = self._held_back, []
             transaction.resend(held_back)
 
-    def _tick(self, transaction: Transaction, batch_size: Iterable[AnyPendingRequest]) -> None:
+    def _tick(self, transaction: Transaction, batch: Iterable[AnyPendingRequest]) -> None:
         deadline, now = engine.next_deadline(self.state), self.now()
         if deadline is None or deadline > now:
             return
-        waited = max(
-            self._queue.oldest_wait_s(), *(time.perf_counter() - waiting.arrived_at for waiting in batch_size), 0.0
-        )
+        waited = max(self._queue.oldest_wait_s(), *(time.perf_counter() - one.arrived_at for one in batch), 0.0)
         late = now - self._armed.due if self._armed is not None and self._armed.deadline == deadline else 0.0
         lag_s = max(self.lag.recent_s(), waited, late)
         self._ticked_at = now
         transaction.handle(ev.Tick(lag_s=lag_s, trace=new_trace()), now)
 
     async def _record_poisoned(self, event: ev.Event | None) -> None:
-        """Record a report whose handling raised an internal error, so that it is dropped when the agent repeats it.
-
-        Otherwise the repeated report would end every later process too.
-        """
+        """Record a report whose handling raised an internal error: repeated, it would end every later process too."""
         if not isinstance(event, ev.ReportArrived):
             return
         kind = type(event.body).__name__
-        sentence = f"report {event.number} ({kind}) of {event.node} met an error of the controller's own; it is dropped"
+        sentence = f"report {event.number} ({kind}) of {event.node} caused an internal error and is dropped"
         row = AuditRow(
-            id=self._numbers.take(),
+            id=self.audit_numbers.take(),
             at=self.now(),
             kind="controller.report_dropped",
             sentence=sentence,
@@ -380,23 +317,23 @@ class FleetLoop:
 
     async def _commit(self, transaction: Transaction, events: int) -> bool:
         """Return whether this transaction and all before it are durable."""
-        was_away = self._commit_buffer.outage is not None
+        was_unavailable = self._commit_buffer.outage is not None
         while transaction.encode(MAX_BLOCKING_S):
             await asyncio.sleep(0)
         batch = transaction.batch()
         unsent = tuple(dict.fromkeys(row.job for row in batch.generations))
         started, wrote = time.perf_counter(), bool(batch)
-        self._unpublished.add(transaction)
+        self._unpublished.append((transaction.audit, transaction.verdicts, transaction.remediations))
         if not await self._commit_buffer.write(batch):
-            if was_away:
+            if was_unavailable:
                 self._held_back += transaction.take_final()
                 self.outbox.deliver(transaction.outgoing)
             else:
                 self._begin_outage(transaction, unsent)
             return False
         if wrote:
-            self._metrics.observe_commit(time.perf_counter() - started, events)
-        if was_away:
+            self.metrics.observe_commit(time.perf_counter() - started, events)
+        if was_unavailable:
             self._store_change = ev.DatabaseAvailabilityChanged(is_unavailable=False, trace=new_trace())
         self.outbox.deliver(transaction.outgoing)
         self._publish()
@@ -412,12 +349,13 @@ class FleetLoop:
 
     def _publish(self) -> None:
         """Publish durable records, in order."""
-        told, self._unpublished = self._unpublished, _Unpublished()
-        self._on_audit(told.audit)
-        self._metrics.count_user_errors(told.audit)
-        self._metrics.count_verdicts(told.verdicts)
-        if told.remediations:
-            self._on_remediations(told.remediations)
+        durable, self._unpublished = self._unpublished, []
+        for audit, verdicts, remediations in durable:
+            self.on_audit(audit)
+            self.metrics.count_user_errors(audit)
+            self.metrics.count_verdicts(verdicts)
+            if remediations:
+                self.on_remediations(remediations)
 
     def _is_leading(self) -> bool:
         try:
@@ -425,9 +363,6 @@ class FleetLoop:
         except Unavailable:
             return False
         return True
-
-    def _wake(self) -> None:
-        self._work.set()
 
     def _end(self) -> None:
         """Refuse all waiting stimuli, and ask their senders to retry."""
@@ -438,6 +373,6 @@ class FleetLoop:
         if self._pause_timer is not None:
             self._pause_timer.cancel()
         stopping = Unavailable("the controller is stopping: send this again", 0.2)
-        for waiting in self._in_flight:
-            waiting.refuse(stopping)
+        for pending in self._in_flight:
+            pending.refuse(stopping)
         self._queue.refuse_all(stopping)

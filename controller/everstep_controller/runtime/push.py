@@ -27,12 +27,7 @@ and goes to 1,250 nodes."""
 
 
 class EncodedBody:
-    """A directive's JSON body, encoded and deflated once for all its nodes.
-
-    Args:
-        text: the JSON.
-        stored: shorter reference for the outbox table; by default the text itself.
-    """
+    """A directive's JSON body, encoded and deflated once for all nodes; ``stored`` is its form in the outbox table."""
 
     __slots__ = ("_deflated", "json", "stored", "text")
 
@@ -115,10 +110,8 @@ class DirectiveReceiver(Protocol):
 class Outbox:
     """Every node's queue of directives, and the sessions that receive them.
 
-    Args:
-        epoch: epoch of this leadership. Numbers begin at ``epoch * SEQ_PER_EPOCH``, so they grow across controllers
-            without being stored.
-        rows: stored directives that were not acknowledged.
+    Numbers begin at ``epoch * SEQ_PER_EPOCH``, so they grow across controllers without being stored. ``rows`` are
+    stored directives that were not acknowledged.
     """
 
     def __init__(self, epoch: int, rows: Iterable[OutboxRow] = ()) -> None:
@@ -185,10 +178,7 @@ class Outbox:
             asyncio.get_running_loop().call_soon(self._push_some)
 
     def attach(self, node: str, receiver: DirectiveReceiver) -> tuple[OutgoingDirective, ...]:
-        """Make ``receiver`` the node's session, and dismiss the previous one.
-
-        Return the directives that wait already.
-        """
+        """Make ``receiver`` the node's session, dismiss the previous one, and return the directives that wait."""
         self._later.pop(node, None)
         before = self._receivers.get(node)
         self._receivers[node] = receiver

@@ -34,12 +34,7 @@ class TokenBuckets(Generic[K]):
     """A token bucket per key, by the generic cell rate algorithm (ITU-T I.371).
 
     A bucket is one number: the time at which it would be full again without further requests. A bucket whose time is
-    past equals no bucket, so idle ones cost nothing. A request costs one lookup and one entry in a dictionary.
-
-    Args:
-        per_s: tokens per second.
-        burst_s: seconds of tokens that a bucket holds.
-        max_keys: maximum number of buckets.
+    past equals no bucket, so idle ones cost nothing. A bucket holds ``burst_s`` seconds of tokens.
     """
 
     def __init__(self, per_s: float, burst_s: float, max_keys: int = MAX_BUCKETS) -> None:
@@ -73,12 +68,9 @@ class TokenBuckets(Generic[K]):
 
 
 class EventQuota:
-    """Limits audit entries by node and kind. For the event loop's thread.
+    """Limits audit entries: a node may cause ``burst`` entries of one kind at once, and ``per_s`` further ones.
 
-    Args:
-        burst: entries of one kind that a node may cause at once.
-        per_s: further entries of one kind per second.
-        on_suppressed: called for each entry beyond that.
+    For the event loop's thread. ``on_suppressed`` is called for each entry beyond that.
     """
 
     def __init__(self, burst: int, per_s: float, on_suppressed: Callable[[], None] = lambda: None) -> None:

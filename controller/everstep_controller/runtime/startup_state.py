@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import msgspec
@@ -13,7 +12,7 @@ from everstep.ids import Version
 from everstep.vocabulary import Finding
 from everstep_controller.core import engine
 from everstep_controller.core.policy import CorePolicy
-from everstep_controller.core.records import Eviction, FleetRecord, JobRecord, NodeRecord, VersionRecord
+from everstep_controller.core.records import FleetRecord, JobRecord, NodeRecord, VersionRecord
 from everstep_controller.core.state import FleetState
 from everstep_controller.store.reader import NO_ROW_VERSIONS, RowVersions, changed_nodes
 from everstep_controller.store.rows import LoadedState
@@ -37,35 +36,15 @@ NO_RECORDS = KnownRecords(NO_ROW_VERSIONS, {})
 def read_records(connection: Connection, known: KnownRecords) -> KnownRecords:
     """Return ``known`` brought up to date. Raises the database's errors. For a thread of its own."""
     found = changed_nodes(connection, known.row_versions)
-    marks = {node: known.row_versions.nodes[node] for node in found.unchanged}
+    versions = {node: known.row_versions.nodes[node] for node in found.unchanged}
     records = {node: known.records[node] for node in found.unchanged}
     for row in found.rows:
         try:
             records[row.node] = msgspec.json.decode(row.doc, type=NodeRecord)
         except DECODE_ERRORS:  # written by another release; the leader reports it
             continue
-        marks[row.node] = row.row_version
-    return KnownRecords(RowVersions(found.server, marks), records)
-
-
-class _FirstFleet(msgspec.Struct):
-    """The fleet's document under schema 0001, which counted evictions by time alone."""
-
-    evictions: list[float] = []
-
-
-def _fleet(doc: str, nodes: Iterable[NodeRecord]) -> FleetRecord:
-    """Return the fleet's record. Evictions that schema 0001 counted are recovered from node records."""
-    record, times = msgspec.json.decode(doc, type=FleetRecord), msgspec.json.decode(doc, type=_FirstFleet).evictions
-    if times:
-        known = [
-            Eviction(evicted_at=at, node=node.node, rack=node.identity.domain.rack)
-            for node in nodes
-            for at in node.history.eviction_times
-            if at in times
-        ]
-        record.recent_evictions = sorted(known, key=lambda one: one.evicted_at)
-    return record
+        versions[row.node] = row.row_version
+    return KnownRecords(RowVersions(found.server, versions), records)
 
 
 def restore_state(policy: CorePolicy, loaded: LoadedState, known: KnownRecords = NO_RECORDS) -> FleetState:
@@ -76,7 +55,7 @@ def restore_state(policy: CorePolicy, loaded: LoadedState, known: KnownRecords =
         nodes[node].health.agent_findings[key] = msgspec.json.decode(doc, type=Finding)
     return engine.restore_state(
         policy,
-        _fleet(loaded.fleet, nodes.values()) if loaded.fleet is not None else None,
+        msgspec.json.decode(loaded.fleet, type=FleetRecord) if loaded.fleet is not None else None,
         list(nodes.values()),
         [msgspec.json.decode(doc, type=JobRecord) for doc in loaded.jobs.values()],
         [

@@ -7,6 +7,7 @@ import random
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -100,6 +101,10 @@ def _text(value: Any) -> str:
     return _encode(value).decode()
 
 
+_HINT_TOPICS: dict[type, str] = {VersionNotice: "versions", SpillVersion: "spill", ProtectVersion: "parity"}
+"""Topics of directives that are repeated until answered, and so not stored."""
+
+
 class AuditNumbers:
     """The audit log's next number. It is counted in memory because a database has one writer."""
 
@@ -111,13 +116,11 @@ class AuditNumbers:
         return self.newest
 
 
+@dataclass(eq=False)
 class Transaction:
     """Runs events through the core and collects their effects. Build one per commit; never reuse it.
 
     Documents are encoded by ``batch``, after the core has finished with them.
-
-    Args:
-        quota: limits each node's entries in the audit log; None for no limit.
 
     Attributes:
         handling: the current event. If the core raised on it, nothing here may be written.
@@ -125,31 +128,22 @@ class Transaction:
             controller. Such a stimulus is answered during an outage too.
     """
 
-    def __init__(
-        self,
-        state: FleetState,
-        outbox: Outbox,
-        audit_numbers: AuditNumbers,
-        metrics: Metrics,
-        read_models: ReadModels,
-        finding_delta: FindingDelta,
-        decide: DecideFunction = engine.handle,
-        quota: EventQuota | None = None,
-    ) -> None:
-        self.state = state
+    state: FleetState
+    outbox: Outbox
+    audit_numbers: AuditNumbers
+    metrics: Metrics
+    read_models: ReadModels
+    finding_delta: FindingDelta
+    decide: DecideFunction = engine.handle
+    quota: EventQuota | None = None
+
+    def __post_init__(self) -> None:
         self.handling: ev.Event | None = None
         self.is_ephemeral = False
         self.outgoing: list[OutgoingDirective] = []
         self.audit: list[AuditRow] = []
         self.verdicts: list[Verdict] = []
         self.remediations: list[RemediationRow] = []
-        self._outbox = outbox
-        self._numbers = audit_numbers
-        self._metrics = metrics
-        self._read_models = read_models
-        self._finding_delta = finding_delta
-        self._decide = decide
-        self._quota = quota
         self._cause = ""
         self._documents: dict[tuple[str, str], Any] = {}
         self._batch = Batch()
@@ -161,13 +155,13 @@ class Transaction:
         started = time.perf_counter()
         self.handling = event
         try:
-            effects = self._decide(self.state, event, now)
+            effects = self.decide(self.state, event, now)
         except EverstepError:
             self.handling = None
             raise
-        self._metrics.observe_event(kind, time.perf_counter() - started)
+        self.metrics.observe_event(kind, time.perf_counter() - started)
         if isinstance(event, ev.ReportArrived):
-            self._read_models.record_report(event.node, event.body)
+            self.read_models.record_report(event.node, event.body)
         self._cause = causing_node(event)
         for effect in effects:
             self._collect(effect, now)
@@ -185,7 +179,7 @@ class Transaction:
 
     def add_audit_entry(self, entry: fx.AuditEntry) -> None:
         """Add an audit entry for a change made outside the core."""
-        self.audit.append(_audit_row(self._numbers.take(), entry))
+        self.audit.append(_audit_row(self.audit_numbers.take(), entry))
 
     def put_credential(self, row: CredentialRow) -> None:
         """Write a new or changed credential."""
@@ -199,7 +193,7 @@ class Transaction:
         """Send held-back directives under new numbers, because later directives have overtaken them."""
         for one in outgoing:
             if one.is_durable:
-                self.outgoing.append(msgspec.structs.replace(one, seq=self._outbox.take_seq(one.node)))
+                self.outgoing.append(msgspec.structs.replace(one, seq=self.outbox.take_seq(one.node)))
 
     def take_final(self) -> list[OutgoingDirective]:
         """Remove and return the final directives, which are not pushed before they are durable."""
@@ -209,10 +203,7 @@ class Transaction:
         return final
 
     def encode(self, budget_s: float = math.inf) -> bool:
-        """Encode changed documents for ``budget_s`` seconds.
-
-        Return False when none is left; ``batch`` encodes the rest.
-        """
+        """Encode changed documents for ``budget_s`` seconds. Return whether any is left; ``batch`` encodes the rest."""
         until = time.perf_counter() + budget_s
         while self._documents and time.perf_counter() < until:
             (table, key), doc = self._documents.popitem()
@@ -222,8 +213,8 @@ class Transaction:
                 self._batch.jobs[key] = _text(doc)
             else:
                 self._batch.nodes[key] = _text(without_findings(doc))
-                for of, finding in self._finding_delta.changes(doc):
-                    self._batch.active_findings[key, of] = _text(finding) if finding is not None else ""
+                for finding_key, finding in self.finding_delta.changes(doc):
+                    self._batch.active_findings[key, finding_key] = _text(finding) if finding is not None else ""
         return bool(self._documents)
 
     def batch(self) -> Batch:
@@ -234,15 +225,15 @@ class Transaction:
             OutboxRow(node=out.node, seq=out.seq, body=out.body.stored) for out in self.outgoing if out.is_durable
         ]
         if self._batch:
-            self._batch.acknowledged = self._outbox.take_acknowledged()
-            self._batch.superseded = self._outbox.take_superseded()
+            self._batch.acknowledged = self.outbox.take_acknowledged()
+            self._batch.superseded = self.outbox.take_superseded()
         return self._batch
 
     def _collect(self, effect: fx.Effect, now: float) -> None:
         match effect:
             case fx.Send(node=node, body=body):  # first: a generation is sent to thousands
                 if isinstance(body, RunProbe):
-                    self._read_models.probes.record_started(body, now)
+                    self.read_models.probes.record_started(body, now)
                 self._send(node, body)
             case fx.PutFleet(doc=fleet_doc):
                 self._documents["fleet", ""] = fleet_doc
@@ -255,12 +246,12 @@ class Transaction:
                 self._documents.pop(("nodes", node), None)
                 self.outgoing = [one for one in self.outgoing if one.node != node]
                 self._batch.forget_node(node)
-                self._finding_delta.forget(node)
-                self._outbox.forget(node)
+                self.finding_delta.forget(node)
+                self.outbox.forget(node)
             case fx.DeleteJob(job=job):
                 self._documents.pop(("jobs", job), None)
                 self._batch.forget_job(job)
-                self._read_models.recoveries.forget(job)
+                self.read_models.recoveries.forget(job)
             case fx.PutGeneration():
                 self._batch.generations.append(_generation_row(effect))
             case fx.PutVersion(doc=version):
@@ -270,63 +261,47 @@ class Transaction:
                 self.verdicts.append(verdict)
                 self._batch.verdicts.append(_verdict_row(verdict))
             case fx.RecordFindingRaised(node=node, finding=finding, at=at):
-                row_found = FindingRow(node=node, key=finding.key, kind=finding.kind, at=at, doc=_text(finding))
-                self._batch.findings.append(row_found)
+                raised = FindingRow(node=node, key=finding.key, kind=finding.kind, at=at, doc=_text(finding))
+                self._batch.findings.append(raised)
             case fx.RecordFindingCleared(node=node, key=key, at=at):
                 self._batch.findings.append(FindingRow(node=node, key=key, kind="", at=at))
-            case fx.RequestRemediation(remediation=remedy):
-                row_wanted = _remedy_row(remedy)
-                self.remediations.append(row_wanted)
-                self.put_remediation(row_wanted)
+            case fx.RequestRemediation(remediation=remediation):
+                requested = _remediation_row(remediation)
+                self.remediations.append(requested)
+                self.put_remediation(requested)
             case fx.Audit(entry=entry):
-                if self._cause and self._quota is not None and not self._quota.is_allowed(self._cause, entry.kind, now):
+                if self._cause and self.quota is not None and not self.quota.is_allowed(self._cause, entry.kind, now):
                     return
-                self.audit.append(_audit_row(self._numbers.take(), entry))
+                self.audit.append(_audit_row(self.audit_numbers.take(), entry))
 
     def _job_changed(self, job: JobRecord) -> None:
-        recovery = self._read_models.recoveries.take_finished(job)
+        recovery = self.read_models.recoveries.take_finished(job)
         if recovery is None:
             return
         self._batch.recoveries.append(RecoveryRow(job=job.job, generation=recovery.generation, doc=_text(recovery)))
         if recovery.duration_s is not None and recovery.reason is not GenerationReason.FORMED:
-            self._metrics.observe_recovery(job.job, recovery.reason, recovery.duration_s)
+            self.metrics.observe_recovery(job.job, recovery.reason, recovery.duration_s)
 
     def _send(self, node: str, body: Any) -> None:
-        """Send a directive. One that is repeated until answered is pushed but not stored.
-
-        A generation replaces older ones of its job, unless it begins at a boundary that these must reach first.
-        """
-        # The entry holds the body, because an id is unique only while its object lives.
-        kept = self._bodies.get(id(body))
-        encoded = kept[1] if kept else EncodedBody(_text(body), _reference(body))
-        self._bodies[id(body)] = (body, encoded)
-        durable, topic, replaces = True, "", True
-        if isinstance(body, VersionNotice):
-            durable, topic = False, f"versions/{body.job}"
-        elif isinstance(body, SpillVersion):
-            durable, topic = False, f"spill/{body.job}"
-        elif isinstance(body, ProtectVersion):
-            durable, topic = False, f"parity/{body.job}"
-        elif isinstance(body, NewGeneration):
-            topic, replaces = generation_topic(body.spec.job), body.spec.after_step is None
-        seq = self._outbox.take_seq(node)
-        final = isinstance(body, StopJob)
+        """Send a directive. A generation replaces its job's older ones, unless they must reach its boundary first."""
+        spec = body.spec if isinstance(body, NewGeneration) else None
+        encoded = self._bodies.get(id(body), (None, None))[1]
+        if encoded is None:
+            encoded = EncodedBody(_text(body), generation_reference(spec.job, spec.number) if spec is not None else "")
+            self._bodies[id(body)] = (body, encoded)  # the body too, because an id is unique only while it lives
+        hint = _HINT_TOPICS.get(type(body), "")
+        topic = generation_topic(spec.job) if spec is not None else f"{hint}/{body.job}" if hint else ""
         self.outgoing.append(
             OutgoingDirective(
                 node=node,
-                seq=seq,
+                seq=self.outbox.take_seq(node),
                 body=encoded,
-                is_durable=durable,
+                is_durable=not hint,
                 topic=topic,
-                replaces_older=replaces,
-                is_final=final,
+                replaces_older=spec is None or spec.after_step is None,
+                is_final=isinstance(body, StopJob),
             )
         )
-
-
-def _reference(body: Any) -> str:
-    """Return the outbox table's reference to the body, or "" to store the body itself."""
-    return generation_reference(body.spec.job, body.spec.number) if isinstance(body, NewGeneration) else ""
 
 
 def _generation_row(effect: fx.PutGeneration) -> GenerationRow:
@@ -364,14 +339,14 @@ def _verdict_row(verdict: Verdict) -> VerdictRow:
     )
 
 
-def _remedy_row(remedy: fx.Remediation) -> RemediationRow:
+def _remediation_row(remediation: fx.Remediation) -> RemediationRow:
     return RemediationRow(
-        id=remedy.id,
-        node=remedy.node,
-        kind=remedy.kind,
+        id=remediation.id,
+        node=remediation.node,
+        kind=remediation.kind,
         state=RemediationState.REQUESTED,
-        requested_at=remedy.at,
-        doc=_text(remedy),
+        requested_at=remediation.at,
+        doc=_text(remediation),
     )
 
 

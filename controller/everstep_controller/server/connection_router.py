@@ -61,12 +61,7 @@ class ControllerProcess(Protocol):
 
 
 class ConnectionRouter(asyncio.Protocol):
-    """A connection until its purpose is known.
-
-    Args:
-        connections: all connections on which ``shutdown`` is called when the server stops.
-        make_http: makes uvicorn's protocol, for connections that are not sessions.
-    """
+    """A connection until its purpose is known. ``make_http`` makes uvicorn's protocol for all but sessions."""
 
     __slots__ = ("_connections", "_deadline", "_descriptors", "_head", "_make_http", "_process", "_transport")
 

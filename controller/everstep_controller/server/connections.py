@@ -42,10 +42,8 @@ class DescriptorBudget:
     """Counts connections, and closes the least needed ones under pressure.
 
     A fleet may have more agents than a process may have files. When thousands of agents have news at once (their jobs
-    start, a switch fails), agents that only wait for their next heartbeat make room.
-
-    Args:
-        limit: maximum open connections; further ones are closed on arrival.
+    start, a switch fails), agents that only wait for their next heartbeat make room. Connections over ``limit`` are
+    closed on arrival.
     """
 
     __slots__ = ("_sessions", "crowded_from", "exhausted_from", "limit", "open", "scarce_from")
@@ -113,12 +111,7 @@ _ROLES = (TokenRole.AGENT, TokenRole.OPERATOR, TokenRole.VIEWER)
 
 
 class ConnectionPeer:
-    """The remote end of one connection. Create it once per connection.
-
-    Attributes:
-        address: IP address; empty if there is none.
-        identity: identity from a TLS-verified certificate; None without one.
-    """
+    """The remote end of one connection: its address, and the identity from a TLS-verified certificate, if any."""
 
     __slots__ = ("address", "identity")
 

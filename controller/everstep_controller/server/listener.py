@@ -332,11 +332,7 @@ def address_of(listener: socket.socket) -> str:
 
 
 def _trimmer() -> Callable[[], object]:
-    """Return a function that gives unused malloc memory back to the system.
-
-    Documents of half a megabyte would leave 20 MiB behind. A call takes 0.1 ms if there is nothing to return. It is
-    needed with glibc only.
-    """
+    """Return a function that gives unused malloc memory back to the system; 20 MiB would stay behind otherwise."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     return (lambda: trim(0)) if trim is not None else (lambda: None)
 

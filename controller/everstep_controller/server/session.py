@@ -33,7 +33,7 @@ from everstep.wire.v1.agent import (
     FrameKind,
     FrameRefused,
     Heartbeat,
-    Registered,
+    Register,
     Reports,
     ReportsAnswer,
     encode_frame,
@@ -104,12 +104,8 @@ _BEATS_LANE = (FrameKind.HEARTBEAT, FrameKind.ONE_WAY_HEARTBEAT, FrameKind.REGIS
 class AgentSession(asyncio.Protocol):
     """One agent's session, on a connection whose upgrade was accepted.
 
-    Args:
-        identity: the authenticated agent. Every frame is charged to it while it is valid.
-        on_end: called when the connection has ended.
-
-    Attributes:
-        incarnation: the node's incarnation, from the first frame; 0 until then.
+    Every frame is charged to ``identity`` while it is valid. ``incarnation`` is the node's incarnation, from the first
+    frame; 0 until then.
     """
 
     __slots__ = (
@@ -157,10 +153,7 @@ class AgentSession(asyncio.Protocol):
     # --- connection
 
     def begin(self, upgrade_answer: bytes, data: bytes) -> None:
-        """Handle bytes that followed the upgrade.
-
-        ``upgrade_answer`` is sent first, in one write with any answer to them.
-        """
+        """Handle bytes that followed the upgrade, and send ``upgrade_answer`` in one write with any answer to them."""
         self._before = upgrade_answer
         self.data_received(data)
         if self._before:
@@ -351,12 +344,12 @@ class AgentSession(asyncio.Protocol):
         done = self._service.register(self._node, register)
         self.incarnation = register.incarnation
         self._beats_busy = True
-        done.add_done_callback(self._registered)
+        done.add_done_callback(lambda done: self._on_registered(register, done))
 
-    def _registered(self, done: asyncio.Future[Registered]) -> None:
+    def _on_registered(self, register: Register, done: asyncio.Future[int]) -> None:
         self._beats_busy = False
         if self._check_result(FrameKind.REGISTER, done):
-            registered = done.result()
+            registered = self._service.registered(register, done.result())
             self._keep_open = registered.keep_open
             self._send(FrameKind.REGISTERED, responses.encode(registered))
             if not self._attached:

@@ -51,11 +51,7 @@ _BUSY_S = 5.0
 
 
 def check_file(path: Path) -> None:
-    """Read the whole file once. A missing or empty file is a new database.
-
-    Raises:
-        ConfigurationError: the file is damaged; the message says what SQLite found and what to do.
-    """
+    """Read the whole file once (missing or empty: a new database). Raises ConfigurationError if it is damaged."""
     size = path.stat().st_size if path.exists() else 0
     if not size:
         return
@@ -181,11 +177,8 @@ def _postgresql_engine(url: URL, most_idle_s: float, name: str) -> Engine:
 def engine_of(url: URL, *, most_idle_s: float = 0.0, name: str = "") -> Engine:
     """Return an engine with configured connections; nothing is connected yet.
 
-    Args:
-        url: URL of the database, with the password.
-        most_idle_s: seconds after which PostgreSQL ends a session that is idle in a transaction, so that a paused
-            controller does not hold locks forever; 0 for no limit.
-        name: name of the controller.
+    PostgreSQL ends a session that is idle in a transaction for ``most_idle_s`` (0: no limit), so that a paused
+    controller does not hold locks forever.
     """
     return _sqlite_engine(url) if url.drivername == "sqlite" else _postgresql_engine(url, most_idle_s, name)
 
@@ -242,12 +235,10 @@ def open_database(database: str, *, migrate: bool = True, check: bool = False) -
     Args:
         database: URL of the database.
         check: read a SQLite file first and refuse a damaged one. PostgreSQL checks its own pages if it uses checksums.
-        migrate: update the schema in one transaction (on PostgreSQL under an advisory lock). Otherwise an old schema is
-            refused.
+        migrate: update the schema in one transaction. Otherwise an old schema is refused.
 
     Raises:
-        ConfigurationError: the URL is wrong, or the database is missing, inaccessible, newer or damaged; the message
-            says how to correct it.
+        ConfigurationError: the URL is wrong, or the database is missing, inaccessible, newer or damaged.
     """
     url = parse_url(database)
     if check and url.drivername == "sqlite" and url.database:
@@ -276,17 +267,9 @@ def for_writing(connection: Connection) -> Connection:
 
 
 def back_up(database: str, target: Path) -> int:
-    """Back up a SQLite database to ``target`` as a checked snapshot, without blocking its writers.
+    """Back up a SQLite database to ``target`` as a checked snapshot, without blocking its writers. Return its size.
 
-    Args:
-        database: URL of the database.
-        target: path of the new file.
-
-    Returns:
-        The copy's size in bytes.
-
-    Raises:
-        ConfigurationError: the database is missing or not SQLite, or ``target`` exists.
+    Raises ConfigurationError if the database is missing or not SQLite, or if ``target`` exists.
     """
     url = parse_url(database)
     if url.drivername != "sqlite" or not url.database:

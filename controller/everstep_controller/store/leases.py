@@ -88,14 +88,10 @@ _CLAIM = text(
 
 
 def claim(holder: str, address: str, lease_s: float, *, is_lock_free: bool) -> Claim:
-    """Return a function that takes the lease within a take-over's transaction.
+    """Return a function that takes the lease for ``lease_s`` seconds within a take-over's transaction.
 
-    Args:
-        holder: name of the new leader.
-        address: where others reach the new leader.
-        lease_s: seconds that the lease lasts.
-        is_lock_free: the old holder's session is gone. Otherwise the lease must have expired; if it was renewed
-            meanwhile, the function raises LeadershipLost.
+    Unless ``is_lock_free`` (the old holder's session is gone), the lease must have expired; if it was renewed
+    meanwhile, the function raises LeadershipLost.
     """
 
     def write(connection: Connection, epoch: int) -> None:
@@ -162,17 +158,11 @@ class LeaseSession:
         )
 
     def end_silent_holder(self, epoch: int, silent_s: float) -> None:
-        """End the database sessions of the lock holder of ``epoch`` if its session was silent for ``silent_s``.
-
-        Such a controller was paused, or lost its machine, before its lease could begin.
-        """
+        """End the sessions of the lock holder of ``epoch`` if it was silent for ``silent_s``, for example paused."""
         self._execute(lambda connection: connection.execute(_END_SILENT, {**_key(epoch), "silent_s": silent_s}).all())
 
     def renew(self, epoch: int, lease_s: float) -> None:
-        """Extend the lease to ``lease_s`` from now, by the database's clock.
-
-        Raises LeadershipLost if another controller has it.
-        """
+        """Extend the lease to ``lease_s`` from now. Raises LeadershipLost if another controller has it."""
         values = {"epoch": epoch, "lease_s": lease_s}
         if self._execute(lambda connection: connection.execute(_RENEW, values).rowcount) == 0:
             raise LeadershipLost(f"another controller has taken the lease of epoch {epoch}")
@@ -190,10 +180,7 @@ class LeaseSession:
         return StandbyReport(contacts=contacts, resignations=rows[0].resignations)
 
     def resign(self, epoch: int, successor: str) -> None:
-        """Reserve the lease for ``successor`` from the end of this session.
-
-        Raises LeadershipLost if another controller has it.
-        """
+        """Reserve the lease for ``successor`` from this session's end. Raises LeadershipLost if another one has it."""
         values = {"epoch": epoch, "successor": successor}
         if self._execute(lambda connection: connection.execute(_RESIGN, values).rowcount) == 0:
             raise LeadershipLost(f"another controller has taken the lease of epoch {epoch}")

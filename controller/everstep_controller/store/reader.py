@@ -100,12 +100,12 @@ def list_page(
     is_null: tuple[str, bool | None] = ("", None),
     **wanted: str,
 ) -> Page:
-    """Return the rows of a list after ``cursor``.
+    """Return the rows of a list after ``cursor``, and the next cursor. Raises MalformedMessage.
 
     Args:
         connection: the database.
         history: one of the lists above.
-        cursor: place after which the page begins; empty for the first page. Raises MalformedMessage if it is invalid.
+        cursor: place after which the page begins.
         limit: maximum number of rows.
         is_null: a column, and whether it must be NULL; None for either.
         wanted: values of columns; empty for any.
@@ -170,10 +170,7 @@ class EventPage(NamedTuple):
 def _ids_of_kinds(
     connection: Connection, kinds: Sequence[str], count: list[ColumnElement[bool]], *, newest: bool, limit: int
 ) -> list[int]:
-    """Return the first (or ``newest``) ``limit`` matching ids whose kind begins with one of ``kinds``.
-
-    Up to ``limit`` ids are read for each kind in its index's order, because a range of kinds would need sorting.
-    """
+    """Return the first (or ``newest``) matching ids whose kind begins with one of ``kinds``, by each kind's index."""
     audit = tables.audit.c
     order = desc if newest else asc
     parts = []
@@ -268,10 +265,7 @@ def audit_pruned(connection: Connection) -> int:
 
 
 class HistoryReader:
-    """Runs queries over its own connection, so that a long read delays no decision.
-
-    For one thread, except ``abort``.
-    """
+    """Runs queries over its own connection, so that no read delays a decision. For one thread, except ``abort``."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -345,11 +339,7 @@ def _pairs(connection: Connection, key: Column[Any], doc: Column[Any]) -> dict[s
 
 
 def _outbox(connection: Connection) -> list[OutboxRow]:
-    """Return unacknowledged directives.
-
-    Nodes that wait for the same generation share its text. Directives for a generation that is no longer kept are
-    dropped, because nobody could still enter it.
-    """
+    """Return unacknowledged directives, except those for a generation that is no longer stored."""
     outbox, generations = tables.outbox.c, tables.generations.c
     stored = connection.execute(select(outbox.node, outbox.seq, outbox.body).order_by(outbox.node, outbox.seq)).all()
     texts: dict[str, str] = {}

@@ -203,13 +203,7 @@ BATCH_PAUSE_S = 0.05
 async def run_retention(
     store: DatabaseStore, limits: Callable[[], RetentionLimits], *, first_s: float = ROUND_S
 ) -> None:
-    """Delete old history until cancelled.
-
-    Args:
-        store: the database.
-        limits: returns the current limits.
-        first_s: seconds until the first round, because a new leader has more urgent work.
-    """
+    """Delete old history until cancelled; the first round is after ``first_s``, when a new leader is less busy."""
     wait_s = first_s
     while True:
         await asyncio.sleep(wait_s)

@@ -44,12 +44,7 @@ def set_times_back(loaded: LoadedState, known: KnownRecords, wall: float) -> tup
     """Return the starting state with no past time later than ``wall``, and the batch that stores it.
 
     A time up to the newest one in the database becomes ``wall``. A later time was a deadline, and keeps its distance to
-    the newest time. Times that people set do not change.
-
-    Args:
-        loaded: state as read, with ``newest_at`` later than ``wall``.
-        known: records that ``loaded`` leaves out.
-        wall: wall seconds of the right clock.
+    the newest time. Times that people set do not change. ``known`` are the records that ``loaded`` leaves out.
     """
     newest = loaded.newest_at
 

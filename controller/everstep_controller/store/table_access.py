@@ -138,10 +138,7 @@ def execute_many(connection: Connection, statement: Executable, rows: Sequence[R
 
 @cache
 def _with_arrays(text: str) -> tuple[str, tuple[str, ...]] | None:
-    """Return the statement over arrays of its parameters, and the names of numeric ones.
-
-    Return None for anything but an insert of values or a delete.
-    """
+    """Return an insert or delete over arrays, and its numeric parameters; None for any other statement."""
     parameters = dict(_PARAMETER.findall(text))
     arrays = ", ".join(f"%({name})s::{kind or _NUMBER}[]" for name, kind in parameters.items())
     numbers = tuple(name for name, kind in parameters.items() if not kind)
@@ -176,10 +173,7 @@ def _compiled(
 def upsert(
     connection: Connection, table: Table, rows: list[dict[str, Any]], *, overwrite_with_none: bool = False
 ) -> None:
-    """Insert rows, or update all other columns where the primary key exists.
-
-    None leaves a column unchanged, unless ``overwrite_with_none``.
-    """
+    """Insert rows, or update existing ones, where None leaves a column unchanged unless ``overwrite_with_none``."""
     execute_many(connection, _upsert_statement(connection.dialect.name, table, overwrite_with_none), rows)
 
 

@@ -81,8 +81,7 @@ class DatabaseThread:
 class DatabaseStore:
     """Async access to the tables. The writing connection has its own thread, so commits never wait for reads.
 
-    Args:
-        commit_timeout_s: seconds after which a transaction is aborted; a hanging database counts as unavailable.
+    A transaction is aborted after ``commit_timeout_s``: a hanging database counts as unavailable.
     """
 
     def __init__(self, engine: Engine, *, commit_timeout_s: float = 3.0) -> None:
@@ -99,10 +98,7 @@ class DatabaseStore:
     async def take_over(
         self, *, expected: int | None = None, claim: Claim | None = None, row_versions: RowVersions = NO_ROW_VERSIONS
     ) -> LoadedState:
-        """Fence off earlier controllers and return the starting state, without unchanged records of ``row_versions``.
-
-        Raises as ``DatabaseWriter`` does.
-        """
+        """Fence off earlier controllers and return the starting state. See ``DatabaseWriter.take_over``."""
         loaded = await self._written(
             lambda: self._writer.take_over(expected=expected, claim=claim, known=row_versions), LOAD_TIMEOUT_S
         )
@@ -112,12 +108,8 @@ class DatabaseStore:
     async def commit(self, batch: Batch) -> None:
         """Write the batch, after any batches with unknown outcome, in one transaction; durable on return.
 
-        Without anything to write, only the fence is checked.
-
-        Raises:
-            LeadershipLost: another controller took over the database.
-            DatabaseUnavailable: its ``is_batch_queued`` says who keeps the batch.
-            SQLAlchemyError: a row is wrong.
+        An empty batch only checks the fence. Raises as ``DatabaseWriter`` does; ``DatabaseUnavailable.is_batch_queued``
+        says who keeps the batch.
         """
         if batch:
             self._number += 1

@@ -62,10 +62,7 @@ class DatabaseWriter:
             connection.close()
 
     def abort(self) -> None:
-        """Make a call that hangs in the other thread fail soon, except on a hanging local disk.
-
-        Any thread may call this.
-        """
+        """Make a call that hangs in the other thread fail soon, unless a local disk hangs. For any thread."""
         if self._connection is not None:
             abort_connection(self._connection)
 

@@ -21,10 +21,13 @@ from everstep_controller.core.records import (
     NodeRecord,
     NodeScheduling,
 )
-from everstep_controller.runtime.clock import MAX_SLEWED_S, SLEW, SLEW_INTERVAL_S, SteadyTime
-from everstep_controller.runtime.clock_check import (
+from everstep_controller.runtime.clock import (
+    MAX_SLEWED_S,
     RECORD_INTERVAL_S,
+    SLEW,
+    SLEW_INTERVAL_S,
     ClockMonitor,
+    SteadyTime,
     check_clock_at_start,
     clock_set_back_s,
 )

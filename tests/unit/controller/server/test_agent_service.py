@@ -167,7 +167,9 @@ def test_heartbeat_with_unknown_launcher_is_refused(tmp_path: Path, findings: tu
         speaker = Speaker(client, "n1")
         for stranger in (("other", 1), ("j", 2)):
             ranks = (RankProgress(job=stranger[0], generation=stranger[1], rank=0, step=1, step_s=0.1),)
-            with pytest.raises(Refused, match=f"the launcher of job {stranger[0]} on node n1 is not known here"):
+            with pytest.raises(
+                Refused, match=f"the launcher of job {stranger[0]} on node n1 is unknown to this controller"
+            ):
                 speaker.beat(ranks=ranks, findings=findings)
         known = (RankProgress(job="j", generation=1, rank=0, step=1, step_s=0.1),)
         assert speaker.beat(ranks=known, findings=findings).resend is (findings is None)
@@ -333,6 +335,12 @@ def test_other_protocol_version_is_refused_first(client: TestClient) -> None:
     refused = refusal(Speaker(client, "n1").tell_raw, Register, msgspec.json.encode(body))
     assert (refused.status, refused.code) == (426, "protocol_version")
     assert "offered [7, 8], spoken here [1]; upgrade this side" in refused.message
+
+
+def test_registration_of_another_node_is_refused(client: TestClient) -> None:
+    refused = refusal(Speaker(client, "n1").tell, registration("n2"))
+    assert refused.status == 422
+    assert "the body is about node n2, the path about node n1" in refused.message
 
 
 @pytest.mark.parametrize(

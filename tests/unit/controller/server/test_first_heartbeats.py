@@ -7,6 +7,7 @@ from typing import Any
 
 from everstep_controller.core.events import NodeSeen
 from everstep_controller.read_models.prometheus import Metrics
+from everstep_controller.runtime.agent_requests import AgentRequests
 from everstep_controller.runtime.push import Outbox
 from everstep_controller.server.agent_service import AgentService
 from everstep_controller.server.connections import DescriptorBudget
@@ -26,6 +27,8 @@ class Waiting:
 
     def check_leading(self) -> None: ...
 
+    def expedite(self, source: str) -> None: ...
+
     def enqueue(self, stimulus: Any, *_: Any) -> Any:
         self.stimuli.append(stimulus)
         return SimpleNamespace(add_done_callback=lambda call: None)
@@ -34,14 +37,13 @@ class Waiting:
 def desk_before(loop: Waiting) -> AgentService:
     return AgentService(
         loop=loop,  # type: ignore[arg-type]
+        requests=AgentRequests(loop, Metrics(), {}, frozenset()),  # type: ignore[arg-type]
         metrics=Metrics(),
         clock=ManualClock(wall=loop.now()),
         descriptors=DescriptorBudget(100),
         defer=lambda work: work(),
         name="c1",
         heartbeat_interval_s=1.0,
-        acknowledged_reports={},
-        poisoned_reports=frozenset(),
     )
 
 

@@ -134,7 +134,7 @@ def test_overload_sheds_routine_before_urgent_reports(program_forks: ForkPool, t
             assert session.answer(ReportsAnswer).through == 1
         at = first_findings(process)
         assert at["n0"] < at["n7"] < min(at["n2"], at["n3"], at["n4"])
-        assert "database is away" not in process.log()
+        assert "database is unavailable" not in process.log()
 
 
 @pytest.mark.promise("overload")
@@ -154,7 +154,7 @@ def test_overload_refuses_urgent_reports_and_operators(program_forks: ForkPool, 
         assert [session.answer(ReportsAnswer).through for session in said[: 1 + ROOM]] == [1] * (1 + ROOM)
         status, _ = process.ask("POST", "/v1/nodes/n5/hold", op.ReasonOnlyRequest(reason="a fan"), OPERATOR)
         assert status == 200
-        assert "database is away" not in process.log()
+        assert "database is unavailable" not in process.log()
 
 
 RATES = "agent_requests_per_s = 4.0\nrequests_per_s = 4.0\nrequest_burst_s = 5.0\n"

@@ -99,8 +99,8 @@ def check_surfaces(controller: ControllerProcess) -> None:
     order = {"reason": "a fan to be looked at"}
     status, body = controller.ask("POST", "/v1/nodes/n2/hold", order, OPERATOR)
     assert status == 503
-    assert "the database is away" in json.loads(body)["detail"]
-    assert "the database is away" in controller.log()
+    assert "the database is unavailable" in json.loads(body)["detail"]
+    assert "the database is unavailable" in controller.log()
 
 
 @contextmanager

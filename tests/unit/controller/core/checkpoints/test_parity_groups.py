@@ -159,5 +159,3 @@ def test_every_rank_of_grouped_node_is_in_one_shard_group(sites: list[FailureDom
     assert sum(len(one.members) for one in shards) == len(of_rank)
     assert [one.group for one in shards] == list(range(len(shards)))
     assert all(not {node for _, node in one.members} & set(one.parity) for one in shards)
-
-
