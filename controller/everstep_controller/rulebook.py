@@ -42,7 +42,7 @@ def load_rulebook(site: Path | None = None, folder: Path = POLICY_FOLDER) -> Rul
     name is tried before the unnamed rule of its kind. Raises ConfigurationError with file, line and key.
     """
     if site is not None and not site.is_dir():
-        raise ConfigurationError(f"the policy folder {site} is no directory")
+        raise ConfigurationError(f"the policy folder {site} is not a directory")
     tables = _read(folder)
     for key, table in (_read(site) if site is not None else {}).items():
         tables[key] = {**tables.get(key, {}), **table}
@@ -68,7 +68,7 @@ def _build_rulebook(tables: Tables) -> Rulebook:
     rules = [_validated(table) for table in tables.values()]
     rulebook = Rulebook({kind: _of_kind(rules, kind) for kind in FindingKind})
     if missing := [kind for kind, found in rulebook.rules_by_kind.items() if not found or found[-1].name]:
-        raise ConfigurationError(f"no rule without a name judges {', '.join(missing)}")
+        raise ConfigurationError(f"finding kinds without an unnamed default rule: {', '.join(missing)}")
     return rulebook
 
 
@@ -101,7 +101,7 @@ def _read(folder: Path) -> Tables:
         for rule, table in zip(file.rule, tomllib.loads(text).get("rule", ()), strict=True):
             key = (str(rule.kind), rule.name)
             if key in tables:
-                raise ConfigurationError(f"{path}: {rule.id} has two rules in {folder}")
+                raise ConfigurationError(f"{path}: {rule.id} is defined twice in {folder}")
             tables[key] = table
     return tables
 
@@ -113,9 +113,9 @@ def _validated(table: dict[str, Any]) -> VerdictRule:
     except msgspec.ValidationError as error:
         name = ".".join(str(table[key]) for key in ("kind", "name") if table.get(key))
         raise ConfigurationError(f"rule {name}: {error}") from error
-    for wrong, mend in _contradictions(rule):
-        if wrong:
-            raise ConfigurationError(f"rule {rule.id}: {mend}")
+    for is_wrong, message in _contradictions(rule):
+        if is_wrong:
+            raise ConfigurationError(f"rule {rule.id}: {message}")
     return rule
 
 
@@ -128,19 +128,19 @@ def _contradictions(rule: VerdictRule) -> tuple[tuple[bool, str], ...]:
     seconds = (rule.window_s, rule.boot_grace_s, rule.step_memory_s, rule.coalesce_s, rule.clear_s, rule.correlated_s)
     order = [LADDER_ACTIONS.index(ladder_action) for ladder_action in rule.ladder if ladder_action in LADDER_ACTIONS]
     return (
-        (not rule.source, "it has no source: say where its numbers come from"),
+        (not rule.source, "it has no source: give the origin of its numbers"),
         (not 1 <= n <= m <= MAX_REMEMBERED, f"n_of_m = [{n}, {m}] must be [n, m] with 1 <= n <= m <= {MAX_REMEMBERED}"),
-        (n > 1 and rule.window_s <= 0, "n_of_m counts within window_s: give it, above zero"),
+        (n > 1 and rule.window_s <= 0, "n_of_m counts within window_s: give a window_s above zero"),
         (min(seconds) < 0, "seconds cannot be negative"),
-        (rule.coalesce_s > rule.step_memory_s, "coalesce_s is the beginning of step_memory_s, and so no longer"),
-        (len(order) != len(rule.ladder), f"a ladder is made of {', '.join(LADDER_ACTIONS)}"),
-        (not order or order != sorted(set(order)), "a ladder has its cures once each, weakest first"),
+        (rule.coalesce_s > rule.step_memory_s, "coalesce_s must not exceed step_memory_s"),
+        (len(order) != len(rule.ladder), f"the actions of a ladder are {', '.join(LADDER_ACTIONS)}"),
+        (not order or order != sorted(set(order)), "ladder actions must be distinct and ordered weakest first"),
         (rule.required_passes < 1, "passes must be at least 1"),
-        (rule.correlated_nodes < 2, "correlated_nodes must be at least 2: one node is no correlation"),
+        (rule.correlated_nodes < 2, "correlated_nodes must be at least 2"),
         (not 0 < rule.correlated_share <= 1, "correlated_share is a share of the fleet: above 0, at most 1"),
         (
             rule.blame_isolation is not BlameIsolationMethod.NONE and not rule.diagnostics,
-            "a second pass needs diagnostics to be passed on the way back",
+            "blame isolation needs diagnostics that the node must pass",
         ),
     )
 
@@ -159,12 +159,12 @@ def policy_document(policy: CorePolicy) -> PolicyDocument:
 def apply_change(policy: CorePolicy, change: PolicyChange) -> CorePolicy:
     """Return the policy with the change applied. Raises ConfigurationError, which says how to correct the change."""
     if "rules" in change.knobs:
-        raise ConfigurationError("rules is no knob: give the rules beside the knobs")
+        raise ConfigurationError("`rules` is not a [policy] setting: put rules into [[rule]] tables")
     knobs: dict[str, Any] = {name: getattr(policy, name) for name in policy.__struct_fields__ if name != "rules"}
     try:
         changed = msgspec.convert({**knobs, **change.knobs}, CorePolicy, strict=False)
     except msgspec.ValidationError as error:
-        raise ConfigurationError(f"a knob is wrong: {error}") from error
+        raise ConfigurationError(f"invalid policy setting: {error}") from error
     return msgspec.structs.replace(changed, rules=changed_rules(policy.rules, change.rules)).validate()
 
 
@@ -178,7 +178,7 @@ def check_change(policy: CorePolicy, change: PolicyChange) -> PolicyCheckResult:
 
 
 def _differences(before: PolicyDocument, after: PolicyDocument) -> dict[str, str]:
-    told = {
+    differences = {
         name: f"{_text(before.knobs[name])} -> {_text(value)}"
         for name, value in after.knobs.items()
         if value != before.knobs[name]
@@ -188,8 +188,8 @@ def _differences(before: PolicyDocument, after: PolicyDocument) -> dict[str, str
         was = rules.get(_name(rule), {})
         for key in sorted(rule.keys() | was.keys()):
             if rule.get(key) != was.get(key):
-                told[f"{_name(rule)}: {key}"] = f"{_text(was.get(key))} -> {_text(rule.get(key))}"
-    return told
+                differences[f"{_name(rule)}: {key}"] = f"{_text(was.get(key))} -> {_text(rule.get(key))}"
+    return differences
 
 
 def _name(rule: dict[str, Any]) -> str:

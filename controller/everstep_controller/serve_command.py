@@ -122,7 +122,7 @@ async def _wait_until_leader_known(
         raise ConfigurationError(str(error)) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:  # RecursionError is not listed: any code could raise one
         raise ConfigurationError(
-            f"what the database holds is not understood ({error}): it was written by another release; run that one"
+            f"the database cannot be read by this release ({error}): run the release that wrote it"
         ) from error
 
 
@@ -179,12 +179,12 @@ async def _end(running: asyncio.Task[None], settings: ControllerSettings) -> int
     if failure is None:
         log.info("stopped")
         return 0
-    trouble = str(failure) or type(failure).__name__
+    message = str(failure) or type(failure).__name__
     if isinstance(failure, SQLAlchemyError):
-        trouble = diagnose(failure, parse_url(settings.database))
+        message = diagnose(failure, parse_url(settings.database))
     log.critical(
-        "a transaction came to nothing, and nothing of it was acknowledged: %s; start the controller again",
-        trouble,
+        "a transaction failed and was not acknowledged: %s; restart the controller",
+        message,
         exc_info=None if isinstance(failure, SQLAlchemyError | EverstepError) else failure,
     )
     logging.shutdown()

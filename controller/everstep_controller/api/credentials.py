@@ -115,10 +115,10 @@ class Keyring:
         try:
             self._take(read())
         except ConfigurationError as error:
-            log.error("the fleet's secrets stay as they were: %s", error)
+            log.error("the fleet's secrets could not be reread and stay unchanged: %s", error)
         if self.secrets != before:
             self.changes += 1
-            log.info("the fleet's secrets are %s now", ", ".join(self._names.values()))
+            log.info("the fleet's secrets have changed to %s", ", ".join(self._names.values()))
 
 
 MAX_CREDENTIALS = 300_000
@@ -172,12 +172,12 @@ class CredentialStore:
         """Return a stored token's identity and end (wall seconds or infinity). Raises AuthenticationError."""
         id, secret = split_stored(token)
         row = self._rows.get(id)
-        kept = row.hash if row is not None else _DUMMY_HASH  # an unknown id takes as long as a wrong secret
-        if not hmac.compare_digest(hash_secret(secret), kept) or row is None:
-            raise AuthenticationError("the token does not verify: it is damaged, or of another fleet")
+        expected = row.hash if row is not None else _DUMMY_HASH  # an unknown id takes as long as a wrong secret
+        if not hmac.compare_digest(hash_secret(secret), expected) or row is None:
+            raise AuthenticationError("the token does not verify: it is damaged, or belongs to another fleet")
         if not row.is_valid_at(now):
-            died = "was revoked" if row.revoked_at is not None else "has expired"
-            raise AuthenticationError(f"credential {id} {died}: ask an operator for another")
+            state = "was revoked" if row.revoked_at is not None else "has expired"
+            raise AuthenticationError(f"credential {id} {state}: ask an operator for another")
         end = row.ends_at()
         return Identity(TokenRole(row.role), row.subject, id), math.inf if end is None else end
 
@@ -208,7 +208,7 @@ class CredentialStore:
         """Return the credential. Raises NotFound."""
         row = self._rows.get(id)
         if row is None:
-            raise NotFound(f"no credential {id}: `everstep token list` names them")
+            raise NotFound(f"no credential {id}: `everstep token list` lists them")
         return row
 
     def digest(self) -> str:
@@ -253,9 +253,7 @@ class CredentialStore:
         end = now + grace_s
         uses_left = None if old.uses_left is None else 0
         self._put(msgspec.structs.replace(old, expires_at=min(end, old.expires_at or end), uses_left=uses_left), tx)
-        sentence = (
-            f"{context.identity.subject} rotated {_named(old)}, which lives for {grace_s:g} s more, into {new.id}"
-        )
+        sentence = f"{context.identity.subject} rotated {_named(old)}, valid for {grace_s:g} s more, into {new.id}"
         return self._issued(new, sentence, context, tx)
 
     def revoke(self, id: str, context: ChangeContext, tx: Transaction, now: float) -> str:
@@ -274,25 +272,23 @@ class CredentialStore:
         """
         join = self._rows.get(identity.credential)
         if join is None or not join.is_valid_at(now):
-            raise AuthenticationError("the join token is good no longer: ask an operator for another")
+            raise AuthenticationError("the join token is expired or revoked: ask an operator for another")
         if not fnmatchcase(request.node, join.subject):
             raise PermissionDenied(f"this join token is for nodes named {join.subject}, not for {request.node}")
-        held = self._living_of_node(request.node, now)
+        ids = sorted(self._of_node.get(request.node, ()))
+        node_credentials = [row for id in ids if (row := self._rows[id]).is_valid_at(now)]
         by = f"join:{join.id}"
-        for row in held:
+        for row in node_credentials:
             if row.created_by == by and hmac.compare_digest(row.hash, request.secret_hash):
                 return wire.Enrolled(credential=row.id, node=request.node)
-        self._check_use(join, request.node, held)
-        return self._enrolled(request, join, held, trace, tx, now)
-
-    def _check_use(self, join: CredentialRow, node: str, node_credentials: list[CredentialRow]) -> None:
         if join.uses_left == 0:
             raise PermissionDenied("this join token is used up: ask an operator for another")
         if node_credentials and not join.replaces:
             raise Conflict(
-                f"node {node} is enrolled already, with credential {node_credentials[0].id}: revoke that "
+                f"node {request.node} is enrolled already with credential {node_credentials[0].id}: revoke it "
                 f"(`everstep token revoke {node_credentials[0].id}`), or use a join token issued with --replace"
             )
+        return self._enrolled(request, join, node_credentials, trace, tx, now)
 
     def _enrolled(
         self,
@@ -316,20 +312,15 @@ class CredentialStore:
         for old in node_credentials:
             self._put(msgspec.structs.replace(old, revoked_at=now), tx)
         if join.uses_left is not None:
-            self._spend(join, tx, now)
-        instead = f" in place of {', '.join(old.id for old in node_credentials)}" if node_credentials else ""
+            left, end = join.uses_left - 1, join.expires_at
+            if left == 0:
+                end = min(now + RETRY_WINDOW_S, end or now + RETRY_WINDOW_S)
+            self._put(msgspec.structs.replace(join, uses_left=left, expires_at=end), tx)
+        instead = f" instead of {', '.join(old.id for old in node_credentials)}" if node_credentials else ""
         sentence = f"node {request.node} enrolled by join token {join.id} and has credential {row.id}{instead}"
         order = ChangeContext(Identity(TokenRole.JOIN, row.created_by, join.id), join.note or "enrolment", trace)
         _note("enrolled", sentence, row, order, tx, now)
         return wire.Enrolled(credential=row.id, node=request.node)
-
-    def _spend(self, join: CredentialRow, tx: Transaction, now: float) -> None:
-        assert join.uses_left is not None
-        left = join.uses_left - 1
-        end = join.expires_at
-        if left == 0:
-            end = min(now + RETRY_WINDOW_S, end or now + RETRY_WINDOW_S)
-        self._put(msgspec.structs.replace(join, uses_left=left, expires_at=end), tx)
 
     # --- storage
 
@@ -343,7 +334,7 @@ class CredentialStore:
     def _new_id(self, now: float) -> str:
         self._forget_dead(now)
         if len(self._rows) >= MAX_CREDENTIALS:
-            raise Conflict(f"there are {len(self._rows)} credentials, and no room for more: revoke those out of use")
+            raise Conflict(f"the maximum of {MAX_CREDENTIALS} credentials is reached: revoke unused ones")
         return secrets.token_hex(8)
 
     def _forget_dead(self, now: float) -> None:
@@ -364,9 +355,6 @@ class CredentialStore:
         if not row.is_valid_at(now):
             raise Conflict(f"credential {id} is {'revoked' if row.revoked_at is not None else 'expired'} already")
         return row
-
-    def _living_of_node(self, node: str, now: float) -> list[CredentialRow]:
-        return [row for id in sorted(self._of_node.get(node, ())) if (row := self._rows[id]).is_valid_at(now)]
 
     def _put(self, row: CredentialRow, tx: Transaction) -> None:
         before = self._rows.get(row.id)

@@ -56,7 +56,10 @@ def check_tag(request: Request, tag: Callable[[], str]) -> None:
     """
     wanted = request.headers.get("if-match", "*")
     if wanted != "*" and tag() not in map(_ordered, _tags(wanted)):
-        raise Outdated("it has changed since you looked: look again, and decide anew")
+        raise Outdated(
+            "the resource has changed since you read it (If-Match): read it again, and repeat the request if it "
+            "still applies"
+        )
 
 
 def _tags(header: str) -> list[str]:
@@ -101,7 +104,7 @@ def invalid_path_reason(path_params: Mapping[str, str]) -> str | None:
         try:
             msgspec.convert(value, PATH_PARAMETERS[name])
         except msgspec.ValidationError as error:
-            why = f"it is one of {', '.join(PARAMETER_CHOICES[name])}" if name in PARAMETER_CHOICES else str(error)
+            why = f"it must be one of {', '.join(PARAMETER_CHOICES[name])}" if name in PARAMETER_CHOICES else str(error)
             return f"there is no {name} {value[:100]!r}: {why}"
     return None
 
@@ -116,7 +119,7 @@ def check_parameters(route: Route, request: Request) -> None:
         raise NotFound(why)
     for name, value in responses.parse_query(request.scope).items():
         if name not in route.query:
-            known = f"there are {', '.join(route.query)}" if route.query else "there are none"
+            known = f"it has {', '.join(route.query)}" if route.query else "it has none"
             raise MalformedMessage(f"{route.path} has no query parameter {name[:100]!r}: {known}")
         try:
             msgspec.convert(value, QUERY_PARAMETERS[name], strict=False)
@@ -126,9 +129,9 @@ def check_parameters(route: Route, request: Request) -> None:
 
 def _invalid_query(name: str, value: str, error: msgspec.ValidationError) -> str:
     if name not in PARAMETER_CHOICES:
-        return f"query parameter {name} is wrong: {error}"
-    several = ", or several with commas between" if name == "state" else ""
-    return f"query parameter {name} is one of {', '.join(PARAMETER_CHOICES[name])}{several}, not {value[:100]!r}"
+        return f"query parameter {name} is invalid: {error}"
+    several = ", or several separated by commas" if name == "state" else ""
+    return f"query parameter {name} must be one of {', '.join(PARAMETER_CHOICES[name])}{several}, not {value[:100]!r}"
 
 
 def authorize(authenticator: Authenticator, access: RouteAccess, request: Request) -> Identity:
@@ -225,7 +228,7 @@ def _response(request: Request, answer: Any) -> Response:
 
 log = logging.getLogger(__name__)
 
-_HTTP_ERRORS = {404: ("not_found", "no such path: /openapi.json lists them")}
+_HTTP_ERRORS = {404: ("not_found", "there is no such path: /openapi.json lists all paths")}
 
 
 def _route(request: Request) -> str:
@@ -261,7 +264,7 @@ def install_error_handlers(app: FastAPI, metrics: Metrics) -> None:
         headers = dict(error.headers or {})
         if error.status_code == 405:
             headers["Allow"] = ", ".join(sorted(_methods(request)))
-            code, message = "method", f"this path takes {headers['Allow']}, not {request.method}"
+            code, message = "method", f"this path allows {headers['Allow']}, not {request.method}"
         metrics.count_refused(_route(request), code)
         return _answer(error.status_code, code, message, headers)
 
@@ -272,7 +275,7 @@ def install_error_handlers(app: FastAPI, metrics: Metrics) -> None:
     async def internal(request: Request, error: Exception) -> Response:
         metrics.count_refused(_route(request), "internal")
         log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        return _answer(500, "internal", "an error of the controller's own: its log has the details", {})
+        return _answer(500, "internal", "internal error of the controller: its log has the details", {})
 
     handlers: dict[type[Exception], Callable[[Request, Exception], Awaitable[Response]]] = {
         EverstepError: refused,

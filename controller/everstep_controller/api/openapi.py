@@ -15,21 +15,25 @@ from everstep_controller.server import responses
 _REF = "#/components/schemas/{name}"
 _OTHER_MEDIA = {"stream": "text/event-stream", "metrics": "text/plain"}
 _MEANINGS = {
-    304: "Not changed since the answer of that tag.",
-    401: "No token, or one that does not verify.",
-    403: "A right token, for something else.",
-    404: "No such thing.",
-    409: "Refused in the present state.",
-    412: "Not as it was when you looked.",
-    413: "More than 1 MiB.",
-    415: "A body that is not JSON.",
-    422: "Not a message of the declared shape.",
-    426: "No protocol version in common.",
-    429: "Too many requests: come again after Retry-After seconds.",
-    503: "Not now: come again after Retry-After seconds.",
+    304: "Not modified since the response with that tag.",
+    401: "Missing or invalid token.",
+    403: "Token has no permission for this.",
+    404: "Not found.",
+    409: "Conflict with the current state.",
+    412: "Changed since you read it (If-Match).",
+    413: "Request body over 1 MiB.",
+    415: "Request body is not JSON.",
+    422: "Malformed message.",
+    426: "No common protocol version.",
+    429: "Too many requests: retry after Retry-After seconds.",
+    503: "Temporarily unavailable: retry after Retry-After seconds.",
 }
 _PULSE = {"type": "object", "required": ["ok", "role"], "properties": {"ok": {"type": "boolean"}}}
-_NOT_READY = {"ready": {"503": {"description": "It does not.", "content": {"application/json": {"schema": _PULSE}}}}}
+_NOT_READY = {
+    "ready": {
+        "503": {"description": "The controller does not serve.", "content": {"application/json": {"schema": _PULSE}}}
+    }
+}
 _WITH_RETRY_AFTER = (429, 503)
 _ETAG = {"ETag": {"required": True, "schema": {"type": "string"}, "description": "The entity tag."}}
 
@@ -45,23 +49,18 @@ def _parameter(name: str, place: str, kind: Any, required: bool) -> dict[str, An
 def _parameters(route: Route) -> list[dict[str, Any]]:
     in_path = [_parameter(name, "path", PATH_PARAMETERS[name], True) for name in re.findall(r"\{(\w+)\}", route.path)]
     in_query = [_parameter(name, "query", QUERY_PARAMETERS[name], False) for name in route.query]
-    return in_path + in_query + [_parameter(name, "header", str, False) for name in _conditions(route)]
-
-
-def _conditions(route: Route) -> list[str]:
-    """Return the request headers with entity tags that the route uses."""
-    return ["If-None-Match"] * route.has_etag + ["If-Match"] * bool(route.etag_source)
+    headers = ["If-None-Match"] * route.has_etag + ["If-Match"] * bool(route.etag_source)
+    return in_path + in_query + [_parameter(name, "header", str, False) for name in headers]
 
 
 def _description(route: Route) -> str:
-    said = f"Token of: {route.access}."
+    text = f"Token of: {route.access}."
     if route.etag_source:
-        said += (
-            f" With If-Match: refused (412) where the ETag of GET {route.etag_source} is another by now, so "
-            "that an order "
-            "that is sent again is not carried out twice. Never required (no 428)."
+        text += (
+            f" With If-Match: refused (412) if the ETag of GET {route.etag_source} has changed, so that a repeated "
+            "order is not carried out twice. Never required (no 428)."
         )
-    return said + f" {route.idempotency}: there is no If-Match." if route.idempotency else said
+    return text + f" {route.idempotency}: there is no If-Match." if route.idempotency else text
 
 
 def _statuses(name: str, route: Route) -> list[int]:
@@ -150,7 +149,10 @@ def document() -> dict[str, Any]:
         "scheme": "bearer",
         "description": "A token of `everstep token` or `everstep-controller`.",
     }
-    certificate = {"type": "mutualTLS", "description": "Named everstep://agent/NODE, /operator/NAME or /viewer/NAME."}
+    certificate = {
+        "type": "mutualTLS",
+        "description": "Its name is everstep://agent/NODE, /operator/NAME or /viewer/NAME.",
+    }
     return {
         "openapi": "3.1.0",
         "info": {"title": "Everstep controller", "version": __version__},

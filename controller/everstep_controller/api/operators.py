@@ -25,7 +25,7 @@ from everstep_controller.api.history import page_size
 from everstep_controller.core import effects as fx
 from everstep_controller.core import events as ev
 from everstep_controller.core.checkpoints.restore_points import compute_restorability, list_checkpoints
-from everstep_controller.journal.trials import Flush, PolicyTrialRunner
+from everstep_controller.journal.policy_replay import Flush, PolicyTrialRunner
 from everstep_controller.read_models import fleet_views
 from everstep_controller.read_models.fleet_views import MAX_PAGE_SIZE
 from everstep_controller.runtime.loop import FleetLoop
@@ -284,7 +284,12 @@ class OperatorRoutes:
 
         def stimulus(tx: Transaction, now: float) -> op.ChangeResult:
             endpoints.check_tag(request, lambda: endpoints.subject_tag(self._context, command))
-            return _changed(command, tx, now)
+            before = len(tx.audit)
+            tx.handle(command, now)
+            sentences = list(dict.fromkeys(row.sentence for row in tx.audit[before:]))
+            # An order's own text recurs in what followed from it.
+            different = [one for one in sentences if not any(one != other and one in other for other in sentences)]
+            return op.ChangeResult(trace=command.trace, sentence="; ".join(different)[:4096])
 
         return await self._loop.submit(stimulus)
 
@@ -297,7 +302,10 @@ class OperatorRoutes:
 
         def stimulus(tx: Transaction, now: float) -> str:
             endpoints.check_tag(request, lambda: endpoints.tag_of(probes.newest()))
-            return _started_probe(event, tx, now)
+            for effect in tx.handle(event, now):
+                if isinstance(effect, fx.Send) and isinstance(effect.body, RunProbe):
+                    return effect.body.probe
+            raise Conflict(f"no probe of {', '.join(event.nodes)} was started")
 
         return probes.get(await self._loop.submit(stimulus))
 
@@ -305,24 +313,3 @@ class OperatorRoutes:
 def _check_one_subject(node: str | None, rack: str | None) -> None:
     if (node is None) == (rack is None):
         raise MalformedMessage("maintenance needs a node or a rack: give exactly one of them")
-
-
-def _changed(command: ev.OperatorCommand, tx: Transaction, now: float) -> op.ChangeResult:
-    before = len(tx.audit)
-    tx.handle(command, now)
-    sentences = _without_repeats([row.sentence for row in tx.audit[before:]])
-    return op.ChangeResult(trace=command.trace, sentence="; ".join(sentences)[:4096])
-
-
-def _without_repeats(sentences: list[str]) -> list[str]:
-    """Drop sentences contained in others: an order's own text recurs in what followed from it."""
-    different = list(dict.fromkeys(sentences))
-    return [one for one in different if not any(one != other and one in other for other in different)]
-
-
-def _started_probe(event: ev.ProbeRequested, tx: Transaction, now: float) -> str:
-    """Return the id of the probe that the event started."""
-    for effect in tx.handle(event, now):
-        if isinstance(effect, fx.Send) and isinstance(effect.body, RunProbe):
-            return effect.body.probe
-    raise Conflict(f"no probe of {', '.join(event.nodes)} was started")

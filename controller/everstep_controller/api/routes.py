@@ -129,7 +129,7 @@ def _change(
 
 
 OPERATOR_ROUTES: dict[str, Route] = {
-    "status": _read("/v1/status", op.FleetStatus, "The fleet on one screen."),
+    "status": _read("/v1/status", op.FleetStatus, "Summary of the fleet."),
     "nodes": _tagged(
         "/v1/nodes",
         op.NodeList,
@@ -142,41 +142,43 @@ OPERATOR_ROUTES: dict[str, Route] = {
     "restorability": _read(
         "/v1/jobs/{job}/restorability",
         op.Restorability,
-        "What the job would go back to now, and which loss it could not bear.",
+        "Version the job would restore now, and losses it would not survive.",
         access=RouteAccess.JOB,
     ),
     "job_checkpoints": _read(
         "/v1/jobs/{job}/checkpoints",
         JobCheckpoints,
-        "What the job has to go back to: in memory, by parity, on storage.",
+        "Versions the job could restore: in memory, by parity, on storage.",
         access=RouteAccess.JOB,
     ),
     "probes": _tagged("/v1/probes", op.ProbeList, "The newest probes, in pages.", "node", "limit", "cursor"),
     "probe": _read("/v1/probes/{probe}", op.ProbeStatus, "One probe."),
-    "start_probe": _change("/v1/probes", op.StartProbe, "Let nodes run an all-reduce.", "/v1/probes", op.ProbeStatus),
+    "start_probe": _change(
+        "/v1/probes", op.StartProbe, "Start a probe: the nodes run an all-reduce.", "/v1/probes", op.ProbeStatus
+    ),
     "reset_breaker": _change(
         "/v1/breaker/reset", op.ReasonOnlyRequest, "Allow automatic evictions again.", "/v1/budget"
     ),
-    "stop": _change("/v1/jobs/{job}/stop", op.ReasonOnlyRequest, "End a job.", "/v1/jobs/{job}"),
+    "stop": _change("/v1/jobs/{job}/stop", op.ReasonOnlyRequest, "Stop a job.", "/v1/jobs/{job}"),
     "resize": _change(
-        "/v1/jobs/{job}/resize", op.Resize, "Bound a job's nodes from its next boundary on.", "/v1/jobs/{job}"
+        "/v1/jobs/{job}/resize", op.Resize, "Limit a job's nodes from its next boundary on.", "/v1/jobs/{job}"
     ),
     "maintenance": _change(
         "/v1/maintenance",
         operator_history.MaintenanceRequest,
-        "A window for people to work on a node or a rack.",
+        "Plan a maintenance window of a node or a rack.",
         "/v1/nodes/{node}, or of /v1/nodes?rack=RACK",
     ),
     "cancel_maintenance": _change(
         "/v1/maintenance/cancel",
         operator_history.CancelMaintenance,
-        "What is planned for a node or a rack does not begin.",
+        "Cancel planned maintenance of a node or a rack.",
         "/v1/nodes/{node}, or of /v1/nodes?rack=RACK",
     ),
     "order": _change(
         "/v1/nodes/{node}/{order}",
         op.ReasonOnlyRequest,
-        "drain, hold, release, readmit, evict, repair or forget a node.",
+        "Drain, hold, release, readmit, evict, repair or forget a node.",
         "/v1/nodes/{node}",
     ),
 }
@@ -195,7 +197,7 @@ HISTORY_ROUTES: dict[str, Route] = {
     "audit": _read(
         "/v1/audit",
         op.EventList,
-        "What people ordered, and why.",
+        "Orders of people, and their reasons.",
         *("after", "limit", "node", "job", "since", "until", "newest"),
     ),
     "findings": _read(
@@ -218,7 +220,7 @@ HISTORY_ROUTES: dict[str, Route] = {
         "Actions on nodes, in pages.",
         *("node", "remediation_state", "limit", "cursor"),
     ),
-    "evidence": _read("/v1/nodes/{node}/evidence", Evidence, "Everything known against a node, for its vendor."),
+    "evidence": _read("/v1/nodes/{node}/evidence", Evidence, "All evidence of a node's faults, for its vendor."),
 }
 
 POLICY_ROUTES: dict[str, Route] = {
@@ -226,7 +228,7 @@ POLICY_ROUTES: dict[str, Route] = {
     "check_policy": _change(
         "/v1/policy/check",
         operator_history.PolicyChange,
-        "Whether a change could be put in force.",
+        "Check whether a policy change is valid.",
         "/v1/policy",
         operator_history.PolicyCheckResult,
         RouteAccess.READ,
@@ -235,14 +237,17 @@ POLICY_ROUTES: dict[str, Route] = {
         _change(
             "/v1/policy/try",
             operator_history.PolicyTrialRequest,
-            "What a change would have done lately; with `local`, also one that stands by tells what it recorded.",
+            "Result of replaying recent events under a changed policy; `local`: answer from this controller's own "
+            "journal even if it is standby.",
             "/v1/policy",
             operator_history.PolicyTrialResult,
             RouteAccess.READ,
         ),
         query=("local",),
     ),
-    "budget": _tagged("/v1/budget", operator_history.BudgetStatus, "What may still be evicted, and what is held."),
+    "budget": _tagged(
+        "/v1/budget", operator_history.BudgetStatus, "Nodes that may still be evicted, and deferred evictions."
+    ),
 }
 
 CREDENTIAL_ROUTES: dict[str, Route] = {
@@ -250,7 +255,7 @@ CREDENTIAL_ROUTES: dict[str, Route] = {
         method="POST",
         path="/v1/enrol",
         access=RouteAccess.JOIN,
-        summary="A credential of its own for a node that shows a join token.",
+        summary="Issue a node's own credential for a join token.",
         body=enrolment.Enrol,
         response=enrolment.Enrolled,
         idempotency="The same hash for the same node is answered as before",
@@ -269,12 +274,12 @@ CREDENTIAL_ROUTES: dict[str, Route] = {
         "/v1/credentials/{id}", enrolment.Credential, "One credential, without its secret.", access=RouteAccess.CHANGE
     ),
     "revoke_credential": _change(
-        "/v1/credentials/{id}/revoke", op.ReasonOnlyRequest, "End a credential.", "/v1/credentials/{id}"
+        "/v1/credentials/{id}/revoke", op.ReasonOnlyRequest, "Revoke a credential.", "/v1/credentials/{id}"
     ),
     "rotate_credential": _change(
         "/v1/credentials/{id}/rotate",
         enrolment.Rotate,
-        "Issue a second one for its subject.",
+        "Replace a credential by a new one for its subject.",
         "/v1/credentials/{id}",
         enrolment.Issued,
     ),
@@ -288,16 +293,22 @@ PLAIN_ROUTES: dict[str, Route] = {
         method="GET",
         path="/v1/events/stream",
         access=RouteAccess.READ,
-        summary="The audit log as it grows, server-sent events.",
+        summary="New entries of the audit log as server-sent events.",
         response=None,
         query=("after",),
     ),
     "metrics": Route(
-        method="GET", path="/metrics", access=RouteAccess.READ, summary="Prometheus' text format.", response=None
+        method="GET",
+        path="/metrics",
+        access=RouteAccess.READ,
+        summary="Metrics in Prometheus' text format.",
+        response=None,
     ),
     "health": Route(
-        method="GET", path="/healthz", access=RouteAccess.OPEN, summary="Whether the process lives.", response=None
+        method="GET", path="/healthz", access=RouteAccess.OPEN, summary="Whether the process runs.", response=None
     ),
-    "ready": Route(method="GET", path="/readyz", access=RouteAccess.OPEN, summary="Whether it serves.", response=None),
+    "ready": Route(
+        method="GET", path="/readyz", access=RouteAccess.OPEN, summary="Whether the controller serves.", response=None
+    ),
 }
 """Routes whose answers are not messages."""

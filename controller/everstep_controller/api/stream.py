@@ -62,15 +62,14 @@ class StreamReservations:
         who = (identity.role, identity.subject)
         if self._open.get(who, 0) >= MAX_STREAMS_PER_IDENTITY:
             raise RateLimited(
-                f"{identity.role} {identity.subject} reads {MAX_STREAMS_PER_IDENTITY} event streams already, "
-                "as many as one may: "
-                "close one, or take another token",
+                f"{identity.role} {identity.subject} reads {MAX_STREAMS_PER_IDENTITY} event streams already, the most "
+                "allowed: close one, or use another token",
                 RETRY_AFTER_S,
             )
         if len(self) >= MAX_STREAMS:
             raise RateLimited(
-                f"{MAX_STREAMS} event streams are open already, as many as a controller serves: close some, or ask for "
-                "/v1/events?after= now and then",
+                f"{MAX_STREAMS} event streams are open already, the most that a controller serves: close some, or poll "
+                "/v1/events?after=",
                 RETRY_AFTER_S,
             )
         self._open[who] += 1
@@ -215,25 +214,13 @@ class EventStream(StreamingResponse):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def _frame(row: AuditRow) -> bytes:
-    return b"id: %d\nevent: audit\ndata: %s\n\n" % (row.id, msgspec.json.encode(event_of(row)))
-
-
-def with_gaps(after: int, found: EventPage) -> Iterator[bytes]:
-    """Yield the frames of rows after ``after``, with a gap wherever retention deleted rows.
-
-    Rows written by people are kept longer than their neighbours, so there may be many gaps.
-    """
-    return _bounded(found.rows, after, found.deleted_through)
-
-
 def _bounded(rows: Iterable[AuditRow], after: int = 0, pruned: int = 0) -> Iterator[bytes]:
-    """Yield the rows' frames, joined up to FRAME_BYTES and FRAME_ROWS."""
+    """Yield the rows' frames, joined up to FRAME_BYTES and FRAME_ROWS, with a gap wherever rows were deleted."""
     joined, count = bytearray(), 0
     for row in rows:
         if after < row.id - 1 and after < pruned:
             joined += _gap(deleted_gap(after, row.id - 1))
-        joined += _frame(row)
+        joined += b"id: %d\nevent: audit\ndata: %s\n\n" % (row.id, msgspec.json.encode(event_of(row)))
         after = row.id
         count += 1
         if count == FRAME_ROWS or len(joined) >= FRAME_BYTES:
@@ -250,13 +237,13 @@ def _gap(gap: EventGap) -> bytes:
 
 def deleted_gap(after: int, through: int) -> EventGap:
     """Return the gap for a reader that was slower than retention."""
-    sentence = f"events {after + 1} to {through} are not kept any more: the stream goes on with event {through + 1}"
+    sentence = f"events {after + 1} to {through} have been deleted: the stream continues with event {through + 1}"
     return EventGap(after=after, through=through, reason="deleted", sentence=sentence)
 
 
 def unknown_gap(after: int, newest: int) -> EventGap:
     """Return the gap for a reader that has seen events which this database lacks."""
-    sentence = f"there is no event {after}: this database ends with event {newest}, and the stream goes on after it"
+    sentence = f"there is no event {after}: the newest event is {newest}, and the stream continues after it"
     return EventGap(after=after, through=newest, reason="unknown", sentence=sentence)
 
 
@@ -267,7 +254,7 @@ async def event_frames(feed: AuditFeed, after: int, read: Read) -> AsyncIterator
         async for frames in _following(feed, after, read):
             yield frames
     except Unavailable:
-        yield b"retry: %d\n: what comes next cannot be read now, come again\n\n" % OUTAGE_RETRY_MS
+        yield b"retry: %d\n: further events cannot be read now, reconnect later\n\n" % OUTAGE_RETRY_MS
 
 
 async def _following(feed: AuditFeed, after: int, read: Read) -> AsyncIterator[bytes]:
@@ -281,7 +268,7 @@ async def _following(feed: AuditFeed, after: int, read: Read) -> AsyncIterator[b
         frames_of = _bounded(rows or ())
         if rows is None:
             found = await read(after)
-            rows, frames_of = found.rows, with_gaps(after, found)
+            rows, frames_of = found.rows, _bounded(found.rows, after, found.deleted_through)
         if rows:
             for frames in frames_of:
                 yield frames
@@ -290,4 +277,4 @@ async def _following(feed: AuditFeed, after: int, read: Read) -> AsyncIterator[b
         before = feed.newest
         await feed.wait_for_more(KEEPALIVE_S)
         if feed.newest == before:
-            yield b": still here\n\n"
+            yield b": keep-alive\n\n"

@@ -11,15 +11,17 @@ import signal
 import sys
 from asyncio.subprocess import PIPE
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import msgspec
 
-from everstep.errors import BY_CODE, EverstepError, NotFound, Unavailable
+from everstep.errors import BY_CODE, Conflict, EverstepError, NotFound, Unavailable
 from everstep.parent_process import die_with_parent
-from everstep.policy_trial_results import evicted_node, newest_per_node, recording_gaps
+from everstep.policy_trial_results import describe_result, evicted_node, newest_per_node, recording_gaps
 from everstep.vocabulary import Decision, Verdict
-from everstep.wire.v1.operator_history import RecordedSpan
+from everstep.wire.v1.operator_history import PolicyTrialRequest, PolicyTrialResult, RecordedSpan
+from everstep_controller import rulebook
 from everstep_controller.core.policy import CorePolicy
 from everstep_controller.core.state import FleetState
 from everstep_controller.journal.recorder import segments
@@ -46,7 +48,7 @@ def replay_with_policy(journal: Path, policy: CorePolicy, since: float) -> Polic
     """Replay ``journal`` (a directory) from ``since`` on under ``policy``. Raises NotFound if nothing is recorded."""
     reached = _reaching(segments(journal), since)
     if not reached:
-        raise NotFound(f"nothing is recorded in {journal}: a journal is kept when journal_dir is set")
+        raise NotFound(f"nothing is recorded in {journal}: set journal_dir to record a journal")
     counts = _EvictionCounts(since)
     state: FleetState | None = None
     for segment in reached:
@@ -149,18 +151,18 @@ async def run_trial(trial: TrialRequest) -> PolicyTrialOutcome:
     command = [sys.executable, "-P", "-m", __name__, str(os.getpid())]
     process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
     try:
-        said, _ = await process.communicate(msgspec.msgpack.encode(trial))
+        output, _ = await process.communicate(msgspec.msgpack.encode(trial))
     except BaseException:
         process.kill()
         await process.wait()
         raise
     try:
-        outcome = msgspec.msgpack.decode(said, type=TrialReply)
+        reply = msgspec.msgpack.decode(output, type=TrialReply)
     except msgspec.DecodeError as error:
         raise Unavailable(f"the trial's process ended with status {process.returncode}: try again") from error
-    if outcome.outcome is None:
-        raise BY_CODE.get(outcome.code, EverstepError)(outcome.message)
-    return outcome.outcome
+    if reply.outcome is None:
+        raise BY_CODE.get(reply.code, EverstepError)(reply.message)
+    return reply.outcome
 
 
 def _outcome(request: bytes) -> TrialReply:
@@ -169,6 +171,59 @@ def _outcome(request: bytes) -> TrialReply:
         return TrialReply(outcome=replay_with_policy(Path(trial.journal), trial.policy, trial.since))
     except EverstepError as error:
         return TrialReply(code=error.code, message=str(error))
+
+
+# ---- one trial at a time
+
+MAX_RESULT_ENTRIES = 1000
+
+
+Flush = Callable[[], Awaitable[None]]
+
+
+async def _flush_nothing() -> None:
+    """Do nothing: without a journal there is no data to flush."""
+
+
+class PolicyTrialRunner:
+    """Runs one trial at a time, each in its own process, because a trial takes long and the event loop is busy.
+
+    ``journal`` is the journal's directory, or empty for none. ``flush`` writes pending journal data to the disk.
+    """
+
+    def __init__(self, journal: str, flush: Flush = _flush_nothing) -> None:
+        self._journal = journal
+        self._flush = flush
+        self._running = asyncio.Lock()
+
+    async def run(self, policy: CorePolicy, request: PolicyTrialRequest, now: float) -> PolicyTrialResult:
+        """Return what the change to ``policy`` would have done in the requested hours up to ``now``.
+
+        Raises ConfigurationError for an invalid change, Conflict without a journal or during another trial, and
+        NotFound if nothing is recorded for that time.
+        """
+        changed = rulebook.apply_change(policy, request.change)
+        if not self._journal:
+            raise Conflict("no journal is recorded here: set journal_dir, and try the change on later events")
+        if self._running.locked():
+            raise Conflict("another policy trial is running: wait for its result")
+        async with self._running:
+            await self._flush()
+            since = now - request.hours * 3600.0
+            return _to_message(await run_trial(TrialRequest(journal=self._journal, policy=changed, since=since)))
+
+
+def _to_message(found: PolicyTrialOutcome) -> PolicyTrialResult:
+    result = PolicyTrialResult(
+        since=found.since or 0.0,
+        events=found.events,
+        evictions=found.evictions,
+        added_evictions=found.added_evictions[:MAX_RESULT_ENTRIES],
+        avoided_evictions=found.avoided_evictions[:MAX_RESULT_ENTRIES],
+        gaps=found.gaps[:MAX_RESULT_ENTRIES],
+        spans=found.recorded_spans[-MAX_RESULT_ENTRIES:],
+    )
+    return msgspec.structs.replace(result, sentence=describe_result(result))
 
 
 def main() -> None:

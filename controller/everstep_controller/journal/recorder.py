@@ -89,7 +89,7 @@ class Journal:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigurationError(
-                f"the journal's directory {directory} cannot be made: {error.strerror}; make it, or give another "
+                f"the journal's directory {directory} cannot be created: {error.strerror}; create it, or give another "
                 "journal_dir"
             ) from error
         self._directory = directory
@@ -106,7 +106,7 @@ class Journal:
 
     def decide(self, state: FleetState, event: Event, now: float) -> list[Effect]:
         """Run the core on an event and record it. If the core raises, nothing is changed or recorded."""
-        self._before(state, now)
+        self._begin_segment_if_due(state, now)
         transition = engine.run_transition(state, event, now)
         effects = transition.finish()
         self._note(event, now, transition, effects)
@@ -115,8 +115,7 @@ class Journal:
             self.flush()
         return effects
 
-    def _before(self, state: FleetState, now: float) -> None:
-        """Begin a segment if one is due."""
+    def _begin_segment_if_due(self, state: FleetState, now: float) -> None:
         segment = self._segment
         if segment is not None and not self._is_over(segment, now):
             return
@@ -159,7 +158,7 @@ class Journal:
         self._waiting.clear()
 
     def _abandon_segment(self) -> None:
-        log.warning("the disk of the journal %s is too slow: it has a gap here", self._directory)
+        log.warning("the disk of the journal %s is too slow: the journal has a gap from here", self._directory)
         self._waiting.clear()
         if self._segment is not None:
             self._segment.failed = True
@@ -182,7 +181,7 @@ class Journal:
                     await asyncio.wrap_future(self._thread.submit(lambda: None))
         except TimeoutError:
             raise Unavailable(
-                f"the disk of the journal {self._directory} has not taken what is recorded for "
+                f"the disk of the journal {self._directory} did not write the recorded events within "
                 f"{DRAIN_TIMEOUT_S:g} s: try again"
             ) from None
 
@@ -268,16 +267,14 @@ def read_segment(path: Path) -> tuple[SegmentStart, Iterator[JournalEntry]]:
     except StopIteration:
         raise MalformedMessage(f"{path} ends before its first event") from None
     except DECODE_ERRORS as error:
-        raise MalformedMessage(
-            f"how {path} begins is not understood by this release ({__version__}): {error}"
-        ) from error
+        raise MalformedMessage(f"{path} begins with data unknown to this release ({__version__}): {error}") from error
     return first, _entries(path, first.version, frames)
 
 
 def _invalid_reason(path: Path, line: bytes) -> str:
     kind, _, number = line.strip().partition(b" ")
     if kind != MAGIC.split()[0] or not number.isdigit():
-        return f"{path} is no journal: it does not begin with {MAGIC.decode().strip()!r}"
+        return f"{path} is not a journal: it does not begin with {MAGIC.decode().strip()!r}"
     return (
         f"{path} is a journal of format {number.decode()}, and this release ({__version__}) reads format "
         f"{MAGIC.split()[1].decode()}: replay it with the release that wrote it"
@@ -291,7 +288,7 @@ def _entries(path: Path, version: str, frames: Iterable[bytes]) -> Iterator[Jour
             yield decoder.decode(frame)
         except DECODE_ERRORS as error:
             raise MalformedMessage(
-                f"event {number} of {path}, written by everstep {version}, is not understood by this release "
+                f"event {number} of {path}, written by everstep {version}, cannot be read by this release "
                 f"({__version__}): replay it with that release ({error})"
             ) from error
 
@@ -304,7 +301,7 @@ def _frames(file: BinaryIO) -> Iterator[bytes]:
             while len(buffer) >= 4:
                 end = 4 + int.from_bytes(buffer[:4], "big")
                 if end > FRAME_LIMIT:
-                    raise MalformedMessage(f"a frame of {end} bytes is no frame of a journal")
+                    raise MalformedMessage(f"a frame of {end} bytes is too large for a journal")
                 if len(buffer) < end:
                     break
                 yield bytes(buffer[4:end])

@@ -27,7 +27,7 @@ from everstep_controller.journal.recorder import JournalEntry, SegmentStart, rea
 from everstep_controller.rulebook import with_rules
 
 HIDDEN_DIFFERENCE = (
-    "! what these words leave out is another: nodes, GPUs, groups, a record, or something else of a directive"
+    "! the decisions print the same but differ in details: nodes, GPUs, groups, a record or other fields of a directive"
 )
 
 
@@ -85,8 +85,8 @@ def replay(segment: Path, policy: CorePolicy | None = None, before: FleetState |
         state = msgspec.msgpack.decode(beginning.state, type=FleetState)
     except DECODE_ERRORS as error:
         raise MalformedMessage(
-            f"{segment} was written by everstep {beginning.version}, whose state this release ({__version__}) does not "
-            f"understand: replay it with that release ({error})"
+            f"{segment} was written by everstep {beginning.version}, and this release ({__version__}) cannot read its "
+            f"state: replay it with that release ({error})"
         ) from error
     if policy is not None:
         state.policy = with_rules(policy).validate()
@@ -137,7 +137,7 @@ def _name(event: Event) -> str:
     if isinstance(event, ReportArrived):
         return f"{type(event.body).__name__} from {event.node}"
     if isinstance(event, HeartbeatChanged):
-        return f"beat of {event.node}"
+        return f"heartbeat of {event.node}"
     return type(event).__name__
 
 

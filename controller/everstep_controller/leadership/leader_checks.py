@@ -61,7 +61,9 @@ class EpochCheck:
         """Take an agent's finding. A finding without valid proof, or while the database is available, is ignored."""
         higher = proof.epoch > self._epoch and self._tenure.outage_s() is not None
         if higher and not self._superseded.done() and is_epoch_proof(self._keyring.secrets, proof.epoch, proof.proof):
-            error = LeadershipLost(f"the database is out of reach, and another controller leads by epoch {proof.epoch}")
+            error = LeadershipLost(
+                f"the database is out of reach, and another controller leads with epoch {proof.epoch}"
+            )
             self._superseded.set_exception(error)
 
     async def wait_superseded(self) -> None:
@@ -94,7 +96,7 @@ class StandbyMonitor:
         self._loop = loop
         self._clock = clock
         self._after_s = settings.resign_after_s
-        self._lately_s = max(settings.resign_after_s / 3, RECENT_HEARTBEATS * settings.heartbeat_interval_s)
+        self._recent_s = max(settings.resign_after_s / 3, RECENT_HEARTBEATS * settings.heartbeat_interval_s)
         self._patience_s = settings.lease_renew_s
         self._reachability = LeaderReachability(settings.resign_after_s, settings.lease_s)
 
@@ -103,8 +105,12 @@ class StandbyMonitor:
         self.report = report
         if not self._after_s:
             return None
-        heard = self._count_recent_nodes() if report.contacts else 0
-        found = self._reachability.evaluate(self._clock.monotonic(), heard, report)
+        recent_nodes = 0
+        if report.contacts:
+            since = self._loop.now() - self._recent_s
+            nodes = self._loop.state.node_runtime.values()
+            recent_nodes = sum(node.heartbeats.last_seen_at >= since for node in nodes)
+        found = self._reachability.evaluate(self._clock.monotonic(), recent_nodes, report)
         if isinstance(found, LeadershipNotice):
             log.warning("%s", found.sentence)
             await self._write_audit(found.kind, found.sentence)
@@ -114,19 +120,14 @@ class StandbyMonitor:
 
     async def _write_audit(self, kind: str, sentence: str) -> bool:
         """Return whether the entry was written to the audit log. The lease is not renewed meanwhile."""
+
+        def note(tx: Transaction, now: float) -> None:
+            tx.add_audit_entry(AuditEntry(kind=kind, sentence=sentence, at=now, trace=new_trace()))
+
         try:
             async with asyncio.timeout(self._patience_s):
-                await self._loop.submit(lambda tx, now: _note(tx, now, kind, sentence))
+                await self._loop.submit(note)
         except (EverstepError, TimeoutError) as error:
-            log.warning("%s is not in the audit log: %s", kind, error or "the database takes its time")
+            log.warning("%s could not be written to the audit log: %s", kind, error or "the database is slow")
             return False
         return True
-
-    def _count_recent_nodes(self) -> int:
-        """Return the number of nodes heard recently."""
-        since = self._loop.now() - self._lately_s
-        return sum(live.heartbeats.last_seen_at >= since for live in self._loop.state.node_runtime.values())
-
-
-def _note(tx: Transaction, now: float, kind: str, sentence: str) -> None:
-    tx.add_audit_entry(AuditEntry(kind=kind, sentence=sentence, at=now, trace=new_trace()))

@@ -32,22 +32,22 @@ class LeaseView(msgspec.Struct, frozen=True, kw_only=True):
     successor: str = ""  # controller for which the holder has just resigned; else empty
 
 
-def reason_to_lead(lease: LeaseView, name: str, *, database_was_away: bool) -> str:
+def reason_to_lead(lease: LeaseView, name: str, *, database_was_unavailable: bool) -> str:
     """Return the reason why the controller ``name`` may take the lease, or "" if another one has it.
 
-    If ``database_was_away`` a moment ago, the old leader gets time to return first, because it may hold decisions in
-    memory that nobody else knows.
+    If ``database_was_unavailable`` a moment ago, the old leader gets time to return first, because it may hold
+    decisions in memory that nobody else knows.
     """
     if not lease.holder:
-        return "nobody has led before"
+        return "no controller has led before"
     if lease.successor not in ("", name):
         return ""
     if lease.is_lock_free and lease.holder == name:
-        return "it was this one's, in the life before"
-    if database_was_away:
+        return "this controller held it before its restart"
+    if database_was_unavailable:
         return ""
     if lease.is_lock_free:
-        return f"the session of {lease.holder} is gone"
+        return f"the database session of {lease.holder} has ended"
     if lease.expires_in_s <= 0:
         return f"the lease of {lease.holder} expired {-lease.expires_in_s:.1f} s ago"
     return ""
@@ -74,7 +74,7 @@ class LeaseTenure:
         self._clock = clock
         self._certain_s = lease_s * (1 - SAFETY_SHARE)
         self._until = clock.monotonic()
-        self._absent_since: float | None = None
+        self._outage_since: float | None = None
 
     def start(self, requested_at: float, extra_s: float) -> None:
         """Record that the lease was requested at ``requested_at`` (monotonic), ``extra_s`` longer than usual."""
@@ -89,19 +89,19 @@ class LeaseTenure:
     def confirm_renewal(self, requested_at: float) -> None:
         """Record that the database renewed the lease as requested at ``requested_at``."""
         self._until = requested_at + self._certain_s
-        self._absent_since = None
+        self._outage_since = None
 
     def fail_renewal(self) -> None:
         """Record that the database could not be reached."""
         now = self._clock.monotonic()
-        if self._absent_since is None:
-            self._absent_since = now
+        if self._outage_since is None:
+            self._outage_since = now
         if now < self._until:
             self._until = now + self._certain_s
 
     def outage_s(self) -> float | None:
         """Return the seconds since renewals began to fail, or None if the last one succeeded."""
-        return None if self._absent_since is None else self._clock.monotonic() - self._absent_since
+        return None if self._outage_since is None else self._clock.monotonic() - self._outage_since
 
     def is_certain(self) -> bool:
         """Return whether this controller may answer as the leader now."""
@@ -110,9 +110,7 @@ class LeaseTenure:
     def check(self) -> None:
         """Raise NotLeadingError if this controller may not answer as the leader."""
         if not self.is_certain():
-            raise NotLeadingError(
-                "this controller led, and cannot be sure that it still does: ask another one, or again"
-            )
+            raise NotLeadingError("this controller is no longer certain to lead: ask another one, or try again")
 
 
 # ---- resignation
@@ -123,7 +121,7 @@ class LeaseTenure:
 CUT_OFF_RATIO = 10
 """A leader is cut off if one standby has this many times as many contacting nodes as the leader hears. If both reach a
 part of the fleet, moving helps some nodes at the cost of others."""
-MIN_LOOKS = 4
+MIN_CHECKS = 4
 """Minimum number of consecutive checks that must agree, whatever time they take."""
 MAX_DOUBLINGS = 6
 """Each further resignation within an hour doubles the delay, up to 64 times: moving did not help, so the network
@@ -159,7 +157,7 @@ class _Streak:
 
     def __init__(self) -> None:
         self._since: float | None = None
-        self._looks = 0
+        self._checks = 0
 
     def lasted_s(self, now: float, *, is_true: bool) -> float:
         """Add one check. Return 0.0 if the condition is false or was checked too rarely."""
@@ -167,9 +165,9 @@ class _Streak:
             self._since = None
             return 0.0
         if self._since is None:
-            self._since, self._looks = now, 0
-        self._looks += 1
-        return now - self._since if self._looks >= MIN_LOOKS else 0.0
+            self._since, self._checks = now, 0
+        self._checks += 1
+        return now - self._since if self._checks >= MIN_CHECKS else 0.0
 
 
 def is_cut_off(recent_nodes: int, contacts: int) -> bool:
@@ -187,12 +185,12 @@ class LeaderReachability:
     def __init__(self, after_s: float, gap_s: float) -> None:
         self._after_s = after_s
         self._gap_s = gap_s
-        self._looked_at: float | None = None
-        self._begin_anew()
-        self._split = False
+        self._checked_at: float | None = None
+        self._restart_streaks()
+        self._partitioned = False
 
-    def _begin_anew(self) -> None:
-        self._deaf, self._apart, self._together = _Streak(), _Streak(), _Streak()
+    def _restart_streaks(self) -> None:
+        self._cut_off, self._contacted, self._uncontacted = _Streak(), _Streak(), _Streak()
 
     def resign_delay_s(self, resignations: int) -> float:
         """Return the seconds that this leader must be cut off before it resigns."""
@@ -200,24 +198,24 @@ class LeaderReachability:
 
     def evaluate(self, now: float, recent_nodes: int, report: StandbyReport) -> Resignation | LeadershipNotice | None:
         """Evaluate one check: ``recent_nodes`` were heard recently. Call this after each renewal of the lease."""
-        if self._looked_at is not None and now - self._looked_at > self._gap_s:
-            self._begin_anew()
-        self._looked_at = now
-        heir, contacting_nodes = max(report.contacts.items(), key=lambda one: (one[1], one[0]), default=("", 0))
-        deaf_s = self._deaf.lasted_s(now, is_true=is_cut_off(recent_nodes, contacting_nodes))
-        apart_s = self._apart.lasted_s(now, is_true=contacting_nodes > 0)
-        together_s = self._together.lasted_s(now, is_true=contacting_nodes == 0)
-        if deaf_s >= self.resign_delay_s(report.resignations):
-            return Resignation(heir, _resignation_message(heir, contacting_nodes, recent_nodes, deaf_s))
-        if apart_s >= PARTITION_FACTOR * self._after_s and not self._split:
-            self._split = True
+        if self._checked_at is not None and now - self._checked_at > self._gap_s:
+            self._restart_streaks()
+        self._checked_at = now
+        successor, contacting_nodes = max(report.contacts.items(), key=lambda one: (one[1], one[0]), default=("", 0))
+        cut_off_s = self._cut_off.lasted_s(now, is_true=is_cut_off(recent_nodes, contacting_nodes))
+        contacted_s = self._contacted.lasted_s(now, is_true=contacting_nodes > 0)
+        uncontacted_s = self._uncontacted.lasted_s(now, is_true=contacting_nodes == 0)
+        if cut_off_s >= self.resign_delay_s(report.resignations):
+            return Resignation(successor, _resignation_message(successor, contacting_nodes, recent_nodes, cut_off_s))
+        if contacted_s >= PARTITION_FACTOR * self._after_s and not self._partitioned:
+            self._partitioned = True
             return LeadershipNotice(
-                "controller.partition_suspected", _partition_message(heir, contacting_nodes, recent_nodes)
+                "controller.partition_suspected", _partition_message(successor, contacting_nodes, recent_nodes)
             )
-        if together_s >= self._after_s and self._split:
-            self._split = False
+        if uncontacted_s >= self._after_s and self._partitioned:
+            self._partitioned = False
             return LeadershipNotice(
-                "controller.partition_cleared", "no node insists any more on a controller that stands by"
+                "controller.partition_cleared", "nodes no longer keep contacting a standby controller"
             )
         return None
 
@@ -228,19 +226,17 @@ def _nodes(count: int) -> str:
 
 def _resignation_message(successor: str, contacting_nodes: int, reachable_nodes: int, lasted_s: float) -> str:
     return (
-        f"for {lasted_s:.0f} s {_nodes(contacting_nodes)} came again and again to {successor}, which stands "
-        "by, and this leader heard "
-        f"{reachable_nodes or 'none'}: the network before this controller is suspected, nobody is judged by "
-        "the silence, and the "
-        f"lease goes to {successor}"
+        f"for {lasted_s:.0f} s {_nodes(contacting_nodes)} kept contacting standby {successor} while this leader "
+        f"received messages from {reachable_nodes or 'none'}: this controller's network is suspected. It resigns in "
+        f"favour of {successor}; no node is declared lost meanwhile"
     )
 
 
 def _partition_message(standby: str, contacting_nodes: int, reachable_nodes: int) -> str:
     return (
-        f"{_nodes(contacting_nodes)} came again and again to {standby}, which stands by, and this leader "
-        f"hears {reachable_nodes}: the network "
-        "before this controller is suspected, or nodes that were not told its address; what befalls them waits"
+        f"{_nodes(contacting_nodes)} kept contacting standby {standby} while this leader received messages from "
+        f"{reachable_nodes}: either this controller's network is at fault, or these nodes lack its address; no node is "
+        "declared lost meanwhile"
     )
 
 
@@ -258,17 +254,19 @@ class StandbyContacts:
 
     def __init__(self, clock: Clock, persistent_after_s: float) -> None:
         self._clock = clock
-        self._insistent_s = persistent_after_s
-        self._stays: dict[str, tuple[float, float]] = {}
+        self._persistent_after_s = persistent_after_s
+        self._contacts: dict[str, tuple[float, float]] = {}
 
     def record(self, node: str) -> None:
         """Record a contact of an authenticated node."""
         now = self._clock.monotonic()
-        since, last = self._stays.get(node, (now, now))
-        self._stays[node] = (since if now - last <= CONTACT_GAP_S else now, now)
+        since, last = self._contacts.get(node, (now, now))
+        self._contacts[node] = (since if now - last <= CONTACT_GAP_S else now, now)
 
     def count_persistent(self) -> int:
         """Return the number of nodes that contact this standby persistently."""
         now = self._clock.monotonic()
-        self._stays = {node: stay for node, stay in self._stays.items() if now - stay[1] <= CONTACT_GAP_S}
-        return sum(last - since >= self._insistent_s for since, last in self._stays.values())
+        self._contacts = {
+            node: contact for node, contact in self._contacts.items() if now - contact[1] <= CONTACT_GAP_S
+        }
+        return sum(last - since >= self._persistent_after_s for since, last in self._contacts.values())

@@ -72,7 +72,7 @@ class LeaseCandidate:
         self._lane = DatabaseThread("lease", self._session.abort)
         self._vacant_since: float | None = None
         self._write_contacts_at = 0.0
-        self._patient_until = 0.0
+        self._yield_until = 0.0
         self._outage = ""
         self.leader: LeaseView | None = None
         self.first_look_done = asyncio.Event()
@@ -100,15 +100,15 @@ class LeaseCandidate:
 
         Raises LeadershipLost if another controller has the lease, LeaseResigned if ``check_standbys`` wants that.
         """
-        asked_at = self.clock.monotonic()
+        requested_at = self.clock.monotonic()
         while True:
-            await asyncio.sleep(max(0.0, asked_at + self.renew_s - self.clock.monotonic()))
-            asked_at = tenure.begin_renewal()
+            await asyncio.sleep(max(0.0, requested_at + self.renew_s - self.clock.monotonic()))
+            requested_at = tenure.begin_renewal()
             try:
-                told = await self._lane.call(lambda: self._renew(epoch), self.renew_s)
-                tenure.confirm_renewal(asked_at)
+                report = await self._lane.call(lambda: self._renew(epoch), self.renew_s)
+                tenure.confirm_renewal(requested_at)
                 self._note_recovery()
-                if (resignation := await check_standbys(told)) is not None:
+                if (resignation := await check_standbys(report)) is not None:
                     await self._resign(epoch, resignation)
             except (DatabaseUnavailable, CallTimeout) as error:
                 tenure.fail_renewal()
@@ -135,7 +135,8 @@ class LeaseCandidate:
         while True:
             seen = await self._read_lease()
             if seen is not None:
-                reason = reason_to_lead(seen, self.name, database_was_away=self.clock.monotonic() < self._patient_until)
+                was_unavailable = self.clock.monotonic() < self._yield_until
+                reason = reason_to_lead(seen, self.name, database_was_unavailable=was_unavailable)
                 if reason and not self._yields_to_successor():
                     log.info("taking the lease: %s", reason)
                     return seen
@@ -174,7 +175,7 @@ class LeaseCandidate:
             self._note_outage(str(error))
             return None
         if self._outage:
-            self._patient_until = self.clock.monotonic() + self.lease_s
+            self._yield_until = self.clock.monotonic() + self.lease_s
             self._note_recovery()
         return seen
 
@@ -187,7 +188,7 @@ class LeaseCandidate:
         if not seen.is_lock_free and seen.holder != self.name:
             await self._lane.call(lambda: self._session.end_sessions_of(seen.holder), self.lease_s)
         tenure = LeaseTenure(self.clock, self.lease_s)
-        asked_at, first_s = self.clock.monotonic(), self.lease_s + STARTUP_LEASE_S
+        requested_at, first_s = self.clock.monotonic(), self.lease_s + STARTUP_LEASE_S
         speaking = asyncio.create_task(self._keep_lock_alive(epoch), name="lease")
         try:
             loaded = await store.take_over(
@@ -197,7 +198,7 @@ class LeaseCandidate:
             )
         finally:
             speaking.cancel()
-        tenure.start(asked_at, STARTUP_LEASE_S)
+        tenure.start(requested_at, STARTUP_LEASE_S)
         return ElectedState(loaded, known, tenure)
 
     async def _keep_lock_alive(self, epoch: int) -> None:
@@ -213,15 +214,15 @@ class LeaseCandidate:
 
     def _note_leader(self, seen: LeaseView) -> None:
         if self.leader is None or self.leader.epoch != seen.epoch:
-            log.info("standing by: %s leads (epoch %d)", seen.holder, seen.epoch)
+            log.info("standby: %s leads (epoch %d)", seen.holder, seen.epoch)
         self.leader = seen
 
     def _note_outage(self, reason: str) -> None:
         if not self._outage:
-            log.warning("the lease cannot be asked for: %s", reason)
+            log.warning("the lease cannot be read or renewed: %s", reason)
         self._outage = reason
 
     def _note_recovery(self) -> None:
         if self._outage:
-            log.info("the lease can be asked for again")
+            log.info("the lease can be read and renewed again")
         self._outage = ""

@@ -18,7 +18,7 @@ from everstep_controller.api.auth import Authenticator, Headers
 from everstep_controller.api.credentials import CredentialStore, Keyring
 from everstep_controller.api.routes import PLAIN_ROUTES, POLICY_ROUTES
 from everstep_controller.config import ControllerSettings
-from everstep_controller.journal.trials import PolicyTrialRunner
+from everstep_controller.journal.policy_replay import PolicyTrialRunner
 from everstep_controller.leadership.lease import NotLeadingError, StandbyContacts
 from everstep_controller.rulebook import with_rules
 from everstep_controller.server import responses
@@ -40,21 +40,22 @@ class StandbyApp:
         self._keyring = keyring
         self._clock = clock
         self._leader = leader
-        self._authenticator = self._gate_of(())
+        self._authenticator = self._authenticator_of(())
         self._trials = PolicyTrialRunner(settings.journal_dir)
         registry = self._registry = CollectorRegistry()
         Gauge("everstep_controller_info", "The program.", ["version"], registry=registry).labels(__version__).set(1)
-        Gauge("everstep_controller_leader", "1 where this controller leads.", registry=registry).set(0)
-        insistent = Gauge(
-            "everstep_controller_standby_persistent_nodes", "Nodes that insist on this controller.", registry=registry
-        )
-        insistent.set_function(lambda: self.contacts.count_persistent())
+        Gauge("everstep_controller_leader", "1 if this controller leads, 0 if it is standby.", registry=registry).set(0)
+        Gauge(
+            "everstep_controller_standby_persistent_nodes",
+            "Nodes that repeatedly contact this controller while it is standby (0 on the leader).",
+            registry=registry,
+        ).set_function(lambda: self.contacts.count_persistent())
 
     def update_credentials(self, credentials: Iterable[CredentialRow]) -> None:
         """Replace the stored credentials, which decide who may read the metrics."""
-        self._authenticator = self._gate_of(credentials)
+        self._authenticator = self._authenticator_of(credentials)
 
-    def _gate_of(self, credentials: Iterable[CredentialRow]) -> Authenticator:
+    def _authenticator_of(self, credentials: Iterable[CredentialRow]) -> Authenticator:
         return Authenticator.from_settings(
             self._settings, self._keyring, CredentialStore(credentials), {}, self._clock, self._clock.wall
         )
@@ -97,8 +98,8 @@ class StandbyApp:
         """Try a policy change on the journal that this controller recorded while it led."""
         self._authenticator.authorize(POLICY_ROUTES["try_policy"].access, scope["headers"], scope.get(SCOPE_KEY))
         wanted = responses.decode(_trial_decoder, await responses.read_body(scope, receive, MAX_BODY_BYTES))
-        told = await self._trials.run(with_rules(self._settings.policy), wanted, self._clock.wall())
-        await responses.send_answer(send, responses.encode(told), headers=[(b"connection", b"close")])
+        result = await self._trials.run(with_rules(self._settings.policy), wanted, self._clock.wall())
+        await responses.send_answer(send, responses.encode(result), headers=[(b"connection", b"close")])
 
     def not_leading_error(self) -> NotLeadingError:
         """Return the error for requests that need a leader."""
@@ -109,5 +110,5 @@ class StandbyApp:
 
 def _is_local_trial(scope: Scope) -> bool:
     route = POLICY_ROUTES["try_policy"]
-    asked = scope.get("method") == route.method and scope.get("path") == route.path
-    return asked and responses.parse_query(scope).get("local") in ("true", "1")
+    is_trial = scope.get("method") == route.method and scope.get("path") == route.path
+    return is_trial and responses.parse_query(scope).get("local") in ("true", "1")

@@ -165,7 +165,7 @@ class ProbeTracker:
         status = self._probes.get(probe)
         if status is None:
             raise NotFound(
-                f"no probe {probe!r}: the newest {MAX_REMEMBERED_PROBES} since the controller's start are kept"
+                f"no probe {probe!r}: only the newest {MAX_REMEMBERED_PROBES} since the controller's start are kept"
             )
         return status
 
@@ -315,7 +315,7 @@ def _reason(record: NodeRecord, spared: Sequence[Finding]) -> str:
     if not spared or record.state not in IN_SERVICE:
         return record.sentence
     found = "; ".join(f"{signature(finding)} is present on {record.node}: {finding.message}" for finding in spared[:3])
-    return f"{found}; not evicted, because it is part of an outbreak (see: everstep status); before: {record.sentence}"
+    return f"{found}; not evicted because of an outbreak (see `everstep status`); earlier: {record.sentence}"
 
 
 def _job_of(state: FleetState, node: str) -> str | None:

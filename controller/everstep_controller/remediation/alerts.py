@@ -61,7 +61,7 @@ def active_alerts(state: FleetState, now: float) -> list[Alert]:
 
 def database_alert(reason: str, since: float) -> Alert:
     """Return the alert about an outage, the only one that cannot be stored before it is posted."""
-    return _alert("EverstepDatabaseUnavailable", "critical", f"the database is away: {reason}", since)
+    return _alert("EverstepDatabaseUnavailable", "critical", f"the database is unavailable: {reason}", since)
 
 
 def _fleet(state: FleetState) -> Iterable[Alert]:
@@ -70,8 +70,8 @@ def _fleet(state: FleetState) -> Iterable[Alert]:
     if state.fleet.breaker_reason:
         yield _alert("EverstepBreakerOpen", "critical", state.fleet.breaker_reason, state.fleet.breaker_tripped_at)
     for one in active_outbreaks(state):
-        words = f"{one.sentence(len(state.nodes))}. {one.advice()}"
-        yield _alert("EverstepOutbreak", "critical", words, one.since, finding=one.name)
+        summary = f"{one.sentence(len(state.nodes))}. {one.advice()}"
+        yield _alert("EverstepOutbreak", "critical", summary, one.since, finding=one.name)
 
 
 def _jobs(state: FleetState, now: float) -> Iterable[Alert]:
@@ -86,14 +86,13 @@ def _nodes(state: FleetState) -> Iterable[Alert]:
     for record in state.nodes.values():
         severity = ALERT_SEVERITY_BY_STATE.get(record.state)
         if severity is not None:
-            words = (
+            summary = (
                 f"{record.sentence}; {record.scheduling.hold_reason}"
                 if record.scheduling.hold_reason
                 else record.sentence
             )
-            yield _alert(
-                "EverstepNodeOutOfService", severity, words, record.since, node=record.node, state=str(record.state)
-            )
+            labels = {"node": record.node, "state": str(record.state)}
+            yield _alert("EverstepNodeOutOfService", severity, summary, record.since, **labels)
 
 
 def _alert(name: str, severity: str, summary: str, since: float, **labels: str) -> Alert:
@@ -115,9 +114,9 @@ class AlertPost(msgspec.Struct, frozen=True, kw_only=True):
 
 def build_posts(firing: list[Alert], resolved: list[Alert], now: float, controller: str) -> Iterator[AlertPost]:
     """Yield posts of all alerts, at most MAX_ALERTS_PER_POST each; resolved alerts come first."""
-    told = [*((alert, now) for alert in resolved), *((alert, None) for alert in firing)]
-    for start in range(0, len(told), MAX_ALERTS_PER_POST):
-        page = told[start : start + MAX_ALERTS_PER_POST]
+    alerts = [*((alert, now) for alert in resolved), *((alert, None) for alert in firing)]
+    for start in range(0, len(alerts), MAX_ALERTS_PER_POST):
+        page = alerts[start : start + MAX_ALERTS_PER_POST]
         body = {
             "version": "4",
             "groupKey": "everstep",
@@ -160,9 +159,7 @@ RETRY_S = 10.0
 """Seconds between a failed post and the next attempt."""
 
 Write = Callable[[list[AlertRow], list[str]], Awaitable[None]]
-"""Stores alerts and deletes those with the fingerprints; durable on return. Raises LeadershipLost, DatabaseUnavailable,
-or
-SQLAlchemy's errors."""
+"""Stores alerts and deletes those with the fingerprints; durable on return. Raises the errors of ``DatabaseStore``."""
 
 
 @dataclass(eq=False, repr=False)
@@ -211,7 +208,7 @@ class AlertNotifier:
                 await self._notify(list(firing.values()), resolved, now)
                 await self._remember()
         except Unavailable as error:
-            log.warning("alerts were not taken: %s", error)
+            log.warning("alerts could not be posted: %s", error)
             self.on_failure()
             self._failing, self._due = True, now + RETRY_S
 
@@ -234,7 +231,7 @@ class AlertNotifier:
         try:
             await self.write(rows, over)
         except (DatabaseUnavailable, SQLAlchemyError) as error:
-            log.warning("alerts that were told are not kept for the next controller yet: %s", error)
+            log.warning("posted alerts could not be stored for the next controller yet: %s", error)
             return
         self._stored = {name: alert.since for name, alert in self._notified.items()}
 

@@ -15,7 +15,7 @@ import re
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import KW_ONLY, InitVar, dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import Any
 
 import msgspec
@@ -68,7 +68,7 @@ _SUPERSEDED_IF_STARTED_BY = {
 """Later kinds that make it pointless to continue a started remediation: its opposite."""
 _SUPERSEDED_IF_PARTIAL_BY = {RemediationKind.CORDON: frozenset({RemediationKind.REPAIR})}
 """The same for a partly done remediation: a repair keeps the node out of service as well."""
-NOT_CONFIRMED = "it was not confirmed"
+NOT_CONFIRMED = "the remediation was not confirmed"
 RETRY_BACKOFF = Backoff(floor_s=0.5, ceiling_s=30.0)
 """Delays between attempts, and between checks for completion."""
 
@@ -99,12 +99,12 @@ class RemediationExecutor:
     rows: InitVar[Iterable[RemediationRow]] = ()  # stored remediations that have not ended
     backoff: Backoff = RETRY_BACKOFF
     # Seconds, by kind, until an unconfirmed remediation is given up.
-    patience_s: Mapping[RemediationKind, float] = PATIENCE_S
+    patience_s: Mapping[RemediationKind, float] = field(default_factory=lambda: PATIENCE_S)
 
     def __post_init__(self, rows: Iterable[RemediationRow]) -> None:
         self._queues: dict[str, deque[RemediationRow]] = {}
         self._workers: dict[str, asyncio.Task[None]] = {}
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="remedy")
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="remediation")
         self._unfinished = sorted(rows, key=_sort_key)
 
     def start(self) -> None:
@@ -117,7 +117,7 @@ class RemediationExecutor:
         for row in rows:
             self._queues.setdefault(row.node, deque()).append(row)
             if row.node not in self._workers:
-                worker = asyncio.get_running_loop().create_task(self._work(row.node), name=f"remedies of {row.node}")
+                worker = asyncio.create_task(self._work(row.node), name=f"remediations of {row.node}")
                 self._workers[row.node] = worker
                 self.on_task(worker)
 
@@ -152,52 +152,52 @@ class RemediationExecutor:
     async def _carry_out(self, row: RemediationRow, *, later: RemediationRow | None) -> None:
         if later is not None:
             await self._end(
-                row, RemediationState.SUPERSEDED, f"{later.id} ({later.kind}) replaced it before it was begun"
+                row, RemediationState.SUPERSEDED, f"{later.id} ({later.kind}) replaced it before it was started"
             )
             return
-        remedy = msgspec.json.decode(row.doc, type=Remediation)
-        begun_before = row.state is RemediationState.STARTED
-        if not begun_before:
+        remediation = msgspec.json.decode(row.doc, type=Remediation)
+        was_started = row.state is RemediationState.STARTED
+        if not was_started:
             row = msgspec.structs.replace(row, state=RemediationState.STARTED)
             await self._write(row)
         try:
-            trouble = await self._apply_until_done(remedy, check_first=begun_before)
+            failure = await self._apply_until_done(remediation, check_first=was_started)
         except _Superseded as overtaken:
             await self._end(row, RemediationState.SUPERSEDED, str(overtaken))
             return
-        if trouble:
-            self._log_failure(remedy, f"was given up: {trouble}")
-        await self._end(row, RemediationState.FAILED if trouble else RemediationState.CONFIRMED, trouble)
+        if failure:
+            self._log_failure(remediation, f"failed: {failure}")
+        await self._end(row, RemediationState.FAILED if failure else RemediationState.CONFIRMED, failure)
 
-    async def _apply_until_done(self, remedy: Remediation, *, check_first: bool) -> str:
+    async def _apply_until_done(self, remediation: Remediation, *, check_first: bool) -> str:
         """Repeat until done. Return "" or the reason for giving up. Raises _Superseded."""
-        if remedy.kind not in self.remediator.kinds:
-            return f"{self.remediator.name} cannot {remedy.kind.replace('_', ' ')}"
-        patience_s = self.patience_s[remedy.kind]
+        if remediation.kind not in self.remediator.kinds:
+            return f"{self.remediator.name} cannot {remediation.kind.replace('_', ' ')}"
+        patience_s = self.patience_s[remediation.kind]
         end = ask_until = math.inf
-        if remedy.deadline:
-            waits_s = remedy.deadline - remedy.at
-            patience_s, end = min(patience_s, PATIENCE_SHARE * waits_s), remedy.at + DEADLINE_SHARE * waits_s
+        if remediation.deadline:
+            waits_s = remediation.deadline - remediation.at
+            patience_s, end = min(patience_s, PATIENCE_SHARE * waits_s), remediation.at + DEADLINE_SHARE * waits_s
             ask_until = end - patience_s
         until = min(self.now() + patience_s, end)
-        ask, asked, attempt, trouble = not check_first, False, 0, NOT_CONFIRMED
-        is_away = is_unfinished = False
+        ask, asked, attempt, failure = not check_first, False, 0, NOT_CONFIRMED
+        is_unavailable = is_unfinished = False
         while True:
-            later = self._superseding_row(remedy, is_unfinished=is_unfinished) if attempt else None
+            later = self._superseding_row(remediation, is_unfinished=is_unfinished) if attempt else None
             try:
                 if later is not None:
                     ask = False
                 if ask and self.now() > ask_until:
                     if not asked:
-                        return "it is too late to ask for it: the next step is due before it could be done"
+                        return "skipped: the next action is due before this one could complete"
                     ask = False  # a request whose answer was lost may have been accepted
                 if ask:
                     asked = True
-                    if remedy.deadline:  # the patience begins with the request
+                    if remediation.deadline:  # the patience begins with the request
                         until = min(self.now() + patience_s, end)
-                    await self._in_thread(self.remediator.apply, remedy)
+                    await self._in_thread(self.remediator.apply, remediation)
                     ask = False
-                if await self._in_thread(self.remediator.is_done, remedy):
+                if await self._in_thread(self.remediator.is_done, remediation):
                     return ""
                 ask, check_first = check_first, False  # an earlier controller may have died before its request
                 is_unfinished = False
@@ -206,41 +206,43 @@ class RemediationExecutor:
             except Unavailable as error:
                 if isinstance(error, UnexpectedFailure):
                     self.on_failure()
-                trouble, is_away, is_unfinished = str(error), True, isinstance(error, RemediationIncomplete)
+                failure, is_unavailable, is_unfinished = str(error), True, isinstance(error, RemediationIncomplete)
             else:
                 # Patience counts only while the external system answers.
-                if is_away and remedy.kind not in _REPAIR_ACTIONS:
+                if is_unavailable and remediation.kind not in _REPAIR_ACTIONS:
                     until = self.now() + patience_s
-                trouble, is_away = NOT_CONFIRMED, False
+                failure, is_unavailable = NOT_CONFIRMED, False
             if later is not None:
-                raise _Superseded(f"{later.id} ({later.kind}) replaced it while it was held up: {trouble}")
+                raise _Superseded(f"{later.id} ({later.kind}) replaced it while it was delayed: {failure}")
             if self.now() >= until:
-                late = f"{trouble} within {patience_s:g} s"
-                if not is_away or remedy.kind in _REPAIR_ACTIONS:
+                late = f"{failure} within {patience_s:g} s"
+                if not is_unavailable or remediation.kind in _REPAIR_ACTIONS:
                     return late
-                self._log_failure(remedy, f"is asked for again: {late}")
+                self._log_failure(remediation, f"is requested again: {late}")
                 until = self.now() + patience_s
             await asyncio.sleep(self.backoff.delay_s(attempt, self.uniform()))
             attempt += 1
 
-    def _superseding_row(self, remedy: Remediation, *, is_unfinished: bool) -> RemediationRow | None:
-        """Return the queued remediation that makes it pointless to continue the started ``remedy``, or None."""
-        to = _SUPERSEDED_IF_STARTED_BY.get(remedy.kind, frozenset[RemediationKind]())
+    def _superseding_row(self, remediation: Remediation, *, is_unfinished: bool) -> RemediationRow | None:
+        """Return the queued remediation that makes it pointless to continue the started ``remediation``, or None."""
+        to = _SUPERSEDED_IF_STARTED_BY.get(remediation.kind, frozenset[RemediationKind]())
         if is_unfinished:
-            to |= _SUPERSEDED_IF_PARTIAL_BY.get(remedy.kind, frozenset())
-        return next((row for row in self._queues[remedy.node] if row.id != remedy.id and row.kind in to), None)
+            to |= _SUPERSEDED_IF_PARTIAL_BY.get(remediation.kind, frozenset())
+        return next(
+            (row for row in self._queues[remediation.node] if row.id != remediation.id and row.kind in to), None
+        )
 
-    def _log_failure(self, remedy: Remediation, action: str) -> None:
+    def _log_failure(self, remediation: Remediation, action: str) -> None:
         self.on_failure()
-        extra = {"node": remedy.node, "trace": remedy.trace}
-        log.error("%s of node %s %s", remedy.kind, remedy.node, action, extra=extra)
+        extra = {"node": remediation.node, "trace": remediation.trace}
+        log.error("%s of node %s %s", remediation.kind, remediation.node, action, extra=extra)
 
-    async def _in_thread(self, call: Callable[[Remediation], Any], remedy: Remediation) -> Any:
+    async def _in_thread(self, call: Callable[[Remediation], Any], remediation: Remediation) -> Any:
         """Run ``call`` in a thread. Raises NotLeadingError if the lease has ended before a thread is free."""
 
         def called() -> Any:
             self.check_leading()
-            return call_guarded(call, remedy)
+            return call_guarded(call, remediation)
 
         return await asyncio.get_running_loop().run_in_executor(self._threads, called)
 
@@ -282,7 +284,7 @@ class RemediationExecutor:
                 await asyncio.sleep(min(delay_s, self.backoff.ceiling_s))
                 attempt += 1
             except EverstepError as error:  # the node was deleted, so there is nobody to report to
-                log.warning("the outcome of remedy %s was not taken up: %s", row.id, error)
+                log.warning("the outcome of remediation %s could not be recorded: %s", row.id, error)
                 return
 
 

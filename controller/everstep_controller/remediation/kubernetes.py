@@ -86,14 +86,14 @@ class KubernetesRemediator:
             if remediation.kind is RemediationKind.CORDON and self._evict:
                 self._evict_pods(remediation.node)
 
-    def _change(self, node: Any, remedy: Remediation) -> dict[str, Any] | None:
-        """Return the patch that applies ``remedy``, or None if nothing needs to change."""
+    def _change(self, node: Any, remediation: Remediation) -> dict[str, Any] | None:
+        """Return the patch that applies ``remediation``, or None if nothing needs to change."""
         notes = _annotations(node)
-        match remedy.kind:
+        match remediation.kind:
             case RemediationKind.CORDON | RemediationKind.REPAIR:
-                mine = {CORDON: notes[CORDON] if _is_ours(node) else cordon_reason(remedy)}
-                if remedy.kind is RemediationKind.REPAIR:
-                    mine[REPAIR] = cordon_reason(remedy)
+                mine = {CORDON: notes[CORDON] if _is_ours(node) else cordon_reason(remediation)}
+                if remediation.kind is RemediationKind.REPAIR:
+                    mine[REPAIR] = cordon_reason(remediation)
                 if _is_ours(node) and mine.items() <= notes.items():
                     return None
                 return _merge_patch(mine, unschedulable=True, taints=[*_others_taints(node), TAINT])
@@ -104,11 +104,11 @@ class KubernetesRemediator:
                     return None
                 return _merge_patch(NO_ANNOTATIONS, unschedulable=False, taints=taints)
             case RemediationKind.REBOOT:
-                if notes.get(REBOOT, "").startswith(remedy.id + " "):
+                if notes.get(REBOOT, "").startswith(remediation.id + " "):
                     return None
-                return _merge_patch({REBOOT: f"{remedy.id} {_boot_id(node)}"})
+                return _merge_patch({REBOOT: f"{remediation.id} {_boot_id(node)}"})
             case _:
-                raise Conflict(f"kubernetes cannot {remedy.kind}")
+                raise Conflict(f"kubernetes cannot {remediation.kind}")
 
     def is_done(self, remediation: Remediation) -> bool:
         node = self._read(remediation.node)
@@ -191,15 +191,16 @@ class KubernetesRemediator:
         }
         self._call(self._api.create_namespaced_pod_eviction, name, namespace, body, gone=True)
 
-    def _record_event(self, node: Any, remedy: Remediation) -> None:
+    def _record_event(self, node: Any, remediation: Remediation) -> None:
         """Add an event to the node; it is named after the remediation, so it exists once."""
-        at = datetime.fromtimestamp(remedy.at, UTC).isoformat().replace("+00:00", "Z")
+        at = datetime.fromtimestamp(remediation.at, UTC).isoformat().replace("+00:00", "Z")
+        name = f"{CORDON_OWNER}.{remediation.id}".lower().replace("_", "-")
         event = {
-            "metadata": {"name": f"{CORDON_OWNER}.{remedy.id}".lower().replace("_", "-"), "namespace": self._namespace},
-            "involvedObject": {"kind": "Node", "name": remedy.node, "uid": node.metadata.uid},
-            "reason": "Everstep" + remedy.kind.title().replace("_", ""),
-            "message": remedy.sentence[:1024],
-            "type": "Normal" if remedy.kind is RemediationKind.UNCORDON else "Warning",
+            "metadata": {"name": name, "namespace": self._namespace},
+            "involvedObject": {"kind": "Node", "name": remediation.node, "uid": node.metadata.uid},
+            "reason": "Everstep" + remediation.kind.title().replace("_", ""),
+            "message": remediation.sentence[:1024],
+            "type": "Normal" if remediation.kind is RemediationKind.UNCORDON else "Warning",
             "source": {"component": CORDON_OWNER},
             "firstTimestamp": at,
             "lastTimestamp": at,
@@ -246,8 +247,8 @@ def _is_others(node: Any) -> bool:
     return bool(node.spec.unschedulable) and not _is_ours(node)
 
 
-def _others(remedy: Remediation) -> Conflict:
-    return Conflict(f"{remedy.node} is cordoned by somebody else")
+def _others(remediation: Remediation) -> Conflict:
+    return Conflict(f"{remediation.node} was cordoned outside Everstep, so Everstep leaves it as it is")
 
 
 def _others_taints(node: Any) -> list[dict[str, Any]]:

@@ -79,9 +79,9 @@ def call_guarded(call: Callable[..., T], *arguments: object) -> T:
     except EverstepError:
         raise
     except Exception as error:
-        what = f"{type(error).__name__}: {error}"
-        log.exception("a call to the outside failed unexpectedly, to be tried again: %s", what)
-        raise UnexpectedFailure(what) from error
+        message = f"{type(error).__name__}: {error}"
+        log.exception("a call to an external system failed unexpectedly and will be repeated: %s", message)
+        raise UnexpectedFailure(message) from error
 
 
 # ---- dry run
@@ -102,7 +102,7 @@ class DryRunRemediator:
             return
         self._logged.add(remediation.id)
         log.info(
-            "dry run, nothing is done: %s node %s: %s",
+            "dry run, no action is taken: %s node %s: %s",
             remediation.kind,
             remediation.node,
             remediation.sentence,

@@ -64,7 +64,7 @@ class CordonObserver:
             except EverstepError as error:  # the next observation finds the change
                 if isinstance(error, UnexpectedFailure):
                     self.on_failure()
-                log.warning("what %s shows of the nodes could not be taken up: %s", self.remediator.name, error)
+                log.warning("the cordons shown by %s could not be processed: %s", self.remediator.name, error)
             await asyncio.sleep(every_s)
 
     async def observe(self) -> None:

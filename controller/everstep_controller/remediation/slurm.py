@@ -113,7 +113,7 @@ class SlurmRemediator:
     def __init__(self, scontrol: str = "scontrol", configuration: str = "") -> None:
         found = shutil.which(scontrol)
         if found is None:
-            raise ConfigurationError(f"{scontrol!r} is not on this machine: install Slurm's client programs")
+            raise ConfigurationError(f"{scontrol!r} is not installed on this machine: install Slurm's client programs")
         self._scontrol = found
         self._environment = {**os.environ, "LC_ALL": "C", "SLURM_TIME_FORMAT": "standard", "TZ": "UTC"}
         if configuration:
@@ -126,12 +126,8 @@ class SlurmRemediator:
         self._check_ours(node, remediation)
         match remediation.kind:
             case RemediationKind.CORDON | RemediationKind.REPAIR:
-                self._run(
-                    "update",
-                    f"NodeName={remediation.node}",
-                    "State=DRAIN",
-                    f"Reason={_plain(cordon_reason(remediation))}",
-                )
+                reason = f"Reason={_plain(cordon_reason(remediation))}"
+                self._run("update", f"NodeName={remediation.node}", "State=DRAIN", reason)
             case RemediationKind.UNCORDON:
                 self._run("update", f"NodeName={remediation.node}", "State=RESUME")
             case RemediationKind.REBOOT:
@@ -164,9 +160,12 @@ class SlurmRemediator:
                 return False
 
     @staticmethod
-    def _check_ours(node: SlurmNode, remedy: Remediation) -> None:
+    def _check_ours(node: SlurmNode, remediation: Remediation) -> None:
         if node.is_unschedulable and not node.is_ours:
-            raise Conflict(f"{remedy.node} is out of service by somebody else ({node.reason or 'no reason given'})")
+            reason = node.reason or "no reason given"
+            raise Conflict(
+                f"{remediation.node} was cordoned outside Everstep ({reason}), so Everstep leaves it as it is"
+            )
 
     def cordon_status(self, nodes: Sequence[NodeId]) -> dict[NodeId, CordonStatus]:
         wanted = set(nodes)
@@ -198,19 +197,19 @@ class SlurmRemediator:
             )
         except subprocess.TimeoutExpired as error:
             raise Unavailable(f"scontrol did not answer within {TIMEOUT_S:g} s") from error
-        words = " ".join((done.stderr or done.stdout).split())
-        is_known = _UNKNOWN.fullmatch(words) is None
+        output = " ".join((done.stderr or done.stdout).split())
+        is_known = _UNKNOWN.fullmatch(output) is None
         if done.returncode == 0 and is_known:
             return done.stdout
-        said = words[-400:] or f"it ended with {done.returncode}"
-        if not is_known or any(sign in words for sign in _REFUSED):
-            raise Conflict(f"scontrol {arguments[0]} was refused: {said}")
-        raise Unavailable(f"scontrol {arguments[0]} was of no use: {said}")
+        failure = output[-400:] or f"exit status {done.returncode}"
+        if not is_known or any(sign in output for sign in _REFUSED):
+            raise Conflict(f"scontrol {arguments[0]} was refused: {failure}")
+        raise Unavailable(f"scontrol {arguments[0]} failed: {failure}")
 
 
-def _reboot_reason(remedy: Remediation, node: SlurmNode) -> str:
+def _reboot_reason(remediation: Remediation, node: SlurmNode) -> str:
     booted = datetime.fromtimestamp(node.booted_at, UTC).replace(tzinfo=None).isoformat(timespec="seconds")
-    return _plain(f"{CORDON_OWNER} {remedy.id} after boot of {booted}: {remedy.sentence}"[:256])
+    return _plain(f"{CORDON_OWNER} {remediation.id} after boot of {booted}: {remediation.sentence}"[:256])
 
 
 def _plain(reason: str) -> str:

@@ -41,7 +41,9 @@ class HttpReceiver:
 
     def __init__(self, url: str, description: str) -> None:
         if not is_http_url(url):
-            raise ConfigurationError(f"{url!r} cannot be {description}: use http://HOST/PATH or https://HOST/PATH")
+            raise ConfigurationError(
+                f"{url!r} cannot be used as {description}: use http://HOST/PATH or https://HOST/PATH"
+            )
         parts = urlsplit(url)
         self.host = parts.hostname or ""
         self._what = description
@@ -99,7 +101,10 @@ class WebhookRemediator:
     def apply(self, remediation: Remediation) -> None:
         shown = self.cordon_status([remediation.node]).get(remediation.node, CordonStatus())
         if shown.cordoned_by not in ("", CORDON_OWNER):
-            raise Conflict(f"{remediation.node} is out of service by somebody else ({shown.cordoned_by})")
+            owner = shown.cordoned_by
+            raise Conflict(
+                f"{remediation.node} was cordoned outside Everstep ({owner}), so Everstep leaves it as it is"
+            )
         self._exchange("POST", remediation, msgspec.json.encode(remediation))
 
     def is_done(self, remediation: Remediation) -> bool:
@@ -116,12 +121,12 @@ class WebhookRemediator:
     def close(self) -> None:
         pass
 
-    def _exchange(self, method: str, remedy: Remediation, body: bytes) -> WebhookReply:
-        query = {} if method == "POST" else {"remediation": remedy.id}
-        said: WebhookReply = _decoded(self._ask(method, query, remedy.id, body), WebhookReply)
-        if said.state == "refused":
-            raise Conflict(f"the webhook refuses: {said.detail or 'no reason given'}")
-        return said
+    def _exchange(self, method: str, remediation: Remediation, body: bytes) -> WebhookReply:
+        query = {} if method == "POST" else {"remediation": remediation.id}
+        reply: WebhookReply = _decoded(self._ask(method, query, remediation.id, body), WebhookReply)
+        if reply.state == "refused":
+            raise Conflict(f"the webhook refuses: {reply.detail or 'no reason given'}")
+        return reply
 
     def _ask(self, method: str, query: dict[str, str], subject: str, body: bytes) -> bytes:
         status, answer = self._receiver.request(method, self._headers(method, subject, body), body, query)
@@ -146,4 +151,4 @@ def _decoded(answer: bytes, kind: Any) -> Any:
     try:
         return msgspec.json.decode(answer, type=kind)
     except DECODE_ERRORS as error:
-        raise Unavailable(f"the webhook's answer is not understood: {error}") from error
+        raise Unavailable(f"the webhook's answer is invalid: {error}") from error

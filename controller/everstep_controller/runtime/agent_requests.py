@@ -55,7 +55,8 @@ class AgentRequests:
             raise NotFound(f"node {node} is unknown to this controller: register first")
         if incarnation < record.identity.incarnation:
             raise StaleGeneration(
-                f"incarnation {incarnation} of node {node} is outdated: {record.identity.incarnation} has registered since"
+                f"incarnation {incarnation} of node {node} is outdated: "
+                f"{record.identity.incarnation} has registered since"
             )
         if incarnation > record.identity.incarnation:
             raise NotFound(f"incarnation {incarnation} of node {node} is unknown to this controller: register first")

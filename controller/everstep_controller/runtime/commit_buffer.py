@@ -32,10 +32,9 @@ class DatabaseOutage(msgspec.Struct):
 class CommitBuffer:
     """Writes batches for the loop, which runs at most one call of ``write`` at a time.
 
-       During an outage the buffer retries by itself. After a successful retry, the next ``write`` writes the rest and ends
-       the outage. ``wake`` is called when the loop should call ``write``.
-    ``outage`` is None while everything decided is
-       durable. About ``limit_bytes`` may wait in memory.
+    During an outage the buffer retries by itself. After a successful retry, the next ``write`` writes the rest and ends
+    the outage. ``wake`` is called when the loop should call ``write``. ``outage`` is None while everything decided is
+    durable. About ``limit_bytes`` may wait in memory.
     """
 
     def __init__(self, commit: Commit, *, now: Callable[[], float], wake: Callable[[], None], limit_bytes: int) -> None:

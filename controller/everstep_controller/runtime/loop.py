@@ -191,10 +191,12 @@ class FleetLoop:
             self.started.set()
             while True:
                 await self._something_to_do()
-                if self._is_leading():
-                    await self._run_transaction(self._queue.take())
-                else:
+                try:
+                    self.check_leading()
+                except Unavailable:
                     await asyncio.sleep(LEADERSHIP_RECHECK_S)
+                else:
+                    await self._run_transaction(self._queue.take())
         finally:
             self._end()
 
@@ -329,7 +331,14 @@ class FleetLoop:
                 self._held_back += transaction.take_final()
                 self.outbox.deliver(transaction.outgoing)
             else:
-                self._begin_outage(transaction, unsent)
+                assert self._commit_buffer.outage is not None
+                self._held_back += transaction.outgoing
+                self._store_change = ev.DatabaseAvailabilityChanged(
+                    is_unavailable=True,
+                    reason=self._commit_buffer.outage.reason,
+                    unsent_jobs=unsent,
+                    trace=new_trace(),
+                )
             return False
         if wrote:
             self.metrics.observe_commit(time.perf_counter() - started, events)
@@ -338,14 +347,6 @@ class FleetLoop:
         self.outbox.deliver(transaction.outgoing)
         self._publish()
         return True
-
-    def _begin_outage(self, transaction: Transaction, unsent: tuple[str, ...]) -> None:
-        assert self._commit_buffer.outage is not None
-        self._held_back += transaction.outgoing
-        reason = self._commit_buffer.outage.reason
-        self._store_change = ev.DatabaseAvailabilityChanged(
-            is_unavailable=True, reason=reason, unsent_jobs=unsent, trace=new_trace()
-        )
 
     def _publish(self) -> None:
         """Publish durable records, in order."""
@@ -356,13 +357,6 @@ class FleetLoop:
             self.metrics.count_verdicts(verdicts)
             if remediations:
                 self.on_remediations(remediations)
-
-    def _is_leading(self) -> bool:
-        try:
-            self.check_leading()
-        except Unavailable:
-            return False
-        return True
 
     def _end(self) -> None:
         """Refuse all waiting stimuli, and ask their senders to retry."""

@@ -132,7 +132,7 @@ class ConnectionRouter(asyncio.Protocol):
                 headers, node, ConnectionPeer.from_transport(self._transport)
             )
             if not is_upgrade:
-                raise VersionMismatch(f"a session is asked for with `Connection: Upgrade` and `Upgrade: {UPGRADE}`")
+                raise VersionMismatch(f"a session needs the headers `Connection: Upgrade` and `Upgrade: {UPGRADE}`")
         except EverstepError as error:
             leader.agent_service.metrics.count_refused("agents/session", error.code)
             self._refuse(error)

@@ -64,7 +64,7 @@ MIN_READ_BYTES = 16 << 10
 """Minimum bytes of a response that a client must read per interval; a slower client holds memory for nothing."""
 
 
-_TOO_LARGE = "This request is larger than any that is understood here."
+_TOO_LARGE = "This request is too large."
 _AROUND_HEADER = len(": \r\n")
 
 _log = logging.getLogger("everstep_controller.http")
@@ -194,7 +194,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         if len(self.pipeline) >= MAX_PIPELINED:
-            self._refuse("More requests at once than are understood here.")
+            self._refuse("Too many pipelined requests.")
         super().on_headers_complete()
         self._stage = _Stage.BODY
         self._progress()
@@ -314,7 +314,7 @@ def listen(listen_address: tuple[str, int], setting_name: str = "listen") -> soc
         listener.listen(BACKLOG)
     except OSError as error:
         raise ConfigurationError(
-            f"cannot listen on {host}:{port}: {error.strerror}; stop what listens there, or give another {setting_name}"
+            f"cannot listen on {host}:{port}: {error.strerror}; stop what listens there, or change {setting_name}"
         ) from error
     listener.setblocking(False)
     return listener
@@ -373,7 +373,7 @@ class ControllerServer(uvicorn.Server):
         await _until_gone(state, self._grace_s)
         if state.connections or state.tasks:
             log.info(
-                "%d connections did not end within stop_grace_s and are cut off, %d of them with a request under way",
+                "%d connections did not end within stop_grace_s and are aborted, %d of them with a request in progress",
                 len(state.connections),
                 len(state.tasks),
             )
@@ -466,15 +466,11 @@ def check_certificate(settings: ControllerSettings) -> None:
         raise ConfigurationError(
             f"the certificate {settings.tls_certificate} with the key {settings.tls_key} cannot be used: {error}"
         ) from error
-    if settings.tls_client_ca:
-        _check_authorities(context, settings.tls_client_ca)
-
-
-def _check_authorities(context: ssl.SSLContext, file: str) -> None:
-    try:
-        context.load_verify_locations(file)
-    except OSError as error:
-        raise ConfigurationError(f"the authorities of client certificates in {file} cannot be read: {error}") from error
+    if authorities := settings.tls_client_ca:
+        try:
+            context.load_verify_locations(authorities)
+        except OSError as error:
+            raise ConfigurationError(f"the client CA certificates in {authorities} cannot be read: {error}") from error
 
 
 def tune_interpreter() -> None:
@@ -499,4 +495,4 @@ def warn_if_plaintext(settings: ControllerSettings, address: str) -> None:
     """Log a warning if tokens cross the network unencrypted."""
     local = address.startswith(("127.", "[::1]"))
     if not local and not settings.tls_certificate:
-        log.warning("tokens cross the network in plain text on %s: give --tls-certificate and --tls-key", address)
+        log.warning("tokens are sent in plain text on %s: give --tls-certificate and --tls-key", address)

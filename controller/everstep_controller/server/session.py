@@ -172,7 +172,7 @@ class AgentSession(asyncio.Protocol):
             after = at + PREFIX_BYTES + int.from_bytes(data[at : at + PREFIX_BYTES], "big")
             if not body_at <= after <= body_at + MAX_BODY_BYTES:
                 self._close_with_error(
-                    0, TooLarge(f"a frame is longer than {MAX_BODY_BYTES} bytes, or has no kind: hanging up")
+                    0, TooLarge(f"a frame is longer than {MAX_BODY_BYTES} bytes, or has no kind: closing the session")
                 )
                 return
             if after > end:
@@ -229,7 +229,7 @@ class AgentSession(asyncio.Protocol):
     def _cut(self) -> None:
         """Cut the session of an agent that does not read. Its directives wait until it returns."""
         self._service.metrics.sessions_cut.inc()
-        log.warning("node %s does not read what it is sent: its session is cut off", self._node)
+        log.warning("node %s does not read its directives: closing its session", self._node)
         self._closed = True
         self._transport.abort()
 
@@ -259,7 +259,7 @@ class AgentSession(asyncio.Protocol):
             elif kind in _BEATS_LANE or kind == FrameKind.REPORTS:
                 self._take_in_order(FrameKind(kind), body)
             else:
-                self._close_with_error(0, MalformedMessage(f"a frame of kind {kind} is not known here: hanging up"))
+                self._close_with_error(0, MalformedMessage(f"frame kind {kind} is unknown: closing the session"))
         except AuthenticationError as error:
             self._close_with_error(kind, error)
         except EverstepError as error:
@@ -332,7 +332,7 @@ class AgentSession(asyncio.Protocol):
         if waited:
             self.push(waited)
         if resend:
-            error = NotFound(f"the findings of node {self._node} are not known here: register again")
+            error = NotFound(f"the findings of node {self._node} are unknown to this controller: register again")
             self._refuse(FrameKind.ONE_WAY_HEARTBEAT, error)
         elif self._keep_open and not self._service.should_keep_open(self._node):
             self._keep_open = False

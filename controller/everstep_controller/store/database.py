@@ -10,7 +10,6 @@ import stat
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -198,20 +197,13 @@ def _refuse_unknown(revision: str | None, url: URL) -> None:
         )
 
 
-@contextmanager
-def _migration_lock(connection: Connection) -> Iterator[None]:
-    """Wait until no other controller migrates this database."""
-    with _migrating:
-        if connection.dialect.name == "postgresql":
-            connection.execute(text("SET LOCAL statement_timeout = 0"))
-            connection.execute(text(f"SELECT pg_advisory_xact_lock({_MIGRATION_LOCK})"))
-        yield
-
-
 def _migrate(engine: Engine, url: URL) -> None:
     with engine.connect() as plain:
         connection = plain.execution_options(**_WRITE)
-        with connection.begin(), _migration_lock(connection):
+        with connection.begin(), _migrating:
+            if connection.dialect.name == "postgresql":
+                connection.execute(text("SET LOCAL statement_timeout = 0"))
+                connection.execute(text(f"SELECT pg_advisory_xact_lock({_MIGRATION_LOCK})"))
             revision = _revision(connection)
             _refuse_unknown(revision, url)
             if revision != HEAD:

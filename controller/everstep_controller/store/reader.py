@@ -297,7 +297,12 @@ def load_state(
     connection: Connection, epoch: int, batch: int, row_versions: RowVersions = NO_ROW_VERSIONS
 ) -> LoadedState:
     """Return the state that a controller of ``epoch`` starts from, without unchanged node records."""
-    same, nodes = _nodes(connection, row_versions)
+    unchanged: Set[str] = frozenset()
+    if row_versions.nodes:
+        found = changed_nodes(connection, row_versions)
+        unchanged, nodes = found.unchanged, {row.node: row.doc for row in found.rows}
+    else:
+        nodes = _pairs(connection, tables.nodes.c.node, tables.nodes.c.doc)
     marks, audit, findings = tables.acknowledged_reports.c, tables.audit.c, tables.active_findings.c
     active = select(findings.node, findings.key, findings.doc).order_by(findings.node, findings.key)
     newest = connection.execute(select(func.max(audit.id))).scalar()
@@ -306,7 +311,7 @@ def load_state(
         epoch=epoch,
         batch=batch,
         fleet=connection.execute(select(tables.fleet.c.doc)).scalar(),
-        unchanged=same,
+        unchanged=unchanged,
         nodes=nodes,
         active_findings={(node, key): doc for node, key, doc in connection.execute(active)},
         jobs=jobs,
@@ -325,13 +330,6 @@ def load_state(
         newest_audit=newest if newest is not None else audit_pruned(connection),
         newest_at=table_access.newest_at(connection),
     )
-
-
-def _nodes(connection: Connection, known: RowVersions) -> tuple[Set[str], dict[str, str]]:
-    if not known.nodes:
-        return frozenset(), _pairs(connection, tables.nodes.c.node, tables.nodes.c.doc)
-    found = changed_nodes(connection, known)
-    return found.unchanged, {row.node: row.doc for row in found.rows}
 
 
 def _pairs(connection: Connection, key: Column[Any], doc: Column[Any]) -> dict[str, str]:

@@ -104,7 +104,8 @@ def find_deletions(connection: Connection, keep: RetentionLimits) -> list[Choose
         (tables.recoveries, keep.generations),
         (tables.versions, MAX_VERSIONS_PER_JOB),
     ):
-        found += [_of_job(table, job, most) for job in _jobs_with_more(connection, table, most)]
+        jobs = select(table.c.job).group_by(table.c.job).having(func.count() > most).order_by(table.c.job)
+        found += [_of_job(table, job, most) for job in connection.execute(jobs).scalars()]
     return found
 
 
@@ -148,11 +149,6 @@ def _old(
         first = select(table.c.id).where(may_go).order_by(order).limit(min(surplus, DELETE_BATCH_ROWS))
         old = connection.execute(first).all() if surplus > 0 else old
     return _delete_batch(table, old, may_go)
-
-
-def _jobs_with_more(connection: Connection, table: Table, most: int) -> list[str]:
-    counted = select(table.c.job).group_by(table.c.job).having(func.count() > most).order_by(table.c.job)
-    return list(connection.execute(counted).scalars())
 
 
 def _of_job(table: Table, job: str, most: int) -> ChooseBatch:
@@ -211,17 +207,13 @@ async def run_retention(
         try:
             await _round(store, limits())
         except (Unavailable, SQLAlchemyError) as error:
-            log.warning("old history was not deleted, to be tried again in %.0f s: %s", ROUND_S, error)
+            log.warning("old history could not be deleted, retrying in %.0f s: %s", ROUND_S, error)
 
 
 async def _round(store: DatabaseStore, keep: RetentionLimits) -> None:
     while await store.write(lambda connection: prune_events(connection, keep)) >= DELETE_BATCH_ROWS:
         await asyncio.sleep(BATCH_PAUSE_S)
-    for chore in await store.query(lambda connection: find_deletions(connection, keep)):
-        await _done(store, chore)
-
-
-async def _done(store: DatabaseStore, chore: ChooseBatch) -> None:
-    while (bite := await store.query(chore)) is not None:
-        await store.write(bite.execute)
-        await asyncio.sleep(BATCH_PAUSE_S)
+    for choose_batch in await store.query(lambda connection: find_deletions(connection, keep)):
+        while (batch := await store.query(choose_batch)) is not None:
+            await store.write(batch.execute)
+            await asyncio.sleep(BATCH_PAUSE_S)

@@ -304,7 +304,7 @@ def decode_cursor(cursor: str, kinds: Sequence[type]) -> tuple[Any, ...] | None:
             raise ValueError(cursor)
         return place
     except ValueError:
-        raise MalformedMessage(f"{cursor[:100]!r} is no cursor: give what `next` said of the page before") from None
+        raise MalformedMessage(f"{cursor[:100]!r} is not a cursor: give the `next` of the page before") from None
 
 
 def _is_storable(part: Any) -> bool:

@@ -72,8 +72,8 @@ def set_times_back(loaded: LoadedState, known: KnownRecords, wall: float) -> tup
         at=wall,
         kind=table_access.SET_BACK,
         sentence=(
-            f"an operator vouched for the clock (--trust-clock): the controller's time was set back by "
-            f"{newest - wall:.0f} s, and earlier events may carry later times"
+            f"an operator confirmed the clock (--trust-clock): the controller's time was set back by "
+            f"{newest - wall:.0f} s, so earlier events may have later times"
         ),
     )
     batch = Batch(

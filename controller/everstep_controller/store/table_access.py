@@ -329,8 +329,8 @@ def skip_used_ids(connection: Connection) -> None:
     at = connection.execute(select(func.max(audit.at))).scalar() or 0.0
     first = newest - newest % AUDIT_ID_GAP + AUDIT_ID_GAP
     sentence = (
-        f"the database is a copy that ends with event {newest}: what was decided after it was made is lost, and events "
-        f"go on from {first}"
+        f"the database is a copy that ends with event {newest}: later decisions are lost, and events continue from "
+        f"{first}"
     )
     row = {
         "id": first,

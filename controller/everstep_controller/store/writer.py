@@ -82,7 +82,10 @@ class DatabaseWriter:
                 raise LeadershipLost(f"another controller was first: the epoch is {found[EPOCH]}, not {expected}")
             epoch = found[EPOCH] + 1
             _set_meta(connection, EPOCH, epoch)
-            _record_epoch(connection, found[EPOCH], epoch)
+            last = connection.execute(select(_META.value).where(_META.key == LAST_WRITING_EPOCH)).scalar()
+            if last is not None and found[EPOCH] - last >= COPY_EPOCH_GAP:  # the database is a copy
+                skip_used_ids(connection)
+            upsert(connection, tables.meta, [{"key": LAST_WRITING_EPOCH, "value": epoch}])
             if claim is not None:
                 claim(connection, epoch)
             loaded = load_state(connection, epoch, found[BATCH], known)
@@ -152,14 +155,6 @@ def _lock_meta(connection: Connection) -> dict[str, int]:
 
 def _set_meta(connection: Connection, key: str, value: int) -> None:
     connection.execute(_SET_META, {"of": key, "to": value})
-
-
-def _record_epoch(connection: Connection, found: int, epoch: int) -> None:
-    """Record the writing epoch. If the last one is far behind ``found``, the database is a copy: skip audit ids."""
-    led = connection.execute(select(_META.value).where(_META.key == LAST_WRITING_EPOCH)).scalar()
-    if led is not None and found - led >= COPY_EPOCH_GAP:
-        skip_used_ids(connection)
-    upsert(connection, tables.meta, [{"key": LAST_WRITING_EPOCH, "value": epoch}])
 
 
 def _write(connection: Connection, batch: Batch, lives: dict[str, int]) -> None:

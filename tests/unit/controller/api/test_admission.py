@@ -37,7 +37,7 @@ def test_requests_under_way_are_limited_by_identity() -> None:
     refused: list[str] = []
     limit = admission(ManualClock(), on_refused=refused.append)
     places = [limit.reserve(VERA) for _ in range(2)]
-    with pytest.raises(RateLimited, match="viewer vera has 2 requests under way") as caught:
+    with pytest.raises(RateLimited, match="viewer vera has 2 requests in progress") as caught:
         limit.reserve(VERA)
     assert caught.value.retry_after_s > 0
     assert refused == ["in_flight"]
@@ -59,7 +59,7 @@ def test_unread_bytes_are_limited_by_identity() -> None:
     first, second, third = (limit.reserve(VERA) for _ in range(3))
     first.add_bytes(60)
     second.add_bytes(40)
-    with pytest.raises(RateLimited, match="100 bytes of answers wait for viewer vera"):
+    with pytest.raises(RateLimited, match="100 bytes of answers wait to be read by viewer vera"):
         third.add_bytes(1)
     limit.reserve(OTTO).add_bytes(60)
     assert (refused, limit.buffered_bytes) == (["bytes"], 160)
@@ -280,7 +280,7 @@ def test_admission_refuses_reader_over_unread_byte_limit(tmp_path: Path) -> None
             await asyncio.sleep(0)
         refused = await Asked("/v1/nodes?limit=1000", VIEWER)(controller)
         assert refused.status == 429
-        assert b"bytes of answers wait for viewer vera" in refused.body
+        assert b"bytes of answers wait to be read by viewer vera" in refused.body
         assert len(first.body) == 64 << 10
         first.taken.set()
         await asking

@@ -82,7 +82,7 @@ def test_path_with_trailing_slash_is_not_found(client: TestClient) -> None:
 def test_wrong_method_is_answered_with_allowed_methods(client: TestClient) -> None:
     answer = client.put("/v1/nodes", headers=OPERATOR)
     assert (answer.status_code, answer.headers["allow"]) == (405, "GET, HEAD")
-    assert answer.json()["detail"] == "this path takes GET, HEAD, not PUT"
+    assert answer.json()["detail"] == "this path allows GET, HEAD, not PUT"
 
 
 @pytest.mark.parametrize("path", ["/healthz", "/readyz", "/metrics", "/v1/nodes", "/v1/nodes/n1"])

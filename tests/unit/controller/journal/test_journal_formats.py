@@ -74,13 +74,15 @@ def test_unknown_event_is_refused_at_its_position(recorded: Path, tmp_path: Path
     unknown = msgspec.msgpack.encode([first.at, {"type": "MoonRose", "trace": "t"}, [], []])
     recording = replay(written(tmp_path / "odd.journal", beginning, first, unknown))
     assert next(recording.events).event_name == "ControllerStarted"
-    with pytest.raises(MalformedMessage, match=r"event 2 of .* written by everstep 0\.1\.0, is not understood"):
+    with pytest.raises(MalformedMessage, match=r"event 2 of .* written by everstep 0\.1\.0, cannot be read"):
         next(recording.events)
 
 
 def test_unreadable_state_names_the_writing_release(recorded: Path, tmp_path: Path) -> None:
     old = SegmentStart(version="0.0.7", at=1.0, state=msgspec.Raw(msgspec.msgpack.encode({"nodes": 3})))
-    with pytest.raises(MalformedMessage, match=r"everstep 0\.0\.7, whose state this release .* replay it with that"):
+    with pytest.raises(
+        MalformedMessage, match=r"everstep 0\.0\.7, and this release .* cannot read its state: replay it with that"
+    ):
         replay(written(tmp_path / "old.journal", old))
-    with pytest.raises(MalformedMessage, match=r"how .* begins is not understood"):
+    with pytest.raises(MalformedMessage, match=r"begins with data unknown to this release"):
         replay(written(tmp_path / "odd.journal", next(read_segment(recorded)[1])))

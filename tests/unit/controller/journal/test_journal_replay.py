@@ -74,7 +74,7 @@ def test_journal_omits_ticks_without_effect(fleet: JournaledFleet, tmp_path: Pat
     assert {step.event_name for step in _steps(tmp_path / "journal")} == {
         "ControllerStarted",
         "AgentRegistered",
-        *(f"beat of m{i}" for i in range(20)),
+        *(f"heartbeat of m{i}" for i in range(20)),
     }
 
 
@@ -225,13 +225,13 @@ def test_journal_buffers_state_but_drops_excess_entries(
 def test_invalid_journal_is_refused(tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.journal"
     wrong.write_bytes(b"something else")
-    with pytest.raises(MalformedMessage, match="is no journal: it does not begin with"):
+    with pytest.raises(MalformedMessage, match="is not a journal: it does not begin with"):
         replay(wrong)
     wrong.write_bytes(MAGIC)
     with pytest.raises(MalformedMessage, match="ends before its first event"):
         replay(wrong)
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigurationError, match="cannot be made"):
+    with pytest.raises(ConfigurationError, match="cannot be created"):
         Journal(tmp_path / "file" / "journal", max_bytes=1, keep_s=1.0)
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 from everstep_controller.core.policy import CorePolicy
+from everstep_controller.journal.policy_replay import PolicyTrialRunner
 from everstep_controller.journal.recorder import SUFFIX
-from everstep_controller.journal.trials import PolicyTrialRunner
 from everstep_controller.rulebook import with_rules
 
 from everstep.errors import MalformedMessage
@@ -26,7 +26,7 @@ _CONTROLLER = """
 import asyncio, sys
 from everstep_controller.core.policy import CorePolicy
 from everstep_controller.rulebook import with_rules
-from everstep_controller.journal.trials import PolicyTrialRunner
+from everstep_controller.journal.policy_replay import PolicyTrialRunner
 from everstep.wire.v1.operator_history import PolicyChange, PolicyTrialRequest
 wanted = PolicyTrialRequest(change=PolicyChange())
 asyncio.run(PolicyTrialRunner(sys.argv[1]).run(with_rules(CorePolicy.lab_preset()), wanted, 1.0))

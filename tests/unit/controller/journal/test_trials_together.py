@@ -7,9 +7,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from everstep_controller.journal.policy_replay import replay_with_policy
+from everstep_controller.journal.policy_replay import _to_message, replay_with_policy
 from everstep_controller.journal.recorder import Journal, segments
-from everstep_controller.journal.trials import _to_message
 
 from everstep.errors import Conflict, EverstepError, NotFound, Unavailable
 from everstep.policy_trial_results import FAILOVER_S, merge_results, recording_gaps

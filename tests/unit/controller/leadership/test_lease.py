@@ -14,36 +14,36 @@ def seen(**changed: object) -> LeaseView:
 @pytest.mark.parametrize(
     ("facts", "why"),
     [
-        ({"holder": "", "is_lock_free": True, "expires_in_s": -1e9}, "nobody has led before"),
-        ({"is_lock_free": True}, "the session of c1 is gone"),
+        ({"holder": "", "is_lock_free": True, "expires_in_s": -1e9}, "no controller has led before"),
+        ({"is_lock_free": True}, "the database session of c1 has ended"),
         ({"expires_in_s": -0.5}, "the lease of c1 expired 0.5 s ago"),
-        ({"holder": "c2", "is_lock_free": True}, "the life before"),
+        ({"holder": "c2", "is_lock_free": True}, "before its restart"),
     ],
 )
 def test_standby_leads_when_lease_is_available(facts: dict[str, object], why: str) -> None:
-    assert why in reason_to_lead(seen(**facts), "c2", database_was_away=False)
+    assert why in reason_to_lead(seen(**facts), "c2", database_was_unavailable=False)
 
 
 def test_lease_of_living_leader_is_respected() -> None:
-    assert reason_to_lead(seen(), "c2", database_was_away=False) == ""
-    assert reason_to_lead(seen(), "c1", database_was_away=False) == ""
+    assert reason_to_lead(seen(), "c2", database_was_unavailable=False) == ""
+    assert reason_to_lead(seen(), "c1", database_was_unavailable=False) == ""
 
 
 @pytest.mark.parametrize("facts", [{"is_lock_free": True}, {"expires_in_s": -9.0}])
 def test_previous_leader_has_priority_after_database_outage(facts: dict[str, object]) -> None:
-    assert reason_to_lead(seen(**facts), "c2", database_was_away=True) == ""
-    assert reason_to_lead(seen(holder="", is_lock_free=True), "c2", database_was_away=True) != ""
+    assert reason_to_lead(seen(**facts), "c2", database_was_unavailable=True) == ""
+    assert reason_to_lead(seen(holder="", is_lock_free=True), "c2", database_was_unavailable=True) != ""
 
 
 @pytest.mark.parametrize("facts", [{"is_lock_free": True}, {"expires_in_s": -9.0}])
 def test_resigned_lease_goes_only_to_its_successor(facts: dict[str, object]) -> None:
     given_up = seen(successor="c3", **facts)
-    assert [reason_to_lead(given_up, name, database_was_away=False) for name in ("c1", "c2")] == ["", ""]
-    assert reason_to_lead(given_up, "c3", database_was_away=False) != ""
+    assert [reason_to_lead(given_up, name, database_was_unavailable=False) for name in ("c1", "c2")] == ["", ""]
+    assert reason_to_lead(given_up, "c3", database_was_unavailable=False) != ""
 
 
 def test_successor_waits_for_the_resigning_leader() -> None:
-    assert reason_to_lead(seen(successor="c3"), "c3", database_was_away=False) == ""
+    assert reason_to_lead(seen(successor="c3"), "c3", database_was_unavailable=False) == ""
 
 
 def test_lease_is_valid_until_shortly_before_its_end() -> None:

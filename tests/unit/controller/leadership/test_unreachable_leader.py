@@ -86,7 +86,7 @@ def test_leader_unreachable_by_nodes_resigns_to_their_standby(pair: Pair, stack:
     until(lambda: json.loads(old.ask("GET", "/readyz", None, {})[1]).get("leader") == new.url, "the old one to see it")
     assert "stepping down: for" in old.log()
     (told,) = events(new, "controller.resigned")
-    assert f" came again and again to {new.listen}, which stands by, and this leader heard none" in told.sentence
+    assert f" kept contacting standby {new.listen} while this leader received messages from none" in told.sentence
     assert [events(new, kind) for kind in ("node.suspect", "node.lost", "verdict.evict")] == [[], [], []]
     until(lambda: metric(new, "leader_resignations") == 1.0, "the number of leaders that resigned")
     line.mend()

@@ -84,9 +84,9 @@ def test_kubernetes_respects_foreign_cordon_after_own_was_lifted(cluster: kube.C
     cluster.kubectl("n1", unschedulable=None)
     cluster.kubectl("n1", unschedulable=True)
     assert made.cordon_status(["n1"])["n1"] == CordonStatus(cordoned_by="kubernetes", reason="cordoned")
-    with pytest.raises(Conflict, match="somebody else"):
+    with pytest.raises(Conflict, match="cordoned outside Everstep"):
         made.apply(remedy(2, RemediationKind.UNCORDON))
-    with pytest.raises(Conflict, match="somebody else"):
+    with pytest.raises(Conflict, match="cordoned outside Everstep"):
         made.is_done(remedy(2, RemediationKind.UNCORDON))
     node = cluster.nodes["n1"]
     assert node["spec"] == {"unschedulable": True, "taints": [{"key": "nvidia.com/gpu", "effect": "NoSchedule"}]}

@@ -170,7 +170,7 @@ def test_superseded_remediation_is_reported_to_the_core() -> None:
         assert machine.applied == ["n1-a2"]
         assert book.states("n1-a1") == ["superseded"]
         assert [(told.remediation_id, told.succeeded) for told in book.told] == [("n1-a1", False), ("n1-a2", True)]
-        assert book.told[0].detail == f"n1-a2 ({later}) replaced it before it was begun"
+        assert book.told[0].detail == f"n1-a2 ({later}) replaced it before it was started"
 
 
 def test_repair_is_requested_even_when_followed_by_uncordon() -> None:

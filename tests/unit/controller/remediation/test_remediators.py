@@ -277,7 +277,7 @@ def test_remediator_never_lifts_foreign_cordon(outside: Outside) -> None:
     assert shown.cordoned_by not in ("", CORDON_OWNER)
     before = outside.acts()
     for kind in (RemediationKind.UNCORDON, RemediationKind.REBOOT, RemediationKind.REPAIR):
-        with pytest.raises(Conflict, match="somebody else"):
+        with pytest.raises(Conflict, match="cordoned outside Everstep"):
             outside.remediator.apply(remedy(2, kind))
     assert outside.remediator.cordon_status(["n1"])["n1"] == shown
     assert outside.acts() == before

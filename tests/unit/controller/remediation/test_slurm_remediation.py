@@ -83,7 +83,7 @@ def test_slurm_keeps_node_down_for_another_person(real_slurm: slurm.Cluster) -> 
         assert (shown.cordoned_by, shown.reason) == ("slurm", "bad board")
         assert remediator.is_done(remedy(21))  # it is out, as was wanted
         for kind in (RemediationKind.UNCORDON, RemediationKind.REBOOT):
-            with pytest.raises(Conflict, match="out of service by somebody else"):
+            with pytest.raises(Conflict, match="cordoned outside Everstep"):
                 remediator.apply(remedy(22, kind))
         assert "bad board" in real_slurm.shown()
     finally:
