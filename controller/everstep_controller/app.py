@@ -58,13 +58,6 @@ from everstep_controller.store.set_back import clamp_history, set_times_back
 from everstep_controller.store.threads import DatabaseStore
 
 
-def _journal(settings: ControllerSettings) -> Journal | None:
-    if not settings.journal_dir:
-        return None
-    keep_s = settings.journal_days * 86400.0
-    return Journal(Path(settings.journal_dir), max_bytes=settings.journal_bytes, keep_s=keep_s)
-
-
 async def _set_back(
     store: DatabaseStore, loaded: LoadedState, known: KnownRecords, wall: float
 ) -> tuple[LoadedState, KnownRecords]:
@@ -108,7 +101,10 @@ class Controller:
         self.outbox = Outbox(loaded.epoch, loaded.outbox)
         self.store = store
         self._journal_dir = settings.journal_dir
-        self.journal = _journal(settings)
+        self.journal: Journal | None = None
+        if settings.journal_dir:
+            keep_s = settings.journal_days * 86400.0
+            self.journal = Journal(Path(settings.journal_dir), max_bytes=settings.journal_bytes, keep_s=keep_s)
         numbers = AuditNumbers(loaded.newest_audit)
         self.steady = SteadyTime(clock, loaded.newest_at)
         self.quota = EventQuota(

@@ -15,8 +15,8 @@ from everstep_controller.api.auth import Headers
 from everstep_controller.app import Controller
 from everstep_controller.leadership.lease import NotLeadingError
 from everstep_controller.leadership.takeover_gate import TakeoverGate
-from everstep_controller.server.connection_router import ConnectionRouter
 from everstep_controller.server.connections import ConnectionPeer, DescriptorBudget
+from everstep_controller.server.session import ConnectionRouter
 
 from everstep.bearer_tokens import TokenRole
 from everstep.errors import BY_CODE

@@ -214,11 +214,11 @@ class EventStream(StreamingResponse):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def _bounded(rows: Iterable[AuditRow], after: int = 0, pruned: int = 0) -> Iterator[bytes]:
+def joined_frames(rows: Iterable[AuditRow], after: int = 0, deleted_through: int = 0) -> Iterator[bytes]:
     """Yield the rows' frames, joined up to FRAME_BYTES and FRAME_ROWS, with a gap wherever rows were deleted."""
     joined, count = bytearray(), 0
     for row in rows:
-        if after < row.id - 1 and after < pruned:
+        if after < row.id - 1 and after < deleted_through:
             joined += _gap(deleted_gap(after, row.id - 1))
         joined += b"id: %d\nevent: audit\ndata: %s\n\n" % (row.id, msgspec.json.encode(event_of(row)))
         after = row.id
@@ -265,10 +265,10 @@ async def _following(feed: AuditFeed, after: int, read: Read) -> AsyncIterator[b
             after = known.newest
     while not feed.closed:
         rows = feed.since(after)
-        frames_of = _bounded(rows or ())
+        frames_of = joined_frames(rows or ())
         if rows is None:
             found = await read(after)
-            rows, frames_of = found.rows, _bounded(found.rows, after, found.deleted_through)
+            rows, frames_of = found.rows, joined_frames(found.rows, after, found.deleted_through)
         if rows:
             for frames in frames_of:
                 yield frames

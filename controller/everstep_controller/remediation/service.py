@@ -8,8 +8,6 @@ import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-import msgspec
-
 from everstep.clock import Clock
 from everstep.errors import EverstepError
 from everstep_controller.config import ControllerSettings, read_password, read_secret
@@ -29,7 +27,7 @@ from everstep_controller.remediation.remediator import (
 from everstep_controller.remediation.slurm import SlurmRemediator
 from everstep_controller.remediation.webhook import WebhookRemediator
 from everstep_controller.runtime.loop import FleetLoop
-from everstep_controller.runtime.transaction import Transaction, new_trace
+from everstep_controller.runtime.transaction import new_trace
 from everstep_controller.store.rows import LoadedState
 
 # ---- cordon observer
@@ -78,18 +76,19 @@ class CordonObserver:
             record = self.state.nodes.get(node)
             if record is None:
                 continue
-            gone = (
+            lifted = (
                 ""
                 if seen.cordoned_by or node not in shown
                 else self._lifted_cordon(node, record.scheduling.cordon_id, before)
             )
             if seen.cordoned_by == CORDON_OWNER and node in before:
                 self._own_cordons[node] = before[node]
-            if gone or foreign != record.scheduling.external_cordon_by:
+            if lifted or foreign != record.scheduling.external_cordon_by:
                 reason = seen.reason[:1024]
-                await self.submit_event(
-                    SchedulerStateChanged(node=node, cordoned_by=foreign, reason=reason, lifted_cordon_id=gone)
+                event = SchedulerStateChanged(
+                    node=node, cordoned_by=foreign, reason=reason, lifted_cordon_id=lifted, trace=new_trace()
                 )
+                await self.submit_event(event)
 
     def _cordoned(self) -> dict[str, str]:
         """Return the nodes with a finished cordon of ours, with the ids of the remediations."""
@@ -171,11 +170,7 @@ class RemediationService:
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def _submit_event(self, event: SchedulerStateChanged) -> None:
-        def stimulus(tx: Transaction, now: float) -> None:
-            tx.handle(msgspec.structs.replace(event, trace=trace), now)
-
-        trace = new_trace()
-        await self._loop.submit(stimulus)
+        await self._loop.submit(lambda tx, now: tx.handle(event, now))
 
     def start(self) -> None:
         """Start all parts; call this once the loop runs."""

@@ -56,17 +56,15 @@ class HttpReceiver:
         kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
         connection = kind(self.host, self._parts.port, timeout=TIMEOUT_S)
         try:
-            connection.request(method, self._path(query or {}), body or None, headers)
+            parameters = "&".join(filter(None, (self._parts.query, urlencode(query or {}))))
+            path = (self._parts.path or "/") + (f"?{parameters}" if parameters else "")
+            connection.request(method, path, body or None, headers)
             response = connection.getresponse()
             return response.status, response.read(MAX_ANSWER_BYTES)
         except (OSError, http.client.HTTPException) as error:
             raise Unavailable(f"{self._what} at {self.host}: {type(error).__name__}: {error}") from error
         finally:
             connection.close()
-
-    def _path(self, query: dict[str, str]) -> str:
-        asked = "&".join(filter(None, (self._parts.query, urlencode(query))))
-        return (self._parts.path or "/") + (f"?{asked}" if asked else "")
 
 
 NODES_PER_REQUEST = 100
@@ -129,22 +127,20 @@ class WebhookRemediator:
         return reply
 
     def _ask(self, method: str, query: dict[str, str], subject: str, body: bytes) -> bytes:
-        status, answer = self._receiver.request(method, self._headers(method, subject, body), body, query)
+        timestamp = str(int(self._wall()))
+        headers = {
+            "Content-Type": "application/json",
+            "Everstep-Remediation": subject,
+            "Everstep-Timestamp": timestamp,
+            "Everstep-Signature": signature(self._secret, timestamp, method, subject, body),
+        }
+        status, answer = self._receiver.request(method, headers, body, query)
         if status < 300:
             return answer
         text = f"the webhook answered {status}: {answer[:200].decode(errors='replace')}"
         if 400 <= status < 500 and status not in (408, 425, 429):
             raise Conflict(text)
         raise Unavailable(text)
-
-    def _headers(self, method: str, subject: str, body: bytes) -> dict[str, str]:
-        timestamp = str(int(self._wall()))
-        return {
-            "Content-Type": "application/json",
-            "Everstep-Remediation": subject,
-            "Everstep-Timestamp": timestamp,
-            "Everstep-Signature": signature(self._secret, timestamp, method, subject, body),
-        }
 
 
 def _decoded(answer: bytes, kind: Any) -> Any:

@@ -27,7 +27,6 @@ from everstep_controller.config import ControllerSettings
 from everstep_controller.leadership.member import ControllerReplica
 from everstep_controller.server import connections, responses
 from everstep_controller.server.agent_service import Defer, SerialQueue
-from everstep_controller.server.connection_router import ConnectionRouter
 from everstep_controller.server.connections import (
     CLOSE_CONNECTION_KEY,
     READ_PAUSE_KEY,
@@ -35,6 +34,7 @@ from everstep_controller.server.connections import (
     UNKNOWN_PEER,
     ConnectionPeer,
 )
+from everstep_controller.server.session import ConnectionRouter
 
 if TYPE_CHECKING:
     from uvicorn._types import ASGI3Application
@@ -102,6 +102,7 @@ class BoundedHttp(HttpToolsProtocol):
             once.
     """
 
+    _peer = UNKNOWN_PEER
     _deadline: asyncio.TimerHandle | None = None
     _reading: asyncio.TimerHandle | None = None
     _stage = _Stage.HEAD
@@ -136,6 +137,7 @@ class BoundedHttp(HttpToolsProtocol):
         self.transport.close()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._peer = ConnectionPeer.from_transport(transport)
         super().connection_made(transport)
         self._arm(HEAD_DEADLINE_S)
 
@@ -149,6 +151,7 @@ class BoundedHttp(HttpToolsProtocol):
             cycle.disconnected = True  # uvicorn notifies only the newest cycle; the one being answered would never end
             cycle.message_event.set()
         self.pipeline.clear()
+        connections.process_descriptors().open -= 1
 
     def abort(self) -> None:
         """Abort the connection and discard unsent data."""
@@ -177,6 +180,9 @@ class BoundedHttp(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self.scope[SCOPE_KEY] = self._peer  # type: ignore[literal-required]
+        self.scope[CLOSE_CONNECTION_KEY] = self.transport.abort  # type: ignore[literal-required]
+        self.scope[READ_PAUSE_KEY] = self.pause_reading_for  # type: ignore[literal-required]
         self._stage = _Stage.HEAD
         self._head_bytes = self._head_lines = self._message_bytes = 0
 
@@ -403,33 +409,13 @@ async def _until_gone(state: ServerState, seconds: float) -> None:
                 await asyncio.sleep(CONNECTION_CLOSED_POLL_S)
 
 
-class CountedHttp(BoundedHttp):
-    """The bounded HTTP protocol with the connection's peer in the scope, counted in the descriptor budget."""
-
-    _peer = UNKNOWN_PEER
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        self._peer = ConnectionPeer.from_transport(transport)
-        super().connection_made(transport)
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self.scope[SCOPE_KEY] = self._peer  # type: ignore[literal-required]
-        self.scope[CLOSE_CONNECTION_KEY] = self.transport.abort  # type: ignore[literal-required]
-        self.scope[READ_PAUSE_KEY] = self.pause_reading_for  # type: ignore[literal-required]
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        connections.process_descriptors().open -= 1
-
-
 def _router_factory(member: ControllerReplica) -> Any:
     """Return the factory for uvicorn that routes each connection. No connection outlives its leadership."""
 
     soon = SerialQueue()
 
     def make(server_state: ServerState, **named: Any) -> ConnectionRouter:
-        http = functools.partial(CountedHttp, server_state=server_state, soon=soon, **named)
+        http = functools.partial(BoundedHttp, server_state=server_state, soon=soon, **named)
         return ConnectionRouter(member, connections.process_descriptors(), server_state.connections, http)
 
     return make

@@ -168,7 +168,7 @@ def test_verdicts_are_paged_newest_first(client: TestClient) -> None:
     assert rest.next == ""
     held = get(client, f"/v1/verdicts?decision={Decision.EVICT}", operator_history.VerdictList).verdicts
     assert {verdict.decision for verdict in held} <= {Decision.EVICT}
-    with pytest.raises(Refused, match="no cursor"):
+    with pytest.raises(Refused, match="not a cursor"):
         get(client, "/v1/verdicts?cursor=nonsense", operator_history.VerdictList)
 
 

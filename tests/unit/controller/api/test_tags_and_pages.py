@@ -255,7 +255,7 @@ def test_probes_are_paged_newest_first_and_by_node(client: TestClient) -> None:
     assert [one.probe for one in get(client, f"/v1/probes?node=n1&cursor={mine.next}", op.ProbeList).probes] == [
         names[0]
     ]
-    with pytest.raises(Refused, match="no cursor"):
+    with pytest.raises(Refused, match="not a cursor"):
         get(client, "/v1/probes?cursor=nonsense", op.ProbeList)
 
 

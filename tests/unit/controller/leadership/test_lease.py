@@ -109,7 +109,7 @@ def test_paused_leader_must_renew_before_acting() -> None:
     clock.advance(2.0)
     tenure.fail_renewal()
     clock.advance(30.0)  # SIGSTOP; another one may have been elected meanwhile
-    with pytest.raises(NotLeadingError, match="cannot be sure"):
+    with pytest.raises(NotLeadingError, match="no longer certain"):
         tenure.check()
     tenure.fail_renewal()
     assert not tenure.is_certain()

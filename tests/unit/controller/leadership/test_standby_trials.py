@@ -11,7 +11,7 @@ import pytest
 from everstep_controller.api.credentials import Keyring
 from everstep_controller.config import ControllerSettings
 from everstep_controller.core.policy import CorePolicy
-from everstep_controller.leadership.standby import StandbyApp
+from everstep_controller.leadership.member import StandbyApp
 from starlette.testclient import TestClient
 from typer.testing import CliRunner
 

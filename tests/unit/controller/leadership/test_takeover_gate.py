@@ -47,7 +47,7 @@ def test_standby_refuses_sessions_with_reason(standby: Served) -> None:
 @pytest.mark.promise("failover-rejoin")
 def test_session_during_takeover_is_accepted_by_new_leader(standby: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "everstep_controller.server.connection_router.WAIT_S", 60.0
+        "everstep_controller.server.session.WAIT_S", 60.0
     )  # the first is to be there still when the last comes
     standby.on_loop(standby.takeover_gate.close)
     with ExitStack() as open_lines:
@@ -69,7 +69,7 @@ def test_session_during_takeover_is_refused_by_loser(standby: Served) -> None:
 
 
 def test_session_during_takeover_waits_a_limited_time(standby: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("everstep_controller.server.connection_router.WAIT_S", 0.05)
+    monkeypatch.setattr("everstep_controller.server.session.WAIT_S", 0.05)
     standby.on_loop(standby.takeover_gate.close)
     assert refusal(knock(standby))[0] == 503
     assert waiting(standby) == 0

@@ -399,11 +399,11 @@ def test_invalid_alert_receiver_is_refused() -> None:
         raise AssertionError
 
     state = CoreFleet().state
-    with pytest.raises(ConfigurationError, match="cannot be a receiver of alerts"):
+    with pytest.raises(ConfigurationError, match="cannot be used as a receiver of alerts"):
         AlertNotifier(
             "ftp://x", token="", controller="", state=state, now=lambda: 0.0, write=write, on_failure=lambda: None
         )
-    with pytest.raises(ConfigurationError, match="cannot be a webhook"):
+    with pytest.raises(ConfigurationError, match="cannot be used as a webhook"):
         HttpReceiver("http://pager.example:77000/x", "a webhook")
 
 

@@ -101,7 +101,7 @@ def test_slurm_output_in_other_encoding_is_parsed(tmp_path: Path) -> None:
 
 
 def test_slurm_missing_and_unreachable_raise_different_errors(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="not on this machine"):
+    with pytest.raises(ConfigurationError, match="not installed on this machine"):
         SlurmRemediator("no-such-scontrol")
     if why := slurm.missing():
         pytest.skip(why)

@@ -63,5 +63,5 @@ def test_webhook_refusal_carries_the_receiver_message(receiver: Receiver) -> Non
 
 def test_webhook_unknown_answer_is_retried(receiver: Receiver) -> None:
     receiver.says = lambda remedy: {"state": "perhaps"}
-    with pytest.raises(Unavailable, match="not understood"):
+    with pytest.raises(Unavailable, match="answer is invalid"):
         webhook(receiver).apply(remedy(1, RemediationKind.REBOOT))

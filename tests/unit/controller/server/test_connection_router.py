@@ -10,7 +10,7 @@ from everstep_controller.config import ControllerSettings
 from everstep_controller.core.policy import CorePolicy
 from everstep_controller.leadership.lease import StandbyContacts
 from everstep_controller.leadership.lease_candidate import ElectedState, LeaseCandidate
-from everstep_controller.leadership.standby import StandbyApp
+from everstep_controller.leadership.member import StandbyApp
 from everstep_controller.leadership.takeover_gate import TakeoverGate
 from everstep_controller.runtime.startup_state import NO_RECORDS
 from everstep_controller.server.connections import UNKNOWN_PEER

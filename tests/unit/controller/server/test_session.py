@@ -13,8 +13,8 @@ import msgspec
 import pytest
 from everstep_controller.core.state import NodeRuntime
 from everstep_controller.server import session as sessions
-from everstep_controller.server.connection_router import MAX_HEAD_BYTES, ConnectionRouter
 from everstep_controller.server.connections import DescriptorBudget
+from everstep_controller.server.session import MAX_HEAD_BYTES, ConnectionRouter
 
 from everstep.bearer_tokens import TokenRole
 from everstep.vocabulary import NodeState
@@ -143,7 +143,7 @@ def test_session_upgrade_with_large_head_is_refused(controller: Served) -> None:
 
 
 def test_silent_connection_is_closed(controller: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("everstep_controller.server.connection_router.FIRST_REQUEST_S", 0.05)
+    monkeypatch.setattr("everstep_controller.server.session.FIRST_REQUEST_S", 0.05)
     line = Line(controller.address)
     assert line.ended()
     line.close()

@@ -5,7 +5,7 @@ import re
 
 import msgspec
 import pytest
-from everstep_controller.api.stream import with_gaps
+from everstep_controller.api.stream import joined_frames
 from everstep_controller.store import retention, tables
 from everstep_controller.store import retention as retention_module
 from everstep_controller.store.database import open_database
@@ -131,7 +131,7 @@ def test_stream_reports_every_gap_between_operator_events(writer: DatabaseWriter
     pruned(writer, engine, keep(events=2))
     with engine.connect() as connection:
         found = events_after(connection, 0, 10)
-    frames = b"".join(with_gaps(0, found))
+    frames = b"".join(joined_frames(found.rows, 0, found.deleted_through))
     assert re.findall(rb"id: (\d+)\nevent: (\w+)", frames) == [
         (b"1", b"gap"),
         (b"2", b"audit"),

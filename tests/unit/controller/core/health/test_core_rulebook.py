@@ -59,15 +59,15 @@ def test_every_rule_key_is_documented() -> None:
         ('[[rule]]\nkind = "gpu.odd"\nsource = "x"', "Invalid enum value 'gpu.odd'"),
         ('[[rule]]\nkind = "gpu.xid"\nsource = ""', "it has no source"),
         ('[[rule]]\nkind = "gpu.xid"\nsource = "x"\nladder = ["repair", "reset_gpu"]', "weakest first"),
-        ('[[rule]]\nkind = "gpu.xid"\nsource = "x"\nladder = ["none"]', "a ladder is made of"),
+        ('[[rule]]\nkind = "gpu.xid"\nsource = "x"\nladder = ["none"]', "the actions of a ladder are"),
         ('[[rule]]\nkind = "gpu.xid"\nsource = "x"\nladder = []', "weakest first"),
         ('[[rule]]\nkind = "gpu.xid"\nsource = "x"\nn_of_m = [3, 2]', "1 <= n <= m"),
-        ('[[rule]]\nkind = "gpu.xid"\nsource = "x"\nn_of_m = [2, 3]', "give it, above zero"),
+        ('[[rule]]\nkind = "gpu.xid"\nsource = "x"\nn_of_m = [2, 3]', "give a window_s above zero"),
         ('[[rule]]\nkind = "gpu.xid"\nsource = "x"\nclear_s = -1', "cannot be negative"),
         ('[[rule]]\nkind = "gpu.xid"\nsource = "x"\nrequired_passes = 0', "at least 1"),
         ('[[rule]]\nkind = "gpu.xid"\nsource = "x"\ncorrelated_nodes = 1', "at least 2"),
         ('[[rule]]\nkind = "gpu.xid"\nsource = "x"\ncorrelated_share = 0', "share of the fleet"),
-        ('[[rule]]\nkind = "gpu.xid"\nsource = "x"\n[[rule]]\nkind = "gpu.xid"\nsource = "y"', "has two rules"),
+        ('[[rule]]\nkind = "gpu.xid"\nsource = "x"\n[[rule]]\nkind = "gpu.xid"\nsource = "y"', "is defined twice"),
         ("[[rule", "not TOML"),
     ],
 )
@@ -114,7 +114,9 @@ def test_named_site_rule_precedes_the_kind_rule(tmp_path: Path) -> None:
 
 def test_folder_without_rule_for_a_kind_is_refused(tmp_path: Path) -> None:
     (tmp_path / "gpu.toml").write_text((POLICY_FOLDER / "gpu.toml").read_text())
-    with pytest.raises(ConfigurationError, match=r"no rule without a name judges .*network\.port_down"):
+    with pytest.raises(
+        ConfigurationError, match=r"finding kinds without an unnamed default rule: .*network\.port_down"
+    ):
         load_rulebook(folder=tmp_path)
     with pytest.raises(ConfigurationError, match="is no directory"):
         load_rulebook(tmp_path / "absent")
