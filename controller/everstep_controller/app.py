@@ -30,7 +30,7 @@ from everstep_controller.api.routes import (
 )
 from everstep_controller.api.stream import AuditFeed, StreamReservations
 from everstep_controller.config import ControllerSettings
-from everstep_controller.core import engine as fleet
+from everstep_controller.core import engine
 from everstep_controller.core.state import FleetState
 from everstep_controller.journal.recorder import Journal
 from everstep_controller.leadership.leader_checks import EpochCheck, StandbyMonitor
@@ -122,7 +122,7 @@ class Controller:
             read_models=ReadModels(state.jobs.values()),
             on_audit=self.feed.publish,
             on_remediations=lambda rows: self.remediation.executor.enqueue(rows),
-            decide=self.journal.decide if self.journal else fleet.handle,
+            decide=self.journal.decide if self.journal else engine.handle,
             quota=self.quota,
             epoch=loaded.epoch,
             check_leading=tenure.check if tenure is not None else lambda: None,
@@ -136,8 +136,8 @@ class Controller:
             loop=self.loop,
             state=state,
             loaded=loaded,
-            write_alerts=lambda told, over: store.write(
-                lambda connection: table_access.write_alerts(connection, told, over)
+            write_alerts=lambda notified, resolved: store.write(
+                lambda connection: table_access.write_alerts(connection, notified, resolved)
             ),
             on_failure=self.metrics.remediation_failures.inc,
         )
@@ -226,12 +226,12 @@ class Controller:
         cls,
         settings: ControllerSettings,
         keyring: Keyring,
-        engine: Engine,
+        database: Engine,
         clock: Clock,
         make_remediator: MakeRemediator,
     ) -> Controller:
         """Take over a database that no other controller shares, and lead. Raises the same errors as ``lead``."""
-        store = DatabaseStore(engine, commit_timeout_s=settings.commit_timeout_s)
+        store = DatabaseStore(database, commit_timeout_s=settings.commit_timeout_s)
         return await cls.lead(settings, keyring, store, await store.take_over(), NO_RECORDS, clock, make_remediator)
 
     def retention_limits(self) -> RetentionLimits:
@@ -247,10 +247,10 @@ class Controller:
 
     def database_outage(self) -> DatabaseOutage | None:
         """Return the current outage: the database cannot be written, or the lease cannot be renewed."""
-        away = self.loop.database_outage()
-        return (
-            away if away is not None or self.epoch_check is None else self.epoch_check.database_outage(self.loop.now())
-        )
+        outage = self.loop.database_outage()
+        if outage is None and self.epoch_check is not None:
+            return self.epoch_check.database_outage(self.loop.now())
+        return outage
 
     def is_certain_leader(self) -> bool:
         """Return whether this controller may answer as the leader now."""
@@ -295,7 +295,7 @@ class Controller:
         self.metrics.watch_requests(admission)
         readers = StreamReservations()
         self.metrics.watch_streams(readers)
-        past = HistoryRoutes(
+        history = HistoryRoutes(
             context=self.view_context,
             store=self.store,
             feed=self.feed,
@@ -304,7 +304,7 @@ class Controller:
             readers=readers,
             on_stream_cut=self.metrics.streams_cut.inc,
         )
-        app.add_api_route(PLAIN_ROUTES["stream"].path, past.stream, methods=["GET"], include_in_schema=False)
+        app.add_api_route(PLAIN_ROUTES["stream"].path, history.stream, methods=["GET"], include_in_schema=False)
         endpoints.install_routes(
             app,
             gate,
@@ -312,7 +312,7 @@ class Controller:
             OPERATOR_ROUTES,
             OperatorRoutes(context=self.view_context, loop=self.loop, store=self.store),
         )
-        endpoints.install_routes(app, gate, admission, HISTORY_ROUTES, past)
+        endpoints.install_routes(app, gate, admission, HISTORY_ROUTES, history)
         endpoints.install_routes(
             app, gate, admission, POLICY_ROUTES, PolicyRoutes(self.view_context, self._journal_dir, self._flush_journal)
         )
@@ -331,11 +331,11 @@ class Controller:
             return Response(b'{"ok":true,"role":"controller"}', media_type="application/json")
 
         async def ready(_request: Request) -> Response:
-            ok, away = self.is_serving(), self.database_outage()
+            ok, outage = self.is_serving(), self.database_outage()
             body: dict[str, object] = {"ok": ok, "role": "controller"}
             if self.epoch_check is not None:
                 body |= self.epoch_check.proof_fields()
-            if away is not None:  # still ready: running jobs need this controller, and no other could do more
+            if outage is not None:  # still ready: running jobs need this controller, and no other could do more
                 body["database"] = "unavailable"
             return Response(msgspec.json.encode(body), status_code=200 if ok else 503, media_type="application/json")
 

@@ -53,13 +53,10 @@ class AdmissionControl:
         return sum(place.bytes for places in self._open.values() for place in places)
 
     def reserve(self, identity: Identity) -> RequestReservation:
-        """Reserve a place for one request; the caller must release it. Raises RateLimited for too many.
-
-        Joining nodes are not limited, because a whole rack may share one token.
-        """
+        """Reserve a place for one request; the caller must release it. Raises RateLimited for too many."""
         who = identity_key(identity)
         places = self._open.get(who, [])
-        if len(places) >= self.max_requests and identity.role is not TokenRole.JOIN:
+        if len(places) >= self.max_requests and identity.role is not TokenRole.JOIN:  # a rack may share it
             self.on_refused("in_flight")
             raise RateLimited(
                 f"{identity.role} {identity.subject} has {len(places)} requests in progress, the most allowed: wait "

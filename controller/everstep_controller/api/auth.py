@@ -67,8 +67,7 @@ class RequestLimits:
             wait_s = self._others.take((role, subject), self._monotonic())
         if wait_s:
             raise RateLimited(
-                f"too many requests of {role} {subject}: retry in {wait_s:.3g} s, and ask for more per request",
-                wait_s,
+                f"too many requests of {role} {subject}: retry in {wait_s:.3g} s, and ask for more per request", wait_s
             )
 
     def charge_reports(self, node: str, count: int) -> None:

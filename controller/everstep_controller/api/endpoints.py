@@ -268,7 +268,7 @@ def install_error_handlers(app: FastAPI, metrics: Metrics) -> None:
         metrics.count_refused(_route(request), code)
         return _answer(error.status_code, code, message, headers)
 
-    async def gone(request: Request, _error: Exception) -> Response:
+    async def client_gone(request: Request, _error: Exception) -> Response:
         metrics.count_refused(_route(request), "client_gone")
         return Response(status_code=499)
 
@@ -280,7 +280,7 @@ def install_error_handlers(app: FastAPI, metrics: Metrics) -> None:
     handlers: dict[type[Exception], Callable[[Request, Exception], Awaitable[Response]]] = {
         EverstepError: refused,
         HTTPException: http,
-        responses.ClientGone: gone,
+        responses.ClientGone: client_gone,
         Exception: internal,
     }
     for kind, handler in handlers.items():

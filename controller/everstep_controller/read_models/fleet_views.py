@@ -69,23 +69,23 @@ class RecoveryTracker:
 
     def record_resumed(self, report: Resumed) -> None:
         """Record a rank's first step in a generation."""
-        heard = self._resuming.setdefault((report.job, report.generation), _ResumedRanks())
-        heard.ranks.add(report.rank)
-        heard.restored = report.restored if heard.restored is None else heard.restored
+        resumed = self._resuming.setdefault((report.job, report.generation), _ResumedRanks())
+        resumed.ranks.add(report.rank)
+        resumed.restored = report.restored if resumed.restored is None else resumed.restored
         for phase, seconds in report.phases_s.items():
-            heard.phases_s[phase] = max(seconds, heard.phases_s.get(phase, 0.0))
+            resumed.phases_s[phase] = max(seconds, resumed.phases_s.get(phase, 0.0))
 
     def forget(self, job: str) -> None:
         """Forget a deleted job."""
         self._reported.pop(job, None)
-        self._resuming = {key: heard for key, heard in self._resuming.items() if key[0] != job}
+        self._resuming = {key: resumed for key, resumed in self._resuming.items() if key[0] != job}
 
     def current(self, job: JobRecord) -> GenerationRecovery | None:
         """Return the newest generation's recovery as far as it has progressed."""
         spec = job.generation
         if spec is None:
             return None
-        heard = self._resuming.get((job.job, spec.number), _ResumedRanks())
+        resumed = self._resuming.get((job.job, spec.number), _ResumedRanks())
         return GenerationRecovery(
             generation=spec.number,
             reason=spec.reason,
@@ -95,10 +95,10 @@ class RecoveryTracker:
             duration_s=None
             if job.progress.resumed_at is None
             else max(0.0, job.progress.resumed_at - job.progress.opened_at),
-            restored=heard.restored,
-            resumed_ranks=len(heard.ranks),
+            restored=resumed.restored,
+            resumed_ranks=len(resumed.ranks),
             world_size=spec.world_size,
-            phases_s=dict(heard.phases_s),
+            phases_s=dict(resumed.phases_s),
         )
 
     def take_finished(self, job: JobRecord) -> GenerationRecovery | None:
@@ -108,7 +108,7 @@ class RecoveryTracker:
             return None
         recovery = self.current(job)
         self._reported[job.job] = spec.number
-        self._resuming = {key: heard for key, heard in self._resuming.items() if key[0] != job.job}
+        self._resuming = {key: resumed for key, resumed in self._resuming.items() if key[0] != job.job}
         return recovery
 
 

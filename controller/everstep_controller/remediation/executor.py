@@ -174,32 +174,33 @@ class RemediationExecutor:
         if remediation.kind not in self.remediator.kinds:
             return f"{self.remediator.name} cannot {remediation.kind.replace('_', ' ')}"
         patience_s = self.patience_s[remediation.kind]
-        end = ask_until = math.inf
+        end = request_until = math.inf
         if remediation.deadline:
             waits_s = remediation.deadline - remediation.at
             patience_s, end = min(patience_s, PATIENCE_SHARE * waits_s), remediation.at + DEADLINE_SHARE * waits_s
-            ask_until = end - patience_s
+            request_until = end - patience_s
         until = min(self.now() + patience_s, end)
-        ask, asked, attempt, failure = not check_first, False, 0, NOT_CONFIRMED
+        wants_request, requested, attempt, failure = not check_first, False, 0, NOT_CONFIRMED
         is_unavailable = is_unfinished = False
         while True:
             later = self._superseding_row(remediation, is_unfinished=is_unfinished) if attempt else None
             try:
                 if later is not None:
-                    ask = False
-                if ask and self.now() > ask_until:
-                    if not asked:
+                    wants_request = False
+                if wants_request and self.now() > request_until:
+                    if not requested:
                         return "skipped: the next action is due before this one could complete"
-                    ask = False  # a request whose answer was lost may have been accepted
-                if ask:
-                    asked = True
+                    wants_request = False  # a request whose answer was lost may have been accepted
+                if wants_request:
+                    requested = True
                     if remediation.deadline:  # the patience begins with the request
                         until = min(self.now() + patience_s, end)
                     await self._in_thread(self.remediator.apply, remediation)
-                    ask = False
+                    wants_request = False
                 if await self._in_thread(self.remediator.is_done, remediation):
                     return ""
-                ask, check_first = check_first, False  # an earlier controller may have died before its request
+                # An earlier controller may have died before its request.
+                wants_request, check_first = check_first, False
                 is_unfinished = False
             except Conflict as error:
                 return str(error)
@@ -254,9 +255,8 @@ class RemediationExecutor:
         if state is not RemediationState.SUPERSEDED or row.kind in _REPAIR_ACTIONS:  # the core waits for the latter
             trace = msgspec.json.decode(row.doc, type=Remediation).trace
             ok = state is RemediationState.CONFIRMED
-            words = detail[:1024]
             report = RemediationFinished(
-                remediation_id=row.id, node=row.node, succeeded=ok, detail=words, dry_run=dry_run, trace=trace
+                remediation_id=row.id, node=row.node, succeeded=ok, detail=detail[:1024], dry_run=dry_run, trace=trace
             )
         await self._write(ended, report)
 

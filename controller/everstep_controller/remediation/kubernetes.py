@@ -123,8 +123,8 @@ class KubernetesRemediator:
                     raise _others(remediation)
                 return not is_out and CORDON not in notes
             case RemediationKind.REBOOT:
-                asked, _, booted = notes.get(REBOOT, "").partition(" ")
-                return asked == remediation.id and booted != _boot_id(node)
+                id, _, boot_id = notes.get(REBOOT, "").partition(" ")
+                return id == remediation.id and boot_id != _boot_id(node)
             case _:
                 return False
 
@@ -184,12 +184,8 @@ class KubernetesRemediator:
             raise kind(f"{len(refusals)} pods of {len(pods)} stay on {node}: {first}") from first
 
     def _evict_pod(self, name: str, namespace: str) -> None:
-        body = {
-            "apiVersion": "policy/v1",
-            "kind": "Eviction",
-            "metadata": {"name": name, "namespace": namespace},
-        }
-        self._call(self._api.create_namespaced_pod_eviction, name, namespace, body, gone=True)
+        body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": name, "namespace": namespace}}
+        self._call(self._api.create_namespaced_pod_eviction, name, namespace, body, allow_gone=True)
 
     def _record_event(self, node: Any, remediation: Remediation) -> None:
         """Add an event to the node; it is named after the remediation, so it exists once."""
@@ -206,20 +202,20 @@ class KubernetesRemediator:
             "lastTimestamp": at,
             "count": 1,
         }
-        self._call(self._api.create_namespaced_event, self._namespace, event, gone=True)
+        self._call(self._api.create_namespaced_event, self._namespace, event, allow_gone=True)
 
     def _read(self, node: NodeId) -> Any:
         return self._call(self._api.read_node, node)
 
-    def _call(self, ask: Callable[..., Any], *arguments: Any, gone: bool = False, **options: Any) -> Any:
-        """Send one request. ``gone``: an object that exists already, or no longer exists, counts as success."""
+    def _call(self, request: Callable[..., Any], *arguments: Any, allow_gone: bool = False, **options: Any) -> Any:
+        """Send one request. ``allow_gone``: an object that exists already, or no longer exists, counts as success."""
         from kubernetes.client.exceptions import ApiException
         from urllib3.exceptions import HTTPError
 
         try:
-            return ask(*arguments, **options, _request_timeout=TIMEOUT_S)
+            return request(*arguments, **options, _request_timeout=TIMEOUT_S)
         except ApiException as error:
-            if gone and error.status in (404, 409):
+            if allow_gone and error.status in (404, 409):
                 return None
             if error.status and 400 <= error.status < 500 and error.status not in (408, 409, 429):
                 raise Conflict(f"kubernetes refuses: {error.status} {error.reason}") from error

@@ -76,8 +76,8 @@ class SlurmNode(msgspec.Struct, frozen=True, kw_only=True):
 
     def boot_before(self, remediation: Remediation) -> float | None:
         """Return the boot time before the reboot ``remediation`` in wall seconds, or None if it was not requested."""
-        asked = _REBOOT.match(self.reason)
-        return _wall(asked[2]) if asked and asked[1] == remediation.id else None
+        found = _REBOOT.match(self.reason)
+        return _wall(found[2]) if found and found[1] == remediation.id else None
 
 
 def parse_node(line: str) -> SlurmNode:

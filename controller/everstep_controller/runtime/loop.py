@@ -3,7 +3,7 @@
 Stimuli that wait together share a transaction (group commit); the effects of one are never split. No answer and no
 directive is sent before its transaction is durable.
 
-During a database outage the loop runs ahead in memory. The core is told, and decides only where no promise is needed.
+During a database outage the loop runs ahead in memory. The core decides only what needs no promise.
 Later directives are pushed, but nobody is acknowledged, so everybody retries. When the database returns, everything is
 written before anything is acknowledged. Directives of the failed transaction are held back until then, because a
 successor could reuse their numbers if this controller dies. A job's end, which is irreversible, is held back too.
@@ -334,10 +334,7 @@ class FleetLoop:
                 assert self._commit_buffer.outage is not None
                 self._held_back += transaction.outgoing
                 self._store_change = ev.DatabaseAvailabilityChanged(
-                    is_unavailable=True,
-                    reason=self._commit_buffer.outage.reason,
-                    unsent_jobs=unsent,
-                    trace=new_trace(),
+                    is_unavailable=True, reason=self._commit_buffer.outage.reason, unsent_jobs=unsent, trace=new_trace()
                 )
             return False
         if wrote:

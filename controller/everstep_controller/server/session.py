@@ -506,11 +506,7 @@ class ConnectionRouter(asyncio.Protocol):
     __slots__ = ("_connections", "_deadline", "_descriptors", "_head", "_make_http", "_process", "_transport")
 
     def __init__(
-        self,
-        process: ControllerProcess,
-        descriptors: DescriptorBudget,
-        connections: set[Any],
-        make_http: MakeHttp,
+        self, process: ControllerProcess, descriptors: DescriptorBudget, connections: set[Any], make_http: MakeHttp
     ) -> None:
         self._process = process
         self._descriptors = descriptors

@@ -8,7 +8,6 @@ import os
 import sqlite3
 import stat
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -42,10 +41,6 @@ def upgrade(connection: Connection) -> None:
 
 log = logging.getLogger(__name__)
 
-CHECK_PROGRESS_LOG_INTERVAL_S = 5.0
-"""Seconds between log lines while a large file is checked."""
-INSTRUCTIONS = 100_000
-"""SQLite instructions between progress callbacks: some milliseconds."""
 _BUSY_S = 5.0
 
 
@@ -54,19 +49,9 @@ def check_file(path: Path) -> None:
     size = path.stat().st_size if path.exists() else 0
     if not size:
         return
-    began = logged_at = time.perf_counter()
-
-    def log_progress() -> int:
-        nonlocal logged_at
-        now = time.perf_counter()
-        if now - logged_at >= CHECK_PROGRESS_LOG_INTERVAL_S:
-            logged_at = now
-            log.info("checking the database %s (%d MiB) for damage, for %.0f s so far", path, size >> 20, now - began)
-        return 0
-
+    log.info("checking the database %s (%d MiB) for damage", path, size >> 20)
     try:
         with contextlib.closing(sqlite3.connect(path, timeout=_BUSY_S)) as connection:
-            connection.set_progress_handler(log_progress, INSTRUCTIONS)
             (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
     except sqlite3.OperationalError as error:  # locked or unreadable: the error from opening says what to do
         log.warning("the database %s could not be checked for damage: %s", path, error)

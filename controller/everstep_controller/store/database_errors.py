@@ -56,10 +56,7 @@ _CAUSES: tuple[tuple[tuple[str, ...], str], ...] = (
     ),
     (("connection refused",), "nothing listens there: start PostgreSQL, or correct host and port in the URL"),
     (("no such file or directory",), "nothing listens on that socket: start PostgreSQL, or correct the URL"),
-    (
-        ("timeout expired", "connection timeout"),
-        "the server does not answer: check it, the network and the firewall",
-    ),
+    (("timeout expired", "connection timeout"), "the server does not answer: check it, the network and the firewall"),
     (("no pg_hba.conf entry",), "the server does not admit this host: add a line to its pg_hba.conf"),
     (("permission denied",), "the user lacks a permission: `GRANT CREATE, USAGE ON SCHEMA public TO NAME`"),
     (("must be owner",), "the tables belong to another user: connect as their owner, or `ALTER TABLE ... OWNER TO`"),

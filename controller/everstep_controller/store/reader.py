@@ -5,19 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple, TypeVar
 
-from sqlalchemy import (
-    Column,
-    ColumnElement,
-    Connection,
-    Engine,
-    Table,
-    asc,
-    desc,
-    func,
-    select,
-    tuple_,
-    union_all,
-)
+from sqlalchemy import Column, ColumnElement, Connection, Engine, Table, asc, desc, func, select, tuple_, union_all
 
 from everstep_controller.store import table_access, tables
 from everstep_controller.store.database_errors import abort_connection

@@ -178,14 +178,14 @@ def upsert(
 
 
 @cache
-def _upsert_statement(dialect_name: str, table: Table, whole: bool) -> Insert:
+def _upsert_statement(dialect_name: str, table: Table, overwrite_with_none: bool) -> Insert:
     """Return the cached statement: building it takes SQLAlchemy several times as long as SQLite's transaction."""
     dialect: Any = postgresql if dialect_name == "postgresql" else sqlite
     statement = dialect.insert(table)
     keys = [column.name for column in table.primary_key]
     changes = {
         column.name: statement.excluded[column.name]
-        if whole
+        if overwrite_with_none
         else func.coalesce(statement.excluded[column.name], column)
         for column in table.columns
         if column.name not in keys

@@ -211,8 +211,8 @@ def _forget(connection: Connection, batch: Batch, lives: dict[str, int]) -> None
 
 
 def _write_active_findings(connection: Connection, active_findings: dict[tuple[str, str], str]) -> None:
-    gone = [{"of": node, "is": key} for (node, key), doc in active_findings.items() if not doc]
-    execute_many(connection, _DELETE_ACTIVE_FINDING, gone)
+    cleared = [{"of": node, "is": key} for (node, key), doc in active_findings.items() if not doc]
+    execute_many(connection, _DELETE_ACTIVE_FINDING, cleared)
     rows = [{"node": node, "key": key, "doc": doc} for (node, key), doc in active_findings.items() if doc]
     upsert(connection, tables.active_findings, rows)
 
