@@ -30,10 +30,10 @@ from everstep_controller.core.liveness import node_liveness, registration
 from everstep_controller.core.records import DiagnosticsStatus
 from everstep_controller.leadership import lease
 from everstep_controller.remediation.executor import RemediationExecutor
+from everstep_controller.runtime.agent_requests import AgentRequests
 from everstep_controller.runtime.push import Outbox
 from everstep_controller.runtime.transaction import Transaction
 from everstep_controller.server import session
-from everstep_controller.server.agent_service import AgentService
 from everstep_trainer.data.sampler import rank_batch_range
 from everstep_trainer.restore import version_choice
 from everstep_trainer.runtime.directives import ReceivedDirectives
@@ -92,7 +92,7 @@ def _earlier_lives() -> Iterator[None]:
     """A session that another one replaced goes on, and what it says is taken, of whatever life it is."""
     with (
         swapped(registration.check_incarnation, nothing),
-        method_swapped(AgentService, "check_incarnation", nothing),
+        method_swapped(AgentRequests, "check_incarnation", nothing),
         method_swapped(session.AgentSession, "dismiss", nothing),
     ):
         yield
@@ -134,7 +134,7 @@ def _told_before_written() -> AbstractContextManager[None]:
 
     def send(self: Transaction, node: str, body: Any) -> None:
         real(self, node, body)
-        self._outbox.deliver([self.outgoing[-1]])
+        self.outbox.deliver([self.outgoing[-1]])
 
     return method_swapped(Transaction, "_send", send)
 
@@ -329,7 +329,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a remedy is asked for again after a crash, without a look",
-        lambda: method_mistaken(RemediationExecutor, "_carry_out", "check_first=begun_before", "check_first=False"),
+        lambda: method_mistaken(RemediationExecutor, "_carry_out", "check_first=was_started", "check_first=False"),
         seeds=(0,),
     ),
     Mutant(
@@ -394,7 +394,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("what comes late on a connection that was replaced counts", _earlier_lives, seeds=(32,)),
     Mutant(
         "a report that comes again is taken again",
-        lambda: method_mistaken(AgentService, "_take_reports", "report.number > through", "True"),
+        lambda: method_mistaken(AgentRequests, "_take_reports", "report.number > through", "True"),
     ),
     Mutant("directives are told before they are written", _told_before_written),
     Mutant("directives that waited are lost", _waiting_directives_lost, seeds=(93,)),
