@@ -16,7 +16,7 @@ from everstep.wire.v1.training import FindingRaised
 from tests.support.controllers import VIEWER, ControllerProcess, registration
 from tests.support.sessions import tell
 
-EVERY_FINDING = "audit_entries_per_node_burst = 1000000\n[policy]\nfinding_burst = 1000000\n"
+EVERY_FINDING = "audit_entries_per_node_burst = 1000000\n[policy]\nfinding_burst_count = 1000000\n"
 """Settings under which every report leaves a line in the audit log, however many there are."""
 
 

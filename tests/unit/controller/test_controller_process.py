@@ -168,7 +168,7 @@ def test_second_controller_fences_off_the_first(program_forks: ForkPool, tmp_pat
         assert first.process is not None
         assert first.process.wait(60) == 70
         assert "another controller took the database over" in first.log()
-        assert "start the controller again" in first.log()
+        assert "restart the controller" in first.log()
         assert tell(second, "n1", registration("n1"))[0] == 200
 
 
@@ -261,7 +261,7 @@ def test_unreadable_stored_state_is_refused_at_start(program_forks: ForkPool, tm
         assert process.terminate() == 0
         with closing(sqlite3.connect(tmp_path / "controller.db")) as connection, connection:
             connection.execute("UPDATE nodes SET doc = '{\"node\": 7}'")
-        with pytest.raises(AssertionError, match="written by another release"):
+        with pytest.raises(AssertionError, match="run the release that wrote it"):
             process.start()
 
 

@@ -36,7 +36,7 @@ LOCKABLE = f"queue_limit = {ROOM}\ncommit_timeout_s = 30.0\n"
 @contextmanager
 def controller(program_forks: ForkPool, folder: Path, settings: str) -> Iterator[ControllerProcess]:
     file = folder / "settings.toml"
-    file.write_text(f"{settings}[policy]\nfinding_burst = 1000000\n{PATIENT}")
+    file.write_text(f"{settings}[policy]\nfinding_burst_count = 1000000\n{PATIENT}")
     with controller_process(folder, program_forks, arguments=("--settings", str(file))) as process:
         yield process
 
