@@ -159,9 +159,9 @@ class MutationGuard:
         self._changes_unannounced = True
         more = f" and {len(changed) - MAX_NAMED} more" if len(changed) > MAX_NAMED else ""
         log.warning(
-            "%s%s was modified while the snapshot of step %d was copied, without run.before_update(): the snapshot is "
-            "discarded, and from now on training blocks during each copy. Track every optimizer, and call "
-            "run.before_update() before any other update",
+            "%s%s was modified without notice while the snapshot of step %d was copied: the snapshot is discarded, and "
+            "from now on training blocks during each copy. Track every optimizer, and call run.before_update() before "
+            "any other update",
             ", ".join(changed[:MAX_NAMED]),
             more,
             step,

@@ -206,9 +206,7 @@ def test_every_bit_of_a_tensor_in_a_mapped_file_is_looked_at(tmp_path: Path, bef
 
 def test_legacy_torch_save_file_is_refused_with_advice(tmp_path: Path, before: Small) -> None:
     torch.save({"model": before.model.state_dict()}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-    with pytest.raises(
-        DamagedCheckpoint, match=r"old\.pt is damaged, or not what torch\.save writes \(a zip archive, since"
-    ):
+    with pytest.raises(DamagedCheckpoint, match=r"old\.pt is damaged, or not a zip archive of torch\.save \(since"):
         Small().start_from(tmp_path / "old.pt")
 
 

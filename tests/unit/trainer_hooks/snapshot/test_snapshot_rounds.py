@@ -328,4 +328,4 @@ def test_planning_failure_is_reported_once_by_the_first_rank(fleet: Vaults, monk
         Severity.WARNING,
         "plan/job",
     )
-    assert "ranks 0, 2 have not told" in finding.message
+    assert "ranks 0, 2 have not reported" in finding.message

@@ -142,7 +142,7 @@ def test_copy_overtaken_by_an_update_is_dropped(
             model.weight.add_(1)
     keeper.snapshots.close(finish=True)
     assert {version.step for version in rank.sealed()} == {2, 3}
-    assert caplog.text.count("model.weight changed while step 1 was copied") == 1
+    assert caplog.text.count("model.weight was modified without notice while the snapshot of step 1") == 1
     assert caplog.text.count("run.before_update()") == 1
     again = large()
     assert restored(rank, {"model": again}) == Version(1, 3)

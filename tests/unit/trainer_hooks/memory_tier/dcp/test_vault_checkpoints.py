@@ -105,7 +105,7 @@ def test_checkpoint_survives_a_lost_node_and_a_corrupt_slot(fleet: Fleet) -> Non
 def test_two_checkpoints_are_kept_and_older_ones_are_missing(fleet: Fleet) -> None:
     saves: list[Order] = [("save", step, Layout(replicate=2)) for step in (1, 2, 3, 4)]
     fleet.run(1, FOUR[:2], *saves, ("load", 3, Layout(tp=2)))
-    with pytest.raises(ChildFailed, match="hold no whole checkpoint"):
+    with pytest.raises(ChildFailed, match="hold no such complete checkpoint"):
         fleet.run(2, FOUR[:2], ("load", 1, Layout(tp=2)))
 
 
