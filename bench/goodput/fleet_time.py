@@ -17,6 +17,7 @@ from everstep_controller.core import events as ev
 from everstep_controller.core.effects import Effect
 from everstep_controller.core.liveness.node_liveness import PAUSE_DECAY_S
 from everstep_controller.core.policy import CorePolicy
+from everstep_controller.core.startup import restore_state
 
 from bench.goodput.accounts import HOUR_S
 from everstep.vocabulary import Finding, NodeState
@@ -72,7 +73,7 @@ class FleetInTime:
     """
 
     def __init__(self, policy: CorePolicy, nodes: int, hours: float, *, eager: bool, observe: Observer | None) -> None:
-        self.state = engine.restore_state(policy)
+        self.state = restore_state(policy)
         self.now = START
         self.nodes = [Node(f"n{index:05d}") for index in range(nodes)]
         self.by_name = {node.name: node for node in self.nodes}

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from everstep_controller.core.engine import check_invariants
+from everstep_controller.core import invariants
 from everstep_controller.core.state import FleetState
 
 from everstep.errors import OutOfSlotMemory
@@ -144,7 +144,7 @@ class World:
     def check(self, state: FleetState) -> None:
         """The core's own invariants, after every event."""
         try:
-            check_invariants(state)
+            invariants.check(state)
         except AssertionError as error:
             raise Violation("core", str(error)) from error
 

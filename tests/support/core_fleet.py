@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from everstep_controller.core import invariants
 from everstep_controller.core.effects import Audit, Effect, PutGeneration, PutVerdict, PutVersion, Send
-from everstep_controller.core.engine import HeartbeatResult, apply_heartbeat, check_invariants, handle, next_deadline
+from everstep_controller.core.engine import HeartbeatResult, apply_heartbeat, handle, next_deadline
 from everstep_controller.core.events import (
     AgentRegistered,
     ControllerStarted,
@@ -57,7 +58,7 @@ STEP_S = 0.05
 class CoreFleet:
     """The core with a clock, and short words for what nodes and ranks say.
 
-    ``effects`` holds all effects so far; every event is followed by ``check_invariants``. ``solos``: diagnostics that
+    ``effects`` holds all effects so far; every event is followed by ``invariants.check``. ``solos``: diagnostics that
     a node runs alone pass by themselves.
     """
 
@@ -79,7 +80,7 @@ class CoreFleet:
     def feed(self, event: Event) -> list[Effect]:
         """One event; its effects come back and are kept."""
         effects = handle(self.state, event, self.now)
-        check_invariants(self.state)
+        invariants.check(self.state)
         self.effects += effects
         self._pass_solos(effects)
         return effects

@@ -10,6 +10,7 @@ from typing import Any
 from everstep_controller.core import engine
 from everstep_controller.core import events as ev
 from everstep_controller.core.policy import CorePolicy
+from everstep_controller.core.startup import restore_state
 from everstep_controller.read_models.fleet_views import ReadModels
 from everstep_controller.read_models.prometheus import Metrics
 from everstep_controller.rulebook import with_rules
@@ -59,7 +60,7 @@ class Running:
         self.audit: list[AuditRow] = []
         self.outbox = Outbox(1)
         self.loop = FleetLoop(
-            state=engine.restore_state(with_rules(CorePolicy.lab_preset()), None, [], [], []),
+            state=restore_state(with_rules(CorePolicy.lab_preset()), None, [], [], []),
             outbox=self.outbox,
             commit=self.disk.commit,
             clock=SteadyTime(clock),

@@ -207,10 +207,11 @@ def describe(effects: Iterable[Effect]) -> Iterator[str]:
     sends: dict[str, list[str]] = {}
     for effect in effects:
         if isinstance(effect, PutGeneration):
+            copies = [f"{node}->{'+'.join(to) or '-'}" for node, to in effect.spec.replica_nodes.items()]
             yield f"generation {effect.spec.number} ({effect.spec.reason}): {effect.spec.sentence}"
             yield (
                 f"  restore {_describe_restore_rule(effect)}; store on {effect.spec.store_node}; copies "
-                f"{_copies(effect)}"
+                f"{_join_names(copies)}"
             )
         elif isinstance(effect, PutVerdict):
             yield f"verdict {effect.verdict.id} ({effect.verdict.decision}): {effect.verdict.sentence}"
@@ -222,12 +223,16 @@ def describe(effects: Iterable[Effect]) -> Iterator[str]:
                 f"remediation {effect.remediation.id} ({effect.remediation.kind} {effect.remediation.node}): "
                 f"{effect.remediation.sentence}"
             )
-        elif isinstance(effect, Audit) and effect.entry.kind != "generation" and not _is_verdict(effect):
+        elif (
+            isinstance(effect, Audit)
+            and effect.entry.kind != "generation"
+            and not effect.entry.kind.startswith("verdict.")
+        ):
             yield f"{effect.entry.kind}: {effect.entry.sentence}"
         elif isinstance(effect, Send):
             sends.setdefault(_describe_directive(effect), []).append(effect.node)
     for directive, nodes in sends.items():
-        yield f"to {_join_names(nodes, ' ')}: {directive}"
+        yield f"to {_join_names(nodes)}: {directive}"
 
 
 def digest(effects: Iterable[Effect]) -> int:
@@ -285,28 +290,15 @@ def _without_secret(spec: GenerationSpec) -> GenerationSpec:
     return msgspec.structs.replace(spec, secret="")
 
 
-def _is_verdict(effect: Audit) -> bool:
-    return effect.entry.kind.startswith("verdict.")
-
-
-def _join_names(names: list[str], separator: str) -> str:
-    if len(names) <= MAX_LISTED_NODES:
-        return separator.join(names)
-    return f"{separator.join(names[:MAX_LISTED_NODES])}{separator}and {len(names) - MAX_LISTED_NODES} more"
+def _join_names(names: list[str]) -> str:
+    more = [f"and {len(names) - MAX_LISTED_NODES} more"] if len(names) > MAX_LISTED_NODES else []
+    return " ".join([*names[:MAX_LISTED_NODES], *more])
 
 
 def _describe_restore_rule(effect: PutGeneration) -> str:
     rule = effect.spec.restore
     bounds = [f"from {rule.floor}" if rule.floor else "", f"up to {rule.ceiling}" if rule.ceiling else ""]
     return "nothing" if rule.from_scratch else " ".join(filter(None, bounds)) or "the newest complete version"
-
-
-def _copies(effect: PutGeneration) -> str:
-    return _join_names(_copy_targets(effect), " ")
-
-
-def _copy_targets(effect: PutGeneration) -> list[str]:
-    return [f"{node}->{'+'.join(to) or '-'}" for node, to in effect.spec.replica_nodes.items()]
 
 
 def _describe_directive(effect: Send) -> str:

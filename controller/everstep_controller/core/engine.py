@@ -28,7 +28,7 @@ from everstep.wire.v1.training import (
     VersionSealed,
 )
 from everstep.wire.v1.vault_reports import VersionProtected, VersionSpilled
-from everstep_controller.core import invariants, orders, retirement
+from everstep_controller.core import orders, retirement
 from everstep_controller.core.checkpoints.commits import check_candidate
 from everstep_controller.core.checkpoints.parity import check_protection, handle_version_protected
 from everstep_controller.core.checkpoints.storage import check_spill, handle_version_spilled
@@ -69,23 +69,9 @@ from everstep_controller.core.liveness import node_liveness, registration
 from everstep_controller.core.liveness.correlation import announce_correlated_silence
 from everstep_controller.core.liveness.node_liveness import observer_stall_s, record_message
 from everstep_controller.core.records import DIAGNOSTICS_DONE, JobRecord, NodeRecord
-from everstep_controller.core.startup import handle_controller_started, restore_state
+from everstep_controller.core.startup import handle_controller_started
 from everstep_controller.core.state import DeadlineKind, FleetState, NodeRuntime, ScopeKind
 from everstep_controller.core.transition import DeadlineCheck, RecordedRead, Transition, pop_due
-
-__all__ = [
-    "HeartbeatResult",
-    "apply_heartbeat",
-    "can_defer_findings",
-    "can_defer_reports",
-    "check_invariants",
-    "handle",
-    "job_to_rejoin",
-    "next_deadline",
-    "restore_state",
-    "run_transition",
-]
-
 
 _DEADLINE_PRIORITY = {DeadlineKind.SILENCE: 0, DeadlineKind.MAINTENANCE: 1}
 """Order of deadlines that are due at once. Suspects are found first, so that later checks give them no seat.
@@ -203,11 +189,6 @@ def job_to_rejoin(state: FleetState, node: str, ranks: Iterable[RankProgress]) -
 def next_deadline(state: FleetState) -> float | None:
     """Return the time of the next Tick, or None if there is nothing to wait for. A time in the past means at once."""
     return state.deadlines[0][0] if state.deadlines else None
-
-
-def check_invariants(state: FleetState) -> None:
-    """Raise AssertionError for the first broken invariant. Cheap enough for simulation after every event."""
-    invariants.check(state)
 
 
 def _needs_transition(state: FleetState, record: NodeRecord, live: NodeRuntime) -> bool:

@@ -184,11 +184,7 @@ def _forget_old_jobs(transition: Transition) -> int:
         return 0
     old = [j for j, one in state.jobs.items() if one.is_ended and transition.now - one.status.since >= after_s]
     for name in old[:MAX_PER_CHECK]:
-        _forget_job(transition, name)
+        job = state.jobs[name]
+        days = (transition.now - job.status.since) / 86400
+        job_index.drop_job(transition, name, f"job {name} {job.status.state} {days:.1f} days ago and is forgotten")
     return len(old[:MAX_PER_CHECK])
-
-
-def _forget_job(transition: Transition, name: str) -> None:
-    job = transition.state.jobs[name]
-    days = (transition.now - job.status.since) / 86400
-    job_index.drop_job(transition, name, f"job {name} {job.status.state} {days:.1f} days ago and is forgotten")

@@ -106,11 +106,8 @@ def handle_controller_started(transition: Transition, event: ControllerStarted) 
         if record.liveness.reachable:
             live.has_silence_deadline = False
             schedule_silence_deadline(transition, node)
-        if any(
-            not state.jobs[name].membership.launchers[node].has_rejoined
-            for name in live.jobs
-            if _has_launcher(state, name, node)
-        ):
+        launchers = (state.jobs[name].membership.launchers.get(node) for name in live.jobs)
+        if any(launcher is not None and not launcher.has_rejoined for launcher in launchers):
             live.launcher_rejoin_due = transition.now + transition.policy.launcher_rejoin_grace_s
             transition.schedule_node(live.launcher_rejoin_due, node)
         if record.state is NodeState.PROBATION and record.quarantine.diagnostics not in DIAGNOSTICS_DONE:
@@ -128,7 +125,3 @@ def handle_controller_started(transition: Transition, event: ControllerStarted) 
             start_straggler_windows(transition, state.jobs[name])
         for due in (transition.now, job_live.regroup.boundary_fallback_at, job_live.resume.due):
             transition.schedule_job(due, name)
-
-
-def _has_launcher(state: FleetState, job: str, node: str) -> bool:
-    return node in state.jobs[job].membership.launchers

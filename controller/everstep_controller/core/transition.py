@@ -374,12 +374,11 @@ class Transition:
         puts: list[Effect] = [PutFleet(state.fleet)] if self._is_fleet_changed else []
         puts += [PutNode(node, state.nodes[node]) for node in self._changed_nodes]
         puts += [PutJob(job, state.jobs[job]) for job in self._changed_jobs]
-        return puts + self._effects + [RequestRemediation(self._with_verdict(remedy)) for remedy in self._remediations]
-
-    def _with_verdict(self, remediation: Remediation) -> Remediation:
-        return msgspec.structs.replace(
-            remediation, verdict_id=self._verdict_ids.get(remediation.node, remediation.verdict_id)
+        remediations = (
+            msgspec.structs.replace(one, verdict_id=self._verdict_ids.get(one.node, one.verdict_id))
+            for one in self._remediations
         )
+        return puts + self._effects + [RequestRemediation(remediation) for remediation in remediations]
 
 
 STATE_CHANGING_DECISIONS = (Decision.EVICT, Decision.QUARANTINE, Decision.READMIT, Decision.REPAIR)

@@ -10,7 +10,7 @@ from sqlalchemy import Connection
 from everstep.errors import DECODE_ERRORS
 from everstep.ids import Version
 from everstep.vocabulary import Finding
-from everstep_controller.core import engine
+from everstep_controller.core import startup
 from everstep_controller.core.policy import CorePolicy
 from everstep_controller.core.records import FleetRecord, JobRecord, NodeRecord, VersionRecord
 from everstep_controller.core.state import FleetState
@@ -53,7 +53,7 @@ def restore_state(policy: CorePolicy, loaded: LoadedState, known: KnownRecords =
     nodes |= {node: msgspec.json.decode(doc, type=NodeRecord) for node, doc in loaded.nodes.items()}
     for (node, key), doc in loaded.active_findings.items():
         nodes[node].health.agent_findings[key] = msgspec.json.decode(doc, type=Finding)
-    return engine.restore_state(
+    return startup.restore_state(
         policy,
         msgspec.json.decode(loaded.fleet, type=FleetRecord) if loaded.fleet is not None else None,
         list(nodes.values()),

@@ -271,11 +271,9 @@ MUTANTS: tuple[Mutant, ...] = (
         "both of a failed pair are convicted",
         lambda: mistaken(
             case_outcomes._settle_pair,
-            "if node in case.failed and is_serving(transition, node):\n            _judge_proven(\n"
-            "                transition, node, case.findings[node], "
-            'f"{case.summary}; with a good partner too: {case.failed[node]}"',
-            "if case.failed and is_serving(transition, node):\n            _judge_proven(\n"
-            "                transition, node, case.findings[node], case.summary",
+            "if node in case.failed and is_serving(transition, node):\n            "
+            'proof = f"{case.summary}; it also failed with a known-good partner: {case.failed[node]}"',
+            "if case.failed and is_serving(transition, node):\n            proof = case.summary",
         ),
         seeds=(6,),
     ),

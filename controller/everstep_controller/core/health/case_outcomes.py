@@ -68,23 +68,20 @@ def _digests_differ(
     if (
         not settled and _record_tie(transition, job) and not transition.state.database_outage
     ):  # the end of a job cannot be revoked, so it waits for the database
-        ending.fail_job(transition, job, f"{what}; {_describe_tie_count(job)}, and {_explain_fault(transition, job)}")
+        ending.fail_job(transition, job, f"{what}; {_explain_ties(transition, job)}")
         return
     cause = RegroupCause(reason=GenerationReason.CORRUPTION, sentence=f"{what}; {back}", trace=transition.trace)
     regroup(transition, job, cause)
 
 
-def _describe_tie_count(job: JobRecord) -> str:
-    return f"digest vote without a majority, {len(job.failures.digest_tie_times)} times so far"
-
-
-def _explain_fault(transition: Transition, job: JobRecord) -> str:
+def _explain_ties(transition: Transition, job: JobRecord) -> str:
+    count = f"digest vote without a majority, {len(job.failures.digest_tie_times)} times so far"
     if transition.state.job_runtime[job.job].commits.verified_version is None:
         return (
-            "digests of this job never agreed, so the script is the likely cause: parameters that differ between ranks "
-            "must be DTensors, or be tracked under different names"
+            f"{count}; digests of this job never agreed, so the script is the likely cause: parameters that differ "
+            "between ranks must be DTensors, or be tracked under different names"
         )
-    return "the node that computes wrongly could not be identified and is still in the job"
+    return f"{count}; the node that computes wrongly could not be identified and is still in the job"
 
 
 def _evict_divergent(transition: Transition, job: JobRecord, nodes: list[str], description: str) -> bool:
@@ -172,9 +169,7 @@ def settle_digest_case(transition: Transition, case: BlameCase) -> None:
     if job.status.state is not JobState.RUNNING:
         return
     if not out and _record_tie(transition, job):
-        ending.fail_job(
-            transition, job, f"{case.summary}; {_describe_tie_count(job)}, and {_explain_fault(transition, job)}"
-        )
+        ending.fail_job(transition, job, f"{case.summary}; {_explain_ties(transition, job)}")
     elif out or any(is_seated(job, node) and not is_serving(transition, node) for node in case.failed):
         cause = RegroupCause(
             reason=GenerationReason.CORRUPTION, sentence=f"{case.summary}; the culprit is found", trace=case.trace
@@ -350,18 +345,11 @@ def _settle_pair(transition: Transition, case: BlameCase) -> None:
     """Settle a pair: a suspect that fails with a good partner is at fault; if none fails, the link between them is
     suspected."""
     for node in case.suspects:
-        state = transition.state.nodes[node].state
+        record = transition.state.nodes[node]
         if node in case.failed and is_serving(transition, node):
-            _judge_proven(
-                transition,
-                node,
-                case.findings[node],
-                f"{case.summary}; it also failed with a known-good partner: {case.failed[node]}",
-            )
-        elif (
-            state is NodeState.PROBATION
-            and transition.state.nodes[node].quarantine.diagnostics is DiagnosticsStatus.WAITING
-        ):
+            proof = f"{case.summary}; it also failed with a known-good partner: {case.failed[node]}"
+            _judge_proven(transition, node, case.findings[node], proof)
+        elif record.state is NodeState.PROBATION and record.quarantine.diagnostics is DiagnosticsStatus.WAITING:
             _settle_return(transition, case, node)
         elif node in case.inconclusive and is_serving(transition, node):
             words = f"{case.summary}; {case.inconclusive[node]}, so no node is found at fault: inspect {node}"

@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
+from everstep_controller.core import invariants
 from everstep_controller.core.effects import Effect, PutGeneration, PutVerdict, PutVersion, RequestRemediation
-from everstep_controller.core.engine import check_invariants, handle, run_transition
+from everstep_controller.core.engine import handle, run_transition
 from everstep_controller.core.events import Event, OperatorAction, RemediationFinished, SchedulerStateChanged, Tick
 from everstep_controller.core.health.eviction import fleet_scope
 from everstep_controller.core.policy import CorePolicy
@@ -253,7 +254,7 @@ class _Recorder(CoreFleet):
     def feed(self, event: Event) -> list[Effect]:
         turn = run_transition(self.state, event, self.now)
         effects = turn.finish()
-        check_invariants(self.state)
+        invariants.check(self.state)
         self.effects += effects
         if not turn.is_uneventful or effects:
             self.log.append((event, self.now, msgspec.json.encode(turn.reads)))
