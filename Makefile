@@ -105,7 +105,7 @@ sim-month: $(STAMP) ## 30 days of 1,250 nodes
 secrets: ## write the compose fleet's secrets to deploy/secrets (without torch: needs no `make setup`)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	test -x $(BIN)/everstep-controller || $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
-	EVERSTEP_CONTROLLER_COMMAND=$(abspath $(BIN))/everstep-controller deploy/make-secrets.sh
+	CONTROLLER_COMMAND=$(abspath $(BIN))/everstep-controller deploy/make-secrets.sh
 
 .PHONY: schema
 schema: $(STAMP) ## write the wire messages' JSON Schemas to everstep/wire/schema

@@ -10,7 +10,7 @@ chmod 700 secrets
 for name in fleet postgres grafana; do
   test -s "secrets/$name" || od -An -N32 -tx1 /dev/urandom | tr -d ' \n' > "secrets/$name"
 done
-token() { "${EVERSTEP_CONTROLLER_COMMAND:-../.venv/bin/everstep-controller}" token --role "$1" --subject "$2" --secret-file secrets/fleet; }
+token() { "${CONTROLLER_COMMAND:-../.venv/bin/everstep-controller}" token --role "$1" --subject "$2" --secret-file secrets/fleet; }
 token agent agent-1 > secrets/token-agent-1
 token agent agent-2 > secrets/token-agent-2
 token viewer prometheus > secrets/token-prometheus

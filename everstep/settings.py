@@ -1,19 +1,232 @@
-"""Load TOML files into structs, with errors that name the line, the key and the nearest known key."""
+"""Read the settings of all programs: one struct per program, and one name for a setting wherever it is set.
+
+The field ``vault_listen`` of ``everstep-agent``, for example, is the flag ``--vault-listen``, the variable
+``EVERSTEP_AGENT_VAULT_LISTEN`` and the key ``vault_listen`` of the TOML file that ``--settings`` names. A flag
+overrides the variable, the variable overrides the file, and the file overrides the default. ``everstep.command_line``
+makes the flags.
+"""
 
 from __future__ import annotations
 
+import ast
 import difflib
+import enum
+import inspect
+import itertools
 import re
+import sys
 import tomllib
-from collections.abc import Collection, Iterable
+import types
+import typing
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from everstep.errors import ConfigurationError
 
-# ---- settings from environment variables: misspelt ones are reported, not ignored
+T = TypeVar("T")
+
+FILE = "settings"
+"""The name of the setting that names the file: ``--settings``, ``EVERSTEP_<PROGRAM>_SETTINGS``."""
+
+
+class Setting(msgspec.Struct, frozen=True, kw_only=True):
+    """One setting of a program."""
+
+    name: str
+    """Its name in flags, variables and messages. Words of a nested struct come first: ``policy_lost_after_s``."""
+    path: tuple[str, ...]
+    """Attributes that lead from the program's struct to the value, such as ``policy``, ``lost_after_s``."""
+    type: Any
+    """Type of the value, without None."""
+    default: Any
+    """Default of the field; None if it has none."""
+    doc: str
+    """The docstring below the field."""
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program and its settings.
+
+    Args:
+        name: Name of the command.
+        kind: Struct with a docstring below each field. Fields may be nested structs.
+        excluded: Names of fields that no flag, variable or file sets.
+        other_variables: Other variables that are read where the program's own is not set, by setting.
+    """
+
+    name: str
+    kind: type[msgspec.Struct]
+    excluded: Collection[str] = ()
+    other_variables: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def prefix(self) -> str:
+        """Prefix of the program's environment variables."""
+        return self.name.upper().replace("-", "_") + "_"
+
+    def variable(self, name: str) -> str:
+        """Return the environment variable of a setting."""
+        return self.prefix + name.upper()
+
+    @cached_property
+    def settings(self) -> dict[str, Setting]:
+        """The program's settings by name, in the order of the fields."""
+        return {setting.name: setting for setting in self._settings_of(self.kind)}
+
+    def _settings_of(
+        self, kind: type[msgspec.Struct], names: str = "", path: tuple[str, ...] = ()
+    ) -> Iterator[Setting]:
+        docs = field_docs(kind)
+        for each in msgspec.structs.fields(kind):
+            name = names + each.encode_name
+            if name in self.excluded:
+                continue
+            if _is_struct(each.type):
+                yield from self._settings_of(each.type, name + "_", (*path, each.name))
+                continue
+            yield Setting(
+                name=name,
+                path=(*path, each.name),
+                type=_without_none(each.type),
+                default=None if each.default is msgspec.NODEFAULT else each.default,
+                doc=docs.get(each.name, ""),
+            )
+
+    def read(self, flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
+        """Return what is set by flags, variables and the file: values by attribute, those of a nested struct as a dict.
+
+        Args:
+            flags: Given flags by the setting's name, and the file as ``settings``. Text is converted.
+            environ: The environment.
+
+        Raises:
+            ConfigurationError: A variable or key is unknown, or a value has another type. The message names the source.
+        """
+        variables = self._given_variables(environ)
+        file = flags.get(FILE) or variables.pop(FILE, ("", ""))[1]
+        found = self._read_file(Path(file)) if file else {}
+        found |= {name: self._convert(source, text, name) for name, (source, text) in variables.items()}
+        found |= {
+            name: self._convert(self.settings[name].flag, value, name) if isinstance(value, str) else value
+            for name, value in flags.items()
+            if name != FILE
+        }
+        values: dict[str, Any] = {}
+        for name, value in found.items():
+            *groups, attribute = self.settings[name].path
+            target = values
+            for group in groups:
+                target = target.setdefault(group, {})
+            target[attribute] = value
+        return values
+
+    def _given_variables(self, environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+        """Return the set variables and their texts, by setting."""
+        own = {self.variable(name): name for name in (*self.settings, FILE)}
+        wrong = unknown_variables(environ, self.prefix, own) if "-" in self.name else []
+        if wrong:
+            raise ConfigurationError(f"{', '.join(wrong)}: no such setting; {_suggest(wrong[0], own)}")
+        others = {variable: name for name, variable in self.other_variables.items()}
+        return {name: (source, environ[source]) for source, name in (others | own).items() if source in environ}
+
+    def _read_file(self, path: Path) -> dict[str, Any]:
+        text = _read_text(path)
+        found = {}
+        for name, key, value in _flatten(_load(text, str(path)), ""):
+            source = f"{path}{_line(text, '', key)}"
+            if name not in self.settings:
+                table = name.removesuffix(key)
+                known = [each.removeprefix(table) for each in self.settings if each.startswith(table)]
+                raise ConfigurationError(f"{source}: unknown key `{key}`; {_suggest(key, known)}")
+            found[name] = self._convert(f"{source}: {key}", value, name)
+        return found
+
+    def _convert(self, source: str, value: Any, name: str) -> Any:
+        kind = self.settings[name].type
+        try:
+            return _from_text(value, kind) if isinstance(value, str) else msgspec.convert(value, kind)
+        except (ValueError, KeyError, msgspec.ValidationError):
+            raise ConfigurationError(f"{source}: {value!r} is not {_describe(kind)}") from None
+
+
+def _flatten(table: Mapping[str, Any], names: str) -> Iterator[tuple[str, str, Any]]:
+    """Yield the setting's name, the key and the value of each key of a table and of the tables in it."""
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{names}{key}_")
+        else:
+            yield f"{names}{key}", key, value
+
+
+_BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+
+
+def _from_text(text: str, kind: Any) -> Any:
+    if kind is bool:
+        return _BOOLEANS[text.lower()]
+    if kind is Path:
+        return Path(text)
+    if typing.get_origin(kind) is tuple:
+        return msgspec.convert([part.strip() for part in text.split(",") if part.strip()], kind, strict=False)
+    if isinstance(kind, types.UnionType) and int in typing.get_args(kind):
+        return int(text) if re.fullmatch(r"[+-]?\d+", text) else text
+    return msgspec.convert(text, kind, strict=False)
+
+
+def _describe(kind: Any) -> str:
+    choices = choices_of(kind)
+    if choices:
+        return f"one of {', '.join(choices)}"
+    if typing.get_origin(kind) is tuple:
+        return "a list of such values with commas between them"
+    return {bool: "true or false", int: "a whole number", float: "a number"}.get(kind, f"a {kind}")
+
+
+def choices_of(kind: Any) -> tuple[str, ...]:
+    """Return the values that a setting of this type can have; empty if they cannot be listed."""
+    if typing.get_origin(kind) is typing.Literal:
+        return tuple(str(choice) for choice in typing.get_args(kind) if choice != "")
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return tuple(str(choice.value) for choice in kind)
+    return ()
+
+
+def _is_struct(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+
+
+def _without_none(kind: Any) -> Any:
+    if not isinstance(kind, types.UnionType):
+        return kind
+    kinds = [each for each in typing.get_args(kind) if each is not types.NoneType]
+    return kinds[0] if len(kinds) == 1 else kind
+
+
+def field_docs(kind: type) -> dict[str, str]:
+    """Return the docstrings below the fields of a class and of its bases, as written in the source."""
+    docs: dict[str, str] = {}
+    for each in reversed(kind.__mro__):
+        if each is object or each.__module__.startswith("msgspec"):
+            continue
+        tree = ast.parse(inspect.getsource(sys.modules[each.__module__]))
+        (body,) = [node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == each.__name__]
+        for node, below in itertools.pairwise(body):
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(below, ast.Expr):
+                docs[node.target.id] = inspect.cleandoc(str(ast.literal_eval(below.value)))
+    return docs
+
+
+# ---- variables that look like settings but are not
 
 _SERVICE_LINK = re.compile(
     r"(SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|PORT|PORT_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
@@ -21,15 +234,13 @@ _SERVICE_LINK = re.compile(
 """Variables that Kubernetes sets in every pod for a service with the prefix as its name."""
 
 
-def unknown_variables(
-    names: Iterable[str], prefix: str, known: Collection[str], others: Collection[str] = ()
-) -> list[str]:
-    """Return variables with ``prefix`` that are no settings: neither ``known`` nor ``others``. All are whole names."""
-    ours = (name for name in names if name.startswith(prefix) and name not in known and name not in others)
+def unknown_variables(names: Iterable[str], prefix: str, known: Collection[str]) -> list[str]:
+    """Return the names with ``prefix`` that are neither in ``known`` nor set by Kubernetes."""
+    ours = (name for name in names if name.startswith(prefix) and name not in known)
     return sorted(name for name in ours if _SERVICE_LINK.fullmatch(name.removeprefix(prefix)) is None)
 
 
-T = TypeVar("T")
+# ---- TOML files
 
 _UNKNOWN = re.compile(r"unknown field `([^`]+)`")
 _WHERE = re.compile(r" - at `\$([^`]*)`")
@@ -47,46 +258,46 @@ def load_toml(path: Path, kind: type[T], known: Iterable[type[msgspec.Struct]] =
     Raises:
         ConfigurationError: The file cannot be read or does not fit.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{path}: cannot be read: {error}") from error
-    return parse_toml(text, str(path), kind, known)
+    return parse_toml(_read_text(path), str(path), kind, known)
 
 
 def parse_toml(text: str, name: str, kind: type[T], known: Iterable[type[msgspec.Struct]] = ()) -> T:
     """Return ``text`` as a ``kind``; errors call it ``name``. Raises ConfigurationError."""
     try:
-        return msgspec.convert(tomllib.loads(text), kind)
+        return msgspec.convert(_load(text, name), kind)
+    except msgspec.ValidationError as error:
+        message = str(error)
+        where, unknown = _WHERE.search(message), _UNKNOWN.search(message)
+        path = where[1] if where else ""
+        if unknown is not None:
+            fields = {field.encode_name for struct in known for field in msgspec.structs.fields(struct)}
+            location = f" in {path.lstrip('.')}" if path else ""
+            message = f"unknown key `{unknown[1]}`{location}; {_suggest(unknown[1], fields)}"
+        key = unknown[1] if unknown else path.rpartition(".")[2].partition("[")[0]
+        raise ConfigurationError(f"{name}{_line(text, path, key)}: {message}") from error
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{path}: cannot be read: {error}") from error
+
+
+def _load(text: str, name: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigurationError(f"{name}: not TOML: {error}") from error
-    except msgspec.ValidationError as error:
-        raise ConfigurationError(f"{name}{_line(text, str(error))}: {explain_error(error, known)}") from error
 
 
-def explain_error(error: msgspec.ValidationError, known: Iterable[type[msgspec.Struct]]) -> str:
-    """Return the message of a failed conversion, with the nearest known key for a misspelt one."""
-    message = str(error)
-    unknown = _UNKNOWN.search(message)
-    if unknown is None:
-        return message
-    fields = {field.encode_name for struct in known for field in msgspec.structs.fields(struct)}
-    near = difflib.get_close_matches(unknown[1], fields, n=1, cutoff=0.5)
-    hint = f"did you mean `{near[0]}`?" if near else f"known are {', '.join(sorted(fields))}"
-    return f"unknown key `{unknown[1]}`{_describe_location(message)}; {hint}"
+def _suggest(name: str, known: Collection[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"did you mean `{near[0]}`?" if near else f"known are {', '.join(sorted(known))}"
 
 
-def _describe_location(message: str) -> str:
-    where = _WHERE.search(message)
-    return f" in {where[1].lstrip('.')}" if where and where[1] else ""
-
-
-def _line(text: str, message: str) -> str:
-    """Return `` line N`` of the key that ``message`` is about, as far as the text tells."""
-    where = _WHERE.search(message)
-    path = where[1] if where else ""
-    unknown = _UNKNOWN.search(message)
-    key = unknown[1] if unknown else path.rpartition(".")[2].partition("[")[0]
+def _line(text: str, path: str, key: str) -> str:
+    """Return `` line N`` of a key in the table or array element at ``path``, as far as the text tells."""
     lines = text.splitlines()
     table = _TABLE_OF_MANY.match(path)
     start = _header_line(lines, table[1], int(table[2])) if table else 0

@@ -1,4 +1,4 @@
-"""``everstep-agent``: the daemon of one node. SIGTERM or SIGINT ends it in order."""
+"""The command ``everstep-agent``. SIGTERM or SIGINT shuts it down."""
 
 from __future__ import annotations
 
@@ -6,22 +6,17 @@ import asyncio
 import logging
 import os
 import signal
-import sys
-from collections.abc import Sequence
 
-from everstep.errors import ConfigurationError, EverstepError
+import typer
+
+from everstep.command_line import Flags, Version, exit_on_errors, make_app, takes_settings
 from everstep.parent_process import die_with_parent, parent_pid
 from everstep.system_clock import SYSTEM_CLOCK
-from everstep_agent.config import AgentSettings, from_command_line
+from everstep_agent.config import PROGRAM, AgentSettings, load_settings
 from everstep_agent.lifecycle import log_to_stderr
 from everstep_agent.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
-
-EXIT_UNUSABLE = 2
-"""Exit status for settings that a person must correct; a service manager should not retry."""
-
-EXIT_FAILED = 1
 
 
 async def serve(settings: AgentSettings, parent: int) -> None:
@@ -50,21 +45,23 @@ async def serve(settings: AgentSettings, parent: int) -> None:
         await Supervisor(settings, SYSTEM_CLOCK, orphaned).run(stop)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status."""
-    parent = parent_pid()
-    try:
-        settings = from_command_line(arguments)
+app = make_app()
+
+
+@app.command()
+@takes_settings(PROGRAM)
+def agent(context: typer.Context, flags: Flags, _version: Version = False) -> None:
+    """Run the daemon of one node: it watches the GPUs, keeps checkpoints in memory, and reports to the controller."""
+    with exit_on_errors("everstep-agent"):
+        settings = load_settings(flags, os.environ)
         log_to_stderr(settings.log_format, settings.log_level)
-        asyncio.run(serve(settings, parent))
-    except ConfigurationError as error:
-        print(f"everstep-agent: {error}", file=sys.stderr)
-        return EXIT_UNUSABLE
-    except (EverstepError, OSError) as error:
-        print(f"everstep-agent: {error}", file=sys.stderr)
-        return EXIT_FAILED
-    return 0
+        asyncio.run(serve(settings, context.obj))
+
+
+def main() -> None:
+    """Run the command and end the process."""
+    app(prog_name="everstep-agent", obj=parent_pid())
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,12 +1,10 @@
-"""Load the controller's settings from explicit arguments, a settings file, the environment, or a preset."""
+"""Settings of the controller, ``everstep-controller``, and its files with secrets."""
 
 from __future__ import annotations
 
 import os
 import stat
-import tomllib
 from collections.abc import Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, Self
 from urllib.parse import urlsplit
@@ -16,16 +14,10 @@ import msgspec
 from everstep.bearer_tokens import check_secret, split_secrets
 from everstep.errors import ConfigurationError
 from everstep.ids import split_address
-from everstep.settings import unknown_variables
+from everstep.settings import Program
 from everstep.vocabulary import Mode
 from everstep_controller.core.policy import CorePolicy
 from everstep_controller.rulebook import with_rules
-
-ENVIRONMENT_PREFIX = "EVERSTEP_CONTROLLER_"
-POLICY_PREFIX = ENVIRONMENT_PREFIX + "POLICY_"
-SECRETS_COMMAND = ENVIRONMENT_PREFIX + "COMMAND"
-"""Environment variable that tells deploy/make-secrets.sh where this program is."""
-PRESETS = ("production", "lab")
 
 
 def _address(address: str) -> tuple[str, int]:
@@ -43,9 +35,12 @@ def is_http_url(url: str) -> bool:
         return False
 
 
-class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of one controller. Settings of the decision core are in ``policy``."""
 
+    preset: Literal["production", "lab"] = "production"
+    """Preset that supplies defaults: ``production`` for a fleet, ``lab`` for one machine and demonstrations, where
+    everything happens within seconds."""
     listen: str = "127.0.0.1:7700"
     """``host:port`` to serve on. The default is loopback; use TLS before you serve other machines.
     Port 0 takes any free port, which the ready file names."""
@@ -190,13 +185,11 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     """Settings of the decision core."""
 
     @classmethod
-    def preset(cls, name: str) -> Self:
-        """Return the settings of the preset ``production`` or ``lab``. Raises ConfigurationError for another name."""
-        if name == "production":
-            return cls()
+    def from_preset(cls, name: str) -> Self:
+        """Return the settings of the preset ``production`` or ``lab``."""
         if name == "lab":
-            return cls(policy=CorePolicy.lab_preset(), heartbeat_interval_s=0.5, resign_after_s=5.0)
-        raise ConfigurationError(f"there is no preset {name!r}: use {' or '.join(PRESETS)}")
+            return cls(preset="lab", policy=CorePolicy.lab_preset(), heartbeat_interval_s=0.5, resign_after_s=5.0)
+        return cls()
 
     @property
     def address(self) -> tuple[str, int]:
@@ -215,9 +208,9 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
                 _address(getattr(self, name) or self.listen)
             except ValueError as error:
                 raise ConfigurationError(f"{name}: {error}") from error
-        for wrong, mend in self._contradictions():
-            if wrong:
-                raise ConfigurationError(mend)
+        for is_wrong, message in self._contradictions():
+            if is_wrong:
+                raise ConfigurationError(message)
         self.policy.validate()
         return self
 
@@ -227,25 +220,28 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         return (
             (
                 bool(self.database_password_file) and (url.scheme.startswith("sqlite") or not url.username),
-                "database_password_file is for postgresql://USER@HOST/NAME, and the database is another",
+                "database_password_file needs a database of the form postgresql://USER@HOST/NAME",
             ),
             (
                 bool(self.database_password_file) and bool(url.password),
-                "the password stands in the database's URL and in database_password_file: take it out of the URL",
+                "database and database_password_file both contain a password: remove it from the URL of the database",
             ),
-            (not self.secret_file, "no secret: give --secret-file (make one: `openssl rand -hex 32 > F; chmod 600 F`)"),
+            (
+                not self.secret_file,
+                "secret_file is missing: give --secret-file (make one: `openssl rand -hex 32 > F; chmod 600 F`)",
+            ),
             (
                 bool(self.tls_certificate) != bool(self.tls_key),
-                "tls_certificate and tls_key belong together: give both or none",
+                "give tls_certificate and tls_key together, or neither",
             ),
             (
                 not 0 < self.heartbeat_interval_s < self.policy.suspect_after_s / 2,
                 f"heartbeat_interval_s ({self.heartbeat_interval_s}) must be positive and less than half of "
-                f"suspect_after_s ({self.policy.suspect_after_s}): one late beat must not make a suspect",
+                f"policy.suspect_after_s ({self.policy.suspect_after_s}): one late heartbeat makes no node suspect",
             ),
             (
                 bool(self.tls_client_ca) and not self.tls_certificate,
-                "tls_client_ca needs tls_certificate and tls_key: without TLS nobody shows a certificate",
+                "tls_client_ca needs tls_certificate and tls_key: clients send certificates over TLS only",
             ),
             (
                 min(
@@ -281,7 +277,7 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
                 "retention_max_history_rows at least 1000, "
                 "retention_generations_per_job at least 16",
             ),
-            (self.max_clock_ahead_days < 0, "max_clock_ahead_days must not be negative; 0 believes any clock"),
+            (self.max_clock_ahead_days < 0, "max_clock_ahead_days must not be negative; 0 accepts any clock"),
             (
                 self.audit_entries_per_node_burst < 1 or self.audit_entries_per_node_per_s <= 0,
                 "audit_entries_per_node_burst must be at least 1 and audit_entries_per_node_per_s positive",
@@ -290,30 +286,29 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
             (
                 not 0.2 <= self.lease_renew_s <= self.lease_s / 3,
                 f"lease_renew_s ({self.lease_renew_s}) must be at least 0.2 and at most a third of lease_s "
-                f"({self.lease_s}): one renewal may fail",
+                f"({self.lease_s}), so that one renewal may fail",
             ),
             (
                 self.resign_after_s != 0 and self.resign_after_s < self.lease_s,
-                f"resign_after_s ({self.resign_after_s}) must be 0, or at least lease_s ({self.lease_s}): nodes need a "
-                "moment to come to a leader that is new",
+                f"resign_after_s ({self.resign_after_s}) must be 0, or at least lease_s ({self.lease_s}): nodes need "
+                "time to find a new leader",
             ),
             (
                 self.journal_bytes < 1 or self.journal_days <= 0,
-                "journal_bytes and journal_days must be positive; no journal_dir keeps none",
+                "journal_bytes and journal_days must be positive; omit journal_dir to keep no journal",
             ),
             (
                 webhook != bool(self.webhook_url) or webhook != bool(self.webhook_secret_file),
-                "remediation = webhook, webhook_url and webhook_secret_file belong together: give all or none",
+                "give remediation_backend = webhook, webhook_url and webhook_secret_file together, or none of them",
             ),
             (
                 bool(self.alert_token_file) and not self.alert_url,
-                "alert_token_file is for alert_url, and there is none",
+                "alert_token_file needs alert_url",
             ),
             (
                 self.policy.remediation_mode is Mode.ENFORCE and self.remediation_backend == "dry_run",
-                "policy.remediation_mode = enforce asks for resets and reboots, and remediation = dry_run carries none "
-                "out: "
-                "name what does",
+                "policy.remediation_mode = enforce needs a remediation_backend that resets and reboots nodes: dry_run "
+                "only logs actions",
             ),
             (
                 webhook and not is_http_url(self.webhook_url),
@@ -326,62 +321,21 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         )
 
 
-def load_settings(
-    given: Mapping[str, Any], *, preset: str = "production", file: Path | None = None, environment: Mapping[str, str]
-) -> ControllerSettings:
-    """Return settings from ``given``, then ``file`` (TOML), then the environment, then the preset.
+PROGRAM = Program("everstep-controller", ControllerSettings, excluded=("policy_rules",))
 
-    Environment variables are ``EVERSTEP_CONTROLLER_`` and a setting's name in capitals; for the policy's settings,
-    ``EVERSTEP_CONTROLLER_POLICY_``.
+
+def load_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) -> ControllerSettings:
+    """Return the validated settings from flags, environment variables, the settings file and the preset.
 
     Raises:
-        ConfigurationError: a name is unknown, a value has the wrong type, or settings contradict each other.
+        ConfigurationError: A name is unknown, a value has the wrong type, or settings contradict each other.
     """
-    _check_environment(environment)
-    base = ControllerSettings.preset(preset)
-    values: dict[str, Any] = {name: getattr(base, name) for name in base.__struct_fields__ if name != "policy"}
-    policy: dict[str, Any] = msgspec.structs.asdict(base.policy)
-    values |= _from_environment(environment, ENVIRONMENT_PREFIX, ControllerSettings)
-    policy |= _from_environment(environment, POLICY_PREFIX, CorePolicy)
-    if file is not None:
-        written = _read_toml(file)
-        policy |= written.pop("policy", {})
-        values |= written
-    values |= given
-    try:
-        settings = msgspec.convert({**values, "policy": policy}, ControllerSettings, strict=False)
-    except msgspec.ValidationError as error:
-        raise ConfigurationError(f"a setting is wrong: {error}") from error
+    given = PROGRAM.read(flags, environ)
+    preset = ControllerSettings.from_preset(given.get("preset", "production"))
+    policy = msgspec.structs.replace(preset.policy, **given.pop("policy", {}))
+    settings = msgspec.structs.replace(preset, **given)
     site = Path(settings.policy_dir) if settings.policy_dir else None
-    return msgspec.structs.replace(settings, policy=with_rules(settings.policy, site)).validate()
-
-
-def _from_environment(environment: Mapping[str, str], prefix: str, kind: type[msgspec.Struct]) -> dict[str, str]:
-    names = _variables(prefix, kind)
-    return {names[key]: value for key, value in environment.items() if key in names}
-
-
-def _variables(prefix: str, kind: type[msgspec.Struct]) -> dict[str, str]:
-    """Return field names keyed by the names of their environment variables."""
-    return {prefix + name.upper(): name for name in kind.__struct_fields__ if name not in ("policy", "rules")}
-
-
-def _check_environment(environment: Mapping[str, str]) -> None:
-    """Raise ConfigurationError for a variable that looks like a misspelt setting."""
-    known = _variables(ENVIRONMENT_PREFIX, ControllerSettings) | _variables(POLICY_PREFIX, CorePolicy)
-    if wrong := unknown_variables(environment, ENVIRONMENT_PREFIX, known, others=(SECRETS_COMMAND,)):
-        near = get_close_matches(wrong[0], known, n=1)
-        mend = f"do you mean {near[0]}?" if near else "docs/how-to/tune.md says where settings are read"
-        raise ConfigurationError(f"{', '.join(wrong)}: no such setting; {mend}")
-
-
-def _read_toml(file: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(file.read_text())
-    except OSError as error:
-        raise ConfigurationError(f"the settings file {file} cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"the settings file {file} is not TOML: {error}") from error
+    return msgspec.structs.replace(settings, policy=with_rules(policy, site)).validate()
 
 
 def read_secret(path: str) -> bytes:

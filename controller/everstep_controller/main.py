@@ -1,108 +1,120 @@
-"""Parse the command line of ``everstep-controller``: the ``serve``, ``backup``, ``token`` and ``replay`` commands."""
+"""The command ``everstep-controller``."""
 
 from __future__ import annotations
 
-import argparse
 import os
-import sys
-from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
 
-from everstep import __version__
-from everstep.bearer_tokens import MINTABLE_ROLES, TokenRole, mint
-from everstep.errors import EverstepError
+import typer
+
+from everstep.bearer_tokens import TokenRole, mint
+from everstep.command_line import Flags, Version, exit_on_errors, make_app, takes_settings
+from everstep.errors import ConfigurationError, EverstepError
 from everstep.parent_process import die_with_parent, parent_pid
-from everstep_controller.config import PRESETS, ControllerSettings, load_settings, read_secrets
-from everstep_controller.journal import replay
+from everstep_controller.config import PROGRAM, ControllerSettings, load_settings, read_secrets
 from everstep_controller.process_lifecycle import log_to_stderr
 
-EXIT_CONFIGURATION = 2
+app = make_app("Run the controller of a fleet, and work with its database, tokens and journal.")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="everstep-controller", description="Decides who is fit to compute.")
-    parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    serve = commands.add_parser("serve", help="run a controller", argument_default=argparse.SUPPRESS)
-    serve.add_argument("--listen", metavar="HOST:PORT", help="default 127.0.0.1:7700; port 0 takes any")
-    serve.add_argument("--operators-listen", metavar="HOST:PORT", help="a second door, past the line of agents")
-    serve.add_argument("--database", metavar="URL", help="sqlite:///PATH or postgresql://USER:PASSWORD@HOST/NAME")
-    serve.add_argument("--database-password-file", metavar="FILE", help="PostgreSQL's password, readable by you only")
-    serve.add_argument("--secret-file", metavar="FILE", help="the fleet's secret, readable by you only")
-    serve.add_argument("--preset", choices=PRESETS, default="production")
-    serve.add_argument("--settings", metavar="FILE", type=Path, default=None, help="TOML with any setting")
-    serve.add_argument("--ready-file", metavar="FILE", help="written when requests are served")
-    serve.add_argument("--advertise", metavar="HOST:PORT", help="where others reach this controller; default as served")
-    serve.add_argument("--migrate", action=argparse.BooleanOptionalAction, help="bring the schema up to date")
-    serve.add_argument(
-        "--check-database", action=argparse.BooleanOptionalAction, help="refuse a damaged SQLite file; default yes"
-    )
-    serve.add_argument("--trust-clock", action="store_true", help="believe this machine's clock, for one start")
-    serve.add_argument("--die-with-parent", action="store_true", help="end when the starting process ends")
-    serve.add_argument("--tls-certificate", metavar="FILE")
-    serve.add_argument("--tls-key", metavar="FILE")
-    serve.add_argument("--tls-client-ca", metavar="FILE", help="authorities whose client certificates stand for tokens")
-    serve.add_argument("--webhook-url", metavar="URL", help="with --remediation-backend webhook")
-    serve.add_argument("--webhook-secret-file", metavar="FILE")
-    serve.add_argument(
-        "--remediation-backend", choices=("dry_run", "webhook", "slurm", "kubernetes"), help="default dry_run"
-    )
-    replay.add_arguments(commands.add_parser("replay", help="decide a recorded incident again"))
-    backup = commands.add_parser("backup", help="copy a SQLite database, also while a controller writes it")
-    backup.add_argument("file", metavar="FILE", type=Path)
-    backup.add_argument("--database", metavar="URL", default=ControllerSettings().database)
-    token = commands.add_parser("token", help="print a bearer token")
-    token.add_argument("--role", choices=[role.value for role in MINTABLE_ROLES], required=True)
-    token.add_argument("--subject", metavar="NAME", required=True, help="a node's name for agents, yours otherwise")
-    token.add_argument("--secret-file", metavar="FILE", required=True)
-    return parser
+@app.callback()
+def everstep_controller(_version: Version = False) -> None:
+    pass
 
 
-def _serve(arguments: dict[str, Any], parent: int) -> int:
-    log_to_stderr()
-    preset, file = arguments.pop("preset"), arguments.pop("settings")
-    settings = load_settings(arguments, preset=preset, file=file, environment=os.environ)
-    if settings.die_with_parent:
-        die_with_parent(parent)
-    from everstep_controller.serve_command import serve
+@app.command()
+@takes_settings(PROGRAM)
+def serve(context: typer.Context, flags: Flags) -> None:
+    """Run a controller until SIGTERM or SIGINT."""
+    with _exit_on_errors():
+        log_to_stderr()
+        settings = load_settings(flags, os.environ)
+        if settings.die_with_parent:
+            die_with_parent(context.obj)
+        from everstep_controller import serve_command
 
-    return serve(settings)
+        raise typer.Exit(serve_command.serve(settings))
 
 
-def _back_up(arguments: dict[str, Any]) -> int:
+@app.command()
+def replay(
+    log: Annotated[Path, typer.Argument(metavar="LOG", help="Directory of a journal, or one of its segments.")],
+    node: Annotated[str, typer.Option(help="Show only events of this node, or with decisions about it.")] = "",
+    job: Annotated[str, typer.Option(help="Show only events of this job, or with decisions about it.")] = "",
+    trace: Annotated[str, typer.Option(help="Show only one event and its consequences, by its trace.")] = "",
+    since: Annotated[str, typer.Option(metavar="TIME", help="ISO 8601, or seconds since 1970.")] = "",
+    until: Annotated[str, typer.Option(metavar="TIME", help="ISO 8601, or seconds since 1970.")] = "",
+    differences: Annotated[bool, typer.Option("--differences", help="Show only decisions that differ today.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per event.")] = False,
+) -> None:
+    """Decide a recorded incident again, and show decisions that differ today. Exit with status 1 if any differs."""
+    from everstep_controller.journal import replay as journal_replay
+
+    with _exit_on_errors():
+        selection = journal_replay.Selection(
+            node=node,
+            job=job,
+            trace=trace,
+            since=_time(since, float("-inf")),
+            until=_time(until, float("inf")),
+            differences_only=differences,
+        )
+        raise typer.Exit(journal_replay.run(log, selection, as_json=as_json))
+
+
+def _time(text: str, default: float) -> float:
+    if not text:
+        return default
+    try:
+        return float(text)
+    except ValueError:
+        pass
+    try:
+        at = datetime.fromisoformat(text)
+    except ValueError:
+        raise ConfigurationError(f"{text!r} is no time: give ISO 8601, or seconds since 1970") from None
+    return (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()
+
+
+@app.command()
+@takes_settings(PROGRAM, "database")
+def backup(file: Annotated[Path, typer.Argument(metavar="FILE", help="File to write.")], flags: Flags) -> None:
+    """Copy a SQLite database, even while a controller writes to it."""
     from everstep_controller.store.database import back_up
 
-    print(f"{arguments['file']}: {back_up(arguments['database'], arguments['file'])} bytes")
-    return 0
+    with _exit_on_errors():
+        database = PROGRAM.read(flags, os.environ).get("database", ControllerSettings().database)
+        print(f"{file}: {back_up(database, file)} bytes")
 
 
-def _token(arguments: dict[str, Any]) -> int:
-    secret = read_secrets(arguments["secret_file"])[0]
-    print(mint(secret, TokenRole(arguments["role"]), arguments["subject"]))
-    return 0
+@app.command()
+@takes_settings(PROGRAM, "secret_file")
+def token(
+    role: Annotated[Literal["agent", "operator", "viewer", "join"], typer.Option(help="What the token permits.")],
+    subject: Annotated[str, typer.Option(metavar="NAME", help="The node for an agent's token, otherwise a person.")],
+    flags: Flags,
+) -> None:
+    """Print a new bearer token."""
+    with _exit_on_errors():
+        secret_file = PROGRAM.read(flags, os.environ).get("secret_file", "")
+        if not secret_file:
+            raise ConfigurationError("secret_file is missing: give --secret-file, the file with the fleet's secret")
+        print(mint(read_secrets(secret_file)[0], TokenRole(role), subject))
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def _exit_on_errors() -> AbstractContextManager[None]:
+    return exit_on_errors("everstep-controller", unusable=(EverstepError, ValueError))
+
+
+def main() -> None:
     """Run one command and end the process.
 
-    The exit status is 0, EXIT_CONFIGURATION (stderr says what to correct) or EXIT_CRASHED (``serve`` only).
+    The exit status is 0, EXIT_UNUSABLE (stderr says what to correct) or EXIT_CRASHED (``serve`` only).
     """
-    parent = parent_pid()
-    options = _parser().parse_args(argv)
-    arguments = vars(options).copy()
-    command = arguments.pop("command")
-    try:
-        if command == "token":
-            sys.exit(_token(arguments))
-        if command == "backup":
-            sys.exit(_back_up(arguments))
-        if command == "replay":
-            sys.exit(replay.run(options))
-        sys.exit(_serve(arguments, parent))
-    except (EverstepError, ValueError) as error:
-        print(f"everstep-controller: {error}", file=sys.stderr)
-        sys.exit(EXIT_CONFIGURATION)
+    app(prog_name="everstep-controller", obj=parent_pid())
 
 
 if __name__ == "__main__":

@@ -197,7 +197,8 @@ class ControllerClient:
             if method == "GET":
                 raise _no_answer(url, error) from error
             raise Unavailable(
-                f"{url} broke off ({error}), and whether it took the order is not known: look before you give it again"
+                f"the connection to {url} broke ({error}) before an answer: the order may have been accepted; check "
+                "before you repeat it"
             ) from error
         except EverstepError:
             connection.close()
@@ -209,7 +210,7 @@ class ControllerClient:
             return msgspec.json.decode(body, type=kind)
         except DECODE_ERRORS as error:
             raise MalformedMessage(
-                f"the answer of {self._leader} is not understood ({error}): is it a controller of this release?"
+                f"cannot decode the answer of {self._leader} ({error}): check that it is a controller of this release"
             ) from error
 
 
@@ -224,10 +225,10 @@ def _no_answer(url: str, error: Exception) -> _NoAnswer:
             "(--ca-file or EVERSTEP_CA_FILE)"
         )
     if isinstance(error, ssl.SSLError) and error.reason == "WRONG_VERSION_NUMBER":
-        return _NoAnswer(f"{url} does not speak TLS: is the address http://, or the port another one?")
+        return _NoAnswer(f"{url} does not use TLS: give an http:// address, or another port")
     return _NoAnswer(
-        f"no controller answers at {url} ({error}): is it running, and is the address right "
-        "(--controller or EVERSTEP_CONTROLLER)?"
+        f"no controller answers at {url} ({error}): check that it runs, and the address "
+        "(--controller or EVERSTEP_CONTROLLER)"
     )
 
 
@@ -243,7 +244,7 @@ def _refusal(status: int, body: bytes, url: str) -> EverstepError:
         said = json.loads(body)
         code, message = str(said["code"]), str(said["detail"])
     except (ValueError, KeyError, TypeError):
-        return EverstepError(f"{url} answered {status}, and not as a controller does: is the address right?")
+        return EverstepError(f"{url} answered status {status}, but not as a controller: check the address")
     if said.get("role") == "standby":
         return _NotLeader(message, str(said.get("leader", "")))
     if code == "unauthenticated":
@@ -258,7 +259,7 @@ def path(*parts: str) -> str:
     for an empty part.
     """
     if not all(parts):
-        raise ConfigurationError("a name is empty: is a variable of your script unset?")
+        raise ConfigurationError("a name is empty: check the variables of your script")
     return "/v1/" + "/".join(quote(part, safe="") for part in parts)
 
 
@@ -266,7 +267,7 @@ def read_token(path: str) -> str:
     """Return the token in a file. Raises ConfigurationError if there is none."""
     if not path:
         raise ConfigurationError(
-            "no token: give --token-file or EVERSTEP_TOKEN_FILE; the controller's operator makes one with "
+            "no token: give --token-file or EVERSTEP_TOKEN_FILE; an operator of the controller makes one with "
             "`everstep-controller token --role viewer --subject YOU --secret-file F > token`"
         )
     try:
@@ -276,5 +277,5 @@ def read_token(path: str) -> str:
     if not token:
         raise ConfigurationError(f"the token file {path!r} is empty")
     if not looks_like_token(token):
-        raise ConfigurationError(f"{path!r} does not hold a token, which is one word on one line: is it another file?")
+        raise ConfigurationError(f"{path!r} does not contain a token (one word on one line): check --token-file")
     return token

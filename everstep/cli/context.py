@@ -22,6 +22,7 @@ from everstep.cli.client import ControllerClient, path, read_token
 from everstep.errors import AuthenticationError, ConfigurationError, EverstepError, Unavailable
 from everstep.ids import check_name, split_address
 from everstep.plain_text import escape_control
+from everstep.settings import Program
 from everstep.wire.v1 import operator as op
 
 PIPE_WIDTH = 10_000
@@ -51,14 +52,17 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 Reason = Annotated[
     str,
     typer.Option(
-        "--reason", "-r", help="Why; it stands in the log for ever.", callback=lambda text: _require_reason(text)
+        "--reason",
+        "-r",
+        help="Reason, kept in the audit log.",
+        callback=lambda text: _require_reason(text),
     ),
 ]
 
 
 def _require_reason(reason: str) -> str:
     if not reason.strip():
-        raise typer.BadParameter("say why: it stands in the log for ever")
+        raise typer.BadParameter("give a reason: it is kept in the audit log")
     return reason
 
 
@@ -66,29 +70,33 @@ DEFAULT_CONTROLLER = "http://127.0.0.1:7700"
 
 
 class ConnectionOptions(msgspec.Struct, frozen=True):
-    """Address of the controller, and a token or a certificate for it.
-
-    ``controller`` is empty if none was given; ``run`` names a run of everstep-launch on this machine.
-    """
+    """Address of the controller, and a token or a certificate for it."""
 
     controller: str = ""
+    """Addresses of the controllers, separated by commas. Default: the controller of a run of everstep-launch on this
+    machine, or ``http://127.0.0.1:7700``."""
     token_file: str = ""
+    """File with your token."""
     ca_file: str = ""
-    certificate: str = ""
-    key: str = ""
+    """PEM file of the authority that signed the controller's certificate. Default: the system's authorities."""
+    client_certificate: str = ""
+    """PEM file of your certificate, which replaces the token."""
+    client_key: str = ""
+    """PEM file of the certificate's private key."""
     run: str = ""
+    """Job name of a run of everstep-launch on this machine, to connect to its private controller."""
 
     def resolved(self, environ: Mapping[str, str]) -> ConnectionOptions:
-        """Return the options with a controller: the given one, else a run's on this machine, else the default address.
+        """Return the options with a controller: the given one, else that of a run on this machine, else the default.
 
-        Raises ConfigurationError if several runs are on this machine and none was chosen, or the chosen one is not
-        there.
+        Raises:
+            ConfigurationError: Several runs are on this machine and none was chosen, or the chosen one does not exist.
         """
         if self.run and self.controller:
-            raise ConfigurationError("--run and --controller both say where to ask: leave out one of them")
+            raise ConfigurationError("--run and --controller exclude each other: omit one of them")
         if self.controller:
             return self
-        if self.run or not (self.token_file or self.ca_file or self.certificate):
+        if self.run or not (self.token_file or self.ca_file or self.client_certificate):
             run = choose(state_dir(environ), self.run)
             if run is not None:
                 return ConnectionOptions(run.url, run.token_file)
@@ -96,18 +104,18 @@ class ConnectionOptions(msgspec.Struct, frozen=True):
 
     def token(self) -> str:
         """Return the token; "" with a certificate and no token. Raises ConfigurationError without either."""
-        return "" if self.certificate and not self.token_file else read_token(self.token_file)
+        return "" if self.client_certificate and not self.token_file else read_token(self.token_file)
 
     def tls(self) -> ssl.SSLContext | None:
         """Return the TLS context, or None without TLS files. Raises ConfigurationError for unusable files."""
-        if not self.ca_file and not self.certificate:
+        if not self.ca_file and not self.client_certificate:
             return None
         try:
             context = ssl.create_default_context(cafile=self.ca_file or None)
-            if self.certificate:
-                context.load_cert_chain(self.certificate, self.key or None)
+            if self.client_certificate:
+                context.load_cert_chain(self.client_certificate, self.client_key or None)
         except OSError as error:
-            raise ConfigurationError(f"a certificate or key cannot be used: {error}") from error
+            raise ConfigurationError(f"cannot use the certificate or key: {error}") from error
         return context
 
 
@@ -159,6 +167,9 @@ def print_change(sentence: str, trace: str) -> None:
     console.print(f"everstep events --trace {trace}", style="dim", highlight=False)
 
 
+PROGRAM = Program("everstep", ConnectionOptions)
+
+
 # Runs on this machine: find the private controllers that this user has started with everstep-launch.
 #
 # The launcher keeps the address and an operator's token of its private controller in a directory of its own, below
@@ -208,11 +219,11 @@ def choose(folder: Path, name: str) -> LocalRun | None:
     listed = "".join(f"\n  {run.job}  ({run.directory.name}, {run.url})" for run in runs)
     if len(fitting) > 1:
         raise ConfigurationError(
-            f"{len(fitting)} runs of everstep-launch fit on this machine: choose one with --run NAME{listed}"
+            f"this machine has {len(fitting)} runs of everstep-launch: choose one with --run NAME{listed}"
         )
     if name:
-        there = f"; there are:{listed}" if runs else ""
-        raise ConfigurationError(f"no run {name} of this user is on this machine, by what is in {folder}{there}")
+        others = f"; other runs:{listed}" if runs else ""
+        raise ConfigurationError(f"{folder} has no run {name} with a live controller{others}")
     return None
 
 

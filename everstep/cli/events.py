@@ -22,11 +22,11 @@ PAGE_SIZE = 1000
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _AGO = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
 
-Node = Annotated[str, typer.Option(help="Only about this node.")]
-Job = Annotated[str, typer.Option(help="Only about this job.")]
-Limit = Annotated[int, typer.Option("--limit", "-n", min=1, help="How many, the newest.")]
-Since = Annotated[str, typer.Option(metavar="TIME", help="Not before: 2h (ago), or 2026-11-20T12:00 (here).")]
-Until = Annotated[str, typer.Option(metavar="TIME", help="Before: the same.")]
+Node = Annotated[str, typer.Option(help="Show only events about this node.")]
+Job = Annotated[str, typer.Option(help="Show only events about this job.")]
+Limit = Annotated[int, typer.Option("--limit", "-n", min=1, help="Number of events: the newest.")]
+Since = Annotated[str, typer.Option(metavar="TIME", help="Begin: 2h (ago), or 2026-11-20T12:00 (local time).")]
+Until = Annotated[str, typer.Option(metavar="TIME", help="End, in the same forms.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -36,17 +36,17 @@ def register(app: typer.Typer) -> None:
 
 def events(
     context: typer.Context,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as events come.")] = False,
-    trace: Annotated[str, typer.Option(help="Only what followed from this stimulus, as a story with times.")] = "",
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Continue with new events until interrupted.")] = False,
+    trace: Annotated[str, typer.Option(help="Show all consequences of one request or report.")] = "",
     node: Node = "",
     job: Job = "",
-    kind: Annotated[str, typer.Option(help="Only kinds that begin so, such as verdict or node.lost.")] = "",
+    kind: Annotated[str, typer.Option(help="Show only kinds with this prefix, such as verdict or node.lost.")] = "",
     since: Since = "",
     until: Until = "",
     limit: Limit = 50,
     as_json: Json = False,
 ) -> None:
-    """What happened and what was decided, newest last."""
+    """List events and decisions, newest last."""
     wanted = {"trace": trace, "node": node, "job": job, "kind": kind}
     with connected_client(context) as client:
         newest = client.get("/v1/status", op.FleetStatus).newest_event if follow else 0
@@ -55,7 +55,7 @@ def events(
         else:
             found = _newest_events(client, "/v1/events", limit, **wanted, **_time_range(since, until))
         if trace and not as_json and not follow:
-            console.print(tables.trace_table(found) if found else f"nothing is known of trace {trace}", markup=False)
+            console.print(tables.trace_table(found) if found else f"no events of trace {trace}", markup=False)
             return
         for event in found:
             _print(event, as_json)
@@ -72,7 +72,7 @@ def audit(
     limit: Limit = 50,
     as_json: Json = False,
 ) -> None:
-    """What people ordered and why, newest last."""
+    """List the orders of people and their reasons, newest last."""
     with connected_client(context) as client:
         for event in _newest_events(client, "/v1/audit", limit, node=node, job=job, **_time_range(since, until)):
             _print(event, as_json)
@@ -88,9 +88,7 @@ def parse_time(text: str) -> float:
     try:
         return datetime.datetime.fromisoformat(text).timestamp()
     except (ValueError, OverflowError) as error:
-        raise ConfigurationError(
-            f"{text!r} is not a time: use 90s, 30m, 2h or 7d (ago), or 2026-11-20T12:00"
-        ) from error
+        raise ConfigurationError(f"{text!r} is no time: use 90s, 30m, 2h or 7d (ago), or 2026-11-20T12:00") from error
 
 
 def _time_range(since: str, until: str) -> dict[str, str]:

@@ -25,8 +25,8 @@ from everstep.wire.v1.operator_history import Evidence, JobCheckpoints
 T = TypeVar("T")
 PAGE_SIZE = 1000
 
-Node = Annotated[str, typer.Option(help="Only of this node.")]
-LimitOption = Annotated[int, typer.Option("--limit", min=1, help="At most so many, newest first.")]
+Node = Annotated[str, typer.Option(help="Show only entries of this node.")]
+LimitOption = Annotated[int, typer.Option("--limit", min=1, help="Maximum number of entries: the newest.")]
 
 
 def fetch_pages(client: ControllerClient, url_path: str, kind: type[T], limit: int, /, **query: str) -> Iterator[T]:
@@ -49,12 +49,12 @@ def register(app: typer.Typer) -> None:
 def findings(
     context: typer.Context,
     node: Node = "",
-    kind: Annotated[str, typer.Option(help="Only of this kind, such as gpu.xid.")] = "",
-    active: Annotated[bool, typer.Option(help="Only those that have not cleared.")] = False,
+    kind: Annotated[str, typer.Option(help="Show only findings of this kind, such as gpu.xid.")] = "",
+    active: Annotated[bool, typer.Option(help="Show only findings that have not cleared.")] = False,
     limit: LimitOption = 100,
     as_json: Json = False,
 ) -> None:
-    """What was found on nodes, newest first."""
+    """List findings on nodes, newest first."""
     with connected_client(context) as client:
         wanted = {"node": node, "kind": kind, "active": "true" if active else ""}
         seen = tuple(
@@ -74,11 +74,11 @@ def findings(
 def verdicts(
     context: typer.Context,
     node: Node = "",
-    decision: Annotated[str, typer.Option(help="Only these: evict, defer_eviction, readmit, ...")] = "",
+    decision: Annotated[str, typer.Option(help="Show only these decisions: evict, defer_eviction, readmit, ...")] = "",
     limit: LimitOption = 100,
     as_json: Json = False,
 ) -> None:
-    """What was decided about nodes, newest first."""
+    """List verdicts on nodes, newest first."""
     with connected_client(context) as client:
         wanted = {"node": node, "decision": decision}
         given = tuple(
@@ -94,12 +94,12 @@ def verdicts(
 
 def checkpoints(
     context: typer.Context,
-    job: Annotated[str, typer.Argument(metavar="[JOB]", help="What this job has to go back to now.")] = "",
-    of: Annotated[str, typer.Option("--job", help="Of the history, only this job's.")] = "",
+    job: Annotated[str, typer.Argument(metavar="[JOB]", help="Show the versions that this job can restore now.")] = "",
+    of: Annotated[str, typer.Option("--job", help="Show only the history of this job.")] = "",
     limit: LimitOption = 20,
     as_json: Json = False,
 ) -> None:
-    """Versions that were committed, newest first; of a JOB those that it has now, and where."""
+    """List committed versions, newest first; with JOB, the versions that it can restore now."""
     with connected_client(context) as client:
         if job:
             _show_job_checkpoints(client, job, as_json)
@@ -120,7 +120,7 @@ def _show_job_checkpoints(client: ControllerClient, job: str, as_json: bool) -> 
     if not as_json:
         console.print(told.sentence, highlight=False, markup=False)
         if told.last_error:
-            console.print(f"last trouble: {told.last_error}", highlight=False, markup=False)
+            console.print(f"last error: {told.last_error}", highlight=False, markup=False)
     show(told, as_json, view)
 
 
@@ -143,11 +143,11 @@ def _show_committed(client: ControllerClient, job: str, limit: int, as_json: boo
 def remediations(
     context: typer.Context,
     node: Node = "",
-    state: Annotated[str, typer.Option(help="Only these: requested, started, confirmed, failed or superseded.")] = "",
+    state: Annotated[str, typer.Option(help="Show only requested, started, confirmed, failed or superseded.")] = "",
     limit: LimitOption = 50,
     as_json: Json = False,
 ) -> None:
-    """What was asked of Slurm, Kubernetes or the webhook, and what came of it."""
+    """List actions requested from Slurm, Kubernetes or the webhook, and their outcomes."""
     with connected_client(context) as client:
         wanted = {"node": node, "remediation_state": state}
         asked = tuple(
@@ -163,20 +163,20 @@ def remediations(
 
 
 def probes(context: typer.Context, node: Node = "", limit: LimitOption = 50, as_json: Json = False) -> None:
-    """Probes since the controller began to lead, newest first."""
+    """List probes since this controller became leader, newest first."""
     with connected_client(context) as client:
         known = tuple(
             one for page in fetch_pages(client, "/v1/probes", op.ProbeList, limit, node=node) for one in page.probes
         )
         now, view = SYSTEM_CLOCK.wall(), tables.table("probe", "nodes", "begun", "outcome")
         for one in known:
-            outcome = {None: "under way", True: "passed", False: "failed"}[one.ok]
+            outcome = {None: "running", True: "passed", False: "failed"}[one.ok]
             view.add_row(one.probe, ", ".join(one.nodes), f"{age(now - one.started_at)} ago", outcome)
         show(op.ProbeList(probes=known), as_json, view)
 
 
 def budget(context: typer.Context, as_json: Json = False) -> None:
-    """What may still be evicted, and who is held."""
+    """Show the eviction budget, and nodes whose eviction is deferred."""
     with connected_client(context) as client:
         now, left = SYSTEM_CLOCK.wall(), client.get("/v1/budget", operator_history.BudgetStatus)
         view = tables.table(
@@ -194,16 +194,18 @@ def budget(context: typer.Context, as_json: Json = False) -> None:
                 console.print(Text(left.breaker, style="bold red"))
             for held in left.deferred:
                 console.print(
-                    f"{held.node} stays, held by {held.deferred_by}: {held.finding}", highlight=False, markup=False
+                    f"{held.node}: eviction deferred by {held.deferred_by}: {held.finding}",
+                    highlight=False,
+                    markup=False,
                 )
 
 
 def evidence(
     context: typer.Context,
     node: Annotated[str, typer.Argument(metavar="NODE")],
-    output: Annotated[Path | None, typer.Option(help="Write the document there instead of showing it.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Write to this file instead of the terminal.")] = None,
 ) -> None:
-    """Everything known against a node in one JSON document, for its vendor."""
+    """Collect the evidence against a node in one JSON document, for its vendor."""
     with connected_client(context) as client:
         bundle = client.get(path("nodes", node, "evidence"), Evidence)
         text = msgspec.json.format(msgspec.json.encode(bundle), indent=2) + b"\n"
@@ -214,20 +216,20 @@ def evidence(
             with os.fdopen(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
                 file.write(text)
         except OSError as error:
-            raise ConfigurationError(f"{output} cannot be written: {error.strerror}") from error
+            raise ConfigurationError(f"cannot write {output}: {error.strerror}") from error
         console.print(f"{output}: {len(bundle.findings)} findings, {len(bundle.verdicts)} verdicts of {node}")
 
 
 def loss_forecast(
     context: typer.Context, job: Annotated[str, typer.Argument(metavar="JOB")], as_json: Json = False
 ) -> None:
-    """What the job would go back to now, and which loss it could not bear."""
+    """Show what the job could restore after the loss of each node, rack or switch."""
     with connected_client(context) as client:
         told = client.get(path("jobs", job, "restorability"), op.Restorability)
         view = tables.table("loss", "checkpoint", "nodes left", "what follows", right=("nodes left",))
         for one in told.loss_forecasts:
             name = one.name or "+".join(one.nodes)
-            whole = Text("whole", style="green") if one.restorable else Text("broken", style="bold red")
+            whole = Text("restorable", style="green") if one.restorable else Text("lost", style="bold red")
             view.add_row(f"{one.kind} {name}", whole, str(one.remaining_nodes), one.sentence)
         if not as_json:
             console.print(told.sentence, highlight=False, markup=False)

@@ -1,10 +1,11 @@
-"""``everstep``: queries and orders of an operator.
+"""The command ``everstep``: queries and orders of an operator.
 
-Exit codes: 0 done; 1 the controller refused (its message is shown); 2 the controller or the token is not there.
+Exit status: 0 for success, 1 if the controller refused, 2 if the settings are wrong or no controller answers.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -15,19 +16,20 @@ from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from everstep import __version__
 from everstep.cli import events, history, nodes, policy, tables, tokens, vault
 from everstep.cli.client import ControllerClient, path
 from everstep.cli.context import (
-    DEFAULT_CONTROLLER,
+    PROGRAM,
     ConnectionOptions,
     Json,
     Reason,
     connected_client,
     console,
+    reporting_errors,
     send_order,
     show,
 )
+from everstep.command_line import Flags, Version, make_app, takes_settings
 from everstep.errors import Unavailable
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.vocabulary import Verdict
@@ -36,9 +38,9 @@ from everstep.wire.v1 import operator as op
 MAX_LISTED_NODES = 20
 """Nodes that ``status`` names; `everstep nodes` lists the others."""
 
-app = typer.Typer(help="See and steer a fleet that Everstep keeps training.", no_args_is_help=True)
-job_app = typer.Typer(help="One job: show, stop, resize.", no_args_is_help=True)
-verdict_app = typer.Typer(help="Why a node was judged as it was.", no_args_is_help=True)
+app = make_app("Inspect and control an Everstep fleet.")
+job_app = make_app("Show, stop or resize a job.")
+verdict_app = make_app("Explain the verdicts on nodes.")
 app.add_typer(nodes.app, name="node")
 app.add_typer(job_app, name="job")
 app.add_typer(verdict_app, name="verdict")
@@ -53,46 +55,16 @@ job_app.command()(history.loss_forecast)
 JobName = Annotated[str, typer.Argument(metavar="JOB")]
 
 
-def _print_version(requested: bool) -> None:
-    if requested:
-        console.print(__version__, highlight=False)
-        raise typer.Exit
-
-
 @app.callback()
-def connect(
-    context: typer.Context,
-    address: Annotated[
-        str,
-        typer.Option(
-            "--controller",
-            envvar="EVERSTEP_CONTROLLER",
-            help="Where controllers are, commas between. Not given: that of a run of everstep-launch on this machine, "
-            f"else {DEFAULT_CONTROLLER}.",
-        ),
-    ] = "",
-    token_file: Annotated[str, typer.Option(envvar="EVERSTEP_TOKEN_FILE", help="A file with your token.")] = "",
-    ca_file: Annotated[
-        str,
-        typer.Option(envvar="EVERSTEP_CA_FILE", help="PEM file of the authority that signed the controller."),
-    ] = "",
-    certificate: Annotated[
-        str, typer.Option(envvar="EVERSTEP_CERTIFICATE", help="PEM file of your certificate, in place of a token.")
-    ] = "",
-    key: Annotated[str, typer.Option(envvar="EVERSTEP_KEY", help="PEM file of the certificate's key.")] = "",
-    run: Annotated[
-        str, typer.Option("--run", metavar="NAME", help="A run of everstep-launch on this machine, by its job's name.")
-    ] = "",
-    _version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the release and exit.")
-    ] = False,
-) -> None:
-    context.obj = ConnectionOptions(address, token_file, ca_file, certificate, key, run)
+@takes_settings(PROGRAM)
+def everstep(context: typer.Context, flags: Flags, _version: Version = False) -> None:
+    with reporting_errors():
+        context.obj = ConnectionOptions(**PROGRAM.read(flags, os.environ))
 
 
 @app.command()
 def status(context: typer.Context, as_json: Json = False) -> None:
-    """The fleet on one screen, with the nodes that need attention."""
+    """Show a summary of the fleet, and the nodes that need attention."""
     with connected_client(context) as client:
         fleet = client.get("/v1/status", op.FleetStatus)
         named = () if as_json else _unfit(client, fleet)
@@ -116,7 +88,7 @@ def _unfit(client: ControllerClient, fleet: op.FleetStatus) -> tuple[op.NodeSumm
     add_help_option=False,
 )
 def replay(context: typer.Context) -> None:
-    """A recorded incident once more, as it was decided and as it would be today: replay LOG, --help for more."""
+    """Decide a recorded incident again: the same as `everstep-controller replay`."""
     command = [sys.executable, "-m", "everstep_controller.main", "replay", *context.args]
     raise typer.Exit(subprocess.run(command, check=False).returncode)
 
@@ -124,9 +96,9 @@ def replay(context: typer.Context) -> None:
 @app.command()
 def top(
     context: typer.Context,
-    interval_s: Annotated[float, typer.Option("--interval", min=0.1, help="Seconds between two looks.")] = 1.0,
+    interval_s: Annotated[float, typer.Option(min=0.1, help="Refresh interval in seconds.")] = 1.0,
 ) -> None:
-    """The fleet as it stands, drawn again and again until interrupted; nodes that are not healthy come first."""
+    """Show the fleet and refresh it until interrupted. Unhealthy nodes come first."""
     with (
         connected_client(context) as client,
         Live(console=console, screen=console.is_terminal, auto_refresh=False) as live,
@@ -139,7 +111,7 @@ def top(
                 try:
                     view = _fleet_view(client)
                 except Unavailable as error:  # the controller or the network may recover
-                    view = Text(f"{error}; trying again", style="yellow")
+                    view = Text(f"{error}; retrying", style="yellow")
         except KeyboardInterrupt:
             return
 
@@ -152,10 +124,10 @@ def _fleet_view(client: ControllerClient) -> RenderableType:
 @app.command()
 def jobs(
     context: typer.Context,
-    state: Annotated[str, typer.Option(help="Only in this state, such as paused.")] = "",
+    state: Annotated[str, typer.Option(help="Show only jobs in this state, such as paused.")] = "",
     as_json: Json = False,
 ) -> None:
-    """All jobs and how far they are."""
+    """List all jobs and their progress."""
     with connected_client(context) as client:
         pages = history.fetch_pages(client, "/v1/jobs", op.JobList, sys.maxsize, job_state=state)
         found = tuple(job for page in pages for job in page.jobs)
@@ -164,7 +136,7 @@ def jobs(
 
 @job_app.command("show")
 def job_show(context: typer.Context, job: JobName, as_json: Json = False) -> None:
-    """One job: ranks, versions, recoveries."""
+    """Show the ranks, versions and recoveries of a job."""
     with connected_client(context) as client:
         detail = client.get(path("jobs", job), op.JobDetail)
         show(detail, as_json, tables.job(detail, SYSTEM_CLOCK.wall()))
@@ -172,19 +144,24 @@ def job_show(context: typer.Context, job: JobName, as_json: Json = False) -> Non
 
 @job_app.command()
 def stop(context: typer.Context, job: JobName, reason: Reason) -> None:
-    """End the job."""
+    """Stop a job."""
     send_order(context, op.ReasonOnlyRequest(reason=reason), "jobs", job, "stop")
 
 
 @job_app.command()
-def resize(context: typer.Context, job: JobName, size: Annotated[int, typer.Argument(min=1)], reason: Reason) -> None:
-    """Bound the job's nodes, from its next boundary on."""
+def resize(
+    context: typer.Context,
+    job: JobName,
+    size: Annotated[int, typer.Argument(min=1, help="Maximum number of nodes.")],
+    reason: Reason,
+) -> None:
+    """Limit the number of a job's nodes, from its next step boundary on."""
     send_order(context, op.Resize(size=size, reason=reason), "jobs", job, "resize")
 
 
 @app.command("reset-breaker")
 def reset_breaker(context: typer.Context, reason: Reason) -> None:
-    """Allow automatic evictions again; verdicts of before are not acted on."""
+    """Allow automatic evictions again. Earlier verdicts have no consequences."""
     send_order(context, op.ReasonOnlyRequest(reason=reason), "breaker", "reset")
 
 
@@ -192,7 +169,7 @@ def reset_breaker(context: typer.Context, reason: Reason) -> None:
 def verdict_explain(
     context: typer.Context, verdict: Annotated[str, typer.Argument(metavar="ID")], as_json: Json = False
 ) -> None:
-    """A verdict's sentence and the evidence it rests on."""
+    """Explain a verdict: its reason, its action and its evidence."""
     with connected_client(context) as client:
         found = client.get(path("verdicts", verdict), Verdict)
         show(found, as_json, tables.verdict(found, SYSTEM_CLOCK.wall()))
@@ -202,12 +179,12 @@ def verdict_explain(
 def probe(
     context: typer.Context,
     between: Annotated[list[str], typer.Argument(metavar="NODE...")],
-    backend: Annotated[Literal["gloo", "nccl"], typer.Option(help="nccl goes between GPUs.")] = "gloo",
-    reason: Reason = "asked for by hand",
-    timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for the result.")] = 90.0,
+    backend: Annotated[Literal["gloo", "nccl"], typer.Option(help="gloo tests hosts, nccl tests GPUs.")] = "gloo",
+    reason: Reason = "manual probe",
+    timeout_s: Annotated[float, typer.Option(help="Seconds to wait for the result.")] = 90.0,
     as_json: Json = False,
 ) -> None:
-    """Let nodes run an all-reduce among them: latency and bus bandwidth by size."""
+    """Run an all-reduce between nodes, and show latency and bus bandwidth by message size."""
     with connected_client(context) as client:
         body = op.StartProbe(nodes=tuple(between), backend=backend, reason=reason)
         found = client.post("/v1/probes", body, op.ProbeStatus)
@@ -220,11 +197,10 @@ def probe(
             raise typer.Exit(1)
 
 
-@app.command()
-def version() -> None:
-    """The release of this command."""
-    console.print(__version__, highlight=False)
+def main() -> None:
+    """Run the command and end the process."""
+    app(prog_name="everstep")
 
 
 if __name__ == "__main__":
-    app()
+    main()

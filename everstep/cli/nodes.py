@@ -10,32 +10,31 @@ import typer
 from everstep.cli import history, tables
 from everstep.cli.client import ControllerClient, path
 from everstep.cli.context import Json, Reason, connected_client, print_change, print_error, send_order, show
+from everstep.command_line import make_app
 from everstep.errors import AuthenticationError, EverstepError, Unavailable
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1 import operator as op
 from everstep.wire.v1 import operator_history
 
-app = typer.Typer(
-    help="One node: show, drain, hold, release, readmit, evict, repair, forget, maintenance.", no_args_is_help=True
-)
+app = make_app("Show a node, or change its state.")
 
 Node = Annotated[str, typer.Argument(metavar="NODE")]
-Nodes = Annotated[list[str], typer.Argument(metavar="NODE...", help="One or more.")]
+Nodes = Annotated[list[str], typer.Argument(metavar="NODE...", help="One or more nodes.")]
 
 
 def nodes(
     context: typer.Context,
-    state: Annotated[str, typer.Option(help="Only in this state, such as quarantined; several with commas.")] = "",
-    rack: Annotated[str, typer.Option(help="Only in this rack.")] = "",
-    switch: Annotated[str, typer.Option(help="Only at this switch.")] = "",
-    job: Annotated[str, typer.Option(help="Only in this job's roster.")] = "",
-    gpu_model: Annotated[str, typer.Option(help="Only with GPUs of whose name this is a part.")] = "",
-    driver: Annotated[str, typer.Option(help="Only with this version of the driver.")] = "",
-    gpu: Annotated[str, typer.Option(help="Only the one with this GPU: its UUID or serial number.")] = "",
-    label: Annotated[str, typer.Option(metavar="NAME[=VALUE]", help="Only with this label.")] = "",
+    state: Annotated[str, typer.Option(help="Show only nodes in these states, such as lost,repair.")] = "",
+    rack: Annotated[str, typer.Option(help="Show only nodes in this rack.")] = "",
+    switch: Annotated[str, typer.Option(help="Show only nodes at this switch.")] = "",
+    job: Annotated[str, typer.Option(help="Show only nodes of this job.")] = "",
+    gpu_model: Annotated[str, typer.Option(help="Show only nodes with GPUs whose name contains this text.")] = "",
+    driver: Annotated[str, typer.Option(help="Show only nodes with this driver version.")] = "",
+    gpu: Annotated[str, typer.Option(help="Show only the node with this GPU (UUID or serial number).")] = "",
+    label: Annotated[str, typer.Option(metavar="NAME[=VALUE]", help="Show only nodes with this label.")] = "",
     as_json: Json = False,
 ) -> None:
-    """Nodes and how they stand."""
+    """List nodes and their states."""
     with connected_client(context) as client:
         where = {"state": state, "rack": rack, "switch": switch, "job": job}
         found = fetch_nodes(client, **where, gpu_model=gpu_model, driver=driver, gpu=gpu, label=label)
@@ -53,7 +52,7 @@ def fetch_nodes(client: ControllerClient, **wanted: str) -> tuple[op.NodeSummary
 
 @app.command("show")
 def node_show(context: typer.Context, node: Node, as_json: Json = False) -> None:
-    """One node: state, findings, GPUs, verdicts."""
+    """Show the state, findings, GPUs and verdicts of a node."""
     with connected_client(context) as client:
         detail = client.get(path("nodes", node), op.NodeDetail)
         show(detail, as_json, tables.node(detail, SYSTEM_CLOCK.wall()))
@@ -79,31 +78,31 @@ def _order_each(context: typer.Context, nodes: list[str], kind: str, reason: str
 
 @app.command()
 def drain(context: typer.Context, nodes: Nodes, reason: Reason) -> None:
-    """Leave running jobs at a step boundary, then stay out."""
+    """Remove nodes from their jobs at a step boundary, and hold them out of service."""
     _order_each(context, nodes, "drain", reason)
 
 
 @app.command()
 def hold(context: typer.Context, nodes: Nodes, reason: Reason) -> None:
-    """Keep the node out of new rosters; what runs there goes on. One that is out gets no cure and stays out."""
+    """Keep nodes out of new generations. Running ranks continue; nodes out of service get no remediation."""
     _order_each(context, nodes, "hold", reason)
 
 
 @app.command()
 def release(context: typer.Context, nodes: Nodes, reason: Reason) -> None:
-    """End a hold or a drain, and nothing else: the node is tried, or treated further."""
+    """End a hold or a drain. The node returns through a probe, or its remediation continues."""
     _order_each(context, nodes, "release", reason)
 
 
 @app.command()
 def readmit(context: typer.Context, nodes: Nodes, reason: Reason) -> None:
-    """Let the node come back, by way of a probe and probation."""
+    """Return nodes to service, through a probe and probation."""
     _order_each(context, nodes, "readmit", reason)
 
 
 @app.command()
 def evict(context: typer.Context, nodes: Nodes, reason: Reason) -> None:
-    """Take the node out of every job at once, whatever the budget says."""
+    """Remove nodes from all jobs at once, regardless of the eviction budget."""
     _order_each(context, nodes, "evict", reason)
 
 
@@ -111,14 +110,12 @@ def evict(context: typer.Context, nodes: Nodes, reason: Reason) -> None:
 def maintenance(
     context: typer.Context,
     reason: Reason,
-    hours: Annotated[float, typer.Option(min=0.01, max=366 * 24, help="How long.")],
+    hours: Annotated[float, typer.Option(min=0.01, max=366 * 24, help="Length of the window in hours.")],
     node: Annotated[str, typer.Argument(metavar="NODE")] = "",
-    rack: Annotated[str, typer.Option(help="All nodes of this rack instead.")] = "",
-    starts_in_hours: Annotated[
-        float, typer.Option(min=0.0, max=366 * 24, help="When it begins: so many hours from now.")
-    ] = 0.0,
+    rack: Annotated[str, typer.Option(help="Apply to all nodes of this rack instead.")] = "",
+    starts_in_hours: Annotated[float, typer.Option(min=0.0, max=366 * 24, help="Hours until the window begins.")] = 0.0,
 ) -> None:
-    """Leave jobs at a boundary for so long, and come back by probation; nothing that happens meanwhile counts."""
+    """Take nodes out of service for some hours. Findings in that time do not count; they return by probation."""
     begins = SYSTEM_CLOCK.wall() + starts_in_hours * 3600
     window = operator_history.MaintenanceRequest(
         starts_at=begins if starts_in_hours else None,
@@ -135,20 +132,20 @@ def cancel_maintenance(
     context: typer.Context,
     reason: Reason,
     node: Annotated[str, typer.Argument(metavar="NODE")] = "",
-    rack: Annotated[str, typer.Option(help="What is planned for this rack instead.")] = "",
+    rack: Annotated[str, typer.Option(help="Cancel the window of this rack instead.")] = "",
 ) -> None:
-    """Maintenance that is planned does not begin; a window that has begun ends by readmit."""
+    """Cancel planned maintenance. To end maintenance that has begun, use readmit."""
     plan = operator_history.CancelMaintenance(reason=reason, node=node or None, rack=rack or None)
     send_order(context, plan, "maintenance", "cancel")
 
 
 @app.command()
 def repair(context: typer.Context, nodes: Nodes, reason: Reason) -> None:
-    """Take the node out until a person readmits it."""
+    """Take nodes out of service until a person readmits them."""
     _order_each(context, nodes, "repair", reason)
 
 
 @app.command()
 def forget(context: typer.Context, nodes: Nodes, reason: Reason) -> None:
-    """Drop a node that is gone for good, with all that is known of it."""
+    """Delete nodes that no longer exist, with their records."""
     _order_each(context, nodes, "forget", reason)

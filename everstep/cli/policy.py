@@ -8,11 +8,11 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich.markup import escape
 
 from everstep.cli import tables
 from everstep.cli.client import ControllerClient
 from everstep.cli.context import Json, connected_client, console, show
+from everstep.command_line import make_app
 from everstep.errors import ConfigurationError, Conflict
 from everstep.policy_trial_results import merge_results
 from everstep.wire.v1 import operator_history
@@ -20,11 +20,11 @@ from everstep.wire.v1 import operator_history
 TRIAL_TIMEOUT_S = 600.0
 """Seconds that a controller may take to repeat its decisions of a month."""
 
-app = typer.Typer(help="The policy: show, check, try.", no_args_is_help=True)
+app = make_app("Show the decision policy, and check or try a change of it.")
 
-# otherwise rich takes the brackets for its markup
-_HELP = escape("TOML: knobs under [policy], rules as [[rule]] tables.")
-Change = Annotated[Path, typer.Argument(metavar="FILE", help=_HELP)]
+Change = Annotated[
+    Path, typer.Argument(metavar="FILE", help="TOML file with settings under [policy] and rules as [[rule]] tables.")
+]
 
 
 def _read(file: Path) -> operator_history.PolicyChange:
@@ -32,7 +32,7 @@ def _read(file: Path) -> operator_history.PolicyChange:
     try:
         written: dict[str, Any] = tomllib.loads(file.read_text())
     except OSError as error:
-        raise ConfigurationError(f"{file} cannot be read: {error.strerror}") from error
+        raise ConfigurationError(f"cannot read {file}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{file} is not TOML: {error}") from error
     if unknown := written.keys() - {"policy", "rule"}:
@@ -48,10 +48,10 @@ def _read(file: Path) -> operator_history.PolicyChange:
 @app.command("show")
 def show_(
     context: typer.Context,
-    rules: Annotated[bool, typer.Option("--rules", help="The rules on findings instead of the knobs.")] = False,
+    rules: Annotated[bool, typer.Option("--rules", help="Show the rules on findings instead of the settings.")] = False,
     as_json: Json = False,
 ) -> None:
-    """The policy in force."""
+    """Show the policy in force."""
     with connected_client(context) as client:
         policy = client.get("/v1/policy", operator_history.PolicyDocument)
         if rules:
@@ -62,7 +62,7 @@ def show_(
                 ladder = ", ".join(rule.get("ladder", ("drain", "repair")))
                 view.add_row(name, rule.get("mode", "enforce"), ladder, counted, rule["source"])
         else:
-            view = tables.table("knob", "value")
+            view = tables.table("setting", "value")
             for name, value in policy.knobs.items():
                 view.add_row(name, str(value))
         show(policy, as_json, view)
@@ -70,14 +70,14 @@ def show_(
 
 @app.command()
 def check(context: typer.Context, file: Change, as_json: Json = False) -> None:
-    """Whether a change could be put in force, and what it changes."""
+    """Check that a change is valid, and show what it changes."""
     with connected_client(context) as client:
         checked = client.post("/v1/policy/check", _read(file), operator_history.PolicyCheckResult)
         view = tables.table("what", "change")
         for name, change in checked.changes.items():
             view.add_row(name, change)
         if checked.ok or as_json:
-            show(checked, as_json, view if checked.changes else "it would change nothing")
+            show(checked, as_json, view if checked.changes else "the change has no effect")
         if not checked.ok:
             raise Conflict(f"{file}: {checked.error}")
 
@@ -86,10 +86,10 @@ def check(context: typer.Context, file: Change, as_json: Json = False) -> None:
 def try_(
     context: typer.Context,
     file: Change,
-    hours: Annotated[float, typer.Option(min=0.01, help="How far back.")] = 168.0,
+    hours: Annotated[float, typer.Option(min=0.01, help="Hours of journal to decide again.")] = 168.0,
     as_json: Json = False,
 ) -> None:
-    """What a change would have done with what the controllers' journals recorded."""
+    """Decide the recorded past again with a change, and show the evictions that differ."""
     with connected_client(context) as client:
         told = _run_trial(client, operator_history.PolicyTrialRequest(change=_read(file), hours=hours))
         view = tables.table("would have been evicted", "why")
@@ -99,7 +99,7 @@ def try_(
         if not as_json:
             console.print(f"{told.events} events decided again; {told.sentence}", highlight=False, markup=False)
             for line in told.avoided_evictions:
-                console.print(f"would not have been: {line}", highlight=False, markup=False)
+                console.print(f"avoided eviction: {line}", highlight=False, markup=False)
 
 
 def _run_trial(

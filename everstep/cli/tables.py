@@ -136,19 +136,19 @@ def status(fleet: op.FleetStatus) -> RenderableType:
     budget: RenderableType = f"{fleet.budget_left} evictions left"
     if fleet.breaker:
         since = age(fleet.now - fleet.breaker_at)
-        budget = Text(f"automatic eviction is stopped since {since}: {fleet.breaker}", style="bold red")
-    away = Text(f"away, running jobs only regroup: {fleet.database_outage}", style="bold red")
+        budget = Text(f"automatic evictions stopped {since} ago: {fleet.breaker}", style="bold red")
+    away = Text(f"unavailable, running jobs can only regroup: {fleet.database_outage}", style="bold red")
     head = _pairs(
         (
-            ("controller", f"{fleet.version}, up {age(fleet.now - fleet.started_at)}, life {fleet.epoch}"),
-            ("nodes", counts if fleet.nodes else "none has registered yet"),
+            ("controller", f"{fleet.version}, up {age(fleet.now - fleet.started_at)}, epoch {fleet.epoch}"),
+            ("nodes", counts if fleet.nodes else "none registered yet"),
             ("connected", str(fleet.connected_nodes)),
             ("budget", budget),
             *((("database", away),) if fleet.database_outage else ()),
             *(("outbreak", _outbreak(one, fleet.now)) for one in fleet.outbreaks),
         )
     )
-    return Group(head, jobs(fleet.jobs)) if fleet.jobs else Group(head, Text("no job runs", style="dim"))
+    return Group(head, jobs(fleet.jobs)) if fleet.jobs else Group(head, Text("no running jobs", style="dim"))
 
 
 def _outbreak(one: op.Outbreak, now: float) -> Text:
@@ -189,8 +189,8 @@ def nodes(found: Iterable[op.NodeSummary], now: float) -> RenderableType:
     return ResponsiveTable(
         (_node_row(one, now) for one in found),
         columns={
-            160: ("node", "state", "for", "job", "gpus", "findings", "heard", "rack", "switch", "driver", "why"),
-            120: ("node", "state", "for", "job", "gpus", "findings", "heard", "rack", "why"),
+            160: ("node", "state", "for", "job", "gpus", "findings", "seen", "rack", "switch", "driver", "why"),
+            120: ("node", "state", "for", "job", "gpus", "findings", "seen", "rack", "why"),
             0: ("node", "state", "for", "job", "why"),
         },
         right=("gpus", "findings"),
@@ -204,7 +204,7 @@ def top(fleet: op.FleetStatus, found: Iterable[op.NodeSummary], now: float) -> R
 
 
 def _node_row(one: op.NodeSummary, now: float) -> dict[str, RenderableType]:
-    heard = "-" if one.last_seen_at is None else f"{age(now - one.last_seen_at)} ago"
+    seen = "-" if one.last_seen_at is None else f"{age(now - one.last_seen_at)} ago"
     return {
         "node": Text(one.node, style="bold"),
         "state": _state_text(one),
@@ -212,7 +212,7 @@ def _node_row(one: op.NodeSummary, now: float) -> dict[str, RenderableType]:
         "job": one.job or "-",
         "gpus": str(one.gpus),
         "findings": Text(str(one.findings), style="yellow" if one.findings else "dim"),
-        "heard": heard if one.connected else Text(heard, style="yellow"),
+        "seen": seen if one.connected else Text(seen, style="yellow"),
         "rack": one.domain.rack or "-",
         "switch": one.domain.switch or "-",
         "driver": one.driver_version or "-",
@@ -240,7 +240,7 @@ def node(detail: op.NodeDetail, now: float) -> RenderableType:
             ("maintenance", _maintenance(detail, now)),
             ("hold", detail.hold_reason or "-"),
             ("cordoned by", detail.external_cordon_by or "-"),
-            *((("eviction held by", detail.eviction_deferred_by),) if detail.eviction_deferred_by else ()),
+            *((("eviction deferred by", detail.eviction_deferred_by),) if detail.eviction_deferred_by else ()),
         )
     )
     parts: list[RenderableType] = [head]
@@ -272,7 +272,7 @@ def _maintenance(detail: op.NodeDetail, now: float) -> str:
 
 def findings(found: Iterable[Finding], now: float) -> RenderableType:
     """Render findings, with the sources of their thresholds."""
-    made = table("finding", "severity", "since", "what", "cure", "rule")
+    made = table("finding", "severity", "since", "message", "action", "rule")
     for one in found:
         made.add_row(
             f"{one.kind} {one.subject}" + (f" XID {one.xid}" if one.xid is not None else ""),
@@ -356,7 +356,7 @@ def recoveries(found: Iterable[op.GenerationRecovery], now: float) -> Renderable
     """Render the cost of each generation."""
     made = table("gen", "reason", "ago", "took", "from", "phases (slowest rank)", "trace", right=("gen", "took"))
     for one in found:
-        took: RenderableType = Text(f"{one.resumed_ranks}/{one.world_size} back", style="yellow")
+        took: RenderableType = Text(f"{one.resumed_ranks}/{one.world_size} resumed", style="yellow")
         if one.duration_s is not None:
             took = duration(one.duration_s)
         phases = ", ".join(f"{name} {duration(seconds)}" for name, seconds in one.phases_s.items())
@@ -415,8 +415,8 @@ def verdict(one: Verdict, now: float) -> RenderableType:
             ("verdict", Text(one.id, style="bold")),
             ("node", one.node),
             ("decision", styled_state(one.decision)),
-            ("because", one.sentence),
-            ("cure", str(one.action)),
+            ("reason", one.sentence),
+            ("action", str(one.action)),
             ("given", f"{age(now - one.at)} ago"),
             ("trace", one.trace),
         )
@@ -425,7 +425,7 @@ def verdict(one: Verdict, now: float) -> RenderableType:
 
 
 def probe(one: op.ProbeStatus) -> RenderableType:
-    word = {True: Text("ok", style="green"), False: Text("failed", style="bold red"), None: Text("under way")}[one.ok]
+    word = {True: Text("ok", style="green"), False: Text("failed", style="bold red"), None: Text("running")}[one.ok]
     head = _pairs((("probe", one.probe), ("nodes", ", ".join(one.nodes)), ("result", word)))
     parts: list[RenderableType] = [head]
     if one.rows:

@@ -19,18 +19,19 @@ from everstep.cli import history, tables
 from everstep.cli.client import path
 from everstep.cli.context import Json, Reason, connected_client, console, print_change, show
 from everstep.cli.tables import age
+from everstep.command_line import make_app
 from everstep.errors import ConfigurationError, EverstepError
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1 import enrolment as wire
 from everstep.wire.v1 import operator as op
 
-app = typer.Typer(help="Credentials: issue, list, show, revoke, rotate.", no_args_is_help=True)
+app = make_app("Issue, list, revoke and rotate credentials.")
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
 Duration = Annotated[str, typer.Option(metavar="TIME", help="Such as 90s, 30m, 12h or 30d.")]
 Out = Annotated[
-    str, typer.Option(metavar="FILE", help="Write the token there, for your eyes only, and not to the terminal.")
+    str, typer.Option(metavar="FILE", help="Write the token to this file (mode 0600) instead of the terminal.")
 ]
 CredentialId = Annotated[str, typer.Argument(metavar="ID")]
 
@@ -38,12 +39,12 @@ CredentialId = Annotated[str, typer.Argument(metavar="ID")]
 @app.command("list")
 def list_(
     context: typer.Context,
-    everything: Annotated[bool, typer.Option("--all", help="Also those that are dead.")] = False,
-    role: Annotated[str, typer.Option(help="Only of this role, such as operator.")] = "",
-    subject: Annotated[str, typer.Option(metavar="NAME", help="Only of this node, job or person.")] = "",
+    everything: Annotated[bool, typer.Option("--all", help="Include expired and revoked credentials.")] = False,
+    role: Annotated[str, typer.Option(help="Show only credentials of this role, such as operator.")] = "",
+    subject: Annotated[str, typer.Option(metavar="NAME", help="Show only those of this node, job or person.")] = "",
     as_json: Json = False,
 ) -> None:
-    """Who has a credential. Secrets are kept nowhere, and not shown."""
+    """List credentials. Their tokens are not stored and cannot be shown."""
     with connected_client(context) as client:
         listed = history.fetch_pages(
             client, "/v1/credentials", wire.CredentialList, sys.maxsize, role=role, subject=subject
@@ -55,7 +56,7 @@ def list_(
 
 @app.command("show")
 def show_(context: typer.Context, id: CredentialId, as_json: Json = False) -> None:
-    """One credential, dead or alive."""
+    """Show one credential, valid or not."""
     with connected_client(context) as client:
         found = client.get(path("credentials", id), wire.Credential)
         show(found, as_json, _table([found], SYSTEM_CLOCK.wall()))
@@ -64,18 +65,18 @@ def show_(context: typer.Context, id: CredentialId, as_json: Json = False) -> No
 @app.command()
 def issue(
     context: typer.Context,
-    role: Annotated[Literal["agent", "trainer", "operator", "viewer", "join"], typer.Option(help="What it may do.")],
+    role: Annotated[Literal["agent", "trainer", "operator", "viewer", "join"], typer.Option(help="Permissions.")],
     reason: Reason,
     subject: Annotated[
-        str, typer.Option(metavar="NAME", help="The node, the job, or who; for join, a pattern of node names.")
+        str, typer.Option(metavar="NAME", help="The node, job or person; for join, a pattern of node names.")
     ] = "",
     expires: Duration = "",
-    uses: Annotated[int, typer.Option(min=0, help="Join: nodes it may enrol; 0 for any number.")] = 1,
-    replace: Annotated[bool, typer.Option(help="Join: also nodes that are enrolled already.")] = False,
-    note: Annotated[str, typer.Option(help="For people.")] = "",
+    uses: Annotated[int, typer.Option(min=0, help="With join: nodes that it may enrol; 0 for any number.")] = 1,
+    replace: Annotated[bool, typer.Option(help="With join: also permit nodes that are enrolled already.")] = False,
+    note: Annotated[str, typer.Option(help="A note for people.")] = "",
     out: Out = "",
 ) -> None:
-    """Make a credential. Its token is shown this once."""
+    """Issue a credential and show its token, which cannot be shown again."""
     with connected_client(context) as client:
         life_s = parse_duration(expires) if expires else None
         body: wire.IssueRequest
@@ -96,7 +97,7 @@ def issue(
 
 @app.command()
 def revoke(context: typer.Context, id: CredentialId, reason: Reason) -> None:
-    """End a credential at once."""
+    """Revoke a credential at once."""
     with connected_client(context) as client:
         changed = client.post(path("credentials", id, "revoke"), op.ReasonOnlyRequest(reason=reason), op.ChangeResult)
         print_change(changed.sentence, changed.trace)
@@ -104,7 +105,7 @@ def revoke(context: typer.Context, id: CredentialId, reason: Reason) -> None:
 
 @app.command()
 def rotate(context: typer.Context, id: CredentialId, reason: Reason, grace: Duration = "1h", out: Out = "") -> None:
-    """Make a second credential for the same subject; the first lives on for the grace."""
+    """Issue a new credential for the same subject. The old one stays valid for the grace period."""
     with connected_client(context) as client:
         body = wire.Rotate(reason=reason, grace_s=parse_duration(grace))
         with _token_output(out) as hand_out:
@@ -121,8 +122,8 @@ _KINDS: dict[str, type[wire.IssueAgent | wire.IssueTrainer | wire.IssueOperator 
 
 def _require_subject(subject: str, role: str) -> str:
     if not subject:
-        what = {"agent": "the node", "trainer": "the job"}.get(role, "who it is for")
-        raise ConfigurationError(f"--role {role} needs --subject: {what}")
+        subjects = {"agent": "the node", "trainer": "the job"}
+        raise ConfigurationError(f"--role {role} needs --subject: {subjects.get(role, 'the person')}")
     return subject
 
 
@@ -130,7 +131,7 @@ def parse_duration(text: str) -> float:
     """Return ``90s``, ``30m``, ``12h`` or ``30d`` in seconds. Raises ConfigurationError."""
     found = _DURATION.fullmatch(text.strip())
     if found is None:
-        raise ConfigurationError(f"{text!r} is not a time: use 90s, 30m, 12h or 30d")
+        raise ConfigurationError(f"{text!r} is no duration: use 90s, 30m, 12h or 30d")
     return float(found[1]) * _UNITS[found[2]]
 
 
@@ -143,12 +144,12 @@ def _token_output(out: str) -> Iterator[Callable[[wire.Issued], None]]:
     try:
         descriptor = os.open(Path(out), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise ConfigurationError(f"{out} cannot be written: {error.strerror}; give a new file") from error
+        raise ConfigurationError(f"cannot write {out}: {error.strerror}; give a new file") from error
     with os.fdopen(descriptor, "w") as file:
 
         def write(issued: wire.Issued) -> None:
             file.write(issued.token + "\n")
-            console.print(f"credential {issued.credential.id}, its token in {out}", highlight=False)
+            console.print(f"wrote the token of credential {issued.credential.id} to {out}", highlight=False)
 
         try:
             yield write

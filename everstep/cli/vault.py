@@ -17,16 +17,17 @@ from rich.console import RenderableType
 from everstep.cli import tables
 from everstep.cli.context import Json, console, reporting_errors, show
 from everstep.cli.tables import age, size
+from everstep.command_line import make_app
 from everstep.errors import ConfigurationError, Unavailable
 from everstep.layout.vault_status import is_locked, read_status
 from everstep.system_clock import SYSTEM_CLOCK
 
-app = typer.Typer(help="Checkpoint memory of this machine: list it, drop what nobody uses.", no_args_is_help=True)
+app = make_app("List the checkpoint memory of this machine, and free unused memory.")
 
 STOP_TIMEOUT_S = 30.0
 Directory = Annotated[
     Path | None,
-    typer.Option("--dir", help="Where vaults have their directories: the parent of an agent's --segment-dir."),
+    typer.Option("--dir", help="Directory of all vaults: the parent of an agent's --segment-dir."),
 ]
 
 
@@ -48,21 +49,21 @@ class VaultMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 @app.command("list")
 def list_(directory: Directory = None, as_json: Json = False) -> None:
-    """Every vault's memory under your user's directory in /dev/shm, and what vaults that are gone left there."""
+    """List the memory of all vaults of this user, and what stopped vaults left."""
     found = [_memory(path) for path in _vault_directories(directory)]
     show(found, as_json, _table(found))
 
 
 @app.command()
 def drop(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="As `everstep vault list` says.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A name from `everstep vault list`.")],
     directory: Directory = None,
 ) -> None:
-    """Free what a vault holds that nobody is connected to, or what one that is gone left. Its checkpoints are lost."""
+    """Free the memory of a vault without clients, or of a stopped vault. Its checkpoints are lost."""
     with reporting_errors():
         path = next((path for path in _vault_directories(directory) if path.name == name), None)
         if path is None:
-            raise ConfigurationError(f"there is no {name!r} in {_base(directory)}; everstep vault list says what is")
+            raise ConfigurationError(f"there is no vault {name!r} in {_base(directory)}: see `everstep vault list`")
         before = _memory(path)
         _stop_vault_on_exit(path, before)
         shutil.rmtree(path, ignore_errors=True)
@@ -102,12 +103,12 @@ def _table(found: list[VaultMemory]) -> RenderableType:
 
 def _state(one: VaultMemory) -> str:
     if not one.pid:
-        return "gone"
+        return "stopped"
     if one.idle_since is None:
         return f"pid {one.pid}, in use"
     now = SYSTEM_CLOCK.wall()
     ends = "" if one.ends_at is None else f", ends in {age(one.ends_at - now)}"
-    return f"pid {one.pid}, alone for {age(now - one.idle_since)}{ends}"
+    return f"pid {one.pid}, no client for {age(now - one.idle_since)}{ends}"
 
 
 def _stop_vault_on_exit(path: Path, memory: VaultMemory) -> None:
@@ -115,7 +116,7 @@ def _stop_vault_on_exit(path: Path, memory: VaultMemory) -> None:
     if not is_locked(path):
         return
     if not memory.pid or memory.idle_since is None:
-        raise ConfigurationError(f"{path.name} is in use: end its job's launcher, or the node's agent, first")
+        raise ConfigurationError(f"{path.name} is in use: stop its job's launcher or the node's agent first")
     with os.fdopen(os.pidfd_open(memory.pid)) as vault:
         signal.pidfd_send_signal(vault.fileno(), signal.SIGTERM)
         if not select.select([vault], [], [], STOP_TIMEOUT_S)[0]:

@@ -8,23 +8,21 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-import typing
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 from everstep_agent import config as agent_config
 from everstep_controller import config as controller_config
-from everstep_controller import main as controller_main
 from everstep_controller.core.policy import CorePolicy
 from everstep_trainer.config import HookSettings
 
-from tools.docs_site.commands import argparse_flags, subparsers
+from everstep.settings import Program, field_docs
 from tools.docs_site.markdown import code, from_docstring, sentence, table
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
-    """One field of a settings struct, under the comment that heads its group."""
+    """One field of a settings struct, below the comment that heads its group."""
 
     name: str
     type: str
@@ -39,8 +37,8 @@ def settings_of(struct: type[msgspec.Struct]) -> list[Setting]:
     (definition,) = ast.parse(source).body
     assert isinstance(definition, ast.ClassDef)
     lines, found, group = source.splitlines(), [], ""
-    described = _annotated_descriptions(struct)
-    for index, node in enumerate(definition.body):
+    docs = field_docs(struct)
+    for node in definition.body:
         if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
             continue
         above = lines[node.lineno - 2].strip()
@@ -50,37 +48,13 @@ def settings_of(struct: type[msgspec.Struct]) -> list[Setting]:
         found.append(
             Setting(
                 name=name,
-                type=_type_name(node.annotation),
+                type=ast.unparse(node.annotation),
                 default=_default(struct, name),
-                description=described.get(name) or _literal_below(definition.body, index),
+                description=docs[name],
                 group=group,
             )
         )
     return found
-
-
-def _annotated_descriptions(struct: type[msgspec.Struct]) -> dict[str, str]:
-    """Return descriptions that are given by ``Annotated[..., Meta(description=...)]``."""
-    found = {}
-    for name, hint in typing.get_type_hints(struct, include_extras=True).items():
-        for extra in getattr(hint, "__metadata__", ()):
-            if isinstance(extra, msgspec.Meta) and extra.description:
-                found[name] = extra.description
-    return found
-
-
-def _literal_below(body: list[ast.stmt], index: int) -> str:
-    following = body[index + 1] if index + 1 < len(body) else None
-    if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
-        return str(following.value.value)
-    return ""
-
-
-def _type_name(annotation: ast.expr) -> str:
-    if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) == "Annotated":
-        assert isinstance(annotation.slice, ast.Tuple)
-        annotation = annotation.slice.elts[0]
-    return ast.unparse(annotation)
 
 
 def _default(struct: type[msgspec.Struct], name: str) -> str:
@@ -106,26 +80,36 @@ def _page(title: str, introduction: str, settings: list[Setting], names: Callabl
     return "\n".join(parts)
 
 
+def _names(program: Program, group: str = "") -> Callable[[str], list[tuple[str, str]]]:
+    """Return a function that gives the flag and the variable of a field of the struct, or of the nested ``group``."""
+    by_path = {setting.path: setting for setting in program.settings.values()}
+
+    def names(field: str) -> list[tuple[str, str]]:
+        setting = by_path[(group, field) if group else (field,)]
+        return [("Flag", code(setting.flag)), ("Variable", code(program.variable(setting.name)))]
+
+    return names
+
+
+_SOURCES = (
+    "takes each setting from its flag, then from its environment variable, then from the key of the same name in the "
+    "TOML file that `--settings` names, then from the preset that `--preset` names, then from the default below."
+)
+
+
 def agent_page() -> str:
     """Return the page of the agent's settings."""
-    flags = argparse_flags(agent_config._parser())
-
-    def names(name: str) -> list[tuple[str, str]]:
-        return [("Flag", code(flags[name])), ("Variable", code(agent_config.ENVIRONMENT_PREFIX + name.upper()))]
-
-    introduction = (
-        "`everstep-agent` takes each setting from its command line, then from the environment, then from the preset "
-        "that `--preset` names, then from the default below.\n\n" + _presets(agent_config.PRESETS)
-    )
-    return _page("Agent settings", introduction, settings_of(agent_config.AgentSettings), names)
+    introduction = f"`everstep-agent` {_SOURCES}\n\n" + _presets(agent_config.PRESETS)
+    settings = settings_of(agent_config.AgentSettings)
+    return _page("Agent settings", introduction, settings, _names(agent_config.PROGRAM))
 
 
 def _presets(presets: Any) -> str:
-    said = []
+    lines = []
     for name, values in presets.items():
         changed = ", ".join(f"`{key} = {value!r}`" for key, value in values.items())
-        said.append(f"- Preset `{name}`: {changed or 'the defaults below'}.")
-    return "\n".join(said)
+        lines.append(f"- Preset `{name}`: {changed or 'the defaults below'}.")
+    return "\n".join(lines)
 
 
 def _changed(preset: msgspec.Struct, default: msgspec.Struct) -> str:
@@ -133,45 +117,32 @@ def _changed(preset: msgspec.Struct, default: msgspec.Struct) -> str:
     rows = [
         (code(name), code(getattr(preset, name)), code(getattr(default, name)))
         for name in default.__struct_fields__
-        if name not in ("policy", "rules") and getattr(preset, name) != getattr(default, name)
+        if name not in ("policy", "rules", "preset") and getattr(preset, name) != getattr(default, name)
     ]
     return "\n## Preset lab\n\n" + table(("Setting", "With `lab`", "Default"), rows)
 
 
 def controller_page() -> str:
     """Return the page of the controller's settings."""
-    flags = argparse_flags(subparsers(controller_main._parser())["serve"])
-
-    def names(name: str) -> list[tuple[str, str]]:
-        return [
-            ("Flag", code(flags.get(name, ""))),
-            ("Variable", code(controller_config.ENVIRONMENT_PREFIX + name.upper())),
-        ]
-
     kind = controller_config.ControllerSettings
     introduction = (
-        "`everstep-controller serve` takes each setting from its command line, then from the TOML file that "
-        "`--settings` names, then from the environment, then from the preset that `--preset` names (`production` "
-        "unless said otherwise), then from the default below. How it decides is set by the "
-        "[decision policy](policy.md)."
+        f"`everstep-controller serve` {_SOURCES} How the controller decides is set by the [decision policy](policy.md)."
     )
     settings = [one for one in settings_of(kind) if one.name != "policy"]
-    return _page("Controller settings", introduction, settings, names) + _changed(kind.preset("lab"), kind())
+    page = _page("Controller settings", introduction, settings, _names(controller_config.PROGRAM))
+    return page + _changed(kind.from_preset("lab"), kind())
 
 
 def policy_page() -> str:
     """Return the page of the decision policy."""
-
-    def names(name: str) -> list[tuple[str, str]]:
-        return [("Variable", code(controller_config.POLICY_PREFIX + name.upper()))]
-
     introduction = (
-        "How the controller decides. In a settings file these stand under `[policy]`; `everstep policy check` and "
-        "`everstep policy try` say what a change would do. Rules on single kinds of findings have "
+        "How the controller decides. In a settings file these settings are in the table `[policy]`; `everstep policy "
+        "check` and `everstep policy try` show the effect of a change. Rules on single kinds of findings have "
         "[a page of their own](../findings.md)."
     )
     settings = [one for one in settings_of(CorePolicy) if one.name != "rules"]
-    return _page("Decision policy", introduction, settings, names) + _changed(CorePolicy.lab_preset(), CorePolicy())
+    page = _page("Decision policy", introduction, settings, _names(controller_config.PROGRAM, "policy"))
+    return page + _changed(CorePolicy.lab_preset(), CorePolicy())
 
 
 def trainer_page() -> str:

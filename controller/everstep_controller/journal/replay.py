@@ -6,7 +6,6 @@ shows the differences. After the first difference, the recorded events no longer
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import sys
 from collections.abc import Iterable, Iterator
@@ -128,8 +127,7 @@ def _replay_entry(state: FleetState, entry: JournalEntry) -> tuple[tuple[str, ..
     except EverstepError as error:  # after a difference, the node or job may not exist
         return (f"refused ({error.code}): {error}",), (), 0
     verdicts = tuple(effect.verdict for effect in effects if isinstance(effect, PutVerdict))
-    words = tuple(describe(effects))
-    return words, verdicts, digest(effects)
+    return tuple(describe(effects)), verdicts, digest(effects)
 
 
 def _name(event: Event) -> str:
@@ -149,85 +147,69 @@ def _job_of(event: Event) -> str:
 # ---- replay command
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``everstep-controller replay``."""
-    parser.add_argument("log", type=Path, metavar="LOG", help="a journal's directory, or one of its segments")
-    parser.add_argument("--node", default="", help="only what the node said, or what names it")
-    parser.add_argument("--job", default="", help="only what was said of the job, or what names it")
-    parser.add_argument("--trace", default="", help="only one stimulus and what it led to")
-    parser.add_argument("--since", type=_wall, default=float("-inf"), metavar="TIME", help="ISO 8601, or wall seconds")
-    parser.add_argument("--until", type=_wall, default=float("inf"), metavar="TIME")
-    parser.add_argument("--differences", action="store_true", help="only what would be decided otherwise today")
-    parser.add_argument("--json", action="store_true", help="one object per event, for scripts")
+class Selection(msgspec.Struct, frozen=True, kw_only=True):
+    """Events to print."""
 
+    node: str = ""
+    job: str = ""
+    trace: str = ""
+    since: float = float("-inf")
+    until: float = float("inf")
+    differences_only: bool = False
 
-def _wall(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        at = datetime.fromisoformat(text)
-        return (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()
-
-
-def run(options: argparse.Namespace) -> int:
-    """Print the incident. Return 1 if any decision differs, else 0. Raises NotFound or MalformedMessage."""
-    paths = segments(options.log) if options.log.is_dir() else [options.log]
-    if not paths or not paths[0].exists():
-        raise NotFound(f"no journal in {options.log}: give the directory that journal_dir names, or a *.journal file")
-    events = differences = 0
-    for path in paths:
-        recording = replay(path)
-        _announce(path, recording, options)
-        for step in recording.events:
-            events += 1
-            differences += step.differs
-            if _is_selected(step, options):
-                _show(step, options)
-    if not options.json:
-        _print_summary(events, differences)
-    return 1 if differences else 0
-
-
-def _announce(path: Path, recording: Recording, options: argparse.Namespace) -> None:
-    if not options.json:
-        other = "" if recording.is_of_this_release else f", replayed by {__version__}"
-        print(f"{path.name}: from {_when(recording.begins_at)}, written by everstep {recording.version}{other}")
-
-
-def _is_selected(step: ReplayedEvent, options: argparse.Namespace) -> bool:
-    if not options.since <= step.at <= options.until or (options.differences and not step.differs):
-        return False
-    if options.trace and step.trace != options.trace:
-        return False
-    lines = (*step.recorded, *step.replayed)
-    return all(
-        not name or name == subject or any(_names(line, name) for line in lines)
-        for name, subject in ((options.node, step.node), (options.job, step.job))
-    )
+    def includes(self, step: ReplayedEvent) -> bool:
+        """Return whether to print the event. A node or job may also be named by a decision."""
+        if not self.since <= step.at <= self.until or (self.differences_only and not step.differs):
+            return False
+        if self.trace and step.trace != self.trace:
+            return False
+        lines = (*step.recorded, *step.replayed)
+        return all(
+            not name or name == subject or any(_names(line, name) for line in lines)
+            for name, subject in ((self.node, step.node), (self.job, step.job))
+        )
 
 
 def _names(line: str, name: str) -> bool:
     return name in line.replace(",", " ").replace(":", " ").replace(";", " ").split()
 
 
-def _show(step: ReplayedEvent, options: argparse.Namespace) -> None:
-    if options.json:
+def run(log: Path, selection: Selection, *, as_json: bool) -> int:
+    """Print the incident. Return 1 if any decision differs, else 0. Raises NotFound or MalformedMessage."""
+    paths = segments(log) if log.is_dir() else [log]
+    if not paths or not paths[0].exists():
+        raise NotFound(f"no journal in {log}: give the directory that journal_dir names, or a *.journal file")
+    events = differences = 0
+    for path in paths:
+        recording = replay(path)
+        if not as_json:
+            other = "" if recording.is_of_this_release else f", replayed by {__version__}"
+            print(f"{path.name}: from {_when(recording.begins_at)}, written by everstep {recording.version}{other}")
+        for step in recording.events:
+            events += 1
+            differences += step.differs
+            if selection.includes(step):
+                _show(step, as_json)
+    if not as_json:
+        _print_summary(events, differences)
+    return 1 if differences else 0
+
+
+def _show(step: ReplayedEvent, as_json: bool) -> None:
+    if as_json:
         sys.stdout.write(msgspec.json.encode(step).decode() + "\n")
     elif step.differs or step.replayed:
         print(f"{_when(step.at)}  {step.event_name}  [{step.trace}]")
-        _print_lines(step.difference() if step.differs else step.replayed)
-
-
-def _print_lines(lines: Iterable[str]) -> None:
-    for line in lines:
-        print(f"    {line}")
+        for line in step.difference() if step.differs else step.replayed:
+            print(f"    {line}")
 
 
 def _print_summary(events: int, differences: int) -> None:
     if differences:
-        print(f"{events} events; {differences} would be decided otherwise by this core (- then, + now)")
+        verb = "decision differs" if differences == 1 else "decisions differ"
+        print(f"{events} events; {differences} {verb} in this release (- recorded, + replayed)")
     else:
-        print(f"{events} events, each decided as it was then")
+        print(f"{events} events; all decisions are the same as recorded")
 
 
 def _when(at: float) -> str:

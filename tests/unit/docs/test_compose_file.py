@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import yaml
-from everstep_agent.config import from_command_line, read_token
-from everstep_controller.config import load_settings, read_password, read_secret
-from everstep_controller.main import _parser
+from everstep_agent.config import read_token
+from everstep_controller.config import read_password, read_secret
 
 from everstep.bearer_tokens import Identity, TokenRole, verify
+from tests.support.command_lines import agent_settings, controller_settings
 
 ROOT = Path(__file__).parents[3]
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
@@ -28,17 +28,14 @@ DOCKERFILE = (ROOT / "deploy" / "docker" / "Dockerfile").read_text()
 
 @pytest.mark.parametrize("name", AGENTS)
 def test_compose_agent_settings_are_valid(name: str) -> None:
-    settings = from_command_line(SERVICES[name]["command"], environ={})
+    settings = agent_settings(SERVICES[name]["command"], {})
     assert settings.node == name
     assert settings.vault_listen.partition(":")[0] == name, "its peers reach the vault by the service's name"
 
 
 @pytest.mark.parametrize("name", CONTROLLERS)
 def test_compose_controller_settings_are_valid(name: str) -> None:
-    given = vars(_parser().parse_args(SERVICES[name]["command"]))
-    assert given.pop("command") == "serve"
-    preset, file = given.pop("preset"), given.pop("settings")
-    settings = load_settings(given, preset=preset, file=file, environment=SERVICES[name]["environment"])
+    settings = controller_settings(SERVICES[name]["command"], SERVICES[name]["environment"])
     assert settings.database_password_file
     assert settings.advertise == f"{name}:7700", "others find it by the service's name"
     assert not settings.policy.probe_required, "the agents' image has no torch, and no node would come back"
@@ -95,7 +92,7 @@ def test_compose_file_contains_no_secret() -> None:
 def test_prometheus_scrapes_the_listening_ports() -> None:
     config = yaml.safe_load((ROOT / "deploy" / "prometheus" / "prometheus.yml").read_text())
     jobs = {job["job_name"]: job for job in config["scrape_configs"]}
-    listens = [from_command_line(SERVICES[name]["command"], environ={}).metrics_listen for name in AGENTS]
+    listens = [agent_settings(SERVICES[name]["command"], {}).metrics_listen for name in AGENTS]
     assert jobs["everstep-agent"]["static_configs"][0]["targets"] == [
         f"{name}:{at.rpartition(':')[2]}" for name, at in zip(AGENTS, listens, strict=True)
     ]
@@ -114,7 +111,7 @@ def test_make_secrets_writes_usable_files(tmp_path: Path) -> None:
     command = tmp_path / "everstep-controller"
     command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m everstep_controller.main "$@"\n')
     command.chmod(0o700)
-    environment = {**os.environ, "EVERSTEP_CONTROLLER_COMMAND": str(command), "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "CONTROLLER_COMMAND": str(command), "PYTHONPATH": str(ROOT)}
     run = [str(tmp_path / "deploy" / "make-secrets.sh")]
     subprocess.run(run, check=True, capture_output=True, env=environment)
     folder = tmp_path / "deploy" / "secrets"

@@ -13,20 +13,17 @@ from typing import Any
 import pytest
 import typer
 import yaml
-from everstep_agent.config import from_command_line
 from everstep_agent.findings.rules import load_policy
 from everstep_controller import rulebook
 from everstep_controller.config import load_settings
 from everstep_controller.core.policy import CorePolicy
 from everstep_controller.core.records import JOB_TRANSITIONS
-from everstep_controller.main import _parser as controller_parser
 from everstep_controller.rulebook import with_rules
-from everstep_trainer.launch.options import make_parser as launch_parser
 from fastapi.testclient import TestClient
 
-from everstep.cli.main import app
 from everstep.cli.policy import _read as read_change
 from everstep.vocabulary import JobState, NodeState
+from tests.support.command_lines import PROGRAMS, agent_settings, controller_settings, parse
 from tests.support.controllers import InProcess
 from tools.docs_site import rest
 from tools.docs_site.hook import PAGES
@@ -103,51 +100,28 @@ def simple_commands(line: str) -> Iterator[list[str]]:
             words.append(word)
 
 
-def check_everstep(arguments: list[str]) -> None:
-    if arguments[:1] == ["replay"]:  # it hands its words on
-        check_controller(arguments)
-        return
-    command: Any = typer.main.get_command(app)
-    options = {option for parameter in command.params for option in parameter.opts}
-    if arguments == ["--version"]:
-        return
-    while arguments:
-        word = arguments.pop(0)
-        if word.startswith("-"):
-            assert word.split("=")[0] in {*options, "--help"}, f"no such option: {word}"
-        elif hasattr(command, "commands") and word in command.commands:
-            command = command.commands[word]
-            options = {option for parameter in command.params for option in parameter.opts}
-        elif hasattr(command, "commands"):
-            assert word.startswith(("http", "/", "deploy/")) or "." in word, f"no such command: {word}"
-    assert not hasattr(command, "commands"), "a subcommand is missing"
-
-
-def check_controller(arguments: list[str]) -> None:
-    given = vars(controller_parser().parse_args(arguments))
-    if given.pop("command") == "serve":
-        preset, file = given.pop("preset"), given.pop("settings")
-        load_settings(given, preset=preset, file=file, environment={})
-
-
-CHECKS = {
-    "everstep": check_everstep,
-    "everstep-controller": check_controller,
-    "everstep-agent": lambda arguments: from_command_line(arguments, environ={}),
-    "everstep-launch": lambda arguments: launch_parser({}).parse_args(arguments),
-}
+def check(program: str, arguments: list[str]) -> None:
+    """Raises Typer's error for what a program does not take, and ConfigurationError for impossible settings."""
+    if program == "everstep" and arguments[:1] == ["replay"]:  # it hands its words on
+        program = "everstep-controller"
+    command, _ = parse(program, arguments)
+    if command == "serve":
+        controller_settings(arguments, {})
+    elif program == "everstep-agent":
+        agent_settings(arguments, {})
 
 
 @each_document
 def test_every_documented_command_is_accepted(document: Path) -> None:
     for program, *arguments in command_lines(document):
-        if program in CHECKS:
-            try:
-                CHECKS[program](arguments)
-            except SystemExit as exit_:
-                if not exit_.code:
-                    continue  # --version
-                pytest.fail(f"{program} {' '.join(arguments)}: exit {exit_.code}")
+        if program not in PROGRAMS:
+            continue
+        try:
+            check(program, arguments)
+        except typer.Exit:
+            pass  # --version or --help
+        except typer.exceptions.TyperException as error:
+            pytest.fail(f"{program} {' '.join(arguments)}: {error.format_message()}")
 
 
 @each_document
@@ -163,7 +137,7 @@ def test_every_documented_settings_file_is_accepted(document: Path, tmp_path: Pa
         elif "xid" in tomllib.loads(block):  # a site's word to its agents
             load_policy([file])
         else:
-            load_settings({"secret_file": "secret"}, file=file, environment={})
+            load_settings({"secret_file": "secret", "settings": str(file)}, {})
 
 
 @each_document
@@ -177,7 +151,7 @@ def test_every_make_target_exists(document: Path) -> None:
 def test_documents_call_every_program() -> None:
     """The checks above would pass on documents they cannot read."""
     called = {words[0] for document in DOCUMENTS for words in command_lines(document)}
-    assert called >= {*CHECKS, "make"}
+    assert called >= {*PROGRAMS, "make"}
 
 
 # --- tests -------------------------------------------------------------------------------------------------------

@@ -5,9 +5,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from everstep_agent.config import from_command_line
-from everstep_controller.config import load_settings
-from everstep_controller.main import _parser
+from tests.support.command_lines import agent_settings, controller_settings
 
 UNITS = Path(__file__).parents[3] / "deploy" / "systemd"
 
@@ -30,13 +28,13 @@ def test_agent_unit_command_line_is_accepted() -> None:
     program, *arguments = command("everstep-agent.service")
     assert program.endswith("/everstep-agent")
     environment = {
-        "EVERSTEP_AGENT_CONTROLLERS": "http://10.0.0.1:7700",
+        "EVERSTEP_AGENT_CONTROLLER": "http://10.0.0.1:7700",
         "EVERSTEP_AGENT_VAULT_LISTEN": "10.0.0.7:7702",
         "EVERSTEP_AGENT_RACK": "r1",
         "EVERSTEP_AGENT_SWITCH": "s1",
         "EVERSTEP_AGENT_POWER_DOMAIN": "p1",
     }
-    settings = from_command_line(arguments, environ=environment)
+    settings = agent_settings(arguments, environment)
     assert (settings.node, settings.preset, settings.kernel_log_path) == ("node-17", "production", "/dev/kmsg")
 
 
@@ -50,10 +48,7 @@ def test_vault_survives_stop_of_the_agent_unit() -> None:
 def test_controller_unit_command_line_is_accepted() -> None:
     program, *arguments = command("everstep-controller.service")
     assert program.endswith("/everstep-controller")
-    given = vars(_parser().parse_args(arguments))
-    given.pop("command")
-    preset, file = given.pop("preset"), given.pop("settings")
-    assert load_settings(given, preset=preset, file=file, environment={}).listen == "h:1"
+    assert controller_settings(arguments, {}).listen == "h:1"
 
 
 def test_systemd_units_restart_without_limit() -> None:

@@ -1,4 +1,4 @@
 from everstep_trainer.launch.command import main
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

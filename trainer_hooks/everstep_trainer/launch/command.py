@@ -3,49 +3,99 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import inspect
 import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
+from typing import Annotated, Any
 
-from everstep.errors import ConfigurationError, EverstepError
+import typer
+
+from everstep.command_line import CONTEXT_SETTINGS, Flags, Version, exit_on_errors, make_app, takes_settings
+from everstep.errors import ConfigurationError
 from everstep.parent_process import die_with_parent
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep_trainer.launch.launcher import LauncherOutcome, launch
-from everstep_trainer.launch.options import IGNORED_FLAGS, LaunchOptions, parse_options
+from everstep_trainer.launch.options import (
+    ALIASES,
+    IGNORED_FLAGS,
+    IGNORED_SWITCHES,
+    PROGRAM,
+    LaunchOptions,
+    load_options,
+)
 
 log = logging.getLogger(__name__)
 
-EXIT_USAGE = 2
+SHORT_FLAGS = {"redirects": ("-r",)}
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the launcher and return its exit status.
+app = make_app()
 
-    Returns:
-        0 if the job finished, 1 if it failed, 2 for a wrong command line. 128 plus the number of the signal that ended
-        it (130 for Ctrl-C). For a script that never calls ``everstep.main``, the status of its first failed process.
+
+def _takes_ignored_flags(function: Callable[..., None]) -> Callable[..., None]:
+    """Give a command hidden flags for IGNORED_FLAGS, and pass those that were given as its argument ``ignored``."""
+
+    @functools.wraps(function)
+    def command(**given: Any) -> None:
+        ignored = [name for name in IGNORED_FLAGS if given.pop(name) is not None]
+        function(ignored=ignored, **given)
+
+    own = inspect.signature(function).parameters.values()
+    parameters = [each for each in own if each.name != "ignored"]
+    for name in IGNORED_FLAGS:
+        kind: Any = bool | None if name in IGNORED_SWITCHES else str | None
+        spellings = [f"--{name.replace('_', '-')}", f"--{name}", *SHORT_FLAGS.get(name, ())]
+        option = typer.Option(*dict.fromkeys(spellings), hidden=True, envvar=f"PET_{name.upper()}")
+        annotation: Any = Annotated[kind, option]
+        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return command
+
+
+@app.command(context_settings={**CONTEXT_SETTINGS, "allow_interspersed_args": False})
+@_takes_ignored_flags
+@takes_settings(PROGRAM, aliases=ALIASES)
+def everstep_launch(
+    context: typer.Context,
+    training_script: Annotated[str, typer.Argument(help="Path of the training script, or a module's name with -m.")],
+    flags: Flags,
+    ignored: list[str],
+    training_script_args: Annotated[list[str] | None, typer.Argument(help="Arguments of the script.")] = None,
+    no_python: Annotated[bool, typer.Option("--no-python", "--no_python", hidden=True)] = False,
+    _version: Version = False,
+) -> None:
+    """Run a training script on this node's ranks, and replace single ranks when they fail.
+
+    The flags of torchrun are accepted. The exit status is 0 if the job finished, 1 if it failed, 2 for invalid options,
+    128 plus the number of the signal that ended the launcher, or, for a script that never calls everstep.main, the
+    status of its first failed process.
     """
-    parent = os.getppid()
     logging.basicConfig(level=logging.INFO, format="everstep-launch: %(message)s", stream=sys.stderr)
-    try:
-        options = parse_options(sys.argv[1:] if argv is None else argv, os.environ)
-        for name in options.ignored_flags:
-            log.info("--%s changes nothing here: %s", name.replace("_", "-"), IGNORED_FLAGS[name])
+    with exit_on_errors("everstep-launch"):
+        if no_python:
+            raise ConfigurationError(
+                "--no-python is not supported, because workers are forked from a Python process that has imported "
+                "torch: give a Python script or a module (-m)"
+            )
+        for name in ignored:
+            log.info("--%s has no effect: %s", name.replace("_", "-"), IGNORED_FLAGS[name])
+        options = load_options(training_script, training_script_args or (), flags, os.environ)
         if options.die_with_parent:
-            die_with_parent(parent)
+            die_with_parent(context.obj)
         outcome = asyncio.run(_run(options))
-    except ConfigurationError as error:
-        print(f"everstep-launch: {error}", file=sys.stderr)
-        return EXIT_USAGE
-    except EverstepError as error:
-        print(f"everstep-launch: {error}", file=sys.stderr)
-        return 1
     if outcome.exit_status:
         print(f"everstep-launch: {outcome.sentence}", file=sys.stderr)
-    return outcome.exit_status
+    raise typer.Exit(outcome.exit_status)
+
+
+def main() -> None:
+    """Run the command and end the process."""
+    app(prog_name="everstep-launch", obj=os.getppid())
 
 
 async def _run(options: LaunchOptions) -> LauncherOutcome:
@@ -71,4 +121,4 @@ async def _run(options: LaunchOptions) -> LauncherOutcome:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

@@ -222,7 +222,7 @@ class WorkerProcesses:
         self._forks = ForkServerLink(on_event, fork_server_environment(options, environ))
         self._controls: dict[int, ControlChannel[ReachedMain]] = {}
         directory = Path(options.log_dir) / options.job if options.log_dir is not None else None
-        self._outputs = WorkerOutputs(directory, options.tee, label) if directory is not None else None
+        self._outputs = WorkerOutputs(directory, options.tee != "0", label) if directory is not None else None
 
     @property
     def address(self) -> tuple[str, int]:
@@ -265,7 +265,7 @@ class WorkerProcesses:
         if options.max_nodes == 1 and local_rank is not None:
             host, port = self.address
             environment |= static_rank_environment(local_rank=local_rank, nproc=nproc, host=host, port=port)
-        arguments = {"script": options.script, "module": options.is_module, "arguments": list(options.arguments)}
+        arguments = {"script": options.script, "module": options.module, "arguments": list(options.arguments)}
         outputs = self._outputs.open(serial) if self._outputs is not None else ()
         ours, theirs = make_socket_pair()
         with theirs:

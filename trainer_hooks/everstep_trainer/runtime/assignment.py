@@ -30,7 +30,7 @@ from everstep_trainer.launch.job_cache import RecordedImportLoader, cache_folder
 from everstep_trainer.launch.process_setup import StandbyMemory, set_process_name, warm_up_torch
 
 JOB_VARIABLE = "EVERSTEP_JOB"
-AGENT_SOCKET_VARIABLE = "EVERSTEP_AGENT_SOCKET"
+AGENT_SOCKET_VARIABLE = "EVERSTEP_LAUNCH_AGENT_SOCKET"
 CONTROL_FD_VARIABLE = "EVERSTEP_CONTROL_FD"
 WORKER_PID_VARIABLE = "EVERSTEP_WORKER_PID"
 STARTED_AT_VARIABLE = "EVERSTEP_WORKER_STARTED_AT"

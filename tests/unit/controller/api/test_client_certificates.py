@@ -211,7 +211,7 @@ def test_certificate_of_unknown_authority_fails_handshake(
 
 def command(process: ControllerProcess, authority: Authority, client: Pair, *words: str) -> Any:
     options = ["--controller", f"https://{process.listen}", "--ca-file", str(authority.pair.certificate)]
-    options += ["--certificate", str(client.certificate), "--key", str(client.key)]
+    options += ["--client-certificate", str(client.certificate), "--client-key", str(client.key)]
     return CliRunner().invoke(app, [*options, *words])
 
 

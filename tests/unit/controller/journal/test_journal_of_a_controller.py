@@ -30,5 +30,5 @@ def test_journal_of_killed_controller_replays_identically(program_forks: ForkPoo
         process.end()
     done = _replayed(journal)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "each decided as it was then" in done.stdout
+    assert "all decisions are the same as recorded" in done.stdout
     assert len(list(journal.glob("*.journal"))) == 2

@@ -242,4 +242,4 @@ def test_replay_command_prints_incident_without_differences(fleet: JournaledFlee
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert "verdict n2-1 (evict)" in done.stdout
-    assert "each decided as it was then" in done.stdout
+    assert "all decisions are the same as recorded" in done.stdout

@@ -21,7 +21,7 @@ def test_invalid_token_file_is_refused_without_showing_content(tmp_path: Path) -
     for text in ("-----BEGIN KEY-----\nsecret\n", "two words", "t\u00f6ken", "\x1b[2J"):
         file = tmp_path / "token"
         file.write_text(text)
-        with pytest.raises(ConfigurationError, match="does not hold a token") as refused:
+        with pytest.raises(ConfigurationError, match="does not contain a token") as refused:
             client_module.read_token(str(file))
         assert text.strip() not in str(refused.value)
 
@@ -126,7 +126,7 @@ def test_client_retries_for_a_while_without_leader(controllers: Controllers) -> 
 
 def test_client_does_not_repeat_a_possibly_accepted_order(controllers: Controllers) -> None:
     addresses = [controllers.add(lambda: None), controllers.add(leads)]
-    with pytest.raises(Unavailable, match="look before you give it again"):
+    with pytest.raises(Unavailable, match="check before you repeat it"):
         ControllerClient(",".join(addresses), "token").post("/", {}, dict)
     assert controllers.asked == ["c0"]
     assert ControllerClient(",".join(addresses), "token").get("/", dict) == {"who": 1}
@@ -188,5 +188,5 @@ def test_policy_try_with_one_address_follows_the_leader(controllers: Controllers
 
 def test_client_explains_controller_without_tls(controllers: Controllers) -> None:
     plain = controllers.add(lambda: (200, {}))
-    with pytest.raises(Unavailable, match="does not speak TLS"):
+    with pytest.raises(Unavailable, match="does not use TLS"):
         ControllerClient(plain.replace("http://", "https://"), "t").get("/v1/status", dict)

@@ -85,7 +85,7 @@ def test_explicit_controller_or_token_takes_precedence(machine: Machine) -> None
     given = ConnectionOptions("https://10.0.0.1:7700", "token")
     assert given.resolved(machine.environ) == given
     assert ConnectionOptions(token_file="token").resolved(machine.environ).controller == DEFAULT_CONTROLLER
-    with pytest.raises(ConfigurationError, match="leave out one"):
+    with pytest.raises(ConfigurationError, match="omit one"):
         ConnectionOptions("https://10.0.0.1:7700", run="llama").resolved(machine.environ)
 
 

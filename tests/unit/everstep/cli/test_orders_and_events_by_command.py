@@ -145,7 +145,7 @@ def test_times_are_relative_or_iso() -> None:
     assert abs(SYSTEM_CLOCK.wall() - 5400 - parse_time("1.5h")) < 60
     assert parse_time("2026-11-20T12:00+01:00") == 1795172400.0
     for text in ("soon", "2 hours", "-2h", ""):
-        with pytest.raises(ConfigurationError, match="is not a time"):
+        with pytest.raises(ConfigurationError, match="is no time"):
             parse_time(text)
 
 

@@ -11,51 +11,37 @@ import pytest
 import typer
 import yaml
 from everstep_agent.config import AgentSettings
-from everstep_agent.config import _parser as agent_parser
 from everstep_agent.findings.rules import load_policy
 from everstep_controller.api.openapi import document
 from everstep_controller.config import ControllerSettings
 from everstep_controller.core.policy import CorePolicy
-from everstep_controller.main import _parser as controller_parser
 from everstep_controller.rulebook import shipped_rulebook
 from everstep_trainer.config import HookSettings
-from everstep_trainer.launch.options import make_parser
 
-from everstep.cli.main import app
 from everstep.vocabulary import Decision, FindingKind
+from tests.support.command_lines import PROGRAMS
 from tools.docs_site import commands, events, findings, markdown, metrics, rest, scenarios, settings
 
 ROOT = Path(__file__).parents[4]
 
 
-def leaves(command: Any, *path: str) -> list[tuple[str, Any]]:
-    if not hasattr(command, "commands"):
-        return [(" ".join(path), command)]
-    return [leaf for name, child in command.commands.items() for leaf in leaves(child, *path, name)]
+PAGES = {
+    "everstep": commands.everstep_page,
+    "everstep-agent": commands.agent_page,
+    "everstep-controller": commands.controller_page,
+    "everstep-launch": commands.launch_page,
+}
 
 
-def test_everstep_page_has_every_command_and_flag() -> None:
-    page = commands.everstep_page()
-    for name, command in leaves(typer.main.get_command(app), "everstep"):
-        section = page.split(f"\n## {name}\n", 1)[1].split("\n## ", 1)[0]
-        flags = [flag for one in command.params if one.param_type_name == "option" for flag in one.opts]
-        assert [flag for flag in flags if flag != "--help" and f"`{flag}`" not in section] == []
-
-
-@pytest.mark.parametrize(
-    ("page", "parser"),
-    [
-        (commands.agent_page, agent_parser()),
-        (commands.launch_page, make_parser({})),
-        (commands.controller_page, commands.subparsers(controller_parser())["serve"]),
-    ],
-    ids=["agent", "launch", "controller"],
-)
-def test_program_page_has_every_flag(page: Any, parser: Any) -> None:
-    text = page()
-    shown = [one for one in parser._actions if one.option_strings and one.help != "==SUPPRESS==" and one.dest != "help"]
-    assert len(shown) > 15
-    assert [flag for one in shown for flag in one.option_strings if f"`{flag}`" not in text] == []
+@pytest.mark.parametrize("name", PAGES)
+def test_program_page_has_every_command_and_flag(name: str) -> None:
+    page = PAGES[name]()
+    root: Any = typer.main.get_command(PROGRAMS[name][0])
+    for path, command in commands.leaves(root, name):
+        section = page if command is root else page.split(f"\n## {path}\n", 1)[1].split("\n## ", 1)[0]
+        options = [one for one in command.params if one.param_type_name == "option" and not one.hidden]
+        flags = [flag for one in options for flag in one.opts if "completion" not in one.name]
+        assert [flag for flag in flags if flag not in ("-h", "--help") and f"`{flag}`" not in section] == []
 
 
 @pytest.mark.parametrize(
@@ -78,7 +64,9 @@ def test_settings_page_describes_every_setting(page: Any, struct: type[msgspec.S
 
 def test_settings_page_names_flag_and_variable() -> None:
     assert "Flag: `--run-dir` · Variable: `EVERSTEP_AGENT_RUN_DIR`" in settings.agent_page()
-    assert "Variable: `EVERSTEP_CONTROLLER_POLICY_LOST_AFTER_S`" in settings.policy_page()
+    named = "Flag: `--policy-lost-after-s` · Variable: `EVERSTEP_CONTROLLER_POLICY_LOST_AFTER_S`"
+    assert named in settings.policy_page()
+    assert "Flag: `--controller` · Variable: `EVERSTEP_AGENT_CONTROLLER`" in settings.agent_page()
 
 
 def test_rest_pages_have_every_route_and_model() -> None:

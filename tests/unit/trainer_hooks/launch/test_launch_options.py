@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
-from everstep_trainer.launch.options import IGNORED_FLAGS, LaunchOptions, make_parser, parse_options
+import typer
+from everstep_trainer.launch.options import IGNORED_FLAGS, LaunchOptions
 from everstep_trainer.launch.processes import worker_environment
 
 from everstep.errors import ConfigurationError
+from tests.support.command_lines import PROGRAMS, launch_settings
 
 
 @pytest.fixture
@@ -21,90 +24,99 @@ def test_every_flag_of_torchrun_is_taken() -> None:
     from torch.distributed.run import get_args_parser
 
     theirs = {name for action in get_args_parser()._actions for name in action.option_strings}
-    ours = {name for action in make_parser({})._actions for name in action.option_strings}
-    assert theirs <= ours
+    command: Any = typer.main.get_command(PROGRAMS["everstep-launch"][0])
+    ours = {name for one in command.params for name in one.opts}
+    assert theirs - {"-h", "--help"} <= ours
 
 
 def test_a_torchrun_command_line_can_be_carried_over(script: str) -> None:
     argv = ["--nnodes=1:4", "--nproc_per_node=8", "--rdzv-id=run7", "--rdzv-backend=c10d", "--rdzv_endpoint=h:29500"]
-    options = parse_options(
+    options = launch_settings(
         [*argv, "--max-restarts=5", "--agent-socket=/a.sock", script, "--lr", "0.1", "--nnodes=9"], {}
     )
     assert (options.min_nodes, options.max_nodes, options.nproc_per_node) == (1, 4, 8)
     assert (options.job, options.max_restarts) == ("run7", 5)
-    assert options.ignored_flags == ("rdzv_backend", "rdzv_endpoint")
     assert options.arguments == ("--lr", "0.1", "--nnodes=9")
 
 
-def test_every_unused_flag_states_its_reason() -> None:
-    assert all(len(reason) > 10 for reason in IGNORED_FLAGS.values())
+def test_unused_flags_are_named_with_their_reason(caplog: pytest.LogCaptureFixture, script: str) -> None:
+    caplog.set_level("INFO")
+    with pytest.raises(SystemExit):
+        PROGRAMS["everstep-launch"][0](["--rdzv_endpoint=h:29500", "--node-rank=1", "--replicas=9", script])
+    reasons = [
+        f"--{name.replace('_', '-')} has no effect: {IGNORED_FLAGS[name]}" for name in ("rdzv_endpoint", "node_rank")
+    ]
+    assert caplog.messages == reasons
+
+
+def test_no_python_is_refused_with_advice(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        PROGRAMS["everstep-launch"][0](["--no-python", "./train"])
+    assert "give a Python script or a module" in capsys.readouterr().err
 
 
 def test_one_number_of_nodes_is_minimum_and_maximum(script: str) -> None:
-    options = parse_options(["--nnodes", "3", "--job", "j", "--agent-socket", "/a.sock", script], {})
+    options = launch_settings(["--nnodes", "3", "--job", "j", "--agent-socket", "/a.sock", script], {})
     assert (options.min_nodes, options.max_nodes) == (3, 3)
 
 
 @pytest.mark.parametrize("word", ["gpu", "cpu", "auto"])
 def test_ranks_may_be_counted_by_device(script: str, word: str) -> None:
-    assert parse_options(["--nproc-per-node", word, script], {}).nproc_per_node == word
+    assert launch_settings(["--nproc-per-node", word, script], {}).nproc_per_node == word
 
 
 def test_environment_fills_options_but_never_overrides(script: str) -> None:
-    environ = {"PET_NPROC_PER_NODE": "4", "PET_MAX_RESTARTS": "9", "EVERSTEP_AGENT_SOCKET": "/from/environment"}
-    filled = parse_options(["--max-restarts", "1", script], environ)
+    environ = {"PET_NPROC_PER_NODE": "4", "PET_MAX_RESTARTS": "9", "EVERSTEP_LAUNCH_AGENT_SOCKET": "/from/environment"}
+    filled = launch_settings(["--max-restarts", "1", script], environ)
     assert (filled.nproc_per_node, filled.max_restarts, filled.agent_socket) == (4, 1, "/from/environment")
-    assert parse_options(["--agent-socket", "/given", script], environ).agent_socket == "/given"
+    assert launch_settings(["--agent-socket", "/given", script], environ).agent_socket == "/given"
 
 
 def test_standalone_ignores_a_named_agent(script: str) -> None:
-    assert parse_options(["--standalone", script], {"EVERSTEP_AGENT_SOCKET": "/a.sock"}).agent_socket is None
+    assert launch_settings(["--standalone", script], {"EVERSTEP_LAUNCH_AGENT_SOCKET": "/a.sock"}).agent_socket is None
 
 
 def test_unnamed_job_gets_a_unique_name_from_its_script(script: str) -> None:
-    first, second = parse_options([script], {}).job, parse_options([script], {}).job
+    first, second = launch_settings([script], {}).job, launch_settings([script], {}).job
     assert first.startswith("train-")
     assert first != second
 
 
 def test_named_job_keeps_checkpoints_for_a_returning_launcher(script: str) -> None:
-    assert parse_options([script], {}).vault_linger_s is None
-    assert parse_options(["--job", "again", script], {}).vault_linger_s == 600
-    assert parse_options(["--job", "again", "--vault-linger-s", "5", script], {}).vault_linger_s == 5
-    with pytest.raises(ConfigurationError, match="--vault-linger-s 0: more than 0 seconds, or leave it out"):
-        parse_options(["--job", "again", "--vault-linger-s", "0", script], {})
+    assert launch_settings([script], {}).vault_linger_s is None
+    assert launch_settings(["--job", "again", script], {}).vault_linger_s == 600
+    assert launch_settings(["--job", "again", "--vault-linger-s", "5", script], {}).vault_linger_s == 5
+    with pytest.raises(ConfigurationError, match="--vault-linger-s 0: must be more than 0"):
+        launch_settings(["--job", "again", "--vault-linger-s", "0", script], {})
 
 
 def test_start_from_is_passed_to_the_workers(script: str) -> None:
-    options = parse_options(["--start-from", "s3://bucket/llama", script], {})
+    options = launch_settings(["--start-from", "s3://bucket/llama", script], {})
     environment = worker_environment(options, agent_socket="/a.sock", nproc=2, local_rank=0)
     assert environment["EVERSTEP_START_FROM"] == "s3://bucket/llama"
-    assert (
-        worker_environment(parse_options([script], {}), agent_socket="/a", nproc=2, local_rank=0)["EVERSTEP_START_FROM"]
-        is None
-    )
+    plain = worker_environment(launch_settings([script], {}), agent_socket="/a", nproc=2, local_rank=0)
+    assert plain["EVERSTEP_START_FROM"] is None
 
 
 def test_a_module_needs_no_file() -> None:
-    options = parse_options(["-m", "package.train", "--x"], {})
-    assert (options.script, options.is_module, options.arguments) == ("package.train", True, ("--x",))
+    options = launch_settings(["-m", "package.train", "--x"], {})
+    assert (options.script, options.module, options.arguments) == ("package.train", True, ("--x",))
 
 
 @pytest.mark.parametrize(
     ("argv", "mend"),
     [
-        (["--no-python", "./train"], "name a Python script"),
         (["--nnodes", "4:2", "--job", "j"], "minimum"),
         (["--nnodes", "two"], "1:4"),
         (["--nnodes", "2"], "--job NAME"),
         (["--nnodes", "2", "--job", "j"], "everstep-agent"),
-        (["--nnodes", "2", "--job", "j", "--standalone"], "leave out"),
+        (["--nnodes", "2", "--job", "j", "--standalone"], "omit --nnodes"),
         (["--nproc-per-node", "many"], "gpu, cpu or auto"),
         (["--nproc-per-node", "0"], "1 to 64"),
         (["--job", "a b"], "letters"),
         (["--standbys", "-1"], "negative"),
         (["--user-retries", "-1"], "negative"),
-        (["--block-nodes", "2"], "no more than --nnodes allows"),
+        (["--block-nodes", "2"], "at most the maximum of --nnodes"),
         (["--priority", "2000"], "between -1000 and 1000"),
         (["--replicas", "9"], "between 1 and 8"),
         (["--hang-threshold-s", "0"], "positive"),
@@ -113,26 +125,26 @@ def test_a_module_needs_no_file() -> None:
 )
 def test_impossible_options_are_refused_with_advice(script: str, argv: list[str], mend: str) -> None:
     with pytest.raises(ConfigurationError, match=mend):
-        parse_options([*argv, script], {})
+        launch_settings([*argv, script], {})
 
 
 def test_a_missing_script_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"no script 'nowhere\.py'"):
-        parse_options(["nowhere.py"], {})
+        launch_settings(["nowhere.py"], {})
 
 
 def test_default_socket_is_used_only_if_present(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "agent.sock"
     monkeypatch.setattr("everstep_trainer.launch.options.DEFAULT_AGENT_SOCKET", str(path))
-    assert parse_options([script], {}).agent_socket is None
+    assert launch_settings([script], {}).agent_socket is None
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
-        assert parse_options([script], {}).agent_socket == str(path)
+        assert launch_settings([script], {}).agent_socket == str(path)
 
 
 def test_script_exception_ends_the_job_without_user_retries(script: str) -> None:
-    assert parse_options([script], {}).job_spec(1).max_user_retries == 0
-    assert parse_options(["--user-retries", "2", script], {}).job_spec(1).max_user_retries == 2
+    assert launch_settings([script], {}).job_spec(1).max_user_retries == 0
+    assert launch_settings(["--user-retries", "2", script], {}).job_spec(1).max_user_retries == 2
 
 
 def test_two_replicas_are_the_default(script: str) -> None:
@@ -140,7 +152,7 @@ def test_two_replicas_are_the_default(script: str) -> None:
         return LaunchOptions(script=script, job="j", agent_socket="/a", **given).job_spec(2).replicas
 
     assert spec_replicas() == 2
-    assert spec_replicas(max_nodes=4, replicas=3) == 3
+    assert spec_replicas(nnodes=4, replicas=3) == 3
 
 
 def test_blocks_and_priority_are_asked_of_the_controller(script: str) -> None:
@@ -156,33 +168,33 @@ def test_blocks_and_priority_are_asked_of_the_controller(script: str) -> None:
         "--block-within",
         "rack",
     ]
-    spec = parse_options([*flags, "--priority", "7", script], {}).job_spec(8)
+    spec = launch_settings([*flags, "--priority", "7", script], {}).job_spec(8)
     assert (spec.block_nodes, spec.block_within, spec.priority) == (4, "rack", 7)
-    with pytest.raises(ConfigurationError, match="rack or switch"):
-        parse_options([script], {"PET_BLOCK_WITHIN": "row"})
+    with pytest.raises(ConfigurationError, match="EVERSTEP_LAUNCH_BLOCK_WITHIN: 'row' is not one of rack, switch"):
+        launch_settings([script], {"EVERSTEP_LAUNCH_BLOCK_WITHIN": "row"})
 
 
 def test_parity_and_spill_are_requested_of_the_controller(script: str, tmp_path: Path) -> None:
     argv = ["--nnodes=4:8", "--job=j", "--agent-socket=/a.sock", "--parity-group-size=4", "--spill-to=stored"]
-    spec = parse_options([*argv, "--spill-every=50", "--spill-keep=0", script], {}).job_spec(2)
+    spec = launch_settings([*argv, "--spill-every=50", "--spill-keep=0", script], {}).job_spec(2)
     assert spec.spill is not None
     assert (spec.parity_group_size, spec.spill.every_steps, spec.spill.keep_last) == (4, 50, 0)
     assert spec.spill.url == str(Path.cwd() / "stored")
-    assert parse_options([*argv, "--spill-to=s3://bucket/runs", script], {}).spill_to == "s3://bucket/runs"
-    assert parse_options([script], {}).job_spec(2).spill is None
+    assert launch_settings([*argv, "--spill-to=s3://bucket/runs", script], {}).spill_to == "s3://bucket/runs"
+    assert launch_settings([script], {}).job_spec(2).spill is None
 
 
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--parity-group-size=4"], "a group takes 4 nodes at least"),
-        (["--nnodes=8", "--job=j", "--agent-socket=/a.sock", "--parity-group-size=1"], "2 to 64 members"),
+        (["--parity-group-size=4"], "needs at least 4 nodes"),
+        (["--nnodes=8", "--job=j", "--agent-socket=/a.sock", "--parity-group-size=1"], "2 to 64 data nodes"),
         (["--spill-to=s3://key:hunter2@bucket"], "credentials"),
         (["--spill-to=s3://bucket/x?token=hunter2"], "credentials"),
-        (["--spill-to=/x", "--spill-every=0"], "at least 1 step"),
+        (["--spill-to=/x", "--spill-every=0"], "must be at least 1"),
     ],
 )
 def test_invalid_storage_option_is_refused_without_secrets(script: str, argv: list[str], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words) as refused:
-        parse_options([*argv, script], {})
+        launch_settings([*argv, script], {})
     assert "hunter2" not in str(refused.value)

@@ -1,0 +1,126 @@
+"""Make the command lines of all programs with Typer: flags from settings, ``--version``, completion, exit statuses."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from everstep import __version__
+from everstep.errors import ConfigurationError, EverstepError
+from everstep.settings import FILE, Program, Setting
+
+EXIT_FAILED = 1
+EXIT_UNUSABLE = 2
+"""Exit status for settings that a person must correct; a service manager should not retry."""
+
+Flags = dict[str, Any]
+"""The settings given on the command line, by name, for ``Program.read``."""
+
+
+def _print_version(requested: bool) -> None:
+    if requested:
+        print(__version__)
+        raise typer.Exit
+
+
+Version = Annotated[
+    bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the release and exit.")
+]
+
+
+CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"]}
+
+
+def make_app(help_text: str = "", *, completion: bool = True) -> typer.Typer:
+    """Return a program, or a group of commands, that shows its help in plain text."""
+    return typer.Typer(
+        help=help_text or None,
+        add_completion=completion,
+        context_settings=CONTEXT_SETTINGS,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+    )
+
+
+def takes_settings(
+    program: Program, *names: str, aliases: Mapping[str, Sequence[str]] = {}
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a Typer command one flag per setting, and pass those that were given as its argument ``flags``.
+
+    Args:
+        program: The program.
+        names: Settings that the command takes; all if none is named.
+        aliases: Further spellings of flags, by setting.
+    """
+    settings = [program.settings[name] for name in names or program.settings]
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def command(**given: Any) -> Any:
+            flags = {name: given.pop(name) for name in (FILE, *(setting.name for setting in settings))}
+            return function(flags={name: value for name, value in flags.items() if value is not None}, **given)
+
+        own = inspect.signature(function, eval_str=True).parameters.values()
+        parameters = [each.replace(kind=each.KEYWORD_ONLY) for each in own if each.name != "flags"]
+        parameters.append(_file_parameter(program))
+        parameters += [_parameter(setting, aliases.get(setting.name, ())) for setting in settings]
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {}
+        return command
+
+    return decorate
+
+
+def _file_parameter(program: Program) -> inspect.Parameter:
+    text = (
+        f"TOML file with settings. Each setting is also a variable, {program.prefix} and its name in capitals. Flags "
+        "override variables, and variables override the file."
+    )
+    option = typer.Option("--settings", metavar="FILE", help=text)
+    return inspect.Parameter(
+        FILE, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[Path | None, option]
+    )
+
+
+def _parameter(setting: Setting, aliases: Sequence[str]) -> inspect.Parameter:
+    """Return the parameter of a setting. Types that Typer does not know are taken as text."""
+    kind = setting.type
+    if kind not in (bool, int, float, Path) and typing.get_origin(kind) is not typing.Literal:
+        kind = str
+    flag = f"{setting.flag}/--no-{setting.flag[2:]}" if kind is bool else setting.flag
+    default = f" [default: {default_text(setting)}]" if default_text(setting) else ""
+    option = typer.Option(flag, *aliases, help=plain_text(setting.doc) + default, hidden=len(setting.path) > 1)
+    return inspect.Parameter(
+        setting.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
+    )
+
+
+def default_text(setting: Setting) -> str:
+    """Return a default as one would write it on the command line; "" for none."""
+    value = setting.default
+    if value is None or value is False:
+        return ""
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def plain_text(text: str) -> str:
+    """Return a docstring in one line and without markup."""
+    return " ".join(text.replace("``", "").split())
+
+
+@contextmanager
+def exit_on_errors(program: str, unusable: tuple[type[Exception], ...] = (ConfigurationError,)) -> Iterator[None]:
+    """Print an error as one sentence and exit, with EXIT_UNUSABLE for errors of the kinds ``unusable``."""
+    try:
+        yield
+    except tuple({EverstepError, OSError, *unusable}) as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        raise typer.Exit(EXIT_UNUSABLE if isinstance(error, unusable) else EXIT_FAILED) from None
