@@ -119,8 +119,9 @@ def plain_text(text: str) -> str:
 @contextmanager
 def exit_on_errors(program: str, unusable: tuple[type[Exception], ...] = (ConfigurationError,)) -> Iterator[None]:
     """Print an error as one sentence and exit, with EXIT_UNUSABLE for errors of the kinds ``unusable``."""
+    handled: tuple[type[Exception], ...] = (EverstepError, OSError, *unusable)
     try:
         yield
-    except tuple({EverstepError, OSError, *unusable}) as error:
+    except handled as error:
         print(f"{program}: {error}", file=sys.stderr)
         raise typer.Exit(EXIT_UNUSABLE if isinstance(error, unusable) else EXIT_FAILED) from None
