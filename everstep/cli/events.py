@@ -20,7 +20,7 @@ from everstep.wire.v1 import operator as op
 
 PAGE_SIZE = 1000
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_AGO = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
 
 Node = Annotated[str, typer.Option(help="Show only events about this node.")]
 Job = Annotated[str, typer.Option(help="Show only events about this job.")]
@@ -78,13 +78,21 @@ def audit(
             _print(event, as_json)
 
 
+def parse_duration(text: str) -> float:
+    """Return ``90s``, ``30m``, ``12h`` or ``30d`` in seconds. Raises ConfigurationError for other texts."""
+    found = _DURATION.fullmatch(text.strip())
+    if found is None:
+        raise ConfigurationError(f"{text!r} is no duration: use 90s, 30m, 12h or 30d")
+    return float(found[1]) * _UNITS[found[2]]
+
+
 def parse_time(text: str) -> float:
     """Return the wall seconds of a time such as ``2h`` (ago) or ISO 8601, by default in this machine's time zone.
 
     Raises ConfigurationError for other texts.
     """
-    if ago := _AGO.fullmatch(text):
-        return SYSTEM_CLOCK.wall() - float(ago[1]) * _UNITS[ago[2]]
+    if _DURATION.fullmatch(text):
+        return SYSTEM_CLOCK.wall() - parse_duration(text)
     try:
         return datetime.datetime.fromisoformat(text).timestamp()
     except (ValueError, OverflowError) as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from everstep.bearer_tokens import TokenRole
 from everstep.cli import history, tables
 from everstep.cli.client import path
 from everstep.cli.context import Json, Reason, connected_client, console, print_change, show
+from everstep.cli.events import parse_duration
 from everstep.cli.tables import age
 from everstep.command_line import make_app
 from everstep.errors import ConfigurationError, EverstepError
@@ -27,8 +27,6 @@ from everstep.wire.v1 import operator as op
 
 app = make_app("Issue, list, revoke and rotate credentials.")
 
-_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
 Duration = Annotated[str, typer.Option(metavar="TIME", help="Such as 90s, 30m, 12h or 30d.")]
 Out = Annotated[
     str, typer.Option(metavar="FILE", help="Write the token to this file (mode 0600) instead of the terminal.")
@@ -125,14 +123,6 @@ def _require_subject(subject: str, role: str) -> str:
         subjects = {"agent": "the node", "trainer": "the job"}
         raise ConfigurationError(f"--role {role} needs --subject: {subjects.get(role, 'the person')}")
     return subject
-
-
-def parse_duration(text: str) -> float:
-    """Return ``90s``, ``30m``, ``12h`` or ``30d`` in seconds. Raises ConfigurationError."""
-    found = _DURATION.fullmatch(text.strip())
-    if found is None:
-        raise ConfigurationError(f"{text!r} is no duration: use 90s, 30m, 12h or 30d")
-    return float(found[1]) * _UNITS[found[2]]
 
 
 @contextmanager

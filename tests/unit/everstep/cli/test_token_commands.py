@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from everstep.bearer_tokens import TokenRole, mint, split_stored
+from everstep.cli.events import parse_duration
 from everstep.cli.main import app
-from everstep.cli.tokens import parse_duration
 from everstep.errors import ConfigurationError
 from tests.support.controllers import SECRET, ControllerProcess, controller_process
 from tests.support.forked import ForkPool
