@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import queue
+import re
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from pathlib import Path
 
 import pytest
 import torch
@@ -58,14 +60,21 @@ def test_a_function_in_python_code_ends_with_regroup(interrupter, elsewhere):
 @pytest.mark.parametrize("wait", [lambda: Future().result(), lambda: queue.Queue().get(), lambda: time.sleep(3600)])
 def test_function_waiting_in_python_code_is_interrupted(interrupter, elsewhere, wait):
     main, started = threading.get_ident(), threading.Event()
+    kernel, looks = Path(f"/proc/self/task/{threading.get_native_id()}/status"), [""]
 
     def function() -> None:
         started.set()
         wait()
 
+    def is_blocked() -> bool:
+        """The thread sleeps in the kernel since the look before: a wake that comes earlier would be lost."""
+        looks.append("".join(re.findall(r"^(?:State|\w*ctxt_switches):.*", kernel.read_text(), re.MULTILINE)))
+        name = sys._current_frames()[main].f_code.co_name
+        return name in ("wait", "<lambda>") and looks[-1] == looks[-2] and "(sleeping)" in looks[-1]
+
     def interrupt() -> None:
         started.wait(60)
-        until(lambda: sys._current_frames()[main].f_code.co_name in ("wait", "<lambda>"), "it waits")
+        until(is_blocked, "it waits")
         interrupter.interrupt()
 
     elsewhere(interrupt)
