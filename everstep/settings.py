@@ -266,15 +266,24 @@ def parse_toml(text: str, name: str, kind: type[T], known: Iterable[type[msgspec
     try:
         return msgspec.convert(_load(text, name), kind)
     except msgspec.ValidationError as error:
-        message = str(error)
-        where, unknown = _WHERE.search(message), _UNKNOWN.search(message)
-        path = where[1] if where else ""
-        if unknown is not None:
-            fields = {field.encode_name for struct in known for field in msgspec.structs.fields(struct)}
-            location = f" in {path.lstrip('.')}" if path else ""
-            message = f"unknown key `{unknown[1]}`{location}; {_suggest(unknown[1], fields)}"
+        path, unknown = _error_path(error), _UNKNOWN.search(str(error))
         key = unknown[1] if unknown else path.rpartition(".")[2].partition("[")[0]
-        raise ConfigurationError(f"{name}{_line(text, path, key)}: {message}") from error
+        raise ConfigurationError(f"{name}{_line(text, path, key)}: {explain_error(error, known)}") from error
+
+
+def explain_error(error: msgspec.ValidationError, known: Iterable[type[msgspec.Struct]]) -> str:
+    """Return the message of a failed conversion; for an unknown key, with the nearest field of the ``known`` structs."""
+    unknown = _UNKNOWN.search(str(error))
+    if unknown is None:
+        return str(error)
+    fields = {field.encode_name for struct in known for field in msgspec.structs.fields(struct)}
+    path = _error_path(error).lstrip(".")
+    return f"unknown key `{unknown[1]}`{f' in {path}' if path else ''}; {_suggest(unknown[1], fields)}"
+
+
+def _error_path(error: msgspec.ValidationError) -> str:
+    where = _WHERE.search(str(error))
+    return where[1] if where else ""
 
 
 def _read_text(path: Path) -> str:
