@@ -272,7 +272,7 @@ def parse_toml(text: str, name: str, kind: type[T], known: Iterable[type[msgspec
 
 
 def explain_error(error: msgspec.ValidationError, known: Iterable[type[msgspec.Struct]]) -> str:
-    """Return the message of a failed conversion; for an unknown key, with the nearest field of the ``known`` structs."""
+    """Return the message of a failed conversion; an unknown key gets the nearest field of the ``known`` structs."""
     unknown = _UNKNOWN.search(str(error))
     if unknown is None:
         return str(error)

@@ -57,7 +57,7 @@ def reason_to_keep(state: FleetState, node: str) -> str:
             continue
         if is_seated(job, node):
             return (
-                f"{node} is in the roster of {job.job}, which is {job.status.state}: stop the job, or let it "
+                f"{node} is in the roster of job {job.job}, which is {job.status.state}: stop the job, or let it "
                 "continue without the node"
             )
         if job.commits.locations is not None and node in job.commits.locations.shares:

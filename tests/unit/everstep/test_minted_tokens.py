@@ -98,7 +98,7 @@ def test_damaged_secret_file_keeps_previous_secrets(
     clock.advance(RELOAD_INTERVAL_S)
     assert keyring.refresh(clock) == 0
     assert keyring.verify(token).subject == "vera"
-    assert "stay as they were" in caplog.text
+    assert "stay unchanged" in caplog.text
     rewrite(secret_file, NEW)
     clock.advance(RELOAD_INTERVAL_S)
     assert keyring.refresh(clock) == 1

@@ -26,7 +26,7 @@ def test_unconfirmed_cordon_fails_after_timeout() -> None:
 
     machine.is_done = later  # type: ignore[method-assign]
     run(machine, book, wanted(1))
-    assert book.told[0].detail == "it was not confirmed within 300 s"
+    assert book.told[0].detail == "the remediation was not confirmed within 300 s"
 
 
 @pytest.mark.promise("cordons-returned")
@@ -83,7 +83,7 @@ def test_remediation_timeout_names_confirmation_not_outage() -> None:
 
     machine.is_done = later  # type: ignore[method-assign]
     run(machine, book, wanted(1))
-    assert book.told[0].detail == "it was not confirmed within 300 s"
+    assert book.told[0].detail == "the remediation was not confirmed within 300 s"
 
 
 def test_node_remediation_is_not_requested_after_timeout() -> None:
@@ -155,7 +155,7 @@ def test_node_remediation_is_not_started_too_late() -> None:
     machine, book = Machine(), Book()
     run(machine, book, wanted(1, RemediationKind.REBOOT, at=book.now - 600.0, due=book.now + 1200.0))
     assert machine.applied == []
-    assert "too late to ask" in book.told[0].detail
+    assert "before this one could complete" in book.told[0].detail
 
 
 def test_lost_remediation_response_is_checked_after_deadline() -> None:

@@ -371,7 +371,9 @@ def test_abandoned_job_ends_after_a_day() -> None:
     before = len(fleet.effects)
     _pass(fleet, 0.5)
     assert fleet.job_state() is JobState.FAILED
-    assert fleet.job().sentence == "all its launchers have left, and none joined for 24 h: its memory is released"
+    assert (
+        fleet.job().status.sentence == "all its launchers have left, and none joined for 24 h: its memory is released"
+    )
     assert set(sent(fleet.effects[before:], StopJob)) == {"n1", "n2", "n3"}
 
 

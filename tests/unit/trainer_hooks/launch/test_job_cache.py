@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 from everstep_trainer.launch.job_cache import UNUSED_DAYS, cache_environment
-from everstep_trainer.launch.options import parse_options
 from everstep_trainer.launch.processes import fork_server_environment
+
+from tests.support.command_lines import launch_settings
 
 
 def test_cache_folder_is_private_to_the_user(tmp_path: Path) -> None:
@@ -35,7 +36,7 @@ def test_cache_folder_is_private_to_the_user(tmp_path: Path) -> None:
 )
 def test_cache_settings_of_the_user_stay(tmp_path: Path, mine: dict[str, str], kept: dict[str, str]) -> None:
     (tmp_path / "train.py").touch()
-    options = parse_options(["--state-dir", str(tmp_path), "--agent-socket", "/a", str(tmp_path / "train.py")], {})
+    options = launch_settings(["--state-dir", str(tmp_path), "--agent-socket", "/a", str(tmp_path / "train.py")], {})
     made = fork_server_environment(options, mine)
     assert {name: made[name] for name in mine} == mine
     assert kept.items() <= made.items()
@@ -70,7 +71,7 @@ def test_cache_folders_unused_for_long_are_removed(tmp_path: Path) -> None:
 def test_runs_of_one_script_share_a_cache_folder(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.touch()
-    one, other = (parse_options(["--agent-socket", "/a", str(script)], {}) for _ in range(2))
-    named = parse_options(["--agent-socket", "/a", "--job", "llama", str(script)], {})
+    one, other = (launch_settings(["--agent-socket", "/a", str(script)], {}) for _ in range(2))
+    named = launch_settings(["--agent-socket", "/a", "--job", "llama", str(script)], {})
     assert one.job != other.job
     assert (one.cache_name, other.cache_name, named.cache_name) == ("train", "train", "llama")

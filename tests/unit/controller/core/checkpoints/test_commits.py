@@ -295,7 +295,7 @@ def test_job_fails_when_digests_never_agree() -> None:
     fleet.resume()
     fleet.seal(1, digests={1: "bad"})
     assert fleet.job_state() is JobState.FAILED
-    assert "must be DTensors, or be tracked under different names" in fleet.job().sentence
+    assert "must be DTensors, or be tracked under different names" in fleet.job().status.sentence
 
 
 def test_digest_mismatch_within_one_node_evicts_the_node() -> None:

@@ -57,9 +57,7 @@ def test_status_counts_no_node_of_an_outbreak_as_healthy() -> None:
 def test_node_reason_names_the_outbreak_finding() -> None:
     desk = desk_of(_outbreak())
     ill, well = fleet_views.node_detail(desk, "n2").summary, fleet_views.node_detail(desk, "n30").summary
-    assert ill.reason.startswith(
-        "gpu.xid/79 is present on n2: XID 79: GPU has fallen off the bus; not evicted, because"
-    )
+    assert ill.reason.startswith("gpu.xid/79 is present on n2: XID 79: GPU has fallen off the bus; not evicted because")
     assert (ill.outbreaks, well.outbreaks) == (("gpu.xid/79",), ())
     assert "outbreak" not in well.reason
 
