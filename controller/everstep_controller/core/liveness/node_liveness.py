@@ -503,6 +503,8 @@ def declare_lost(transition: Transition, node: str, sentence: str) -> None:
     record = state.nodes[node]
     record_loss(transition, node, sentence)
     record.liveness.reachable, record.liveness.lost_at = False, transition.now
+    # A replay omits the silence deadline that passes while the node is away, so its return always queues a new one.
+    state.node_runtime[node].has_silence_deadline = False
     correlation.remove_expected(transition, node)
     state.unseen_nodes.discard(node)
     if record.state in (NodeState.HEALTHY, NodeState.SUSPECT, NodeState.PROBATION):

@@ -233,6 +233,21 @@ def test_replayed_log_gives_the_same_effects_without_heartbeats(history: list[Ac
             act(fleet)
         except EverstepError:
             continue
+    _assert_replayed(fleet)
+
+
+def test_replay_agrees_after_silence_deadline_of_lost_node() -> None:
+    fleet = _Recorder(quick_policy())
+    fleet.register("n5")
+    fleet.advance(3.0, "n5")
+    fleet.disconnect("n5")
+    fleet.advance(3.0)
+    _join(fleet, "n5", "a")
+    _assert_replayed(fleet)
+
+
+def _assert_replayed(fleet: _Recorder) -> None:
+    """Check that the log without heartbeats leads to the same effects."""
     again, effects = restore_state(quick_policy()), b""
     for event, at, reads in fleet.log:
         turn = run_transition(again, _rewired(event), at, msgspec.json.decode(reads, type=list[RecordedRead]))
