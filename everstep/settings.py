@@ -130,6 +130,14 @@ class Program:
             target[attribute] = value
         return values
 
+    def sources(self, flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, str]:
+        """Return the source of each value that ``read`` returns, by the setting's name, as words for people."""
+        variables = self._given_variables(environ)
+        file = flags.get(FILE) or variables.pop(FILE, ("", ""))[1]
+        found = dict.fromkeys(self._read_file(Path(file)), f"settings file {file}") if file else {}
+        found |= {name: f"environment, {source}" for name, (source, _) in variables.items()}
+        return found | {name: f"flag {self.settings[name].flag}" for name in flags if name != FILE}
+
     def _given_variables(self, environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
         """Return the set variables and their texts, by setting."""
         own = {self.variable(name): name for name in (*self.settings, FILE)}

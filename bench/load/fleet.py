@@ -146,8 +146,10 @@ class CrowdProcess:
 
     def end(self) -> None:
         assert self._process.stdin is not None
+        assert self._process.stdout is not None
         self._process.stdin.close()
         self._process.wait(20)
+        self._process.stdout.close()
 
 
 class Fleet:

@@ -15,7 +15,7 @@ from sqlalchemy import Engine
 
 from everstep import __version__
 from everstep.clock import Clock
-from everstep_controller.api import endpoints, openapi
+from everstep_controller.api import endpoints, openapi, web_page
 from everstep_controller.api.admission import AdmissionControl
 from everstep_controller.api.auth import Authenticator
 from everstep_controller.api.credentials import CredentialStore, Keyring
@@ -29,7 +29,7 @@ from everstep_controller.api.routes import (
     POLICY_ROUTES,
 )
 from everstep_controller.api.stream import AuditFeed, StreamReservations
-from everstep_controller.config import ControllerSettings
+from everstep_controller.config import ControllerSettings, LoadedSettings
 from everstep_controller.core import engine
 from everstep_controller.core.state import FleetState
 from everstep_controller.journal.recorder import Journal
@@ -37,6 +37,7 @@ from everstep_controller.leadership.leader_checks import EpochCheck, StandbyMoni
 from everstep_controller.leadership.lease import LeaseTenure
 from everstep_controller.read_models import fleet_views
 from everstep_controller.read_models.fleet_views import ReadModels
+from everstep_controller.read_models.progress_history import ProgressRecorder
 from everstep_controller.read_models.prometheus import FleetCollector, Metrics
 from everstep_controller.remediation.remediator import Remediator
 from everstep_controller.remediation.service import RemediationService
@@ -156,6 +157,7 @@ class Controller:
             standby_report=lambda: self.standby_watch.report,
             clock_ahead_s=self.steady.ahead_s,
         )
+        self.progress = ProgressRecorder(state, self.loop.now)
         self.standby_watch = StandbyMonitor(settings, self.loop, clock)
         self._gauges = FleetCollector(self.view_context)
         self.metrics.registry.register(self._gauges)
@@ -215,6 +217,7 @@ class Controller:
         controller.background = [
             asyncio.create_task(run_retention(store, controller.retention_limits), name="retention"),
             asyncio.create_task(watch.run(), name="clock"),
+            asyncio.create_task(controller.progress.run(), name="progress history"),
             asyncio.create_task(
                 run_suppressed_reports(controller.loop.submit, controller.quota), name="suppressed events"
             ),
@@ -310,16 +313,17 @@ class Controller:
             gate,
             admission,
             OPERATOR_ROUTES,
-            OperatorRoutes(context=self.view_context, loop=self.loop, store=self.store),
+            OperatorRoutes(context=self.view_context, loop=self.loop, store=self.store, progress=self.progress),
         )
         endpoints.install_routes(app, gate, admission, HISTORY_ROUTES, history)
-        endpoints.install_routes(
-            app, gate, admission, POLICY_ROUTES, PolicyRoutes(self.view_context, self._journal_dir, self._flush_journal)
-        )
+        origins = settings.policy_origins if isinstance(settings, LoadedSettings) else {}
+        policies = PolicyRoutes(self.view_context, self._journal_dir, self._flush_journal, origins)
+        endpoints.install_routes(app, gate, admission, POLICY_ROUTES, policies)
         endpoints.install_routes(
             app, gate, admission, CREDENTIAL_ROUTES, CredentialRoutes(loop=self.loop, credentials=self.credentials)
         )
         self._open_routes(app, gate, admission)
+        web_page.install(app)
         return app
 
     async def _flush_journal(self) -> None:

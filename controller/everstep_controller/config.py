@@ -17,7 +17,7 @@ from everstep.ids import split_address
 from everstep.settings import Program
 from everstep.vocabulary import Mode
 from everstep_controller.core.policy import CorePolicy
-from everstep_controller.rulebook import with_rules
+from everstep_controller.rulebook import overridden_keys, with_rules
 
 
 def _address(address: str) -> tuple[str, int]:
@@ -324,18 +324,38 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True):
 PROGRAM = Program("everstep-controller", ControllerSettings, excluded=("policy_rules",))
 
 
-def load_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) -> ControllerSettings:
+class LoadedSettings(ControllerSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings with the source of each policy value, for people who read the policy."""
+
+    policy_origins: dict[str, str] = {}
+    """Source of each policy value that differs from the default: by setting, and by id for rules."""
+
+
+def load_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) -> LoadedSettings:
     """Return the validated settings from flags, environment variables, the settings file and the preset.
 
     Raises:
         ConfigurationError: A name is unknown, a value has the wrong type, or settings contradict each other.
     """
     given = PROGRAM.read(flags, environ)
-    preset = ControllerSettings.from_preset(given.get("preset", "production"))
+    preset_name = given.get("preset", "production")
+    preset = ControllerSettings.from_preset(preset_name)
+    shipped = msgspec.structs.asdict(CorePolicy())
+    origins = {
+        name: f"preset {preset_name}"
+        for name, value in msgspec.structs.asdict(preset.policy).items()
+        if value != shipped[name]
+    }
+    for name, source in PROGRAM.sources(flags, environ).items():
+        if name.startswith("policy_") and name.removeprefix("policy_") in shipped:
+            origins[name.removeprefix("policy_")] = source
     policy = msgspec.structs.replace(preset.policy, **given.pop("policy", {}))
     settings = msgspec.structs.replace(preset, **given)
     site = Path(settings.policy_dir) if settings.policy_dir else None
-    return msgspec.structs.replace(settings, policy=with_rules(policy, site)).validate()
+    settings = msgspec.structs.replace(settings, policy=with_rules(policy, site)).validate()
+    for rule, keys in (overridden_keys(site) if site is not None else {}).items():
+        origins[rule] = f"{site}: {', '.join(keys)}"
+    return LoadedSettings(**msgspec.structs.asdict(settings), policy_origins=origins)
 
 
 def read_secret(path: str) -> bytes:

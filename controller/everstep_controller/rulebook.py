@@ -86,6 +86,14 @@ def with_rules(policy: CorePolicy, site: Path | None = None) -> CorePolicy:
     return msgspec.structs.replace(policy, rules=rules)
 
 
+def overridden_keys(site: Path) -> dict[str, tuple[str, ...]]:
+    """Return the keys that a site's files give, by rule id. Raises ConfigurationError."""
+    return {
+        ".".join(filter(None, rule)): tuple(key for key in table if key not in ("kind", "name"))
+        for rule, table in _read(site).items()
+    }
+
+
 # ---- helpers
 
 
@@ -148,12 +156,17 @@ def _contradictions(rule: VerdictRule) -> tuple[tuple[bool, str], ...]:
 # ---- policy changes
 
 
-def policy_document(policy: CorePolicy) -> PolicyDocument:
-    """Return the policy in the form shown to people."""
+def policy_document(policy: CorePolicy, origins: Mapping[str, str] | None = None) -> PolicyDocument:
+    """Return the policy in the form shown to people.
+
+    Args:
+        origins: where values come from that are not Everstep's own.
+    """
     knobs: dict[str, Any] = msgspec.to_builtins(policy)
     del knobs["rules"]
     rules = (rule for kind in policy.rules.rules_by_kind.values() for rule in kind)
-    return PolicyDocument(knobs=knobs, rules=tuple(msgspec.to_builtins(rule) for rule in rules))
+    shown = tuple(msgspec.to_builtins(rule) for rule in rules)
+    return PolicyDocument(knobs=knobs, rules=shown, origins=dict(origins or {}))
 
 
 def apply_change(policy: CorePolicy, change: PolicyChange) -> CorePolicy:

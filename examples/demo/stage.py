@@ -130,6 +130,7 @@ class Stage:
         record.found_at = seen_at(found)
         decided = self.expect(since, f"{record.title}: a new generation", lambda event: event.kind == "generation")
         record.decided_at, record.generation = decided.at, decided.generation or 0
+        record.found_at = min(record.found_at, decided.at)  # another witness may have told first
         record.trace, record.sentence = decided.trace, decided.sentence
         self.finish(record)
 

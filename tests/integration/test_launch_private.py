@@ -129,6 +129,10 @@ def test_private_run_is_found_without_address_and_summarized(short_path: Path) -
     assert told.returncode == 0, told.stderr
     assert "1 healthy" in told.stdout
     assert "train-" in told.stdout
+    link = (
+        r"to watch in a browser: http://127\.0\.0\.1:\d+/#token=operator%3Alauncher%3A[0-9a-f]+&to=%2Fjob%2Ftrain-\w+"
+    )
+    assert len(re.findall(link, launcher.err)) == 1
     (line,) = re.findall(r"job train-\w+ finished at step 60: 1 recovery, ([0-9.]+) s lost", launcher.err)
     assert float(line) > 0
     assert re.search(rf"generation 2: {line} s, rank_lost: ", launcher.err)

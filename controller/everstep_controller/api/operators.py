@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -28,6 +29,7 @@ from everstep_controller.core.checkpoints.restore_points import compute_restorab
 from everstep_controller.journal.policy_replay import Flush, PolicyTrialRunner
 from everstep_controller.read_models import fleet_views
 from everstep_controller.read_models.fleet_views import MAX_PAGE_SIZE
+from everstep_controller.read_models.progress_history import ProgressRecorder
 from everstep_controller.runtime.loop import FleetLoop
 from everstep_controller.runtime.transaction import Transaction, new_trace
 from everstep_controller.server import responses
@@ -116,15 +118,25 @@ class CredentialRoutes:
 
 
 class PolicyRoutes:
-    """Handlers of ``POLICY_ROUTES``, by name. ``flush`` writes pending data of ``journal``, a directory, to disk."""
+    """Handlers of ``POLICY_ROUTES``, by name.
 
-    def __init__(self, context: fleet_views.ViewContext, journal: str, flush: Flush) -> None:
+    Args:
+        context: State that the handlers read.
+        journal: The journal's directory; empty for none.
+        flush: Writes pending journal data to the disk.
+        origins: Sources of the policy's values that differ from the defaults.
+    """
+
+    def __init__(
+        self, context: fleet_views.ViewContext, journal: str, flush: Flush, origins: Mapping[str, str]
+    ) -> None:
         self._context = context
+        self._origins = origins
         self._trials = PolicyTrialRunner(journal, flush)
 
     async def policy(self, _request: Request, _who: Identity) -> endpoints.TaggedAnswer:
         policy = self._context.state.policy
-        return endpoints.TaggedAnswer(rulebook.policy_document(policy), endpoints.policy_tag(policy))
+        return endpoints.TaggedAnswer(rulebook.policy_document(policy, self._origins), endpoints.policy_tag(policy))
 
     async def check_policy(self, request: Request, _who: Identity) -> operator_history.PolicyCheckResult:
         change = await endpoints.read_message(request, operator_history.PolicyChange)
@@ -155,10 +167,18 @@ MAX_WINDOW_S = 366 * 86400.0
 class OperatorRoutes:
     """Handlers of ``OPERATOR_ROUTES``, by name."""
 
-    def __init__(self, *, context: fleet_views.ViewContext, loop: FleetLoop, store: DatabaseStore) -> None:
+    def __init__(
+        self,
+        *,
+        context: fleet_views.ViewContext,
+        loop: FleetLoop,
+        store: DatabaseStore,
+        progress: ProgressRecorder,
+    ) -> None:
         self._context = context
         self._loop = loop
         self._store = store
+        self._progress = progress
 
     # --- queries
 
@@ -166,6 +186,10 @@ class OperatorRoutes:
         jobs = self._context.state.jobs
         running = [name for name, job in jobs.items() if job.status.state not in fleet_views.ENDED_JOB_STATES]
         return fleet_views.fleet_status(self._context, await self._summaries(request, running))
+
+    async def identity(self, _request: Request, who: Identity) -> op.CallerIdentity:
+        expires_at = who.ends_at if math.isfinite(who.ends_at) else None
+        return op.CallerIdentity(role=str(who.role), subject=who.subject, expires_at=expires_at)
 
     async def nodes(self, request: Request, _who: Identity) -> endpoints.TaggedAnswer:
         query = responses.parse_query(request.scope)
@@ -223,6 +247,10 @@ class OperatorRoutes:
             recoveries.append(current)
         answer = msgspec.structs.replace(detail, recoveries=tuple(recoveries))
         return endpoints.TaggedAnswer(answer, tag, endpoints.job_display_tag(answer))
+
+    async def progress(self, request: Request, _who: Identity) -> op.ProgressHistory:
+        job = self._context.job(request.path_params["job"]).job
+        return self._progress.history(job, float(responses.parse_query(request.scope).get("since", 0.0)))
 
     async def restorability(self, request: Request, _who: Identity) -> op.Restorability:
         return compute_restorability(self._context.state, self._context.job(request.path_params["job"]))

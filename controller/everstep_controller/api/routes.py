@@ -130,6 +130,7 @@ def _change(
 
 OPERATOR_ROUTES: dict[str, Route] = {
     "status": _read("/v1/status", op.FleetStatus, "Summary of the fleet."),
+    "identity": _read("/v1/identity", op.CallerIdentity, "Role and name of the caller."),
     "nodes": _tagged(
         "/v1/nodes",
         op.NodeList,
@@ -139,6 +140,13 @@ OPERATOR_ROUTES: dict[str, Route] = {
     "node": _tagged("/v1/nodes/{node}", op.NodeDetail, "One node, with findings and newest verdicts."),
     "jobs": _read("/v1/jobs", op.JobList, "Jobs, in pages.", "job_state", "limit", "cursor"),
     "job": _tagged("/v1/jobs/{job}", op.JobDetail, "One job, with its ranks and recoveries.", access=RouteAccess.JOB),
+    "progress": _read(
+        "/v1/jobs/{job}/progress",
+        op.ProgressHistory,
+        "Steps, step time and loss over the job's life.",
+        "since",
+        access=RouteAccess.JOB,
+    ),
     "restorability": _read(
         "/v1/jobs/{job}/restorability",
         op.Restorability,

@@ -472,11 +472,20 @@ def job_detail(context: ViewContext, job: str) -> op.JobDetail:
         spares=tuple(spares(context.state, record)),
         store=spec.store if spec else None,
         ranks=tuple(
-            op.RankStatus(rank=one.rank, node=spec.node_of(one.rank), step=one.step, step_s=one.step_s, loss=one.loss)
+            op.RankStatus(
+                rank=one.rank,
+                node=spec.node_of(one.rank),
+                step=one.step,
+                step_s=one.step_s,
+                loss=one.loss,
+                busy_s=one.busy_s,
+            )
             for one in _progress(spec, context.state.job_runtime.get(job))
             if spec is not None and one.rank < spec.world_size
         ),
         ineligible_nodes=ineligible_nodes(context.state, record),
+        created_at=record.progress.created_at,
+        since=record.status.since,
     )
 
 

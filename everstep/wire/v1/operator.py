@@ -142,13 +142,17 @@ class GenerationRecovery(Message, frozen=True, kw_only=True):
 
 
 class RankStatus(Message, frozen=True, kw_only=True):
-    """A rank's newest progress. ``step`` is its last finished step."""
+    """A rank's newest progress. ``step`` is its last finished step.
+
+    ``busy_s``: of ``step_s``, the seconds in which the rank did not wait for others; None if it is not measured.
+    """
 
     rank: Rank
     node: NodeId
     step: int
     step_s: float = 0.0
     loss: float | None = None
+    busy_s: float | None = None
 
 
 class JobSummary(Message, frozen=True, kw_only=True):
@@ -171,7 +175,10 @@ class JobSummary(Message, frozen=True, kw_only=True):
 class JobDetail(Message, frozen=True, kw_only=True):
     """Everything known about a job. ``recoveries`` are oldest first.
 
-    ``ineligible_nodes``: nodes whose launchers have joined but that may not be seated now, and why.
+    Attributes:
+        created_at: When the first launcher of this run joined.
+        since: When the job entered its state.
+        ineligible_nodes: Nodes whose launchers have joined but that may not be seated now, and why.
     """
 
     summary: JobSummary
@@ -182,6 +189,38 @@ class JobDetail(Message, frozen=True, kw_only=True):
     ranks: tuple[RankStatus, ...] = ()
     recoveries: tuple[GenerationRecovery, ...] = ()
     ineligible_nodes: dict[NodeId, str] = {}
+    created_at: float = 0.0
+    since: float = 0.0
+
+
+class ProgressSample(Message, frozen=True, kw_only=True):
+    """A job's progress at one time. ``step`` is the newest that all ranks had finished."""
+
+    at: float
+    generation: GenerationNumber
+    step: int
+    world_size: int
+    step_s: float = 0.0
+    loss: float | None = None
+
+
+class ProgressHistory(Message, frozen=True, kw_only=True):
+    """A job's progress since this controller leads, oldest first, in a bounded number of samples.
+
+    ``interval_s``: seconds between samples; it doubles, and every second sample is dropped, when they become too many.
+    """
+
+    job: JobId
+    interval_s: float
+    samples: tuple[ProgressSample, ...] = ()
+
+
+class CallerIdentity(Message, frozen=True, kw_only=True):
+    """The sender as the controller knows it: its role, its name, and when its credential ends (None: never)."""
+
+    role: str
+    subject: str
+    expires_at: float | None = None
 
 
 class LossForecast(Message, frozen=True, kw_only=True):

@@ -204,10 +204,14 @@ class BudgetStatus(Message, frozen=True, kw_only=True):
 
 
 class PolicyDocument(Message, frozen=True, kw_only=True):
-    """The policy in force. ``knobs`` as in docs/reference/settings, ``rules`` on findings as in the policy files."""
+    """The policy in force. ``knobs`` as in docs/reference/settings, ``rules`` on findings as in the policy files.
+
+    ``origins``: where values come from that are not Everstep's own, by knob and by rule (``kind`` or ``kind.name``).
+    """
 
     knobs: dict[str, Any]
     rules: tuple[dict[str, Any], ...]
+    origins: dict[str, str] = {}
 
 
 class PolicyChange(Request, frozen=True, kw_only=True):

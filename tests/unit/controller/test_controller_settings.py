@@ -5,7 +5,7 @@ import inspect
 from pathlib import Path
 
 import pytest
-from everstep_controller.config import ControllerSettings, load_settings, read_password, read_secret
+from everstep_controller.config import ControllerSettings, LoadedSettings, load_settings, read_password, read_secret
 from everstep_controller.core.policy import CorePolicy
 from everstep_controller.rulebook import with_rules
 
@@ -30,6 +30,13 @@ def test_explicit_argument_overrides_all_other_sources(tmp_path: Path) -> None:
     assert (settings.listen, settings.max_commit_batch, settings.queue_limit) == ("127.0.0.1:4", 2, 22)
     assert (settings.policy.version_window, settings.policy.lost_after_s) == (5, 9.5)
     assert settings.policy.growth_interval_s == CorePolicy.lab_preset().growth_interval_s
+    assert settings.policy_origins["version_window"] == "environment, EVERSTEP_CONTROLLER_POLICY_VERSION_WINDOW"
+    assert settings.policy_origins["lost_after_s"] == "environment, EVERSTEP_CONTROLLER_POLICY_LOST_AFTER_S"
+    assert settings.policy_origins["growth_interval_s"] == "preset lab"
+
+
+def test_default_policy_values_have_no_origin() -> None:
+    assert load_settings(GIVEN, {}).policy_origins == {}
 
 
 @pytest.mark.parametrize(
@@ -50,7 +57,7 @@ def test_kubernetes_service_variables_are_ignored() -> None:
 
 def test_platform_variables_are_ignored() -> None:
     environment = {"EVERSTEP_CONTROLLER_PORT": "tcp://10.0.0.1:7700", "EVERSTEP_CONTROLLER": "http://c:7700"}
-    plain = ControllerSettings(secret_file="secret", policy=with_rules(CorePolicy()))
+    plain = LoadedSettings(secret_file="secret", policy=with_rules(CorePolicy()))
     assert load_settings(GIVEN, environment) == plain
 
 
@@ -59,6 +66,7 @@ def test_site_rules_are_loaded_and_checked(tmp_path: Path) -> None:
     rules.write_text('[[rule]]\nkind = "gpu.xid"\nmode = "observe"\nsource = "a test"\n')
     settings = load_settings({**GIVEN, "policy_dir": str(tmp_path)}, {})
     assert settings.policy.rules.default_rule(FindingKind.GPU_XID).mode is Mode.OBSERVE
+    assert settings.policy_origins == {"gpu.xid": f"{tmp_path}: mode, source"}
     rules.write_text('[[rule]]\nkind = "gpu.xid"\nmoed = "observe"\nsource = "a test"\n')
     with pytest.raises(ConfigurationError, match="line 3: unknown key `moed`"):
         load_settings({**GIVEN, "policy_dir": str(tmp_path)}, {})

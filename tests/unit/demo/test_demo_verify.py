@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from examples.demo.report import write_report
+from examples.demo.report import difference_picture, loss_picture, mark_rows, write_report
 from examples.demo.story import FaultRecord, Run
 from examples.demo.verify import LOSS_TOLERANCE, verify
 
@@ -121,3 +121,18 @@ def test_report_shows_problems_and_escapes_html(tmp_path: Path, reference: Run) 
     assert "SIGKILL &lt;to&gt; a rank" in page
     assert "500 ms" in page
     assert "http" not in page.replace("<!doctype html>", "")
+
+
+def test_marks_of_close_faults_lie_in_different_rows() -> None:
+    assert mark_rows([100.0, 104.0, 108.0, 300.0]) == [0, 1, 2, 0]
+    assert len(mark_rows([float(x) for x in range(20)])) == 20
+
+
+def test_pictures_name_their_axes(tmp_path: Path, reference: Run) -> None:
+    whole(tmp_path / "run", 1, range(1, 7))
+    run = Run.read(tmp_path / "run")
+    loss, difference = loss_picture(run, reference, []), difference_picture(run, reference)
+    assert ">loss (nats)<" in loss
+    assert ">step<" in loss
+    assert ">difference<" in difference
+    assert loss.index('class="ours"') < loss.index('class="theirs"'), "the reference would be hidden"

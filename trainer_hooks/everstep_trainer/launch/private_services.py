@@ -25,6 +25,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from urllib.parse import urlencode
 
 from everstep.bearer_tokens import TokenRole, mint
 from everstep.cli.client import ControllerClient, path, read_token
@@ -305,6 +306,9 @@ class PrivateServices:
         ready = await service.start(command)
         url, token = f"http://{ready['address']}", run_dir / "operator.token"
         log.info("to inspect the job: EVERSTEP_CONTROLLER=%s EVERSTEP_TOKEN_FILE=%s everstep status", url, token)
+        # The token ends with this run, and reaches only the loopback interface.
+        link = urlencode({"token": token.read_text().strip(), "to": f"/job/{self._name}"})
+        log.info("to watch it in a browser: %s/#%s", url, link)
         return str(ready["address"])
 
 

@@ -1,0 +1,101 @@
+"""Serve the operators' web page: a fixed list of static files, with entity tags, compression and security headers.
+
+The files contain no data. The page asks the REST API for everything that it shows, with the reader's own token.
+"""
+
+from __future__ import annotations
+
+import functools
+import gzip
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import msgspec
+import xxhash
+from fastapi import FastAPI, Request, Response
+
+from everstep_controller.api import endpoints
+
+FOLDER = Path(__file__).parent.parent / "web"
+INDEX = "index.html"
+MEDIA_TYPES = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+}
+FILES = (
+    INDEX,
+    "icon.svg",
+    "style.css",
+    "api.js",
+    "app.js",
+    "fleet.js",
+    "grid.js",
+    "incident.js",
+    "job.js",
+    "parts.js",
+    "policy.js",
+    "store.js",
+    "vendor/htm-preact.js",
+    "vendor/uplot.css",
+    "vendor/uplot.js",
+)
+"""Files that are served, each by a route of its own, so no request can reach another file."""
+
+HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-cache",  # revalidated by entity tag, so that an upgrade is seen at once
+    "vary": "accept-encoding",
+}
+
+
+class StaticFile(msgspec.Struct, frozen=True):
+    """One file of the page, in both encodings."""
+
+    media_type: str
+    etag: str
+    plain: bytes
+    gzipped: bytes
+
+
+@functools.cache
+def load(name: str) -> StaticFile:
+    """Return one of ``FILES``. Each file is read once."""
+    plain = (FOLDER / name).read_bytes()
+    return StaticFile(
+        media_type=MEDIA_TYPES[name.rpartition(".")[2]],
+        etag=f'"{xxhash.xxh3_64_hexdigest(plain)}"',
+        plain=plain,
+        gzipped=gzip.compress(plain, 9, mtime=0),
+    )
+
+
+def respond(request: Request, file: StaticFile) -> Response:
+    """Return the response with a file of the page, or 304 if the client has it."""
+    headers = {**HEADERS, "etag": file.etag}
+    known = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]
+    if file.etag in known:
+        return Response(status_code=304, headers=headers)
+    body = file.plain
+    if "gzip" in request.headers.get("accept-encoding", ""):
+        body, headers["content-encoding"] = file.gzipped, "gzip"
+    return Response(body, media_type=file.media_type, headers=headers)
+
+
+def _endpoint(name: str) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
+        return respond(request, load(name))
+
+    return endpoint
+
+
+def install(app: FastAPI) -> None:
+    """Add the page at ``/`` and each of its files below ``/web/``. They need no token, like the health checks."""
+    for path, name in [("/", INDEX), *((f"/web/{name}", name) for name in FILES)]:
+        app.add_api_route(path, _endpoint(name), methods=endpoints.methods("GET"), include_in_schema=False)

@@ -1,0 +1,124 @@
+// Entry point: the token, the address bar, and the frame around the views.
+
+import { html, render, useEffect, useRef, useState } from "./vendor/htm-preact.js";
+import * as api from "./api.js";
+import { Fleet } from "./fleet.js";
+import { Incident, Incidents } from "./incident.js";
+import { Job, Jobs } from "./job.js";
+import { Policy } from "./policy.js";
+import { Chip, link, Problem } from "./parts.js";
+import { start, stop, useFleet } from "./store.js";
+
+// A link may carry the token in its fragment, which browsers do not send. It leaves the address bar and the history.
+function readFragment() {
+  const fragment = new URLSearchParams(location.hash.slice(1));
+  const token = fragment.get("token");
+  if (!token) return;
+  api.setToken(token);
+  const to = fragment.get("to") || "/fleet";
+  history.replaceState(null, "", `${location.pathname}#${to.startsWith("/") ? to : "/fleet"}`);
+}
+
+function route() {
+  const [view = "", ...rest] = location.hash.replace(/^#\/?/, "").split("/").map(decode);
+  return { view: view || "fleet", name: rest.join("/") };
+}
+
+function decode(text) {
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    return text;
+  }
+}
+
+const TABS = [
+  ["fleet", "Fleet"],
+  ["job", "Jobs"],
+  ["incident", "Incidents"],
+  ["policy", "Policy"],
+];
+
+const VIEWS = {
+  fleet: (name) => html`<${Fleet} selected=${name} />`,
+  job: (name) => (name ? html`<${Job} key=${name} name=${name} />` : html`<${Jobs} />`),
+  incident: (name) => (name ? html`<${Incident} key=${name} trace=${name} />` : html`<${Incidents} />`),
+  policy: () => html`<${Policy} />`,
+};
+
+function Login({ error, onToken }) {
+  const [text, setText] = useState("");
+  const input = useRef(null);
+  useEffect(() => input.current.focus(), []);
+  const submit = (event) => {
+    event.preventDefault();
+    if (text.trim()) onToken(text);
+  };
+  return html`<main class="login">
+    <form onSubmit=${submit}>
+      <h1>Everstep</h1>
+      <p>Paste a viewer's or an operator's token. It stays in this tab and is forgotten when the tab closes.</p>
+      <label>Token
+        <input ref=${input} type="password" autocomplete="off" spellcheck="false" value=${text} onInput=${(event) => setText(event.target.value)} />
+      </label>
+      <${Problem} error=${error} />
+      <button class="primary" disabled=${!text.trim()}>Open</button>
+      <p class="dim">Make one with <code>everstep token issue</code> or <code>everstep-controller token --role viewer</code>.</p>
+    </form>
+  </main>`;
+}
+
+function App() {
+  const fleet = useFleet();
+  const [at, setAt] = useState(route());
+  const [known, setKnown] = useState(api.hasToken());
+  useEffect(() => {
+    const listener = () => (readFragmentAgain() ? setKnown(true) : setAt(route()));
+    addEventListener("hashchange", listener);
+    return () => removeEventListener("hashchange", listener);
+  }, []);
+  useEffect(() => {
+    if (known) start();
+  }, [known]);
+  useEffect(() => {
+    const title = TABS.find(([view]) => view === at.view)?.[1] || "Everstep";
+    document.title = `${at.name || title} · Everstep`;
+  }, [at]);
+  const enter = (token) => {
+    api.setToken(token);
+    fleet.error = null;
+    if (known) start();
+    else setKnown(true);
+  };
+  const leave = () => {
+    api.setToken("");
+    stop();
+    setKnown(false);
+  };
+  const refused = fleet.error && (fleet.error.status === 401 || fleet.error.status === 403);
+  if (!known || (refused && !fleet.identity)) return html`<${Login} error=${known && fleet.error} onToken=${enter} />`;
+  const view = VIEWS[at.view] ? at.view : "fleet";
+  return html`<div class="frame view-${view}">
+    <a class="skip" href="#main" onClick=${(event) => (event.preventDefault(), document.getElementById("main").focus())}>To the content</a>
+    <header class="top">
+      <a class="brand" href="#/fleet"><svg viewBox="0 0 32 32" aria-hidden="true"><path d="M5 25h7v-7h7v-7h8" /></svg>Everstep</a>
+      <nav aria-label="Views">${TABS.map(([name, label]) => html`<a key=${name} href=${link(name)} aria-current=${view === name ? "page" : undefined}>${label}</a>`)}</nav>
+      <span class="who">
+        ${fleet.identity && html`<span class="live ${fleet.live ? "on" : ""}" title=${fleet.live ? "Events arrive as they happen" : "Not connected"}>${fleet.live ? "live" : "waits"}</span>
+          <span title="The token's name and role"><b>${fleet.identity.name}</b> <${Chip} kind=${fleet.identity.mayOrder ? "note" : ""}>${fleet.identity.mayOrder ? "operator" : "read only"}<//></span>
+          <button class="small" onClick=${leave}>Leave</button>`}
+      </span>
+    </header>
+    ${fleet.error && html`<div class="floating"><${Problem} error=${fleet.error} /></div>`}
+    <main id="main" tabindex="-1">${VIEWS[view](at.name)}</main>
+  </div>`;
+}
+
+function readFragmentAgain() {
+  const before = location.hash;
+  readFragment();
+  return before !== location.hash;
+}
+
+readFragment();
+render(html`<${App} />`, document.getElementById("app"));

@@ -1,0 +1,472 @@
+// One job: its progress with every regroup, its ranks, what recoveries and restarts cost, and what could be restored.
+
+import { html, useEffect, useLayoutEffect, useMemo, useRef, useState } from "./vendor/htm-preact.js";
+import * as api from "./api.js";
+import {
+  ago, bytes, Chip, clock, cssColour, EventRows, Figure, figure, JobLink, JobState, link, NodeLink, number, plural,
+  Problem, Section, seconds, Skeleton, ticks, TraceLink, useTheme, useWidth, version,
+} from "./parts.js";
+import { useFleet, usePolled } from "./store.js";
+
+export const PHASES = ["start", "abort", "teardown", "wait", "rendezvous", "build", "restore", "plan", "compile", "first_step"];
+const PHASE_WORDS = { first_step: "first step", start: "start of a process" };
+export const phaseColour = (name) => `var(--p-${Math.max(0, PHASES.indexOf(name))})`;
+
+// ---- list of jobs
+
+export function Jobs() {
+  const { value, error } = usePolled(api.jobs, 15, ["jobs"], (event) => event.job !== "" && event.kind !== "resumed");
+  return html`<div class="page">
+    <div class="page-head"><h1>Jobs</h1></div>
+    <${Problem} error=${error} />
+    ${!value ? !error && html`<${Skeleton} height="200" />` : !value.length ? html`<p class="lead">No launcher has joined a job yet.</p>` : html`<div class="scroll-x"><table class="plain">
+      <thead><tr><th>Job</th><th>State</th><th class="n">Generation</th><th class="n">Ranks</th><th class="n">Spares</th><th class="n">Step</th><th class="n">Step time</th><th class="n">Loss</th><th>Committed</th><th>Reason</th></tr></thead>
+      <tbody>${value.map((job) => html`<tr key=${job.name}><td><${JobLink} name=${job.name} /></td><td><${JobState} state=${job.state} /></td>
+        <td class="n">${job.generation}</td><td class="n">${number(job.ranks)}</td><td class="n">${job.spares}</td><td class="n">${number(job.step)}</td>
+        <td class="n">${seconds(job.stepS)}</td><td class="n">${figure(job.loss, 4)}</td><td>${version(job.committed)}</td><td>${job.reason}</td></tr>`)}</tbody>
+    </table></div>`}
+  </div>`;
+}
+
+// ---- progress over time
+
+// New samples are added to the known ones, so that a long history is asked for once.
+function useProgress(name, intervalS, ifThere) {
+  const kept = useRef([]);
+  const ask = async () => {
+    const known = kept.current;
+    const { samples } = await api.progress(name, known.length ? known[known.length - 1].at : 0);
+    if (samples.length || !known.length) kept.current = [...known, ...samples].slice(-3000);
+    return kept.current;
+  };
+  return usePolled(ifThere(ask), intervalS, ["progress", name]);
+}
+
+let plotLibrary = null;
+function loadPlot() {
+  plotLibrary ??= new Promise((done, fail) => {
+    const style = Object.assign(document.createElement("link"), { rel: "stylesheet", href: "/web/vendor/uplot.css" });
+    const script = Object.assign(document.createElement("script"), { src: "/web/vendor/uplot.js" });
+    script.onload = () => done(window.uPlot);
+    script.onerror = fail;
+    document.head.append(style, script);
+  });
+  return plotLibrary;
+}
+
+// A vertical line with the generation's number at each regroup.
+const regroupMarks = (marks, colour) => ({
+  hooks: {
+    draw: [
+      (plot) => {
+        const { ctx, bbox } = plot;
+        ctx.save();
+        ctx.strokeStyle = colour;
+        ctx.fillStyle = colour;
+        ctx.lineWidth = devicePixelRatio;
+        ctx.setLineDash([3 * devicePixelRatio, 3 * devicePixelRatio]);
+        ctx.font = `${10 * devicePixelRatio}px system-ui, sans-serif`;
+        let free = -Infinity;
+        for (const mark of marks.current) {
+          const x = plot.valToPos(mark.at, "x", true);
+          if (!(x >= bbox.left && x <= bbox.left + bbox.width)) continue;
+          ctx.beginPath();
+          ctx.moveTo(x, bbox.top);
+          ctx.lineTo(x, bbox.top + bbox.height);
+          ctx.stroke();
+          const text = `g${mark.generation}`;
+          const width = ctx.measureText(text).width;
+          if (x >= free && x + width + 6 < bbox.left + bbox.width + 30) {
+            ctx.fillText(text, x + 3 * devicePixelRatio, bbox.top + 9 * devicePixelRatio);
+            free = x + width + 6 * devicePixelRatio;
+          }
+        }
+        ctx.restore();
+      },
+    ],
+  },
+});
+
+const timeOfDay = (at) => new Date(at * 1000).toTimeString().slice(0, 8);
+
+function Chart({ title, unit, x, y, marks, stroke, format, fromZero }) {
+  const [box, width, element] = useWidth();
+  const plot = useRef(null);
+  const live = useRef(marks);
+  live.current = marks;
+  const dark = useTheme();
+  const [shown, setShown] = useState(null);
+  useEffect(() => {
+    if (!width) return undefined;
+    let over = false;
+    loadPlot().then((uPlot) => {
+      if (over) return;
+      const axis = { stroke: cssColour("--dim"), grid: { stroke: cssColour("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif" };
+      plot.current = new uPlot(
+        {
+          width,
+          height: 196,
+          cursor: { sync: { key: "job" }, points: { size: 6 }, drag: { x: true, y: false } },
+          legend: { show: false },
+          scales: { y: fromZero ? { range: (_plot, _low, high) => [0, (high || 1) * 1.08] } : {} },
+          axes: [
+            { ...axis, size: 26, space: 70, values: (_plot, values) => values.map(timeOfDay) },
+            { ...axis, size: 54, values: (_plot, values) => values.map((value) => format(value)) },
+          ],
+          series: [{}, { stroke: cssColour(stroke), width: 1.6, spanGaps: false, points: { show: false } }],
+          plugins: [regroupMarks(live, cssColour("--bad"))],
+          hooks: { setCursor: [(one) => setShown(one.cursor.idx ?? null)] },
+        },
+        [x, y],
+        element
+      );
+    });
+    return () => {
+      over = true;
+      plot.current?.destroy();
+      plot.current = null;
+    };
+  }, [width, dark]);
+  useEffect(() => plot.current?.setData([x, y]), [x, y, marks.length]);
+  const last = shown !== null && y[shown] !== undefined ? y[shown] : y.findLast((value) => value !== null && value !== undefined);
+  return html`<figure class="chart" aria-label="${title} over time, newest ${format(last)}">
+    <h3>${title}<span>${last === undefined ? "–" : format(last)} ${unit}</span></h3>
+    <div ref=${box}></div>
+  </figure>`;
+}
+
+// New steps in a second, over windows of several samples: the minimum of all ranks moves unevenly. Steps that are made
+// again after a restore do not count.
+function throughputOf(samples) {
+  let furthest = 0;
+  const steps = samples.map((one) => (furthest = Math.max(furthest, one.step)));
+  const reach = Math.max(1, Math.min(8, Math.floor(samples.length / 40)));
+  return samples.map((sample, index) => {
+    const before = samples[Math.max(0, index - reach)];
+    const span = sample.at - before.at;
+    return span > 0 ? (steps[index] - steps[Math.max(0, index - reach)]) / span : null;
+  });
+}
+
+function Progress({ job, samples }) {
+  const data = useMemo(() => {
+    const x = samples.map((one) => one.at);
+    return { x, loss: samples.map((one) => one.loss), stepS: samples.map((one) => one.stepS || null), rate: throughputOf(samples) };
+  }, [samples]);
+  const marks = job.recoveries.filter((one) => one.reason !== "formed").map((one) => ({ at: one.decidedAt, generation: one.generation }));
+  const common = { x: data.x, marks };
+  return html`<div class="charts" style=${{ margin: 0 }}>
+    <${Chart} title="Loss" unit="" y=${data.loss} stroke="--p-2" format=${(value) => figure(value, 4)} ...${common} />
+    <${Chart} title="Step time" unit="" y=${data.stepS} stroke="--p-8" format=${seconds} fromZero=${true} ...${common} />
+    <${Chart} title="Throughput" unit="steps/s" y=${data.rate} stroke="--p-6" format=${(value) => figure(value)} fromZero=${true} ...${common} />
+  </div>`;
+}
+
+// ---- ranks
+
+const STRIP_ROWS = 256; // more ranks than this share rows: each row shows its latest rank
+
+// Busy share of each rank's step, against the median of the job. A rank far above the median keeps the others waiting.
+function ranksNow(job) {
+  const busy = job.rankList.filter((one) => one.busyS !== null && one.stepS > 0).map((one) => one.busyS).sort((a, b) => a - b);
+  const median = busy.length ? busy[busy.length >> 1] : null;
+  const newest = Math.max(0, ...job.rankList.map((one) => one.step));
+  const known = new Map(job.rankList.map((one) => [one.rank, one]));
+  return {
+    median,
+    newest,
+    ranks: Array.from({ length: job.ranks }, (_, rank) => {
+      const one = known.get(rank);
+      if (!one) return { rank, kind: "silent", share: 0 };
+      const share = one.busyS === null || !one.stepS ? null : Math.min(1, one.busyS / one.stepS);
+      const late = median !== null && one.busyS > 1.3 * median && one.busyS - median > 0.005;
+      return { rank, node: one.node, step: one.step, stepS: one.stepS, busyS: one.busyS, share, kind: late ? "late" : share === null ? "unmeasured" : "busy" };
+    }),
+  };
+}
+
+const columnOf = ({ ranks }) => {
+  const rows = Math.min(STRIP_ROWS, ranks.length);
+  const column = new Array(rows).fill(null);
+  const gravity = { late: 3, silent: 2, busy: 1, unmeasured: 0 };
+  for (const one of ranks) {
+    const row = Math.floor((one.rank * rows) / ranks.length);
+    if (!column[row] || gravity[one.kind] > gravity[column[row].kind]) column[row] = one;
+  }
+  return column;
+};
+
+const HISTORY = 120;
+
+function RankHeat({ job }) {
+  const [box, width] = useWidth();
+  const canvas = useRef(null);
+  const columns = useRef([]);
+  const dark = useTheme();
+  const now = useMemo(() => ranksNow(job), [job]);
+  const [chosen, setChosen] = useState(null);
+  const rows = Math.min(STRIP_ROWS, Math.max(1, job.ranks));
+  const cell = Math.max(3, Math.min(22, Math.floor(220 / rows)));
+  const height = rows * cell;
+  useMemo(() => {
+    const last = columns.current[columns.current.length - 1];
+    const column = columnOf(now);
+    if (last && last.length !== column.length) columns.current = [];
+    columns.current = [...columns.current, column].slice(-HISTORY);
+  }, [now]);
+  useLayoutEffect(() => {
+    if (!width) return;
+    const inner = width;
+    const ratio = Math.min(2, devicePixelRatio || 1);
+    const element = canvas.current;
+    element.width = inner * ratio;
+    element.height = height * ratio;
+    const context = element.getContext("2d");
+    context.scale(ratio, ratio);
+    const low = cssColour("--heat-0");
+    const high = cssColour("--heat-1");
+    const shown = Math.max(40, columns.current.length);
+    const w = inner / shown;
+    const shift = shown - columns.current.length;
+    columns.current.forEach((column, index) => {
+      const x = (shift + index) * w;
+      column.forEach((one, row) => {
+        const y = row * cell;
+        context.globalAlpha = 1;
+        context.fillStyle = one.kind === "silent" ? cssColour("--silent") : one.kind === "late" ? cssColour("--late") : low;
+        context.fillRect(x, y, Math.ceil(w), cell - (cell > 6 ? 1 : 0));
+        if (one.kind === "busy") {
+          context.globalAlpha = one.share;
+          context.fillStyle = high;
+          context.fillRect(x, y, Math.ceil(w), cell - (cell > 6 ? 1 : 0));
+        }
+      });
+    });
+  }, [now, width, dark, height]);
+  const late = now.ranks.filter((one) => one.kind === "late").sort((a, b) => b.busyS - a.busyS);
+  const silent = now.ranks.filter((one) => one.kind === "silent");
+  const point = (event) => {
+    const bounds = canvas.current.getBoundingClientRect();
+    const row = Math.floor(((event.clientY - bounds.top) / bounds.height) * rows);
+    setChosen(columns.current[columns.current.length - 1]?.[Math.max(0, Math.min(rows - 1, row))]?.rank ?? null);
+  };
+  const one = chosen === null ? null : now.ranks[chosen];
+  const said = one
+    ? html`rank ${one.rank}${one.node && html` on <${NodeLink} name=${one.node} />, step ${number(one.step)}: ${one.busyS === null ? "busy time is not measured" : html`busy ${seconds(one.busyS)}, waiting ${seconds(Math.max(0, one.stepS - one.busyS))} of ${seconds(one.stepS)}`}`}`
+    : late.length
+      ? html`${plural(late.length, "rank is", "ranks are")} late: ${late.slice(0, 4).map((rank, index) => html`${index ? ", " : ""}${rank.rank} on <${NodeLink} name=${rank.node} /> (busy ${seconds(rank.busyS)}, median ${seconds(now.median)})`)}`
+      : now.median === null ? "Busy time is not measured yet." : `No rank keeps the others waiting; the median rank is busy for ${seconds(now.median)} of a step.`;
+  return html`<div class="heat">
+    <div ref=${box} style=${{ height: `${height}px` }}><canvas ref=${canvas} role="img" aria-label="Ranks by time: busy, waiting, late" style=${{ height: `${height}px` }} onMouseMove=${point} onMouseLeave=${() => setChosen(null)}></canvas></div>
+    <p class="keys"><span><i style=${{ background: "var(--heat-1)" }}></i>busy</span><span><i style=${{ background: "var(--heat-0)" }}></i>waiting for others</span>
+      <span><i style=${{ background: "var(--late)" }}></i>late: busy over 1.3 × the median</span>${silent.length > 0 && html`<span><i style=${{ background: "var(--silent)" }}></i>no progress reported</span>`}
+      <span>rank 0 above, newest at the right</span></p>
+    <p>${said}</p>
+  </div>`;
+}
+
+// ---- recoveries
+
+const ROW = 24;
+
+export function Gantt({ recoveries, width }) {
+  const rows = recoveries.slice(-24).reverse();
+  const lengthOf = (one) => Math.max(one.durationS || 0, sum(Object.values(one.phases)));
+  const most = Math.max(0.05, ...rows.map(lengthOf));
+  const left = width < 560 ? 92 : 190;
+  const scale = (width - left - 70) / most;
+  const marks = ticks(most, width < 560 ? 3 : 8);
+  const height = rows.length * ROW + 40;
+  return html`<svg width=${width} height=${height} viewBox="0 0 ${width} ${height}" role="img" aria-label="Phases of the last ${rows.length} recoveries">
+    ${marks.map((at) => html`<g key=${at}><line class="axis" x1=${left + at * scale} x2=${left + at * scale} y1="4" y2=${height - 34} /><text x=${left + at * scale} y=${height - 20} text-anchor="middle">${seconds(at)}</text></g>`)}
+    <text x=${left + (width - left - 70) / 2} y=${height - 4} text-anchor="middle">time since the decision</text>
+    ${rows.map((one, index) => {
+      let x = left;
+      const y = 6 + index * ROW;
+      const known = sum(Object.values(one.phases));
+      // What ranks did before their first phase and after the slowest one is not in the phases.
+      const rest = Math.max(0, (one.durationS || 0) - known);
+      const parts = [...PHASES.filter((phase) => one.phases[phase]).map((phase) => [phase, one.phases[phase]]), ["", rest]];
+      return html`<g key=${one.generation}>
+        <a href=${link("incident", one.trace)}><text class="ink" x="0" y=${y + 13}>g${one.generation} ${width < 560 ? "" : one.reason.replace(/_/g, " ")}</text></a>
+        ${parts.map(([phase, length]) => {
+          const from = x;
+          x += length * scale;
+          return length * scale > 0.3 && html`<rect key=${phase} x=${from} y=${y} width=${length * scale} height="16" rx="1.5" style=${{ fill: phase ? phaseColour(phase) : "var(--line)" }}>
+            <title>${phase ? PHASE_WORDS[phase] || phase : "not in a phase"}: ${seconds(length)}</title></rect>`;
+        })}
+        <text class="ink" x=${left + lengthOf(one) * scale + 6} y=${y + 13}>${one.durationS === null ? `… ${one.resumed}/${one.ranks}` : seconds(one.durationS)}</text>
+      </g>`;
+    })}
+  </svg>`;
+}
+
+const sum = (values) => values.reduce((total, value) => total + value, 0);
+
+export const PhaseKeys = ({ recoveries }) => html`<p class="keys">${PHASES.filter((phase) => recoveries.some((one) => one.phases[phase])).map((phase) => html`<span key=${phase}><i style=${{ background: phaseColour(phase) }}></i>${PHASE_WORDS[phase] || phase}</span>`)}
+  <span><i style=${{ background: "var(--line)" }}></i>not in a phase</span></p>`;
+
+function Recoveries({ recoveries }) {
+  const [box, width] = useWidth();
+  return html`<div class="drawing"><div ref=${box} style=${{ minHeight: "64px" }}>${width > 0 && html`<${Gantt} recoveries=${recoveries} width=${width} />`}</div><${PhaseKeys} recoveries=${recoveries} /></div>`;
+}
+
+// ---- what recoveries cost, and what restarts would have cost
+
+// Steps that were made again after a recovery, as far as the history of progress shows them.
+function repeatedSteps(recovery, samples) {
+  if (!recovery.restored || !samples.length || samples[0].at > recovery.decidedAt) return 0;
+  let newest = 0;
+  for (const one of samples) if (one.at <= recovery.decidedAt) newest = Math.max(newest, one.step);
+  return Math.max(0, newest - recovery.restored.step);
+}
+
+export function costs(job, samples, now, everyS, restartS) {
+  const end = job.state === "finished" || job.state === "failed" ? job.since : now;
+  const formed = job.recoveries.find((one) => one.reason === "formed");
+  const begin = formed ? formed.decidedAt + (formed.durationS || 0) : job.createdAt;
+  const wall = Math.max(0, end - begin);
+  let lost = 0;
+  let lostGpuS = 0;
+  let restart = 0;
+  let restartGpuS = 0;
+  const real = job.recoveries.filter((one) => one.reason !== "formed" && one.decidedAt >= begin);
+  for (const one of real) {
+    const took = (one.durationS ?? Math.max(0, now - one.decidedAt)) + repeatedSteps(one, samples) * job.stepS;
+    const again = restartS + ((one.decidedAt - begin) % everyS);
+    lost += took;
+    lostGpuS += took * one.ranks;
+    restart += again;
+    restartGpuS += again * one.ranks;
+  }
+  return { wall, lost, lostGpuS, restart, restartGpuS, count: real.length, share: wall > 0 ? Math.max(0, 1 - lost / wall) : null };
+}
+
+function Costs({ job, samples, now }) {
+  const [every, setEvery] = useState(30);
+  const [restart, setRestart] = useState(60);
+  const told = costs(job, samples, now, Math.max(1, every) * 60, Math.max(0, restart));
+  const hours = (gpuS) => (gpuS < 7200 ? seconds(gpuS) : `${figure(gpuS / 3600)} h`);
+  return html`<div>
+    <div class="figures">
+      <${Figure} name="Effective time" value=${told.share === null ? "–" : `${(100 * told.share).toFixed(told.share > 0.999 ? 3 : 2)} %`} note="of ${seconds(told.wall)} since the first step" kind=${told.share > 0.99 ? "good" : ""} />
+      <${Figure} name="Recoveries" value=${told.count} note=${told.count ? `${seconds(told.lost / told.count)} each` : ""} />
+      <${Figure} name="Time lost" value=${seconds(told.lost)} note="with repeated steps" />
+      <${Figure} name="GPU time lost" value=${hours(told.lostGpuS)} note=${plural(job.ranks, "GPU")} />
+      <${Figure} name="GPU time saved" value=${hours(Math.max(0, told.restartGpuS - told.lostGpuS))} note="against restarts" kind="good" />
+    </div>
+    <div class="inline-fields" style=${{ marginTop: "10px" }}>
+      <label>A restart's checkpoint, every min <input type="number" min="1" max="1440" value=${every} onInput=${(event) => setEvery(Number(event.target.value) || 30)} /></label>
+      <label>Seconds of a restart <input type="number" min="0" max="7200" value=${restart} onInput=${(event) => setRestart(Number(event.target.value) || 0)} /></label>
+      <p class="dim">The same failures would have cost ${seconds(told.restart)}: each restart, and the work since the last checkpoint.</p>
+    </div>
+  </div>`;
+}
+
+// ---- checkpoints
+
+const DIES = { node: "node", pair: "pair of nodes", rack: "rack", switch: "switch", power: "power unit" };
+
+function Exposure({ restorability }) {
+  const { exposures } = restorability;
+  const [picked, setPicked] = useState(0);
+  const one = exposures[Math.min(picked, exposures.length - 1)];
+  const bad = exposures.filter((each) => !each.restorable).length;
+  return html`<div class="exposure">
+    <p>${restorability.sentence}</p>
+    ${restorability.missingRanks.length > 0 && html`<p class="reason warn">No reachable node holds the shares of ranks ${restorability.missingRanks.slice(0, 12).join(", ")}.</p>`}
+    ${one && html`<div class="picks"><label>What would be lost if this dies now?
+      <select value=${picked} onChange=${(event) => setPicked(Number(event.target.value))}>
+        ${exposures.map((each, index) => html`<option key=${index} value=${index}>${each.restorable ? "" : "! "}${DIES[each.kind]} ${each.name}</option>`)}
+      </select></label></div>
+    <div class="answer ${one.restorable ? "" : "bad"}"><b>${one.restorable ? (one.fallback ? `Goes back to ${version(one.fallback)}.` : "No committed step would be lost.") : "The committed version would be lost."}</b> ${one.sentence}</div>
+    <p class="dim">${bad ? `${bad} of ${plural(exposures.length, "possible loss", "possible losses")} cannot be borne.` : `${plural(exposures.length, "possible loss is", "possible losses are")} looked at; each can be borne.`}</p>`}
+  </div>`;
+}
+
+const TIERS = { memory: "memory", parity: "parity", storage: "storage" };
+
+function Versions({ checkpoints }) {
+  return html`<div>
+    <p>${checkpoints.sentence}</p>
+    ${checkpoints.lastError && html`<p class="reason warn">${checkpoints.lastError}</p>`}
+    <div class="scroll-x"><table class="plain"><thead><tr><th>Version</th><th>Where</th><th>Since</th><th class="n">Size</th><th></th></tr></thead>
+    <tbody>${checkpoints.versions.slice(0, 12).map((one, index) => html`<tr key=${index} title=${one.sentence}><td>${version(one.version)}</td><td>${TIERS[one.tier]}</td><td><time>${clock(one.since)}</time></td>
+      <td class="n">${one.bytes ? bytes(one.bytes) : "–"}</td><td>${!one.complete ? html`<${Chip}>in progress<//>` : one.restorable ? html`<${Chip} kind="good">restorable<//>` : html`<${Chip} kind="bad">not restorable<//>`} ${one.verified && html`<${Chip} kind="note">verified<//>`}</td></tr>`)}</tbody></table></div>
+  </div>`;
+}
+
+// ---- hangs
+
+function Hangs({ events }) {
+  const stalled = events.filter((one) => one.detail.stacks);
+  if (!stalled.length) return html`<p class="dim">No rank has stood still.</p>`;
+  return stalled.slice(0, 24).map((one, index) => html`<details class="stack" key=${one.id} open=${index === 0}>
+    <summary><time>${clock(one.at)}</time> ${one.sentence} ${one.trace && html`<${TraceLink} trace=${one.trace}>incident<//>`}</summary>
+    <pre class="stacks" tabindex="0">${one.detail.stacks}</pre>
+  </details>`);
+}
+
+// ---- the view
+
+export function Job({ name }) {
+  const fleet = useFleet();
+  const size = fleet.status?.jobs.find((one) => one.name === name)?.ranks || 0;
+  const pace = Math.min(30, Math.max(2, size / 300));
+  const concerns = (event) => event.job === name && event.kind !== "launcher.joined";
+  // A launcher's link may be opened before its job exists; asking for the job then would only be refused.
+  const exists = useRef(null); // null: not known yet
+  const ifThere = (ask) => async () => {
+    if (!exists.current) exists.current = (await api.jobs()).some((one) => one.name === name);
+    return exists.current ? ask() : null;
+  };
+  const job = usePolled(ifThere(() => api.job(name)), pace, ["job", name], concerns);
+  const progress = useProgress(name, pace, ifThere);
+  const slow = usePolled(
+    ifThere(async () => {
+      const [restorability, checkpoints, events, hangs] = await Promise.all([
+        api.restorability(name),
+        api.checkpoints(name),
+        api.events({ job: name, newest: true, limit: 60 }),
+        api.events({ job: name, kind: "rank.stalled", newest: true, limit: 24 }),
+      ]);
+      return { restorability, checkpoints, events: [...events].reverse(), hangs: [...hangs].reverse() };
+    }),
+    Math.max(5, pace),
+    ["slow", name],
+    concerns
+  );
+  const one = job.value;
+  if (!one || !progress.value || !slow.value) {
+    return html`<div class="page"><div class="page-head"><h1>${name}</h1></div>
+      <p class="lead">${exists.current === false ? "Waiting for its first launcher." : "\u00a0"}</p>
+      <${Problem} error=${job.error || progress.error || slow.error} />
+      ${!job.error && html`<${Skeleton} height="64" /><${Skeleton} height="232" /><${Skeleton} height="600" />`}</div>`;
+  }
+  const now = fleet.status ? fleet.status.now + (performance.now() - fleet.statusAt) / 1000 : Date.now() / 1000;
+  const real = one.recoveries.filter((each) => each.reason !== "formed");
+  const { restorability, checkpoints, events, hangs } = slow.value;
+  return html`<div class="page">
+    <div class="page-head"><h1>${one.name}</h1><${JobState} state=${one.state} /><span class="dim">generation ${one.generation}, ${one.state} for ${seconds(Math.max(0, now - one.since))}</span></div>
+    <p class="lead">${one.reason}</p>
+    <${Problem} error=${job.error} />
+    <div class="figures">
+      <${Figure} name="Step" value=${number(one.step)} note="finished by all ranks" />
+      <${Figure} name="Loss" value=${figure(one.loss, 5)} />
+      <${Figure} name="Step time" value=${seconds(one.stepS)} note="slowest rank" />
+      <${Figure} name="Ranks" value=${number(one.ranks)} note="on ${plural(one.nodes, "node")}, ${one.minNodes} to ${one.maxNodes}" />
+      <${Figure} name="Spares" value=${one.spares} note=${one.spareNodes.slice(0, 3).join(", ")} />
+      <${Figure} name="Committed" value=${version(one.committed)} note="generation:step" />
+      <${Figure} name="Verified" value=${version(one.verified)} note="digests agree" />
+    </div>
+    ${Object.keys(one.ineligible).length > 0 && html`<details class="stack"><summary>${plural(Object.keys(one.ineligible).length, "node")} may not take a seat</summary>
+      <ul>${Object.entries(one.ineligible).slice(0, 50).map(([node, why]) => html`<li key=${node}><${NodeLink} name=${node} />: ${why}</li>`)}</ul></details>`}
+    <${Section} id="progress" title="Progress" note="dashed lines are regroups; drag to zoom, double-click to return"><${Progress} job=${one} samples=${progress.value} /><//>
+    <${Section} id="ranks" title="Ranks" note="share of each step in which the rank computes"><${RankHeat} job=${one} /><//>
+    <${Section} id="costs" title="What failures cost"><${Costs} job=${one} samples=${progress.value} now=${now} /><//>
+    <${Section} id="recoveries" title="Recoveries" note=${real.length ? "phases of the slowest rank; a row opens its incident" : "none yet"}>${real.length > 0 && html`<${Recoveries} recoveries=${real} />`}<//>
+    <${Section} id="checkpoints" title="Checkpoints"><div class="two"><${Exposure} restorability=${restorability} /><${Versions} checkpoints=${checkpoints} /></div><//>
+    <${Section} id="hangs" title="Stacks of hangs"><${Hangs} events=${hangs} /><//>
+    <${Section} id="events" title="Events"><${EventRows} events=${events} /><//>
+  </div>`;
+}

@@ -1,0 +1,101 @@
+"""Chromium for tests of the web page, which keep an eye on errors and on layout that jumps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import pytest
+
+CHROMIUM = Path("/usr/bin/chromium")
+MOST_SHIFT = 0.02
+"""Cumulative layout shift of a view; 0.1 counts as good, and the width of a changing number costs some 0.0001."""
+
+WATCH_LAYOUT = """
+window.shifted = [];
+new PerformanceObserver((list) => {
+  for (const one of list.getEntries()) {
+    const moved = one.sources.map((source) => source.node?.className ?? "");
+    if (!one.hadRecentInput) window.shifted.push([one.value, moved]);
+  }
+}).observe({ type: "layout-shift", buffered: true });
+"""
+
+
+def require_browser() -> Any:
+    """Playwright's API; skips the test where it or Chromium is missing."""
+    playwright = pytest.importorskip("playwright.sync_api")
+    if not CHROMIUM.exists():
+        pytest.skip(f"there is no {CHROMIUM}")
+    return playwright
+
+
+@contextmanager
+def chromium() -> Iterator[Any]:
+    """A browser, gone at the end."""
+    with require_browser().sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox"])
+        try:
+            yield browser
+        finally:
+            browser.close()
+
+
+def link_of(url: str, token: str, to: str = "/fleet") -> str:
+    """The link that opens a view with a token."""
+    return f"{url}/#{urlencode({'token': token, 'to': to})}"
+
+
+class Watched:
+    """A page, and everything that it complained about."""
+
+    def __init__(self, page: Any) -> None:
+        self.page = page
+        self.complaints: list[str] = []
+        self.foreign: list[str] = []
+        self._home = ""
+        page.add_init_script(WATCH_LAYOUT)
+        page.on("console", lambda said: said.type in ("error", "warning") and self.complaints.append(said.text))
+        page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        page.on("request", lambda asked: self._note(asked.url))
+
+    def _note(self, url: str) -> None:
+        if not url.startswith((self._home, "blob:", "data:")):
+            self.foreign.append(url)
+
+    def open(self, link: str) -> Any:
+        """Open a link from a blank page, as a person would."""
+        self._home = link.partition("/#")[0]
+        self.page.goto("about:blank")
+        self.page.goto(link)
+        return self.page
+
+    def forget_shifts(self) -> None:
+        """Pass over what has moved so far."""
+        self.page.evaluate("window.shifted = []")
+
+    def check(self) -> None:
+        """Fail if anything was complained about, asked of another host, or moved by itself."""
+        assert self.complaints == []
+        assert [url for url in self.foreign if url != "about:blank"] == []
+        shifted = self.page.evaluate("window.shifted")
+        assert sum(value for value, _ in shifted) < MOST_SHIFT, shifted
+
+
+@contextmanager
+def watched(browser: Any, width: int = 1400, height: int = 900, *, dark: bool = False) -> Iterator[Watched]:
+    """A page of a new profile; complaints fail the test at the end."""
+    scheme = "dark" if dark else "light"
+    context = browser.new_context(
+        viewport={"width": width, "height": height}, color_scheme=scheme, accept_downloads=True
+    )
+    context.set_default_timeout(25_000)
+    try:
+        one = Watched(context.new_page())
+        yield one
+        one.check()
+    finally:
+        context.close()
