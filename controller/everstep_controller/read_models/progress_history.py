@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 import msgspec
 
-from everstep.vocabulary import JobState
 from everstep.wire.v1.operator import ProgressHistory, ProgressSample
 from everstep_controller.core.state import FleetState
 from everstep_controller.read_models.fleet_views import job_summary

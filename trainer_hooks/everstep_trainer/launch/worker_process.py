@@ -6,7 +6,6 @@ import io
 import os
 import runpy
 import sys
-import traceback
 from time import perf_counter
 
 from everstep_trainer.launch.process_setup import keep_freed_memory, raise_oom_score, set_process_name
@@ -62,8 +61,4 @@ def _show(error: BaseException) -> None:
     tail = error.__traceback__
     while tail is not None and tail.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
         tail = tail.tb_next
-    hook = sys.excepthook
-    if hook is sys.__excepthook__:
-        traceback.print_exception(type(error), error, tail)
-    else:
-        hook(type(error), error, tail)
+    sys.excepthook(type(error), error.with_traceback(tail), tail)  # the built-in hook shows the error's own traceback

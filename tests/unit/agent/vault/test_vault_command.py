@@ -53,7 +53,7 @@ def test_a_vault_in_use_is_listed_and_not_dropped(vault: VaultProcess) -> None:
     assert (row["name"], row["jobs"], row["pid"]) == ("n1", [JOB], vault.process.pid)
     status, said = drop(vault)
     assert status == 2
-    assert "n1 is in use: end its job's launcher" in said
+    assert "n1 is in use: stop its job's launcher" in said
     assert vault.process.poll() is None
 
 
@@ -83,7 +83,7 @@ def test_segments_of_a_killed_vault_are_listed_and_freed(vault: VaultProcess) ->
 def test_unknown_vault_name_is_refused_with_a_hint(vault: VaultProcess) -> None:
     status, said = drop(vault, "n2")
     assert status == 2
-    assert "there is no 'n2' in" in said
+    assert "there is no vault 'n2' in" in said
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")

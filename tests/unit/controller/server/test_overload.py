@@ -170,7 +170,7 @@ def test_rate_limit_answers_retry_after_in_http_and_session(program_forks: ForkP
         while (told := refusal(process, "GET", "/v1/events?limit=1", None, VIEWER))["status"] != 429:
             pass
         assert (told["code"], told["retry_after"]) == ("rate_limited", "1")
-        assert "too many requests of viewer vera: come again in" in told["detail"]
+        assert "too many requests of viewer vera: retry in" in told["detail"]
         refused = beaten_until_refused(session)
         assert (refused.frame_kind, refused.code) == (FrameKind.HEARTBEAT, "rate_limited")
         assert 0 < (refused.retry_after_s or 0) <= 0.25

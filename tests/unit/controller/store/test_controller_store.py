@@ -166,7 +166,10 @@ def test_audit_log_is_append_only(writer: DatabaseWriter, engine: Engine, change
         connection.execute(text(change))
 
 
-FORGED = "SELECT id, at, 'forged', node, job, generation, trace, sentence, detail FROM audit WHERE id = 1"
+FORGED = (
+    "(id, at, kind, node, job, generation, trace, sentence, detail) "
+    "SELECT id, at, 'forged', node, job, generation, trace, sentence, detail FROM audit WHERE id = 1"
+)
 REPLACED = (
     f"INSERT OR REPLACE INTO audit {FORGED}",
     f"REPLACE INTO audit {FORGED}",
@@ -344,7 +347,7 @@ def test_postgresql_missing_database_or_rights_are_explained(postgres: str) -> N
         connection.execute(text("CREATE ROLE pauper LOGIN"))
         connection.execute(text("REVOKE ALL ON ALL TABLES IN SCHEMA public FROM PUBLIC"))
     engine.dispose()
-    with pytest.raises(ConfigurationError, match="may not do this: `GRANT"):
+    with pytest.raises(ConfigurationError, match="lacks a permission: `GRANT"):
         open_database(postgres.replace("postgres:@", "pauper@").replace("postgres@", "pauper@"))
 
 

@@ -204,7 +204,7 @@ def test_leader_resumes_after_read_only_database_recovers(
             until(lambda: status_of(leader).database_outage, "the leader to see it")
             assert agent.report(lost(running)) == 503
             regrouped = agent.generation(running.number)
-            until(lambda: "cannot be asked for" in standby.log(), "the standby to have tried")
+            until(lambda: "cannot be read or renewed" in standby.log(), "the standby to have tried")
         finally:
             order(own_postgres, "ALTER SYSTEM RESET default_transaction_read_only", "SELECT pg_reload_conf()")
         until(lambda: leader.log().count("all is written"), "everything to be written")

@@ -108,7 +108,7 @@ def test_lease_renewed_during_takeover_is_kept(engine: Engine, session: Open) ->
     assert not seen.is_lock_free
     leader.renew(epoch, 30.0)
     late = DatabaseWriter(engine)
-    with pytest.raises(LeadershipLost, match="renewed meanwhile"):
+    with pytest.raises(LeadershipLost, match="renewed its lease meanwhile"):
         late.take_over(expected=epoch, claim=claim("c2", "", 30.0, is_lock_free=seen.is_lock_free))
     late.close()
     assert standby.read().newest_epoch == epoch

@@ -365,7 +365,7 @@ def test_maintenance_is_planned_shown_and_cancelled(run: Any) -> None:
 
 def test_forget_refuses_a_connected_node(run: Any) -> None:
     refused = run("node", "forget", "n3", "--reason", "gone")
-    assert (refused.exit_code, "end its agent first" in refused.stderr) == (1, True)
+    assert (refused.exit_code, "stop its agent first" in refused.stderr) == (1, True)
 
 
 def test_missing_controller_exits_with_status_2(tmp_path: Path) -> None:
@@ -406,7 +406,7 @@ def test_order_by_viewer_exits_with_status_1(fleet: Fleet, tmp_path: Path) -> No
     head = ["--controller", fleet.process.url, "--token-file", token(tmp_path, TokenRole.VIEWER)]
     result = CliRunner().invoke(app, [*head, "node", "hold", "n3", "--reason", "x"])
     assert result.exit_code == 1
-    assert "it needs that of an operator" in result.stderr
+    assert "it needs the token of an operator" in result.stderr
 
 
 def test_environment_sets_controller_and_token(fleet: Fleet, tmp_path: Path) -> None:
