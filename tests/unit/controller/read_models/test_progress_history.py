@@ -77,7 +77,7 @@ def test_only_running_jobs_are_sampled(client: TestClient) -> None:
     running_job(client, "n1")
     played = Played(client)
     played.sample()
-    played.state.jobs["j"].state = JobState.FINISHED
+    played.state.jobs["j"].status.state = JobState.FINISHED
     played.sample()
     assert len(played.recorder.history("j").samples) == 1
 
@@ -86,7 +86,7 @@ def test_new_run_of_a_job_begins_anew(client: TestClient) -> None:
     running_job(client, "n1")
     played = Played(client)
     played.sample()
-    played.state.jobs["j"].created_at += 100.0
+    played.state.jobs["j"].progress.created_at += 100.0
     played.sample()
     assert len(played.recorder.history("j").samples) == 1
     del played.state.jobs["j"]

@@ -207,7 +207,7 @@ def test_leader_resumes_after_read_only_database_recovers(
             until(lambda: "cannot be read or renewed" in standby.log(), "the standby to have tried")
         finally:
             order(own_postgres, "ALTER SYSTEM RESET default_transaction_read_only", "SELECT pg_reload_conf()")
-        until(lambda: leader.log().count("all is written"), "everything to be written")
+        until(lambda: leader.log().count("all decisions are written"), "everything to be written")
         assert [event.generation for event in events(leader, "generation")] == [running.number, regrouped.number]
         assert "taking the lease" in standby.log()
         assert "leading:" not in standby.log()
