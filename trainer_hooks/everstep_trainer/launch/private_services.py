@@ -308,7 +308,7 @@ class PrivateServices:
         log.info("to inspect the job: EVERSTEP_CONTROLLER=%s EVERSTEP_TOKEN_FILE=%s everstep status", url, token)
         # The token ends with this run, and reaches only the loopback interface.
         link = urlencode({"token": token.read_text().strip(), "to": f"/job/{self._name}"})
-        log.info("to watch it in a browser: %s/#%s", url, link)
+        log.info("to watch in a browser: %s/#%s", url, link)
         return str(ready["address"])
 
 
