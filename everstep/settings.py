@@ -22,7 +22,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -51,6 +51,13 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def flag(self) -> str:
         return "--" + self.name.replace("_", "-")
+
+
+class Given(NamedTuple):
+    """A value that a flag, a variable or the file gives."""
+
+    value: Any
+    source: str  # as words for people
 
 
 @dataclass(frozen=True)
@@ -112,31 +119,32 @@ class Program:
         Raises:
             ConfigurationError: A variable or key is unknown, or a value has another type. The message names the source.
         """
+        return self.by_attribute(self.given(flags, environ))
+
+    def given(self, flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Given]:
+        """Return the same as ``read`` by the setting's name, each value with its source."""
         variables = self._given_variables(environ)
         file = flags.get(FILE) or variables.pop(FILE, ("", ""))[1]
         found = self._read_file(Path(file)) if file else {}
-        found |= {name: self._convert(source, text, name) for name, (source, text) in variables.items()}
-        found |= {
-            name: self._convert(self.settings[name].flag, value, name) if isinstance(value, str) else value
-            for name, value in flags.items()
-            if name != FILE
-        }
+        for name, (variable, text) in variables.items():
+            found[name] = Given(self._convert(variable, text, name), f"environment, {variable}")
+        for name, value in flags.items():
+            if name != FILE:
+                flag = self.settings[name].flag
+                converted = self._convert(flag, value, name) if isinstance(value, str) else value
+                found[name] = Given(converted, f"flag {flag}")
+        return found
+
+    def by_attribute(self, given: Mapping[str, Given]) -> dict[str, Any]:
+        """Return the values by attribute, those of a nested struct as a dict."""
         values: dict[str, Any] = {}
-        for name, value in found.items():
+        for name, each in given.items():
             *groups, attribute = self.settings[name].path
             target = values
             for group in groups:
                 target = target.setdefault(group, {})
-            target[attribute] = value
+            target[attribute] = each.value
         return values
-
-    def sources(self, flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, str]:
-        """Return the source of each value that ``read`` returns, by the setting's name, as words for people."""
-        variables = self._given_variables(environ)
-        file = flags.get(FILE) or variables.pop(FILE, ("", ""))[1]
-        found = dict.fromkeys(self._read_file(Path(file)), f"settings file {file}") if file else {}
-        found |= {name: f"environment, {source}" for name, (source, _) in variables.items()}
-        return found | {name: f"flag {self.settings[name].flag}" for name in flags if name != FILE}
 
     def _given_variables(self, environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
         """Return the set variables and their texts, by setting."""
@@ -147,7 +155,7 @@ class Program:
         others = {variable: name for name, variable in self.other_variables.items()}
         return {name: (source, environ[source]) for source, name in (others | own).items() if source in environ}
 
-    def _read_file(self, path: Path) -> dict[str, Any]:
+    def _read_file(self, path: Path) -> dict[str, Given]:
         text = _read_text(path)
         found = {}
         for name, key, value in _flatten(_load(text, str(path)), ""):
@@ -156,7 +164,7 @@ class Program:
                 table = name.removesuffix(key)
                 known = [each.removeprefix(table) for each in self.settings if each.startswith(table)]
                 raise ConfigurationError(f"{source}: unknown key `{key}`; {_suggest(key, known)}")
-            found[name] = self._convert(f"{source}: {key}", value, name)
+            found[name] = Given(self._convert(f"{source}: {key}", value, name), f"settings file {path}")
         return found
 
     def _convert(self, source: str, value: Any, name: str) -> Any:

@@ -337,20 +337,21 @@ def load_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Loade
     Raises:
         ConfigurationError: A name is unknown, a value has the wrong type, or settings contradict each other.
     """
-    given = PROGRAM.read(flags, environ)
-    preset_name = given.get("preset", "production")
-    preset = ControllerSettings.from_preset(preset_name)
-    shipped = msgspec.structs.asdict(CorePolicy())
+    given = PROGRAM.given(flags, environ)
+    values = PROGRAM.by_attribute(given)
+    preset = ControllerSettings.from_preset(values.get("preset", "production"))
+    shipped, chosen = CorePolicy(), preset.policy
     origins = {
-        name: f"preset {preset_name}"
-        for name, value in msgspec.structs.asdict(preset.policy).items()
-        if value != shipped[name]
+        name: f"preset {preset.preset}"
+        for name in CorePolicy.__struct_fields__
+        if getattr(chosen, name) != getattr(shipped, name)
     }
-    for name, source in PROGRAM.sources(flags, environ).items():
-        if name.startswith("policy_") and name.removeprefix("policy_") in shipped:
-            origins[name.removeprefix("policy_")] = source
-    policy = msgspec.structs.replace(preset.policy, **given.pop("policy", {}))
-    settings = msgspec.structs.replace(preset, **given)
+    for name, one in given.items():
+        group, *field = PROGRAM.settings[name].path
+        if group == "policy":
+            origins[field[0]] = one.source
+    policy = msgspec.structs.replace(chosen, **values.pop("policy", {}))
+    settings = msgspec.structs.replace(preset, **values)
     site = Path(settings.policy_dir) if settings.policy_dir else None
     settings = msgspec.structs.replace(settings, policy=with_rules(policy, site)).validate()
     for rule, keys in (overridden_keys(site) if site is not None else {}).items():
