@@ -124,7 +124,8 @@ class Program:
     def given(self, flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Given]:
         """Return the same as ``read`` by the setting's name, each value with its source."""
         variables = self._given_variables(environ)
-        file = flags.get(FILE) or variables.pop(FILE, ("", ""))[1]
+        _, named = variables.pop(FILE, ("", ""))
+        file = flags.get(FILE) or named
         found = self._read_file(Path(file)) if file else {}
         for name, (variable, text) in variables.items():
             found[name] = Given(self._convert(variable, text, name), f"environment, {variable}")

@@ -101,6 +101,9 @@ def test_flag_overrides_variable_and_variable_overrides_file(tmp_path: Path) -> 
     file.write_text("size = 1\nnames = ['a']\n[late]\nafter_s = 1.5\n")
     environ = {"EVERSTEP_EXAMPLE_SIZE": "2", "EVERSTEP_EXAMPLE_NAMES": "b", "EVERSTEP_EXAMPLE_SETTINGS": str(file)}
     assert EXAMPLE.read({"size": 3}, environ) == {"size": 3, "names": ("b",), "late": {"after_s": 1.5}}
+    other = tmp_path / "other.toml"
+    other.write_text("size = 7\n")
+    assert EXAMPLE.read({"settings": str(other)}, {"EVERSTEP_EXAMPLE_SETTINGS": str(file)}) == {"size": 7}
     assert EXAMPLE.read({}, {"PET_SIZE": "4"}) == {"size": 4}
     assert EXAMPLE.read({}, {"PET_SIZE": "4", "EVERSTEP_EXAMPLE_SIZE": "5"}) == {"size": 5}
 
