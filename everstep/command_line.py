@@ -44,6 +44,7 @@ def make_app(help_text: str = "", *, completion: bool = True) -> typer.Typer:
     return typer.Typer(
         help=help_text or None,
         add_completion=completion,
+        no_args_is_help=True,
         context_settings=CONTEXT_SETTINGS,
         rich_markup_mode=None,
         pretty_exceptions_enable=False,

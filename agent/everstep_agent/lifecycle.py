@@ -1,4 +1,4 @@
-"""Start and end an agent process: exclusive run directory, locks, leftover segments, log format."""
+"""Start and end an agent process: run directory, locks, leftover segments, child processes, logs."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ PROGRAM = Program("everstep", ConnectionOptions)
 # only a controller that listens on loopback is contacted.
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-MAX_TOKEN_FILE_BYTES = 64 << 10
+MAX_RUN_FILE_BYTES = 64 << 10
 """Size limit of a file in a run directory; a larger one is foreign."""
 
 
@@ -255,7 +255,7 @@ def _read(path: Path) -> str:
         about = os.fstat(descriptor)
         if not stat.S_ISREG(about.st_mode) or about.st_uid != os.geteuid():
             raise ValueError(f"{path} is not a file of this user")
-        return file.read(MAX_TOKEN_FILE_BYTES).decode()
+        return file.read(MAX_RUN_FILE_BYTES).decode()
 
 
 def _is_alive(pid: int, directory: Path) -> bool:

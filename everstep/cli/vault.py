@@ -65,7 +65,7 @@ def drop(
         if path is None:
             raise ConfigurationError(f"there is no vault {name!r} in {_base(directory)}: see `everstep vault list`")
         before = _memory(path)
-        _stop_vault_on_exit(path, before)
+        _stop_vault(path, before)
         shutil.rmtree(path, ignore_errors=True)
         console.print(f"{name}: {size(before.bytes)} freed", highlight=False)
 
@@ -111,7 +111,7 @@ def _state(one: VaultMemory) -> str:
     return f"pid {one.pid}, no client for {age(now - one.idle_since)}{ends}"
 
 
-def _stop_vault_on_exit(path: Path, memory: VaultMemory) -> None:
+def _stop_vault(path: Path, memory: VaultMemory) -> None:
     """End the vault, if one lives. Raises ConfigurationError if it is in use, Unavailable if it does not end."""
     if not is_locked(path):
         return

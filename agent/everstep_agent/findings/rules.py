@@ -65,7 +65,7 @@ class FindingRule(StrictStruct, frozen=True, kw_only=True):
         n_of_m: [n, m]: bad in n of the last m polls.
         window_s: The window of INCREASE and UNCHANGED.
         boot_grace_s: Seconds after boot during which the rule is not applied.
-        clear_after_s: The finding clears when the test has failed for so long.
+        clear_after_s: The finding clears when the criterion has failed for so long.
         clear_on: Events that clear the finding.
     """
 
@@ -202,7 +202,7 @@ def _checked(rule: FindingRule, path: Path) -> FindingRule:
     if not 1 <= n <= m:
         raise ConfigurationError(f"{where}: n_of_m = [{n}, {m}] must be [n, m] with 1 <= n <= m")
     if rule.criterion in (Criterion.INCREASE, Criterion.UNCHANGED) and rule.window_s <= 0:
-        raise ConfigurationError(f"{where}: test {rule.criterion.value!r} needs window_s above zero")
+        raise ConfigurationError(f"{where}: criterion {rule.criterion.value!r} needs window_s above zero")
     _check_clearing(where, rule.clear_after_s, rule.clear_on)
     _check_message(where, rule.message, {"subject": "", "value": 0.0, "threshold": 0.0, "window_s": 0.0, "detail": ""})
     return rule

@@ -106,17 +106,17 @@ class HeartbeatProtocol:
         """Whether a session was lost, and none has been answered since."""
         self._version = agent_version
         self._seq = 0
-        self._registered_facts: NodeDescription | None = None
+        self._registered_description: NodeDescription | None = None
         self._acknowledged_findings: tuple[Finding, ...] | None = None
         self._stale_through_seq = 0
 
     @property
     def is_registered(self) -> bool:
-        return self._registered_facts is not None
+        return self._registered_description is not None
 
     def forget_registration(self) -> None:
         """Forget the registration: the next message registers again, with all findings."""
-        self._registered_facts = None
+        self._registered_description = None
         self._acknowledged_findings = None
 
     def handle_session_lost(self) -> None:
@@ -135,7 +135,7 @@ class HeartbeatProtocol:
     ) -> agent.Register | agent.Heartbeat:
         """Return a registration if one is due, else the next beat, with findings only if they changed."""
         findings = limit_findings(findings)
-        if self._registered_facts != node_description:
+        if self._registered_description != node_description:
             return agent.Register(
                 protocols=SUPPORTED_VERSIONS,
                 node=self.node,
@@ -172,7 +172,7 @@ class HeartbeatProtocol:
             )
         self.interval_s = min(max(answer.heartbeat_interval_s, MIN_INTERVAL_S), MAX_INTERVAL_S)
         self.registrations += 1
-        self._registered_facts = node_description
+        self._registered_description = node_description
         self._acknowledged_findings = sent.findings
         self.is_reconnecting = False
 

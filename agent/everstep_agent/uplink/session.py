@@ -160,7 +160,7 @@ class ControllerSession:
         self._spread_beat = spread_beat
         self._answer_timeout_s = answer_timeout_s
         self._has_other_controllers = has_other_controllers
-        self._node_facts = agent.describe_node()
+        self._node_description = agent.describe_node()
         self._pending_beats: deque[_PendingFrame] = deque()
         self._pending_reports: deque[_PendingFrame] = deque()
         self._reports_not_before = 0.0
@@ -192,9 +192,9 @@ class ControllerSession:
 
     def _send_beat(self, now: float) -> None:
         state = self._state
-        self._node_facts = self._agent.describe_node()
+        self._node_description = self._agent.describe_node()
         message = state.heartbeat_protocol.next_message(
-            self._node_facts,
+            self._node_description,
             self._agent.findings(),
             self._agent.rank_progress(),
             state.spool.sent_through,
@@ -302,7 +302,7 @@ class ControllerSession:
 
     def _handle_registered(self, sent: _PendingFrame, answer: Registered) -> None:
         state = self._state
-        state.heartbeat_protocol.handle_registered(sent.message, self._node_facts, answer)
+        state.heartbeat_protocol.handle_registered(sent.message, self._node_description, answer)
         state.inbox.start_at(answer.next_directive)
         self.is_kept_open = answer.keep_open
         self.next_beat_at = self._clock.monotonic() + state.heartbeat_protocol.interval_s * self._uniform()

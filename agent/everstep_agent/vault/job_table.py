@@ -109,10 +109,8 @@ class JobTable:
         """Note that ``node`` holds, or held, the rank's share of some version."""
         with self._lock:
             if job in self._jobs:
-                nodes = self._seen_holders.get((job, rank), [])
-                self._seen_holders[job, rank] = [node, *(other for other in nodes if other != node)][
-                    :MAX_HOLDERS_PER_RANK
-                ]
+                others = [other for other in self._seen_holders.get((job, rank), []) if other != node]
+                self._seen_holders[job, rank] = [node, *others][:MAX_HOLDERS_PER_RANK]
 
     def likely_holders(self, job: str, rank: int, exclude: str, limit: int = MAX_LIKELY_HOLDERS) -> list[str]:
         """Return nodes to ask for the rank's share: known holders, latest first, then others.

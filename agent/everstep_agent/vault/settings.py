@@ -21,7 +21,7 @@ MIN_SEND_BYTES_PER_S = 4 << 20
 Positive = Annotated[float, Meta(gt=0)]
 
 
-class VaultSettings(msgspec.Struct, frozen=True, kw_only=True):
+class VaultSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of one vault.
 
     Attributes:

@@ -6,7 +6,7 @@
 ``enrolment``         credentials of nodes and people
 ``local``             frames on the node's Unix sockets (trainer, launcher, agent, vault)
 ``transfer``          frames between vaults
-``vault_reports``      parity groups, and reports on orders to vaults
+``vault_reports``     parity groups, and reports on orders to vaults
 ``operator``          requests and answers of the operator routes
 ``operator_history``  the same, about the past and the policy
 

@@ -169,8 +169,7 @@ class BudgetScope(Message, frozen=True, kw_only=True):
     """The eviction budget of the fleet, a rack or a job (``kind``) of that ``name``.
 
     ``next_free_at``: when the oldest eviction leaves the window. 0.0 if there is none, and while the breaker is open:
-    then
-    only a person frees the budget.
+    then only a person frees the budget.
     """
 
     kind: str

@@ -249,7 +249,7 @@ class ShardRecovery:
     def _decode_chunk(self, index: int, letters: Sequence[ParityLetter]) -> memoryview:
         from everstep_agent.vault.parity import galois  # numpy takes 30 ms and 15 MB of a vault that never needs it
 
-        chunks = [buffer[: m.info.chunk_bytes(index)] for m, buffer in zip(self._members, self._buffers, strict=True)]
+        chunks = [self._member_chunk(number, index) for number in range(len(self._members))]
         lost = {number: chunks[number] for number in self._lost_in(index)}
         if lost:
             parity = {letter: self._parity_chunk(letter, index) for letter in letters}
@@ -261,6 +261,9 @@ class ShardRecovery:
         into = self._parity_buffers[which][: self.info.chunk_bytes(index)]
         galois.encode(chunks, into if which == "P" else None, into if which == "Q" else None)
         return into
+
+    def _member_chunk(self, number: int, index: int) -> memoryview:
+        return self._buffers[number][: self._members[number].info.chunk_bytes(index)]
 
     def _lost_in(self, index: int) -> list[int]:
         """Return the lost members that had bytes in this chunk; the others are known to have had none."""
@@ -291,9 +294,8 @@ class ShardRecovery:
         present = [n for n, m in enumerate(self._members) if n not in self._lost and m.info.chunk_bytes(index)]
         read = self._shard_reader.read_chunk
         reads = [
-            partial(read, self._locations[n], info, index, self._buffers[n][: info.chunk_bytes(index)])
+            partial(read, self._locations[n], self._members[n].info, index, self._member_chunk(n, index))
             for n in present
-            for info in (self._members[n].info,)
         ]
         for letter in letters:
             parity = self._parities[letter]

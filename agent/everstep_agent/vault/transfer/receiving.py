@@ -369,8 +369,9 @@ def fill_from_other_versions(incoming: IncomingTransfer) -> int:
             continue
         try:
             manifest, *theirs = view.digests(slot)
-            if not incoming.has_manifest and manifest == incoming.digests[0]:
-                incoming.manifest[:] = view.manifest(slot)  # the same digest, so the same length
+            same_length = header.manifest_bytes == len(incoming.manifest)  # nothing else checks the sender's number
+            if not incoming.has_manifest and same_length and manifest == incoming.digests[0]:
+                incoming.manifest[:] = view.manifest(slot)
                 incoming.received.add(MANIFEST_PIECE)
             payload = view.payload(slot)
         except EverstepError:  # refilled or damaged; the scrubber or reader of that slot reports it

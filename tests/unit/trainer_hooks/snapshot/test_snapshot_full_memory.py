@@ -25,7 +25,7 @@ def test_full_memory_is_logged_with_arithmetic_and_training_runs(
     program_forks: ForkPool, caplog: pytest.LogCaptureFixture
 ) -> None:
     with vaults(program_forks) as fleet:
-        vault = fleet.start("n1", "--scrub-interval", "0", "--memory-limit", "20000")
+        vault = fleet.start("n1", "--scrub-interval-s", "0", "--memory-limit", "20000")
         fleet.configure()
         client = VaultClient(str(vault.run_dir / "vault.sock"))
         rank = LoneRank(fleet, client)
@@ -42,7 +42,7 @@ def test_grown_model_without_memory_keeps_the_last_version(
     program_forks: ForkPool, caplog: pytest.LogCaptureFixture
 ) -> None:
     with vaults(program_forks) as fleet:
-        vault = fleet.start("n1", "--scrub-interval", "0", "--memory-limit", str(ROOM_BYTES))
+        vault = fleet.start("n1", "--scrub-interval-s", "0", "--memory-limit", str(ROOM_BYTES))
         fleet.configure()
         client = VaultClient(str(vault.run_dir / "vault.sock"))
         rank = LoneRank(fleet, client)
@@ -71,7 +71,7 @@ def test_grown_model_falls_back_to_two_slots_and_keeps_commits(
     """Two larger slots do not fit beside all five of before, but beside two of them."""
     limit = 500 << 10
     with vaults(program_forks) as fleet:
-        vault = fleet.start("n1", "--scrub-interval", "0", "--memory-limit", str(limit))
+        vault = fleet.start("n1", "--scrub-interval-s", "0", "--memory-limit", str(limit))
         fleet.configure()
         client = VaultClient(str(vault.run_dir / "vault.sock"))
         rank = LoneRank(fleet, client)
