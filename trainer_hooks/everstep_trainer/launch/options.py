@@ -98,9 +98,10 @@ class LaunchSettings(msgspec.Struct, frozen=True, kw_only=True):
     standalone: bool = False
     """Run on one node, with a private controller and agent, even if the node has an agent."""
     max_restarts: int = 3
-    """Maximum failures of one local rank within 60 s that are replaced; one more ends the job."""
+    """Maximum failures of one local rank within 60 s that are replaced; after one more, this node leaves the job."""
     local_addr: str | None = None
-    """Address of this node for the ranks of other nodes. Default: found by a connection to another node."""
+    """Address of this node for the ranks of other nodes. Default: loopback for one node; else the address of this
+    host's name, or of the default route if that is loopback."""
     log_dir: str | None = None
     """Directory for the output of the workers."""
     tee: str = "0"

@@ -94,9 +94,9 @@ class PrivateRunDirectory:
 
     def remove(self) -> None:
         """End the vault if its agent could not, and delete everything."""
-        note = read_status(self.segments)
-        if note is not None and is_locked(self.segments):
-            _kill(note.pid, self.path)
+        status = read_status(self.segments)
+        if status is not None and is_locked(self.segments):
+            _kill(status.pid, self.path)
         _remove(self.path)
         os.close(self._lock)
 
@@ -464,13 +464,16 @@ def _write_private(path: Path, text: str) -> None:
 
 
 def _check_installed() -> None:
-    missing = {extra: [name for name in names if not _installed(name)] for extra, names in REQUIRED_MODULES.items()}
-    lacking = "; ".join(f"the {extra} lacks {', '.join(names)}" for extra, names in missing.items() if names)
+    lacking = {
+        extra: missing
+        for extra, names in REQUIRED_MODULES.items()
+        if (missing := [name for name in names if not _installed(name)])
+    }
     if lacking:
-        extras = ",".join(sorted(extra for extra, names in missing.items() if names))
+        described = "; ".join(f"the {extra} lacks {', '.join(missing)}" for extra, missing in lacking.items())
         raise ConfigurationError(
             "no agent was given (--agent-socket) or found, and a private controller and agent cannot be started: "
-            f"{lacking}. Install them with: pip install 'everstep[{extras}]'"
+            f"{described}. Install them with: pip install 'everstep[{','.join(sorted(lacking))}]'"
         )
 
 

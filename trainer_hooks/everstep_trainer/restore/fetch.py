@@ -203,9 +203,10 @@ class SlotLoader:
         for read in reads:
             by_source[read.source_index].append(read)
         local = {i: mine for i, mine in by_source.items() if sources[i].slot.is_on(self._member.node)}
+        remote = [i for i in by_source if i not in local]
         fetches = []
         for parameters in (True, False):
-            for i in (i for i in by_source if i not in local):
+            for i in remote:
                 wanted = [
                     read
                     for read in by_source[i]
@@ -276,12 +277,14 @@ class SlotLoader:
             elif pairs:
                 torch._foreach_copy_(targets, sources)
 
-    def _count(self, source: ReadSource, reads: list[PlannedRead]) -> None:
+    def _count(self, source: ReadSource, reads: list[PlannedRead], *totals: dict[str, int]) -> None:
         slot = source.slot
         kind = "node" if slot.is_on(self._member.node) else "parity" if slot.parity_group else "remote"
         if kind == "node" and slot.rank == self._member.rank and not slot.replica:
             kind = "own"
-        self.bytes_by_source[kind] += sum(r.box.volume * source.tensor(r).itemsize for r in reads)
+        nbytes = sum(r.box.volume * source.tensor(r).itemsize for r in reads)
+        for total in totals:
+            total[kind] += nbytes
 
     # --- this node's slots
 
@@ -298,7 +301,7 @@ class SlotLoader:
         self._copy(payload, source, rest)
         blob = _blob(payload, source.manifest.blob_offset) if with_blob else b""
         self._local.require_unchanged(source.slot)
-        self._count(source, reads)
+        self._count(source, reads, self.bytes_by_source)
         return blob
 
     def _sorted(self, source: ReadSource, reads: list[PlannedRead]) -> tuple[TensorCopies, list[BufferedRead]]:
@@ -348,17 +351,11 @@ class SlotLoader:
                 continue
             for aside, item in each.staged_reads:
                 self._copy(aside, each.source, [item])
-            self._keep(each.source, each.reads)
+            self._count(each.source, each.reads, self.bytes_by_source, self._kept_bytes)
+            self._kept_reads.update((read.needed_index, read.box) for read in each.reads)
             if each.blob.numel():
                 blobs.append(_blob(each.blob, 0))
         return blobs
-
-    def _keep(self, source: ReadSource, reads: list[PlannedRead]) -> None:
-        before = dict(self.bytes_by_source)
-        self._count(source, reads)
-        for kind, nbytes in self.bytes_by_source.items():
-            self._kept_bytes[kind] += nbytes - before[kind]
-        self._kept_reads.update((read.needed_index, read.box) for read in reads)
 
     def _scratch_file(self) -> Path:
         """Return a scratch file beside this rank's segment; a rank without one gets the smallest."""

@@ -76,7 +76,7 @@ class SlotStreams:
             thread.start()
 
     def finish(self) -> list[BadSlot]:
-        """Wait for everything; return the failed slots. Of these only the batches in ``landed`` may be used."""
+        """Wait for everything; return the failed slots, whose filled memory must not be used."""
         self.start()
         for thread in self._threads:
             thread.join()

@@ -334,8 +334,7 @@ class Worker:
         run.close()
         self._timeline = PhaseTimeline(self._membership.take_regroup_start())
         self._timeline.end("abort")
-        unattributed = failure is not None and not self._directives.is_superseded(spec.number)
-        if failure is not None and unattributed and is_communication_error(failure):
+        if failure is not None and not self._directives.is_superseded(spec.number) and is_communication_error(failure):
             # Before the group is left: waiting peers then receive the verdict instead of a lost peer.
             if self._unattributed.count_failure(self._progress.finished_step, spec.reason):
                 self._report_user_error(spec, member, describe_error(failure), full_traceback(failure))

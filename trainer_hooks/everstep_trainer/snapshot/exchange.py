@@ -264,7 +264,7 @@ class PythonStateComparison:
         different = sorted(name for name in mine.keys() & theirs.keys() if mine[name] != theirs[name])
         if different:
             self._over = True
-            if self._store.add("same/reported", 1) == 1:
+            if self._store.add("alike/reported", 1) == 1:
                 self._warn_different(step, different)
 
     def _warn_different(self, step: int, different: list[str]) -> None:

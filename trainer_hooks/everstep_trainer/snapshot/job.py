@@ -34,7 +34,7 @@ class FilledSlot(NamedTuple):
     copy_s: float
 
     def hex_digests(self) -> dict[str, str]:
-        """Return the digest of each replica group in hex. Waits for the GPU."""
+        """Return the digest of each replica group in hex; the copy is finished, so they are on the host."""
         return {group: f"{to_unsigned(digest):016x}" for group, digest in self.digests.items()}
 
 

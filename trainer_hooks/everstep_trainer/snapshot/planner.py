@@ -75,7 +75,7 @@ class ActivePlan:
         manifest: Manifest,
         segment: MappedSegment,
         since: int,
-        including_replicated_state: ActivePlan | None = None,
+        plan_with_covers: ActivePlan | None = None,
     ) -> None:
         self.layout = layout
         self.since_step = since
@@ -84,7 +84,7 @@ class ActivePlan:
         self.manifest_bytes = encode_manifest(manifest)
         self._manifest_digest = xxhash.xxh3_128_digest(self.manifest_bytes)
         self.segment = segment
-        self.plan_with_covers = including_replicated_state
+        self.plan_with_covers = plan_with_covers
         self.is_small = manifest.payload_bytes <= SMALL_BYTES and len(manifest.stored) <= SMALL_PIECE_COUNT
         self._targets: dict[int, SlotTargets] = {}
 

@@ -4,7 +4,7 @@
 beside the next forward and backward pass, after the replication of the previous snapshot (for a second at most).
 ``wait``, before the next optimizer step, blocks until the bytes are in the slot. If a rank is lost before it has sealed
 a copied slot, its vault seals it (docs/decisions/0035). A small share, copied sooner than another thread wakes up, is
-copied by ``begin`` itself (docs/decisions/0039). Changes without ``wait`` are detected (mutation_guard.py).
+copied by ``begin`` itself (docs/decisions/0039). Changes without ``wait`` are detected (job.py).
 
 No failure in here reaches the training loop: a snapshot that cannot be made is skipped, with a warning that says why.
 """
