@@ -32,7 +32,7 @@ def _decisions(seed: int, *, eager: bool) -> list[tuple[str, float]]:
 
 
 def _without_figures(words: str) -> str:
-    return re.sub(r"step \d+|\d+\.\d+ s|\d+ clean beats", "#", words)
+    return re.sub(r"step \d+|\d+\.\d+ s|\d+ clean heartbeats", "#", words)
 
 
 @pytest.mark.slow

@@ -184,7 +184,7 @@ class OperatorRoutes:
 
     async def status(self, request: Request, _who: Identity) -> op.FleetStatus:
         jobs = self._context.state.jobs
-        running = [name for name, job in jobs.items() if job.status.state not in fleet_views.ENDED_JOB_STATES]
+        running = [name for name, job in jobs.items() if not job.is_ended]
         return fleet_views.fleet_status(self._context, await self._summaries(request, running))
 
     async def identity(self, _request: Request, who: Identity) -> op.CallerIdentity:

@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any
 
 from everstep.errors import Unavailable
-from everstep.vocabulary import Finding, GenerationReason, JobState, NodeState, Severity
+from everstep.vocabulary import Finding, GenerationReason, NodeState, Severity
 from everstep.wire.v1.training import (
     AnyReport,
     CollectiveFailed,
@@ -261,7 +261,7 @@ def _check_job(transition: Transition, name: str) -> None:
     live.regroup.node_offered_at = None
     if job.is_ended:
         return
-    if job.status.state is JobState.RUNNING:
+    if job.is_running:
         if live.regroup.pending is not None and transition.now >= live.regroup.pending.due:
             settle_pending_regroup(transition, job)
         check_boundary(transition, job)

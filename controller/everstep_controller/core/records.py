@@ -270,7 +270,7 @@ class NodeQuarantine(msgspec.Struct, kw_only=True):
     diagnostics: DiagnosticsStatus = DiagnosticsStatus.NOT_STARTED
     """Progress of the diagnostics on probation."""
     probe_id: str = ""
-    """Id of the running diagnostic; empty for none."""
+    """Id of the latest diagnostic; it runs while ``diagnostics`` is ``RUNNING``."""
     probe_failures: int = 0
     """Number of failed probes in a row."""
     plan: ReadmissionPlan | None = None

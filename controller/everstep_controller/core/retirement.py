@@ -155,10 +155,9 @@ def _remove_from_job(transition: Transition, job: JobRecord, node: str) -> None:
     ):
         return
     job.membership.launchers.pop(node, None)
-    for place in (job.membership.excluded_nodes, job.failures.rank_loss_times, job.membership.replaced_stragglers):
-        place.pop(node, None)
+    job_index.clear_exclusion(transition, job.job, node)
     job.membership.former_nodes = [other for other in job.membership.former_nodes if other != node]
-    if job.commits.locations is not None and node in job.commits.locations.shares:
+    if node in shares:
         job.commits.locations = None
     transition.mark_job_changed(job.job)
 

@@ -166,8 +166,6 @@ class NodeRuntime(msgspec.Struct):
 class PendingRegroup(msgspec.Struct, frozen=True):
     """A regroup that waits for more witnesses, or for members that a new controller has not heard yet."""
 
-    is_stall: bool
-    """True after a stall, false after a failed collective."""
     since: float
     """Time of the first report."""
     due: float

@@ -215,7 +215,7 @@ class Transition:
         self._changed_jobs: dict[str, None] = {}
 
     def read_heartbeats(self, node: str) -> HeartbeatRead:
-        """Return the node's last message, clean beats and longest recent pause."""
+        """Return the node's last message, clean heartbeats and longest recent pause."""
         heartbeats = self.state.node_runtime[node].heartbeats
         heard_at = heartbeats.last_seen_at if self._recorded is None else self.now
         since = max(heard_at, self.state.observer.receiving_since)

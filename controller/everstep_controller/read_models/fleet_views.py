@@ -15,7 +15,7 @@ import msgspec
 from everstep import __version__
 from everstep.errors import NotFound
 from everstep.ids import Rank, Version
-from everstep.vocabulary import Finding, JobState
+from everstep.vocabulary import Finding
 from everstep.wire.v1 import operator as op
 from everstep.wire.v1 import operator_history
 from everstep.wire.v1.directives import RunProbe
@@ -206,7 +206,6 @@ class ReadModels:
 
 _STEP, _STEP_S = attrgetter("step"), attrgetter("step_s")
 
-ENDED_JOB_STATES = (JobState.FINISHED, JobState.FAILED)
 MAX_PAGE_SIZE = 1000
 """Maximum entries in an answer."""
 IN_OUTBREAK = "outbreak"
@@ -322,7 +321,7 @@ def _job_of(state: FleetState, node: str) -> str | None:
     """Return the job in whose running roster the node is, or None."""
     seated = jobs_seated_on(state, node) if node in state.node_runtime else []
     return next(
-        (job.job for job in seated if job.status.state not in ENDED_JOB_STATES and node in seats_of(job.generation)),
+        (job.job for job in seated if not job.is_ended and node in seats_of(job.generation)),
         None,
     )
 
@@ -354,7 +353,7 @@ def find_nodes(context: ViewContext, node_filter: NodeFilter) -> list[str]:
     state = context.state
     if node_filter.job:
         job = state.jobs.get(node_filter.job)
-        names = seats_of(job.generation) if job is not None and job.status.state not in ENDED_JOB_STATES else []
+        names = seats_of(job.generation) if job is not None and not job.is_ended else []
     else:
         names = list(state.nodes)
     return sorted(name for name in names if name in state.nodes and node_filter.matches(state, state.nodes[name]))
@@ -424,11 +423,7 @@ def job_summary(state: FleetState, job: JobRecord) -> op.JobSummary:
     number = spec.number if spec is not None else 0
     known = [one for one in progress.values() if one.generation == number]
     newest = (live.progress.furthest_step or 0) if live is not None else 0
-    step = (
-        max(job.progress.ended_step, newest)
-        if job.status.state in ENDED_JOB_STATES
-        else min(map(_STEP, known), default=newest)
-    )
+    step = max(job.progress.ended_step, newest) if job.is_ended else min(map(_STEP, known), default=newest)
     step_s = max(map(_STEP_S, known), default=0.0)
     return op.JobSummary(
         job=job.job,

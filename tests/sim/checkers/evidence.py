@@ -121,7 +121,10 @@ class Evidence(Checker):
 
     def _tied_with_two_liars(self, verdict: Verdict) -> bool:
         """Who is in ties with two that compute wrongly is taken for the one that is in both."""
-        return len(self._lied - {verdict.node}) > 1 and "was in such a tie before, with others" in verdict.sentence
+        return (
+            len(self._lied - {verdict.node}) > 1
+            and "was already in an undecided vote with other nodes" in verdict.sentence
+        )
 
     # --- the way back ------------------------------------------------------------------------------------------------
 

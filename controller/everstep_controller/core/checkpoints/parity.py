@@ -21,7 +21,7 @@ from everstep.vocabulary import FindingKind
 from everstep.wire.v1.directives import ProtectVersion
 from everstep.wire.v1.vault_reports import NodeGroup, ParityGroup, Protection, VersionProtected
 from everstep_controller.core.checkpoints.placement import FailureDomains
-from everstep_controller.core.records import ActiveProtection, JobRecord, PendingProtection
+from everstep_controller.core.records import ActiveProtection, JobParity, JobRecord, PendingProtection
 from everstep_controller.core.state import FleetState
 from everstep_controller.core.transition import Transition
 from everstep_controller.core.wording import join_names
@@ -111,10 +111,11 @@ def _explain_grouping(
         else f" (up to {requested_size} were asked for; the roster and its domains allow {k})"
     )
     if not ungrouped_nodes:
-        return f"{of}{why_k}: each bears any two losses"
+        return f"{of}{why_k}: each survives any 2 lost nodes"
+    s = _verb_ending(ungrouped_nodes)
     return (
-        f"{of}{why_k}: each bears any two losses; {join_names(ungrouped_nodes)} found no {sizes[0]} apart and "
-        f"keep{_verb_ending(ungrouped_nodes)} copies"
+        f"{of}{why_k}: each survives any 2 lost nodes; {join_names(ungrouped_nodes)} share{s} failure domains with too "
+        f"many others and keep{s} copies"
     )
 
 
@@ -437,13 +438,7 @@ def drop_corrupt_protection(transition: Transition, job: JobRecord, clean: Versi
 
 def drop_protection(transition: Transition, job: JobRecord) -> None:
     """Drop all protection of a job that has ended or no longer asks for parity."""
-    job.parity.pending, job.parity.active, job.parity.not_before, job.parity.failures_in_row = (
-        None,
-        None,
-        0.0,
-        0,
-    )
-    job.parity.summary, job.parity.error = "", ""
+    job.parity = JobParity()
     transition.mark_job_changed(job.job)
 
 

@@ -381,7 +381,7 @@ def _on_storage(state: FleetState, job: JobRecord) -> Iterator[CheckpointCopy]:
             storage_tier="storage",
             state="complete",
             restorable=not one.maybe_corrupt,
-            sentence="it may be corrupt" if one.maybe_corrupt else "it is whole on storage",
+            sentence="it may be corrupt" if one.maybe_corrupt else "it is complete on storage",
             since=one.stored_at,
             bytes=one.bytes,
             url=one.url,

@@ -6,7 +6,7 @@ state known to be clean.
 
 from __future__ import annotations
 
-from everstep.vocabulary import Action, Decision, Finding, FindingKind, GenerationReason, JobState, NodeState, Severity
+from everstep.vocabulary import Action, Decision, Finding, FindingKind, GenerationReason, NodeState, Severity
 from everstep.wire.v1.training import GenerationSpec, ProbeFinished, VersionSealed
 from everstep_controller.core.checkpoints.commits import DigestVote, record_seal, roll_back_to_clean
 from everstep_controller.core.health import diagnostics, maintenance, quarantine
@@ -37,7 +37,7 @@ def handle_sealed(transition: Transition, job: JobRecord, node: str, report: Ver
     """Handle a rank's seal of a version. Only ranks of the running generation count."""
     note_beyond_boundary(transition, job, node, report.rank, report.generation, report.version.step)
     spec = running_generation(job)
-    if spec is None or job.status.state is not JobState.RUNNING or report.generation != spec.number:
+    if spec is None or not job.is_running or report.generation != spec.number:
         transition.count_ignored("version_sealed.stale")
         return
     if report.version.generation != spec.number or not spec.has_rank_on(node, report.rank):
@@ -75,13 +75,13 @@ def _digests_differ(
 
 
 def _explain_ties(transition: Transition, job: JobRecord) -> str:
-    count = f"digest vote without a majority, {len(job.failures.digest_tie_times)} times so far"
+    count = f"digests differed {len(job.failures.digest_tie_times)} times and no node was evicted for it"
     if transition.state.job_runtime[job.job].commits.verified_version is None:
         return (
             f"{count}; digests of this job never agreed, so the script is the likely cause: parameters that differ "
             "between ranks must be DTensors, or be tracked under different names"
         )
-    return f"{count}; the node that computes wrongly could not be identified and is still in the job"
+    return f"{count}; the node that computes wrongly is still in the job"
 
 
 def _evict_divergent(transition: Transition, job: JobRecord, nodes: list[str], description: str) -> bool:
@@ -166,7 +166,7 @@ def settle_digest_case(transition: Transition, case: BlameCase) -> None:
             "and remain suspected"
         )
         transition.audit("blame_isolation.inconclusive", words, job=job.job, trace=case.trace)
-    if job.status.state is not JobState.RUNNING:
+    if not job.is_running:
         return
     if not out and _record_tie(transition, job):
         ending.fail_job(transition, job, f"{case.summary}; {_explain_ties(transition, job)}")

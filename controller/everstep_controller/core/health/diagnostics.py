@@ -7,7 +7,7 @@ from itertools import chain, islice
 
 import msgspec
 
-from everstep.vocabulary import Finding, JobState, NodeState, ProbeKind, Severity
+from everstep.vocabulary import Finding, NodeState, ProbeKind, Severity
 from everstep.wire.v1.directives import RunProbe
 from everstep.wire.v1.training import ProbeFinished
 from everstep_controller.core import records
@@ -188,7 +188,7 @@ def find_partner(
         if other in taken:
             busy = True
             continue
-        seated = any(job.status.state is JobState.RUNNING for job in jobs_seated_on(state, other))
+        seated = any(job.is_running for job in jobs_seated_on(state, other))
         near = bool(rack) and state.nodes[other].identity.domain.rack == rack
         choice.append((near, seated, len(choice), other))
         ideal += not near and not seated

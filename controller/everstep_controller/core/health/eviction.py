@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from everstep.vocabulary import Action, Decision, Finding, JobState, NodeState
+from everstep.vocabulary import Action, Decision, Finding, NodeState
 from everstep_controller.core.health import offences
 from everstep_controller.core.health.outbreaks import (
     NOT_SELF_CLEARING,
@@ -122,7 +122,7 @@ def scopes_of(state: FleetState, node: str, now: float) -> Iterator[EvictionScop
     if rack:
         yield rack_scope(state, rack, now)
     for job in jobs_seated_on(state, node):
-        if job.status.state is JobState.RUNNING:
+        if job.is_running:
             yield job_scope(state, job.job, now)
 
 
@@ -209,7 +209,7 @@ def _required_action(finding: Finding) -> Action:
 
 def _record_eviction(transition: Transition, node: str) -> None:
     state, rack = transition.state, transition.state.nodes[node].identity.domain.rack
-    jobs = tuple(job.job for job in jobs_seated_on(state, node) if job.status.state is JobState.RUNNING)
+    jobs = tuple(job.job for job in jobs_seated_on(state, node) if job.is_running)
     state.fleet.recent_evictions = [
         *recent_evictions(state, transition.now),
         Eviction(evicted_at=transition.now, node=node, rack=rack, jobs=jobs),
@@ -259,7 +259,7 @@ def find_deferral(transition: Transition, node: str, finding: Finding) -> Deferr
         if not scope.remaining:
             return _budget_used_up(transition, scope, scope.id)
     for job in jobs_seated_on(state, node):
-        if job.status.state is JobState.RUNNING and (why := _shortage(state, job, node, transition.now)):
+        if job.is_running and (why := _shortage(state, job, node, transition.now)):
             return Deferral(ScopeKind.NEEDED.scope(job.job), why)
     scope = fleet_scope(state, transition.now)
     if scope.remaining:
@@ -309,7 +309,7 @@ def _format_evictions(count: int) -> str:
 
 def find_job_short_of_nodes(state: FleetState, node: str) -> str:
     """Return which job would fall below its minimum without the node, as a sentence; "" if none would."""
-    running = (job for job in jobs_seated_on(state, node) if job.status.state is JobState.RUNNING)
+    running = (job for job in jobs_seated_on(state, node) if job.is_running)
     return next((why for job in running if (why := _below_minimum(state, job, node))), "")
 
 
@@ -418,10 +418,10 @@ def pop_freed_scopes(transition: Transition) -> list[str]:
     return freed
 
 
-def _has_left_job(state: FleetState, name: str, record: Iterable[str]) -> bool:
+def _has_left_job(state: FleetState, name: str, nodes: Iterable[str]) -> bool:
     """Return whether a node whose eviction the job's budget defers has left the job."""
     job = state.jobs[name]
-    return any(job.status.state is not JobState.RUNNING or not is_seated(job, node) for node in record)
+    return any(not job.is_running or not is_seated(job, node) for node in nodes)
 
 
 def _jobs_that_may_spare(transition: Transition, nodes: Iterable[str], jobs: Iterable[str]) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from everstep.errors import Conflict, NotFound
-from everstep.vocabulary import GenerationReason, JobState, NodeState
+from everstep.vocabulary import GenerationReason, NodeState
 from everstep_controller.core import records
 from everstep_controller.core.events import OperatorCommand, SchedulerStateChanged
 from everstep_controller.core.health import node_state, remediation_ladder
@@ -137,9 +137,7 @@ def check_maintenance(state: FleetState, command: OperatorCommand, now: float) -
         _check_plan(state, command.starts_at, command.until)
         return
     leaving = set(nodes)
-    jobs = {
-        job.job: job for node in leaving for job in jobs_seated_on(state, node) if job.status.state is JobState.RUNNING
-    }
+    jobs = {job.job: job for node in leaving for job in jobs_seated_on(state, node) if job.is_running}
     for job in jobs.values():
         left, least = len(roster_at(state, now, job, without=leaving)), min_roster_nodes(job)
         if left < least:
@@ -284,7 +282,7 @@ def enter_maintenance(transition: Transition, node: str, window: MaintenanceWind
 
 def _leave(transition: Transition, job: JobRecord, sentence: str) -> None:
     """Regroup the job at its next boundary without the nodes of the window."""
-    if job.status.state is JobState.RUNNING:
+    if job.is_running:
         regroup(
             transition,
             job,

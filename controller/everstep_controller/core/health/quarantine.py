@@ -1,4 +1,4 @@
-"""Lead nodes back to service: quarantine until the causes clear, then probation with diagnostics and clean beats."""
+"""Lead nodes back to service: quarantine until the causes clear, then probation with diagnostics."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def _is_cause_active(transition: Transition, record: NodeRecord, key: str) -> bo
 
 
 def begin_probation(transition: Transition, node: str, reason: str) -> None:
-    """Begin probation: the required diagnostics, then clean beats. An order that keeps the node out takes
+    """Begin probation: the required diagnostics, then clean heartbeats. An order that keeps the node out takes
     precedence."""
     record, live = transition.state.nodes[node], transition.state.node_runtime[node]
     plan = record.quarantine.plan or ReadmissionPlan()
@@ -301,7 +301,7 @@ def record_diagnostic_failed(
     """Return the node to quarantine; the diagnostics restart after a wait that doubles each time.
 
     A node on which a job computes stays on probation and is tried again. Taking it out would be an eviction, which
-    needs proof (``examinations``, ``_record_wrong_result``).
+    needs proof (``case_outcomes``, ``_record_wrong_result``).
     """
     record, policy = transition.state.nodes[node], transition.policy
     record.quarantine.probe_failures += 1
@@ -392,7 +392,7 @@ def check_seen_on_probation(transition: Transition) -> None:
 
 
 def check_probation(transition: Transition, node: str) -> None:
-    """Declare the node healthy if its diagnostics passed and enough clean beats came.
+    """Declare the node healthy if its diagnostics passed and enough clean heartbeats came.
 
     Not while a reset or reboot may still be carried out; each is reported when it has ended.
     """

@@ -14,8 +14,7 @@ from everstep.vocabulary import (
 )
 from everstep_controller.core import records
 from everstep_controller.core.events import RemediationFinished
-from everstep_controller.core.health import node_state
-from everstep_controller.core.health import offences as offenders
+from everstep_controller.core.health import node_state, offences
 from everstep_controller.core.health.node_state import out_of_service_reason, set_state
 from everstep_controller.core.health.offences import clear_controller_findings
 from everstep_controller.core.health.outbreaks import ACTION_DELAY_S, rollback_possible_until
@@ -216,11 +215,11 @@ def send_to_repair(transition: Transition, node: str, sentence: str) -> None:
 
 def repair_if_repeat_offender(transition: Transition, node: str) -> bool:
     """Send a lemon to repair. Return False if the node is none, or if an order keeps it as it is."""
-    if not offenders.is_repeat_offender(transition, node) or out_of_service_reason(
+    if not offences.is_repeat_offender(transition, node) or out_of_service_reason(
         transition.state.nodes[node], transition.now
     ):
         return False
     if _waits_for_rollback_window(transition, node, goes_to_operator=True):
         return True
-    send_to_repair(transition, node, f"{node} has failed repeatedly: {offenders.describe_score(transition, node)}")
+    send_to_repair(transition, node, f"{node} has failed repeatedly: {offences.describe_score(transition, node)}")
     return True

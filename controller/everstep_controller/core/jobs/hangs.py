@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+import msgspec
+
 from everstep.vocabulary import GenerationReason
 from everstep.wire.v1.training import GenerationSpec, Member, RankStalled, RankUnresponsive
 from everstep_controller.core.jobs import ending
@@ -92,9 +94,7 @@ def handle_rank_stalled(transition: Transition, job: JobRecord, node: str, repor
     transition.audit("rank.stalled", sentence, node=node, job=job.job, generation=spec.number, data=data)
     if live.regroup.pending is None:
         due = transition.now + transition.policy.stall_settle_s
-        live.regroup.pending = PendingRegroup(
-            is_stall=True, since=transition.now, due=due, trace=transition.trace, sentence=sentence
-        )
+        live.regroup.pending = PendingRegroup(transition.now, due, transition.trace, sentence)
         transition.schedule_job(due, job.job)
     if len(live.regroup.stalled_ranks.keys() | set(job.progress.finished_ranks)) < spec.world_size:
         return
@@ -134,7 +134,8 @@ def settle_pending_regroup(transition: Transition, job: JobRecord) -> None:
         regroup_with_seen(transition, job, RegroupCause(pending.reason, pending.sentence, pending.trace))
         return
     if not live.regroup.stalled_ranks:
-        regroup_unattributed(transition, job, pending, GenerationReason.COLLECTIVE_FAILED)
+        cause = RegroupCause(GenerationReason.COLLECTIVE_FAILED, pending.sentence, pending.trace)
+        regroup_unattributed(transition, job, cause)
         return
     silent = [
         rank
@@ -147,22 +148,13 @@ def settle_pending_regroup(transition: Transition, job: JobRecord) -> None:
     latest = pending.since + transition.policy.stall_settle_max_s
     if len(silent) > 1 and transition.now < latest:
         due = min(latest, transition.now + transition.policy.stall_settle_s)
-        live.regroup.pending = PendingRegroup(
-            is_stall=True, since=pending.since, due=due, trace=pending.trace, sentence=pending.sentence
-        )
+        live.regroup.pending = msgspec.structs.replace(pending, due=due)
         transition.schedule_job(due, job.job)
         return
     stuck = find_stuck_rank(live.regroup.stalled_ranks, silent, transition.read_steps(job.job))
     if stuck is None:
-        named_nobody = PendingRegroup(
-            is_stall=True,
-            since=pending.since,
-            due=pending.due,
-            trace=pending.trace,
-            sentence=f"{pending.sentence}; no single rank can be blamed, so all ranks abort their collectives "
-            "and regroup",
-        )
-        regroup_unattributed(transition, job, named_nobody, GenerationReason.RANK_HUNG)
+        sentence = f"{pending.sentence}; no single rank can be blamed, so all ranks abort their collectives and regroup"
+        regroup_unattributed(transition, job, RegroupCause(GenerationReason.RANK_HUNG, sentence, pending.trace))
         return
     member = spec.roster[stuck]
     sentence = f"rank {member.rank} on {member.node} blocks {_format_stalled(len(live.regroup.stalled_ranks))}"

@@ -1,7 +1,8 @@
 """Index the jobs that want a node and the job that computes on it, to avoid a search through all jobs.
 
-``NodeRuntime.jobs``, ``NodeRuntime.open`` and ``FleetState.owners`` follow from the jobs' records. Whoever changes a
-job's launchers, state or roster calls this module. ``invariants`` compares the index with the records.
+``NodeRuntime.jobs``, ``NodeRuntime.open_jobs`` and ``FleetState.job_by_node`` follow from the jobs' records. Whoever
+changes a job's launchers, state or roster calls this module, which also offers nodes to the jobs that want one.
+``invariants`` compares the index with the records.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from everstep_controller.core.jobs.generations import (
     generation_number_floor,
     regroup,
 )
-from everstep_controller.core.jobs.job_index import drop_job, index_launcher, offer_to_jobs
+from everstep_controller.core.jobs.job_index import clear_exclusion, drop_job, index_launcher, offer_to_jobs
 from everstep_controller.core.jobs.membership import (
     domain_of,
     eligible_nodes,
@@ -193,9 +193,7 @@ def _record_launcher(transition: Transition, job: JobRecord, node: str, report: 
             store_address=report.store,
             generation=report.generation,
         )
-        job.membership.excluded_nodes.pop(node, None)
-        job.failures.rank_loss_times.pop(node, None)
-        job.membership.replaced_stragglers.pop(node, None)
+        clear_exclusion(transition, job.job, node)
         transition.audit("launcher.joined", f"the launcher on {node} joined job {job.job}", node=node, job=job.job)
     index_launcher(transition.state, job, node)
     transition.mark_job_changed(job.job)
@@ -409,7 +407,7 @@ def _is_leaving_victim(state: FleetState, job: JobRecord, node: str) -> bool:
     owner = None if unfit_reason(state, job, node) else other_owner(state, job, node)
     if owner is None or owner.spec.priority >= job.spec.priority or owner.outgoing_generation is None:
         return False
-    return owner.generation is not None and node not in owner.generation.seated_nodes and is_seated(owner, node)
+    return owner.generation is not None and not owner.has_seat(node) and is_seated(owner, node)
 
 
 def _can_spare(state: FleetState, victim: JobRecord, taken: Sequence[str]) -> bool:

@@ -144,7 +144,7 @@ def regroup_with_seen(transition: Transition, job: JobRecord, cause: RegroupCaus
         regroup(transition, job, msgspec.structs.replace(cause, nodes_to_exclude=cause.nodes_to_exclude | unmet))
     elif live.regroup.pending is None or live.regroup.pending.reason is None:
         due = state.rejoin_window_ends_at
-        live.regroup.pending = PendingRegroup(False, transition.now, due, cause.trace, cause.sentence, cause.reason)
+        live.regroup.pending = PendingRegroup(transition.now, due, cause.trace, cause.sentence, cause.reason)
         transition.schedule_job(due, job.job)
 
 
@@ -200,9 +200,7 @@ def handle_collective_failed(transition: Transition, job: JobRecord, node: str, 
         sentence = f"a collective of rank {report.rank} on {node} failed at step {report.step}, and no report names a "
         sentence += "lost member"
         due = transition.now + _collective_wait(transition, job)
-        live.regroup.pending = PendingRegroup(
-            is_stall=False, since=transition.now, due=due, trace=transition.trace, sentence=sentence
-        )
+        live.regroup.pending = PendingRegroup(transition.now, due, transition.trace, sentence)
         transition.schedule_job(due, job.job)
 
 
@@ -222,12 +220,10 @@ def _collective_wait(transition: Transition, job: JobRecord) -> float:
     return waits.limit_s(len(live.regroup.unattributed_times))
 
 
-def regroup_unattributed(
-    transition: Transition, job: JobRecord, pending: PendingRegroup, reason: GenerationReason
-) -> None:
+def regroup_unattributed(transition: Transition, job: JobRecord, cause: RegroupCause) -> None:
     """Regroup with the same roster, because no culprit was named in time."""
     transition.state.job_runtime[job.job].regroup.unattributed_times.append(transition.now)
-    regroup_with_seen(transition, job, RegroupCause(reason, pending.sentence, pending.trace))
+    regroup_with_seen(transition, job, cause)
 
 
 def missing_reason(transition: Transition, node: str) -> str:
@@ -335,7 +331,7 @@ def regroup_jobs_without(transition: Transition, node: str, cause: RegroupCause)
     for job in jobs_seated_on(transition.state, node):
         if job.job in transition.regroup_claimed:
             continue
-        leaves = job.generation is not None and node not in job.generation.seated_nodes
+        leaves = job.generation is not None and not job.has_seat(node)
         if job.is_running and not (leaves and cause.at_boundary):
             regroup(transition, job, cause)
 

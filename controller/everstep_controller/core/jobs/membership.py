@@ -359,7 +359,7 @@ def _is_deferred_spare(state: FleetState, job: JobRecord, node: str) -> bool:
 
 
 def _offence_order(record: NodeRecord, half_life_s: float) -> float:
-    """Return the logarithm of ``evidence.offender_score``, without the term that is common to all nodes."""
+    """Return the logarithm of ``offences.offender_score``, without the term that is common to all nodes."""
     return (
         math.log2(record.history.offence_score) + record.history.offence_score_at / half_life_s
         if record.history.offence_score

@@ -204,7 +204,7 @@ def _handle_first_contact(transition: Transition, node: str) -> None:
 
 
 def _can_take_nodes(job: JobRecord) -> bool:
-    if job.status.state is JobState.RUNNING:
+    if job.is_running:
         return len(seats_of(job.generation)) < max_roster_nodes(job)
     return job.status.state in (JobState.FORMING, JobState.PAUSED)
 
@@ -287,7 +287,7 @@ def _weigh_peer_reports(transition: Transition, node: str) -> None:
     if node in transition.state.silent_nodes:
         _regroup_with_evidence(transition, node)
         return
-    running = (job for job in jobs_seated_on(transition.state, node) if job.status.state is JobState.RUNNING)
+    running = (job for job in jobs_seated_on(transition.state, node) if job.is_running)
     failing = any(_job_failure(transition, job) or not _has_resumed(job) for job in running)
     if record.state is not NodeState.HEALTHY or (
         len(reporting_nodes) < transition.policy.min_peer_witnesses and not failing
@@ -317,7 +317,7 @@ def _describe_peer_loss(reporting_nodes: list[str]) -> str:
 def _regroup_with_evidence(transition: Transition, node: str) -> None:
     """Regroup jobs in which another witness reports a missing rank, without waiting for the end of the grace."""
     for job in jobs_seated_on(transition.state, node):
-        if job.status.state is JobState.RUNNING and (witness := _find_missing_evidence(transition, job, node)):
+        if job.is_running and (witness := _find_missing_evidence(transition, job, node)):
             regroup_without_missing(transition, job, witness)
 
 
@@ -512,7 +512,7 @@ def declare_lost(transition: Transition, node: str, sentence: str) -> None:
     transition.mark_node_changed(node)
     transition.audit("node.lost", sentence, node=node)
     for job in jobs_seated_on(state, node):
-        if job.status.state is JobState.RUNNING:
+        if job.is_running:
             transition.lost_nodes_by_job.setdefault(job.job, {})[node] = sentence
 
 

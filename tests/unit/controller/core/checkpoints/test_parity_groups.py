@@ -117,7 +117,7 @@ def test_group_size_shrinks_with_the_number_of_racks() -> None:
     assert {len(group.members) for group in grouping.groups} == {4}
     assert grouping.explanation == (
         "6 groups of 4 nodes and 2 parities (up to 8 were asked for; the roster and its domains allow 4): "
-        "each bears any two losses"
+        "each survives any 2 lost nodes"
     )
 
 
@@ -138,7 +138,8 @@ def test_ungrouped_node_is_named() -> None:
     _, grouping = _formed([FailureDomains() for _ in range(9)], 2)
     assert grouping.copy_only_nodes == ("n8",)
     assert grouping.explanation == (
-        "4 groups of 2 nodes and 2 parities: each bears any two losses; n8 found no 2 apart and keeps copies"
+        "4 groups of 2 nodes and 2 parities: each survives any 2 lost nodes; n8 shares failure domains with too many "
+        "others and keeps copies"
     )
 
 
