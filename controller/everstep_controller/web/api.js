@@ -463,7 +463,11 @@ async function poll(after, onEvents, onLive, signal) {
   for (let round = 0; round < 30 && !signal.aborted; round++) {
     await sleep(POLL_MS, signal);
     if (signal.aborted) break;
-    const found = await events({ after: last, limit: 500 });
+    const found = await events({ after: last, limit: 500 }).catch((error) => {
+      if (error.status === 401 || error.status === 403) throw error;
+      return null; // the caller tries the stream again, with its own pauses
+    });
+    if (!found) break;
     if (found.length) {
       last = found[found.length - 1].id;
       onEvents(found);

@@ -4,8 +4,8 @@ import { html, useCallback, useEffect, useMemo, useRef, useState } from "./vendo
 import * as api from "./api.js";
 import { Grid } from "./grid.js";
 import {
-  ago, bytes, Chip, clock, EventRows, Facts, Finding, JobLink, JobState, link, NODE_STATES, NodeLink, NodeState,
-  number, plural, Problem, ReasonDialog, Section, seconds, Skeleton, StateMark, stateOf, Verdict, version,
+  ago, bytes, Chip, clock, EventRows, Facts, Finding, JobLink, JobState, link, NODE_STATES, NodeState,
+  number, plural, Problem, ReasonDialog, seconds, Skeleton, StateMark, stateOf, Verdict, version,
 } from "./parts.js";
 import { countsOf, touch, useFleet, usePolled } from "./store.js";
 

@@ -3,7 +3,7 @@
 import { html, useEffect, useLayoutEffect, useMemo, useRef, useState } from "./vendor/htm-preact.js";
 import * as api from "./api.js";
 import {
-  ago, bytes, Chip, clock, cssColour, EventRows, Figure, figure, JobLink, JobState, link, NodeLink, number, plural,
+  bytes, Chip, clock, cssColour, EventRows, Figure, figure, JobLink, JobState, link, NodeLink, number, plural,
   Problem, Section, seconds, Skeleton, ticks, TraceLink, useTheme, useWidth, version,
 } from "./parts.js";
 import { useFleet, usePolled } from "./store.js";

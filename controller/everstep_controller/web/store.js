@@ -49,14 +49,6 @@ export function useFleet() {
 
 const eventListeners = new Set();
 
-// Calls back with each batch of new events.
-export function useEvents(callback, inputs) {
-  useEffect(() => {
-    eventListeners.add(callback);
-    return () => eventListeners.delete(callback);
-  }, inputs);
-}
-
 // Asks for something now, again every `seconds` while the tab is visible, and soon after events that `concerns` picks.
 export function usePolled(ask, seconds, inputs, concerns) {
   const [state, set] = useState({ value: null, error: null });
