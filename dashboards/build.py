@@ -28,7 +28,7 @@ def _field_config(panel: Panel) -> dict[str, Any]:
 
 
 def _panel(panel: Panel, identity: int, x: int, y: int) -> dict[str, Any]:
-    height = 4 if panel.kind == "stat" else panel.height
+    height = 4 if panel.kind == "stat" else 7
     targets = [
         {"refId": chr(ord("A") + i), "datasource": DATASOURCE, "expr": expr, "legendFormat": legend}
         for i, (expr, legend) in enumerate(panel.queries)

@@ -12,17 +12,20 @@ V = "everstep_vault_"
 
 @dataclass(frozen=True)
 class Panel:
-    """One panel: its queries as (PromQL, legend), its unit by Grafana's name, and how wide and high it is."""
+    """One panel: its queries as (PromQL, legend), and its unit by Grafana's name."""
 
     title: str
     about: str
     queries: tuple[tuple[str, str], ...]
     kind: str = "timeseries"
     unit: str = "short"
-    width: int = 8
-    height: int = 7
     bad_above: float | None = None
     stacked: bool = False
+
+    @property
+    def width(self) -> int:
+        """Columns of Grafana's grid."""
+        return 4 if self.kind == "stat" else 8
 
 
 def _job(metric: str) -> str:
@@ -30,15 +33,12 @@ def _job(metric: str) -> str:
 
 
 FLEET = (
-    Panel(
-        "Healthy nodes", "Nodes that may compute.", ((f'sum({C}nodes{{state="healthy"}})', "healthy"),), "stat", width=4
-    ),
+    Panel("Healthy nodes", "Nodes that may compute.", ((f'sum({C}nodes{{state="healthy"}})', "healthy"),), "stat"),
     Panel(
         "Unhealthy nodes",
         "Quarantined, lost, held, on probation, in repair or suspect.",
         (("everstep:nodes:unfit", "unfit"),),
         "stat",
-        width=4,
         bad_above=1,
     ),
     Panel(
@@ -46,7 +46,6 @@ FLEET = (
         "Active findings of critical severity.",
         ((f'{C}node_findings{{severity="critical"}}', "critical"),),
         "stat",
-        width=4,
         bad_above=1,
     ),
     Panel(
@@ -54,7 +53,6 @@ FLEET = (
         "1: automatic eviction is stopped; `everstep status` shows why.",
         ((f"{C}eviction_breaker_open", "open"),),
         "stat",
-        width=4,
         bad_above=1,
     ),
     Panel(
@@ -62,21 +60,18 @@ FLEET = (
         "Nodes that the eviction budget allows to evict now.",
         ((f"{C}eviction_budget_left", "left"),),
         "stat",
-        width=4,
     ),
     Panel(
         "Agents connected",
         "Nodes with a session.",
         ((f"{C}agents_connected", "connected"),),
         "stat",
-        width=4,
     ),
     Panel(
         "Deferred evictions",
         "Nodes whose eviction is deferred; `everstep budget` shows why.",
         ((f"{C}evictions_deferred", "deferred"),),
         "stat",
-        width=4,
         bad_above=1,
     ),
     Panel(
@@ -84,7 +79,6 @@ FLEET = (
         "Silent or disconnected nodes that are not lost yet.",
         ((f"{C}nodes_missing_heartbeats", "silent"),),
         "stat",
-        width=4,
         bad_above=1,
     ),
     Panel(
@@ -92,7 +86,6 @@ FLEET = (
         "1: so many nodes are silent at once that the network is suspected and none of them is declared lost.",
         ((f"{C}correlated_silence", "silent"),),
         "stat",
-        width=4,
         bad_above=1,
     ),
     Panel(
@@ -100,14 +93,12 @@ FLEET = (
         "Cordons, resets, reboots and repairs in progress.",
         ((f"{C}remediations_open", "open"),),
         "stat",
-        width=4,
     ),
     Panel(
         "Failed external calls",
         "Failed remediation, alert and observation calls of the last day.",
         ((f"increase({C}external_call_failures_total[1d])", "failed"),),
         "stat",
-        width=4,
         bad_above=1,
     ),
     Panel(
@@ -115,7 +106,6 @@ FLEET = (
         "Directives that agents have not acknowledged yet.",
         ((f"{C}outbox_depth", "waiting"),),
         "stat",
-        width=4,
     ),
     Panel("Nodes by state", "Number of nodes in each state.", ((f"{C}nodes", "{{state}}"),), stacked=True),
     Panel(
@@ -127,18 +117,17 @@ FLEET = (
 )
 
 JOB = (
-    Panel("Step", "Newest step that all ranks finished.", ((_job("job_step"), "{{run}}"),), "stat", width=4),
-    Panel("Generation", "Increases by one at each regroup.", ((_job("job_generation"), "{{run}}"),), "stat", width=4),
-    Panel("World size", "Ranks of the job.", ((_job("job_world_size"), "{{run}}"),), "stat", width=4),
-    Panel("Spares", "Nodes that wait outside the roster.", ((_job("job_spares"), "{{run}}"),), "stat", width=4),
-    Panel("Loss", "Newest loss reported by the lowest rank.", ((_job("job_loss"), "{{run}}"),), "stat", width=4),
+    Panel("Step", "Newest step that all ranks finished.", ((_job("job_step"), "{{run}}"),), "stat"),
+    Panel("Generation", "Increases by one at each regroup.", ((_job("job_generation"), "{{run}}"),), "stat"),
+    Panel("World size", "Ranks of the job.", ((_job("job_world_size"), "{{run}}"),), "stat"),
+    Panel("Spares", "Nodes that wait outside the roster.", ((_job("job_spares"), "{{run}}"),), "stat"),
+    Panel("Loss", "Newest loss reported by the lowest rank.", ((_job("job_loss"), "{{run}}"),), "stat"),
     Panel(
         "Uncommitted time",
         "Training time since the newest committed version: the most that a node loss or corruption can cost.",
         (('everstep:job:uncommitted_seconds{run=~"$run"}', "{{run}}"),),
         "stat",
         unit="s",
-        width=4,
         bad_above=60,
     ),
     Panel("Loss curve", "Newest loss reported by the lowest rank.", ((_job("job_loss"), "{{run}}"),)),
@@ -209,17 +198,15 @@ CONTROLLER = (
         "Leading controllers; without one, nothing is decided.",
         ((f"sum({C}leader)", "leading"),),
         "stat",
-        width=4,
         bad_above=2,
     ),
-    Panel("Epoch", "Increases by one with each new leader.", ((f"max({C}epoch)", "epoch"),), "stat", width=4),
+    Panel("Epoch", "Increases by one with each new leader.", ((f"max({C}epoch)", "epoch"),), "stat"),
     Panel(
         "Database outage",
         "Seconds since the database became unavailable.",
         ((f"max({C}database_outage_seconds)", "outage"),),
         "stat",
         unit="s",
-        width=4,
         bad_above=1,
     ),
     Panel(
@@ -228,14 +215,12 @@ CONTROLLER = (
         ((f"max({C}database_outage_buffered_bytes)", "unwritten"),),
         "stat",
         unit="bytes",
-        width=4,
     ),
     Panel(
         "Journal gaps",
         "Gaps of the last day; events in a gap cannot be replayed.",
         ((f"increase({C}journal_gaps_total[1d])", "gaps"),),
         "stat",
-        width=4,
         bad_above=1,
     ),
     Panel(
@@ -244,7 +229,6 @@ CONTROLLER = (
         ((f"sum(rate({C}heartbeats_total[1m]))", "heartbeats"),),
         "stat",
         "reqps",
-        width=4,
     ),
     Panel("Role", "1: leader, 0: standby.", ((f"{C}leader", "{{instance}}"),)),
     Panel(

@@ -101,7 +101,6 @@ class Controller:
         self.feed = AuditFeed(loaded.newest_audit)
         self.outbox = Outbox(loaded.epoch, loaded.outbox)
         self.store = store
-        self._journal_dir = settings.journal_dir
         self.journal: Journal | None = None
         if settings.journal_dir:
             keep_s = settings.journal_days * 86400.0
@@ -317,7 +316,7 @@ class Controller:
         )
         endpoints.install_routes(app, gate, admission, HISTORY_ROUTES, history)
         origins = settings.policy_origins if isinstance(settings, LoadedSettings) else {}
-        policies = PolicyRoutes(self.view_context, self._journal_dir, self._flush_journal, origins)
+        policies = PolicyRoutes(self.view_context, settings.journal_dir, self._flush_journal, origins)
         endpoints.install_routes(app, gate, admission, POLICY_ROUTES, policies)
         endpoints.install_routes(
             app, gate, admission, CREDENTIAL_ROUTES, CredentialRoutes(loop=self.loop, credentials=self.credentials)

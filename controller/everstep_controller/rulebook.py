@@ -143,7 +143,7 @@ def _contradictions(rule: VerdictRule) -> tuple[tuple[bool, str], ...]:
         (rule.coalesce_s > rule.step_memory_s, "coalesce_s must not exceed step_memory_s"),
         (len(order) != len(rule.ladder), f"the actions of a ladder are {', '.join(LADDER_ACTIONS)}"),
         (not order or order != sorted(set(order)), "ladder actions must be distinct and ordered weakest first"),
-        (rule.required_passes < 1, "passes must be at least 1"),
+        (rule.required_passes < 1, "required_passes must be at least 1"),
         (rule.correlated_nodes < 2, "correlated_nodes must be at least 2"),
         (not 0 < rule.correlated_share <= 1, "correlated_share is a share of the fleet: above 0, at most 1"),
         (

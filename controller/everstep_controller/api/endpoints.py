@@ -55,14 +55,14 @@ def check_tag(request: Request, tag: Callable[[], str]) -> None:
     Call this inside the change's own stimulus, so that nothing intervenes between check and change.
     """
     wanted = request.headers.get("if-match", "*")
-    if wanted != "*" and tag() not in map(_ordered, _tags(wanted)):
+    if wanted != "*" and tag() not in map(_ordered, tags(wanted)):
         raise Outdated(
             "the resource has changed since you read it (If-Match): read it again, and repeat the request if it "
             "still applies"
         )
 
 
-def _tags(header: str) -> list[str]:
+def tags(header: str) -> list[str]:
     return [tag.strip().removeprefix("W/") for tag in header.split(",")]
 
 
@@ -218,7 +218,7 @@ def _response(request: Request, answer: Any) -> Response:
     if not isinstance(answer, TaggedAnswer):
         return Response(responses.encode(answer), media_type="application/json")
     headers = {"etag": answer.etag, "cache-control": "no-cache"}
-    known = _tags(request.headers.get("if-none-match", ""))
+    known = tags(request.headers.get("if-none-match", ""))
     if answer.etag in known or known == ["*"]:
         return Response(status_code=304, headers=headers)
     return Response(responses.encode(answer.answer), media_type="application/json", headers=headers)

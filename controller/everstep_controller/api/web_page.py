@@ -79,8 +79,7 @@ def load(name: str) -> StaticFile:
 def respond(request: Request, file: StaticFile) -> Response:
     """Return the response with a file of the page, or 304 if the client has it."""
     headers = {**HEADERS, "etag": file.etag}
-    known = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]
-    if file.etag in known:
+    if file.etag in endpoints.tags(request.headers.get("if-none-match", "")):
         return Response(status_code=304, headers=headers)
     body = file.plain
     if "gzip" in request.headers.get("accept-encoding", ""):

@@ -16,7 +16,13 @@ from typing import Any
 from everstep.errors import ConfigurationError, Conflict, Unavailable
 from everstep.ids import NodeId
 from everstep_controller.core.effects import Remediation, RemediationKind
-from everstep_controller.remediation.remediator import CORDON_OWNER, CordonStatus, RemediationIncomplete, cordon_reason
+from everstep_controller.remediation.remediator import (
+    CORDON_OWNER,
+    CordonStatus,
+    RemediationIncomplete,
+    cordon_reason,
+    foreign_cordon,
+)
 
 TIMEOUT_S = 10.0
 CORDON, REBOOT, REPAIR = "everstep.dev/cordon", "everstep.dev/reboot", "everstep.dev/repair"
@@ -76,7 +82,7 @@ class KubernetesRemediator:
         node = self._read(remediation.node)
         if _is_others(node):
             self._remove_own_cordon(node)
-            raise _others(remediation)
+            raise foreign_cordon(remediation.node)
         change = self._change(node, remediation)
         try:
             self._record_event(node, remediation)  # first: once the node shows the change, the request is not repeated
@@ -120,7 +126,7 @@ class KubernetesRemediator:
                 return is_out and notes.get(REPAIR, "").startswith(f"{CORDON_OWNER} {remediation.id}:")
             case RemediationKind.UNCORDON:
                 if _is_others(node):
-                    raise _others(remediation)
+                    raise foreign_cordon(remediation.node)
                 return not is_out and CORDON not in notes
             case RemediationKind.REBOOT:
                 id, _, boot_id = notes.get(REBOOT, "").partition(" ")
@@ -241,10 +247,6 @@ def _is_ours(node: Any) -> bool:
 
 def _is_others(node: Any) -> bool:
     return bool(node.spec.unschedulable) and not _is_ours(node)
-
-
-def _others(remediation: Remediation) -> Conflict:
-    return Conflict(f"{remediation.node} was cordoned outside Everstep, so Everstep leaves it as it is")
 
 
 def _others_taints(node: Any) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from everstep.errors import EverstepError, Unavailable
+from everstep.errors import Conflict, EverstepError, Unavailable
 from everstep.ids import NodeId
 from everstep_controller.core.effects import Remediation, RemediationKind
 
@@ -53,6 +53,12 @@ class Remediator(Protocol):
 
     def close(self) -> None:
         """Release resources; no more calls follow."""
+
+
+def foreign_cordon(node: NodeId, detail: str = "") -> Conflict:
+    """Return the error for a node that somebody else has cordoned."""
+    by = f" ({detail})" if detail else ""
+    return Conflict(f"{node} was cordoned outside Everstep{by}, so Everstep leaves it as it is")
 
 
 def cordon_reason(remediation: Remediation, max_chars: int = 256) -> str:

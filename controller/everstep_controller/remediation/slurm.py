@@ -18,7 +18,7 @@ import msgspec
 from everstep.errors import ConfigurationError, Conflict, Unavailable
 from everstep.ids import NodeId
 from everstep_controller.core.effects import Remediation, RemediationKind
-from everstep_controller.remediation.remediator import CORDON_OWNER, CordonStatus, cordon_reason
+from everstep_controller.remediation.remediator import CORDON_OWNER, CordonStatus, cordon_reason, foreign_cordon
 
 TIMEOUT_S = 10.0
 UNSCHEDULABLE_STATES = frozenset({"DRAIN", "DRAINED", "DRAINING", "FAIL", "FAILING", "MAINT", "RESERVED"})
@@ -162,10 +162,7 @@ class SlurmRemediator:
     @staticmethod
     def _check_ours(node: SlurmNode, remediation: Remediation) -> None:
         if node.is_unschedulable and not node.is_ours:
-            reason = node.reason or "no reason given"
-            raise Conflict(
-                f"{remediation.node} was cordoned outside Everstep ({reason}), so Everstep leaves it as it is"
-            )
+            raise foreign_cordon(remediation.node, node.reason or "no reason given")
 
     def cordon_status(self, nodes: Sequence[NodeId]) -> dict[NodeId, CordonStatus]:
         wanted = set(nodes)

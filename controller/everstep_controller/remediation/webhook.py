@@ -25,7 +25,7 @@ from everstep.errors import DECODE_ERRORS, ConfigurationError, Conflict, Unavail
 from everstep.ids import NodeId
 from everstep_controller.config import is_http_url
 from everstep_controller.core.effects import Remediation, RemediationKind
-from everstep_controller.remediation.remediator import CORDON_OWNER, CordonStatus
+from everstep_controller.remediation.remediator import CORDON_OWNER, CordonStatus, foreign_cordon
 
 # ---- receiver
 
@@ -99,10 +99,7 @@ class WebhookRemediator:
     def apply(self, remediation: Remediation) -> None:
         shown = self.cordon_status([remediation.node]).get(remediation.node, CordonStatus())
         if shown.cordoned_by not in ("", CORDON_OWNER):
-            owner = shown.cordoned_by
-            raise Conflict(
-                f"{remediation.node} was cordoned outside Everstep ({owner}), so Everstep leaves it as it is"
-            )
+            raise foreign_cordon(remediation.node, shown.cordoned_by)
         self._exchange("POST", remediation, msgspec.json.encode(remediation))
 
     def is_done(self, remediation: Remediation) -> bool:

@@ -110,9 +110,9 @@ class Intake(Generic[T]):
             self._push_urgent(waiting)
         self._skip_expedited()
 
-    def pause_routine_after(self, batch_size: list[PendingRequest[T]], worked_s: float) -> None:
+    def pause_routine_after(self, taken: list[PendingRequest[T]], worked_s: float) -> None:
         """Pause routine stimuli after a transaction that took ``worked_s``."""
-        if any(waiting.urgency is Urgency.ROUTINE for waiting in batch_size):
+        if any(waiting.urgency is Urgency.ROUTINE for waiting in taken):
             self._paused_until = time.perf_counter() + min(MAX_PAUSE_S, PAUSE_FACTOR * worked_s)
 
     def next_due_in_s(self) -> float | None:
