@@ -21,8 +21,9 @@ from typing import Any
 import pytest
 
 from examples.demo.world import Node, World, wait_for
-from tests.support.dying import FOLDER, POINTS, Point, file_name
+from tests.support.dying import FOLDER, POINTS, Point, file_name, is_installed
 from tests.support.exact_training import read_diaries
+from tests.support.forked import fork_pool
 from tests.support.processes import comm
 from tests.support.torture import Progress
 from tests.support.warm_launcher import WarmWorld
@@ -145,6 +146,14 @@ def undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(
         "PYTHONPATH", f"{ROOT / 'tests' / 'support' / 'dying_processes'}:{ROOT}"
     )  # of what is not forked
+
+
+def test_fork_server_started_here_passes_no_points(
+    tmp_path: Path, undisturbed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    with fork_pool(["tests.support.dying"]) as pool:
+        assert pool.start(is_installed, environment={FOLDER: None}).result() is False
 
 
 def run_through(rounds: Sequence[Round], monkeypatch: pytest.MonkeyPatch, at_least: int = 0) -> list[dict[str, Any]]:

@@ -102,6 +102,11 @@ def install() -> None:
             _wrap(sys.modules[name])
 
 
+def is_installed() -> bool:
+    """Return whether this process passes points, by its environment or by that of the process it was forked from."""
+    return any(isinstance(finder, _Finder) for finder in sys.meta_path)
+
+
 def _role() -> str:
     return next((role for module, role in _ROLES.items() if module in sys.orig_argv), "rank")
 

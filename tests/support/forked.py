@@ -43,6 +43,8 @@ from everstep_trainer.launch.fork_messages import (
 )
 from everstep_trainer.launch.forkserver import PRELOAD_MODULES
 
+from tests.support import dying
+
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 120.0
 LONGEST_COMMAND = 4096
@@ -129,6 +131,7 @@ class ForkPool:
         command += ["--preload", *names]
         command += names[:1] * (LONGEST_COMMAND // 10)  # room for those of what is forked
         self._inherited = {**os.environ, "OMP_NUM_THREADS": "1", ROOM: "." * LONGEST_COMMAND, **(environment or {})}
+        self._inherited.pop(dying.FOLDER, None)  # a server that outlives the test must not pass its points of death
         with theirs:
             self._server = subprocess.Popen(command, cwd=ROOT, env=self._inherited, pass_fds=[theirs.fileno()])
         self._orders: ControlChannel[StartForkServer] = ControlChannel(orders, StartForkServer)
