@@ -25,7 +25,9 @@ settings.load_profile("everstep")
 
 pytest_plugins = ["tests.support.promises"]
 
-PROCESS_FIXTURES = {"forks", "session_forks", "program_forks", "postgres", "own_postgres"}
+PROCESS_FIXTURES = {"forks", "session_forks", "program_forks", "postgres", "own_postgres", "real_slurm"}
+SERVER_VARIANTS = {"postgresql", "slurm"}
+"""Values of parameters by which a test gets one of these servers."""
 
 LONGEST_TEMPORARY = 24
 """Bytes of the path of the directory for temporary files: sockets are made some way below, and have 107 for theirs."""
@@ -84,10 +86,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def starts_processes(item: pytest.Item) -> bool:
-    """Tell whether a test gets processes or a PostgreSQL database from a fixture. Such a test counts as slow."""
+    """Tell whether a test gets processes or a real server from a fixture. Such a test counts as slow."""
     variants = getattr(item, "callspec", None)
-    postgres = variants is not None and "postgresql" in variants.params.values()
-    return postgres or not PROCESS_FIXTURES.isdisjoint(getattr(item, "fixturenames", ()))
+    values = {value for value in variants.params.values() if isinstance(value, str)} if variants is not None else set()
+    fixtures = set(getattr(item, "fixturenames", ()))
+    return bool(values & SERVER_VARIANTS or fixtures & PROCESS_FIXTURES)
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import ast
 import fnmatch
+import functools
 import re
 import subprocess
 import sys
@@ -40,6 +41,7 @@ def module_name(path: str) -> str:
     return ".".join(parts)
 
 
+@functools.cache  # parsing every file of the repository takes seconds
 def references(module: str, is_package: bool, source: str) -> tuple[set[str], set[str]]:
     """Return what a module's source refers to.
 

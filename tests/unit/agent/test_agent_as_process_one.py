@@ -68,6 +68,7 @@ def descendants(pid: int) -> list[int]:
     return [each for child in children for each in (child, *descendants(child))]
 
 
+@pytest.mark.slow
 def test_agent_as_process_1_serves_and_ends_in_order(base: Path, controller: ControllerStub) -> None:
     with contained(base, controller.url) as outer:
         said = json.loads((base / "run" / "agent.json").read_text())
@@ -82,6 +83,7 @@ def test_agent_as_process_1_serves_and_ends_in_order(base: Path, controller: Con
         assert not (base / "run" / "agent.json").exists()
 
 
+@pytest.mark.slow
 def test_agent_as_process_1_follows_an_outside_parent(base: Path, controller: ControllerStub) -> None:
     with contained(base, controller.url, "--die-with-parent") as outer:
         family = descendants(outer.pid)

@@ -204,6 +204,7 @@ def test_metrics_server_requires_the_token() -> None:
         server.close()
 
 
+@pytest.mark.slow
 def test_failed_scrape_does_not_stop_the_metrics_server(caplog: pytest.LogCaptureFixture) -> None:
     def fails() -> AgentMetrics:
         raise TimeoutError("the event loop is busy")
@@ -216,6 +217,7 @@ def test_failed_scrape_does_not_stop_the_metrics_server(caplog: pytest.LogCaptur
         server.close()
 
 
+@pytest.mark.slow
 def test_scrapers_hanging_up_leave_few_lines_and_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     server = MetricsServer("127.0.0.1", 0, lambda: "secret", AgentCollector(numbers, dcgm_names=False), ManualClock())
@@ -233,6 +235,7 @@ def test_scrapers_hanging_up_leave_few_lines_and_no_traceback(caplog: pytest.Log
     assert not any(record.exc_info for record in caplog.records)
 
 
+@pytest.mark.slow
 def test_slow_scraper_does_not_block_other_scrapers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "REQUEST_TIMEOUT_S", 0.2)
     server = MetricsServer("127.0.0.1", 0, lambda: "secret", AgentCollector(numbers, dcgm_names=False), ManualClock())

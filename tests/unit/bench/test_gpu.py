@@ -43,6 +43,7 @@ def exists(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_hanging_program_is_ended_with_its_descendants(tmp_path: Path) -> None:
     """Also with a process in a session of its own, whose parent is gone."""
     script = f"(setsid sleep 600 & echo $! > {tmp_path}/orphan); sleep 600 & echo $! > {tmp_path}/child; {HANG}"
@@ -57,12 +58,14 @@ def test_processes_left_by_a_program_are_ended(tmp_path: Path) -> None:
     assert not exists(int((tmp_path / "left").read_text()))
 
 
+@pytest.mark.slow
 def test_shared_memory_of_killed_step_is_removed(tmp_path: Path) -> None:
     script = f"mkdir /dev/shm/everstep-bench-$$-1 && echo $$ > {tmp_path}/pid; {HANG}"
     run(["/bin/bash", "-c", script], SHORT_S, tmp_path / "log")
     assert not Path(f"/dev/shm/everstep-bench-{(tmp_path / 'pid').read_text().strip()}-1").exists()
 
 
+@pytest.mark.slow
 def test_steps_continue_after_failure_or_timeout(tmp_path: Path) -> None:
     good = Row("good", 3.0, "s", 5.0, 1.0)
     steps = (

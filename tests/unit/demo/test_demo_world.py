@@ -24,6 +24,7 @@ def test_sweep_removes_only_directories_of_dead_worlds(tmp_path: Path, monkeypat
     assert [path.name for path in tmp_path.iterdir()] == [f"{PREFIX}alive"]
 
 
+@pytest.mark.slow
 def test_world_ends_all_descendant_processes(tmp_path: Path) -> None:
     child = "import subprocess, sys, signal; signal.signal(15, signal.SIG_IGN); subprocess.run(['sleep', '600'])"
     with World(tmp_path, []) as world:

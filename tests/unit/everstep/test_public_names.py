@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -48,12 +49,18 @@ def test_import_of_everstep_loads_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0
 
 
-@pytest.mark.slow
-def test_script_of_a_user_passes_mypy_strict(pytestconfig: pytest.Config, tmp_path: Path) -> None:
+@pytest.mark.parametrize("package", ["everstep", "everstep_agent", "everstep_controller", "everstep_trainer"])
+def test_package_is_marked_as_typed(package: str) -> None:
+    found = importlib.util.find_spec(package)
+    assert found is not None
+    assert found.origin is not None
+    assert Path(found.origin).with_name("py.typed").is_file()
+
+
+@pytest.mark.nightly  # torch's types take 14 s of CPU
+def test_script_of_a_user_passes_mypy_strict(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    assert pytestconfig.cache is not None
-    kept = pytestconfig.cache.mkdir("mypy")  # torch's types take 14 s of CPU
-    command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(kept), str(script)]
+    command = [sys.executable, "-m", "mypy", "--strict", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, timeout=230)
     assert done.returncode == 0, done.stdout

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from tools.tests_for import ROOT, dependent_tests, main, module_name, references
@@ -75,10 +72,10 @@ def test_relative_imports_are_resolved() -> None:
     assert references("pkg.sub", True, source)[0] >= {"pkg.sub.a", "pkg.sub.b", "pkg.d"}
 
 
-def test_command_prints_this_file_for_the_tool() -> None:
-    command = [sys.executable, "tools/tests_for.py", "tools/tests_for.py"]
-    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120).stdout
-    assert printed.splitlines()[0] == "tests/unit/tools/test_tests_for.py"
+@pytest.mark.slow
+def test_command_prints_this_file_for_the_tool(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(ROOT / "tools" / "tests_for.py")]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == "tests/unit/tools/test_tests_for.py"
 
 
 def test_command_refuses_an_unknown_file(capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,6 +84,7 @@ def test_command_refuses_an_unknown_file(capsys: pytest.CaptureFixture[str]) -> 
     assert "no/such.py is not a file" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_command_fails_when_no_test_depends_on_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(ROOT / "tools" / "tests_for.py"), "--distance", "0"]) == 1
     assert capsys.readouterr() == ("", "no test depends on tools/tests_for.py\n")

@@ -256,6 +256,7 @@ def test_process_sending_goodbye_is_not_lost(run_dir: Path) -> None:
     play(story())
 
 
+@pytest.mark.slow
 def test_stopped_process_is_reported_once(run_dir: Path) -> None:
     async def story() -> None:
         async with agent(run_dir) as node:
@@ -271,6 +272,7 @@ def test_stopped_process_is_reported_once(run_dir: Path) -> None:
     play(story())
 
 
+@pytest.mark.slow
 def test_kill_order_ends_stopped_process_and_informs_launcher(run_dir: Path) -> None:
     async def story() -> None:
         async with agent(run_dir) as node:

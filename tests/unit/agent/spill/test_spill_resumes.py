@@ -46,6 +46,7 @@ def slot_of(order: SpillOrder, rank: int) -> SegmentView:
     return map_segment(Path(order.sources[rank].path))
 
 
+@pytest.mark.slow
 def test_writer_killed_at_any_write_leaves_no_trace(tmp_path: Path) -> None:
     order = small_job(tmp_path)
     written_to(order, tmp_path / "whole")

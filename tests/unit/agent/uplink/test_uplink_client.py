@@ -187,6 +187,7 @@ def test_reports_wait_for_an_absent_controller_and_arrive_once(
 
 
 @pytest.mark.parametrize("how", ["unknown_node", "stale", "acknowledge"])
+@pytest.mark.slow
 def test_controller_losing_its_state_gets_everything_again(bench: Bench, controller: ControllerStub, how: str) -> None:
     async def story() -> None:
         async with bench.line(controller.url) as line:
@@ -336,6 +337,7 @@ def test_wrong_token_is_logged_and_a_renewed_file_is_read(
     assert "agent:n1:old" not in caplog.text
 
 
+@pytest.mark.slow
 def test_a_busy_controller_is_asked_again(bench: Bench, controller: ControllerStub) -> None:
     refuse_once(controller, "reports", Unavailable("the database is away"))
 

@@ -37,6 +37,7 @@ def test_mute_controller_is_given_up(bench: Bench, controller: ControllerStub) -
         asyncio.run(story(mute))
 
 
+@pytest.mark.slow
 def test_unresponsive_controller_is_left_for_the_next(bench: Bench, controller: ControllerStub) -> None:
     async def story(second: ControllerStub) -> None:
         async with bench.line(controller.url, second.url, answer_timeout_s=0.1, connect_timeout_s=0.1) as line:

@@ -56,6 +56,7 @@ def test_highest_epoch_of_all_controllers_is_found() -> None:
         HEAD + b'"\xff"',
     ],
 )
+@pytest.mark.slow
 def test_invalid_leader_answer_is_ignored(answer: bytes | None) -> None:
     assert asyncio.run(found(answer)) is None
     assert asyncio.run(found(answer, HEAD + b'{"epoch":2,"proof":"p"}')) == LeadershipProof(epoch=2, proof="p")

@@ -38,6 +38,7 @@ def play(story: Story, controller: Served, directory: Path) -> None:
     asyncio.run(told())
 
 
+@pytest.mark.slow
 def test_report_causes_a_pushed_and_acknowledged_directive(controller: Served, tmp_path: Path) -> None:
     async def story(line: Line, served: Served) -> None:
         line.uplink.report(joined("j", 1.0))
@@ -64,6 +65,7 @@ def test_controller_short_of_descriptors_keeps_the_node_live(controller: Served,
     play(story, controller, tmp_path)
 
 
+@pytest.mark.slow
 def test_released_agent_reconnects_with_urgent_reports(controller: Served, tmp_path: Path) -> None:
     async def story(line: Line, served: Served) -> None:
         await until(lambda: line.uplink.outcomes["heartbeat", "ok"])

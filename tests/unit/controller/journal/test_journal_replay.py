@@ -235,6 +235,7 @@ def test_invalid_journal_is_refused(tmp_path: Path) -> None:
         Journal(tmp_path / "file" / "journal", max_bytes=1, keep_s=1.0)
 
 
+@pytest.mark.slow
 def test_replay_command_prints_incident_without_differences(fleet: JournaledFleet, tmp_path: Path) -> None:
     _incident(fleet)
     fleet.journal.close()

@@ -555,6 +555,7 @@ def test_steady_fleet_keeps_sessions_with_scarce_descriptors(controller: Served,
         assert not idle.beat().keep_open  # no other frame came before its answer
 
 
+@pytest.mark.slow
 def test_scarce_descriptors_keep_sessions_with_pending_work(controller: Served, dial: Dial) -> None:
     wanted = ready(dial)
     wanted.report(joined("j", 1.0))

@@ -73,6 +73,7 @@ def test_received_ranges_land_in_their_tensors(pieces: list[tuple[int, int]]) ->
     assert bytes_of(targets) == [PAYLOAD[at : at + length] for at, length in pieces]
 
 
+@pytest.mark.slow
 def test_chunks_are_requested_singly_over_several_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cutting, "BATCH_BYTES", 2 * CHUNK_BYTES)
     monkeypatch.setattr(module, "BLOCK_BYTES", 256 << 10)

@@ -45,6 +45,7 @@ NESTED = ["model.module.bias", "model.module.weight", "model.modules_too.0.weigh
         lambda model: DistributedDataParallel(checkpoint_wrapper(model)),
     ],
 )
+@pytest.mark.slow
 def test_wrappers_add_nothing_to_names(wrap):
     assert names(wrap(Nested())) == NESTED
 

@@ -206,6 +206,7 @@ def test_ending_vault_stops_hashing(left: Left) -> None:
 
 
 @pytest.mark.promise("vault-restart")
+@pytest.mark.slow
 def test_vault_serves_verified_slots_while_hashing_others(
     fleet: Vaults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
