@@ -49,6 +49,7 @@ test-for: $(STAMP) ## the tests that depend on files, nearest first (FILES="a.py
 .PHONY: test-nightly
 test-nightly: $(STAMP) ## the longest tests: torture, all pairs of layouts, 2,000 simulated worlds (SEEDS, FIRST)
 	$(PYTEST) -m nightly
+	EVERSTEP_EXAMPLES=20 $(PYTEST) -m "not slow and not nightly" --timeout 3600 $(SHARED) tests/unit tests/model
 	$(BIN)/python -m tests.sim --seeds $(or $(SEEDS),2000) --first $(or $(FIRST),0)
 
 .PHONY: lint

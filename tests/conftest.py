@@ -17,10 +17,16 @@ import pytest
 from hypothesis import Phase, settings
 
 from tests.support import programs
+from tests.support.examples import examples
 from tests.support.forked import ForkPool, fork_pool, torch_forks
 
 # No bound on wall time; and no tracing of each line of what fails: shrinking takes minutes with it before Python 3.12
-settings.register_profile("everstep", deadline=None, phases=[phase for phase in Phase if phase is not Phase.explain])
+settings.register_profile(
+    "everstep",
+    deadline=None,
+    max_examples=examples(40),
+    phases=[phase for phase in Phase if phase is not Phase.explain],
+)
 settings.load_profile("everstep")
 
 pytest_plugins = ["tests.support.promises"]

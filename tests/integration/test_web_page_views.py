@@ -254,8 +254,8 @@ def test_policy_tells_origins_and_tries_a_change(live: Live, browser: Any) -> No
 
 @pytest.mark.parametrize("width", [400, 1400])
 def test_views_fit_the_screen_in_the_dark(live: Live, browser: Any, width: int) -> None:
-    for view in VIEWS:
-        with watched(browser, width, dark=True) as one:
+    with watched(browser, width, dark=True) as one:
+        for view in VIEWS:
             page = one.open(live.link(view))
             page.locator("main h1, main .sentence, main .panel .facts").first.wait_for()
             page.locator(".skeleton").first.wait_for(state="detached")

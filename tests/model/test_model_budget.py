@@ -26,6 +26,7 @@ from hypothesis.stateful import (
 from everstep.vocabulary import Decision, Finding, NodeState
 from everstep.wire.v1.agent import Domain
 from tests.support.core_fleet import CoreFleet
+from tests.support.examples import examples
 from tests.support.findings import xid
 
 NODES = [f"n{number}" for number in range(10)]
@@ -251,9 +252,6 @@ class Budget(RuleBasedStateMachine):
 
 
 @pytest.mark.promise("eviction-budget")
-@pytest.mark.parametrize("examples", [25, pytest.param(400, marks=pytest.mark.nightly)])
-def test_eviction_budget_matches_recount(examples: int) -> None:
-    most = settings(
-        max_examples=examples, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-    )
+def test_eviction_budget_matches_recount() -> None:
+    most = settings(max_examples=examples(12), stateful_step_count=25, suppress_health_check=[HealthCheck.too_slow])
     run_state_machine_as_test(Budget, settings=most)

@@ -23,6 +23,7 @@ from everstep.vocabulary import JobState
 from everstep.wire.v1.directives import VersionNotice
 from everstep.wire.v1.training import RestoreRule
 from tests.support.core_fleet import CoreFleet, generations, sent
+from tests.support.examples import examples
 
 RANKS = 3
 NODES = [f"n{number + 1}" for number in range(RANKS + 1)]
@@ -158,12 +159,11 @@ class Checkpoints(RuleBasedStateMachine):
 
 
 @pytest.mark.promise("commit-complete")
-@pytest.mark.parametrize("examples", [100, pytest.param(1500, marks=pytest.mark.nightly)])
-def test_commits_match_per_rank_model(examples: int) -> None:
+def test_commits_match_per_rank_model() -> None:
     run_state_machine_as_test(
         Checkpoints,
         settings=settings(
-            max_examples=examples,
+            max_examples=examples(40),
             stateful_step_count=40,
             deadline=None,
             derandomize=True,

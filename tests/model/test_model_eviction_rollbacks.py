@@ -21,6 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from everstep.vocabulary import Action, Decision, Finding, NodeState
 from tests.support.core_fleet import CoreFleet
+from tests.support.examples import examples
 from tests.support.findings import xid
 
 NODES = [f"n{number}" for number in range(5)]
@@ -153,7 +154,5 @@ class Acquittals(RuleBasedStateMachine):
 
 @pytest.mark.promise("outbreaks")
 def test_eviction_rollback_matches_recount_of_evictions() -> None:
-    most = settings(
-        max_examples=40, stateful_step_count=15, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-    )
+    most = settings(max_examples=examples(15), stateful_step_count=15, suppress_health_check=[HealthCheck.too_slow])
     run_state_machine_as_test(Acquittals, settings=most)

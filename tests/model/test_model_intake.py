@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from everstep.errors import Unavailable
+from tests.support.examples import examples
 
 SOURCES = "abc"
 
@@ -136,4 +137,4 @@ class Queues(RuleBasedStateMachine):
 
 @pytest.mark.promise("report-order")
 def test_intake_matches_list_model() -> None:
-    run_state_machine_as_test(Queues, settings=settings(max_examples=80, stateful_step_count=40, deadline=None))
+    run_state_machine_as_test(Queues, settings=settings(max_examples=examples(40), stateful_step_count=40))

@@ -25,6 +25,7 @@ from everstep.vocabulary import JobState, NodeState
 from everstep.wire.v1.agent import Domain
 from everstep.wire.v1.training import GenerationSpec
 from tests.support.core_fleet import CoreFleet, generations
+from tests.support.examples import examples
 
 NODES = [f"n{number}" for number in range(8)]
 RACK = {name: f"r{number % 3}" for number, name in enumerate(NODES)}
@@ -214,12 +215,11 @@ class Membership(RuleBasedStateMachine):
 
 
 @pytest.mark.promise("rosters-whole")
-@pytest.mark.parametrize("examples", [50, pytest.param(800, marks=pytest.mark.nightly)])
-def test_rosters_match_membership_model(examples: int) -> None:
+def test_rosters_match_membership_model() -> None:
     run_state_machine_as_test(
         Membership,
         settings=settings(
-            max_examples=examples,
+            max_examples=examples(20),
             stateful_step_count=30,
             deadline=None,
             derandomize=True,

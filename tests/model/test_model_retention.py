@@ -25,6 +25,7 @@ from everstep.ids import Version
 from everstep.layout.segments import SlotHeader, SlotState
 from everstep.layout.slots import SLOTS_PER_RANK, SegmentView
 from everstep.wire.v1.training import RestoreRule
+from tests.support.examples import examples
 
 RANKS = 3
 rank_number = st.integers(0, RANKS - 1)
@@ -200,7 +201,7 @@ def test_slot_model_keeps_committed_versions_complete(slots: int, every: int, ch
     run_state_machine_as_test(
         These,
         settings=settings(
-            max_examples=60,
+            max_examples=examples(25),
             stateful_step_count=60,
             deadline=None,
             derandomize=True,

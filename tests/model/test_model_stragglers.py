@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from everstep.vocabulary import Decision
 from everstep.wire.v1.training import RankProgress
 from tests.support.core_fleet import CoreFleet, decisions
+from tests.support.examples import examples
 
 WINDOW_S, WINDOWS, FACTOR = 2.0, 4, 1.5
 TIMES = (None, 1.0, 1.25, 1.5, 1.75, 4.0)
@@ -52,7 +53,7 @@ def _slow(window: Window, ranks: int, share: float) -> set[int]:
 
 
 @pytest.mark.promise("slow-node-fair")
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=examples(25))
 @given(histories(), st.integers(1, WINDOWS), st.sampled_from([0.1, 0.4]))
 def test_straggler_detection_matches_all_windows(
     history: tuple[int, int, list[Window]], count: int, share: float

@@ -12,6 +12,8 @@ from everstep_agent.findings.xids import XidParser
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.examples import examples
+
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
@@ -127,7 +129,7 @@ def test_fresh_install_ignores_old_kernel_records() -> None:
     assert log._parse_record(b"4,2,1000000001,-;NVRM: just now\n") == ["NVRM: just now"]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(30))
 @given(
     lines=st.lists(st.text(st.characters(codec="ascii", exclude_characters="\r\n"), max_size=60), max_size=20),
     cuts=st.lists(st.integers(0, 2000), max_size=10),

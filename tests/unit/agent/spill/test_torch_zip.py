@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from everstep.errors import ConfigurationError, MalformedMessage
+from tests.support.examples import examples
 
 TYPED = ["float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"]
 COMPLEX = ["complex64", "complex128"]
@@ -74,7 +75,7 @@ def test_archive_is_aligned_and_deterministic() -> None:
     assert archived(torch.ones(5)) == archived(torch.ones(5))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(30))
 @given(st.lists(st.integers(0, 4), max_size=5))
 def test_strides_equal_those_of_torch(shape: list[int]) -> None:
     assert row_major(shape) == torch.empty(shape).stride()
@@ -142,7 +143,7 @@ plain = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(60))
 @given(plain)
 def test_plain_value_round_trips_through_standard_pickle(value: Any) -> None:
     assert pickle.loads(dumps(value)) == value

@@ -26,6 +26,7 @@ from everstep.wire.v1.agent import Domain
 from everstep.wire.v1.training import FindingRaised, ProbeFinished, RankProgress
 from tests.support.controllers import OPERATOR, InProcess, Refused, Speaker, get, joined, post
 from tests.support.eventful import WORN_OUT
+from tests.support.examples import examples
 from tests.support.spoken import FELL_OFF, fleet, resume, running_job
 
 ONE_EVICTION = msgspec.structs.replace(CorePolicy.lab_preset(), eviction_count=1, eviction_share=0.1)
@@ -160,7 +161,12 @@ NUMBERS = st.one_of(
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(30),
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @example(parts=[10**30])
 @example(parts=[2**63, 1])
 @example(parts=["nan", "x"])

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from everstep.errors import EverstepError
 from everstep.vocabulary import Action, JobState, Mode, Severity
 from tests.support.core_fleet import CoreFleet, generations
+from tests.support.examples import examples
 from tests.support.findings import slow_link, xid
 
 NODES = [f"n{i + 1}" for i in range(6)]
@@ -164,7 +165,7 @@ def quick_policy() -> CorePolicy:
 
 
 @pytest.mark.promise("eviction-evidence", "generations-increase")
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.too_slow])
 @given(histories)
 def test_invariants_hold_after_every_event(history: list[Act]) -> None:
     fleet = CoreFleet(quick_policy())
@@ -197,7 +198,7 @@ def _check_history(fleet: CoreFleet) -> None:
     assert all(ids), "a generation without the trace of its stimulus"
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(25), suppress_health_check=[HealthCheck.too_slow])
 @given(histories)
 def test_running_jobs_resume_after_faults_end(history: list[Act]) -> None:
     """When all nodes beat, probes pass and ranks do what they are told, every running job resumes."""
@@ -224,7 +225,7 @@ def test_running_jobs_resume_after_faults_end(history: list[Act]) -> None:
 
 
 @pytest.mark.promise("replay")
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(20))
 @given(histories)
 def test_replayed_log_gives_the_same_effects_without_heartbeats(history: list[Act]) -> None:
     fleet = _Recorder(quick_policy())

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from everstep.errors import EverstepError
 from everstep.vocabulary import Action, Mode
 from tests.support.core_fleet import CoreFleet
+from tests.support.examples import examples
 from tests.unit.controller.core.health.test_remediation_ladder import RESET_ME
 from tests.unit.controller.core.test_core_random import NODES, Act, histories, quick_policy
 
@@ -49,7 +50,7 @@ def _name(effect: Effect) -> Name:
             return "", ""
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(40), suppress_health_check=[HealthCheck.too_slow])
 @given(histories)
 def test_record_changes_are_written_with_their_event(history: list[Act]) -> None:
     fleet = _Watched(quick_policy())

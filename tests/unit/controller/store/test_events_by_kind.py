@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from sqlalchemy import Connection, Engine, event, text
 
 from everstep.errors import Unavailable
+from tests.support.examples import examples
 
 KINDS = ("finding", "finding.cleared", "job", "job.ended", "operator.hold", "operator_", "credential.issued", "Job")
 NODES = ("", "n1", "n2")
@@ -42,7 +43,12 @@ def engine(database: str) -> Iterator[Engine]:
     engine.dispose()
 
 
-@settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(40),
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(
     kinds=st.lists(
         st.sampled_from(["f", "finding.", "job", "operator.", "credential.", "operator_", "x", "%"]), max_size=3
@@ -115,7 +121,12 @@ def test_slow_read_is_aborted_without_blocking_others(database: str, monkeypatch
     assert asyncio.run(story()) == 1
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(30),
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(since=st.none() | st.integers(-1, 62), until=st.none() | st.integers(-1, 62), newest=st.booleans())
 def test_events_are_found_by_time_range(engine: Engine, since: int | None, until: int | None, newest: bool) -> None:
     with engine.connect() as connection:

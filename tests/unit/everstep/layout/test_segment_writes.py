@@ -14,6 +14,7 @@ from everstep.errors import Conflict, DigestMismatch
 from everstep.ids import Version
 from everstep.layout.segments import PAGE_BYTES, SlotHeader, SlotState, segment_bytes
 from everstep.layout.slots import SegmentView, format_segment
+from tests.support.examples import examples
 
 WORD = 8
 OLD, NEW = Version(1, 1), Version(1, 2)
@@ -82,7 +83,7 @@ def version_and_state(image: bytearray, slot: int) -> tuple[SlotState, Version |
 
 @pytest.mark.promise("torn-writes")
 @given(old=st.binary(min_size=1, max_size=100), new=st.binary(min_size=1, max_size=100))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(20))
 def test_interrupted_fill_leaves_old_slot_or_filling_state(old: bytes, new: bytes) -> None:
     image = empty()
     fill(view_of(image), 0, OLD, old)

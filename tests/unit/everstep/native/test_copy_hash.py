@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import hatch_build
 from everstep.native import ENV_VARIABLE, LIBRARY, MIN_BYTES, CopyHash, copy_hash
+from tests.support.examples import examples
 
 MOST_BYTES = 9000
 """More than eight blocks of 1,024, in which everything that a longer input has happens."""
@@ -40,7 +41,7 @@ def column(values: list[int]) -> np.ndarray:
 
 
 @pytest.mark.promise("copy-hash")
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=examples(100))
 @given(lengths, offsets, st.lists(st.tuples(st.integers(0, MOST_BYTES), lengths, offsets), max_size=6))
 @example(1024, 0, [])
 @example(8192, 0, [(0, 8192, 0)])
@@ -64,7 +65,7 @@ def test_scatter_copies_parts_and_hashes_the_source(
 
 
 @pytest.mark.promise("copy-hash")
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=examples(100))
 @given(lengths, offsets, st.lists(st.tuples(st.integers(0, MOST_BYTES), offsets), max_size=8))
 @example(8192, 0, [(0, 0), (8192, 0)])
 @example(8192, 1, [(0, 1), (8192, 1)])

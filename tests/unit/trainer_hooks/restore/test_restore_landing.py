@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from everstep.errors import DigestMismatch, EverstepError, Unavailable
 from everstep.ids import Version
 from everstep.wire.v1.local import Fetch, Fetched, SlotInfo
+from tests.support.examples import examples
 
 BATCH = 1 << 12
 
@@ -89,7 +90,7 @@ spots = st.tuples(st.integers(0, 39 * BATCH), st.integers(1, BATCH))
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(25))
 @given(st.lists(spots, min_size=1, max_size=12))
 def test_fetched_ranges_land_in_their_tensors(pieces: list[tuple[int, int]]) -> None:
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:

@@ -22,6 +22,7 @@ from everstep.layout.slots import CHUNK_BYTES
 from everstep.wire.framing import VaultChannel
 from everstep.wire.v1.local import SlotInfo
 from everstep.wire.v1.transfer import Data, DataEnd, Get, refused_from_error
+from tests.support.examples import examples
 from tests.support.lending import DEADLINE_S, Act, LendingVault, lending, refuse, serve, serve_well, wanted
 
 BATCH, BLOCK = 1 << 14, 1 << 12
@@ -64,7 +65,7 @@ def bytes_of(targets: list[torch.Tensor]) -> list[bytes]:
 spots = st.tuples(st.integers(0, 9 * BATCH), st.integers(1, BATCH))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(20))
 @given(st.lists(spots, min_size=1, max_size=80))
 def test_received_ranges_land_in_their_tensors(pieces: list[tuple[int, int]]) -> None:
     targets, batches = planned(pieces)

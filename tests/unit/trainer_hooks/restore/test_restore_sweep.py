@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from everstep.errors import DigestMismatch
 from everstep.layout.slots import CHUNK_BYTES, chunk_digests
 from everstep.native import CopyHash, copy_hash
+from tests.support.examples import examples
 
 SIZE = 3 * CHUNK_BYTES + 12_345
 PAYLOAD = bytes(random.Random(7).randbytes(1 << 16)) * (SIZE // (1 << 16)) + bytes(SIZE % (1 << 16))
@@ -38,7 +39,7 @@ def filled_by(
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(15))
 @given(st.lists(st.lists(ranges, min_size=1, max_size=3), max_size=4), st.integers(1, 3))
 def test_every_tensor_gets_its_ranges_in_order(plan: list[list[tuple[int, int]]], threads: int) -> None:
     expected = [b"".join(PAYLOAD[at : at + n] for at, n in each) for each in plan]

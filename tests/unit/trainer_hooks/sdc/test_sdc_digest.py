@@ -8,6 +8,8 @@ from everstep_trainer.sdc.digest import ROW_BYTES, SMALL_BYTES, WeightedDigest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.examples import examples
+
 SIZES = (3, 1000, SMALL_BYTES // 4, SMALL_BYTES // 4 + 1, ROW_BYTES // 4 + 5, 3 * ROW_BYTES // 4)
 
 
@@ -24,7 +26,7 @@ def test_equal_bytes_have_equal_digests() -> None:
     assert WeightedDigest(tensors()).value() == WeightedDigest(tensors()).value()
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(30))
 @given(st.integers(0, len(SIZES) - 1), st.floats(0, 1, exclude_max=True), st.integers(0, 7))
 def test_every_single_flipped_bit_changes_the_digest(which: int, where: float, bit: int) -> None:
     parts = tensors()

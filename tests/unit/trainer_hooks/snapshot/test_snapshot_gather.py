@@ -12,7 +12,7 @@ import torch
 from everstep_trainer.snapshot import copy
 from everstep_trainer.snapshot.copy import CopyBatch, HashingCopyBatch, SlotTargets
 from everstep_trainer.state.layout import ALIGN
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.layout import slots
@@ -86,7 +86,6 @@ KINDS = [CopyBatch, pytest.param(Hashing, marks=pytest.mark.skipif(copy_hash is 
 
 @pytest.mark.promise("copy-hash")
 @pytest.mark.parametrize("kind", KINDS)
-@settings(deadline=None)
 @given(st.lists(pieces, max_size=60))
 def test_every_byte_of_each_piece_arrives_and_no_other(
     kind: type[CopyBatch | Hashing], drawn: list[tuple[int, torch.dtype, str, int]]

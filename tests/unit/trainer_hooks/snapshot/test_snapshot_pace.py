@@ -17,6 +17,8 @@ from everstep_trainer.snapshot.pace import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.examples import examples
+
 
 class Lockstep:
     """Ranks that take part in every step; each one's copier is behind its training by at most one snapshot.
@@ -110,7 +112,7 @@ def test_pace_fixed_by_the_user_stays() -> None:
 
 
 @given(st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(20))
 def test_ranks_agree_on_the_pace_at_every_step(data: st.DataObject) -> None:
     world = data.draw(st.integers(1, 4))
     first = data.draw(st.integers(0, 3 * PACE_WINDOW))

@@ -10,7 +10,7 @@ import torch
 from everstep_trainer.state import tensors as identity_module
 from everstep_trainer.state.tensors import StateFingerprint
 from everstep_trainer.state.tracked_state import TrackedState
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
@@ -193,7 +193,6 @@ def test_each_change_of_tracked_state_is_seen_at_once(change: Callable[[Subject]
 
 
 @pytest.mark.slow
-@settings(deadline=None)  # the first use of a kernel takes its time
 @given(st.lists(st.sampled_from(CHANGES), min_size=1, max_size=6))
 def test_changes_are_never_missed_without_the_guards_of_torch(
     changes: list[Callable[[Subject], None]],
@@ -204,7 +203,6 @@ def test_changes_are_never_missed_without_the_guards_of_torch(
 
 
 @pytest.mark.slow
-@settings(deadline=None)
 @given(st.lists(st.sampled_from(CHANGES), min_size=1, max_size=6))
 def test_changes_found_by_a_search_are_never_missed(changes: list[Callable[[Subject], None]]) -> None:
     _never_missed(changes)

@@ -13,6 +13,8 @@ from everstep_agent.vault.parity.shards import MAX_MEMBERS, STRIPE_BYTES, parity
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.examples import examples
+
 Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 
 
@@ -108,7 +110,7 @@ lengths = st.one_of(
 
 
 @given(st.lists(lengths, min_size=1, max_size=4), st.integers(0, 2**32))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(25))
 def test_members_of_any_length_are_zero_padded(sizes: list[int], seed: int) -> None:
     members = noise(sizes, seed)
     p, q = encoded(members)

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from everstep.vocabulary import Finding, FindingKind
 from tests.support.core_fleet import START, CoreFleet, audits
+from tests.support.examples import examples
 from tests.support.findings import xid
 
 WINDOW_S = 20.0
@@ -150,7 +151,7 @@ def _judge(
 
 
 @pytest.mark.promise("outbreaks")
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=examples(25))
 @given(rules, st.lists(st.sampled_from(["", "1", "1", "2"]), min_size=3, max_size=9), acts)
 def test_outbreak_detection_matches_full_history_model(
     rule: VerdictRule, drivers: list[str], history: list[tuple[str, int, int]]

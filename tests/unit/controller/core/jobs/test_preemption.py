@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from everstep.vocabulary import JobState
 from everstep.wire.v1.agent import Domain
 from tests.support.core_fleet import CoreFleet
+from tests.support.examples import examples
 
 WAITER, GIVERS = "waiter", ("low", "middle")
 NODES = [f"n{number}" for number in range(7)]
@@ -103,7 +104,7 @@ def _runs(fleet: CoreFleet, job: str) -> bool:
 
 
 @pytest.mark.promise("job-priorities")
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=examples(40))
 @given(worlds())
 def test_preemption_plan_matches_exhaustive_search(world: World) -> None:
     fleet = _fleet(world)

@@ -29,6 +29,7 @@ from everstep.wire.v1.training import (
     VersionSealed,
 )
 from tests.support.core_fleet import CoreFleet
+from tests.support.examples import examples
 from tests.unit.controller.core.test_core_random import Act, histories, rank, step
 
 JOB = "a"
@@ -110,7 +111,7 @@ def _after(history: list[Act]) -> CoreFleet:
 
 
 @pytest.mark.parametrize("kind", OF_GENERATIONS, ids=lambda kind: kind.__name__)
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(10), suppress_health_check=[HealthCheck.too_slow])
 @given(histories, st.integers(1, 6), rank, step)
 def test_report_of_ended_generation_changes_nothing(
     kind: type[Any], history: list[Act], number: int, some_rank: int, at_step: int
@@ -127,7 +128,7 @@ def test_report_of_ended_generation_changes_nothing(
         _changes_nothing(fleet, node, _said(kind, fleet.now, number, mine, at_step))
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(10), suppress_health_check=[HealthCheck.too_slow])
 @given(histories, st.booleans(), st.booleans())
 def test_report_of_earlier_launcher_changes_nothing(history: list[Act], joins: bool, orderly: bool) -> None:
     fleet = _after(history)

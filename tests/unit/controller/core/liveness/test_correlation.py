@@ -6,7 +6,7 @@ import pytest
 from everstep_controller.core.events import Tick
 from everstep_controller.core.policy import CorePolicy
 from everstep_controller.core.state import FLEET, SilenceCount
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.vocabulary import NodeState
@@ -195,7 +195,6 @@ acts = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(acts)
 def test_silence_tallies_match_a_recount(history: list[tuple[str, int, int]]) -> None:
     """``check_invariants`` recounts after every event; here, also who is over the line."""
