@@ -1,7 +1,7 @@
-"""Compiles everstep/native/copy_hash.c while a wheel is built, or the project is installed in place.
+"""Compile everstep/native/copy_hash.c for a wheel or an installation in place, and add files for deployment to wheels.
 
-Where that fails the package is built without it, and works all the same, slower: EVERSTEP_NATIVE=require makes it an
-error, EVERSTEP_NATIVE=0 leaves it out.
+If the compilation fails, the package is built without the library and copies more slowly. EVERSTEP_NATIVE=require makes
+that an error; EVERSTEP_NATIVE=0 leaves the library out.
 """
 
 from __future__ import annotations
@@ -16,16 +16,28 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
+FILES = (
+    "dashboards/grafana",
+    "dashboards/prometheus",
+    "deploy/kubernetes",
+    "deploy/prometheus",
+    "deploy/systemd",
+)
+"""Folders that wheels hold under everstep/files, for `everstep files`. Not all of deploy: deploy/secrets is private."""
 FLAGS = ("-std=gnu11", "-O3", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC")
 
 
-class CopyHashHook(BuildHookInterface):
-    """Hatchling finds it by its base class."""
+class WheelHook(BuildHookInterface):
+    """Hatchling finds the hook by its base class."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """``version``: "standard" for a wheel, "editable" for an installation in place."""
+        if self.target_name != "wheel":
+            return
+        if version == "standard":
+            build_data["force_include"].update({path: f"everstep/files/{path}" for path in FILES})
         wanted = os.environ.get("EVERSTEP_NATIVE", "")
-        if self.target_name != "wheel" or wanted == "0":
+        if wanted == "0":
             return
         folder = Path(self.root, "everstep", "native")
         why = compiled(folder / "copy_hash.c", folder / "copy_hash.so")

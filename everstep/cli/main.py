@@ -16,7 +16,7 @@ from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from everstep.cli import events, history, nodes, policy, tables, tokens, vault
+from everstep.cli import events, files, history, nodes, policy, tables, tokens, vault
 from everstep.cli.client import ControllerClient, path
 from everstep.cli.context import (
     PROGRAM,
@@ -50,6 +50,7 @@ app.add_typer(vault.app, name="vault")
 history.register(app)
 events.register(app)
 app.command()(nodes.nodes)
+app.command()(files.files)
 job_app.command()(history.loss_forecast)
 
 JobName = Annotated[str, typer.Argument(metavar="JOB")]
