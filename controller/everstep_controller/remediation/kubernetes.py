@@ -4,7 +4,7 @@ Our cordon has the annotation ``everstep.dev/cordon`` with the remediation's id 
 ``unschedulable`` field was last set by us according to its managed fields (``kubectl cordon`` and ``uncordon`` do not
 change annotations). Any other cordon stays untouched. Patches carry the resource version, so a taint added meanwhile is
 not lost. A reboot is requested by the annotation ``everstep.dev/reboot``, for a site's own reboot controller, and is
-done when the node's boot id has changed. Roles: ``deploy/kubernetes/rbac.yaml``.
+done when the node's boot id has changed. Roles: ``deploy/helm/everstep/templates/remediation.yaml``.
 """
 
 from __future__ import annotations

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 from everstep_controller.core.effects import RemediationKind
 from everstep_controller.remediation.kubernetes import KubernetesRemediator
 from everstep_controller.remediation.remediator import CordonStatus
 
 from everstep.errors import Conflict, Unavailable
-from tests.support import kube
+from tests.support import helm, kube
 from tests.support.remedies import carry_out, remedy
-
-RBAC = Path(__file__).parents[4] / "deploy" / "kubernetes" / "rbac.yaml"
 
 
 @pytest.fixture
@@ -166,14 +161,18 @@ def test_kubernetes_posts_event_before_patching_node(cluster: kube.Cluster) -> N
         assert (method, path) == ("PATCH", "/api/v1/nodes/n1"), kind
 
 
-def test_kubernetes_roles_match_the_calls_made(cluster: kube.Cluster) -> None:
-    evicting = _rights("everstep-controller-evict")
-    assert _rights("everstep-controller") == _used(cluster, evict=False)
-    assert _rights("everstep-controller") | evicting == _used(cluster, evict=True)
-    bound = {one["roleRef"]["name"]: one["subjects"] for one in _manifests() if one["kind"].endswith("Binding")}
-    (account,) = (one["metadata"] for one in _manifests() if one["kind"] == "ServiceAccount")
-    whom = [{"kind": "ServiceAccount", "name": account["name"], "namespace": account["namespace"]}]
-    assert bound == dict.fromkeys(("everstep-controller", "everstep-controller-evict", "everstep-events"), whom)
+@pytest.mark.parametrize("evict", [False, True])
+def test_kubernetes_roles_match_the_calls_made(cluster: kube.Cluster, evict: bool) -> None:
+    release = helm.render({"remediation": {"backend": "kubernetes", "evictPods": evict}})
+    controller = helm.the(release, "StatefulSet", "everstep-controller")["spec"]["template"]["spec"]
+    account = {"kind": "ServiceAccount", "name": controller["serviceAccountName"], "namespace": helm.NAMESPACE}
+    assert controller["automountServiceAccountToken"]
+    bindings = helm.of_kind(release, "ClusterRoleBinding", "RoleBinding")
+    roles = [one["roleRef"] for one in bindings if one["subjects"] == [account]]
+    rules = [rule for role in roles for rule in helm.the(release, role["kind"], role["name"])["rules"]]
+    assert all(rule["apiGroups"] == [""] for rule in rules)
+    rights = {(resource, verb) for rule in rules for resource in rule["resources"] for verb in rule["verbs"]}
+    assert rights == _used(cluster, evict=evict)
 
 
 def _used(cluster: kube.Cluster, *, evict: bool) -> set[tuple[str, str]]:
@@ -187,20 +186,3 @@ def _used(cluster: kube.Cluster, *, evict: bool) -> set[tuple[str, str]]:
     made.cordon_status(["n1", "n2"])
     cluster.kubectl("n1", unschedulable=None)
     return set(cluster.used)
-
-
-def _manifests() -> list[Any]:
-    return list(yaml.safe_load_all(RBAC.read_text()))
-
-
-def _rights(role: str) -> set[tuple[str, str]]:
-    """What the cluster role allows, and, of the one that is always bound, the role for events."""
-    names = {role, "everstep-events"} if role == "everstep-controller" else {role}
-    rules = [
-        rule
-        for one in _manifests()
-        if one["kind"].endswith("Role") and one["metadata"]["name"] in names
-        for rule in one["rules"]
-    ]
-    assert all(rule["apiGroups"] == [""] for rule in rules)
-    return {(resource, verb) for rule in rules for resource in rule["resources"] for verb in rule["verbs"]}
