@@ -155,7 +155,7 @@ def test_token_command_needs_only_base_requirements() -> None:
 def test_images_require_native_copies_on_x86_64(tmp_path: Path, machine: str, native: str) -> None:
     """On x86-64 an image without them is not built; elsewhere the build says that they are missing."""
     assert not DOCKERFILE.split(" AS wheel\n")[0].rpartition("FROM ")[2].endswith("slim"), "slim has no compiler"
-    for name in ("controller", "agent"):
+    for name in ("controller", "agent", "trainer-packages"):
         assert "--from=wheel" in stage(name), f"the image of {name} installs what was compiled"
     build = re.search(r"^RUN (.*?[^\\])$", stage("wheel"), re.MULTILINE | re.DOTALL)
     assert build is not None
