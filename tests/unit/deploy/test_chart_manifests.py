@@ -6,7 +6,6 @@ import json
 import re
 from typing import Any
 
-import helm_python
 import pytest
 import yaml
 
@@ -18,6 +17,7 @@ from tests.support.helm import (
     Manifest,
     check_schema,
     containers,
+    helm_python,
     of_kind,
     pod_specs,
     the,

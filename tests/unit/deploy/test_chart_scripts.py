@@ -8,8 +8,10 @@ import http.server
 import importlib.util
 import json
 import os
+import re
 import ssl
 import stat
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +21,7 @@ from typing import Any
 import pytest
 from everstep_agent.config import read_token
 from everstep_agent.drivers.kmsg import KernelLog
-from everstep_controller.config import read_secret
+from everstep_controller.config import read_password, read_secret
 
 from everstep.bearer_tokens import Identity, TokenRole, hash_secret, verify
 from everstep.cli.client import ControllerClient
@@ -227,6 +229,48 @@ def _handshake(pair: dict[str, bytes], host: str) -> None:
                 end.do_handshake()
             except ssl.SSLWantReadError:
                 pass
+
+
+@pytest.mark.slow
+def test_copied_secrets_are_readable_for_the_controller_alone(tmp_path: Path) -> None:
+    """The kubelet shows files of a Secret as links to files that the group may read."""
+    values = {"kind": "postgresql", "postgresql": {"secretName": "database", "passwordKey": "password"}}
+    release = render({"controller": {"database": values}})
+    (copies,) = [one for name, _, one in containers(release) if name.endswith("/copy-secrets")]
+    shown, private = tmp_path / "secrets", tmp_path / "private"
+    (shown / "..data").mkdir(parents=True)
+    private.mkdir()
+    for name in ("fleet", "database-password"):
+        (shown / "..data" / name).write_text("0123456789abcdef")
+        (shown / "..data" / name).chmod(0o440)
+        (shown / name).symlink_to(Path("..data") / name)
+    command = [word.replace("/secrets/", f"{shown}/").replace("/private/", f"{private}/") for word in copies["command"]]
+    for _ in range(2):  # a restarted pod sandbox runs it again
+        subprocess.run(command, check=True)
+    assert {file.name for file in private.iterdir()} == {"fleet", "database-password"}
+    assert read_secret(str(private / "fleet")) == b"0123456789abcdef"
+    assert read_password(str(private / "database-password")) == "0123456789abcdef"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives directories to another user")
+def test_prepared_directories_belong_to_the_agent(tmp_path: Path) -> None:
+    (prepare,) = [one for name, _, one in containers(render()) if name.endswith("/prepare-directories")]
+    script = prepare["command"][-1]
+    folders = {}
+    for mount in prepare["volumeMounts"]:
+        folders[mount["mountPath"]] = tmp_path / mount["name"]
+        folders[mount["mountPath"]].mkdir()
+        script = re.sub(rf"{mount['mountPath']}(?=[/ ;\n])", str(folders[mount["mountPath"]]), script)
+    bounds = ["setpriv", "--bounding-set=-all,+chown", "--inh-caps=-all,+chown", "--no-new-privs"]
+    for _ in range(2):
+        subprocess.run([*bounds, *prepare["command"][:-1], script], check=True)
+    for name in ("/run/everstep", "/var/lib/everstep", "/dev/shm/everstep"):
+        found = folders[name].stat()
+        assert (found.st_uid, found.st_gid, stat.S_IMODE(found.st_mode)) == (10001, 10001, 0o700)
+    found = (folders["/run/kernel-log"] / "pipe").stat()
+    assert stat.S_ISFIFO(found.st_mode)
+    assert (found.st_uid, stat.S_IMODE(found.st_mode)) == (10001, 0o600)
 
 
 RECORDS = [

@@ -9,44 +9,43 @@ from typing import Any
 
 import pytest
 import yaml
-from helm_python import HelmError
 
-from tests.support.helm import CHART, chart, notes, of_kind, render
+from tests.support.helm import CHART, chart, helm_python, notes, of_kind, render
 
 VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
 SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text())
 POSTGRESQL = {"kind": "postgresql", "postgresql": {"secretName": "db"}}
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"image": {"registry": ""}}, "image.registry is missing: build the images"),
-        ({"controller": {"replicas": 2}}, "SQLite is for one controller; set controller.database.kind=postgresql"),
-        ({"controller": {"replicas": 0}}, "at '/controller/replicas': minimum: got 0, want 1"),
-        ({"controller": {"database": {"kind": "mysql"}}}, "at '/controller/database/kind': value must be one of"),
-        ({"controller": {"database": {"kind": "postgresql"}}}, "postgresql.secretName is missing: make a Secret"),
-        ({"controller": {"settings": {"listen": "0.0.0.0:1"}}}, "controller.settings: the chart sets listen itself"),
-        ({"controller": {"settings": {"Lease": 1}}}, "at '/controller/settings': additional properties 'Lease'"),
-        ({"agent": {"settings": {"run_dir": "/run/x"}}}, "agent.settings: the chart sets run_dir itself"),
-        ({"agent": {"pools": [{"name": "a", "settings": {"node": "n"}}]}}, r"agent.pools \(a\).settings: the chart"),
-        ({"agent": {"pools": [{"name": "a"}, {"name": "a"}]}}, "two pools have the name a"),
-        ({"agent": {"pools": [{"nodeSelector": {}}]}}, "at '/agent/pools/0': missing property 'name'"),
-        ({"agent": {"hostPaths": {"runDir": "run"}}}, "at '/agent/hostPaths/runDir'"),
-        ({"agent": {"ports": {"vault": 70000}}}, "at '/agent/ports/vault': maximum: got 70,000, want 65,535"),
-        ({"remediation": {"backend": "webhook"}}, "needs remediation.webhook.url and remediation.webhook.secretName"),
-        ({"remediation": {"mode": "enforce"}}, "remediation.mode=enforce needs remediation.backend=kubernetes"),
-        ({"remediation": {"evictPods": True}}, "remediation.evictPods needs remediation.backend=kubernetes"),
-        ({"alerts": {"tokenSecretName": "t"}}, "alerts.tokenSecretName needs alerts.url"),
-        ({"networkPolicy": {"enabled": True}}, "networkPolicy.agentCIDRs is missing"),
-        ({"user": {"uid": 0}}, "at '/user/uid': minimum: got 0, want 1"),
-        ({"tls": {"enable": True}}, "at '/tls': additional properties 'enable' not allowed"),
-        ({"monitoring": {"podMonitor": {"interval": "15"}}}, "at '/monitoring/podMonitor/interval'"),
-    ],
-)
-def test_wrong_values_are_refused_with_the_correction(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(HelmError, match=message):
-        render(values)
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"image": {"registry": ""}}, "image.registry is missing: build the images"),
+    ({"controller": {"replicas": 2}}, "SQLite is for one controller; set controller.database.kind=postgresql"),
+    ({"controller": {"replicas": 0}}, "at '/controller/replicas': minimum: got 0, want 1"),
+    ({"controller": {"database": {"kind": "mysql"}}}, "at '/controller/database/kind': value must be one of"),
+    ({"controller": {"database": {"kind": "postgresql"}}}, "postgresql.secretName is missing: make a Secret"),
+    ({"controller": {"settings": {"listen": "0.0.0.0:1"}}}, "controller.settings: the chart sets listen itself"),
+    ({"controller": {"settings": {"Lease": 1}}}, "at '/controller/settings': additional properties 'Lease'"),
+    ({"agent": {"settings": {"run_dir": "/run/x"}}}, "agent.settings: the chart sets run_dir itself"),
+    ({"agent": {"pools": [{"name": "a", "settings": {"node": "n"}}]}}, r"agent.pools \(a\).settings: the chart"),
+    ({"agent": {"pools": [{"name": "a"}, {"name": "a"}]}}, "two pools have the name a"),
+    ({"agent": {"pools": [{"nodeSelector": {}}]}}, "at '/agent/pools/0': missing property 'name'"),
+    ({"agent": {"hostPaths": {"runDir": "run"}}}, "at '/agent/hostPaths/runDir'"),
+    ({"agent": {"ports": {"vault": 70000}}}, "at '/agent/ports/vault': maximum: got 70,000, want 65,535"),
+    ({"remediation": {"backend": "webhook"}}, "needs remediation.webhook.url and remediation.webhook.secretName"),
+    ({"remediation": {"mode": "enforce"}}, "remediation.mode=enforce needs remediation.backend=kubernetes"),
+    ({"remediation": {"evictPods": True}}, "remediation.evictPods needs remediation.backend=kubernetes"),
+    ({"alerts": {"tokenSecretName": "t"}}, "alerts.tokenSecretName needs alerts.url"),
+    ({"networkPolicy": {"enabled": True}}, "networkPolicy.agentCIDRs is missing"),
+    ({"user": {"uid": 0}}, "at '/user/uid': minimum: got 0, want 1"),
+    ({"tls": {"enable": True}}, "at '/tls': additional properties 'enable' not allowed"),
+    ({"monitoring": {"podMonitor": {"interval": "15"}}}, "at '/monitoring/podMonitor/interval'"),
+]
+
+
+def test_wrong_values_are_refused_with_the_correction() -> None:
+    for values, message in REFUSED:
+        with pytest.raises(helm_python.HelmError, match=message):
+            render(values)
 
 
 def leaves(values: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
