@@ -19,7 +19,8 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 FILES = (
     "dashboards/grafana",
     "dashboards/prometheus",
-    "deploy/kubernetes",
+    "deploy/helm/everstep",
+    "deploy/kubernetes/examples",
     "deploy/prometheus",
     "deploy/systemd",
 )

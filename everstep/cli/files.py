@@ -22,7 +22,8 @@ SHIPPED = {
     "alerts": ("dashboards/prometheus", "Prometheus alert rules and their test"),
     "prometheus": ("deploy/prometheus", "Prometheus configuration that scrapes controllers and agents"),
     "systemd": ("deploy/systemd", "systemd units of the controller and the agent"),
-    "kubernetes": ("deploy/kubernetes", "Kubernetes manifests"),
+    "helm": ("deploy/helm/everstep", "Helm chart of controllers and agents"),
+    "kubernetes": ("deploy/kubernetes/examples", "trainers on Kubernetes: a Pod on one node, a JobSet on several"),
 }
 """By the name on the command line: a folder of the repository, and what it holds. ``hatch_build.py`` puts the same
 folders into wheels, under ``everstep/files``."""
@@ -76,8 +77,10 @@ def shipped(name: str) -> FileGroup:
     path, holds = SHIPPED[name]
     for root in (PACKAGE / "files", PACKAGE.parent):
         if (root / path).is_dir():
-            found = sorted(str(each.relative_to(root / path)) for each in (root / path).rglob("*") if each.is_file())
-            return FileGroup(name=name, holds=holds, folder=str(root / path), files=tuple(found))
+            folder = root / path
+            names = sorted(str(each.relative_to(folder)) for each in folder.rglob("*") if each.is_file())
+            wanted = tuple(each for each in names if "__pycache__" not in each)
+            return FileGroup(name=name, holds=holds, folder=str(folder), files=wanted)
     raise ConfigurationError(f"{PACKAGE} was installed without {path}; install a wheel of Everstep")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hatchling.builders.wheel import WheelBuilder
 
-from everstep.cli.files import SHIPPED
+from everstep.cli.files import SHIPPED, shipped
 from everstep.cli.main import app
 from hatch_build import FILES
 
@@ -64,6 +64,5 @@ def test_wheel_holds_every_shipped_file(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("EVERSTEP_NATIVE", "0")
     (wheel,) = WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
     held = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("everstep/files/")}
-    expected = {path.relative_to(ROOT) for folder in FILES for path in (ROOT / folder).rglob("*") if path.is_file()}
-    assert held == {f"everstep/files/{path}" for path in expected}
+    assert held == {f"everstep/files/{SHIPPED[name][0]}/{path}" for name in SHIPPED for path in shipped(name).files}
     assert sorted(FILES) == sorted(folder for folder, _ in SHIPPED.values())
