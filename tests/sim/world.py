@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from everstep_controller.core import invariants
 from everstep_controller.core.state import FleetState
 
 from everstep.errors import OutOfSlotMemory
@@ -32,6 +31,7 @@ from tests.sim.storage import Storage
 from tests.sim.timeline import MachineClock, Timeline
 from tests.sim.vault_memory import Slot
 from tests.sim.wires import Wires
+from tests.support import invariants
 
 QUIET_FROM_S = FAULTS_END_S + 25.0
 """When everything is mended: nothing breaks any more from here on."""

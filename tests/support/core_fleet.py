@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from everstep_controller.core import invariants
 from everstep_controller.core.effects import Audit, Effect, PutGeneration, PutVerdict, PutVersion, Send
 from everstep_controller.core.engine import HeartbeatResult, apply_heartbeat, handle, next_deadline
 from everstep_controller.core.events import (
@@ -49,6 +48,7 @@ from everstep.wire.v1.training import (
     UserError,
     VersionSealed,
 )
+from tests.support import invariants
 
 START = 1_700_000_000.0
 ENTROPY = "ab" * 32

@@ -281,10 +281,7 @@ def consider_protection(transition: Transition, job: JobRecord, version: Version
     shares = job.commits.locations.shares if job.commits.locations is not None else {}
     job.parity.pending = PendingProtection(
         protection=Protection(
-            version=version,
-            seats=running.seats,
-            nproc_per_node=job.spec.nproc_per_node,
-            groups=grouping.groups,
+            version=version, seats=running.seats, nproc_per_node=job.spec.nproc_per_node, groups=grouping.groups
         ),
         copy_only_shares={node: shares[node] for node in grouping.copy_only_nodes if node in shares},
         started_at=transition.now,

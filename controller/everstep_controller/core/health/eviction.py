@@ -501,11 +501,7 @@ def _roll_back(transition: Transition, rule: VerdictRule, node: str, name: str, 
 
 
 def _roll_back_eviction(transition: Transition, node: str, findings: list[Finding], reason: str) -> None:
-    state, record, plan = (
-        transition.state,
-        transition.state.nodes[node],
-        transition.state.nodes[node].quarantine.plan,
-    )
+    state, record, plan = (transition.state, transition.state.nodes[node], transition.state.nodes[node].quarantine.plan)
     at = plan.evicted_at if plan is not None else 0.0
     uncount_eviction(transition, node, at)
     what = "eviction" if at in record.history.eviction_times else "quarantine"

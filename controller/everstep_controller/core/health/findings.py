@@ -27,12 +27,7 @@ from everstep_controller.core.health.outbreaks import (
     rollback_possible_until,
     wait_for_outbreak_end,
 )
-from everstep_controller.core.health.quarantine import (
-    add_cause,
-    begin_diagnostics,
-    check_quarantine,
-    quarantine_again,
-)
+from everstep_controller.core.health.quarantine import add_cause, begin_diagnostics, check_quarantine, quarantine_again
 from everstep_controller.core.jobs import losses
 from everstep_controller.core.jobs.generations import RegroupCause
 from everstep_controller.core.policy import (

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import math
 
-from everstep.vocabulary import (
-    Action,
-    Decision,
-    FindingKind,
-    Mode,
-    NodeState,
-    Severity,
-)
+from everstep.vocabulary import Action, Decision, FindingKind, Mode, NodeState, Severity
 from everstep_controller.core import records
 from everstep_controller.core.events import RemediationFinished
 from everstep_controller.core.health import node_state, offences

@@ -86,11 +86,7 @@ def handle_rank_stalled(transition: Transition, job: JobRecord, node: str, repor
         f"rank {report.rank} on {node} has made no progress for {report.stalled_s:.1f} s after step {report.step} "
         f"(limit: {report.threshold_s:.1f} s)"
     )
-    data = {
-        "rank": str(report.rank),
-        "collectives": str(report.collectives),
-        "stacks": report.stacks[:MAX_STACK_CHARS],
-    }
+    data = {"rank": str(report.rank), "collectives": str(report.collectives), "stacks": report.stacks[:MAX_STACK_CHARS]}
     transition.audit("rank.stalled", sentence, node=node, job=job.job, generation=spec.number, data=data)
     if live.regroup.pending is None:
         due = transition.now + transition.policy.stall_settle_s

@@ -2,7 +2,7 @@
 
 ``NodeRuntime.jobs``, ``NodeRuntime.open_jobs`` and ``FleetState.job_by_node`` follow from the jobs' records. Whoever
 changes a job's launchers, state or roster calls this module, which also offers nodes to the jobs that want one.
-``invariants`` compares the index with the records.
+``tests.support.invariants`` compares the index with the records.
 """
 
 from __future__ import annotations

@@ -63,10 +63,7 @@ def handle_launcher_joined(transition: Transition, node: str, report: LauncherJo
         return
     if report.generation > max(MAX_REPORTED_GENERATION, job.progress.last_number if job is not None else 0):
         _refuse(
-            transition,
-            node,
-            report,
-            f"ranks on {node} report generation {report.generation}, which does not exist",
+            transition, node, report, f"ranks on {node} report generation {report.generation}, which does not exist"
         )
         return
     if job is not None and job.is_ended:
@@ -188,10 +185,7 @@ def _record_launcher(transition: Transition, job: JobRecord, node: str, report: 
     else:
         job.membership.launchers.pop(node, None)
         job.membership.launchers[node] = LauncherRecord(
-            node=node,
-            incarnation=report.launcher,
-            store_address=report.store,
-            generation=report.generation,
+            node=node, incarnation=report.launcher, store_address=report.store, generation=report.generation
         )
         clear_exclusion(transition, job.job, node)
         transition.audit("launcher.joined", f"the launcher on {node} joined job {job.job}", node=node, job=job.job)

@@ -79,12 +79,7 @@ def handle_rank_lost(transition: Transition, job: JobRecord, node: str, report: 
     sentence = f"rank {report.rank} on {node} lost ({_describe_exit(report)}); {how}"
     data = {"rank": str(report.rank), "detail": report.detail[:1024], "seen_at": f"{report.at:.6f}"}
     transition.audit("rank.lost", sentence, node=node, job=job.job, generation=report.generation, data=data)
-    replace_rank(
-        transition,
-        job,
-        node,
-        RegroupCause(GenerationReason.RANK_LOST, sentence, transition.trace),
-    )
+    replace_rank(transition, job, node, RegroupCause(GenerationReason.RANK_LOST, sentence, transition.trace))
 
 
 def _mark_local_rank_replaced(transition: Transition, job: JobRecord, node: str, local_rank: int) -> None:

@@ -302,11 +302,7 @@ def _weigh_peer_reports(transition: Transition, node: str) -> None:
     if transition.now < due:
         transition.schedule_node(due, node)
     else:
-        _suspect(
-            transition,
-            node,
-            f"{_describe_silence(transition, node)}, and {_describe_peer_loss(reporting_nodes)}",
-        )
+        _suspect(transition, node, f"{_describe_silence(transition, node)}, and {_describe_peer_loss(reporting_nodes)}")
 
 
 def _describe_peer_loss(reporting_nodes: list[str]) -> str:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
-from everstep_controller.core import invariants
 from everstep_controller.core.effects import Effect, PutGeneration, PutVerdict, PutVersion, RequestRemediation
 from everstep_controller.core.engine import handle, run_transition
 from everstep_controller.core.events import Event, OperatorAction, RemediationFinished, SchedulerStateChanged, Tick
@@ -21,6 +20,7 @@ from hypothesis import strategies as st
 
 from everstep.errors import EverstepError
 from everstep.vocabulary import Action, JobState, Mode, Severity
+from tests.support import invariants
 from tests.support.core_fleet import CoreFleet, generations
 from tests.support.examples import examples
 from tests.support.findings import slow_link, xid

@@ -5,18 +5,13 @@ Eviction budgets depend on the time of each decision; ``tests/sim/checkers/budge
 
 from __future__ import annotations
 
-from everstep.vocabulary import JobState, NodeState
-from everstep.wire.v1.training import GenerationSpec
-from everstep_controller.core.jobs.membership import (
-    max_seats,
-    min_roster_nodes,
-    min_seats,
-    next_seats,
-    seats_of,
-)
+from everstep_controller.core.jobs.membership import max_seats, min_roster_nodes, min_seats, next_seats, seats_of
 from everstep_controller.core.liveness.correlation import groups_of
 from everstep_controller.core.records import IN_SERVICE, DiagnosticsStatus, JobRecord, NodeRecord
 from everstep_controller.core.state import DeadlineKind, FleetState, ScopeKind, SilenceCount
+
+from everstep.vocabulary import JobState, NodeState
+from everstep.wire.v1.training import GenerationSpec
 
 STATES_WITHOUT_SEAT = (NodeState.QUARANTINED, NodeState.REPAIR, NodeState.LOST)
 
