@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import msgspec
-from everstep_controller.core.jobs.membership import domain_of, min_seats, spec_error
+from everstep_controller.core.jobs.membership import domain_of, spec_error
+from everstep_controller.core.records import min_seats
 
 from everstep.wire.v1.agent import Domain
 from tests.sim.faults import FAULTS_BEGIN_S, FAULTS_END_S, Fault

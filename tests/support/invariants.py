@@ -5,9 +5,9 @@ Eviction budgets depend on the time of each decision; ``tests/sim/checkers/budge
 
 from __future__ import annotations
 
-from everstep_controller.core.jobs.membership import max_seats, min_roster_nodes, min_seats, next_seats, seats_of
+from everstep_controller.core.jobs.membership import next_seats
 from everstep_controller.core.liveness.correlation import groups_of
-from everstep_controller.core.records import IN_SERVICE, DiagnosticsStatus, JobRecord, NodeRecord
+from everstep_controller.core.records import IN_SERVICE, DiagnosticsStatus, JobRecord, NodeRecord, max_seats, min_seats
 from everstep_controller.core.state import DeadlineKind, FleetState, ScopeKind, SilenceCount
 
 from everstep.vocabulary import JobState, NodeState
@@ -142,9 +142,7 @@ def _check_job(state: FleetState, job: JobRecord) -> None:
             live.regroup.node_offered_at is not None
             or (live.regroup.growth_due, DeadlineKind.JOB, job.job) in state.queued_deadlines
         )
-        assert len(able) < min_roster_nodes(job) or wanted or looked_at, (
-            f"{job.job} is paused although {able} could go on"
-        )
+        assert len(able) < job.min_seats or wanted or looked_at, f"{job.job} is paused although {able} could go on"
     if live.regroup.node_offered_at is not None:
         assert (live.regroup.node_offered_at, DeadlineKind.JOB, job.job) in state.queued_deadlines, (
             f"{job.job}: nobody looks at the node it was offered"
@@ -159,7 +157,7 @@ def _check_job(state: FleetState, job: JobRecord) -> None:
 def _check_seats_disjoint(state: FleetState) -> None:
     owners: dict[str, str] = {}
     for job in state.jobs.values():
-        for node in {*seats_of(job.generation), *seats_of(job.outgoing_generation)} if job.is_running else ():
+        for node in set(job.all_seats) if job.is_running else ():
             assert node not in owners, f"{node} computes for {owners[node]} and for {job.job}"
             owners[node] = job.job
     assert owners == state.job_by_node, "the index of who computes where went astray"
@@ -186,7 +184,7 @@ def _check_index(state: FleetState) -> None:
 
 def _check_running(state: FleetState, job: JobRecord) -> None:
     assert job.generation is not None, f"{job.job} runs without a generation"
-    for node in seats_of(job.generation):
+    for node in job.seats:
         assert node in state.nodes, f"{job.job}: {node} is in a roster and unknown"
         assert state.nodes[node].state not in STATES_WITHOUT_SEAT, (
             f"{job.job}: {node} is {state.nodes[node].state} and in a roster"
@@ -201,7 +199,7 @@ def _check_running(state: FleetState, job: JobRecord) -> None:
 
 
 def _check_generation(job: JobRecord, spec: GenerationSpec) -> None:
-    seats = seats_of(spec)
+    seats = spec.seats
     name = f"{job.job} generation {spec.number}"
     assert len(spec.seated_nodes) == len(seats), f"{name}: a node has two seats"
     bounds = min_seats(spec.spec), max_seats(spec.spec)

@@ -86,19 +86,13 @@ class AuditEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     kind: str
     """Kind of the entry, such as ``database.unavailable``."""
     sentence: str
-    """Sentence for people."""
     at: float
     """The ``now`` of the event."""
     trace: TraceId = ""
-    """Trace id of the event."""
     node: NodeId | None = None
-    """Node that the entry concerns."""
     job: JobId | None = None
-    """Job that the entry concerns."""
     generation: GenerationNumber | None = None
-    """Generation that the entry concerns."""
     data: dict[str, str] = {}
-    """Further facts."""
 
 
 class Audit(msgspec.Struct, frozen=True, tag=True):
@@ -138,9 +132,7 @@ class RemediationKind(StrEnum):
     UNCORDON = "uncordon"
     """Lift Everstep's own cordon."""
     RESET_GPU = "reset_gpu"
-    """Reset GPUs."""
     REBOOT = "reboot"
-    """Reboot the node."""
     REPAIR = "repair"
     """Hand the node to people, with the evidence."""
 
@@ -149,19 +141,13 @@ class Remediation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """One action on a node, offered to the executor until it is confirmed or given up."""
 
     id: str
-    """Unique id."""
     node: NodeId
-    """The node."""
     kind: RemediationKind
-    """The action."""
     sentence: str
-    """Reason as a sentence for people."""
     at: float
-    """Time of the request."""
     verdict_id: str = ""
     """Id of the verdict behind the action."""
     trace: TraceId = ""
-    """Trace id of the event behind the action."""
     gpu_uuids: tuple[str, ...] = ()
     """UUIDs of the GPUs that RESET_GPU resets."""
     evidence: Evidence | None = None

@@ -60,13 +60,9 @@ class ReportArrived(EventBase, frozen=True, kw_only=True, tag=True):
     """One report of a node. The shell drops reports whose number it has already accepted."""
 
     node: NodeId
-    """The reporting node."""
     incarnation: Incarnation
-    """Incarnation of its agent."""
     number: int
-    """Number of the report."""
     body: AnyReport
-    """The report."""
     entropy: str
     """64 hex digits from the shell's random source for a launcher that joins. They become the job's secret if the
     report creates a job."""
@@ -86,7 +82,6 @@ class NodeSeen(EventBase, frozen=True, kw_only=True, tag=True):
     """An authenticated message of a node that was unseen since the start, disconnected, suspect or lost."""
 
     node: NodeId
-    """The node."""
     incarnation: Incarnation
     """Incarnation for which the node spoke."""
     others: tuple[tuple[NodeId, Incarnation], ...] = ()
@@ -103,7 +98,6 @@ class DatabaseAvailabilityChanged(EventBase, frozen=True, kw_only=True, tag=True
     is_unavailable: bool
     """True at the start of an outage, false at its end."""
     reason: str = ""
-    """Reason for the outage."""
     unsent_jobs: tuple[JobId, ...] = ()
     """Jobs whose newest generation was decided in the failed transaction. It was never announced, and another
     controller may give its number again, so these jobs get another generation."""
@@ -113,9 +107,7 @@ class RemediationFinished(EventBase, frozen=True, kw_only=True, tag=True):
     """A remediation that ``effects.RequestRemediation`` requested has ended."""
 
     remediation_id: str
-    """Id of the remediation."""
     node: NodeId
-    """The node."""
     succeeded: bool
     """True if the action was carried out and read back."""
     detail: str = ""
@@ -128,11 +120,9 @@ class SchedulerStateChanged(EventBase, frozen=True, kw_only=True, tag=True):
     """The scheduler's view of a node has changed."""
 
     node: NodeId
-    """The node."""
     cordoned_by: str = ""
     """Person or program other than Everstep that has cordoned the node; empty for none."""
     reason: str = ""
-    """Reason of that cordon."""
     lifted_cordon_id: str = ""
     """Id of Everstep's own cordon, if nothing keeps the node out there any more."""
 
@@ -156,7 +146,6 @@ class OperatorAction(StrEnum):
     FORGET = "forget"
     """Drop an unreachable node that no job needs."""
     STOP_JOB = "stop_job"
-    """End the job."""
     RESIZE_JOB = "resize_job"
     """Use at most ``node_limit`` nodes from the next boundary on."""
     RESET_BREAKER = "reset_breaker"
@@ -172,19 +161,14 @@ class OperatorCommand(EventBase, frozen=True, kw_only=True, tag=True):
     """An operator's order. ``node``, ``rack`` or ``job`` names its subject."""
 
     action: OperatorAction
-    """The order."""
     actor: str
-    """The person who gave the order."""
     reason: str = ""
     """The person's reason; kept in the audit log."""
     node: NodeId | None = None
-    """Node that the order concerns."""
     job: JobId | None = None
-    """Job that the order concerns."""
     node_limit: int | None = None
     """Limit on nodes for RESIZE_JOB."""
     rack: str | None = None
-    """Rack that the order concerns."""
     until: float | None = None
     """End of a maintenance window, in wall seconds."""
     starts_at: float | None = None
@@ -199,9 +183,7 @@ class ProbeRequested(EventBase, frozen=True, kw_only=True, tag=True):
     backend: str = "gloo"
     """``gloo`` or ``nccl``."""
     actor: str
-    """The person who asked."""
     reason: str = ""
-    """The person's reason."""
 
 
 Event = (

@@ -22,12 +22,12 @@ from everstep_controller.core.jobs import ending, lifecycle
 from everstep_controller.core.jobs.generations import RegroupCause
 from everstep_controller.core.jobs.job_index import clear_exclusion, offer_to_jobs
 from everstep_controller.core.jobs.losses import regroup_jobs_without
+from everstep_controller.core.records import QUARANTINE_STATES
 from everstep_controller.core.state import FleetState
 from everstep_controller.core.transition import Transition
 from everstep_controller.core.wording import format_node_count
 
 _JOB_ORDERS = (OperatorAction.STOP_JOB, OperatorAction.RESIZE_JOB)
-_QUARANTINE_STATES = (NodeState.QUARANTINED, NodeState.REPAIR)
 
 
 def check_command(state: FleetState, command: OperatorCommand, now: float) -> None:
@@ -116,7 +116,7 @@ def execute_command(transition: Transition, command: OperatorCommand) -> None:
     if command.action is OperatorAction.RESET_BREAKER:
         reset_breaker(transition)
     elif command.job is not None and command.action is OperatorAction.STOP_JOB:
-        ending.stop_job(transition, transition.state.jobs[command.job], command.actor, command.reason)
+        ending.fail_job(transition, transition.state.jobs[command.job], f"stopped by {command.actor}{because}")
     elif command.job is not None and command.action is OperatorAction.RESIZE_JOB and command.node_limit is not None:
         lifecycle.resize_job(transition, transition.state.jobs[command.job], command.node_limit, command.actor)
     elif command.action is OperatorAction.MAINTENANCE:
@@ -154,7 +154,7 @@ def execute_probe(transition: Transition, request: ProbeRequested) -> None:
 
 
 def _drain(transition: Transition, node: str, sentence: str) -> None:
-    was_out = transition.state.nodes[node].state in _QUARANTINE_STATES
+    was_out = transition.state.nodes[node].state in QUARANTINE_STATES
     maintenance.hold_node(transition, node, sentence)
     if not was_out:  # a node in quarantine or repair has left its jobs, or is about to
         _leave(transition, node, sentence, boundary=True)
@@ -203,10 +203,7 @@ def _readmit(transition: Transition, node: str, sentence: str) -> None:
         clear_exclusion(transition, name, node)
         job = transition.state.jobs[name]
         if (launcher := job.membership.launchers.get(node)) is not None:
-            launcher.usable = True
-            launcher.unusable_reason = ""
-            launcher.missing_local_ranks = []
-            launcher.late_generations = 0
+            launcher.make_usable()
     transition.add_verdict(node, Decision.READMIT, sentence)
     if not record.liveness.reachable:
         set_state(
@@ -215,7 +212,7 @@ def _readmit(transition: Transition, node: str, sentence: str) -> None:
             NodeState.LOST,
             f"{sentence}; the node is unreachable and returns once its agent reports again",
         )
-    elif record.state in _QUARANTINE_STATES or was_kept or record.quarantine.plan is not None:
+    elif record.state in QUARANTINE_STATES or was_kept or record.quarantine.plan is not None:
         begin_probation(transition, node, sentence)
     else:
         set_state(transition, node, NodeState.HEALTHY, sentence)

@@ -24,7 +24,6 @@ ReportHistory = list[tuple[float, bool]]
 """(time, whether the report was bad), oldest first."""
 
 LadderHistory = list[tuple[float, Action]]
-"""(time, chosen action), oldest first."""
 
 
 class CountingScope(StrEnum):
@@ -33,7 +32,6 @@ class CountingScope(StrEnum):
     SUBJECT = "subject"
     """One part of a node, such as a GPU or a port."""
     NODE = "node"
-    """The whole node."""
 
 
 class BlameIsolationMethod(StrEnum):
@@ -119,7 +117,7 @@ class VerdictRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def counts_against_node(self, finding: Finding) -> bool:
         """Return whether the finding counts against its node."""
-        grave = _SEVERITY_RANK[finding.severity] >= _SEVERITY_RANK[self.min_severity]
+        grave = SEVERITY_RANK[finding.severity] >= SEVERITY_RANK[self.min_severity]
         return grave and (not self.actions or finding.action in self.actions)
 
     def effective_mode(self, finding: Finding) -> Mode:
@@ -127,7 +125,7 @@ class VerdictRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return self.mode if self.n_of_m[0] > 1 else Mode.weakest(self.mode, finding.mode)
 
 
-_SEVERITY_RANK = {severity: gravity for gravity, severity in enumerate(Severity)}
+SEVERITY_RANK = {severity: gravity for gravity, severity in enumerate(Severity)}
 
 MIN_CORRELATED_NODES = 3
 """Minimum number of nodes that ``correlated_share`` can call correlated. Two nodes of a fleet are two faults, which the
@@ -151,10 +149,6 @@ class Rulebook(msgspec.Struct, frozen=True):
             f"no rule for {finding.kind}: the core's policy needs a rulebook (everstep_controller.rulebook)"
         )
 
-    def has_rule_for(self, kind: FindingKind) -> bool:
-        """Return whether the kind has a rule. Recorded rules of a journal lack kinds that were added later."""
-        return bool(self.rules_by_kind.get(kind))
-
     def default_rule(self, kind: FindingKind) -> VerdictRule:
         """Return the rule of the kind that has no name."""
         return self.rules_by_kind[kind][-1]
@@ -162,10 +156,6 @@ class Rulebook(msgspec.Struct, frozen=True):
     def find_rule(self, rule_id: str) -> VerdictRule | None:
         """Return the rule with this id, or None if the site no longer has it."""
         return next((rule for rules in self.rules_by_kind.values() for rule in rules if rule.id == rule_id), None)
-
-    def kinds_without_rule(self) -> list[str]:
-        """Return the kinds that no rule judges."""
-        return [str(kind) for kind in FindingKind if not self.rules_by_kind.get(kind)]
 
 
 # Counting

@@ -18,13 +18,14 @@ from everstep.wire.v1.vault_reports import Protection
 
 IN_SERVICE = (NodeState.HEALTHY, NodeState.SUSPECT, NodeState.PROBATION)
 """States in which a node serves or is about to."""
+QUARANTINE_STATES = (NodeState.QUARANTINED, NodeState.REPAIR)
+"""States that a node leaves only through a probe."""
 
 
 class MaintenanceWindow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A maintenance window of one node or of one rack."""
 
     until: float
-    """End of the window."""
     starts_at: float = 0.0
     """Planned start; 0.0 once the window has begun."""
     sentence: str
@@ -41,9 +42,7 @@ class Eviction(msgspec.Struct, frozen=True, kw_only=True):
     """An automatic eviction, counted against the eviction budgets."""
 
     evicted_at: float
-    """Time of the eviction."""
     node: NodeId
-    """The evicted node."""
     rack: str = ""
     """The rack whose budget the eviction uses; empty for none."""
     jobs: tuple[JobId, ...] = ()
@@ -94,13 +93,9 @@ class HistoryKind(StrEnum):
     """Kind of an entry in a node's history."""
 
     FINDING = "finding"
-    """A finding was raised."""
     CLEARED = "cleared"
-    """A finding has cleared."""
     VERDICT = "verdict"
-    """A verdict on the node."""
     PROBE = "probe"
-    """A result of a probe."""
     ACTION = "action"
     """An order, a window or a remediation."""
 
@@ -111,26 +106,22 @@ class UndecidedReason(StrEnum):
     BOOT_GRACE = "boot_grace"
     """The node has just booted."""
     OUTBREAK = "outbreak"
-    """The finding belongs to an outbreak."""
     BLAME_ISOLATION = "blame_isolation"
     """Probes identify which of several suspects is at fault."""
     RESTART_CAP = "restart_cap"
     """The fleet has used up its automatic restarts of ranks."""
     DATABASE_OUTAGE = "database_outage"
-    """The database is unavailable."""
 
 
 class DiagnosticsStatus(StrEnum):
     """Progress of the diagnostics of a node on probation."""
 
     NOT_STARTED = "not_started"
-    """The diagnostics have not begun."""
     RUNNING = "running"
     """The probe ``NodeQuarantine.probe_id`` runs."""
     WAITING = "waiting"
     """The next diagnostic waits for a partner, for a blame isolation or for its next try."""
     PASSED = "passed"
-    """All diagnostics passed."""
     SKIPPED = "skipped"
     """No partner was available, or the policy requires no diagnostics."""
 
@@ -142,11 +133,8 @@ class HistoryEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """One entry of a node's history: a finding, verdict, probe or action."""
 
     at: float
-    """Time of the entry."""
     kind: HistoryKind
-    """Kind of the entry."""
     sentence: str
-    """Sentence for people."""
     detail: dict[str, str] = {}
     """Further facts, such as the verdict's id."""
 
@@ -192,27 +180,20 @@ class NodeIdentity(msgspec.Struct, kw_only=True):
     """The machine and its agent, as registered."""
 
     incarnation: Incarnation
-    """Incarnation of the registered agent."""
     vault: Address
     """Address of the node's vault."""
     domain: Domain = Domain()
-    """Failure domain: rack, switch and power domain."""
     labels: dict[str, str] = {}
     """The site's own labels for the node."""
     gpus: tuple[Gpu, ...] = ()
-    """GPUs of the node."""
     host: Host = UNKNOWN_HOST
-    """Host facts reported by the agent."""
     agent_version: str = ""
-    """Version of the agent."""
     driver_version: str = ""
     """Version of the GPU driver."""
     boot_id: str = ""
-    """Boot id of the operating system."""
     booted_at: float = 0.0
     """First sighting of the node after its last boot."""
     registered_at: float = 0.0
-    """Time of the last registration."""
 
 
 class NodeLiveness(msgspec.Struct, kw_only=True):
@@ -289,7 +270,6 @@ class NodeScheduling(msgspec.Struct, kw_only=True):
     hold_reason: str = ""
     """Operator's order that keeps the node out of service; empty for none."""
     maintenance_until: float = 0.0
-    """End of the current maintenance window; 0.0 outside a window."""
 
 
 class NodeHistory(msgspec.Struct, kw_only=True):
@@ -325,7 +305,6 @@ class NodeRecord(msgspec.Struct, kw_only=True):
     """Stored state of a node."""
 
     node: NodeId
-    """Name of the node."""
     state: NodeState = NodeState.HEALTHY
     """Current state; ``core.health.node_state`` lists the allowed transitions."""
     since: float = 0.0
@@ -335,17 +314,11 @@ class NodeRecord(msgspec.Struct, kw_only=True):
     trace: TraceId = ""
     """Trace id of the event that led to ``state``."""
     identity: NodeIdentity
-    """The machine and its agent."""
     liveness: NodeLiveness = msgspec.field(default_factory=NodeLiveness)
-    """Whether the agent is heard."""
     health: NodeHealth = msgspec.field(default_factory=NodeHealth)
-    """Standing findings."""
     quarantine: NodeQuarantine = msgspec.field(default_factory=NodeQuarantine)
-    """Conditions for the node's return to service."""
     scheduling: NodeScheduling = msgspec.field(default_factory=NodeScheduling)
-    """Orders of people and other systems."""
     history: NodeHistory = msgspec.field(default_factory=NodeHistory)
-    """Past decisions."""
 
     def all_findings(self) -> tuple[Finding, ...]:
         """Return all standing findings, of the agent and of the controller."""
@@ -360,9 +333,7 @@ class LauncherRecord(msgspec.Struct, kw_only=True):
     """A node's offer to take part in a job."""
 
     node: NodeId
-    """Name of the node."""
     incarnation: Incarnation
-    """Incarnation of the launcher."""
     store_address: Address
     """Address at which the node can host the job's store."""
     generation: GenerationNumber = 0
@@ -379,6 +350,11 @@ class LauncherRecord(msgspec.Struct, kw_only=True):
     late_generations: int = 0
     """Number of consecutive generations in which local ranks were missing."""
 
+    def make_usable(self) -> None:
+        """Forget why the launcher was not usable."""
+        self.usable, self.unusable_reason = True, ""
+        self.missing_local_ranks, self.late_generations = [], 0
+
 
 class ShareLocations(msgspec.Struct, frozen=True, omit_defaults=True):
     """Other nodes that hold the part of a version that one node's ranks stored."""
@@ -393,7 +369,6 @@ class VersionLocations(msgspec.Struct, frozen=True):
     """Locations of the versions that were committed in one generation."""
 
     generation: GenerationNumber
-    """The generation."""
     shares: dict[NodeId, ShareLocations]
     """Locations of each roster node's share."""
 
@@ -402,7 +377,6 @@ class PendingSpill(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A version that is being written to storage."""
 
     version: Version
-    """The version."""
     url: str
     """Folder on storage."""
     writers: dict[NodeId, tuple[Rank, ...]]
@@ -416,7 +390,6 @@ class PendingSpill(msgspec.Struct, kw_only=True, omit_defaults=True):
     failures: int = 0
     """Number of answers that reported a failure."""
     last_error: str = ""
-    """Error of the latest failure."""
     trace: TraceId = ""
     """Trace id of the event that started the write."""
 
@@ -425,15 +398,11 @@ class StoredCheckpoint(msgspec.Struct, frozen=True, omit_defaults=True):
     """A version that is complete on storage."""
 
     version: Version
-    """The version."""
     url: str
     """Folder on storage."""
     bytes: int
-    """Size of the version in bytes."""
     started_at: float
-    """Time at which the write began."""
     stored_at: float
-    """Time at which the write completed."""
     maybe_corrupt: bool = False
     """True if the version may contain corrupted state."""
 
@@ -459,7 +428,6 @@ class ActiveProtection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     protection: Protection
     """Groups of the version and the nodes that hold their parity."""
     protected_at: float
-    """Time since which the version is protected."""
     copy_only_shares: dict[NodeId, ShareLocations] = {}
     """Locations of the shares that belong to no group, by node."""
 
@@ -480,7 +448,6 @@ class JobStatus(msgspec.Struct, kw_only=True):
     """State of a job, and the reason for it."""
 
     state: JobState = JobState.FORMING
-    """Current state."""
     since: float = 0.0
     """Time at which the job entered ``state``."""
     sentence: str = ""
@@ -518,7 +485,6 @@ class JobMembership(msgspec.Struct, kw_only=True):
     preempted_at: float = 0.0
     """Time at which the job last gave a node to a job of higher priority."""
     abandoned_at: float = 0.0
-    """Time at which the last launcher left."""
 
 
 class RunProgress(msgspec.Struct, kw_only=True):
@@ -576,7 +542,6 @@ class JobSpills(msgspec.Struct, kw_only=True):
     failures_in_row: int = 0
     """Number of failed spills in a row."""
     error: str = ""
-    """Error of the latest failed spill."""
     not_before: float = 0.0
     """Earliest time of the next spill."""
 
@@ -593,38 +558,38 @@ class JobParity(msgspec.Struct, kw_only=True):
     failures_in_row: int = 0
     """Number of failed protections in a row."""
     error: str = ""
-    """Error of the latest failed protection."""
     not_before: float = 0.0
     """Earliest time of the next protection."""
+
+
+def min_seats(spec: JobSpec) -> int:
+    """Return ``min_nodes`` rounded up to whole blocks."""
+    return -(-spec.min_nodes // spec.block_nodes) * spec.block_nodes
+
+
+def max_seats(spec: JobSpec) -> int:
+    """Return ``max_nodes`` rounded down to whole blocks."""
+    return spec.max_nodes // spec.block_nodes * spec.block_nodes
 
 
 class JobRecord(msgspec.Struct, kw_only=True):
     """Stored state of a job."""
 
     job: JobId
-    """Name of the job."""
     spec: JobSpec
-    """Specification of the job."""
     secret: str
     """Secret that the job's processes share."""
     status: JobStatus
-    """State of the job, and the reason for it."""
     generation: GenerationSpec | None = None
     """Current generation; None while the job forms."""
     outgoing_generation: GenerationSpec | None = None
     """Running generation while a boundary to ``generation`` is announced and not reached."""
     progress: RunProgress
-    """Progress of the current run."""
     membership: JobMembership = msgspec.field(default_factory=JobMembership)
-    """Nodes of the job."""
     failures: JobFailures = msgspec.field(default_factory=JobFailures)
-    """Failures that count."""
     commits: JobCommits = msgspec.field(default_factory=JobCommits)
-    """Versions in memory."""
     spills: JobSpills = msgspec.field(default_factory=JobSpills)
-    """Versions on storage."""
     parity: JobParity = msgspec.field(default_factory=JobParity)
-    """Versions under parity."""
 
     @property
     def is_running(self) -> bool:
@@ -634,35 +599,56 @@ class JobRecord(msgspec.Struct, kw_only=True):
     def is_ended(self) -> bool:
         return self.status.state in ENDED_STATES
 
+    @property
+    def running_generation(self) -> GenerationSpec | None:
+        """Generation whose ranks compute: the outgoing one before a boundary, else the current one."""
+        return self.outgoing_generation or self.generation
+
+    @property
+    def seats(self) -> tuple[NodeId, ...]:
+        """Nodes of the current roster in rank order."""
+        return self.generation.seats if self.generation is not None else ()
+
+    @property
+    def all_seats(self) -> tuple[NodeId, ...]:
+        """Nodes of the current and of the outgoing roster; nodes of both are repeated."""
+        return (*self.seats, *(self.outgoing_generation.seats if self.outgoing_generation is not None else ()))
+
+    @property
+    def min_seats(self) -> int:
+        """Size of the smallest roster with which the job runs."""
+        return min_seats(self.spec)
+
+    @property
+    def max_seats(self) -> int:
+        """Size of the largest roster allowed now: whole blocks, and never less than the minimum."""
+        most, limit, block = max_seats(self.spec), self.membership.node_limit, self.spec.block_nodes
+        return most if limit is None else max(self.min_seats, min(limit // block * block, most))
+
     def has_seat(self, node: NodeId) -> bool:
         """Return whether the node is in the roster of the current generation."""
         return self.generation is not None and node in self.generation.seated_nodes
+
+    def is_seated(self, node: NodeId) -> bool:
+        """Return whether the node is in the current or the outgoing roster."""
+        return self.has_seat(node) or (
+            self.outgoing_generation is not None and node in self.outgoing_generation.seated_nodes
+        )
 
 
 class VersionRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A committed version."""
 
     job: JobId
-    """Name of the job."""
     version: Version
-    """The version."""
     committed_at: float
     """Time since which the version is durable."""
     verified_at: float | None = None
     """Time at which the digests of all replicas agreed; None if they were not compared."""
     bytes: int = 0
-    """Size of the version in bytes."""
     rank_count: int = 0
     """Number of ranks that sealed the version."""
 
 
 MAX_HISTORY_ENTRIES = 48
 """Maximum number of history entries per node; older entries remain in the audit log."""
-
-
-def append_history(
-    record: NodeRecord, at: float, kind: HistoryKind, sentence: str, detail: dict[str, str] | None = None
-) -> None:
-    """Append an entry to the node's history. The caller marks the record as changed."""
-    note = HistoryEntry(at=at, kind=kind, sentence=sentence, detail=detail or {})
-    record.history.entries = [*record.history.entries[1 - MAX_HISTORY_ENTRIES :], note]

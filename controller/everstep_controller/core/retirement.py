@@ -13,8 +13,7 @@ from everstep_controller.core.health import node_state
 from everstep_controller.core.health.eviction import drop_deferral
 from everstep_controller.core.jobs import job_index
 from everstep_controller.core.jobs.ending import fail_job
-from everstep_controller.core.jobs.membership import is_seated
-from everstep_controller.core.records import JobRecord, NodeRecord, ReadmissionPlan, UnfitNode
+from everstep_controller.core.records import QUARANTINE_STATES, JobRecord, NodeRecord, ReadmissionPlan, UnfitNode
 from everstep_controller.core.state import FLEET, DeadlineKind, FleetState
 from everstep_controller.core.transition import Transition
 
@@ -26,9 +25,6 @@ short."""
 RETRY_S = 1.0
 MAX_UNFIT_NODES = 1000
 """Number of unfit nodes remembered after they were forgotten; the oldest are dropped first."""
-UNFIT_STATES = (NodeState.QUARANTINED, NodeState.REPAIR)
-"""States that a node leaves only through a probe. Nodes that were lost or held on that way have a
-``ReadmissionPlan``."""
 
 
 def schedule_retention(transition: Transition, wait_s: float = CHECK_INTERVAL_S) -> None:
@@ -55,7 +51,7 @@ def reason_to_keep(state: FleetState, node: str) -> str:
     for job in state.jobs.values():
         if job.is_ended:
             continue
-        if is_seated(job, node):
+        if job.is_seated(node):
             return (
                 f"{node} is in the roster of job {job.job}, which is {job.status.state}: stop the job, or let it "
                 "continue without the node"
@@ -122,8 +118,8 @@ def forget_node(transition: Transition, node: str, sentence: str) -> None:
 
 
 def _keep_unfit(transition: Transition, record: NodeRecord) -> None:
-    """Remember that the node was unfit, in case an agent registers under its name."""
-    if record.state not in UNFIT_STATES and record.quarantine.plan is None and not record.health.defective_gpus:
+    """Remember that the node was unfit, in case an agent registers under its name. A plan shows that it was out."""
+    if record.state not in QUARANTINE_STATES and record.quarantine.plan is None and not record.health.defective_gpus:
         return
     unfit, plan = transition.state.fleet.unfit_nodes, record.quarantine.plan or ReadmissionPlan()
     unfit.pop(record.node, None)

@@ -135,16 +135,13 @@ class FindingBurst(msgspec.Struct):
     """A series of findings of one kind without a pause."""
 
     count: int = 0
-    """Number of findings."""
     last_at: float = 0.0
-    """Time of the last finding."""
 
 
 class NodeRuntime(msgspec.Struct):
     """Runtime state of a node."""
 
     heartbeats: HeartbeatState = msgspec.field(default_factory=HeartbeatState)
-    """Facts that heartbeats change."""
     has_full_findings: bool = False
     """True once the agent has sent its complete findings to this controller."""
     disconnected_at: float | None = None
@@ -167,13 +164,11 @@ class PendingRegroup(msgspec.Struct, frozen=True):
     """A regroup that waits for more witnesses, or for members that a new controller has not heard yet."""
 
     since: float
-    """Time of the first report."""
     due: float
     """End of the wait."""
     trace: TraceId
     """Trace id of the first report."""
     sentence: str
-    """Reason for the regroup."""
     reason: GenerationReason | None = None
     """Reason of a regroup that waits for unseen members; None if it waits for witnesses."""
 
@@ -257,6 +252,10 @@ class RegroupRuntime(msgspec.Struct):
     unannounced_generation: GenerationNumber = 0
     """Number of a generation that is not stored yet and must not be announced; 0 if there is none."""
 
+    def drop_reports(self) -> None:
+        """Drop the reports about a generation that is over."""
+        self.pending, self.failed_collective_ranks, self.stalled_ranks = None, set(), {}
+
 
 class CommitRuntime(msgspec.Struct):
     """Versions of a job that are sealed, settled and committed."""
@@ -264,9 +263,7 @@ class CommitRuntime(msgspec.Struct):
     seals: dict[Version, VersionSeals] = {}
     """Seals of versions newer than ``settled_version``."""
     committed_version: Version | None = None
-    """Newest committed version."""
     committed_at: float = 0.0
-    """Time of the newest commit."""
     verified_version: Version | None = None
     """Newest version whose digests agreed."""
     settled_version: Version | None = None
@@ -287,7 +284,6 @@ class StragglerRuntime(msgspec.Struct):
     slow_windows: dict[NodeId, list[int]] = {}
     """Windows in which a rank of the node was slow, by node."""
     window: int = 0
-    """Number of the current window."""
     window_due: float = 0.0
     """End of the current window; 0.0 if none is awaited."""
 
@@ -309,17 +305,11 @@ class JobRuntime(msgspec.Struct):
     """Runtime state of a job."""
 
     progress: JobProgress = msgspec.field(default_factory=JobProgress)
-    """Progress as heartbeats report it."""
     resume: ResumeRuntime = msgspec.field(default_factory=ResumeRuntime)
-    """Resumption of the current generation."""
     regroup: RegroupRuntime = msgspec.field(default_factory=RegroupRuntime)
-    """Reasons for the next regroup."""
     commits: CommitRuntime = msgspec.field(default_factory=CommitRuntime)
-    """Versions in memory."""
     stragglers: StragglerRuntime = msgspec.field(default_factory=StragglerRuntime)
-    """Comparison of the ranks' own times."""
     vault_orders: VaultOrderRuntime = msgspec.field(default_factory=VaultOrderRuntime)
-    """Answers of the vaults."""
     nodes: dict[NodeId, None] = {}
     """Nodes whose ``NodeRuntime.jobs`` contains the job."""
     owned_nodes: frozenset[NodeId] = frozenset()
@@ -330,11 +320,9 @@ class Probe(msgspec.Struct):
     """A running probe."""
 
     nodes: tuple[NodeId, ...]
-    """Participating nodes."""
     tested_node: NodeId | None
     """The node that the probe judges; None for a probe that an operator requested."""
     due: float
-    """Time at which the probe times out."""
     trace: TraceId
     """Trace id of the event that started the probe."""
     passed: set[NodeId] = set()
@@ -342,7 +330,6 @@ class Probe(msgspec.Struct):
     failed: dict[NodeId, str] = {}
     """Nodes that reported a failure, with its description."""
     kind: ProbeKind = ProbeKind.ALL_REDUCE
-    """Kind of the probe."""
     case_id: str = ""
     """Id of the blame case that started the probe; empty for none."""
 
@@ -351,9 +338,7 @@ class BlameCase(msgspec.Struct, kw_only=True):
     """A running blame isolation: probes that identify which of several suspects is at fault."""
 
     kind: BlameIsolationMethod
-    """Method of isolation."""
     suspects: tuple[NodeId, ...]
-    """Suspected nodes."""
     findings: dict[NodeId, Finding]
     """Finding for which each node is suspected."""
     summary: str
@@ -389,7 +374,6 @@ class CorrelatedSilence(msgspec.Struct):
     """A silence of so many nodes that the network, or this controller, is suspected."""
 
     since: float
-    """Start of the silence."""
     max_silent: int = 0
     """Highest number of nodes that were silent at once."""
     announced: bool = False
@@ -400,17 +384,11 @@ class FleetState(msgspec.Struct, kw_only=True):
     """Everything that the core knows."""
 
     policy: CorePolicy
-    """Policy of the core."""
     fleet: FleetRecord = msgspec.field(default_factory=FleetRecord)
-    """Stored state of the fleet."""
     nodes: dict[NodeId, NodeRecord] = {}
-    """Stored state of each node."""
     jobs: dict[JobId, JobRecord] = {}
-    """Stored state of each job."""
     node_runtime: dict[NodeId, NodeRuntime] = {}
-    """Runtime state of each node."""
     job_runtime: dict[JobId, JobRuntime] = {}
-    """Runtime state of each job."""
     probes: dict[str, Probe] = {}
     """Running probes, by id."""
     blame_cases: dict[str, BlameCase] = {}
@@ -421,9 +399,8 @@ class FleetState(msgspec.Struct, kw_only=True):
     """Nodes with a loss of their own, and its time; after a restart only losses that still count."""
     sightings: dict[str, dict[NodeId, float]] = {}
     """Recent sightings of each outbreak signature (kind of finding, and XID), by node."""
-    outbreaks: dict[str, dict[NodeId, bool]] = msgspec.field(default_factory=dict, name="outbreak_nodes")
-    """Nodes of each outbreak; true for nodes that still show the finding and wait for the end. Older journals hold a
-    list under the field's own name, hence the other name on the wire."""
+    outbreaks: dict[str, dict[NodeId, bool]] = {}
+    """Nodes of each outbreak; true for nodes that still show the finding and wait for the end."""
     deadlines: list[tuple[float, int, DeadlineKind, str]] = []
     """Heap of (due, sequence, kind, subject). An entry is a hint to check, never a decision."""
     queued_deadlines: set[tuple[float, DeadlineKind, str]] = set()
@@ -431,7 +408,6 @@ class FleetState(msgspec.Struct, kw_only=True):
     deadline_sequence: int = 0
     """Number of the last queued deadline; orders deadlines with equal times."""
     reachable_nodes: set[NodeId] = set()
-    """Reachable nodes."""
     silent_nodes: set[NodeId] = set()
     """Reachable nodes beyond their first deadline, or with a closed connection."""
     silence_counts: dict[str, SilenceCount] = {}
@@ -463,7 +439,6 @@ class FleetState(msgspec.Struct, kw_only=True):
     database_outage: str = ""
     """Reason why the database cannot be written now; empty while it can."""
     database_outage_since: float = 0.0
-    """Start of the outage."""
     job_by_node: dict[NodeId, JobId] = {}
     """Running job whose roster, or outgoing roster, contains the node."""
     ignored_counts: dict[str, int] = {}

@@ -12,9 +12,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from everstep.ids import JobId, NodeId, Rank
-from everstep.vocabulary import Action, Decision, Finding, Verdict
+from everstep.vocabulary import Action, Decision, Finding, FindingKind, Severity, Verdict
 from everstep.wire.v1.directives import AnyDirective
-from everstep_controller.core import records
 from everstep_controller.core.effects import (
     Audit,
     AuditEntry,
@@ -29,7 +28,7 @@ from everstep_controller.core.effects import (
     RequestRemediation,
     Send,
 )
-from everstep_controller.core.records import UndecidedReason
+from everstep_controller.core.records import MAX_HISTORY_ENTRIES, HistoryEntry, HistoryKind, UndecidedReason
 from everstep_controller.core.state import DeadlineKind, FleetState, Ignored, JobProgress
 
 MIN_STEP_S = 1e-6
@@ -42,7 +41,6 @@ class StepRate(msgspec.Struct, frozen=True, tag=True):
     """Step rate of a job."""
 
     subject: JobId
-    """The job."""
     step: int | None
     """Last finished step of the furthest rank; None if unknown."""
     at: float
@@ -77,7 +75,6 @@ class Stragglers(msgspec.Struct, frozen=True, tag=True):
     """Ranks of a job whose own time per step stands out."""
 
     subject: JobId
-    """The job."""
     measured_ranks: int
     """Number of ranks that report their own time."""
     median_s: float
@@ -338,10 +335,43 @@ class Transition:
         self.emit(PutVerdict(verdict))
         if decision in STATE_CHANGING_DECISIONS:
             record.history.current_verdict_id = self._verdict_ids[node] = verdict.id
-        records.append_history(
-            record, self.now, records.HistoryKind.VERDICT, f"{decision}: {sentence}", {"verdict": verdict.id}
-        )
+        self.append_history(node, HistoryKind.VERDICT, f"{decision}: {sentence}", {"verdict": verdict.id})
         self.audit(f"verdict.{decision}", sentence, node=node, trace=verdict.trace, data={"verdict": verdict.id})
+
+    def make_finding(
+        self,
+        kind: FindingKind,
+        subject: str,
+        severity: Severity,
+        message: str,
+        *,
+        action: Action = Action.NONE,
+        value: float | None = None,
+        threshold: float | None = None,
+        evidence: dict[str, str] | None = None,
+    ) -> Finding:
+        """Return a finding of the controller that stands since now; ``offences.raise_controller_finding`` stores it."""
+        return Finding(
+            kind=kind,
+            subject=subject,
+            severity=severity,
+            message=message,
+            action=action,
+            value=value,
+            threshold=threshold,
+            since=self.now,
+            trace=self.trace,
+            evidence=evidence or {},
+        )
+
+    def append_history(
+        self, node: NodeId, kind: HistoryKind, sentence: str, detail: dict[str, str] | None = None
+    ) -> None:
+        """Append an entry to the node's history."""
+        history = self.state.nodes[node].history
+        entry = HistoryEntry(at=self.now, kind=kind, sentence=sentence, detail=detail or {})
+        history.entries = [*history.entries[1 - MAX_HISTORY_ENTRIES :], entry]
+        self.mark_node_changed(node)
 
     def request_remediation(self, remediation: Remediation) -> None:
         """Request an action on a node. Requests come last among the effects, so that they can name the verdict behind

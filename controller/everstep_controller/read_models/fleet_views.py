@@ -31,7 +31,6 @@ from everstep_controller.core.jobs.membership import (
     eligible_nodes,
     jobs_seated_on,
     no_seat_reason,
-    seats_of,
     spares,
 )
 from everstep_controller.core.records import IN_SERVICE, JobRecord, NodeRecord
@@ -321,7 +320,7 @@ def _job_of(state: FleetState, node: str) -> str | None:
     """Return the job in whose running roster the node is, or None."""
     seated = jobs_seated_on(state, node) if node in state.node_runtime else []
     return next(
-        (job.job for job in seated if not job.is_ended and node in seats_of(job.generation)),
+        (job.job for job in seated if not job.is_ended and node in job.seats),
         None,
     )
 
@@ -353,7 +352,7 @@ def find_nodes(context: ViewContext, node_filter: NodeFilter) -> list[str]:
     state = context.state
     if node_filter.job:
         job = state.jobs.get(node_filter.job)
-        names = seats_of(job.generation) if job is not None and not job.is_ended else []
+        names = job.seats if job is not None and not job.is_ended else []
     else:
         names = list(state.nodes)
     return sorted(name for name in names if name in state.nodes and node_filter.matches(state, state.nodes[name]))
@@ -412,7 +411,7 @@ def ineligible_nodes(state: FleetState, job: JobRecord) -> dict[str, str]:
     """Return the nodes that offer themselves to the job and may not be seated now, with the reasons."""
     worked_out: RostersByJob = {}
     promises = claimed_by_priority(state, job, worked_out)
-    fit = {*eligible_nodes(state, job, rosters=worked_out), *seats_of(job.generation)}
+    fit = {*eligible_nodes(state, job, rosters=worked_out), *job.seats}
     return {node: no_seat_reason(state, job, node, promises) for node in job.membership.launchers if node not in fit}
 
 
@@ -430,7 +429,7 @@ def job_summary(state: FleetState, job: JobRecord) -> op.JobSummary:
         state=job.status.state,
         generation=spec.number if spec else 0,
         world_size=spec.world_size if spec else 0,
-        nodes=len(seats_of(spec)),
+        nodes=len(spec.seats) if spec else 0,
         spares=len(spares(state, job)),
         step=step,
         step_s=step_s,

@@ -78,7 +78,7 @@ def _stale_seals() -> AbstractContextManager[None]:
     real = case_outcomes.handle_sealed
 
     def arrived(transition: Any, job: Any, node: str, report: Any) -> None:
-        spec = membership.running_generation(job)
+        spec = job.running_generation
         if spec is not None and report.generation < spec.number and report.rank < spec.world_size:
             commits.record_seal(transition, job, spec, report)
         else:

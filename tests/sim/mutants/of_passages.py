@@ -42,7 +42,7 @@ OF_PASSAGES: tuple[Mutant, ...] = (
         lambda: mistaken(
             losses.handle_collective_failed,
             "find_generation(job, report.generation)",
-            "running_generation(job)",
+            "job.running_generation",
         ),
         seeds=(6,),
     ),

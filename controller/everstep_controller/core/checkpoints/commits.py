@@ -1,31 +1,23 @@
 """Commit versions, compare digests and decide from which version a generation may start.
 
-A version is committed when every rank keeps it and its bytes are in as many places as the job asks for. The controller
-announces the step early enough that all ranks keep it. A version stays until each rank has heard of a later commit, so
-one complete version always exists, however late a notice comes.
+A version is committed when every rank keeps it and its bytes are in as many places as the job asks for. It stays until
+each rank has heard of a later commit, so one complete version always exists.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import msgspec
 
 from everstep.ids import Version
 from everstep.wire.v1.directives import VersionNotice
 from everstep.wire.v1.training import GenerationSpec, RestoreRule, VersionSealed
-from everstep_controller.core.checkpoints.parity import (
-    consider_protection,
-    drop_corrupt_protection,
-    drop_protection,
-    get_protection,
-    pinned_versions,
-)
-from everstep_controller.core.checkpoints.storage import consider_spill, end_spills, mark_stored_corrupt, restore_urls
+from everstep_controller.core.checkpoints.parity import consider_protection, drop_corrupt_protection, pinned_versions
+from everstep_controller.core.checkpoints.storage import consider_spill, mark_stored_corrupt, restore_urls
 from everstep_controller.core.effects import PutVersion
-from everstep_controller.core.jobs.membership import running_generation, seats_of
 from everstep_controller.core.records import JobRecord, ShareLocations, VersionLocations, VersionRecord
 from everstep_controller.core.state import JobRuntime, VersionSeals
 from everstep_controller.core.transition import Transition
@@ -68,7 +60,7 @@ def compare_digests(digests: Mapping[str, Mapping[int, str]]) -> DigestVote:
 def compare_digests_by_node(digests: Mapping[str, Mapping[int, str]], spec: GenerationSpec) -> DigestVote:
     """Compare digests as ``compare_digests`` does, but let a majority on one node prove nothing against other nodes.
 
-    Reports do not show which ranks belong to a group, so one node could make all its ranks vote in a group of others.
+    One node could make all its ranks vote in a group of others.
     """
     divergent_ranks: set[int] = set()
     tied: set[int] = set()
@@ -158,19 +150,12 @@ def _settle_version(
 
 
 def _count_missing_copies(transition: Transition, spec: GenerationSpec, live: JobRuntime, ballot: VersionSeals) -> None:
-    """Count consecutive versions without a copy by replica node. A rank that did not keep the version proves
-    nothing."""
+    """Count consecutive versions without a copy, by replica node. Ranks that did not keep the version prove nothing."""
     missing: set[str] = set()
-    for rank in ballot.retaining_ranks - ballot.safe_ranks:
-        node = spec.node_of(rank)
-        missing.update(
-            replica_node
-            for replica_node in spec.replica_nodes.get(node, ())
-            if replica_node not in ballot.full_copies.get(node, ())
-        )
-    live.commits.missed_copies = {
-        replica_node: live.commits.missed_copies.get(replica_node, 0) + 1 for replica_node in sorted(missing)
-    }
+    for node in {spec.node_of(rank) for rank in ballot.retaining_ranks - ballot.safe_ranks}:
+        missing.update(set(spec.replica_nodes.get(node, ())) - ballot.full_copies.get(node, {}).keys())
+    missed = live.commits.missed_copies
+    live.commits.missed_copies = {node: missed.get(node, 0) + 1 for node in sorted(missing)}
     if max(live.commits.missed_copies.values(), default=0) >= transition.policy.missed_copies_count:
         transition.schedule_job(transition.now, spec.job)
 
@@ -182,7 +167,11 @@ def _commit(transition: Transition, job: JobRecord, version: Version, ballot: Ve
     """Commit ``version``: every rank keeps it, and its bytes are in as many places as the job asks for."""
     live = transition.state.job_runtime[job.job]
     live.commits.committed_version, live.commits.committed_at, live.commits.missed_copies = version, transition.now, {}
-    locations = _version_locations(version, ballot, seats_of(job.generation))
+    shares = {
+        node: ShareLocations(tuple(sorted(ballot.full_copies[node])), tuple(sorted(ballot.partial_copies[node])))
+        for node in job.seats
+    }
+    locations = VersionLocations(version.generation, shares)  # usually equal for all versions of a generation
     if job.commits.restore_ceiling is not None or job.commits.locations != locations:
         job.commits.restore_ceiling, job.commits.locations = None, locations
         transition.mark_job_changed(job.job)
@@ -203,21 +192,6 @@ def _commit(transition: Transition, job: JobRecord, version: Version, ballot: Ve
     _announce_next(transition, job, live)
 
 
-def _version_locations(version: Version, ballot: VersionSeals, seats: Sequence[str]) -> VersionLocations:
-    """Return the locations, which are usually equal for all versions of a generation."""
-    shares = {
-        node: ShareLocations(tuple(sorted(ballot.full_copies[node])), tuple(sorted(ballot.partial_copies[node])))
-        for node in seats
-    }
-    return VersionLocations(version.generation, shares)
-
-
-def release_versions(transition: Transition, job: JobRecord) -> None:
-    """Release the memory of a job that has ended, and stop its spills."""
-    end_spills(transition, job)
-    drop_protection(transition, job)
-
-
 def start_commits(transition: Transition, job: JobRecord) -> None:
     """Start commits once a generation steps. The first candidate is its first version, which every rank knows."""
     live = transition.state.job_runtime[job.job]
@@ -228,9 +202,9 @@ def start_commits(transition: Transition, job: JobRecord) -> None:
 def resume_commits(transition: Transition, job: JobRecord) -> None:
     """After a restart, commit nothing until the next announcement, since earlier ones are unknown.
 
-    The exception is a generation that has neither stepped nor committed, so that nothing can have been announced.
+    A generation that has neither stepped nor committed has none: nothing can have been announced.
     """
-    live, running = transition.state.job_runtime[job.job], running_generation(job)
+    live, running = transition.state.job_runtime[job.job], job.running_generation
     committed = live.commits.committed_version.generation if live.commits.committed_version is not None else 0
     if running is None or (job.progress.resumed_at is None and committed < running.number):
         return
@@ -247,42 +221,32 @@ def check_candidate(transition: Transition, job: JobRecord) -> None:
         or job.outgoing_generation is not None
     ):
         return
-    if transition.state.database_outage:
-        _schedule_check(transition, job, live, transition.policy.candidate_timeout_s)
-        return
-    if (
-        live.commits.candidate_step is not None
-        and (transition.read_step_rate(job.job).step or 0) < live.commits.candidate_step
-    ):
+    step = live.commits.candidate_step
+    if transition.state.database_outage or (step is not None and (transition.read_step_rate(job.job).step or 0) < step):
         _schedule_check(transition, job, live, transition.policy.candidate_timeout_s)
     else:
         _announce_next(transition, job, live)
 
 
-def _interval_s(transition: Transition, running: GenerationSpec) -> float:
-    return max(transition.policy.commit_interval_s, running.world_size * transition.policy.commit_interval_per_rank_s)
-
-
 def _announce_next(transition: Transition, job: JobRecord, live: JobRuntime) -> None:
     """Announce the latest commit, and the next candidate: a step that no rank has finished yet."""
-    running = running_generation(job)
+    running = job.running_generation
     stride = transition.read_step_rate(job.job)
     step_s = stride.step_s
     if running is None or stride.step is None or step_s <= 0:
         _schedule_check(transition, job, live, transition.policy.commit_interval_s)
         return
     now_at = stride.predict_step(transition.now, transition.policy.candidate_timeout_s)
-    live.commits.candidate_step = now_at + 1 + math.ceil(_interval_s(transition, running) / step_s)
+    policy = transition.policy
+    interval_s = max(policy.commit_interval_s, running.world_size * policy.commit_interval_per_rank_s)
+    live.commits.candidate_step = now_at + 1 + math.ceil(interval_s / step_s)
     steps_s = (live.commits.candidate_step - now_at) * step_s
     _schedule_check(transition, job, live, transition.policy.candidate_timeout_s + 2 * steps_s)
     _send_notice(transition, job, live, running)
 
 
 def set_boundary_candidate(transition: Transition, job: JobRecord, step: int) -> None:
-    """Make the version at an announced boundary the candidate, whatever was announced before.
-
-    It is not committed, because the next generation has named its floor, but each rank keeps it and its copies.
-    """
+    """Make the version at an announced boundary the candidate. It is not committed, but each rank keeps it."""
     live, running = transition.state.job_runtime[job.job], job.outgoing_generation
     if running is None or live.commits.candidate_step == step:
         return
@@ -298,7 +262,7 @@ def _send_notice(transition: Transition, job: JobRecord, live: JobRuntime, runni
         candidate=live.commits.candidate_step,
         pinned=pinned_versions(job),
     )
-    for node in seats_of(running):
+    for node in running.seats:
         if node in transition.state.reachable_nodes:
             transition.send(node, notice)
 
@@ -312,8 +276,7 @@ def _schedule_check(transition: Transition, job: JobRecord, live: JobRuntime, se
 
 
 def restore_rule(transition: Transition, job: JobRecord) -> RestoreRule:
-    """Return the rule for restoring: not older than the commit, and after corruption not newer than the newest clean
-    version.
+    """Return the rule for restoring: from the commit on, and after corruption up to the newest clean version.
 
     A job's first generation starts from scratch. A later one without a commit may still find its own steps complete.
     """
@@ -325,7 +288,7 @@ def restore_rule(transition: Transition, job: JobRecord) -> RestoreRule:
         floor=committed,
         ceiling=job.commits.restore_ceiling,
         pinned=pinned_versions(job),
-        protection=get_protection(job),
+        protection=job.parity.active.protection if job.parity.active is not None else None,
         storage_url=storage,
         older_storage_urls=tuple(before),
     )
@@ -334,7 +297,7 @@ def restore_rule(transition: Transition, job: JobRecord) -> RestoreRule:
 def roll_back_to_clean(transition: Transition, job: JobRecord) -> str:
     """After corruption, forbid versions newer than the newest clean one, and return this as a phrase.
 
-    Clean versions are those that were verified, and those that were committed without a second digest to compare.
+    Versions are clean if verified, or if committed without a second digest to compare.
     """
     live = transition.state.job_runtime[job.job]
     live.commits.seals = {}
@@ -353,11 +316,10 @@ def roll_back_to_clean(transition: Transition, job: JobRecord) -> str:
 def roll_back_open_votes(transition: Transition, job: JobRecord) -> None:
     """Before a regroup ends a vote, forbid unverified versions if the digests so far already differ."""
     live = transition.state.job_runtime[job.job]
-    unresolved_versions = [
-        v for v, b in live.commits.seals.items() if b.digests and not compare_digests(b.digests).is_unanimous
-    ]
-    if not unresolved_versions:
+    seals = live.commits.seals.items()
+    unresolved = [v for v, b in seals if b.digests and not compare_digests(b.digests).is_unanimous]
+    if not unresolved:
         return
     words = roll_back_to_clean(transition, job)
-    sentence = f"digests of version {min(unresolved_versions)} differ in a vote that a regrouping cuts short; {words}"
+    sentence = f"digests of version {min(unresolved)} differ in a vote that a regrouping cuts short; {words}"
     transition.audit("corruption.unresolved_vote", sentence, job=job.job, generation=job.progress.last_number)

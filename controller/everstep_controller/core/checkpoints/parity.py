@@ -1,9 +1,7 @@
 """Protect versions by parity: form groups of nodes, order parity and track its state.
 
-When a clean version is committed and no protection is pending, new groups are formed from the roster and its failure
-domains. The two parity nodes of each group are ordered to make P and Q. The version stays pinned on its members until a
-later one is fully protected and replaces it. Parity nodes are asked again until they answer; parity made of other bytes
-than its counterpart is void.
+Each clean commit gets parity unless a protection is pending. The version stays pinned on its members until a later
+one is fully protected. Parity made of other bytes than its counterpart is void.
 """
 
 from __future__ import annotations
@@ -30,22 +28,16 @@ from everstep_controller.core.wording import join_names
 #
 # A group survives the loss of any two of its k + 2 nodes and takes 2/k of its members' memory; a copy takes all of it.
 # No two nodes of a group share a rack, switch or power unit, so the loss of a domain costs it one node. Nodes without
-# such a group stay on copies, which need only one other domain. Parity therefore never reduces the safety of copies. A
-# domain that contains every node is ignored.
-#
-# Members come from the most crowded domains first. If domains are nested (racks within switches within power units), no
-# other order makes more groups; otherwise some groups may be missed.
+# such a group stay on copies. A domain that contains every node is ignored. Members come from the most crowded domains
+# first: if domains are nested, no other order makes more groups.
 
 MIN_MEMBERS = 2
 """With one member, two parities take twice the memory of a copy; with two, they take the same and survive a second
 loss."""
-
 TOLERATED_LOSSES = 2
 """Number of losses that a group survives, with P and Q."""
-
 NamedDomain = tuple[str, str]
 """Kind and name of a domain."""
-
 NamedDomains = tuple[NamedDomain, ...]
 ParityLoad = tuple[int, int, str]
 """Number of parities held, seat, node."""
@@ -55,29 +47,26 @@ class ParityGrouping(msgspec.Struct, frozen=True):
     """Partition of the seats into groups and nodes that stay on copies."""
 
     groups: tuple[NodeGroup, ...]
-    """Groups of nodes."""
     copy_only_nodes: tuple[str, ...]
-    """Nodes that are in no group."""
     explanation: str
-    """Explanation of the grouping."""
 
 
 def form_groups(seats: Sequence[str], failure_domains: Mapping[str, FailureDomains], parity: int) -> ParityGrouping:
     """Return groups of at most ``parity`` members, as equal in size as possible.
 
-    The size is the largest one that leaves the fewest nodes without a group: safety first, then memory. It shrinks with
-    the roster, because a group needs two nodes more than its members, in as many domains.
+    The size is the largest one that leaves the fewest nodes without a group: safety first, then memory.
     """
     domains = _domains(seats, failure_domains)
     best: tuple[NodeGroup, ...] = ()
+    ungrouped = seats
     for k in range(min(parity, len(seats) - TOLERATED_LOSSES), MIN_MEMBERS - 1, -1):
         for sizes in (_even_sizes(len(seats), k), [k] * (len(seats) // k)):
-            if not best or len(seats) - sum(sizes) < _count_ungrouped(best, seats):
+            if len(seats) - sum(sizes) < len(ungrouped):
                 groups = _form_groups(seats, domains, sizes)
-                best = groups if not best or _count_ungrouped(groups, seats) < _count_ungrouped(best, seats) else best
-    grouped = {node for group in best for node in group.members}
-    left = tuple(node for node in seats if node not in grouped)
-    return ParityGrouping(best, left, _explain_grouping(best, left, parity, len(seats)))
+                grouped = {node for group in groups for node in group.members}
+                if len(seats) - len(grouped) < len(ungrouped):
+                    best, ungrouped = groups, [node for node in seats if node not in grouped]
+    return ParityGrouping(best, tuple(ungrouped), _explain_grouping(best, ungrouped, parity, len(seats)))
 
 
 def _even_sizes(nodes: int, k: int) -> list[int]:
@@ -86,11 +75,6 @@ def _even_sizes(nodes: int, k: int) -> list[int]:
     count = -(-nodes // k)
     least, larger = divmod(nodes, count)
     return [least + 1] * larger + [least] * (count - larger) if least >= MIN_MEMBERS else []
-
-
-def _count_ungrouped(groups: Collection[NodeGroup], seats: Collection[str]) -> int:
-    """Return the number of nodes in no group."""
-    return len(seats) - sum(len(group.members) for group in groups)
 
 
 def _explain_grouping(
@@ -112,15 +96,11 @@ def _explain_grouping(
     )
     if not ungrouped_nodes:
         return f"{of}{why_k}: each survives any 2 lost nodes"
-    s = _verb_ending(ungrouped_nodes)
+    s = "s" if len(ungrouped_nodes) == 1 else ""
     return (
         f"{of}{why_k}: each survives any 2 lost nodes; {join_names(ungrouped_nodes)} share{s} failure domains with too "
         f"many others and keep{s} copies"
     )
-
-
-def _verb_ending(nodes: Sequence[str]) -> str:
-    return "s" if len(nodes) == 1 else ""
 
 
 # Forming groups
@@ -237,14 +217,13 @@ class _ParityNodes:
 
 def lost_shards(groups: Collection[NodeGroup], gone: Collection[str]) -> tuple[str, ...]:
     """Return the nodes whose shards no group can rebuild without the nodes in ``gone``."""
-    return tuple(node for group in groups for node in _lost(group, gone))
-
-
-def _lost(group: NodeGroup, gone: Collection[str]) -> tuple[str, ...]:
-    """Return the members whose shards are lost for good."""
-    if sum(node in gone for node in group.nodes) <= TOLERATED_LOSSES:
-        return ()
-    return tuple(node for node in group.members if node in gone)
+    return tuple(
+        node
+        for group in groups
+        if sum(other in gone for other in group.nodes) > TOLERATED_LOSSES
+        for node in group.members
+        if node in gone
+    )
 
 
 def pinned_versions(job: JobRecord) -> tuple[Version, ...]:
@@ -437,11 +416,6 @@ def drop_protection(transition: Transition, job: JobRecord) -> None:
     """Drop all protection of a job that has ended or no longer asks for parity."""
     job.parity = JobParity()
     transition.mark_job_changed(job.job)
-
-
-def get_protection(job: JobRecord) -> Protection | None:
-    """Return the protection to which a generation may go back if nothing newer is complete."""
-    return job.parity.active.protection if job.parity.active is not None else None
 
 
 def lost_protected_nodes(state: FleetState, job: JobRecord, without: Collection[str] = ()) -> list[str]:

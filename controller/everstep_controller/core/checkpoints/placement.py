@@ -1,9 +1,7 @@
 """Place replicas on nodes that are unlikely to be lost together with the copied node.
 
-Nodes form groups whose members copy each other and are far apart. Far fewer sets of nodes then hold copies together
-than with individual choices. Fewer simultaneous losses therefore cost a version (Cidon et al., Copysets, USENIX ATC
-2013). Safety comes first: where a group cannot keep a node apart from its copies and other nodes can, the least loaded
-of those are taken.
+Nodes form groups whose members copy each other and are far apart. Far fewer sets of nodes then hold copies together, so
+fewer simultaneous losses cost a version (Cidon et al., Copysets, USENIX ATC 2013).
 """
 
 from __future__ import annotations
@@ -24,11 +22,8 @@ class FailureDomains(msgspec.Struct, frozen=True, order=True):
     """Failure domains of a node. An empty name is shared with no other node."""
 
     power: str = ""
-    """Power unit."""
     switch: str = ""
-    """Switch."""
     rack: str = ""
-    """Rack."""
     driver: str = ""
     """GPU driver version; a weaker domain, since nodes may be evicted together for its faults."""
 
@@ -60,15 +55,9 @@ def place_replicas(
     """Return, for each node, the ``replicas - 1`` nodes that copy what it alone holds (fewer in a small roster).
 
     A node's copies share as few domains with it and with each other as the roster allows in sequential choice. Among
-    such choices the load is balanced first, and driver versions differ second. Previous placements stay if they are no
-    worse, because a vault with new copies has to find memory for them; some still move to relieve overloaded nodes.
-
-    Args:
-        seats: Nodes of the roster.
-        domains: Failure domains of each node.
-        replicas: Number of places for each byte, including the node itself.
-        previous: Placement of the previous generation.
-        skipped: Nodes that get no copies if there are enough others.
+    such choices the load is balanced first, and driver versions differ second. Placements in ``previous`` stay if they
+    are no worse, because a vault with new copies has to find memory for them; some still move to relieve overloaded
+    nodes. Nodes in ``skipped`` get no copies if there are enough others.
     """
     copies = min(replicas, len(seats)) - 1
     if copies < 1:
@@ -138,8 +127,7 @@ class _ReplicaPlacer:
         return shared == 0 or shared <= self._best_cost(node)
 
     def total_cost(self, targets: ReplicaTargets) -> tuple[int, int]:
-        """Return the number of shared domains, and of pairs with one driver version, over all nodes and their
-        copies."""
+        """Return the number of shared domains, and of pairs with one driver version, over all copies."""
         sites = self._sites
         weak = sum(sites[node].has_same_driver(sites[other]) for node, chosen in targets.items() for other in chosen)
         return sum(self._shared(node, chosen) for node, chosen in targets.items()), weak
@@ -154,7 +142,8 @@ class _ReplicaPlacer:
         """Return ``given``, completed by the best choice for every other node."""
         placed = dict(given)
         for chosen in given.values():
-            self._add_load(chosen)
+            for node in chosen:
+                self.load[node] += 1
         if len(placed) == len(self._sites):
             return placed
         offers: LoadHeaps = defaultdict(list)
@@ -169,10 +158,7 @@ class _ReplicaPlacer:
         return placed
 
     def rebalance(self, placed: ReplicaTargets, newly: Iterable[str]) -> None:
-        """Move copies from the replica nodes of newly placed nodes to less loaded ones, if these share no more domains.
-
-        A node that lost its replica node cannot hold its own copy, so it went to one that already holds another node's.
-        """
+        """Move copies from the replica nodes of newly placed nodes to less loaded ones that share no more domains."""
         replica_nodes = dict.fromkeys(replica_node for node in sorted(newly) for replica_node in placed[node])
         senders: defaultdict[str, list[str]] = defaultdict(list)
         for node, chosen in placed.items():
@@ -197,10 +183,6 @@ class _ReplicaPlacer:
                 self.load[replica_node] -= 1
                 self.load[other] += 1
                 return
-
-    def _add_load(self, chosen: Iterable[str]) -> None:
-        for node in chosen:
-            self.load[node] += 1
 
     def _choose(self, node: str, offers: LoadHeaps) -> tuple[str, ...]:
         holders, names = [self._sites[node]], [node]

@@ -1,7 +1,6 @@
 """List a job's restore points, and which losses it could not survive, from the records alone.
 
-Restorability concerns memory: a lost node loses its slots. Unknown data counts as lost: a holder that is unreachable,
-has lost its vault or restarted after the commit.
+Unknown data counts as lost: a holder that is unreachable, has lost its vault or restarted after the commit.
 """
 
 from __future__ import annotations
@@ -15,19 +14,8 @@ from everstep.ids import Version
 from everstep.wire.v1.operator import LossForecast, Restorability
 from everstep.wire.v1.operator_history import CheckpointCopy, JobCheckpoints
 from everstep_controller.core.checkpoints.commits import NO_VERSION
-from everstep_controller.core.checkpoints.parity import (
-    get_protection,
-    groups_by_parity_node,
-    lost_protected_nodes,
-    still_holds_data,
-)
-from everstep_controller.core.jobs.membership import (
-    domain_of,
-    eligible_nodes,
-    max_roster_nodes,
-    min_roster_nodes,
-    seats_of,
-)
+from everstep_controller.core.checkpoints.parity import groups_by_parity_node, lost_protected_nodes, still_holds_data
+from everstep_controller.core.jobs.membership import domain_of, eligible_nodes
 from everstep_controller.core.records import JobRecord, ShareLocations
 from everstep_controller.core.state import FleetState, JobRuntime
 from everstep_controller.core.wording import format_node_count, join_names
@@ -37,29 +25,30 @@ MAX_NODES_FOR_PAIRS = 16
 """Maximum number of a job's nodes for which every pair is checked: 120 pairs."""
 
 LossKind = Literal["node", "pair", "rack", "switch", "power"]
+_DOMAIN_KINDS: tuple[LossKind, ...] = ("rack", "switch", "power")
 
 
 def compute_restorability(state: FleetState, job: JobRecord) -> Restorability:
     """Return which version would be restored now, and the effect of losing each node, domain and (in a small job) pair.
 
-    A pair is reported only if neither node alone would cost the version. Linear in the nodes, except for the pairs.
+    A pair is reported only if neither node alone would cost the version.
     """
     live = state.job_runtime[job.job]
     version = live.commits.committed_version
     shares = _VersionShares(state, job, live)
     outlook = _RosterForecast(state, job)
     missing = shares.lost(())
-    fallback = _Fallback(state, job)
-    forecasts = [
-        _exposure(shares, fallback, outlook, kind, name, lost, version)
-        for kind, name, lost in _possible_losses(state, job, shares)
-    ]
+    forecasts = []
+    for kind, name, lost in _possible_losses(state, job, shares):
+        gone = shares.lost(lost)
+        older = _version_by_parity(state, job, lost) if gone else None
+        forecasts.append(_forecast(shares, outlook, kind, name, lost, gone, version, older))
     fatal = {one.name for one in forecasts if one.kind == "node" and not one.restorable}
     forecasts = [one for one in forecasts if one.kind != "pair" or fatal.isdisjoint(one.nodes)]
     forecasts.sort(key=lambda one: (one.restorable, one.restorable and one.remaining_nodes > 0, len(one.nodes)))
     return Restorability(
         job=job.job,
-        sentence=_summary(job, version, fallback.without(()) if missing else None, missing, forecasts),
+        sentence=_summary(job, version, _version_by_parity(state, job, ()) if missing else None, missing, forecasts),
         version=version,
         verified=version is not None
         and live.commits.verified_version is not None
@@ -134,14 +123,10 @@ def _locations_of(job: JobRecord, committed: Version | None) -> dict[str, ShareL
         return {}
     if job.commits.locations is not None and job.commits.locations.generation == committed.generation:
         return job.commits.locations.shares
-    placed = [
-        spec for spec in (job.outgoing_generation, job.generation) if spec and spec.number == committed.generation
-    ]
-    return (
-        {node: ShareLocations(full_copies=placed[0].replica_nodes.get(node, ())) for node in seats_of(placed[0])}
-        if placed
-        else {}
-    )
+    for spec in (job.outgoing_generation, job.generation):
+        if spec is not None and spec.number == committed.generation:
+            return {node: ShareLocations(full_copies=spec.replica_nodes.get(node, ())) for node in spec.seats}
+    return {}
 
 
 # Losses
@@ -159,7 +144,7 @@ class _RosterForecast:
         self._room = Counter(self._able.values())
         self._block = job.spec.block_nodes
         self._blocks = sum(count // self._block for count in self._room.values())
-        self.least, self.most = min_roster_nodes(job), max_roster_nodes(job)
+        self.least, self.most = job.min_seats, job.max_seats
 
     def without(self, lost: Collection[str]) -> int:
         """Return the number of nodes in the next roster; 0 if these are too few."""
@@ -175,19 +160,13 @@ class _RosterForecast:
 def _possible_losses(
     state: FleetState, job: JobRecord, shares: _VersionShares
 ) -> Iterator[tuple[LossKind, str, tuple[str, ...]]]:
-    concerned = list(dict.fromkeys([*seats_of(job.generation), *shares.nodes]))
+    concerned = list(dict.fromkeys([*job.seats, *shares.nodes]))
     for node in concerned:
         yield "node", node, (node,)
     domains: dict[tuple[LossKind, str], list[str]] = defaultdict(list)
     for node in concerned:
-        domain = state.nodes[node].identity.domain
-        kinds: tuple[tuple[LossKind, str], ...] = (
-            ("rack", domain.rack),
-            ("switch", domain.switch),
-            ("power", domain.power),
-        )
-        for kind, name in kinds:
-            if name:
+        for kind in _DOMAIN_KINDS:
+            if name := getattr(state.nodes[node].identity.domain, kind):
                 domains[kind, name].append(node)
     for (kind, name), members in domains.items():
         yield kind, name, tuple(members)
@@ -196,32 +175,22 @@ def _possible_losses(
             yield "pair", f"{one}, {other}", (one, other)
 
 
-class _Fallback:
-    """The version that parity keeps if the committed one is lost."""
-
-    def __init__(self, state: FleetState, job: JobRecord) -> None:
-        self._state = state
-        self._job = job
-        self._protection = get_protection(job)
-
-    def without(self, lost: Collection[str]) -> Version | None:
-        """Return the protected version, if it stays complete without these nodes."""
-        if self._protection is None or lost_protected_nodes(self._state, self._job, lost):
-            return None
-        return self._protection.version
+def _version_by_parity(state: FleetState, job: JobRecord, lost: Collection[str]) -> Version | None:
+    """Return the protected version, if it stays complete without these nodes."""
+    active = job.parity.active
+    return active.protection.version if active and not lost_protected_nodes(state, job, lost) else None
 
 
-def _exposure(
+def _forecast(
     shares: _VersionShares,
-    fallback: _Fallback,
     outlook: _RosterForecast,
     kind: LossKind,
     name: str,
     lost: tuple[str, ...],
+    gone: Sequence[str],
     version: Version | None,
+    older: Version | None,
 ) -> LossForecast:
-    gone = shares.lost(lost)
-    older = fallback.without(lost) if gone else None
     left = outlook.without(lost)
     what = _describe_loss(kind, name) if kind in ("node", "pair") else f"{kind} {name} ({format_node_count(len(lost))})"
     goes_on = f"the job goes on with {left} of {format_node_count(outlook.most)}"

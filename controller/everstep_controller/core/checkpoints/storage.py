@@ -1,12 +1,12 @@
 """Write versions to storage, and track which checkpoints are there.
 
-A version is ordered at its commit, so that every rank keeps it without a gap. It stays pinned until it is stored or
-given up. Each node is asked for its ranks' shares until it answers. A vault that is asked again continues where it
-stopped, so crashes of vaults, agents and controllers cost only time. One version is written at a time; versions due
-meanwhile are skipped, and the next commit afterwards is considered.
+A version is ordered at its commit and stays pinned until it is stored or given up. Each node is asked for its ranks'
+shares until it answers; a vault that is asked again continues where it stopped. One version is written at a time.
 """
 
 from __future__ import annotations
+
+import msgspec
 
 from everstep.clock import Backoff
 from everstep.errors import StaleGeneration, Unavailable
@@ -24,12 +24,6 @@ MAX_RESTORE_URLS = 4
 """Number of these that a generation receives; if the newest is damaged, the one before it serves."""
 
 
-def job_folder(job: JobRecord) -> str:
-    """Return the folder of all checkpoints of the job."""
-    assert job.spec.spill is not None
-    return f"{job.spec.spill.url.rstrip('/')}/{job.job}"
-
-
 # Orders
 
 
@@ -43,7 +37,7 @@ def consider_spill(transition: Transition, job: JobRecord, version: Version, nby
     transition.state.job_runtime[job.job].vault_orders.spilled_nodes = set()
     job.spills.pending = PendingSpill(
         version=version,
-        url=job_folder(job),
+        url=f"{plan.url.rstrip('/')}/{job.job}",
         writers={node: tuple(member.rank for member in running.members_on(node)) for node in running.seats},
         started_at=transition.now,
         bytes=nbytes,
@@ -96,18 +90,12 @@ def reconsider_spill(transition: Transition, job: JobRecord) -> None:
     if job.spec.spill is None:
         give_up_spill(transition, job, "the job asks for none any more")
         return
+    locations = job.commits.locations
+    shares = locations.shares if locations and locations.generation == spilling.version.generation else {}
     for node in [node for node in spilling.writers if node not in done and not _holds_slots(transition.state, node)]:
-        copies = (
-            job.commits.locations.shares[node].full_copies
-            if job.commits.locations is not None and node in job.commits.locations.shares
-            else ()
-        )
+        copies = shares[node].full_copies if node in shares else ()
         heir = next((copy for copy in copies if _holds_slots(transition.state, copy)), None)
-        if (
-            heir is None
-            or job.commits.locations is None
-            or job.commits.locations.generation != spilling.version.generation
-        ):
+        if heir is None:
             give_up_spill(transition, job, f"{node}, which has shares of it, is out of reach")
             return
         ranks = spilling.writers.pop(node)
@@ -131,10 +119,11 @@ def give_up_spill(transition: Transition, job: JobRecord, reason: str) -> None:
     job.spills.failures_in_row += 1
     waits = Backoff(floor_s=transition.policy.vault_order_retry_s, ceiling_s=transition.policy.vault_order_retry_max_s)
     job.spills.not_before = transition.now + waits.limit_s(job.spills.failures_in_row - 1)
-    sentence = f"version {spilling.version} is not written to storage: {reason}"
-    transition.audit(
-        "spill.given_up", sentence, job=job.job, trace=spilling.trace, data={"version": str(spilling.version)}
+    sentence, data = (
+        f"version {spilling.version} is not written to storage: {reason}",
+        {"version": str(spilling.version)},
     )
+    transition.audit("spill.given_up", sentence, job=job.job, trace=spilling.trace, data=data)
     transition.mark_job_changed(job.job)
 
 
@@ -165,10 +154,7 @@ def _is_direct_child(root: str, url: str) -> bool:
 
 
 def _drop_removed(transition: Transition, job: JobRecord, report: VersionSpilled) -> None:
-    """Drop checkpoints that are no longer on storage, whatever became of the order.
-
-    The report says nothing about checkpoints stored after its version.
-    """
+    """Drop checkpoints that are no longer on storage. The report says nothing about those stored after its version."""
     root = report.url.rpartition("/")[0]
     gone, left = ({f"{root}/{folder}" for folder in folders} for folders in (report.removed, report.remaining))
     if left:
@@ -198,16 +184,13 @@ def _written(transition: Transition, job: JobRecord, spilling: PendingSpill, nod
     live.vault_orders.spilled_nodes.add(node)
     if report.complete:
         _complete(transition, job, spilling, report)
-    elif len(live.vault_orders.spilled_nodes) == len(
-        spilling.writers
-    ):  # each wrote its part, and the last one did not find all others
+    elif len(live.vault_orders.spilled_nodes) == len(spilling.writers):  # the last one did not find all parts
         live.vault_orders.spilled_nodes, spilling.attempt = set(), spilling.attempt + 1
         spilling.failures += 1
         transition.mark_job_changed(job.job)
         if spilling.failures >= transition.policy.vault_order_failures:
-            give_up_spill(
-                transition, job, "all nodes have written their parts, but not all parts are listed on storage"
-            )
+            reason = "all nodes have written their parts, but not all parts are listed on storage"
+            give_up_spill(transition, job, reason)
         else:
             live.vault_orders.spill_due = transition.now + transition.policy.vault_order_retry_s
 
@@ -236,11 +219,7 @@ def _complete(transition: Transition, job: JobRecord, spilling: PendingSpill, re
 
 
 def end_spills(transition: Transition, job: JobRecord) -> None:
-    """Stop the spills of a job that has ended.
-
-    Checkpoints of a failed job stay for a later job of the same name; after a finished job, the next one starts from
-    scratch.
-    """
+    """Stop the spills of an ended job. Checkpoints of a failed job stay for a later job of the same name."""
     if job.spills.pending is not None:
         sentence = f"version {job.spills.pending.version} is not written to storage: the job has ended"
         transition.audit("spill.given_up", sentence, job=job.job, trace=job.spills.pending.trace)
@@ -254,19 +233,13 @@ def end_spills(transition: Transition, job: JobRecord) -> None:
 
 
 def mark_stored_corrupt(transition: Transition, job: JobRecord, clean: Version | None) -> None:
-    """After corruption, mark this run's checkpoints newer than ``clean``, so that they are not restored
-    automatically."""
+    """After corruption, mark this run's checkpoints newer than ``clean``; marked ones are not restored."""
     if job.spills.pending is not None and (clean is None or job.spills.pending.version > clean):
         give_up_spill(transition, job, "it may be corrupt")
     for at, one in enumerate(job.spills.stored):
-        if (
-            (clean is None or one.version > clean)
-            and one.started_at >= job.progress.created_at
-            and not one.maybe_corrupt
-        ):
-            job.spills.stored[at] = StoredCheckpoint(
-                one.version, one.url, one.bytes, one.started_at, one.stored_at, maybe_corrupt=True
-            )
+        newer = (clean is None or one.version > clean) and one.started_at >= job.progress.created_at
+        if newer and not one.maybe_corrupt:
+            job.spills.stored[at] = msgspec.structs.replace(one, maybe_corrupt=True)
             transition.mark_job_changed(job.job)
 
 

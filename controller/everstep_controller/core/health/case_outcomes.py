@@ -1,8 +1,4 @@
-"""Settle differing digests, and conclude probes and blame cases.
-
-Digests name a divergent node by majority, or put all tied nodes under suspicion. In either case the job returns to a
-state known to be clean.
-"""
+"""Settle differing digests by majority or by trials of all tied nodes, and conclude probes and blame cases."""
 
 from __future__ import annotations
 
@@ -17,7 +13,7 @@ from everstep_controller.core.health.diagnostics import (
     time_out_probe,
 )
 from everstep_controller.core.health.eviction import is_serving
-from everstep_controller.core.health.findings import judge_after_isolation, judge_controller_findings, recheck_undecided
+from everstep_controller.core.health.findings import judge_by_rule, judge_controller_findings, recheck_undecided
 from everstep_controller.core.health.node_state import CORDONED_STATES
 from everstep_controller.core.health.offences import (
     clear_controller_findings,
@@ -26,17 +22,16 @@ from everstep_controller.core.health.offences import (
 )
 from everstep_controller.core.jobs import ending
 from everstep_controller.core.jobs.generations import RegroupCause, note_beyond_boundary, regroup
-from everstep_controller.core.jobs.membership import is_seated, running_generation
 from everstep_controller.core.policy import BlameIsolationMethod
 from everstep_controller.core.records import DiagnosticsStatus, JobRecord, UndecidedReason
-from everstep_controller.core.state import BlameCase, FleetState
+from everstep_controller.core.state import BlameCase
 from everstep_controller.core.transition import Transition
 
 
 def handle_sealed(transition: Transition, job: JobRecord, node: str, report: VersionSealed) -> None:
     """Handle a rank's seal of a version. Only ranks of the running generation count."""
     note_beyond_boundary(transition, job, node, report.rank, report.generation, report.version.step)
-    spec = running_generation(job)
+    spec = job.running_generation
     if spec is None or not job.is_running or report.generation != spec.number:
         transition.count_ignored("version_sealed.stale")
         return
@@ -57,17 +52,14 @@ def _digests_differ(
     tied = list(dict.fromkeys(spec.node_of(rank) for rank in sorted(vote.tied_ranks)))
     if divergent_nodes:
         ranks = ", ".join(str(rank) for rank in sorted(vote.divergent_ranks))
-        what = (
-            f"the digest of rank {ranks} on {', '.join(divergent_nodes)} differs from the majority at "
-            f"version {report.version}"
-        )
+        nodes = ", ".join(divergent_nodes)
+        what = f"the digest of rank {ranks} on {nodes} differs from the majority at version {report.version}"
         settled = _evict_divergent(transition, job, divergent_nodes, what)
     else:
         what = f"digests of version {report.version} differ without a majority among {', '.join(tied)}"
         settled = _settle_tie(transition, job, tied, what)
-    if (
-        not settled and _record_tie(transition, job) and not transition.state.database_outage
-    ):  # the end of a job cannot be revoked, so it waits for the database
+    # the end of a job cannot be revoked, so it waits for the database
+    if not settled and _record_tie(transition, job) and not transition.state.database_outage:
         ending.fail_job(transition, job, f"{what}; {_explain_ties(transition, job)}")
         return
     cause = RegroupCause(reason=GenerationReason.CORRUPTION, sentence=f"{what}; {back}", trace=transition.trace)
@@ -87,8 +79,7 @@ def _explain_ties(transition: Transition, job: JobRecord) -> str:
 def _evict_divergent(transition: Transition, job: JobRecord, nodes: list[str], description: str) -> bool:
     """Evict divergent nodes at once, because what they compute is wrong; one confirmed mismatch suffices.
 
-    The caller regroups ``job`` once for all of them. Return False if a minimum, a budget, an outbreak or the rule's
-    mode kept one of them in service.
+    The caller regroups ``job`` once for all of them. Return False if one of them was kept in service.
     """
     transition.regroup_claimed.add(job.job)
     for node in nodes:
@@ -109,11 +100,9 @@ def _clear_tied_nodes(transition: Transition, divergent_node: str) -> None:
         if other is not None and divergent_node in other.health.digest_tie_nodes:
             other.health.digest_tie_nodes = []
             transition.mark_node_changed(node)
-            clear_controller_findings(
-                transition,
-                node,
-                [k for k, f in other.health.controller_findings.items() if f.kind is FindingKind.DIGEST_MISMATCH],
-            )
+            own = other.health.controller_findings
+            mismatches = [key for key, finding in own.items() if finding.kind is FindingKind.DIGEST_MISMATCH]
+            clear_controller_findings(transition, node, mismatches)
     transition.state.nodes[divergent_node].health.digest_tie_nodes = []
 
 
@@ -129,18 +118,16 @@ def _settle_tie(transition: Transition, job: JobRecord, tied: list[str], descrip
         return True
     findings = {node: _raise_mismatch(transition, node, description, Severity.WARNING) for node in tied}
     judge_controller_findings(transition)
-    tried = all(set(_remembered_tie(transition, node)) == set(tied) - {node} for node in tied)
-    trying = (
-        not tried
-        and open_blame_case(transition, BlameIsolationMethod.COMPUTE, findings, description, job.job) is not None
-    )
+    case = None
+    if not all(set(_remembered_tie(transition, node)) == set(tied) - {node} for node in tied):
+        case = open_blame_case(transition, BlameIsolationMethod.COMPUTE, findings, description, job.job)
+    trying = case is not None
     if not trying and _settle_by_history(transition, job, tied, description):
         return True
     until = "while it runs compute tests with known results" if trying else "until another vote decides"
     for node in tied:
-        stays = (
-            "is out of service already" if transition.state.nodes[node].state in CORDONED_STATES else "stays in service"
-        )
+        is_out = transition.state.nodes[node].state in CORDONED_STATES
+        stays = "is out of service already" if is_out else "stays in service"
         words = f"{description}; {node} is suspected and {stays} {until}"
         transition.add_verdict(node, Decision.NO_ACTION, words, evidence=(findings[node],))
     return trying
@@ -155,9 +142,8 @@ def settle_digest_case(transition: Transition, case: BlameCase) -> None:
     if job is None:
         return
     if case.failed:
-        evicted_for_tie = list(case.failed)
         what = f"{case.summary}; {'; '.join(case.failed.values())}"
-        out = _evict_divergent(transition, job, evicted_for_tie, what)
+        out = _evict_divergent(transition, job, list(case.failed), what)
     else:
         out = _settle_by_history(transition, job, list(case.suspects), case.summary)
     if not out:
@@ -170,7 +156,7 @@ def settle_digest_case(transition: Transition, case: BlameCase) -> None:
         return
     if not out and _record_tie(transition, job):
         ending.fail_job(transition, job, f"{case.summary}; {_explain_ties(transition, job)}")
-    elif out or any(is_seated(job, node) and not is_serving(transition, node) for node in case.failed):
+    elif out or any(job.is_seated(node) and not is_serving(transition, node) for node in case.failed):
         cause = RegroupCause(
             reason=GenerationReason.CORRUPTION, sentence=f"{case.summary}; the culprit is found", trace=case.trace
         )
@@ -178,12 +164,10 @@ def settle_digest_case(transition: Transition, case: BlameCase) -> None:
 
 
 def _settle_by_history(transition: Transition, job: JobRecord, tied: list[str], description: str) -> bool:
-    """Decide a tie by earlier ties: a node that was tied before with other nodes is in both. Return True if that evicts
-    one.
+    """Evict a node that was tied before with other nodes, and return whether that evicts one.
 
     If digests never agreed, the vote itself may be wrong. Work with a known result finds under half of the GPUs that
-    compute wrongly (SDCHunter, OSDI'26), so a pass does not clear a node. A tie is remembered for the rule's
-    ``step_memory_s``.
+    compute wrongly (SDCHunter, OSDI'26), so a pass does not clear a node.
     """
     agreed_once = transition.state.job_runtime[job.job].commits.verified_version is not None
     evicted_for_tie = []
@@ -194,61 +178,39 @@ def _settle_by_history(transition: Transition, job: JobRecord, tied: list[str], 
             evicted_for_tie.append(node)
         record.health.digest_tie_nodes, record.health.digest_tie_at = others, transition.now
         transition.mark_node_changed(node)
-    if len(evicted_for_tie) == 1:
-        return _evict_divergent(
-            transition,
-            job,
-            evicted_for_tie,
-            f"{description}; {evicted_for_tie[0]} was already in an undecided vote with other nodes, so it is the "
-            "likely culprit",
-        )
-    return False
+    if len(evicted_for_tie) != 1:
+        return False
+    why = f"{evicted_for_tie[0]} was already in an undecided vote with other nodes, so it is the likely culprit"
+    return _evict_divergent(transition, job, evicted_for_tie, f"{description}; {why}")
 
 
 def _remembered_tie(transition: Transition, node: str) -> list[str]:
     """Return the other nodes of the node's last tie, if it is still remembered."""
-    record = transition.state.nodes[node]
-    return (
-        record.health.digest_tie_nodes
-        if transition.now < record.health.digest_tie_at + _tie_memory_s(transition.state)
-        else []
-    )
+    health = transition.state.nodes[node].health
+    return health.digest_tie_nodes if transition.now < health.digest_tie_at + _tie_memory_s(transition) else []
 
 
-def _tie_memory_s(state: FleetState) -> float:
-    return state.policy.rules.default_rule(FindingKind.DIGEST_MISMATCH).step_memory_s
-
-
-def _is_unproven(finding: Finding) -> bool:
-    return finding.kind is FindingKind.DIGEST_MISMATCH and finding.severity is Severity.WARNING
+def _tie_memory_s(transition: Transition) -> float:
+    return transition.policy.rules.default_rule(FindingKind.DIGEST_MISMATCH).step_memory_s
 
 
 def _record_tie(transition: Transition, job: JobRecord) -> bool:
-    job.failures.digest_tie_times = [
-        *(at for at in job.failures.digest_tie_times if at > transition.now - transition.policy.job_failure_window_s),
-        transition.now,
-    ]
+    since = transition.now - transition.policy.job_failure_window_s
+    times = [*(at for at in job.failures.digest_tie_times if at > since), transition.now]
+    job.failures.digest_tie_times = times
     transition.mark_job_changed(job.job)
-    return len(job.failures.digest_tie_times) >= transition.policy.digest_tie_count
+    return len(times) >= transition.policy.digest_tie_count
 
 
 def _raise_mismatch(transition: Transition, node: str, description: str, severity: Severity) -> Finding:
     """Raise the controller's finding. A mere suspicion expires with the tie and never replaces proof."""
-    finding = Finding(
-        kind=FindingKind.DIGEST_MISMATCH,
-        subject="parameters",
-        severity=severity,
-        message=description,
-        action=Action.REPAIR if severity is Severity.CRITICAL else Action.NONE,
-        since=transition.now,
-        trace=transition.trace,
-    )
+    is_proven = severity is Severity.CRITICAL
+    action = Action.REPAIR if is_proven else Action.NONE
+    finding = transition.make_finding(FindingKind.DIGEST_MISMATCH, "parameters", severity, description, action=action)
     existing = transition.state.nodes[node].health.controller_findings.get(finding.key)
-    if _is_unproven(finding) and existing is not None and not _is_unproven(existing):
+    if not is_proven and existing is not None and existing.severity is Severity.CRITICAL:
         return existing
-    raise_controller_finding(
-        transition, node, finding, _tie_memory_s(transition.state) if _is_unproven(finding) else 0.0
-    )
+    raise_controller_finding(transition, node, finding, 0.0 if is_proven else _tie_memory_s(transition))
     return finding
 
 
@@ -275,9 +237,8 @@ def check_node_treatment(transition: Transition, node: str) -> None:
     record = transition.state.nodes[node]
     maintenance.end_if_due(transition, node)
     if record.state is NodeState.HELD:
-        maintenance.try_return_to_probation(
-            transition, node, f"no order or cordon keeps {node} out of service any more"
-        )
+        why = f"no order or cordon keeps {node} out of service any more"
+        maintenance.try_return_to_probation(transition, node, why)
     expire_controller_findings(transition, node)
     recheck_undecided(transition, node)
     if record.state is NodeState.QUARANTINED:
@@ -306,14 +267,9 @@ def _suspect_link(transition: Transition, outcome: ProbeOutcome) -> None:
         peers = [other for other in outcome.probe.nodes if other != node]
         if not peers or not is_serving(transition, node):
             continue
-        finding = Finding(
-            kind=FindingKind.NETWORK_SLOW_LINK,
-            subject=peers[0] if len(peers) == 1 else outcome.probe_id,
-            severity=Severity.WARNING,
-            message=outcome.failure,
-            since=transition.now,
-            trace=transition.trace,
-            evidence={"peer": peers[0]} if len(peers) == 1 else {},
+        subject, evidence = (peers[0], {"peer": peers[0]}) if len(peers) == 1 else (outcome.probe_id, None)
+        finding = transition.make_finding(
+            FindingKind.NETWORK_SLOW_LINK, subject, Severity.WARNING, outcome.failure, evidence=evidence
         )
         raise_controller_finding(transition, node, finding, transition.policy.probe_retry_s)
 
@@ -323,12 +279,9 @@ def _settle_if_over(transition: Transition, case: BlameCase | None) -> None:
         return
     diagnostics.close_blame_case(transition, case)
     for node in case.suspects:
-        record = transition.state.nodes[node]
-        record.health.undecided_findings = {
-            key: why
-            for key, why in record.health.undecided_findings.items()
-            if why is not UndecidedReason.BLAME_ISOLATION
-        }
+        health = transition.state.nodes[node].health
+        undecided = health.undecided_findings.items()
+        health.undecided_findings = {k: why for k, why in undecided if why is not UndecidedReason.BLAME_ISOLATION}
         transition.mark_node_changed(node)
     if case.kind is BlameIsolationMethod.COMPUTE:
         settle_digest_case(transition, case)
@@ -336,14 +289,12 @@ def _settle_if_over(transition: Transition, case: BlameCase | None) -> None:
         _settle_pair(transition, case)
         for node in case.passed:
             own = transition.state.nodes[node].health.controller_findings
-            clear_controller_findings(
-                transition, node, [key for key, found in own.items() if found.kind is FindingKind.NETWORK_SLOW_LINK]
-            )
+            slow = [key for key, finding in own.items() if finding.kind is FindingKind.NETWORK_SLOW_LINK]
+            clear_controller_findings(transition, node, slow)
 
 
 def _settle_pair(transition: Transition, case: BlameCase) -> None:
-    """Settle a pair: a suspect that fails with a good partner is at fault; if none fails, the link between them is
-    suspected."""
+    """Settle a pair: a suspect that fails with a good partner is at fault; if none fails, the link is suspected."""
     for node in case.suspects:
         record = transition.state.nodes[node]
         if node in case.failed and is_serving(transition, node):
@@ -363,7 +314,7 @@ def _settle_pair(transition: Transition, case: BlameCase) -> None:
 
 def _judge_proven(transition: Transition, node: str, finding: Finding, proof: str) -> None:
     if finding.key in transition.state.nodes[node].health.agent_findings:
-        judge_after_isolation(transition, node, finding, proof)
+        judge_by_rule(transition, node, finding, proof=proof)
     else:
         raise_controller_finding(transition, node, finding, transition.policy.probe_retry_s, proof)
 
@@ -375,6 +326,5 @@ def _settle_return(transition: Transition, case: BlameCase, node: str) -> None:
     elif node in case.failed:
         quarantine.record_diagnostic_failed(transition, node, case.failed[node])
     else:
-        quarantine.record_diagnostic_failed(
-            transition, node, f"{case.summary}; {case.inconclusive[node]}", offence_weight=0.0
-        )
+        why = f"{case.summary}; {case.inconclusive[node]}"
+        quarantine.record_diagnostic_failed(transition, node, why, offence_weight=0.0)

@@ -10,10 +10,9 @@ import msgspec
 from everstep.vocabulary import Finding, NodeState, ProbeKind, Severity
 from everstep.wire.v1.directives import RunProbe
 from everstep.wire.v1.training import ProbeFinished
-from everstep_controller.core import records
 from everstep_controller.core.jobs.membership import jobs_seated_on
 from everstep_controller.core.policy import BlameIsolationMethod
-from everstep_controller.core.records import NodeRecord
+from everstep_controller.core.records import HistoryKind, NodeRecord
 from everstep_controller.core.state import BlameCase, DeadlineKind, FleetState, Probe
 from everstep_controller.core.transition import Transition
 
@@ -29,9 +28,7 @@ class ProbeOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """Outcome of a probe."""
 
     probe_id: str
-    """Id of the probe."""
     probe: Probe
-    """The probe."""
     failure: str = ""
     """Description of the failure; empty if the probe passed."""
     has_wrong_result: bool = False
@@ -76,20 +73,17 @@ def start_probe(
         body = msgspec.structs.replace(body, sizes=transition.policy.probe_sizes)
     for node in nodes:
         transition.send(node, body)
-    transition.audit("probe.started", f"{name}: {_describe_kind(kind)} {', '.join(nodes)}", node=tested_node)
+    what = "all-reduce between" if kind is ProbeKind.ALL_REDUCE else f"{kind} check of"
+    transition.audit("probe.started", f"{name}: {what} {', '.join(nodes)}", node=tested_node)
     transition.schedule(due, DeadlineKind.PROBE, name)
     return name
-
-
-def _describe_kind(kind: ProbeKind) -> str:
-    return "all-reduce between" if kind is ProbeKind.ALL_REDUCE else f"{kind} check of"
 
 
 def record_probe_result(transition: Transition, node: str, report: ProbeFinished) -> ProbeOutcome | None:
     """Record one node's result, and return the outcome once it is certain.
 
-    A node may fail because it waited for another that could not run the probe and reports this later. A failure
-    therefore blames the nodes only once every node has reported.
+    A node may fail because it waited for another that could not run the probe and reports this later, so a failure
+    blames the nodes only once every node has reported.
     """
     probe = transition.state.probes.get(report.probe)
     if probe is None or node not in probe.nodes:
@@ -99,10 +93,11 @@ def record_probe_result(transition: Transition, node: str, report: ProbeFinished
     slow = _describe_slow_link(transition, probe, report)
     unable = not (report.ok or report.started or report.wrong_result)
     how = "passed" if report.ok and not slow else f"failed: {slow or report.detail}"
-    how = f"could not run the probe: {report.detail}" if unable else how
+    if unable:
+        how = f"could not run the probe: {report.detail}"
     sentence = f"{report.probe}: {node} {how}"
     transition.audit("probe.result", sentence, node=node, trace=probe.trace, data=rows)
-    _append_probe_history(transition, node, sentence, rows)
+    transition.append_history(node, HistoryKind.PROBE, sentence, rows)
     if report.ok and not slow:
         probe.passed.add(node)
     else:
@@ -129,11 +124,6 @@ def _describe_slow_link(transition: Transition, probe: Probe, report: ProbeFinis
     return f"slow, {rate / 1e9:.3f} GB/s of {least / 1e9:g} at {size} bytes" if rate < least else ""
 
 
-def _append_probe_history(transition: Transition, node: str, sentence: str, rows: dict[str, str]) -> None:
-    records.append_history(transition.state.nodes[node], transition.now, records.HistoryKind.PROBE, sentence, rows)
-    transition.mark_node_changed(node)
-
-
 def time_out_probe(transition: Transition, probe_id: str) -> ProbeOutcome | None:
     """At a probe's deadline, return the outcome that names the nodes without an answer; None if the probe has ended."""
     probe = transition.state.probes.get(probe_id)
@@ -144,7 +134,7 @@ def time_out_probe(transition: Transition, probe_id: str) -> ProbeOutcome | None
     sentence = f"{probe_id}: no result from {mute} within {transition.policy.probe_timeout_s:g} s"
     transition.audit("probe.overdue", sentence, node=probe.tested_node, trace=probe.trace)
     for node in probe.nodes:
-        _append_probe_history(transition, node, sentence, {})
+        transition.append_history(node, HistoryKind.PROBE, sentence)
     return ProbeOutcome(probe_id=probe_id, probe=probe, failure=sentence, timed_out=True)
 
 
@@ -152,16 +142,12 @@ def time_out_probe(transition: Transition, probe_id: str) -> ProbeOutcome | None
 
 
 def is_known_good(state: FleetState, record: NodeRecord) -> bool:
-    """Return whether a node can serve as reference for others: healthy, connected, without critical findings and not
-    under suspicion."""
-    if (
-        record.state is not NodeState.HEALTHY
-        or not record.liveness.reachable
-        or state.node_runtime[record.node].disconnected_at is not None
-    ):
+    """Return whether a node can serve as reference: healthy, connected, no critical finding, not suspected."""
+    if record.state is not NodeState.HEALTHY or not record.liveness.reachable:
         return False
-    findings = record.all_findings()
-    if any(finding.severity is Severity.CRITICAL for finding in findings) or record.health.undecided_findings:
+    if state.node_runtime[record.node].disconnected_at is not None or record.health.undecided_findings:
+        return False
+    if any(finding.severity is Severity.CRITICAL for finding in record.all_findings()):
         return False
     return not any(record.node in case.suspects for case in state.blame_cases.values())
 
@@ -171,8 +157,8 @@ def find_partner(
 ) -> tuple[str | None, bool]:
     """Return a node known to be good for a probe with ``node``, and whether all candidates are busy in probes.
 
-    The search prefers another rack to the node's own and idle nodes to busy ones, and changes with each ``attempt``. It
-    compares few nodes where many are good. If none is free it scans the fleet, but not again for each waiting node.
+    The search prefers another rack and idle nodes, and changes with each ``attempt``. It compares few nodes where many
+    are good. If none is free it scans the fleet, but not again for each waiting node.
     """
     state = transition.state
     if transition.now < state.no_partner_until:
@@ -204,9 +190,8 @@ def find_partner(
 
 # Blame isolation
 #
-# Where a first probe accuses two nodes, each suspect is tried separately against a known reference. After a failed
-# pair, each is probed with another partner known to be good, never with another suspect. After differing digests, each
-# does work with a known result.
+# Each suspect is tried separately against a known reference: after a failed pair with another partner known to be good,
+# after differing digests by work with a known result.
 
 MAX_TRIES = 3
 """Number of probes per suspect, because a partner may fail during one."""
@@ -227,8 +212,7 @@ def open_blame_case(
 ) -> BlameCase | None:
     """Open a case on the nodes of ``findings``; return None if one of them is in a case already.
 
-    The caller handles the ``case`` deadline and the results of the probes. ``incapable_partner`` names a node that
-    could not run such a probe.
+    ``incapable_partner`` names a node that could not run such a probe.
     """
     if any(is_suspect(transition, node) for node in findings):
         return None
@@ -263,16 +247,13 @@ def retry_blame_case(transition: Transition, case_id: str) -> BlameCase | None:
     for node in _open_suspects(case):
         if transition.now >= case.due:
             case.inconclusive[node] = f"{node} was not probed in time"
-        elif not any(
-            probe.case_id == case_id and probe.tested_node == node for probe in transition.state.probes.values()
-        ):
+        elif (case_id, node) not in ((one.case_id, one.tested_node) for one in transition.state.probes.values()):
             _probe_suspect(transition, case_id, case, node)
     return case
 
 
 def record_blame_outcome(transition: Transition, outcome: ProbeOutcome) -> BlameCase | None:
-    """Record the end of a suspect's probe. If the partner was incapable or fell ill, the probe is repeated with another
-    one."""
+    """Record the end of a suspect's probe, which is repeated if the partner was incapable or fell ill."""
     case, node = transition.state.blame_cases.get(outcome.probe.case_id), outcome.probe.tested_node
     if case is None or node is None or node not in _open_suspects(case):
         return None
@@ -304,9 +285,8 @@ def is_settled(case: BlameCase) -> bool:
 
 def close_blame_case(transition: Transition, case: BlameCase) -> None:
     """Close the case, so that its suspects may be partners again."""
-    transition.state.blame_cases = {
-        name: other for name, other in transition.state.blame_cases.items() if other is not case
-    }
+    cases = transition.state.blame_cases.items()
+    transition.state.blame_cases = {name: other for name, other in cases if other is not case}
 
 
 def _open_suspects(case: BlameCase) -> list[str]:

@@ -23,37 +23,27 @@ from everstep_controller.core.health.outbreaks import (
     signature,
 )
 from everstep_controller.core.health.quarantine import begin_probation, begin_quarantine
-from everstep_controller.core.jobs.membership import (
-    is_computing,
-    is_seated,
-    jobs_seated_on,
-    min_roster_nodes,
-    next_seats,
-    seats_of,
-)
+from everstep_controller.core.jobs.membership import is_computing, jobs_seated_on, next_seats
 from everstep_controller.core.policy import VerdictRule
-from everstep_controller.core.records import Eviction, JobRecord, UndecidedReason
+from everstep_controller.core.records import Eviction, JobRecord, ReadmissionPlan, UndecidedReason
 from everstep_controller.core.state import DeadlineKind, FleetState, ScopeKind
 from everstep_controller.core.transition import Transition, defer_judgement
 
 # Budget: the number of nodes that the controller may evict within one window, from the fleet, a rack or a job.
 #
-# The fleet's budget latches: more evictions suggest a pattern that a person should look at first. The budgets of racks
-# and jobs limit the cost of one coincidence; further evictions wait until the window has passed. Operators' evictions
-# neither need nor use a budget.
+# The fleet's budget latches: more evictions suggest a pattern that a person should look at first. Beyond the budgets of
+# racks and jobs, evictions wait until the window has passed. Operators' evictions neither need nor use a budget.
 
 
 class EvictionScope(msgspec.Struct, frozen=True, kw_only=True):
     """Eviction budget of the fleet, of one rack or of one job."""
 
     kind: ScopeKind
-    """The fleet, a rack or a job."""
     name: str
     """Name of the rack or job; empty for the fleet."""
     limit: int
     """Evictions allowed in a window."""
     used: int
-    """Evictions in the current window."""
     node_count: int
     """Number of nodes to which the share applies."""
     next_free_at: float = 0.0
@@ -76,11 +66,9 @@ class EvictionBudget(msgspec.Struct, frozen=True, kw_only=True):
     """State of the eviction budgets at one moment."""
 
     window_s: float
-    """Seconds of the window."""
     breaker_reason: str
     """Reason for the latched breaker; empty while evictions are allowed."""
     breaker_tripped_at: float
-    """Time at which the breaker latched."""
     scopes: tuple[EvictionScope, ...]
     """The fleet, and every rack and job with evictions in the window."""
 
@@ -144,7 +132,7 @@ def job_scope(state: FleetState, job: str, now: float) -> EvictionScope:
     """Return a job's budget. Its share applies to the nodes that the job has and those that it lost to evictions."""
     policy, record = state.policy, state.jobs.get(job)
     used = [eviction for eviction in recent_evictions(state, now) if job in eviction.jobs]
-    of = len(seats_of(record.generation)) + len(used) if record is not None else 0
+    of = len(record.seats) + len(used) if record is not None else 0
     return _scope(state, ScopeKind.JOB, job, policy.eviction_job_count, policy.eviction_job_share, of, used)
 
 
@@ -175,53 +163,40 @@ DEFERRAL_RECHECK_S = 5.0
 def evict(transition: Transition, node: str, finding: Finding, sentence: str) -> bool:
     """Quarantine a serving node if the budgets and its jobs' minima allow, and record the verdict.
 
-    A node that computed wrongly stays out until an operator readmits it, because no sensor sees it heal. The caller
-    regroups the jobs that have seats on the node.
+    The caller regroups the jobs that have seats on the node.
     """
     trace = finding.trace or transition.trace
     if (deferral := find_deferral(transition, node, finding)) is not None:
         if _defer(transition, node, finding, deferral.scope):
-            words = f"{sentence}; not evicted: {deferral.reason}"
+            words, action = f"{sentence}; not evicted: {deferral.reason}", finding.action
             transition.add_verdict(
-                node, Decision.DEFER_EVICTION, words, action=finding.action, evidence=(finding,), trace=trace
+                node, Decision.DEFER_EVICTION, words, action=action, evidence=(finding,), trace=trace
             )
         return False
     record = transition.state.nodes[node]
     drop_deferral(transition, node)
-    _record_eviction(transition, node)
+    state = transition.state
+    jobs = tuple(job.job for job in jobs_seated_on(state, node) if job.is_running)
+    rack = record.identity.domain.rack
+    eviction = Eviction(evicted_at=transition.now, node=node, rack=rack, jobs=jobs)
+    state.fleet.recent_evictions = [*recent_evictions(state, transition.now), eviction]
+    transition.mark_fleet_changed()
     words = f"{sentence}; evicted"
     if finding.kind in NOT_SELF_CLEARING:
         words += ", until an operator readmits it or the hardware is replaced"
     record.quarantine.needs_operator = False
-    begin_quarantine(transition, node, words, (finding,), action=_required_action(finding))
+    action = Action.strongest(Action.DRAIN if finding.action is Action.NONE else finding.action)
+    begin_quarantine(transition, node, words, (finding,), action=action)
     if record.quarantine.plan is not None:
         record.quarantine.plan.evicted_at = transition.now
     record.history.eviction_times = [*record.history.eviction_times[1 - MAX_EVICTION_TIMES :], transition.now]
-    transition.add_verdict(
-        node, Decision.EVICT, words, action=record.quarantine.required_action, evidence=(finding,), trace=trace
-    )
+    action = record.quarantine.required_action
+    transition.add_verdict(node, Decision.EVICT, words, action=action, evidence=(finding,), trace=trace)
     return True
 
 
-def _required_action(finding: Finding) -> Action:
-    return Action.strongest(Action.DRAIN if finding.action is Action.NONE else finding.action)
-
-
-def _record_eviction(transition: Transition, node: str) -> None:
-    state, rack = transition.state, transition.state.nodes[node].identity.domain.rack
-    jobs = tuple(job.job for job in jobs_seated_on(state, node) if job.is_running)
-    state.fleet.recent_evictions = [
-        *recent_evictions(state, transition.now),
-        Eviction(evicted_at=transition.now, node=node, rack=rack, jobs=jobs),
-    ]
-    transition.mark_fleet_changed()
-
-
 def is_serving(transition: Transition, node: str) -> bool:
-    """Return whether the node counts as evictable.
-
-    This includes a node on probation that kept its seat because it was only held: a job computes on it.
-    """
+    """Return whether the node counts as evictable: in service, or on probation while a job computes on it."""
     state = transition.state.nodes[node].state
     if state is NodeState.PROBATION:
         return is_computing(transition.state, node)
@@ -235,17 +210,14 @@ class Deferral(NamedTuple):
     """A reason not to evict a node now."""
 
     scope: str
-    """Scope that defers the eviction."""
     reason: str
-    """The reason, as a phrase."""
 
 
 def find_deferral(transition: Transition, node: str, finding: Finding) -> Deferral | None:
     """Return what defers the eviction for ``finding``; None if it may happen.
 
-    Racks, jobs and minima come before the fleet's budget, because what they defer does not use that budget. An eviction
-    beyond the fleet's budget latches the breaker, unless other nodes show the same finding: that may be an outbreak,
-    which needs no person.
+    Racks, jobs and minima come first, because what they defer does not use the fleet's budget. An eviction beyond that
+    budget latches the breaker, unless other nodes show the finding: that may be an outbreak, which needs no person.
     """
     state = transition.state
     if state.fleet.breaker_reason:
@@ -314,7 +286,7 @@ def find_job_short_of_nodes(state: FleetState, node: str) -> str:
 
 
 def _below_minimum(state: FleetState, job: JobRecord, node: str) -> str:
-    left, least = len(next_seats(state, job, without={node})), min_roster_nodes(job)
+    left, least = len(next_seats(state, job, without={node})), job.min_seats
     return f"job {job.job} needs {least} nodes and {left} would be left" if left < least else ""
 
 
@@ -361,8 +333,7 @@ def reset_breaker(transition: Transition) -> None:
 
 
 def uncount_eviction(transition: Transition, node: str, at: float) -> None:
-    """Remove the node's eviction at time ``at`` from the budgets. Reset a breaker that would not have latched without
-    it."""
+    """Remove the node's eviction at ``at`` from the budgets; reset a breaker that would not have latched without it."""
     fleet = transition.state.fleet
     counted = [one for one in fleet.recent_evictions if (one.node, one.evicted_at) != (node, at)]
     if len(counted) == len(fleet.recent_evictions):
@@ -371,10 +342,8 @@ def uncount_eviction(transition: Transition, node: str, at: float) -> None:
     transition.mark_fleet_changed()
     if fleet.breaker_reason and fleet_scope(transition.state, fleet.breaker_tripped_at).remaining:
         _reset_breaker(transition)
-        sentence = (
-            f"the breaker is reset: the eviction that tripped it is within the budget, because the eviction of {node} "
-            "was rolled back"
-        )
+        sentence = "the breaker is reset: the eviction that tripped it is within the budget, because the eviction of "
+        sentence += f"{node} was rolled back"
         transition.audit("fleet.breaker_reset", sentence)
 
 
@@ -384,9 +353,8 @@ def drop_rolled_back_deferral(transition: Transition, node: str) -> None:
     drop_deferral(transition, node)
     if fleet.breaker_reason and fleet.breaker_tripped_by == held:
         _reset_breaker(transition)
-        transition.audit(
-            "fleet.breaker_reset", f"the breaker is reset: {node}, which tripped it, no longer needs to be evicted"
-        )
+        sentence = f"the breaker is reset: {node}, which tripped it, no longer needs to be evicted"
+        transition.audit("fleet.breaker_reset", sentence)
 
 
 def _reset_breaker(transition: Transition) -> None:
@@ -411,17 +379,13 @@ def pop_freed_scopes(transition: Transition) -> list[str]:
         transition.freed_scopes[ScopeKind.NEEDED.scope(job)] = None
     for job in jobs:
         scope = ScopeKind.JOB.scope(job)
-        if _has_left_job(transition.state, job, transition.state.deferred_evictions.get(scope, ())):
-            transition.freed_scopes[scope] = None
+        record = transition.state.jobs[job]
+        for node in transition.state.deferred_evictions.get(scope, ()):
+            if not record.is_running or not record.is_seated(node):
+                transition.freed_scopes[scope] = None
     freed = [scope for scope in transition.freed_scopes if scope in transition.state.deferred_evictions]
     transition.freed_scopes.clear()
     return freed
-
-
-def _has_left_job(state: FleetState, name: str, nodes: Iterable[str]) -> bool:
-    """Return whether a node whose eviction the job's budget defers has left the job."""
-    job = state.jobs[name]
-    return any(not job.is_running or not is_seated(job, node) for node in nodes)
 
 
 def _jobs_that_may_spare(transition: Transition, nodes: Iterable[str], jobs: Iterable[str]) -> list[str]:
@@ -436,11 +400,10 @@ def _jobs_that_may_spare(transition: Transition, nodes: Iterable[str], jobs: Ite
 
 def restore_deferral(state: FleetState, node: str) -> None:
     """Restore the deferral of a stored record."""
-    record = state.nodes[node]
-    if record.health.deferred_eviction_key:
-        state.deferred_evictions.setdefault(record.health.eviction_deferred_by or ScopeKind.DATABASE.scope(), {})[
-            node
-        ] = None
+    health = state.nodes[node].health
+    if health.deferred_eviction_key:
+        scope = health.eviction_deferred_by or ScopeKind.DATABASE.scope()
+        state.deferred_evictions.setdefault(scope, {})[node] = None
 
 
 def schedule_deferral_checks(transition: Transition) -> None:
@@ -452,16 +415,14 @@ def schedule_deferral_checks(transition: Transition) -> None:
 
 # Rollback
 #
-# An eviction that happened before an outbreak was recognised is rolled back entirely: its place in the budgets, its
-# weight among offences and its ladder step. The same holds for the quarantine of a node that had not served yet. The
-# node serves again after probation, since its jobs have continued without it.
+# An eviction, or a quarantine before service, that came before an outbreak was recognised is rolled back entirely: its
+# place in the budgets, its weight among offences and its ladder step. The node serves again after probation.
 
 
 def spare_if_correlated(
     transition: Transition, rule: VerdictRule, node: str, finding: Finding, *, is_new: bool = True
 ) -> str:
-    """Return why the finding belongs to an outbreak, or "" if it does not. Roll back nodes that were evicted before the
-    outbreak was known.
+    """Return why the finding belongs to an outbreak ("" if not), after a rollback of nodes that were evicted for it.
 
     ``is_new`` is false if a standing finding is only judged again. A finding of an outbreak is judged later.
     """
@@ -497,16 +458,18 @@ def _roll_back(transition: Transition, rule: VerdictRule, node: str, name: str, 
         _defer_for_outbreak(transition, node, key, name, due)
     record.quarantine.causes = [key for key in record.quarantine.causes if key not in dropped]
     if not plan.cause_signatures:
-        _roll_back_eviction(transition, node, findings, f"{reason}, which points to a cause outside the nodes")
+        why = f"{reason}, which points to a cause outside the nodes"
+        _roll_back_eviction(transition, node, plan, findings, why)
 
 
-def _roll_back_eviction(transition: Transition, node: str, findings: list[Finding], reason: str) -> None:
-    state, record, plan = (transition.state, transition.state.nodes[node], transition.state.nodes[node].quarantine.plan)
-    at = plan.evicted_at if plan is not None else 0.0
+def _roll_back_eviction(
+    transition: Transition, node: str, plan: ReadmissionPlan, findings: list[Finding], reason: str
+) -> None:
+    state, record, at = transition.state, transition.state.nodes[node], plan.evicted_at
     uncount_eviction(transition, node, at)
     what = "eviction" if at in record.history.eviction_times else "quarantine"
     record.history.eviction_times = [one for one in record.history.eviction_times if one != at]
-    offences.withdraw_offence(transition, node, plan.offence_weight if plan is not None else 0.0, at)
+    offences.withdraw_offence(transition, node, plan.offence_weight, at)
     record.history.ladder_steps = {
         rule: kept for rule, steps in record.history.ladder_steps.items() if (kept := [s for s in steps if s[0] < at])
     }

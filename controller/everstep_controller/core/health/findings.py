@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 from everstep.vocabulary import Action, Decision, Finding, FindingKind, GenerationReason, Mode, NodeState, Severity
 from everstep.wire.v1.agent import MAX_FINDINGS
-from everstep_controller.core import records
 from everstep_controller.core.effects import RecordFindingCleared, RecordFindingRaised
 from everstep_controller.core.health import diagnostics
 from everstep_controller.core.health.eviction import (
@@ -24,6 +23,7 @@ from everstep_controller.core.health.outbreaks import (
     describe_rule,
     due_action,
     mark_cleared,
+    record_ladder_step,
     rollback_possible_until,
     wait_for_outbreak_end,
 )
@@ -31,16 +31,16 @@ from everstep_controller.core.health.quarantine import add_cause, begin_diagnost
 from everstep_controller.core.jobs import losses
 from everstep_controller.core.jobs.generations import RegroupCause
 from everstep_controller.core.policy import (
+    SEVERITY_RANK,
     BlameIsolationMethod,
     CountingScope,
     VerdictRule,
-    append_ladder_step,
     append_report,
     count_bad_reports,
     describe_action,
     was_step_taken,
 )
-from everstep_controller.core.records import DiagnosticsStatus, NodeRecord, UndecidedReason
+from everstep_controller.core.records import DiagnosticsStatus, HistoryKind, NodeRecord, UndecidedReason
 from everstep_controller.core.state import FindingBurst
 from everstep_controller.core.transition import Transition, defer_judgement
 
@@ -51,31 +51,22 @@ MAX_COUNTED_FINDINGS = 64
 def judge_finding(
     transition: Transition, node: str, finding: Finding, *, is_logged: bool = True, stood_before: bool = False
 ) -> None:
-    """Judge a finding of a node.
-
-    ``is_logged`` is false for a flapping kind, whose advice is not worth a log entry. ``stood_before`` means that the
-    finding is a repeat.
-    """
+    """Judge a finding; a repeat if it ``stood_before``. Advice on a flapping kind is not ``is_logged``."""
     record, rule = transition.state.nodes[node], transition.policy.rules.rule_for(finding)
     if rule.already_handled and stood_before:
         return
     count = count_report(record, rule, finding, transition.now, bad=True) if rule.n_of_m[1] > 1 else 1
     if stood_before and rule.n_of_m[0] == 1:
         return
-    if (
-        (rule.already_handled and rule.n_of_m[0] == 1)
-        or not rule.counts_against_node(finding)
-        or count < rule.n_of_m[0]
-    ):
+    due = record.identity.booted_at + rule.boot_grace_s
+    is_handled = rule.already_handled and rule.n_of_m[0] == 1
+    if is_handled or not rule.counts_against_node(finding) or count < rule.n_of_m[0]:
         if is_logged and not stood_before:
             _advise(transition, node, finding, rule)
-        return
-    if transition.now < record.identity.booted_at + rule.boot_grace_s:
-        defer_judgement(
-            transition, node, finding.key, UndecidedReason.BOOT_GRACE, record.identity.booted_at + rule.boot_grace_s
-        )
-        return
-    judge_by_rule(transition, node, finding, rule, is_logged=is_logged)
+    elif transition.now < due:
+        defer_judgement(transition, node, finding.key, UndecidedReason.BOOT_GRACE, due)
+    else:
+        judge_by_rule(transition, node, finding, is_logged=is_logged)
 
 
 def count_report(record: NodeRecord, rule: VerdictRule, finding: Finding, now: float, *, bad: bool) -> int:
@@ -88,24 +79,15 @@ def count_report(record: NodeRecord, rule: VerdictRule, finding: Finding, now: f
     return count_bad_reports(reports)
 
 
-def judge_after_isolation(transition: Transition, node: str, finding: Finding, proof: str) -> None:
-    """Judge a finding after its blame isolation, whose result is ``proof``."""
-    judge_by_rule(transition, node, finding, transition.policy.rules.rule_for(finding), is_logged=True, proof=proof)
-
-
 def judge_by_rule(
-    transition: Transition,
-    node: str,
-    finding: Finding,
-    rule: VerdictRule,
-    *,
-    is_logged: bool,
-    proof: str = "",
-    is_new: bool = True,
+    transition: Transition, node: str, finding: Finding, *, is_logged: bool = True, proof: str = "", is_new: bool = True
 ) -> None:
-    """Judge a finding by mode, outbreak, ladder and budget. ``is_new`` is false for a finding that an outbreak
-    spared."""
-    record, mode = transition.state.nodes[node], rule.effective_mode(finding)
+    """Judge a finding by mode, outbreak, ladder and budget.
+
+    ``proof`` is the result of a blame isolation. ``is_new`` is false for a finding that an outbreak spared.
+    """
+    record, rule = transition.state.nodes[node], transition.policy.rules.rule_for(finding)
+    mode = rule.effective_mode(finding)
     if mode is Mode.OBSERVE:
         return
     if record.state is NodeState.QUARANTINED:
@@ -113,21 +95,14 @@ def judge_by_rule(
             add_cause(transition, node, finding)
         return
     if not is_serving(transition, node) and not (mode is Mode.RECOMMEND and record.state is NodeState.LOST):
-        if (
-            mode is Mode.ENFORCE
-            and is_logged
-            and (record.scheduling.hold_reason or record.scheduling.external_cordon_by)
-        ):
+        if mode is not Mode.ENFORCE:
+            return
+        if is_logged and (record.scheduling.hold_reason or record.scheduling.external_cordon_by):
             _recommend_to_holder(transition, node, finding, rule)
-        on_its_way = (
-            mode is Mode.ENFORCE and record.state is NodeState.PROBATION
-        )  # a node on probation that is not spared is judged by ``_judge_blocking``
-        if on_its_way and (why := spare_if_correlated(transition, rule, node, finding, is_new=is_new)) and is_logged:
-            record_spared_verdict(transition, node, finding, rule, why)
+        if record.state is NodeState.PROBATION:  # if it is not spared, ``_judge_blocking`` judges it
+            _is_spared(transition, node, finding, rule, is_new=is_new, is_logged=is_logged)
         return
-    if why := spare_if_correlated(transition, rule, node, finding, is_new=is_new):
-        if is_logged:
-            record_spared_verdict(transition, node, finding, rule, why)
+    if _is_spared(transition, node, finding, rule, is_new=is_new, is_logged=is_logged):
         return
     ladder_action = due_action(record, rule, finding, transition.now)
     if mode is Mode.RECOMMEND:
@@ -140,9 +115,21 @@ def judge_by_rule(
         evict_for(transition, node, finding, proof)
 
 
-def record_spared_verdict(transition: Transition, node: str, finding: Finding, rule: VerdictRule, reason: str) -> None:
-    words = f"{node}: {finding.message}; not evicted: {reason} (a cause outside the nodes)"
-    _add_verdict(transition, node, Decision.CORRELATED, words, finding)
+def _is_spared(
+    transition: Transition,
+    node: str,
+    finding: Finding,
+    rule: VerdictRule,
+    *,
+    is_new: bool = True,
+    is_logged: bool = True,
+) -> bool:
+    """Return whether an outbreak spares the node, after a verdict that says so."""
+    why = spare_if_correlated(transition, rule, node, finding, is_new=is_new)
+    if why and is_logged:
+        words = f"{node}: {finding.message}; not evicted: {why} (a cause outside the nodes)"
+        _add_verdict(transition, node, Decision.CORRELATED, words, finding)
+    return bool(why)
 
 
 def _is_spared_in_quarantine(
@@ -150,8 +137,7 @@ def _is_spared_in_quarantine(
 ) -> bool:
     """Return whether a quarantined node's finding belongs to an outbreak instead of being a further cause.
 
-    It counts as a sighting only on a node that was just evicted, since one fault raises several findings. Findings of a
-    node that was ill before say nothing about others.
+    It counts as a sighting only on a node that was just evicted, since one fault raises several findings.
     """
     record = transition.state.nodes[node]
     if transition.now < rollback_possible_until(record) and rule.blame_isolation is BlameIsolationMethod.NONE:
@@ -168,9 +154,8 @@ def _recommend(
 ) -> None:
     """Recommend a ladder step that a person carries out."""
     record = transition.state.nodes[node]
-    steps = record.history.ladder_steps.get(rule.id, [])
-    said = was_step_taken(steps, rule, action, transition.now)
-    record.history.ladder_steps[rule.id] = append_ladder_step(steps, rule, action, transition.now)
+    said = was_step_taken(record.history.ladder_steps.get(rule.id, []), rule, action, transition.now)
+    record_ladder_step(record, rule, action, transition.now)
     transition.mark_node_changed(node)
     if is_logged and not said:
         words = (
@@ -183,33 +168,24 @@ def _recommend(
 def _restart_ranks(transition: Transition, node: str, finding: Finding, rule: VerdictRule, *, is_logged: bool) -> None:
     """Restart ranks of the node within the caps. A node that has used up its own restarts is due for the next step."""
     record, ladder_action = transition.state.nodes[node], Action.RESTART_RANK
-    steps = record.history.ladder_steps.get(rule.id, [])
-    again = was_step_taken(steps, rule, ladder_action, transition.now)
+    again = was_step_taken(record.history.ladder_steps.get(rule.id, []), rule, ladder_action, transition.now)
     if transition.state.database_outage:
-        defer_judgement(
-            transition, node, finding.key, UndecidedReason.DATABASE_OUTAGE, transition.now + DEFERRAL_RECHECK_S
-        )
+        due = transition.now + DEFERRAL_RECHECK_S
+        defer_judgement(transition, node, finding.key, UndecidedReason.DATABASE_OUTAGE, due)
         return
     if not again and (why := losses.node_restart_cap(transition, node)) and rule.ladder[-1] is not ladder_action:
-        record.history.ladder_steps[rule.id] = append_ladder_step(
-            steps, rule, ladder_action, transition.now - rule.coalesce_s
-        )
+        record_ladder_step(record, rule, ladder_action, transition.now - rule.coalesce_s)
         evict_for(transition, node, finding, f"{finding.message}; {why}")
         return
     if not again and (cap := losses.fleet_restart_cap(transition))[0]:
         defer_judgement(transition, node, finding.key, UndecidedReason.RESTART_CAP, cap[1])
         if is_logged:
-            _add_verdict(
-                transition,
-                node,
-                Decision.RECOMMEND,
-                f"{finding.message}; the restart of ranks on {node} is postponed: {cap[0]}",
-                finding,
-            )
+            words = f"{finding.message}; the restart of ranks on {node} is postponed: {cap[0]}"
+            _add_verdict(transition, node, Decision.RECOMMEND, words, finding)
         return
     target = losses.find_restart_target(transition, node, finding, rule)
     words = f"{node}: {finding.message} ({describe_rule(rule, record, finding, ladder_action)})"
-    record.history.ladder_steps[rule.id] = append_ladder_step(steps, rule, ladder_action, transition.now)
+    record_ladder_step(record, rule, ladder_action, transition.now)
     transition.mark_node_changed(node)
     if target is not None and target.members:
         words = f"{words}; {target.describe()} is restarted"
@@ -255,10 +231,7 @@ def _add_verdict(
 
 
 def evict_for(transition: Transition, node: str, finding: Finding, proof: str = "") -> bool:
-    """Evict the node if allowed. Its jobs leave it at the next boundary, except after wrong results.
-
-    ``proof`` is the result of a blame isolation.
-    """
+    """Evict the node if allowed. Its jobs leave it at the next boundary, except after wrong results."""
     record, rule = transition.state.nodes[node], transition.policy.rules.rule_for(finding)
     ladder_action = due_action(record, rule, finding, transition.now)
     sentence = f"{node}: {proof or finding.message} ({describe_rule(rule, record, finding, ladder_action)})"
@@ -281,13 +254,8 @@ def _open_pair_case(transition: Transition, node: str, finding: Finding) -> None
     if peer != node and peer in transition.state.nodes and is_serving(transition, peer):
         found[peer] = finding
     if diagnostics.open_blame_case(transition, BlameIsolationMethod.PAIR, found, f"{finding.message} ({node})") is None:
-        defer_judgement(
-            transition,
-            node,
-            finding.key,
-            UndecidedReason.BLAME_ISOLATION,
-            transition.now + transition.policy.probe_timeout_s,
-        )
+        due = transition.now + transition.policy.probe_timeout_s
+        defer_judgement(transition, node, finding.key, UndecidedReason.BLAME_ISOLATION, due)
     else:
         transition.state.nodes[node].health.undecided_findings[finding.key] = UndecidedReason.BLAME_ISOLATION
 
@@ -301,21 +269,16 @@ def record_finding(transition: Transition, node: str, finding: Finding) -> None:
     if finding.since:
         data["seen_at"] = f"{finding.since:.6f}"
     trace = finding.trace or transition.trace
-    sentence = f"{finding.message} ({node}){_describe_burst(transition, node, finding)}"
+    count = transition.state.node_runtime[node].finding_bursts[_burst_key(finding)].count
+    burst = f"; number {count} of a burst of {finding.kind}" if count > transition.policy.finding_burst_count else ""
+    sentence = f"{finding.message} ({node}){burst}"
     transition.audit("finding", sentence, node=node, trace=trace, data=data)
     transition.emit(RecordFindingRaised(node, finding, transition.now))
-    records.append_history(
-        transition.state.nodes[node],
-        transition.now,
-        records.HistoryKind.FINDING,
-        finding.message,
-        data | dict(finding.evidence),
-    )
+    transition.append_history(node, HistoryKind.FINDING, finding.message, data | dict(finding.evidence))
 
 
 def should_record(transition: Transition, node: str, finding: Finding, *, raised: bool) -> bool:
-    """Return whether a finding is logged. A flapping kind is logged at the 16th, 32nd, ... time, separately per
-    severity."""
+    """Return whether a finding is logged. A flapping kind is logged at the 16th, 32nd, ... time, per severity."""
     bursts = transition.state.node_runtime[node].finding_bursts
     burst = bursts.setdefault(_burst_key(finding), FindingBurst())
     if transition.now - burst.last_at > transition.policy.finding_quiet_s:
@@ -327,14 +290,6 @@ def should_record(transition: Transition, node: str, finding: Finding, *, raised
 
 def _burst_key(finding: Finding) -> str:
     return f"{finding.kind}/{finding.severity}"
-
-
-def _describe_burst(transition: Transition, node: str, finding: Finding) -> str:
-    count = transition.state.node_runtime[node].finding_bursts[_burst_key(finding)].count
-    return f"; number {count} of a burst of {finding.kind}" if count > transition.policy.finding_burst_count else ""
-
-
-_SEVERITY_RANK = {severity: gravity for gravity, severity in enumerate(Severity)}
 
 
 # Agent findings
@@ -368,8 +323,7 @@ def add_agent_finding(transition: Transition, node: str, finding: Finding) -> No
 
 
 def _drop_mildest(record: NodeRecord) -> None:
-    """Drop findings beyond MAX_FINDINGS: mildest first, then oldest. Findings that keep the node out, or would, go
-    last."""
+    """Drop findings beyond MAX_FINDINGS: mildest first, then oldest, and those that keep the node out last."""
     excess = len(record.health.agent_findings) - MAX_FINDINGS
     if excess <= 0:
         return
@@ -379,9 +333,8 @@ def _drop_mildest(record: NodeRecord) -> None:
 
 
 def _retention_key(record: NodeRecord, key: str) -> tuple[bool, int]:
-    return key in record.quarantine.causes or key == record.health.deferred_eviction_key, _SEVERITY_RANK[
-        record.health.agent_findings[key].severity
-    ]
+    is_kept = key in record.quarantine.causes or key == record.health.deferred_eviction_key
+    return is_kept, SEVERITY_RANK[record.health.agent_findings[key].severity]
 
 
 def clear_agent_finding(transition: Transition, node: str, key: str) -> None:
@@ -408,7 +361,7 @@ def _handle_cleared(transition: Transition, node: str, finding: Finding, reason:
     if rule.n_of_m[1] > 1:
         count_report(record, rule, finding, transition.now, bad=False)
     if should_record(transition, node, finding, raised=False):
-        records.append_history(record, transition.now, records.HistoryKind.CLEARED, finding.key)
+        transition.append_history(node, HistoryKind.CLEARED, finding.key)
         transition.audit("finding.cleared", reason or f"{finding.key} on {node} has cleared", node=node)
         transition.emit(RecordFindingCleared(node, finding.key, transition.now))
 
@@ -425,18 +378,14 @@ def _recheck_node(transition: Transition, node: str) -> None:
 def _judge_blocking(transition: Transition, node: str) -> None:
     """Judge findings against a node on probation.
 
-    A node on which a job computes is judged like a serving one. A budget, or its job, may then defer the eviction, and
-    the node stays on probation meanwhile.
+    A node on which a job computes is judged like a serving one, so its eviction may be deferred.
     """
     record = transition.state.nodes[node]
     for finding in blocking_findings(transition.state, record, transition.now):
-        rule = transition.policy.rules.rule_for(finding)
         if is_serving(transition, node):
             if not record.health.deferred_eviction_key:
-                judge_by_rule(transition, node, finding, rule, is_logged=True)
-        elif why := spare_if_correlated(transition, rule, node, finding):
-            record_spared_verdict(transition, node, finding, rule, why)
-        else:
+                judge_by_rule(transition, node, finding)
+        elif not _is_spared(transition, node, finding, transition.policy.rules.rule_for(finding)):
             drop_deferral(transition, node)
             quarantine_again(transition, node, finding, f"{node} cannot return to service: {finding.message}")
         if record.state is not NodeState.PROBATION:
@@ -444,8 +393,7 @@ def _judge_blocking(transition: Transition, node: str) -> None:
 
 
 def judge_returning_nodes(transition: Transition) -> None:
-    """Judge findings that stood when a node entered probation or was about to become healthy, and begin the diagnostics
-    of those that stay."""
+    """Judge what stood when a node entered or was about to leave probation; begin diagnostics of those that stay."""
     while transition.returning_nodes:
         node = next(iter(transition.returning_nodes))
         del transition.returning_nodes[node]
@@ -490,17 +438,14 @@ def _judge_if_new(
     )
     if not same:
         _drop_acceptance(transition.state.nodes[node], finding.key)
-    written = _is_news(previous, finding, same=same) and should_record(transition, node, finding, raised=True)
+    is_news = not same or (previous is not None and _happened_again(previous, finding))
+    written = is_news and should_record(transition, node, finding, raised=True)
     if written:
         record_finding(transition, node, finding)
     if proof:
-        judge_after_isolation(transition, node, finding, proof)
-    elif _is_news(previous, finding, same=same):
+        judge_by_rule(transition, node, finding, proof=proof)
+    elif is_news:
         judge_finding(transition, node, finding, is_logged=written, stood_before=same)
-
-
-def _is_news(previous: Finding | None, finding: Finding, *, same: bool) -> bool:
-    return not same or (previous is not None and _happened_again(previous, finding))
 
 
 def _happened_again(previous: Finding, finding: Finding) -> bool:
@@ -528,7 +473,7 @@ def recheck_undecided(transition: Transition, node: str) -> None:
         if transition.now < due:
             defer_judgement(transition, node, key, UndecidedReason.BOOT_GRACE, due)
         elif is_serving(transition, node) or record.state is NodeState.QUARANTINED:
-            judge_by_rule(transition, node, finding, rule, is_logged=False, is_new=why is not UndecidedReason.OUTBREAK)
+            judge_by_rule(transition, node, finding, is_logged=False, is_new=why is not UndecidedReason.OUTBREAK)
         elif why is UndecidedReason.OUTBREAK and belongs_to_outbreak(
             transition.state, rule, node, finding, transition.now
         ):

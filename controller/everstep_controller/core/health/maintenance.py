@@ -1,7 +1,4 @@
-"""Keep nodes out of service by order: an operator's hold, a maintenance window or another party's cordon.
-
-Nothing counts against such a node, and nothing is done to it. It comes back through probation.
-"""
+"""Keep nodes out of service by order: an operator's hold, a maintenance window or another party's cordon."""
 
 from __future__ import annotations
 
@@ -9,14 +6,20 @@ import msgspec
 
 from everstep.errors import Conflict, NotFound
 from everstep.vocabulary import GenerationReason, NodeState
-from everstep_controller.core import records
 from everstep_controller.core.events import OperatorCommand, SchedulerStateChanged
 from everstep_controller.core.health import node_state, remediation_ladder
 from everstep_controller.core.health.node_state import out_of_service_reason, set_state
 from everstep_controller.core.health.quarantine import begin_probation
 from everstep_controller.core.jobs.generations import RegroupCause, regroup, roster_at
-from everstep_controller.core.jobs.membership import is_computing, jobs_seated_on, min_roster_nodes
-from everstep_controller.core.records import IN_SERVICE, JobRecord, MaintenanceWindow, NodeRecord
+from everstep_controller.core.jobs.membership import is_computing, jobs_seated_on
+from everstep_controller.core.records import (
+    IN_SERVICE,
+    QUARANTINE_STATES,
+    HistoryKind,
+    JobRecord,
+    MaintenanceWindow,
+    NodeRecord,
+)
 from everstep_controller.core.state import FLEET, DeadlineKind, FleetState
 from everstep_controller.core.transition import Transition
 
@@ -24,7 +27,6 @@ MAX_WINDOWS = 1000
 """Maximum number of windows that are planned or under way."""
 RETRY_S = 1.0
 """Seconds between attempts to begin a due window during a database outage."""
-QUARANTINE_STATES = (NodeState.QUARANTINED, NodeState.REPAIR)
 
 
 # Holds
@@ -38,17 +40,15 @@ def hold_node(transition: Transition, node: str, sentence: str) -> None:
     record = transition.state.nodes[node]
     record.scheduling.hold_reason = sentence
     transition.mark_node_changed(node)
-    records.append_history(record, transition.now, records.HistoryKind.ACTION, sentence)
+    transition.append_history(node, HistoryKind.ACTION, sentence)
     if record.state in QUARANTINE_STATES:
         node_state.cordon(transition, node, sentence)  # no effect if the cordon still stands
     else:
         set_state(transition, node, NodeState.HELD, sentence)
-    if record.quarantine.plan is not None and record.quarantine.plan.pending_remediation_id:
-        action = record.quarantine.plan.ladder[record.quarantine.plan.ladder_step]
-        words = (
-            f"{action} of {node} ({record.quarantine.plan.pending_remediation_id}) was requested before and may still "
-            "be carried out"
-        )
+    plan = record.quarantine.plan
+    if plan is not None and plan.pending_remediation_id:
+        words = f"{plan.ladder[plan.ladder_step]} of {node} ({plan.pending_remediation_id}) was requested before and "
+        words += "may still be carried out"
         transition.audit("remediation.in_progress", words, node=node)
 
 
@@ -56,7 +56,7 @@ def release_hold(transition: Transition, node: str, sentence: str) -> None:
     """End the hold; other reasons may still keep the node out."""
     transition.state.nodes[node].scheduling.hold_reason = ""
     transition.mark_node_changed(node)
-    records.append_history(transition.state.nodes[node], transition.now, records.HistoryKind.ACTION, sentence)
+    transition.append_history(node, HistoryKind.ACTION, sentence)
     try_return_to_probation(transition, node, sentence)
 
 
@@ -85,21 +85,20 @@ def handle_scheduler_change(transition: Transition, event: SchedulerStateChanged
             set_state(transition, event.node, NodeState.HELD, sentence)
     else:
         sentence = f"{before} lifted the cordon of {event.node}"
-    records.append_history(record, transition.now, records.HistoryKind.ACTION, sentence)
+    transition.append_history(event.node, HistoryKind.ACTION, sentence)
     transition.audit("node.scheduler_changed", sentence, node=event.node)
     try_return_to_probation(transition, event.node, sentence)
 
 
 def _note_missing_cordon(transition: Transition, record: NodeRecord) -> None:
-    """Note that Everstep's cordon has vanished. It is not set again, since its removal may be intended; a hold or
-    another state sets it."""
+    """Note that Everstep's cordon has vanished. It is not set again, since its removal may be intended."""
     record.scheduling.cordon_id, record.scheduling.cordon_failed = "", False
     transition.mark_node_changed(record.node)
     sentence = (
         f"{record.node} is out of service ({record.state}), but Everstep's cordon is missing in the scheduler, which "
         "may give the node work; run `everstep node hold` to cordon it again, or `everstep node readmit` to return it"
     )
-    records.append_history(record, transition.now, records.HistoryKind.ACTION, sentence)
+    transition.append_history(record.node, HistoryKind.ACTION, sentence)
     transition.audit("node.uncordoned", sentence, node=record.node)
 
 
@@ -115,12 +114,8 @@ def try_return_to_probation(transition: Transition, node: str, reason: str) -> N
     elif record.liveness.reachable:
         begin_probation(transition, node, reason)
     else:
-        set_state(
-            transition,
-            node,
-            NodeState.LOST,
-            f"{reason}; the node is unreachable and returns once its agent reports again",
-        )
+        sentence = f"{reason}; the node is unreachable and returns once its agent reports again"
+        set_state(transition, node, NodeState.LOST, sentence)
 
 
 # Maintenance windows
@@ -128,30 +123,28 @@ def try_return_to_probation(transition: Transition, node: str, reason: str) -> N
 
 def check_maintenance(state: FleetState, command: OperatorCommand, now: float) -> None:
     """Raise NotFound or Conflict for a window that cannot be held."""
-    nodes = _nodes_of(state, command)
+    if command.node is not None:
+        nodes = {command.node}
+    else:
+        nodes = {n for n, one in state.nodes.items() if command.rack and one.identity.domain.rack == command.rack}
     if not nodes:
         raise NotFound(f"no node in rack {command.rack}: `everstep nodes` shows the racks")
     if command.until is None or command.until <= now:
         raise Conflict("a maintenance window needs an end in the future: give `until`, in seconds since the epoch")
     if command.starts_at is not None and command.starts_at > now:
-        _check_plan(state, command.starts_at, command.until)
+        if command.until <= command.starts_at:
+            raise Conflict("a maintenance window ends after it begins: give an `until` later than `starts_at`")
+        if len(state.fleet.maintenance_windows) >= MAX_WINDOWS:
+            raise Conflict(f"{MAX_WINDOWS} windows are planned already: cancel some, or plan whole racks")
         return
-    leaving = set(nodes)
-    jobs = {job.job: job for node in leaving for job in jobs_seated_on(state, node) if job.is_running}
+    jobs = {job.job: job for node in sorted(nodes) for job in jobs_seated_on(state, node) if job.is_running}
     for job in jobs.values():
-        left, least = len(roster_at(state, now, job, without=leaving)), min_roster_nodes(job)
+        left, least = len(roster_at(state, now, job, without=nodes)), job.min_seats
         if left < least:
             raise Conflict(
                 f"job {job.job} needs {least} nodes and {left} would be left: add nodes or stop the job first, "
                 "or take fewer nodes at a time"
             )
-
-
-def _check_plan(state: FleetState, starts_at: float, until: float) -> None:
-    if until <= starts_at:
-        raise Conflict("a maintenance window ends after it begins: give an `until` later than `starts_at`")
-    if len(state.fleet.maintenance_windows) >= MAX_WINDOWS:
-        raise Conflict(f"{MAX_WINDOWS} windows are planned already: cancel some, or plan whole racks")
 
 
 def check_cancel(state: FleetState, command: OperatorCommand) -> None:
@@ -173,14 +166,6 @@ def cancel_maintenance(transition: Transition, command: OperatorCommand) -> None
     fleet = transition.state.fleet
     fleet.maintenance_windows = [one for one in fleet.maintenance_windows if not _is_planned(one, command)]
     transition.mark_fleet_changed()
-
-
-def _nodes_of(state: FleetState, command: OperatorCommand) -> list[str]:
-    if command.node is not None:
-        return [command.node]
-    return [
-        node for node, record in state.nodes.items() if command.rack and record.identity.domain.rack == command.rack
-    ]
 
 
 def order_window(transition: Transition, command: OperatorCommand, sentence: str) -> None:
@@ -208,10 +193,7 @@ def resume_windows(transition: Transition) -> None:
 
 
 def begin_due_windows(transition: Transition) -> None:
-    """Begin windows whose time has come, unless they are over.
-
-    They wait during a database outage, because a successor would not know that they have begun.
-    """
+    """Begin windows whose time has come. They wait for the end of a database outage, so that a successor knows."""
     fleet = transition.state.fleet
     due = [one for one in fleet.maintenance_windows if 0.0 < one.starts_at <= transition.now]
     if not due:
@@ -224,17 +206,13 @@ def begin_due_windows(transition: Transition) -> None:
     transition.mark_fleet_changed()
     for window in begun:
         subject = window.node or f"rack {window.rack}"
-        transition.audit(
-            "maintenance.started", f"maintenance of {subject} begins, as planned", node=window.node or None
-        )
+        sentence = f"maintenance of {subject} begins, as planned"
+        transition.audit("maintenance.started", sentence, node=window.node or None)
     _begin_windows(transition, *begun)
 
 
 def _begin_windows(transition: Transition, *windows: MaintenanceWindow) -> None:
-    """Take the nodes of all windows out of their jobs at once, so that none takes another's place.
-
-    Until the end, neither messages nor silence count against these nodes.
-    """
+    """Take the nodes of all windows out of their jobs at once, so that none takes another's place."""
     entering = [
         (node, one) for one in windows for node, record in transition.state.nodes.items() if _covers(one, record)
     ]
@@ -263,9 +241,8 @@ def current_window(state: FleetState, record: NodeRecord, now: float) -> Mainten
 def _covers(window: MaintenanceWindow, record: NodeRecord) -> bool:
     if window.node:
         return window.node == record.node
-    return (
-        bool(window.rack) and window.rack == record.identity.domain.rack and record.node not in window.readmitted_early
-    )
+    in_rack = bool(window.rack) and window.rack == record.identity.domain.rack
+    return in_rack and record.node not in window.readmitted_early
 
 
 def enter_maintenance(transition: Transition, node: str, window: MaintenanceWindow) -> None:
@@ -274,20 +251,16 @@ def enter_maintenance(transition: Transition, node: str, window: MaintenanceWind
     record.scheduling.maintenance_until = max(record.scheduling.maintenance_until, window.until)
     transition.mark_node_changed(node)
     transition.schedule_treatment(record.scheduling.maintenance_until, node)
-    records.append_history(record, transition.now, records.HistoryKind.ACTION, window.sentence)
-    if record.state not in IN_SERVICE:
-        return
-    set_state(transition, node, NodeState.HELD, window.sentence)
+    transition.append_history(node, HistoryKind.ACTION, window.sentence)
+    if record.state in IN_SERVICE:
+        set_state(transition, node, NodeState.HELD, window.sentence)
 
 
 def _leave(transition: Transition, job: JobRecord, sentence: str) -> None:
     """Regroup the job at its next boundary without the nodes of the window."""
     if job.is_running:
-        regroup(
-            transition,
-            job,
-            RegroupCause(reason=GenerationReason.OPERATOR, sentence=sentence, trace=transition.trace, at_boundary=True),
-        )
+        cause = RegroupCause(GenerationReason.OPERATOR, sentence, transition.trace, at_boundary=True)
+        regroup(transition, job, cause)
 
 
 def end_if_due(transition: Transition, node: str) -> None:
@@ -295,35 +268,31 @@ def end_if_due(transition: Transition, node: str) -> None:
     record = transition.state.nodes[node]
     if not record.scheduling.maintenance_until or transition.now < record.scheduling.maintenance_until:
         return
-    if (
-        window := current_window(transition.state, record, transition.now)
-    ) is not None:  # the next window begins as this one ends
+    window = current_window(transition.state, record, transition.now)
+    if window is not None:  # the next window begins as this one ends
         enter_maintenance(transition, node, window)
         return
     record.scheduling.maintenance_until = 0.0
     transition.mark_node_changed(node)
-    if any(one.until <= transition.now for one in transition.state.fleet.maintenance_windows):
-        transition.state.fleet.maintenance_windows = [
-            one for one in transition.state.fleet.maintenance_windows if one.until > transition.now
-        ]
+    fleet = transition.state.fleet
+    if any(one.until <= transition.now for one in fleet.maintenance_windows):
+        fleet.maintenance_windows = [one for one in fleet.maintenance_windows if one.until > transition.now]
         transition.mark_fleet_changed()
     transition.audit("node.maintenance_ended", f"the maintenance window of {node} is over", node=node)
     try_return_to_probation(transition, node, f"the maintenance of {node} is over")
 
 
 def end_maintenance_early(transition: Transition, node: str) -> None:
-    """Take the node out of its current windows. A rack's window continues for other nodes, and planned windows
-    remain."""
+    """Take the node out of its current windows. A rack's window continues for others, and planned windows remain."""
     record, fleet = transition.state.nodes[node], transition.state.fleet
     record.scheduling.maintenance_until = 0.0
     transition.mark_node_changed(node)
     begun = [window for window in fleet.maintenance_windows if not window.starts_at and _covers(window, record)]
     if begun:
-        kept = (window for window in fleet.maintenance_windows if window not in begun or window.node != node)
-        fleet.maintenance_windows = [
-            msgspec.structs.replace(window, readmitted_early=(*window.readmitted_early, node))
-            if window in begun
-            else window
-            for window in kept
+        racks = [
+            msgspec.structs.replace(one, readmitted_early=(*one.readmitted_early, node)) if one in begun else one
+            for one in fleet.maintenance_windows
+            if one not in begun or one.node != node
         ]
+        fleet.maintenance_windows = racks
         transition.mark_fleet_changed()

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from everstep.vocabulary import Action, NodeState
-from everstep_controller.core import records
 from everstep_controller.core.effects import Remediation, RemediationKind
 from everstep_controller.core.health.offences import collect_evidence, suspect_gpus
-from everstep_controller.core.records import NodeRecord
+from everstep_controller.core.records import HistoryKind, NodeRecord
 from everstep_controller.core.transition import Transition
 
 CORDONED_STATES = (NodeState.QUARANTINED, NodeState.HELD, NodeState.REPAIR)
@@ -147,12 +146,8 @@ def _request_remediation(
     name = f"remediation-{state.epoch}-{state.fleet.remediation_count}"
     findings = record.all_findings()
     gpus = (suspect_gpus(record, findings) or record.identity.gpus) if kind is RemediationKind.RESET_GPU else ()
-    records.append_history(
-        record,
-        transition.now,
-        records.HistoryKind.ACTION,
-        f"{kind.replace('_', ' ')} requested: {sentence}",
-        {"remediation": name},
+    transition.append_history(
+        node, HistoryKind.ACTION, f"{kind.replace('_', ' ')} requested: {sentence}", {"remediation": name}
     )
     transition.request_remediation(
         Remediation(

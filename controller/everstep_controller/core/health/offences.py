@@ -1,15 +1,12 @@
 """Score repeat offenders, collect the evidence on a node and keep the controller's own findings.
 
-A few nodes cause most exclusions: in one fleet 1.2 % of nodes were lemons, in another three nodes of 63 caused half of
-all exclusions. Two measures find them, and either suffices (H is ``offender_half_life_s``, R is
+Two measures find repeat offenders, and either suffices (H is ``offender_half_life_s``, R is
 ``offender_repair_score``):
 
-- The score is the sum of ``weight * 0.5 ** (age / H)`` over all offences. It distinguishes three evictions a week from
-  three a quarter, orders spares and sets how long a node waits. A steady rate of r offences per half-life leads to a
-  score of about ``r / ln 2``.
-- The recent weight is the sum of weights in the half-life that ends with the newest offence. The score alone never
-  reaches N with N offences, since the first has faded when the last comes. The recent weight makes R mean R evictions
-  within one half-life.
+- The score is the sum of ``weight * 0.5 ** (age / H)`` over all offences. It orders spares and sets how long a node
+  waits. A steady rate of r offences per half-life leads to a score of about ``r / ln 2``.
+- The recent weight is the sum of weights in the half-life that ends with the newest offence. It makes R mean R
+  evictions within one half-life, which the score alone never reaches.
 """
 
 from __future__ import annotations
@@ -76,29 +73,25 @@ def withdraw_offence(transition: Transition, node: str, weight: float, at: float
 
 
 def quarantine_wait_s(transition: Transition, node: str) -> float:
-    """Return the minimum seconds in quarantine for the node's score: none for a first offence, ``offender_wait_s`` at a
-    score of 2, doubled for each further point."""
+    """Return the minimum seconds in quarantine: 0 for a first offence, then ``offender_wait_s``, doubled per point."""
     score, policy = current_offender_score(transition, node), transition.policy
     if score <= EVICTION_WEIGHT:
         return 0.0
     return min(policy.offender_wait_max_s, policy.offender_wait_s * math.pow(2.0, min(score - 2.0, 30.0)))
 
 
-def recent_weight(record: NodeRecord, now: float, half_life_s: float) -> float:
-    """Return the weight of the offences in the half-life before the newest one; 0.0 if that one is older than a
-    half-life."""
-    if not record.history.recent_offences or record.history.recent_offences[-1][0] < now - half_life_s:
+def recent_weight(transition: Transition, node: str) -> float:
+    """Return the weight of the offences in the half-life before the newest; 0.0 if that is older than a half-life."""
+    offences, half_life_s = transition.state.nodes[node].history.recent_offences, transition.policy.offender_half_life_s
+    if not offences or offences[-1][0] < transition.now - half_life_s:
         return 0.0
-    since = record.history.recent_offences[-1][0] - half_life_s
-    return sum(weight for at, weight in record.history.recent_offences if at >= since)
+    return sum(weight for at, weight in offences if at >= offences[-1][0] - half_life_s)
 
 
 def is_repeat_offender(transition: Transition, node: str) -> bool:
     """Return whether the node belongs in repair by either measure, whatever its findings say now."""
-    return (
-        max(current_offender_score(transition, node), _recent_offence_weight(transition, node))
-        >= transition.policy.offender_repair_score
-    )
+    score = max(current_offender_score(transition, node), recent_weight(transition, node))
+    return score >= transition.policy.offender_repair_score
 
 
 def describe_score(transition: Transition, node: str) -> str:
@@ -107,12 +100,8 @@ def describe_score(transition: Transition, node: str) -> str:
     if score >= limit:
         return f"its offence score is {score:.1f}, and the limit is {limit:g}"
     window_s = transition.policy.offender_half_life_s
-    weight = _recent_offence_weight(transition, node)
+    weight = recent_weight(transition, node)
     return f"its offences of the last {window_s:g} s add up to {weight:g}, and the limit is {limit:g}"
-
-
-def _recent_offence_weight(transition: Transition, node: str) -> float:
-    return recent_weight(transition.state.nodes[node], transition.now, transition.policy.offender_half_life_s)
 
 
 # Evidence
@@ -126,7 +115,7 @@ def collect_evidence(state: FleetState, node: str, now: float, verdicts: Iterabl
     record = state.nodes.get(node)
     if record is None:
         raise NotFound(f"no node {node}: `everstep nodes` lists them")
-    findings = record.all_findings()
+    findings, history = record.all_findings(), record.history
     return Evidence(
         format=EVIDENCE_FORMAT,
         created_at=now,
@@ -147,9 +136,7 @@ def collect_evidence(state: FleetState, node: str, now: float, verdicts: Iterabl
         findings=findings,
         verdicts=tuple(verdicts),
         eviction_times=tuple(record.history.eviction_times),
-        remediation_times=tuple(
-            at for at in record.history.remediation_times if at not in record.history.dry_run_times
-        ),
+        remediation_times=tuple(at for at in history.remediation_times if at not in history.dry_run_times),
         offence_score=round(offender_score(record, now, state.policy.offender_half_life_s), 3),
         history=tuple(
             EvidenceNote(at=note.at, kind=note.kind, sentence=note.sentence, detail=note.detail)
@@ -180,11 +167,8 @@ def raise_controller_finding(
     ``proof`` is the result of its blame isolation, if there was one.
     """
     record = transition.state.nodes[node]
-    transition.controller_finding_changes.append(
-        ControllerFindingChange(
-            node, before=record.health.controller_findings.get(finding.key), finding=finding, reason=proof
-        )
-    )
+    before = record.health.controller_findings.get(finding.key)
+    transition.controller_finding_changes.append(ControllerFindingChange(node, before, finding, proof))
     record.health.controller_findings[finding.key] = finding
     transition.mark_node_changed(node)
     record.health.controller_findings_until.pop(finding.key, None)
@@ -213,9 +197,7 @@ def clear_controller_findings(
         if key in record.quarantine.causes:
             record.quarantine.cause_cleared_at[key] = transition.now
         transition.mark_node_changed(node)
-        transition.controller_finding_changes.append(
-            ControllerFindingChange(node, before=finding, finding=None, reason=reason)
-        )
+        transition.controller_finding_changes.append(ControllerFindingChange(node, finding, None, reason))
 
 
 def expire_controller_findings(transition: Transition, node: str) -> None:

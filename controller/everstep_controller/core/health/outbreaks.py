@@ -1,11 +1,8 @@
 """Recognise outbreaks: a finding on many nodes at once is the fault of software, a driver or the network.
 
-A finding is judged at once, before anyone can know which nodes will show it next. Verdicts on the first nodes can
-therefore be rolled back within ``correlated_s`` (``health.eviction``). Nodes spared by an outbreak wait for its end,
-which comes once too few serving nodes show the finding. Later nodes are spared only while enough nodes show it, so a
-fault that stays on a few nodes protects no others.
-
-The module also holds what a rule says of a finding before anything is done about it.
+Verdicts on the first nodes can be rolled back within ``correlated_s`` (``health.eviction``). Nodes spared by an
+outbreak wait for its end, which comes once too few serving nodes show the finding. The module also holds what a rule
+says of a finding before anything is done about it.
 """
 
 from __future__ import annotations
@@ -23,6 +20,7 @@ from everstep_controller.core.policy import (
     BlameIsolationMethod,
     CountingScope,
     VerdictRule,
+    append_ladder_step,
     count_bad_reports,
     describe_action,
     next_ladder_step,
@@ -52,10 +50,10 @@ def findings_with_signature(record: NodeRecord, signature_name: str) -> list[Fin
 def check_correlated(
     transition: Transition, rule: VerdictRule, node: str, finding: Finding, *, is_new: bool = True
 ) -> tuple[str, list[str]]:
-    """Return why the finding belongs to an outbreak, and which nodes judged earlier now join the outbreak.
+    """Return why the finding belongs to an outbreak ("" if it does not), and which nodes judged earlier join it now.
 
-    The reason is empty if the finding may be the node's own. The sighting is recorded unless ``is_new`` is false. An
-    outbreak is logged once, when it begins. O(1) except for expired sightings, and O(nodes) once per outbreak.
+    The sighting is recorded unless ``is_new`` is false. O(1) except for expired sightings, and O(nodes) once per
+    outbreak.
     """
     state, name = transition.state, signature(finding)
     seen = state.sightings.pop(name, {})
@@ -82,18 +80,15 @@ def check_correlated(
     waiting.pop(node, None)  # the node is judged for itself
     if not _holds_for_any_driver(state, rule, nodes):
         _end(transition, name)
-        transition.audit(
-            "fleet.correlated_finding_ended",
-            f"the outbreak of {name} is over: the remaining nodes are judged one by one",
-        )
+        sentence = f"the outbreak of {name} is over: the remaining nodes are judged one by one"
+        transition.audit("fleet.correlated_finding_ended", sentence)
     return "", []
 
 
 def _join_outbreak(
     transition: Transition, rule: VerdictRule, name: str, seen: Mapping[str, float], node: str, reason: str
 ) -> list[str]:
-    """Begin the outbreak or add nodes, and return the new ones. Beyond ``correlated_nodes`` all earlier nodes have
-    joined."""
+    """Begin the outbreak or add nodes, and return the new ones."""
     state, began = transition.state, name not in transition.state.outbreaks
     if began:
         transition.audit(
@@ -138,10 +133,7 @@ def mark_cleared(state: FleetState, node: str, finding: Finding) -> None:
 
 
 def _nodes_sustaining(state: FleetState, rule: VerdictRule, name: str, seen: Collection[str]) -> Collection[str]:
-    """Return the nodes that sustain an outbreak: recent sightings, and waiting nodes in service that still show it.
-
-    Stops once ``correlated_nodes`` are found.
-    """
+    """Return recent sightings and waiting nodes in service that still show it, up to ``correlated_nodes``."""
     found = dict.fromkeys(seen)
     for node, waits in state.outbreaks.get(name, {}).items():
         if len(found) >= rule.correlated_nodes:
@@ -152,16 +144,14 @@ def _nodes_sustaining(state: FleetState, rule: VerdictRule, name: str, seen: Col
 
 
 def _sustains_outbreak(record: NodeRecord, name: str) -> bool:
-    """Return whether the node sustains the outbreak. A node that is out or unreachable says nothing about the
-    present."""
+    """Return whether the node sustains the outbreak: it is reachable, in service and shows it."""
     return record.liveness.reachable and record.state in IN_SERVICE and bool(findings_with_signature(record, name))
 
 
 def common_cause(state: FleetState, rule: VerdictRule, seen: Collection[str], node: str) -> str:
     """Return what the nodes in ``seen`` have in common with ``node``; "" if it may be chance.
 
-    A count alone would let two of two nodes go, and a share alone a hundred of a thousand. Where a fault takes two
-    nodes to detect, one fault is seen on both.
+    A count alone would let two of two nodes go, and a share alone a hundred of a thousand.
     """
     count, known = len(seen), len(state.nodes)
     if count >= rule.correlated_nodes:
@@ -202,23 +192,20 @@ def belongs_to_outbreak(state: FleetState, rule: VerdictRule, node: str, finding
 
 
 class Outbreak(msgspec.Struct, frozen=True, kw_only=True):
-    """A finding that stands on so many nodes that none of them is evicted for it.
-
-    Attributes:
-        name: Signature of the findings: kind and XID.
-        rule: Id of the rule that would judge them.
-        nodes: Nodes that show it, in the order in which they joined.
-        since: First sighting, in wall seconds.
-        example: Message of the first node's finding.
-        again_s: Seconds after which each node is judged again.
-    """
+    """A finding that stands on so many nodes that none of them is evicted for it."""
 
     name: str
+    """Signature of the findings: kind and XID."""
     rule: str
+    """Id of the rule that would judge them."""
     nodes: tuple[NodeId, ...]
+    """Nodes that show it, in the order in which they joined."""
     since: float
+    """First sighting, in wall seconds."""
     example: str
+    """Message of the first node's finding."""
     again_s: float
+    """Seconds after which each node is judged again."""
 
     def sentence(self, known: int) -> str:
         """Return what stands where, and what Everstep does about it. ``known`` is the number of nodes in the fleet."""
@@ -250,15 +237,9 @@ def active_outbreaks(state: FleetState) -> list[Outbreak]:
         first = next(iter(shows.values()))[0]
         rule = state.policy.rules.rule_for(first)
         since = state.fleet.outbreaks.get(name, 0.0)
+        again_s, nodes = rule.correlated_s, tuple(shows)
         found.append(
-            Outbreak(
-                name=name,
-                rule=rule.id,
-                nodes=tuple(shows),
-                since=since,
-                example=first.message,
-                again_s=rule.correlated_s,
-            )
+            Outbreak(name=name, rule=rule.id, nodes=nodes, since=since, example=first.message, again_s=again_s)
         )
     return sorted(found, key=lambda one: one.since)
 
@@ -283,11 +264,8 @@ def shared_by_other(state: FleetState, node: str, finding: Finding, now: float) 
 def _out_with_signature(state: FleetState, name: str, now: float) -> Iterator[str]:
     """Yield nodes that are out for the signature and can still be rolled back."""
     for node, record in state.nodes.items():
-        if (
-            now < rollback_possible_until(record)
-            and record.quarantine.plan is not None
-            and name in record.quarantine.plan.cause_signatures.values()
-        ):
+        plan = record.quarantine.plan
+        if plan is not None and now < rollback_possible_until(record) and name in plan.cause_signatures.values():
             yield node
 
 
@@ -301,32 +279,24 @@ def rollback_possible_until(record: NodeRecord) -> float:
 
 
 def record_seen_at(transition: Transition, node: str, key: str, name: str) -> None:
-    """Store the time of the sighting with the node, for findings that wait or whose eviction is deferred, so that it
-    survives a restart."""
-    record = transition.state.nodes[node]
-    kept = {
-        k: at
-        for k, at in record.health.finding_seen_at.items()
-        if k in record.health.undecided_findings or k == record.health.deferred_eviction_key
-    }
-    record.health.finding_seen_at = kept | {
-        key: transition.state.sightings.get(name, {}).get(node, kept.get(key, transition.now))
-    }
+    """Store the sighting with the node, for findings that wait or whose eviction is deferred, to survive a restart."""
+    health = transition.state.nodes[node].health
+    waiting = {*health.undecided_findings, health.deferred_eviction_key}
+    kept = {k: at for k, at in health.finding_seen_at.items() if k in waiting}
+    seen_at = transition.state.sightings.get(name, {}).get(node, kept.get(key, transition.now))
+    health.finding_seen_at = kept | {key: seen_at}
     transition.mark_node_changed(node)
 
 
 def restore_outbreaks(transition: Transition) -> None:
-    """Restore outbreaks from nodes that wait for the end of one, or were evicted or deferred recently enough to join
-    one."""
+    """Restore outbreaks from nodes that wait for the end of one, or were evicted or deferred recently."""
     state, now = transition.state, transition.now
     found: list[tuple[float, str, str]] = []
     rules: dict[str, VerdictRule] = {}
     for node, record in state.nodes.items():
-        if now < rollback_possible_until(record) and record.quarantine.plan is not None:
-            found += [
-                (record.quarantine.plan.evicted_at, name, node)
-                for name in record.quarantine.plan.cause_signatures.values()
-            ]
+        plan = record.quarantine.plan
+        if plan is not None and now < rollback_possible_until(record):
+            found += [(plan.evicted_at, name, node) for name in plan.cause_signatures.values()]
         for finding in record.all_findings():
             name = signature(finding)
             if record.health.undecided_findings.get(finding.key) is UndecidedReason.OUTBREAK:
@@ -359,18 +329,12 @@ NOT_SELF_CLEARING = (FindingKind.DIGEST_MISMATCH, FindingKind.COMPUTE_WRONG, Fin
 def blocks_service(state: FleetState, record: NodeRecord, finding: Finding, now: float) -> bool:
     """Return whether the finding keeps a node out: its rule would evict for it, and no operator has accepted it."""
     rule = state.policy.rules.rule_for(finding)
-    if (
-        finding.key in record.health.accepted_findings
-        or not rule.counts_against_node(finding)
-        or rule.effective_mode(finding) is not Mode.ENFORCE
-        or rule.already_handled
-    ):
+    if finding.key in record.health.accepted_findings or not rule.counts_against_node(finding):
         return False
-    if (
-        rule.n_of_m[0] > 1
-        or rule.blame_isolation is BlameIsolationMethod.PAIR
-        or now < record.identity.booted_at + rule.boot_grace_s
-    ):
+    if rule.effective_mode(finding) is not Mode.ENFORCE or rule.already_handled or rule.n_of_m[0] > 1:
+        return False
+    in_boot_grace = now < record.identity.booted_at + rule.boot_grace_s
+    if in_boot_grace or rule.blame_isolation is BlameIsolationMethod.PAIR:
         return False
     if due_action(record, rule, finding, now) is Action.RESTART_RANK:
         return False
@@ -385,6 +349,12 @@ def blocking_findings(state: FleetState, record: NodeRecord, now: float) -> list
 def due_action(record: NodeRecord, rule: VerdictRule, finding: Finding, now: float) -> Action:
     """Return the step of the rule's ladder that is due for the node."""
     return rule.ladder[next_ladder_step(rule, finding, record.history.ladder_steps.get(rule.id, []), now)]
+
+
+def record_ladder_step(record: NodeRecord, rule: VerdictRule, action: Action, now: float) -> None:
+    """Remember that the step was taken, unless it was just taken."""
+    steps = record.history.ladder_steps
+    steps[rule.id] = append_ladder_step(steps.get(rule.id, []), rule, action, now)
 
 
 def describe_rule(rule: VerdictRule, record: NodeRecord, finding: Finding, action: Action) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from everstep.clock import Backoff
 from everstep.vocabulary import Action, Decision, Finding, FindingKind, NodeState, ProbeKind, Severity
 from everstep_controller.core.health import diagnostics, offences, remediation_ladder
@@ -14,12 +12,13 @@ from everstep_controller.core.health.outbreaks import (
     NOT_SELF_CLEARING,
     blocking_findings,
     blocks_service,
+    record_ladder_step,
     signature,
     spared_findings_of,
 )
 from everstep_controller.core.jobs.job_index import clear_exclusion, offer_to_jobs
 from everstep_controller.core.jobs.membership import is_computing
-from everstep_controller.core.policy import LADDER_ACTIONS, BlameIsolationMethod, append_ladder_step, next_ladder_step
+from everstep_controller.core.policy import LADDER_ACTIONS, BlameIsolationMethod, next_ladder_step
 from everstep_controller.core.records import (
     DIAGNOSTICS_DONE,
     DiagnosticsStatus,
@@ -48,8 +47,7 @@ def begin_quarantine(
 ) -> None:
     """Keep the node out of every roster until ``causes`` clear and its waiting time has passed.
 
-    The waiting time is the longest of ``wait_s``, the policy's minimum and the time for offences. The rules of the
-    causes choose the remediation and the diagnostics.
+    The waiting time is the longest of ``wait_s``, the policy's minimum and the time for offences.
     """
     record = transition.state.nodes[node]
     if offence_weight:
@@ -69,8 +67,7 @@ def begin_quarantine(
 def _next_plan(previous: ReadmissionPlan | None, offence_weight: float) -> ReadmissionPlan:
     """Return a new plan that keeps the diagnostics of the previous one.
 
-    A reset or reboot that may still be carried out keeps its place on its ladder, so that nothing else is requested
-    beside it.
+    A reset or reboot that may still be carried out keeps its place on its ladder.
     """
     plan = ReadmissionPlan(offence_weight=offence_weight)
     if previous is not None:
@@ -95,16 +92,12 @@ def add_cause(transition: Transition, node: str, finding: Finding) -> None:
         ladder_step = plan.ladder_step  # the action under way for this rule has not failed yet
     else:
         ladder_step = next_ladder_step(rule, finding, record.history.ladder_steps.get(rule.id, []), transition.now)
-    record.history.ladder_steps[rule.id] = append_ladder_step(
-        record.history.ladder_steps.get(rule.id, []), rule, rule.ladder[ladder_step], transition.now
-    )
-    first = not plan.rule_id
-    stronger = not first and LADDER_ACTIONS.index(rule.ladder[ladder_step]) > LADDER_ACTIONS.index(
-        plan.ladder[plan.ladder_step]
-    )
-    if first or (stronger and not plan.pending_remediation_id):
+    action, gravity = rule.ladder[ladder_step], LADDER_ACTIONS.index
+    record_ladder_step(record, rule, action, transition.now)
+    is_first = not plan.rule_id
+    if is_first or (not plan.pending_remediation_id and gravity(action) > gravity(plan.ladder[plan.ladder_step])):
         plan.rule_id, plan.ladder, plan.ladder_step, plan.settle_deadline = rule.id, rule.ladder, ladder_step, 0.0
-        record.quarantine.required_action = rule.ladder[ladder_step]
+        record.quarantine.required_action = action
     plan.required_diagnostics = tuple(dict.fromkeys([*plan.required_diagnostics, *rule.diagnostics]))
     plan.required_passes = max(plan.required_passes, rule.required_passes)
     plan.clear_s = max(plan.clear_s, rule.clear_s)
@@ -116,8 +109,7 @@ def add_cause(transition: Transition, node: str, finding: Finding) -> None:
 
 
 def check_quarantine(transition: Transition, node: str) -> None:
-    """Begin probation if the causes have been clear for long enough, the waiting time is over and no operator is
-    needed."""
+    """Begin probation if causes are clear for long enough, the waiting time is over and no operator is needed."""
     record = transition.state.nodes[node]
     if remediation_ladder.repair_if_repeat_offender(transition, node):
         return
@@ -136,9 +128,8 @@ def check_quarantine(transition: Transition, node: str) -> None:
 def _is_cause_active(transition: Transition, record: NodeRecord, key: str) -> bool:
     if key in record.health.agent_findings or key in record.health.controller_findings:
         return True
-    due = record.quarantine.cause_cleared_at.get(key, 0.0) + (
-        record.quarantine.plan.clear_s if record.quarantine.plan else 0.0
-    )
+    clear_s = record.quarantine.plan.clear_s if record.quarantine.plan else 0.0
+    due = record.quarantine.cause_cleared_at.get(key, 0.0) + clear_s
     if transition.now < due:
         transition.schedule_treatment(due, record.node)
         return True
@@ -150,8 +141,7 @@ def _is_cause_active(transition: Transition, record: NodeRecord, key: str) -> bo
 
 
 def begin_probation(transition: Transition, node: str, reason: str) -> None:
-    """Begin probation: the required diagnostics, then clean heartbeats. An order that keeps the node out takes
-    precedence."""
+    """Begin probation: the required diagnostics, then clean heartbeats. An order that keeps the node out wins."""
     record, live = transition.state.nodes[node], transition.state.node_runtime[node]
     plan = record.quarantine.plan or ReadmissionPlan()
     record.quarantine = NodeQuarantine(
@@ -184,11 +174,7 @@ def begin_diagnostics(transition: Transition, node: str) -> None:
 
 
 def _has_blocking_finding(transition: Transition, node: str) -> bool:
-    """Return whether a finding stands against a node on probation, which its agent may have reported while the node was
-    out.
-
-    The finding is judged at the end of the event (``findings.judge_returning_nodes``).
-    """
+    """Return whether a finding stands against a node on probation, and have it judged at the end of the event."""
     if not blocking_findings(transition.state, transition.state.nodes[node], transition.now):
         return False
     transition.returning_nodes[node] = None
@@ -265,31 +251,16 @@ def record_diagnostic_passed(transition: Transition, node: str) -> None:
 
 
 def _open_pair_case(transition: Transition, node: str, outcome: ProbeOutcome) -> None:
-    """Let partners known to be good decide which node of a failed pair is at fault. A node that could not run the probe
-    is no suspect."""
-    found = {
-        suspect: Finding(
-            kind=FindingKind.PROBE_FAILED,
-            subject="all-reduce",
-            severity=Severity.CRITICAL,
-            message=outcome.failure,
-            since=transition.now,
-            trace=transition.trace,
-        )
-        for suspect in (node, *(other for other in outcome.probe.nodes if other not in (node, outcome.incapable_node)))
-    }
-    if (
-        diagnostics.open_blame_case(
-            transition, BlameIsolationMethod.PAIR, found, outcome.failure, incapable_partner=outcome.incapable_node
-        )
-        is None
-    ):
-        record_diagnostic_failed(
-            transition,
-            node,
-            outcome.failure,
-            offence_weight=0.0 if outcome.incapable_node else offences.FAILED_PROBE_WEIGHT,
-        )
+    """Let partners known to be good decide which node of a failed pair is at fault."""
+    unable = outcome.incapable_node
+    finding = transition.make_finding(FindingKind.PROBE_FAILED, "all-reduce", Severity.CRITICAL, outcome.failure)
+    found = dict.fromkeys((node, *(other for other in outcome.probe.nodes if other not in (node, unable))), finding)
+    case = diagnostics.open_blame_case(
+        transition, BlameIsolationMethod.PAIR, found, outcome.failure, incapable_partner=unable
+    )
+    if case is None:
+        weight = 0.0 if unable else offences.FAILED_PROBE_WEIGHT
+        record_diagnostic_failed(transition, node, outcome.failure, offence_weight=weight)
     else:
         transition.state.nodes[node].quarantine.diagnostics = DiagnosticsStatus.WAITING
         transition.mark_node_changed(node)
@@ -300,22 +271,15 @@ def record_diagnostic_failed(
 ) -> None:
     """Return the node to quarantine; the diagnostics restart after a wait that doubles each time.
 
-    A node on which a job computes stays on probation and is tried again. Taking it out would be an eviction, which
-    needs proof (``case_outcomes``, ``_record_wrong_result``).
+    A node on which a job computes stays on probation and is tried again: taking it out would need proof.
     """
     record, policy = transition.state.nodes[node], transition.policy
     record.quarantine.probe_failures += 1
     waits = Backoff(floor_s=policy.probe_retry_s, ceiling_s=policy.probe_retry_max_s)
     wait_s = waits.limit_s(record.quarantine.probe_failures - 1)
     seated = is_computing(transition.state, node)
-    finding = Finding(
-        kind=FindingKind.PROBE_FAILED,
-        subject="diagnostics",
-        severity=Severity.WARNING if seated else Severity.CRITICAL,
-        message=failure,
-        since=transition.now,
-        trace=transition.trace,
-    )
+    severity = Severity.WARNING if seated else Severity.CRITICAL
+    finding = transition.make_finding(FindingKind.PROBE_FAILED, "diagnostics", severity, failure)
     again = f"the next probe runs in {wait_s:g} s or later"
     if seated:
         record.quarantine.plan = record.quarantine.plan or ReadmissionPlan()
@@ -332,18 +296,11 @@ def record_diagnostic_failed(
 
 
 def _record_wrong_result(transition: Transition, node: str, outcome: ProbeOutcome) -> None:
-    """Record a wrong result of work with a known result. If the rule does not evict for it, the diagnostics still
-    restart."""
+    """Record a wrong result of work with a known result. If no rule evicts for it, the diagnostics still restart."""
     memory = outcome.probe.kind is ProbeKind.MEMORY
-    finding = Finding(
-        kind=FindingKind.MEMORY_WRONG if memory else FindingKind.COMPUTE_WRONG,
-        subject=str(outcome.probe.kind),
-        severity=Severity.CRITICAL,
-        message=outcome.failure,
-        action=Action.RESET_GPU if memory else Action.REPAIR,
-        since=transition.now,
-        trace=transition.trace,
-    )
+    kind = FindingKind.MEMORY_WRONG if memory else FindingKind.COMPUTE_WRONG
+    action = Action.RESET_GPU if memory else Action.REPAIR
+    finding = transition.make_finding(kind, str(outcome.probe.kind), Severity.CRITICAL, outcome.failure, action=action)
     raise_controller_finding(transition, node, finding)
     if not blocks_service(transition.state, transition.state.nodes[node], finding, transition.now):
         record_diagnostic_failed(transition, node, outcome.failure)
@@ -371,51 +328,32 @@ def quarantine_before_service(
     )
 
 
-def _jobs_blaming(transition: Transition, node: str) -> Iterable[str]:
-    """Return the jobs that excluded a readmitted node because of its ranks."""
-    plan = transition.state.nodes[node].quarantine.plan
-    return (
-        transition.state.node_runtime[node].jobs
-        if plan is not None and plan.rule_id.startswith(RANK_FINDING_KINDS)
-        else ()
-    )
-
-
 def check_seen_on_probation(transition: Transition) -> None:
-    """Check the nodes on probation that were heard in this event, after all their findings are known.
-
-    A heartbeat with a grave finding is not a clean beat.
-    """
+    """Check the nodes on probation that were heard in this event, after all their findings are known."""
     for node in transition.seen_on_probation:
         check_probation(transition, node)
     transition.seen_on_probation.clear()
 
 
 def check_probation(transition: Transition, node: str) -> None:
-    """Declare the node healthy if its diagnostics passed and enough clean heartbeats came.
-
-    Not while a reset or reboot may still be carried out; each is reported when it has ended.
-    """
+    """Declare the node healthy if its diagnostics passed, enough clean heartbeats came and nothing is pending."""
     record = transition.state.nodes[node]
     if record.state is not NodeState.PROBATION or record.quarantine.diagnostics not in DIAGNOSTICS_DONE:
         return
     if record.quarantine.plan is not None and record.quarantine.plan.pending_remediation_id:
         return
     beats = transition.read_heartbeats(node).clean_heartbeats
-    if (
-        beats < transition.policy.probation_heartbeats
-        or not record.liveness.reachable
-        or _has_blocking_finding(transition, node)
-    ):
+    if beats < transition.policy.probation_heartbeats or not record.liveness.reachable:
         return
-    probe = (
-        "passed its probe and"
-        if record.quarantine.diagnostics is DiagnosticsStatus.PASSED
-        else "could not be probed (no partner) and"
-    )
-    sentence = f"{node} {probe} sent {beats} clean heartbeats: {_describe_fitness(transition, node)}"
-    for name in _jobs_blaming(transition, node):
-        clear_exclusion(transition, name, node)
+    if _has_blocking_finding(transition, node):
+        return
+    passed = record.quarantine.diagnostics is DiagnosticsStatus.PASSED
+    probe = "passed its probe" if passed else "could not be probed (no partner)"
+    sentence = f"{node} {probe} and sent {beats} clean heartbeats: {_describe_fitness(transition, node)}"
+    plan = record.quarantine.plan
+    if plan is not None and plan.rule_id.startswith(RANK_FINDING_KINDS):
+        for name in transition.state.node_runtime[node].jobs:
+            clear_exclusion(transition, name, node)
     set_state(transition, node, NodeState.HEALTHY, sentence)
     transition.add_verdict(node, Decision.READMIT, sentence)
     offer_to_jobs(transition, node)

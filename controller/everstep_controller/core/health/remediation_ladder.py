@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 from everstep.vocabulary import Action, Decision, FindingKind, Mode, NodeState, Severity
-from everstep_controller.core import records
 from everstep_controller.core.events import RemediationFinished
 from everstep_controller.core.health import node_state, offences
 from everstep_controller.core.health.node_state import out_of_service_reason, set_state
@@ -13,7 +12,7 @@ from everstep_controller.core.health.offences import clear_controller_findings
 from everstep_controller.core.health.outbreaks import ACTION_DELAY_S, rollback_possible_until
 from everstep_controller.core.jobs.membership import jobs_seated_on
 from everstep_controller.core.policy import append_ladder_step, describe_action
-from everstep_controller.core.records import DiagnosticsStatus, NodeRecord, ReadmissionPlan
+from everstep_controller.core.records import DiagnosticsStatus, HistoryKind, NodeRecord, ReadmissionPlan
 from everstep_controller.core.transition import Transition
 
 SEAT_RECHECK_S = 1.0
@@ -116,7 +115,7 @@ def _advance_ladder(transition: Transition, node: str, plan: ReadmissionPlan, re
     transition.mark_node_changed(node)
     sentence = f"{describe_action(action)} of {node} {reason}"
     transition.audit("remediation.failed", sentence, node=node)
-    records.append_history(record, transition.now, records.HistoryKind.ACTION, sentence)
+    transition.append_history(node, HistoryKind.ACTION, sentence)
     if plan.ladder_step + 1 < len(plan.ladder):
         plan.ladder_step += 1
     elif not out_of_service_reason(
@@ -134,14 +133,9 @@ def handle_remediation_finished(transition: Transition, event: RemediationFinish
         transition.count_ignored("remediation_finished.unknown")
         return
     how = _outcome(event) if event.succeeded else f"failed: {event.detail}"
-    records.append_history(
-        record,
-        transition.now,
-        records.HistoryKind.ACTION,
-        f"{event.remediation_id} {how}",
-        {"remediation": event.remediation_id},
+    transition.append_history(
+        event.node, HistoryKind.ACTION, f"{event.remediation_id} {how}", {"remediation": event.remediation_id}
     )
-    transition.mark_node_changed(event.node)
     plan = record.quarantine.plan
     if plan is not None and plan.pending_remediation_id == event.remediation_id:
         plan.pending_remediation_id = ""

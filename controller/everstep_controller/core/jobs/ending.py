@@ -8,10 +8,9 @@ from types import MappingProxyType
 from everstep.ids import Rank
 from everstep.vocabulary import JobState
 from everstep.wire.v1.training import RankFinished
-from everstep_controller.core.checkpoints.commits import release_versions
-from everstep_controller.core.jobs.generations import wake_competing_jobs
-from everstep_controller.core.jobs.job_index import close_ended_job
-from everstep_controller.core.jobs.membership import running_generation
+from everstep_controller.core.checkpoints.parity import drop_protection
+from everstep_controller.core.checkpoints.storage import end_spills
+from everstep_controller.core.jobs.job_index import close_ended_job, wake_competing_jobs
 from everstep_controller.core.jobs.notifications import send_stop
 from everstep_controller.core.records import JobRecord
 from everstep_controller.core.transition import Transition
@@ -34,7 +33,8 @@ def _end(transition: Transition, job: JobRecord, state: JobState, sentence: str)
     live.regroup.pending = None
     transition.audit(f"job.{state}", sentence, job=job.job, generation=job.progress.last_number)
     send_stop(transition, job)
-    release_versions(transition, job)
+    end_spills(transition, job)
+    drop_protection(transition, job)
     job.outgoing_generation = None
     close_ended_job(transition.state, job)
     transition.mark_job_changed(job.job)
@@ -43,7 +43,7 @@ def _end(transition: Transition, job: JobRecord, state: JobState, sentence: str)
 
 def handle_rank_finished(transition: Transition, job: JobRecord, node: str, report: RankFinished) -> None:
     """Record that a training function returned; the job is finished once all have."""
-    running = running_generation(job)
+    running = job.running_generation
     if running is None or not job.is_running or report.generation != running.number:
         transition.count_ignored("rank_finished.stale")
         return
@@ -65,53 +65,29 @@ def handle_rank_finished(transition: Transition, job: JobRecord, node: str, repo
 
 def _has_unequal_end(transition: Transition, job: JobRecord, report: RankFinished) -> bool:
     """Fail the job if the rank's last step differs from that of ranks that returned before."""
-    if (
-        not job.progress.finished_ranks
-        or job.progress.last_begun is None
-        or report.started_step is None
-        or report.started_step == job.progress.last_begun
-    ):
+    finished, last, begun = job.progress.finished_ranks, job.progress.last_begun, report.started_step
+    if not finished or last is None or begun is None or begun == last:
         return False
-    if report.started_step > job.progress.last_begun:
-        _fail_unequal_steps(
-            transition, job, job.progress.finished_ranks, job.progress.last_begun, {report.rank: report.started_step}
-        )
+    if begun > last:
+        _fail_unequal_steps(transition, job, finished, last, {report.rank: begun})
     else:
-        _fail_unequal_steps(
-            transition,
-            job,
-            [report.rank],
-            report.started_step,
-            dict.fromkeys(job.progress.finished_ranks, job.progress.last_begun),
-        )
+        _fail_unequal_steps(transition, job, [report.rank], begun, dict.fromkeys(finished, last))
     return True
 
 
 def check_equal_steps(transition: Transition, job: JobRecord, begun: Mapping[Rank, int] = MappingProxyType({})) -> bool:
     """Fail the job, and return True, if some ranks have returned and another has begun a later step.
 
-    All ranks that returned began the same last step. Other ranks may take any time in that step or after it
-    (evaluation, saving). They can never complete a later step, because the returned ranks are missing in its
-    collectives. Each rank counts the steps it begins, so an ordinary end of training never triggers this, however far
-    apart the ranks return.
-
-    Args:
-        transition: Where the rule writes its decision.
-        job: A running job.
-        begun: Last begun steps that ranks have just reported. Heartbeats report those of all ranks, but later.
+    Ranks that returned began the same last step. Others may take any time in or after that step (evaluation, saving),
+    but can never complete a later one, because the returned ranks are missing in its collectives. ``begun`` has last
+    begun steps that were just reported; heartbeats report those of all ranks, but later.
     """
-    running = running_generation(job)
-    if (
-        running is None
-        or not job.progress.finished_ranks
-        or job.progress.last_begun is None
-        or len(job.progress.finished_ranks) == running.world_size
-    ):
+    running, finished, last = job.running_generation, job.progress.finished_ranks, job.progress.last_begun
+    if running is None or not finished or last is None or len(finished) == running.world_size:
         return False
-    last = job.progress.last_begun
     further = transition.read_ranks_beyond(job.job, last) | {rank: step for rank, step in begun.items() if step > last}
     if further:
-        _fail_unequal_steps(transition, job, job.progress.finished_ranks, job.progress.last_begun, further)
+        _fail_unequal_steps(transition, job, finished, last, further)
         return True
     transition.schedule_job(transition.now + UNEQUAL_STEPS_RECHECK_S, job.job)
     return False
@@ -120,17 +96,10 @@ def check_equal_steps(transition: Transition, job: JobRecord, begun: Mapping[Ran
 def _fail_unequal_steps(
     transition: Transition, job: JobRecord, returned_ranks: list[Rank], last: int, further: dict[Rank, int]
 ) -> None:
-    fail_job(
-        transition,
-        job,
+    sentence = (
         f"{ranks_named(returned_ranks)} returned from the training function after step {last}, but "
         f"{ranks_named(further)} began step {max(further.values())}. All ranks must run the same steps: base the "
         "decision to stop on a value that is equal on all ranks, such as run.mean(loss), and give all ranks the same "
-        "number of steps",
+        "number of steps"
     )
-
-
-def stop_job(transition: Transition, job: JobRecord, actor: str, reason: str) -> None:
-    """End the job by an operator's order."""
-    because = f": {reason}" if reason else ""
-    fail_job(transition, job, f"stopped by {actor}{because}")
+    fail_job(transition, job, sentence)

@@ -16,20 +16,11 @@ from everstep_controller.core.checkpoints.placement import FailureDomains, place
 from everstep_controller.core.checkpoints.storage import reconsider_spill
 from everstep_controller.core.effects import PutGeneration
 from everstep_controller.core.health.outbreaks import blocking_findings
-from everstep_controller.core.jobs.job_index import update_roster
-from everstep_controller.core.jobs.membership import (
-    choose_store_node,
-    describe_change,
-    max_roster_nodes,
-    min_roster_nodes,
-    next_seats,
-    running_generation,
-    seat_changes,
-    seats_of,
-)
+from everstep_controller.core.jobs.job_index import update_roster, wake_competing_jobs
+from everstep_controller.core.jobs.membership import choose_store_node, describe_change, next_seats, seat_changes
 from everstep_controller.core.jobs.notifications import send_generation, send_kill
-from everstep_controller.core.records import JobRecord, NodeRecord
-from everstep_controller.core.state import FleetState, JobRuntime
+from everstep_controller.core.records import JobRecord
+from everstep_controller.core.state import FleetState, JobRuntime, ResumeRuntime
 from everstep_controller.core.transition import Transition
 from everstep_controller.core.wording import format_node_count, join_names
 
@@ -46,8 +37,7 @@ NUMBERS_PER_EPOCH = 1_000_000
 def generation_number_floor(state: FleetState, last_number: int) -> int:
     """Return the number after which this controller may count without reading the database; at least ``last_number``.
 
-    If the records cannot be written, or ranks are ahead of them, another controller may give numbers too. The epoch
-    belongs to this controller alone, so no two controllers give the same number above its block.
+    The epoch belongs to this controller alone, so no two controllers give the same number above its block.
     """
     return max(last_number, state.epoch * NUMBERS_PER_EPOCH)
 
@@ -56,11 +46,8 @@ class RegroupCause(msgspec.Struct, frozen=True):
     """Cause of a regroup."""
 
     reason: GenerationReason
-    """Kind of the cause."""
     sentence: str
-    """The cause as a sentence for people."""
     trace: str
-    """Trace id of the event behind the regroup."""
     at_boundary: bool = False
     """True if nothing is broken, so that the running generation may end at a boundary."""
     nodes_to_exclude: frozenset[str] = frozenset()
@@ -72,14 +59,14 @@ def regroup(transition: Transition, job: JobRecord, cause: RegroupCause) -> None
     live = transition.state.job_runtime[job.job]
     commits.roll_back_open_votes(transition, job)
     seats = _choose_seats(transition, job, cause)
-    if len(seats) < min_roster_nodes(job):
+    if len(seats) < job.min_seats:
         _pause(transition, job, cause, seats)
         return
     boundary = boundary_step(transition, job, live) if cause.at_boundary else None
     reconsider_spill(transition, job)
     reconsider_protection(transition, job)
     spec = _make_spec(transition, job, cause, seats, boundary)
-    before = seats_of(job.generation)
+    before = job.seats
     job.membership.former_nodes = [
         n for n in dict.fromkeys([*before, *job.membership.former_nodes]) if n not in spec.seated_nodes
     ][:MAX_FORMER_NODES]
@@ -89,61 +76,40 @@ def regroup(transition: Transition, job: JobRecord, cause: RegroupCause) -> None
     if boundary is not None:
         commits.set_boundary_candidate(transition, job, boundary)
     transition.emit(PutGeneration(spec, transition.now))
-    transition.audit(
-        "generation",
-        spec.sentence,
-        job=job.job,
-        generation=spec.number,
-        trace=spec.trace,
-        data=_audit_data(spec, before, seats),
-    )
+    data = _audit_data(spec, before, seats)
+    transition.audit("generation", spec.sentence, job=job.job, generation=spec.number, trace=spec.trace, data=data)
     send_generation(transition, job, before)
 
 
 def _choose_seats(transition: Transition, job: JobRecord, cause: RegroupCause) -> list[str]:
     """Return the next seats. Nodes that were to leave at an unreached boundary leave now, unless the job needs them."""
-    leaving = seats_of(job.outgoing_generation)
-    if leaving and job.generation is not None:
-        going = frozenset(leaving) - job.generation.seated_nodes
-        seats = next_seats(transition.state, job, cause.nodes_to_exclude | going)
-        if len(seats) >= min_roster_nodes(job):
+    if job.outgoing_generation is not None and job.generation is not None:
+        leaving = job.outgoing_generation.seated_nodes - job.generation.seated_nodes
+        seats = next_seats(transition.state, job, cause.nodes_to_exclude | leaving)
+        if len(seats) >= job.min_seats:
             return seats
     return current_roster(transition, job, cause.nodes_to_exclude)
-
-
-def wake_competing_jobs(transition: Transition, job: JobRecord) -> None:
-    """Schedule an immediate check of other jobs that want this job's nodes, after its seats or claims changed."""
-    rivals: set[str] = set()
-    for node in {*job.membership.launchers, *job.membership.former_nodes, *seats_of(job.generation)}:
-        live = transition.state.node_runtime.get(node)
-        if live is not None:
-            rivals.update(live.open_jobs)
-    for name in sorted(rivals):
-        if name != job.job:
-            transition.schedule_job(transition.now, name)
 
 
 def _audit_data(spec: GenerationSpec, previous: Sequence[str], seats: Sequence[str]) -> dict[str, str]:
     data = {"reason": str(spec.reason), "nodes": str(len(seats)), "world_size": str(spec.world_size)}
     left, came = seat_changes(previous, seats)
     optional = {
-        "left": join_names(left) if left else "",
-        "came": join_names(came) if came else "",
-        "after_step": "" if spec.after_step is None else str(spec.after_step),
-        "floor": str(spec.restore.floor or ""),
-        "ceiling": str(spec.restore.ceiling or ""),
+        "left": join_names(left) if left else None,
+        "came": join_names(came) if came else None,
+        "after_step": spec.after_step,
+        "floor": spec.restore.floor,
+        "ceiling": spec.restore.ceiling,
     }
-    return data | {key: value for key, value in optional.items() if value}
+    return data | {key: str(value) for key, value in optional.items() if value is not None}
 
 
 def _make_spec(
     transition: Transition, job: JobRecord, cause: RegroupCause, seats: list[str], boundary: int | None
 ) -> GenerationSpec:
-    state = transition.state
-    number = (
-        generation_number_floor(state, job.progress.last_number) if state.database_outage else job.progress.last_number
-    ) + 1
-    change = describe_change(seats_of(job.generation), seats, max_roster_nodes(job))
+    state, number = transition.state, job.progress.last_number
+    number = (generation_number_floor(state, number) if state.database_outage else number) + 1
+    change = describe_change(job.seats, seats, job.max_seats)
     when = "" if boundary is None else f"after step {boundary} "
     records = state.nodes
     leader = choose_store_node(seats, job.generation)
@@ -160,7 +126,10 @@ def _make_spec(
         store=job.membership.launchers[leader].store_address,
         store_node=leader,
         restore=commits.restore_rule(transition, job),
-        holders=tuple(_holder(records[node]) for node in _holders(transition, job, seats)),
+        holders=tuple(
+            Holder(node=node, vault=records[node].identity.vault, rack=records[node].identity.domain.rack)
+            for node in _holders(transition, job, seats)
+        ),
         replica_nodes=plan_replicas(transition, job, seats),
         secret=job.secret,
         spec=job.spec,
@@ -169,31 +138,21 @@ def _make_spec(
     )
 
 
-def _holder(record: NodeRecord) -> Holder:
-    return Holder(node=record.node, vault=record.identity.vault, rack=record.identity.domain.rack)
-
-
 def plan_replicas(transition: Transition, job: JobRecord, seats: list[str]) -> dict[str, tuple[str, ...]]:
     """Return the replica nodes for the data that each of ``seats`` alone holds."""
-    records, live = transition.state.nodes, transition.state.job_runtime[job.job]
-    return place_replicas(
-        seats,
-        {node: FailureDomains.of(records[node]) for node in seats},
-        job.spec.replicas,
-        job.generation.replica_nodes if job.generation is not None else {},
-        frozenset(
-            replica_node for replica_node, until in live.commits.skipped_replica_nodes.items() if until > transition.now
-        ),
-    )
+    domains = {node: FailureDomains.of(transition.state.nodes[node]) for node in seats}
+    previous = job.generation.replica_nodes if job.generation is not None else {}
+    skips = transition.state.job_runtime[job.job].commits.skipped_replica_nodes
+    skipped = frozenset(node for node, until in skips.items() if until > transition.now)
+    return place_replicas(seats, domains, job.spec.replicas, previous, skipped)
 
 
 def _holders(transition: Transition, job: JobRecord, seats: list[str]) -> list[str]:
     """Return the nodes whose vaults may be asked: the roster, and former members that never computed wrongly.
 
-    A vault outlives its agent. An unreachable node is therefore asked too if it may hold versions from the newest
-    committed one on.
+    A vault outlives its agent, so an unreachable node is asked too if it may hold the newest committed version.
     """
-    state, before = transition.state, seats_of(job.generation)
+    state, before = transition.state, job.seats
     committed = state.job_runtime[job.job].commits.committed_version
     is_old = committed is not None and job.generation is not None and committed.generation == job.generation.number
     counts, stay = set(before if is_old else [*before, *job.membership.former_nodes]), set(seats)
@@ -210,27 +169,26 @@ def _holders(transition: Transition, job: JobRecord, seats: list[str]) -> list[s
 def _begin_generation(transition: Transition, job: JobRecord, live: JobRuntime, spec: GenerationSpec) -> None:
     """Make ``spec`` the job's generation and reset the state of the one before."""
     job.generation, job.progress.last_number = spec, spec.number
-    job.progress.opened_at, job.progress.resumed_at, job.progress.finished_ranks, job.progress.last_begun = (
-        transition.now,
-        None,
-        [],
-        None,
-    )
+    job.progress.opened_at, job.progress.resumed_at = transition.now, None
+    job.progress.finished_ranks, job.progress.last_begun = [], None
     job.status.enter(JobState.RUNNING, spec.sentence, trace=spec.trace, now=transition.now)
     update_roster(transition.state, job)
     if job.spills.pending is not None or job.parity.pending is not None:
         # The orders are repeated in the name of this generation.
         live.vault_orders.spill_due = live.vault_orders.parity_due = transition.now
         transition.schedule_job(transition.now, job.job)
-    live.progress.entered_ranks, live.resume.ranks, live.resume.slowest = set(), set(), None
-    live.resume.is_inherited, live.resume.first_seen_steps = False, {}
-    live.regroup.failed_collective_ranks, live.regroup.stalled_ranks, live.regroup.pending = set(), {}, None
-    live.resume.due, live.regroup.growth_due = transition.now + resume_timeout_s(transition, live), 0.0
+    live.progress.entered_ranks = set()
+    live.resume = ResumeRuntime(attempts=live.resume.attempts, due=transition.now + resume_timeout_s(transition, live))
+    live.regroup.drop_reports()
+    live.regroup.growth_due = 0.0
     if job.outgoing_generation is None:
         reset_running(live)
     else:
-        live.regroup.boundary_fallback_at = transition.now + _fallback_s(transition, job, spec.after_step or 0)
-        live.resume.due += live.regroup.boundary_fallback_at - transition.now
+        stride, policy = transition.read_step_rate(job.job), transition.policy
+        steps = (spec.after_step or 0) - (stride.step or 0) + policy.boundary_fallback_steps
+        fallback_s = max(policy.boundary_fallback_s, steps * stride.step_s)
+        live.regroup.boundary_fallback_at = transition.now + fallback_s
+        live.resume.due += fallback_s
         transition.schedule_job(live.regroup.boundary_fallback_at, job.job)
     transition.schedule_job(live.resume.due, job.job)
     transition.mark_job_changed(job.job)
@@ -253,8 +211,8 @@ def _pause(transition: Transition, job: JobRecord, cause: RegroupCause, seats: l
     if job.status.state is JobState.PAUSED:
         return
     _kill_left_out(transition, job, cause, seats)
-    live.regroup.pending, job.outgoing_generation = None, None
-    live.regroup.stalled_ranks, live.regroup.failed_collective_ranks = {}, set()
+    live.regroup.drop_reports()
+    job.outgoing_generation = None
     job.status.paused_for = cause.sentence
     sentence = _describe_paused(job, seats)
     job.status.enter(JobState.PAUSED, sentence, trace=cause.trace, now=transition.now)
@@ -267,7 +225,7 @@ def _pause(transition: Transition, job: JobRecord, cause: RegroupCause, seats: l
 
 def _describe_paused(job: JobRecord, seats: Sequence[str]) -> str:
     """Return why the job is paused, which nodes are eligible and how many more it needs."""
-    least = min_roster_nodes(job)
+    least = job.min_seats
     missing = least - len(seats)
     more = "more of a block come back" if job.spec.block_nodes > 1 else f"{missing} come back"
     until = "one comes back" if missing == 1 else more
@@ -291,17 +249,17 @@ def schedule_paused_job_checks(transition: Transition) -> None:
 def update_paused_reason(transition: Transition, job: JobRecord) -> None:
     """Update a paused job's sentence to the nodes that are eligible now."""
     seats = current_roster(transition, job)
-    if len(seats) < min_roster_nodes(job) and (sentence := _describe_paused(job, seats)) != job.status.sentence:
+    if len(seats) < job.min_seats and (sentence := _describe_paused(job, seats)) != job.status.sentence:
         job.status.sentence = sentence
         transition.mark_job_changed(job.job)
 
 
 def _kill_left_out(transition: Transition, job: JobRecord, cause: RegroupCause, seats: list[str]) -> None:
     """Kill the running ranks on nodes that had to leave, since no generation announces the change to them."""
-    running, stay = running_generation(job), set(seats)
-    for node in running.seats if running else ():
-        if node not in stay and node in transition.state.reachable_nodes and running:
-            for member in running.members_on(node):
+    running, killed = job.running_generation, transition.state.reachable_nodes - set(seats)
+    if running is not None:
+        for member in running.roster:
+            if member.node in killed:
                 send_kill(transition, job, member, running.number, cause.sentence, cause.trace)
 
 
@@ -311,15 +269,14 @@ def _kill_left_out(transition: Transition, job: JobRecord, cause: RegroupCause, 
 def boundary_step(transition: Transition, job: JobRecord, live: JobRuntime) -> int | None:
     """Return the step after which the running generation may end in order, or None if it cannot run on until then.
 
-    The next commit's step is preferred if there is time to announce it. Each rank keeps that version with its copies,
-    so the step survives even if a node dies while leaving.
+    The next commit's step is preferred if there is time: it survives even if a node dies while leaving.
     """
     if not job.is_running or job.progress.resumed_at is None or job.outgoing_generation is not None:
         return None
     if live.regroup.pending is not None or live.regroup.failed_collective_ranks or job.progress.finished_ranks:
         return None
     state = transition.state
-    seats = seats_of(job.generation)
+    seats = job.seats
     if any(node not in state.reachable_nodes or state.node_runtime[node].disconnected_at is not None for node in seats):
         return None
     stride, margin = transition.read_step_rate(job.job), transition.policy.boundary_margin_steps
@@ -327,21 +284,10 @@ def boundary_step(transition: Transition, job: JobRecord, live: JobRuntime) -> i
         return None
     if stride.step_s <= 0:
         return stride.step + margin
-    margin_s = transition.policy.boundary_margin_s
-    soonest = stride.predict_step(transition.now, MAX_EXTRAPOLATION_S) + max(
-        margin, math.ceil(margin_s / stride.step_s)
-    )
-    return (
-        live.commits.candidate_step
-        if live.commits.candidate_step is not None and live.commits.candidate_step >= soonest
-        else soonest
-    )
-
-
-def _fallback_s(transition: Transition, job: JobRecord, after_step: int) -> float:
-    stride = transition.read_step_rate(job.job)
-    steps = after_step - (stride.step or 0) + transition.policy.boundary_fallback_steps
-    return max(transition.policy.boundary_fallback_s, steps * stride.step_s)
+    margin = max(margin, math.ceil(transition.policy.boundary_margin_s / stride.step_s))
+    soonest = stride.predict_step(transition.now, MAX_EXTRAPOLATION_S) + margin
+    candidate = live.commits.candidate_step
+    return candidate if candidate is not None and candidate >= soonest else soonest
 
 
 def mark_boundary_crossed(transition: Transition, job: JobRecord) -> None:
@@ -352,7 +298,7 @@ def mark_boundary_crossed(transition: Transition, job: JobRecord) -> None:
     job.outgoing_generation = None
     update_roster(transition.state, job)
     reset_running(live)
-    live.regroup.failed_collective_ranks, live.regroup.stalled_ranks, live.regroup.pending = set(), {}, None
+    live.regroup.drop_reports()
     transition.mark_job_changed(job.job)
     wake_competing_jobs(transition, job)
 
@@ -360,18 +306,12 @@ def mark_boundary_crossed(transition: Transition, job: JobRecord) -> None:
 def note_beyond_boundary(transition: Transition, job: JobRecord, node: str, rank: int, number: int, step: int) -> None:
     """Note a rank's report of ``step`` in generation ``number``, which may show that the boundary was crossed.
 
-    A newcomer enters the announced generation as soon as it hears of it, and waits there. Its report counts only once
-    it has the boundary's step.
+    A newcomer enters the announced generation early and waits there: its report counts only from the boundary's step.
     """
-    coming = job.generation
-    if (
-        job.outgoing_generation is None
-        or coming is None
-        or coming.number != number
-        or not coming.has_rank_on(node, rank)
-    ):
+    coming, leaving = job.generation, job.outgoing_generation
+    if leaving is None or coming is None or coming.number != number or not coming.has_rank_on(node, rank):
         return
-    if node in job.outgoing_generation.seated_nodes or step >= (coming.after_step or 0):
+    if node in leaving.seated_nodes or step >= (coming.after_step or 0):
         mark_boundary_crossed(transition, job)
 
 
@@ -403,22 +343,17 @@ def consider_growth(transition: Transition, job: JobRecord) -> None:
         return
     if job.status.state is JobState.PAUSED:
         seats = next_seats(state, job)
-        if len(seats) >= min_roster_nodes(job) and not _waits_for_more_nodes(transition, job, seats):
+        if len(seats) >= job.min_seats and not _waits_for_more_nodes(transition, job, seats):
             sentence = f"enough nodes are available again ({join_names(seats)})"
             regroup(transition, job, RegroupCause(GenerationReason.GROWTH, sentence, transition.trace))
         return
-    before = seats_of(job.generation)
-    if (
-        len(before) >= max_roster_nodes(job)
-        or job.progress.resumed_at is None
-        or job.outgoing_generation
-        or state.database_outage
-    ):
+    before = job.seats
+    if len(before) >= job.max_seats or job.progress.resumed_at is None:
+        return
+    if job.outgoing_generation is not None or state.database_outage:
         return
     seats = next_seats(state, job)
-    stay = set(before) - set(
-        job.membership.replaced_stragglers
-    )  # a straggler that was kept for want of others leaves when they come
+    stay = set(before) - set(job.membership.replaced_stragglers)  # those leave once others come
     if len(seats) <= len(before) or not stay <= set(seats):
         return
     due = job.progress.opened_at + transition.policy.growth_interval_s
@@ -428,7 +363,7 @@ def consider_growth(transition: Transition, job: JobRecord) -> None:
     if _waits_for_more_nodes(transition, job, seats):
         return
     if boundary_step(transition, job, state.job_runtime[job.job]) is not None:
-        sentence = f"a spare is ready and the job has {len(before)} of {max_roster_nodes(job)} nodes"
+        sentence = f"a spare is ready and the job has {len(before)} of {job.max_seats} nodes"
         cause = RegroupCause(GenerationReason.GROWTH, sentence, transition.trace, at_boundary=True)
         regroup(transition, job, cause)
 
@@ -436,7 +371,7 @@ def consider_growth(transition: Transition, job: JobRecord) -> None:
 def _waits_for_more_nodes(transition: Transition, job: JobRecord, seats: Sequence[str]) -> bool:
     """Return whether to wait for more returning nodes, because each growth costs a regroup."""
     live = transition.state.job_runtime[job.job]
-    if len(seats) >= min(max_roster_nodes(job), len(job.membership.launchers)):
+    if len(seats) >= min(job.max_seats, len(job.membership.launchers)):
         return False
     if not live.regroup.growth_due:
         live.regroup.growth_due = transition.now + transition.policy.growth_gather_s
@@ -446,8 +381,8 @@ def _waits_for_more_nodes(transition: Transition, job: JobRecord, seats: Sequenc
 
 # Seats kept on hold
 #
-# A hold, or another party's cordon, keeps new work away from a node, and a regroup is new work. The job therefore
-# continues without the node if it can, and with it if it would otherwise have to pause.
+# A hold, or another party's cordon, keeps new work away from a node, and a regroup is new work. The job continues
+# without the node if it can, and with it if it would otherwise have to pause.
 
 
 def current_roster(transition: Transition, job: JobRecord, without: Collection[str] = ()) -> list[str]:
@@ -458,23 +393,15 @@ def current_roster(transition: Transition, job: JobRecord, without: Collection[s
 def roster_at(state: FleetState, now: float, job: JobRecord, without: Collection[str] = ()) -> list[str]:
     """Return ``next_seats``, together with seated nodes on hold if the job needs them and they suffice."""
     seats = next_seats(state, job, without)
-    if len(seats) >= min_roster_nodes(job):
+    if len(seats) >= job.min_seats:
         return seats
-    staying = [node for node in _running_seats(job) if _may_keep_seat(state, now, node)]
+    staying = [node for node in job.seats if job.is_running and _may_keep_seat(state, now, node)]
     more = next_seats(state, job, without, keep_seated=staying) if staying else seats
-    return more if len(more) >= min_roster_nodes(job) else seats
-
-
-def _running_seats(job: JobRecord) -> Sequence[str]:
-    return job.generation.seats if job.generation is not None and job.is_running else ()
+    return more if len(more) >= job.min_seats else seats
 
 
 def _may_keep_seat(state: FleetState, now: float, node: str) -> bool:
-    """Return whether a seated node on hold or probation may keep its seat.
-
-    A node in maintenance may not, nor one with a finding that would evict it. A node on probation serves and is judged
-    like others.
-    """
+    """Return whether a seated node keeps its seat: on probation, or held without maintenance or blocking findings."""
     record = state.nodes[node]
     if record.state is NodeState.PROBATION:
         return True
@@ -488,4 +415,4 @@ def describe_kept_nodes(state: FleetState, job: JobRecord, seats: Sequence[str])
     held = [node for node in seats if state.nodes[node].state in (NodeState.HELD, NodeState.PROBATION)]
     if not held:
         return ""
-    return f"; it keeps {join_names(held)}, because the job needs {format_node_count(min_roster_nodes(job))}"
+    return f"; it keeps {join_names(held)}, because the job needs {format_node_count(job.min_seats)}"

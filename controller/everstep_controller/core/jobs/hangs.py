@@ -17,23 +17,20 @@ from everstep_controller.core.jobs.losses import (
     regroup_without_missing,
     replace_rank,
 )
-from everstep_controller.core.jobs.membership import running_generation
 from everstep_controller.core.jobs.notifications import record_replaced_rank, send_kill
 from everstep_controller.core.records import JobRecord
 from everstep_controller.core.state import PendingRegroup
 from everstep_controller.core.transition import Transition
 
 UNEQUAL_STEPS_STALL_S = 600.0
-"""Seconds for which a rank may stand still after all others returned from the training function. It may be saving a
-model, in which case a kill does not help. Otherwise it waits for ever in a collective for ranks that make no further
-step."""
+"""Seconds for which a rank may stand still after all others returned: it may be saving, or wait for ever."""
 MAX_STACK_CHARS = 16384
 """Maximum length of a rank's stacks in the audit log."""
 
 
 def handle_rank_unresponsive(transition: Transition, job: JobRecord, node: str, report: RankUnresponsive) -> None:
     """Kill and replace an unresponsive rank; its own agent's report suffices."""
-    spec = find_generation(job, report.generation) or running_generation(job)
+    spec = find_generation(job, report.generation) or job.running_generation
     member = spec.member_at(node, report.local_rank) if spec else None
     if spec is None or not job.is_running or member is None:
         transition.count_ignored("rank_unresponsive.stale")
@@ -53,25 +50,17 @@ def _replace_hung(
     transition: Transition, job: JobRecord, spec: GenerationSpec, member: Member, sentence: str, trace: str
 ) -> None:
     sentence = f"{sentence}; it is killed and replaced"
-    transition.audit(
-        "rank.hung",
-        sentence,
-        node=member.node,
-        job=job.job,
-        generation=spec.number,
-        trace=trace,
-        data={"rank": str(member.rank)},
-    )
+    node, data = member.node, {"rank": str(member.rank)}
+    transition.audit("rank.hung", sentence, node=node, job=job.job, generation=spec.number, trace=trace, data=data)
     send_kill(transition, job, member, spec.number, sentence, trace)
-    record_replaced_rank(transition, job, member.node, member.local_rank)
-    cause = RegroupCause(GenerationReason.RANK_HUNG, sentence, trace)
-    replace_rank(transition, job, member.node, cause)
+    record_replaced_rank(transition, job, node, member.local_rank)
+    replace_rank(transition, job, node, RegroupCause(GenerationReason.RANK_HUNG, sentence, trace))
 
 
 def handle_rank_stalled(transition: Transition, job: JobRecord, node: str, report: RankStalled) -> None:
     """Record where a rank stands. The rank at fault is named once the other ranks have reported too."""
     note_beyond_boundary(transition, job, node, report.rank, report.generation, report.step)
-    spec = running_generation(job)
+    spec = job.running_generation
     if spec is None or not job.is_running or report.generation != spec.number:
         transition.count_ignored("rank_stalled.stale")
         return
@@ -101,26 +90,20 @@ def handle_rank_stalled(transition: Transition, job: JobRecord, node: str, repor
 
 
 def _fail_unequal_steps(transition: Transition, job: JobRecord, spec: GenerationSpec, report: RankStalled) -> None:
-    member = spec.roster[report.rank]
-    words = f"rank {report.rank} on {member.node} has made no progress for {report.stalled_s:.0f} s "
-    words += f"after step {report.step}"
-    ranks = (
-        f"rank {job.progress.finished_ranks[0]} has"
-        if len(job.progress.finished_ranks) == 1
-        else f"{len(job.progress.finished_ranks)} other ranks have"
+    finished = job.progress.finished_ranks
+    ranks = f"rank {finished[0]} has" if len(finished) == 1 else f"{len(finished)} other ranks have"
+    sentence = (
+        f"rank {report.rank} on {spec.node_of(report.rank)} has made no progress for {report.stalled_s:.0f} s after "
+        f"step {report.step}, and {ranks} returned from the training function. All ranks must run the same steps (if "
+        "one rank legitimately works alone for that long, raise --hang-threshold-s)"
     )
-    ending.fail_job(
-        transition,
-        job,
-        f"{words}, and {ranks} returned from the training function. All ranks must run the same steps (if one "
-        "rank legitimately works alone for that long, raise --hang-threshold-s)",
-    )
+    ending.fail_job(transition, job, sentence)
 
 
 def settle_pending_regroup(transition: Transition, job: JobRecord) -> None:
     """Decide at the end of the wait for witnesses, with the reports at hand."""
     live = transition.state.job_runtime[job.job]
-    pending, spec = live.regroup.pending, running_generation(job)
+    pending, spec = live.regroup.pending, job.running_generation
     if pending is None or spec is None:
         return
     if regroup_without_missing(transition, job, pending.sentence):
@@ -133,11 +116,8 @@ def settle_pending_regroup(transition: Transition, job: JobRecord) -> None:
         cause = RegroupCause(GenerationReason.COLLECTIVE_FAILED, pending.sentence, pending.trace)
         regroup_unattributed(transition, job, cause)
         return
-    silent = [
-        rank
-        for rank in range(spec.world_size)
-        if rank not in live.regroup.stalled_ranks and rank not in job.progress.finished_ranks
-    ]
+    heard = live.regroup.stalled_ranks.keys() | set(job.progress.finished_ranks)
+    silent = [rank for rank in range(spec.world_size) if rank not in heard]
     if job.progress.finished_ranks and not silent:
         live.regroup.pending = None
         return
@@ -153,12 +133,10 @@ def settle_pending_regroup(transition: Transition, job: JobRecord) -> None:
         regroup_unattributed(transition, job, RegroupCause(GenerationReason.RANK_HUNG, sentence, pending.trace))
         return
     member = spec.roster[stuck]
-    sentence = f"rank {member.rank} on {member.node} blocks {_format_stalled(len(live.regroup.stalled_ranks))}"
+    count = len(live.regroup.stalled_ranks)
+    blocked = "a stalled rank" if count == 1 else f"{count} stalled ranks"
+    sentence = f"rank {member.rank} on {member.node} blocks {blocked}"
     _replace_hung(transition, job, spec, member, sentence, pending.trace)
-
-
-def _format_stalled(count: int) -> str:
-    return "a stalled rank" if count == 1 else f"{count} stalled ranks"
 
 
 def find_stuck_rank(

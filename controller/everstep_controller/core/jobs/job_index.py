@@ -8,7 +8,6 @@ changes a job's launchers, state or roster calls this module, which also offers 
 from __future__ import annotations
 
 from everstep.ids import JobId, NodeId
-from everstep_controller.core.jobs.membership import seats_of
 from everstep_controller.core.records import JobRecord
 from everstep_controller.core.state import FleetState
 from everstep_controller.core.transition import Transition
@@ -35,10 +34,7 @@ def unindex_launcher(state: FleetState, job: JobRecord, node: NodeId) -> None:
 def update_roster(state: FleetState, job: JobRecord) -> None:
     """Note that the job's state, roster or outgoing roster may have changed. O(nodes of the job)."""
     live, owners = state.job_runtime[job.job], state.job_by_node
-    running = job.is_running
-    owns = (
-        frozenset((*seats_of(job.generation), *seats_of(job.outgoing_generation))) if running else frozenset[NodeId]()
-    )
+    owns = frozenset(job.all_seats if job.is_running else ())
     for node in live.owned_nodes - owns:
         if owners.get(node) == job.job:
             del owners[node]
@@ -60,7 +56,7 @@ def _close(state: FleetState, name: JobId) -> None:
 
 def restore_job(state: FleetState, job: JobRecord) -> None:
     """Index a restored job, after all nodes are restored."""
-    for node in (*job.membership.launchers, *seats_of(job.generation), *seats_of(job.outgoing_generation)):
+    for node in (*job.membership.launchers, *job.all_seats):
         if node in state.node_runtime:
             state.node_runtime[node].jobs[job.job] = None
             state.job_runtime[job.job].nodes[node] = None
@@ -108,3 +104,11 @@ def clear_exclusion(transition: Transition, job_id: str, node: str) -> None:
     job.failures.rank_loss_times.pop(node, None)
     job.membership.replaced_stragglers.pop(node, None)
     transition.mark_job_changed(job_id)
+
+
+def wake_competing_jobs(transition: Transition, job: JobRecord) -> None:
+    """Schedule an immediate check of other jobs that want this job's nodes, after its seats or claims changed."""
+    runtime = transition.state.node_runtime
+    nodes = {*job.membership.launchers, *job.membership.former_nodes, *job.seats} & runtime.keys()
+    for name in sorted({name for node in nodes for name in runtime[node].open_jobs} - {job.job}):
+        transition.schedule_job(transition.now, name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -23,13 +23,9 @@ from everstep_controller.core.jobs.job_index import clear_exclusion, drop_job, i
 from everstep_controller.core.jobs.membership import (
     domain_of,
     eligible_nodes,
-    is_seated,
-    max_roster_nodes,
-    min_roster_nodes,
     next_seats,
     other_owner,
     seats_among,
-    seats_of,
     spec_error,
     unfit_reason,
 )
@@ -55,7 +51,8 @@ possible number a job would have none left, and its record could not be read aga
 def handle_launcher_joined(transition: Transition, node: str, report: LauncherJoined) -> None:
     """Handle a launcher's offer: a new job, a spare, a reconnect or a launcher's new life."""
     job = transition.state.jobs.get(report.job)
-    if job is not None and not job.is_ended and _is_stale(job, node, report):
+    before = job.membership.launchers.get(node) if job is not None and not job.is_ended else None
+    if before is not None and report.launcher < before.incarnation:  # an answer would affect the later launcher's job
         transition.count_ignored("launcher_joined.stale")
         return
     if why := spec_error(report.spec):
@@ -67,9 +64,9 @@ def handle_launcher_joined(transition: Transition, node: str, report: LauncherJo
         )
         return
     if job is not None and job.is_ended:
-        ended_unheard = (
-            transition.state.database_outage and job.status.since >= transition.state.database_outage_since
-        )  # the launchers of an ended job still wait for the end
+        state = transition.state
+        # the launchers of a job that ended in an outage still wait for the end
+        ended_unheard = state.database_outage and job.status.since >= state.database_outage_since
         if ended_unheard or report.launcher <= int(job.status.since * 1000):
             transition.send(node, make_stop(job, report.launcher))
             return
@@ -92,28 +89,14 @@ def handle_launcher_joined(transition: Transition, node: str, report: LauncherJo
     _catch_up(transition, job, node, report, restarted=restarted, new_agent=new_agent)
 
 
-def _is_stale(job: JobRecord, node: str, report: LauncherJoined) -> bool:
-    """Return whether a later launcher of the node has joined. An answer to this one would affect that launcher's
-    job."""
-    before = job.membership.launchers.get(node)
-    return before is not None and report.launcher < before.incarnation
-
-
 def _has_room(transition: Transition, node: str, name: str) -> bool:
-    """Return whether the node may offer itself to another job.
-
-    Jobs that never formed and have no launchers left are forgotten to make room, since they keep nothing.
-    """
+    """Return whether the node may offer itself to another job; jobs that never formed and are deserted make room."""
     state, most = transition.state, transition.policy.jobs_per_node
     live = state.node_runtime[node]
     if name in live.open_jobs or len(live.open_jobs) < most:
         return True
-    jobs = [state.jobs[other] for other in live.open_jobs]
-    void = (
-        []
-        if state.database_outage
-        else [job for job in jobs if not job.membership.launchers and not job.progress.last_number]
-    )
+    jobs = [state.jobs[other] for other in live.open_jobs if not state.database_outage]
+    void = [job for job in jobs if not job.membership.launchers and not job.progress.last_number]
     for job in sorted(void, key=lambda job: job.membership.abandoned_at)[: len(live.open_jobs) + 1 - most]:
         sentence = f"job {job.job} never formed, its launchers have left, and {node} has {most} unfinished jobs: "
         drop_job(transition, job.job, f"{sentence}it is forgotten")
@@ -144,8 +127,7 @@ def _create(transition: Transition, report: LauncherJoined) -> JobRecord:
 
 
 def _start_over(transition: Transition, job: JobRecord, report: LauncherJoined) -> None:
-    """Run the job again for a launcher younger than the job's end. Generation numbers continue, and the secret is
-    new."""
+    """Run the job again for a launcher younger than its end. Generation numbers continue; the secret is new."""
     job.spec, job.secret = report.spec, _new_secret(transition)
     sentence = "waits for its launchers, to run once more"
     job.status.enter(JobState.FORMING, sentence, trace=transition.trace, now=transition.now)
@@ -177,11 +159,10 @@ def _refuse(transition: Transition, node: str, report: LauncherJoined, reason: s
 
 def _record_launcher(transition: Transition, job: JobRecord, node: str, report: LauncherJoined) -> None:
     before = job.membership.launchers.get(node)
-    same_life = before is not None and before.incarnation == report.launcher
-    if before is not None and same_life:
+    if before is not None and before.incarnation == report.launcher:
         before.store_address, before.generation = report.store, report.generation
-        before.usable, before.has_rejoined, before.unusable_reason = True, True, ""
-        before.missing_local_ranks, before.late_generations = [], 0
+        before.has_rejoined = True
+        before.make_usable()
     else:
         job.membership.launchers.pop(node, None)
         job.membership.launchers[node] = LauncherRecord(
@@ -213,7 +194,7 @@ def _catch_up(
         sentence = f"ranks on {node} are ahead of the records"
         regroup(transition, job, RegroupCause(GenerationReason.FORMED, sentence, transition.trace))
         return
-    if job.is_running and is_seated(job, node) and restarted:
+    if job.is_running and job.is_seated(node) and restarted:
         sentence = f"the launcher on {node} restarted"
         regroup(transition, job, RegroupCause(GenerationReason.RANK_LOST, sentence, transition.trace))
         return
@@ -232,13 +213,10 @@ def offer_after_deferral(transition: Transition) -> None:
 
 
 def consider_forming(transition: Transition, job: JobRecord) -> None:
-    """Open the first generation, with all requested nodes or with enough of them when the wait is over.
-
-    Not during a database outage, because no other controller would know of it.
-    """
+    """Open the first generation, with all requested nodes or, after the wait, with enough. Not in a database outage."""
     if transition.state.database_outage:
         return
-    most, least = max_roster_nodes(job), min_roster_nodes(job)
+    most, least = job.max_seats, job.min_seats
     due = job.progress.created_at + job.spec.join_wait_s
     if transition.now < due and len(job.membership.launchers) < most:
         transition.schedule_job(due, job.job)
@@ -256,8 +234,7 @@ def consider_forming(transition: Transition, job: JobRecord) -> None:
 # Preemption: a job that cannot run takes nodes from a running job of lower priority that can spare them.
 #
 # It waits first, takes only what it needs and takes nothing if that would not suffice. The other job leaves the nodes
-# at a boundary, loses no step and is then left alone for a while. Nodes are never given back by force; both jobs grow
-# from nodes that become free.
+# at a boundary and is then left alone for a while. Nodes are never given back by force.
 
 RECHECK_S = 1.0
 """Minimum seconds between two checks of a waiting job."""
@@ -285,44 +262,36 @@ def consider_preemption(transition: Transition, job: JobRecord) -> None:
     if transition.now < due:
         transition.schedule_job(due, job.job)
         return
-    givers = [other for other in preemptable_jobs(transition.state, job) if _may_be_preempted(transition, other)]
+    givers = [
+        other
+        for other in preemptable_jobs(transition.state, job)
+        if transition.now >= other.membership.preempted_at + transition.policy.preempt_after_s
+        and boundary_step(transition, other, transition.state.job_runtime[other.job]) is not None
+    ]
     plan = plan_preemption(transition.state, job, givers)
     for name, taken in plan.nodes_by_job.items():
         _preempt(transition, job, transition.state.jobs[name], taken, plan)
     again = transition.now + max(transition.policy.preempt_after_s, RECHECK_S)
-    transition.schedule_job(
-        math.ceil(again / RECHECK_S) * RECHECK_S, job.job
-    )  # rounding merges repeated requests into one check a second
+    # rounding merges repeated requests into one check a second
+    transition.schedule_job(math.ceil(again / RECHECK_S) * RECHECK_S, job.job)
 
 
 def preemptable_jobs(state: FleetState, job: JobRecord) -> list[JobRecord]:
     """Return running jobs of lower priority with nodes that ``job`` could use, lowest priority first."""
-    names = dict.fromkeys(name for node in job.membership.launchers for name in _jobs_on(state, node))
+    launchers = (state.node_runtime[node] for node in job.membership.launchers if node in state.node_runtime)
+    names = dict.fromkeys(name for live in launchers for name in live.open_jobs)
     others = [state.jobs[name] for name in names]
     below = [o for o in others if o.is_running and o.spec.priority < job.spec.priority]
     return sorted(below, key=lambda other: other.spec.priority)
 
 
-def _jobs_on(state: FleetState, node: str) -> Iterable[str]:
-    live = state.node_runtime.get(node)
-    return live.open_jobs if live is not None else ()
-
-
-def _may_be_preempted(transition: Transition, job: JobRecord) -> bool:
-    """Return whether the job can leave nodes at a boundary now and was not preempted recently."""
-    if transition.now < job.membership.preempted_at + transition.policy.preempt_after_s:
-        return False
-    return boundary_step(transition, job, transition.state.job_runtime[job.job]) is not None
-
-
 def plan_preemption(state: FleetState, job: JobRecord, victims: Sequence[JobRecord]) -> PreemptionPlan:
     """Return the nodes of ``victims`` that the job needs to reach its minimum; an empty plan if they do not suffice.
 
-    Victims are asked in order, and each keeps its own minimum without the free nodes that the job takes. Nodes that
-    already leave another job at a boundary are included. If blocks stay within a domain, the domain whose next block
-    lacks least comes first. Not every order is tried, so a possible plan is missed on rare occasions.
+    Victims are asked in order, and each keeps its own minimum without the free nodes that the job takes. If blocks stay
+    within a domain, the domain whose next block lacks least comes first. Not every order is tried.
     """
-    least = min_roster_nodes(job)
+    least = job.min_seats
     if len(job.membership.launchers) < least:
         return PreemptionPlan()
     offered = [
@@ -355,7 +324,7 @@ def _preemptable_nodes(state: FleetState, job: JobRecord, victims: Sequence[JobR
     """Return the victims' nodes that the job could use, by block domain, last seats first."""
     found: dict[str, deque[SeatedNode]] = {}
     for giver in victims:
-        for node in reversed(seats_of(giver.generation)):
+        for node in reversed(giver.seats):
             if not unfit_reason(state, job, node):
                 found.setdefault(_block_domain(state, job, node), deque()).append((giver, node))
     return found
@@ -385,8 +354,7 @@ def _next_block(
     seats: Sequence[str],
     taken_nodes: Mapping[str, JobRecord],
 ) -> dict[str, JobRecord]:
-    """Return the ``offers`` that complete ``partial_block``, with the jobs that can spare them; {} if they do not
-    suffice."""
+    """Return the ``offers`` that complete ``partial_block``, with the jobs that can spare them; {} if too few."""
     found: dict[str, JobRecord] = {}
     while offers and len(partial_block) + len(found) < job.spec.block_nodes:
         giver, node = offers.popleft()
@@ -401,11 +369,11 @@ def _is_leaving_victim(state: FleetState, job: JobRecord, node: str) -> bool:
     owner = None if unfit_reason(state, job, node) else other_owner(state, job, node)
     if owner is None or owner.spec.priority >= job.spec.priority or owner.outgoing_generation is None:
         return False
-    return owner.generation is not None and not owner.has_seat(node) and is_seated(owner, node)
+    return owner.generation is not None and not owner.has_seat(node) and owner.is_seated(node)
 
 
 def _can_spare(state: FleetState, victim: JobRecord, taken: Sequence[str]) -> bool:
-    return len(next_seats(state, victim, frozenset(taken))) >= min_roster_nodes(victim)
+    return len(next_seats(state, victim, frozenset(taken))) >= victim.min_seats
 
 
 def _preempt(transition: Transition, job: JobRecord, victim: JobRecord, taken: list[str], plan: PreemptionPlan) -> None:
@@ -413,7 +381,7 @@ def _preempt(transition: Transition, job: JobRecord, victim: JobRecord, taken: l
     victim.membership.preempted_at = transition.now
     sentence = (
         f"job {job.job} (priority {job.spec.priority}) needs at least "
-        f"{format_node_count(min_roster_nodes(job))} and takes "
+        f"{format_node_count(job.min_seats)} and takes "
         f"{join_names(taken)} of job {victim.job} (priority {victim.spec.priority}), which stays above its minimum"
     )
     transition.audit("job.preempts", sentence, job=job.job)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from everstep.ids import Rank
-from everstep.vocabulary import Finding, FindingKind, GenerationReason, JobState, Severity
+from everstep.vocabulary import FindingKind, GenerationReason, JobState, Severity
 from everstep.wire.v1.training import GenerationSpec, Member, RankProgress, Resumed, UserError
 from everstep_controller.core.checkpoints.commits import start_commits
 from everstep_controller.core.health.offences import raise_controller_finding
@@ -21,7 +21,6 @@ from everstep_controller.core.jobs.generations import (
     update_paused_reason,
 )
 from everstep_controller.core.jobs.joining import consider_forming, consider_preemption
-from everstep_controller.core.jobs.membership import max_roster_nodes, running_generation, seats_of
 from everstep_controller.core.jobs.notifications import record_replaced_rank, send_generation, send_kill
 from everstep_controller.core.jobs.stragglers import check_stragglers, start_straggler_windows
 from everstep_controller.core.records import JobRecord
@@ -67,15 +66,9 @@ def _all_resumed(transition: Transition, job: JobRecord, spec: GenerationSpec, l
     data |= {"slowest_rank": str(rank), "took_s": f"{took:.4f}", "step": str(last.step)}
     if last.restored:
         data["restored"] = str(last.restored)
-    transition.audit(
-        "resumed",
-        f"all {spec.world_size} rank(s) of generation {spec.number} resumed from {start}, "
-        f"{took:.2f} s after the decision",
-        job=job.job,
-        generation=spec.number,
-        trace=spec.trace,
-        data=data,
-    )
+    sentence = f"all {spec.world_size} rank(s) of generation {spec.number} resumed from {start}, "
+    sentence += f"{took:.2f} s after the decision"
+    transition.audit("resumed", sentence, job=job.job, generation=spec.number, trace=spec.trace, data=data)
     consider_growth(transition, job)
 
 
@@ -93,21 +86,17 @@ def _mark_resumed(transition: Transition, job: JobRecord, live: JobRuntime) -> N
 def _resume_inherited(transition: Transition, job: JobRecord, live: JobRuntime, spec: GenerationSpec) -> bool:
     """Return whether a generation inherited from an earlier controller steps; its acknowledgements are not sent again.
 
-    A rank that finished two more steps had all others in the second, so each rank has finished the first. A rank enters
-    with the step at which it was interrupted and then jumps once to the version's step. Its steps count from the second
-    one seen.
+    A rank that finished two more steps had all others in the second, so each has finished the first. A rank enters with
+    the step at which it was interrupted and jumps once to the version's step, so its steps count from the second one.
     """
     step = max(_counted_steps(live, transition.read_steps(job.job)), default=None)
     if step is None:
         transition.schedule_job(transition.now + INHERITED_CHECK_S, job.job)
         return False
     _mark_resumed(transition, job, live)
-    sentence = (
-        f"all {spec.world_size} rank(s) of generation {spec.number} have resumed: a rank has finished step {step}"
-    )
-    transition.audit(
-        "resumed", sentence, job=job.job, generation=spec.number, trace=spec.trace, data={"step": str(step)}
-    )
+    sentence, data = f"all {spec.world_size} rank(s) of generation {spec.number} have resumed: ", {"step": str(step)}
+    sentence += f"a rank has finished step {step}"
+    transition.audit("resumed", sentence, job=job.job, generation=spec.number, trace=spec.trace, data=data)
     consider_growth(transition, job)
     return True
 
@@ -123,10 +112,7 @@ def _counted_steps(live: JobRuntime, steps: dict[Rank, int]) -> Iterator[int]:
 
 
 def check_resumed(transition: Transition, job: JobRecord) -> None:
-    """At the deadline, replace ranks that have not entered the generation; ranks inside get more time.
-
-    Their nodes are left out if all ranks of some other node have entered.
-    """
+    """At the deadline, replace ranks that have not entered the generation; ranks inside get more time."""
     live, spec = transition.state.job_runtime[job.job], job.generation
     if spec is None or job.progress.resumed_at is not None or job.outgoing_generation is not None:
         return
@@ -142,11 +128,13 @@ def check_resumed(transition: Transition, job: JobRecord) -> None:
         _exclude_missing(transition, job, missing, spec)
         return
     if missing and entered and live.resume.attempts >= RESTART_AFTER_DEADLINES:
-        _restart_missing(transition, job, missing, spec)
+        sentence = f"{_describe_progress(missing, spec)}, after several deadlines (generation {spec.number}): "
+        sentence += "these ranks are restarted"
+        _kill_missing(transition, job, missing, spec, sentence)
+        regroup(transition, job, RegroupCause(GenerationReason.RANK_HUNG, sentence, spec.trace))
         return
-    sentence = (
-        f"generation {spec.number} has not resumed by its deadline: {_describe_progress(missing, spec)}; still waiting"
-    )
+    progress = _describe_progress(missing, spec)
+    sentence = f"generation {spec.number} has not resumed by its deadline: {progress}; still waiting"
     transition.audit("generation.overdue", sentence, job=job.job, generation=spec.number, trace=spec.trace)
     live.resume.due = transition.now + resume_timeout_s(transition, live)
     transition.schedule_job(live.resume.due, job.job)
@@ -163,10 +151,7 @@ def _describe_progress(missing: Sequence[Member], spec: GenerationSpec) -> str:
 
 
 def _exclude_missing(transition: Transition, job: JobRecord, missing: Sequence[Member], spec: GenerationSpec) -> None:
-    """Continue without the nodes of the missing ranks, which are restarted.
-
-    A node is usable again once other processes have taken their places (``losses.handle_rank_lost``).
-    """
+    """Restart the missing ranks and continue without their nodes until others have taken their places."""
     absent: dict[str, list[Member]] = {}
     for member in missing:
         absent.setdefault(member.node, []).append(member)
@@ -180,16 +165,6 @@ def _exclude_missing(transition: Transition, job: JobRecord, missing: Sequence[M
     sentence = f"{join_names(sorted(absent))} did not enter generation {spec.number} in time"
     _kill_missing(transition, job, missing, spec, sentence)
     regroup(transition, job, RegroupCause(GenerationReason.NODE_LOST, sentence, spec.trace))
-
-
-def _restart_missing(transition: Transition, job: JobRecord, missing: Sequence[Member], spec: GenerationSpec) -> None:
-    """Restart the missing ranks and try again, because every node has some of them."""
-    sentence = (
-        f"{_describe_progress(missing, spec)}, after several deadlines (generation {spec.number}): "
-        "these ranks are restarted"
-    )
-    _kill_missing(transition, job, missing, spec, sentence)
-    regroup(transition, job, RegroupCause(GenerationReason.RANK_HUNG, sentence, spec.trace))
 
 
 def _kill_missing(
@@ -208,10 +183,9 @@ MAX_ERROR_CHARS = 200
 def handle_user_error(transition: Transition, job: JobRecord, node: str, report: UserError) -> None:
     """Handle an exception of the training function; no hardware is blamed.
 
-    The job retries as often as it asked to, unless another node raised the same exception before, which rules out a
-    transient fault.
+    The job retries as often as it asked to, unless another node raised the same exception before.
     """
-    running = running_generation(job)
+    running = job.running_generation
     if running is None or not job.is_running or report.generation != running.number:
         transition.count_ignored("user_error.stale")
         return
@@ -224,9 +198,8 @@ def handle_user_error(transition: Transition, job: JobRecord, node: str, report:
     before = job.failures.user_errors.setdefault(report.error[:MAX_ERROR_CHARS], node)
     if job.spec.max_user_retries and before != node:
         job.progress.ended_step = report.step
-        ending.fail_job(
-            transition, job, f"{sentence}; {before} raised the same error before, so a retry would raise it again"
-        )
+        why = f"{before} raised the same error before, so a retry would raise it again"
+        ending.fail_job(transition, job, f"{sentence}; {why}")
     elif job.failures.user_retries < job.spec.max_user_retries:
         job.failures.user_retries += 1
         words = f"{sentence}; retry {job.failures.user_retries} of {job.spec.max_user_retries}"
@@ -240,11 +213,11 @@ def resize_job(transition: Transition, job: JobRecord, size: int, actor: str) ->
     """Limit the job's nodes by an operator's order; a running job follows at its next boundary."""
     job.membership.node_limit = size
     transition.mark_job_changed(job.job)
-    sentence = f"{actor} limits the job to {format_node_count(max_roster_nodes(job))}"
+    sentence = f"{actor} limits the job to {format_node_count(job.max_seats)}"
     transition.audit("job.resized", sentence, job=job.job)
     if job.status.state is JobState.FORMING:
         consider_forming(transition, job)
-    elif job.is_running and len(seats_of(job.generation)) > max_roster_nodes(job):
+    elif job.is_running and len(job.seats) > job.max_seats:
         cause = RegroupCause(GenerationReason.OPERATOR, sentence, transition.trace, at_boundary=True)
         regroup(transition, job, cause)
     else:
@@ -274,8 +247,7 @@ def check_job(transition: Transition, job: JobRecord) -> None:
 def record_progress(state: FleetState, node: str, ranks: Iterable[RankProgress], now: float) -> None:
     """Record the progress of ranks of running generations; a node reports only its own ranks.
 
-    Runs a hundred thousand times a second in a large fleet. Values common to all ranks of a job on the node are
-    therefore looked up once.
+    Runs a hundred thousand times a second in a large fleet, so what a node's ranks share is looked up once.
     """
     name, job = "", None
     for progress in ranks:
@@ -316,33 +288,22 @@ def may_have_crossed_boundary(state: FleetState, ranks: Iterable[RankProgress]) 
 
 def is_beyond_boundary(job: JobRecord, progress: RankProgress) -> bool:
     """Return whether a rank may have crossed the boundary, which is more than progress."""
-    return (
-        job.outgoing_generation is not None
-        and job.generation is not None
-        and progress.generation == job.generation.number
-    )
+    coming = job.generation
+    return job.outgoing_generation is not None and coming is not None and progress.generation == coming.number
 
 
 # Replica nodes that take no copies
 #
-# A vault without memory, a vault that is far too slow or a link that corrupts bytes does not hurt training. However,
-# nothing is committed while a share's copy depends on it. The faulty end need not be known to try another pair: a node
-# whose copies arrive nowhere is recognised at its next replica node too.
+# A vault without memory or a link that corrupts bytes does not hurt training, but nothing is committed while a share's
+# copy depends on it. A node whose copies arrive nowhere is recognised at its next replica node too.
 
 
 def check_replica_nodes(transition: Transition, job: JobRecord) -> None:
     """At a deadline or after a failed commit, skip the replica nodes that missed too many versions in a row."""
     live, policy, spec = transition.state.job_runtime[job.job], transition.policy, job.generation
-    live.commits.skipped_replica_nodes = {
-        replica_node: until
-        for replica_node, until in live.commits.skipped_replica_nodes.items()
-        if until > transition.now
-    }
-    failing = sorted(
-        replica_node
-        for replica_node, count in live.commits.missed_copies.items()
-        if count >= policy.missed_copies_count
-    )
+    skips, missed = live.commits.skipped_replica_nodes, live.commits.missed_copies
+    live.commits.skipped_replica_nodes = skips = {n: until for n, until in skips.items() if until > transition.now}
+    failing = sorted(node for node, count in missed.items() if count >= policy.missed_copies_count)
     if not failing or spec is None or not job.is_running or transition.state.database_outage:
         return
     if transition.now < job.progress.opened_at + policy.growth_interval_s:
@@ -351,32 +312,24 @@ def check_replica_nodes(transition: Transition, job: JobRecord) -> None:
     if boundary_step(transition, job, live) is None:
         return  # the next missed version leads here again
     for replica_node in failing:
-        del live.commits.missed_copies[replica_node]
-        live.commits.skipped_replica_nodes[replica_node] = transition.now + policy.replica_node_skip_s
-        _raise_copies_missing(transition, job, replica_node)
+        del missed[replica_node]
+        skips[replica_node] = transition.now + policy.replica_node_skip_s
+        _raise_copies_missing(transition, job, spec, replica_node)
     if plan_replicas(transition, job, list(spec.seats)) == spec.replica_nodes:
         return  # there is no other node
-    sentence = (
-        f"copies no longer go to {join_names(failing)}, which missed {policy.missed_copies_count} versions in a row"
-    )
+    count = policy.missed_copies_count
+    sentence = f"copies no longer go to {join_names(failing)}, which missed {count} versions in a row"
     regroup(transition, job, RegroupCause(GenerationReason.PLACEMENT, sentence, transition.trace, at_boundary=True))
 
 
-def _raise_copies_missing(transition: Transition, job: JobRecord, replica_node: str) -> None:
-    spec = job.generation
-    assert spec is not None
+def _raise_copies_missing(transition: Transition, job: JobRecord, spec: GenerationSpec, replica_node: str) -> None:
     senders = [node for node, replica_nodes in spec.replica_nodes.items() if replica_node in replica_nodes]
-    finding = Finding(
-        kind=FindingKind.COPIES_MISSING,
-        subject=f"copies/{job.job}",
-        severity=Severity.WARNING,
-        message=(
-            f"{transition.policy.missed_copies_count} versions of {job.job} in a row did not get from "
-            f"{join_names(senders)} to {replica_node}, "
-            "so nothing was committed; the ranks' logs on either end say why (memory, time, digests)"
-        ),
-        value=float(transition.policy.missed_copies_count),
-        since=transition.now,
-        trace=transition.trace,
+    count = transition.policy.missed_copies_count
+    message = (
+        f"{count} versions of {job.job} in a row did not get from {join_names(senders)} to {replica_node}, so nothing "
+        "was committed; the ranks' logs on either end say why (memory, time, digests)"
+    )
+    finding = transition.make_finding(
+        FindingKind.COPIES_MISSING, f"copies/{job.job}", Severity.WARNING, message, value=float(count)
     )
     raise_controller_finding(transition, replica_node, finding, transition.policy.replica_node_skip_s)

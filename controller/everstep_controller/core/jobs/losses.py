@@ -18,13 +18,7 @@ from everstep_controller.core.jobs.generations import (
     regroup,
 )
 from everstep_controller.core.jobs.job_index import unindex_launcher
-from everstep_controller.core.jobs.membership import (
-    is_seated,
-    jobs_seated_on,
-    min_roster_nodes,
-    running_generation,
-    seats_of,
-)
+from everstep_controller.core.jobs.membership import jobs_seated_on
 from everstep_controller.core.jobs.notifications import record_replaced_rank, send_kill
 from everstep_controller.core.policy import VerdictRule
 from everstep_controller.core.records import JobRecord
@@ -39,10 +33,7 @@ MAX_LATE_GENERATIONS = 1
 
 
 def find_generation(job: JobRecord, number: int) -> GenerationSpec | None:
-    """Return the running or announced generation with this number; None if it is over.
-
-    Agents attribute a rank to the generation it was last offered, which it may enter only at a boundary.
-    """
+    """Return the running or announced generation with this number; None if it is over."""
     return next(
         (spec for spec in (job.outgoing_generation, job.generation) if spec is not None and spec.number == number), None
     )
@@ -64,7 +55,7 @@ def handle_rank_lost(transition: Transition, job: JobRecord, node: str, report: 
         launcher.missing_local_ranks = []
         transition.mark_job_changed(job.job)
     spec = find_generation(job, report.generation)
-    if not is_seated(job, node) or (spec is None and report.has_replacement):
+    if not job.is_seated(node) or (spec is None and report.has_replacement):
         transition.count_ignored("rank_lost.stale")
         return
     member = spec.member_at(node, report.local_rank) if spec is not None else None
@@ -85,7 +76,7 @@ def handle_rank_lost(transition: Transition, job: JobRecord, node: str, report: 
 def _mark_local_rank_replaced(transition: Transition, job: JobRecord, node: str, local_rank: int) -> None:
     """Note a replacement for a rank that entered too late. The last replacement makes the node usable again.
 
-    A node that was late once more stays out while the job runs, because all others wait each time.
+    A node that was late once more stays out while the job runs.
     """
     launcher = job.membership.launchers.get(node)
     if launcher is None or local_rank not in launcher.missing_local_ranks:
@@ -105,21 +96,23 @@ def _mark_local_rank_replaced(transition: Transition, job: JobRecord, node: str,
 def _describe_exit(report: RankLost) -> str:
     if report.signal is not None:
         return f"signal {report.signal}"
-    if report.exit_code is not None:
-        return f"exit code {report.exit_code}"
-    return "its connection closed"
+    return "its connection closed" if report.exit_code is None else f"exit code {report.exit_code}"
 
 
 def replace_rank(transition: Transition, job: JobRecord, node: str, cause: RegroupCause) -> None:
     """Regroup after a loss on ``node``, and exclude a node that keeps losing ranks."""
-    if not _count_rank_loss(transition, job, node):
+    window_s, before = transition.policy.job_failure_window_s, job.failures.rank_loss_times.get(node, [])
+    times = [*(at for at in before if at > transition.now - window_s), transition.now]
+    job.failures.rank_loss_times[node] = times
+    transition.mark_job_changed(job.job)
+    count = len(times)
+    if count < transition.policy.rank_flap_count:
         regroup_with_seen(transition, job, cause)
         return
-    count, window_s = len(job.failures.rank_loss_times[node]), transition.policy.job_failure_window_s
     sentence = f"{node} lost {count} ranks of {job.job} within {window_s:g} s"
     job.membership.excluded_nodes[node] = sentence
     _raise_rank_flapping(transition, node, sentence, count)
-    if len(current_roster(transition, job)) < min_roster_nodes(job):
+    if len(current_roster(transition, job)) < job.min_seats:
         ending.fail_job(transition, job, f"{cause.sentence}; {sentence}, and no other node can take its place")
         return
     regroup(transition, job, RegroupCause(cause.reason, f"{cause.sentence}; {sentence}", cause.trace))
@@ -128,11 +121,11 @@ def replace_rank(transition: Transition, job: JobRecord, node: str, cause: Regro
 def regroup_with_seen(transition: Transition, job: JobRecord, cause: RegroupCause) -> None:
     """Regroup with members that this controller has heard.
 
-    A new controller first waits a moment for the others. They are either reconnecting or dead, and a roster with a dead
-    member soon needs another regroup.
+    A new controller first waits a moment for the others, because a roster with a dead member needs another regroup.
     """
     state, live = transition.state, transition.state.job_runtime[job.job]
-    unmet = state.unseen_nodes.intersection(seats_of(running_generation(job))) if state.unseen_nodes else frozenset()
+    spec = job.running_generation
+    unmet = state.unseen_nodes & spec.seated_nodes if spec is not None else set[str]()
     if not unmet:
         regroup(transition, job, cause)
     elif transition.now >= state.rejoin_window_ends_at:
@@ -143,27 +136,11 @@ def regroup_with_seen(transition: Transition, job: JobRecord, cause: RegroupCaus
         transition.schedule_job(due, job.job)
 
 
-def _count_rank_loss(transition: Transition, job: JobRecord, node: str) -> bool:
-    window = [
-        at
-        for at in job.failures.rank_loss_times.get(node, [])
-        if at > transition.now - transition.policy.job_failure_window_s
-    ]
-    job.failures.rank_loss_times[node] = [*window, transition.now]
-    transition.mark_job_changed(job.job)
-    return len(job.failures.rank_loss_times[node]) >= transition.policy.rank_flap_count
-
-
 def _raise_rank_flapping(transition: Transition, node: str, sentence: str, count: int) -> None:
-    finding = Finding(
-        kind=FindingKind.RANK_FLAPPING,
-        subject="ranks",
-        severity=Severity.WARNING,
-        message=f"{sentence}; the job continues without it until an operator readmits it or its launcher restarts",
-        value=float(count),
-        threshold=float(transition.policy.rank_flap_count),
-        since=transition.now,
-        trace=transition.trace,
+    message = f"{sentence}; the job continues without it until an operator readmits it or its launcher restarts"
+    most = float(transition.policy.rank_flap_count)
+    finding = transition.make_finding(
+        FindingKind.RANK_FLAPPING, "ranks", Severity.WARNING, message, value=float(count), threshold=most
     )
     raise_controller_finding(transition, node, finding, transition.policy.job_failure_window_s)
 
@@ -172,10 +149,9 @@ def _raise_rank_flapping(transition: Transition, node: str, sentence: str, count
 
 
 def handle_collective_failed(transition: Transition, job: JobRecord, node: str, report: CollectiveFailed) -> None:
-    """Handle a failed collective. With a suspect node in the roster, regroup; else wait briefly for a report that names
-    the culprit.
+    """Regroup without suspect nodes, or wait briefly for a report that names the culprit.
 
-    Witnesses include a newcomer that waits at an announced boundary, because it would otherwise wait in vain.
+    A newcomer that waits at an announced boundary is a witness too, because it would otherwise wait in vain.
     """
     note_beyond_boundary(transition, job, node, report.rank, report.generation, report.step)
     spec = find_generation(job, report.generation)
@@ -187,32 +163,24 @@ def handle_collective_failed(transition: Transition, job: JobRecord, node: str, 
         return
     live = transition.state.job_runtime[job.job]
     if not live.regroup.failed_collective_ranks and not live.regroup.stalled_ranks:
-        _recheck_peer_losses(transition, spec)
+        for seat in spec.seats:
+            if transition.state.node_runtime[seat].peer_loss_reports:
+                transition.schedule_node(transition.now, seat)
     live.regroup.failed_collective_ranks.add(report.rank)
     if regroup_without_missing(transition, job, f"a collective of rank {report.rank} failed"):
         return
     if live.regroup.pending is None:
-        sentence = f"a collective of rank {report.rank} on {node} failed at step {report.step}, and no report names a "
-        sentence += "lost member"
-        due = transition.now + _collective_wait(transition, job)
+        sentence = (
+            f"a collective of rank {report.rank} on {node} failed at step {report.step}, and no report names a lost "
+            "member"
+        )
+        policy, times = transition.policy, live.regroup.unattributed_times
+        times = [at for at in times if at > transition.now - policy.job_failure_window_s]
+        live.regroup.unattributed_times = times
+        waits = Backoff(floor_s=policy.collective_settle_s, ceiling_s=policy.collective_settle_max_s)
+        due = transition.now + waits.limit_s(len(times))
         live.regroup.pending = PendingRegroup(transition.now, due, transition.trace, sentence)
         transition.schedule_job(due, job.job)
-
-
-def _recheck_peer_losses(transition: Transition, spec: GenerationSpec) -> None:
-    """Check members again that other vaults have lost, after the job's first failed collective."""
-    for node in seats_of(spec):
-        if transition.state.node_runtime[node].peer_loss_reports:
-            transition.schedule_node(transition.now, node)
-
-
-def _collective_wait(transition: Transition, job: JobRecord) -> float:
-    live = transition.state.job_runtime[job.job]
-    live.regroup.unattributed_times = [
-        at for at in live.regroup.unattributed_times if at > transition.now - transition.policy.job_failure_window_s
-    ]
-    waits = Backoff(floor_s=transition.policy.collective_settle_s, ceiling_s=transition.policy.collective_settle_max_s)
-    return waits.limit_s(len(live.regroup.unattributed_times))
 
 
 def regroup_unattributed(transition: Transition, job: JobRecord, cause: RegroupCause) -> None:
@@ -233,7 +201,7 @@ def missing_reason(transition: Transition, node: str) -> str:
 
 def regroup_without_missing(transition: Transition, job: JobRecord, evidence: str) -> bool:
     """Regroup without the roster's suspect nodes; return False if there are none."""
-    spec, state = running_generation(job), transition.state
+    spec, state = job.running_generation, transition.state
     if spec is None or not (state.silent_nodes or state.unseen_nodes):
         return False
     doubts = {node: words for node in spec.seats if (words := missing_reason(transition, node))}
@@ -261,11 +229,10 @@ def _describe_missing(doubts: dict[str, str]) -> str:
     alike: dict[str, list[str]] = {}
     for node, words in doubts.items():
         alike.setdefault(words, []).append(node)
-    several = (
+    return ", ".join(
         f"{join_names(who)} {words if len(who) == 1 else _PLURAL_REASONS.get(words, 'are silent')}"
         for words, who in alike.items()
     )
-    return ", ".join(several)
 
 
 # Launchers and nodes
@@ -279,19 +246,14 @@ def handle_launcher_left(transition: Transition, job: JobRecord, node: str, repo
         return
     manner = "left in order" if report.orderly else "is gone"
     detail = f" ({report.detail})" if report.detail else ""
-    if report.orderly and job.is_running and _has_finished(job, node):
+    running = job.running_generation
+    ranks = [member.rank for member in running.members_on(node)] if running is not None else []
+    has_finished = bool(ranks) and set(ranks) <= set(job.progress.finished_ranks)
+    if report.orderly and job.is_running and has_finished:  # the node is not missed, and the other ranks end soon
         launcher.usable, launcher.unusable_reason = False, "its ranks have finished, and its launcher has exited"
         transition.mark_job_changed(job.job)
         return
     remove_launcher(transition, job, node, f"the launcher on {node} {manner}{detail}")
-
-
-def _has_finished(job: JobRecord, node: str) -> bool:
-    """Return whether all ranks on the node have finished. The node is then not missed, and the other ranks are about to
-    end."""
-    running = running_generation(job)
-    ranks = running.members_on(node) if running is not None else ()
-    return bool(ranks) and all(member.rank in job.progress.finished_ranks for member in ranks)
 
 
 def remove_launcher(transition: Transition, job: JobRecord, node: str, sentence: str) -> None:
@@ -302,7 +264,7 @@ def remove_launcher(transition: Transition, job: JobRecord, node: str, sentence:
         job.membership.abandoned_at = transition.now
     unindex_launcher(transition.state, job, node)
     transition.audit("launcher.left", sentence, node=node, job=job.job, generation=job.progress.last_number)
-    if job.is_running and is_seated(job, node):
+    if job.is_running and job.is_seated(node):
         stored = job.generation is not None and job.generation.store_node == node
         reason = GenerationReason.STORE_LOST if stored else GenerationReason.NODE_LOST
         regroup(transition, job, RegroupCause(reason, sentence, transition.trace))
@@ -312,7 +274,7 @@ def regroup_after_losses(transition: Transition) -> None:
     """Regroup every job that lost nodes in this event once."""
     for name, lost in transition.lost_nodes_by_job.items():
         job = transition.state.jobs[name]
-        if job.is_running and any(is_seated(job, node) for node in lost):
+        if job.is_running and any(job.is_seated(node) for node in lost):
             first = next(iter(lost.values()))
             sentence = first if len(lost) == 1 else f"{join_names(list(lost))} are lost ({first})"
             regroup(transition, job, RegroupCause(GenerationReason.NODE_LOST, sentence, transition.trace))
@@ -350,21 +312,18 @@ class RestartTarget(msgspec.Struct, frozen=True):
 
 
 def find_restart_target(transition: Transition, node: str, finding: Finding, rule: VerdictRule) -> RestartTarget | None:
-    """Return the ranks that the finding concerns: those of its GPU if known, else all on the node; None if no rank runs
-    there.
+    """Return the ranks that the finding concerns: those of its GPU if known, else all on the node; None if none runs.
 
     Ranks replaced within the rule's ``coalesce_s`` are left out, because the finding concerns the earlier process.
     """
     record = transition.state.nodes[node]
     job = next((job for job in jobs_seated_on(transition.state, node) if job.is_running), None)
-    spec = running_generation(job) if job is not None else None
+    spec = job.running_generation if job is not None else None
     members = tuple(spec.members_on(node)) if spec is not None else ()
     if job is None or spec is None or not members:
         return None
     gpus = {gpu.index for gpu in suspect_gpus(record, (finding,))}
-    if gpus and spec.spec.nproc_per_node == len(
-        record.identity.gpus
-    ):  # only then does a local rank use the GPU of its number
+    if gpus and spec.spec.nproc_per_node == len(record.identity.gpus):  # local rank i uses GPU i
         members = tuple(member for member in members if member.local_rank in gpus)
     replaced = transition.state.job_runtime[job.job].regroup.rank_replaced_at.get(node, {})
     due = (member for member in members if replaced.get(member.local_rank, 0.0) <= transition.now - rule.coalesce_s)
@@ -374,8 +333,7 @@ def find_restart_target(transition: Transition, node: str, finding: Finding, rul
 def restart_ranks(
     transition: Transition, node: str, target: RestartTarget, sentence: str, trace: str, *, counted: bool
 ) -> None:
-    """Kill the processes and regroup. ``counted`` is false for another GPU of the same crash, which counts once under
-    the caps."""
+    """Kill the processes and regroup. ``counted`` is false for another GPU of the same crash, which counts once."""
     if counted:
         record, fleet, policy = transition.state.nodes[node], transition.state.fleet, transition.policy
         record.history.rank_restart_times = node_state.append_time(

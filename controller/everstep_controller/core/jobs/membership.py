@@ -12,29 +12,13 @@ from everstep.ids import storage_url_error
 from everstep.vocabulary import JobState, NodeState
 from everstep.wire.v1.agent import Domain
 from everstep.wire.v1.training import GenerationSpec, JobSpec
-from everstep_controller.core.records import JobRecord, NodeRecord
+from everstep_controller.core.records import JobRecord, max_seats, min_seats
 from everstep_controller.core.state import FleetState
 from everstep_controller.core.wording import format_node_count, join_names
 
 # Blocks: runs of ``block_nodes`` consecutive seats whose nodes compute one tensor x pipeline replica together.
 #
-# A block is useful only as a whole, so a roster is a whole number of blocks. A job may require the nodes of a block to
-# share a failure domain, where the fast links are.
-
-
-def running_generation(job: JobRecord) -> GenerationSpec | None:
-    """Return the generation whose ranks compute: the outgoing one before a boundary, else the current one."""
-    return job.outgoing_generation or job.generation
-
-
-def min_seats(spec: JobSpec) -> int:
-    """Return ``min_nodes`` rounded up to whole blocks."""
-    return -(-spec.min_nodes // spec.block_nodes) * spec.block_nodes
-
-
-def max_seats(spec: JobSpec) -> int:
-    """Return ``max_nodes`` rounded down to whole blocks."""
-    return spec.max_nodes // spec.block_nodes * spec.block_nodes
+# A roster is a whole number of blocks. A job may require the nodes of a block to share a failure domain.
 
 
 def spec_error(spec: JobSpec) -> str:
@@ -99,9 +83,8 @@ def choose_seats(
     """Choose the next roster: as many whole blocks as possible, with as few changes as possible.
 
     Complete blocks stay as they are. Blocks with the fewest losses are refilled first; a new node takes the place, and
-    so the rank numbers, of a lost one. Blocks that cannot be refilled are broken up, most incomplete first, and their
-    nodes refill others. A new block takes the seats of a lost one, and only then seats at the end. Linear in the number
-    of nodes.
+    so the rank numbers, of a lost one. Blocks that cannot be refilled are broken up, and their nodes refill others. A
+    new block takes the seats of a lost one, and only then seats at the end. Linear in the number of nodes.
 
     Args:
         previous: Nodes of the previous roster, in seat order.
@@ -191,16 +174,6 @@ RostersByJob = dict[str, list[str]]
 # Rosters
 
 
-def seats_of(spec: GenerationSpec | None) -> tuple[str, ...]:
-    """Return the nodes of a roster in rank order."""
-    return spec.seats if spec is not None else ()
-
-
-def is_seated(job: JobRecord, node: str) -> bool:
-    """Return whether the node is in the current or the outgoing roster."""
-    return any(spec is not None and node in spec.seated_nodes for spec in (job.generation, job.outgoing_generation))
-
-
 def choose_store_node(seats: Sequence[str], previous: GenerationSpec | None) -> str:
     """Return the node that hosts the store: the previous one if it stays, else the first that stays, else the first."""
     if previous is None:
@@ -234,25 +207,8 @@ def describe_change(previous: Sequence[str], seats: Sequence[str], max_count: in
 # Eligibility
 
 
-def min_roster_nodes(job: JobRecord) -> int:
-    """Return the size of the smallest roster with which the job runs."""
-    return min_seats(job.spec)
-
-
-def max_roster_nodes(job: JobRecord) -> int:
-    """Return the size of the largest roster allowed now: whole blocks, and never less than the minimum."""
-    most = max_seats(job.spec)
-    if job.membership.node_limit is None:
-        return most
-    block = job.spec.block_nodes
-    return max(min_seats(job.spec), min(job.membership.node_limit // block * block, most))
-
-
 def ineligible_reason(state: FleetState, job: JobRecord, node: str, keep_seated: Collection[str] = ()) -> str:
-    """Return why a node cannot be in the job's next roster; "" if it can.
-
-    A node computes for one job at a time; ``claimed_by_priority`` decides between jobs that want it.
-    """
+    """Return why a node cannot be in the job's next roster; "" if it can. A node computes for one job at a time."""
     words = unfit_reason(state, job, node, keep_seated)
     if words or (job.is_running and job.has_seat(node)):
         return words
@@ -263,8 +219,7 @@ def ineligible_reason(state: FleetState, job: JobRecord, node: str, keep_seated:
 def unfit_reason(state: FleetState, job: JobRecord, node: str, keep_seated: Collection[str] = ()) -> str:
     """Return what in the node or its launcher keeps it out of the next roster, whatever other jobs do; "" for nothing.
 
-    A suspect node may keep its seat but gets no new one, so that a refuted suspicion leaves no trace. Nodes in
-    ``keep_seated`` may keep their seats in any state.
+    A suspect node may keep its seat but gets no new one. Nodes in ``keep_seated`` may keep theirs in any state.
     """
     launcher, record = job.membership.launchers.get(node), state.nodes.get(node)
     if launcher is None:
@@ -315,7 +270,7 @@ def claimed_by_priority(state: FleetState, job: JobRecord, rosters: RostersByJob
         if name not in rosters:
             rosters[name] = next_seats(state, rival, rosters=rosters)
         seats = rosters[name]
-        if len(seats) >= min_roster_nodes(rival):
+        if len(seats) >= rival.min_seats:
             found |= dict.fromkeys(seats, rival)
     return found
 
@@ -329,8 +284,7 @@ def eligible_nodes(
 ) -> list[str]:
     """Return every node that may be in the next roster, in the order in which they fill free seats.
 
-    Nodes of the roster come first, suspect ones last. Among spares, those with a deferred eviction come after all
-    others, repeat offenders after clean nodes, and later joiners after earlier ones.
+    Nodes of the roster come first, suspect ones last. Among spares, deferred evictions and repeat offenders come last.
     """
     seated = job.generation.seated_nodes if job.generation is not None else frozenset()
     gone = claimed_by_priority(state, job, rosters)
@@ -344,27 +298,19 @@ def eligible_nodes(
             (stay if state.nodes[node].state is NodeState.HEALTHY else doubted).append(node)
         elif node not in gone:
             others.append(node)
-    half_life_s = state.policy.offender_half_life_s
-    others.sort(key=lambda node: (_is_eviction_deferred(state, node), _offence_order(state.nodes[node], half_life_s)))
-    return [*stay, *others, *doubted]
+
+    def order(node: str) -> tuple[bool, float]:
+        """Return the key by deferral and by the logarithm of ``offences.offender_score``, up to a constant."""
+        history, half_life_s = state.nodes[node].history, state.policy.offender_half_life_s
+        score = math.log2(history.offence_score) if history.offence_score else -math.inf
+        return _is_eviction_deferred(state, node), score + history.offence_score_at / half_life_s
+
+    return [*stay, *sorted(others, key=order), *doubted]
 
 
 def _is_eviction_deferred(state: FleetState, node: str) -> bool:
     """Return whether the node serves only because something defers its eviction."""
     return bool(state.nodes[node].health.deferred_eviction_key)
-
-
-def _is_deferred_spare(state: FleetState, job: JobRecord, node: str) -> bool:
-    return _is_eviction_deferred(state, node) and (not job.has_seat(node))
-
-
-def _offence_order(record: NodeRecord, half_life_s: float) -> float:
-    """Return the logarithm of ``offences.offender_score``, without the term that is common to all nodes."""
-    return (
-        math.log2(record.history.offence_score) + record.history.offence_score_at / half_life_s
-        if record.history.offence_score
-        else -math.inf
-    )
 
 
 def spares(state: FleetState, job: JobRecord) -> list[str]:
@@ -381,19 +327,15 @@ def next_seats(
 ) -> list[str]:
     """Return the roster of whole blocks that the job would get now, without the nodes in ``without``.
 
-    Replaced stragglers are left out unless the job would fall below its minimum: a slow node delays all others, a
-    missing one costs only its own share. Spares with a deferred eviction are left out too, and used only up to the
-    minimum.
-
-    Args:
-        state: The state.
-        job: The job.
-        without: Nodes to leave out.
-        rosters: Cache of the rosters of jobs with higher priority.
-        keep_seated: Nodes that may keep their seats in any state, as in ``unfit_reason``.
+    Replaced stragglers, and spares with a deferred eviction, are used only up to the minimum: a slow node delays all
+    others, a missing one costs only its own share. ``rosters`` caches the rosters of jobs with higher priority;
+    ``keep_seated`` is as in ``unfit_reason``.
     """
     able = eligible_nodes(state, job, without, rosters, keep_seated)
-    least, unheld = min_roster_nodes(job), [node for node in able if not _is_deferred_spare(state, job, node)]
+    least, unheld = (
+        job.min_seats,
+        [node for node in able if job.has_seat(node) or not _is_eviction_deferred(state, node)],
+    )
     swift = [node for node in unheld if node not in job.membership.replaced_stragglers]
     seats = seats_among(state, job, swift)
     if len(seats) < least and len(swift) < len(unheld):
@@ -408,14 +350,14 @@ def seats_among(state: FleetState, job: JobRecord, eligible: Sequence[str], max_
     within, domains = job.spec.block_within, None
     if within:
         domains = {node: domain_of(state.nodes[node].identity.domain, within) for node in eligible}
-    max_count = max_roster_nodes(job) if max_count is None else max_count
-    return choose_seats(seats_of(job.generation), eligible, max_count, job.spec.block_nodes, domains)
+    max_count = job.max_seats if max_count is None else max_count
+    return choose_seats(job.seats, eligible, max_count, job.spec.block_nodes, domains)
 
 
 def jobs_seated_on(state: FleetState, node: str) -> list[JobRecord]:
     """Return the jobs whose current or outgoing roster contains the node."""
     jobs = (state.jobs[name] for name in state.node_runtime[node].jobs)
-    return [job for job in jobs if is_seated(job, node)]
+    return [job for job in jobs if job.is_seated(node)]
 
 
 def is_computing(state: FleetState, node: str) -> bool:
@@ -442,20 +384,18 @@ def no_seat_reason(state: FleetState, job: JobRecord, node: str, claims: Mapping
     if job.is_ended:
         return f"the job is {job.status.state}"
     seats = next_seats(state, job)
-    if len(seats) < min_roster_nodes(job):
-        return (
-            f"the job needs {format_node_count(min_roster_nodes(job))} and would have {len(seats)}{_whole_blocks(job)}"
-        )
+    if len(seats) < job.min_seats:
+        return f"the job needs {format_node_count(job.min_seats)} and would have {len(seats)}{_whole_blocks(job)}"
     if node in seats:
         return "it gets a seat at the next boundary" if job.is_running else "the job is about to form"
     if node in job.membership.replaced_stragglers:
         reason = job.membership.replaced_stragglers[node]
         return f"{reason}; it is used again only if the job would otherwise fall below its minimum"
-    if _is_deferred_spare(state, job, node):
+    if _is_eviction_deferred(state, node) and not job.has_seat(node):
         return "its eviction is deferred; it is used only if the job would otherwise fall below its minimum"
-    if len(seats) < max_roster_nodes(job):
+    if len(seats) < job.max_seats:
         return f"no further block can be made with it{_whole_blocks(job)}"
-    return f"it is a spare: the job has its {format_node_count(max_roster_nodes(job))}"
+    return f"it is a spare: the job has its {format_node_count(job.max_seats)}"
 
 
 def _whole_blocks(job: JobRecord) -> str:

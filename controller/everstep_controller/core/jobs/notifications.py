@@ -7,14 +7,13 @@ from collections.abc import Iterable
 from everstep.vocabulary import JobState
 from everstep.wire.v1.directives import KillRank, NewGeneration, StopJob
 from everstep.wire.v1.training import Member
-from everstep_controller.core.jobs.membership import seats_of
 from everstep_controller.core.records import JobRecord
 from everstep_controller.core.transition import Transition
 
 
 def recipients(job: JobRecord, others: Iterable[str] = ()) -> list[str]:
     """Return every node concerned: the roster in rank order, then nodes that left it, then spares."""
-    return list(dict.fromkeys([*seats_of(job.generation), *others, *job.membership.launchers]))
+    return list(dict.fromkeys([*job.seats, *others, *job.membership.launchers]))
 
 
 def is_unannounced(transition: Transition, job: JobRecord) -> bool:
@@ -57,7 +56,7 @@ def send_stop(transition: Transition, job: JobRecord) -> None:
     If a node has no known launcher, one may be on its way. A launcher younger than the job's end runs the job again
     (``joining.handle_launcher_joined``) and is not addressed.
     """
-    for node in recipients(job, [*seats_of(job.outgoing_generation), *job.membership.former_nodes]):
+    for node in recipients(job, [*job.all_seats, *job.membership.former_nodes]):
         launcher = job.membership.launchers.get(node)
         transition.send(
             node, make_stop(job, launcher.incarnation if launcher is not None else int(job.status.since * 1000))

@@ -6,11 +6,11 @@ compares with the job's own median: a slow model, or a network that is slow for 
 
 from __future__ import annotations
 
-from everstep.vocabulary import Finding, FindingKind, GenerationReason, Severity
+from everstep.vocabulary import FindingKind, GenerationReason, Severity
 from everstep.wire.v1.training import GenerationSpec
 from everstep_controller.core.health.offences import extend_controller_finding, raise_controller_finding
 from everstep_controller.core.jobs.generations import RegroupCause, boundary_step, regroup
-from everstep_controller.core.jobs.membership import next_seats, seats_of
+from everstep_controller.core.jobs.membership import next_seats
 from everstep_controller.core.records import JobRecord
 from everstep_controller.core.state import JobRuntime
 from everstep_controller.core.transition import Stragglers, Transition
@@ -37,8 +37,7 @@ def check_stragglers(transition: Transition, job: JobRecord) -> None:
     spec = job.generation
     if not live.stragglers.window_due or transition.now < live.stragglers.window_due:
         return
-    # Windows advance even if no rank can be compared, as in a paused job, so that findings from before an interruption
-    # age.
+    # Windows advance even in a paused job, so that findings from before an interruption age.
     live.stragglers.window += 1 + int((transition.now - live.stragglers.window_due) / policy.straggler_window_s)
     _next_window(transition, job, live)
     if spec is None or job.progress.resumed_at is None or job.outgoing_generation is not None or not job.is_running:
@@ -46,15 +45,12 @@ def check_stragglers(transition: Transition, job: JobRecord) -> None:
     lag = transition.read_stragglers(job.job, policy.straggler_factor)
     slow = slow_nodes(spec, lag, policy.straggler_share)
     oldest = live.stragglers.window - policy.straggler_windows
-    kept = {
-        node: [w for w in seen if w > oldest]
-        for node, seen in live.stragglers.slow_windows.items()
-        if node in spec.seated_nodes
-    }
+    before = live.stragglers.slow_windows.items()
+    kept = {node: [w for w in seen if w > oldest] for node, seen in before if node in spec.seated_nodes}
     for node in slow:
         kept.setdefault(node, []).append(live.stragglers.window)
     live.stragglers.slow_windows = {node: seen for node, seen in kept.items() if seen}
-    for node in seats_of(spec):
+    for node in spec.seats:
         if len(live.stragglers.slow_windows.get(node, ())) >= policy.straggler_count:
             _raise_straggler(transition, job, node, slow.get(node, 0.0), lag)
     _replace_one(transition, job, spec)
@@ -84,21 +80,14 @@ def _raise_straggler(transition: Transition, job: JobRecord, node: str, busy_s: 
         extend_controller_finding(transition, node, STRAGGLER_KEY, lasts_s)
         return
     sentence = (
-        f"{node} needs {busy_s:.3f} s for a step of {job.job} and half of the ranks {stragglers.median_s:.3f} "
-        "s or less: "
-        f"slow by more than {policy.straggler_factor:g} times in {policy.straggler_count} of "
+        f"{node} needs {busy_s:.3f} s for a step of {job.job} and half of the ranks {stragglers.median_s:.3f} s or "
+        f"less: slow by more than {policy.straggler_factor:g} times in {policy.straggler_count} of "
         f"{policy.straggler_windows} windows of {policy.straggler_window_s:g} s"
     )
     how = "a spare takes its place where one is able; " if policy.straggler_replace else ""
-    finding = Finding(
-        kind=FindingKind.RANK_STRAGGLER,
-        subject=STRAGGLER_SUBJECT,
-        severity=Severity.WARNING,
-        message=f"{sentence}; {how}look for what slows it down",
-        value=busy_s,
-        threshold=policy.straggler_factor * stragglers.median_s,
-        since=transition.now,
-        trace=transition.trace,
+    message, limit_s = f"{sentence}; {how}look for what slows it down", policy.straggler_factor * stragglers.median_s
+    finding = transition.make_finding(
+        FindingKind.RANK_STRAGGLER, STRAGGLER_SUBJECT, Severity.WARNING, message, value=busy_s, threshold=limit_s
     )
     raise_controller_finding(transition, node, finding, lasts_s)
 
@@ -106,12 +95,18 @@ def _raise_straggler(transition: Transition, job: JobRecord, node: str, busy_s: 
 def _replace_one(transition: Transition, job: JobRecord, spec: GenerationSpec) -> None:
     """Replace one straggler at a time at a boundary, if the policy allows and a spare is available."""
     live, policy = transition.state.job_runtime[job.job], transition.policy
-    named = [n for n in seats_of(spec) if len(live.stragglers.slow_windows.get(n, ())) >= policy.straggler_count]
+    named = [n for n in spec.seats if len(live.stragglers.slow_windows.get(n, ())) >= policy.straggler_count]
     if not named or not policy.straggler_replace or transition.state.database_outage:
         return
     if transition.now < job.progress.opened_at + policy.growth_interval_s:
         return
-    node = next((one for one in named if _can_be_replaced(transition, job, spec, one)), None)
+
+    def can_be_replaced(node: str) -> bool:
+        """Return whether the job keeps as many seats without the node, including those of all other nodes."""
+        seats = next_seats(transition.state, job, {node})
+        return len(seats) >= len(spec.seats) and spec.seated_nodes - {node} <= set(seats)
+
+    node = next(filter(can_be_replaced, named), None)
     if node is None or boundary_step(transition, job, live) is None:
         return
     sentence = f"{node} is slow, and a spare takes its place"
@@ -121,9 +116,3 @@ def _replace_one(transition: Transition, job: JobRecord, spec: GenerationSpec) -
         GenerationReason.STRAGGLER, sentence, transition.trace, at_boundary=True, nodes_to_exclude=frozenset({node})
     )
     regroup(transition, job, cause)
-
-
-def _can_be_replaced(transition: Transition, job: JobRecord, spec: GenerationSpec, node: str) -> bool:
-    """Return whether the job keeps as many seats without the node, including those of all other nodes."""
-    seats = next_seats(transition.state, job, {node})
-    return len(seats) >= len(spec.seats) and spec.seated_nodes - {node} <= set(seats)

@@ -19,7 +19,7 @@ from everstep_controller.core.health.outbreaks import common_cause
 from everstep_controller.core.health.quarantine import begin_probation, check_probation, check_quarantine
 from everstep_controller.core.jobs.job_index import offer_to_jobs
 from everstep_controller.core.jobs.losses import regroup_without_missing, remove_launcher
-from everstep_controller.core.jobs.membership import jobs_seated_on, max_roster_nodes, running_generation, seats_of
+from everstep_controller.core.jobs.membership import jobs_seated_on
 from everstep_controller.core.liveness import correlation
 from everstep_controller.core.policy import CorePolicy
 from everstep_controller.core.records import IN_SERVICE, JobRecord, NodeRecord
@@ -192,11 +192,7 @@ def _handle_first_contact(transition: Transition, node: str) -> None:
         )
     for name in state.node_runtime[node].open_jobs:
         job, pending = state.jobs[name], state.job_runtime[name].regroup.pending
-        if (
-            pending is not None
-            and pending.reason is not None
-            and not state.unseen_nodes.intersection(seats_of(job.generation))
-        ):
+        if pending is not None and pending.reason is not None and not state.unseen_nodes.intersection(job.seats):
             state.job_runtime[name].regroup.pending = msgspec.structs.replace(pending, due=transition.now)
             transition.schedule_job(transition.now, name)
         elif _can_take_nodes(job):
@@ -205,7 +201,7 @@ def _handle_first_contact(transition: Transition, node: str) -> None:
 
 def _can_take_nodes(job: JobRecord) -> bool:
     if job.is_running:
-        return len(seats_of(job.generation)) < max_roster_nodes(job)
+        return len(job.seats) < job.max_seats
     return job.status.state in (JobState.FORMING, JobState.PAUSED)
 
 
@@ -333,7 +329,7 @@ def _find_missing_evidence(transition: Transition, job: JobRecord, node: str) ->
     """
     if failure := _job_failure(transition, job):
         return failure
-    spec, settle_s = running_generation(job), transition.policy.collective_settle_s
+    spec, settle_s = job.running_generation, transition.policy.collective_settle_s
     due = _unresponsive_since(transition, node) + settle_s
     if transition.now < due:
         transition.schedule_node(due, node)
@@ -528,7 +524,7 @@ def record_loss(transition: Transition, node: str, sentence: str) -> None:
     that time).
     """
     record, policy = transition.state.nodes[node], transition.policy
-    if not policy.rules.has_rule_for(FindingKind.NODE_FLAPPING) or not _counts_as_own_loss(transition, record):
+    if not _counts_as_own_loss(transition, record):
         return
     record.liveness.loss_times = [
         *(at for at in record.liveness.loss_times if at > transition.now - policy.node_flap_window_s),

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from itertools import permutations
 
 import pytest
-from everstep_controller.core.jobs.membership import choose_seats, max_seats, min_seats, spec_error
+from everstep_controller.core.jobs.membership import choose_seats, spec_error
+from everstep_controller.core.records import max_seats, min_seats
 from hypothesis import given
 from hypothesis import strategies as st
 
