@@ -194,21 +194,17 @@ def describe(effects: Iterable[Effect]) -> Iterator[str]:
     for effect in effects:
         if isinstance(effect, PutGeneration):
             copies = [f"{node}->{'+'.join(to) or '-'}" for node, to in effect.spec.replica_nodes.items()]
-            yield f"generation {effect.spec.number} ({effect.spec.reason}): {effect.spec.sentence}"
-            yield (
-                f"  restore {_describe_restore_rule(effect)}; store on {effect.spec.store_node}; copies "
-                f"{_join_names(copies)}"
-            )
+            spec, restore = effect.spec, _describe_restore_rule(effect)
+            yield f"generation {spec.number} ({spec.reason}): {spec.sentence}"
+            yield f"  restore {restore}; store on {spec.store_node}; copies {_join_names(copies)}"
         elif isinstance(effect, PutVerdict):
             yield f"verdict {effect.verdict.id} ({effect.verdict.decision}): {effect.verdict.sentence}"
         elif isinstance(effect, PutVersion):
             clean = ", verified" if effect.doc.verified_at is not None else ""
             yield f"version {effect.doc.version} committed{clean}"
         elif isinstance(effect, RequestRemediation):
-            yield (
-                f"remediation {effect.remediation.id} ({effect.remediation.kind} {effect.remediation.node}): "
-                f"{effect.remediation.sentence}"
-            )
+            one = effect.remediation
+            yield f"remediation {one.id} ({one.kind} {one.node}): {one.sentence}"
         elif (
             isinstance(effect, Audit)
             and effect.entry.kind != "generation"
@@ -224,8 +220,7 @@ def describe(effects: Iterable[Effect]) -> Iterator[str]:
 def digest(effects: Iterable[Effect]) -> int:
     """Return the xxh3-64 digest of all decisions, including those that ``describe`` omits.
 
-    Secrets of jobs are left out, because no journal stores them. Of records only the judgements count, because records
-    gain fields with each release.
+    Secrets of jobs are left out, because no journal stores them. Of records only the judgements count.
     """
     hashed, sent = xxhash.xxh3_64(), None
     for effect in effects:
@@ -242,20 +237,10 @@ def _digest_input(effect: Effect) -> object:
         case PutFleet():
             return effect.doc.breaker_reason
         case PutNode(doc=node):
-            held = (
-                node.scheduling.hold_reason,
-                node.scheduling.external_cordon_by,
-                node.health.eviction_deferred_by,
-                node.scheduling.maintenance_until,
-            )
-            way_back = (
-                node.quarantine.required_action,
-                node.quarantine.causes,
-                node.quarantine.plan,
-                node.quarantine.earliest_end,
-                node.history.offence_score,
-            )
-            return effect.node, node.state, node.sentence, held, way_back
+            orders, way = node.scheduling, node.quarantine
+            held = orders.hold_reason, orders.external_cordon_by, node.health.eviction_deferred_by
+            way_back = way.required_action, way.causes, way.plan, way.earliest_end, node.history.offence_score
+            return effect.node, node.state, node.sentence, (*held, orders.maintenance_until), way_back
         case PutJob(doc=job):
             return (
                 effect.job,

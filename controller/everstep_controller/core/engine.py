@@ -48,7 +48,7 @@ from everstep_controller.core.events import (
     SchedulerStateChanged,
     Tick,
 )
-from everstep_controller.core.health import case_outcomes, findings, maintenance, quarantine, remediation_ladder
+from everstep_controller.core.health import case_outcomes, findings, maintenance, node_state, quarantine
 from everstep_controller.core.health.eviction import check_deferred_scope
 from everstep_controller.core.jobs import ending, hangs, joining, lifecycle, losses
 from everstep_controller.core.jobs.generations import (
@@ -96,18 +96,10 @@ class HeartbeatResult(Enum):
 
 
 def handle(state: FleetState, event: Event, now: float) -> list[Effect]:
-    """Apply ``event`` to ``state``, deterministically.
+    """Apply ``event`` to ``state``, deterministically, and return the effects to carry out, in order.
 
-    Late disconnections and late signs of life are counted and dropped without an error.
-
-    Args:
-        state: The state to change.
-        event: The event.
-        now: Seconds since the epoch that neither jump nor go back: the shell's wall clock at its start plus the
-            monotonic time since.
-
-    Returns:
-        The effects to carry out, in order.
+    ``now`` is in seconds since the epoch and neither jumps nor goes back: the shell's wall clock at its start plus the
+    monotonic time since. Late disconnections and late signs of life are counted and dropped without an error.
 
     Raises:
         NotFound: The node or job is unknown.
@@ -151,17 +143,11 @@ def apply_heartbeat(
 def can_defer_findings(
     state: FleetState, node: str, reported: Sequence[Finding], ranks: tuple[RankProgress, ...] = ()
 ) -> bool:
-    """Return whether findings may wait for a moment, because they are mild or known and no recovery or suspicion
-    depends on them."""
+    """Return whether findings may wait for a moment: they are mild or known, and no recovery depends on them."""
     record, live = state.nodes.get(node), state.node_runtime.get(node)
-    if (
-        record is None
-        or live is None
-        or _needs_transition(state, record, live)
-        or may_have_crossed_boundary(state, ranks)
-    ):
+    if record is None or live is None or _needs_transition(state, record, live):
         return False
-    return all(_is_mild(record, finding) for finding in reported)
+    return not may_have_crossed_boundary(state, ranks) and all(_is_mild(record, finding) for finding in reported)
 
 
 def can_defer_reports(state: FleetState, node: str, reports: Sequence[AnyReport]) -> bool:
@@ -177,8 +163,7 @@ def _is_mild(record: NodeRecord, finding: Finding) -> bool:
 
 
 def job_to_rejoin(state: FleetState, node: str, ranks: Iterable[RankProgress]) -> str:
-    """Return the first job that the node's launcher must rejoin, because the ranks know more than this controller; else
-    ""."""
+    """Return the first job that the node's launcher must rejoin, because its ranks know more than the core; else ""."""
     for progress in ranks:
         job = state.jobs.get(progress.job)
         if job is None or node not in job.membership.launchers or progress.generation > job.progress.last_number:
@@ -236,13 +221,9 @@ def _handle_tick(transition: Transition, event: Tick) -> None:
     most = len(state.deadlines)
     while due := list(itertools.islice(iter(lambda: pop_due(state, transition.now), None), most)):
         most -= len(due)
-        for kind, subject in sorted(due, key=_deadline_priority):
+        for kind, subject in sorted(due, key=lambda one: _DEADLINE_PRIORITY.get(one[0], len(_DEADLINE_PRIORITY))):
             if transition.recorded_checks is None or kind is not DeadlineKind.SILENCE:
                 _check_deadline(transition, kind, subject)
-
-
-def _deadline_priority(due: tuple[DeadlineKind, str]) -> int:
-    return _DEADLINE_PRIORITY.get(due[0], len(_DEADLINE_PRIORITY))
 
 
 def _check_deadline(transition: Transition, kind: DeadlineKind, subject: str) -> None:
@@ -371,8 +352,10 @@ def _handle_report(transition: Transition, event: ReportArrived) -> None:
             findings.clear_agent_finding(transition, node, body.key)
         case ProbeFinished():
             case_outcomes.handle_probe_finished(transition, node, body)
+        case _ if (job := transition.state.jobs.get(body.job)) is None:
+            transition.count_ignored("report.unknown_job")
         case _:
-            _handle_job_report(transition, node, body)
+            _REPORTS[type(body)](transition, job, node, body)
 
 
 _REPORTS: dict[type[Any], Callable[[Transition, JobRecord, str, Any], None]] = {
@@ -389,14 +372,6 @@ _REPORTS: dict[type[Any], Callable[[Transition, JobRecord, str, Any], None]] = {
     VersionSpilled: handle_version_spilled,
     VersionProtected: handle_version_protected,
 }
-
-
-def _handle_job_report(transition: Transition, node: str, body: Any) -> None:
-    job = transition.state.jobs.get(body.job)
-    if job is None:
-        transition.count_ignored("report.unknown_job")
-        return
-    _REPORTS[type(body)](transition, job, node, body)
 
 
 PHASES: tuple[Callable[[Transition], None], ...] = (
@@ -448,7 +423,7 @@ _EVENTS: dict[type[Any], Callable[[Transition, Any], None]] = {
     NodeDisconnected: _handle_disconnected,
     NodeSeen: _handle_nodes_seen,
     DatabaseAvailabilityChanged: _handle_database_change,
-    RemediationFinished: remediation_ladder.handle_remediation_finished,
+    RemediationFinished: node_state.handle_remediation_finished,
     SchedulerStateChanged: maintenance.handle_scheduler_change,
     OperatorCommand: orders.execute_command,
     ProbeRequested: orders.execute_probe,

@@ -14,10 +14,9 @@ from everstep_controller.core.events import OperatorAction, OperatorCommand, Pro
 from everstep_controller.core.health import maintenance, offences
 from everstep_controller.core.health.diagnostics import start_probe
 from everstep_controller.core.health.eviction import drop_deferral, find_job_short_of_nodes, reset_breaker
-from everstep_controller.core.health.node_state import set_state
+from everstep_controller.core.health.node_state import send_to_repair, set_state
 from everstep_controller.core.health.offences import clear_controller_findings
 from everstep_controller.core.health.quarantine import begin_probation, begin_quarantine
-from everstep_controller.core.health.remediation_ladder import send_to_repair
 from everstep_controller.core.jobs import ending, lifecycle
 from everstep_controller.core.jobs.generations import RegroupCause
 from everstep_controller.core.jobs.job_index import clear_exclusion, offer_to_jobs
@@ -67,10 +66,8 @@ def _check_node(state: FleetState, command: OperatorCommand) -> None:
         if record.state is NodeState.LOST:
             raise Conflict(f"{record.node} is lost: it returns by itself once its agent reports again")
         if record.scheduling.external_cordon_by:
-            raise Conflict(
-                f"{record.node} is cordoned by {record.scheduling.external_cordon_by}: lift that cordon, and the node "
-                "returns by itself"
-            )
+            by = record.scheduling.external_cordon_by
+            raise Conflict(f"{record.node} is cordoned by {by}: lift that cordon, and the node returns by itself")
         if record.state in (NodeState.HEALTHY, NodeState.SUSPECT) and not _is_excluded(state, record.node):
             raise Conflict(f"{record.node} is {record.state} and in service")
     elif command.action is OperatorAction.FORGET and (why := retirement.reason_to_keep(state, record.node)):
@@ -79,9 +76,8 @@ def _check_node(state: FleetState, command: OperatorCommand) -> None:
         raise Conflict(
             f"no operator holds {record.node}: run `everstep node readmit` to end any other reason why it is out"
         )
-    if command.action in (OperatorAction.DRAIN, OperatorAction.REPAIR) and (
-        why := find_job_short_of_nodes(state, record.node)
-    ):
+    leaves = command.action in (OperatorAction.DRAIN, OperatorAction.REPAIR)
+    if leaves and (why := find_job_short_of_nodes(state, record.node)):
         raise Conflict(f"{why}: add a node or stop the job first, or evict {record.node} and let the job pause")
 
 
@@ -166,39 +162,31 @@ def _repair(transition: Transition, node: str, sentence: str) -> None:
 
 
 def _evict(transition: Transition, node: str, sentence: str) -> None:
-    record = transition.state.nodes[node]
-    causes, cleared = record.quarantine.causes, record.quarantine.cause_cleared_at  # kept if the node is out already
+    quarantine = transition.state.nodes[node].quarantine
+    causes, cleared = quarantine.causes, quarantine.cause_cleared_at  # kept if the node is out already
     begin_quarantine(transition, node, sentence, (), action=Action.DRAIN, offence_weight=0.0)
-    record.quarantine.causes = causes
-    record.quarantine.cause_cleared_at = cleared
-    record.quarantine.needs_operator = True
+    quarantine.causes, quarantine.cause_cleared_at, quarantine.needs_operator = causes, cleared, True
     transition.add_verdict(node, Decision.EVICT, sentence, action=Action.DRAIN)
     _leave(transition, node, sentence, boundary=False)
 
 
 def _leave(transition: Transition, node: str, sentence: str, *, boundary: bool) -> None:
-    cause = RegroupCause(
-        reason=GenerationReason.OPERATOR, sentence=sentence, trace=transition.trace, at_boundary=boundary
-    )
+    cause = RegroupCause(GenerationReason.OPERATOR, sentence, transition.trace, at_boundary=boundary)
     regroup_jobs_without(transition, node, cause)
 
 
 def _readmit(transition: Transition, node: str, sentence: str) -> None:
     record = transition.state.nodes[node]
     was_kept = record.scheduling.maintenance_until > transition.now
-    record.quarantine.needs_operator = False
-    record.health.defective_gpus = []
-    record.health.digest_tie_nodes = []
-    record.liveness.loss_times = []
+    record.quarantine.needs_operator, record.quarantine.probe_failures = False, 0
+    record.health.defective_gpus, record.health.digest_tie_nodes, record.liveness.loss_times = [], [], []
     clear_controller_findings(transition, node)
-    record.scheduling.hold_reason = ""
-    record.health.undecided_findings = {}
+    record.scheduling.hold_reason, record.health.undecided_findings = "", {}
     record.health.accepted_findings = list(record.health.agent_findings)
     if record.state is NodeState.REPAIR:
         offences.clear_offences(record)
     maintenance.end_maintenance_early(transition, node)
     drop_deferral(transition, node)
-    record.quarantine.probe_failures = 0
     for name in transition.state.node_runtime[node].jobs:
         clear_exclusion(transition, name, node)
         job = transition.state.jobs[name]
@@ -206,12 +194,8 @@ def _readmit(transition: Transition, node: str, sentence: str) -> None:
             launcher.make_usable()
     transition.add_verdict(node, Decision.READMIT, sentence)
     if not record.liveness.reachable:
-        set_state(
-            transition,
-            node,
-            NodeState.LOST,
-            f"{sentence}; the node is unreachable and returns once its agent reports again",
-        )
+        why = f"{sentence}; the node is unreachable and returns once its agent reports again"
+        set_state(transition, node, NodeState.LOST, why)
     elif record.state in QUARANTINE_STATES or was_kept or record.quarantine.plan is not None:
         begin_probation(transition, node, sentence)
     else:

@@ -198,12 +198,9 @@ def _first_ladder_step(rule: VerdictRule, action: Action) -> int:
         return rule.ladder.index(action)
     if action not in LADDER_ACTIONS:
         return 0
-    stronger = [
-        place
-        for place, ladder_action in enumerate(rule.ladder)
-        if LADDER_ACTIONS.index(ladder_action) >= LADDER_ACTIONS.index(action)
-    ]
-    return stronger[0] if stronger else len(rule.ladder) - 1
+    gravity = LADDER_ACTIONS.index
+    stronger = (place for place, step in enumerate(rule.ladder) if gravity(step) >= gravity(action))
+    return next(stronger, len(rule.ladder) - 1)
 
 
 def was_step_taken(steps: LadderHistory, rule: VerdictRule, action: Action, now: float) -> bool:
@@ -527,13 +524,17 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return self
 
     def _contradictions(self) -> tuple[tuple[bool, str], ...]:
-        durations = [name for name in self.__struct_fields__ if name.endswith("_s") and getattr(self, name) < 0]
-        counts = [name for name in self.__struct_fields__ if type(getattr(self, name)) is int]
-        small = [name for name in counts if getattr(self, name) < 1 and name != "probation_heartbeats"]
-        shares = [name for name in self.__struct_fields__ if name.endswith("_share")]
+        fields = {name: getattr(self, name) for name in self.__struct_fields__}
+        negative = [name for name, value in fields.items() if name.endswith("_s") and value < 0]
+        small = [n for n, value in fields.items() if type(value) is int and value < 1 and n != "probation_heartbeats"]
+        shares = [name for name in fields if name.endswith("_share")]
         return (
-            (bool(durations), f"seconds cannot be negative: {', '.join(durations)}"),
+            (bool(negative), f"seconds cannot be negative: {', '.join(negative)}"),
             (bool(small), f"must be at least 1: {', '.join(small)}"),
+            (
+                any(not 0 < fields[name] <= 1 for name in shares),
+                f"shares are above 0 and at most 1: {', '.join(shares)}",
+            ),
             (
                 self.suspect_after_s >= self.lost_after_s,
                 f"suspect_after_s ({self.suspect_after_s}) must be less than lost_after_s ({self.lost_after_s}): "
@@ -551,9 +552,8 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             ),
             (
                 self.suspect_after_peer_loss_s >= self.suspect_after_s,
-                f"suspect_after_peer_loss_s ({self.suspect_after_peer_loss_s}) must be less than "
-                f"suspect_after_s ({self.suspect_after_s}): "
-                "witnesses shorten the wait",
+                f"suspect_after_peer_loss_s ({self.suspect_after_peer_loss_s}) must be less than suspect_after_s "
+                f"({self.suspect_after_s}): witnesses shorten the wait",
             ),
             (
                 self.disconnect_grace_s > self.lost_after_s,
@@ -569,10 +569,6 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             (
                 self.resume_deadline_s > self.resume_deadline_max_s,
                 "resume_deadline_s must not exceed resume_deadline_max_s",
-            ),
-            (
-                any(not 0 < getattr(self, name) <= 1 for name in shares),
-                f"shares are above 0 and at most 1: {', '.join(shares)}",
             ),
             (
                 self.straggler_factor <= 1.0 or self.straggler_count > self.straggler_windows,

@@ -1,8 +1,7 @@
 """Forget nodes and ended jobs, by order or by age, and end abandoned jobs.
 
-A node that a job may still need is never forgotten. Age alone never forgets a node with a problem that no sensor would
-detect again. A node that returns under a forgotten name counts as new. If it was unfit to serve, it must pass the same
-diagnostics as before (``liveness.registration``).
+A node that a job may still need is never forgotten, nor by age a node with a problem that no sensor would detect again.
+One that returns after it was forgotten while unfit must pass the same diagnostics (``liveness.registration``).
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ def schedule_retention(transition: Transition, wait_s: float = CHECK_INTERVAL_S)
 
 
 def apply_retention(transition: Transition) -> None:
-    """Forget whatever is older than the policy keeps. Skipped during a database outage, because the work would be
-    lost."""
+    """Forget whatever is older than the policy keeps. In a database outage this waits, because it would be lost."""
     jobs = nodes = 0
     if not transition.state.database_outage:
         _end_abandoned_jobs(transition)
@@ -79,13 +77,9 @@ def _forget_old_nodes(transition: Transition) -> int:
 
 def _may_expire(record: NodeRecord) -> bool:
     """Return whether time alone ends the record. A person's order, or a pending decision of a person, keeps it."""
-    if (
-        record.liveness.reachable
-        or record.scheduling.hold_reason
-        or record.scheduling.external_cordon_by
-        or record.quarantine.needs_operator
-        or record.health.defective_gpus
-    ):
+    if record.liveness.reachable or record.scheduling.hold_reason or record.scheduling.external_cordon_by:
+        return False
+    if record.quarantine.needs_operator or record.health.defective_gpus:
         return False
     return record.state in (NodeState.LOST, NodeState.QUARANTINED)
 
@@ -135,20 +129,11 @@ def _keep_unfit(transition: Transition, record: NodeRecord) -> None:
 
 
 def _remove_from_job(transition: Transition, job: JobRecord, node: str) -> None:
-    """Remove the node from the job. An ended job that counts the node among a version's locations loses the
-    locations."""
+    """Remove the node from the job. An ended job that counts on the node for a version loses its locations."""
+    member = job.membership
     shares = job.commits.locations.shares if job.commits.locations is not None else {}
-    if not any(
-        node in place
-        for place in (
-            job.membership.launchers,
-            job.membership.excluded_nodes,
-            job.failures.rank_loss_times,
-            job.membership.replaced_stragglers,
-            job.membership.former_nodes,
-            shares,
-        )
-    ):
+    blamed = (member.excluded_nodes, job.failures.rank_loss_times, member.replaced_stragglers)
+    if not any(node in place for place in (member.launchers, *blamed, member.former_nodes, shares)):
         return
     job.membership.launchers.pop(node, None)
     job_index.clear_exclusion(transition, job.job, node)
@@ -159,8 +144,7 @@ def _remove_from_job(transition: Transition, job: JobRecord, node: str) -> None:
 
 
 def _end_abandoned_jobs(transition: Transition) -> None:
-    """End jobs that are not running, have lost all launchers and were not resumed in time, since they occupy memory on
-    their nodes.
+    """End jobs that are not running and lost all launchers long ago, since they occupy memory on their nodes.
 
     A job whose launchers are only unreachable may still be running there.
     """

@@ -64,20 +64,16 @@ def restore_state(
 
 
 def _restore_version(state: FleetState, record: VersionRecord) -> None:
-    job, live = state.jobs.get(record.job), state.job_runtime.get(record.job)
-    if (
-        job is None
-        or live is None
-        or (job.commits.restore_ceiling is not None and record.version > job.commits.restore_ceiling)
-    ):
+    job = state.jobs.get(record.job)
+    ceiling = job.commits.restore_ceiling if job is not None else None
+    if job is None or (ceiling is not None and record.version > ceiling):
         return
-    if live.commits.committed_version is None or record.version > live.commits.committed_version:
-        live.commits.committed_version, live.commits.committed_at = record.version, record.committed_at
-    if record.verified_at is not None and (
-        live.commits.verified_version is None or record.version > live.commits.verified_version
-    ):
-        live.commits.verified_version = record.version
-    live.commits.settled_version = live.commits.committed_version
+    commits, version = state.job_runtime[record.job].commits, record.version
+    if commits.committed_version is None or version > commits.committed_version:
+        commits.committed_version, commits.committed_at = version, record.committed_at
+    if record.verified_at is not None and (commits.verified_version is None or version > commits.verified_version):
+        commits.verified_version = version
+    commits.settled_version = commits.committed_version
 
 
 def handle_controller_started(transition: Transition, event: ControllerStarted) -> None:
@@ -116,12 +112,11 @@ def handle_controller_started(transition: Transition, event: ControllerStarted) 
     resume_windows(transition)
     for name, job_live in state.job_runtime.items():
         job_live.resume.due = transition.now + transition.policy.resume_deadline_s
-        job_live.resume.is_inherited = (
-            state.jobs[name].generation is not None and state.jobs[name].progress.resumed_at is None
-        )
+        has_resumed = state.jobs[name].progress.resumed_at is not None
+        job_live.resume.is_inherited = state.jobs[name].generation is not None and not has_resumed
         job_live.regroup.boundary_fallback_at = transition.now + transition.policy.boundary_fallback_s
         resume_commits(transition, state.jobs[name])
-        if state.jobs[name].progress.resumed_at is not None:
+        if has_resumed:
             start_straggler_windows(transition, state.jobs[name])
         for due in (transition.now, job_live.regroup.boundary_fallback_at, job_live.resume.due):
             transition.schedule_job(due, name)

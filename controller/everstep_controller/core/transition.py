@@ -62,9 +62,8 @@ def compute_step_rate(job: JobId, job_progress: JobProgress) -> StepRate:
     apart = 1 + len(job_progress.by_rank) // MAX_SAMPLED_RANKS
     some = itertools.islice(job_progress.by_rank.values(), 0, None, apart)
     times = sorted(progress.step_s for progress in some if progress.step_s >= MIN_STEP_S)
-    return StepRate(
-        job, job_progress.furthest_step, job_progress.furthest_step_at, times[len(times) // 2] if times else 0.0
-    )
+    step_s = times[len(times) // 2] if times else 0.0
+    return StepRate(job, job_progress.furthest_step, job_progress.furthest_step_at, step_s)
 
 
 MIN_EXCESS_SHARE = 0.05
@@ -135,10 +134,9 @@ class DeadlineCheck(msgspec.Struct, frozen=True, tag=True):
 
 
 class ControllerFindingChange(msgspec.Struct, frozen=True):
-    """A change of one of the controller's own findings on ``node``.
+    """A change of one of the controller's own findings on ``node``; ``finding`` is None if ``before`` has cleared.
 
-    ``before`` is the earlier finding with the same key. ``finding`` is the new one; None means that ``before`` has
-    cleared. ``reason`` gives the result of a blame isolation, or the reason why the finding cleared.
+    ``reason`` gives the result of a blame isolation, or the reason why the finding cleared.
     """
 
     node: NodeId
@@ -216,9 +214,8 @@ class Transition:
         heartbeats = self.state.node_runtime[node].heartbeats
         heard_at = heartbeats.last_seen_at if self._recorded is None else self.now
         since = max(heard_at, self.state.observer.receiving_since)
-        return self._record_read(
-            HeartbeatRead(node, heard_at, heartbeats.clean_heartbeats, heartbeats.longest_pause_s, since)
-        )
+        fresh = HeartbeatRead(node, heard_at, heartbeats.clean_heartbeats, heartbeats.longest_pause_s, since)
+        return self._record_read(fresh)
 
     def read_step_rate(self, job: str) -> StepRate:
         """Return the rate at which the job steps."""
@@ -230,14 +227,13 @@ class Transition:
 
     def read_steps(self, job: str) -> dict[Rank, int]:
         """Return the last finished step of each rank in the running generation, where known."""
-        pace = self.state.job_runtime[job].progress
-        return self._record_read(StepsRead(job, {rank: progress.step for rank, progress in pace.by_rank.items()})).steps
+        by_rank = self.state.job_runtime[job].progress.by_rank
+        return self._record_read(StepsRead(job, {rank: progress.step for rank, progress in by_rank.items()})).steps
 
     def read_entered_ranks(self, job: str) -> frozenset[Rank]:
         """Return the ranks that were seen in the current generation."""
-        return self._record_read(
-            EnteredRanksRead(job, frozenset(self.state.job_runtime[job].progress.entered_ranks))
-        ).ranks
+        entered = frozenset(self.state.job_runtime[job].progress.entered_ranks)
+        return self._record_read(EnteredRanksRead(job, entered)).ranks
 
     def read_ranks_beyond(self, job: str, step: int) -> dict[Rank, int]:
         """Return the ranks that have begun a step after ``step``, with the last step that each has begun."""
@@ -293,20 +289,17 @@ class Transition:
         trace: str | None = None,
         data: dict[str, str] | None = None,
     ) -> None:
-        self.emit(
-            Audit(
-                AuditEntry(
-                    kind=kind,
-                    sentence=sentence,
-                    at=self.now,
-                    trace=self.trace if trace is None else trace,
-                    node=node,
-                    job=job,
-                    generation=generation,
-                    data=data or {},
-                )
-            )
+        entry = AuditEntry(
+            kind=kind,
+            sentence=sentence,
+            at=self.now,
+            trace=self.trace if trace is None else trace,
+            node=node,
+            job=job,
+            generation=generation,
+            data=data or {},
         )
+        self.emit(Audit(entry))
 
     def add_verdict(
         self,
@@ -387,16 +380,13 @@ class Transition:
         push_deadline(self.state, due, kind, subject)
 
     def schedule_node(self, due: float, node: str) -> None:
-        """Queue a check of a node."""
-        push_deadline(self.state, due, DeadlineKind.NODE, node)
+        self.schedule(due, DeadlineKind.NODE, node)
 
     def schedule_treatment(self, due: float, node: str) -> None:
-        """Queue a check of a node's treatment."""
-        push_deadline(self.state, due, DeadlineKind.NODE_TREATMENT, node)
+        self.schedule(due, DeadlineKind.NODE_TREATMENT, node)
 
     def schedule_job(self, due: float, job: str) -> None:
-        """Queue a check of a job."""
-        push_deadline(self.state, due, DeadlineKind.JOB, job)
+        self.schedule(due, DeadlineKind.JOB, job)
 
     def finish(self) -> list[Effect]:
         """Return all effects: changed records first, then the emitted effects in order, then remediations."""
@@ -404,11 +394,11 @@ class Transition:
         puts: list[Effect] = [PutFleet(state.fleet)] if self._is_fleet_changed else []
         puts += [PutNode(node, state.nodes[node]) for node in self._changed_nodes]
         puts += [PutJob(job, state.jobs[job]) for job in self._changed_jobs]
-        remediations = (
-            msgspec.structs.replace(one, verdict_id=self._verdict_ids.get(one.node, one.verdict_id))
-            for one in self._remediations
-        )
-        return puts + self._effects + [RequestRemediation(remediation) for remediation in remediations]
+        requests: list[Effect] = []
+        for one in self._remediations:
+            verdict_id = self._verdict_ids.get(one.node, one.verdict_id)
+            requests.append(RequestRemediation(msgspec.structs.replace(one, verdict_id=verdict_id)))
+        return puts + self._effects + requests
 
 
 STATE_CHANGING_DECISIONS = (Decision.EVICT, Decision.QUARANTINE, Decision.READMIT, Decision.REPAIR)

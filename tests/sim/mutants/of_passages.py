@@ -68,9 +68,7 @@ OF_PASSAGES: tuple[Mutant, ...] = (
     ),
     Mutant(
         "who takes over compares nobody's pace",
-        lambda: mistaken(
-            startup.handle_controller_started, "state.jobs[name].progress.resumed_at is not None", "False"
-        ),
+        lambda: mistaken(startup.handle_controller_started, "if has_resumed:", "if False:"),
         seeds=(50108,),
     ),
     Mutant("a silence of before the start counts", _silences_of_before),

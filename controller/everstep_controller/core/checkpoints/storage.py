@@ -119,10 +119,8 @@ def give_up_spill(transition: Transition, job: JobRecord, reason: str) -> None:
     job.spills.failures_in_row += 1
     waits = Backoff(floor_s=transition.policy.vault_order_retry_s, ceiling_s=transition.policy.vault_order_retry_max_s)
     job.spills.not_before = transition.now + waits.limit_s(job.spills.failures_in_row - 1)
-    sentence, data = (
-        f"version {spilling.version} is not written to storage: {reason}",
-        {"version": str(spilling.version)},
-    )
+    sentence = f"version {spilling.version} is not written to storage: {reason}"
+    data = {"version": str(spilling.version)}
     transition.audit("spill.given_up", sentence, job=job.job, trace=spilling.trace, data=data)
     transition.mark_job_changed(job.job)
 

@@ -134,10 +134,7 @@ def _settle_tie(transition: Transition, job: JobRecord, tied: list[str], descrip
 
 
 def settle_digest_case(transition: Transition, case: BlameCase) -> None:
-    """Settle a tie after its nodes were tried: evict those that computed wrongly, else decide by history.
-
-    This holds whatever has become of the job, which may have ended or paused.
-    """
+    """Settle a tie after trials, whatever has become of the job: evict for wrong results, else decide by history."""
     job = transition.state.jobs.get(case.job)
     if job is None:
         return

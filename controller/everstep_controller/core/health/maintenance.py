@@ -7,7 +7,7 @@ import msgspec
 from everstep.errors import Conflict, NotFound
 from everstep.vocabulary import GenerationReason, NodeState
 from everstep_controller.core.events import OperatorCommand, SchedulerStateChanged
-from everstep_controller.core.health import node_state, remediation_ladder
+from everstep_controller.core.health import node_state
 from everstep_controller.core.health.node_state import out_of_service_reason, set_state
 from everstep_controller.core.health.quarantine import begin_probation
 from everstep_controller.core.jobs.generations import RegroupCause, regroup, roster_at
@@ -109,7 +109,7 @@ def try_return_to_probation(transition: Transition, node: str, reason: str) -> N
         transition.schedule_treatment(transition.now, node)
     elif record.state is not NodeState.HELD or out_of_service_reason(record, transition.now):
         return
-    elif not is_computing(transition.state, node) and remediation_ladder.repair_if_repeat_offender(transition, node):
+    elif not is_computing(transition.state, node) and node_state.repair_if_repeat_offender(transition, node):
         return  # a node with a seat was allowed to serve with its offences: taking it out would be an eviction
     elif record.liveness.reachable:
         begin_probation(transition, node, reason)

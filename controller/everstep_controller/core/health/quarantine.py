@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from everstep.clock import Backoff
 from everstep.vocabulary import Action, Decision, Finding, FindingKind, NodeState, ProbeKind, Severity
-from everstep_controller.core.health import diagnostics, offences, remediation_ladder
+from everstep_controller.core.health import diagnostics, node_state, offences
 from everstep_controller.core.health.diagnostics import ProbeOutcome, find_partner, start_probe
 from everstep_controller.core.health.node_state import out_of_service_reason, set_state
 from everstep_controller.core.health.offences import raise_controller_finding
@@ -111,14 +111,14 @@ def add_cause(transition: Transition, node: str, finding: Finding) -> None:
 def check_quarantine(transition: Transition, node: str) -> None:
     """Begin probation if causes are clear for long enough, the waiting time is over and no operator is needed."""
     record = transition.state.nodes[node]
-    if remediation_ladder.repair_if_repeat_offender(transition, node):
+    if node_state.repair_if_repeat_offender(transition, node):
         return
     causes = [key for key in record.quarantine.causes if _is_cause_active(transition, record, key)]
     if causes != record.quarantine.causes:
         record.quarantine.causes = causes
         transition.mark_node_changed(node)
     if causes or record.quarantine.needs_operator:
-        remediation_ladder.continue_ladder(transition, node)
+        node_state.continue_ladder(transition, node)
     elif record.liveness.reachable and transition.now < record.quarantine.earliest_end:
         transition.schedule_node(record.quarantine.earliest_end, node)
     elif record.liveness.reachable:

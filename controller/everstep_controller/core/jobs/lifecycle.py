@@ -94,8 +94,10 @@ def _resume_inherited(transition: Transition, job: JobRecord, live: JobRuntime, 
         transition.schedule_job(transition.now + INHERITED_CHECK_S, job.job)
         return False
     _mark_resumed(transition, job, live)
-    sentence, data = f"all {spec.world_size} rank(s) of generation {spec.number} have resumed: ", {"step": str(step)}
-    sentence += f"a rank has finished step {step}"
+    sentence = (
+        f"all {spec.world_size} rank(s) of generation {spec.number} have resumed: a rank has finished step {step}"
+    )
+    data = {"step": str(step)}
     transition.audit("resumed", sentence, job=job.job, generation=spec.number, trace=spec.trace, data=data)
     consider_growth(transition, job)
     return True

@@ -332,10 +332,8 @@ def next_seats(
     ``keep_seated`` is as in ``unfit_reason``.
     """
     able = eligible_nodes(state, job, without, rosters, keep_seated)
-    least, unheld = (
-        job.min_seats,
-        [node for node in able if job.has_seat(node) or not _is_eviction_deferred(state, node)],
-    )
+    least = job.min_seats
+    unheld = [node for node in able if job.has_seat(node) or not _is_eviction_deferred(state, node)]
     swift = [node for node in unheld if node not in job.membership.replaced_stragglers]
     seats = seats_among(state, job, swift)
     if len(seats) < least and len(swift) < len(unheld):

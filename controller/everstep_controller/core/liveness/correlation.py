@@ -1,11 +1,8 @@
 """Recognise correlated silence: many nodes silent at once suggest a fault of the network or of this controller.
 
-The module counts reachable nodes and silent ones (over their deadline, or with a closed connection) of the fleet and of
-each group: rack, switch, power domain, driver version, agent version. A change updates the few groups of one node, so
-nothing scans the fleet.
-
-While a group is silent, none of its nodes is lost for silence alone until ``correlated_silence_max_s`` has passed. Jobs
-whose own ranks report a missing member still continue without silent nodes, which is cheap and blames no node.
+The module counts reachable and silent nodes of the fleet and of each group: rack, switch, power domain, driver version,
+agent version. While a group is silent, none of its nodes is lost for silence alone until ``correlated_silence_max_s``
+has passed. Jobs whose own ranks report a missing member still continue without silent nodes.
 """
 
 from __future__ import annotations
@@ -74,10 +71,7 @@ def _set_silent(transition: Transition, node: str, *, silent: bool) -> None:
 
 
 def count_node(state: FleetState, node: str, delta: int) -> None:
-    """Add (``delta`` = 1) or remove (-1) the node in the counts.
-
-    Call it before and after a change of the node's groups, then call ``update_correlated_silence``.
-    """
+    """Add (``delta`` = 1) or remove (-1) the node in the counts, before and after a change of its groups."""
     _add_to_groups(state, node, delta * (node in state.reachable_nodes), delta * (node in state.silent_nodes))
 
 
@@ -114,8 +108,7 @@ def is_over_threshold(state: FleetState, name: str, silence_count: SilenceCount)
 def is_silence_excused(transition: Transition, node: str, since: float) -> bool:
     """Return whether a silence since ``since`` is probably the fault of the network or of this controller.
 
-    When a network recovers, not all nodes are heard at once. A silence that began before the end of a correlated
-    silence is therefore excused a little longer.
+    One that began before the end of a correlated silence is excused a little longer: not all nodes are heard at once.
     """
     state = transition.state
     if transition.now >= since + transition.policy.correlated_silence_max_s:
@@ -126,8 +119,7 @@ def is_silence_excused(transition: Transition, node: str, since: float) -> bool:
 
 
 def excused_until(transition: Transition, since: float) -> float:
-    """Return the time until which a silence since ``since`` is excused. The end of the correlated silence may come
-    sooner."""
+    """Return the time until which a silence since ``since`` is excused, unless the correlated silence ends sooner."""
     patience = since + transition.policy.correlated_silence_max_s
     return min(patience, _grace_ends_at(transition)) if not transition.state.silent_groups else patience
 
@@ -185,12 +177,8 @@ def announce_correlated_silence(transition: Transition) -> None:
         f"the network or this controller is suspected, and no node is declared lost for silence alone within "
         f"{transition.policy.correlated_silence_max_s:g} s"
     )
-    data = {
-        "silent": str(len(state.silent_nodes)),
-        "expected": str(len(state.reachable_nodes)),
-        "common": ",".join(common),
-    }
-    transition.audit("fleet.correlated_silence", sentence, data=data)
+    data = {"silent": str(len(state.silent_nodes)), "expected": str(len(state.reachable_nodes))}
+    transition.audit("fleet.correlated_silence", sentence, data=data | {"common": ",".join(common)})
 
 
 def _common_groups(state: FleetState) -> list[str]:

@@ -1,8 +1,7 @@
 """Track node liveness from heartbeats and witnesses: suspect before lost.
 
-Witnesses shorten the wait, and the controller's own lag lengthens it. Whether a silence is a node's own is decided in
-``correlation``. Messages count for the incarnation that sent them; those of other incarnations are dropped before they
-come here.
+Witnesses shorten the wait, and the controller's own lag lengthens it. Messages of other incarnations than the
+registered one are dropped before they come here.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from enum import Enum
 
 import msgspec
 
-from everstep.vocabulary import Finding, FindingKind, JobState, NodeState, Severity
+from everstep.vocabulary import FindingKind, JobState, NodeState, Severity
 from everstep.wire.v1.training import PeerConnectionLost
 from everstep_controller.core.health.node_state import out_of_service_reason, set_state
 from everstep_controller.core.health.offences import clear_controller_findings, raise_controller_finding
@@ -29,22 +28,14 @@ from everstep_controller.core.wording import join_names
 
 # Suspicion: classify a node's silence by its longest recent pause.
 #
-# Heartbeats travel over TCP, so a lost packet delays one by a fifth of a second. A healthy node has a steady heartbeat
-# and, now and then, a pause: its agent was starved, swapped, stopped by a debugger or waited in a queue to reconnect.
-# Such pauses are rare and long, and do not follow a bell curve. A deadline from mean and deviation forgets them between
-# two of them.
+# A healthy node has a steady heartbeat and, now and then, a pause: its agent was starved, swapped or stopped by a
+# debugger. Such pauses are rare and long, and do not follow a bell curve; mean and deviation forget them in between. If
+# pauses are alike over time, the next of n is longer than all before with probability 1/(n + 1), whatever their
+# distribution. A node is therefore suspected after twice its longest recent pause, within the policy's bounds.
 #
-# The longest pause is what matters. If pauses are alike over time, the next of n is longer than all before with
-# probability 1/(n + 1), whatever their distribution, since all orders of n + 1 pauses are equally likely. A node is
-# therefore suspected after twice its longest recent pause, but never before the policy's minimum and never after its
-# maximum.
-#
-# The end of a TCP connection is the fast signal of a death and is handled elsewhere. Silence only has to reveal
-# failures without such a signal: a cut power line or network. The deadline may therefore be slow, and must not be
-# wrong.
-#
-# The observer applies the same measure to itself. If no node at all was heard for longer than any node is allowed, the
-# observer was deaf, and all silences restart.
+# The end of a TCP connection is the fast signal of a death. Silence only has to reveal a cut power line or network, so
+# the deadline may be slow, and must not be wrong. The observer applies the same measure to itself: if no node at all
+# was heard for longer than any node is allowed, the observer was deaf, and all silences restart.
 
 PAUSE_MARGIN = 2.0
 """Multiple of the longest pause that makes a silence suspect. The next pause may be the longest yet, but hardly by that
@@ -66,17 +57,15 @@ class Liveness(Enum):
 def record_message(policy: CorePolicy, observer: ObserverState, heartbeats: HeartbeatState, now: float) -> None:
     """Record a message: the node's silence ends, and the pause before it is learned. Runs for every heartbeat.
 
-    If no node was heard for long, the observer was at fault and nothing is learned. A pause counts up to the length
-    that leads to the policy's maximum.
+    Nothing is learned if no node was heard for long. A pause counts up to the length that leads to the maximum.
     """
     if now - observer.last_received_at > observer_stall_s(policy):
         observer.receiving_since = now
     observer.last_received_at = now
     began = heartbeats.last_seen_at if heartbeats.last_seen_at > observer.receiving_since else observer.receiving_since
     if now > began:
-        heartbeats.longest_pause_s = decayed_longest_pause_s(
-            heartbeats.longest_pause_s, min(now - began, policy.suspect_after_max_s / PAUSE_MARGIN)
-        )
+        pause_s = min(now - began, policy.suspect_after_max_s / PAUSE_MARGIN)
+        heartbeats.longest_pause_s = decayed_longest_pause_s(heartbeats.longest_pause_s, pause_s)
     heartbeats.last_seen_at = now
 
 
@@ -86,11 +75,7 @@ def decayed_longest_pause_s(longest_s: float, pause_s: float) -> float:
 
 
 def observer_stall_s(policy: CorePolicy) -> float:
-    """Return half the minimum suspicion timeout.
-
-    This exceeds any heartbeat interval (the settings ensure it). It is short enough that messages sent meanwhile are
-    read before the timeout.
-    """
+    """Return half the minimum suspicion timeout: longer than any heartbeat interval (the settings ensure it)."""
     return policy.suspect_after_s / 2
 
 
@@ -108,8 +93,7 @@ def suspect_timeout_after_peer_loss_s(policy: CorePolicy, longest_pause_s: float
 
 
 def loss_timeout_s(policy: CorePolicy, longest_pause_s: float) -> float:
-    """Return the seconds of silence after which a node is lost: the suspicion timeout plus the policy's time from
-    suspicion to loss."""
+    """Return the seconds of silence after which a node is lost."""
     return suspect_timeout_s(policy, longest_pause_s) + policy.lost_after_s - policy.suspect_after_s
 
 
@@ -124,9 +108,8 @@ def schedule_silence_deadline(transition: Transition, node: str) -> None:
     """Queue the node's silence deadline, unless one is queued already."""
     if not transition.state.node_runtime[node].has_silence_deadline:
         heartbeats = transition.read_heartbeats(node)
-        _watch_until(
-            transition, node, heartbeats.silent_since + suspect_timeout_s(transition.policy, heartbeats.longest_pause_s)
-        )
+        timeout_s = suspect_timeout_s(transition.policy, heartbeats.longest_pause_s)
+        _watch_until(transition, node, heartbeats.silent_since + timeout_s)
 
 
 def _watch_until(transition: Transition, node: str, due: float) -> None:
@@ -186,10 +169,9 @@ def _handle_first_contact(transition: Transition, node: str) -> None:
     state = transition.state
     state.unseen_nodes.discard(node)
     if transition.now < state.rejoin_window_ends_at:  # more nodes are on their way
-        state.rejoin_window_ends_at = max(
-            state.rejoin_window_ends_at,
-            min(transition.now + transition.policy.rejoin_window_quiet_s, state.rejoin_window_latest_at),
-        )
+        quiet_until = transition.now + transition.policy.rejoin_window_quiet_s
+        ends_at = min(quiet_until, state.rejoin_window_latest_at)
+        state.rejoin_window_ends_at = max(state.rejoin_window_ends_at, ends_at)
     for name in state.node_runtime[node].open_jobs:
         job, pending = state.jobs[name], state.job_runtime[name].regroup.pending
         if pending is not None and pending.reason is not None and not state.unseen_nodes.intersection(job.seats):
@@ -218,8 +200,7 @@ def end_rejoin_window(transition: Transition) -> None:
 
 
 def handle_disconnected(transition: Transition, node: str) -> None:
-    """Handle a closed connection. A job with a witness continues without the node at once; others wait for the
-    grace."""
+    """Handle a closed connection. Jobs with a witness continue without the node at once; others wait for the grace."""
     record, live = transition.state.nodes[node], transition.state.node_runtime[node]
     if live.disconnected_at is not None or not record.liveness.reachable:
         return
@@ -227,17 +208,13 @@ def handle_disconnected(transition: Transition, node: str) -> None:
     correlation.mark_silent(transition, node)
     sentence = f"the connection of {node} closed"
     if record.state is NodeState.HEALTHY:
-        set_state(
-            transition,
-            node,
-            NodeState.SUSPECT,
-            f"{sentence}; it is lost unless it reconnects within {transition.policy.disconnect_grace_s:g} s",
-        )
+        grace_s = transition.policy.disconnect_grace_s
+        why = f"{sentence}; it is lost unless it reconnects within {grace_s:g} s"
+        set_state(transition, node, NodeState.SUSPECT, why)
     _audit_unless_correlated(transition, "node.disconnected", node, sentence)
+    grace_s = transition.policy.disconnect_grace_s + transition.state.observer_lag_s
     transition.schedule_node(transition.now + transition.policy.collective_settle_s, node)
-    transition.schedule_node(
-        transition.now + transition.policy.disconnect_grace_s + transition.state.observer_lag_s, node
-    )
+    transition.schedule_node(transition.now + grace_s, node)
     _regroup_with_evidence(transition, node)
 
 
@@ -245,11 +222,7 @@ def handle_disconnected(transition: Transition, node: str) -> None:
 
 
 def handle_peer_lost(transition: Transition, job: JobRecord, node: str, report: PeerConnectionLost) -> None:
-    """Handle a vault's report that it lost another node's vault.
-
-    The report is a hint that shortens the wait for a silent node. A node that is heard afterwards is alive, whatever
-    others report.
-    """
+    """Handle a vault's report that it lost another node's vault: a hint that shortens the wait for a silent node."""
     state, peer = transition.state, report.peer
     strangers = peer == node or peer not in state.reachable_nodes
     if strangers or any(job.job not in state.node_runtime[one].jobs for one in (node, peer)):
@@ -274,8 +247,7 @@ def _current_peer_reports(transition: Transition, node: str) -> list[str]:
 
 
 def _weigh_peer_reports(transition: Transition, node: str) -> None:
-    """Suspect a node once its next heartbeat is overdue, given enough reports, or one report and a failure in its
-    job."""
+    """Suspect a node once its next heartbeat is overdue, given enough reports, or one and a failure in its job."""
     record = transition.state.nodes[node]
     reporting_nodes = _current_peer_reports(transition, node)
     if not reporting_nodes:
@@ -324,8 +296,7 @@ def _job_failure(transition: Transition, job: JobRecord) -> str:
 def _find_missing_evidence(transition: Transition, job: JobRecord, node: str) -> str:
     """Return what in the job indicates that the suspect ``node`` is missing; "" if nothing does.
 
-    Lost vault connections, and a generation that has not resumed, count only after a moment: an agent or a generation
-    may just be starting.
+    Lost vault connections, and a generation that has not resumed, count only after a moment.
     """
     if failure := _job_failure(transition, job):
         return failure
@@ -352,21 +323,15 @@ def _unresponsive_since(transition: Transition, node: str) -> float:
     gone_at = transition.state.node_runtime[node].disconnected_at
     if gone_at is not None:
         return gone_at
-    return (
-        transition.state.nodes[node].since
-        if node in transition.state.silent_nodes
-        else transition.state.rejoin_window_ends_at
-    )
+    state = transition.state
+    return state.nodes[node].since if node in state.silent_nodes else state.rejoin_window_ends_at
 
 
 # Deadlines
 
 
 def check_silence(transition: Transition, node: str) -> bool:
-    """At the silence deadline, suspect the node, declare it lost or schedule the next check.
-
-    Return whether the node had only been heard in time.
-    """
+    """Check the node at its silence deadline. Return whether the node had only been heard in time."""
     transition.state.node_runtime[node].has_silence_deadline = False
     if not transition.state.nodes[node].liveness.reachable:
         return True
@@ -387,27 +352,19 @@ def _judge_silence(transition: Transition, node: str) -> tuple[Liveness, float]:
         return answer, heartbeats.silent_since + loss_timeout_s(policy, heartbeats.longest_pause_s) + slack_s
     correlation.mark_silent(transition, node)
     if correlation.is_silence_excused(transition, node, heartbeats.silent_since):
-        _suspect(
-            transition, node, _describe_silence(transition, node)
-        )  # no-op unless a late Tick skipped the suspicion
+        _suspect(transition, node, _describe_silence(transition, node))  # no-op unless a late Tick skipped it
         return answer, correlation.excused_until(transition, heartbeats.silent_since)
     gone_at = transition.state.node_runtime[node].disconnected_at
-    declare_lost(
-        transition,
-        node,
-        _describe_silence(transition, node) if gone_at is None else _describe_disconnect(transition, node, gone_at),
-    )
+    why = _describe_silence(transition, node) if gone_at is None else _describe_disconnect(transition, node, gone_at)
+    declare_lost(transition, node, why)
     return answer, transition.now
 
 
 def _describe_silence(transition: Transition, node: str) -> str:
-    heartbeats = transition.read_heartbeats(node)
+    silent_s = transition.now - transition.read_heartbeats(node).silent_since
     if node in transition.state.unseen_nodes:
-        return (
-            f"{node} has sent no message since this controller started, "
-            f"{transition.now - heartbeats.silent_since:.1f} s ago"
-        )
-    return f"{node} has sent no message for {transition.now - heartbeats.silent_since:.1f} s"
+        return f"{node} has sent no message since this controller started, {silent_s:.1f} s ago"
+    return f"{node} has sent no message for {silent_s:.1f} s"
 
 
 def _suspect(transition: Transition, node: str, sentence: str) -> None:
@@ -452,8 +409,7 @@ def _describe_disconnect(transition: Transition, node: str, disconnected_at: flo
 
 
 def expect_launchers(transition: Transition, node: str) -> None:
-    """After an agent's restart, expect its launchers to rejoin within a grace. Launchers of ended jobs are not
-    expected."""
+    """After an agent's restart, expect its launchers of unfinished jobs to rejoin within a grace."""
     live = transition.state.node_runtime[node]
     unconfirmed = False
     for name in live.open_jobs:
@@ -472,9 +428,8 @@ def _check_rejoined(transition: Transition, node: str) -> None:
     if live.launcher_rejoin_due is None or transition.now < live.launcher_rejoin_due:
         return
     live.launcher_rejoin_due = None
-    drop_launchers(
-        transition, node, f"the launcher on {node} did not rejoin after its agent's restart", include_rejoined=False
-    )
+    why = f"the launcher on {node} did not rejoin after its agent's restart"
+    drop_launchers(transition, node, why, include_rejoined=False)
 
 
 def drop_launchers(transition: Transition, node: str, sentence: str, *, include_rejoined: bool) -> None:
@@ -487,10 +442,7 @@ def drop_launchers(transition: Transition, node: str, sentence: str, *, include_
 
 
 def declare_lost(transition: Transition, node: str, sentence: str) -> None:
-    """Declare the node lost. Its jobs continue without it, once all losses of this event are known.
-
-    This blames no node; the node may come back through probation.
-    """
+    """Declare the node lost, which blames no node. Its jobs continue without it at the end of this event."""
     state = transition.state
     record = state.nodes[node]
     record_loss(transition, node, sentence)
@@ -510,8 +462,8 @@ def declare_lost(transition: Transition, node: str, sentence: str) -> None:
 
 # Flapping: a node that is lost repeatedly and returns by itself each time costs its job a regroup each time.
 #
-# Only losses of the node itself count: it was in service, nothing was being done to it, and nothing indicated a fault
-# of the network or of this controller. A loss that other nodes share at about the same time is withdrawn.
+# Only losses of the node itself count: it was in service, and nothing indicated a fault of the network or of this
+# controller. A loss that other nodes share at about the same time is withdrawn.
 
 FLAPPING_SUBJECT = "node"
 FLAPPING_KEY = f"{FindingKind.NODE_FLAPPING}/{FLAPPING_SUBJECT}"
@@ -520,16 +472,13 @@ FLAPPING_KEY = f"{FindingKind.NODE_FLAPPING}/{FLAPPING_SUBJECT}"
 def record_loss(transition: Transition, node: str, sentence: str) -> None:
     """Count a loss of the node's own, and raise a finding on a node that is lost too often.
 
-    The rule's ``correlated_...`` settings say how many simultaneous losses make it no node's fault. O(nodes lost within
-    that time).
+    The rule's ``correlated_...`` settings say how many simultaneous losses make it no node's fault.
     """
     record, policy = transition.state.nodes[node], transition.policy
     if not _counts_as_own_loss(transition, record):
         return
-    record.liveness.loss_times = [
-        *(at for at in record.liveness.loss_times if at > transition.now - policy.node_flap_window_s),
-        transition.now,
-    ]
+    since = transition.now - policy.node_flap_window_s
+    record.liveness.loss_times = [*(at for at in record.liveness.loss_times if at > since), transition.now]
     transition.mark_node_changed(node)
     if why := _common_cause(transition, node):
         for other, at in transition.state.recent_losses.items():
@@ -543,10 +492,9 @@ def _counts_as_own_loss(transition: Transition, record: NodeRecord) -> bool:
         return False
     if record.quarantine.plan is not None and record.quarantine.plan.pending_remediation_id:  # a reboot may be running
         return False
-    return (
-        transition.state.correlated_silence is None
-        and transition.read_heartbeats(record.node).silent_since >= transition.state.correlated_silence_ended_at
-    )
+    if transition.state.correlated_silence is not None:
+        return False
+    return transition.read_heartbeats(record.node).silent_since >= transition.state.correlated_silence_ended_at
 
 
 def _common_cause(transition: Transition, node: str) -> str:
@@ -564,28 +512,17 @@ def _withdraw_loss(transition: Transition, node: str, at: float, reason: str) ->
         return
     record.liveness.loss_times = [other for other in record.liveness.loss_times if other != at]
     transition.mark_node_changed(node)
-    if (
-        FLAPPING_KEY in record.health.controller_findings
-        and len(record.liveness.loss_times) < transition.policy.node_flap_count
-    ):
-        clear_controller_findings(
-            transition,
-            node,
-            [FLAPPING_KEY],
-            f"{FLAPPING_KEY} of {node} is withdrawn: {reason} were lost at once, which points to a common cause",
-        )
+    flaps = len(record.liveness.loss_times) >= transition.policy.node_flap_count
+    if FLAPPING_KEY in record.health.controller_findings and not flaps:
+        why = f"{FLAPPING_KEY} of {node} is withdrawn: {reason} were lost at once, which points to a common cause"
+        clear_controller_findings(transition, node, [FLAPPING_KEY], why)
 
 
 def _raise_flapping(transition: Transition, node: str, record: NodeRecord, sentence: str) -> None:
     count, window_s = len(record.liveness.loss_times), transition.policy.node_flap_window_s
-    finding = Finding(
-        kind=FindingKind.NODE_FLAPPING,
-        subject=FLAPPING_SUBJECT,
-        severity=Severity.WARNING,
-        message=f"{node} was lost {count} times within {window_s / 3600:g} h, the last time because {sentence}",
-        value=float(count),
-        threshold=float(transition.policy.node_flap_count),
-        since=transition.now,
-        trace=transition.trace,
+    message = f"{node} was lost {count} times within {window_s / 3600:g} h, the last time because {sentence}"
+    most = float(transition.policy.node_flap_count)
+    finding = transition.make_finding(
+        FindingKind.NODE_FLAPPING, FLAPPING_SUBJECT, Severity.WARNING, message, value=float(count), threshold=most
     )
     raise_controller_finding(transition, node, finding, window_s)

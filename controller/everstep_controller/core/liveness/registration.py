@@ -95,9 +95,8 @@ def _new_node(transition: Transition, message: Register) -> None:
             continue
         if not spare_if_correlated(transition, transition.policy.rules.rule_for(finding), node, finding):
             sentence = f"{node} registered with an active finding and is quarantined until it clears: {finding.message}"
-            quarantine_before_service(
-                transition, node, finding, sentence, action=Action.strongest(Action.DRAIN, finding.action)
-            )
+            action = Action.strongest(Action.DRAIN, finding.action)
+            quarantine_before_service(transition, node, finding, sentence, action=action)
             break
     if (unfit := transition.state.fleet.unfit_nodes.pop(node, None)) is not None:
         transition.mark_fleet_changed()
@@ -106,19 +105,14 @@ def _new_node(transition: Transition, message: Register) -> None:
 
 
 def _carry_over_unfitness(transition: Transition, record: NodeRecord, unfit: UnfitNode) -> None:
-    """Quarantine a node whose name was forgotten while unfit: it must pass the earlier diagnostics.
-
-    If the same GPUs computed wrongly, it also needs an operator or their replacement.
-    """
+    """Quarantine a node whose name was forgotten while unfit: it must pass the earlier diagnostics."""
     sentence = f"{unfit.sentence}: it is quarantined until it passes its diagnostics"
     if record.state is not NodeState.QUARANTINED:
         begin_quarantine(transition, record.node, sentence, (), action=Action.DRAIN, offence_weight=0.0)
         transition.add_verdict(record.node, Decision.QUARANTINE, sentence, action=Action.DRAIN, evidence=())
-    if record.quarantine.plan is not None:
-        record.quarantine.plan.required_diagnostics = tuple(
-            dict.fromkeys([*record.quarantine.plan.required_diagnostics, *unfit.diagnostics])
-        )
-        record.quarantine.plan.required_passes = max(record.quarantine.plan.required_passes, unfit.required_passes)
+    if (plan := record.quarantine.plan) is not None:
+        plan.required_diagnostics = tuple(dict.fromkeys([*plan.required_diagnostics, *unfit.diagnostics]))
+        plan.required_passes = max(plan.required_passes, unfit.required_passes)
     if unfit.defective_gpus and not _are_gpus_replaced(record, unfit.defective_gpus):
         record.quarantine.needs_operator, record.health.defective_gpus = True, list(unfit.defective_gpus)
 
@@ -154,17 +148,12 @@ def _enter_current_window(transition: Transition, record: NodeRecord) -> None:
 
 def _detect_repair(transition: Transition, record: NodeRecord) -> None:
     """End the need for an operator if the GPUs that computed wrongly have been replaced."""
-    if (
-        not record.quarantine.needs_operator
-        or record.state is not NodeState.QUARANTINED
-        or not record.health.defective_gpus
-    ):
-        return
-    if not _are_gpus_replaced(record, record.health.defective_gpus):
+    needed = record.quarantine.needs_operator and record.state is NodeState.QUARANTINED
+    condemned = record.health.defective_gpus
+    if not needed or not condemned or not _are_gpus_replaced(record, condemned):
         return
     record.quarantine.needs_operator, record.health.defective_gpus = False, []
     offences.clear_offences(record)
     clear_controller_findings(transition, record.node)
-    transition.audit(
-        "node.repaired", f"{record.node} no longer contains the GPUs that computed wrongly", node=record.node
-    )
+    sentence = f"{record.node} no longer contains the GPUs that computed wrongly"
+    transition.audit("node.repaired", sentence, node=record.node)
