@@ -309,14 +309,13 @@ class Run:
             TypeError: An option is reserved here, or ``fetch_together`` is set for data without ``__getitems__``.
             ValueError: A batch cannot be taken from the data or split over the ranks.
         """
-        sampler: ElasticSampler | StreamSampler
-        if is_stream(dataset):
-            if drop_last:
-                raise TypeError("drop_last is not supported for iterable data, whose length is unknown")
+        if not is_stream(dataset):
+            sampler = self.sampler(len(dataset), global_batch=global_batch, seed=seed, drop_last=drop_last)
+        elif drop_last:
+            raise TypeError("drop_last is not supported for iterable data, whose length is unknown")
+        else:
             replica = self._replicas.replica_for("run.loader")
             sampler = StreamSampler(global_batch=global_batch, rank=replica.index, world_size=replica.count)
-        else:
-            sampler = self.sampler(len(dataset), global_batch=global_batch, seed=seed, drop_last=drop_last)
         made = Loader(dataset, sampler, self._parallelism.assigned_ranks, seed, options, fetch_together=fetch_together)
         self._loaders.append(made)
         return made

@@ -99,7 +99,7 @@ def test_slow_rank_is_busy_and_waiting_ranks_are_not():
     """Two ranks step side by side, 50 ms each; one of them waits for the other for 40 of these."""
     ranks = [StepProgress(window=8), StepProgress(window=8)]
     for progress in ranks:
-        progress.enter(1, 0, lambda: 0)
+        progress.enter(1, lambda: 0)
         assert progress.median_busy_s is None
     for step in (1, 2, 3):
         for progress, waited in zip(ranks, (0.04, 0.001), strict=True):
@@ -111,7 +111,7 @@ def test_slow_rank_is_busy_and_waiting_ranks_are_not():
     assert waiting is not None
     assert slow is not None
     assert slow > 1.5 * waiting
-    ranks[0].enter(2, 0, lambda: 0)
+    ranks[0].enter(2, lambda: 0)
     assert ranks[0].median_busy_s is None, "another generation, another rank"
 
 

@@ -1,8 +1,4 @@
-"""Load the batches of a step with torch's DataLoader, without loader state to save.
-
-The samples of a step are a function of the step. A new generation therefore begins to load at its first step, whatever
-workers prefetched in the generation before.
-"""
+"""Load the batches of a step with torch's DataLoader, without loader state to save."""
 
 from __future__ import annotations
 
@@ -22,13 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from torch.utils.data._utils import signal_handling
 
 from everstep_trainer.data.sampler import ElasticSampler, Sampler
-from everstep_trainer.data.stream import (
-    BatchRequests,
-    MapBatchDataset,
-    StreamBatchDataset,
-    StreamSampler,
-    identity_collate,
-)
+from everstep_trainer.data.stream import BatchRequests, MapBatchDataset, StreamBatchDataset, identity_collate
 from everstep_trainer.runtime.interrupt import WAIT_SLICE_S
 from everstep_trainer.state.python_state import PerRankState
 
@@ -171,7 +161,7 @@ class Loader:
     def __init__(
         self,
         dataset: Any,
-        sampler: ElasticSampler | StreamSampler,
+        sampler: ElasticSampler,
         assigned_ranks: Callable[[], Sequence[tuple[int, int]]],
         seed: int,
         options: dict[str, Any],
@@ -200,7 +190,7 @@ class Loader:
         """Return the loss factor; see `ElasticSampler.loss_weight`."""
         return self._sampler.loss_weight(step)
 
-    def for_rank(self, rank: int, world_size: int) -> ElasticSampler | StreamSampler:
+    def for_rank(self, rank: int, world_size: int) -> ElasticSampler:
         """Return the sampler of ``rank`` among ``world_size`` ranks."""
         return self._sampler.for_rank(rank, world_size)
 
@@ -224,7 +214,7 @@ class Loader:
             self._next = (step, number + 1) if number + 1 < len(shares) else (step + 1, 0)
             yield batch
 
-    def _take(self, step: int, shares: Sequence[ElasticSampler | StreamSampler], number: int) -> Any:
+    def _take(self, step: int, shares: Sequence[ElasticSampler], number: int) -> Any:
         """Return the batch of a part of the step; restart loading at that part if a worker died."""
         lost = 0
         while True:
@@ -248,7 +238,7 @@ class Loader:
         if iterator is not None:
             end_workers(iterator)
 
-    def _begin(self, step: int, shares: Sequence[ElasticSampler | StreamSampler], number: int = 0) -> Iterator[Any]:
+    def _begin(self, step: int, shares: Sequence[ElasticSampler], number: int = 0) -> Iterator[Any]:
         """Return an iterator that begins at part ``number`` of the step."""
         requests: Any = BatchRequests(shares, step, number)
         options = dict(self._options)
@@ -257,12 +247,14 @@ class Loader:
         collate = options.pop("collate_fn", None) or default_collate
         # the default generator would consume a random number that a restored run draws later
         options |= {"generator": torch.Generator(), "collate_fn": identity_collate}
+        dataset: Any
         if is_stream(self._dataset):
-            streamed = StreamBatchDataset(self._dataset, requests, collate, self._seed)
-            iterator = iter(DataLoader(streamed, batch_size=None, **options))
+            dataset = StreamBatchDataset(self._dataset, requests, collate, self._seed)
+            options["batch_size"] = None
         else:
-            mapped: Any = MapBatchDataset(self._dataset, self._seed, collate, fetch_together=self._fetch_together)
-            iterator = iter(DataLoader(mapped, batch_sampler=requests, **options))
+            dataset = MapBatchDataset(self._dataset, self._seed, collate, fetch_together=self._fetch_together)
+            options["batch_sampler"] = requests
+        iterator = iter(DataLoader(dataset, **options))
         suppress_worker_death_errors(iterator)
         return iterator
 
@@ -289,8 +281,7 @@ def is_stateful_loader(tracked: object) -> bool:
 class PerRankLoader(PerRankState):
     """A tracked StatefulDataLoader, restorable only with the same number of data-parallel ranks.
 
-    The positions of its workers belong to one rank. With another number of ranks samples would be skipped or repeated.
-    Ranks are data-parallel ranks (see ``Run.data_parallel``): those of one replica are at the same samples.
+    With another number of ranks samples would be skipped or repeated.
     """
 
     def __init__(self, loader: Any, rank: int, world_size: int) -> None:

@@ -33,19 +33,12 @@ def seed_step(seed: int, step: int, replica: int, stage: int = 0) -> None:
     _seed_host(value)
 
 
-def seed_sample(seed: int, step: int, position: int) -> None:
-    """Seed the host's streams for the sample at ``position`` of a step's global batch; no rank uses these streams."""
-    _seed_host(_hashed(f"sample:{seed}:{step}:{position}"))
+def seed_loading(purpose: str, seed: int, *numbers: int) -> None:
+    """Seed the host's streams to load data: a ``sample``, a ``batch`` or an ``epoch``, by its numbers.
 
-
-def seed_batch(seed: int, step: int, first_position: int) -> None:
-    """Seed the host's streams for collating the samples from ``first_position`` on; no sample uses these streams."""
-    _seed_host(_hashed(f"batch:{seed}:{step}:{first_position}"))
-
-
-def seed_epoch(seed: int, epoch: int) -> None:
-    """Seed the host's streams for reading an epoch of sequential data; no sample uses these streams."""
-    _seed_host(_hashed(f"epoch:{seed}:{epoch}:0"))
+    Neither a step nor another purpose uses these streams.
+    """
+    _seed_host(_hashed(":".join(map(str, (purpose, seed, *numbers)))))
 
 
 def get_host_rng_state() -> tuple[Any, ...]:

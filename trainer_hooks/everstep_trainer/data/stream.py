@@ -1,8 +1,8 @@
 """Split data that can only be read in sequence over ranks and workers by position.
 
-A sample's position is its place in the endless repetition of the data set; each step takes the next ``global_batch``
-positions. A data set that can jump (`Seekable`) reads only its own samples. Any other reads everything up to them:
-with ``n`` ranks and ``w`` workers it reads ``n * w`` times what is used and, after a restore, everything before it.
+A sample's position is its place in the endless repetition of the data set. A data set that can jump (`Seekable`) reads
+only its own samples. Any other reads everything up to them: with ``n`` ranks and ``w`` workers it reads ``n * w`` times
+what is used and, after a restore, everything before it.
 
 All readers of data that cannot jump must read the same sequence. They get random streams of their own, seeded by
 (seed, epoch), while they read. Draws for a batch after reading have another stream, and do not affect the sequence.
@@ -10,8 +10,8 @@ All readers of data that cannot jump must read the same sequence. They get rando
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from copy import copy
 from functools import partial
 from itertools import count, islice
 from typing import Any, Protocol, runtime_checkable
@@ -21,8 +21,8 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker
 
-from everstep_trainer.data.rng import get_host_rng_state, seed_batch, seed_epoch, seed_sample, set_host_rng_state
-from everstep_trainer.data.sampler import ElasticSampler, rank_batch_range
+from everstep_trainer.data.rng import get_host_rng_state, seed_loading, set_host_rng_state
+from everstep_trainer.data.sampler import ElasticSampler
 
 # ---- batch requests: what a loader fetches, in order, with its random numbers
 
@@ -38,20 +38,15 @@ class BatchRequest(msgspec.Struct, frozen=True):
 class BatchRequests:
     """An endless sequence of requests for this rank's parts, from part ``first_part`` (from 0) of ``first_step`` on."""
 
-    def __init__(
-        self, samplers: Sequence[ElasticSampler | StreamSampler], first_step: int, first_part: int = 0
-    ) -> None:
+    def __init__(self, samplers: Sequence[ElasticSampler], first_step: int, first_part: int = 0) -> None:
         self._samplers = samplers
         self._first_step = first_step
         self._first_part = first_part
 
     def __iter__(self) -> Iterator[BatchRequest]:
-        return islice(self._all(), self._first_part, None)
-
-    def _all(self) -> Iterator[BatchRequest]:
-        for step in count(self._first_step):
-            for share in self._samplers:
-                yield BatchRequest(step, share.batch_range()[0], tuple(share.indices(step).tolist()))
+        parts = ((step, share) for step in count(self._first_step) for share in self._samplers)
+        for step, share in islice(parts, self._first_part, None):
+            yield BatchRequest(step, share.batch_range()[0], tuple(share.indices(step).tolist()))
 
 
 Collate = Callable[[list[Any]], Any]
@@ -60,17 +55,16 @@ Collate = Callable[[list[Any]], Any]
 def build_batch(request: BatchRequest, seed: int, fetch: Callable[[int], Any], collate: Collate) -> Any:
     """Fetch each sample of the request and collate them, with random streams that depend on positions only.
 
-    Streams are seeded from (seed, step, position in the global batch) for each sample, and from (seed, step, position
-    of the first sample) for ``collate``. So draws for a sample depend neither on the worker nor on the number of ranks;
-    draws for a batch depend on the number of ranks only. The process's own random state is preserved.
+    Draws for a sample depend neither on the worker nor on the number of ranks; draws for a batch depend on the number
+    of ranks only. The process's own random state is preserved.
     """
     before = get_host_rng_state()
     try:
         fetched = []
         for place, index in enumerate(request.indices, request.first_position):
-            seed_sample(seed, request.step, place)
+            seed_loading("sample", seed, request.step, place)
             fetched.append(fetch(index))
-        seed_batch(seed, request.step, request.first_position)
+        seed_loading("batch", seed, request.step, request.first_position)
         return collate(fetched)
     finally:
         set_host_rng_state(before)
@@ -123,35 +117,14 @@ class Seekable(Protocol):
         """Make the next ``iter()`` begin at sample ``position`` of the endless sequence, counted from 0."""
 
 
-class StreamSampler:
-    """Positions of a stream: step ``s`` (from 1) takes ``(s - 1) * global_batch`` up to ``s * global_batch``."""
+class StreamSampler(ElasticSampler):
+    """Positions of a stream in their own order."""
 
     def __init__(self, *, global_batch: int, rank: int = 0, world_size: int = 1) -> None:
-        self._global_batch = global_batch
-        self._rank, self._world = rank, world_size
-        rank_batch_range(rank, world_size, global_batch)
+        super().__init__(sys.maxsize, global_batch=global_batch, rank=rank, world_size=world_size)
 
-    def for_rank(self, rank: int, world_size: int) -> StreamSampler:
-        """Return the sampler of ``rank`` among ``world_size`` ranks, over the same samples."""
-        other = copy(self)
-        other._rank, other._world = rank, world_size
-        return other
-
-    def batch_range(self) -> tuple[int, int]:
-        """Return where this rank's samples begin and end in the global batch."""
-        return rank_batch_range(self._rank, self._world, self._global_batch)
-
-    def indices(self, step: int) -> torch.Tensor:
-        """Return this rank's positions of the step, int64."""
-        if step < 1:
-            raise ValueError(f"steps count from 1, not {step}")
-        start, end = self.batch_range()
-        return torch.arange(start, end) + (step - 1) * self._global_batch
-
-    def loss_weight(self, step: int) -> float:
-        """Return the loss factor; see `ElasticSampler.loss_weight`."""
-        start, end = self.batch_range()
-        return (end - start) * self._world / self._global_batch
+    def _samples(self, step: int, start: int, end: int) -> torch.Tensor:
+        return torch.arange(start, end) + self._first(step)
 
 
 class StreamReader:
@@ -204,7 +177,7 @@ class StreamReader:
         elif hasattr(self._dataset, "set_epoch"):
             self._dataset.set_epoch(self._epoch)
         if not self.is_seekable:
-            seed_epoch(self._seed, self._epoch)
+            seed_loading("epoch", self._seed, self._epoch)
         return iter(self._dataset)
 
 
@@ -212,9 +185,8 @@ class StreamBatchDataset(IterableDataset[Any]):
     """Yields whole batches to a DataLoader without a batch size.
 
     Worker ``w`` of ``n`` makes each ``n``-th batch, which is the order in which the DataLoader asks its workers. Each
-    worker reads the whole sequence. Data sets that split themselves by ``get_worker_info()``, as torch's documentation
-    shows and Hugging Face's do, would read only a share of it. So the worker info is hidden from them and their
-    threads.
+    worker reads the whole sequence. Data sets that split themselves by ``get_worker_info()``, as Hugging Face's do,
+    would read only a share of it. So the worker info is hidden from them and their threads.
     """
 
     def __init__(self, dataset: Iterable[Any], requests: BatchRequests, collate: Collate, seed: int) -> None:
@@ -228,14 +200,11 @@ class StreamBatchDataset(IterableDataset[Any]):
         mine, workers = (info.id, info.num_workers) if info is not None else (0, 1)
         worker._worker_info = None
         reader, collate = StreamReader(self._dataset, self._seed), partial(self._collated, info)
-        for number, portion in enumerate(self._requests):
-            if number % workers == mine:
-                yield self._batch(reader, portion, collate)
-
-    def _batch(self, reader: StreamReader, request: BatchRequest, collate: Collate) -> Any:
-        if reader.is_seekable:
-            return build_batch(request, self._seed, reader.read, collate)
-        return build_batch_in_one_fetch(request, self._seed, reader.read_with_epoch_rng, collate)
+        for request in islice(self._requests, mine, None, workers):
+            if reader.is_seekable:
+                yield build_batch(request, self._seed, reader.read, collate)
+            else:
+                yield build_batch_in_one_fetch(request, self._seed, reader.read_with_epoch_rng, collate)
 
     def _collated(self, info: Any, samples: list[Any]) -> Any:
         """Collate with the worker info visible, so that torch's own collate function makes tensors in shared memory."""

@@ -1,8 +1,7 @@
 """Abort hung collectives, for each kind of process group.
 
 A collective blocks in C++ until its peers answer or a time-out of minutes passes. When the agent says that the
-generation is over, the signal thread ends every collective of the process. A thread that waits for an aborted
-collective gets an error; one that enters a collective later gets the error at once.
+generation is over, the signal thread ends every collective of the process, and each waiting thread gets an error.
 """
 
 from __future__ import annotations
@@ -72,24 +71,8 @@ def _duplicate(fd: int) -> socket.socket | None:
     return None
 
 
-def duplicate_connections(fds: Iterable[int]) -> list[socket.socket]:
-    """Return duplicates of the TCP sockets among the descriptors that are not listening."""
-    found = []
-    for copy in filter(None, map(_duplicate, fds)):
-        if _is_listening(copy):
-            copy.close()
-        else:
-            found.append(copy)
-    return found
-
-
 def _is_listening(copy: socket.socket) -> bool:
     return bool(copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
-
-
-def has_listening_socket(fds: Iterable[int]) -> bool:
-    """Return whether one of the descriptors is a TCP socket that accepts connections."""
-    return any(_check_duplicate(fd, _is_listening) for fd in fds)
 
 
 def _check_duplicate(fd: int, predicate: Callable[[socket.socket], bool]) -> bool:
@@ -148,9 +131,8 @@ def connections_to_port(port: int) -> list[int]:
 # the second.
 #
 # A socket filter drops these resets. The writes then succeed, and the end of the stream, which came before, is read as
-# usual. A reset from a process that died with unread data also carries an acknowledgement, and passes the filter. gloo
-# ignores later writes there as before; a process that cannot be freed is replaced (``GenerationMembership``). Agents
-# detect a restarted host that no longer knows the connection.
+# usual. A reset from a process that died with unread data also carries an acknowledgement, and passes the filter; a
+# process that cannot be freed is replaced (``GenerationMembership``).
 
 _SO_ATTACH_FILTER = 26  # asm-generic/socket.h; Python has no name for it
 _FLAGS_AT, _RST, _ACK = 13, 0x04, 0x10  # offsets in the TCP header, where a filter of a TCP socket begins to read
@@ -168,7 +150,6 @@ _INSTRUCTIONS = (
 _PROGRAM = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *each) for each in _INSTRUCTIONS))
 
 _original_init = dist.ProcessGroupGloo.__init__
-_connections: Callable[[], Iterable[socket.socket]] = tuple
 
 
 def ignore_late_resets(connection: socket.socket) -> None:
@@ -181,15 +162,14 @@ def ignore_late_resets(connection: socket.socket) -> None:
 @wraps(_original_init)
 def _init_and_filter(group: Any, *args: Any, **options: Any) -> None:
     _original_init(group, *args, **options)
-    for connection in _connections():
+    for connection in filter(None, (_duplicate(fd) for loop in gloo_event_loops() for fd in epoll_targets(loop))):
         with connection:
-            ignore_late_resets(connection)
+            if not _is_listening(connection):
+                ignore_late_resets(connection)
 
 
-def install_reset_filter(connections: Callable[[], Iterable[socket.socket]]) -> None:
-    """Drop late resets on connections of gloo groups made from now on; ``connections`` returns duplicates."""
-    global _connections
-    _connections = connections
+def install_reset_filter() -> None:
+    """Drop late resets on connections of gloo groups made from now on."""
     dist.ProcessGroupGloo.__init__ = _init_and_filter  # type: ignore[method-assign, assignment]
 
 
@@ -207,20 +187,14 @@ def gloo_event_loops() -> list[int]:
     """Return the epoll instances of gloo devices in this process.
 
     An instance is recognised by what it watches: the pipe of its deferred calls and its listening TCP socket, beside
-    the connections of its pairs (gloo/transport/tcp/loop.cc). Python's selectors and libuv watch no pipe together with
-    a listening socket. So this finds connections that gloo opened late, and never those to store, agent or vault.
+    the connections of its pairs (gloo/transport/tcp/loop.cc). Python's selectors and libuv watch no such pair.
     """
     found = []
     for event_poll in list_epoll_fds():
         fds = epoll_targets(event_poll)
-        if any(map(is_pipe, fds)) and has_listening_socket(fds):
+        if any(map(is_pipe, fds)) and any(_check_duplicate(fd, _is_listening) for fd in fds):
             found.append(event_poll)
     return found
-
-
-def gloo_connections() -> list[socket.socket]:
-    """Return duplicates of gloo's open connections."""
-    return [copy for loop in gloo_event_loops() for copy in duplicate_connections(epoll_targets(loop))]
 
 
 class GlooBackend:
@@ -228,8 +202,7 @@ class GlooBackend:
 
     Connections are shut for reading, and duplicates keep them open for HOLD_OPEN_S. gloo's thread then reads the end of
     the stream, which wakes the waiters. Closing at once, or shutting for writing, would make an imminent write of this
-    or the other process fail. gloo ignores that failure and leaves the operation behind it waiting (pair.cc,
-    ``Pair::write`` on EPIPE and ECONNRESET).
+    or the other process fail, which gloo ignores (see above).
     """
 
     name = "gloo"
@@ -238,7 +211,7 @@ class GlooBackend:
     def prepare(self) -> None:
         """Apply settings that the library reads once, before the process's first group."""
         interrupt.install_sliced_waits()
-        install_reset_filter(gloo_connections)
+        install_reset_filter()
 
     def connect(self, device: torch.device) -> None:
         """Begin to set up the default group's communicator for ``device``; gloo connects when a group is made."""
@@ -264,10 +237,9 @@ class GlooBackend:
 
 
 class NcclBackend(GlooBackend):
-    """Ends NCCL's communicators with ``ncclCommAbort``, each from its own thread.
+    """Ends NCCL's communicators with ``ncclCommAbort``, each from its own thread, and gloo's connections.
 
-    Aborting one communicator may wait for another of the same process, so all aborts begin together. gloo carries the
-    CPU tensors of the same groups and is ended with them.
+    Aborting one communicator may wait for another of the same process, so all aborts begin together.
 
     All communicators of the process are non-blocking, because the set-up of a blocking one cannot be aborted. A
     non-blocking set-up can be aborted until a collective is called. torch then waits for the set-up under a lock that
@@ -283,12 +255,11 @@ class NcclBackend(GlooBackend):
 
     def prepare(self) -> None:
         """Keep torch's own watchdog from ending the process or aborting by itself."""
-        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-        os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
-        os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
+        for feature in ("ASYNC_ERROR_HANDLING", "ENABLE_MONITORING", "RETHROW_CUDA_ERRORS"):
+            os.environ.setdefault(f"TORCH_NCCL_{feature}", "0")
         os.environ.setdefault("TORCH_NCCL_USE_COMM_NONBLOCKING", "1")  # also for groups that users make
         os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(NCCL_SETUP_TIMEOUT_S))
-        install_reset_filter(gloo_connections)
+        install_reset_filter()
 
     def connect(self, device: torch.device) -> None:
         backend: Any = dist.distributed_c10d._get_default_group()._get_backend(device)

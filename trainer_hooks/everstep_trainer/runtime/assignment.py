@@ -2,15 +2,7 @@
 
 ``everstep-launch`` runs a script as one of two kinds of worker. An *active* worker has a local rank from the start. A
 *standby* runs the script too, so that its imports are done, but waits in ``wait_for_local_rank`` until a worker dies
-and then takes over its local rank. Neither knows its rank before a generation begins::
-
-    assignment = current_assignment()
-    if assignment is not None:                    # started by everstep-launch
-        local_rank = wait_for_local_rank()        # a standby may wait here for hours
-        ...                                       # say Hello to assignment.agent_socket, wait for a generation
-        set_torchrun_environment(spec, member)    # before entering the training function, in every generation
-
-Not thread-safe: for the main thread.
+and then takes over its local rank. Neither knows its rank before a generation begins. For the main thread only.
 """
 
 from __future__ import annotations
@@ -67,14 +59,13 @@ def current_assignment() -> WorkerAssignment | None:
     if os.environ.get(WORKER_PID_VARIABLE) != str(os.getpid()):
         return None
     local_rank = os.environ.get(LOCAL_RANK_VARIABLE)
+    started_at = os.environ.get(STARTED_AT_VARIABLE) if local_rank is not None else None
     return WorkerAssignment(
         job=os.environ[JOB_VARIABLE],
         agent_socket=os.environ[AGENT_SOCKET_VARIABLE],
         local_rank=None if local_rank is None else int(local_rank),
         start_from=os.environ.get(START_FROM_VARIABLE, ""),
-        started_at=None
-        if local_rank is None or STARTED_AT_VARIABLE not in os.environ
-        else float(os.environ[STARTED_AT_VARIABLE]),
+        started_at=None if started_at is None else float(started_at),
     )
 
 
@@ -156,8 +147,3 @@ def torchrun_environment(spec: GenerationSpec, member: Member) -> dict[str, str]
         "TORCHELASTIC_RESTART_COUNT": str(max(0, spec.number - 1)),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
-
-
-def set_torchrun_environment(spec: GenerationSpec, member: Member) -> None:
-    """Set ``os.environ`` as torchrun would for ``member``; call it in each generation."""
-    os.environ.update(torchrun_environment(spec, member))

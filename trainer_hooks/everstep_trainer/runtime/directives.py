@@ -78,11 +78,8 @@ class ReceivedDirectives:
             return self._next(number)
 
     def _next(self, number: int) -> GenerationSpec | StopJob | None:
-        if self._stop is not None:
-            return self._stop
-        if self._newest is not None and self._newest.number > number:
-            return self._newest
-        return None
+        newer = self._newest if self._newest is not None and self._newest.number > number else None
+        return self._stop or newer
 
 
 # ---- membership: the main thread's state in a generation, and how the signal thread gets it out
@@ -119,7 +116,7 @@ class GenerationMembership:
         self._end_process = end_process
         self._settings = settings
         self._lock = threading.Lock()
-        self._state = MembershipState.NOT_A_MEMBER
+        self.state = MembershipState.NOT_A_MEMBER
         self._number = 0
         self._abort_attempts = 0
         self._abort_started_at = 0.0
@@ -129,23 +126,24 @@ class GenerationMembership:
 
     def join(self, number: int) -> None:
         """Begin to join a generation."""
-        self._move(MembershipState.JOINING, number)
+        self._number = number
+        self._move(MembershipState.JOINING)
 
     def enter(self) -> None:
         """Enter the joined generation."""
-        self._move(MembershipState.MEMBER, self._number)
+        self._move(MembershipState.MEMBER)
 
     def leave(self) -> None:
         """Leave the generation; nothing is aborted from now on."""
-        self._move(MembershipState.NOT_A_MEMBER, self._number)
+        self._move(MembershipState.NOT_A_MEMBER)
 
-    def _move(self, state: MembershipState, number: int) -> None:
+    def _move(self, state: MembershipState) -> None:
         with self._lock:
-            self._state, self._number, self._abort_attempts = state, number, 0
+            self.state, self._abort_attempts = state, 0
 
     def must_end(self) -> bool:
         """Return whether the generation joined or entered must be left."""
-        step = self._progress.finished_step if self._state is MembershipState.MEMBER else -1
+        step = self._progress.finished_step if self.state is MembershipState.MEMBER else -1
         return self._directives.is_generation_over(self._number, step)
 
     def take_regroup_start(self) -> float:
@@ -157,18 +155,14 @@ class GenerationMembership:
     # --- for the signal thread
 
     @property
-    def state(self) -> MembershipState:
-        return self._state
-
-    @property
     def is_aborting(self) -> bool:
         """True if the main thread was asked to leave and has not."""
-        return self._abort_attempts > 0 and self._state is not MembershipState.NOT_A_MEMBER
+        return self._abort_attempts > 0 and self.state is not MembershipState.NOT_A_MEMBER
 
     @property
     def must_leave(self) -> bool:
         """True if the training function runs in a generation that it was asked to leave."""
-        return self._abort_attempts > 0 and self._state is MembershipState.MEMBER
+        return self._abort_attempts > 0 and self.state is MembershipState.MEMBER
 
     def abort(self) -> None:
         """Get the main thread out of a generation that is over. Called with the news, and again until it is out.
@@ -178,7 +172,7 @@ class GenerationMembership:
         process.
         """
         with self._lock:
-            if self._state is MembershipState.NOT_A_MEMBER or not self.must_end():
+            if self.state is MembershipState.NOT_A_MEMBER or not self.must_end():
                 return
             now = perf_counter()
             if self._abort_attempts == 0:
@@ -186,19 +180,16 @@ class GenerationMembership:
             if self._regroup_started_at is None:
                 self._regroup_started_at = now
             self._abort_attempts += 1
-            self._escalate(now - self._abort_started_at)
-
-    def _escalate(self, elapsed_s: float) -> None:
-        """Make one more attempt, ``elapsed_s`` after the first."""
-        self._abort_collectives()
-        if self._state is MembershipState.JOINING or self._abort_attempts > 1:
-            self._cut_store()
-        if self._state is MembershipState.MEMBER:
-            self._interrupter.request_regroup()
-            if elapsed_s > self._settings.interrupt_after_s:
-                self._interrupter.interrupt()
-        if elapsed_s > self._settings.leave_timeout_s:
-            self._end_process()
+            elapsed_s = now - self._abort_started_at
+            self._abort_collectives()
+            if self.state is MembershipState.JOINING or self._abort_attempts > 1:
+                self._cut_store()
+            if self.state is MembershipState.MEMBER:
+                self._interrupter.request_regroup()
+                if elapsed_s > self._settings.interrupt_after_s:
+                    self._interrupter.interrupt()
+            if elapsed_s > self._settings.leave_timeout_s:
+                self._end_process()
 
 
 logger = logging.getLogger(__name__)
@@ -234,18 +225,19 @@ class DirectiveListener:
         self._spec, self._member = spec, member
 
     def leave(self) -> None:
-        """Take part in no generation."""
         self._spec = self._member = self.on_versions = None
 
     # --- for the link's thread
 
     def handle_message(self, message: FromAgent) -> None:
         if isinstance(message, NewGeneration):
-            stack = self._stack_if_hung(message.spec)
-            if self._directives.add_generation(message.spec):
+            spec, stack = message.spec, ""
+            if spec.reason is GenerationReason.RANK_HUNG and self._membership.state is MembershipState.MEMBER:
+                stack = main_stack(self._settings.max_stack_bytes)  # before anything is aborted
+            if self._directives.add_generation(spec):
                 self._membership.abort()
                 if stack:
-                    self._log_hang(message.spec, stack)
+                    self._log_hang(spec, stack)
         elif isinstance(message, StopJob):
             self._directives.add_stop(message)
             self._membership.abort()
@@ -279,11 +271,6 @@ class DirectiveListener:
     def _begun(self, spec: GenerationSpec) -> int:
         """Return the last step begun in ``spec``: the main thread may still count steps of the previous generation."""
         return self._progress.begun_step if self._progress.generation == spec.number else 0
-
-    def _stack_if_hung(self, following: GenerationSpec) -> str:
-        """Return the main thread's stack if a hang ends its generation, before anything is aborted."""
-        hung = following.reason is GenerationReason.RANK_HUNG and self._membership.state is MembershipState.MEMBER
-        return main_stack(self._settings.max_stack_bytes) if hung else ""
 
     def _log_hang(self, spec: GenerationSpec, stack: str) -> None:
         """Log where this rank was: the agent may report a stopped rank long before any watchdog does."""

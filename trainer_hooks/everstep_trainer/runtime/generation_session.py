@@ -14,7 +14,7 @@ from everstep.ids import Version
 from everstep.vocabulary import Finding, FindingKind, Mode, Severity
 from everstep.wire.v1.directives import VersionNotice
 from everstep.wire.v1.local import ToAgent
-from everstep.wire.v1.training import FindingRaised, GenerationSpec, Resumed
+from everstep.wire.v1.training import FindingRaised, Resumed
 from everstep_trainer.importers.source_agreement import SourceAgreement
 from everstep_trainer.memory_tier.vault_client import VaultClient
 from everstep_trainer.restore.restorer import Restoration, make_restore_finding
@@ -111,6 +111,7 @@ class GenerationSession(TrainingSession):
         on_first_step: Callable[[], object] = bool,
     ) -> None:
         self._group = group
+        self._spec = group.spec
         self._directives = directives
         self._progress = progress
         self._interrupter = interrupter
@@ -127,10 +128,6 @@ class GenerationSession(TrainingSession):
         if group.spec.restore.floor is not None:  # a committed version is restored for certain
             self._restoration = self._new_restoration()
             self._restoration.start()
-
-    @property
-    def _spec(self) -> GenerationSpec:
-        return self._group.spec
 
     def track(self, objects: Mapping[str, object], options: SnapshotOptions) -> int:
         """Restore and track the objects; see `TrainingSession`. Raises ValueError on a second call."""
@@ -249,11 +246,10 @@ class GenerationSession(TrainingSession):
             snapshotter.update_versions(notice.committed, notice.candidate, notice.pinned)
 
     def close(self) -> None:
-        """End the snapshots of this generation; a copy that has begun is completed, since the live state does not
-        change.
+        """End the snapshots of this generation; a copy that has begun is completed.
 
-        All tracked objects are released. DistributedDataParallel's hook in C++ reports its waits to this object, and
-        the garbage collector does not see that cycle. Models and optimizers of every generation would stay in memory.
+        All tracked objects are released: the garbage collector does not see their cycle with this object through
+        DistributedDataParallel's hook in C++, and the models of every generation would stay in memory.
         """
         restoration, self._restoration = self._restoration, None
         if restoration is not None:

@@ -2,15 +2,13 @@
 
 A collective is left by shutting its sockets, but a main thread that loads data or computes is not in one. Two ways
 reach it. *Asking* raises ``Regroup`` at the thread's next module call, where a training function may raise anyway and
-nothing is half done. *Interrupting* raises it between two byte codes, anywhere in Python code. An exception right after
-Python code took a lock (``threading.Condition``, ``queue.Queue``, ``logging``) leaves the lock taken. So interrupting
-comes second, when asking did not help.
+nothing is half done. *Interrupting* raises it between two byte codes, anywhere in Python code, when asking did not
+help. An exception right after Python code took a lock (``threading.Condition``, ``queue.Queue``, ``logging``) leaves
+the lock taken. So locks that this package's threads share with the main thread are plain ``threading.Lock`` objects in
+``with`` statements, which have no such gap.
 
 A thread that waits in Python's own C code (for a lock, a future, a socket, in ``sleep``) runs no byte code until a
 signal wakes it. So a signal is sent along, with a handler that does nothing.
-
-For the same reason, locks that this package's threads share with the main thread are plain ``threading.Lock`` objects
-in ``with`` statements, which have no such gap.
 """
 
 from __future__ import annotations
@@ -152,17 +150,13 @@ class Interrupter:
         try:
             yield
         finally:
-            self._leave_atomic()
-
-    def _leave_atomic(self) -> None:
-        with self._lock:
-            self._atomic_depth -= 1
-            due = self._deferred and self._atomic_depth == 0 and self._open and not self._raised
+            with self._lock:
+                self._atomic_depth -= 1
+                due = self._deferred and self._atomic_depth == 0 and self._open and not self._raised
+                if due:
+                    self._deferred, self._raised = False, True
             if due:
-                self._deferred = False
-                self._raised = True
-        if due:
-            raise Regroup
+                raise Regroup
 
     def _set_open(self, is_open: bool) -> None:
         with self._lock:
@@ -189,8 +183,7 @@ class Interrupter:
 # thread waits for that thread in slices. DistributedDataParallel without a communication hook waits in C++; a process
 # that hangs there is replaced (``GenerationMembership``).
 
-WAIT_SLICE = timedelta(seconds=WAIT_SLICE_S)
-"""Longest delay until a thread notices the end of its generation. A slice that ends costs about 10 us."""
+WAIT_SLICE = timedelta(seconds=WAIT_SLICE_S)  # a slice that ends costs about 10 us
 
 POLL_S = 0.001
 """Seconds between two checks of a collective that a GPU computes."""
@@ -200,8 +193,6 @@ _is_over: Callable[[], bool] = bool
 """Returns whether the main thread's generation is over; its waits then end between two slices."""
 _on_error: Callable[[BaseException], object] = bool
 """Receives the errors that end waits of the main thread, Regroup included, since training code may catch them."""
-
-
 _MESSAGES = [int(kind) for kind in (OpType.SEND, OpType.RECV, OpType.RECVANYSOURCE)]
 
 

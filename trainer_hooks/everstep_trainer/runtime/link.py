@@ -13,6 +13,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 from everstep.clock import Clock
 from everstep.errors import MalformedMessage, Unavailable, VersionMismatch
@@ -136,18 +137,13 @@ class RankLink:
     # --- sending
 
     def _flush(self) -> None:
-        if self._connection is None:
-            return
-        try:
-            self._outbox.flush(self._connection)
-        except OSError:
-            pass  # the thread sees the end of the connection and reconnects
+        if self._connection is not None:
+            with suppress(OSError):  # the thread sees the end of the connection and reconnects
+                self._outbox.flush(self._connection)
 
     def _wake(self) -> None:
-        try:
+        with suppress(BlockingIOError):  # a wake-up is pending already
             os.write(self._wake_write, b"\0")
-        except BlockingIOError:
-            pass  # a wake-up is pending already
 
     # --- the thread
 
@@ -203,11 +199,10 @@ class RankLink:
             selector.register(connection, selectors.EVENT_READ)
             selector.register(self._wake_read, selectors.EVENT_READ)
             due = self._clock.monotonic() + self._interval_s()
-            wanted = selectors.EVENT_READ
             while not self._closing.is_set():
-                if (now_wanted := self._poll_events()) != wanted:
-                    wanted = now_wanted
-                    selector.modify(connection, wanted)
+                with self._lock:
+                    wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._outbox else 0)
+                selector.modify(connection, wanted)  # a system call only if it changes
                 events = {key.fd: mask for key, mask in selector.select(max(0.0, due - self._clock.monotonic()))}
                 if self._wake_read in events:
                     os.read(self._wake_read, 4096)
@@ -216,10 +211,6 @@ class RankLink:
                 if self._clock.monotonic() >= due or self._listener.is_aborting():
                     self._tick()
                     due = self._clock.monotonic() + self._interval_s()
-
-    def _poll_events(self) -> int:
-        with self._lock:
-            return selectors.EVENT_READ | (selectors.EVENT_WRITE if self._outbox else 0)
 
     def _exchange(self, connection: socket.socket, decoder: FrameDecoder[FromAgent], events: int) -> bool:
         """Send and receive what is ready; return False at the end of the connection."""

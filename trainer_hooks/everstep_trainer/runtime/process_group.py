@@ -27,15 +27,14 @@ from everstep_trainer.runtime.interrupt import Regroup, poll_or_regroup, wait_or
 
 # ---- device meshes of a process that changes its rank
 #
-# torch caches what it worked out for an operation on DTensors (the layout of its output, what to send) by the meshes of
-# its inputs. It compares meshes by their ranks, not by this process's place among them or by process group. After a
-# regrouping that changes the rank, the first ``detach`` of a parameter would return a mesh of an older generation: with
-# another rank's offsets, and with names of groups that this process has left. The same happens after a regrouping that
-# lays the model out differently and so makes other groups, which are named by counting.
+# torch caches what it worked out for an operation on DTensors by the meshes of its inputs, and compares meshes by their
+# ranks only. After a regrouping that changes this process's rank, or the layout and with it the names of the groups,
+# the first ``detach`` of a parameter would return a mesh of an older generation: with another rank's offsets, and with
+# names of groups that this process has left.
 #
 # A mesh has a field that tells apart ranks that are threads of one process, and takes part in comparisons. The rank and
-# the names of the groups go there. A process that keeps its rank and its layout keeps torch's cache, which saves about
-# 0.1 s in its first step.
+# the names of the groups go there. A process that keeps both keeps torch's cache, which saves about 0.1 s in its first
+# step.
 
 _original_init = DeviceMesh.__init__
 _numbers: dict[tuple[object, ...], int] = {}
@@ -160,7 +159,8 @@ class Rendezvous:
             return known
         self._connection = None
         self._address, self._cut = wanted, False
-        _bind_like(wanted[0])
+        if wanted[0] in ("127.0.0.1", "localhost", "::1"):  # gloo would listen on the host's address
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         self._wait_reachable(wanted, is_over)
         timeout = timedelta(seconds=self._settings.join_timeout_s)
         self._connection = TCPStore(*wanted, is_master=False, timeout=timeout, wait_for_workers=False)
@@ -229,8 +229,8 @@ class Rendezvous:
     def release(self) -> None:
         """Drop the last references to groups that were left; call it when nobody else has any.
 
-        A group's destructor waits for its threads, which takes gloo 10 to 20 ms. For an operation that nobody can wake
-        (see the module interrupt) it waits until the time-out. It runs without the GIL, in a thread of its own.
+        A group's destructor waits for its threads: 10 to 20 ms, or until the time-out of an operation that nobody can
+        wake (see the module interrupt). So it runs in a thread of its own.
         """
         retired, self._retired = self._retired, []
         self._releasing = [thread for thread in self._releasing if thread.is_alive()]
@@ -265,9 +265,3 @@ def _is_connected(connection: TCPStore) -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def _bind_like(store_host: str) -> None:
-    """Bind gloo to the loopback interface if the store is there; gloo would listen on the host's address."""
-    if store_host in ("127.0.0.1", "localhost", "::1"):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

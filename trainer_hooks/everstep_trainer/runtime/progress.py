@@ -83,10 +83,6 @@ class LatestLoss:
         return self._value
 
 
-def _count_none() -> int:
-    return 0
-
-
 class StepProgress:
     """Steps of one rank in one generation; written by the main thread, read by the signal thread.
 
@@ -98,7 +94,6 @@ class StepProgress:
 
     def __init__(self, window: int) -> None:
         self.generation = 0
-        self.rank = 0
         self.finished_step = 0
         self.begun_step = 0
         self.finished_steps_here = 0
@@ -109,12 +104,12 @@ class StepProgress:
         self._step_began = perf_counter()
         self._waited_s: float | None = None
         self._busy: deque[float] = deque(maxlen=window)
-        self._count_collectives: Callable[[], int] = _count_none
+        self._count_collectives: Callable[[], int] = int  # 0
 
-    def enter(self, generation: int, rank: int, count_collectives: Callable[[], int]) -> None:
+    def enter(self, generation: int, count_collectives: Callable[[], int]) -> None:
         """Begin a generation; steps counted so far belong to the one before."""
         self.begun_step = 0  # first: the signal thread must not take it for a step of the new generation
-        self.generation, self.rank = generation, rank
+        self.generation = generation
         self.finished_steps_here = 0
         self._before_s = self.median_step_s
         self._durations.clear()
@@ -124,7 +119,7 @@ class StepProgress:
 
     def leave(self) -> None:
         """End the generation, and release its process group."""
-        self._count_collectives = _count_none
+        self._count_collectives = int
 
     def resume_from(self, step: int) -> None:
         """Continue from the restored state of ``step``."""
@@ -181,12 +176,9 @@ class Stall(msgspec.Struct, frozen=True):
 class HangWatchdog:
     """Watches a rank's progress from the signal thread; reports each stall, and again when it is twice as long.
 
-    Begun steps and collectives are progress. A step that was reported as a stall may be as slow in the next generation
-    too; then it is the training's own, such as an evaluation or a save. Each attempt gets twice the time, and once the
-    step was finished, twice its duration is allowed from then on. A threshold that the job sets stays fixed.
-
-    The watchdog discounts its own delays. If its checks came late (the process was stopped, or the machine was
-    overloaded), the unobserved time does not count, since it says nothing about the step.
+    A step that was reported as a stall may be as slow in the next generation too, as an evaluation or a save is. Each
+    attempt gets twice the time, and once the step was finished, twice its duration is allowed from then on. A threshold
+    that the job sets stays fixed. Time between checks that came late, as in an overloaded machine, does not count.
     """
 
     def __init__(self, settings: HookSettings, clock: Clock) -> None:

@@ -32,7 +32,7 @@ from everstep_trainer.parallel.replicas import RankContext
 from everstep_trainer.run import Run
 from everstep_trainer.runtime import interrupt
 from everstep_trainer.runtime.abort import make_backend
-from everstep_trainer.runtime.assignment import WorkerAssignment, set_torchrun_environment
+from everstep_trainer.runtime.assignment import WorkerAssignment, torchrun_environment
 from everstep_trainer.runtime.directives import DirectiveListener, GenerationMembership, ReceivedDirectives
 from everstep_trainer.runtime.generation_session import GenerationSession, PhaseTimeline
 from everstep_trainer.runtime.interrupt import Interrupter, Regroup
@@ -136,22 +136,16 @@ def reset_thread_state() -> None:
     for device in ("cpu", "cuda"):
         torch.set_autocast_enabled(device, False)
     torch.clear_autocast_cache()
-    _drop_saved_tensor_hooks()
-
-
-def _drop_saved_tensor_hooks() -> None:
-    """Drop saved-tensor hooks; torch has no public function, and a version without the private ones keeps its hooks."""
     autograd = torch._C._autograd
-    top = getattr(autograd, "_top_saved_tensors_default_hooks", None)
-    if top is None:
-        return
-    while top(True) is not None:
+    top = getattr(autograd, "_top_saved_tensors_default_hooks", None)  # private: absent, hooks are kept
+    while top is not None and top(True) is not None:
         autograd._pop_saved_tensors_default_hooks()
 
 
 logger = logging.getLogger(__name__)
 
 TrainingFunction = Callable[[Run], None]
+_ReportKind = type[RankFinished | CollectiveFailed | UserError]
 REPLACEMENT_WAIT_S = 0.5
 """Longest wait until a process that replaces another learns of its generation; a spare's wait may take hours."""
 
@@ -242,8 +236,10 @@ class Worker:
         while True:
             order = self._next_directive(number, parked)
             if isinstance(order, StopJob):
-                self._stop(order)
-                return
+                if order.ok:
+                    return
+                _show(f"everstep: job {order.job} was stopped: {order.reason}")
+                raise SystemExit(1)
             assert self._welcome is not None
             number = order.number
             member = order.member_at(self._welcome.node, self._local_rank)
@@ -264,11 +260,6 @@ class Worker:
                 self._timeline = PhaseTimeline()
         assert order is not None
         return order
-
-    def _stop(self, stop: StopJob) -> None:
-        if not stop.ok:
-            _show(f"everstep: job {stop.job} was stopped: {stop.reason}")
-            raise SystemExit(1)
 
     def _take_part(self, spec: GenerationSpec, member: Member, train: TrainingFunction) -> None:
         """Take part in one generation, from its rendezvous until it is left."""
@@ -298,12 +289,12 @@ class Worker:
         except RuntimeError as error:
             self._membership.leave()
             self._rendezvous.release()
-            self._report_collective_failed(spec, member, describe_error(error))
+            self._report(CollectiveFailed, spec, member, detail=describe_error(error))
             self._await_directive(spec, member, describe_error(error))
             return False
         finally:
             self._timeline.end("rendezvous")
-        set_torchrun_environment(spec, member)
+        os.environ.update(torchrun_environment(spec, member))
         reset_thread_state()
         return True
 
@@ -311,7 +302,7 @@ class Worker:
         """Run the training function once; return what it raised, and keep nothing else of it."""
         group = self._rendezvous.group
         assert group is not None
-        self._progress.enter(spec.number, member.rank, group.count_collectives)
+        self._progress.enter(spec.number, group.count_collectives)
         session = GenerationSession(
             group,
             directives=self._directives,
@@ -339,7 +330,7 @@ class Worker:
             if self._unattributed.count_failure(self._progress.finished_step, spec.reason):
                 self._report_user_error(spec, member, describe_error(failure), full_traceback(failure))
             else:
-                self._report_collective_failed(spec, member, describe_error(failure))
+                self._report(CollectiveFailed, spec, member, detail=describe_error(failure))
         self._listener.on_versions = None
         session.close()
         return failure
@@ -403,11 +394,7 @@ class Worker:
             waited_s = self._clock.monotonic() - began
             message = "a collective failed %.0f s ago (%s); still waiting for the controller's decision"
             logger.warning(message, waited_s, detail, extra=self._extra(spec))
-            self._report_collective_failed(spec, member, detail)
-
-    def _report_collective_failed(self, spec: GenerationSpec, member: Member, detail: str) -> None:
-        """Report at once: witness reports shorten the time until a rank is declared lost."""
-        self._report(CollectiveFailed, spec, member, detail=detail)
+            self._report(CollectiveFailed, spec, member, detail=detail)
 
     def _report_user_error(self, spec: GenerationSpec, member: Member, error: str, trace: str) -> None:
         """Report the training function's own error and wait for the decision about the job, or raise SystemExit."""
@@ -424,18 +411,10 @@ class Worker:
             faulthandler.dump_traceback()
         os._exit(os.EX_TEMPFAIL)
 
-    def _report(
-        self,
-        kind: type[RankFinished | CollectiveFailed | UserError],
-        spec: GenerationSpec,
-        member: Member,
-        **fields: Any,
-    ) -> None:
+    def _report(self, kind: _ReportKind, spec: GenerationSpec, member: Member, **fields: Any) -> None:
         """Send a report, again after every reconnect. It carries no trace: a new fault begins a new one."""
-        at, step = self._clock.wall(), self._progress.finished_step
-        self._link.send_persistent(
-            kind(job=self._job, at=at, generation=spec.number, rank=member.rank, step=step, **fields)
-        )
+        fields |= {"job": self._job, "at": self._clock.wall(), "generation": spec.number, "rank": member.rank}
+        self._link.send_persistent(kind(step=self._progress.finished_step, **fields))
 
     def _extra(self, spec: GenerationSpec) -> dict[str, Any]:
         node = self._welcome.node if self._welcome is not None else ""

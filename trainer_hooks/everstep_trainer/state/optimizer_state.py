@@ -22,8 +22,7 @@ SHARED_KEY = ""
 def has_joint_state(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the optimizer keeps one state for all its parameters, under the first of them.
 
-    LBFGS does: it flattens and concatenates their gradients, and torch replicates the vectors if the parameters are
-    sharded (FSDP2).
+    LBFGS concatenates their gradients, and torch replicates the vectors if the parameters are sharded (FSDP2).
     """
     return isinstance(optimizer, torch.optim.LBFGS)
 
@@ -140,13 +139,9 @@ def allocate_moment(parameter: torch.Tensor, key: str, stored: TensorInfo, captu
         return _empty_like(parameter.detach(), dtype)
     if lies is TensorPlacement.UNKNOWN:
         lies = TensorPlacement.DEVICE if capturable or shape else TensorPlacement.HOST
-    made = torch.empty(
-        shape, dtype=dtype, device="cpu" if lies is TensorPlacement.HOST and not shape else parameter.device
-    )
-    if lies is TensorPlacement.DTENSOR and isinstance(parameter, DTensor):
-        mesh = parameter.device_mesh
-        return DTensor.from_local(made, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return made
+    on_host = lies is TensorPlacement.HOST and not shape
+    made = torch.empty(shape, dtype=dtype, device="cpu" if on_host else parameter.device)
+    return replicated(made, parameter) if lies is TensorPlacement.DTENSOR else made
 
 
 def _empty_like(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

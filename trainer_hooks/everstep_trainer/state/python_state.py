@@ -66,12 +66,8 @@ class PerRankState:
     def __init__(
         self, tracked: Any, rank: int, world_size: int, *, label: str, fix_hint: str, rank_noun: str = "rank"
     ) -> None:
-        self._tracked = tracked
-        self._rank = rank
-        self._world = world_size
-        self._label = label
-        self._rank_noun = rank_noun
-        self._fix_hint = fix_hint
+        self._tracked, self._rank, self._world = tracked, rank, world_size
+        self._label, self._fix_hint, self._rank_noun = label, fix_hint, rank_noun
 
     def state_dict(self) -> dict[str, Any]:
         return {"rank": self._rank, "world_size": self._world, "state": self._tracked.state_dict()}
@@ -207,10 +203,7 @@ def decode(data: bytes | memoryview) -> PythonState:
             "continue with the release that stored it, or start the job from scratch"
         )
     try:
-        groups = {
-            top: [ParameterGroup(packed, options) for packed, options in groups]
-            for top, groups in blob["groups"].items()
-        }
+        groups = {top: [ParameterGroup(*group) for group in groups] for top, groups in blob["groups"].items()}
         state = PythonState(groups, blob["scalars"], blob["extra"], blob["objects"])
         state.names  # noqa: B018 - unpacked once, so that a damaged one is found here
         return state
@@ -222,10 +215,8 @@ def get_state_dict(tracked: Any) -> Any:
     """Return ``tracked.state_dict()``; for a gradient scaler on a GPU, without waiting to read its two numbers."""
     if not isinstance(tracked, torch.amp.GradScaler):
         return tracked.state_dict()
-    held = {key: getattr(tracked, name, None) for key, name in _ON_GPU.items()}
-    live = {
-        key: DeviceNumber(value) for key, value in held.items() if isinstance(value, torch.Tensor) and value.is_cuda
-    }
+    held: dict[str, Any] = {key: getattr(tracked, name, None) for key, name in _ON_GPU.items()}
+    live = {key: DeviceNumber(value) for key, value in held.items() if getattr(value, "is_cuda", False)}
     if len(live) < len(held):
         return tracked.state_dict()
     # a copy without tensors reports its initial numbers instead of reading the GPU
@@ -284,8 +275,7 @@ class MergedState:
         """
         if not members:
             return self._by_index.get((top, index), {})
-        new = [fqn for fqn in members if (top, fqn) not in self._group_of]
-        if new:
+        if new := [fqn for fqn in members if (top, fqn) not in self._group_of]:
             raise NotRestorable(
                 f"{top} trains {len(new)} parameters ({', '.join(new[:3])}) that it did not train when the version was "
                 "stored: restore with the objects that were tracked"

@@ -1,19 +1,18 @@
 """Find the live tensors of tracked objects, and check at every step that they are unchanged in memory and shape.
 
-The training thread pays for the check. So it uses ``map`` over methods written in C, one list per question, and asks
-for the shapes of all tensors in one call. It takes 0.1 us per tensor of optimizer state and 0.25 us per parameter,
-while the caches hold them.
+The check takes time of the training thread: 0.1 us per tensor of optimizer state and 0.25 us per parameter. So it uses
+``map`` over methods written in C, one list per question, and asks for the shapes of all tensors in one call.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from importlib import import_module
 from itertools import chain, starmap
-from operator import attrgetter, getitem, is_
+from operator import attrgetter, getitem, is_, mul
 from typing import Any
 
 import msgspec
@@ -87,13 +86,8 @@ def _cuts(
 
 def _made_before(cut: _Cut, ordered: list[_Cut]) -> int | None:
     """Return how many of the cuts to the right of ``cut`` make up its pieces; None if no number does."""
-    pieces = 1
-    for position in range(len(ordered) + 1):
-        if pieces == cut.pieces:
-            return position
-        if position < len(ordered):
-            pieces *= ordered[position].count
-    return None
+    pieces = itertools.accumulate((other.count for other in ordered), mul, initial=1)
+    return next((position for position, made in enumerate(pieces) if made == cut.pieces), None)
 
 
 def _runs(length: int, cuts: Sequence[_Cut]) -> list[IndexRun]:
@@ -151,8 +145,8 @@ class TrackedTensor(msgspec.Struct, frozen=True):
     is_parameter: bool
     container: Mapping[Any, Any]
     key: Any
-    location: TensorPlacement = TensorPlacement.UNKNOWN
-    original: torch.Tensor | None = None
+    location: TensorPlacement
+    original: torch.Tensor
 
     @property
     def is_volatile(self) -> bool:
@@ -162,27 +156,21 @@ class TrackedTensor(msgspec.Struct, frozen=True):
     def current(self) -> torch.Tensor:
         """Return the live memory of a buffer now; a module may have replaced the tensor."""
         tensor, known = self.container[self.key], self.local
-        if self.original is not None and tensor is self.original and _has_same_memory(tensor, known):
+        same_memory = tensor is self.original and tensor.data_ptr() == known.data_ptr()
+        if same_memory and tensor.size() == known.size() and tensor.stride() == known.stride():
             return known
         ((local, _),) = local_parts(self.name, tensor)
         return local
 
     def to_part(
-        self, rank: int, world: int, aliases: tuple[str, ...] = (), groups: tuple[tuple[str, int], ...] = ()
+        self, rank: int, world: int, aliases: tuple[str, ...], groups: tuple[tuple[str, int], ...]
     ) -> TensorPart:
         """Return the tensor's part in this rank's layout."""
         shape, box = self.shape, self.box
         if self.sharing is Sharing.PER_RANK:
             shape, box = (world, *shape), Box((rank, *box.offset), (1, *box.size))
-        dtype = self.local.dtype
-        kind = (dtype_name(dtype), dtype.itemsize)
+        kind = (dtype_name(self.local.dtype), self.local.itemsize)
         return TensorPart(self.name, *kind, shape, box, self.sharing, self.is_parameter, aliases, groups, self.location)
-
-
-def _has_same_memory(tensor: torch.Tensor, known: torch.Tensor) -> bool:
-    """Return whether a plain tensor has the memory, shape and strides of ``known``."""
-    same_memory = tensor.data_ptr() == known.data_ptr()
-    return same_memory and tensor.size() == known.size() and tensor.stride() == known.stride()
 
 
 class BufferRecord(msgspec.Struct):
@@ -308,7 +296,6 @@ class Exclusions:
         self._patterns = tuple(self._unused)
 
     def excludes(self, name: str) -> bool:
-        """Return whether the tensor of this name is excluded."""
         for pattern in self._patterns:
             if fnmatchcase(name, pattern):
                 self._unused.pop(pattern, None)
@@ -323,10 +310,8 @@ class Exclusions:
         for pattern in self._unused:
             literal = pattern.partition("*")[0].partition("?")[0].partition("[")[0]
             if not any(f"{key}.".startswith(literal) or literal.startswith(f"{key}.") for key in incomplete_optimizers):
-                near = (
-                    get_close_matches(pattern, names, MAX_SUGGESTIONS, MIN_SIMILARITY)
-                    or sorted(names)[:MAX_SUGGESTIONS]
-                )
+                near = get_close_matches(pattern, names, MAX_SUGGESTIONS, MIN_SIMILARITY)
+                near = near or sorted(names)[:MAX_SUGGESTIONS]
                 raise ValueError(
                     f"exclude={pattern!r} matches none of {len(names)} tracked tensors; near it are {', '.join(near)}"
                 )
@@ -395,8 +380,12 @@ class StateFingerprint:
             self._entry(group, "params", group["params"])
             self._walk(group["params"])
         self._walk(optimizer.state)
-        shared = not all(isinstance(key, torch.Tensor) for key in optimizer.state)
-        self._walk(_OfParameters(optimizer.state) if shared else optimizer.state.values())
+        if all(isinstance(key, torch.Tensor) for key in optimizer.state):
+            self._walk(optimizer.state.values())
+            return
+        for key, value in optimizer.state.items():  # values of other keys are Python state and may change
+            if isinstance(key, torch.Tensor):
+                self._entry(optimizer.state, key, value)
 
     def add_state(self, state: Mapping[str, Any]) -> None:
         """Record a parameter's optimizer state: values that are no tensors may change, but not become tensors."""
@@ -448,26 +437,17 @@ class StateFingerprint:
 
     def is_unchanged(self) -> bool:
         """Return whether everything is as recorded."""
-        return (
-            list(map(len, self._containers)) == self._lengths
-            and all(getattr(owner, name) is value for owner, name, value in self._attributes)
-            and all(map(is_, chain.from_iterable(self._walked), self._members))
-            and self._has_same_entries()
-            and self._has_same_memory()
-            and self._has_same_forms()
-            and all(key in of and not isinstance(of[key], torch.Tensor) for of, key in self._scalars)
-        )
-
-    def _has_same_entries(self) -> bool:
         try:
-            return all(map(is_, map(getitem, self._places, self._keys), self._values))
-        except KeyError:
-            return False
-
-    def _has_same_forms(self) -> bool:
-        try:
-            return list(map(_form, starmap(getitem, self._moving))) == self._forms
-        except (KeyError, AttributeError):  # gone, or no longer a tensor
+            return (
+                list(map(len, self._containers)) == self._lengths
+                and all(getattr(owner, name) is value for owner, name, value in self._attributes)
+                and all(map(is_, chain.from_iterable(self._walked), self._members))
+                and all(map(is_, map(getitem, self._places, self._keys), self._values))
+                and self._has_same_memory()
+                and list(map(_form, starmap(getitem, self._moving))) == self._forms
+                and not any(isinstance(of[key], torch.Tensor) for of, key in self._scalars)
+            )
+        except (KeyError, AttributeError):  # an entry is gone, or no longer a tensor
             return False
 
     def _has_same_memory(self) -> bool:
@@ -482,22 +462,6 @@ class StateFingerprint:
             and list(map(_data_ptr, self._memories)) == self._addresses
             and self._are_shapes_unchanged()
         )
-
-
-class _OfParameters(Collection[Any]):
-    """The values of an optimizer's state that belong to parameters; the others are Python state and may change."""
-
-    def __init__(self, state: Mapping[Any, Any]) -> None:
-        self._state = state
-
-    def __len__(self) -> int:
-        return len(self._state)
-
-    def __iter__(self) -> Iterator[Any]:
-        return (value for key, value in self._state.items() if isinstance(key, torch.Tensor))
-
-    def __contains__(self, value: object) -> bool:
-        return any(value is one for one in self)
 
 
 def _shape_check(
@@ -534,7 +498,7 @@ def describe_layout_change(before: Layout, after: Layout) -> str:
         "gone": [name for name in old if name not in new],
         "changed": [f"{name} ({_describe_parts(old[name])}, now {_describe_parts(new[name])})" for name in other],
     }
-    return "; ".join(f"{kind}: {_listed(names)}" for kind, names in kinds.items() if names)
+    return "; ".join(f"{kind}: {list_names(names, MAX_SHOWN)}" for kind, names in kinds.items() if names)
 
 
 def _by_name(layout: Layout) -> dict[str, list[TensorPart]]:
@@ -552,9 +516,10 @@ def _describe_parts(parts: list[TensorPart]) -> str:
     return f"{first.dtype} {list(first.shape)} {first.sharing}{held}{more}"
 
 
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
-    return ", ".join(names[:MAX_SHOWN]) + more
+def list_names(names: Sequence[str], limit: int) -> str:
+    """Return the first ``limit`` names, and how many more there are."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
 
 
 ADD_BEFORE_TRACK = (
@@ -564,15 +529,14 @@ ADD_BEFORE_TRACK = (
 
 
 def refuse_other_model(live: list[TrackedTensor], index_of: dict[str, int], catalog: tuple[TensorInfo, ...]) -> None:
-    """Raise NotRestorable, with names, if a live tensor was not stored or differs from the stored one.
-
-    ``index_of``: index in ``catalog`` by name.
-    """
+    """Raise NotRestorable if a live tensor was not stored or differs; ``index_of``: index in ``catalog`` by name."""
     missing = list(dict.fromkeys(t.name for t in live if t.name not in index_of))
     if missing:
+        gone = sorted(index_of.keys() - {tensor.name for tensor in live})  # some belong to a pipeline's other stages
+        absent = f"{len(gone)} stored tensors are missing here ({', '.join(gone[:3])})" if gone else "none is missing"
         raise NotRestorable(
             f"the tracked state is not what was stored: {len(missing)} tensors are new ({', '.join(missing[:3])}), "
-            f"{_describe_absent(live, index_of)}; restore with the objects that were tracked"
+            f"{absent}; restore with the objects that were tracked"
         )
     for tensor in live:
         stored = catalog[index_of[tensor.name]]
@@ -604,9 +568,3 @@ def refuse_other_groups(
                     f"{top} trained {tensor.name}, in its parameter group {index}, when the version was stored, and "
                     f"does not now, so that the options of that group would be lost. {ADD_BEFORE_TRACK}"
                 )
-
-
-def _describe_absent(live: list[TrackedTensor], stored: Iterable[str]) -> str:
-    """Describe stored names of no tensor here; there are always some for a pipeline's other stages."""
-    gone = sorted(set(stored) - {tensor.name for tensor in live})
-    return f"{len(gone)} stored tensors are missing here ({', '.join(gone[:3])})" if gone else "none is missing"

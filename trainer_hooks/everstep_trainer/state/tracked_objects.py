@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader, Sampler
 
 from everstep_trainer.data.loader import Loader
 from everstep_trainer.data.sampler import ElasticSampler
-from everstep_trainer.data.stream import StreamSampler
 from everstep_trainer.state.supported import refuse_zero
 
 # ---- module names, as if nothing were wrapped
@@ -78,7 +77,7 @@ class TrackedObjects:
 
 
 def _fix_hint(tracked: object) -> str:
-    if isinstance(tracked, ElasticSampler | Loader | StreamSampler):
+    if isinstance(tracked, ElasticSampler | Loader):
         return "which has no state, since samples are a function of the step: leave it out"
     if isinstance(tracked, DataLoader | Sampler):
         return "which does not know its position: take run.loader or run.sampler, whose samples follow from the step"

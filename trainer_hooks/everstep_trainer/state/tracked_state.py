@@ -3,7 +3,7 @@
 Tensors are named ``model.blocks.0.weight`` (the object's key, then its own name for the tensor) and
 ``optimizer.model.blocks.0.weight.exp_avg`` (the optimizer's key, the parameter's full name, the optimizer's key for the
 state). A plain tensor is taken to be equal on all ranks; one that differs must be a DTensor, or a buffer that training
-changes. Everything but the tensors of modules and optimizers goes into the blob.
+changes.
 """
 
 from __future__ import annotations
@@ -133,17 +133,8 @@ class StoredNames:
         ]
 
 
-def require_equal_values(pairs: Iterable[TiedPair]) -> None:
-    """Raise NotRestorable if tensors that are tied now were stored separately with different values."""
-    for name, one, other in pairs:
-        if not has_same_values(one.local, other.local):
-            raise NotRestorable(
-                f"{name} and {one.name} now share one tensor but were stored separately with different values: "
-                "untie them, or start from weights where they are equal"
-            )
-
-
 _Named = tuple[str, Mapping[Any, Any], Any, torch.Tensor]
+"""A tensor's full name, its container, its key there, and the tensor."""
 
 
 class TrackedState:
@@ -166,7 +157,6 @@ class TrackedState:
         self._modules, self._optimizers, self._others = tracked.modules, tracked.optimizers, tracked.others
         self._broadcast = tuple(f"{name}." for name in tracked.broadcast_modules)
         self._fqns = self._names()
-        self._refuse_long_histories()
         self._identity = StateFingerprint()
         self._buffer_records: list[BufferRecord] = []
         self._scalars: list[tuple[str, torch.optim.Optimizer, str, dict[str, Any], str]] = []
@@ -180,16 +170,14 @@ class TrackedState:
         self._separately_stored: list[TiedPair] = []
         self._has_searched = False
         self._changing: set[str] = set()
-        self.record_buffers()
-        if exclude:
-            self.tensors()
-
-    def _refuse_long_histories(self) -> None:
         for top, optimizer in self._optimizers:
             if isinstance(optimizer, torch.optim.LBFGS):
                 first, *_ = next(self._trained(optimizer))
                 if not self._exclude.excludes(f"{top}.{first}.old_dirs"):
                     refuse_long_history(top, optimizer, MAX_BLOB_BYTES)
+        self.record_buffers()
+        if exclude:
+            self.tensors()
 
     # --- finding tensors
 
@@ -221,7 +209,7 @@ class TrackedState:
             self._add(found, name, place, key, parameter, Sharing.EQUAL, parameter=True)
         for name, place, key, buffer in self._included(self._buffers()):
             self._add(found, name, place, key, buffer, self._sharing_of(name, buffer), parameter=False)
-        for name, place, key, moment in self._included(self._moments()):
+        for name, place, key, moment in self._moments():
             self._add(found, name, place, key, moment, Sharing.EQUAL, parameter=False, location=self._locations[name])
         to_come = [top for top, optimizer in self._optimizers if not has_full_state(optimizer)]
         self._exclude.require_used([tensor.name for tensor in found.values()], to_come)
@@ -241,11 +229,6 @@ class TrackedState:
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         return [optimizer for _, optimizer in self._optimizers]
-
-    @property
-    def has_optimizers(self) -> bool:
-        """True if an optimizer is tracked, so that changes are announced by its steps."""
-        return bool(self._optimizers)
 
     def is_unchanged(self) -> bool:
         """Return whether the tensors are those that ``tensors`` found, in the same memory. Fast: called every step."""
@@ -283,13 +266,12 @@ class TrackedState:
         for local, box in parts:
             identity = (local.data_ptr(), local.size(), local.stride(), local.dtype) if local.numel() else id(tensor)
             first = found.get(identity)
-            if first is not None and location is not None and name != first.name:
-                self._tied[first.name][name] = None
             if first is None:
                 kind, shape = location or TensorPlacement.UNKNOWN, tuple(tensor.shape)
-                found[identity] = TrackedTensor(
-                    name, shape, box, local, sharing, parameter, container, key, kind, tensor
-                )
+                here = TrackedTensor(name, shape, box, local, sharing, parameter, container, key, kind, tensor)
+                found[identity] = here
+            elif location is not None and name != first.name:
+                self._tied[first.name][name] = None
 
     def _sharing_of(self, name: str, buffer: torch.Tensor) -> Sharing:
         """Return how ranks share a buffer: one that training changes is rank 0's under DDP, else each rank's own."""
@@ -303,14 +285,14 @@ class TrackedState:
         self._changing.add(name)
         return Sharing.FIRST_RANK if name.startswith(self._broadcast) else Sharing.PER_RANK
 
-    def _parameters(self) -> Iterator[tuple[str, Mapping[str, Any], str, torch.Tensor]]:
+    def _parameters(self) -> Iterator[_Named]:
         for top, prefix, module in self._all_modules():
             for key, parameter in module._parameters.items():
                 if parameter is not None:
                     refuse_fsdp1(top, parameter)
                     yield f"{prefix}.{key}", module._parameters, key, parameter
 
-    def _buffers(self) -> Iterator[tuple[str, Mapping[str, Any], str, torch.Tensor]]:
+    def _buffers(self) -> Iterator[_Named]:
         for _, prefix, module in self._all_modules():
             for key, buffer in module._buffers.items():
                 if buffer is not None and key not in module._non_persistent_buffers_set:
@@ -321,7 +303,7 @@ class TrackedState:
             for name, module in named_modules(top, root):
                 yield top, name, module
 
-    def _moments(self) -> Iterator[tuple[str, Mapping[str, Any], str, torch.Tensor]]:
+    def _moments(self) -> Iterator[_Named]:
         for top, optimizer in self._optimizers:
             self._identity.add_optimizer(optimizer)
             for fqn, parameter, _ in self._trained(optimizer):
@@ -332,17 +314,17 @@ class TrackedState:
                 self._exclude.require_whole(f"{top}.{fqn}", state)
                 for key, value in state.items():
                     name = f"{top}.{fqn}.{key}"
-                    if not isinstance(value, torch.Tensor):
-                        if not self._exclude.excludes(name):
-                            self._scalars.append((top, optimizer, fqn, state, key))
+                    if self._exclude.excludes(name):
                         continue
-                    if not isinstance(key, str) and not self._exclude.excludes(name):
+                    if not isinstance(value, torch.Tensor):
+                        self._scalars.append((top, optimizer, fqn, state, key))
+                        continue
+                    if not isinstance(key, str):
                         raise TypeError(
                             f"{top} has a tensor of {fqn} under {key!r}, which is a {type(key).__qualname__}: "
                             "state is stored and found by names, so take a string for the key"
                         )
-                    if not self._exclude.excludes(name):
-                        refuse_own_shard(name, parameter, value)
+                    refuse_own_shard(name, parameter, value)
                     self._locations[name] = location_of(parameter, value)
                     yield name, state, key, value
 
@@ -406,9 +388,8 @@ class TrackedState:
                     state = optimizer.state[parameter]
                     if key not in state:
                         known = one.get(tensor.name)
-                        state[key] = (
-                            allocate_state(optimizer, group, parameter, key, tensor) if known is None else known
-                        )
+                        made = allocate_state(optimizer, group, parameter, key, tensor) if known is None else known
+                        state[key] = made
                     if tensor.aliases:
                         one.setdefault(tensor.name, state[key])
 
@@ -426,8 +407,10 @@ class TrackedState:
             scalars.setdefault(top, {}).setdefault(fqn, {})[key] = optimizer_state.to_store(optimizer, state[key])
         for top, shared in optimizer_state.shared_state(self._optimizers):
             scalars.setdefault(top, {})[optimizer_state.SHARED_KEY] = shared
+        if self._packed is None:
+            self._packed = [pack_names(self._names_in(group, index)) for _, index, group in self._all_groups()]
         groups: dict[str, list[ParameterGroup]] = {}
-        for packed, (top, _, group) in zip(self._packed_names(), self._all_groups(), strict=True):
+        for packed, (top, _, group) in zip(self._packed, self._all_groups(), strict=True):
             groups.setdefault(top, []).append(ParameterGroup(packed, group_options(group)))
         extra = {name: module.get_extra_state() for name, module in self._extra}
         objects = {key: get_state_dict(tracked) for key, tracked in self._others.items()}
@@ -442,7 +425,12 @@ class TrackedState:
 
     def require_python(self, stored: MergedState) -> None:
         """Raise NotRestorable if ``load_python`` would miss something or would have to mix different states."""
-        require_equal_values(self._separately_stored)
+        for name, one, other in self._separately_stored:
+            if not has_same_values(one.local, other.local):
+                raise NotRestorable(
+                    f"{name} and {one.name} now share one tensor but were stored separately with different values: "
+                    "untie them, or start from weights where they are equal"
+                )
         self._separately_stored = []
         for top, index, group in self._all_groups():
             stored.options(top, index, self._stored_names(stored, top, self._names_in(group, index)))
@@ -488,8 +476,3 @@ class TrackedState:
 
     def _stored_names(self, stored: MergedState, top: str, names: list[str]) -> list[str]:
         return [next((n for n in self._stored.all_names(name) if stored.has_parameter(top, n)), name) for name in names]
-
-    def _packed_names(self) -> list[bytes]:
-        if self._packed is None:
-            self._packed = [pack_names(self._names_in(group, index)) for _, index, group in self._all_groups()]
-        return self._packed

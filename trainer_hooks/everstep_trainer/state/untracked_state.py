@@ -17,7 +17,7 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.nn.parameter import is_lazy
 
 from everstep_trainer.sdc.digest import WeightedDigest
-from everstep_trainer.state.tensors import Exclusions
+from everstep_trainer.state.tensors import Exclusions, list_names
 from everstep_trainer.state.tracked_objects import TrackedObjects, named_modules, strip_wrapper_names
 
 # ---- state of replicated models that no restore brings: excluded tensors, non-persistent buffers, untracked modules
@@ -47,8 +47,12 @@ class ReplicaSync:
         restored = {id(tensor) for tensor in _restored(objects, exclude)}
         for model, ignored, group in self._models:
             tensors = [tensor for tensor in replicated_tensors(model, ignored) if id(tensor) not in restored]
-            if tensors and not _are_equal(tensors, group):
-                broadcast_first_rank(tensors, group)
+            if tensors:
+                own = WeightedDigest(tensors).enqueue().reshape(1)
+                everybodys = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+                dist.all_gather(everybodys, own, group=group)
+                if len(set(torch.cat(everybodys).tolist())) > 1:
+                    broadcast_first_rank(tensors, group)
 
 
 def _restored(objects: Mapping[str, object], exclude: Iterable[str]) -> Iterator[torch.Tensor]:
@@ -67,13 +71,6 @@ def replicated_tensors(model: nn.Module, ignored: frozenset[str] = frozenset()) 
         dense = not isinstance(tensor, DTensor) and not is_lazy(tensor) and tensor.layout is torch.strided
         if dense and tensor.numel() and name not in ignored:
             yield tensor
-
-
-def _are_equal(tensors: list[torch.Tensor], group: dist.ProcessGroup | None) -> bool:
-    own = WeightedDigest(tensors).enqueue().reshape(1)
-    everybodys = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everybodys, own, group=group)
-    return len(set(torch.cat(everybodys).tolist())) == 1
 
 
 def broadcast_first_rank(tensors: list[torch.Tensor], group: dist.ProcessGroup | None = None) -> None:
@@ -111,14 +108,12 @@ def check_untracked(objects: Mapping[str, object]) -> None:
             )
     for top, module in tracked.modules:
         if names := list(_untracked_names(module)):
-            more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
             log.warning(
-                "%s has %s%s in its state_dict(), which are none of its parameters and buffers, so they are not "
+                "%s has %s in its state_dict(), which are none of its parameters and buffers, so they are not "
                 "stored and start again after a loss. Return them from get_extra_state, hold them in buffers, or track "
                 "them as an object of their own",
                 top,
-                ", ".join(names[:MAX_SHOWN]),
-                more,
+                list_names(names, MAX_SHOWN),
             )
 
 

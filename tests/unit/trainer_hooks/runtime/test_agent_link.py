@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import selectors
 import socket
 import threading
 import time
@@ -105,22 +104,6 @@ def test_link_ticks_at_the_agent_interval_and_gets_directives(agent, link, liste
     agent.peers[0].say(NewGeneration(spec=generation(1)))
     listener.wait_for(1)
     assert listener.heard == [NewGeneration(spec=generation(1))]
-
-
-def test_link_modifies_its_selector_only_on_change(agent, listener, monkeypatch):
-    asked = []
-
-    class Counted(selectors.DefaultSelector):
-        def modify(self, fileobj, events, data=None):
-            asked.append(events)
-            return super().modify(fileobj, events, data)
-
-    monkeypatch.setattr(selectors, "DefaultSelector", Counted)
-    link = make_link(agent.path, listener)
-    link.start(10)
-    agent.heard(RankHeartbeat, lambda t: t.step > 3)
-    link.close("test")
-    assert asked == [], "the agent took every frame at once"
 
 
 def test_reconnected_link_sends_hello_and_standing_messages(agent, link):

@@ -3,12 +3,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from everstep_trainer.runtime.assignment import (
-    current_assignment,
-    set_torchrun_environment,
-    torchrun_environment,
-    wait_for_local_rank,
-)
+from everstep_trainer.runtime.assignment import current_assignment, torchrun_environment, wait_for_local_rank
 
 from everstep.vocabulary import GenerationReason
 from everstep.wire.v1.training import GenerationSpec, JobSpec, RestoreRule
@@ -54,17 +49,6 @@ def test_generation_sets_the_torchrun_environment() -> None:
         "TORCHELASTIC_RESTART_COUNT": "2",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
-
-
-def test_the_environment_follows_the_generation(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = generation(("n1", 0), ("n2", 0))
-    after = generation(("n2", 0), number=4)
-    for name in torchrun_environment(before, before.roster[1]):
-        monkeypatch.setenv(name, "")  # put back at the end of the test
-    set_torchrun_environment(before, before.roster[1])
-    assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("1", "2")
-    set_torchrun_environment(after, after.roster[0])
-    assert (os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == ("0", "1", "3")
 
 
 def test_process_outside_the_launcher_has_no_assignment() -> None:

@@ -21,7 +21,7 @@ def attendant(where: MembershipState) -> DirectiveListener:
     """A rank that finished step 7 of its generation, and began 40 collectives."""
     settings = HookSettings()
     progress = StepProgress(settings.step_window)
-    progress.enter(1, 0, lambda: 40)
+    progress.enter(1, lambda: 40)
     progress.finish_step(7)
     presence = SimpleNamespace(state=where, abort=lambda: None)
     return DirectiveListener(ReceivedDirectives(), presence, progress, lambda _: None, settings, ManualClock())  # type: ignore[arg-type]
@@ -60,7 +60,7 @@ def test_stacks_are_logged_only_for_hangs(
 def test_tick_reports_the_begun_step_of_its_generation_only() -> None:
     settings = HookSettings()
     progress = StepProgress(settings.step_window)
-    progress.enter(1, 0, lambda: 0)
+    progress.enter(1, lambda: 0)
     progress.begin_step(8)
     presence = SimpleNamespace(state=MembershipState.NOT_A_MEMBER, abort=lambda: None)
     rank = DirectiveListener(ReceivedDirectives(), presence, progress, lambda _: None, settings, ManualClock())  # type: ignore[arg-type]
@@ -70,7 +70,7 @@ def test_tick_reports_the_begun_step_of_its_generation_only() -> None:
         tick = rank.make_tick()
         assert tick is not None
         assert (tick.generation, tick.started_step) == (number, begun)
-    progress.enter(2, 0, lambda: 0)
+    progress.enter(2, lambda: 0)
     assert progress.begun_step == 0
     progress.resume_from(5)
     assert progress.begun_step == 5

@@ -12,7 +12,7 @@ def test_finish_sorts_no_durations(monkeypatch: pytest.MonkeyPatch) -> None:
     sorted_: list[object] = []
     monkeypatch.setattr(progress, "median", lambda values: sorted_.append(values) or 1.0)
     noted = StepProgress(64)
-    noted.enter(1, 0, int)
+    noted.enter(1, int)
     for step in range(1, 10):
         noted.record_wait(0.1)
         noted.finish_step(step)
@@ -26,12 +26,12 @@ def test_step_time_of_the_previous_generation_is_used_at_first(monkeypatch: pyte
     monkeypatch.setattr(progress, "perf_counter", lambda: next(moments))
     noted = StepProgress(64)
     assert noted.median_step_s == 0.0
-    noted.enter(1, 0, int)
+    noted.enter(1, int)
     for step in (1, 2, 3):
         noted.finish_step(step)
     assert noted.median_step_s == 3.0
     assert noted.median_busy_s is None
-    noted.enter(2, 0, int)
+    noted.enter(2, int)
     assert noted.median_step_s == 3.0
-    noted.enter(3, 0, int)
+    noted.enter(3, int)
     assert noted.median_step_s == 3.0, "also after a generation without a step"

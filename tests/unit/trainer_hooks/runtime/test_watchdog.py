@@ -19,7 +19,7 @@ class Scene:
     def __init__(self, configured_s: float | None = None) -> None:
         self.clock = ManualClock()
         self.progress = StepProgress(SETTINGS.step_window)
-        self.progress.enter(1, 0, lambda: 0)
+        self.progress.enter(1, lambda: 0)
         self.watchdog = HangWatchdog(SETTINGS, self.clock)
         self.watchdog.enter(configured_s)
 
@@ -94,7 +94,7 @@ def test_new_generation_resets_the_watchdog():
     scene = Scene()
     scene.steps(5)
     scene.clock.advance(0.4)
-    scene.progress.enter(2, 0, lambda: 0)
+    scene.progress.enter(2, lambda: 0)
     scene.watchdog.enter(None)
     assert scene.look(20.0) is None
 
@@ -102,7 +102,7 @@ def test_new_generation_resets_the_watchdog():
 def test_begun_collectives_count_as_progress():
     scene = Scene()
     begun = 0
-    scene.progress.enter(1, 0, lambda: begun)
+    scene.progress.enter(1, lambda: begun)
     scene.steps(5)
     for begun in range(1, 10):  # noqa: B007 - the progress reads it
         assert scene.look(0.9) is None
@@ -111,7 +111,7 @@ def test_begun_collectives_count_as_progress():
 
 def again(scene: Scene, generation: int) -> None:
     """The next generation, restored to the step that there was."""
-    scene.progress.enter(generation, 0, lambda: 0)
+    scene.progress.enter(generation, lambda: 0)
     scene.watchdog.enter(None)
 
 
