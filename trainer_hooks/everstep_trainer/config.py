@@ -99,7 +99,10 @@ class HookSettings(msgspec.Struct, frozen=True, kw_only=True):
         """
         if self.backend not in BACKENDS:
             raise ConfigurationError(f"backend must be one of {', '.join(BACKENDS)}, not {self.backend!r}")
-        self._require_positive()
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if isinstance(value, (int, float)) and value <= 0:
+                raise ConfigurationError(f"{name} must be positive, not {value}")
         if self.hang_factor <= 1:
             raise ConfigurationError(f"hang_factor {self.hang_factor} would call an ordinary step a hang: take over 1")
         if self.first_step_allowance_s < self.min_hang_threshold_s:
@@ -118,9 +121,3 @@ class HookSettings(msgspec.Struct, frozen=True, kw_only=True):
                 f"({self.regroup_wait_s})"
             )
         return self
-
-    def _require_positive(self) -> None:
-        for name in self.__struct_fields__:
-            value = getattr(self, name)
-            if isinstance(value, (int, float)) and value <= 0:
-                raise ConfigurationError(f"{name} must be positive, not {value}")

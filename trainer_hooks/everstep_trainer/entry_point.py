@@ -59,11 +59,18 @@ def main(train: TrainingFunction, *, settings: HookSettings | None = None, clock
     settings = (settings or HookSettings()).validate()
     assignment = current_assignment()
     if assignment is not None:
-        _give_up_own_group()
+        if dist.is_available() and dist.is_initialized():
+            log.warning(
+                "this script called init_process_group: under everstep-launch that group is replaced by the group of "
+                "each generation, and a replacement for a lost rank cannot join it; skip the call if EVERSTEP_JOB is "
+                "set"
+            )
+            dist.destroy_process_group()
         local_rank = wait_for_local_rank()
         Worker(msgspec.structs.replace(assignment, local_rank=local_rank), settings, clock).run(train)
     elif dist.is_available() and dist.is_initialized():
-        _run_in_group(train, _device_of_group())
+        nccl = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config())
+        _run_in_group(train, torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu"))
     elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         _run_under_torchrun(train, settings)
     else:
@@ -79,22 +86,6 @@ def _check(train: TrainingFunction) -> None:
         )
     if inspect.iscoroutinefunction(train) or inspect.isgeneratorfunction(train):
         raise ConfigurationError("the training function is a coroutine or a generator: make it an ordinary function")
-
-
-def _give_up_own_group() -> None:
-    """Destroy the process group that the script made: its members are fixed, those of generations are not."""
-    if dist.is_available() and dist.is_initialized():
-        log.warning(
-            "this script called init_process_group: under everstep-launch that group is replaced by the group of each "
-            "generation, and a replacement for a lost rank cannot join it; skip the call if EVERSTEP_JOB is set"
-        )
-        dist.destroy_process_group()
-
-
-def _device_of_group() -> torch.device:
-    """Return the device that the creator of the process group chose for this process."""
-    nccl = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config())
-    return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
 
 
 def _run_under_torchrun(train: TrainingFunction, settings: HookSettings) -> None:

@@ -1,11 +1,8 @@
 """Guard against losses that are NaN or jump: refuse the update and take earlier ones back.
 
 All ranks judge the same number, the mean loss, so they decide alike without further communication. The states to go
-back to are copies in the rank's own memory, apart from checkpoints: checkpoints may be newer than the wanted state,
-and belong to whole generations. The first copy is the state that a generation begins with.
-
-Steps keep counting, since a step is what the job has finished. The data step (`LossGuard.data_step`) is counted
-separately: after going back it repeats, with the refused batch or without it.
+back to are copies in the rank's own memory, since checkpoints may be newer than the wanted state. Steps keep counting;
+the data step (`LossGuard.data_step`) repeats after going back, with the refused batch or without it.
 """
 
 from __future__ import annotations
@@ -13,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
@@ -56,25 +53,17 @@ class SpikeRule(msgspec.Struct, frozen=True, kw_only=True):
         if not 2 <= self.warmup <= self.window:
             raise ValueError(f"warmup is {self.warmup}: take 2 up to the window of {self.window} losses")
 
-
-class LossHistory:
-    """The last accepted losses, the newest last."""
-
-    def __init__(self, rule: SpikeRule, losses: list[float] | None = None) -> None:
-        self._rule = rule
-        self.losses: deque[float] = deque(losses or (), maxlen=rule.window)
-
-    def describe_problem(self, loss: float) -> str:
-        """Return why the loss is refused, as a phrase; empty if it is accepted."""
+    def describe_problem(self, loss: float, accepted: Collection[float]) -> str:
+        """Return why a loss is refused after the ``accepted`` ones, as a phrase; empty if it is accepted too."""
         if not math.isfinite(loss):
             return f"it is {loss}"
-        if self._rule.threshold is None or len(self.losses) < self._rule.warmup:
+        if self.threshold is None or len(accepted) < self.warmup:
             return ""
-        middle = median(self.losses)
-        spread = max(MAD_TO_STD * median(abs(past - middle) for past in self.losses), MIN_SPREAD * abs(middle))
-        if loss <= middle + self._rule.threshold * spread:
+        middle = median(accepted)
+        spread = max(MAD_TO_STD * median(abs(past - middle) for past in accepted), MIN_SPREAD * abs(middle))
+        if loss <= middle + self.threshold * spread:
             return ""
-        return f"it is {(loss - middle) / spread:.1f} standard deviations above the last {len(self.losses)}"
+        return f"it is {(loss - middle) / spread:.1f} standard deviations above the last {len(accepted)}"
 
 
 # ---- rollback copies: tracked state in a rank's own memory
@@ -241,7 +230,8 @@ class LossGuard:
         self._copy_every = copy_every
         self._max_refusals = max_refusals
         self._log_fields = dict(log_fields)
-        self._history = LossHistory(rule)
+        self._rule = rule
+        self._losses: deque[float] = deque(maxlen=rule.window)
         self._data_step = 1
         self._skipped_data_steps: set[int] = set()
         self._refusals_in_a_row = 0
@@ -281,11 +271,10 @@ class LossGuard:
             LossDiverged: ``max_refusals`` refusals came in a row without progress beyond the last refused step.
         """
         value = float(self._mean(loss, weight))
-        reason = self._history.describe_problem(value)
-        if reason:
+        if reason := self._rule.describe_problem(value, self._losses):
             self._refuse(value, reason)
             return False
-        self._history.losses.append(value)
+        self._losses.append(value)
         self._updated = self._data_step
         if self._copies is not None:
             self._copies.confirm()
@@ -328,7 +317,7 @@ class LossGuard:
             "skipped_data_steps": sorted(self._skipped_data_steps),
             "refusals_in_a_row": self._refusals_in_a_row,
             "highest_refused_step": self._highest_refused_step,
-            "losses": list(self._history.losses),
+            "losses": list(self._losses),
             "records": list(self._records),
         }
 
@@ -337,7 +326,7 @@ class LossGuard:
         self._skipped_data_steps = set(stored["skipped_data_steps"])
         self._refusals_in_a_row = stored["refusals_in_a_row"]
         self._highest_refused_step = stored["highest_refused_step"]
-        self._history.losses.extend(stored["losses"])
+        self._losses.extend(stored["losses"])
         self._records.extend(stored["records"])
 
     # --- rollback
@@ -360,23 +349,24 @@ class LossGuard:
                 # skipping the refused batch did not help, so this update may be the cause
                 self._skipped_data_steps.add(updated)
             self._skip_data_steps()
-        to = "" if version is None else f" and went back to before data step {version.data_step}"
+        back_to = None if version is None else version.data_step
+        to = "" if version is None else f" and went back to before data step {back_to}"
         done = "left its batch out" if self._policy == "skip" else "will compute its batch again"
         message = f"the loss of data step {bad} is {loss:.6g} ({reason}): made no update{to}, {done}"
         log.warning("%s", message, extra=self._log_fields)
         self._on_refusal(bad, message)
-        back_to = None if version is None else version.data_step
         record = {"data_step": bad, "loss": loss, "reason": reason, "policy": self._policy, "back_to": back_to}
         self._records.append(record)
 
     def _go_back(self) -> RollbackCopy | None:
         """Restore the oldest copy and return it; None if some rank has no copy."""
         copies = self._copies
-        if not self._on_all_ranks(copies is not None and copies.can_roll_back()):
-            if copies is not None:
-                copies.clear()
+        can_roll_back = self._on_all_ranks(copies is not None and copies.can_roll_back())
+        if copies is None:
             return None
-        assert copies is not None
+        if not can_roll_back:
+            copies.clear()
+            return None
         self._before_update()
         version = copies.roll_back()
         self._data_step, self._updated = version.data_step, None

@@ -39,9 +39,13 @@ KeyPath = tuple[str | int, ...]
 class CheckpointReader:
     """A checkpoint's content by flattened key; ``paths`` has each key's path in the nested state dict."""
 
-    url: str
     paths: Mapping[str, KeyPath]
     tensors: Mapping[str, tuple[torch.dtype, Extent]]
+
+    def __init__(self, url: str, filesystem: Any, folder: str) -> None:
+        self.url = url
+        self._fs = filesystem
+        self._folder = folder
 
     def read(self, key: str, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
         """Yield disjoint parts that make up ``box``, with values. Raises DamagedCheckpoint, or OSError."""
@@ -49,7 +53,11 @@ class CheckpointReader:
 
     def read_value(self, key: str) -> Any:
         """Return a tensor or another value. Raises NotRestorable for pickles, DamagedCheckpoint or OSError."""
-        raise NotImplementedError
+        dtype, shape = self.tensors[key]
+        value = torch.empty(shape, dtype=dtype)
+        for box, part in self.read(key, full_box(shape)):
+            view_of_box(value, full_box(shape), box).copy_(part)
+        return value
 
     def storage_identity(self, key: str) -> object:
         """Return the location of a tensor; tensors that are tied, or were when they were stored, share one."""
@@ -57,6 +65,17 @@ class CheckpointReader:
 
     def close(self) -> None:
         """Release a fetched file, once all ranks of the node have opened it; reads stay valid."""
+
+    def _bytes(self, name: str, offset: int = 0, length: int = -1) -> bytes:
+        try:
+            with self._fs.open(f"{self._folder}/{name}", "rb") as file:
+                file.seek(offset)
+                data = bytes(file.read(length))
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise DamagedCheckpoint(f"{self.url}: {name} is missing") from error
+        if len(data) < length:
+            raise DamagedCheckpoint(f"{self._folder}/{name} is too short: it ends {length - len(data)} bytes early")
+        return data
 
 
 # ---- safetensors files: weights in one or several files with an index, as transformers' ``save_pretrained`` writes
@@ -100,9 +119,7 @@ class _Index(msgspec.Struct):
 
 def find_weights_file(filesystem: Any, folder: str) -> str:
     """Return the index, or the only weights file, of a folder; empty if it has neither. Raises NotRestorable."""
-    if not filesystem.isdir(folder):
-        return ""
-    names = sorted(entry.rstrip("/").rpartition("/")[2] for entry in filesystem.ls(folder, detail=False))
+    names = sorted(_names_in(filesystem, folder))
     found = [n for n in names if n.endswith(SAFETENSORS_INDEX)] or [n for n in names if n.endswith(SAFETENSORS_SUFFIX)]
     usual = [name for name in found if name.startswith("model.")]
     if len(usual or found) > 1:
@@ -113,20 +130,17 @@ def find_weights_file(filesystem: Any, folder: str) -> str:
 class SafetensorsCheckpoint(CheckpointReader):
     """A checkpoint of weights alone, in safetensors files.
 
-    Raises:
-        DamagedCheckpoint: A file is incomplete or not a safetensors file.
-        NotRestorable: torch has no such tensors.
+    Raises DamagedCheckpoint for a file that is incomplete or no such file, NotRestorable for tensors that torch lacks.
     """
 
     def __init__(self, url: str, filesystem: Any, path: str) -> None:
-        self.url = url
-        self._fs = filesystem
-        self._folder, _, name = path.rpartition("/")
+        folder, _, name = path.rpartition("/")
+        super().__init__(url, filesystem, folder)
         self._locations: dict[str, tuple[str, int]] = {}
         """The file of each tensor, and where its bytes begin in it."""
         tensors: dict[str, tuple[torch.dtype, Extent]] = {}
         if name.endswith(SAFETENSORS_INDEX):
-            index = self._decoded(name, self._bytes(name, 0, None), _Index)
+            index = self._decoded(name, self._bytes(name), _Index)
             files: dict[str, set[str]] = defaultdict(set)
             for key, file in index.weight_map.items():
                 files[file].add(key)
@@ -148,17 +162,13 @@ class SafetensorsCheckpoint(CheckpointReader):
         value = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
         yield box, view_of_box(value.view(dtype).reshape(rows.size), rows, box)
 
-    def read_value(self, key: str) -> Any:
-        ((_, value),) = self.read(key, full_box(self.tensors[key][1]))
-        return value
-
     def storage_identity(self, key: str) -> object:
         return self._locations[key]
 
     def _add_file(self, file: str, keys: set[str] | None, tensors: dict[str, tuple[torch.dtype, Extent]]) -> None:
         """Add a file's tensors: all, or those that the index lists."""
-        size = self._size(file)
         length = int.from_bytes(self._bytes(file, 0, 8), "little")
+        size = int(self._fs.size(f"{self._folder}/{file}"))
         if length > min(size - 8, MAX_HEADER_BYTES):
             raise DamagedCheckpoint(f"{self._folder}/{file} is not a complete safetensors file")
         header = self._decoded(file, self._bytes(file, 8, length), dict[str, msgspec.Raw])
@@ -181,23 +191,6 @@ class SafetensorsCheckpoint(CheckpointReader):
             return msgspec.json.decode(data, type=kind)
         except DECODE_ERRORS as error:
             raise DamagedCheckpoint(f"{self._folder}/{file} is not a safetensors file: {error}") from error
-
-    def _size(self, file: str) -> int:
-        try:
-            return int(self._fs.size(f"{self._folder}/{file}"))
-        except FileNotFoundError as error:
-            raise DamagedCheckpoint(f"{self.url}: {file} is missing") from error
-
-    def _bytes(self, file: str, offset: int, length: int | None) -> bytes:
-        try:
-            with self._fs.open(f"{self._folder}/{file}", "rb") as opened:
-                opened.seek(offset)
-                data = bytes(opened.read(-1 if length is None else length))
-        except FileNotFoundError as error:
-            raise DamagedCheckpoint(f"{self.url}: {file} is missing") from error
-        if length is not None and len(data) != length:
-            raise DamagedCheckpoint(f"{self._folder}/{file} is too short: it ends {length - len(data)} bytes early")
-        return data
 
 
 _SPILL_FOLDER = re.compile(r"step-\d+-g\d+")
@@ -258,9 +251,8 @@ def open_checkpoint(url: str) -> CheckpointReader:
     filesystem, path = _resolve_url(url)
     if path.endswith((SAFETENSORS_SUFFIX, SAFETENSORS_INDEX)):
         return SafetensorsCheckpoint(url, filesystem, path)
-    return (
-        TorchFileCheckpoint(url, filesystem, path) if filesystem.isfile(path) else DcpCheckpoint(url, filesystem, path)
-    )
+    kind = TorchFileCheckpoint if filesystem.isfile(path) else DcpCheckpoint
+    return kind(url, filesystem, path)
 
 
 def _resolve_url(url: str) -> tuple[Any, str]:
@@ -273,14 +265,16 @@ def _resolve_url(url: str) -> tuple[Any, str]:
 
 def _newest_first(filesystem: Any, path: str) -> list[str]:
     """Return names by the time they were written: a job restarted from storage counts generations from 1 again."""
-    if not filesystem.isdir(path):
-        return []
-    names = [entry.rstrip("/").rpartition("/")[2] for entry in filesystem.ls(path, detail=False)]
     found = []
-    for name in filter(_SPILL_FOLDER.fullmatch, names):
+    for name in filter(_SPILL_FOLDER.fullmatch, _names_in(filesystem, path)):
         with suppress(FileNotFoundError):  # incomplete, or removed meanwhile
             found.append((filesystem.modified(f"{path}/{name}/.metadata"), name))
     return [name for _, name in sorted(found, reverse=True)]
+
+
+def _names_in(filesystem: Any, folder: str) -> list[str]:
+    entries = filesystem.ls(folder, detail=False) if filesystem.isdir(folder) else ()
+    return [entry.rstrip("/").rpartition("/")[2] for entry in entries]
 
 
 class _MetadataReader(pickle.Unpickler):
@@ -297,9 +291,7 @@ class DcpCheckpoint(CheckpointReader):
     """A folder written by torch.distributed.checkpoint.save or a vault."""
 
     def __init__(self, url: str, filesystem: Any, path: str) -> None:
-        self.url = url
-        self._fs = filesystem
-        self._path = path
+        super().__init__(url, filesystem, path)
         body = self._bytes(".metadata")
         self._digests = self._digests_with(body)
         try:
@@ -325,20 +317,18 @@ class DcpCheckpoint(CheckpointReader):
         for chunk in entry.chunks:
             held = Box(tuple(chunk.offsets), tuple(chunk.sizes))
             common = held.intersect(box)
-            if common is not None:
-                filled += common.volume
-                yield common, view_of_box(self._tensor(key, chunk.offsets, held), held, common)
+            if common is None:
+                continue
+            tensor = self._load(key, dcp.MetadataIndex(key, chunk.offsets))
+            if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != held.size:
+                raise DamagedCheckpoint(f"{self.url}: the stored part of {key} at {held.offset} contradicts .metadata")
+            filled += common.volume
+            yield common, view_of_box(tensor, held, common)
         if filled != box.volume:
             raise DamagedCheckpoint(f"{self.url}: parts of {key} are missing or duplicated")
 
     def read_value(self, key: str) -> Any:
-        if key not in self.tensors:
-            return self._load(key, dcp.MetadataIndex(key))
-        dtype, shape = self.tensors[key]
-        value = torch.empty(shape, dtype=dtype)
-        for box, part in self.read(key, full_box(shape)):
-            view_of_box(value, full_box(shape), box).copy_(part)
-        return value
+        return super().read_value(key) if key in self.tensors else self._load(key, dcp.MetadataIndex(key))
 
     def storage_identity(self, key: str) -> object:
         entry = self._described[key]
@@ -346,31 +336,18 @@ class DcpCheckpoint(CheckpointReader):
         indices = (dcp.MetadataIndex(key, chunk.offsets) for chunk in entry.chunks)
         return tuple((at.relative_path, at.offset) for at in map(self._stored.get, indices) if at is not None) or key
 
-    def _tensor(self, key: str, offset: Extent, stored_box: Box) -> torch.Tensor:
-        tensor = self._load(key, dcp.MetadataIndex(key, offset))
-        if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != stored_box.size:
-            raise DamagedCheckpoint(f"{self.url}: the stored part of {key} at {tuple(offset)} contradicts .metadata")
-        return tensor
-
     def _load(self, key: str, index: dcp.MetadataIndex) -> Any:
         info = self._stored.get(index)
         if info is None:
             raise DamagedCheckpoint(f"{self.url}: .metadata has no location of {key}")
         if getattr(info, "transform_descriptors", None):
             raise NotRestorable(f"{self.url}: {key} was written through an extension ({info.transform_descriptors})")
-        data = self._bytes(info.relative_path, info.offset, info.length)
-        self._check(info, data)
-        return _load_restricted(io.BytesIO(data), f"{self.url}/{info.relative_path}: {key}")
-
-    def _check(self, info: _StorageInfo, data: bytes) -> None:
-        """Raise DamagedCheckpoint if these are not the bytes that were written."""
-        place = f"{self.url}/{info.relative_path}"
-        if len(data) != info.length:
-            raise DamagedCheckpoint(f"{place} is too short: {info.length - len(data)} bytes are missing at the end")
+        data, place = self._bytes(info.relative_path, info.offset, info.length), f"{self.url}/{info.relative_path}"
         if self._digests is None:
             check_archive(data, f"{place} at {info.offset}")
         elif self._digests.get((info.relative_path, info.offset)) != (info.length, xxhash.xxh3_128_digest(data)):
             raise DamagedCheckpoint(f"{place} is damaged: {info.length} bytes at {info.offset} have the wrong digest")
+        return _load_restricted(io.BytesIO(data), f"{place}: {key}")
 
     def _digests_with(self, metadata: bytes) -> dict[tuple[str, int], tuple[int, bytes]] | None:
         """Return length and digest of each archive by file and offset; None for folders of others or early releases."""
@@ -387,14 +364,6 @@ class DcpCheckpoint(CheckpointReader):
         if digests.metadata != xxhash.xxh3_128_digest(metadata):
             raise DamagedCheckpoint(f"{self.url}/.metadata is damaged: it has the wrong digest")
         return {(name, one.offset): (one.length, one.digest) for name, all_ in digests.files.items() for one in all_}
-
-    def _bytes(self, name: str, offset: int = 0, length: int = -1) -> bytes:
-        try:
-            with self._fs.open(f"{self._path}/{name}", "rb") as file:
-                file.seek(offset)
-                return bytes(file.read(length))
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise DamagedCheckpoint(f"{self.url}: {name} is missing") from error
 
 
 def _load_restricted(file: BinaryIO, label: str, **options: Any) -> Any:
@@ -413,7 +382,7 @@ class TorchFileCheckpoint(CheckpointReader):
     """A mapped torch.save file of nested dictionaries; a remote one is fetched first."""
 
     def __init__(self, url: str, filesystem: Any, path: str) -> None:
-        self.url = url
+        super().__init__(url, filesystem, path)
         self._fetched: pathlib.Path | None = None
         if "file" in filesystem.protocol:
             self._archive = self._mapped(path, path)
@@ -434,19 +403,17 @@ class TorchFileCheckpoint(CheckpointReader):
         }
 
     def read(self, key: str, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
-        value = self._checked(key)
+        value = self._values[key]
+        self._archive.check(value)
         yield box, view_of_box(value, full_box(tuple(value.shape)), box)
 
     def read_value(self, key: str) -> Any:
-        return map_tensors(self._checked(key), torch.clone)  # a clone, since callers may write to it
+        self._archive.check(self._values[key])
+        return map_tensors(self._values[key], torch.clone)  # a clone, since callers may write to it
 
     def storage_identity(self, key: str) -> object:
         value = self._values[key]
         return (value.data_ptr(), value.shape, value.stride(), value.dtype) if value.numel() else key
-
-    def _checked(self, key: str) -> Any:
-        self._archive.check(self._values[key])
-        return self._values[key]
 
     def close(self) -> None:
         if self._fetched is not None:

@@ -85,18 +85,15 @@ class CheckpointKeys:
 
     def read_under(self, prefix: str) -> Any:
         """Return the nested state under a key, or None if there is none."""
+        read, paths = self._checkpoint.read_value, self._checkpoint.paths
         found = [key for name, key in self._stored_as.items() if name.startswith(f"{prefix}.")]
-        if not found:
-            return None
-        return nest_leaves(
-            {path_below(self._checkpoint.paths[key], prefix): self._checkpoint.read_value(key) for key in found}
-        )
+        return nest_leaves({path_below(paths[key], prefix): read(key) for key in found}) if found else None
 
 
-# ---- modules in an ordinary checkpoint: mapping from tensors' names to stored keys
+# ---- modules in an ordinary checkpoint
 #
-# One mapping serves all tensors of a tracked module, so that none is confused with one of a similar name. For example,
-# ``model.norm.weight`` may be the norm of what was saved under ``model``, or that of a part called ``model``.
+# One mapping from names to stored keys serves all tensors of a tracked module, so that none is confused with one of a
+# similar name: ``model.norm.weight`` may be the norm of what was saved under ``model``, or that of a part ``model``.
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +107,7 @@ class KeyMapping(msgspec.Struct, frozen=True):
     removed_prefix: str = ""
 
     def map(self, name: str) -> str:
-        """Return the key for ``name``, which begins with the key under which the module is tracked."""
+        """Return the key for ``name``, which begins with the key of the tracked module."""
         return self.added_prefix + name.partition(".")[2].removeprefix(self.removed_prefix)
 
 
@@ -234,11 +231,7 @@ class StoredOptimizers:
             self._within[above][name].append(key)
 
     def moments(self, names: dict[int, str], aliases: Aliases) -> Iterator[StoredMoment]:
-        """Yield the stored parts of parameters' state.
-
-        ``names`` has full names of parameters by identity, ``aliases`` other names under which their state may be
-        stored.
-        """
+        """Yield the stored parts of parameters' state; ``names`` has the full names of parameters by identity."""
         self._names = names
         for top, optimizers in self._optimizers.items():
             prefix, number = self._prefix(top), -1
@@ -299,15 +292,12 @@ class StoredOptimizers:
             if key.startswith(begin):
                 name, _, option = uncompiled_key(key.removeprefix(begin)).rpartition(".")
                 stored[name][option] = self._checkpoint.read_value(key)
-        return [self._agreed(top, stored, self._names_in(group)) for group in self._groups_of(top)]
+        return [self._agreed(top, stored, group) for group in self._groups_of(top)]
 
-    def _names_in(self, group: Mapping[str, Any]) -> list[str]:
-        """Return the names of a group's tracked parameters, without their module's key."""
-        names = (self._names.get(id(parameter), "") for parameter in group["params"])
-        return [name.partition(".")[2] for name in names if name]
-
-    def _agreed(self, top: str, stored: Mapping[str, dict[str, Any]], names: Sequence[str]) -> dict[str, Any]:
-        """Return the options stored for these names. Raises NotRestorable if they differ or are missing."""
+    def _agreed(self, top: str, stored: Mapping[str, dict[str, Any]], group: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options stored for a group's parameters. Raises NotRestorable if they differ or are missing."""
+        full_names = filter(None, (self._names.get(id(parameter)) for parameter in group["params"]))
+        names = [name.partition(".")[2] for name in full_names]
         for name in names:
             if name not in stored:
                 raise NotRestorable(f"{self._checkpoint.url} has no options of {name}, which {top} trains now")
@@ -327,10 +317,9 @@ _PER_RANK_KEY = re.compile(r"everstep\.own\.(\d{1,7})\.(.+)")
 def read_checkpoint(
     url: str, objects: Mapping[str, object], state: TrackedState, rank: int, world: int
 ) -> CheckpointImport:
-    """Read the checkpoint at ``url`` into the tensors of ``state``, which tracks ``objects``.
+    """Read the checkpoint at ``url`` into the tensors of ``state``, which tracks ``objects``; no collective.
 
-    Other values are read too, and ``finish`` loads them into the objects. Each rank calls it for itself, without
-    collectives. Raises NotRestorable if something is missing or does not fit, DamagedCheckpoint, or OSError.
+    Raises NotRestorable if something is missing or does not fit, DamagedCheckpoint, or OSError.
     """
     started = CheckpointImport(open_checkpoint(url), objects, state, rank)
     try:
@@ -349,7 +338,7 @@ def _by_key(pairs: Iterable[tuple[str, T]]) -> dict[str, list[T]]:
 
 
 class CheckpointImport:
-    """A checkpoint being read into a rank's objects."""
+    """A checkpoint being read into a rank's objects: tensors by ``read``, all else by ``finish``."""
 
     def __init__(
         self, checkpoint: CheckpointReader, objects: Mapping[str, object], state: TrackedState, rank: int
@@ -373,7 +362,6 @@ class CheckpointImport:
         self._backup = StateBackup(state, with_values=False)
 
     def read(self, world: int) -> None:
-        """Read all that this rank needs."""
         self._fill_tensors(world)
         if _VERSION in self._checkpoint.tensors:
             self._read_blob()
@@ -449,10 +437,8 @@ class CheckpointImport:
         """Fill a target; a per-rank buffer gets the values of the rank that this one continues."""
         if tensor.per_rank:
             key = f"everstep.own.{tensor.source_rank(self._rank)}.{tensor.name}"
-        if not target.box.volume:
-            return
         with torch.no_grad():
-            for box, value in self._checkpoint.read(key, target.box):
+            for box, value in self._checkpoint.read(key, target.box) if target.box.volume else ():
                 view_of_box(target.local, target.box, box).copy_(value)
 
     # --- everything else

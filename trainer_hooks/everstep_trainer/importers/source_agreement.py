@@ -1,15 +1,15 @@
 """Agree on a checkpoint on storage: rank 0 proposes one, and all ranks read it and report the outcome.
 
-Others may write to the storage or remove files meanwhile, so ranks on their own could find different checkpoints. When
-all have what they need they go on. If one finds it damaged or gone, rank 0 looks again and proposes the next one.
-Storage that fails for a moment is retried first (``storage_reads``).
+Others may write to the storage or remove files meanwhile, so ranks on their own could find different checkpoints. If
+one rank finds the proposed one damaged or gone, rank 0 looks again and proposes the next one.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 from torch._C._distributed_c10d import Store
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T", bound=msgspec.Struct)
 RANK_TIMEOUT_S = 3600.0
 """For a rank to finish reading: storage may be slow for one rank only. A lost rank ends the generation."""
 
@@ -77,11 +78,18 @@ class SourceAgreement:
         failed: dict[str, str] = {}
         while True:
             number = len(failed)
-            url = self._receive_proposal(number, locations, failed)
-            if not url:
+            named = self._from_rank_0(
+                f"stored/named/{number}", SourceProposal, partial(self._propose, locations, failed)
+            )
+            if named.error:
+                raise NotRestorable(named.error)
+            if not (url := named.url):
                 return 0
             attempt, outcome, raised = self._try(url, read)
-            combined = self._combine_outcomes(number, outcome)
+            put_value(self._store, f"stored/read/{number}/{self._rank}", outcome)
+            combined = self._from_rank_0(
+                f"stored/combined/{number}", ImportOutcome, partial(self._combine_outcomes, number)
+            )
             if raised is not None and outcome.error:
                 raise raised
             if combined.error:
@@ -94,18 +102,14 @@ class SourceAgreement:
             failed[url] = combined.unusable
             log.warning("%s is not used: %s", url, combined.unusable)
 
-    def _receive_proposal(self, number: int, locations: Sequence[str], failed: dict[str, str]) -> str:
-        """Return rank 0's proposal; empty if it has no locations."""
-        key = f"stored/named/{number}"
+    def _from_rank_0(self, key: str, kind: type[T], make: Callable[[], T]) -> T:
+        """Return on all ranks what rank 0 makes."""
         if self._rank == 0:
-            named = self._propose(locations, failed)
-            put_value(self._store, key, named)
-        else:
-            (body,) = self._get([key])
-            named = decode_value(body, SourceProposal)
-        if named.error:
-            raise NotRestorable(named.error)
-        return named.url
+            made = make()
+            put_value(self._store, key, made)
+            return made
+        (body,) = self._get([key])
+        return decode_value(body, kind)
 
     def _propose(self, locations: Sequence[str], failed: dict[str, str]) -> SourceProposal:
         reasons = [f"{url}: {reason}" for url, reason in failed.items()]
@@ -128,21 +132,14 @@ class SourceAgreement:
         except (EverstepError, RuntimeError, ValueError, TypeError, LookupError) as error:
             return None, ImportOutcome(error=f"rank {self._rank}: {error}"), error
 
-    def _combine_outcomes(self, number: int, outcome: ImportOutcome) -> ImportOutcome:
+    def _combine_outcomes(self, number: int) -> ImportOutcome:
         """Return the combined outcome of all ranks."""
-        put_value(self._store, f"stored/read/{number}/{self._rank}", outcome)
-        key = f"stored/combined/{number}"
-        if self._rank == 0:
-            bodies = self._get([f"stored/read/{number}/{rank}" for rank in range(self._world_size)])
-            outcomes = [decode_value(body, ImportOutcome) for body in bodies]
-            combined = ImportOutcome(
-                next((one.unusable for one in outcomes if one.unusable), ""),
-                next((one.error for one in outcomes if one.error), ""),
-            )
-            put_value(self._store, key, combined)
-            return combined
-        (body,) = self._get([key])
-        return decode_value(body, ImportOutcome)
+        bodies = self._get([f"stored/read/{number}/{rank}" for rank in range(self._world_size)])
+        outcomes = [decode_value(body, ImportOutcome) for body in bodies]
+        return ImportOutcome(
+            next((one.unusable for one in outcomes if one.unusable), ""),
+            next((one.error for one in outcomes if one.error), ""),
+        )
 
     def _get(self, keys: list[str]) -> list[bytes]:
         return wait_for_values(self._store, keys, self._clock, RANK_TIMEOUT_S)

@@ -137,8 +137,8 @@ def fetch_to_local(filesystem: Any, path: str, url: str) -> Iterator[Path]:
     """Fetch the file of ``url`` into the folder for temporary files (``TMPDIR``) and yield its path.
 
     Until the block ends, no other process removes the file or checks whether it is complete. Map it in the block, and
-    unlink it when nobody is about to map it any more. A block that raises unlinks it, since the fetched bytes may be
-    wrong. Raises NotRestorable for a lack of room, or OSError.
+    unlink it when nobody is about to map it any more. A block that raises unlinks it. Raises NotRestorable for a lack
+    of room, or OSError.
     """
     size = filesystem.info(path).get("size")
     if size is None:
@@ -207,13 +207,11 @@ T = TypeVar("T")
 RETRY_BACKOFF = Backoff(floor_s=0.5, ceiling_s=8.0)
 MAX_TRIES = 5
 """Attempts, with at most 0.5, 1, 2 and 4 s in between. A job that goes back a checkpoint loses many minutes."""
-
 _PERMANENT_ERRORS = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 """Errors about what is there, not about reaching it."""
 
 
 def sleep_in_slices(seconds: float) -> None:
-    """Wait, in slices."""
     for _ in range(round(seconds / WAIT_SLICE_S)):
         sleep(WAIT_SLICE_S)
 

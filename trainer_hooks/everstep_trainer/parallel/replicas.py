@@ -1,8 +1,7 @@
 """Determine which replica of the model a rank belongs to; the ranks of a replica share samples and random numbers.
 
 Under DDP, FSDP2 and HSDP every rank is a replica. Under tensor parallelism and in a pipeline, several ranks compute
-one. With samples of its own, each rank would compute a part of another batch; with random numbers of its own, dropout
-would differ between the parts of a layer.
+one.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from everstep_trainer.data.rng import ALL_REPLICAS
 from everstep_trainer.data.sampler import Sampler, StepPart
 from everstep_trainer.loss_guard import Loss
 from everstep_trainer.memory_tier.tier import MemoryTier
-from everstep_trainer.parallel.exact.summation import VirtualMean
+from everstep_trainer.parallel.exact.summation import VirtualMean, all_gather
 from everstep_trainer.parallel.exact.virtual_ranks import ExactMode
 from everstep_trainer.parallel.gradients import replicate
 from everstep_trainer.runtime.peer_wait import CollectiveTimer
@@ -87,7 +86,11 @@ class ReplicaAssignment:
             )
         index, count = _replica_index(replicas)
         replica = Replica(index, count, _replica_index(stage)[0] if isinstance(stage, DeviceMesh) else stage)
-        _require_whole_replicas(self._of_all_ranks(replica), self._world)
+        declared = torch.tensor([[index, count]], device=self._device)
+        if self._device is not None:
+            own, declared = declared, declared.new_empty(self._world, 2)
+            all_gather(declared, own)
+        _require_whole_replicas(declared.tolist(), self._world)
         self._replica, self.is_declared = replica, True
         self._mesh = replicas if isinstance(replicas, DeviceMesh) else None
         return replica
@@ -157,15 +160,6 @@ class ReplicaAssignment:
             )
         return (sums[: weighted.numel()] / sum(counts)).to(weighted.dtype).reshape(weighted.shape)
 
-    def _of_all_ranks(self, value: Replica) -> list[tuple[int, int]]:
-        """Return the index and count that each rank declares."""
-        if self._device is None:
-            return [(value.index, value.count)]
-        mine = torch.tensor([value.index, value.count], device=self._device)
-        everybodys = [torch.empty_like(mine) for _ in range(self._world)]
-        dist.all_gather(everybodys, mine)
-        return [(index, count) for index, count in torch.stack(everybodys).tolist()]
-
 
 def _replica_index(replicas: DeviceMesh | tuple[int, int]) -> tuple[int, int]:
     """Return this rank's place and the number of places; in a mesh of several dimensions, in the order of its ranks."""
@@ -184,8 +178,11 @@ def _replica_index(replicas: DeviceMesh | tuple[int, int]) -> tuple[int, int]:
     return index, replicas.size()
 
 
-def _require_whole_replicas(declared: list[tuple[int, int]], world_size: int) -> None:
-    """Raise ValueError unless all ranks declare the same count, and replicas have equally many ranks."""
+def _require_whole_replicas(declared: list[list[int]], world_size: int) -> None:
+    """Raise ValueError unless all ranks declare the same count, and replicas have equally many ranks.
+
+    ``declared`` has the index and count of each rank's replica.
+    """
     counts = sorted({count for _, count in declared})
     if len(counts) > 1:
         raise ValueError(f"ranks declare different numbers of replicas: {counts}")
@@ -208,8 +205,7 @@ log = logging.getLogger(__name__)
 
 def warn_of_model_parallelism(tracked: Iterable[object], world_size: int) -> None:
     """Log a warning if no replicas are declared and one seems to span several ranks."""
-    sign = find_model_parallelism(tracked, world_size)
-    if sign:
+    if sign := find_model_parallelism(tracked, world_size):
         log.warning(
             "%s, but run.data_parallel was not called: each of %d ranks has its own samples and random numbers. "
             'Declare the replicas with run.data_parallel(mesh["dp"]), or one replica per rank with '
@@ -224,15 +220,12 @@ def find_model_parallelism(tracked: Iterable[object], world_size: int) -> str:
 
     Pipeline stages that are plain modules are not recognised.
     """
-    for one in tracked:
-        for module in as_list(one):
-            if isinstance(module, nn.Module):
-                for sign in _find_in_module(module, "", sharded=False, world_size=world_size):
-                    return sign
-    return ""
+    modules = (module for one in tracked for module in as_list(one) if isinstance(module, nn.Module))
+    signs = (sign for module in modules for sign in _find_in_module(module, "", False, world_size))
+    return next(signs, "")
 
 
-def _find_in_module(module: nn.Module, name: str, *, sharded: bool, world_size: int) -> Iterator[str]:
+def _find_in_module(module: nn.Module, name: str, sharded: bool, world_size: int) -> Iterator[str]:
     """Yield signs in a module; ``sharded``: an outer module is sharded by fully_shard, which is data parallelism."""
     if isinstance(module, DistributedDataParallel) and (size := dist.get_world_size(module.process_group)) < world_size:
         yield f"a model is replicated over {size} of {world_size} ranks"
@@ -242,7 +235,7 @@ def _find_in_module(module: nn.Module, name: str, *, sharded: bool, world_size: 
         if isinstance(parameter, DTensor) and (how := _describe_split(parameter, sharded, world_size)):
             yield f"{name}{key} {how}"
     for key, part in module.named_children():
-        yield from _find_in_module(part, f"{name}{key}.", sharded=sharded, world_size=world_size)
+        yield from _find_in_module(part, f"{name}{key}.", sharded, world_size)
 
 
 def _describe_split(parameter: DTensor, sharded: bool, world_size: int) -> str:
@@ -259,10 +252,7 @@ def _describe_split(parameter: DTensor, sharded: bool, world_size: int) -> str:
 
 
 class StepParallelism:
-    """The replica-dependent operations of ``Run``, where they are documented.
-
-    ``on_wait`` receives the seconds of collectives.
-    """
+    """The replica-dependent operations of ``Run``, documented there. ``on_wait`` receives seconds of collectives."""
 
     def __init__(self, context: RankContext, replicas: ReplicaAssignment, on_wait: Callable[[float], None]) -> None:
         self._context = context
@@ -281,9 +271,7 @@ class StepParallelism:
             return self._replicate_virtually(model, virtual_ranks, exact, options)
         if self._exact is not None:
             raise ValueError("another model of this run has virtual_ranks: give them to all, or to none")
-        if self._context.mesh is None:
-            return model
-        if not self._replicas.set_gradient_group(options):
+        if self._context.mesh is None or not self._replicas.set_gradient_group(options):
             return model
         replicas = replicate(model, exact=exact, equal_already=self._equal_already, on_wait=self._on_wait, **options)
         self._replica_sync.add_model(model, replicas.process_group, ignored=replicas.parameters_to_ignore)

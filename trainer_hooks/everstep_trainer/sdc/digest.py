@@ -11,6 +11,7 @@ the blamed rank's shares are then replaced by the equal ones of other holders.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 
@@ -24,15 +25,13 @@ SMALL_BYTES = 64 << 10
 """Smaller tensors are gathered into one buffer first: a product has a fixed cost of some microseconds."""
 _SEED = 0x45565253544550
 _MASK = (1 << 64) - 1
-_weights: dict[torch.device, torch.Tensor] = {}
 
 
+@cache
 def _row_weights(device: torch.device) -> torch.Tensor:
-    if device not in _weights:
-        generator = torch.Generator().manual_seed(_SEED)
-        draws = torch.randint(-(1 << 63), (1 << 63) - 1, (ROW_WORDS,), generator=generator)
-        _weights[device] = (draws | 1).to(device)
-    return _weights[device]
+    generator = torch.Generator().manual_seed(_SEED)
+    draws = torch.randint(-(1 << 63), (1 << 63) - 1, (ROW_WORDS,), generator=generator)
+    return (draws | 1).to(device)
 
 
 def _mix(n: int) -> int:

@@ -243,7 +243,11 @@ def _pack_rest(value: Any, path: _Path, depth: int) -> Any:
     if isinstance(value, DeviceNumber):
         return _PendingCopy(value.tensor, number=True)
     if isinstance(value, torch.Tensor):
-        _require_plain(value, path)
+        place = _describe_path(path)
+        if isinstance(value, DTensor):
+            track = "track the module that holds it (AveragedModel, say), so that it is stored in parts"
+            raise TypeError(f"{place} is a DTensor: {track}")
+        require_own_memory(place, value, "leave it out of state_dict(), or store the dense tensors it is made of")
         elements = _PendingCopy(value, number=False) if value.is_cuda else as_bytes(value)
         return _Nested(_TENSOR, [dtype_name(value.dtype), list(value.shape), elements])
     if isinstance(value, np.ndarray | np.generic):
@@ -254,8 +258,9 @@ def _pack_rest(value: Any, path: _Path, depth: int) -> Any:
         return _ext(_DEVICE, str(value))
     if isinstance(value, complex):
         return _ext(_COMPLEX, [value.real, value.imag])
-    if isinstance(value, bool | int | float | str | bytes):
-        return _pack(_plain(value), path, depth)
+    if isinstance(value, int | float | str | bytes):  # a member of an enumeration, say
+        base: Any = next(kind for kind in (int, float, str, bytes) if isinstance(value, kind))
+        return _pack(base(getattr(value, "value", value)), path, depth)
     raise TypeError(
         f"{_describe_path(path)} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be stored "
         "without pickle: leave it out of state_dict(), or store the numbers it is made of"
@@ -269,21 +274,6 @@ def _unsupported_error(value: Any, path: _Path, fix_hint: str) -> TypeError:
         f"{_describe_path(path)} is a {kind}, which would come back as another type: give a {fix_hint} of it "
         "in state_dict()"
     )
-
-
-def _require_plain(tensor: torch.Tensor, path: _Path) -> None:
-    place = _describe_path(path)
-    if isinstance(tensor, DTensor):
-        raise TypeError(
-            f"{place} is a DTensor: track the module that holds it (AveragedModel, say), so that it is stored in parts"
-        )
-    require_own_memory(place, tensor, "leave it out of state_dict(), or store the dense tensors it is made of")
-
-
-def _plain(value: Any) -> Any:
-    """Return a subclass instance, such as an enum member, as its plain value."""
-    base = next(b for b in (bool, int, float, str, bytes) if isinstance(value, b))
-    return base(value.value if hasattr(value, "value") else value)
 
 
 def _pack_numpy(value: Any, path: _Path) -> msgspec.msgpack.Ext:

@@ -2,8 +2,7 @@
 
 ``fully_shard`` accepts a custom reduce-scatter. The one here is an all-to-all: after each pass a rank has its slice of
 every rank's gradients, and adds them along the tree (``summation.py``). Virtual ranks are interleaved, so those of one
-pass are neighbours. A rank then holds at most log2(virtual ranks) sums of its slice and, as without exact mode, the
-whole gradients of one module.
+pass are neighbours, and a rank holds at most log2(virtual ranks) sums of its slice.
 """
 
 from __future__ import annotations
@@ -35,8 +34,6 @@ _SETTERS = (
     "set_reduce_scatter_unused_params",
     "set_requires_all_reduce",
 )
-
-
 SUPPORTED_PARALLELISM = (
     "virtual ranks take replicas (DDP), fully_shard over all ranks, or HSDP, and neither tensor parallelism nor a "
     "pipeline. Go on without virtual_ranks"
@@ -98,8 +95,8 @@ class ShardedGradients:
         self._given, self._round, self._call = None, 0, 0
         self._drop()
 
-    def collect(self) -> None:
-        """End a pass that all ranks have done."""
+    def collect(self, rank: int | None) -> None:
+        """End a pass that all ranks have done, each for a virtual rank of its own."""
         self._round, self._call = self._round + 1, 0
         self._drop()
 
@@ -201,7 +198,9 @@ class ShardedGradients:
         found = []
         for parameter in self.parameters:
             assert isinstance(parameter, DTensor)
-            dim, ways = _shard(parameter).dim, len(self._ranks)
+            placement, ways = parameter.placements[-1], len(self._ranks)
+            assert isinstance(placement, Shard)
+            dim = placement.dim
             found.append(-(-parameter.shape[dim] // ways) * (parameter.numel() // max(1, parameter.shape[dim])))
         return found
 
@@ -280,9 +279,3 @@ def _rows(mesh: torch.Tensor, replicas: dist.ProcessGroup | None, own_ranks: lis
 def _missing(partial: PartialSums[torch.Tensor], leaves: int) -> list[int]:
     edges = [0, *(edge for node, _ in partial.parts for edge in node), leaves]
     return [leaf for end, start in list(pairwise(edges))[::2] for leaf in range(end, start)]
-
-
-def _shard(parameter: DTensor) -> Shard:
-    placement = parameter.placements[-1]
-    assert isinstance(placement, Shard)
-    return placement

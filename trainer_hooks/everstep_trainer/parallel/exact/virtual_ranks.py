@@ -43,7 +43,10 @@ class VirtualGradients:
     def collect(self, rank: int | None) -> None:
         """Take the gradients of a virtual rank, zeros for unused parameters; None: drop those of a repeated pass."""
         if rank is not None:
-            self._keep(rank)
+            taken = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
+            flat = self._spare.pop() if self._spare else taken[0].new_empty(sum(p.numel() for p in self._parameters))
+            torch.cat([gradient.reshape(-1) for gradient in taken], out=flat)
+            self._partial.add((rank, rank + 1), flat)
         for parameter in self._parameters:
             parameter.grad = None
 
@@ -53,12 +56,6 @@ class VirtualGradients:
         values_of_all = torch.split(self._mean.mean(self._partial, self._workspace), sizes)
         for parameter, values in zip(self._parameters, values_of_all, strict=True):
             parameter.grad = values.view_as(parameter)
-
-    def _keep(self, rank: int) -> None:
-        taken = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
-        flat = self._spare.pop() if self._spare else taken[0].new_empty(sum(p.numel() for p in self._parameters))
-        torch.cat([gradient.reshape(-1) for gradient in taken], out=flat)
-        self._partial.add((rank, rank + 1), flat)
 
     def _add(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         self._spare.append(right)
@@ -76,11 +73,10 @@ class VirtualReplicas:
         refuse_sparse(module, "be added over virtual ranks: take sparse=False")
         _refuse_nondeterminism(module)
         self._module = module
-        shards = find_sharded_gradients(module, mean)
-        self.is_sharded = bool(shards)
-        _refuse_other_shards(module, shards)
         self._mean = mean
-        self._shards = shards
+        self._shards = find_sharded_gradients(module, mean)
+        self.is_sharded = bool(self._shards)
+        _refuse_other_shards(module, self._shards)
         self._constant_buffers: dict[str, tuple[torch.Tensor, int]] = {}
         self._arrange()
         if dist.is_initialized() and not equal_already:
@@ -92,7 +88,8 @@ class VirtualReplicas:
         by_kind: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
         for parameter in self._trained:
             by_kind.setdefault((parameter.dtype, parameter.device), []).append(parameter)
-        self._gradients = [VirtualGradients(parameters, self._mean) for parameters in by_kind.values()]
+        whole = [VirtualGradients(parameters, self._mean) for parameters in by_kind.values()]
+        self._gradients: list[VirtualGradients | ShardedGradients] = [*whole, *self._shards]
         if dist.is_initialized():
             _refuse_differences(self._mean.virtual_ranks, [p for p in self._module.parameters() if p.requires_grad])
 
@@ -105,23 +102,17 @@ class VirtualReplicas:
         self._constant_buffers = {name: (buffer, buffer._version) for name, buffer in self._module.named_buffers()}
         for gradients in self._gradients:
             gradients.begin_step()
-        for shards in self._shards:
-            shards.begin_step()
 
     def collect(self, rank: int | None) -> None:
         """Take the gradients after the backward pass of a virtual rank; None: after a repeated pass."""
         self._refuse_changed_buffers()
         for gradients in self._gradients:
             gradients.collect(rank)
-        for shards in self._shards:
-            shards.collect()
 
     def reduce(self) -> None:
         """Compute the gradients of the step after the last pass. A collective."""
         for gradients in self._gradients:
             gradients.reduce()
-        for shards in self._shards:
-            shards.reduce()
 
     def _refuse_changed_buffers(self) -> None:
         for name, buffer in self._module.named_buffers():
@@ -231,21 +222,18 @@ class ExactMode:
         """Raise RuntimeError if the step's gradients are not those of its virtual ranks."""
         begun, complete = self._begun, self._is_complete
         self._begun = self._is_complete = False
-        if complete:
-            return
-        if begun:
+        if begun and not complete:
             raise RuntimeError("the loop over run.parts was left before its end, so this step had no gradients")
-        raise RuntimeError(
-            "a model of this run has virtual_ranks, but this step did not use run.parts, so each rank would train "
-            "alone: compute the step in `for part in run.parts(sampler, step)`"
-        )
+        if not complete:
+            raise RuntimeError(
+                "a model of this run has virtual_ranks, but this step did not use run.parts, so each rank would train "
+                "alone: compute the step in `for part in run.parts(sampler, step)`"
+            )
 
     def require_elementwise(self, tracked: Iterable[object]) -> None:
         """Raise ValueError for an optimizer whose results depend on how its parameters are sharded."""
-        every = [one for some in tracked for one in as_list(some)]
+        every = [one for some in tracked for one in as_list(some) if isinstance(one, torch.optim.Optimizer)]
         for optimizer in every if self._sharded else ():
-            if not isinstance(optimizer, torch.optim.Optimizer):
-                continue
             name = type(optimizer).__name__
             if name in _NOT_ELEMENTWISE and type(optimizer).__module__.startswith("torch.optim"):
                 raise ValueError(
