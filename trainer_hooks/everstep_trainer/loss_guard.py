@@ -32,23 +32,30 @@ MIN_SPREAD = 0.01
 """Smallest spread, as a fraction of the median: nearly equal losses must not turn the next one into a spike."""
 
 
-class SpikeRule(msgspec.Struct, frozen=True, kw_only=True):
-    """The rule for spikes: a loss many standard deviations above the median of the last ones.
+GuardPolicy = Literal["skip", "replay"]
 
-    Attributes:
-        threshold: Standard deviations, by the median absolute deviation; None refuses only NaN and infinities.
-        window: Losses to compare with. A longer window mistakes slow change for a spike, a shorter one mistakes noise.
-        warmup: Losses needed before anything but NaN and infinities is refused.
-    """
 
-    threshold: float | None = 10.0
+class GuardOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The options of ``Run.guard``, where they are documented."""
+
+    policy: GuardPolicy = "skip"
+    rollback_copies: int = 1
+    copy_every: int = 10
+    max_refusals: int = 3
+    spike_threshold: float | None = 10.0
     window: int = 64
     warmup: int = 16
 
     def __post_init__(self) -> None:
-        if self.threshold is not None and self.threshold <= 0:
+        if self.policy not in ("skip", "replay"):
+            raise ValueError(f"policy is {self.policy!r}: skip leaves the batch out, replay computes it again")
+        if self.rollback_copies < 0 or self.copy_every < 1 or self.max_refusals < 1:
+            counts = f"copy_every {self.copy_every}, max_refusals {self.max_refusals}"
+            raise ValueError(f"rollback_copies is {self.rollback_copies}, {counts}: at least 0, 1 and 1")
+        threshold = self.spike_threshold
+        if threshold is not None and threshold <= 0:
             raise ValueError(
-                f"spike_threshold is {self.threshold}: a positive number of standard deviations, or None for NaN only"
+                f"spike_threshold is {threshold}: a positive number of standard deviations, or None for NaN only"
             )
         if not 2 <= self.warmup <= self.window:
             raise ValueError(f"warmup is {self.warmup}: take 2 up to the window of {self.window} losses")
@@ -57,11 +64,11 @@ class SpikeRule(msgspec.Struct, frozen=True, kw_only=True):
         """Return why a loss is refused after the ``accepted`` ones, as a phrase; empty if it is accepted too."""
         if not math.isfinite(loss):
             return f"it is {loss}"
-        if self.threshold is None or len(accepted) < self.warmup:
+        if self.spike_threshold is None or len(accepted) < self.warmup:
             return ""
         middle = median(accepted)
         spread = max(MAD_TO_STD * median(abs(past - middle) for past in accepted), MIN_SPREAD * abs(middle))
-        if loss <= middle + self.threshold * spread:
+        if loss <= middle + self.spike_threshold * spread:
             return ""
         return f"it is {(loss - middle) / spread:.1f} standard deviations above the last {len(accepted)}"
 
@@ -182,7 +189,6 @@ def _copy(to: list[torch.Tensor], of: list[torch.Tensor]) -> None:
 log = logging.getLogger(__name__)
 
 MAX_RECORDS = 100
-GuardPolicy = Literal["skip", "replay"]
 Loss = torch.Tensor | Sequence[torch.Tensor]
 
 
@@ -208,30 +214,16 @@ class LossGuard:
         on_all_ranks: Callable[[bool], bool],
         before_update: Callable[[], None],
         on_refusal: Callable[[int, str], None],
-        *,
-        policy: GuardPolicy,
-        rollback_copies: int,
-        copy_every: int,
-        max_refusals: int,
-        rule: SpikeRule,
+        options: GuardOptions,
         log_fields: Mapping[str, object],
     ) -> None:
-        if policy not in ("skip", "replay"):
-            raise ValueError(f"policy is {policy!r}: skip leaves the batch out, replay computes it again")
-        if rollback_copies < 0 or copy_every < 1 or max_refusals < 1:
-            given = f"rollback_copies is {rollback_copies}, copy_every {copy_every}, max_refusals {max_refusals}"
-            raise ValueError(f"{given}: at least 0, 1 and 1")
         self._mean = mean
         self._on_all_ranks = on_all_ranks
         self._before_update = before_update
         self._on_refusal = on_refusal
-        self._policy = policy
-        self._rollback_copies = rollback_copies
-        self._copy_every = copy_every
-        self._max_refusals = max_refusals
+        self._options = options
         self._log_fields = dict(log_fields)
-        self._rule = rule
-        self._losses: deque[float] = deque(maxlen=rule.window)
+        self._losses: deque[float] = deque(maxlen=options.window)
         self._data_step = 1
         self._skipped_data_steps: set[int] = set()
         self._refusals_in_a_row = 0
@@ -271,7 +263,7 @@ class LossGuard:
             LossDiverged: ``max_refusals`` refusals came in a row without progress beyond the last refused step.
         """
         value = float(self._mean(loss, weight))
-        if reason := self._rule.describe_problem(value, self._losses):
+        if reason := self._options.describe_problem(value, self._losses):
             self._refuse(value, reason)
             return False
         self._losses.append(value)
@@ -290,7 +282,7 @@ class LossGuard:
         """Raise ValueError for tracked objects that cannot be rolled back together with the guard."""
         if "guard" in objects:
             raise ValueError("the run's guard is tracked under the name guard: track your object under another name")
-        again = self._rollback_copies > 0 or self._policy == "replay"
+        again = self._options.rollback_copies > 0 or self._options.policy == "replay"
         for key, tracked in objects.items():
             # its iterator would go on while its stored state went back
             if again and is_stateful_loader(tracked):
@@ -301,14 +293,14 @@ class LossGuard:
 
     def track_objects(self, objects: Mapping[str, object], exclude: Iterable[str] = ()) -> None:
         """Begin to keep copies of the restored objects, without those that ``exclude`` matches."""
-        if self._rollback_copies:
-            self._copies = RollbackCopies(TrackedState(objects, exclude), self._rollback_copies)
+        if self._options.rollback_copies:
+            self._copies = RollbackCopies(TrackedState(objects, exclude), self._options.rollback_copies)
             self._copies.take(self._data_step)
 
     def step_finished(self) -> None:
         """Take a copy of the tracked state every ``copy_every`` steps."""
         self._done_here += 1
-        if self._copies is not None and self._done_here % self._copy_every == 0:
+        if self._copies is not None and self._done_here % self._options.copy_every == 0:
             self._copies.take(self._data_step)
 
     def state_dict(self) -> dict[str, Any]:
@@ -335,15 +327,15 @@ class LossGuard:
         self._refusals_in_a_row += 1
         bad = self._data_step
         self._highest_refused_step = max(self._highest_refused_step, bad)
-        if self._refusals_in_a_row > self._max_refusals:
+        if self._refusals_in_a_row > self._options.max_refusals:
             raise LossDiverged(
-                f"the loss of data step {bad} is {loss:.6g} ({reason}), after {self._max_refusals} refusals "
+                f"the loss of data step {bad} is {loss:.6g} ({reason}), after {self._options.max_refusals} refusals "
                 "in a row: going back does not help. Check the learning rate and the data, or raise "
                 "spike_threshold or max_refusals of run.guard"
             )
         updated = self._updated
         version = self._go_back()
-        if self._policy == "skip":
+        if self._options.policy == "skip":
             self._skipped_data_steps.add(bad)
             if self._refusals_in_a_row > 1 and version and updated is not None and updated >= version.data_step:
                 # skipping the refused batch did not help, so this update may be the cause
@@ -351,11 +343,11 @@ class LossGuard:
             self._skip_data_steps()
         back_to = None if version is None else version.data_step
         to = "" if version is None else f" and went back to before data step {back_to}"
-        done = "left its batch out" if self._policy == "skip" else "will compute its batch again"
+        done = "left its batch out" if self._options.policy == "skip" else "will compute its batch again"
         message = f"the loss of data step {bad} is {loss:.6g} ({reason}): made no update{to}, {done}"
         log.warning("%s", message, extra=self._log_fields)
         self._on_refusal(bad, message)
-        record = {"data_step": bad, "loss": loss, "reason": reason, "policy": self._policy, "back_to": back_to}
+        record = {"data_step": bad, "loss": loss, "reason": reason, "policy": self._options.policy, "back_to": back_to}
         self._records.append(record)
 
     def _go_back(self) -> RollbackCopy | None:

@@ -18,7 +18,7 @@ from everstep_trainer.data.loader import Loader, PerRankLoader, is_stateful_load
 from everstep_trainer.data.rng import seed_step
 from everstep_trainer.data.sampler import ElasticSampler, Sampler, StepPart
 from everstep_trainer.data.stream import StreamSampler
-from everstep_trainer.loss_guard import GuardPolicy, Loss, LossGuard, SpikeRule
+from everstep_trainer.loss_guard import GuardOptions, GuardPolicy, Loss, LossGuard
 from everstep_trainer.memory_tier.tier import MemoryTier
 from everstep_trainer.parallel.exact.summation import clip_grad_norm_fixed_order
 from everstep_trainer.parallel.replicas import (
@@ -29,7 +29,7 @@ from everstep_trainer.parallel.replicas import (
     warn_of_model_parallelism,
 )
 from everstep_trainer.runtime.generation_session import TrainingSession
-from everstep_trainer.runtime.peer_wait import CollectiveTimer
+from everstep_trainer.runtime.progress import CollectiveTimer
 from everstep_trainer.snapshot.slot_negotiation import SnapshotOptions
 from everstep_trainer.state.python_state import wrap_per_rank
 from everstep_trainer.state.tracked_objects import as_list
@@ -418,7 +418,7 @@ class Run:
             max_refusals: Refusals in a row after which ``allows`` raises LossDiverged.
             spike_threshold: Refuse a loss this many standard deviations above the last ones; None refuses only NaN and
                 infinities.
-            window: Number of last losses to compare with.
+            window: Number of last losses to compare with. More mistake slow change for a spike, fewer mistake noise.
             warmup: Losses needed before ``spike_threshold`` applies.
 
         Raises:
@@ -426,18 +426,18 @@ class Run:
         """
         if self._guard is not None:
             raise ValueError("this run has a guard already: it guards everything that is tracked")
-        rule = SpikeRule(threshold=spike_threshold, window=window, warmup=warmup)
-        self._guard = LossGuard(
-            self.mean,
-            self._on_all_ranks,
-            self._session.before_update,
-            self._session.report_loss_refused,
+        options = GuardOptions(
             policy=policy,
             rollback_copies=rollback_copies,
             copy_every=copy_every,
             max_refusals=max_refusals,
-            rule=rule,
-            log_fields={"generation": self.generation, "rank": self.rank},
+            spike_threshold=spike_threshold,
+            window=window,
+            warmup=warmup,
+        )
+        session, log_fields = self._session, {"generation": self.generation, "rank": self.rank}
+        self._guard = LossGuard(
+            self.mean, self._on_all_ranks, session.before_update, session.report_loss_refused, options, log_fields
         )
         return self._guard
 

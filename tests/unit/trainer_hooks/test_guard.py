@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from everstep_trainer.loss_guard import LossDiverged, SpikeRule
+from everstep_trainer.loss_guard import GuardOptions, LossDiverged
 from everstep_trainer.parallel.replicas import RankContext
 from everstep_trainer.run import Run
 from everstep_trainer.runtime.generation_session import TrainingSession
@@ -214,19 +214,19 @@ losses = st.lists(st.floats(0.01, 100.0), min_size=16, max_size=64)
 def test_spike_is_ten_spreads_above_the_median(past, loss):
     middle = statistics.median(past)
     spread = max(1.4826 * statistics.median([abs(p - middle) for p in past]), 0.01 * middle)
-    assert bool(SpikeRule().describe_problem(loss, past)) == (loss > middle + 10 * spread)
+    assert bool(GuardOptions().describe_problem(loss, past)) == (loss > middle + 10 * spread)
 
 
 @given(losses)
 def test_lower_losses_are_no_spikes_and_non_finite_ones_are(past):
-    assert SpikeRule().describe_problem(min(past), past) == SpikeRule().describe_problem(-math.e, past) == ""
-    assert all(SpikeRule().describe_problem(loss, past) for loss in (NAN, math.inf, -math.inf))
+    assert GuardOptions().describe_problem(min(past), past) == GuardOptions().describe_problem(-math.e, past) == ""
+    assert all(GuardOptions().describe_problem(loss, past) for loss in (NAN, math.inf, -math.inf))
 
 
 def test_only_nan_counts_before_warmup_or_without_spike_rule():
-    assert SpikeRule().describe_problem(1e9, [1.0] * 15) == ""
-    assert SpikeRule(threshold=None).describe_problem(1e9, [1.0] * 64) == ""
-    assert SpikeRule().describe_problem(1.2, [1.0] * 16) != ""
+    assert GuardOptions().describe_problem(1e9, [1.0] * 15) == ""
+    assert GuardOptions(spike_threshold=None).describe_problem(1e9, [1.0] * 64) == ""
+    assert GuardOptions().describe_problem(1.2, [1.0] * 16) != ""
 
 
 def test_refused_loss_is_an_event_without_blame():

@@ -16,8 +16,7 @@ from everstep_trainer.data.rng import stream_seed
 from everstep_trainer.parallel.replicas import RankContext
 from everstep_trainer.run import Run
 from everstep_trainer.runtime.generation_session import TrainingSession
-from everstep_trainer.runtime.peer_wait import CollectiveTimer
-from everstep_trainer.runtime.progress import StepProgress
+from everstep_trainer.runtime.progress import CollectiveTimer, StepProgress
 from everstep_trainer.runtime.worker import reset_thread_state
 
 import everstep

@@ -36,11 +36,7 @@ class DataWorkerLost(RuntimeError):
 
 
 def next_batch(iterator: Iterator[Any], timeout_s: float = 0.0) -> Any:
-    """Return the iterator's next batch. A Regroup in the main thread ends the wait.
-
-    Raises DataWorkerLost if a worker process has died, RuntimeError if no batch came within ``timeout_s`` (0: no
-    limit).
-    """
+    """Return the next batch. Raises DataWorkerLost, RuntimeError after ``timeout_s`` (0: no limit), or Regroup."""
     workers = getattr(iterator, "_workers", ())
     if not workers:
         return next(iterator)
@@ -195,10 +191,7 @@ class Loader:
         return self._sampler.for_rank(rank, world_size)
 
     def batch(self, step: int) -> Any:
-        """Return the collated batch of this rank's samples of ``step``.
-
-        Consecutive steps are prefetched. With virtual ranks use ``run.parts`` instead.
-        """
+        """Return the collated batch of this rank's samples of ``step``. With virtual ranks use ``run.parts``."""
         (batch,) = self.batches(step)
         return batch
 
@@ -279,10 +272,7 @@ def is_stateful_loader(tracked: object) -> bool:
 
 
 class PerRankLoader(PerRankState):
-    """A tracked StatefulDataLoader, restorable only with the same number of data-parallel ranks.
-
-    With another number of ranks samples would be skipped or repeated.
-    """
+    """A tracked StatefulDataLoader, restorable only with the same number of data-parallel ranks."""
 
     def __init__(self, loader: Any, rank: int, world_size: int) -> None:
         super().__init__(

@@ -34,10 +34,7 @@ def seed_step(seed: int, step: int, replica: int, stage: int = 0) -> None:
 
 
 def seed_loading(purpose: str, seed: int, *numbers: int) -> None:
-    """Seed the host's streams to load data: a ``sample``, a ``batch`` or an ``epoch``, by its numbers.
-
-    Neither a step nor another purpose uses these streams.
-    """
+    """Seed the host's streams, which no step uses, to load a ``sample``, ``batch`` or ``epoch``, by its numbers."""
     _seed_host(_hashed(":".join(map(str, (purpose, seed, *numbers)))))
 
 

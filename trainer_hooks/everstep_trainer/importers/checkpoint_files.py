@@ -128,10 +128,7 @@ def find_weights_file(filesystem: Any, folder: str) -> str:
 
 
 class SafetensorsCheckpoint(CheckpointReader):
-    """A checkpoint of weights alone, in safetensors files.
-
-    Raises DamagedCheckpoint for a file that is incomplete or no such file, NotRestorable for tensors that torch lacks.
-    """
+    """A checkpoint of weights alone, in safetensors files. Raises DamagedCheckpoint, or NotRestorable for a dtype."""
 
     def __init__(self, url: str, filesystem: Any, path: str) -> None:
         folder, _, name = path.rpartition("/")

@@ -317,10 +317,7 @@ _PER_RANK_KEY = re.compile(r"everstep\.own\.(\d{1,7})\.(.+)")
 def read_checkpoint(
     url: str, objects: Mapping[str, object], state: TrackedState, rank: int, world: int
 ) -> CheckpointImport:
-    """Read the checkpoint at ``url`` into the tensors of ``state``, which tracks ``objects``; no collective.
-
-    Raises NotRestorable if something is missing or does not fit, DamagedCheckpoint, or OSError.
-    """
+    """Read the checkpoint at ``url`` into ``state``'s tensors. Raises NotRestorable, DamagedCheckpoint or OSError."""
     started = CheckpointImport(open_checkpoint(url), objects, state, rank)
     try:
         started.read(world)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -43,6 +44,7 @@ class ImportOutcome(msgspec.Struct, frozen=True):
     error: str = ""
 
 
+@dataclass(eq=False)
 class SourceAgreement:
     """One rank's part in the agreement. All ranks run the same code.
 
@@ -50,21 +52,12 @@ class SourceAgreement:
     some seconds before failing storage is retried.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        rank: int,
-        world_size: int,
-        clock: Clock,
-        on_unusable: Callable[[str, str], None],
-        wait: Callable[[float], None] = sleep_in_slices,
-    ) -> None:
-        self._store = store
-        self._rank = rank
-        self._world_size = world_size
-        self._clock = clock
-        self._on_unusable = on_unusable
-        self._wait = wait
+    store: Store
+    rank: int
+    world_size: int
+    clock: Clock
+    on_unusable: Callable[[str, str], None]
+    wait: Callable[[float], None] = sleep_in_slices
 
     def load(self, locations: Sequence[str], read: Callable[[str], CheckpointImport]) -> int:
         """Try the checkpoints at ``locations`` in order, newest first in a folder, until all ranks could read one.
@@ -86,7 +79,7 @@ class SourceAgreement:
             if not (url := named.url):
                 return 0
             attempt, outcome, raised = self._try(url, read)
-            put_value(self._store, f"stored/read/{number}/{self._rank}", outcome)
+            put_value(self.store, f"stored/read/{number}/{self.rank}", outcome)
             combined = self._from_rank_0(
                 f"stored/combined/{number}", ImportOutcome, partial(self._combine_outcomes, number)
             )
@@ -104,9 +97,9 @@ class SourceAgreement:
 
     def _from_rank_0(self, key: str, kind: type[T], make: Callable[[], T]) -> T:
         """Return on all ranks what rank 0 makes."""
-        if self._rank == 0:
+        if self.rank == 0:
             made = make()
-            put_value(self._store, key, made)
+            put_value(self.store, key, made)
             return made
         (body,) = self._get([key])
         return decode_value(body, kind)
@@ -114,7 +107,7 @@ class SourceAgreement:
     def _propose(self, locations: Sequence[str], failed: dict[str, str]) -> SourceProposal:
         reasons = [f"{url}: {reason}" for url, reason in failed.items()]
         try:
-            url = retry_read(lambda: next((url for url in _find_all(locations) if url not in failed), ""), self._wait)
+            url = retry_read(lambda: next((url for url in _find_all(locations) if url not in failed), ""), self.wait)
         except (EverstepError, OSError) as error:
             return SourceProposal(error="; ".join([*reasons, str(error)]))
         if url or not locations:
@@ -125,16 +118,16 @@ class SourceAgreement:
         self, url: str, read: Callable[[str], CheckpointImport]
     ) -> tuple[CheckpointImport | None, ImportOutcome, Exception | None]:
         try:
-            return retry_read(lambda: read(url), self._wait), ImportOutcome(), None
+            return retry_read(lambda: read(url), self.wait), ImportOutcome(), None
         except (DamagedCheckpoint, OSError) as error:
-            self._on_unusable(url, str(error))
-            return None, ImportOutcome(unusable=f"rank {self._rank}: {error}"), error
+            self.on_unusable(url, str(error))
+            return None, ImportOutcome(unusable=f"rank {self.rank}: {error}"), error
         except (EverstepError, RuntimeError, ValueError, TypeError, LookupError) as error:
-            return None, ImportOutcome(error=f"rank {self._rank}: {error}"), error
+            return None, ImportOutcome(error=f"rank {self.rank}: {error}"), error
 
     def _combine_outcomes(self, number: int) -> ImportOutcome:
         """Return the combined outcome of all ranks."""
-        bodies = self._get([f"stored/read/{number}/{rank}" for rank in range(self._world_size)])
+        bodies = self._get([f"stored/read/{number}/{rank}" for rank in range(self.world_size)])
         outcomes = [decode_value(body, ImportOutcome) for body in bodies]
         return ImportOutcome(
             next((one.unusable for one in outcomes if one.unusable), ""),
@@ -142,7 +135,7 @@ class SourceAgreement:
         )
 
     def _get(self, keys: list[str]) -> list[bytes]:
-        return wait_for_values(self._store, keys, self._clock, RANK_TIMEOUT_S)
+        return wait_for_values(self.store, keys, self.clock, RANK_TIMEOUT_S)
 
 
 def _find_all(locations: Sequence[str]) -> Iterator[str]:

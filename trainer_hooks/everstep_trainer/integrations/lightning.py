@@ -129,24 +129,6 @@ class RemainingBatches:
         return map(self._loader.batch, itertools.count(_completed.get(self._run, self._run.last_finished_step) + 1))
 
 
-class _Progress:
-    """Tracked object that stores the progress of Lightning's loops."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._loop = trainer.fit_loop
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._loop.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._loop.load_state_dict(state)
-
-    @property
-    def completed(self) -> int:
-        """Completed batches, over all epochs."""
-        return int(self._loop.epoch_loop.batch_progress.total.completed)
-
-
 class EverstepCallback(Callback):
     """Tracks model, optimizers, schedulers, loss scaler and progress; finishes a step of the run with each update.
 
@@ -170,9 +152,9 @@ class EverstepCallback(Callback):
         if trainer.precision_plugin.state_dict():
             named["precision"] = trainer.precision_plugin
         model = trainer.strategy.model if isinstance(trainer.strategy, _DDP_STRATEGIES) else pl_module
-        progress = _Progress(trainer)
-        self._run.track(model=model, optimizer=[*trainer.optimizers], progress=progress, **named, **self._extra_objects)
-        _completed[self._run] = progress.completed
+        named["progress"] = trainer.fit_loop
+        self._run.track(model=model, optimizer=[*trainer.optimizers], **named, **self._extra_objects)
+        self._record_completed(trainer)
         self._updates = -1
         self._steps = self._run.steps(until=sys.maxsize, seed=self._seed)
 
@@ -182,10 +164,14 @@ class EverstepCallback(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Have batches that were prefetched in this epoch fetched again in the next."""
-        _completed[self._run] = _Progress(trainer).completed
+        self._record_completed(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._finish_step(trainer)
+
+    def _record_completed(self, trainer: Trainer) -> None:
+        """Record the completed batches of all epochs."""
+        _completed[self._run] = int(trainer.fit_loop.epoch_loop.batch_progress.total.completed)
 
     def _finish_step(self, trainer: Trainer) -> None:
         """Finish a step only if there was an update: accumulated gradients are in no version."""

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from everstep_trainer.parallel.exact.summation import all_gather
-from everstep_trainer.runtime.peer_wait import CollectiveTimer
+from everstep_trainer.runtime.progress import CollectiveTimer
 
 
 class GradientExchange(NamedTuple):

@@ -28,7 +28,7 @@ from everstep_trainer.memory_tier.tier import MemoryTier
 from everstep_trainer.parallel.exact.summation import VirtualMean, all_gather
 from everstep_trainer.parallel.exact.virtual_ranks import ExactMode
 from everstep_trainer.parallel.gradients import replicate
-from everstep_trainer.runtime.peer_wait import CollectiveTimer
+from everstep_trainer.runtime.progress import CollectiveTimer
 from everstep_trainer.state.tracked_objects import as_list
 from everstep_trainer.state.untracked_state import ReplicaSync
 
@@ -62,10 +62,7 @@ class Replica(msgspec.Struct, frozen=True):
 
 
 class ReplicaAssignment:
-    """The replica of a rank: the rank itself, unless the training function declares otherwise.
-
-    ``device`` is that of the tensors for collectives; None without a process group.
-    """
+    """The replica of a rank: itself, unless declared otherwise. ``device``: for collectives; None without a group."""
 
     def __init__(self, rank: int, world_size: int, device: torch.device | None) -> None:
         self._world = world_size
@@ -179,10 +176,7 @@ def _replica_index(replicas: DeviceMesh | tuple[int, int]) -> tuple[int, int]:
 
 
 def _require_whole_replicas(declared: list[list[int]], world_size: int) -> None:
-    """Raise ValueError unless all ranks declare the same count, and replicas have equally many ranks.
-
-    ``declared`` has the index and count of each rank's replica.
-    """
+    """Raise ValueError unless all (index, count) have one count, and replicas have equally many ranks."""
     counts = sorted({count for _, count in declared})
     if len(counts) > 1:
         raise ValueError(f"ranks declare different numbers of replicas: {counts}")
@@ -216,10 +210,7 @@ def warn_of_model_parallelism(tracked: Iterable[object], world_size: int) -> Non
 
 
 def find_model_parallelism(tracked: Iterable[object], world_size: int) -> str:
-    """Return a sign of model parallelism in the modules among ``tracked`` (or in lists there), or an empty string.
-
-    Pipeline stages that are plain modules are not recognised.
-    """
+    """Return a sign of model parallelism in the tracked modules, or an empty string; pipelines may show none."""
     modules = (module for one in tracked for module in as_list(one) if isinstance(module, nn.Module))
     signs = (sign for module in modules for sign in _find_in_module(module, "", False, world_size))
     return next(signs, "")
@@ -310,7 +301,7 @@ class StepParallelism:
     def assigned_ranks(self) -> list[tuple[int, int]]:
         """Return the replicas whose parts this rank computes, each with their total number."""
         if self._exact is not None:
-            return self._exact.assigned_ranks()
+            return [(rank, self._exact.mean.virtual_ranks) for rank in self._exact.mean.mine]
         replica = self._replicas.replica_for("run.loader")
         return [(replica.index, replica.count)]
 

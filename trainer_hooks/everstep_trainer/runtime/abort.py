@@ -221,10 +221,7 @@ class GlooBackend:
         return True
 
     def abort(self) -> int:
-        """End the collectives of all groups of the process, now and for good; from any thread, repeatedly.
-
-        Returns the number of connections or communicators that this call ended.
-        """
+        """End all groups' collectives for good; from any thread, repeatedly. Returns how many connections ended now."""
         held: list[socket.socket] = []
         for loop in gloo_event_loops():
             of_loop = partial(epoll_targets, loop)

@@ -52,10 +52,7 @@ class LauncherGone(SystemExit):
 
 
 def current_assignment() -> WorkerAssignment | None:
-    """Return the worker's assignment, or None if ``everstep-launch`` did not start this process.
-
-    Also None in a child of a worker (such as a data loader's), which inherits the environment but is no worker.
-    """
+    """Return the worker's assignment; None if ``everstep-launch`` did not start this process, or a worker forked it."""
     if os.environ.get(WORKER_PID_VARIABLE) != str(os.getpid()):
         return None
     local_rank = os.environ.get(LOCAL_RANK_VARIABLE)

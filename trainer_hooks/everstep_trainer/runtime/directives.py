@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum, auto
 from time import perf_counter
 
@@ -91,6 +92,7 @@ class MembershipState(Enum):
     MEMBER = auto()
 
 
+@dataclass(eq=False)
 class GenerationMembership:
     """Tracks whether the main thread is outside of generations, joining one or inside one (in the training function).
 
@@ -98,23 +100,15 @@ class GenerationMembership:
     main thread has gone on to. ``end_process`` is the last resort of an abort.
     """
 
-    def __init__(
-        self,
-        directives: ReceivedDirectives,
-        progress: StepProgress,
-        interrupter: Interrupter,
-        abort_collectives: Callable[[], object],
-        cut_store: Callable[[], object],
-        end_process: Callable[[], object],
-        settings: HookSettings,
-    ) -> None:
-        self._directives = directives
-        self._progress = progress
-        self._interrupter = interrupter
-        self._abort_collectives = abort_collectives
-        self._cut_store = cut_store
-        self._end_process = end_process
-        self._settings = settings
+    directives: ReceivedDirectives
+    progress: StepProgress
+    interrupter: Interrupter
+    abort_collectives: Callable[[], object]
+    cut_store: Callable[[], object]
+    end_process: Callable[[], object]
+    settings: HookSettings
+
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self.state = MembershipState.NOT_A_MEMBER
         self._number = 0
@@ -143,8 +137,8 @@ class GenerationMembership:
 
     def must_end(self) -> bool:
         """Return whether the generation joined or entered must be left."""
-        step = self._progress.finished_step if self.state is MembershipState.MEMBER else -1
-        return self._directives.is_generation_over(self._number, step)
+        step = self.progress.finished_step if self.state is MembershipState.MEMBER else -1
+        return self.directives.is_generation_over(self._number, step)
 
     def take_regroup_start(self) -> float:
         """Return when the current regrouping began (perf_counter): when it was announced, or now if it was not."""
@@ -181,39 +175,33 @@ class GenerationMembership:
                 self._regroup_started_at = now
             self._abort_attempts += 1
             elapsed_s = now - self._abort_started_at
-            self._abort_collectives()
+            self.abort_collectives()
             if self.state is MembershipState.JOINING or self._abort_attempts > 1:
-                self._cut_store()
+                self.cut_store()
             if self.state is MembershipState.MEMBER:
-                self._interrupter.request_regroup()
-                if elapsed_s > self._settings.interrupt_after_s:
-                    self._interrupter.interrupt()
-            if elapsed_s > self._settings.leave_timeout_s:
-                self._end_process()
+                self.interrupter.request_regroup()
+                if elapsed_s > self.settings.interrupt_after_s:
+                    self.interrupter.interrupt()
+            if elapsed_s > self.settings.leave_timeout_s:
+                self.end_process()
 
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class DirectiveListener:
     """Listens to the link. The main thread calls ``enter`` and ``leave``; the link's thread calls the rest."""
 
-    def __init__(
-        self,
-        directives: ReceivedDirectives,
-        membership: GenerationMembership,
-        progress: StepProgress,
-        send: Callable[[ToAgent], None],
-        settings: HookSettings,
-        clock: Clock,
-    ) -> None:
-        self._directives = directives
-        self._membership = membership
-        self._progress = progress
-        self._send = send
-        self._settings = settings
-        self._clock = clock
-        self._watchdog = HangWatchdog(settings, clock)
+    directives: ReceivedDirectives
+    membership: GenerationMembership
+    progress: StepProgress
+    send: Callable[[ToAgent], None]
+    settings: HookSettings
+    clock: Clock
+
+    def __post_init__(self) -> None:
+        self._watchdog = HangWatchdog(self.settings, self.clock)
         self._spec: GenerationSpec | None = None
         self._member: Member | None = None
         self.on_versions: Callable[[VersionNotice], None] | None = None
@@ -232,29 +220,36 @@ class DirectiveListener:
     def handle_message(self, message: FromAgent) -> None:
         if isinstance(message, NewGeneration):
             spec, stack = message.spec, ""
-            if spec.reason is GenerationReason.RANK_HUNG and self._membership.state is MembershipState.MEMBER:
-                stack = main_stack(self._settings.max_stack_bytes)  # before anything is aborted
-            if self._directives.add_generation(spec):
-                self._membership.abort()
-                if stack:
-                    self._log_hang(spec, stack)
+            if spec.reason is GenerationReason.RANK_HUNG and self.membership.state is MembershipState.MEMBER:
+                stack = main_stack(self.settings.max_stack_bytes)  # before anything is aborted
+            if self.directives.add_generation(spec):
+                self.membership.abort()
+                if stack:  # the agent may report a stopped rank long before any watchdog does
+                    logger.warning(
+                        "%s; this rank was hung after step %d, in the last of %d collectives, at\n%s",
+                        spec.sentence,
+                        self.progress.finished_step,
+                        self.progress.collective_count,
+                        stack,
+                        extra={"job": spec.job, "generation": spec.number, "trace": spec.trace},
+                    )
         elif isinstance(message, StopJob):
-            self._directives.add_stop(message)
-            self._membership.abort()
+            self.directives.add_stop(message)
+            self.membership.abort()
         elif isinstance(message, VersionNotice) and (on_versions := self.on_versions) is not None:
             on_versions(message)
         elif isinstance(message, LauncherLost):
             logger.warning("the launcher ended, so this rank will not be replaced: %s", message.detail)
 
     def is_aborting(self) -> bool:
-        return self._membership.is_aborting
+        return self.membership.is_aborting
 
     def make_tick(self) -> RankHeartbeat | None:
-        self._membership.abort()
-        spec, member, progress = self._spec, self._member, self._progress
+        self.membership.abort()
+        spec, member, progress = self._spec, self._member, self.progress
         if spec is None or member is None:
             return None
-        if self._membership.state is MembershipState.MEMBER and (stall := self._watchdog.check(progress)) is not None:
+        if self.membership.state is MembershipState.MEMBER and (stall := self._watchdog.check(progress)) is not None:
             self._report_stall(stall, spec, member)
         return RankHeartbeat(
             generation=spec.number,
@@ -270,21 +265,10 @@ class DirectiveListener:
 
     def _begun(self, spec: GenerationSpec) -> int:
         """Return the last step begun in ``spec``: the main thread may still count steps of the previous generation."""
-        return self._progress.begun_step if self._progress.generation == spec.number else 0
-
-    def _log_hang(self, spec: GenerationSpec, stack: str) -> None:
-        """Log where this rank was: the agent may report a stopped rank long before any watchdog does."""
-        logger.warning(
-            "%s; this rank was hung after step %d, in the last of %d collectives, at\n%s",
-            spec.sentence,
-            self._progress.finished_step,
-            self._progress.collective_count,
-            stack,
-            extra={"job": spec.job, "generation": spec.number, "trace": spec.trace},
-        )
+        return self.progress.begun_step if self.progress.generation == spec.number else 0
 
     def _report_stall(self, stall: Stall, spec: GenerationSpec, member: Member) -> None:
-        step = self._progress.finished_step
+        step = self.progress.finished_step
         logger.warning(
             "no step finished for %.1f s (threshold %.1f s) after step %d: treated as a hang. If evaluation or saving "
             "takes this long, raise --hang-threshold-s",
@@ -293,17 +277,17 @@ class DirectiveListener:
             step,
             extra={"node": member.node, "job": spec.job, "generation": spec.number, "trace": spec.trace},
         )
-        self._send(
+        self.send(
             RankStalled(
                 job=spec.job,
-                at=self._clock.wall(),
+                at=self.clock.wall(),
                 generation=spec.number,
                 rank=member.rank,
                 step=step,
-                collectives=self._progress.collective_count,
+                collectives=self.progress.collective_count,
                 stalled_s=stall.stalled_s,
                 threshold_s=stall.threshold_s,
                 begun=self._begun(spec),
-                stacks=all_stacks(self._settings.max_stack_bytes),
+                stacks=all_stacks(self.settings.max_stack_bytes),
             )
         )

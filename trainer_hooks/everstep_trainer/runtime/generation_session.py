@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -86,6 +87,7 @@ class TrainingSession:
         return nullcontext()
 
 
+@dataclass(eq=False)
 class GenerationSession(TrainingSession):
     """Snapshots and restores one rank's state through one generation.
 
@@ -96,36 +98,24 @@ class GenerationSession(TrainingSession):
         on_first_step: Called once, after the first finished step was reported.
     """
 
-    def __init__(
-        self,
-        group: GenerationGroup,
-        *,
-        directives: ReceivedDirectives,
-        progress: StepProgress,
-        interrupter: Interrupter,
-        connect_vault: Callable[[], VaultClient],
-        send: Callable[[ToAgent], None],
-        timeline: PhaseTimeline,
-        clock: Clock,
-        start_from: str = "",
-        on_first_step: Callable[[], object] = bool,
-    ) -> None:
-        self._group = group
-        self._spec = group.spec
-        self._directives = directives
-        self._progress = progress
-        self._interrupter = interrupter
-        self._connect_vault = connect_vault
-        self._send = send
-        self._timeline: PhaseTimeline | None = timeline
+    group: GenerationGroup
+    directives: ReceivedDirectives
+    progress: StepProgress
+    interrupter: Interrupter
+    connect_vault: Callable[[], VaultClient]
+    send: Callable[[ToAgent], None]
+    timeline: PhaseTimeline | None
+    clock: Clock
+    start_from: str = ""
+    on_first_step: Callable[[], object] = bool
+
+    def __post_init__(self) -> None:
+        self._spec = self.group.spec
         self._compiled_before_s = total_compile_s()
-        self._clock = clock
-        self._start_from = start_from
-        self._on_first_step = on_first_step
         self._snapshotter: Snapshotter | None = None
         self._restored: Version | None = None
         self._restoration: Restoration | None = None
-        if group.spec.restore.floor is not None:  # a committed version is restored for certain
+        if self._spec.restore.floor is not None:  # a committed version is restored for certain
             self._restoration = self._new_restoration()
             self._restoration.start()
 
@@ -134,7 +124,7 @@ class GenerationSession(TrainingSession):
         if self._snapshotter is not None:
             raise ValueError("run.track was called twice in this generation: name everything in one call")
         self._end_phase("build")
-        group, vault, state = self._group, self._connect_vault(), TrackedState(objects, options.exclude)
+        group, vault, state = self.group, self.connect_vault(), TrackedState(objects, options.exclude)
         restoration = self._restoration = self._restoration or self._new_restoration()
         result = restoration.fill(state)
         self._restored, step = result.version, result.step
@@ -147,20 +137,20 @@ class GenerationSession(TrainingSession):
             group.spec,
             group.member,
             group.store,
-            self._send,
+            self.send,
             restored=result.version,
             options=options,
-            clock=self._clock,
+            clock=self.clock,
             is_over=self._is_over,
         )
-        self._progress.resume_from(step)
+        self.progress.resume_from(step)
         self._snapshotter.first_plan.wait()
         self._end_phase("plan")
         return step
 
     def _start_from_storage(self, objects: Mapping[str, object], state: TrackedState) -> int:
         """Restore from the job's stored checkpoints or its starting checkpoint; return the step, 0 without either."""
-        group, rule = self._group, self._spec.restore
+        group, rule = self.group, self._spec.restore
         rank, world = group.member.rank, group.spec.world_size
 
         def read(url: str) -> CheckpointImport:
@@ -169,75 +159,75 @@ class GenerationSession(TrainingSession):
 
             return read_checkpoint(url, objects, state, rank, world)
 
-        places = (rule.storage_url, *rule.older_storage_urls) if rule.storage_url else (self._start_from,)
-        choice = SourceAgreement(group.store, rank, world, self._clock, self._stored_unusable)
+        places = (rule.storage_url, *rule.older_storage_urls) if rule.storage_url else (self.start_from,)
+        choice = SourceAgreement(group.store, rank, world, self.clock, self._stored_unusable)
         return choice.load([place for place in places if place], read)
 
     def _stored_unusable(self, url: str, reason: str) -> None:
         finding = make_restore_finding(
             self._spec,
-            self._clock,
+            self.clock,
             FindingKind.STORAGE_CORRUPT,
             url,
             reason,
             fallback="an earlier checkpoint is used if there is one",
             source="digests and checksums of data read from storage",
-            evidence={"rank": str(self._group.member.rank)},
+            evidence={"rank": str(self.group.member.rank)},
         )
-        self._send(finding)
+        self.send(finding)
 
     def _new_restoration(self) -> Restoration:
-        group = self._group
+        group = self.group
         return Restoration(
-            self._connect_vault(), group.spec, group.member, group.store, on_finding=self._send, clock=self._clock
+            self.connect_vault(), group.spec, group.member, group.store, on_finding=self.send, clock=self.clock
         )
 
     def before_update(self) -> None:
         self._raise_if_over()  # first, while the state is still consistent
         if self._snapshotter is not None:
-            with self._interrupter.atomic():  # shares a condition with the copier's thread
+            with self.interrupter.atomic():  # shares a condition with the copier's thread
                 self._snapshotter.wait()
         self._raise_if_over()
 
     def on_step_begun(self, step: int) -> None:
-        self._progress.begin_step(step)
+        self.progress.begin_step(step)
 
     def raise_if_interrupted(self) -> None:
-        self._interrupter.raise_if_interrupted()
+        self.interrupter.raise_if_interrupted()
 
     def on_step_finished(self, step: int) -> None:
-        with self._interrupter.atomic():
-            self._progress.finish_step(step)
+        with self.interrupter.atomic():
+            self.progress.finish_step(step)
             if self._snapshotter is not None:
                 self._snapshotter.begin(step)
-                self._progress.snapshot_every = self._snapshotter.interval_at(step)
-            if self._timeline is not None:
+                self.progress.snapshot_every = self._snapshotter.interval_at(step)
+            if self.timeline is not None:
                 self._report_resumed(step)
         self._raise_if_over()
 
     def report_loss(self, loss: torch.Tensor | float) -> None:
-        self._progress.loss.update(loss)
+        self.progress.loss.update(loss)
 
     def report_loss_refused(self, data_step: int, message: str) -> None:
         spec = self._spec
-        if self._group.member.rank == 0:
+        if self.group.member.rank == 0:
             finding = Finding(
                 kind=FindingKind.RANK_LOSS,
-                subject=f"{spec.job}/g{spec.number}/step{self._progress.finished_step + 1}",
+                subject=f"{spec.job}/g{spec.number}/step{self.progress.finished_step + 1}",
                 severity=Severity.INFO,
                 message=f"job {spec.job}: {message}",
                 mode=Mode.OBSERVE,
                 source="run.guard",
-                since=self._clock.wall(),
+                since=self.clock.wall(),
                 evidence={"data_step": str(data_step)},
             )
-            self._send(FindingRaised(finding=finding, job=spec.job))
+            self.send(FindingRaised(finding=finding, job=spec.job))
 
     def record_wait(self, seconds: float) -> None:
-        self._progress.record_wait(seconds)
+        self.progress.record_wait(seconds)
 
     def atomic(self) -> AbstractContextManager[None]:
-        return self._interrupter.atomic()
+        return self.interrupter.atomic()
 
     def handle_versions(self, notice: VersionNotice) -> None:
         """Update, on the signal thread, which version is committed and which may be next."""
@@ -259,35 +249,35 @@ class GenerationSession(TrainingSession):
             snapshotter.close(finish=True)
 
     def _is_over(self) -> bool:
-        return self._directives.is_generation_over(self._spec.number, self._progress.finished_step)
+        return self.directives.is_generation_over(self._spec.number, self.progress.finished_step)
 
     def _raise_if_over(self) -> None:
         if self._is_over():
             over = Regroup()
-            self._interrupter.record_interruption(over)
+            self.interrupter.record_interruption(over)
             raise over
 
     def _end_phase(self, phase: str) -> None:
-        if self._timeline is not None:
-            self._timeline.end(phase)
+        if self.timeline is not None:
+            self.timeline.end(phase)
 
     def _report_resumed(self, step: int) -> None:
         """Report the end of the regrouping, with the first finished step."""
         self._end_phase("first_step")
-        assert self._timeline is not None
-        self._timeline.split_off("compile", "first_step", compile_seconds_since(self._compiled_before_s))
-        phases, self._timeline = self._timeline.phases_s, None
+        assert self.timeline is not None
+        self.timeline.split_off("compile", "first_step", compile_seconds_since(self._compiled_before_s))
+        phases, self.timeline = self.timeline.phases_s, None
         self._restoration = None  # only now: unmapping the slots takes a millisecond
-        self._send(
+        self.send(
             Resumed(
                 job=self._spec.job,
-                at=self._clock.wall(),
+                at=self.clock.wall(),
                 trace=self._spec.trace,
                 generation=self._spec.number,
-                rank=self._group.member.rank,
+                rank=self.group.member.rank,
                 step=step,
                 restored=self._restored,
                 phases_s=phases,
             )
         )
-        self._on_first_step()
+        self.on_first_step()

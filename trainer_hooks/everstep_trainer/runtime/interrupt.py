@@ -240,19 +240,13 @@ def _wait_for_message(work: dist.Work) -> bool:
 
 
 def set_wait_callbacks(is_over: Callable[[], bool], on_error: Callable[[BaseException], object] = bool) -> None:
-    """Make waits of the main thread inside the training function raise Regroup once ``is_over`` is true.
-
-    ``on_error`` receives the errors that waits raise, except those with a time-out of their own.
-    """
+    """Make waits of the main thread raise Regroup once ``is_over`` is true; ``on_error`` receives what waits raise."""
     global _is_over, _on_error  # one main thread, one training function
     _is_over, _on_error = is_over, on_error
 
 
 def install_sliced_waits() -> None:
-    """Make every ``work.wait()`` of this process wait in slices, including torch's own Python code.
-
-    For backends whose ``wait`` blocks the calling thread. NCCL's ``wait`` enqueues instead and must be left alone.
-    """
+    """Make every ``work.wait()`` wait in slices. Not for NCCL, whose ``wait`` enqueues instead of blocking."""
     dist.Work.wait = _wait_in_slices  # type: ignore[assignment]
 
 

@@ -14,6 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 
 from everstep.clock import Clock
 from everstep.errors import MalformedMessage, Unavailable, VersionMismatch
@@ -63,6 +64,7 @@ class FrameOutbox:
                 self._sent = 0
 
 
+@dataclass(eq=False)
 class RankLink:
     """The connection to the agent's socket at ``path``; ``hello`` is the first frame of every connection.
 
@@ -70,23 +72,16 @@ class RankLink:
     jitter.
     """
 
-    def __init__(
-        self,
-        path: str,
-        hello: Hello,
-        listener: DirectiveListener,
-        settings: HookSettings,
-        clock: Clock,
-        uniform: Callable[[], float],
-    ) -> None:
-        self._path = path
-        self._hello = hello
-        self._listener = listener
-        self._settings = settings
-        self._clock = clock
-        self._uniform = uniform
+    path: str
+    hello: Hello
+    listener: DirectiveListener
+    settings: HookSettings
+    clock: Clock
+    uniform: Callable[[], float]
+
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
-        self._outbox = FrameOutbox(settings.outbox_frames)
+        self._outbox = FrameOutbox(self.settings.outbox_frames)
         self._persistent_message: ToAgent | None = None
         self._connection: socket.socket | None = None
         self._welcome: Welcome | None = None
@@ -97,13 +92,10 @@ class RankLink:
         self._thread = threading.Thread(target=self._run, name="everstep-link", daemon=True)
 
     def start(self, timeout_s: float) -> Welcome:
-        """Start the thread and return the agent's Welcome.
-
-        Raises Unavailable if none came within ``timeout_s``, VersionMismatch if the agent refused this version.
-        """
+        """Start the thread; return the agent's Welcome. Raises Unavailable after ``timeout_s``, or VersionMismatch."""
         self._thread.start()
         if not self._welcomed.wait(timeout_s):
-            raise Unavailable(f"no agent answered at {self._path} within {timeout_s:.0f} s: is everstep-agent running?")
+            raise Unavailable(f"no agent answered at {self.path} within {timeout_s:.0f} s: is everstep-agent running?")
         if self._refused is not None:
             raise self._refused
         assert self._welcome is not None
@@ -152,7 +144,7 @@ class RankLink:
         while not self._closing.is_set():
             connection = self._connect()
             if connection is None:
-                self._pause(self._settings.reconnect.delay_s(attempt, self._uniform()))
+                self._pause(self.settings.reconnect.delay_s(attempt, self.uniform()))
                 attempt += 1
                 continue
             attempt = 0
@@ -166,12 +158,12 @@ class RankLink:
     def _connect(self) -> socket.socket | None:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            connection.connect(self._path)
+            connection.connect(self.path)
         except OSError:
             connection.close()
             return None
-        first: list[ToAgent] = [self._hello]
-        if (tick := self._listener.make_tick()) is not None:
+        first: list[ToAgent] = [self.hello]
+        if (tick := self.listener.make_tick()) is not None:
             first.append(tick)
         if self._persistent_message is not None:
             first.append(self._persistent_message)
@@ -183,14 +175,14 @@ class RankLink:
 
     def _pause(self, seconds: float) -> None:
         """Wait for the next attempt, ticking meanwhile."""
-        until = self._clock.monotonic() + seconds
-        while not self._closing.is_set() and (left := until - self._clock.monotonic()) > 0:
-            self._listener.make_tick()
+        until = self.clock.monotonic() + seconds
+        while not self._closing.is_set() and (left := until - self.clock.monotonic()) > 0:
+            self.listener.make_tick()
             self._closing.wait(min(left, self._interval_s()))
 
     def _interval_s(self) -> float:
-        if self._listener.is_aborting():
-            return self._settings.abort_interval_s
+        if self.listener.is_aborting():
+            return self.settings.abort_interval_s
         return self._welcome.rank_heartbeat_interval_s if self._welcome is not None else DEFAULT_TICK_S
 
     def _serve(self, connection: socket.socket) -> None:
@@ -198,19 +190,19 @@ class RankLink:
         with selectors.DefaultSelector() as selector:
             selector.register(connection, selectors.EVENT_READ)
             selector.register(self._wake_read, selectors.EVENT_READ)
-            due = self._clock.monotonic() + self._interval_s()
+            due = self.clock.monotonic() + self._interval_s()
             while not self._closing.is_set():
                 with self._lock:
                     wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._outbox else 0)
                 selector.modify(connection, wanted)  # a system call only if it changes
-                events = {key.fd: mask for key, mask in selector.select(max(0.0, due - self._clock.monotonic()))}
+                events = {key.fd: mask for key, mask in selector.select(max(0.0, due - self.clock.monotonic()))}
                 if self._wake_read in events:
                     os.read(self._wake_read, 4096)
                 if not self._exchange(connection, decoder, events.get(connection.fileno(), 0)):
                     return
-                if self._clock.monotonic() >= due or self._listener.is_aborting():
+                if self.clock.monotonic() >= due or self.listener.is_aborting():
                     self._tick()
-                    due = self._clock.monotonic() + self._interval_s()
+                    due = self.clock.monotonic() + self._interval_s()
 
     def _exchange(self, connection: socket.socket, decoder: FrameDecoder[FromAgent], events: int) -> bool:
         """Send and receive what is ready; return False at the end of the connection."""
@@ -239,11 +231,11 @@ class RankLink:
             self._welcome = message
             self._welcomed.set()
         else:
-            self._listener.handle_message(message)
+            self.listener.handle_message(message)
 
     def _tick(self) -> None:
         """Send a tick unless frames are waiting: a tick that is late is worthless."""
-        tick = self._listener.make_tick()
+        tick = self.listener.make_tick()
         if tick is None:
             return
         with self._lock:

@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial, wraps
+from functools import cached_property, partial, wraps
 from time import perf_counter, sleep
 from typing import Any
 
@@ -83,14 +83,11 @@ class GenerationGroup:
         self.store = store
         self.device = device
         self._group: Any = dist.distributed_c10d._get_default_group()
-        self._mesh: DeviceMesh | None = None
 
-    @property
+    @cached_property
     def mesh(self) -> DeviceMesh:
         """A one-dimensional mesh over all ranks, made on first use. Users build other shapes from it."""
-        if self._mesh is None:
-            self._mesh = init_device_mesh(self.device.type, (self.spec.world_size,))
-        return self._mesh
+        return init_device_mesh(self.device.type, (self.spec.world_size,))
 
     def count_collectives(self) -> int:
         """Return the number of collectives this rank has begun in the group; cheap, and safe from any thread."""
@@ -211,10 +208,7 @@ class Rendezvous:
     # --- leaving
 
     def leave(self, *, must_abort: bool) -> None:
-        """Destroy all process groups of the process; ``release`` then frees what they hold.
-
-        ``must_abort``: abort the groups first, with all operations that still wait in them.
-        """
+        """Destroy all process groups, after an abort if ``must_abort``; ``release`` then frees what they hold."""
         if self.group is not None:
             self._retired.append(self.group)
         self.group = None

@@ -6,7 +6,8 @@ import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -30,10 +31,7 @@ def compile_seconds_since(before_s: float) -> float:
 
 
 def total_compile_s() -> float:
-    """Return the seconds of all compilations so far, forward and backward; 0.0 if torch does not report them.
-
-    Looking up a compiled graph in torch's cache counts as compiling it.
-    """
+    """Return the seconds of all compilations so far, from torch's cache too; 0.0 if torch does not report them."""
     utils = sys.modules.get("torch._dynamo.utils")  # a module that was not imported has compiled nothing
     if utils is None or not hasattr(utils, "calculate_time_spent"):
         return 0.0
@@ -53,10 +51,7 @@ def _number(loss: torch.Tensor) -> torch.Tensor:
 
 
 class LatestLoss:
-    """The last reported loss, read on demand without a wait.
-
-    A CUDA tensor is copied to pinned memory asynchronously; until the copy is done the previous value remains.
-    """
+    """The last reported loss, read without a wait: while a CUDA tensor is copied, the previous value remains."""
 
     def __init__(self) -> None:
         self._value: float | None = None
@@ -161,6 +156,41 @@ class StepProgress:
     def collective_count(self) -> int:
         """Number of collectives begun in this generation."""
         return self._count_collectives()
+
+
+# ---- waits for other ranks in collectives, which tell a slow rank from those that wait for it
+
+
+class CollectiveTimer:
+    """Times the blocks inside ``measure`` and passes the seconds to ``on_wait``; for one thread.
+
+    A collective on a GPU is timed by two events on the current stream. They are read once they have passed, without a
+    wait, so the seconds may be reported a step late.
+    """
+
+    def __init__(self, on_wait: Callable[[float], object]) -> None:
+        self._on_wait = on_wait
+        self._pending: deque[tuple[Any, Any]] = deque()  # torch.cuda.Event; its methods carry no types
+
+    @contextmanager
+    def measure(self, device: torch.device) -> Iterator[None]:
+        """Time a collective on tensors of ``device``; one that raises is not reported."""
+        if device.type != "cuda":
+            began = perf_counter()
+            yield
+            self._on_wait(perf_counter() - began)
+            return
+        stream = torch.cuda.current_stream(device)
+        began_at = stream.record_event(_timed_event())
+        yield
+        self._pending.append((began_at, stream.record_event(_timed_event())))
+        while self._pending and self._pending[0][1].query():
+            first, last = self._pending.popleft()
+            self._on_wait(first.elapsed_time(last) / 1000.0)
+
+
+def _timed_event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 # ---- watchdog: no finished step for many times the usual duration is a hang

@@ -58,7 +58,8 @@ class WeightedDigest:
         self._copies = list(zip(places, small, strict=True))
         self._flat = [self._as_uint32_words(t, device) for t in large] + [buffer]
         rows = sum(-(-flat.numel() // ROW_BYTES) for flat in self._flat)
-        self._row_keys = torch.tensor([_signed(_mix(n)) for n in range(rows)], dtype=torch.int64, device=device)
+        keys = torch.tensor([_mix(n) for n in range(rows)], dtype=torch.uint64)
+        self._row_keys = keys.view(torch.int64).to(device)
         self._sums = torch.zeros(rows, dtype=torch.int64, device=device)
 
     def _as_uint32_words(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -89,7 +90,9 @@ class WeightedDigest:
         full = words.numel() // ROW_WORDS
         for first in range(0, full, BLOCK_ROWS):
             some = words[first * ROW_WORDS : min(first + BLOCK_ROWS, full) * ROW_WORDS].view(-1, ROW_WORDS)
-            self._sums[row + first : row + first + len(some)] = _product(some, self._weights)
+            # CUDA has no integer matrix product
+            sums = torch.mv(some, self._weights) if some.device.type == "cpu" else (some * self._weights).sum(dim=1)
+            self._sums[row + first : row + first + len(some)] = sums
         rest, tail = words[full * ROW_WORDS :], flat[words.numel() * WORD_BYTES :]
         if rest.numel() or tail.numel():
             self._sums[row + full] = self._weighted(rest) + self._weighted(tail.to(torch.int64), rest.numel())
@@ -102,15 +105,6 @@ class WeightedDigest:
 def to_unsigned(digest: torch.Tensor) -> int:
     """Return an enqueued digest as a number from 0 to 2^64 - 1. Waits for the GPU."""
     return int(digest.item()) & _MASK
-
-
-def _signed(n: int) -> int:
-    return n - (1 << 64) if n >> 63 else n
-
-
-def _product(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return row sums. CUDA has no integer matrix product, so there the weighting and the sum are two passes."""
-    return torch.mv(rows, weights) if rows.device.type == "cpu" else (rows * weights).sum(dim=1)
 
 
 def _gather_buffer(tensors: list[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, list[torch.Tensor]]:

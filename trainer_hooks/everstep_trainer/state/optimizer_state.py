@@ -20,10 +20,7 @@ SHARED_KEY = ""
 
 
 def has_joint_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the optimizer keeps one state for all its parameters, under the first of them.
-
-    LBFGS concatenates their gradients, and torch replicates the vectors if the parameters are sharded (FSDP2).
-    """
+    """Return whether one state is kept for all parameters, under the first: LBFGS concatenates their gradients."""
     return isinstance(optimizer, torch.optim.LBFGS)
 
 
@@ -49,10 +46,7 @@ def replicated(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def shared_state(optimizers: Sequence[tuple[str, torch.optim.Optimizer]]) -> Iterator[tuple[str, dict[Any, Any]]]:
-    """Yield optimizer state that belongs to no parameter (torch also keeps entries with other keys).
-
-    Raises ValueError if several optimizers are tracked under one key, so that their states would mix.
-    """
+    """Yield optimizer state that belongs to no parameter. Raises ValueError if optimizers of one key would mix it."""
     for top, optimizer in optimizers:
         if shared := {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}:
             if [key for key, _ in optimizers].count(top) > 1:

@@ -269,10 +269,7 @@ class MergedState:
         return [group.members for group in self._groups[top]]
 
     def options(self, top: str, index: int, members: Sequence[str]) -> dict[str, Any]:
-        """Return the hyper-parameters of an optimizer's group ``index``, which now has these parameters.
-
-        Raises NotRestorable if they were in no group, or in groups with different hyper-parameters.
-        """
+        """Return the options of group ``index``, now with these parameters. Raises NotRestorable if they differ."""
         if not members:
             return self._by_index.get((top, index), {})
         if new := [fqn for fqn in members if (top, fqn) not in self._group_of]:

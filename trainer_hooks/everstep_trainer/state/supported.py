@@ -15,11 +15,7 @@ _ODD_BITS = re.compile(r"torch\.(u?int[1-7]|bits\w+)")
 
 
 def unsupported_reason(tensor: torch.Tensor) -> str:
-    """Return why a tensor cannot be stored, as the end of a sentence; empty if it can.
-
-    A tensor that wraps others (8-bit optimizer state, float8 weights) has no memory; all such tensors share one
-    address.
-    """
+    """Return why a tensor cannot be stored, as the end of a sentence; empty if it can."""
     if is_lazy(tensor):
         return "is not initialized: give the model a first batch before"
     if tensor.layout is not torch.strided or tensor.is_nested:
@@ -56,10 +52,7 @@ def require_dense(name: str, local: torch.Tensor) -> None:
 
 
 def refuse_own_shard(name: str, parameter: torch.Tensor, moment: torch.Tensor) -> None:
-    """Raise TypeError if optimizer state of a sharded parameter is a plain tensor of its shard's shape.
-
-    Plain tensors are taken to be equal on all ranks, but each rank has its own values there.
-    """
+    """Raise TypeError for plain optimizer state of a shard's shape: plain tensors are to be equal on all ranks."""
     if not isinstance(parameter, DTensor) or isinstance(moment, DTensor) or not moment.ndim:
         return
     shard = parameter._local_tensor.shape

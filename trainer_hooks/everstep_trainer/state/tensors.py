@@ -303,10 +303,7 @@ class Exclusions:
         return False
 
     def require_used(self, names: Collection[str], incomplete_optimizers: Collection[str]) -> None:
-        """Raise ValueError, suggesting similar names, for a pattern that excluded nothing and never will.
-
-        ``incomplete_optimizers``: keys of optimizers whose state is not complete yet.
-        """
+        """Raise ValueError, suggesting names, for a pattern without a match, now or in these optimizers."""
         for pattern in self._unused:
             literal = pattern.partition("*")[0].partition("?")[0].partition("[")[0]
             if not any(f"{key}.".startswith(literal) or literal.startswith(f"{key}.") for key in incomplete_optimizers):
@@ -467,10 +464,7 @@ class StateFingerprint:
 def _shape_check(
     tensors: list[torch.Tensor], sizes: list[torch.Size], strides: list[tuple[int, ...]]
 ) -> Callable[[], bool]:
-    """Return a function that tells whether the tensors still have these sizes and strides.
-
-    The guards of torch.compile, not a public part of torch, take a quarter of the time of asking each tensor.
-    """
+    """Return a check of sizes and strides; torch.compile's private guards take a quarter of the time of asking each."""
     try:
         guards = _Guards(
             *tensors,

@@ -40,10 +40,7 @@ class ReplicaSync:
         self._models.append((model, frozenset(ignored), group))
 
     def broadcast(self, objects: Mapping[str, object], exclude: Iterable[str]) -> None:
-        """Broadcast rank 0's values of everything that the restore of ``objects`` without ``exclude`` left out.
-
-        A collective. Ranks compare digests first, since usually all have read or computed the same values.
-        """
+        """Broadcast rank 0's values of what the restore left out, if digests differ. A collective."""
         restored = {id(tensor) for tensor in _restored(objects, exclude)}
         for model, ignored, group in self._models:
             tensors = [tensor for tensor in replicated_tensors(model, ignored) if id(tensor) not in restored]
@@ -90,10 +87,7 @@ MAX_SHOWN = 3
 
 
 def check_untracked(objects: Mapping[str, object]) -> None:
-    """Raise ValueError for an optimizer with parameters in no tracked module.
-
-    Also warn, with names, of values in modules' ``state_dict()`` that are none of their tensors.
-    """
+    """Raise ValueError if an optimizer trains untracked parameters; warn of values in a ``state_dict()`` not stored."""
     tracked = TrackedObjects(objects)
     held = {id(parameter) for _, module in tracked.modules for parameter in module.parameters()}
     for top, optimizer in tracked.optimizers:

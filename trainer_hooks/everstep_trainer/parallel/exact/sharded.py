@@ -214,10 +214,7 @@ class ShardedGradients:
 
 
 def find_sharded_gradients(model: nn.Module, mean: VirtualMean) -> list[ShardedGradients]:
-    """Return one object for each group of parameters that ``fully_shard`` communicates together.
-
-    Raises TypeError, or ValueError for its settings, naming a module that cannot be exact.
-    """
+    """Return one object per parameter group of ``fully_shard``. Raises TypeError or ValueError for an inexact one."""
     room, scratch, found = Workspace(), ScratchMemory(), []
     for name, module, group in _groups(model):
         _require_data_parallelism(name, group, mean.world_size)

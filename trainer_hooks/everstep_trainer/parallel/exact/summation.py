@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from everstep_trainer.runtime.peer_wait import CollectiveTimer
+from everstep_trainer.runtime.progress import CollectiveTimer
 
 # ---- assignment of virtual ranks to physical ranks
 
@@ -22,9 +22,8 @@ from everstep_trainer.runtime.peer_wait import CollectiveTimer
 def contiguous_virtual_ranks(rank: int, world_size: int, virtual_ranks: int) -> range:
     """Return the virtual ranks of ``rank``: neighbours, as many as any other rank's or one more, and at least one.
 
-    Values of neighbours can be added before they are sent. Raises ValueError for more ranks than virtual ranks.
+    Values of neighbours can be added before they are sent.
     """
-    _require_work(world_size, virtual_ranks)
     return range(rank * virtual_ranks // world_size, (rank + 1) * virtual_ranks // world_size)
 
 
@@ -33,16 +32,7 @@ def interleaved_virtual_ranks(rank: int, world_size: int, virtual_ranks: int) ->
 
     Values that ranks send pass by pass can then be added at once, instead of being held until the last pass.
     """
-    _require_work(world_size, virtual_ranks)
     return range(rank, virtual_ranks, world_size)
-
-
-def _require_work(world_size: int, virtual_ranks: int) -> None:
-    if virtual_ranks < world_size:
-        raise ValueError(
-            f"{virtual_ranks} virtual ranks leave some of {world_size} ranks without work: "
-            f"take virtual_ranks={world_size} or more (any number, the same throughout a run)"
-        )
 
 
 # ---- tree: the order in which leaves are summed, one binary tree whichever rank holds them
@@ -161,6 +151,11 @@ class VirtualMean:
     """One rank's part in means over ``virtual_ranks``; without a process group it plays them all."""
 
     def __init__(self, virtual_ranks: int, rank: int, world_size: int, timer: CollectiveTimer) -> None:
+        if virtual_ranks < world_size:
+            raise ValueError(
+                f"{virtual_ranks} virtual ranks leave some of {world_size} ranks without work: "
+                f"take virtual_ranks={world_size} or more (any number, the same throughout a run)"
+            )
         self.virtual_ranks = virtual_ranks
         self.world_size = world_size
         self.timer = timer
@@ -182,10 +177,7 @@ class VirtualMean:
         return PartialSums(self.virtual_ranks, add)
 
     def mean(self, partial: PartialSums[torch.Tensor], workspace: Workspace) -> torch.Tensor:
-        """Return the mean of all virtual ranks' values, ``[n]`` of one dtype and device. A collective.
-
-        The result is in ``workspace`` or in the memory of a value.
-        """
+        """Return the mean of all virtual ranks' values, ``[n]``, in ``workspace`` or a value's memory. A collective."""
         parts = partial.parts
         assert tuple(node for node, _ in parts) == self._covers[self._rank], "one value of each virtual rank"
         if len(self._covers) == 1:

@@ -189,15 +189,8 @@ class ExactMode:
             self.mean.interleave_ranks()
         self._models.append(replicas)
 
-    def assigned_ranks(self) -> list[tuple[int, int]]:
-        """Return the virtual ranks that this rank plays, each with their total number."""
-        return [(rank, self.mean.virtual_ranks) for rank in self.mean.mine]
-
     def parts(self, sampler: Sampler, step: int, seed: int) -> Iterator[StepPart]:
-        """Yield the parts of a step; see ``Run.parts``.
-
-        A pass over shards involves all ranks, so a rank with fewer virtual ranks than another repeats its last one.
-        """
+        """Yield the parts of a step; see ``Run.parts``. Passes over shards involve all ranks: some repeat one."""
         batches = iter_batches(sampler, step)
         self._begun = True
         for model in self._models:

@@ -8,12 +8,14 @@ import pytest
 from everstep_trainer.parallel.exact.summation import (
     PartialSums,
     TreeNode,
+    VirtualMean,
     children,
     contiguous_virtual_ranks,
     interleaved_virtual_ranks,
     minimal_cover,
     sum_subtree,
 )
+from everstep_trainer.runtime.progress import CollectiveTimer
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -98,4 +100,4 @@ def test_virtual_ranks_are_dealt_evenly(deal, data, virtual):
 
 def test_more_ranks_than_virtual_ranks_are_refused():
     with pytest.raises(ValueError, match="virtual_ranks=5 or more"):
-        contiguous_virtual_ranks(0, 5, 4)
+        VirtualMean(4, 0, 5, CollectiveTimer(bool))

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from everstep_trainer.parallel.exact.summation import PartialSums, clip_grad_norm_fixed_order, interleaved_virtual_ranks
-from everstep_trainer.runtime.peer_wait import CollectiveTimer
+from everstep_trainer.runtime.progress import CollectiveTimer
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
