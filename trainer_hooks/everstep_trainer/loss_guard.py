@@ -26,10 +26,8 @@ from everstep_trainer.state.tracked_state import TrackedState
 
 # ---- spikes: judge a loss from those before it
 
-MAD_TO_STD = 1.4826
-"""Ratio of standard deviation to median absolute deviation for normal noise."""
-MIN_SPREAD = 0.01
-"""Smallest spread, as a fraction of the median: nearly equal losses must not turn the next one into a spike."""
+MAD_TO_STD = 1.4826  # ratio of standard deviation to median absolute deviation for normal noise
+MIN_SPREAD = 0.01  # smallest spread, as a fraction of the median: losses may be nearly equal
 
 
 GuardPolicy = Literal["skip", "replay"]
@@ -84,11 +82,9 @@ _Form = tuple[object, ...]
 class RollbackCopy(NamedTuple):
     """A copy of this rank's tracked state before data step ``data_step``."""
 
-    tensor_forms: list[_Form]
-    """Name, shape, box, dtype and device of each of ``tensors``."""
+    tensor_forms: list[_Form]  # name, shape, box, dtype and device of each of ``tensors``
     tensors: list[torch.Tensor]
-    parameters_with_state: list[set[torch.Tensor]]
-    """For each optimizer, the parameters that had state."""
+    parameters_with_state: list[set[torch.Tensor]]  # for each optimizer, the parameters that had state
     blob: Blob
     data_step: int
 
@@ -197,23 +193,17 @@ class LossDiverged(EverstepError, RuntimeError):
 
 
 class LossGuard:
-    """The loss guard that ``Run.guard`` makes, with the same options.
+    """The loss guard that ``Run.guard`` makes; its own state is tracked together with the user's objects.
 
-    Its data step, loss history and records are tracked together with the user's objects.
-
-    Args:
-        mean: Average a loss over all samples of the step (``Run.mean``). A collective.
-        on_all_ranks: Return whether a flag is set on all ranks. A collective.
-        before_update: Called before tracked state is changed.
-        on_refusal: Receives the data step and the message of each refusal.
+    ``mean`` and ``on_all_ranks`` are collectives.
     """
 
     def __init__(
         self,
         mean: Callable[[Loss | None, float], torch.Tensor],
         on_all_ranks: Callable[[bool], bool],
-        before_update: Callable[[], None],
-        on_refusal: Callable[[int, str], None],
+        before_update: Callable[[], None],  # called before tracked state is changed
+        on_refusal: Callable[[int, str], None],  # receives the data step and the message
         options: GuardOptions,
         log_fields: Mapping[str, object],
     ) -> None:
@@ -276,8 +266,6 @@ class LossGuard:
         self._skip_data_steps()
         return True
 
-    # --- called by Run
-
     def require_compatible(self, objects: Mapping[str, object]) -> None:
         """Raise ValueError for tracked objects that cannot be rolled back together with the guard."""
         if "guard" in objects:
@@ -320,8 +308,6 @@ class LossGuard:
         self._highest_refused_step = stored["highest_refused_step"]
         self._losses.extend(stored["losses"])
         self._records.extend(stored["records"])
-
-    # --- rollback
 
     def _refuse(self, loss: float, reason: str) -> None:
         self._refusals_in_a_row += 1

@@ -39,18 +39,12 @@ from everstep_trainer.state.untracked_state import check_untracked
 
 log = logging.getLogger(__name__)
 
-STEPS_UNTIL_STATE_CHECK = 2
-"""Updates after which an optimizer holds all the state that it will ever hold."""
-ACCUMULATION_CHECK_STEPS = 32
-"""First steps of a generation over which steps without an update are counted."""
+STEPS_UNTIL_STATE_CHECK = 2  # updates after which an optimizer holds all the state that it will ever hold
+ACCUMULATION_CHECK_STEPS = 32  # first steps of a generation over which steps without an update are counted
 
 
 class OptimizerHooks:
-    """Calls ``before_update`` before each step of the watched optimizers, until ``close``.
-
-    ``close`` matters for an optimizer that outlives its generation: the next generation's run hooks it again.
-    ``log_fields`` are added to log records.
-    """
+    """Calls ``before_update`` before each step of the watched optimizers, which may outlive the generation."""
 
     def __init__(self, before_update: Callable[[], None], log_fields: Mapping[str, object]) -> None:
         self._before_update = before_update
@@ -73,10 +67,7 @@ class OptimizerHooks:
                     self._hooks.append(one.register_step_pre_hook(self._before(key)))
 
     def step_finished(self) -> None:
-        """Warn once if gradients are accumulated over several steps of the run, because no version contains gradients.
-
-        Steps whose update a loss scaler or guard leaves out are too few to trigger the warning.
-        """
+        """Warn once if gradients are accumulated over several steps of the run: no version contains gradients."""
         self._steps += 1
         updated, self._updated = self._updated, False
         if self._steps > ACCUMULATION_CHECK_STEPS or not self._optimizers:

@@ -34,7 +34,7 @@ from everstep_controller.runtime.agent_requests import AgentRequests
 from everstep_controller.runtime.push import Outbox
 from everstep_controller.runtime.transaction import Transaction
 from everstep_controller.server import session
-from everstep_trainer.data.sampler import rank_batch_range
+from everstep_trainer.data.sampler import ElasticSampler
 from everstep_trainer.restore import version_choice
 from everstep_trainer.runtime.directives import ReceivedDirectives
 
@@ -114,7 +114,9 @@ def _numbers_from_before() -> AbstractContextManager[None]:
 @contextmanager
 def _overlapping_shares() -> Iterator[None]:
     """Neighbouring ranks share samples. What is remembered of the real sampler is forgotten before and after."""
-    mistake = mistaken(rank_batch_range, "(rank + 1) * global_batch // world_size", "(rank + 1) * global_batch")
+    mistake = method_mistaken(
+        ElasticSampler, "batch_range", "(self._rank + 1) * batch // world", "(self._rank + 1) * batch"
+    )
     _forget_samples()
     try:
         with mistake:

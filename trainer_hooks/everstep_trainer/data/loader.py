@@ -27,8 +27,7 @@ from everstep_trainer.state.python_state import PerRankState
 # These functions read private fields of torch's iterator (torch 2.13). If the fields differ, torch's own handling
 # applies.
 
-WORKER_EXIT_WAIT_S = 0.5
-"""Longest delay from a dying process's closed connections to its exit."""
+WORKER_EXIT_WAIT_S = 0.5  # longest delay from a dying process's closed connections to its exit
 
 
 class DataWorkerLost(RuntimeError):
@@ -148,10 +147,9 @@ def is_stream(dataset: Any) -> bool:
 
 
 class Loader:
-    """The batches of a data set, by step. It is also a sampler (``indices``, ``loss_weight``, ``for_rank``).
+    """The batches of a data set, by step, as ``Run.loader`` makes it; also a sampler.
 
-    ``Run.loader`` makes it. ``assigned_ranks`` returns (rank, world size) for each batch that ``batches`` yields.
-    Raises TypeError for a reserved option, or ``fetch_together`` for data without ``__getitems__``.
+    ``assigned_ranks`` returns (rank, world size) for each batch that ``batches`` yields.
     """
 
     def __init__(
@@ -245,7 +243,7 @@ class Loader:
             dataset = StreamBatchDataset(self._dataset, requests, collate, self._seed)
             options["batch_size"] = None
         else:
-            dataset = MapBatchDataset(self._dataset, self._seed, collate, fetch_together=self._fetch_together)
+            dataset = MapBatchDataset(self._dataset, self._seed, collate, self._fetch_together)
             options["batch_sampler"] = requests
         iterator = iter(DataLoader(dataset, **options))
         suppress_worker_death_errors(iterator)

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-ALL_REPLICAS = -1
-"""Replica number of the stream that all ranks share."""
+ALL_REPLICAS = -1  # replica number of the stream that all ranks share
 
 
 def stream_seed(seed: int, step: int, replica: int, stage: int = 0) -> int:

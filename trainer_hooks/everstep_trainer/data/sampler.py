@@ -60,16 +60,6 @@ class Permutation:
         return values ^ (values >> np.uint64(31))
 
 
-def rank_batch_range(rank: int, world_size: int, global_batch: int) -> tuple[int, int]:
-    """Return where a rank's samples begin and end in a global batch. Raises ValueError for a rank without a sample."""
-    if global_batch < world_size:
-        raise ValueError(
-            f"a global batch of {global_batch} leaves some of {world_size} ranks without a sample: "
-            f"take a batch of at least {world_size}, or fewer ranks"
-        )
-    return rank * global_batch // world_size, (rank + 1) * global_batch // world_size
-
-
 class Sampler(Protocol):
     """The interface of samplers and loaders that a training loop uses in each step."""
 
@@ -179,7 +169,13 @@ class ElasticSampler:
 
     def batch_range(self) -> tuple[int, int]:
         """Return where this rank's samples begin and end in the global batch."""
-        return rank_batch_range(self._rank, self._world, self._global_batch)
+        batch, world = self._global_batch, self._world
+        if batch < world:
+            raise ValueError(
+                f"a global batch of {batch} leaves some of {world} ranks without a sample: "
+                f"take a batch of at least {world}, or fewer ranks"
+            )
+        return self._rank * batch // world, (self._rank + 1) * batch // world
 
     def _first(self, step: int) -> int:
         if step < 1:

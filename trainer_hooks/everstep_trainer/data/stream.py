@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import count, islice
 from typing import Any, Protocol, runtime_checkable
@@ -35,17 +36,17 @@ class BatchRequest(msgspec.Struct, frozen=True):
     indices: tuple[int, ...]
 
 
+@dataclass(eq=False)
 class BatchRequests:
     """An endless sequence of requests for this rank's parts, from part ``first_part`` (from 0) of ``first_step`` on."""
 
-    def __init__(self, samplers: Sequence[ElasticSampler], first_step: int, first_part: int = 0) -> None:
-        self._samplers = samplers
-        self._first_step = first_step
-        self._first_part = first_part
+    samplers: Sequence[ElasticSampler]
+    first_step: int
+    first_part: int = 0
 
     def __iter__(self) -> Iterator[BatchRequest]:
-        parts = ((step, share) for step in count(self._first_step) for share in self._samplers)
-        for step, share in islice(parts, self._first_part, None):
+        parts = ((step, share) for step in count(self.first_step) for share in self.samplers)
+        for step, share in islice(parts, self.first_part, None):
             yield BatchRequest(step, share.batch_range()[0], tuple(share.indices(step).tolist()))
 
 
@@ -78,30 +79,27 @@ def build_batch_in_one_fetch(
     return build_batch(first, seed, lambda _: fetch(list(request.indices)), lambda fetched: collate(fetched[0]))
 
 
+@dataclass(eq=False)
 class MapBatchDataset:
-    """Adapts a map-style data set to batch requests: torch's fetcher passes a whole request to ``__getitems__``.
+    """Adapts a map-style data set to batch requests: torch's fetcher passes a whole request to ``__getitems__``."""
 
-    With ``fetch_together`` all samples of a request are fetched at once, with streams seeded from the first position.
-    """
-
-    def __init__(self, dataset: Any, seed: int, collate: Collate, *, fetch_together: bool = False) -> None:
-        self._dataset = dataset
-        self._seed = seed
-        self._collate = collate
-        self._fetch_together = fetch_together
+    dataset: Any
+    seed: int
+    collate: Collate
+    fetch_together: bool
 
     def __len__(self) -> int:
-        return len(self._dataset)
+        return len(self.dataset)
 
     def __getitems__(self, request: BatchRequest) -> Any:
-        if not self._fetch_together:
-            return build_batch(request, self._seed, self._one, self._collate)
-        return build_batch_in_one_fetch(request, self._seed, self._dataset.__getitems__, self._collate)
+        if not self.fetch_together:
+            return build_batch(request, self.seed, self._one, self.collate)
+        return build_batch_in_one_fetch(request, self.seed, self.dataset.__getitems__, self.collate)
 
     def _one(self, index: int) -> Any:
         """Return one sample; prefer ``__getitems__`` as torch does, since a data set may have only that method."""
-        several = getattr(self._dataset, "__getitems__", None)
-        return self._dataset[index] if several is None else several([index])[0]
+        several = getattr(self.dataset, "__getitems__", None)
+        return self.dataset[index] if several is None else several([index])[0]
 
 
 def identity_collate(value: Any) -> Any:
@@ -181,6 +179,7 @@ class StreamReader:
         return iter(self._dataset)
 
 
+@dataclass(eq=False)
 class StreamBatchDataset(IterableDataset[Any]):
     """Yields whole batches to a DataLoader without a batch size.
 
@@ -189,27 +188,26 @@ class StreamBatchDataset(IterableDataset[Any]):
     would read only a share of it. So the worker info is hidden from them and their threads.
     """
 
-    def __init__(self, dataset: Iterable[Any], requests: BatchRequests, collate: Collate, seed: int) -> None:
-        self._dataset = dataset
-        self._requests = requests
-        self._collate = collate
-        self._seed = seed
+    dataset: Iterable[Any]
+    requests: BatchRequests
+    collate: Collate
+    seed: int
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
         mine, workers = (info.id, info.num_workers) if info is not None else (0, 1)
         worker._worker_info = None
-        reader, collate = StreamReader(self._dataset, self._seed), partial(self._collated, info)
-        for request in islice(self._requests, mine, None, workers):
+        reader, collate = StreamReader(self.dataset, self.seed), partial(self._collated, info)
+        for request in islice(self.requests, mine, None, workers):
             if reader.is_seekable:
-                yield build_batch(request, self._seed, reader.read, collate)
+                yield build_batch(request, self.seed, reader.read, collate)
             else:
-                yield build_batch_in_one_fetch(request, self._seed, reader.read_with_epoch_rng, collate)
+                yield build_batch_in_one_fetch(request, self.seed, reader.read_with_epoch_rng, collate)
 
     def _collated(self, info: Any, samples: list[Any]) -> Any:
         """Collate with the worker info visible, so that torch's own collate function makes tensors in shared memory."""
         worker._worker_info = info
         try:
-            return self._collate(samples)
+            return self.collate(samples)
         finally:
             worker._worker_info = None

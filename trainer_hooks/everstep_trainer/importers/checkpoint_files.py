@@ -85,8 +85,7 @@ class CheckpointReader:
 
 SAFETENSORS_SUFFIX = ".safetensors"
 SAFETENSORS_INDEX = f"{SAFETENSORS_SUFFIX}.index.json"
-MAX_HEADER_BYTES = 100_000_000
-"""The limit of the format's own library."""
+MAX_HEADER_BYTES = 100_000_000  # the limit of the format's own library
 _DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -133,8 +132,7 @@ class SafetensorsCheckpoint(CheckpointReader):
     def __init__(self, url: str, filesystem: Any, path: str) -> None:
         folder, _, name = path.rpartition("/")
         super().__init__(url, filesystem, folder)
-        self._locations: dict[str, tuple[str, int]] = {}
-        """The file of each tensor, and where its bytes begin in it."""
+        self._locations: dict[str, tuple[str, int]] = {}  # the file of each tensor, and where its bytes begin in it
         tensors: dict[str, tuple[torch.dtype, Extent]] = {}
         if name.endswith(SAFETENSORS_INDEX):
             index = self._decoded(name, self._bytes(name), _Index)
@@ -224,10 +222,7 @@ _ALLOWED_CLASSES = {
 
 
 def find_checkpoints(url: str) -> list[str]:
-    """Return the checkpoints now at a path or URL: itself, or the Everstep checkpoints in the folder, newest first.
-
-    Raises NotRestorable if there is none, ConfigurationError for an unknown scheme, or OSError.
-    """
+    """Return the checkpoints at a URL: itself, or those in it, newest first. Raises NotRestorable or OSError."""
     filesystem, path = _resolve_url(url)
     filesystem.invalidate_cache()
     if filesystem.isfile(path) or filesystem.isfile(f"{path}/.metadata"):

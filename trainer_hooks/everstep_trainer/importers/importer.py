@@ -202,8 +202,7 @@ class StoredMoment(msgspec.Struct, frozen=True):
 
     optimizer: torch.optim.Optimizer
     parameter: torch.Tensor
-    full_name: str
-    """Full name, as a tensor's."""
+    full_name: str  # as a tensor's
     name: str
     keys: tuple[str, ...]
 
@@ -379,8 +378,6 @@ class CheckpointImport:
         self._checkpoint.close()
         self._backup.undo()
 
-    # --- tensors
-
     def _fill_tensors(self, world: int) -> None:
         """Fill parameters, buffers and moments."""
         live = self._state.tensors()
@@ -437,8 +434,6 @@ class CheckpointImport:
         with torch.no_grad():
             for box, value in self._checkpoint.read(key, target.box) if target.box.volume else ():
                 view_of_box(target.local, target.box, box).copy_(value)
-
-    # --- everything else
 
     def _read_blob(self) -> None:
         """Read the Python state of Everstep's own checkpoint: this rank's first, missing names from others."""

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=msgspec.Struct)
-RANK_TIMEOUT_S = 3600.0
-"""For a rank to finish reading: storage may be slow for one rank only. A lost rank ends the generation."""
+RANK_TIMEOUT_S = 3600.0  # for a rank to finish reading, since storage may be slow for one rank only
 
 
 class SourceProposal(msgspec.Struct, frozen=True):
@@ -46,27 +45,20 @@ class ImportOutcome(msgspec.Struct, frozen=True):
 
 @dataclass(eq=False)
 class SourceAgreement:
-    """One rank's part in the agreement. All ranks run the same code.
-
-    ``on_unusable`` receives each checkpoint that this rank found damaged or missing, with the reason; ``wait`` waits
-    some seconds before failing storage is retried.
-    """
+    """One rank's part in the agreement. All ranks run the same code."""
 
     store: Store
     rank: int
     world_size: int
     clock: Clock
-    on_unusable: Callable[[str, str], None]
-    wait: Callable[[float], None] = sleep_in_slices
+    on_unusable: Callable[[str, str], None]  # receives each damaged or missing checkpoint, and why
+    wait: Callable[[float], None] = sleep_in_slices  # before failing storage is retried
 
     def load(self, locations: Sequence[str], read: Callable[[str], CheckpointImport]) -> int:
         """Try the checkpoints at ``locations`` in order, newest first in a folder, until all ranks could read one.
 
-        Rank 0's locations count for all ranks. Returns the checkpoint's step, or 0 if there are no locations.
-
-        Raises:
-            NotRestorable: On all ranks, none can be used or the objects differ from the stored ones.
-            DistStoreError: A rank reported nothing for RANK_TIMEOUT_S.
+        Rank 0's locations count for all ranks. Returns the checkpoint's step, or 0 if there are no locations. Raises
+        NotRestorable on all ranks, or DistStoreError if a rank reported nothing for RANK_TIMEOUT_S.
         """
         failed: dict[str, str] = {}
         while True:

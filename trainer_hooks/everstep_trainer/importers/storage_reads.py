@@ -31,8 +31,7 @@ from everstep.errors import NotRestorable
 from everstep.layout.object_storage import storage_errors
 from everstep_trainer.runtime.interrupt import WAIT_SLICE_S
 
-_DATA = re.compile(r"[^/]+/data/[^/]+")
-"""A record with a tensor's bytes; all others are small."""
+_DATA = re.compile(r"[^/]+/data/[^/]+")  # a record with a tensor's bytes; all others are small
 _CHUNK_BYTES = 1 << 20
 _MALFORMED = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, ValueError, LookupError, OverflowError, OSError)
 _UNSUPPORTED = (NotImplementedError, RuntimeError)
@@ -205,8 +204,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 RETRY_BACKOFF = Backoff(floor_s=0.5, ceiling_s=8.0)
-MAX_TRIES = 5
-"""Attempts, with at most 0.5, 1, 2 and 4 s in between. A job that goes back a checkpoint loses many minutes."""
+MAX_TRIES = 5  # with at most 0.5, 1, 2 and 4 s in between; a job that goes back a checkpoint loses many minutes
 _PERMANENT_ERRORS = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 """Errors about what is there, not about reaching it."""
 

@@ -56,20 +56,13 @@ def attach(trainer: Trainer, run: Run, loader: Loader, *, seed: int = 0, **extra
     if trainer.args.max_steps <= 0:
         raise ValueError("set TrainingArguments(max_steps=...): the batches of an attached Trainer have no end")
     accumulated = trainer.args.gradient_accumulation_steps
-    trainer.get_train_dataloader = lambda: _RemainingBatches(run, loader, accumulated)
+    trainer.get_train_dataloader = lambda: _remaining_batches(run, loader, accumulated)
     trainer.add_callback(_EverstepCallback(trainer, run, seed, extra_objects))
 
 
-class _RemainingBatches:
-    """The batches from the first unfinished one on; iterated only after the state was restored."""
-
-    def __init__(self, run: Run, loader: Loader, accumulated: int) -> None:
-        self._run = run
-        self._loader = loader
-        self._accumulated = accumulated
-
-    def __iter__(self) -> Iterator[Any]:
-        return map(self._loader.batch, itertools.count(self._run.last_finished_step * self._accumulated + 1))
+def _remaining_batches(run: Run, loader: Loader, accumulated: int) -> Iterator[Any]:
+    """Yield the batches from the first unfinished one on; begun only after the state was restored."""
+    yield from map(loader.batch, itertools.count(run.last_finished_step * accumulated + 1))
 
 
 class _EverstepCallback(TrainerCallback):

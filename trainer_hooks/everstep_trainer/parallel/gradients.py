@@ -2,14 +2,14 @@
 
 DistributedDataParallel rearranges its buckets after its first step, and a ring all-reduce adds each element in an order
 that depends on its place in the bucket. So the first step after a regroup would round differently from an undisturbed
-run: equal to 1e-8, not to the last bit. Here every element is added in the order of ranks. An all-to-all gives each
-rank its part of all gradients, the rank adds them, and an all-gather returns the sums. The traffic equals a ring's.
+run. Here every element is added in the order of ranks: an all-to-all gives each rank its part of all gradients, the
+rank adds them, and an all-gather returns the sums. The traffic equals a ring's.
 
 No ``from __future__ import annotations`` here: DistributedDataParallel compares the hook's annotations as objects.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,12 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from everstep_trainer.parallel.exact.summation import all_gather
 from everstep_trainer.runtime.progress import CollectiveTimer
 
-
-class GradientExchange(NamedTuple):
-    """State of the hook: the group (None: the default one), and a timer of its collectives."""
-
-    group: dist.ProcessGroup | None
-    timer: CollectiveTimer
+GradientExchange = tuple[dist.ProcessGroup | None, CollectiveTimer]
+"""State of the hook: the group (None: the default one), and a timer of its collectives."""
 
 
 def mean_in_rank_order(
@@ -36,19 +32,19 @@ def mean_in_rank_order(
     ``bucket.buffer()`` is ``[n]`` of any n, padded to a multiple of the world size if needed. Blocks until the mean is
     there: gloo's callbacks must not start collectives of their own.
     """
-    buffer, group = bucket.buffer(), exchange.group
+    buffer, (group, timer) = bucket.buffer(), exchange
     world = dist.get_world_size(group)
     padding = -buffer.numel() % world
     padded = nn.functional.pad(buffer, (0, padding)) if padding else buffer
     everybodys = torch.empty_like(padded)
-    with exchange.timer.measure(buffer.device):
+    with timer.measure(buffer.device):
         dist.all_to_all_single(everybodys, padded, group=group)
     parts = everybodys.view(world, -1)
     mine = parts[0]
     for other in parts[1:]:
         mine += other
     mine /= world
-    with exchange.timer.measure(buffer.device):
+    with timer.measure(buffer.device):
         all_gather(padded, mine, group=group)
     if padding:
         buffer.copy_(padded[: buffer.numel()])
@@ -90,5 +86,5 @@ def replicate(
         options.setdefault("bucket_cap_mb", 256)  # one bucket: without overlap, more buckets only cost latency
     replicas = DistributedDataParallel(module, process_group=process_group, init_sync=not equal_already, **options)
     if exact:
-        replicas.register_comm_hook(GradientExchange(process_group, CollectiveTimer(on_wait)), mean_in_rank_order)
+        replicas.register_comm_hook((process_group, CollectiveTimer(on_wait)), mean_in_rank_order)
     return replicas

@@ -49,8 +49,7 @@ class RankContext(msgspec.Struct, frozen=True, kw_only=True):
     tier: Callable[[], MemoryTier] | None = None
 
 
-MAX_SHOWN = 8
-"""Most replicas named in an error: there may be thousands."""
+MAX_SHOWN = 8  # most replicas named in an error: there may be thousands
 
 
 class Replica(msgspec.Struct, frozen=True):

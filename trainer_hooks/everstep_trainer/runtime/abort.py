@@ -175,12 +175,9 @@ def install_reset_filter() -> None:
 
 logger = logging.getLogger(__name__)
 
-HOLD_OPEN_S = 1.0
-"""Seconds that aborted connections stay open. Survivors learn of a new generation within tens of milliseconds of one
-another, and none should see a connection close before it has aborted its own."""
+HOLD_OPEN_S = 1.0  # that aborted connections stay open, until other survivors have aborted theirs too
 
-NCCL_SETUP_TIMEOUT_S = 120
-"""Longest set-up of an NCCL communicator. While torch waits for one it holds a lock that an abort needs."""
+NCCL_SETUP_TIMEOUT_S = 120  # of a communicator; while torch waits for it, it holds a lock that an abort needs
 
 
 def gloo_event_loops() -> list[int]:
@@ -205,8 +202,7 @@ class GlooBackend:
     or the other process fail, which gloo ignores (see above).
     """
 
-    name = "gloo"
-    """The backend string for ``init_process_group``."""
+    name = "gloo"  # the backend string for ``init_process_group``
 
     def prepare(self) -> None:
         """Apply settings that the library reads once, before the process's first group."""

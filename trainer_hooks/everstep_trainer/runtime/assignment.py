@@ -32,19 +32,13 @@ STANDBY_POLL_S = 1.0
 
 
 class WorkerAssignment(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker's assignment by the launcher, at its start.
-
-    Attributes:
-        local_rank: The local rank; None for a standby that was not promoted yet.
-        start_from: Checkpoint to start from if nothing is in memory; empty for none.
-        started_at: When an active worker's process began (perf_counter); None for a standby, for which nobody waited.
-    """
+    """A worker's assignment by the launcher, at its start."""
 
     job: str
     agent_socket: str
-    local_rank: int | None
-    start_from: str = ""
-    started_at: float | None = None
+    local_rank: int | None  # None for a standby that was not promoted yet
+    start_from: str = ""  # checkpoint to start from if nothing is in memory; empty for none
+    started_at: float | None = None  # when an active worker began (perf_counter); nobody waits for a standby
 
 
 class LauncherGone(SystemExit):

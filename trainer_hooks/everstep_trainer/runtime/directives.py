@@ -48,11 +48,6 @@ class ReceivedDirectives:
             self._stop = self._stop or stop
             self._changed.notify_all()
 
-    @property
-    def stop(self) -> StopJob | None:
-        with self._lock:
-            return self._stop
-
     def is_generation_over(self, number: int, step: int) -> bool:
         """Return whether a rank that finished ``step`` must leave generation ``number``.
 
@@ -97,7 +92,7 @@ class GenerationMembership:
     """Tracks whether the main thread is outside of generations, joining one or inside one (in the training function).
 
     The lock makes ``abort`` and the transitions exclude each other, so that an abort never hits the generation that the
-    main thread has gone on to. ``end_process`` is the last resort of an abort.
+    main thread has gone on to.
     """
 
     directives: ReceivedDirectives
@@ -105,7 +100,7 @@ class GenerationMembership:
     interrupter: Interrupter
     abort_collectives: Callable[[], object]
     cut_store: Callable[[], object]
-    end_process: Callable[[], object]
+    end_process: Callable[[], object]  # the last resort of an abort
     settings: HookSettings
 
     def __post_init__(self) -> None:
@@ -204,8 +199,7 @@ class DirectiveListener:
         self._watchdog = HangWatchdog(self.settings, self.clock)
         self._spec: GenerationSpec | None = None
         self._member: Member | None = None
-        self.on_versions: Callable[[VersionNotice], None] | None = None
-        """Receives which version is committed and which may be next."""
+        self.on_versions: Callable[[VersionNotice], None] | None = None  # receives the committed version and candidate
 
     def enter(self, spec: GenerationSpec, member: Member) -> None:
         """Begin to take part in ``spec``, from its rendezvous on."""

@@ -22,7 +22,7 @@ from everstep_trainer.restore.restorer import Restoration, make_restore_finding
 from everstep_trainer.runtime.directives import ReceivedDirectives
 from everstep_trainer.runtime.interrupt import Interrupter, Regroup
 from everstep_trainer.runtime.process_group import GenerationGroup
-from everstep_trainer.runtime.progress import StepProgress, compile_seconds_since, total_compile_s
+from everstep_trainer.runtime.progress import StepProgress, total_compile_s
 from everstep_trainer.snapshot.slot_negotiation import SnapshotOptions
 from everstep_trainer.snapshot.snapshotter import Snapshotter
 from everstep_trainer.state.tracked_state import TrackedState
@@ -89,25 +89,18 @@ class TrainingSession:
 
 @dataclass(eq=False)
 class GenerationSession(TrainingSession):
-    """Snapshots and restores one rank's state through one generation.
-
-    Args:
-        connect_vault: Makes the connection to the node's vault; called once state is tracked or certain to be.
-        timeline: The timeline of the regrouping so far; it ends with the first finished step.
-        start_from: Checkpoint on storage, used if memory and the job's storage hold nothing restorable; empty for none.
-        on_first_step: Called once, after the first finished step was reported.
-    """
+    """Snapshots and restores one rank's state through one generation."""
 
     group: GenerationGroup
     directives: ReceivedDirectives
     progress: StepProgress
     interrupter: Interrupter
-    connect_vault: Callable[[], VaultClient]
+    connect_vault: Callable[[], VaultClient]  # called once state is tracked or certain to be
     send: Callable[[ToAgent], None]
-    timeline: PhaseTimeline | None
+    timeline: PhaseTimeline | None  # of the regrouping; ends with the first finished step
     clock: Clock
-    start_from: str = ""
-    on_first_step: Callable[[], object] = bool
+    start_from: str = ""  # checkpoint on storage, used if nothing else is restorable; empty for none
+    on_first_step: Callable[[], object] = bool  # called once, after the first finished step was reported
 
     def __post_init__(self) -> None:
         self._spec = self.group.spec
@@ -241,10 +234,9 @@ class GenerationSession(TrainingSession):
         All tracked objects are released: the garbage collector does not see their cycle with this object through
         DistributedDataParallel's hook in C++, and the models of every generation would stay in memory.
         """
-        restoration, self._restoration = self._restoration, None
-        if restoration is not None:
-            restoration.close()
-        snapshotter, self._snapshotter = self._snapshotter, None
+        if self._restoration is not None:
+            self._restoration.close()
+        snapshotter, self._snapshotter, self._restoration = self._snapshotter, None, None
         if snapshotter is not None:
             snapshotter.close(finish=True)
 
@@ -265,7 +257,10 @@ class GenerationSession(TrainingSession):
         """Report the end of the regrouping, with the first finished step."""
         self._end_phase("first_step")
         assert self.timeline is not None
-        self.timeline.split_off("compile", "first_step", compile_seconds_since(self._compiled_before_s))
+        compiled_s = total_compile_s()
+        if compiled_s >= self._compiled_before_s:  # less after a torch.compiler.reset
+            compiled_s -= self._compiled_before_s
+        self.timeline.split_off("compile", "first_step", compiled_s)
         phases, self.timeline = self.timeline.phases_s, None
         self._restoration = None  # only now: unmapping the slots takes a millisecond
         self.send(

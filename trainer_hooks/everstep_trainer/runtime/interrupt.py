@@ -54,8 +54,7 @@ WAIT_SLICE_S = 0.02
 """Length in seconds of one slice of a main thread's wait. An exception raised between two slices arrives even if no
 signal wakes the thread, because the signal came just before or because training code handles it."""
 
-WAKE_SIGNAL = signal.SIGURG
-"""Ignored by default, so that a late one does no harm."""
+WAKE_SIGNAL = signal.SIGURG  # ignored by default, so that a late one does no harm
 
 
 def _handle_wakes() -> bool:
@@ -175,24 +174,20 @@ class Interrupter:
 #
 # gloo wakes the waiters of a closed connection, except for an operation whose transfer had begun
 # (gloo/transport/tcp/pair.cc, ``signalException`` looks at neither ``rx_.ubuf`` nor ``tx_[i].ubuf``). That waiter
-# sleeps in C++ until the group's time-out, and nothing reaches it. So waits that begin in Python are cut into slices;
-# between two slices the interpreter delivers exceptions raised in the thread.
+# sleeps in C++ until the group's time-out. So waits that begin in Python are cut into slices; between two slices the
+# interpreter delivers exceptions raised in the thread. DistributedDataParallel without a communication hook waits in
+# C++; a process that hangs there is replaced (``GenerationMembership``).
 #
-# A message from rank to rank cannot be awaited in slices: on time-out gloo closes the connection
-# (gloo/transport/tcp/pair.cc, "Application timeout caused pair closure"). Another thread waits for it, and the main
-# thread waits for that thread in slices. DistributedDataParallel without a communication hook waits in C++; a process
-# that hangs there is replaced (``GenerationMembership``).
+# A message from rank to rank cannot be awaited in slices: on time-out gloo closes the connection (pair.cc, "Application
+# timeout caused pair closure"). Another thread waits for it, and the main thread waits for that thread in slices.
 
 WAIT_SLICE = timedelta(seconds=WAIT_SLICE_S)  # a slice that ends costs about 10 us
 
-POLL_S = 0.001
-"""Seconds between two checks of a collective that a GPU computes."""
+POLL_S = 0.001  # seconds between two checks of a collective that a GPU computes
 
 _original_wait = dist.Work.wait
-_is_over: Callable[[], bool] = bool
-"""Returns whether the main thread's generation is over; its waits then end between two slices."""
-_on_error: Callable[[BaseException], object] = bool
-"""Receives the errors that end waits of the main thread, Regroup included, since training code may catch them."""
+_is_over: Callable[[], bool] = bool  # whether the main thread's generation is over; its waits then end
+_on_error: Callable[[BaseException], object] = bool  # receives errors that end its waits
 _MESSAGES = [int(kind) for kind in (OpType.SEND, OpType.RECV, OpType.RECVANYSOURCE)]
 
 
@@ -263,11 +258,7 @@ def wait_or_regroup(work: dist.Work, is_over: Callable[[], bool]) -> bool:
 
 
 def poll_or_regroup(work: dist.Work, is_over: Callable[[], bool]) -> None:
-    """Wait for a collective on GPU tensors; raise Regroup when ``is_over`` becomes true first.
-
-    The work is polled. NCCL must not be given a time-out: when one passes, torch marks the work as failed and aborts
-    the communicator.
-    """
+    """Poll a collective on GPU tensors, since a time-out would abort it; raise Regroup when ``is_over`` comes first."""
     while not work.is_completed():
         if is_over():
             raise Regroup

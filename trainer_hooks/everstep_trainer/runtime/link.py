@@ -66,18 +66,14 @@ class FrameOutbox:
 
 @dataclass(eq=False)
 class RankLink:
-    """The connection to the agent's socket at ``path``; ``hello`` is the first frame of every connection.
-
-    ``listener`` is called from the link's thread, and must not block. ``uniform`` draws from [0, 1) for the back-off's
-    jitter.
-    """
+    """The connection to the agent's socket at ``path``."""
 
     path: str
-    hello: Hello
-    listener: DirectiveListener
+    hello: Hello  # the first frame of every connection
+    listener: DirectiveListener  # called from the link's thread; must not block
     settings: HookSettings
     clock: Clock
-    uniform: Callable[[], float]
+    uniform: Callable[[], float]  # draws from [0, 1) for the back-off's jitter
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
@@ -126,8 +122,6 @@ class RankLink:
         os.close(self._wake_read)
         os.close(self._wake_write)
 
-    # --- sending
-
     def _flush(self) -> None:
         if self._connection is not None:
             with suppress(OSError):  # the thread sees the end of the connection and reconnects
@@ -162,13 +156,9 @@ class RankLink:
         except OSError:
             connection.close()
             return None
-        first: list[ToAgent] = [self.hello]
-        if (tick := self.listener.make_tick()) is not None:
-            first.append(tick)
-        if self._persistent_message is not None:
-            first.append(self._persistent_message)
+        first = (self.hello, self.listener.make_tick(), self._persistent_message)
         with self._lock:
-            self._outbox.put_first([encode_frame(m) for m in first])
+            self._outbox.put_first([encode_frame(message) for message in first if message is not None])
             self._connection = connection
             self._flush()
         return connection

@@ -66,12 +66,8 @@ logger = logging.getLogger(__name__)
 CONNECT_RETRY_S = 0.01
 CONNECT_TIMEOUT_S = 2.0
 RELEASE_TIMEOUT_S = 0.5
-ABORT_WAIT_S = 5.0
-"""Longest wait for a communicator's abort before its group is destroyed. Destroying first would wait for the hung
-operation, and the abort for the destruction."""
-BOUNDARY_JOIN_S = 3600.0
-"""Longest wait for the members of a generation that begins at a step boundary. A newcomer arrives long before the
-others, whose steps may take minutes. The controller's deadlines end the wait if a member does not come."""
+ABORT_WAIT_S = 5.0  # for a communicator's abort: destroying its group first would wait for the hung operation
+BOUNDARY_JOIN_S = 3600.0  # for the members of a generation that begins at a step boundary: their steps may take minutes
 
 
 class GenerationGroup:
@@ -117,14 +113,8 @@ class Rendezvous:
         self._releasing: list[threading.Thread] = []
         self.group: GenerationGroup | None = None
 
-    # --- joining
-
     def join(self, spec: GenerationSpec, member: Member, is_over: Callable[[], bool]) -> None:
-        """Form ``group``, the process group of ``spec``, together with its other members.
-
-        Raises Regroup if ``is_over`` became true meanwhile, RuntimeError (as torch's network errors are) if the store
-        or a member did not answer within ``join_timeout_s``.
-        """
+        """Form ``group``, the process group of ``spec``. Raises Regroup if ``is_over``, RuntimeError on a time-out."""
         try:
             self.group = self._join(spec, member, is_over)
         except (Regroup, RuntimeError) as error:
@@ -204,8 +194,6 @@ class Rendezvous:
             poll_or_regroup(dist.all_reduce(present, async_op=True), is_over)
         if int(present.item()) != world_size:
             raise RuntimeError(f"{int(present.item())} of {world_size} ranks took part in the first all-reduce")
-
-    # --- leaving
 
     def leave(self, *, must_abort: bool) -> None:
         """Destroy all process groups, after an abort if ``must_abort``; ``release`` then frees what they hold."""

@@ -24,12 +24,6 @@ from everstep_trainer.config import HookSettings
 _COUNTED = ("entire_frame_compile", "entire_backward_compile")
 
 
-def compile_seconds_since(before_s: float) -> float:
-    """Return seconds since ``total_compile_s`` returned ``before_s``, also across a ``torch.compiler.reset``."""
-    now_s = total_compile_s()
-    return now_s - before_s if now_s >= before_s else now_s
-
-
 def total_compile_s() -> float:
     """Return the seconds of all compilations so far, from torch's cache too; 0.0 if torch does not report them."""
     utils = sys.modules.get("torch._dynamo.utils")  # a module that was not imported has compiled nothing
@@ -79,20 +73,14 @@ class LatestLoss:
 
 
 class StepProgress:
-    """Steps of one rank in one generation; written by the main thread, read by the signal thread.
-
-    Attributes:
-        finished_step: The last finished step; steps count from 1, and 0 means none.
-        begun_step: The last step begun in this generation; before the first, the restored step or 0.
-        snapshot_every: Steps from one snapshot to the next; 0 if only versions to be committed are stored.
-    """
+    """Steps of one rank in one generation; written by the main thread, read by the signal thread."""
 
     def __init__(self, window: int) -> None:
         self.generation = 0
-        self.finished_step = 0
-        self.begun_step = 0
+        self.finished_step = 0  # steps count from 1
+        self.begun_step = 0  # in this generation; before the first, the restored step or 0
         self.finished_steps_here = 0
-        self.snapshot_every = 1
+        self.snapshot_every = 1  # 0 if only versions to be committed are stored
         self.loss = LatestLoss()
         self._durations: deque[float] = deque(maxlen=window)
         self._before_s = 0.0
@@ -162,11 +150,7 @@ class StepProgress:
 
 
 class CollectiveTimer:
-    """Times the blocks inside ``measure`` and passes the seconds to ``on_wait``; for one thread.
-
-    A collective on a GPU is timed by two events on the current stream. They are read once they have passed, without a
-    wait, so the seconds may be reported a step late.
-    """
+    """Times the blocks inside ``measure`` for ``on_wait``, on a GPU by events that may be read a step late."""
 
     def __init__(self, on_wait: Callable[[float], object]) -> None:
         self._on_wait = on_wait
@@ -220,8 +204,7 @@ class HangWatchdog:
         self._step_since = self._since
         self._last_check_at = self._since
         self._reported_s = 0.0
-        self._suspected_stall: tuple[int, float] | None = None
-        """The step after which a stall was reported, and its threshold."""
+        self._suspected_stall: tuple[int, float] | None = None  # the step before it, and its threshold
         self._allowed_s = 0.0
 
     def enter(self, configured_s: float | None) -> None:

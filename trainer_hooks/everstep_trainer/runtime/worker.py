@@ -70,10 +70,7 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 
 class UnattributedFailures:
-    """Counts communication errors at the same step, over generations, in complete groups without a lost rank.
-
-    Such errors recur at every attempt; from ``limit`` in a row on they count as the training function's own.
-    """
+    """Counts communication errors at one step without a lost rank; ``limit`` in a row are the training function's."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -126,8 +123,7 @@ def clear_frames(error: BaseException | None) -> None:
 # ---- restore the main thread's torch state after an interrupt
 #
 # An exception between two byte codes can hit the exit of a context manager just before it restores what it changed.
-# Gradients then stay off, or a checkpointed block's hooks stay installed. Such state belongs to the thread, so the next
-# generation would inherit it.
+# Gradients then stay off, or a checkpointed block's hooks stay installed, also in the next generation.
 
 
 def reset_thread_state() -> None:
@@ -146,8 +142,7 @@ logger = logging.getLogger(__name__)
 
 TrainingFunction = Callable[[Run], None]
 _ReportKind = type[RankFinished | CollectiveFailed | UserError]
-REPLACEMENT_WAIT_S = 0.5
-"""Longest wait until a process that replaces another learns of its generation; a spare's wait may take hours."""
+REPLACEMENT_WAIT_S = 0.5  # until a process that replaces another learns of its generation; a spare may wait for hours
 
 
 def _show(text: str) -> None:
@@ -170,6 +165,8 @@ def _end_child(failure: BaseException | None) -> None:
 
 class Worker:
     """The process of one rank, for the main thread; the local rank in ``assignment`` is known."""
+
+    _welcome: Welcome  # the agent's answer; set when ``run`` begins
 
     def __init__(self, assignment: WorkerAssignment, settings: HookSettings, clock: Clock) -> None:
         assert assignment.local_rank is not None
@@ -196,7 +193,6 @@ class Worker:
         role, local_rank = ConnectionRole.RANK, assignment.local_rank
         hello = Hello(protocols=SUPPORTED_VERSIONS, role=role, job=self._job, pid=self._pid, local_rank=local_rank)
         self._link = RankLink(assignment.agent_socket, hello, self._listener, settings, clock, random.random)
-        self._welcome: Welcome | None = None
         self._timeline = PhaseTimeline(assignment.started_at)
         if assignment.started_at is not None:
             self._timeline.end("start")
@@ -226,7 +222,6 @@ class Worker:
     @cached_property
     def _vault(self) -> VaultClient:
         """The connection to the vault, made when something is first tracked and kept for the life of the process."""
-        assert self._welcome is not None
         return VaultClient(self._welcome.vault_socket, clock=self._clock)
 
     # --- from generation to generation
@@ -240,7 +235,6 @@ class Worker:
                     return
                 _show(f"everstep: job {order.job} was stopped: {order.reason}")
                 raise SystemExit(1)
-            assert self._welcome is not None
             number = order.number
             member = order.member_at(self._welcome.node, self._local_rank)
             parked = member is None
@@ -417,5 +411,4 @@ class Worker:
         self._link.send_persistent(kind(step=self._progress.finished_step, **fields))
 
     def _extra(self, spec: GenerationSpec) -> dict[str, Any]:
-        node = self._welcome.node if self._welcome is not None else ""
-        return {"node": node, "job": self._job, "generation": spec.number, "trace": spec.trace}
+        return {"node": self._welcome.node, "job": self._job, "generation": spec.number, "trace": spec.trace}

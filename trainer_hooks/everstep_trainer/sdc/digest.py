@@ -2,10 +2,8 @@
 
 Odd weights detect every single flipped bit. Random weights detect the structured patterns of broken hardware that XOR
 fingerprints miss (even counts of the same bit, lane swaps, stuck tiles). The sum does not depend on the order of
-summation. As an integer matrix-vector product it runs near memory speed without Python's lock.
-
-The digest covers parameters. A corrupted moment reaches its parameter at the next step and is detected one step later;
-the blamed rank's shares are then replaced by the equal ones of other holders.
+summation. As an integer matrix-vector product it runs near memory speed without Python's lock. The digest covers
+parameters: a corrupted moment reaches its parameter at the next step.
 """
 
 from __future__ import annotations
@@ -16,13 +14,10 @@ from functools import cache
 import torch
 
 WORD_BYTES = 8
-ROW_WORDS = 32768
-"""A row of weights is 256 KiB: it stays in the second-level cache while the data streams past."""
+ROW_WORDS = 32768  # a row of weights is 256 KiB: it stays in the second-level cache while the data streams past
 ROW_BYTES = ROW_WORDS * WORD_BYTES
-BLOCK_ROWS = 1024
-"""Rows multiplied at once, 256 MiB: bounds the intermediate product on a GPU."""
-SMALL_BYTES = 64 << 10
-"""Smaller tensors are gathered into one buffer first: a product has a fixed cost of some microseconds."""
+BLOCK_ROWS = 1024  # rows multiplied at once, 256 MiB: bounds the intermediate product on a GPU
+SMALL_BYTES = 64 << 10  # smaller tensors are gathered first: a product has a fixed cost of some microseconds
 _SEED = 0x45565253544550
 _MASK = (1 << 64) - 1
 
@@ -43,10 +38,9 @@ def _mix(n: int) -> int:
 
 
 class WeightedDigest:
-    """The digest of a fixed list of tensors; buffers and weights are made once, on the first tensor's device.
+    """The digest of a fixed list of tensors, however they are laid out in memory; for one thread at a time.
 
-    Equal bytes in equal order give equal digests in any process, however the tensors are laid out in memory. Not for
-    use from two threads at once.
+    Buffers and weights are made once, on the first tensor's device.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:

@@ -10,38 +10,27 @@ import xxhash
 from everstep.errors import DECODE_ERRORS, MalformedMessage
 from everstep.layout.manifests import Box, Extent, TensorPlacement
 
-ALIGN = 64
-"""Pieces begin at multiples of this in a payload: a cache line, and enough for any dtype's view."""
+ALIGN = 64  # pieces begin at multiples of this in a payload: a cache line, and enough for any dtype's view
 
 
 class Sharing(StrEnum):
-    """Relation between the ranks that hold the same box.
+    """Relation between the ranks that hold the same box."""
 
-    EQUAL: bit for bit the same on all, so any rank's will do. FIRST_RANK: the lowest rank's counts (buffers that DDP
-    broadcasts from rank 0). PER_RANK: each rank has its own values; the tensor is stored with the rank as an extra
-    leading dimension.
-    """
-
-    EQUAL = "equal"
-    FIRST_RANK = "first"
-    PER_RANK = "own"
+    EQUAL = "equal"  # bit for bit the same on all, so any rank's will do
+    FIRST_RANK = "first"  # the lowest rank's counts: buffers that DDP broadcasts from rank 0
+    PER_RANK = "own"  # each rank has its own, stored with the rank as an extra leading dimension
 
 
 class TensorPart(msgspec.Struct, frozen=True, array_like=True):
-    """One tensor in a rank's layout, with the box that this rank holds.
-
-    ``dtype`` is torch's name without ``torch.``. With Sharing.PER_RANK, ``shape`` and ``box`` already include the
-    leading rank dimension. ``is_digested``: the tensor takes part in the digest that replicas compare. ``aliases`` and
-    ``groups`` are as in everstep.layout.manifests.TensorInfo, and ``location`` is its ``placement``.
-    """
+    """One tensor in a rank's layout, with the box that this rank holds; see everstep.layout.manifests.TensorInfo."""
 
     name: str
-    dtype: str
+    dtype: str  # torch's name without ``torch.``
     itemsize: int
-    shape: Extent
+    shape: Extent  # with Sharing.PER_RANK, it and ``box`` already include the leading rank dimension
     box: Box
     sharing: Sharing = Sharing.EQUAL
-    is_digested: bool = False
+    is_digested: bool = False  # it takes part in the digest that replicas compare
     aliases: tuple[str, ...] = ()
     groups: tuple[tuple[str, int], ...] = ()
     location: TensorPlacement = TensorPlacement.UNKNOWN

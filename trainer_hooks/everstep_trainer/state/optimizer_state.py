@@ -15,8 +15,7 @@ from everstep.errors import NotRestorable
 from everstep.layout.manifests import TensorInfo, TensorPlacement
 from everstep_trainer.state.python_value_codec import dtype_of
 
-SHARED_KEY = ""
-"""Replaces a parameter's name for optimizer state that belongs to no parameter."""
+SHARED_KEY = ""  # replaces a parameter's name for optimizer state that belongs to no parameter
 
 
 def has_joint_state(optimizer: torch.optim.Optimizer) -> bool:

@@ -26,8 +26,7 @@ from everstep_trainer.state.python_value_codec import Blob, DeviceNumber, decode
 PER_GROUP = frozenset({"base_lrs", "_last_lr", "min_lrs", "max_lrs", "base_momentums", "max_momentums", "lr_lambdas"})
 """The keys of such lists in torch's ``state_dict()`` of schedules."""
 
-GroupPosition = tuple[int, int]
-"""Index of one of several stored states, and index of one of its groups."""
+GroupPosition = tuple[int, int]  # index of one of several stored states, and index of one of its groups
 
 
 def merge_schedules(states: Sequence[Any], positions: Sequence[GroupPosition]) -> Any:
@@ -52,16 +51,11 @@ def _entry(key: Any, values: Sequence[Any], places: Sequence[GroupPosition], cou
 
 # ---- per-rank state: objects whose state belongs to one rank, such as its position in its own file
 
-FIELDS = frozenset({"rank", "world_size", "state"})
-"""The fields stored for such an object."""
+FIELDS = frozenset({"rank", "world_size", "state"})  # the fields stored for such an object
 
 
 class PerRankState:
-    """Wraps a tracked object so that its state returns only to the rank that stored it, at the same world size.
-
-    ``label`` (the object), ``fix_hint`` (what to do if it cannot be restored) and ``rank_noun`` (what counts as a rank)
-    are for error messages.
-    """
+    """Wraps a tracked object so that its state returns only to the rank that stored it, at the same world size."""
 
     def __init__(
         self, tracked: Any, rank: int, world_size: int, *, label: str, fix_hint: str, rank_noun: str = "rank"
@@ -110,8 +104,7 @@ def wrap_per_rank(objects: Mapping[str, object], names: Sequence[str], rank: int
 def rank_markers(objects: Mapping[str, object]) -> dict[str, torch.Tensor]:
     """Return a tensor of this rank's own for each per-rank object, by name; foreign checkpoints have none.
 
-    If a rank's slot is lost, the version lacks this tensor, so it is incomplete and the one before is used. A tensor
-    that one rank alone holds is also copied to other nodes, together with the rank's Python state.
+    If a rank's slot is lost, the version lacks this tensor, so it is incomplete and the one before is used.
     """
     return {f"{key}.of_rank": torch.zeros(1) for key, tracked in objects.items() if isinstance(tracked, PerRankState)}
 
@@ -131,8 +124,7 @@ other object."""
 
 _ON_GPU = {"scale": "_scale", "_growth_tracker": "_growth_tracker"}
 """Tensors in a gradient scaler's state: key in its state_dict, attribute that holds it."""
-_STRUCTURE = frozenset({"params", "param_names"})
-"""Keys of a parameter group that name its parameters, and so belong to the layout."""
+_STRUCTURE = frozenset({"params", "param_names"})  # keys that name a parameter group's parameters, as the layout does
 
 
 MAX_NAMES_BYTES = 64 << 20
@@ -167,19 +159,12 @@ def unpack_names(data: bytes) -> tuple[str, ...]:
 
 
 class PythonState(msgspec.Struct, frozen=True):
-    """The Python state of one rank.
+    """The Python state of one rank."""
 
-    Attributes:
-        groups: Parameter groups, by the optimizer's key.
-        scalars: Optimizer state that is no tensor, by the optimizer's key and the parameter.
-        extra: Extra state of modules, by full name.
-        objects: State of all other objects, by key.
-    """
-
-    groups: dict[str, list[ParameterGroup]]
-    scalars: dict[str, dict[str, dict[str, Any]]]
-    extra: dict[str, Any]
-    objects: dict[str, Any]
+    groups: dict[str, list[ParameterGroup]]  # by the optimizer's key
+    scalars: dict[str, dict[str, dict[str, Any]]]  # optimizer state that is no tensor, by optimizer and parameter
+    extra: dict[str, Any]  # extra state of modules, by full name
+    objects: dict[str, Any]  # state of all other objects, by key
 
     @property
     def names(self) -> frozenset[StateName]:

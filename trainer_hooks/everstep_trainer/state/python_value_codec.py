@@ -25,8 +25,7 @@ from everstep.errors import DECODE_ERRORS, ConfigurationError, MalformedMessage
 from everstep_trainer.state.supported import require_own_memory
 
 MAX_BLOB_BYTES = 8 << 20
-MAX_DEPTH = 32
-"""Deeper nesting is taken for a cycle."""
+MAX_DEPTH = 32  # deeper nesting is taken for a cycle
 
 _TUPLE, _SET, _FROZENSET, _INTEGER, _TENSOR, _ARRAY, _SCALAR, _DTYPE, _DEVICE, _COMPLEX, _MAPPING = range(1, 12)
 _COUNTER, _ORDERED, _SIZE = range(12, 15)

@@ -10,8 +10,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-_ODD_BITS = re.compile(r"torch\.(u?int[1-7]|bits\w+)")
-"""dtypes that torch cannot copy."""
+_ODD_BITS = re.compile(r"torch\.(u?int[1-7]|bits\w+)")  # dtypes that torch cannot copy
 
 
 def unsupported_reason(tensor: torch.Tensor) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from importlib import import_module
@@ -34,8 +35,7 @@ from everstep_trainer.state.supported import require_dense
 # the one on its right; torch writes that as ``_StridedShard``. Applied in the order of the cuts, each rank has one box.
 # If a ``_StridedShard`` cannot be read this way, a rank has a part of each of ``split_factor`` pieces.
 
-IndexRun = tuple[int, int]
-"""(start, length) along one dimension."""
+IndexRun = tuple[int, int]  # (start, length) along one dimension
 
 
 def local_boxes(
@@ -123,30 +123,22 @@ def _between(runs: Sequence[IndexRun], start: int, length: int) -> list[IndexRun
 # ---- live tensors: their part of the whole, and whether they are unchanged
 
 UNCOUNTED = -1
-ALWAYS_COMPARED_BYTES = 1 << 20
-"""Buffers up to this size are compared at every step, at about 10 GB/s."""
+ALWAYS_COMPARED_BYTES = 1 << 20  # buffers up to this size are compared at every step, at about 10 GB/s
 
 
 class TrackedTensor(msgspec.Struct, frozen=True):
-    """One box of a tensor that this rank holds; a tensor with several boxes has one of these for each.
-
-    Attributes:
-        local: View of the live memory with the size of ``box``, this rank's part of the global ``shape``.
-        is_parameter: Whether it takes part in the digest that replicas compare.
-        container: ``container[key]`` is the tensor itself.
-        original: The tensor found there when the state was searched.
-    """
+    """One box of a tensor that this rank holds; a tensor with several boxes has one of these for each."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the whole tensor
     box: Box
-    local: torch.Tensor
+    local: torch.Tensor  # view of the live memory with the size of ``box``
     sharing: Sharing
-    is_parameter: bool
-    container: Mapping[Any, Any]
+    is_parameter: bool  # whether it takes part in the digest that replicas compare
+    container: Mapping[Any, Any]  # ``container[key]`` is the tensor itself
     key: Any
     location: TensorPlacement
-    original: torch.Tensor
+    original: torch.Tensor  # the tensor found in ``container`` when the state was searched
 
     @property
     def is_volatile(self) -> bool:
@@ -210,11 +202,9 @@ def write_count(tensor: torch.Tensor) -> int:
 
 def has_same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether values are equal, or else bytes, as for NaN and dtypes that torch cannot compare."""
-    try:
+    with suppress(NotImplementedError):
         if torch.equal(one, other):
             return True
-    except NotImplementedError:
-        pass
     return one.shape == other.shape and one.dtype == other.dtype and as_bytes(one) == as_bytes(other)
 
 
@@ -223,9 +213,8 @@ def refuse_duplicate_names(tensors: Iterable[TrackedTensor]) -> None:
     first: dict[str, TrackedTensor] = {}
     for tensor in tensors:
         other = first.setdefault(tensor.name, tensor)
-        if other.container[other.key] is not tensor.container[tensor.key] and not has_same_values(
-            tensor.local, other.local
-        ):
+        same = other.container[other.key] is tensor.container[tensor.key]
+        if not same and not has_same_values(tensor.local, other.local):
             raise ValueError(
                 f"{tensor.name} is the name of two tensors of this rank that differ, of shapes {list(other.shape)} and "
                 f"{list(tensor.shape)}: one would be restored into both. Things in a list have the names of one model, "
@@ -281,15 +270,11 @@ def _boxes_on_mesh(
 # ---- exclude: patterns of full names of tensors not to store, such as frozen parts and caches
 
 MAX_SUGGESTIONS = 5
-MIN_SIMILARITY = 0.4
-"""Lowest difflib ratio of a name worth suggesting."""
+MIN_SIMILARITY = 0.4  # lowest difflib ratio of a name worth suggesting
 
 
 class Exclusions:
-    """fnmatch patterns of tensors to exclude, such as ``model.teacher.*`` or ``optimizer.model.head.*``.
-
-    A pattern may match optimizer state, which exists only after the first step; so ``require_used`` is called again.
-    """
+    """fnmatch patterns of tensors to exclude, such as ``model.teacher.*`` or ``optimizer.model.head.*``."""
 
     def __init__(self, patterns: Iterable[str] = ()) -> None:
         self._unused = dict.fromkeys(patterns)
@@ -394,8 +379,8 @@ class StateFingerprint:
     ) -> None:
         """Record a tensor whose memory is copied from as it was found.
 
-        ``check_shape``: also detect another shape at the same address, as ``p.data = p.data[:n]`` makes. Users prune
-        parameters that way. The check costs as much as all others together, and optimizer state does not need it.
+        ``check_shape``: also detect another shape at the same address, as pruning by ``p.data = p.data[:n]`` makes. The
+        check costs as much as all others together, and optimizer state does not need it.
         """
         memory = tensor
         if isinstance(tensor, DTensor):
@@ -479,8 +464,7 @@ def _shape_check(
 
 # ---- descriptions of changes to a rank's tracked tensors
 
-MAX_SHOWN = 5
-"""Most names shown of each kind."""
+MAX_SHOWN = 5  # most names shown of each kind
 
 
 def describe_layout_change(before: Layout, after: Layout) -> str:
@@ -551,8 +535,7 @@ def refuse_other_groups(
 ) -> None:
     """Raise NotRestorable if one of ``optimizers`` trained a parameter that it does not train now.
 
-    ``groups`` is as TensorInfo.groups, by the names of live parameters. An optimizer without state would otherwise lose
-    its group's options unnoticed.
+    ``groups`` is as TensorInfo.groups, by the names of live parameters.
     """
     for tensor in live if optimizers else ():
         now = {top for top, _ in groups.get(tensor.name, ())}

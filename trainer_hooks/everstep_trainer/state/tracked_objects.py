@@ -16,8 +16,7 @@ from everstep_trainer.state.supported import refuse_zero
 
 # ---- module names, as if nothing were wrapped
 
-_INSIDE = ".module"
-"""The attribute in which DistributedDataParallel holds its model."""
+_INSIDE = ".module"  # the attribute in which DistributedDataParallel holds its model
 _WRAPPERS = re.compile(r"(^|\.)(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)(?=\.|$)")
 
 
@@ -29,10 +28,7 @@ def strip_wrapper_names(name: str) -> str:
 def named_modules(
     top: str, root: torch.nn.Module, *, remove_duplicate: bool = True
 ) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield ``root.named_modules``, named below ``top`` as if nothing were compiled, checkpointed or wrapped in DDP.
-
-    So a compiled or replicated model has the same names as on a single rank. A wrapper and its content share one name.
-    """
+    """Yield ``root.named_modules``, named below ``top`` as if nothing were compiled, checkpointed or wrapped in DDP."""
     replicas: list[str] = []
     for name, module in root.named_modules(prefix=top, remove_duplicate=remove_duplicate):
         bare = name
@@ -46,15 +42,11 @@ def named_modules(
 
 
 class TrackedObjects:
-    """The tracked objects by kind, each with its key, in their original order.
-
-    ``broadcast_modules`` are the names of modules whose buffers DDP broadcasts from rank 0. Raises TypeError for an
-    object without state to store, or a ZeroRedundancyOptimizer.
-    """
+    """The tracked objects by kind, each with its key, in order. Raises TypeError for one that cannot be stored."""
 
     def __init__(self, objects: Mapping[str, object]) -> None:
         self.modules: list[tuple[str, torch.nn.Module]] = []
-        self.broadcast_modules: set[str] = set()
+        self.broadcast_modules: set[str] = set()  # names of modules whose buffers DDP broadcasts from rank 0
         self.optimizers: list[tuple[str, torch.optim.Optimizer]] = []
         self.others: dict[str, Any] = {}
         for key, tracked in objects.items():

@@ -66,8 +66,7 @@ from everstep_trainer.state.tracked_objects import TrackedObjects, named_modules
 TiedPair = tuple[str, TrackedTensor, TrackedTensor]
 """A name that was stored separately, the live tensor that it is tied to now, and a tensor to read its stored values
 into."""
-Aliases = Mapping[str, tuple[str, ...]]
-"""The other names of a tensor, by its first."""
+Aliases = Mapping[str, tuple[str, ...]]  # the other names of a tensor, by its first
 
 
 def find_aliases(modules: Iterable[tuple[str, torch.nn.Module]], tensors: Iterable[TrackedTensor]) -> Aliases:
@@ -138,17 +137,11 @@ _Named = tuple[str, Mapping[Any, Any], Any, torch.Tensor]
 
 
 class TrackedState:
-    """The tracked objects of one training function.
+    """The tracked objects of one training function, without the tensors whose names match ``exclude``.
 
-    Args:
-        objects: Modules (including those wrapped by DDP and FSDP2), optimizers, and objects with ``state_dict`` and
-            ``load_state_dict``. A key may also hold a list of modules or of optimizers, such as a rank's pipeline
-            stages, whose names are taken to be those of one model.
-        exclude: Patterns of names of tensors that are neither stored nor restored.
-
-    Raises:
-        TypeError: An object is none of these, or was sharded by FSDP1 or ZeroRedundancyOptimizer.
-        ValueError: A pattern matches nothing, or an LBFGS has a history too long to store.
+    A key may also hold a list of modules or of optimizers, such as a rank's pipeline stages, whose names are those of
+    one model. Raises TypeError for an object that cannot be stored, ValueError for a pattern that matches nothing or a
+    history of an LBFGS that is too long.
     """
 
     def __init__(self, objects: Mapping[str, object], exclude: Iterable[str] = ()) -> None:
@@ -163,8 +156,7 @@ class TrackedState:
         self._extra: list[tuple[str, torch.nn.Module]] = []
         self._packed: list[bytes] | None = None
         self._locations: dict[str, TensorPlacement] = {}
-        self._tied: dict[str, dict[str, None]] = defaultdict(dict)
-        """Names of optimizer state that is also another tensor, by the other tensor's name."""
+        self._tied: dict[str, dict[str, None]] = defaultdict(dict)  # optimizer state's names, by the tied tensor's
         self._rank_markers = rank_markers(self._others)
         self._stored = StoredNames()
         self._separately_stored: list[TiedPair] = []
@@ -356,8 +348,8 @@ class TrackedState:
     def restore_targets(self, catalog: tuple[TensorInfo, ...]) -> list[tuple[int, TrackedTensor]]:
         """Return the live tensors to fill, each with the index of its source in ``catalog``.
 
-        Other tensors of the catalog may be live on other ranks. Optimizer state that a fresh process lacks is created.
-        Raises NotRestorable if a tensor was not stored, or differs from the stored one.
+        Optimizer state that a fresh process lacks is created. Raises NotRestorable if a tensor was not stored, or
+        differs from the stored one.
         """
         self._stored = StoredNames(catalog, [top for top, _ in self._optimizers])
         index_of = self._stored.index_of
@@ -396,10 +388,7 @@ class TrackedState:
     # --- the Python state
 
     def capture(self) -> Blob:
-        """Capture hyper-parameters, optimizer state that is no tensor, and the state of all other objects.
-
-        Raises TypeError, with the path of an unstorable value, or ConfigurationError if there is too much state.
-        """
+        """Capture all Python state. Raises TypeError with an unstorable value's path, ConfigurationError for a lot."""
         if not self._has_searched:
             self.tensors()
         scalars: dict[str, dict[str, dict[str, Any]]] = {}

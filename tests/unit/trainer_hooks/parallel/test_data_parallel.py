@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from everstep_trainer.data.rng import stream_seed
-from everstep_trainer.data.sampler import ElasticSampler, rank_batch_range
+from everstep_trainer.data.sampler import ElasticSampler
 from everstep_trainer.parallel.replicas import RankContext, ReplicaAssignment, find_model_parallelism
 from everstep_trainer.run import Run
 from everstep_trainer.runtime.generation_session import TrainingSession
@@ -46,7 +46,7 @@ def test_ranks_of_one_replica_share_samples_and_random_numbers(ranks, layout):
     sampler = ElasticSampler(SAMPLES, global_batch=BATCH, seed=3)
     for rank in of_layout:
         assert rank["samples"] == rank["loaded"] == sampler.for_rank(rank["replica"], count).indices(1).tolist()
-        start, end = rank_batch_range(rank["replica"], count, BATCH)
+        start, end = sampler.for_rank(rank["replica"], count).batch_range()
         assert rank["streamed"] == [*range(start, end)]
     seen = {rank["replica"]: rank["samples"] for rank in of_layout}
     assert [i for replica in range(count) for i in seen[replica]] == sampler.global_indices(1).tolist()

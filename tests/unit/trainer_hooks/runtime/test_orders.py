@@ -71,8 +71,9 @@ def test_the_end_of_the_job_ends_every_generation(orders):
 def test_first_report_of_the_job_end_stands(orders):
     orders.add_stop(StopJob(job="job", ok=False, reason="an error"))
     orders.add_stop(StopJob(job="job", ok=True, reason="done"))
-    assert orders.stop is not None
-    assert not orders.stop.ok
+    stop = orders.wait_next(0, 0.0)
+    assert isinstance(stop, StopJob)
+    assert not stop.ok
 
 
 def test_waiting_ends_with_a_generation_or_timeout(orders):

@@ -20,18 +20,12 @@ from everstep_trainer.runtime.progress import CollectiveTimer
 
 
 def contiguous_virtual_ranks(rank: int, world_size: int, virtual_ranks: int) -> range:
-    """Return the virtual ranks of ``rank``: neighbours, as many as any other rank's or one more, and at least one.
-
-    Values of neighbours can be added before they are sent.
-    """
+    """Return the virtual ranks of ``rank``: neighbours, whose values can be added before they are sent."""
     return range(rank * virtual_ranks // world_size, (rank + 1) * virtual_ranks // world_size)
 
 
 def interleaved_virtual_ranks(rank: int, world_size: int, virtual_ranks: int) -> range:
-    """Return the virtual ranks of ``rank``, interleaved, so that the n-th ones of all ranks are neighbours.
-
-    Values that ranks send pass by pass can then be added at once, instead of being held until the last pass.
-    """
+    """Return the virtual ranks of ``rank``, interleaved, so that the n-th ones of all ranks can be added at once."""
     return range(rank, virtual_ranks, world_size)
 
 
@@ -43,8 +37,7 @@ def interleaved_virtual_ranks(rank: int, world_size: int, virtual_ranks: int) ->
 
 T = TypeVar("T")
 TreeNode = tuple[int, int]
-Add = Callable[[T, T], T]
-"""``add(left, right)``; may overwrite ``left``, and receives neither of them again."""
+Add = Callable[[T, T], T]  # ``add(left, right)``; may overwrite ``left``, and receives neither of them again
 
 
 def children(node: TreeNode) -> tuple[TreeNode, TreeNode]:
@@ -208,8 +201,7 @@ class VirtualMean:
 # their rows, and each adds the sums of all rows. Halves are added element by element: sum kernels use another order for
 # other shapes and numbers of threads.
 
-_EPSILON = 1e-6
-"""Added to the norm, as by torch.nn.utils.clip_grad_norm_."""
+_EPSILON = 1e-6  # added to the norm, as by torch.nn.utils.clip_grad_norm_
 
 
 @torch.no_grad()
