@@ -190,6 +190,12 @@ class VaultChannel:
         self.receive_into(memoryview(byte))
         return bytes(byte) == transfer.PIECE_VALID
 
+    def require_good_piece(self) -> None:
+        """Receive the status of a piece, and raise the sender's refusal if it is bad."""
+        if not self.receive_piece_status():
+            self.receive_answer(transfer.DataEnd)  # raises the refusal
+            raise MalformedMessage(f"{self.peer} sent contradictory status: slot refilled, then not refilled")
+
     def send_bulk(self, views: Sequence[memoryview]) -> None:
         """Send the views in order; after this returns, their bytes may change."""
         try:

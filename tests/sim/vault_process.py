@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from everstep_agent.spill.writer import folder_name
 
 from everstep.errors import DigestMismatch, EverstepError, NotFound, StaleGeneration, Unavailable
@@ -221,17 +222,16 @@ class VaultLink:
         self._told.pop(job, None)
         self._machine.vault.forget(job)
 
-    def configured_generation(self, job: str) -> int | None:
-        """The generation of a job that the vault was told last; None where it was told of none."""
-        return self._told.get(job)
+    def is_configured(self, job: str) -> bool:
+        return job in self._told
 
-    def request(self, build: Callable[[int], Ask]) -> Awaitable[Answer]:
-        """The answer to a request built around its number; one that the agent does not live to hear is nobody's."""
+    def request(self, ask: Ask) -> Awaitable[Answer]:
+        """The answer to a request, asked under the next number; nobody gets one after the agent has ended."""
         future = self._loop.create_future()
 
         def told(answer: Answer) -> None:
             self._loop.do(lambda: self._loop.enter(lambda: None if future.done() else future.set_result(answer)))
 
         process = self._machine.vault_process
-        process.ask(build(process.next_number()), told)
+        process.ask(msgspec.structs.replace(ask, request=process.next_number()), told)
         return future

@@ -127,4 +127,4 @@ def fill_slots(
         view.seal(0)
         sources.append(SlotSource(rank=rank, path=str(path), slot=0))
         manifests[rank] = body
-    return SpillOrder(url="", version=version, sources=tuple(sources), manifests=manifests, complete=True)
+    return SpillOrder(url="", version=version, sources=tuple(sources), manifests=manifests)

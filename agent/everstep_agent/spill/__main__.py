@@ -31,14 +31,13 @@ def execute(order: SpillOrder) -> SpillResult:
     for source in order.sources:
         slot = SpillSlotReader(source.path, source.slot, source.rank, order.version)
         written += job.write(source.rank, slot).length
-    is_complete = job.complete() if order.complete else False
+    is_complete = job.complete()
     removed: list[Version] = []
     remaining: list[Version] = []
     if is_complete and order.keep:
         removed, remaining = prune(open_target(order.url), order.keep, order.version)
     return SpillResult(
         folder=folder,
-        ranks=tuple(source.rank for source in order.sources),
         bytes=written,
         is_complete=is_complete,
         removed=tuple(folder_name(version) for version in removed),

@@ -22,15 +22,13 @@ class SpillOrder(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         manifests: The sealed manifests of all ranks.
-        complete: Also write ``.metadata`` if every rank's file is there, and then prune old checkpoints.
-        keep: The number of newest checkpoints that pruning keeps under ``url``; 0 removes none.
+        keep: The number of newest checkpoints kept under ``url`` once this one is complete; 0 removes none.
     """
 
     url: str
     version: Version
     sources: tuple[SlotSource, ...]
     manifests: dict[int, bytes]
-    complete: bool = False
     keep: int = 0
 
 
@@ -38,14 +36,13 @@ class SpillResult(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The result of an order.
 
     Attributes:
-        ranks, bytes: The files and bytes of this order's ranks.
+        bytes: The bytes of this order's files.
         is_complete: Whether the checkpoint is complete now.
         removed: The removed folders.
         remaining: The folders of the remaining complete checkpoints, if pruning ran.
     """
 
     folder: str
-    ranks: tuple[int, ...]
     bytes: int
     is_complete: bool
     removed: tuple[str, ...] = ()

@@ -77,21 +77,14 @@ class JobTable:
         return job_config
 
     def require_current(self, job: str, generation: int) -> JobConfig:
-        """Return the job's configuration.
-
-        Raises StaleGeneration if ``generation`` is over, NotFound if it is unknown.
-        """
+        """Return the job's configuration. Raises StaleGeneration if ``generation`` is over, NotFound if unknown."""
         job_config = self.get_config(job)
         if generation < job_config.generation:
             raise StaleGeneration(f"job {job} is in generation {job_config.generation}, {generation} is over")
         return job_config
 
     def require_configured(self, job: str, delete_job: Callable[[str], None]) -> None:
-        """Delete the job's data and raise NotFound if the job is no longer configured.
-
-        Call this after making a segment, which takes a while: a job that ended meanwhile must not leave the segment
-        behind.
-        """
+        """Raise NotFound and delete the job's data if the job ended while a segment was made for it."""
         try:
             self.get_config(job)
         except NotFound:
@@ -113,10 +106,7 @@ class JobTable:
                 self._seen_holders[job, rank] = [node, *others][:MAX_HOLDERS_PER_RANK]
 
     def likely_holders(self, job: str, rank: int, exclude: str, limit: int = MAX_LIKELY_HOLDERS) -> list[str]:
-        """Return nodes to ask for the rank's share: known holders, latest first, then others.
-
-        Raises NotFound if the job is not configured.
-        """
+        """Return nodes to ask for the rank's share: known holders, latest first, then others. Raises NotFound."""
         holders = self.get_config(job).holders
         with self._lock:
             seen = self._seen_holders.get((job, rank), [])

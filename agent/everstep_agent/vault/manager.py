@@ -10,6 +10,7 @@ vault SIGTERM and the supervisor starts the new one. Under systemd this needs ``
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import random
@@ -19,7 +20,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 import msgspec
 
@@ -77,6 +77,7 @@ class _VaultReadyFile(msgspec.Struct, frozen=True):
     address: str
 
 
+@dataclass(eq=False)
 class VaultManager:
     """Keep one vault running. Call ``start`` once, ``run`` until cancelled, then ``stop`` or ``detach``.
 
@@ -86,27 +87,18 @@ class VaultManager:
         on_change: Called when the vault is lost or is back, perhaps at another address.
     """
 
-    def __init__(
-        self,
-        settings: AgentSettings,
-        clock: Clock,
-        on_finding: Callable[[FindingRaised], None],
-        on_peer_lost: Callable[[PeerConnectionLost], None],
-        on_change: Callable[[], None],
-        uniform: Callable[[], float] = random.random,
-    ) -> None:
-        self.address = ""
-        self.pid = 0
-        self.down_reason = ""
-        self.restarts = 0
-        self._settings = settings
-        self._clock = clock
-        self._on_finding = on_finding
-        self._on_peer_lost = on_peer_lost
-        self._on_change = on_change
-        self._uniform = uniform
+    _settings: AgentSettings
+    _clock: Clock
+    _on_finding: Callable[[FindingRaised], None]
+    _on_peer_lost: Callable[[PeerConnectionLost], None]
+    _on_change: Callable[[], None]
+
+    def __post_init__(self) -> None:
+        self.address = self.down_reason = ""
+        self.pid = self.restarts = 0
+        self._ready_file = self._settings.run_dir / "vault.json"
+        self._numbers = itertools.count(1)
         self._job_configs: dict[str, local.ConfigureJob] = {}
-        self._last_request = 0
         self._pending: dict[int, tuple[VaultRequest, asyncio.Future[VaultAnswer]]] = {}
         self._child: subprocess.Popen[bytes] | None = None
         self._pidfd = -1
@@ -123,45 +115,39 @@ class VaultManager:
         """
         if job.spec is None:
             return
-        self._last_request += 1
-        message = local.ConfigureJob(
-            request=self._last_request,
+        message = self._job_configs[job.name] = local.ConfigureJob(
+            request=next(self._numbers),
             job=job.name,
             generation=job.oldest_generation,
             secret=job.spec.secret,
             holders=job.spec.holders,
         )
-        self._job_configs[job.name] = message
         self._send(message)
 
     def forget(self, job: str) -> None:
         """Tell the vault that the job is over, so that it unlinks the job's segments."""
         self._job_configs.pop(job, None)
-        self._last_request += 1
-        self._send(local.ForgetJob(request=self._last_request, job=job))
+        self._send(local.ForgetJob(request=next(self._numbers), job=job))
 
-    def configured_generation(self, job: str) -> int | None:
-        """Return the job's generation last sent to the vault, or None."""
-        config = self._job_configs.get(job)
-        return None if config is None else config.generation
+    def is_configured(self, job: str) -> bool:
+        return job in self._job_configs
 
-    async def request(self, build_message: Callable[[int], VaultRequest]) -> VaultAnswer:
-        """Send a request built around its number and return the answer; a restarted vault is asked again."""
-        self._last_request += 1
-        number, message = self._last_request, build_message(self._last_request)
+    async def request(self, message: VaultRequest) -> VaultAnswer:
+        """Send a request under the next number and return the answer; a restarted vault is asked again."""
+        message = msgspec.structs.replace(message, request=next(self._numbers))
         future: asyncio.Future[VaultAnswer] = asyncio.get_running_loop().create_future()
-        self._pending[number] = message, future
+        self._pending[message.request] = message, future
         self._send(message)
         try:
             return await future
         finally:
-            del self._pending[number]
+            del self._pending[message.request]
 
     async def statistics(self, timeout_s: float) -> local.StatisticsAnswer | None:
         """Return the vault's statistics, or None if it does not answer in time."""
         try:
             async with asyncio.timeout(timeout_s):
-                answer = await self.request(lambda number: local.Statistics(request=number))
+                answer = await self.request(local.Statistics(request=0))
         except TimeoutError:
             return None
         return answer if isinstance(answer, local.StatisticsAnswer) else None
@@ -201,7 +187,7 @@ class VaultManager:
             attempt = 0 if self._clock.monotonic() - started_at > STABLE_AFTER_S else attempt + 1
             while self.down_reason:
                 if attempt:
-                    await asyncio.sleep(backoff.delay_s(attempt - 1, self._uniform()))
+                    await asyncio.sleep(backoff.delay_s(attempt - 1, random.random()))
                 attempt += 1
                 try:
                     await self.start()
@@ -241,10 +227,6 @@ class VaultManager:
         return directory.is_dir() and any(p.is_file() and not p.name.startswith(".") for p in directory.rglob("*"))
 
     # Starting
-
-    @property
-    def _ready_file(self) -> Path:
-        return self._settings.run_dir / "vault.json"
 
     def _read_ready_file(self) -> _VaultReadyFile | None:
         try:
@@ -288,8 +270,6 @@ class VaultManager:
             if child.poll() is not None:
                 raise Unavailable(f"the vault ended with status {child.returncode} before it was ready")
             await asyncio.sleep(0.01)
-        child.kill()
-        child.wait()
         raise Unavailable(f"the vault was not ready within {READY_TIMEOUT_S:g} s")
 
     async def _connect(self, ready: _VaultReadyFile) -> None:
@@ -317,8 +297,7 @@ class VaultManager:
             self._send(request)
         # the vault sends findings only to a supervisor, which it recognizes by a first request
         if not self._job_configs:
-            self._last_request += 1
-            self._send(local.Statistics(request=self._last_request))
+            self._send(local.Statistics(request=next(self._numbers)))
 
     async def _read_until_closed(self) -> str:
         """Handle the vault's messages until its connection ends; return the reason."""
@@ -351,23 +330,16 @@ class VaultManager:
                 self._on_finding(message.finding)
             case PeerConnectionLost():
                 self._on_peer_lost(message)
-            case local.StatisticsAnswer() | local.Protected() | local.Spilled():
-                self._resolve_request(message)
-            case local.RequestFailed():
-                if not self._resolve_request(message):
+            case local.StatisticsAnswer() | local.Protected() | local.Spilled() | local.RequestFailed():
+                _, future = self._pending.get(message.request, (None, None))
+                if future is not None and not future.done():
+                    future.set_result(message)
+                elif isinstance(message, local.RequestFailed):
                     log.warning("the vault refused a request: %s (%s)", message.message, message.code)
             case local.RequestDone():
                 pass
             case _:
                 raise MalformedMessage(f"{type(message).__name__} is not an answer to a supervisor")
-
-    def _resolve_request(self, message: VaultAnswer) -> bool:
-        """Resolve the pending request with its answer. Returns False if none waits."""
-        _, future = self._pending.get(message.request, (None, None))
-        if future is None or future.done():
-            return False
-        future.set_result(message)
-        return True
 
     # Ending
 
@@ -415,11 +387,7 @@ OrderKey = tuple[str, type[VaultOrder]]
 
 @dataclass(eq=False)
 class VaultOrderRunner:
-    """Run the controller's orders on the event loop of one agent.
-
-    Args:
-        report: Receives the outcome of each order.
-    """
+    """Run the controller's orders on the event loop of one agent. ``report`` receives the outcome of each."""
 
     _node: str
     _vault: VaultManager
@@ -433,10 +401,8 @@ class VaultOrderRunner:
         An order of a job not yet configured in the vault is skipped: the controller repeats it.
         """
         key = order.job, type(order)
-        before = self._running.get(key)
-        if before is not None and before[0] == order:
-            return
-        if self._vault.configured_generation(order.job) is None:
+        running, _ = self._running.get(key, (None, None))
+        if running == order or not self._vault.is_configured(order.job):
             return
         self._cancel(key)
         self._running[key] = order, asyncio.ensure_future(self._execute(key, order))
@@ -452,9 +418,8 @@ class VaultOrderRunner:
             self._cancel(key)
 
     def _cancel(self, key: OrderKey) -> None:
-        _, task = self._running.pop(key, (None, None))
-        if task is not None:
-            task.cancel()
+        if key in self._running:
+            self._running.pop(key)[1].cancel()
 
     async def _execute(self, key: OrderKey, order: VaultOrder) -> None:
         outcome = await (self._spill(order) if isinstance(order, SpillVersion) else self._protect(order))
@@ -467,8 +432,8 @@ class VaultOrderRunner:
 
     async def _spill(self, order: SpillVersion) -> VersionSpilled:
         answer = await self._vault.request(
-            lambda number: local.Spill(
-                request=number,
+            local.Spill(
+                request=0,
                 job=order.job,
                 generation=order.generation,
                 version=order.version,
@@ -477,20 +442,18 @@ class VaultOrderRunner:
                 keep_last=order.keep_last,
             )
         )
-        outcome = partial(
-            VersionSpilled, job=order.job, at=self._clock.wall(), version=order.version, attempt=order.attempt
+        now = self._clock.wall()
+        outcome = partial(VersionSpilled, job=order.job, at=now, version=order.version, attempt=order.attempt)
+        if isinstance(answer, local.RequestFailed):
+            return outcome(code=answer.code, message=answer.message)
+        assert isinstance(answer, local.Spilled)
+        return outcome(
+            url=f"{order.url}/{answer.folder}",
+            bytes=answer.bytes,
+            complete=answer.complete,
+            removed=answer.removed,
+            remaining=answer.remaining,
         )
-        if isinstance(answer, local.Spilled):
-            url = f"{order.url}/{answer.folder}"
-            return outcome(
-                url=url,
-                bytes=answer.bytes,
-                complete=answer.complete,
-                removed=answer.removed,
-                remaining=answer.remaining,
-            )
-        assert isinstance(answer, local.RequestFailed)
-        return outcome(code=answer.code, message=answer.message)
 
     async def _protect(self, order: ProtectVersion) -> VersionProtected:
         """Protect all groups of the order, a few at a time; stop at the first that fails."""
@@ -507,8 +470,8 @@ class VaultOrderRunner:
 
     async def _protect_one(self, order: ProtectVersion, group: ParityGroup) -> local.Protected | local.RequestFailed:
         answer = await self._vault.request(
-            lambda number: local.Protect(
-                request=number,
+            local.Protect(
+                request=0,
                 job=order.job,
                 generation=order.generation,
                 version=order.version,

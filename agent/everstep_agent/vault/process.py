@@ -43,10 +43,7 @@ OOM_SCORE_ADJUSTMENT = -800
 class IdleExitTimer:
     """Measure how long no client has been connected to a vault.
 
-    Args:
-        clients: The connected supervisors and ranks.
-        linger_s: Seconds the vault stays without clients; None for no limit.
-        note: The vault's status file content; ``write_status`` stores it.
+    ``linger_s`` is the time the vault stays without clients (None: no limit); ``note`` is its status file's content.
     """
 
     _clients: Collection[object]
@@ -58,10 +55,9 @@ class IdleExitTimer:
     async def wait(self) -> None:
         """Return once no client was connected for ``linger_s``."""
         alone_since: float | None = self._note_idle()
+        interval_s = CHECK_INTERVAL_S if self._linger_s is None else min(CHECK_INTERVAL_S, self._linger_s / 4)
         while self._linger_s is None or alone_since is None or self._clock.monotonic() - alone_since < self._linger_s:
-            await asyncio.sleep(
-                CHECK_INTERVAL_S if self._linger_s is None else min(CHECK_INTERVAL_S, self._linger_s / 4)
-            )
+            await asyncio.sleep(interval_s)
             if self._clients:
                 if alone_since is not None:
                     self._try_write_status(self._note)
@@ -142,11 +138,10 @@ def _clean_up(settings: VaultSettings, store: SegmentStore, keep: bool) -> None:
     settings.ready_file.unlink(missing_ok=True)
     (settings.run_dir / LOCK_FILE).unlink(missing_ok=True)
     if keep:
-        log.info(
-            "slots of %d jobs remain in %s", len(store.jobs()), settings.segment_dir, extra={"node": settings.node}
-        )
-        return
-    store.delete_all()
+        context = {"node": settings.node}
+        log.info("slots of %d jobs remain in %s", len(store.jobs()), settings.segment_dir, extra=context)
+    else:
+        store.delete_all()
 
 
 def main() -> None:

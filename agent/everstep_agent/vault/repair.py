@@ -67,18 +67,11 @@ class PieceSource(msgspec.Struct, frozen=True):
 class ReplicaPieces:
     """The other slots of one slot's version, searched once and only as far as needed.
 
-    Args:
-        manifest: The slot's own sealed manifest.
-
-    Raises:
-        MalformedMessage: The manifest is not one that ranks write.
+    ``manifest`` is the slot's own sealed one. Raises MalformedMessage if it is not one that ranks write.
     """
 
     def __init__(self, repairer: SlotRepairer, segment: SegmentFile, header: SlotHeader, manifest: bytes) -> None:
-        self._settings = repairer.settings
-        self._job_table = repairer.job_table
-        self._store = repairer.store
-        self._peers = repairer.peers
+        self._repairer = repairer
         self._job = segment.key.job
         self._rank = header.rank
         self._version = header.version
@@ -103,7 +96,7 @@ class ReplicaPieces:
                 break
             pieces = {key: gap for key, gap in gaps.items() if key in supply.piece_offsets}
             if self._copy_pieces(made, supply, [(supply.piece_offsets[key], gap) for key, gap in pieces.items()]):
-                self._job_table.note_holder(self._job, self._rank, supply.node)
+                self._repairer.job_table.note_holder(self._job, self._rank, supply.node)
                 nodes[supply.node] = None
                 gaps = {key: gap for key, gap in gaps.items() if key not in pieces}
                 yield made, ", ".join(nodes)
@@ -144,11 +137,11 @@ class ReplicaPieces:
 
     def _read_bytes(self, piece_source: PieceSource, ranges: list[ByteRange]) -> bytes:
         """Read ranges; their holder hashes them first."""
-        if piece_source.node != self._settings.node:
-            rank, version = piece_source.rank, self._version
-            request = partial(fetch_bytes, settings=self._settings, rank=rank, version=version, ranges=ranges)
-            return self._peers.call(self._job, piece_source.node, request)
-        for segment, slot, header in self._store.find(self._job, piece_source.rank, self._version):
+        if piece_source.node != self._repairer.settings.node:
+            rank, settings = piece_source.rank, self._repairer.settings
+            request = partial(fetch_bytes, settings=settings, rank=rank, version=self._version, ranges=ranges)
+            return self._repairer.peers.call(self._job, piece_source.node, request)
+        for segment, slot, header in self._repairer.store.find(self._job, piece_source.rank, self._version):
             try:
                 reading = SealedSlotReader(segment, slot, header)
                 reading.check(ranges)
@@ -168,8 +161,8 @@ class ReplicaPieces:
             yield supply
 
     def _search_sources(self) -> Iterator[PieceSource]:
-        node = self._settings.node
-        for segment in self._store.segments(self._job):
+        node = self._repairer.settings.node
+        for segment in self._repairer.store.segments(self._job):
             for slot, header in segment.sealed() if segment.key.kind != "parity" else ():
                 if header.version == self._version and header.rank != self._rank:
                     try:
@@ -177,18 +170,19 @@ class ReplicaPieces:
                     except DigestMismatch:
                         continue
                     yield from self._make_source(node, header.rank, "", manifest)
-        for other in self._job_table.likely_holders(self._job, self._rank, exclude=node, limit=MAX_INVENTORIES):
+        for other in self._repairer.job_table.likely_holders(self._job, self._rank, node, MAX_INVENTORIES):
             try:
                 yield from self._search_node(other)
             except EverstepError as error:
                 log.info("%s did not answer the inventory for %s: %s", other, self._version, error)
 
     def _search_node(self, node: str) -> Iterator[PieceSource]:
-        for there in self._peers.call(self._job, node, fetch_inventory).slots:
+        peers, settings = self._repairer.peers, self._repairer.settings
+        for there in peers.call(self._job, node, fetch_inventory).slots:
             if there.version == self._version and there.rank != self._rank:
-                get = partial(fetch_manifest, settings=self._settings, rank=there.rank, version=self._version)
+                get = partial(fetch_manifest, settings=settings, rank=there.rank, version=self._version)
                 known = there.manifest_digest in self._sources_by_manifest
-                manifest = b"" if known else self._peers.call(self._job, node, get)
+                manifest = b"" if known else peers.call(self._job, node, get)
                 yield from self._make_source(node, there.rank, there.manifest_digest, manifest)
 
     def _make_source(self, node: str, rank: int, digest: str, body: bytes) -> Iterator[PieceSource]:
@@ -251,10 +245,7 @@ class SlotRepairer:
     decoder: ParityDecoder
 
     def repair(self, segment: SegmentFile, slot: int, header: SlotHeader, corrupt: CorruptParts) -> str:
-        """Repair a slot and describe the source of the right bytes; "" if the slot could not be repaired.
-
-        A slot that is refilled meanwhile is left alone.
-        """
+        """Repair a slot and describe the source of the right bytes; "" if it was refilled or could not be repaired."""
         search = _ParitySearch if segment.key.kind == "parity" else _RankSlotSearch
         try:
             sources = list(_repair_parts(segment, slot, header, corrupt, search(self, segment, slot, header)))
@@ -268,7 +259,7 @@ class _Unrepairable(Exception):
 
 
 def _repair_parts(
-    segment: SegmentFile, slot: int, header: SlotHeader, corrupt: CorruptParts, search: _RepairSearch
+    segment: SegmentFile, slot: int, header: SlotHeader, corrupt: CorruptParts, search: _RankSlotSearch | _ParitySearch
 ) -> Iterator[str]:
     """Repair part by part, and yield the source of each. Raises _Unrepairable at the first without a source."""
     if corrupt.is_table_corrupt:
@@ -305,13 +296,6 @@ class _RepairSearch:
     _segment: SegmentFile
     _slot: int
     _header: SlotHeader
-
-    def manifest(self) -> Candidates:
-        raise NotImplementedError
-
-    def chunk(self, index: int, digest: bytes) -> Candidates:
-        """Yield candidates for a chunk with its sealed ``digest``."""
-        raise NotImplementedError
 
 
 class _RankSlotSearch(_RepairSearch):
@@ -433,6 +417,7 @@ def _recovered_chunk(recovery: ShardRecovery | None, index: int) -> Candidates:
 # Scrubbing: find a flipped bit in a slot or its header before a restore reads it.
 
 
+@dataclass(eq=False)
 class Scrubber:
     """Check all headers and sealed slots repeatedly, at a bounded rate, in a thread of its own.
 
@@ -447,22 +432,15 @@ class Scrubber:
         bytes_per_s: Maximum reading rate, on average over a chunk and the pause after it.
     """
 
-    def __init__(
-        self,
-        repairer: SlotRepairer,
-        finding_reporter: FindingReporter,
-        counters: VaultCounters,
-        clock: Clock,
-        interval_s: float,
-        bytes_per_s: float,
-    ) -> None:
-        self._store = repairer.store
-        self._repairer = repairer
-        self._finding_reporter = finding_reporter
-        self._counters = counters
-        self._clock = clock
-        self._interval_s = interval_s
-        self._bytes_per_s = bytes_per_s
+    _repairer: SlotRepairer
+    _finding_reporter: FindingReporter
+    _counters: VaultCounters
+    _clock: Clock
+    _interval_s: float
+    _bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        self._store = self._repairer.store
         self._scrubbed_before: set[tuple[SegmentKey, int, SlotHeader]] = set()
         self._inconsistent_headers: dict[tuple[SegmentKey, int], SlotRecordPair] = {}
         self._stopping = threading.Event()
@@ -505,12 +483,11 @@ class Scrubber:
             if look.is_consistent:
                 continue
             self._inconsistent_headers[segment.key, slot] = look
-            if before.get((segment.key, slot)) != look:
-                continue
-            if look.header is None:
-                self._store.discard_lost_header(segment, slot)
-            else:
-                self._store.repair_records(segment, slot, look)
+            if before.get((segment.key, slot)) == look:
+                if look.header is None:
+                    self._store.discard_lost_header(segment, slot)
+                else:
+                    self._store.repair_records(segment, slot, look)
 
     def _scrub(self, segment: SegmentFile, slot: int, header: SlotHeader) -> None:
         bad = self._find_corrupt_parts(segment, slot, header)
@@ -520,8 +497,7 @@ class Scrubber:
         # A fill changes the header before it touches a byte, so an unchanged header means unchanged bytes.
         if segment.view.header(slot) != header or self._store.get(segment.key) is not segment:
             return
-        source = self._repairer.repair(segment, slot, header, bad)
-        if source:
+        if source := self._repairer.repair(segment, slot, header, bad):
             message = f"{bad.description}; repaired from {source}"
             self._finding_reporter.report_damage(segment.describe_damage(slot, header, message), detected_by="scrubber")
         elif not self._stopping.is_set():  # if stopping, no other node was asked

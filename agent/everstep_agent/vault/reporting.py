@@ -50,7 +50,6 @@ class VaultCounters:
         self._refused: Counter[str] = Counter()
 
     def add(self, name: str, amount: int = 1) -> None:
-        """Add to one of COUNTER_NAMES. Raises KeyError for another name."""
         with self._lock:
             if name not in self._counters:
                 raise KeyError(name)
@@ -83,8 +82,7 @@ class FindingReporter:
     ) -> bool:
         """Discard and report a sealed slot with wrong bytes. Returns False if the slot has changed since.
 
-        The finding is a warning without an action: one slot says nothing about the node's fitness to compute, and
-        another holder has the bytes. Policy judges repeats.
+        The finding is a warning without an action: another holder has the bytes, and policy judges repeats.
         """
         if not segment.discard(slot, header):
             return False
@@ -100,17 +98,13 @@ class FindingReporter:
     def report_corrupt_transfer(self, job: str, peer: str, rank: int, version: Version, detail: str) -> None:
         """Report that bytes sent by ``peer`` do not hash to the digests sent with them."""
         self._counters.add("corrupt_transfers")
-        self._report(
-            FindingKind.TRANSFER_CORRUPT,
-            job,
-            subject=peer,
-            message=f"{peer} sent version {version} of rank {rank}: {detail}",
-            evidence={"rank": str(rank), "version": str(version), "received_by": self._node},
-        )
+        message = f"{peer} sent version {version} of rank {rank}: {detail}"
+        evidence = {"rank": str(rank), "version": str(version), "received_by": self._node}
+        self._report(FindingKind.TRANSFER_CORRUPT, job, peer, message, evidence)
 
     def report_memory_shortage(self, job: str, message: str) -> None:
         """Report that the job needs more memory than this node has. The finding says nothing about the hardware."""
-        self._report(FindingKind.MEMORY_LOW, job, f"memory/{job}", message, {}, source="the sum of the planned slots")
+        self._report(FindingKind.MEMORY_LOW, job, f"memory/{job}", message, {}, "the sum of the planned slots")
 
     def _report(
         self,

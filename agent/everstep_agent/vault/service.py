@@ -74,10 +74,7 @@ class VaultClientConnection:
         self._writer.write(encode_frame(message))
 
     def send_with_descriptor(self, message: local.FromVault, descriptor: int) -> None:
-        """Send a frame together with a descriptor, which the other process receives as its own.
-
-        Raises Unavailable if earlier data is still unsent, so that the descriptor would arrive with another frame.
-        """
+        """Send a frame with a descriptor. Raises Unavailable if unsent data would separate the two."""
         transport = self._writer.transport
         if transport.is_closing() or transport.get_write_buffer_size():
             raise Unavailable("the client has disconnected, or reads its answers too slowly")
@@ -179,41 +176,34 @@ class VaultSocketServer:
 
 def _check_peer(writer: asyncio.StreamWriter) -> None:
     """Raise AuthenticationError if the other process belongs neither to this user nor to root."""
-    pid, uid = peer_credentials(writer.get_extra_info("socket"))
-    if uid not in (0, os.geteuid()):
-        raise AuthenticationError(
-            f"process {pid} belongs to user {uid}; this vault serves user {os.geteuid()} and root"
-        )
+    (pid, uid), own = peer_credentials(writer.get_extra_info("socket")), os.geteuid()
+    if uid not in (0, own):
+        raise AuthenticationError(f"process {pid} belongs to user {uid}; this vault serves user {own} and root")
 
 
 # Capacity check: whether this node has memory for all of a job's slots before they are made.
 
 TRAINING_MEMORY_SHARE = 0.25
-"""Share of the free memory kept for the training when a job can do with fewer slots.
-
-The training may not have taken all of its memory yet (activations, gradients, the loader's workers), and the kernel
-kills processes for what is missing.
-"""
+"""Share of the free memory kept for the training when a job can do with fewer slots: the training may not have taken
+all of its memory yet (activations, gradients, the loader's workers), and the kernel kills for what is missing."""
 
 
 def check_room(store: SegmentStore, finding_reporter: FindingReporter, request: local.CheckCapacity) -> None:
     """Raise OutOfSlotMemory, with the arithmetic, if memory is missing; report a finding if no fallback is left."""
-    keyed = [
-        (SegmentKey(request.job, "replica" if need.replica else "own", need.number), need) for need in request.needs
+    keyed = {SegmentKey(request.job, "replica" if need.replica else "own", need.number): need for need in request.needs}
+    planned = [
+        store.plan_file(key, need.slot_bytes, need.slots + need.pinned_slots, request.keep)
+        for key, need in keyed.items()
     ]
-    wanted = [
-        store.plan_file(key, need.slot_bytes, need.slots + need.pinned_slots, request.keep) for key, need in keyed
-    ]
-    missing = [file for file in wanted if file is not None]
+    missing = [file for file in planned if file is not None]
     margin = TRAINING_MEMORY_SHARE if request.has_fallback else 0.0
-    check = partial(
-        store.budget.require_room, missing, _describe_needs(request.job, request.needs), _memory_advice(request), margin
-    )
+    description, advice = _describe_needs(request.job, request.needs), _memory_advice(request)
+    check = partial(store.budget.require_room, missing, description, advice, margin)
     try:
         try:
             check()
         except OutOfSlotMemory:
-            if not _free_unneeded_copies(store, request, {key for key, _ in keyed}):
+            if not _free_unneeded_copies(store, request, keyed.keys()):
                 raise
             check()
     except OutOfSlotMemory as error:
@@ -226,16 +216,13 @@ def _free_unneeded_copies(store: SegmentStore, request: local.CheckCapacity, nee
     """Free the copies made for another roster, except those the job may still restore from."""
     freed = False
     for segment in store.segments(request.job):
-        if (
-            segment.key.kind == "replica"
-            and segment.key.number < request.reclaim_below_rank
-            and segment.key not in needed
-        ):
-            for slot in range(segment.view.slots):
-                header = segment.view.header(slot)
-                if header is None or header.state is not SlotState.SEALED or header.version not in request.keep:
-                    segment.free_slot(slot)
-                    freed = True
+        key = segment.key
+        if key.kind != "replica" or key.number >= request.reclaim_below_rank or key in needed:
+            continue
+        for slot, header in enumerate(segment.view.headers()):
+            if header is None or header.state is not SlotState.SEALED or header.version not in request.keep:
+                segment.free_slot(slot)
+                freed = True
     return freed
 
 
@@ -264,10 +251,8 @@ T = TypeVar("T")
 INVENTORY_TIMEOUT_S = 5.0
 """Seconds a rank's answer waits for slots that are not checked yet; half of the rank's own time-out."""
 MAX_CONCURRENT_INVENTORIES = 128
-"""Other vaults asked at once for their inventory.
-
-In a rack that lost its power, each takes its whole time-out; the vaults that answer must not wait behind them.
-"""
+"""Other vaults asked at once. In a rack that lost its power, each takes its whole time-out; the vaults that answer must
+not wait behind them."""
 MAX_UNSENT_FINDINGS = 256
 """Findings kept while no supervisor is connected; the oldest are dropped first."""
 
@@ -283,41 +268,29 @@ class Vault:
         self._threads = ThreadPoolExecutor(settings.worker_threads, "vault")
         self._streams = ThreadPoolExecutor(settings.worker_threads, "stream")
         self._unsent_findings: deque[local.VaultFinding] = deque(maxlen=MAX_UNSENT_FINDINGS)
-        self._counters = VaultCounters()
-        self._job_table = JobTable()
+        counters = self._counters = VaultCounters()
+        job_table = self._job_table = JobTable()
         findings = self._finding_reporter = FindingReporter(
-            settings.node, clock, self._counters, lambda raised: self._report(local.VaultFinding(finding=raised))
+            settings.node, clock, counters, lambda raised: self._report(local.VaultFinding(finding=raised))
         )
         library = SlotFinder(store, findings)
-        self._peer_loss_detector = PeerLossDetector(settings.node, self._job_table, clock, self._report)
-        self._peers = PeerPool(settings, self._job_table, clock, self._peer_loss_detector)
-        sender = SlotSender(settings, self._peers, findings, self._counters, self._streams, clock)
-        self._replicator = Replicator(settings.node, store, self._job_table, sender, self._counters, self._threads)
+        losses = self._peer_loss_detector = PeerLossDetector(settings.node, job_table, clock, self._report)
+        self._peers = PeerPool(settings, job_table, clock, losses)
+        sender = SlotSender(settings, self._peers, findings, counters, self._streams, clock)
+        self._replicator = Replicator(settings.node, store, job_table, sender, counters, self._threads)
         shards = ShardReader(settings, library, self._peers, findings)
-        parts = (settings.node, store, self._job_table, shards, self._counters, self._streams)
+        parts = (settings.node, store, job_table, shards, counters, self._streams)
         self._encoder = ParityEncoder(*parts)
         self._decoder = ParityDecoder(*parts)
         self._spiller = Spiller(*parts)
-        self._receiver = SlotReceiver(store, self._job_table, findings, self._counters)
-        self.peer_server = PeerServer(
-            settings,
-            adoption,
-            self._job_table,
-            library,
-            self._receiver,
-            self._counters,
-            self._peer_loss_detector,
-            clock,
-        )
-        self._local = VaultSocketServer(settings.socket_path, self.handle_request, self._counters.count_refusal)
-        repairer = SlotRepairer(settings, self._job_table, store, self._peers, self._decoder)
+        self._receiver = SlotReceiver(store, job_table, findings, counters)
+        self.peer_server = PeerServer(settings, adoption, job_table, library, self._receiver, counters, losses, clock)
+        self._local = VaultSocketServer(settings.socket_path, self.handle_request, counters.count_refusal)
+        self.clients: Collection[VaultClientConnection] = self._local.clients
+        repairer = SlotRepairer(settings, job_table, store, self._peers, self._decoder)
         self._scrubber = Scrubber(
-            repairer, findings, self._counters, clock, settings.scrub_interval_s, settings.scrub_bytes_per_s
+            repairer, findings, counters, clock, settings.scrub_interval_s, settings.scrub_bytes_per_s
         )
-
-    @property
-    def clients(self) -> Collection[VaultClientConnection]:
-        return self._local.clients
 
     @property
     def has_jobs(self) -> bool:
@@ -368,15 +341,12 @@ class Vault:
                 return local.Fetched(request=message.request, bytes=landed)
             case local.OpenPeerConnection():
                 channel = await self._run_in_thread(lambda: self._peers.open_channel(message.job, message.node))
-                settings = self._settings
-                return AnswerWithSocket(
-                    local.PeerConnectionOpened(
-                        request=message.request,
-                        answer_timeout_s=settings.request_timeout_s,
-                        io_timeout_s=settings.io_timeout_s,
-                    ),
-                    channel,
+                opened = local.PeerConnectionOpened(
+                    request=message.request,
+                    answer_timeout_s=self._settings.request_timeout_s,
+                    io_timeout_s=self._settings.io_timeout_s,
                 )
+                return AnswerWithSocket(opened, channel)
             case local.PeerConnectionBroken():
                 self._peer_loss_detector.report_broken_connection(message.job, message.node, message.reason)
                 return local.RequestDone(request=message.request)
@@ -468,11 +438,10 @@ class Vault:
 
     def _statistics(self, message: local.Statistics) -> local.StatisticsAnswer:
         counters, refused = self._counters.read_all()
-        sealed = sum(len(segment.sealed()) for segment in self._store.segments())
         levels = {
             "segment_bytes": self._store.budget.used_bytes(),
             "free_bytes": self._store.budget.free_bytes(),
-            "sealed_slots": sealed,
+            "sealed_slots": sum(len(segment.sealed()) for segment in self._store.segments()),
             "peer_connections": len(self._peers) + len(self.peer_server),
         }
         return local.StatisticsAnswer(request=message.request, counters=counters, refused=refused, gauges=levels)

@@ -11,24 +11,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from everstep.errors import (
-    DECODE_ERRORS,
-    ConfigurationError,
-    DigestMismatch,
-    EverstepError,
-    MalformedMessage,
-    NotFound,
-    NotRestorable,
-    Unavailable,
-)
+from everstep import errors
 from everstep.wire.v1.local import Spill
 from everstep_agent.spill.order import SlotSource, SpillFailure, SpillOrder, SpillResult
 from everstep_agent.vault.parity.shards import ShardLocation, ShardWorker, require_all
-
-_ERROR_TYPES: dict[str, type[EverstepError]] = {
-    kind.code: kind
-    for kind in (ConfigurationError, DigestMismatch, MalformedMessage, NotFound, NotRestorable, Unavailable)
-}
 
 
 @dataclass(eq=False)
@@ -42,33 +28,24 @@ class Spiller(ShardWorker):
         self.executor = ThreadPoolExecutor(1, "spill")
 
     def spill(self, request: Spill) -> SpillResult:
-        """Write this node's part of the version; parts written before are not written again.
-
-        Raises StaleGeneration, NotFound, Unavailable, DigestMismatch, NotRestorable, ConfigurationError.
-        """
+        """Write this node's part of the version; parts written before are not written again. Raises EverstepError."""
         self.job_table.require_current(request.job, request.generation)
         sources = tuple(self._find_slot(request, rank) for rank in request.writers.get(self.node, ()))
         writers = [(node, rank) for node, ranks in request.writers.items() for rank in ranks]
         locations = [ShardLocation(request.job, node, rank, request.version) for node, rank in writers]
         infos = require_all(self.read_infos(locations))
         manifests = {rank: info.manifest for (_, rank), info in zip(writers, infos, strict=True)}
-        order = SpillOrder(
-            url=request.url,
-            version=request.version,
-            sources=sources,
-            manifests=manifests,
-            complete=True,
-            keep=request.keep_last,
-        )
+        keep = request.keep_last
+        order = SpillOrder(url=request.url, version=request.version, sources=sources, manifests=manifests, keep=keep)
         outcome = self._run_writer(request.job, order)
-        self.counters.add("spilled_slots", len(outcome.ranks))
+        self.counters.add("spilled_slots", len(sources))
         self.counters.add("spilled_bytes", outcome.bytes)
         return outcome
 
     def _find_slot(self, request: Spill, rank: int) -> SlotSource:
         for segment, slot, _ in self.store.find(request.job, rank, request.version):
             return SlotSource(rank=rank, path=str(segment.path), slot=slot)
-        raise NotFound(
+        raise errors.NotFound(
             f"no sealed slot on this node holds version {request.version} of rank {rank} of job {request.job}"
         )
 
@@ -84,10 +61,10 @@ class Spiller(ShardWorker):
                     self._running_writer = None
         try:
             answer = msgspec.json.decode(output, type=SpillResult | SpillFailure)
-        except DECODE_ERRORS as error:
-            raise Unavailable(f"the checkpoint writer ended with status {writer.returncode}") from error
+        except errors.DECODE_ERRORS as error:
+            raise errors.Unavailable(f"the checkpoint writer ended with status {writer.returncode}") from error
         if isinstance(answer, SpillFailure):
-            raise _ERROR_TYPES.get(answer.code, EverstepError)(answer.message)
+            raise errors.BY_CODE.get(answer.code, errors.EverstepError)(answer.message)
         return answer
 
     def cancel(self, job: str | None = None) -> None:

@@ -31,11 +31,11 @@ class SegmentAdoption:
     """Adopt segments: call ``adopt_segments`` once before serving, then ``start``. Otherwise thread-safe."""
 
     def __init__(self, store: SegmentStore, threads: int | None = None) -> None:
-        """Prepare the threads; by default half of the processors, since living ranks go on computing."""
         self._store = store
         self._changed = threading.Condition()
         self._unchecked_slots: list[tuple[SegmentFile, int, SlotHeader]] = []
         self._stopping = False
+        # by default half of the processors, since living ranks go on computing
         count = min(MAX_THREADS, max(1, len(os.sched_getaffinity(0)) // 2)) if threads is None else threads
         self._threads = [threading.Thread(target=self._run, name="adopt", daemon=True) for _ in range(count)]
 
@@ -47,8 +47,7 @@ class SegmentAdoption:
         Unfinished fills of replicas are discarded. Those of own segments are left alone: their rank may be alive in the
         middle of one, and they are never read. Raises ConfigurationError if the slots have an older layout.
         """
-        directory = self._store.directory
-        for folder in sorted(p for p in directory.iterdir() if p.is_dir() and not p.is_symlink()):
+        for folder in sorted(p for p in self._store.directory.iterdir() if p.is_dir() and not p.is_symlink()):
             if re.fullmatch(NAME_PATTERN, folder.name):
                 for path in sorted(folder.iterdir()):
                     self._adopt_file(folder.name, path)

@@ -49,11 +49,12 @@ class SealedSlotReader:
 
         Raises MalformedMessage, DigestMismatch, Conflict.
         """
-        touched = set()
-        for first, last in _chunk_runs(ranges, len(self.payload)):
-            touched |= {index for index in range(first, last + 1) if index not in checked_chunks}
-        if not touched:
-            return touched
+        touched = {
+            index
+            for first, last in _chunk_runs(ranges, len(self.payload))
+            for index in range(first, last + 1)
+            if index not in checked_chunks
+        }
         for index in sorted(touched):
             start = index * CHUNK_BYTES
             try:
@@ -61,7 +62,8 @@ class SealedSlotReader:
             except (DigestMismatch, IndexError):
                 self.require_unchanged()
                 raise
-        self.require_unchanged()
+        if touched:
+            self.require_unchanged()
         return touched
 
     def sealed_digest(self, piece: ByteRange) -> bytes | None:
@@ -121,10 +123,7 @@ class _SlotSearch:
         self._bad: DigestMismatch | None = None
 
     def next_reader(self, ranges: Sequence[ByteRange], table: bytes | None = None) -> tuple[SealedSlotReader, set[int]]:
-        """Return the next slot whose ranges hash right, and the hashed chunks.
-
-        Args:
-            table: The sealed digest table that the slot must have.
+        """Return the next slot whose ranges hash right (and with this sealed digest ``table``), and the hashed chunks.
 
         Raises NotFound, DigestMismatch.
         """
@@ -158,12 +157,7 @@ class SlotFinder:
         """Return a reader of a rank's share of a version, with the manifest and the chunks of ``ranges`` hashed.
 
         ``parity`` reads the parity of the group with that number instead. A slot that does not hash right is discarded,
-        and the next one tried.
-
-        Raises:
-            NotFound: No slot holds the share.
-            DigestMismatch: All slots that hold it are bad.
-            MalformedMessage: A range lies outside the payload.
+        and the next one tried. Raises NotFound, DigestMismatch if all slots with the share are bad, MalformedMessage.
         """
         return _SlotSearch(self, job, rank, version, parity).next_reader(ranges)[0]
 
@@ -179,14 +173,9 @@ class SlotFinder:
     ) -> Iterator[tuple[SealedSlotReader, list[memoryview]]]:
         """Yield the ranges' bytes in pieces of CHUNK_BYTES, each hashed on demand, with the slot it is from.
 
-        A slot that proves bad is replaced by another one sealed with the same bytes.
-
-        Args:
-            skip_own_chunks: Do not hash ranges that are exactly one chunk, if this vault has hashed the slot before.
-
-        Raises:
-            NotFound: See ``open``; also if the slot was refilled meanwhile.
-            DigestMismatch, MalformedMessage: See ``open``; raised before the first piece or at the bad one.
+        A slot that proves bad is replaced by another one sealed with the same bytes. ``skip_own_chunks``: do not hash
+        ranges that are exactly one chunk, if this vault has hashed the slot before. Raises what ``open`` does, before
+        the first piece or at the bad one, and NotFound if the slot was refilled meanwhile.
         """
         search = _SlotSearch(self, job, rank, version, parity)
         reading, done = search.next_reader(() if skip_own_chunks else next(split_into_chunks(ranges), ()))

@@ -152,10 +152,7 @@ class DamageReport(msgspec.Struct, frozen=True):
 class SegmentFile:
     """A mapped segment file; its bytes stay readable through this object even when the file is gone.
 
-    Raises:
-        DigestMismatch: The file is no segment, or another one's.
-        VersionMismatch: The file has another layout version.
-        OSError: The file cannot be opened.
+    Raises DigestMismatch if the file is no segment, or another one's; VersionMismatch; OSError.
     """
 
     def __init__(self, key: SegmentKey, path: Path) -> None:
@@ -244,10 +241,12 @@ class SegmentFile:
     def describe_damage(self, slot: int | None, header: SlotHeader | None, message: str) -> DamageReport:
         """Describe damage to a slot, to a slot with a lost header, or to the segment's own header."""
         evidence = {"path": str(self.path)} | ({} if slot is None else {"slot": str(slot)})
-        rank = self.key.filename if header is None or self.key.kind == "parity" else f"rank{header.rank}"
-        whose = rank if header is None else f"{rank}/{header.version}"
-        where = f"/slot{slot}" if header is None and slot is not None else ""
-        return DamageReport(self.key.job, f"{self.key.job}/{whose}{where}", message, evidence)
+        owner = self.key.filename if header is None or self.key.kind == "parity" else f"rank{header.rank}"
+        if header is not None:
+            owner += f"/{header.version}"
+        elif slot is not None:
+            owner += f"/slot{slot}"
+        return DamageReport(self.key.job, f"{self.key.job}/{owner}", message, evidence)
 
     def slot_info(self, node: str, slot: int, header: SlotHeader) -> SlotInfo:
         return SlotInfo(
@@ -351,16 +350,12 @@ class SegmentStore:
         """Return the segment with room for ``slots`` slots of ``slot_bytes``: the existing one, or a replacement.
 
         A replacement takes over the sealed slots that hash right. An own segment's pages exist on return; a replica's
-        are made while it is filled, since a sender waits.
+        are made while it is filled, since a sender waits. Raises ConfigurationError, OutOfSlotMemory.
 
         Args:
             keep: None allows more slots than asked for, and never fewer than before. Otherwise there are exactly
                 ``slots``, and of the sealed slots ``keep`` comes first; ``keep`` comes alone if the count stays the
                 same and is below SLOTS_PER_RANK.
-
-        Raises:
-            ConfigurationError: A size is out of range.
-            OutOfSlotMemory: Room is missing.
         """
         _check_sizes(key, slot_bytes, slots)
         with self._lock:
@@ -402,14 +397,15 @@ class SegmentStore:
         description = f"{slots} slots of {slot_bytes} bytes for {key.job}/{key.filename}"
         length = segment_bytes(slots, slot_bytes)
         self._prefaulter.stop(path)
+        moves, freed = [], 0
         if old is not None:
             old.seal_copied()
-        freed = 0 if old is None else replaceable_bytes(old.view, old.path, slots, keep)
+            freed = replaceable_bytes(old.view, old.path, slots, keep)
+            moves = slots_to_carry(old.view, slots, keep)
         advice = ADVICE_FEWER_SLOTS if slots >= SLOTS_PER_RANK else ADVICE_FEWER_COPIES
         with self.budget.reserve(draft, length, description, freed, advice):
             try:
                 self._make_folder(key.job)
-                moves = [] if old is None else slots_to_carry(old.view, slots, keep)
                 if old is not None and freed:
                     for slot in set(range(old.view.slots)) - {slot for slot, _, _ in moves}:
                         old.free_slot(slot)
@@ -469,9 +465,8 @@ class SegmentStore:
         """Repair a slot's record that differs from its twin: it is damaged, or its writer died between the two."""
         if segment.repair_records(slot, records) and records.invalid:
             message = f"a header record of slot {slot} of {segment.path} was damaged; restored from its second copy"
-            self.report_damage(
-                segment.describe_damage(slot, None if records.state is SlotState.EMPTY else records.header, message)
-            )
+            header = None if records.state is SlotState.EMPTY else records.header
+            self.report_damage(segment.describe_damage(slot, header, message))
 
     # Deletion
 

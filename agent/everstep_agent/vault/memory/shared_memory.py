@@ -30,13 +30,8 @@ UNLIMITED_BYTES = 1 << 60
 
 
 class _CgroupFiles(NamedTuple):
-    """File names of a control group version.
-
-    Attributes:
-        limits: Limits beyond which the kernel kills or throttles.
-        used: The current usage.
-        prefix: Prefix of the counters in ``memory.stat`` that include groups below.
-    """
+    """File names of a control group version: of the limits beyond which the kernel kills or throttles, and of the
+    current usage; and the prefix of the counters in ``memory.stat`` that include groups below."""
 
     limits: tuple[str, ...]
     used: str
@@ -76,18 +71,14 @@ def _enclosing_cgroups(cgroups: Path, own: Path) -> Iterator[tuple[Path, _Cgroup
 
 def _cgroup_available(group: Path, files: _CgroupFiles) -> int | None:
     try:
-        limit = min(_limit(group / name) for name in files.limits)
+        limits = ((group / name).read_text().strip() for name in files.limits)
+        limit = min(UNLIMITED_BYTES if text == "max" else int(text) for text in limits)
         used = int((group / files.used).read_text())
         counters = dict(line.split(maxsplit=1) for line in (group / "memory.stat").read_text().splitlines())
         cached = sum(int(counters.get(f"{files.prefix}{kind}_file", 0)) for kind in ("inactive", "active"))
     except (OSError, ValueError):
         return None
     return None if limit >= UNLIMITED_BYTES else limit - used + cached
-
-
-def _limit(file: Path) -> int:
-    text = file.read_text().strip()
-    return UNLIMITED_BYTES if text == "max" else int(text)
 
 
 MADV_POPULATE_WRITE = 23
@@ -138,11 +129,8 @@ class MemoryBudget:
     ) -> Iterator[None]:
         """Allow the file ``path`` to be made, or to grow, to ``size`` bytes inside this context.
 
-        Args:
-            freed_bytes: Bytes of other files that are freed first.
-            advice: See ``require_room``.
-
-        Raises OutOfSlotMemory, Unavailable.
+        ``freed_bytes`` of other files are freed first; ``advice`` as in ``require_room``. Raises OutOfSlotMemory,
+        Unavailable.
         """
         with self._lock:
             counted = self._file_sizes()
@@ -156,7 +144,10 @@ class MemoryBudget:
             raise _creation_error(error, description, advice) from error
         finally:
             with self._lock:
-                self._release(path, size)
+                if sizes := self._reserved_sizes.get(path):  # none after ``rename``
+                    sizes.remove(size)
+                    if not sizes:
+                        del self._reserved_sizes[path]
 
     def rename(self, draft: Path, path: Path) -> None:
         """Give a finished file its name, atomically, so that it is not counted under both."""
@@ -164,23 +155,13 @@ class MemoryBudget:
             draft.rename(path)
             self._reserved_sizes.pop(draft, None)
 
-    def _release(self, path: Path, size: int) -> None:
-        sizes = self._reserved_sizes.get(path, [])
-        if size in sizes:
-            sizes.remove(size)
-        if not sizes:
-            self._reserved_sizes.pop(path, None)
-
     def require_room(
         self, planned_files: Sequence[PlannedFile], description: str, advice: str, reserved_share: float = 0.0
     ) -> None:
         """Check that the files could be made beside all existing ones. Files being made already are not counted again.
 
-        Args:
-            advice: The suggestion if no more memory can be added.
-            reserved_share: The part of the machine's free memory left to other processes.
-
-        Raises OutOfSlotMemory: room is missing.
+        ``advice`` is the suggestion if no more memory can be added, ``reserved_share`` the part of the machine's free
+        memory left to other processes. Raises OutOfSlotMemory.
         """
         with self._lock:
             counted = self._file_sizes()
@@ -212,9 +193,7 @@ class MemoryBudget:
         """Return each file's present or, while it is made, final size in bytes."""
         found = (Path(folder) / name for folder, _, names in os.walk(self._directory) for name in names)
         counted = {path: _size(path) for path in found if path.name != LOCK_FILE}
-        for path, sizes in self._reserved_sizes.items():
-            counted[path] = max(counted.get(path, 0), *sizes)
-        return counted
+        return counted | {path: max(counted.get(path, 0), *sizes) for path, sizes in self._reserved_sizes.items()}
 
     def _unreserved_bytes(self) -> tuple[int, str]:
         """Return the bytes left, less those still to be taken by files being made, and how to get more.
@@ -344,20 +323,14 @@ _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
 """The system call's number; glibc has no name for it, and libnuma would be another dependency."""
 _SHMEM_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 _HUGE_PAGE_MOUNT_OPTIONS = ("huge=advise", "huge=within_size", "huge=always")
-
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.syscall.restype = ctypes.c_long
 
 
 def has_huge_pages(directory: Path, mounts: str | None = None, setting: str | None = None) -> bool:
     """Return whether the file system of ``directory`` gives huge pages on request.
 
-    The mount options decide, unless the kernel is set to force or to deny them on every memory file system. Its other
-    settings apply to memory without a visible mount.
-
-    Args:
-        mounts: The content of /proc/self/mounts; read if not given.
-        setting: The content of shmem_enabled in /sys/kernel/mm/transparent_hugepage; read if not given.
+    The mount options decide, unless the kernel is set to force or to deny them on every memory file system. ``mounts``
+    and ``setting`` are the contents of /proc/self/mounts and of shmem_enabled, read if not given.
     """
     text = Path("/proc/self/mounts").read_text() if mounts is None else mounts
     within = os.path.realpath(directory)
@@ -375,10 +348,7 @@ def has_huge_pages(directory: Path, mounts: str | None = None, setting: str | No
 
 
 def allocate_huge_pages(descriptor: int, length: int) -> None:
-    """Make the pages of a new, empty file on such a file system, as huge pages if possible.
-
-    Stops if memory is short; ``allocate`` then reports the shortage.
-    """
+    """Make the pages of a new, empty file there, huge ones if possible. ``allocate`` reports if memory is short."""
     os.ftruncate(descriptor, length)
     with mmap.mmap(descriptor, length) as mapping:
         first = ctypes.c_char.from_buffer(mapping)
@@ -391,8 +361,7 @@ def allocate_huge_pages(descriptor: int, length: int) -> None:
 def prefer_numa_node(node: int | None) -> Iterator[None]:
     """Take the pages that this thread makes inside this context from NUMA node ``node``, while it has any.
 
-    None means any node. If the kernel refuses (no such node, a container without permission), that is logged and the
-    context has no effect.
+    None means any node. A refusal by the kernel (no such node, no permission) is logged and has no effect.
     """
     is_set = node is not None and 0 <= node < MAX_NUMA_NODES and _set_policy(MPOL_PREFERRED, 1 << node) == 0
     if node is not None and not is_set:
@@ -460,9 +429,7 @@ def write_scratch(
 ) -> None:
     """Write pieces, each at its own place in the ``length`` bytes from ``offset`` of a scratch file.
 
-    The file is created with mode 0600 if missing, and grown to hold the bytes before the first is written.
-
-    Raises PermissionDenied, OutOfSlotMemory.
+    The file is made if missing, and grown to hold the bytes first. Raises PermissionDenied, OutOfSlotMemory.
     """
     if offset < 0:
         raise PermissionDenied(f"into_offset {offset} is before the file's beginning")

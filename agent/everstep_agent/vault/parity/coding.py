@@ -63,7 +63,7 @@ class ParityEncoder(ShardWorker):
     def encode_group(self, request: Protect) -> ParityManifest:
         """Make and seal the parity, and return its manifest. Parity of these very shards that exists already is kept.
 
-        Raises StaleGeneration, NotFound, Unavailable, DigestMismatch, OutOfSlotMemory, ConfigurationError.
+        Raises EverstepError.
         """
         self.job_table.require_current(request.job, request.generation)
         key = SegmentKey(request.job, "parity", request.group.group)
@@ -190,6 +190,7 @@ class RecoveryTarget(msgspec.Struct, frozen=True):
     info: ShardInfo
 
 
+@dataclass(eq=False)
 class ShardRecovery:
     """Recover one shard of a group, chunk by chunk, from the others.
 
@@ -199,36 +200,26 @@ class ShardRecovery:
         lost_reasons: Per lost location, the reason.
     """
 
-    def __init__(
-        self,
-        target: RecoveryTarget,
-        members: Sequence[ParityMember],
-        parities: dict[ParityLetter, ParitySource],
-        lost_reasons: dict[str, str],
-        shard_reader: ShardReader,
-        streams: Executor,
-    ) -> None:
-        job, version = target.location.job, target.location.version
-        self.info = target.info
+    _target: RecoveryTarget
+    _members: Sequence[ParityMember]
+    _parities: dict[ParityLetter, ParitySource]
+    _lost_reasons: dict[str, str]
+    _shard_reader: ShardReader
+    _streams: Executor
+
+    def __post_init__(self) -> None:
+        location, wanted = self._target.location, self._target.member_or_letter
+        self.info = self._target.info
         """The wanted shard's sealed description."""
-        self._target = target
-        self._members = members
-        self._locations = [member.location(job, version) for member in members]
-        self._lost = {target.member_or_letter} if isinstance(target.member_or_letter, int) else set()
-        self._parities = parities
-        self._lost_reasons = lost_reasons
-        self._shard_reader = shard_reader
-        self._streams = streams
-        self._buffers = _chunk_buffers(members)
-        size = min(CHUNK_BYTES, parity_bytes(max(m.info.payload_bytes for m in members)))
+        self._locations = [member.location(location.job, location.version) for member in self._members]
+        self._lost = {wanted} if isinstance(wanted, int) else set()
+        self._buffers = _chunk_buffers(self._members)
+        size = min(CHUNK_BYTES, parity_bytes(max(m.info.payload_bytes for m in self._members)))
         self._parity_buffers = {letter: memoryview(bytearray(size)) for letter in PARITY_LETTERS}
         self._failed_letters: set[ParityLetter] = set()
 
     def recover_chunk(self, index: int) -> memoryview:
-        """Return chunk ``index`` of the wanted shard, hashed. The next call overwrites it.
-
-        Raises NotRestorable, DigestMismatch.
-        """
+        """Return chunk ``index`` of the wanted shard, hashed. The next call overwrites it. Raises EverstepError."""
         while True:
             letters = self._choose_letters(index)
             failed = self._read_survivors(index, letters)
@@ -243,8 +234,7 @@ class ShardRecovery:
             )
             if len(letters) != 1:
                 raise error
-            # the chunk is wrong with this parity shard; the other one may be right
-            self._mark_lost([(letters[0], error)])
+            self._mark_lost([(letters[0], error)])  # the other parity shard may be right
 
     def _decode_chunk(self, index: int, letters: Sequence[ParityLetter]) -> memoryview:
         from everstep_agent.vault.parity import galois  # numpy takes 30 ms and 15 MB of a vault that never needs it
@@ -274,9 +264,7 @@ class ShardRecovery:
 
     def _choose_letters(self, index: int) -> list[ParityLetter]:
         """Choose as many of P and Q as members are lost."""
-        letters = [
-            letter for letter in PARITY_LETTERS if letter in self._parities and letter not in self._failed_letters
-        ]
+        letters = [letter for letter in PARITY_LETTERS if letter in self._parities.keys() - self._failed_letters]
         lost = self._lost_in(index)
         if len(letters) < len(lost):
             others = sum(number != self._target.member_or_letter for number in lost)
@@ -324,26 +312,24 @@ class ParityDecoder(ShardWorker):
     def fetch(self, request: Fetch) -> int:
         """Write a shard's manifest, or ranges of a payload recovered by parity, into ``request.target_path``.
 
-        Returns:
-            The number of bytes written.
-
-        Raises NotFound, Unavailable, NotRestorable, DigestMismatch, MalformedMessage, PermissionDenied,
-        OutOfSlotMemory.
+        Returns the number of bytes written. Raises EverstepError.
         """
-        if request.parity_group is None:
+        if request.parity_group is not None:
+            recovery = self.recover_member(request.job, request.rank, request.version, request.parity_group)
             if request.ranges:
-                raise MalformedMessage(
-                    f"a vault fetches ranges only by parity: read rank {request.rank}'s version {request.version} "
-                    f"over a connection to {request.node}"
-                )
+                return self._write_ranges(request, recovery)
+            manifest, counter = recovery.info.manifest, "parity_recovered_bytes"
+        elif request.ranges:
+            raise MalformedMessage(
+                f"a vault fetches ranges only by parity: read rank {request.rank}'s version {request.version} "
+                f"over a connection to {request.node}"
+            )
+        else:
             location = ShardLocation(request.job, request.node, request.rank, request.version)
-            manifest = self.shard_reader.read_info(location).manifest
-            return self._write(request, len(manifest), [(0, memoryview(manifest))], "fetched_bytes")
-        recovery = self.recover_member(request.job, request.rank, request.version, request.parity_group)
-        if not request.ranges:
-            manifest = recovery.info.manifest
-            return self._write(request, len(manifest), [(0, memoryview(manifest))], "parity_recovered_bytes")
-        length = sum(count for _, count in request.ranges)
+            manifest, counter = self.shard_reader.read_info(location).manifest, "fetched_bytes"
+        return self._write(request, len(manifest), [(0, memoryview(manifest))], counter)
+
+    def _write_ranges(self, request: Fetch, recovery: ShardRecovery) -> int:
         wanted = _pieces_by_chunk(request.ranges, recovery.info.payload_bytes)
         pieces = (
             (at, chunk[start : start + count])
@@ -351,7 +337,7 @@ class ParityDecoder(ShardWorker):
             for chunk in (recovery.recover_chunk(index),)
             for at, start, count in wanted[index]
         )
-        return self._write(request, length, pieces, "parity_recovered_bytes")
+        return self._write(request, sum(count for _, count in request.ranges), pieces, "parity_recovered_bytes")
 
     def _write(self, request: Fetch, length: int, pieces: Iterable[tuple[int, memoryview]], counter: str) -> int:
         store = self.store
@@ -378,8 +364,7 @@ class ParityDecoder(ShardWorker):
     ) -> ShardRecovery:
         """Return the recovery of P or Q at ``location``, sealed as ``info``, from its members.
 
-        ``group`` names the node of the other parity shard, which is needed for lost members. Raises DigestMismatch if
-        that covers other shards, MalformedMessage if its manifest is unreadable.
+        ``group`` names the node of the other parity shard, which is needed for lost members. Raises EverstepError.
         """
         parities, missing = self._other_parity(location, manifest.letter, group)
         _require_same_members([manifest, *(parity.manifest for parity in parities.values())], str(location))
@@ -434,10 +419,7 @@ def _require_same_members(manifests: Sequence[ParityManifest], description: str)
 
 
 def _pieces_by_chunk(ranges: Sequence[ByteRange], length: int) -> dict[int, list[tuple[int, int, int]]]:
-    """Split joined ranges by chunk, into (offset in the joined bytes, offset in the chunk, length).
-
-    Raises MalformedMessage for a range outside.
-    """
+    """Split joined ranges by chunk, into (offset in the joined bytes, offset in the chunk, length)."""
     found: defaultdict[int, list[tuple[int, int, int]]] = defaultdict(list)
     at = 0
     for offset, count in ranges:

@@ -30,8 +30,8 @@ _REDUCTION = 0x1D
 def encode(members: Sequence[memoryview], p: memoryview | None = None, q: memoryview | None = None) -> None:
     """Write P, Q, or both; a member's index in ``members`` is its coefficient.
 
-    The buffers of members and parity start at the same offset of their shards, a whole number of stripes. Raises
-    ValueError if ``p`` or ``q`` is not ``parity_bytes`` of the longest member long.
+    The buffers of members and parity start at the same offset of their shards, a whole number of stripes, and parity
+    has ``parity_bytes`` of the longest member.
     """
     _check(members, (p, q))
     work = _StripeBuffers(len(members))
@@ -48,8 +48,7 @@ def recover(
 ) -> None:
     """Write the one or two members that are None into their buffers in ``lost``, each as long as its member.
 
-    ``p`` and ``q`` are as in ``encode``, or None if lost; ``encode`` makes lost parity again. Raises ValueError if more
-    is lost than parity is left, or a length does not fit.
+    ``p`` and ``q`` are as in ``encode``, or None if lost; ``encode`` makes lost parity again.
     """
     missing = sorted(lost)
     if missing != [number for number, member in enumerate(members) if member is None] or not missing:

@@ -16,14 +16,14 @@ from everstep.ids import NodeId, Rank, Version
 from everstep.layout.slots import CHUNK_BYTES, chunk_count
 from everstep.native import DIGEST_BYTES
 from everstep.wire.framing import VaultChannel
-from everstep.wire.v1.transfer import Data, DataEnd, Digests, DigestsRequest, Get
+from everstep.wire.v1.transfer import DataEnd, Digests, DigestsRequest, Get
 from everstep.wire.v1.vault_reports import ParityGroup
 from everstep_agent.vault.job_table import JobTable
-from everstep_agent.vault.memory.reading import SlotFinder
+from everstep_agent.vault.memory.reading import ByteRange, SealedSlotReader, SlotFinder
 from everstep_agent.vault.memory.segments import SegmentStore
 from everstep_agent.vault.reporting import FindingReporter, VaultCounters
 from everstep_agent.vault.settings import VaultSettings
-from everstep_agent.vault.transfer.peers import PeerPool, fetch_manifest
+from everstep_agent.vault.transfer.peers import PeerPool, fetch_manifest, request_bulk
 
 # Length of parity. Apart from the arithmetic, so that a vault loads numpy only when it makes or reads parity.
 
@@ -94,13 +94,9 @@ class ParityManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     members: Annotated[tuple[ParityMember, ...], msgspec.Meta(min_length=1, max_length=MAX_MEMBERS)]
 
     @property
-    def longest_member_bytes(self) -> int:
-        return max(member.info.payload_bytes for member in self.members)
-
-    @property
     def payload_bytes(self) -> int:
         """Payload bytes of the parity itself."""
-        return parity_bytes(self.longest_member_bytes)
+        return parity_bytes(max(member.info.payload_bytes for member in self.members))
 
     @property
     def members_digest(self) -> str:
@@ -154,33 +150,23 @@ class ShardReader:
     def read_info(
         self, location: ShardLocation, known_manifests: Mapping[bytes, bytes] = {}, group: ParityGroup | None = None
     ) -> ShardInfo:
-        """Return the sealed description of a shard, with a hashed manifest.
+        """Return the sealed description of a shard, with a hashed manifest. Raises EverstepError.
 
-        Args:
-            known_manifests: Manifests by digest; these are not fetched again.
-            group: The parity group that will cover the shard; the node is informed.
-
-        Raises NotFound, Unavailable, DigestMismatch, MalformedMessage.
+        Manifests in ``known_manifests``, by digest, are not fetched again. The shard's node is told of the parity
+        ``group`` that will cover the shard.
         """
         if location.node == self._settings.node:
-            reading = self._slot_finder.open(
-                location.job, location.rank_or_group, location.version, (), parity=location.is_parity
-            )
+            reading = self._open(location)
             return _make_info(len(reading.payload), reading.manifest, b"".join(reading.digests), location)
+        rank, version, parity = location.rank_or_group, location.version, location.is_parity
 
         def ask(channel: VaultChannel) -> tuple[Digests, bytes]:
-            channel.send(
-                DigestsRequest(
-                    rank=location.rank_or_group, version=location.version, parity=location.is_parity, group=group
-                )
-            )
+            channel.send(DigestsRequest(rank=rank, version=version, parity=parity, group=group))
             channel.set_receive_timeout(self._settings.request_timeout_s)
             answer = channel.receive_answer(Digests)
             manifest = known_manifests.get(answer.digests[:DIGEST_BYTES])
             if manifest is None:
-                manifest = fetch_manifest(
-                    channel, self._settings, location.rank_or_group, location.version, parity=location.is_parity
-                )
+                manifest = fetch_manifest(channel, self._settings, rank, version, parity=parity)
             return answer, manifest
 
         answer, manifest = self._peers.call(location.job, location.node, ask)
@@ -193,38 +179,31 @@ class ShardReader:
 
         Raises NotFound, Unavailable, DigestMismatch.
         """
+        piece = index * CHUNK_BYTES, len(into)
         if location.node == self._settings.node:
-            self._read_local_chunk(location, index, into)
+            reading = self._open(location, piece)
+            (into[:],) = reading.views([piece])
+            reading.require_unchanged()
         else:
-            self._peers.call(
-                location.job, location.node, lambda channel: self._read_remote_chunk(channel, location, index, into)
-            )
+            read = partial(self._read_remote_chunk, location=location, piece=piece, into=into)
+            self._peers.call(location.job, location.node, read)
         if xxhash.xxh3_128_digest(into) != info.digest(index):
             self._raise_corrupt(location, f"chunk {index} differs from the sealed bytes")
 
-    def _read_local_chunk(self, location: ShardLocation, index: int, into: memoryview) -> None:
-        at = index * CHUNK_BYTES
-        reading = self._slot_finder.open(
-            location.job, location.rank_or_group, location.version, ((at, len(into)),), parity=location.is_parity
-        )
-        into[:] = reading.payload[at : at + len(into)]
-        reading.require_unchanged()
+    def _open(self, location: ShardLocation, *ranges: ByteRange) -> SealedSlotReader:
+        rank, version, parity = location.rank_or_group, location.version, location.is_parity
+        return self._slot_finder.open(location.job, rank, version, ranges, parity=parity)
 
-    def _read_remote_chunk(self, channel: VaultChannel, location: ShardLocation, index: int, into: memoryview) -> None:
-        ranges = ((index * CHUNK_BYTES, len(into)),)
-        channel.send(
-            Get(rank=location.rank_or_group, version=location.version, ranges=ranges, parity=location.is_parity)
-        )
-        channel.set_receive_timeout(self._settings.request_timeout_s)
-        length = channel.receive_answer(Data).bytes
+    def _read_remote_chunk(
+        self, channel: VaultChannel, location: ShardLocation, piece: ByteRange, into: memoryview
+    ) -> None:
+        rank, version, parity = location.rank_or_group, location.version, location.is_parity
+        length = request_bulk(channel, self._settings, Get(rank=rank, version=version, ranges=(piece,), parity=parity))
         if length != len(into):
             raise MalformedMessage(f"{location.node} announced {length} bytes instead of {len(into)}")
-        channel.set_receive_timeout(self._settings.io_timeout_s)
         channel.receive_into(into)
-        moved_on = not channel.receive_piece_status()
-        channel.receive_answer(DataEnd)  # raises the peer's refusal
-        if moved_on:
-            raise MalformedMessage(f"{location.node} sent contradictory status: slot refilled, then not refilled")
+        channel.require_good_piece()
+        channel.receive_answer(DataEnd)
 
     def _raise_corrupt(self, location: ShardLocation, detail: str) -> None:
         if location.node != self._settings.node:

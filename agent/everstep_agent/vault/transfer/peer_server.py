@@ -20,26 +20,7 @@ from everstep.layout.digests import RangeHasher
 from everstep.layout.slots import CHUNK_BYTES
 from everstep.log_throttle import LogThrottle
 from everstep.wire.framing import VaultChannel
-from everstep.wire.v1.transfer import (
-    Ack,
-    Data,
-    DataEnd,
-    Digests,
-    DigestsRequest,
-    Get,
-    Greeting,
-    InventoryList,
-    InventoryRequest,
-    ManifestPart,
-    Part,
-    PartDone,
-    Put,
-    PutDone,
-    Ready,
-    TransferRequest,
-    chunk_bitmap,
-    refused_from_error,
-)
+from everstep.wire.v1 import transfer as wire
 from everstep_agent.vault.job_table import JobTable
 from everstep_agent.vault.memory.adoption import SegmentAdoption
 from everstep_agent.vault.memory.reading import SlotFinder
@@ -134,7 +115,6 @@ class PeerServer:
                     self._log(logging.WARNING, "cannot serve a connection: %s", error, extra=self._context)
 
     def _start_thread(self, channel: VaultChannel) -> None:
-        """Start the connection's thread. Raises RuntimeError if no thread can be started."""
         thread = threading.Thread(target=self._serve, args=(channel,), name="transfer", daemon=True)
         with self._lock:
             self._connections[channel] = thread
@@ -185,14 +165,14 @@ class PeerServer:
                 session.detach_transfers()
             self._close_connection(channel)
 
-    def _handle_request(self, session: PeerSession, request: TransferRequest) -> None:
+    def _handle_request(self, session: PeerSession, request: wire.TransferRequest) -> None:
         try:
             session.handle_request(request)
         except EverstepError as error:
             if isinstance(error, _CONNECTION_ERRORS):
                 raise
             self.counters.count_refusal(error.code)
-            session.channel.send(refused_from_error(error))
+            session.channel.send(wire.refused_from_error(error))
 
     def _send_error(self, channel: VaultChannel, error: EverstepError, session: PeerSession | None) -> None:
         """Send the error if the peer may still listen. A departed authenticated peer is not a refusal."""
@@ -202,7 +182,7 @@ class PeerServer:
         self.counters.count_refusal(error.code)
         self._log(logging.INFO, "refused a request from %s: %s", channel.peer, error, extra=self._context)
         try:
-            channel.send(refused_from_error(error))
+            channel.send(wire.refused_from_error(error))
         except Unavailable:
             pass  # the peer no longer listens
 
@@ -218,7 +198,7 @@ def _listen(host: str, port: int) -> socket.socket:
 class PeerSession:
     """One authenticated connection. Its unfinished transfers end with it."""
 
-    def __init__(self, server: PeerServer, greeting: Greeting, channel: VaultChannel) -> None:
+    def __init__(self, server: PeerServer, greeting: wire.Greeting, channel: VaultChannel) -> None:
         self.job = greeting.job
         self.node = greeting.node
         self.channel = channel
@@ -232,63 +212,63 @@ class PeerSession:
         settings = self._server.settings
         return settings.request_timeout_s if self._open_transfers else settings.idle_timeout_s
 
-    def handle_request(self, request: TransferRequest) -> None:
+    def handle_request(self, request: wire.TransferRequest) -> None:
         """Serve one request. Raises EverstepError for a refusal."""
-        if self._read_only and not isinstance(request, Get | DigestsRequest | InventoryRequest):
+        if self._read_only and not isinstance(request, wire.Get | wire.DigestsRequest | wire.InventoryRequest):
             raise AuthenticationError(f"{self.node} opened this connection for reading only")
         channel, receiver = self.channel, self._server.receiver
         match request:
-            case Put():
+            case wire.Put():
                 self._put(request)
-            case Part():
+            case wire.Part():
                 receiver.receive_part(self.job, self.node, request, channel)
-                channel.send(PartDone())
-            case ManifestPart():
+                channel.send(wire.PartDone())
+            case wire.ManifestPart():
                 receiver.receive_manifest(self.job, self.node, request, channel)
-                channel.send(PartDone())
-            case PutDone():
+                channel.send(wire.PartDone())
+            case wire.PutDone():
                 receiver.finish(self.job, self.node, request.transfer)
                 self._open_transfers.discard(request.transfer)
-                channel.send(Ack())
-            case Get():
+                channel.send(wire.Ack())
+            case wire.Get():
                 sent = self._send_ranges(request) if request.ranges else self._send_manifest(request)
                 self._server.counters.add("served_bytes", sent)
-            case DigestsRequest():
+            case wire.DigestsRequest():
                 channel.send(self._read_digests(request))
-            case InventoryRequest():
+            case wire.InventoryRequest():
                 slots, unchecked = self._server.adoption.inventory(self.job, PEER_INVENTORY_TIMEOUT_S)
-                channel.send(InventoryList(slots=slots, unchecked=unchecked))
+                channel.send(wire.InventoryList(slots=slots, unchecked=unchecked))
 
-    def _put(self, put: Put) -> None:
+    def _put(self, put: wire.Put) -> None:
         incoming = self._server.receiver.begin(self.job, self.node, put)
         if incoming is None:
-            self.channel.send(Ack(already_sealed=True))
+            self.channel.send(wire.Ack(already_sealed=True))
             return
         self._open_transfers.add(incoming.id)
-        present = chunk_bitmap(incoming.received_chunks)
-        self.channel.send(Ready(transfer=incoming.id, present_chunks=present, needs_manifest=not incoming.has_manifest))
+        present, lacks_manifest = wire.chunk_bitmap(incoming.received_chunks), not incoming.has_manifest
+        self.channel.send(wire.Ready(transfer=incoming.id, present_chunks=present, needs_manifest=lacks_manifest))
 
     def detach_transfers(self) -> None:
         for transfer in self._open_transfers:
             self._server.receiver.detach(transfer)
 
-    def _read_digests(self, request: DigestsRequest) -> Digests:
+    def _read_digests(self, request: wire.DigestsRequest) -> wire.Digests:
         reading = self._server.slot_finder.open(self.job, request.rank, request.version, (), parity=request.parity)
         if request.group is not None:
             self._server.job_table.add_parity_group(self.job, request.version, request.group)
-        return Digests(payload_bytes=len(reading.payload), digests=b"".join(reading.digests))
+        return wire.Digests(payload_bytes=len(reading.payload), digests=b"".join(reading.digests))
 
-    def _send_manifest(self, get: Get) -> int:
+    def _send_manifest(self, get: wire.Get) -> int:
         reader = self._server.slot_finder.open(self.job, get.rank, get.version, (), parity=get.parity)
         manifest = memoryview(reader.manifest)
-        self.channel.send(Data(bytes=len(manifest)))
+        self.channel.send(wire.Data(bytes=len(manifest)))
         for start in range(0, len(manifest), CHUNK_BYTES):
             self.channel.send_bulk([manifest[start : start + CHUNK_BYTES]])
             self.channel.send_piece_status(True)
-        self.channel.send(DataEnd(digests=reader.digests[0]))
+        self.channel.send(wire.DataEnd(digests=reader.digests[0]))
         return len(manifest)
 
-    def _send_ranges(self, get: Get) -> int:
+    def _send_ranges(self, get: wire.Get) -> int:
         """Send the ranges, hashing each piece while the previous one is sent; each status says if another follows."""
         channel = self.channel
         lengths = [length for _, length in get.ranges]
@@ -296,7 +276,7 @@ class PeerSession:
             self.job, get.rank, get.version, get.ranges, parity=get.parity, skip_own_chunks=get.skip_hash
         )
         piece = next(pieces, None)
-        channel.send(Data(bytes=sum(lengths)))
+        channel.send(wire.Data(bytes=sum(lengths)))
         hasher = RangeHasher(lengths, [] if piece is None else [piece[0].sealed_digest(each) for each in get.ranges])
         while piece is not None:
             reading, views = piece
@@ -311,5 +291,5 @@ class PeerSession:
                 channel.send_piece_status(False)
                 raise
             channel.send_piece_status(True)
-        channel.send(DataEnd(digests=hasher.digests()))
+        channel.send(wire.DataEnd(digests=hasher.digests()))
         return sum(lengths)

@@ -10,6 +10,7 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 from everstep.clock import Backoff, Clock
@@ -18,22 +19,8 @@ from everstep.ids import Version, split_address
 from everstep.layout.manifests import MAX_MANIFEST_BYTES
 from everstep.layout.slots import CHUNK_BYTES
 from everstep.wire.framing import VAULT_SUPPORTED_VERSIONS, VaultChannel, connect, negotiate
+from everstep.wire.v1 import transfer as wire
 from everstep.wire.v1.training import PeerConnectionLost
-from everstep.wire.v1.transfer import (
-    NONCE_BYTES,
-    Challenge,
-    Data,
-    DataEnd,
-    Get,
-    Greeting,
-    InventoryList,
-    InventoryRequest,
-    Proof,
-    TransferRefused,
-    error_from_refused,
-    is_valid_proof,
-    make_proof,
-)
 from everstep_agent.vault.job_table import JobConfig, JobTable
 from everstep_agent.vault.settings import VaultSettings
 
@@ -54,16 +41,16 @@ CHECK_TIMEOUT_S = 0.3
 """Seconds to connect. A machine on the same network accepts within milliseconds; a dead one does not answer."""
 
 
+@dataclass(eq=False)
 class PeerLossDetector:
     """Check and report lost peers. Safe to use from any thread; ``on_peer_lost`` runs in a thread of its own."""
 
-    def __init__(
-        self, node: str, job_table: JobTable, clock: Clock, on_peer_lost: Callable[[PeerConnectionLost], None]
-    ) -> None:
-        self._node = node
-        self._job_table = job_table
-        self._clock = clock
-        self._on_peer_lost = on_peer_lost
+    _node: str
+    _job_table: JobTable
+    _clock: Clock
+    _on_peer_lost: Callable[[PeerConnectionLost], None]
+
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._checked_at: dict[str, float] = {}
         self._closed = False
@@ -98,9 +85,8 @@ class PeerLossDetector:
         with self._lock:
             if self._closed:
                 return
-        lost = PeerConnectionLost(
-            job=job, at=self._clock.wall(), trace=uuid.uuid4().hex[:16], peer=peer, detail=detail[:1000]
-        )
+        trace = uuid.uuid4().hex[:16]
+        lost = PeerConnectionLost(job=job, at=self._clock.wall(), trace=trace, peer=peer, detail=detail[:1000])
         context = {"node": self._node, "job": job, "trace": lost.trace}
         log.warning("the vault of %s is unreachable: %s", peer, detail, extra=context)
         self._on_peer_lost(lost)
@@ -119,85 +105,78 @@ def _connect_error(address: tuple[str, int]) -> str:
 
 
 def client_handshake(
-    channel: VaultChannel, job_config: JobConfig, node: str, peer_node: str, *, read_only: bool = False
+    channel: VaultChannel, job: str, secret: bytes, node: str, peer_node: str, *, read_only: bool = False
 ) -> None:
     """Run the client's side, as ``node``. Raises AuthenticationError if the peer does not prove to be ``peer_node``."""
-    nonce = secrets.token_bytes(NONCE_BYTES)
-    greeting = Greeting(
+    greeting = wire.Greeting(
         protocols=VAULT_SUPPORTED_VERSIONS,
-        job=job_config.job,
+        job=job,
         node=node,
         peer=peer_node,
-        nonce=nonce,
+        nonce=secrets.token_bytes(wire.NONCE_BYTES),
         read_only=read_only,
     )
     channel.send(greeting)
-    challenge = channel.receive_opening_answer()
-    if isinstance(challenge, TransferRefused):
-        raise error_from_refused(challenge, channel.peer)
-    if not isinstance(challenge, Challenge):
+    challenge = _receive_opening_answer(channel)
+    if not isinstance(challenge, wire.Challenge):
         raise MalformedMessage(f"{channel.peer} answered a greeting with {type(challenge).__name__}")
     negotiate([challenge.protocol], VAULT_SUPPORTED_VERSIONS)
-    channel.send(Proof(mac=make_proof(job_config.secret, "client", greeting, challenge)))
+    channel.send(wire.Proof(mac=wire.make_proof(secret, "client", greeting, challenge)))
+    answer = _receive_opening_answer(channel)
+    if not (isinstance(answer, wire.Proof) and wire.is_valid_proof(answer.mac, secret, "server", greeting, challenge)):
+        raise AuthenticationError(f"{channel.peer} does not know the secret of job {job}, or is not {peer_node}")
+
+
+def _receive_opening_answer(channel: VaultChannel) -> wire.OpeningAnswer:
+    """Return the server's answer in a handshake. Raises its refusal."""
     answer = channel.receive_opening_answer()
-    if isinstance(answer, TransferRefused):
-        raise error_from_refused(answer, channel.peer)
-    if not isinstance(answer, Proof) or not is_valid_proof(
-        answer.mac, job_config.secret, "server", greeting, challenge
-    ):
-        raise AuthenticationError(
-            f"{channel.peer} does not know the secret of job {job_config.job}, or is not {peer_node}"
-        )
+    if isinstance(answer, wire.TransferRefused):
+        raise wire.error_from_refused(answer, channel.peer)
+    return answer
 
 
-def server_handshake(channel: VaultChannel, job_table: JobTable, node: str) -> tuple[JobConfig, Greeting]:
+def server_handshake(channel: VaultChannel, job_table: JobTable, node: str) -> tuple[JobConfig, wire.Greeting]:
     """Run the server's side, as ``node``; return the connection's job and the client's greeting.
 
     Raises NotFound, AuthenticationError, VersionMismatch, MalformedMessage.
     """
     greeting = channel.receive_opening()
-    if not isinstance(greeting, Greeting):
+    if not isinstance(greeting, wire.Greeting):
         raise MalformedMessage(f"{channel.peer} sent {type(greeting).__name__} instead of a greeting")
     if greeting.peer != node:
         raise AuthenticationError(f"{greeting.node} wants to connect to {greeting.peer}, but this node is {node}")
-    challenge = Challenge(
-        protocol=negotiate(greeting.protocols, VAULT_SUPPORTED_VERSIONS), nonce=secrets.token_bytes(NONCE_BYTES)
-    )
+    protocol = negotiate(greeting.protocols, VAULT_SUPPORTED_VERSIONS)
+    challenge = wire.Challenge(protocol=protocol, nonce=secrets.token_bytes(wire.NONCE_BYTES))
     job_config = job_table.get_config(greeting.job)
+    secret = job_config.secret
     channel.send(challenge)
     proof = channel.receive_opening()
-    if not isinstance(proof, Proof) or not is_valid_proof(proof.mac, job_config.secret, "client", greeting, challenge):
+    if not (isinstance(proof, wire.Proof) and wire.is_valid_proof(proof.mac, secret, "client", greeting, challenge)):
         raise AuthenticationError(f"{channel.peer} does not know the secret of job {greeting.job}")
-    channel.send(Proof(mac=make_proof(job_config.secret, "server", greeting, challenge)))
+    channel.send(wire.Proof(mac=wire.make_proof(secret, "server", greeting, challenge)))
     return job_config, greeting
 
 
 # Bulk reads: a slot's manifest, or bytes of its payload, from a peer. Callers hash them, since only they know the
-# digest.
+# digest. All raise the peer's refusal, or MalformedMessage.
 
 
 def fetch_manifest(
     channel: VaultChannel, settings: VaultSettings, rank: int, version: Version, *, parity: bool = False
 ) -> bytes:
-    """Return the unchecked manifest that ``rank`` (with ``parity``, the group of that number) sealed as ``version``.
-
-    Raises EverstepError, MalformedMessage.
-    """
-    channel.send(Get(rank=rank, version=version, ranges=(), parity=parity))
-    channel.set_receive_timeout(settings.request_timeout_s)
-    length = channel.receive_answer(Data).bytes
+    """Return the unchecked manifest that ``rank`` (with ``parity``, the group of that number) sealed as ``version``."""
+    length = request_bulk(channel, settings, wire.Get(rank=rank, version=version, ranges=(), parity=parity))
     if length > MAX_MANIFEST_BYTES:
         raise MalformedMessage(
             f"{channel.peer} announced a manifest of {length} bytes; the limit is {MAX_MANIFEST_BYTES}"
         )
-    channel.set_receive_timeout(settings.io_timeout_s)
     return receive_bulk(channel, length)
 
 
-def fetch_inventory(channel: VaultChannel) -> InventoryList:
-    """Return the peer's checked slots of the connection's job. Raises the peer's refusal."""
-    channel.send(InventoryRequest())
-    return channel.receive_answer(InventoryList)
+def fetch_inventory(channel: VaultChannel) -> wire.InventoryList:
+    """Return the peer's checked slots of the connection's job."""
+    channel.send(wire.InventoryRequest())
+    return channel.receive_answer(wire.InventoryList)
 
 
 def fetch_bytes(
@@ -206,27 +185,30 @@ def fetch_bytes(
     """Return the (offset, length) ranges of the payload that ``rank`` sealed as ``version``, joined.
 
     The peer hashes before it answers.
-
-    Raises EverstepError, MalformedMessage.
     """
-    channel.send(Get(rank=rank, version=version, ranges=tuple(ranges)))
-    channel.set_receive_timeout(settings.request_timeout_s)
-    announced, wanted = channel.receive_answer(Data).bytes, sum(length for _, length in ranges)
+    announced = request_bulk(channel, settings, wire.Get(rank=rank, version=version, ranges=tuple(ranges)))
+    wanted = sum(length for _, length in ranges)
     if announced != wanted:
         raise MalformedMessage(f"{channel.peer} announced {announced} bytes instead of {wanted}")
-    channel.set_receive_timeout(settings.io_timeout_s)
     return receive_bulk(channel, wanted)
 
 
+def request_bulk(channel: VaultChannel, settings: VaultSettings, get: wire.Get) -> int:
+    """Request bytes, and return their announced number."""
+    channel.send(get)
+    channel.set_receive_timeout(settings.request_timeout_s)
+    announced = channel.receive_answer(wire.Data).bytes
+    channel.set_receive_timeout(settings.io_timeout_s)
+    return announced
+
+
 def receive_bulk(channel: VaultChannel, length: int) -> bytes:
-    """Receive announced bulk bytes. Raises the peer's reason if it breaks off."""
+    """Receive announced bulk bytes."""
     found = bytearray(length)
     for start in range(0, length, CHUNK_BYTES):
         channel.receive_into(memoryview(found)[start : start + CHUNK_BYTES])
-        if not channel.receive_piece_status():
-            channel.receive_answer(DataEnd)  # raises the peer's refusal
-            raise MalformedMessage(f"{channel.peer} sent contradictory status: slot refilled, then not refilled")
-    channel.receive_answer(DataEnd)
+        channel.require_good_piece()
+    channel.receive_answer(wire.DataEnd)
     return bytes(found)
 
 
@@ -236,49 +218,46 @@ PoolKey = tuple[str, str, str, bytes]
 _HANDSHAKE_BACKOFF = Backoff(floor_s=0.01, ceiling_s=0.1)
 
 
+@dataclass(eq=False)
 class PeerPool:
     """A pool of connections by job, node, address and secret. Safe to use from any thread."""
 
-    def __init__(
-        self, settings: VaultSettings, job_table: JobTable, clock: Clock, peer_loss_detector: PeerLossDetector
-    ) -> None:
-        self._settings = settings
-        self._job_table = job_table
-        self._clock = clock
-        self._peer_loss_detector = peer_loss_detector
+    _settings: VaultSettings
+    _job_table: JobTable
+    _clock: Clock
+    _peer_loss_detector: PeerLossDetector
+
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._idle: defaultdict[PoolKey, list[VaultChannel]] = defaultdict(list)
         self._busy: set[VaultChannel] = set()
         self._stopping = threading.Event()
 
     def call(self, job: str, node: str, action: Callable[[VaultChannel], T], timeout_s: float | None = None) -> T:
-        """Run ``action`` over a connection to ``node``'s vault, a pooled one if possible.
+        """Run ``action`` over a connection to ``node``'s vault, a pooled one if possible. Raises EverstepError.
 
         Actions must tolerate being run twice: a pooled connection that proves dead is replaced by a new one.
-
-        Args:
-            timeout_s: Limits each wait of this call, instead of the settings' time-outs.
-
-        Raises NotFound, Unavailable, AuthenticationError, EverstepError.
+        ``timeout_s`` limits each wait of this call, instead of the settings' time-outs.
         """
-        job_config = self._job_table.get_config(job)
-        key = (job, node, job_config.address(node), job_config.secret)
+        key = self._key(job, node)
         pooled = self._take(key)
         if pooled is not None:
             try:
                 return self._run_action(key, pooled, action, timeout_s)
             except Unavailable:
-                self._close_idle_for(key)
-        return self._run_action(key, self._connect_with_retry(job_config, node, key, timeout_s), action, timeout_s)
+                self._close_idle(lambda other: other == key)
+        return self._run_action(key, self._connect_with_retry(key, timeout_s), action, timeout_s)
 
     def open_channel(self, job: str, node: str) -> VaultChannel:
-        """Return a new read-only connection to ``node``'s vault, owned by the caller. Raises what ``call`` does."""
-        job_config = self._job_table.get_config(job)
-        key = (job, node, job_config.address(node), job_config.secret)
-        channel = self._connect_with_retry(job_config, node, key, None, read_only=True)
+        """Return a new read-only connection to ``node``'s vault, owned by the caller. Raises EverstepError."""
+        channel = self._connect_with_retry(self._key(job, node), None, read_only=True)
         with self._lock:
             self._busy.discard(channel)
         return channel
+
+    def _key(self, job: str, node: str) -> PoolKey:
+        job_config = self._job_table.get_config(job)
+        return job, node, job_config.address(node), job_config.secret
 
     def _take(self, key: PoolKey) -> VaultChannel | None:
         with self._lock:
@@ -314,42 +293,28 @@ class PeerPool:
             self._busy.discard(channel)
         channel.close()
 
-    def _close_idle_for(self, key: PoolKey) -> None:
-        with self._lock:
-            dead = self._idle.pop(key, [])
-        for channel in dead:
-            channel.close()
-
-    def _connect_with_retry(
-        self, job_config: JobConfig, node: str, key: PoolKey, timeout_s: float | None, *, read_only: bool = False
-    ) -> VaultChannel:
+    def _connect_with_retry(self, key: PoolKey, timeout_s: float | None, *, read_only: bool = False) -> VaultChannel:
         """Return an authenticated connection; retry for a while if the node does not know the job yet."""
-        deadline = self._clock.monotonic() + (
-            self._settings.unknown_job_retry_s
-            if timeout_s is None
-            else min(timeout_s, self._settings.unknown_job_retry_s)
-        )
+        retry_s = self._settings.unknown_job_retry_s
+        deadline = self._clock.monotonic() + (retry_s if timeout_s is None else min(timeout_s, retry_s))
         attempt = 0
         while True:
             try:
-                return self._connect(job_config, node, key[2], timeout_s, read_only)
+                return self._connect(key, timeout_s or self._settings.io_timeout_s, read_only)
             except NotFound:
                 pause_s = _HANDSHAKE_BACKOFF.delay_s(attempt, 0.5)
                 if self._clock.monotonic() + pause_s > deadline or self._stopping.wait(pause_s):
                     raise
                 attempt += 1
 
-    def _connect(
-        self, job_config: JobConfig, node: str, address: str, timeout_s: float | None, read_only: bool
-    ) -> VaultChannel:
-        settings = self._settings
-        wait_s = timeout_s or settings.io_timeout_s
+    def _connect(self, key: PoolKey, wait_s: float, read_only: bool) -> VaultChannel:
+        settings, (job, node, address, secret) = self._settings, key
         channel = connect(address, node, min(wait_s, settings.connect_timeout_s), settings.io_timeout_s)
         with self._lock:
             self._busy.add(channel)
         try:
             channel.set_receive_timeout(wait_s)
-            client_handshake(channel, job_config, settings.node, node, read_only=read_only)
+            client_handshake(channel, job, secret, settings.node, node, read_only=read_only)
         except BaseException:
             self._discard(channel)
             raise

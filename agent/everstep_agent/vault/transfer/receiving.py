@@ -14,6 +14,7 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import xxhash
@@ -102,32 +103,27 @@ class IncomingTransfer:
         return self.payload[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]
 
 
+@dataclass(eq=False)
 class SlotReceiver:
     """All transfers into this vault. Safe to use from any thread."""
 
-    def __init__(
-        self, store: SegmentStore, job_table: JobTable, finding_reporter: FindingReporter, counters: VaultCounters
-    ) -> None:
-        self._store = store
-        self._job_table = job_table
-        self._finding_reporter = finding_reporter
-        self._counters = counters
+    _store: SegmentStore
+    _job_table: JobTable
+    _finding_reporter: FindingReporter
+    _counters: VaultCounters
+
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._writer_left = threading.Condition(self._lock)
         self._segment_locks: defaultdict[SegmentKey, threading.Lock] = defaultdict(threading.Lock)
         self._transfers: dict[bytes, IncomingTransfer] = {}
 
     def begin(self, job: str, sender: str, put: Put) -> IncomingTransfer | None:
-        """Reserve a slot, or return None if these very bytes are sealed here already.
-
-        Raises:
-            StaleGeneration: The offer's generation is over.
-            NotFound: The job is unknown.
-            MalformedMessage: The offer's lengths do not fit together.
-            OutOfSlotMemory: Memory for the slot is missing.
-        """
+        """Reserve a slot, or return None if these very bytes are sealed here already. Raises EverstepError."""
         self._job_table.require_current(job, put.generation)
-        _check_digests(put)
+        digests = split_digests(put.digests)
+        if len(digests) != chunk_count(put.payload_bytes) + 1 or len(digests[-1]) != len(digests[0]):
+            raise MalformedMessage(f"{len(put.digests)} bytes of digests for a payload of {put.payload_bytes} bytes")
         key = SegmentKey(job, "replica", put.rank)
         with self._segment_lock(key):
             need = slot_bytes_for(put.manifest_bytes, put.payload_bytes)
@@ -147,10 +143,8 @@ class SlotReceiver:
         return incoming
 
     def _versions_to_keep(self, key: SegmentKey, put: Put) -> list[Version]:
-        """Return the versions to keep if slots are short: those the rank names, then the newest of its generation.
-
-        One of these may be committed already without the rank knowing.
-        """
+        """Return the versions to keep if slots are short: those the rank names, then the newest of its generation, one
+        of which may be committed already without the rank knowing."""
         segment = self._store.get(key)
         sealed = () if segment is None else (header.version for _, header in segment.view.sealed_slots())
         own = sorted((version for version in sealed if version.generation == put.generation), reverse=True)
@@ -188,10 +182,7 @@ class SlotReceiver:
             return found
 
     def _abort_stale(self, key: SegmentKey) -> None:
-        """Abort transfers of a generation that is over.
-
-        A silent sender would hold its slot until its connection times out.
-        """
+        """Abort transfers of an ended generation: silent senders would hold their slots until a time-out."""
         generation = self._job_table.get_config(key.job).generation
         with self._lock:
             for incoming in [i for i in self._transfers.values() if i.segment.key == key]:
@@ -296,13 +287,7 @@ class SlotReceiver:
             incoming.segment.view.discard(incoming.slot)
 
     def finish(self, job: str, sender: str, transfer: bytes) -> None:
-        """Seal the slot.
-
-        Raises:
-            StaleGeneration: The transfer's generation is over.
-            NotFound: The transfer or the job is unknown.
-            Conflict: Bytes are missing, or the segment was replaced.
-        """
+        """Seal the slot. Raises StaleGeneration, NotFound, or Conflict if bytes are missing."""
         with self._lock:
             incoming = self._transfers.get(transfer)
         if incoming is None or incoming.is_aborted or (incoming.job, incoming.sender) != (job, sender):
@@ -316,8 +301,11 @@ class SlotReceiver:
             if incoming.writers or received != expected or not incoming.has_manifest:
                 missing = "" if incoming.has_manifest else ", but not the manifest"
                 raise Conflict(f"received {received} of {expected} chunks{missing}")
-            incoming.segment.view.seal(incoming.slot, incoming.digests)
-            _discard_others(incoming)
+            view = incoming.segment.view
+            view.seal(incoming.slot, incoming.digests)
+            for slot, header in list(view.sealed_slots()):
+                if header.version == put.version and slot != incoming.slot:
+                    view.discard(slot)  # the rank sealed the version again, and the newer seal holds
             with self._lock:
                 del self._transfers[incoming.id]
         self._job_table.note_holder(job, put.rank, sender)
@@ -344,12 +332,6 @@ class SlotReceiver:
             raise failure
 
 
-def _check_digests(put: Put) -> None:
-    digests = split_digests(put.digests)
-    if len(digests) != chunk_count(put.payload_bytes) + 1 or len(digests[-1]) != len(digests[0]):
-        raise MalformedMessage(f"{len(put.digests)} bytes of digests for a payload of {put.payload_bytes} bytes")
-
-
 def _slot_refilled_error(incoming: IncomingTransfer) -> Conflict:
     return Conflict(f"{incoming.sender} refilled the slot while it was sent")
 
@@ -357,8 +339,7 @@ def _slot_refilled_error(incoming: IncomingTransfer) -> Conflict:
 def fill_from_other_versions(incoming: IncomingTransfer) -> int:
     """Copy the manifest and chunks that sealed slots of the same rank share; each is hashed at its new place.
 
-    Returns:
-        The number of chunk bytes copied.
+    Returns the number of chunk bytes copied.
     """
     view, count = incoming.segment.view, 0
     wanted: defaultdict[bytes, list[int]] = defaultdict(list)
@@ -404,11 +385,3 @@ def _holds(segment: SegmentFile, put: Put) -> bool:
         and header.table_digest == table
         for _, header in segment.sealed()
     )
-
-
-def _discard_others(incoming: IncomingTransfer) -> None:
-    """Discard the same version with other bytes: the rank sealed it again, and the newer seal holds."""
-    view = incoming.segment.view
-    for slot, header in list(view.sealed_slots()):
-        if header.version == incoming.put.version and slot != incoming.slot:
-            view.discard(slot)

@@ -35,23 +35,22 @@ BURST_S = 0.05
 """Seconds of sending that pass at once after a rest, so that a thread that wakes late keeps its share."""
 
 
+@dataclass(eq=False)
 class RateLimiter:
-    """Hold sending threads until their bytes fit the rate. Safe to use from any thread.
+    """Hold sending threads until their bytes fit ``bytes_per_s``, if there is a limit. Safe to use from any thread."""
 
-    Args:
-        bytes_per_s: The maximum rate; None for no limit.
-    """
+    _bytes_per_s: float | None
+    _clock: Clock
+    _sleep: Callable[[float], object] = time.sleep
 
-    def __init__(self, bytes_per_s: float | None, clock: Clock, sleep: Callable[[float], object] = time.sleep) -> None:
-        self._bytes_per_s = bytes_per_s
-        self._clock = clock
-        self._sleep = sleep
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
-        self._free_at = clock.monotonic()
+        self._free_at = self._clock.monotonic()
 
     @property
-    def is_limited(self) -> bool:
-        return self._bytes_per_s is not None
+    def piece_bytes(self) -> int:
+        """Bytes to send at a time: less under a limit, so that the wire is shared evenly."""
+        return CHUNK_BYTES if self._bytes_per_s is None else PACED_PIECE_BYTES
 
     def acquire(self, byte_count: int) -> None:
         """Return when ``byte_count`` bytes may be sent."""
@@ -68,21 +67,16 @@ class RateLimiter:
 MAX_CHUNKS_PER_PART = 8
 """Chunks acknowledged together: 64 MiB, so that the round trip hardly counts."""
 
-
 MAX_ATTEMPTS = 8
 """Broken connections allowed per copied slot; more mean a failing peer or network."""
 PACED_PIECE_BYTES = 1 << 20
-"""Bytes sent at a time under a rate limit, so that the wire is shared evenly."""
 
 
 class OutgoingTransfer:
     """A slot on its way to a peer, and the parts of it that no thread has taken yet.
 
-    Args:
-        ready: The peer's answer, which lists the chunks it has already.
-
-    Attributes:
-        sent_chunks: Chunks that the peer has hashed, plus one for the manifest if it was sent.
+    ``ready`` is the peer's answer, which lists the chunks it has already. ``sent_chunks`` counts those that the peer
+    has hashed, plus one for the manifest if it was sent.
     """
 
     def __init__(self, reader: SealedSlotReader, ready: Ready, rate_limiter: RateLimiter) -> None:
@@ -106,9 +100,7 @@ class OutgoingTransfer:
         channel.send(ManifestPart(transfer=self._transfer))
         manifest = memoryview(self.reader.manifest)
         for start in range(0, len(manifest), CHUNK_BYTES):
-            for piece in self._pieces(manifest[start : start + CHUNK_BYTES]):
-                self._rate_limiter.acquire(len(piece))
-                channel.send_bulk([piece])
+            self._send_chunk(channel, manifest[start : start + CHUNK_BYTES])
             channel.send_piece_status(True)  # the local copy was hashed and cannot change
         channel.receive_answer(PartDone)
         self.sent_chunks += 1
@@ -136,9 +128,7 @@ class OutgoingTransfer:
     def _send_part(self, channel: VaultChannel, part: Part) -> None:
         channel.send(part)
         for index in range(part.first_chunk, part.first_chunk + part.chunks):
-            for piece in self._pieces(self.reader.payload[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]):
-                self._rate_limiter.acquire(len(piece))
-                channel.send_bulk([piece])
+            self._send_chunk(channel, self.reader.payload[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES])
             still = self.reader.is_unchanged()
             channel.send_piece_status(still)
             if not still:
@@ -146,44 +136,39 @@ class OutgoingTransfer:
         channel.receive_answer(PartDone)
         self.sent_chunks += part.chunks
 
-    def _pieces(self, chunk: memoryview) -> list[memoryview]:
-        if not self._rate_limiter.is_limited:
-            return [chunk]
-        return [chunk[at : at + PACED_PIECE_BYTES] for at in range(0, len(chunk), PACED_PIECE_BYTES)]
+    def _send_chunk(self, channel: VaultChannel, chunk: memoryview) -> None:
+        step = self._rate_limiter.piece_bytes
+        for at in range(0, len(chunk), step):
+            piece = chunk[at : at + step]
+            self._rate_limiter.acquire(len(piece))
+            channel.send_bulk([piece])
 
 
 def _parts(transfer: bytes, missing: list[int]) -> Iterator[Part]:
     """Split the missing chunks into runs of at most MAX_CHUNKS_PER_PART."""
-    first, count = 0, 0
+    run: list[int] = []
     for chunk in missing:
-        if count and (chunk != first + count or count == MAX_CHUNKS_PER_PART):
-            yield Part(transfer=transfer, first_chunk=first, chunks=count)
-            count = 0
-        if not count:
-            first = chunk
-        count += 1
-    if count:
-        yield Part(transfer=transfer, first_chunk=first, chunks=count)
+        if run and (chunk != run[-1] + 1 or len(run) == MAX_CHUNKS_PER_PART):
+            yield Part(transfer=transfer, first_chunk=run[0], chunks=len(run))
+            run = []
+        run.append(chunk)
+    if run:
+        yield Part(transfer=transfer, first_chunk=run[0], chunks=len(run))
 
 
+@dataclass(eq=False)
 class SlotSender:
     """Copy slots of this node to other vaults. ``streams`` runs the further connections of a large payload."""
 
-    def __init__(
-        self,
-        settings: VaultSettings,
-        peers: PeerPool,
-        finding_reporter: FindingReporter,
-        counters: VaultCounters,
-        streams: Executor,
-        clock: Clock,
-    ) -> None:
-        self._rate_limiter = RateLimiter(settings.send_bytes_per_s, clock)
-        self._settings = settings
-        self._peers = peers
-        self._finding_reporter = finding_reporter
-        self._counters = counters
-        self._streams = streams
+    _settings: VaultSettings
+    _peers: PeerPool
+    _finding_reporter: FindingReporter
+    _counters: VaultCounters
+    _streams: Executor
+    _clock: Clock
+
+    def __post_init__(self) -> None:
+        self._rate_limiter = RateLimiter(self._settings.send_bytes_per_s, self._clock)
 
     def send(
         self, generation: int, node: str, segment: SegmentFile, slot: int, header: SlotHeader, keep: tuple[Version, ...]
@@ -191,9 +176,7 @@ class SlotSender:
         """Send a slot and return once ``node`` holds a copy that it has hashed.
 
         The peer's copies of the versions ``keep`` stay. If a connection breaks, another one continues after the bytes
-        that arrived.
-
-        Raises Conflict, DigestMismatch, EverstepError.
+        that arrived. Raises EverstepError.
         """
         reading = SealedSlotReader(segment, slot, header)
         put = _put(reading, generation, keep)
@@ -257,9 +240,8 @@ class SlotSender:
         except Conflict:
             pass  # the slot was refilled and cannot be checked
         except DigestMismatch as error:
-            self._finding_reporter.report_corrupt_slot(
-                reader.segment, reader.slot, reader.header, error, detected_by="sender"
-            )
+            report = self._finding_reporter.report_corrupt_slot
+            report(reader.segment, reader.slot, reader.header, error, detected_by="sender")
 
 
 def _root_failure(failures: list[EverstepError]) -> EverstepError:
@@ -303,10 +285,6 @@ class ReplicationTask(msgspec.Struct, frozen=True):
     keep: tuple[Version, ...]
     has_priority: bool
 
-    @property
-    def version(self) -> Version:
-        return self.header.version
-
 
 class SendQueue:
     """One rank's slots to one peer. ``copy`` returns "" when the peer holds the slot, else the reason it does not."""
@@ -326,7 +304,7 @@ class SendQueue:
             before = self._waiting
             first, other = (before, mine) if before[0].has_priority and not task.has_priority else (mine, before)
             self._waiting = first
-            _resolve(other[1], f"superseded by {first[0].version}")
+            _resolve(other[1], f"superseded by {first[0].header.version}")
             return outcome
         self._waiting = mine
         if self._running is None:
@@ -399,13 +377,10 @@ class Replicator:
         return segment, header
 
     def _send_queue(self, job: str, rank: int, node: str) -> SendQueue:
-        async def copy(task: ReplicationTask) -> str:
-            return await self._copy(task, node)
+        queue = SendQueue(partial(self._copy, node), partial(self._counters.add, "superseded_copies"))
+        return self._send_queues.setdefault((job, rank, node), queue)
 
-        key = (job, rank, node)
-        return self._send_queues.setdefault(key, SendQueue(copy, lambda: self._counters.add("superseded_copies")))
-
-    async def _copy(self, task: ReplicationTask, node: str) -> str:
+    async def _copy(self, node: str, task: ReplicationTask) -> str:
         job = task.segment.key.job
         try:
             self._job_table.require_current(job, task.generation)
@@ -414,7 +389,8 @@ class Replicator:
         except EverstepError as error:
             self._counters.count_refusal(error.code)
             context = {"node": self._node, "job": job, "generation": task.generation}
-            log.info("rank %s's %s is not at %s: %s", task.header.rank, task.version, node, error, extra=context)
+            version = task.header.version
+            log.info("rank %s's %s is not at %s: %s", task.header.rank, version, node, error, extra=context)
             return f"{error.code}: {error}"
         return ""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any, cast
 
 import msgspec
@@ -29,11 +28,11 @@ class Vault:
         self.asked: list[Any] = []
         self.futures: list[asyncio.Future[VaultAnswer]] = []
 
-    def configured_generation(self, job: str) -> int | None:
-        return 1 if self.known else None
+    def is_configured(self, job: str) -> bool:
+        return self.known
 
-    async def request(self, build: Callable[[int], Any]) -> VaultAnswer:
-        self.asked.append(build(len(self.asked)))
+    async def request(self, message: Any) -> VaultAnswer:
+        self.asked.append(message)
         self.futures.append(asyncio.get_running_loop().create_future())
         return await self.futures[-1]
 

@@ -52,7 +52,7 @@ class Bench:
             "n1", self.store, book, shards, self.tally, ThreadPoolExecutor(1)
         )  # which starts no thread unasked
         repairer = SlotRepairer(settings, book, self.store, peers, decoder)
-        self.scrubber = Scrubber(repairer, findings, self.tally, clock, interval_s=1.0, bytes_per_s=1e12)
+        self.scrubber = Scrubber(repairer, findings, self.tally, clock, 1.0, 1e12)
 
     def rounds(self, count: int) -> None:
         for _ in range(count):

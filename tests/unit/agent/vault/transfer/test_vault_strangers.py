@@ -89,7 +89,8 @@ class Wire:
 
     def proved(self, node: str = "n8", known: JobConfig | None = None, to: str = "n1") -> VaultChannel:
         channel = self.dial()
-        client_handshake(channel, known or facts(), node, to)
+        job = known or facts()
+        client_handshake(channel, job.job, job.secret, node, to)
         return channel
 
     def close(self) -> None:
@@ -199,7 +200,7 @@ def test_client_rejects_a_server_without_the_secret() -> None:
         impostor.send(Challenge(protocol=VAULT_SUPPORTED_VERSIONS[0], nonce=bytes(NONCE_BYTES)))
         impostor.send(Proof(mac=bytes(32)))
         with pytest.raises(AuthenticationError, match="or is not n1"):
-            client_handshake(channel, facts(), "n8", "n1")
+            client_handshake(channel, facts().job, facts().secret, "n8", "n1")
         impostor.close()
         channel.close()
 
