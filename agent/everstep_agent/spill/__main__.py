@@ -1,9 +1,7 @@
-"""Write checkpoints: ``python -m everstep_agent.spill [PARENT]``.
+"""Write checkpoints: ``python -m everstep_agent.spill [PARENT]``, from an order on standard input.
 
-Reads an order from standard input and writes the result to standard output. This is a process of its own, since
-pickles, checksums and object stores would block the vault that starts it. The exit status is 0 if the whole order was
-done, and 1 otherwise: the vault may ask again, and written parts are not written twice. With its parent's process id
-the process ends when the parent does.
+This is a process of its own, since pickles, checksums and object stores would block the vault that starts it. It ends
+with the process PARENT. The exit status is 0 if the whole order was done, and 1 otherwise; the vault may ask again.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ import sys
 import msgspec
 
 from everstep.errors import DECODE_ERRORS, EverstepError, MalformedMessage, Unavailable
-from everstep.ids import Version
 from everstep.layout.object_storage import storage_errors
 from everstep.parent_process import die_with_parent
 from everstep_agent.spill.order import MAX_ORDER_BYTES, SpillFailure, SpillOrder, SpillResult
@@ -24,7 +21,7 @@ from everstep_agent.spill.writer import CheckpointWriter, SpillSlotReader, folde
 
 
 def execute(order: SpillOrder) -> SpillResult:
-    """Execute an order. Raises EverstepError and OSError."""
+    """Execute an order. Raises EverstepError, OSError."""
     folder = folder_name(order.version)
     job = CheckpointWriter(open_target(f"{order.url.rstrip('/')}/{folder}"), order.version, order.manifests)
     written = 0
@@ -32,16 +29,14 @@ def execute(order: SpillOrder) -> SpillResult:
         slot = SpillSlotReader(source.path, source.slot, source.rank, order.version)
         written += job.write(source.rank, slot).length
     is_complete = job.complete()
-    removed: list[Version] = []
-    remaining: list[Version] = []
-    if is_complete and order.keep:
-        removed, remaining = prune(open_target(order.url), order.keep, order.version)
+    prunes = is_complete and order.keep
+    removed, remaining = prune(open_target(order.url), order.keep, order.version) if prunes else ([], [])
     return SpillResult(
         folder=folder,
         bytes=written,
         is_complete=is_complete,
-        removed=tuple(folder_name(version) for version in removed),
-        remaining=tuple(folder_name(version) for version in remaining),
+        removed=tuple(map(folder_name, removed)),
+        remaining=tuple(map(folder_name, remaining)),
     )
 
 

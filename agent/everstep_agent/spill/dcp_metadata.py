@@ -65,7 +65,8 @@ def flat_key(path: KeyPath) -> str:
 def encode_metadata(tensors: Sequence[TensorEntry], objects: Sequence[ObjectEntry]) -> bytes:
     """Return the bytes of ``.metadata``. Raises ValueError if two entries have one key."""
     entries: list[TensorEntry | ObjectEntry] = [*tensors, *objects]
-    described = {flat_key(t.path): _tensor(t) for t in tensors} | {flat_key(o.path): _nothing() for o in objects}
+    nothing = Instance(Global(_MODULE, "BytesStorageMetadata"), {})
+    described = {flat_key(t.path): _tensor(t) for t in tensors} | {flat_key(o.path): nothing for o in objects}
     if len(described) != len(entries):
         keys = Counter(flat_key(entry.path) for entry in entries)
         raise ValueError(f"several entries have the key {keys.most_common(1)[0][0]!r}")
@@ -82,26 +83,15 @@ def encode_metadata(tensors: Sequence[TensorEntry], objects: Sequence[ObjectEntr
 
 
 def _tensor(entry: TensorEntry) -> Instance:
-    chunks = [
-        Instance(
-            Global(_MODULE, "ChunkStorageMetadata"),
-            {"offsets": _size(chunk.box.offset), "sizes": _size(chunk.box.size)},
-        )
-        for chunk in entry.chunks
-    ]
+    kind = Global(_MODULE, "ChunkStorageMetadata")
+    chunks = [Instance(kind, {"offsets": _size(c.box.offset), "sizes": _size(c.box.size)}) for c in entry.chunks]
     # arguments of TensorProperties.__setstate__: dtype, layout, requires_grad, memory format, pinned
+    layout = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
     contiguous = Call(Global(_MODULE, "_MEM_FORMAT_ENCODING"), (0,))
-    properties = Instance(
-        Global(_MODULE, "TensorProperties"),
-        (Global("torch", entry.dtype), Call(Global("torch.serialization", "_get_layout"), ("torch.strided",)), False)
-        + (contiguous, False),
-    )
+    arguments = (Global("torch", entry.dtype), layout, False, contiguous, False)
+    properties = Instance(Global(_MODULE, "TensorProperties"), arguments)
     state = {"properties": properties, "size": _size(entry.shape), "chunks": chunks}
     return Instance(Global(_MODULE, "TensorStorageMetadata"), state)
-
-
-def _nothing() -> Instance:
-    return Instance(Global(_MODULE, "BytesStorageMetadata"), {})
 
 
 def _size(extent: Extent) -> Call:
@@ -138,14 +128,6 @@ def decode_state(data: bytes | memoryview) -> dict[str, Any]:
     return state
 
 
-def require_format(state: dict[str, Any]) -> None:
-    """Raise MalformedMessage for a Python state of another format."""
-    if state.get("format") != STATE_FORMAT:
-        raise MalformedMessage(
-            f"a slot's Python state has format {state.get('format')!r}, this release reads {STATE_FORMAT}"
-        )
-
-
 def _unpack(code: int, data: memoryview) -> Any:
     value = msgspec.msgpack.decode(data, ext_hook=_unpack)
     if code not in _KINDS:
@@ -179,11 +161,7 @@ _KINDS: dict[int, Any] = {
 
 
 def flatten(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, Any]]:
-    """Yield the leaves of nested state with their paths, split as torch.distributed.checkpoint splits it.
-
-    Dictionaries are always opened, lists if a tensor or a dictionary is in them, and nothing else
-    (torch/distributed/checkpoint/_traverse.py).
-    """
+    """Yield the leaves of nested state with their paths, split as in torch/distributed/checkpoint/_traverse.py."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield from flatten((*path, str(key)), item)
@@ -195,8 +173,6 @@ def flatten(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, Any]]:
 
 
 def _is_leaf(value: Any) -> bool:
-    if isinstance(value, dict):
-        return False
     if not isinstance(value, list):
-        return True
-    return not any(isinstance(item, RawTensor) or not _is_leaf(item) for item in value)
+        return not isinstance(value, dict)
+    return all(not isinstance(item, RawTensor) and _is_leaf(item) for item in value)

@@ -1,8 +1,7 @@
 """Divide a version's bytes among the ranks, and plan each rank's file. Pure: the same manifests give the same files.
 
-Every rank's share becomes one file. State that several ranks store identically is written by one of them. A file is a
-sequence of torch archives: first those of small values, then those of boxes in the order in which they lie in the slot,
-so that the slot is read once from front to back.
+State that several ranks store identically is written by one of them. A file is a sequence of torch archives: first
+those of small values, then those of boxes in the order in which they lie in the slot, which is read once.
 """
 
 from __future__ import annotations
@@ -26,26 +25,28 @@ from everstep.layout.manifests import (
     byte_ranges,
     full_box,
 )
-from everstep_agent.spill.dcp_metadata import ArchiveLocation, Chunk, KeyPath, ObjectEntry, TensorEntry, flatten
+from everstep_agent.spill.dcp_metadata import (
+    ArchiveLocation,
+    Chunk,
+    KeyPath,
+    ObjectEntry,
+    TensorEntry,
+    flat_key,
+    flatten,
+)
 from everstep_agent.spill.torch_format import RawTensor, TensorArchive, object_archive
 
-# Names of a job's tensors and small state in an ordinary checkpoint. Pure.
-#
-# The names are those under which ``torch.distributed.checkpoint.save`` stores what ``get_model_state_dict`` and
-# ``get_optimizer_state_dict`` return, each under the key the object is tracked by: ``model.<name>``,
-# ``optimizer.state.<name>.exp_avg``, ``optimizer.param_groups.0.lr``. An optimizer that trains several tracked modules
-# names parameters with their modules' keys. Entries that only Everstep reads are under ``everstep``.
+# Names of a job's tensors and small state: those under which ``torch.distributed.checkpoint.save`` stores what
+# ``get_model_state_dict`` and ``get_optimizer_state_dict`` return, each under the key the object is tracked by:
+# ``model.<name>``, ``optimizer.state.<name>.exp_avg``, ``optimizer.param_groups.0.lr``. An optimizer that trains
+# several tracked modules names parameters with their modules' keys. Entries that only Everstep reads are under
+# ``everstep``.
 
 EVERSTEP_KEY = "everstep"
 
 
 class CheckpointPaths:
-    """The paths of one job's state.
-
-    Args:
-        catalog: Every tensor of the job.
-        state: The Python state of any rank; it shows which of the tracked objects are optimizers.
-    """
+    """The paths of one job's state. ``state`` is any rank's Python state; it shows which objects are optimizers."""
 
     def __init__(self, catalog: Sequence[TensorInfo], state: Mapping[str, Any]) -> None:
         self._optimizers = frozenset(state.get("groups", ()))
@@ -62,10 +63,10 @@ class CheckpointPaths:
 
     def _path(self, name: str) -> KeyPath:
         top, _, rest = name.partition(".")
-        if top in self._optimizers:
-            parameter, _, moment = rest.rpartition(".")
-            return top, "state", self._parameter(top, parameter), moment
-        return top, rest
+        if top not in self._optimizers:
+            return top, rest
+        parameter, _, moment = rest.rpartition(".")
+        return top, "state", self._parameter(top, parameter), moment
 
     def _parameter(self, optimizer: str, name: str) -> str:
         """Return a parameter's name in an optimizer's state: without its module's key, if there is only one module."""
@@ -113,10 +114,7 @@ class Division(msgspec.Struct, frozen=True):
 
 
 def divide(manifests: Mapping[int, Manifest]) -> Division:
-    """Assign every byte of the version to one rank that stored it; among several, to the one with the least so far.
-
-    Raises NotRestorable if the manifests do not make up every tensor, or are of different jobs.
-    """
+    """Assign every byte to one rank that stored it, with the least so far. Raises NotRestorable if some are missing."""
     if not manifests:
         raise NotRestorable("no node holds a slot of the version to be written to storage")
     ranks = sorted(manifests)
@@ -189,10 +187,7 @@ class SlotArchive(msgspec.Struct, frozen=True):
 
 
 class FilePlan(msgspec.Struct, frozen=True):
-    """One rank's file: its pieces, and its entries in ``.metadata``.
-
-    ``unwritable`` lists values that cannot be written plainly and are only in Everstep's own copy of the Python state.
-    """
+    """One rank's file and its entries in ``.metadata``; ``unwritable`` values are only in Everstep's Python state."""
 
     name: str
     length: int
@@ -205,13 +200,7 @@ class FilePlan(msgspec.Struct, frozen=True):
 def plan_file(
     rank: int, manifest: Manifest, division: Division, state: Mapping[str, object], blob_bytes: int, version: Version
 ) -> FilePlan:
-    """Plan the file of one rank's share.
-
-    Args:
-        state: The rank's Python state, which takes ``blob_bytes`` bytes in its slot.
-
-    Raises MalformedMessage: torch does not have one of the dtypes.
-    """
+    """Plan the file of one rank's share, whose Python state ``state`` takes ``blob_bytes`` bytes in its slot."""
     lowest = min(division.boxes_by_rank)
     names = CheckpointPaths(manifest.catalog, state)
     builder = _FilePlanBuilder(f"__{rank}_0.distcp")
@@ -220,14 +209,12 @@ def plan_file(
         builder.add_value((EVERSTEP_KEY, "version"), RawTensor("int64", (2,), numbers))
         for path, value in names.shared_values(state):
             builder.add_value(path, value)
-    index_of = {tensor.name: index for index, tensor in enumerate(manifest.catalog)}
+    first_writers = dict(zip((tensor.name for tensor in manifest.catalog), division.first_writers, strict=True))
     for parameter, path, value in names.scalar_values(state):
-        index = index_of.get(parameter)
-        if rank == (lowest if index is None else division.first_writers[index]):
+        if rank == first_writers.get(parameter, lowest):
             builder.add_value(path, value)
     for module, path, value in names.module_values(state):
-        index = next((i for i, t in enumerate(manifest.catalog) if t.name.startswith(f"{module}.")), None)
-        if rank == (lowest if index is None else division.first_writers[index]):
+        if rank == next((writer for name, writer in first_writers.items() if name.startswith(f"{module}.")), lowest):
             builder.add_value(path, value)
     blob = (manifest.blob_offset + BLOB_LENGTH_BYTES, blob_bytes)
     builder.add_slot([(EVERSTEP_KEY, "blob", str(rank))], "uint8", 1, (blob_bytes,), full_box((blob_bytes,)), (blob,))
@@ -258,7 +245,7 @@ class _FilePlanBuilder:
         try:
             data = object_archive(value)
         except (ConfigurationError, MalformedMessage):
-            self._left_out.append(".".join(map(str, path)))
+            self._left_out.append(flat_key(path))
             return
         location = self._place(len(data))
         self._pieces.append(LiteralBytes(data))
@@ -269,11 +256,7 @@ class _FilePlanBuilder:
             self._objects.append(ObjectEntry(path, location))
 
     def add_tensor(self, paths: Sequence[KeyPath], tensor: TensorInfo, box_to_write: WrittenBox) -> None:
-        """Add a part of a tensor.
-
-        A per-rank tensor is stored once per rank under Everstep's key; the first owner's is stored at the ordinary path
-        too, as with torch.
-        """
+        """Add a part of a tensor. Per-rank ones are under Everstep's key, the first owner's also at the usual path."""
         shape, box = tensor.shape, box_to_write.box
         if tensor.per_rank:
             row = box.offset[0]
@@ -301,8 +284,7 @@ def merge_entries(
 ) -> tuple[list[TensorEntry], list[ObjectEntry]]:
     """Merge all files' entries: join a tensor's parts, and take the first of several values of one path.
 
-    A value whose path is also a tensor's, or lies under Everstep's key, is left out. Raises MalformedMessage if files
-    disagree about a tensor.
+    A value whose path is also a tensor's, or lies under Everstep's key, is left out.
     """
     tensors: dict[KeyPath, TensorEntry] = {}
     objects: dict[KeyPath, ObjectEntry] = {}
@@ -312,18 +294,15 @@ def merge_entries(
             if known is None:
                 tensors[entry.path] = entry
             elif (known.dtype, known.shape) != (entry.dtype, entry.shape):
-                raise MalformedMessage(
-                    f"two files disagree about the shape or dtype of {'.'.join(map(str, entry.path))}"
-                )
+                raise MalformedMessage(f"two files disagree about the shape or dtype of {flat_key(entry.path)}")
             else:
                 tensors[entry.path] = msgspec.structs.replace(known, chunks=known.chunks + entry.chunks)
         for value in some_objects:
             objects.setdefault(value.path, value)
-    used_keys = {".".join(map(str, path)) for path in tensors}
-    plain: list[ObjectEntry] = []
+    used_keys = set(map(flat_key, tensors))
+    plain: dict[str, ObjectEntry] = {}
     for value in objects.values():
-        key = ".".join(map(str, value.path))
+        key = flat_key(value.path)
         if key not in used_keys and value.path[0] != EVERSTEP_KEY:
-            used_keys.add(key)
-            plain.append(value)
-    return list(tensors.values()), plain
+            plain.setdefault(key, value)
+    return list(tensors.values()), list(plain.values())

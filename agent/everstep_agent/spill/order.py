@@ -18,12 +18,7 @@ class SlotSource(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SpillOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """Write ``sources`` of ``version`` to a folder under ``url``.
-
-    Attributes:
-        manifests: The sealed manifests of all ranks.
-        keep: The number of newest checkpoints kept under ``url`` once this one is complete; 0 removes none.
-    """
+    """Write ``sources`` of ``version`` to a folder under ``url``, where ``keep`` checkpoints stay (0: all)."""
 
     url: str
     version: Version
@@ -33,14 +28,7 @@ class SpillOrder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SpillResult(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The result of an order.
-
-    Attributes:
-        bytes: The bytes of this order's files.
-        is_complete: Whether the checkpoint is complete now.
-        removed: The removed folders.
-        remaining: The folders of the remaining complete checkpoints, if pruning ran.
-    """
+    """This order's bytes, and whether the folder is complete; if so, the ``removed`` and ``remaining`` ones."""
 
     folder: str
     bytes: int

@@ -16,10 +16,7 @@ from everstep.layout.object_storage import filesystem_of
 
 
 def open_target(url: str) -> StorageTarget:
-    """Return the target that ``url`` names: a path, ``file://``, or a URL that fsspec knows.
-
-    Raises ConfigurationError if the path is not absolute, or fsspec or its part for the URL is not installed.
-    """
+    """Return the target that ``url`` names (a path, ``file://``, or an fsspec URL). Raises ConfigurationError."""
     parts = urlsplit(url)
     if parts.scheme in ("", "file"):
         path = Path(url2pathname(parts.path) if parts.scheme else url)
@@ -210,11 +207,7 @@ class ObjectStoreFile:
         self._file.close()
 
     def close_unfinished(self) -> None:
-        """Discard the unfinished file, or close it if the storage cannot discard.
-
-        ``discard`` ends a multi-part upload; closing would store the partial file. A partial file left by other
-        storages is harmless, because no record names it.
-        """
+        """Discard the unfinished file (closing would store it), or close it: no record names it, so it is harmless."""
         from fsspec.spec import AbstractBufferedFile
 
         if not isinstance(self._file, AbstractBufferedFile):

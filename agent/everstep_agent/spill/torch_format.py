@@ -1,9 +1,9 @@
 """Write torch.save's format without torch: a zip archive around raw bytes, readable by torch.load.
 
 A tensor's archive is a head, the tensor's bytes, and a tail, so that a tensor of any size is written as a stream.
-Nothing is compressed, data begins at multiples of 64 bytes, and times are left out: the same tensor gives the same
-bytes. The records and their names are those of torch 2.13 (torch/serialization.py,
-caffe2/serialize/inline_container.cc); golden tests compare them with the installed torch.
+Nothing is compressed, data begins at multiples of 64 bytes, and times are left out. Records and names are those of
+torch 2.13 (torch/serialization.py, caffe2/serialize/inline_container.cc); golden tests compare them with the installed
+torch.
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ import msgspec
 from everstep.errors import ConfigurationError, MalformedMessage
 from everstep.layout.manifests import Extent
 
-# Pickles written without importing the classes they name: the daemon has no torch, and the standard pickler imports
-# what it pickles. Protocol 2, limited to what torch's restricted reader (``weights_only=True``) accepts.
-#
-# The same value always gives the same bytes, so a second writer of a file writes the same file.
+# Pickles written without importing the classes they name: the daemon has no torch. Protocol 2, limited to what torch's
+# restricted reader (``weights_only=True``) accepts. The same value always gives the same bytes.
 
 _GLOBAL = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*")
 _SMALL_TUPLES = (pickle.EMPTY_TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3)
+_CONSTANTS = {None: pickle.NONE, True: pickle.NEWTRUE, False: pickle.NEWFALSE}
 
 
 class Global(msgspec.Struct, frozen=True):
@@ -65,120 +64,112 @@ class DictItems(msgspec.Struct, frozen=True):
 
 
 def dumps(value: Any) -> bytes:
-    """Pickle None, bool, int, float, complex, str, bytes, tuple, list, dict, set, and the kinds above.
-
-    Raises ConfigurationError if the value has another type.
-    """
-    return _PickleWriter().pickle(value)
+    """Pickle None, bool, int, float, complex, str, bytes, tuple, list, dict, set, and the kinds above."""
+    writer = _PickleWriter()
+    writer.write(value)
+    return bytes(writer.out + pickle.STOP)
 
 
 class _PickleWriter:
     def __init__(self) -> None:
-        self._out = bytearray(pickle.PROTO + b"\x02")
+        self.out = bytearray(pickle.PROTO + b"\x02")
         self._memo: dict[Global, int] = {}
 
-    def pickle(self, value: Any) -> bytes:
-        self._write(value)
-        return bytes(self._out + pickle.STOP)
-
-    def _write(self, value: Any) -> None:
+    def write(self, value: Any) -> None:
         write = _PICKLE_WRITERS.get(type(value))
         if write is None:
             raise ConfigurationError(f"a {type(value).__qualname__} cannot be written as a pickle of plain values")
         write(self, value)
 
-    def _none(self, _: None) -> None:
-        self._out += pickle.NONE
-
-    def _bool(self, value: bool) -> None:
-        self._out += pickle.NEWTRUE if value else pickle.NEWFALSE
+    def _constant(self, value: bool | None) -> None:
+        self.out += _CONSTANTS[value]
 
     def _int(self, value: int) -> None:
         if 0 <= value < 1 << 8:
-            self._out += pickle.BININT1 + struct.pack("<B", value)
+            self.out += pickle.BININT1 + struct.pack("<B", value)
         elif 0 <= value < 1 << 16:
-            self._out += pickle.BININT2 + struct.pack("<H", value)
+            self.out += pickle.BININT2 + struct.pack("<H", value)
         elif -(1 << 31) <= value < 1 << 31:
-            self._out += pickle.BININT + struct.pack("<i", value)
+            self.out += pickle.BININT + struct.pack("<i", value)
         else:
             raw = pickle.encode_long(value)
             if len(raw) > 255:
                 raise ConfigurationError(f"an integer of {len(raw)} bytes is too long for a checkpoint's plain values")
-            self._out += pickle.LONG1 + struct.pack("<B", len(raw)) + raw
+            self.out += pickle.LONG1 + struct.pack("<B", len(raw)) + raw
 
     def _float(self, value: float) -> None:
-        self._out += pickle.BINFLOAT + struct.pack(">d", value)
+        self.out += pickle.BINFLOAT + struct.pack(">d", value)
 
     def _complex(self, value: complex) -> None:
         self._call(Call(Global("builtins", "complex"), (value.real, value.imag)))
 
     def _str(self, value: str) -> None:
         raw = value.encode("utf-8", "surrogatepass")
-        self._out += pickle.BINUNICODE + struct.pack("<I", len(raw)) + raw
+        self.out += pickle.BINUNICODE + struct.pack("<I", len(raw)) + raw
 
     def _bytes(self, value: bytes) -> None:
         self._call(Call(Global("_codecs", "encode"), (value.decode("latin-1"), "latin1")))
 
     def _tuple(self, value: tuple[Any, ...]) -> None:
         if len(value) >= len(_SMALL_TUPLES):
-            self._out += pickle.MARK
+            self.out += pickle.MARK
         for item in value:
-            self._write(item)
-        self._out += _SMALL_TUPLES[len(value)] if len(value) < len(_SMALL_TUPLES) else pickle.TUPLE
+            self.write(item)
+        self.out += _SMALL_TUPLES[len(value)] if len(value) < len(_SMALL_TUPLES) else pickle.TUPLE
 
     def _list(self, value: list[Any]) -> None:
-        self._out += pickle.EMPTY_LIST
+        self.out += pickle.EMPTY_LIST
         if value:
-            self._out += pickle.MARK
+            self.out += pickle.MARK
             for item in value:
-                self._write(item)
-            self._out += pickle.APPENDS
+                self.write(item)
+            self.out += pickle.APPENDS
 
     def _dict(self, value: dict[Any, Any]) -> None:
         self._pairs(DictItems(tuple(value.items())))
 
     def _pairs(self, value: DictItems) -> None:
-        self._out += pickle.EMPTY_DICT
+        self.out += pickle.EMPTY_DICT
         if value.items:
-            self._out += pickle.MARK
+            self.out += pickle.MARK
             for key, item in value.items:
-                self._write(key)
-                self._write(item)
-            self._out += pickle.SETITEMS
+                self.write(key)
+                self.write(item)
+            self.out += pickle.SETITEMS
 
     def _set(self, value: set[Any]) -> None:
         self._call(Call(Global("builtins", "set"), (sorted(value, key=lambda v: (type(v).__name__, repr(v))),)))
 
     def _global(self, value: Global) -> None:
         if value in self._memo:
-            self._out += pickle.BINGET + struct.pack("<B", self._memo[value])
+            self.out += pickle.BINGET + struct.pack("<B", self._memo[value])
             return
         if not (_GLOBAL.fullmatch(value.module) and _GLOBAL.fullmatch(value.name)):
             raise ConfigurationError(f"{f'{value.module}.{value.name}'!r} is not a valid name to import")
-        self._out += pickle.GLOBAL + f"{value.module}\n{value.name}\n".encode()
+        self.out += pickle.GLOBAL + f"{value.module}\n{value.name}\n".encode()
         if len(self._memo) < 256:
-            self._out += pickle.BINPUT + struct.pack("<B", len(self._memo))
+            self.out += pickle.BINPUT + struct.pack("<B", len(self._memo))
             self._memo[value] = len(self._memo)
 
     def _call(self, value: Call) -> None:
         self._global(value.function)
         self._tuple(value.arguments)
-        self._out += pickle.REDUCE
+        self.out += pickle.REDUCE
 
     def _instance(self, value: Instance) -> None:
         self._global(value.kind)
-        self._out += pickle.EMPTY_TUPLE + pickle.NEWOBJ
-        self._write(value.state)
-        self._out += pickle.BUILD
+        self.out += pickle.EMPTY_TUPLE + pickle.NEWOBJ
+        self.write(value.state)
+        self.out += pickle.BUILD
 
     def _persistent(self, value: PersistentId) -> None:
         self._tuple(value.identity)
-        self._out += pickle.BINPERSID
+        self.out += pickle.BINPERSID
 
 
 _PICKLE_WRITERS: dict[type, Any] = {
-    type(None): _PickleWriter._none,
-    bool: _PickleWriter._bool,
+    type(None): _PickleWriter._constant,
+    bool: _PickleWriter._constant,
     int: _PickleWriter._int,
     float: _PickleWriter._float,
     complex: _PickleWriter._complex,
@@ -233,11 +224,7 @@ class RawTensor(msgspec.Struct, frozen=True):
 
 
 class TensorArchive:
-    """The archive of one tensor, around bytes that come later.
-
-    ``head``, then ``nbytes`` bytes of the tensor in row-major order, then ``tail(crc)`` make ``length`` bytes. Raises
-    MalformedMessage if ``dtype`` is no torch dtype's name.
-    """
+    """The archive of one tensor, of ``length`` bytes: ``head``, ``nbytes`` bytes in row-major order, ``tail(crc)``."""
 
     def __init__(self, dtype: str, itemsize: int, shape: Extent) -> None:
         self.nbytes = math.prod(shape) * itemsize
@@ -339,8 +326,7 @@ class _Zip:
         self._header(name, size, 0, _CRC_FOLLOWS, align=True)
 
     def end(self, crc: int, size: int) -> None:
-        record = self._records[-1]
-        record.crc = crc
+        self._records[-1].crc = crc
         self._at += size
         sizes = struct.pack("<QQ" if size >= _LIMIT32 else "<II", size, size)
         self._put(b"PK\x07\x08" + struct.pack("<I", crc) + sizes)
@@ -362,11 +348,10 @@ class _Zip:
         path = f"archive/{name}".encode()
         self._records.append(_ZipEntry(path, self._at, size, crc, flags | _UTF8))
         large = size >= _LIMIT32
-        sizes64 = struct.pack("<HHQQ", 1, 16, *((0, 0) if flags else (size, size))) if large else b""
-        stated = 0 if flags else min(size, _LIMIT32)
+        stated = 0 if flags else size
+        sizes64 = struct.pack("<HHQQ", 1, 16, stated, stated) if large else b""
         extra = sizes64 + (self._padding(len(path) + len(sizes64)) if align else b"")
-        version = _VERSION64 if large else _VERSION
-        stated = _LIMIT32 if large else stated
+        version, stated = (_VERSION64, _LIMIT32) if large else (_VERSION, stated)
         fields = (b"PK\x03\x04", version, flags | _UTF8, 0, 0, _FIRST_DAY, crc, stated, stated, len(path), len(extra))
         self._put(_LOCAL.pack(*fields) + path + extra)
 
@@ -387,5 +372,4 @@ def _central(record: _ZipEntry) -> bytes:
     version = _VERSION64 if large else _VERSION
     size, at = min(record.size, _LIMIT32), min(record.offset, _LIMIT32)
     fields = (b"PK\x01\x02", version, version, record.flags, 0, 0, _FIRST_DAY, record.crc, size, size)
-    fixed = _CENTRAL.pack(*fields, len(record.name), len(extra), 0, 0, 0, 0, at)
-    return fixed + record.name + extra
+    return _CENTRAL.pack(*fields, len(record.name), len(extra), 0, 0, 0, 0, at) + record.name + extra

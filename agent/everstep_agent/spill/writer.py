@@ -1,8 +1,7 @@
 """Write a version to storage: each rank's file, a record of it, and the checkpoint's ``.metadata`` last.
 
-Readers of the checkpoint need ``.metadata``, so they see nothing until everything is written. The successor of a killed
-writer compares the existing bytes with its own, and continues from the first byte that is missing or wrong. All bytes
-follow from the slots, so two writers at once write the same.
+Readers need ``.metadata``, so they see nothing until everything is written. The successor of a killed writer continues
+from the first byte that is missing or differs from its own. All bytes follow from the slots.
 """
 
 from __future__ import annotations
@@ -24,23 +23,16 @@ from everstep.layout.manifests import BLOB_LENGTH_BYTES, Manifest, Range, decode
 from everstep.layout.segments import SlotState
 from everstep.layout.slots import CHUNK_BYTES, SegmentView
 from everstep.native import DIGEST_BYTES
-from everstep_agent.spill.dcp_metadata import ObjectEntry, TensorEntry, decode_state, encode_metadata, require_format
+from everstep_agent.spill.dcp_metadata import STATE_FORMAT, ObjectEntry, TensorEntry, decode_state, encode_metadata
 from everstep_agent.spill.layout import Division, FilePlan, LiteralBytes, SlotArchive, divide, merge_entries, plan_file
 from everstep_agent.spill.target import SequentialFile, StorageTarget
 
-# Read a sealed slot of this node from front to back, using only hashed bytes.
-#
-# The slot's rank may refill it at any moment, so each chunk is copied first and the copy is hashed.
+# Read a sealed slot of this node from front to back. Its rank may refill it at any moment, so each chunk is copied
+# first and the copy is hashed.
 
 
 class SpillSlotReader:
-    """One slot, mapped read-only.
-
-    Raises:
-        NotFound: The file or the version is not there.
-        DigestMismatch: The slot's manifest is damaged.
-        MalformedMessage: The slot's manifest cannot be read.
-    """
+    """One slot, mapped read-only. Raises NotFound, or DigestMismatch or MalformedMessage for its manifest."""
 
     def __init__(self, path: str, slot: int, rank: int, version: Version) -> None:
         self._description = f"rank {rank}'s {version} in slot {slot} of {path}"
@@ -58,10 +50,7 @@ class SpillSlotReader:
         self._chunk: tuple[int, memoryview] = (-1, memoryview(b""))
 
     def read(self, ranges: tuple[Range, ...]) -> Iterator[memoryview]:
-        """Yield the ranges' bytes in pieces of at most CHUNK_BYTES; each is valid until the next.
-
-        Raises DigestMismatch, MalformedMessage.
-        """
+        """Yield the ranges' bytes in pieces of at most CHUNK_BYTES; each is valid until the next."""
         for start, length in ranges:
             at, end = start, start + length
             if start < 0 or end > len(self._payload):
@@ -74,12 +63,10 @@ class SpillSlotReader:
                 at += len(piece)
 
     def read_python_state(self) -> bytes:
-        at = self.manifest.blob_offset
+        at, capacity = self.manifest.blob_offset, self.manifest.blob_capacity
         length = int.from_bytes(b"".join(self.read(((at, BLOB_LENGTH_BYTES),))), "little")
-        if length > self.manifest.blob_capacity:
-            raise MalformedMessage(
-                f"the Python state of {self._description} claims {length} bytes, more than its capacity"
-            )
+        if length > capacity:
+            raise MalformedMessage(f"the Python state of {self._description} claims {length} of {capacity} bytes")
         return b"".join(self.read(((at + BLOB_LENGTH_BYTES, length),)))
 
     def _checked(self, index: int) -> memoryview:
@@ -108,13 +95,9 @@ def _map(path: str) -> memoryview:
 
 _FOLDER = re.compile(r"step-(\d{8,19})-g(\d{1,10})")
 
-
 MIN_KEPT_CHECKPOINTS = 2
-"""Minimum number of checkpoints kept: the newest, and the one before it.
-
-The controller may never learn that the newest is whole, if the vault that completed it is lost with its answer. It then
-restores from the last one that it counted.
-"""
+"""The newest, and the one before it: the controller may never learn that the newest is whole, if the vault that
+completed it is lost with its answer. It then restores from the last one that it counted."""
 
 
 class SpilledCheckpoint(msgspec.Struct, frozen=True):
@@ -183,16 +166,7 @@ def record_name(rank: int) -> str:
 
 
 class CheckpointWriter:
-    """Write one version.
-
-    Args:
-        target: The folder of this version.
-        manifests: The sealed manifests of every rank with a slot of the version; the same on all writing nodes.
-
-    Raises:
-        NotRestorable: The manifests do not make up the whole state.
-        MalformedMessage: A manifest cannot be read.
-    """
+    """Write one version to ``target``. ``manifests``: of all ranks. Raises NotRestorable if they are not complete."""
 
     def __init__(self, target: StorageTarget, version: Version, manifests: Mapping[int, bytes]) -> None:
         self._target = target
@@ -205,10 +179,7 @@ class CheckpointWriter:
         self._division_digest = digest.digest()
 
     def write(self, rank: int, slot: SpillSlotReader) -> FileRecord:
-        """Write one rank's file and its record; existing parts are not written again.
-
-        Raises DigestMismatch, MalformedMessage, OSError.
-        """
+        """Write one rank's file and its record; existing parts are not written again. Raises EverstepError, OSError."""
         if slot.manifest != self._manifests[rank]:
             raise MalformedMessage(f"rank {rank}'s slot has another manifest than the order")
         record = self.read_record(rank)
@@ -216,7 +187,8 @@ class CheckpointWriter:
             return record
         blob = slot.read_python_state()
         state = decode_state(blob)
-        require_format(state)
+        if (found := state.get("format")) != STATE_FORMAT:
+            raise MalformedMessage(f"a slot's Python state has format {found!r}, this release reads {STATE_FORMAT}")
         plan = plan_file(rank, slot.manifest, self._division, state, len(blob), self._version)
         archives = _write(self._target.open_for_writing(plan.name), plan, slot)
         record = FileRecord(
@@ -241,9 +213,8 @@ class CheckpointWriter:
 
     def complete(self) -> bool:
         """Write the digests and then ``.metadata`` if every rank's file is there; return whether it was."""
-        records = [self.read_record(rank) for rank in self._manifests]
-        found = [record for record in records if record is not None]
-        if len(found) < len(records):
+        found = [record for rank in self._manifests if (record := self.read_record(rank)) is not None]
+        if len(found) < len(self._manifests):
             return False
         tensors, objects = merge_entries((record.tensors, record.objects) for record in found)
         metadata = encode_metadata(tensors, objects)
@@ -257,11 +228,7 @@ class CheckpointWriter:
 
 
 def prune(root: StorageTarget, keep: int, protected: Version) -> tuple[list[Version], list[Version]]:
-    """Remove the checkpoints of ``select_removable`` under ``root``, but never ``protected``.
-
-    Returns:
-        The removed versions, and the whole ones that are left.
-    """
+    """Remove the checkpoints of ``select_removable``, but never ``protected``. Return removed and whole versions."""
     stored = [
         SpilledCheckpoint(version, root.written_at(f"{folder}/{METADATA_FILE}"))
         for folder in root.folders()
@@ -289,7 +256,8 @@ def _file_bytes(plan: FilePlan, slot: SpillSlotReader) -> Iterator[bytes | memor
 
 def _write(file: SequentialFile, plan: FilePlan, slot: SpillSlotReader) -> tuple[ArchiveDigest, ...]:
     """Write the missing bytes; return the digests of all archives."""
-    hasher = RangeHasher([_piece_length(piece) for piece in plan.pieces])
+    lengths = [_piece_length(piece) for piece in plan.pieces]
+    hasher = RangeHasher(lengths)
     at, comparing = 0, True
     try:
         for data in _file_bytes(plan, slot):
@@ -307,11 +275,9 @@ def _write(file: SequentialFile, plan: FilePlan, slot: SpillSlotReader) -> tuple
     except BaseException:
         file.close_unfinished()
         raise
-    lengths = [_piece_length(piece) for piece in plan.pieces]
-    starts = accumulate(lengths, initial=0)
     digests = hasher.digests()
     each = (digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES))
-    return tuple(map(ArchiveDigest, starts, lengths, each))
+    return tuple(map(ArchiveDigest, accumulate(lengths, initial=0), lengths, each))
 
 
 def _piece_length(piece: LiteralBytes | SlotArchive) -> int:

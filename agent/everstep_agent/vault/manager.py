@@ -1,8 +1,7 @@
 """The supervisor's side of the vault: take it over or start it, keep it running, configure its jobs.
 
-The vault holds checkpoints, so it outlives its supervisor. **An agent is upgraded** by stopping it (SIGTERM) and
-starting the new one over the same run directory. Meanwhile the trainers run on and reconnect over ``agent.sock``, and
-the vault keeps serving. The new supervisor finds the vault by ``vault.json`` and ``vault.sock`` and takes it over. The
+**An agent is upgraded** by stopping it (SIGTERM) and starting the new one over the same run directory; meanwhile the
+trainers run on, and the vault keeps serving. The new supervisor finds it by ``vault.json`` and ``vault.sock``. The
 vault itself is upgraded when no job has segments on the node: stop the agent with ``--stop-vault-on-exit``, or send the
 vault SIGTERM and the supervisor starts the new one. Under systemd this needs ``KillMode=process``.
 """
@@ -81,10 +80,8 @@ class _VaultReadyFile(msgspec.Struct, frozen=True):
 class VaultManager:
     """Keep one vault running. Call ``start`` once, ``run`` until cancelled, then ``stop`` or ``detach``.
 
-    Args:
-        on_finding: Receives the vault's findings.
-        on_peer_lost: Called when another node's vault is unreachable.
-        on_change: Called when the vault is lost or is back, perhaps at another address.
+    ``on_change`` is called when the vault is lost or is back, perhaps at another address; ``on_peer_lost`` when another
+    node's vault is unreachable.
     """
 
     _settings: AgentSettings
@@ -108,11 +105,7 @@ class VaultManager:
     # Messages to the vault
 
     def configure(self, job: LocalJob) -> None:
-        """Tell the vault which generation of a job counts, now and after each of its restarts.
-
-        Until the boundary of an announced generation is reached, the running one counts: its shards are still to be
-        copied.
-        """
+        """Tell the vault which generation counts: the running one until the boundary of the next one is reached."""
         if job.spec is None:
             return
         message = self._job_configs[job.name] = local.ConfigureJob(
@@ -300,7 +293,7 @@ class VaultManager:
             self._send(local.Statistics(request=next(self._numbers)))
 
     async def _read_until_closed(self) -> str:
-        """Handle the vault's messages until its connection ends; return the reason."""
+        """Handle the vault's messages until its connection ends, and then the vault; return the reason."""
         assert self._reader is not None
         decoder: FrameDecoder[local.FromVault] = FrameDecoder(local.FromVault, local.MAX_FRAME_BYTES)
         reason = "its process ended"
@@ -312,10 +305,7 @@ class VaultManager:
             reason = f"it sent a malformed message: {error}"
         except OSError as error:
             reason = f"its connection broke: {error}"
-        return await self._ensure_exited(reason)
-
-    async def _ensure_exited(self, reason: str) -> str:
-        """Make sure that the vault is gone: two must never own the same segments."""
+        # make sure that the vault is gone: two must never own the same segments
         self._disconnect()
         if not await self._wait_exit(1.0):
             self._signal(signal.SIGKILL)
@@ -375,8 +365,7 @@ class VaultManager:
 # Vault orders: the controller's requests to spill versions or to protect them by parity.
 #
 # The controller repeats an order until it receives the outcome, so nothing is remembered here. A repeated order is
-# ignored while it runs; a completed one is sent to the vault again, which finds it done. ``VaultManager`` sends orders
-# again to a restarted vault.
+# ignored while it runs; a completed one is sent to the vault again, which finds it done.
 
 MAX_CONCURRENT_GROUPS = 4
 """Groups whose parity is made at once: each reads from all of its members."""
@@ -396,10 +385,7 @@ class VaultOrderRunner:
     _running: dict[OrderKey, tuple[VaultOrder, asyncio.Task[None]]] = field(default_factory=dict)
 
     def submit(self, order: VaultOrder) -> None:
-        """Run an order unless it is running; it replaces an older order of its kind.
-
-        An order of a job not yet configured in the vault is skipped: the controller repeats it.
-        """
+        """Run an order unless it runs or its job is not configured yet; it replaces an older one of its kind."""
         key = order.job, type(order)
         running, _ = self._running.get(key, (None, None))
         if running == order or not self._vault.is_configured(order.job):

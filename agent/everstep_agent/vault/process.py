@@ -13,13 +13,11 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from everstep.clock import Clock
 from everstep.errors import ConfigurationError
 from everstep.layout.vault_status import LOCK_FILE, VaultStatusFile, write_status
 from everstep.parent_process import die_with_parent
@@ -39,51 +37,30 @@ OOM_SCORE_ADJUSTMENT = -800
 """Far behind every rank, but not exempt: a kernel that may kill no process at all would have to panic."""
 
 
-@dataclass(eq=False)
-class IdleExitTimer:
-    """Measure how long no client has been connected to a vault.
-
-    ``linger_s`` is the time the vault stays without clients (None: no limit); ``note`` is its status file's content.
-    """
-
-    _clients: Collection[object]
-    _linger_s: float | None
-    _clock: Clock
-    _note: VaultStatusFile
-    _write_status: Callable[[VaultStatusFile], None]
-
-    async def wait(self) -> None:
-        """Return once no client was connected for ``linger_s``."""
-        alone_since: float | None = self._note_idle()
-        interval_s = CHECK_INTERVAL_S if self._linger_s is None else min(CHECK_INTERVAL_S, self._linger_s / 4)
-        while self._linger_s is None or alone_since is None or self._clock.monotonic() - alone_since < self._linger_s:
-            await asyncio.sleep(interval_s)
-            if self._clients:
-                if alone_since is not None:
-                    self._try_write_status(self._note)
-                alone_since = None
-            elif alone_since is None:
-                alone_since = self._note_idle()
-        log.warning("no client for %g s: exiting and freeing all slots", self._linger_s)
-
-    def _note_idle(self) -> float:
-        now = self._clock.wall()
-        ends_at = None if self._linger_s is None else now + self._linger_s
-        self._try_write_status(msgspec.structs.replace(self._note, idle_since=now, ends_at=ends_at))
-        return self._clock.monotonic()
-
-    def _try_write_status(self, note: VaultStatusFile) -> None:
-        try:
-            self._write_status(note)
-        except OSError as error:  # the memory file system is full: the slots matter, the note does not
-            log.warning("the vault's status file could not be written: %s", error)
+async def wait_for_idle(
+    clients: Collection[object], linger_s: float | None, note: VaultStatusFile, write: Callable[[VaultStatusFile], None]
+) -> None:
+    """Return once no client was connected for ``linger_s`` (None: never); ``write`` the status file's ``note``."""
+    interval_s = CHECK_INTERVAL_S if linger_s is None else min(CHECK_INTERVAL_S, linger_s / 4)
+    was_idle: bool | None = None
+    since = SYSTEM_CLOCK.monotonic()
+    while True:
+        is_idle = not clients
+        if is_idle != was_idle:
+            was_idle, since, now = is_idle, SYSTEM_CLOCK.monotonic(), SYSTEM_CLOCK.wall()
+            ends_at = None if linger_s is None else now + linger_s
+            try:
+                write(msgspec.structs.replace(note, idle_since=now, ends_at=ends_at) if is_idle else note)
+            except OSError as error:  # the memory file system is full: the slots matter, the note does not
+                log.warning("the vault's status file could not be written: %s", error)
+        elif is_idle and linger_s is not None and SYSTEM_CLOCK.monotonic() - since >= linger_s:
+            break
+        await asyncio.sleep(interval_s)
+    log.warning("no client for %g s: exiting and freeing all slots", linger_s)
 
 
 def lower_oom_score() -> bool:
-    """Ask the kernel to kill ranks, which are replaced, before this process. Returns False if not permitted.
-
-    Ranks raise their own score (``everstep_trainer.launch.process_setup``), which needs no permission.
-    """
+    """Ask the kernel to kill ranks, which are replaced, before this process. Returns False if not permitted."""
     try:
         Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE_ADJUSTMENT))
     except PermissionError:
@@ -114,7 +91,7 @@ async def serve(settings: VaultSettings, parent: int) -> None:
     found = await asyncio.to_thread(adoption.adopt_segments)
     vault = Vault(settings, store, adoption, SYSTEM_CLOCK)
     note = VaultStatusFile(pid=os.getpid(), run_dir=str(settings.run_dir))
-    linger = IdleExitTimer(vault.clients, settings.linger_s, SYSTEM_CLOCK, note, partial(write_status, locks[1]))
+    wait_idle = partial(wait_for_idle, vault.clients, settings.linger_s, note, partial(write_status, locks[1]))
     waits: list[asyncio.Task[object]] = []
     alone = False
     try:
@@ -122,7 +99,7 @@ async def serve(settings: VaultSettings, parent: int) -> None:
         write_atomically(settings.ready_file, {"pid": os.getpid(), "address": vault.peer_server.address})
         context = {"node": settings.node}
         log.info("serving at %s; %d sealed slots will be checked", vault.peer_server.address, found, extra=context)
-        waits = [asyncio.create_task(stop.wait()), asyncio.create_task(linger.wait())]
+        waits = [asyncio.create_task(stop.wait()), asyncio.create_task(wait_idle())]
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         alone = waits[1].done() and not stop.is_set()
     finally:

@@ -1,16 +1,15 @@
 """Repair damaged bytes of sealed slots from other copies of the same bytes.
 
-Found bytes are used only if they hash to the slot's sealed digest, so neither the asked node nor the state of its bytes
-matters. Sources, cheapest first: the same chunk in another slot of this node (state unchanged between steps), the same
-share on another node, the parity group, and pieces in other ranks' slots of the version. P and Q are made again from
-their members.
+Found bytes are used only if they hash to the slot's sealed digest. Sources, cheapest first: the same chunk in another
+slot of this node (state unchanged between steps), the same share on another node, the parity group, and pieces in other
+ranks' slots of the version. P and Q are made again from their members.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -36,8 +35,8 @@ from everstep_agent.vault.transfer.peers import PeerPool, fetch_bytes, fetch_inv
 # Replicated state: pieces of a slot that other ranks of the version store too.
 #
 # Ranks divide the state that is identical on all of them, and several ranks on different nodes store each piece
-# (docs/decisions/0005). Their slots differ, and a piece lies at another offset in each. One plan made all slots of a
-# version, so that a piece is the same box in each. Bytes between pieces belong to no piece and are normally zeros.
+# (docs/decisions/0005), at different offsets. One plan made all slots of a version, so that a piece is the same box in
+# each. Bytes between pieces belong to no piece and are normally zeros.
 
 log = logging.getLogger(__name__)
 
@@ -65,10 +64,7 @@ class PieceSource(msgspec.Struct, frozen=True):
 
 
 class ReplicaPieces:
-    """The other slots of one slot's version, searched once and only as far as needed.
-
-    ``manifest`` is the slot's own sealed one. Raises MalformedMessage if it is not one that ranks write.
-    """
+    """The other slots of one slot's version, searched as far as needed. Raises MalformedMessage for a bad manifest."""
 
     def __init__(self, repairer: SlotRepairer, segment: SegmentFile, header: SlotHeader, manifest: bytes) -> None:
         self._repairer = repairer
@@ -84,9 +80,7 @@ class ReplicaPieces:
 
     def rebuild_chunk(self, index: int, corrupt_chunk: memoryview) -> Iterator[tuple[bytearray, str]]:
         """Yield chunk ``index`` with more and more bytes from elsewhere, each time with the nodes they come from.
-
-        ``corrupt_chunk`` holds the present bytes. Each candidate is overwritten by the next.
-        """
+        ``corrupt_chunk`` holds the present bytes. Each candidate is overwritten by the next."""
         begin, made = index * CHUNK_BYTES, bytearray(corrupt_chunk)
         gaps, blob = self._pieces_in(begin, len(made)), _overlap(_python_state_range(self._manifest), begin, len(made))
         padding = _unused_gaps([*gaps.values(), *([blob] if blob else [])], len(made))
@@ -118,19 +112,18 @@ class ReplicaPieces:
                 found[stored.tensor, stored.box] = gap
         return found
 
-    def _copy_pieces(self, made: bytearray, piece_source: PieceSource, gaps: Iterable[tuple[int, ChunkGap]]) -> bool:
+    def _copy_pieces(self, made: bytearray, piece_source: PieceSource, gaps: Sequence[tuple[int, ChunkGap]]) -> bool:
         """Copy bytes of these pieces, each given by its offset and gap. Returns False if they are unavailable."""
-        wanted = list(gaps)
-        if not wanted:
+        if not gaps:
             return False
-        ranges = [(at + gap.piece_offset, gap.length) for at, gap in wanted]
+        ranges = [(at + gap.piece_offset, gap.length) for at, gap in gaps]
         try:
             data = memoryview(self._read_bytes(piece_source, ranges))
         except EverstepError as error:
             log.info("%s cannot provide pieces of rank %d: %s", piece_source.node, piece_source.rank, error)
             return False
         at = 0
-        for _, gap in wanted:
+        for _, gap in gaps:
             made[gap.start : gap.start + gap.length] = data[at : at + gap.length]
             at += gap.length
         return True
@@ -423,13 +416,12 @@ class Scrubber:
 
     Bytes that differ from the sealed ones are repaired from any remaining copy; without one the slot is discarded. A
     partly damaged header is repaired from its other part. Two records that do not agree may mean a writer at work, so
-    they are left alone until the next round finds them unchanged. A slot that was not there in the previous round is
-    left for the next one: a slot that a running job overwrites after a few steps has no time to rot, and hashing it
-    would cost the job's own cores.
+    they are left alone until the next round finds them unchanged. So is a slot that was not there in the previous
+    round: one that a running job overwrites after a few steps has no time to rot, and hashing it would cost the job's
+    cores.
 
-    Args:
-        interval_s: Seconds from one round's start to the next; a longer round is followed at once.
-        bytes_per_s: Maximum reading rate, on average over a chunk and the pause after it.
+    A round begins ``interval_s`` after the last one began, or when that is over. ``bytes_per_s`` is the average over a
+    chunk and the pause after it.
     """
 
     _repairer: SlotRepairer

@@ -80,10 +80,7 @@ class FindingReporter:
     def report_corrupt_slot(
         self, segment: SegmentFile, slot: int, header: SlotHeader, error: object, detected_by: str
     ) -> bool:
-        """Discard and report a sealed slot with wrong bytes. Returns False if the slot has changed since.
-
-        The finding is a warning without an action: another holder has the bytes, and policy judges repeats.
-        """
+        """Discard and report a sealed slot with wrong bytes. Returns False if the slot has changed since."""
         if not segment.discard(slot, header):
             return False
         self.report_damage(segment.describe_damage(slot, header, f"{error}; the slot is discarded"), detected_by)

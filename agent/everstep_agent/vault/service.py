@@ -27,11 +27,7 @@ from everstep_agent.vault.job_table import JobTable
 from everstep_agent.vault.memory.adoption import SegmentAdoption
 from everstep_agent.vault.memory.reading import SlotFinder
 from everstep_agent.vault.memory.segments import SegmentFile, SegmentKey, SegmentStore
-from everstep_agent.vault.memory.shared_memory import (
-    ADVICE_FEWER_COPIES,
-    ADVICE_FEWER_SLOTS,
-    prefer_numa_node,
-)
+from everstep_agent.vault.memory.shared_memory import ADVICE_FEWER_COPIES, ADVICE_FEWER_SLOTS, prefer_numa_node
 from everstep_agent.vault.parity.coding import ParityDecoder, ParityEncoder
 from everstep_agent.vault.parity.shards import ShardReader
 from everstep_agent.vault.repair import Scrubber, SlotRepairer
@@ -251,8 +247,7 @@ T = TypeVar("T")
 INVENTORY_TIMEOUT_S = 5.0
 """Seconds a rank's answer waits for slots that are not checked yet; half of the rank's own time-out."""
 MAX_CONCURRENT_INVENTORIES = 128
-"""Other vaults asked at once. In a rack that lost its power, each takes its whole time-out; the vaults that answer must
-not wait behind them."""
+"""Other vaults asked at once: in a rack that lost its power, each takes its whole time-out."""
 MAX_UNSENT_FINDINGS = 256
 """Findings kept while no supervisor is connected; the oldest are dropped first."""
 
@@ -333,7 +328,6 @@ class Vault:
                 return await self._open_segment(message)
             case local.CheckCapacity():
                 await self._run_in_thread(lambda: check_room(self._store, self._finding_reporter, message))
-                return local.RequestDone(request=message.request)
             case local.SlotSealed():
                 return await self._handle_slot_sealed(message)
             case local.Fetch():
@@ -349,7 +343,6 @@ class Vault:
                 return AnswerWithSocket(opened, channel)
             case local.PeerConnectionBroken():
                 self._peer_loss_detector.report_broken_connection(message.job, message.node, message.reason)
-                return local.RequestDone(request=message.request)
             case local.Protect():
                 made = await self._run_in_thread(lambda: self._encoder.encode_group(message))
                 return local.Protected(request=message.request, parity=made.letter, members_digest=made.members_digest)
@@ -368,11 +361,11 @@ class Vault:
                 return await self._inventory(message)
             case local.ConfigureJob():
                 self._peers.close_outdated(self._job_table.configure(message))
-                return local.RequestDone(request=message.request)
             case local.ForgetJob():
-                return await self._delete_job(message)
+                await self._delete_job(message.job)
             case local.Statistics():
                 return await self._run_in_thread(lambda: self._statistics(message))
+        return local.RequestDone(request=message.request)
 
     async def _open_segment(self, message: local.OpenSegment) -> local.SegmentOpened:
         key = SegmentKey(message.job, "own", message.local_rank)
@@ -396,15 +389,12 @@ class Vault:
             await self._run_in_thread(lambda: self._adoption.ensure_checked(segment, message.slot, header))
         return await self._replicator.replicate(message)
 
-    async def _delete_job(self, message: local.ForgetJob) -> local.RequestDone:
-        self._job_table.forget(message.job)
-        self._replicator.forget_job(message.job)
-        self._receiver.forget_job(message.job)
-        self._encoder.forget_job(message.job)
-        self._spiller.cancel(message.job)
-        self._peers.forget_job(message.job)
-        await self._run_in_thread(lambda: self._store.delete_job(message.job))
-        return local.RequestDone(request=message.request)
+    async def _delete_job(self, job: str) -> None:
+        self._job_table.forget(job)
+        for part in (self._replicator, self._receiver, self._encoder, self._peers):
+            part.forget_job(job)
+        self._spiller.cancel(job)
+        await self._run_in_thread(lambda: self._store.delete_job(job))
 
     async def _inventory(self, message: local.Inventory) -> local.InventoryAnswer:
         here = self._run_in_thread(lambda: self._adoption.inventory(message.job, INVENTORY_TIMEOUT_S))

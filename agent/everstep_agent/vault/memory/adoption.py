@@ -1,8 +1,7 @@
 """Take over the segments of an earlier vault at once, and hash each slot before it is used.
 
 A node may hold hundreds of gigabytes, so the vault serves from the start and hashes in the background, newest versions
-first. Until then a slot is neither listed nor counted. Bytes read from it earlier are hashed for that read, as for any
-slot.
+first. Until then a slot is neither listed nor counted. Bytes read from it earlier are hashed for that read.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ class SegmentAdoption:
     def adopt_segments(self) -> int:
         """Take over whole segments, reading headers only, and return the number of sealed slots to check.
 
-        Unfinished fills of replicas are discarded. Those of own segments are left alone: their rank may be alive in the
-        middle of one, and they are never read. Raises ConfigurationError if the slots have an older layout.
+        Unfinished fills of replicas are discarded. Those of own segments are never read, but left to their rank, which
+        may be alive. Raises ConfigurationError if the slots have an older layout.
         """
         for folder in sorted(p for p in self._store.directory.iterdir() if p.is_dir() and not p.is_symlink()):
             if re.fullmatch(NAME_PATTERN, folder.name):

@@ -33,10 +33,7 @@ class SealedSlotReader:
         self.require_unchanged()
 
     def is_unchanged(self) -> bool:
-        """Return whether the slot is unchanged, so that all bytes read so far are its own.
-
-        A fill changes the header before it touches a byte.
-        """
+        """Return whether all bytes read so far are the slot's own: a fill changes the header before it touches any."""
         return self.segment.view.header(self.slot) == self.header
 
     def require_unchanged(self) -> None:
@@ -45,10 +42,7 @@ class SealedSlotReader:
             raise Conflict(f"slot {self.slot} of {self.segment.path.name} was refilled while it was read")
 
     def check(self, ranges: Sequence[ByteRange], checked_chunks: Container[int] = ()) -> set[int]:
-        """Hash every chunk that the ranges touch, each once, except ``checked_chunks``; return the hashed ones.
-
-        Raises MalformedMessage, DigestMismatch, Conflict.
-        """
+        """Hash every chunk that the ranges touch, each once, except ``checked_chunks``; return the hashed ones."""
         touched = {
             index
             for first, last in _chunk_runs(ranges, len(self.payload))
@@ -123,10 +117,7 @@ class _SlotSearch:
         self._bad: DigestMismatch | None = None
 
     def next_reader(self, ranges: Sequence[ByteRange], table: bytes | None = None) -> tuple[SealedSlotReader, set[int]]:
-        """Return the next slot whose ranges hash right (and with this sealed digest ``table``), and the hashed chunks.
-
-        Raises NotFound, DigestMismatch.
-        """
+        """Return the next slot whose ranges hash right, of this digest ``table`` if given, and the hashed chunks."""
         for segment, slot, header in self._found:
             if table not in (None, header.table_digest):
                 continue
@@ -154,10 +145,10 @@ class SlotFinder:
     def open(
         self, job: str, rank: int, version: Version, ranges: Sequence[ByteRange], *, parity: bool = False
     ) -> SealedSlotReader:
-        """Return a reader of a rank's share of a version, with the manifest and the chunks of ``ranges`` hashed.
+        """Return a reader of a rank's share of a version, or with ``parity`` of that of the group with that number.
 
-        ``parity`` reads the parity of the group with that number instead. A slot that does not hash right is discarded,
-        and the next one tried. Raises NotFound, DigestMismatch if all slots with the share are bad, MalformedMessage.
+        The manifest and the chunks of ``ranges`` are hashed. A slot that does not hash right is discarded, and the next
+        one tried. Raises NotFound, DigestMismatch if all slots with the share are bad, MalformedMessage.
         """
         return _SlotSearch(self, job, rank, version, parity).next_reader(ranges)[0]
 

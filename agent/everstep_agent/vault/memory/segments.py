@@ -1,9 +1,8 @@
 """The node's segments: files that hold slots, created, found again, enlarged and unlinked.
 
 A rank writes ``DIR/JOB/own-LOCALRANK`` through its own mapping. This vault writes ``DIR/JOB/replica-RANK`` with slots
-received from other nodes' ranks, and ``DIR/JOB/parity-GROUP`` with parity made of theirs. A file is drafted under a
-name that begins with a dot and renamed when its headers are written, so that a final name always shows a whole segment.
-Other files there are scratch space of ranks.
+received from other nodes' ranks, and ``DIR/JOB/parity-GROUP``. A file is drafted under a name that begins with a dot
+and renamed when its headers are written. Other files there are scratch space of ranks.
 """
 
 from __future__ import annotations
@@ -37,19 +36,7 @@ from everstep.layout.segments import (
 from everstep.layout.slots import SLOTS_PER_RANK, SegmentView, format_segment, segment_name
 from everstep.wire.v1.local import SlotInfo
 from everstep_agent.lifecycle import delete_segments
-from everstep_agent.vault.memory.shared_memory import (
-    ADVICE_FEWER_COPIES,
-    ADVICE_FEWER_SLOTS,
-    MemoryBudget,
-    PlannedFile,
-    Prefaulter,
-    allocate,
-    allocate_huge_pages,
-    allocated_bytes,
-    free_pages,
-    has_huge_pages,
-    populate,
-)
+from everstep_agent.vault.memory import shared_memory
 
 # Replacement: when an existing segment can be reused, and what its replacement takes over.
 
@@ -61,7 +48,7 @@ def can_reuse(old: SegmentView, path: Path, slot_bytes: int, slots: int, require
     """Return whether the file's segment meets the request; with ``require_exact_slots`` more slots are too many."""
     fits = old.slots == slots if require_exact_slots else old.slots >= slots
     # A smaller allocation has given memory back for a replacement that could not be made.
-    return old.slot_bytes >= slot_bytes and fits and allocated_bytes(path) >= old.segment.total_bytes
+    return old.slot_bytes >= slot_bytes and fits and shared_memory.allocated_bytes(path) >= old.segment.total_bytes
 
 
 def replacement_layout(
@@ -74,14 +61,11 @@ def replacement_layout(
 
 
 def replaceable_bytes(old: SegmentView, path: Path, slots: int, keep: Sequence[Version] | None) -> int:
-    """Return the bytes given back by a segment before one of ``slots`` slots replaces it.
-
-    When memory is short, slots that are not carried over need not count beside the new segment.
-    """
+    """Return the bytes of slots not carried over, given back before a segment of ``slots`` slots replaces it."""
     if not _has_reduced_slots(old, slots, keep):
         return 0
     carried = slots if slots < old.slots else len(slots_to_carry(old, slots, keep))
-    missing = segment_bytes(old.slots, old.slot_bytes) - allocated_bytes(path)
+    missing = segment_bytes(old.slots, old.slot_bytes) - shared_memory.allocated_bytes(path)
     return max(0, (old.slots - carried) * old.slot_bytes - missing)
 
 
@@ -150,10 +134,7 @@ class DamageReport(msgspec.Struct, frozen=True):
 
 
 class SegmentFile:
-    """A mapped segment file; its bytes stay readable through this object even when the file is gone.
-
-    Raises DigestMismatch if the file is no segment, or another one's; VersionMismatch; OSError.
-    """
+    """A mapped segment file, readable even when the file is gone. Raises DigestMismatch if it is another segment's."""
 
     def __init__(self, key: SegmentKey, path: Path) -> None:
         self.key = key
@@ -211,7 +192,7 @@ class SegmentFile:
             return
         try:
             if os.path.samestat(os.fstat(descriptor), self._file_stat):
-                free_pages(descriptor, self._header.slot_offset(slot) + PAGE_BYTES, self.view.slot_bytes)
+                shared_memory.free_pages(descriptor, self._header.slot_offset(slot) + PAGE_BYTES, self.view.slot_bytes)
         finally:
             os.close(descriptor)
 
@@ -278,8 +259,8 @@ class SegmentStore:
     def __init__(self, directory: Path, node: str, memory_limit: int | None) -> None:
         self.directory = directory
         self._node = node
-        self.budget = MemoryBudget(directory, memory_limit)
-        self._prefaulter = Prefaulter()
+        self.budget = shared_memory.MemoryBudget(directory, memory_limit)
+        self._prefaulter = shared_memory.Prefaulter()
         self._lock = threading.Lock()
         self._creation_locks: dict[SegmentKey, threading.Lock] = {}
         self._segments: dict[SegmentKey, SegmentFile] = {}
@@ -350,12 +331,9 @@ class SegmentStore:
         """Return the segment with room for ``slots`` slots of ``slot_bytes``: the existing one, or a replacement.
 
         A replacement takes over the sealed slots that hash right. An own segment's pages exist on return; a replica's
-        are made while it is filled, since a sender waits. Raises ConfigurationError, OutOfSlotMemory.
-
-        Args:
-            keep: None allows more slots than asked for, and never fewer than before. Otherwise there are exactly
-                ``slots``, and of the sealed slots ``keep`` comes first; ``keep`` comes alone if the count stays the
-                same and is below SLOTS_PER_RANK.
+        are made while it is filled, since a sender waits. Without ``keep`` there may be more slots than asked for, and
+        never fewer than before. With it there are exactly ``slots``, and of the sealed slots ``keep`` comes first; it
+        comes alone if the count stays the same and is below SLOTS_PER_RANK. Raises ConfigurationError, OutOfSlotMemory.
         """
         _check_sizes(key, slot_bytes, slots)
         with self._lock:
@@ -370,14 +348,14 @@ class SegmentStore:
 
     def plan_file(
         self, key: SegmentKey, slot_bytes: int, slots: int, keep: Sequence[Version] = ()
-    ) -> PlannedFile | None:
+    ) -> shared_memory.PlannedFile | None:
         """Return the file that ``open`` would make for exactly ``slots`` slots; None if the existing one serves."""
         old = self.get(key)
         if old is not None and can_reuse(old.view, old.path, slot_bytes, slots, True):
             return None
         size, _ = replacement_layout(None if old is None else old.view, slot_bytes, slots, True)
         freed = 0 if old is None else replaceable_bytes(old.view, old.path, slots, keep)
-        return PlannedFile(*self.draft_and_final_path(key), segment_bytes(slots, size), freed)
+        return shared_memory.PlannedFile(*self.draft_and_final_path(key), segment_bytes(slots, size), freed)
 
     def repair_header(self, segment: SegmentFile) -> None:
         """Repair the header before a rank maps the file and in each scrub round, and report the damage."""
@@ -402,7 +380,7 @@ class SegmentStore:
             old.seal_copied()
             freed = replaceable_bytes(old.view, old.path, slots, keep)
             moves = slots_to_carry(old.view, slots, keep)
-        advice = ADVICE_FEWER_SLOTS if slots >= SLOTS_PER_RANK else ADVICE_FEWER_COPIES
+        advice = shared_memory.ADVICE_FEWER_SLOTS if slots >= SLOTS_PER_RANK else shared_memory.ADVICE_FEWER_COPIES
         with self.budget.reserve(draft, length, description, freed, advice):
             try:
                 self._make_folder(key.job)
@@ -435,16 +413,16 @@ class SegmentStore:
         draft.unlink(missing_ok=True)
         descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
-            if has_huge_pages(self.directory):
-                allocate_huge_pages(descriptor, length)
-            allocate(descriptor, length, description)
+            if shared_memory.has_huge_pages(self.directory):
+                shared_memory.allocate_huge_pages(descriptor, length)
+            shared_memory.allocate(descriptor, length, description)
         finally:
             os.close(descriptor)
         mapping = _map(draft, True)
         buffer, nonce = memoryview(mapping), secrets.token_bytes(NONCE_BYTES)
         format_segment(buffer, slots, slot_bytes, nonce=nonce, kind=key.kind, number=key.number, job=key.job)
         if key.kind == "own":
-            populate(mapping)
+            shared_memory.populate(mapping)
         else:
             self._prefaulter.start(self.draft_and_final_path(key)[1], mapping)
 

@@ -18,10 +18,8 @@ from typing import NamedTuple
 from everstep.errors import ConfigurationError, OutOfSlotMemory, PermissionDenied, Unavailable
 from everstep.layout.vault_status import LOCK_FILE
 
-# Control group: memory left to a container, a Slurm job or a service.
-#
-# Pages of a memory file system are charged to the control group of the process that makes them: the vault. If the vault
-# exceeds its group's limit, the kernel kills in that group, however much memory the machine has left.
+# Control group: memory left to a container, a Slurm job or a service. Pages of a memory file system are charged to the
+# group of the process that makes them, the vault. Beyond the group's limit the kernel kills in that group.
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 OWN_CGROUP_FILE = Path("/proc/self/cgroup")
@@ -30,8 +28,7 @@ UNLIMITED_BYTES = 1 << 60
 
 
 class _CgroupFiles(NamedTuple):
-    """File names of a control group version: of the limits beyond which the kernel kills or throttles, and of the
-    current usage; and the prefix of the counters in ``memory.stat`` that include groups below."""
+    """File names of a control group version, and the prefix of the counters that include groups below."""
 
     limits: tuple[str, ...]
     used: str
@@ -44,19 +41,14 @@ _CGROUP_V2 = _CgroupFiles(("memory.max", "memory.high"), "memory.current", "")
 
 def cgroup_available_bytes(cgroups: Path = CGROUP_ROOT, own_cgroup_file: Path = OWN_CGROUP_FILE) -> int | None:
     """Return the smallest number of bytes left in the groups around this process; cached file pages count as left.
-
-    None without a limit or information. Negative if the limit was lowered below the present usage.
-    """
+    None without a limit or information; negative if the limit was lowered below the present usage."""
     found = (_cgroup_available(group, files) for group, files in _enclosing_cgroups(cgroups, own_cgroup_file))
     return min((available for available in found if available is not None), default=None)
 
 
 def _enclosing_cgroups(cgroups: Path, own: Path) -> Iterator[tuple[Path, _CgroupFiles]]:
-    """Yield this process's group and those around it.
-
-    A container that sees its own group at the root may read a path that exists only on the machine; then the root is
-    the only group.
-    """
+    """Yield this process's group and those around it. A container that sees its own group at the root may read a path
+    that exists only on the machine; then the root is the only group."""
     try:
         entries = [line.split(":", 2)[1:] for line in own.read_text().splitlines() if line.count(":") > 1]
     except OSError:
@@ -113,8 +105,7 @@ class PlannedFile(NamedTuple):
 class MemoryBudget:
     """The bytes that may still be allocated under a directory. Safe to use from any thread.
 
-    A file being made counts once, with its final size: its existing pages are already missing from the machine's free
-    memory, and the others are still to come off.
+    A file being made counts with its final size: its pages are missing from the free memory, or still to come off.
     """
 
     def __init__(self, directory: Path, limit: int | None) -> None:
@@ -127,11 +118,7 @@ class MemoryBudget:
     def reserve(
         self, path: Path, size: int, description: str, freed_bytes: int = 0, advice: str = ADVICE_FEWER_SLOTS
     ) -> Iterator[None]:
-        """Allow the file ``path`` to be made, or to grow, to ``size`` bytes inside this context.
-
-        ``freed_bytes`` of other files are freed first; ``advice`` as in ``require_room``. Raises OutOfSlotMemory,
-        Unavailable.
-        """
+        """Allow ``path`` to be made, or to grow, to ``size`` bytes inside this context. Raises OutOfSlotMemory."""
         with self._lock:
             counted = self._file_sizes()
             need = size - counted.get(path, 0)
@@ -158,7 +145,7 @@ class MemoryBudget:
     def require_room(
         self, planned_files: Sequence[PlannedFile], description: str, advice: str, reserved_share: float = 0.0
     ) -> None:
-        """Check that the files could be made beside all existing ones. Files being made already are not counted again.
+        """Check that the files could be made beside all existing ones, and those being made.
 
         ``advice`` is the suggestion if no more memory can be added, ``reserved_share`` the part of the machine's free
         memory left to other processes. Raises OutOfSlotMemory.
@@ -196,10 +183,7 @@ class MemoryBudget:
         return counted | {path: max(counted.get(path, 0), *sizes) for path, sizes in self._reserved_sizes.items()}
 
     def _unreserved_bytes(self) -> tuple[int, str]:
-        """Return the bytes left, less those still to be taken by files being made, and how to get more.
-
-        Their pages are counted before the free bytes: a page made in between counts as still to come.
-        """
+        """Return the bytes left, less those still to be taken by files being made, and how to get more."""
         to_come = sum(max(0, max(sizes) - allocated_bytes(path)) for path, sizes in self._reserved_sizes.items())
         available, larger = self._available_bytes()
         return available - to_come, larger
@@ -273,10 +257,7 @@ def free_pages(descriptor: int, start: int, length: int) -> None:
 
 
 def allocate(descriptor: int, length: int, description: str, start: int = 0) -> None:
-    """Allocate ``length`` bytes of a file from ``start``, so that no write there can fail.
-
-    Raises OutOfSlotMemory if the file system is full.
-    """
+    """Allocate ``length`` bytes of a file from ``start``, so that no write there can fail. Raises OutOfSlotMemory."""
     try:
         os.posix_fallocate(descriptor, start, length)
     except OSError as error:
@@ -290,10 +271,10 @@ def allocate(descriptor: int, length: int, description: str, start: int = 0) -> 
 
 
 def populate(mapping: mmap.mmap, stop: threading.Event | None = None) -> None:
-    """Make the pages of a writable shared mapping, contents unchanged, without holding Python's lock.
+    """Make the pages of a writable shared mapping, contents unchanged, until soon after ``stop`` is set.
 
-    Stops soon after ``stop`` is set. ``mmap.madvise`` would hold the lock: first touch runs at 0.6 GB/s, and waiting
-    threads would stand still. On a kernel too old for it each page is read, which on a memory file system makes it too.
+    ``mmap.madvise`` would hold Python's lock: first touch runs at 0.6 GB/s, and waiting threads would stand still. On a
+    kernel too old for it each page is read, which on a memory file system makes it too.
     """
     first = ctypes.c_char.from_buffer(mapping)
     start, length = ctypes.addressof(first), len(mapping)
@@ -308,10 +289,8 @@ def populate(mapping: mmap.mmap, stop: threading.Event | None = None) -> None:
                 mapping[page]
 
 
-# Pages: huge ones, and near the rank's own processors, if available.
-#
-# A copy into 4 KiB pages spends part of its time on page tables; memory of the other socket is read at the speed of the
-# link between the two. The kernel decides both, and takes advice.
+# Pages: huge ones, and near the rank's own processors. A copy into 4 KiB pages spends part of its time on page tables;
+# memory of the other socket is read at the speed of the link. The kernel decides both, and takes advice.
 
 log = logging.getLogger(__name__)
 
@@ -327,11 +306,9 @@ _libc.syscall.restype = ctypes.c_long
 
 
 def has_huge_pages(directory: Path, mounts: str | None = None, setting: str | None = None) -> bool:
-    """Return whether the file system of ``directory`` gives huge pages on request.
-
-    The mount options decide, unless the kernel is set to force or to deny them on every memory file system. ``mounts``
-    and ``setting`` are the contents of /proc/self/mounts and of shmem_enabled, read if not given.
-    """
+    """Return whether the file system of ``directory`` gives huge pages on request: the mount options decide, unless the
+    kernel forces or denies them. ``mounts`` and ``setting`` are the contents of the kernel's files, read if not
+    given."""
     text = Path("/proc/self/mounts").read_text() if mounts is None else mounts
     within = os.path.realpath(directory)
     best, kind, options = "", "", ""
@@ -359,10 +336,8 @@ def allocate_huge_pages(descriptor: int, length: int) -> None:
 
 @contextmanager
 def prefer_numa_node(node: int | None) -> Iterator[None]:
-    """Take the pages that this thread makes inside this context from NUMA node ``node``, while it has any.
-
-    None means any node. A refusal by the kernel (no such node, no permission) is logged and has no effect.
-    """
+    """Take the pages that this thread makes inside this context from NUMA node ``node`` (None: any), while it has any.
+    A refusal by the kernel (no such node, no permission) is logged and has no effect."""
     is_set = node is not None and 0 <= node < MAX_NUMA_NODES and _set_policy(MPOL_PREFERRED, 1 << node) == 0
     if node is not None and not is_set:
         log.warning("slots are not bound to NUMA node %d: %s", node, os.strerror(ctypes.get_errno()))
@@ -387,10 +362,8 @@ def _set_policy(mode: int, nodes: int) -> int:
 
 
 class Prefaulter:
-    """Threads that make the pages of files. Safe to use from any thread.
-
-    They end before a segment gives memory back; otherwise they would take again memory that may belong to another file.
-    """
+    """Threads that make the pages of files, ended before a segment gives memory back: otherwise they would take again
+    memory that may belong to another file. Safe to use from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -420,17 +393,9 @@ _SEGMENT_NAMES = ("own-", "replica-", "parity-", ".")
 
 
 def write_scratch(
-    directory: Path,
-    path: str,
-    offset: int,
-    length: int,
-    budget: MemoryBudget,
-    pieces: Iterable[tuple[int, memoryview]],
+    directory: Path, path: str, offset: int, length: int, budget: MemoryBudget, pieces: Iterable[tuple[int, memoryview]]
 ) -> None:
-    """Write pieces, each at its own place in the ``length`` bytes from ``offset`` of a scratch file.
-
-    The file is made if missing, and grown to hold the bytes first. Raises PermissionDenied, OutOfSlotMemory.
-    """
+    """Write pieces, each at its place in the ``length`` bytes from ``offset`` of a scratch file."""
     if offset < 0:
         raise PermissionDenied(f"into_offset {offset} is before the file's beginning")
     descriptor = _open_beneath(directory, path)

@@ -1,8 +1,7 @@
 """Encode parity shards, and recover lost shards from the survivors and the parity.
 
-A reader that wants ranges of a lost shard gets them in a scratch file, as for an existing slot. Every chunk they touch
-is recovered whole, because only whole chunks can be hashed against the sealed digests; nothing is written before that.
-Slot repair takes recovered chunks, also of P and Q, without a scratch file.
+A reader that wants ranges of a lost shard gets them in a scratch file. Every chunk they touch is recovered whole,
+because only whole chunks can be hashed against the sealed digests; nothing is written before that.
 """
 
 from __future__ import annotations
@@ -44,9 +43,8 @@ from everstep_agent.vault.parity.shards import (
 
 # Encoding: make a group's P or Q on its parity node from the members' chunks, read side by side.
 #
-# Each chunk is hashed against its rank's sealed digest before it is used; parity chunks are hashed as they are made.
-# Members are read like any other shard, so a member whose slot is refilled meanwhile ends the work, and the slot that
-# was begun is discarded.
+# Each chunk is hashed against its rank's sealed digest before it is used. A member whose slot is refilled meanwhile
+# ends the work, and the slot that was begun is discarded.
 
 PARITY_SLOTS = 2
 """Parity slots per group: the protected version, and the next one while it is made."""
@@ -61,10 +59,7 @@ class ParityEncoder(ShardWorker):
         self._group_locks: defaultdict[SegmentKey, threading.Lock] = defaultdict(threading.Lock)
 
     def encode_group(self, request: Protect) -> ParityManifest:
-        """Make and seal the parity, and return its manifest. Parity of these very shards that exists already is kept.
-
-        Raises EverstepError.
-        """
+        """Make and seal the parity, unless that of these very shards exists already, and return its manifest."""
         self.job_table.require_current(request.job, request.generation)
         key = SegmentKey(request.job, "parity", request.group.group)
         manifest = self._build_manifest(request, key)
@@ -182,25 +177,18 @@ class ParitySource(msgspec.Struct, frozen=True):
     manifest: ParityManifest
 
 
-class RecoveryTarget(msgspec.Struct, frozen=True):
-    """The shard to recover: a member by its number, or P or Q by its letter, with its sealed ``info``."""
-
-    member_or_letter: int | ParityLetter
-    location: ShardLocation
-    info: ShardInfo
-
-
 @dataclass(eq=False)
 class ShardRecovery:
     """Recover one shard of a group, chunk by chunk, from the others.
 
-    Args:
-        members: The group's members, in the order of their coefficients.
-        parities: The available P and Q, without the wanted one.
-        lost_reasons: Per lost location, the reason.
+    The wanted shard is a member by its number, or P or Q by its letter, sealed as ``info``. ``members`` are in the
+    order of their coefficients, ``parities`` the available P and Q without the wanted one, and ``lost_reasons`` the
+    reasons by lost location.
     """
 
-    _target: RecoveryTarget
+    _wanted: int | ParityLetter
+    _location: ShardLocation
+    info: ShardInfo
     _members: Sequence[ParityMember]
     _parities: dict[ParityLetter, ParitySource]
     _lost_reasons: dict[str, str]
@@ -208,15 +196,15 @@ class ShardRecovery:
     _streams: Executor
 
     def __post_init__(self) -> None:
-        location, wanted = self._target.location, self._target.member_or_letter
-        self.info = self._target.info
-        """The wanted shard's sealed description."""
-        self._locations = [member.location(location.job, location.version) for member in self._members]
-        self._lost = {wanted} if isinstance(wanted, int) else set()
-        self._buffers = _chunk_buffers(self._members)
+        job, version = self._location.job, self._location.version
+        self._lost = {self._wanted}
+        self._shards: dict[int | ParityLetter, tuple[ShardLocation, ShardInfo]] = {
+            number: (member.location(job, version), member.info) for number, member in enumerate(self._members)
+        }
+        self._shards |= {letter: (parity.location, parity.info) for letter, parity in self._parities.items()}
+        self._buffers: dict[int | ParityLetter, memoryview] = dict(enumerate(_chunk_buffers(self._members)))
         size = min(CHUNK_BYTES, parity_bytes(max(m.info.payload_bytes for m in self._members)))
-        self._parity_buffers = {letter: memoryview(bytearray(size)) for letter in PARITY_LETTERS}
-        self._failed_letters: set[ParityLetter] = set()
+        self._buffers |= {letter: memoryview(bytearray(size)) for letter in PARITY_LETTERS}
 
     def recover_chunk(self, index: int) -> memoryview:
         """Return chunk ``index`` of the wanted shard, hashed. The next call overwrites it. Raises EverstepError."""
@@ -229,9 +217,7 @@ class ShardRecovery:
             found = self._decode_chunk(index, letters)
             if xxhash.xxh3_128_digest(found) == self.info.digest(index):
                 return found
-            error = DigestMismatch(
-                f"chunk {index} of {self._target.location}, recovered from parity, has a wrong digest"
-            )
+            error = DigestMismatch(f"chunk {index} of {self._location}, recovered from parity, has a wrong digest")
             if len(letters) != 1:
                 raise error
             self._mark_lost([(letters[0], error)])  # the other parity shard may be right
@@ -239,38 +225,34 @@ class ShardRecovery:
     def _decode_chunk(self, index: int, letters: Sequence[ParityLetter]) -> memoryview:
         from everstep_agent.vault.parity import galois  # numpy takes 30 ms and 15 MB of a vault that never needs it
 
-        chunks = [self._member_chunk(number, index) for number in range(len(self._members))]
+        chunks = [self._chunk(number, index) for number in range(len(self._members))]
         lost = {number: chunks[number] for number in self._lost_in(index)}
         if lost:
-            parity = {letter: self._parity_chunk(letter, index) for letter in letters}
+            parity = {letter: self._chunk(letter, index) for letter in letters}
             present = [None if number in lost else chunk for number, chunk in enumerate(chunks)]
             galois.recover(present, parity.get("P"), parity.get("Q"), lost)
-        which = self._target.member_or_letter
-        if isinstance(which, int):
-            return chunks[which]
-        into = self._parity_buffers[which][: self.info.chunk_bytes(index)]
-        galois.encode(chunks, into if which == "P" else None, into if which == "Q" else None)
+        if isinstance(self._wanted, int):
+            return chunks[self._wanted]
+        into = self._buffers[self._wanted][: self.info.chunk_bytes(index)]
+        galois.encode(chunks, **{self._wanted.lower(): into})
         return into
 
-    def _member_chunk(self, number: int, index: int) -> memoryview:
-        return self._buffers[number][: self._members[number].info.chunk_bytes(index)]
+    def _chunk(self, shard: int | ParityLetter, index: int) -> memoryview:
+        return self._buffers[shard][: self._shards[shard][1].chunk_bytes(index)]
 
     def _lost_in(self, index: int) -> list[int]:
         """Return the lost members that had bytes in this chunk; the others are known to have had none."""
-        return [number for number in sorted(self._lost) if self._members[number].info.chunk_bytes(index)]
-
-    def _parity_chunk(self, letter: ParityLetter, index: int) -> memoryview:
-        return self._parity_buffers[letter][: self._parities[letter].info.chunk_bytes(index)]
+        return [n for n, m in enumerate(self._members) if n in self._lost and m.info.chunk_bytes(index)]
 
     def _choose_letters(self, index: int) -> list[ParityLetter]:
         """Choose as many of P and Q as members are lost."""
-        letters = [letter for letter in PARITY_LETTERS if letter in self._parities.keys() - self._failed_letters]
+        letters = [letter for letter in PARITY_LETTERS if letter in self._parities.keys() - self._lost]
         lost = self._lost_in(index)
         if len(letters) < len(lost):
-            others = sum(number != self._target.member_or_letter for number in lost)
-            without = 2 - len(letters) - (self._target.member_or_letter in PARITY_LETTERS)
+            others = sum(number != self._wanted for number in lost)
+            without = 2 - len(letters) - (self._wanted in PARITY_LETTERS)
             raise NotRestorable(
-                f"{self._target.location} cannot be recovered: {others} other members and {without} of P and Q are "
+                f"{self._location} cannot be recovered: {others} other members and {without} of P and Q are "
                 f"lost too: {describe_lost(self._lost_reasons)}"
             )
         return letters[: len(lost)]
@@ -280,26 +262,16 @@ class ShardRecovery:
     ) -> list[tuple[int | ParityLetter, EverstepError]]:
         """Read the chunk of the survivors and of the parity; return failed shards with their errors."""
         present = [n for n, m in enumerate(self._members) if n not in self._lost and m.info.chunk_bytes(index)]
+        shards: list[int | ParityLetter] = [*present, *letters]
         read = self._shard_reader.read_chunk
-        reads = [
-            partial(read, self._locations[n], self._members[n].info, index, self._member_chunk(n, index))
-            for n in present
-        ]
-        for letter in letters:
-            parity = self._parities[letter]
-            reads.append(partial(read, parity.location, parity.info, index, self._parity_chunk(letter, index)))
-        outcomes = zip([*present, *letters], run_parallel(self._streams, reads), strict=True)
+        reads = [partial(read, *self._shards[shard], index, self._chunk(shard, index)) for shard in shards]
+        outcomes = zip(shards, run_parallel(self._streams, reads), strict=True)
         return [(shard, error) for shard, error in outcomes if isinstance(error, EverstepError)]
 
     def _mark_lost(self, failed: Sequence[tuple[int | ParityLetter, EverstepError]]) -> None:
         for shard, error in failed:
-            if isinstance(shard, int):
-                self._lost.add(shard)
-                location = self._locations[shard]
-            else:
-                self._failed_letters.add(shard)
-                location = self._parities[shard].location
-            self._lost_reasons[str(location)] = str(error)
+            self._lost.add(shard)
+            self._lost_reasons[str(self._shards[shard][0])] = str(error)
 
 
 def describe_lost(lost_reasons: dict[str, str]) -> str:
@@ -310,10 +282,7 @@ class ParityDecoder(ShardWorker):
     """Recover shards. Runs in worker threads; ``streams`` reads the survivors side by side."""
 
     def fetch(self, request: Fetch) -> int:
-        """Write a shard's manifest, or ranges of a payload recovered by parity, into ``request.target_path``.
-
-        Returns the number of bytes written. Raises EverstepError.
-        """
+        """Write a manifest, or ranges recovered by parity, into ``request.target_path``; return the number of bytes."""
         if request.parity_group is not None:
             recovery = self.recover_member(request.job, request.rank, request.version, request.parity_group)
             if request.ranges:
@@ -353,29 +322,23 @@ class ParityDecoder(ShardWorker):
         if not parities:
             raise NotRestorable(f"{description} cannot be recovered: {describe_lost(missing)}")
         manifest = _require_same_members([parity.manifest for parity in parities.values()], description)
+        parts = manifest.members, parities, missing, self.shard_reader, self.streams
         for number, member in enumerate(manifest.members):
             if member.rank == rank:
-                wanted = RecoveryTarget(number, member.location(job, version), member.info)
-                return ShardRecovery(wanted, manifest.members, parities, missing, self.shard_reader, self.streams)
+                return ShardRecovery(number, member.location(job, version), member.info, *parts)
         raise MalformedMessage(f"rank {rank} is not in group {group.group} of the parity of {version}")
 
     def recover_parity(
         self, location: ShardLocation, manifest: ParityManifest, info: ShardInfo, group: ParityGroup | None
     ) -> ShardRecovery:
-        """Return the recovery of P or Q at ``location``, sealed as ``info``, from its members.
-
-        ``group`` names the node of the other parity shard, which is needed for lost members. Raises EverstepError.
-        """
+        """Return the recovery of P or Q at ``location``, sealed as ``info``. ``group`` names the other one's node."""
         parities, missing = self._other_parity(location, manifest.letter, group)
         _require_same_members([manifest, *(parity.manifest for parity in parities.values())], str(location))
-        wanted = RecoveryTarget(manifest.letter, location, info)
-        return ShardRecovery(wanted, manifest.members, parities, missing, self.shard_reader, self.streams)
+        parts = manifest.members, parities, missing, self.shard_reader, self.streams
+        return ShardRecovery(manifest.letter, location, info, *parts)
 
     def rebuild_parity_manifest(self, location: ShardLocation, group: ParityGroup) -> bytes:
-        """Return the manifest of the parity shard on ``location.node``, rebuilt from the other parity shard's.
-
-        Raises NotRestorable if the other one is not available, MalformedMessage if its manifest is unreadable.
-        """
+        """Return the manifest of the parity shard on ``location.node``, rebuilt from the other parity shard's."""
         mine = PARITY_LETTERS[group.parity.index(location.node)]
         parities, missing = self._other_parity(location, mine, group)
         for parity in parities.values():

@@ -28,11 +28,8 @@ _REDUCTION = 0x1D
 
 
 def encode(members: Sequence[memoryview], p: memoryview | None = None, q: memoryview | None = None) -> None:
-    """Write P, Q, or both; a member's index in ``members`` is its coefficient.
-
-    The buffers of members and parity start at the same offset of their shards, a whole number of stripes, and parity
-    has ``parity_bytes`` of the longest member.
-    """
+    """Write P, Q, or both; a member's index in ``members`` is its coefficient. All buffers start at the same offset of
+    their shards, a whole number of stripes, and parity has ``parity_bytes`` of the longest member."""
     _check(members, (p, q))
     work = _StripeBuffers(len(members))
     for at in range(0, parity_bytes(max(map(len, members))), STRIPE_BYTES):
@@ -46,13 +43,12 @@ def encode(members: Sequence[memoryview], p: memoryview | None = None, q: memory
 def recover(
     members: Sequence[memoryview | None], p: memoryview | None, q: memoryview | None, lost: Mapping[int, memoryview]
 ) -> None:
-    """Write the one or two members that are None into their buffers in ``lost``, each as long as its member.
-
-    ``p`` and ``q`` are as in ``encode``, or None if lost; ``encode`` makes lost parity again.
-    """
+    """Write the one or two members that are None into their buffers in ``lost``, each as long as its member. ``p`` and
+    ``q`` are as in ``encode``, or None if lost; ``encode`` makes lost parity again."""
     missing = sorted(lost)
-    if missing != [number for number, member in enumerate(members) if member is None] or not missing:
-        raise ValueError(f"members {missing} are to be recovered, and these are given: {_present(members)}")
+    given = [number for number, member in enumerate(members) if member is not None]
+    if not missing or sorted([*missing, *given]) != list(range(len(members))):
+        raise ValueError(f"members {missing} are to be recovered, and these are given: {given}")
     if len(missing) > sum(parity is not None for parity in (p, q)):
         raise ValueError(f"{len(missing)} members are lost and too little parity is left to recover them")
     complete = [lost[number] if member is None else member for number, member in enumerate(members)]
@@ -64,10 +60,6 @@ def recover(
         for number, data in zip(missing, found, strict=True):
             room = lost[number][at : at + STRIPE_BYTES]
             room[:] = data.view(np.uint8).ravel().data[: len(room)]
-
-
-def _present(members: Sequence[memoryview | None]) -> list[int]:
-    return [number for number, member in enumerate(members) if member is not None]
 
 
 def _check(members: Sequence[memoryview], parity: Sequence[memoryview | None]) -> None:
@@ -116,10 +108,7 @@ def _sum(members: Sequence[Rows | None], into: Rows) -> None:
 
 
 def _weighted_sum(members: Sequence[Rows | None], into: Rows, ladder: Rows) -> None:
-    """Compute the sum of 2^i times member i, by Horner's rule from the last one on.
-
-    The running sum occupies ROWS rows of the ladder; doubling moves it one row down.
-    """
+    """Compute the sum of 2^i times member i, by Horner's rule; doubling moves the sum one row down the ladder."""
     at = max((number for number, rows in enumerate(members) if rows is not None), default=-1)
     sum_so_far = members[at] if at >= 0 else None
     if at < 1 or sum_so_far is None:

@@ -39,10 +39,8 @@ def parity_bytes(longest: int) -> int:
     return -(-longest // STRIPE_BYTES) * STRIPE_BYTES
 
 
-# Parity manifest: a parity shard's letter and its members, each with its sealed description.
-#
-# It carries each member's manifest and chunk digests, so that a lost member can be recovered and checked against its
-# sealed digests without asking another node.
+# Parity manifest: a parity shard's letter and its members, each with its sealed manifest and chunk digests, so that a
+# lost member can be recovered and checked without asking another node.
 
 ParityLetter = Literal["P", "Q"]
 PARITY_LETTERS: tuple[ParityLetter, ParityLetter] = ("P", "Q")
@@ -150,11 +148,7 @@ class ShardReader:
     def read_info(
         self, location: ShardLocation, known_manifests: Mapping[bytes, bytes] = {}, group: ParityGroup | None = None
     ) -> ShardInfo:
-        """Return the sealed description of a shard, with a hashed manifest. Raises EverstepError.
-
-        Manifests in ``known_manifests``, by digest, are not fetched again. The shard's node is told of the parity
-        ``group`` that will cover the shard.
-        """
+        """Return the sealed description of a shard with a hashed manifest; its node is told of the parity ``group``."""
         if location.node == self._settings.node:
             reading = self._open(location)
             return _make_info(len(reading.payload), reading.manifest, b"".join(reading.digests), location)
@@ -175,10 +169,7 @@ class ShardReader:
         return _make_info(answer.payload_bytes, manifest, answer.digests, location)
 
     def read_chunk(self, location: ShardLocation, info: ShardInfo, index: int, into: memoryview) -> None:
-        """Fill ``into`` with chunk ``index`` of the shard sealed as ``info``; ``into`` is as long as the chunk.
-
-        Raises NotFound, Unavailable, DigestMismatch.
-        """
+        """Fill ``into`` with chunk ``index`` of the shard sealed as ``info``; ``into`` is as long as the chunk."""
         piece = index * CHUNK_BYTES, len(into)
         if location.node == self._settings.node:
             reading = self._open(location, piece)

@@ -38,10 +38,7 @@ ACCEPT_RETRY_S = 0.05
 """Seconds to wait after a failed accept, usually for lack of file descriptors."""
 
 MAX_UNAUTHENTICATED = 256
-"""Maximum number of unauthenticated connections; a further one closes the oldest.
-
-A peer authenticates within milliseconds, and a stranger may stay silent for as long as it likes.
-"""
+"""Maximum number of unauthenticated connections; a further one closes the oldest, since strangers may stay silent."""
 
 _CONNECTION_ERRORS = (Unavailable, MalformedMessage, AuthenticationError)
 """Errors that end a connection: further bytes are unwanted, or indistinguishable from bulk data."""

@@ -24,10 +24,8 @@ from everstep.wire.v1.training import PeerConnectionLost
 from everstep_agent.vault.job_table import JobConfig, JobTable
 from everstep_agent.vault.settings import VaultSettings
 
-# Peer loss: report a peer when a connection broke and its vault accepts no other.
-#
-# A connection ends for many reasons (a job that is over, a cancelled copy), so each break is checked by a new
-# connection before it is reported. Both sides notice, the one that copies and the one that is copied to.
+# Peer loss: report a peer when a connection broke and its vault accepts no other. A connection ends for many reasons (a
+# job that is over, a cancelled copy), so each break is checked by a new connection first. Both sides notice.
 
 log = logging.getLogger(__name__)
 
@@ -76,9 +74,10 @@ class PeerLossDetector:
             return  # the job is over, or has no holder on that node any more
         for pause_s in CHECK_DELAYS_S:
             time.sleep(pause_s)
-            refusal = _connect_error(address)
-            if refusal:
-                self._report_lost(job, peer, f"{reason}; then: {refusal}")
+            try:
+                socket.create_connection(address, CHECK_TIMEOUT_S).close()
+            except OSError as error:
+                self._report_lost(job, peer, f"{reason}; then: {error}")
                 return
 
     def _report_lost(self, job: str, peer: str, detail: str) -> None:
@@ -90,15 +89,6 @@ class PeerLossDetector:
         context = {"node": self._node, "job": job, "trace": lost.trace}
         log.warning("the vault of %s is unreachable: %s", peer, detail, extra=context)
         self._on_peer_lost(lost)
-
-
-def _connect_error(address: tuple[str, int]) -> str:
-    """Return why the address accepts no connection; "" if it does."""
-    try:
-        socket.create_connection(address, CHECK_TIMEOUT_S).close()
-    except OSError as error:
-        return str(error)
-    return ""
 
 
 # Handshake: both sides of the mutual challenge that begins every connection between vaults.
@@ -136,10 +126,7 @@ def _receive_opening_answer(channel: VaultChannel) -> wire.OpeningAnswer:
 
 
 def server_handshake(channel: VaultChannel, job_table: JobTable, node: str) -> tuple[JobConfig, wire.Greeting]:
-    """Run the server's side, as ``node``; return the connection's job and the client's greeting.
-
-    Raises NotFound, AuthenticationError, VersionMismatch, MalformedMessage.
-    """
+    """Run the server's side, as ``node``; return the connection's job and the client's greeting."""
     greeting = channel.receive_opening()
     if not isinstance(greeting, wire.Greeting):
         raise MalformedMessage(f"{channel.peer} sent {type(greeting).__name__} instead of a greeting")
@@ -182,10 +169,7 @@ def fetch_inventory(channel: VaultChannel) -> wire.InventoryList:
 def fetch_bytes(
     channel: VaultChannel, settings: VaultSettings, rank: int, version: Version, ranges: Sequence[tuple[int, int]]
 ) -> bytes:
-    """Return the (offset, length) ranges of the payload that ``rank`` sealed as ``version``, joined.
-
-    The peer hashes before it answers.
-    """
+    """Return joined (offset, length) ranges of the payload that ``rank`` sealed as ``version``, hashed there."""
     announced = request_bulk(channel, settings, wire.Get(rank=rank, version=version, ranges=tuple(ranges)))
     wanted = sum(length for _, length in ranges)
     if announced != wanted:
@@ -236,8 +220,8 @@ class PeerPool:
     def call(self, job: str, node: str, action: Callable[[VaultChannel], T], timeout_s: float | None = None) -> T:
         """Run ``action`` over a connection to ``node``'s vault, a pooled one if possible. Raises EverstepError.
 
-        Actions must tolerate being run twice: a pooled connection that proves dead is replaced by a new one.
-        ``timeout_s`` limits each wait of this call, instead of the settings' time-outs.
+        Actions must tolerate being run twice: a pooled connection that proves dead is replaced. ``timeout_s`` limits
+        each wait of this call, instead of the settings' time-outs.
         """
         key = self._key(job, node)
         pooled = self._take(key)

@@ -1,8 +1,7 @@
 """Receive copies of other nodes' slots: reserve a slot, fill it, hash it, and only then seal it.
 
 The bytes of one transfer may come over several connections. A slot stays reserved until the last of them has stopped
-writing. A transfer interrupted by a broken connection resumes if the same slot is offered again, and makes room for any
-other.
+writing. An interrupted transfer resumes if the same slot is offered again, and makes room for any other.
 """
 
 from __future__ import annotations
@@ -58,11 +57,8 @@ class IncomingTransfer:
 
     @contextmanager
     def receiving_piece(self, piece: int) -> Iterator[Callable[[], None]]:
-        """Receive a piece inside this context, and call the yielded function to count it as received.
-
-        It does not count if another connection has since begun to write it or broken off in it: its bytes are then
-        unknown.
-        """
+        """Receive a piece inside this context, and call the yielded function to count it as received, unless another
+        connection has since begun to write it or broken off in it: its bytes are then unknown."""
         attempt = self._begin_attempt(piece)
         try:
             yield partial(self._complete_attempt, piece, attempt)
@@ -143,18 +139,16 @@ class SlotReceiver:
         return incoming
 
     def _versions_to_keep(self, key: SegmentKey, put: Put) -> list[Version]:
-        """Return the versions to keep if slots are short: those the rank names, then the newest of its generation, one
-        of which may be committed already without the rank knowing."""
+        """Return what to keep if slots are short: versions the rank names, then its generation's (maybe committed)."""
         segment = self._store.get(key)
         sealed = () if segment is None else (header.version for _, header in segment.view.sealed_slots())
         own = sorted((version for version in sealed if version.generation == put.generation), reverse=True)
         return [*put.keep, *own]
 
     def _wait_for_earlier_writers(self, segment: SegmentFile, sender: str, put: Put) -> None:
-        """Wait for earlier connections that bring the same bytes to stop writing.
+        """Wait for earlier connections that bring the same bytes to stop writing: those need not come again.
 
-        The sender has given them up, but this node may not know it yet: it is slow, or a cut line sends no notice. The
-        bytes they brought need not come again.
+        The sender has given them up, but this node may not know it yet: it is slow, or a cut line sends no notice.
         """
         with self._writer_left:
             earlier = [i for i in self._transfers.values() if i.segment is segment and i.matches(sender, put)]
@@ -211,28 +205,42 @@ class SlotReceiver:
         return free[slot_to_fill([segment.view.header(slot) for slot in free], set(put.keep))]
 
     def receive_part(self, job: str, sender: str, part: Part, channel: VaultChannel) -> None:
-        """Receive a part's chunks and hash each.
-
-        Raises:
-            DigestMismatch: A chunk is bad; the connection stays usable.
-            Conflict: The sender's slot was refilled; the connection stays usable.
-            Unavailable, MalformedMessage: The connection is unusable.
-        """
+        """Receive and hash a part's chunks. The connection stays usable after DigestMismatch and Conflict."""
         with self._writing_to(job, sender, part.transfer, channel) as incoming:
             if part.first_chunk + part.chunks > chunk_count(incoming.put.payload_bytes):
                 raise MalformedMessage(f"{sender} sent chunks beyond the payload's end")
-            failure = self._receive_part_bytes(incoming, part, channel)
-        self._abort_if_failed(incoming, failure)
+            failure: DigestMismatch | None = None
+            for index in range(part.first_chunk, part.first_chunk + part.chunks):
+                chunk = incoming.chunk(index)
+                with incoming.receiving_piece(index) as counts:
+                    channel.receive_into(chunk)
+                    if not channel.receive_piece_status():
+                        raise failure or _slot_refilled_error(incoming)
+                    if xxhash.xxh3_128_digest(chunk) == incoming.digests[index + 1]:
+                        counts()
+                    elif failure is None:  # the rest is read to keep the connection in step
+                        failure = self._report_corrupt(incoming, f"chunk {index}")
+            if failure is not None:
+                raise failure
 
     def receive_manifest(self, job: str, sender: str, part: ManifestPart, channel: VaultChannel) -> None:
         """Receive the manifest and hash it. Raises what ``receive_part`` does."""
-        with self._writing_to(job, sender, part.transfer, channel) as incoming:
-            failure = self._receive_manifest_bytes(incoming, channel)
-        self._abort_if_failed(incoming, failure)
+        with (
+            self._writing_to(job, sender, part.transfer, channel) as incoming,
+            incoming.receiving_piece(MANIFEST_PIECE) as counts,
+        ):
+            for start in range(0, len(incoming.manifest), CHUNK_BYTES):
+                channel.receive_into(incoming.manifest[start : start + CHUNK_BYTES])
+                if not channel.receive_piece_status():
+                    raise _slot_refilled_error(incoming)
+            if xxhash.xxh3_128_digest(incoming.manifest) != incoming.digests[0]:
+                raise self._report_corrupt(incoming, "the manifest")
+            counts()
+        self._counters.add("received_manifests")
 
     @contextmanager
     def _writing_to(self, job: str, sender: str, transfer: bytes, channel: VaultChannel) -> Iterator[IncomingTransfer]:
-        """Keep the transfer's slot reserved inside this context."""
+        """Keep the transfer's slot reserved inside this context; abort the transfer if its bytes are bad."""
         with self._lock:
             incoming = self._transfers.get(transfer)
             if incoming is None or incoming.is_aborted or (incoming.job, incoming.sender) != (job, sender):
@@ -240,40 +248,14 @@ class SlotReceiver:
             incoming.writers.add(channel)
         try:
             yield incoming
+        except (DigestMismatch, Conflict):
+            incoming.is_aborted = True
+            raise
         finally:
             with self._lock:
                 incoming.writers.discard(channel)
                 self._writer_left.notify_all()
                 self._release_if_unused(incoming)
-
-    def _receive_manifest_bytes(self, incoming: IncomingTransfer, channel: VaultChannel) -> EverstepError | None:
-        with incoming.receiving_piece(MANIFEST_PIECE) as counts:
-            for start in range(0, len(incoming.manifest), CHUNK_BYTES):
-                channel.receive_into(incoming.manifest[start : start + CHUNK_BYTES])
-                if not channel.receive_piece_status():
-                    return _slot_refilled_error(incoming)
-            if xxhash.xxh3_128_digest(incoming.manifest) != incoming.digests[0]:
-                return self._report_corrupt(incoming, "the manifest")
-            counts()
-        self._counters.add("received_manifests")
-        return None
-
-    def _receive_part_bytes(
-        self, incoming: IncomingTransfer, part: Part, channel: VaultChannel
-    ) -> EverstepError | None:
-        """Return the first failure; read the rest of the part anyway to keep the connection in step."""
-        failure: EverstepError | None = None
-        for index in range(part.first_chunk, part.first_chunk + part.chunks):
-            chunk = incoming.chunk(index)
-            with incoming.receiving_piece(index) as counts:
-                channel.receive_into(chunk)
-                if not channel.receive_piece_status():
-                    return failure or _slot_refilled_error(incoming)
-                if xxhash.xxh3_128_digest(chunk) == incoming.digests[index + 1]:
-                    counts()
-                elif failure is None:
-                    failure = self._report_corrupt(incoming, f"chunk {index}")
-        return failure
 
     def _report_corrupt(self, incoming: IncomingTransfer, description: str) -> DigestMismatch:
         put = incoming.put
@@ -323,24 +305,13 @@ class SlotReceiver:
                     incoming.is_aborted = True
                     self._release_if_unused(incoming)
 
-    def _abort_if_failed(self, incoming: IncomingTransfer, failure: EverstepError | None) -> None:
-        """Raise ``failure``, and free the slot once no connection writes into it."""
-        if failure is not None:
-            with self._lock:
-                incoming.is_aborted = True
-                self._release_if_unused(incoming)
-            raise failure
-
 
 def _slot_refilled_error(incoming: IncomingTransfer) -> Conflict:
     return Conflict(f"{incoming.sender} refilled the slot while it was sent")
 
 
 def fill_from_other_versions(incoming: IncomingTransfer) -> int:
-    """Copy the manifest and chunks that sealed slots of the same rank share; each is hashed at its new place.
-
-    Returns the number of chunk bytes copied.
-    """
+    """Copy what sealed slots of the same rank share, hashed at its new place; return the number of chunk bytes."""
     view, count = incoming.segment.view, 0
     wanted: defaultdict[bytes, list[int]] = defaultdict(list)
     for index, digest in enumerate(incoming.digests[1:]):

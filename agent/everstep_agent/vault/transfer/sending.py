@@ -73,11 +73,8 @@ PACED_PIECE_BYTES = 1 << 20
 
 
 class OutgoingTransfer:
-    """A slot on its way to a peer, and the parts of it that no thread has taken yet.
-
-    ``ready`` is the peer's answer, which lists the chunks it has already. ``sent_chunks`` counts those that the peer
-    has hashed, plus one for the manifest if it was sent.
-    """
+    """A slot on its way to a peer, which answered ``ready``, and the parts of it that no thread has taken yet.
+    ``sent_chunks`` counts those that the peer has hashed, plus one for the manifest if it was sent."""
 
     def __init__(self, reader: SealedSlotReader, ready: Ready, rate_limiter: RateLimiter) -> None:
         self.reader = reader
@@ -87,7 +84,7 @@ class OutgoingTransfer:
         self._lacks_manifest = ready.needs_manifest
         missing = missing_chunks(chunk_count(len(reader.payload)), ready.present_chunks)
         self._parts = deque(_parts(ready.transfer, missing))
-        self._is_stopped = threading.Event()
+        self.is_stopped = False
 
     def __len__(self) -> int:
         """Return the number of parts not taken yet."""
@@ -107,7 +104,7 @@ class OutgoingTransfer:
 
     def send(self, channel: VaultChannel) -> None:
         """Send parts until none is left. Raises the peer's refusal; an interrupted part is put back."""
-        while not self._is_stopped.is_set():
+        while not self.is_stopped:
             try:
                 part = self._parts.popleft()
             except IndexError:
@@ -118,12 +115,8 @@ class OutgoingTransfer:
                 self._parts.appendleft(part)
                 raise
             except EverstepError:
-                self._is_stopped.set()
+                self.is_stopped = True
                 raise
-
-    def stop(self) -> None:
-        """Begin no further part."""
-        self._is_stopped.set()
 
     def _send_part(self, channel: VaultChannel, part: Part) -> None:
         channel.send(part)
@@ -173,11 +166,8 @@ class SlotSender:
     def send(
         self, generation: int, node: str, segment: SegmentFile, slot: int, header: SlotHeader, keep: tuple[Version, ...]
     ) -> None:
-        """Send a slot and return once ``node`` holds a copy that it has hashed.
-
-        The peer's copies of the versions ``keep`` stay. If a connection breaks, another one continues after the bytes
-        that arrived. Raises EverstepError.
-        """
+        """Send a slot and return once ``node`` holds a copy that it has hashed, beside those of the versions ``keep``.
+        If a connection breaks, another one continues after the bytes that arrived. Raises EverstepError."""
         reading = SealedSlotReader(segment, slot, header)
         put = _put(reading, generation, keep)
         job = segment.key.job
@@ -223,7 +213,7 @@ class SlotSender:
         try:
             outgoing.send(channel)
         except EverstepError as error:
-            outgoing.stop()
+            outgoing.is_stopped = True
             failures.append(error)
         helped = [e for h in helpers if isinstance(e := h.exception(), EverstepError)]
         if failures or any(not isinstance(e, Unavailable) for e in helped):
@@ -266,9 +256,9 @@ def _put(reader: SealedSlotReader, generation: int, keep: tuple[Version, ...]) -
 
 # Replication: per rank and peer, send one slot at a time and keep at most one waiting.
 #
-# A rank seals a slot at every step. If a peer is slower than that, a newer slot supersedes the waiting one, so that a
-# slow peer costs versions, never time or memory. A version that may be committed precedes newer ones that may not:
-# otherwise a job whose copies take longer than a step would commit nothing.
+# A rank seals a slot at every step. If a peer is slower, a newer slot supersedes the waiting one, so that it costs
+# versions, never time or memory. A version that may be committed precedes newer ones that may not: otherwise a job
+# whose copies take longer than a step would commit nothing.
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from everstep_agent.vault.memory import segments, shared_memory
+from everstep_agent.vault.memory import shared_memory
 from everstep_agent.vault.memory.segments import SegmentKey, SegmentStore
 from everstep_agent.vault.memory.shared_memory import MemoryBudget
 
@@ -28,7 +28,7 @@ class BeingMade:
 
     def __init__(self, store: SegmentStore, key: SegmentKey, monkeypatch: pytest.MonkeyPatch) -> None:
         self._go_on, stands = threading.Event(), threading.Event()
-        populate: Callable[..., None] = segments.populate
+        populate: Callable[..., None] = shared_memory.populate
 
         def held(mapping: object) -> None:
             if threading.current_thread() is self._thread:
@@ -36,7 +36,7 @@ class BeingMade:
                 assert self._go_on.wait(DEADLINE_S)
             populate(mapping)
 
-        monkeypatch.setattr(segments, "populate", held)
+        monkeypatch.setattr(shared_memory, "populate", held)
         self._thread = threading.Thread(target=store.open, args=(key, PAGES, 1))
         self._thread.start()
         assert stands.wait(DEADLINE_S)
