@@ -1,8 +1,5 @@
-"""Place a rank's DCP checkpoints in its vault, separate from its snapshots.
-
-They have slots in their own segment, under rank and local rank numbers that no snapshot uses. So restoring a job does
-not see them, and they are copied to other nodes as snapshots are.
-"""
+"""Place a rank's DCP checkpoints in its vault, in a segment of their own, under rank and local rank numbers that no
+snapshot uses. So restoring a job does not see them, and they are copied to other nodes as snapshots are."""
 
 from __future__ import annotations
 
@@ -85,7 +82,7 @@ class MemoryTier:
 
     def mark_complete(self, version: Version) -> None:
         """Record that all ranks wrote this checkpoint; called on rank 0."""
-        self.store.set(COMPLETE_KEY, _text(version))
+        self.store.set(COMPLETE_KEY, str(version))
 
     def mark_loaded(self, version: Version) -> None:
         """Record that this checkpoint was complete, and that no newer one is known."""
@@ -100,15 +97,11 @@ class MemoryTier:
         key = f"dcp/load/{self.load_count}"
         self.load_count += 1
         if self.member.rank == 0:
-            self.store.set(key, "" if chosen is None else _text(chosen))
+            self.store.set(key, "" if chosen is None else str(chosen))
         agreed = self.store.get(key).decode()
         if not agreed:
             raise NotRestorable("the job's vaults hold no such complete checkpoint")
         return _version(agreed)
-
-
-def _text(version: Version) -> str:
-    return f"{version.generation}:{version.step}"
 
 
 def _version(text: str) -> Version:

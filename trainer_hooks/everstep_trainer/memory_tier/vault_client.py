@@ -1,8 +1,7 @@
 """Connect a rank to its node's vault: requests and answers over one Unix socket, with one reader thread.
 
-Every request is idempotent. A request that was unanswered when the vault went away is sent again to the next vault on
-the same path, so callers see at most a longer wait. Errors from the vault come back as the class of ``everstep.errors``
-with that code.
+Every request is idempotent. One that was unanswered when the vault went away is sent again to the next vault on the
+same path. Errors from the vault come back as the class of ``everstep.errors`` with that code.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,25 +28,7 @@ from everstep.ids import Version
 from everstep.layout.slots import SLOTS_PER_RANK, SegmentView
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.framing import FrameDecoder, encode_frame
-from everstep.wire.v1.local import (
-    MAX_FRAME_BYTES,
-    CheckCapacity,
-    Fetch,
-    Fetched,
-    FromVault,
-    Inventory,
-    InventoryAnswer,
-    OpenPeerConnection,
-    OpenSegment,
-    PeerConnectionBroken,
-    PeerConnectionOpened,
-    Replicated,
-    RequestFailed,
-    SegmentOpened,
-    SlotInfo,
-    SlotSealed,
-    VaultFinding,
-)
+from everstep.wire.v1 import local
 from everstep.wire.v1.training import PeerConnectionLost
 
 # ---- NUMA node of a rank's memory: its GPU's, else that of the processors it may run on
@@ -55,16 +37,18 @@ SYSFS = Path("/sys")
 
 
 def numa_node(sysfs: Path = SYSFS) -> int | None:
-    """Return the NUMA node; None if the machine has one node only, or the rank belongs to none in particular.
-
-    A process that has not used CUDA yet is judged by its processors (bindings by ``numactl``, Slurm or the launcher).
-    """
+    """Return the NUMA node; None if the machine has one node only, or the rank belongs to none in particular. A process
+    that has not used CUDA yet is judged by its processors (bindings by ``numactl``, Slurm or the launcher)."""
     nodes = _nodes(sysfs)
     if len(nodes) < 2:
         return None
     device = _gpu_address()
     if device is not None:
-        return _device_numa_node(sysfs, device)
+        try:
+            node = int((sysfs / "bus/pci/devices" / device / "numa_node").read_text())
+        except (OSError, ValueError):
+            return None
+        return node if node >= 0 else None  # -1: the firmware does not say
     allowed = os.sched_getaffinity(0)
     return next((node for node, processors in nodes.items() if allowed <= processors), None)
 
@@ -96,14 +80,6 @@ def _gpu_address() -> str | None:
     return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
 
 
-def _device_numa_node(sysfs: Path, address: str) -> int | None:
-    try:
-        node = int((sysfs / "bus/pci/devices" / address / "numa_node").read_text())
-    except (OSError, ValueError):
-        return None
-    return node if node >= 0 else None  # -1: the firmware does not say
-
-
 # ---- segment file mapped by a rank
 
 
@@ -118,13 +94,7 @@ class MappedSegment:
         self.identity = (status.st_dev, status.st_ino)
         self.buffer = memoryview(self._map)
         self.view = SegmentView(self.buffer)
-        self.slot_bytes = self.view.slot_bytes
         self.is_page_locked = False
-
-    @property
-    def directory(self) -> str:
-        """The directory for scratch files that the vault may write to."""
-        return os.path.dirname(self.path)
 
     def is_current(self) -> bool:
         """Return whether the path still names the mapped file; a restarted vault may have made another."""
@@ -143,8 +113,7 @@ MAX_DESCRIPTORS = 16
 TICK_S = 0.25
 """Interval at which the reader looks for requests whose deadline passed."""
 OPEN_TIMEOUT_S = 300.0
-"""Time-out for making a segment: the first touch of its pages runs at 0.6 GB/s, and all ranks of a node begin
-together."""
+"""Time-out for making a segment: the first touch of its pages runs at 0.6 GB/s for all ranks of a node together."""
 DECODE_TIMEOUT_S = 300.0
 """Time-out for rebuilding a slot from parity, which reads all other slots of its group."""
 STARTUP_CHECK_WAIT_S = 20.0
@@ -160,10 +129,6 @@ class VaultConnection(msgspec.Struct, frozen=True):
     io_timeout_s: float
 
 
-VaultRequest = OpenSegment | CheckCapacity | SlotSealed | Inventory | Fetch | OpenPeerConnection | PeerConnectionBroken
-"""The client numbers requests itself; callers pass 0."""
-
-
 class _Pending(msgspec.Struct):
     frame: bytes
     deadline: float
@@ -171,10 +136,7 @@ class _Pending(msgspec.Struct):
 
 
 class VaultClient:
-    """Client of the vault at ``socket_path``; connects on first use, and reconnects when the vault restarts.
-
-    A request waits for its answer for ``timeout_s``, reconnections included, before Unavailable.
-    """
+    """Client of the vault at ``socket_path``, which reconnects; Unavailable if no answer comes within ``timeout_s``."""
 
     def __init__(self, socket_path: str, *, timeout_s: float = 10.0, clock: Clock = SYSTEM_CLOCK) -> None:
         self._path = socket_path
@@ -200,69 +162,54 @@ class VaultClient:
         slots: int = SLOTS_PER_RANK,
         keep: tuple[Version, ...] | None = None,
     ) -> MappedSegment:
-        """Return the rank's segment, mapped writable, with slots of at least ``slot_bytes``.
-
-        With ``keep`` it has exactly ``slots`` slots; if it had more, these versions are the first to stay. Raises
-        OutOfSlotMemory if the node has no room, or Unavailable.
-        """
+        """Return the rank's segment, mapped writable, with slots of at least ``slot_bytes``; with ``keep`` exactly
+        ``slots`` of them, and if it had more, these versions are the first to stay. Raises OutOfSlotMemory."""
         node = numa_node()
-        wanted = OpenSegment(
+        wanted = local.OpenSegment(
             request=0, job=job, local_rank=local_rank, slot_bytes=slot_bytes, slots=slots, numa_node=node, keep=keep
         )
-        answer: SegmentOpened = self._request(wanted, OPEN_TIMEOUT_S).result()
-        known = self._segments.get(answer.path)
-        if known is None or known.slot_bytes != answer.slot_bytes or not known.is_current():
-            known = self._segments[answer.path] = MappedSegment(answer.path)
-        return known
+        answer: local.SegmentOpened = self._request(wanted, OPEN_TIMEOUT_S).result()
+        return self.map_segment(answer.path)
 
-    def check_room(self, wanted: CheckCapacity) -> None:
+    def check_room(self, wanted: local.CheckCapacity) -> None:
         """Check that the node has all of these segments or could make them. Raises OutOfSlotMemory, or Unavailable."""
         self._request(wanted).result()
 
     def map_segment(self, path: str) -> MappedSegment:
-        """Return the rank's segment at ``path`` in its mapping, made if needed. Raises OSError, or DigestMismatch
-        for others."""
+        """Return the rank's segment at ``path`` in its mapping, made if needed. Raises OSError, DigestMismatch."""
         known = self._segments.get(path)
         if known is None or not known.is_current():
             known = self._segments[path] = MappedSegment(path)
         return known
 
-    def report_sealed(self, sealed: SlotSealed) -> Future[Replicated]:
+    def report_sealed(self, sealed: local.SlotSealed) -> Future[local.Replicated]:
         """Report that a slot is sealed; the future returns the nodes that have a copy. Returns at once."""
         return self._request(sealed)
 
-    def inventory(self, job: str, nodes: tuple[str, ...] = (), *, timeout_s: float = 1.0) -> tuple[SlotInfo, ...]:
+    def inventory(self, job: str, nodes: tuple[str, ...] = (), *, timeout_s: float = 1.0) -> tuple[local.SlotInfo, ...]:
         """Return the job's sealed slots here and in the vaults of ``nodes``, without nodes silent for ``timeout_s``.
-
-        Vaults that have just started, and have yet to hash what they found, get STARTUP_CHECK_WAIT_S for it.
-        """
+        Vaults that have yet to hash what they found at their start get STARTUP_CHECK_WAIT_S for it."""
         deadline = self._clock.monotonic() + STARTUP_CHECK_WAIT_S
         while True:
-            wanted = Inventory(request=0, job=job, nodes=nodes, timeout_s=timeout_s)
-            answer: InventoryAnswer = self._request(wanted).result()
+            wanted = local.Inventory(request=0, job=job, nodes=nodes, timeout_s=timeout_s)
+            answer: local.InventoryAnswer = self._request(wanted).result()
             if not answer.unchecked:
                 return answer.slots
             if self._clock.monotonic() > deadline:
                 log.warning("%d slots are ignored: no vault has hashed them yet", answer.unchecked, extra={"job": job})
                 return answer.slots
 
-    def fetch(self, wanted: Fetch) -> Future[Fetched]:
-        """Copy a slot's manifest, or ranges of a slot rebuilt from parity, into a file. Returns at once.
-
-        The future raises DigestMismatch, NotFound, Unavailable, or NotRestorable if the parity group has lost too much.
-        """
+    def fetch(self, wanted: local.Fetch) -> Future[local.Fetched]:
+        """Copy a slot's manifest, or ranges of a slot rebuilt from parity, into a file. Returns at once."""
         return self._request(wanted, None if wanted.parity_group is None else DECODE_TIMEOUT_S)
 
     def connect(self, *, job: str, node: str) -> Future[VaultConnection]:
-        """Open a connection to ``node``'s vault, authenticated by the vault here and owned by the caller.
-
-        Returns at once; the future raises NotFound, Unavailable or AuthenticationError.
-        """
-        return self._request(OpenPeerConnection(request=0, job=job, node=node))
+        """Open an authenticated connection to ``node``'s vault, owned by the caller. Returns at once."""
+        return self._request(local.OpenPeerConnection(request=0, job=job, node=node))
 
     def report_broken_connection(self, *, job: str, node: str, reason: str) -> None:
         """Report to the vault that such a connection broke without the caller's doing. Returns at once."""
-        self._request(PeerConnectionBroken(request=0, job=job, node=node, reason=reason[:1000]))
+        self._request(local.PeerConnectionBroken(request=0, job=job, node=node, reason=reason[:1000]))
 
     def close(self) -> None:
         """End the connection and its thread; unanswered requests raise Unavailable. Mappings stay valid."""
@@ -275,12 +222,11 @@ class VaultClient:
 
     # --- sending
 
-    def _request(self, message: VaultRequest, timeout_s: float | None = None) -> Future[Any]:
-        """Send a request under the next number. The future outlives the timeout by at most a tick."""
+    def _request(self, message: local.ToVault, timeout_s: float | None = None) -> Future[Any]:
+        """Send a request under the next number (callers pass 0). The future outlives the timeout by at most a tick."""
         number = next(self._numbers)
         frame = encode_frame(msgspec.structs.replace(message, request=number))
-        patience_s = self._timeout_s if timeout_s is None else timeout_s
-        pending = _Pending(frame, self._clock.monotonic() + patience_s, Future())
+        pending = _Pending(frame, self._clock.monotonic() + (timeout_s or self._timeout_s), Future())
         with self._lock:
             if self._closed.is_set():
                 raise errors.Unavailable("the connection to the vault was closed")
@@ -298,13 +244,10 @@ class VaultClient:
             self._drop_connection()  # the request stays pending and is sent again
 
     def _drop_connection(self) -> None:
-        if self._socket is None:
-            return
-        try:
-            self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # already gone
-        self._socket = None
+        if self._socket is not None:
+            with suppress(OSError):  # already gone
+                self._socket.shutdown(socket.SHUT_RDWR)
+            self._socket = None
 
     # --- the reader thread
 
@@ -340,7 +283,7 @@ class VaultClient:
         return connection
 
     def _serve(self, connection: socket.socket) -> None:
-        decoder: FrameDecoder[FromVault] = FrameDecoder(FromVault, MAX_FRAME_BYTES)
+        decoder: FrameDecoder[local.FromVault] = FrameDecoder(local.FromVault, local.MAX_FRAME_BYTES)
         received_sockets: deque[socket.socket] = deque()
         try:
             while not self._closed.is_set() and self._receive(connection, decoder, received_sockets):
@@ -350,7 +293,7 @@ class VaultClient:
                 sock.close()
 
     def _receive(
-        self, connection: socket.socket, decoder: FrameDecoder[FromVault], received_sockets: deque[socket.socket]
+        self, connection: socket.socket, decoder: FrameDecoder[local.FromVault], received_sockets: deque[socket.socket]
     ) -> bool:
         """Receive what is there, and return False at the end. Descriptors arrive with their frame or before it."""
         data, flags = b"", socket.MSG_CMSG_CLOEXEC
@@ -374,11 +317,11 @@ class VaultClient:
                     self._drop_connection()
         return bool(data)
 
-    def _take(self, answer: FromVault, received_sockets: deque[socket.socket]) -> None:
-        if isinstance(answer, VaultFinding | PeerConnectionLost):
+    def _take(self, answer: local.FromVault, received_sockets: deque[socket.socket]) -> None:
+        if isinstance(answer, local.VaultFinding | PeerConnectionLost):
             return  # for supervisors
-        result: FromVault | VaultConnection = answer
-        if isinstance(answer, PeerConnectionOpened):
+        result: local.FromVault | VaultConnection = answer
+        if isinstance(answer, local.PeerConnectionOpened):
             if not received_sockets:
                 raise errors.MalformedMessage("the vault announced a connection but sent none")
             result = VaultConnection(received_sockets.popleft(), answer.answer_timeout_s, answer.io_timeout_s)
@@ -387,7 +330,7 @@ class VaultClient:
         if pending is None:  # answered after its deadline, or twice after a reconnect
             if isinstance(result, VaultConnection):
                 result.sock.close()
-        elif isinstance(answer, RequestFailed):
+        elif isinstance(answer, local.RequestFailed):
             kind = errors.BY_CODE.get(answer.code, errors.EverstepError)
             pending.future.set_exception(kind(answer.message))
         else:

@@ -1,8 +1,7 @@
 """Agree on a version among the ranks of a generation, through its store: inventories, a choice, outcomes, a decision.
 
 The first rank of each node publishes what its vault holds, and rank 0 chooses a version. Every rank reads what it needs
-and reports the outcome. When all have what they need they go on; otherwise rank 0 chooses again without the slots that
-proved bad.
+and reports the outcome. If any lacks something, rank 0 chooses again without the slots that proved bad.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import msgspec
 from torch._C._distributed_c10d import Store
@@ -20,7 +20,7 @@ from everstep.errors import EverstepError, MalformedMessage, NotRestorable, Unav
 from everstep.ids import Version
 from everstep.layout.manifests import Manifest, decode_manifest
 from everstep.wire.v1.local import SlotInfo
-from everstep.wire.v1.training import GenerationSpec, Member, RestoreRule
+from everstep.wire.v1.training import GenerationSpec, Member
 from everstep.wire.v1.vault_reports import Protection
 from everstep_trainer.memory_tier.vault_client import VaultClient
 from everstep_trainer.restore.fetch import SlotLoader
@@ -31,7 +31,11 @@ from everstep_trainer.snapshot.exchange import decode_value, poll_values, put_va
 from everstep_trainer.state.layout import content_digest
 from everstep_trainer.state.tensors import ADD_BEFORE_TRACK
 
+log = logging.getLogger(__name__)
+
 RANK_TIMEOUT_S = 60.0
+FORMER_NODE_TIMEOUT_S = 0.5
+"""For vaults outside the roster, which may be gone; they are asked only if the roster lacks the newest version."""
 
 
 class SlotKey(msgspec.Struct, frozen=True):
@@ -62,22 +66,16 @@ class VersionProposal(msgspec.Struct, frozen=True):
     error: str = ""
 
     @property
-    def is_newest(self) -> bool:
-        return self.choice is not None and self.choice.version is not None and self.choice.version == self.newest
-
-    @property
-    def is_from_scratch(self) -> bool:
-        return self.choice is None or self.choice.version is None
+    def version(self) -> Version | None:
+        """The chosen version; None to start from scratch, or without a choice."""
+        return None if self.choice is None else self.choice.version
 
 
 class RestoreOutcome(msgspec.Struct, frozen=True):
-    """The outcome of reading, for one rank or for all.
+    """The outcome of reading, for one rank or for all: whether it has all it needs, and which slots proved bad.
 
-    Attributes:
-        succeeded: Whether the rank has all it needs.
-        bad_slots: Slots that proved bad.
-        live_tensors: A bit for each tensor of the catalog that this rank has live, lowest first; empty if it has all.
-        error: An error that no other choice would avoid.
+    ``live_tensors``: a bit for each tensor of the catalog that this rank has live, lowest first; empty if it has all.
+    ``error``: an error that no other choice would avoid.
     """
 
     succeeded: bool
@@ -86,47 +84,98 @@ class RestoreOutcome(msgspec.Struct, frozen=True):
     error: str = ""
 
 
+@dataclass(eq=False)
 class RestoreAgreement:
     """One rank's part in the agreement. All ranks run the same code; rank 0 also coordinates.
 
-    Inventories and proposals may be handled by a thread beside the training thread; the rest is for the training
-    thread.
+    The survey publishes what the vaults hold, and proposes a version. It needs no model, so it runs in a thread while
+    the training function builds its own. ``on_bad_slot`` receives unreadable slots.
     """
 
-    def __init__(self, store: Store, spec: GenerationSpec, member: Member, clock: Clock) -> None:
-        self._store = store
-        self._spec = spec
-        self._member = member
-        self._clock = clock
-        self._own_slots: tuple[SlotInfo, ...] = ()
+    _store: Store
+    _spec: GenerationSpec
+    _member: Member
+    _clock: Clock
+    _vault: VaultClient
+    _local: LocalSlots
+    _on_bad_slot: Callable[[BadSlot], None]
+
+    def __post_init__(self) -> None:
+        self._log_fields = {"node": self._member.node, "job": self._spec.job, "generation": self._spec.number}
+        self._rule = self._spec.restore
+        self.is_coordinator = self._member.rank == 0
+        self._known: tuple[SlotInfo, ...] = ()
         self._bodies: dict[str, bytes] = {}
         self._manifests: dict[str, Manifest] = {}
+        self._stop = threading.Event()
+        self._surveyed = threading.Event()
+        self._survey_error: Exception | None = None
+        self._begun = False
 
-    @property
-    def rule(self) -> RestoreRule:
-        return self._spec.restore
+    # --- survey
 
-    @property
-    def is_coordinator(self) -> bool:
-        return self._member.rank == 0
+    def begin_survey(self) -> None:
+        """Publish this node's inventory and propose a version, each if it is this rank's task. Returns at once."""
+        if self._begun:
+            return
+        self._begun = True
+        if self._member.local_rank == 0:  # rank 0 is its node's first rank, too
+            threading.Thread(target=self._survey, name="everstep-survey", daemon=True).start()
+        else:
+            self._surveyed.set()
 
-    @property
-    def reports_for_node(self) -> bool:
-        """True if this rank, as the first of its node, publishes the inventory of the node's vault."""
-        return self._member.local_rank == 0
+    def finish_survey(self) -> None:
+        """Wait for the begun work. Raises DistStoreError if the store or a node of the roster does not answer."""
+        while not self._surveyed.wait(WAIT_SLICE_S):
+            pass
+        if self._survey_error is not None:
+            raise self._survey_error
 
-    # --- inventory
+    def close(self) -> None:
+        """Stop the survey: nobody waits for the proposal any more."""
+        self._stop.set()
 
-    def publish_inventory(self, slots: tuple[SlotInfo, ...], manifests: dict[str, bytes]) -> None:
-        """Publish the slots of this node's vault that the rule admits, and their manifests."""
-        for digest, body in manifests.items():
-            self.add_local_manifest(digest, body)
-            self.publish_manifest(digest, body)
-        self._own_slots = tuple(s for s in slots if is_admitted(self.rule, s.version))
-        put_value(self._store, f"restore/inventory/{self._member.node}", NodeInventory(self._own_slots))
+    def _survey(self) -> None:
+        try:
+            self._known = self._publish_inventory()
+            if self.is_coordinator:
+                self._known += self._gather_inventories()
+                self.propose(0, set())
+        except (EverstepError, RuntimeError) as error:
+            self._survey_error = error
+        finally:
+            self._surveyed.set()
 
-    def publish_manifest(self, digest: str, body: bytes) -> None:
-        """Publish one manifest under its digest."""
+    def _publish_inventory(self) -> tuple[SlotInfo, ...]:
+        """Publish the slots of this node's vault that the rule admits, and their manifests; return them."""
+        try:
+            found = only_snapshots(self._vault.inventory(self._spec.job))
+        except EverstepError as error:
+            log.warning("this node's vault did not answer the inventory: %s", error, extra=self._log_fields)
+            found = ()
+        slots = tuple(slot for slot in found if is_admitted(self._rule, slot.version))
+        for slot in slots:
+            if not self.knows_manifest(slot.manifest_digest):
+                try:
+                    self._publish_manifest(slot.manifest_digest, self._local.manifest(slot))
+                except BadSlot as bad:
+                    self._on_bad_slot(bad)
+        put_value(self._store, f"restore/inventory/{self._member.node}", NodeInventory(slots))
+        return slots
+
+    def _gather_inventories(self) -> tuple[SlotInfo, ...]:
+        """Return the slots that all other nodes of the roster published. Raises DistStoreError if one did not."""
+        keys = [f"restore/inventory/{node}" for node in self._spec.seats if node != self._member.node]
+        try:
+            bodies = poll_values(self._store, keys, stop=self._stop, clock=self._clock, timeout_s=RANK_TIMEOUT_S)
+        except Unavailable as error:
+            raise DistStoreError(str(error)) from error
+        return tuple(slot for body in bodies for slot in decode_value(body, NodeInventory).slots)
+
+    # --- manifests
+
+    def _publish_manifest(self, digest: str, body: bytes) -> None:
+        self.add_local_manifest(digest, body)
         self._store.set(f"restore/manifest/{digest}", body)  # type: ignore[arg-type]  # takes bytes
 
     def add_local_manifest(self, digest: str, body: bytes) -> None:
@@ -135,30 +184,16 @@ class RestoreAgreement:
             self._bodies[digest] = body
 
     def knows_manifest(self, digest: str) -> bool:
-        """Return whether this rank has the manifest."""
         return digest in self._bodies
 
-    def is_manifest_available(self, digest: str) -> bool:
+    def _is_manifest_available(self, digest: str) -> bool:
         """Return whether this rank has the manifest or another one published it."""
         return self.knows_manifest(digest) or self._store.check([f"restore/manifest/{digest}"])
-
-    def gather_inventories(self, stop: threading.Event) -> tuple[SlotInfo, ...]:
-        """Return the slots that all nodes of the roster published; for the first rank of a node.
-
-        Raises DistStoreError if a node published nothing within RANK_TIMEOUT_S, or ``stop`` was set.
-        """
-        nodes = [node for node in self._spec.seats if node != self._member.node]
-        keys = [f"restore/inventory/{node}" for node in nodes]
-        try:
-            bodies = poll_values(self._store, keys, stop=stop, clock=self._clock, timeout_s=RANK_TIMEOUT_S)
-        except Unavailable as error:
-            raise DistStoreError(str(error)) from error
-        return self._own_slots + tuple(slot for body in bodies for slot in decode_value(body, NodeInventory).slots)
 
     def manifest(self, digest: str) -> Manifest:
         """Return a known or published manifest. Raises MalformedMessage if nobody could read it, or it is damaged."""
         if digest not in self._manifests:
-            if not self.is_manifest_available(digest):
+            if not self._is_manifest_available(digest):
                 raise MalformedMessage(f"manifest {digest} could not be read by any node that holds it")
             if not self.knows_manifest(digest):
                 self.add_local_manifest(digest, self._store.get(f"restore/manifest/{digest}"))
@@ -169,18 +204,73 @@ class RestoreAgreement:
 
     # --- choosing
 
-    def decide(self, slots: tuple[SlotInfo, ...]) -> VersionProposal:
-        """Return rank 0's proposal for these slots."""
-        floor = [] if self.rule.floor is None or self.rule.from_scratch else [self.rule.floor]
-        newest = max((*floor, *(s.version for s in slots if is_admitted(self.rule, s.version))), default=None)
+    def propose(self, attempt: int, bad_slots: set[SlotKey]) -> None:
+        """Publish the choice of this attempt, made without the slots that proved bad; for rank 0."""
+        proposal = self._decide(bad_slots)
+        if proposal.version is None or proposal.version != proposal.newest:
+            self._known += self._ask_former_nodes()
+            proposal = self._decide(bad_slots)
+        if proposal.version is None and (protection := self._rule.protection) is not None:
+            good = [slot for slot in self._known if slot_key(slot) not in bad_slots]
+            ranks = {slot.rank for slot in good if slot.version == protection.version}
+            self._known += tuple(self._parity_slots(protection, ranks))
+            proposal = self._decide(bad_slots)
+        put_value(self._store, f"restore/choice/{attempt}", proposal)
+
+    def _decide(self, bad_slots: set[SlotKey]) -> VersionProposal:
+        slots = tuple(slot for slot in self._known if slot_key(slot) not in bad_slots)
+        floor = [] if self._rule.floor is None or self._rule.from_scratch else [self._rule.floor]
+        newest = max((*floor, *(s.version for s in slots if is_admitted(self._rule, s.version))), default=None)
         try:
-            return VersionProposal(choose_version(self.rule, slots, self.manifest), newest)
+            return VersionProposal(choose_version(self._rule, slots, self.manifest), newest)
         except NotRestorable as error:
             return VersionProposal(None, newest, str(error))
 
-    def publish_proposal(self, attempt: int, proposal: VersionProposal) -> None:
-        """Publish the choice of this attempt; for rank 0."""
-        put_value(self._store, f"restore/choice/{attempt}", proposal)
+    def _ask_former_nodes(self) -> tuple[SlotInfo, ...]:
+        """Return slots in vaults of nodes that left the roster but may still answer, and publish their manifests."""
+        known = {slot.node for slot in self._known}.union(self._spec.seated_nodes)
+        outside = tuple(holder.node for holder in self._spec.holders if holder.node not in known)
+        if not outside:
+            return ()
+        try:
+            slots = only_snapshots(self._vault.inventory(self._spec.job, outside, timeout_s=FORMER_NODE_TIMEOUT_S))
+        except EverstepError as error:
+            log.info("no inventory from %s: %s", outside, error, extra=self._log_fields)
+            return ()
+        found = tuple(s for s in slots if s.node in outside and is_admitted(self._rule, s.version))
+        for digest, slot in {s.manifest_digest: s for s in found}.items():
+            if not self._is_manifest_available(digest) and (body := self._remote_manifest(slot)) is not None:
+                self._publish_manifest(digest, body)
+        return found
+
+    def _parity_slots(self, protection: Protection, there: Collection[int]) -> Iterator[SlotInfo]:
+        """Yield shards of the protected version that nobody holds, as vaults can rebuild them from parity."""
+        for group in protection.shards():
+            for rank, node in group.members:
+                if rank in there:
+                    continue
+                slot = SlotInfo(
+                    node=node,
+                    rank=rank,
+                    version=protection.version,
+                    path="",
+                    slot=0,
+                    replica=False,
+                    manifest_digest="",
+                    parity_group=group,
+                )
+                if (body := self._remote_manifest(slot)) is not None:
+                    slot = msgspec.structs.replace(slot, manifest_digest=content_digest(body))
+                    self._publish_manifest(slot.manifest_digest, body)
+                    yield slot
+
+    def _remote_manifest(self, slot: SlotInfo) -> bytes | None:
+        loader = SlotLoader(self._vault, self._spec.job, self._member, (), self._local)
+        try:
+            return loader.fetch_manifest(slot)
+        except EverstepError as error:
+            log.info("no manifest from %s: %s", slot.node, error, extra=self._log_fields)
+            return None
 
     def receive_choice(self, attempt: int) -> VersionChoice:
         """Return the published choice, checked against the rule. Raises NotRestorable, saying what is missing."""
@@ -189,7 +279,7 @@ class RestoreAgreement:
         if made.choice is None:
             raise NotRestorable(made.error)
         version = made.choice.version
-        if version is not None and not is_admitted(self.rule, version):
+        if version is not None and not is_admitted(self._rule, version):
             raise NotRestorable(f"rank 0 chose {version}, which the generation's rule does not admit")
         return made.choice
 
@@ -244,154 +334,3 @@ def combine_outcomes(outcomes: Sequence[RestoreOutcome], names: Sequence[str]) -
             f"({', '.join(sorted(gone)[:3])}); restore with the objects that were tracked. {ADD_BEFORE_TRACK}"
         )
     return RestoreOutcome(ok, bad, error=errors[0] if errors else "")
-
-
-# ---- survey: before a restore, publish what the vaults hold and propose a version
-#
-# This needs no model, so it runs in a thread while the training function builds its own.
-
-log = logging.getLogger(__name__)
-
-FORMER_NODE_TIMEOUT_S = 0.5
-"""For vaults outside the roster, which may be gone: they are asked only if the roster's vaults lack the newest
-version."""
-
-
-class InventorySurvey:
-    """Publishes one node's inventory and, on rank 0, proposals; ``on_bad_slot`` receives unreadable slots."""
-
-    def __init__(
-        self,
-        vault: VaultClient,
-        spec: GenerationSpec,
-        member: Member,
-        agreement: RestoreAgreement,
-        local: LocalSlots,
-        on_bad_slot: Callable[[BadSlot], None],
-    ) -> None:
-        self._vault = vault
-        self._spec = spec
-        self._member = member
-        self._agreement = agreement
-        self._local = local
-        self._on_bad_slot = on_bad_slot
-        self._log_fields = {"node": member.node, "job": spec.job, "generation": spec.number}
-        self._known: tuple[SlotInfo, ...] = ()
-        self._stop = threading.Event()
-        self._over = threading.Event()
-        self._error: Exception | None = None
-        self._begun = False
-
-    def begin(self) -> None:
-        """Publish this node's inventory and propose a version, each if it is this rank's task. Returns at once."""
-        if self._begun:
-            return
-        self._begun = True
-        if self._agreement.reports_for_node:  # rank 0 is its node's first rank, too
-            threading.Thread(target=self._run, name="everstep-survey", daemon=True).start()
-        else:
-            self._over.set()
-
-    def finish(self) -> None:
-        """Wait for the begun work. Raises DistStoreError if the store or a node of the roster does not answer."""
-        while not self._over.wait(WAIT_SLICE_S):
-            pass
-        if self._error is not None:
-            raise self._error
-
-    def close(self) -> None:
-        """Stop: nobody waits for the proposal any more."""
-        self._stop.set()
-
-    def _run(self) -> None:
-        try:
-            self._publish_inventory()
-            if self._agreement.is_coordinator:
-                self._known = self._agreement.gather_inventories(self._stop)
-                self.propose(0, set())
-        except (EverstepError, RuntimeError) as error:
-            self._error = error
-        finally:
-            self._over.set()
-
-    def _publish_inventory(self) -> None:
-        try:
-            slots = only_snapshots(self._vault.inventory(self._spec.job))
-        except EverstepError as error:
-            log.warning("this node's vault did not answer the inventory: %s", error, extra=self._log_fields)
-            slots = ()
-        manifests: dict[str, bytes] = {}
-        for slot in slots:
-            if slot.manifest_digest not in manifests and is_admitted(self._spec.restore, slot.version):
-                try:
-                    manifests[slot.manifest_digest] = self._local.manifest(slot)
-                except BadSlot as bad:
-                    self._on_bad_slot(bad)
-        self._agreement.publish_inventory(slots, manifests)
-
-    # --- for rank 0
-
-    def propose(self, attempt: int, bad_slots: set[SlotKey]) -> None:
-        """Publish the choice of this attempt, made without the slots that proved bad."""
-        proposal = self._decide(bad_slots)
-        if not proposal.is_newest:
-            self._known += self._ask_former_nodes()
-            proposal = self._decide(bad_slots)
-        if proposal.is_from_scratch and (protection := self._agreement.rule.protection) is not None:
-            good = [slot for slot in self._known if slot_key(slot) not in bad_slots]
-            self._known += tuple(
-                self._parity_slots(protection, {s.rank for s in good if s.version == protection.version})
-            )
-            proposal = self._decide(bad_slots)
-        self._agreement.publish_proposal(attempt, proposal)
-
-    def _decide(self, bad_slots: set[SlotKey]) -> VersionProposal:
-        return self._agreement.decide(tuple(slot for slot in self._known if slot_key(slot) not in bad_slots))
-
-    def _ask_former_nodes(self) -> tuple[SlotInfo, ...]:
-        """Return slots in vaults of nodes that left the roster but may still answer, and publish their manifests."""
-        known = {slot.node for slot in self._known}.union(self._spec.seated_nodes)
-        outside = tuple(holder.node for holder in self._spec.holders if holder.node not in known)
-        if not outside:
-            return ()
-        try:
-            slots = only_snapshots(self._vault.inventory(self._spec.job, outside, timeout_s=FORMER_NODE_TIMEOUT_S))
-        except EverstepError as error:
-            log.info("no inventory from %s: %s", outside, error, extra=self._log_fields)
-            return ()
-        found = tuple(s for s in slots if s.node in outside and is_admitted(self._spec.restore, s.version))
-        for digest, slot in {s.manifest_digest: s for s in found}.items():
-            available = self._agreement.is_manifest_available(digest)
-            if not available and (body := self._remote_manifest(slot)) is not None:
-                self._agreement.publish_manifest(digest, body)
-        return found
-
-    def _parity_slots(self, protection: Protection, there: Collection[int]) -> Iterator[SlotInfo]:
-        """Yield shards of the protected version that nobody holds, as vaults can rebuild them from parity."""
-        for group in protection.shards():
-            for rank, node in group.members:
-                if rank in there:
-                    continue
-                slot = SlotInfo(
-                    node=node,
-                    rank=rank,
-                    version=protection.version,
-                    path="",
-                    slot=0,
-                    replica=False,
-                    manifest_digest="",
-                    parity_group=group,
-                )
-                if (body := self._remote_manifest(slot)) is not None:
-                    slot = msgspec.structs.replace(slot, manifest_digest=content_digest(body))
-                    self._agreement.add_local_manifest(slot.manifest_digest, body)
-                    self._agreement.publish_manifest(slot.manifest_digest, body)
-                    yield slot
-
-    def _remote_manifest(self, slot: SlotInfo) -> bytes | None:
-        loader = SlotLoader(self._vault, self._spec.job, self._member, (), self._local)
-        try:
-            return loader.fetch_manifest(slot)
-        except EverstepError as error:
-            log.info("no manifest from %s: %s", slot.node, error, extra=self._log_fields)
-            return None

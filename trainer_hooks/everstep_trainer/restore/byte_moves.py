@@ -1,7 +1,7 @@
 """Plan copies of bytes to addresses in columns: a million tensors are three arrays, not a million objects.
 
-Live memory is written by address, without torch: two contiguous tensors of one dtype have the same bytes. Other copies
-(a part of a larger box, another device) go between two torch tensors.
+Live memory is written by address, without torch. Other copies (a part of a larger box, another device) go between two
+torch tensors.
 """
 
 from __future__ import annotations

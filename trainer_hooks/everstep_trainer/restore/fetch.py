@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -61,11 +62,8 @@ class PlannedRead(msgspec.Struct, frozen=True, gc=False):
 
 
 def plan_reads(needed: Sequence[NeededBox], sources: Iterable[Manifest]) -> list[PlannedRead]:
-    """Return reads that fill every needed box exactly once, each byte from the first source that has it.
-
-    Order the sources by distance; no more of them are consumed than needed. Raises NotRestorable for a part in no
-    source.
-    """
+    """Return reads that fill every needed box exactly once, each byte from the first source (nearest first) that has
+    it. No more sources are consumed than needed. Raises NotRestorable for a part in no source."""
     wanting: dict[int, list[int]] = defaultdict(list)
     for index, want in enumerate(needed):
         wanting[want.tensor_index].append(index)
@@ -162,28 +160,19 @@ class _RemoteFetch(msgspec.Struct, frozen=True):
     blob: torch.Tensor
 
 
+@dataclass(eq=False)
 class SlotLoader:
-    """Carries out a plan of reads; ``targets`` has the target of each needed box.
+    """Carries out a plan of reads; ``targets`` has the target of each needed box. Slots on the node of ``member`` are
+    read directly from ``local``; ``hash_scope`` returns which of their chunks are hashed here."""
 
-    Slots on the node of ``member`` are read directly from ``local``; ``hash_scope`` returns which of their chunks are
-    hashed here.
-    """
+    _vault: VaultClient
+    _job: str
+    _member: Member
+    _targets: Sequence[RestoreTarget | TrackedTensor]
+    _local: LocalSlots
+    _hash_scope: Callable[[SlotInfo], HashScope] = lambda _: HashScope.READ
 
-    def __init__(
-        self,
-        vault: VaultClient,
-        job: str,
-        member: Member,
-        targets: Sequence[RestoreTarget | TrackedTensor],
-        local: LocalSlots,
-        hash_scope: Callable[[SlotInfo], HashScope] = lambda _: HashScope.READ,
-    ) -> None:
-        self._vault = vault
-        self._job = job
-        self._member = member
-        self._targets = targets
-        self._local = local
-        self._hash_scope = hash_scope
+    def __post_init__(self) -> None:
         self._scratch: Path | None = None
         self._kept_reads: set[tuple[int, Box]] = set()
         self._kept_bytes = dict(NO_BYTES_READ)
@@ -195,7 +184,7 @@ class SlotLoader:
         """Fill the targets; return the Python state of source ``blob_source``, and the slots that failed.
 
         After a failure the targets must not be used. A repeated call, possibly with other sources, does not fetch again
-        what it read from slots of other nodes that did not fail.
+        what came from nodes that did not fail.
         """
         self.bytes_by_source = dict(self._kept_bytes)
         by_source: dict[int, list[PlannedRead]] = defaultdict(list)
@@ -361,7 +350,7 @@ class SlotLoader:
         """Return a scratch file beside this rank's segment; a rank without one gets the smallest."""
         if self._scratch is None:
             segment = self._vault.open_segment(self._job, self._member.local_rank, PAGE_BYTES, slots=1)
-            self._scratch = Path(segment.directory) / f"scratch-{self._member.local_rank}"
+            self._scratch = Path(segment.path).with_name(f"scratch-{self._member.local_rank}")
         return self._scratch
 
 

@@ -1,8 +1,5 @@
-"""Copy from this node's slots and hash them in one pass, with several threads.
-
-A chunk is copied while its hash is computed, so its bytes reach live memory before its digest is known. A chunk with a
-wrong digest fails the whole pass, and no filled memory may be used.
-"""
+"""Copy from this node's slots and hash them in one pass, with several threads. Bytes reach live memory before their
+digest is known: a chunk with a wrong digest fails the whole pass, and no filled memory may be used."""
 
 from __future__ import annotations
 
@@ -36,9 +33,7 @@ MAX_THREADS = 8
 
 class HashingCopy:
     """Checks the chunks ``checked`` of a mapped payload against their sealed ``digests`` and copies from it, once.
-
-    Sources of ``copies`` are offsets in the payload. Raises IndexError if a copy would begin or end outside of it.
-    """
+    Sources of ``copies`` are offsets in the payload. Raises IndexError if one lies outside of it."""
 
     def __init__(
         self,
@@ -189,11 +184,8 @@ class HashScope(Enum):
 
 
 class LocalSlots:
-    """Sealed slots in this node's segment files.
-
-    ``own_segment`` returns the segment at a path if this process has mapped it already: mapping a slot again costs as
-    much as copying it. Others are mapped read-only. ``threads`` copy and hash in parallel.
-    """
+    """Sealed slots in this node's segment files. ``own_segment`` returns the segment at a path if this process has
+    mapped it already: mapping a slot again costs as much as copying it. ``threads`` copy and hash in parallel."""
 
     def __init__(self, own_segment: Callable[[str], SegmentView | None] = lambda _: None, threads: int = 2) -> None:
         self._own_segment = own_segment
@@ -220,10 +212,7 @@ class LocalSlots:
         scope: HashScope = HashScope.ALL,
     ) -> torch.Tensor:
         """Copy from the slot, hash the chunks of ``scope``, and return the payload, of which the caller reads
-        ``extra_ranges``.
-
-        Raises BadSlot if the slot cannot be used, and neither can the copied bytes.
-        """
+        ``extra_ranges``. Raises BadSlot if the slot cannot be used, and neither can the copied bytes."""
         try:
             view = self._require(slot)
             digests, payload = view.digests(slot.slot)[1:], view.payload(slot.slot)

@@ -1,8 +1,8 @@
 """Receive slots of other nodes straight into live memory, hashed while they are in the cache.
 
-The node's vault authenticates a connection to the holder's vault and hands it over. Bytes reach live memory before
-their digests are known, so a batch counts only when it is complete with the right hash. The holder sends whole chunks
-unchecked. If chunks arrive wrong it is asked once more, to learn whether they are wrong there. Once ``finish`` or
+The node's vault hands over an authenticated connection to the holder's vault. Bytes reach live memory before their
+digests are known, so a batch counts only when it is complete with the right hash. The holder sends whole chunks
+unchecked; if they arrive wrong it is asked once more, to learn whether they are wrong there. Once ``finish`` or
 ``close`` has returned, nothing is written any more.
 """
 
@@ -28,23 +28,19 @@ from everstep.wire.v1.transfer import Data, DataEnd, Get
 from everstep_trainer.memory_tier.vault_client import VaultClient
 from everstep_trainer.restore.byte_moves import BATCH_BYTES, CopyTable, FetchBatch, run_copies
 from everstep_trainer.restore.local_slots import BadSlot, map_read_only
-from everstep_trainer.state.layout import ALIGN
+from everstep_trainer.state.layout import aligned
 
 STREAM_COUNT = 2
 """Parallel connections: one is bound by one core at each end, and waits while the other end hashes."""
 MIN_STREAM_BYTES = 32 << 20
 BLOCK_BYTES = 256 << 10
-"""Received, then hashed: together with the kernel's source buffer it must fit a core's own cache. Divides
-CHUNK_BYTES."""
+"""Received, then hashed: with the kernel's source buffer it must fit a core's own cache. Divides CHUNK_BYTES."""
 MAX_VIEWS = 128
 """Copies of a piece that are each received into place; with more, the piece goes through a buffer."""
 
 
 class BadTransfer(BadSlot):
     """The received bytes are not those that the holder says it sent."""
-
-    def __init__(self, slot: SlotInfo, reason: str) -> None:
-        super().__init__(slot, reason, is_corrupt=True)
 
 
 class SlotStreams:
@@ -151,10 +147,8 @@ class SlotStreams:
             self._failed += 1
             if any(failure.slot is slot for failure in self.failures):
                 return
-            if isinstance(error, _TransferCorrupted):
-                self.failures.append(BadTransfer(slot, str(error)))
-            else:
-                self.failures.append(BadSlot(slot, str(error), is_corrupt=isinstance(error, DigestMismatch)))
+            kind = BadTransfer if isinstance(error, _TransferCorrupted) else BadSlot
+            self.failures.append(kind(slot, str(error), is_corrupt=isinstance(error, DigestMismatch)))
 
 
 class _TransferCorrupted(DigestMismatch):
@@ -172,11 +166,7 @@ class _Receiver:
         self._address = np.frombuffer(buffer, np.uint8).ctypes.data
 
     def receive(self, batch: FetchBatch) -> None:
-        """Fill the batch's targets.
-
-        Raises DigestMismatch, Unavailable, MalformedMessage, or the holder's refusal. Afterwards neither the connection
-        nor the filled memory may be used.
-        """
+        """Fill the batch's targets. After an error neither the connection nor the filled memory may be used."""
         if self._receive_and_verify(batch, unhashed=True):
             return
         slot = batch.slot
@@ -203,9 +193,7 @@ class _Receiver:
         hasher = RangeHasher([length for _, length in batch.ranges])
         for at, rows in _cut(batch.copies, CHUNK_BYTES, 0, batch.nbytes):
             self._piece(at, min(CHUNK_BYTES, batch.nbytes - at), rows, hasher)
-            if not channel.receive_piece_status():
-                channel.receive_answer(DataEnd)  # raises the holder's refusal
-                raise MalformedMessage(f"{slot.node} sent contradictory status: slot refilled, then not refilled")
+            channel.require_good_piece()
         return channel.receive_answer(DataEnd).digests == hasher.digests()
 
     def _piece(self, at: int, length: int, rows: CopyTable, hasher: RangeHasher) -> None:
@@ -242,10 +230,8 @@ def _cut(rows: CopyTable, every: int, begin: int, end: int) -> Iterator[tuple[in
         yield start, CopyTable(*(column[first:last] for column in rows))
 
 
-# ---- slots that the node's vault rebuilds from parity, copied out of a small window while more arrives
-#
-# The window is a scratch file that the vault writes and this rank reads. Making its pages takes as long as fetching as
-# much, and they are kept for the next restore, so it is small and reused. The vault has hashed every byte in it.
+# ---- slots that the node's vault rebuilds from parity, copied out of a small window while more arrives: a scratch file
+# that the vault writes and this rank reads. Making its pages takes as long as fetching as much, so it is reused.
 
 WINDOW_BATCHES = 4
 MAX_CONCURRENT_FETCHES = 16
@@ -264,7 +250,7 @@ class ScratchFetch:
         self._job = job
         self._scratch = scratch
         self._todo = deque(batches)
-        self._is_circular = sum(_aligned(batch.nbytes) for batch in self._todo) > WINDOW_BYTES
+        self._is_circular = sum(aligned(batch.nbytes) for batch in self._todo) > WINDOW_BYTES
         self._under_way: deque[tuple[FetchBatch, int, Future[Fetched]]] = deque()
         self._number = self._base = self._next = self._end = 0
         self._data = memoryview(b"")
@@ -307,14 +293,14 @@ class ScratchFetch:
             self._number += 1
         else:
             at = self._base + self._next
-            self._next += _aligned(batch.nbytes)
+            self._next += aligned(batch.nbytes)
         self._end = max(self._end, at + batch.nbytes)
         return at
 
     def _fail(self, slot: SlotInfo, error: EverstepError) -> None:
         if all(failure.slot is not slot for failure in self.failures):
             self.failures.append(BadSlot(slot, str(error), is_corrupt=isinstance(error, DigestMismatch)))
-        self._base, self._next = _aligned(self._end), 0  # beyond late writes of the failed fetch
+        self._base, self._next = aligned(self._end), 0  # beyond late writes of the failed fetch
 
     def _address(self, at: int, nbytes: int) -> int:
         if at + nbytes > len(self._data):
@@ -336,7 +322,3 @@ def make_fetch(job: str, slot: SlotInfo, into: Path, ranges: tuple[Range, ...] =
         target_offset=offset,
         parity_group=slot.parity_group,
     )
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGN) * ALIGN

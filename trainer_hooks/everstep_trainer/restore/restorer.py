@@ -6,6 +6,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 
@@ -24,14 +25,7 @@ from everstep.vocabulary import Finding, FindingKind, Mode, Severity
 from everstep.wire.v1.local import SlotInfo
 from everstep.wire.v1.training import FindingRaised, GenerationSpec, Member
 from everstep_trainer.memory_tier.vault_client import VaultClient
-from everstep_trainer.restore.agreement import (
-    InventorySurvey,
-    RestoreAgreement,
-    RestoreOutcome,
-    SlotKey,
-    encode_live_tensors,
-    slot_key,
-)
+from everstep_trainer.restore.agreement import RestoreAgreement, RestoreOutcome, SlotKey, encode_live_tensors, slot_key
 from everstep_trainer.restore.fetch import NeededBox, PlannedRead, ReadSource, SlotLoader, plan_reads
 from everstep_trainer.restore.local_slots import BadSlot, HashScope, LocalSlots, threads_for
 from everstep_trainer.restore.remote_slots import BadTransfer
@@ -99,25 +93,17 @@ class StateBackup:
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class SlotReporter:
-    """Reports bad slots; callable from any thread.
+    """Reports bad slots, from any thread. ``on_finding``: of this node's slots, and of bytes that arrived wrong."""
 
-    ``on_finding`` receives findings about slots on this rank's node, and about bytes that arrived wrong. For other
-    slots, their own vault reports.
-    """
+    _spec: GenerationSpec
+    _member: Member
+    _on_finding: Callable[[FindingRaised], None] | None
+    _clock: Clock
 
-    def __init__(
-        self,
-        spec: GenerationSpec,
-        member: Member,
-        on_finding: Callable[[FindingRaised], None] | None,
-        clock: Clock,
-    ) -> None:
-        self._spec = spec
-        self._member = member
-        self._on_finding = on_finding
-        self._clock = clock
-        self._log_fields = {"node": member.node, "job": spec.job, "generation": spec.number}
+    def __post_init__(self) -> None:
+        self._log_fields = {"node": self._member.node, "job": self._spec.job, "generation": self._spec.number}
 
     def __call__(self, bad: BadSlot) -> None:
         slot = bad.slot
@@ -151,8 +137,8 @@ def slot_distance(spec: GenerationSpec, member: Member, slot: SlotInfo) -> tuple
     """Return a sort key, nearest slot first.
 
     This node's slots come first, the rank's own before others. Then the roster's, those of the same rack first; each
-    rank begins with another one, so that not all ask the same vault. Then those of nodes outside it, which may have
-    been evicted for wrong data; last those rebuilt from parity.
+    rank begins with another one. Then those of nodes outside it, which may have been evicted for wrong data; last those
+    rebuilt from parity.
     """
     if slot.parity_group is not None:
         return 3, 0, slot.rank, 0
@@ -203,11 +189,8 @@ def _gc_paused() -> Iterator[None]:
 
 
 class Restoration:
-    """Fills a rank's state from the newest complete version that the generation's rule admits.
-
-    Every rank of the roster makes one; all get the same version or none does. ``on_finding`` receives findings about
-    slots whose bytes are not those sealed, from any thread.
-    """
+    """Fills a rank's state from the newest complete version that the generation's rule admits, the same on all ranks of
+    the roster. ``on_finding`` receives findings about slots whose bytes are not those sealed, from any thread."""
 
     def __init__(
         self,
@@ -222,10 +205,9 @@ class Restoration:
         self._vault = vault
         self._spec = spec
         self._member = member
-        self._agreement = RestoreAgreement(store, spec, member, clock)
         self._local = LocalSlots(self._own_segment, threads_for(spec.spec.nproc_per_node))
         self._report = SlotReporter(spec, member, on_finding, clock)
-        self._survey = InventorySurvey(vault, spec, member, self._agreement, self._local, self._report)
+        self._agreement = RestoreAgreement(store, spec, member, clock, vault, self._local, self._report)
         self._log_fields = {"node": member.node, "job": spec.job, "generation": spec.number}
         self._phases = dict.fromkeys(("inventory", "choose", "read", "agree"), 0.0)
         self._since = perf_counter()
@@ -234,14 +216,14 @@ class Restoration:
     def start(self) -> None:
         """Begin the work that needs no state, in the background; otherwise ``fill`` does it."""
         if not self._spec.restore.from_scratch:
-            self._survey.begin()
+            self._agreement.begin_survey()
 
     def fill(self, state: TrackedState) -> RestoreResult:
-        """Fill ``state``; once, together with all ranks.
+        """Fill ``state``; once, together with all ranks. torch's own errors pass through.
 
         Raises:
             NotRestorable: No admitted version is complete, the objects differ, or another rank failed.
-            TypeError: This rank cannot store or fill an object; torch's own errors pass through as well.
+            TypeError: This rank cannot store or fill an object.
             DistStoreError: A rank does not take part.
         """
         with _gc_paused():
@@ -251,8 +233,8 @@ class Restoration:
         self._since = perf_counter()
         if self._spec.restore.from_scratch:
             return self._done(None, {}, "the generation starts from scratch")
-        self._survey.begin()
-        self._survey.finish()
+        self._agreement.begin_survey()
+        self._agreement.finish_survey()
         self._end_phase("inventory")
         bad: set[SlotKey] = set()
         number = 0
@@ -280,11 +262,11 @@ class Restoration:
             bad |= set(verdict.bad_slots)
             number += 1
             if self._agreement.is_coordinator:
-                self._survey.propose(number, bad)
+                self._agreement.propose(number, bad)
 
     def close(self) -> None:
         """End with the generation: abandon work in progress."""
-        self._survey.close()
+        self._agreement.close()
 
     def _done(self, version: Version | None, sources: dict[str, int], sentence: str) -> RestoreResult:
         self._end_phase("read")
@@ -372,10 +354,8 @@ class Restoration:
 
     def _hash_scope(self, slot: SlotInfo) -> HashScope:
         """Return what to hash: each rank that is still on its slot's node hashes its own slot for all ranks there."""
-        on_its_node = (
-            not slot.replica and slot.is_on(self._member.node) and self._spec.has_rank_on(slot.node, slot.rank)
-        )
-        if not on_its_node:
+        is_own_node = slot.is_on(self._member.node) and self._spec.has_rank_on(slot.node, slot.rank)
+        if slot.replica or not is_own_node:
             return HashScope.READ
         return HashScope.ALL if slot.rank == self._member.rank else HashScope.NONE
 
@@ -433,10 +413,8 @@ class Restoration:
 
     def _blob_source(self, sources: list[ReadSource]) -> int:
         """Return the index of the rank's own Python state, else of the lowest rank's: most of it is equal anyway."""
-        return min(
-            range(len(sources)),
-            key=lambda i: (sources[i].slot.rank != self._member.rank, sources[i].slot.rank, i),
-        )
+        ranks = [supply.slot.rank for supply in sources]
+        return min(range(len(ranks)), key=lambda i: (ranks[i] != self._member.rank, ranks[i]))
 
     def _python(
         self, state: TrackedState, loader: SlotLoader, slots: list[SlotInfo], first: SlotInfo, blob: bytes

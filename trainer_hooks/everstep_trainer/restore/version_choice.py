@@ -41,25 +41,20 @@ def is_admitted(rule: RestoreRule, version: Version) -> bool:
     return rule.ceiling is None or version <= rule.ceiling
 
 
-def group_by_version(rule: RestoreRule, slots: Iterable[SlotInfo]) -> list[tuple[Version, list[SlotInfo]]]:
-    """Return the admitted versions with their slots, newest first."""
-    found: dict[Version, list[SlotInfo]] = defaultdict(list)
-    for slot in slots:
-        if is_admitted(rule, slot.version):
-            found[slot.version].append(slot)
-    return sorted(found.items(), reverse=True)
-
-
 def choose_version(rule: RestoreRule, slots: Sequence[SlotInfo], manifest_of: ManifestOf) -> VersionChoice:
     """Return the newest admitted version whose slots together cover every tensor.
 
-    Without a floor nothing was ever committed, so the answer is scratch if no version is complete. The same holds if
-    the rule names a checkpoint on storage. Otherwise raises NotRestorable, saying what each version lacks.
+    If none is complete, the answer is scratch if nothing was ever committed (there is no floor) or the rule names a
+    checkpoint on storage. Otherwise raises NotRestorable, saying what each version lacks.
     """
     if rule.from_scratch:
         return VersionChoice(None, (), "the generation starts from scratch")
+    admitted: dict[Version, list[SlotInfo]] = defaultdict(list)
+    for slot in slots:
+        if is_admitted(rule, slot.version):
+            admitted[slot.version].append(slot)
     gaps: list[str] = []
-    for version, holders in group_by_version(rule, slots):
+    for version, holders in sorted(admitted.items(), reverse=True):
         gap = describe_missing(holders, manifest_of)
         if not gap:
             newer = f"; not {' and not '.join(gaps)}" if gaps else ""
@@ -116,13 +111,8 @@ def _readable(holders: Sequence[SlotInfo], manifest_of: ManifestOf) -> tuple[lis
 
 def is_fully_covered(tensor: TensorInfo, stored_boxes: set[Box]) -> bool:
     """Return whether the boxes make up the tensor; for a per-rank tensor, the parts of all ranks that have it."""
-    if not tensor.ranks:
-        return covers(tensor.shape, stored_boxes)
-    rows = (Box((rank, *(0 for _ in tensor.shape[1:])), (1, *tensor.shape[1:])) for rank in tensor.ranks)
-    return all(row in stored_boxes or not uncovered(row, sorted(stored_boxes)) for row in rows)
-
-
-def covers(shape: tuple[int, ...], stored_boxes: set[Box]) -> bool:
-    """Return whether the boxes together make up a whole tensor of this shape."""
-    wanted = full_box(shape)
-    return wanted in stored_boxes or not uncovered(wanted, sorted(stored_boxes))
+    wanted = [full_box(tensor.shape)]
+    if tensor.ranks:
+        inner = (0,) * len(tensor.shape[1:])
+        wanted = [Box((rank, *inner), (1, *tensor.shape[1:])) for rank in tensor.ranks]
+    return all(box in stored_boxes or not uncovered(box, sorted(stored_boxes)) for box in wanted)

@@ -1,2 +1,1 @@
-"""Snapshot every step's state into shared memory: plan when tracked tensors are found or change, then copy each
-step."""
+"""Snapshot every step's state into shared memory: plan when tracked tensors change, then copy each step."""

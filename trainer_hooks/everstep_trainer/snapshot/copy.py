@@ -1,8 +1,8 @@
 """Copy live tensors into slots, through views made once per plan.
 
-On the CPU all pieces are copied without Python's lock, and hashed on the way if the native code is there. On a GPU they
-go to page-locked slot memory on a separate stream, after an event of the training stream and before an event that the
-next optimizer step waits for. A process with several GPUs does so on each of them.
+On the CPU all pieces are copied without Python's lock, and hashed on the way if the native code is there. On each GPU
+they go to page-locked slot memory on a separate stream, between an event of the training stream and one that the next
+optimizer step waits for.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from everstep.layout.manifests import BLOB_LENGTH_BYTES, Box, Manifest
 from everstep.layout.slots import CHUNK_BYTES, chunk_count
 from everstep.native import MIN_BYTES, CopyHash, copy_hash
-from everstep_trainer.restore.byte_moves import CopyTable
+from everstep_trainer.restore.byte_moves import CopyTable, is_byte_copyable
 from everstep_trainer.sdc.digest import WeightedDigest
 from everstep_trainer.snapshot.shares import RankShare
 from everstep_trainer.state.python_value_codec import dtype_of
@@ -48,7 +48,6 @@ def current_gpu() -> torch.device | None:
 
 
 # ---- copy many tensors into one slot
-#
 
 
 class SlotTargets(list[torch.Tensor]):
@@ -59,18 +58,11 @@ class SlotTargets(list[torch.Tensor]):
         self.payload = payload
 
 
-class CopyBatch:
-    """Pairs of tensors of equal dtype and shape, copied repeatedly without hashing."""
-
-    def __init__(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        self._targets = targets
-        self._sources = sources
-
-    def copy(self) -> None:
-        """Copy everything, mostly without Python's lock."""
-        if self._targets:
-            with torch.no_grad():
-                torch._foreach_copy_(self._targets, self._sources)
+def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy between pairs of tensors of equal dtype and shape, mostly without Python's lock."""
+    if targets:
+        with torch.no_grad():
+            torch._foreach_copy_(targets, sources)
 
 
 # With the native code, the digests of the slot's chunks are computed in the same pass, as fast as a plain copy. The
@@ -90,28 +82,23 @@ class _Chunk(NamedTuple):
 
 
 class HashingCopyBatch:
-    """Pairs of tensors of equal dtype and shape, copied repeatedly; their memory must not move.
-
-    All of the slot's ``payload`` is hashed, also bytes that no copy fills. ``targets`` are contiguous, disjoint parts
-    of it, ``sources`` live tensors on the CPU.
-    """
+    """Pairs of tensors of equal dtype and shape, copied repeatedly; their memory must not move. All of the slot's
+    ``payload`` is hashed. ``targets`` are contiguous, disjoint parts of it, ``sources`` live tensors on the CPU."""
 
     def __init__(
         self, payload: torch.Tensor, targets: list[torch.Tensor], sources: list[torch.Tensor], native: CopyHash
     ) -> None:
         self._native = native
         self._payload = payload
-        pairs = [pair for pair in zip(targets, sources, strict=True) if pair[1].nbytes]
-        self._plain = [pair for pair in pairs if _is_plain(pair[1])]
-        others = [pair for pair in pairs if not _is_plain(pair[1])]
+        pairs = [(target, source) for target, source in zip(targets, sources, strict=True) if source.nbytes]
+        self._plain = [(to, source) for to, source in pairs if is_byte_copyable(source, source.dtype)]
+        others = [(to, source) for to, source in pairs if not is_byte_copyable(source, source.dtype)]
         self._targets, self._sources = [target for target, _ in others], [source for _, source in others]
         self._chunks = list(self._cut())
 
     def copy(self) -> list[bytes]:
         """Copy everything, mostly without Python's lock; return the xxh3-128 of each chunk."""
-        if self._targets:
-            with torch.no_grad():
-                torch._foreach_copy_(self._targets, self._sources)
+        copy_all(self._targets, self._sources)
         digests = [b""] * len(self._chunks)
         todo = iter(range(len(digests)))
 
@@ -153,12 +140,6 @@ class HashingCopyBatch:
         return xxhash.xxh3_128_digest(ctypes.string_at(address, length))
 
 
-def _is_plain(source: torch.Tensor) -> bool:
-    """Return whether the tensor's memory is its elements in a row."""
-    kind = type(source) in (torch.Tensor, torch.nn.Parameter) and not source.is_conj() and not source.is_neg()
-    return kind and source.is_contiguous()
-
-
 MakeDigests = Callable[[], dict[str, WeightedDigest]]
 """Makes the digests, or returns earlier ones. Their buffers are cleared on the then current stream."""
 
@@ -169,9 +150,8 @@ MAX_COPY_BATCHES = 16
 def view_of_box(local: torch.Tensor, local_box: Box, selected_box: Box) -> torch.Tensor:
     """Return the view of ``local``, which is ``local_box`` of a tensor, on ``selected_box`` inside it."""
     view = local
-    for dim, (start, size, base) in enumerate(
-        zip(selected_box.offset, selected_box.size, local_box.offset, strict=True)
-    ):
+    ranges = zip(selected_box.offset, selected_box.size, local_box.offset, strict=True)
+    for dim, (start, size, base) in enumerate(ranges):
         if size != view.shape[dim]:
             view = view.narrow(dim, start - base, size)
     return view
@@ -194,10 +174,7 @@ _version = attrgetter("_version")
 
 
 class WriteCounts:
-    """Counts of writes to parameters, about 50 ns each.
-
-    Buffers that training changes are staged earlier, and state of tracked optimizers changes only in their steps.
-    """
+    """Counts of writes to parameters, about 50 ns each. Other state is staged, or changes only in optimizer steps."""
 
     def __init__(self, parameters: Iterable[TrackedTensor]) -> None:
         self._counted: list[torch.Tensor] = []
@@ -222,10 +199,7 @@ class WriteCounts:
 
 
 class SnapshotSources:
-    """The sources of a share's bytes: views of live tensors, and staged copies of those that a forward pass changes.
-
-    Without a ``share``, nothing is planned yet, so every volatile tensor is staged.
-    """
+    """The sources of a share's bytes: views of live tensors, and staged copies of those that forward passes change."""
 
     def __init__(self, tensors: list[TrackedTensor], share: RankShare | None) -> None:
         self.share = share
@@ -247,23 +221,20 @@ class SnapshotSources:
         """Stage the volatile tensors; for the training thread, before the next forward pass."""
         if self._volatile:
             with torch.no_grad():
-                now = [t.current() for _, t in self._volatile]
-                torch._foreach_copy_([*self._staged.values()], now)
+                torch._foreach_copy_([*self._staged.values()], [t.current() for _, t in self._volatile])
         self.mover.mark_ready()
 
     def copy(self, share: RankShare, targets: SlotTargets, *, digest: bool) -> CopyResult:
-        """Copy the share's pieces to ``targets``, and digest each of its groups if ``digest``. For the copier thread.
-
-        On a GPU both are only enqueued; after ``mover.finish`` the digests are host tensors.
-        """
+        """Copy the share's pieces, and digest its groups if ``digest``; on a GPU done after ``mover.finish``."""
         return self.mover.run(targets, self._views_of(share), partial(self._digests_of, share) if digest else dict)
 
     def _views_of(self, share: RankShare) -> list[torch.Tensor]:
-        if share is not self.share:
-            return [self._view(piece.part, piece.box) for piece in share.pieces]
-        if self._views is None:
-            self._views = [self._view(piece.part, piece.box) for piece in share.pieces]
-        return self._views
+        if share is self.share and self._views is not None:
+            return self._views
+        views = [self._view(piece.part, piece.box) for piece in share.pieces]
+        if share is self.share:
+            self._views = views
+        return views
 
     def _view(self, part: int, box: Box) -> torch.Tensor:
         tensor = self._tensors[part]
@@ -273,11 +244,9 @@ class SnapshotSources:
 
     def _digests_of(self, share: RankShare) -> dict[str, WeightedDigest]:
         if self._digests is None or self._digests[0] is not share:
-            members = share.digest_groups.items()
-            self._digests = (
-                share,
-                {group: WeightedDigest([self._tensors[i].local for i in of]) for group, of in members},
-            )
+            groups = share.digest_groups.items()
+            made = {group: WeightedDigest([self._tensors[i].local for i in of]) for group, of in groups}
+            self._digests = share, made
         return self._digests[1]
 
 
@@ -292,26 +261,24 @@ class HostMover:
     """Copies between host tensors; complete when ``run`` returns."""
 
     def __init__(self) -> None:
-        self._gathers: dict[tuple[int, int], tuple[SlotTargets, list[torch.Tensor], CopyBatch | HashingCopyBatch]] = {}
+        self._gathers: dict[tuple[int, int], tuple[SlotTargets, list[torch.Tensor], HashingCopyBatch]] = {}
 
     def mark_ready(self) -> None:
         """Mark the state as ready to be copied; called by the training thread."""
 
     def run(self, targets: SlotTargets, sources: list[torch.Tensor], digests: MakeDigests) -> CopyResult:
-        chunks = self._gather(targets, sources).copy()
+        chunks = None
+        if copy_hash is None or targets.payload is None:
+            copy_all(targets, sources)
+        else:  # a batch is made once for a slot; identity of the lists is a safe key while they are held here
+            key = (id(targets), id(sources))
+            if key not in self._gathers:
+                if len(self._gathers) >= MAX_COPY_BATCHES:
+                    self._gathers.clear()
+                batch = HashingCopyBatch(targets.payload, targets, sources, copy_hash)
+                self._gathers[key] = targets, sources, batch
+            chunks = self._gathers[key][2].copy()
         return CopyResult({group: digest.enqueue() for group, digest in digests().items()}, chunks)
-
-    def _gather(self, targets: SlotTargets, sources: list[torch.Tensor]) -> CopyBatch | HashingCopyBatch:
-        """Return the batch for a slot, made once; identity of the lists is a safe key while they are held here."""
-        key = (id(targets), id(sources))
-        if key not in self._gathers:
-            if len(self._gathers) >= MAX_COPY_BATCHES:
-                self._gathers.clear()
-            gather: CopyBatch | HashingCopyBatch = CopyBatch(targets, sources)
-            if copy_hash is not None and targets.payload is not None:
-                gather = HashingCopyBatch(targets.payload, targets, sources, copy_hash)
-            self._gathers[key] = targets, sources, gather
-        return self._gathers[key][2]
 
     def order_before_step(self) -> None:
         """Order the copy before later changes of the state; called by the training thread."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -62,11 +63,9 @@ def decode_value(body: bytes, kind: type[T]) -> T:
 FIRST_POLL_S = 0.001
 LAST_POLL_S = 0.02
 ROUND_CHECK_S = 3.0
-"""Shortest time between a planned rank's checks for a newer round. A longer one saves a large job's store some requests
-while the controller is away; with a shorter one snapshots resume sooner if ranks change at different times."""
+"""Shortest time between a planned rank's checks for a newer round, which cost a large job's store many requests."""
 FIRST_ROUND_CHECK_S = 0.1
-"""The same after a new round, doubling each time: if one rank has changed others probably will, and a late one may have
-published its old layout."""
+"""The same after a new round, doubling each time: if one rank has changed others probably will."""
 
 
 class RoundSuperseded(Unavailable):
@@ -85,7 +84,7 @@ def poll_values(
     """Return the values of ``keys`` once all are there; for threads other than the training thread.
 
     The store is polled, since a waiting connection would block the training thread's own use of it. Raises Unavailable
-    if the values did not come in time or ``stop`` was set, RoundSuperseded if ``is_superseded`` returned True.
+    in the end or if ``stop`` is set, RoundSuperseded if ``is_superseded`` returns True.
     """
     deadline = clock.monotonic() + timeout_s
     pause_s = FIRST_POLL_S
@@ -106,29 +105,26 @@ class LayoutRound(NamedTuple):
     since_step: int
 
 
+@dataclass(eq=False)
 class LayoutExchange:
-    """The exchange of layouts, for the copier thread; ``layouts`` gives up once ``stop`` is set.
+    """The exchange of layouts, for the copier thread; ``layouts`` gives up once ``stop`` is set. Layouts are stored by
+    their digest, so that equal ones (under DDP, all) cross the store once."""
 
-    Layouts are stored by their digest, so that equal ones (under DDP, all) cross the store once.
-    """
+    _store: Store
+    _rank: int
+    _world: int
+    _clock: Clock
+    _stop: threading.Event
 
-    def __init__(self, store: Store, rank: int, world: int, clock: Clock, stop: threading.Event) -> None:
-        self._store = store
-        self._rank = rank
-        self._world = world
-        self._clock = clock
-        self._stop = stop
+    def __post_init__(self) -> None:
         self._round = -1
         self._mine: Layout | None = None
         self._check_s = ROUND_CHECK_S
         self._check_at = float("-inf")
 
     def layouts(self, mine: Layout, since: int, timeout_s: float) -> LayoutRound:
-        """Return the newest round; open a new one if ``mine`` is another object than last time.
-
-        ``since`` is the first step that this rank has not stored yet. Raises Unavailable if a layout did not come in
-        time or ``stop`` was set, RoundSuperseded if it must be called again.
-        """
+        """Return the newest round; open a new one if ``mine`` is another object than last time. ``since`` is the first
+        step that this rank has not stored yet. Raises Unavailable, or RoundSuperseded if it must be called again."""
         if self._world == 1:
             self._round, self._mine = self._round + (mine is not self._mine), mine
             return LayoutRound(self._round, [mine], since)
@@ -138,15 +134,17 @@ class LayoutExchange:
         number = self._join(mine)
         if number != self._round:  # a published layout stays, since others may have read it
             self._round, self._mine = number, mine
-            if not self._store.check([_body_key(number, digest)]):
-                self.put(_body_key(number, digest), body)
-            self._store.set(_rank_key(number, self._rank), f"{digest} {since}")
+            if not self._store.check([_key(number, "body", digest)]):
+                self.put(_key(number, "body", digest), body)
+            self._store.set(_key(number, "rank", self._rank), f"{digest} {since}")
             self._check_s = FIRST_ROUND_CHECK_S if number else ROUND_CHECK_S
         self._check_at = self._clock.monotonic() + self._check_s
         get = partial(self.get, timeout_s=timeout_s)
-        published = [value.decode().split() for value in get([_rank_key(number, rank) for rank in range(self._world)])]
+        published = [
+            value.decode().split() for value in get([_key(number, "rank", rank) for rank in range(self._world)])
+        ]
         missing = sorted({each for each, _ in published} - known.keys())
-        bodies = get([_body_key(number, each) for each in missing])
+        bodies = get([_key(number, "body", each) for each in missing])
         known.update({d: decode_layout(b) for d, b in zip(missing, bodies, strict=True)})
         return LayoutRound(number, [known[each] for each, _ in published], max(int(step) for _, step in published))
 
@@ -165,19 +163,19 @@ class LayoutExchange:
 
     def missing_ranks(self) -> list[int]:
         """Return the ranks that have not published their layout in this rank's round; asks for each."""
-        return [rank for rank in range(self._world) if not self._store.check([_rank_key(self._round, rank)])]
+        return [rank for rank in range(self._world) if not self._store.check([_key(self._round, "rank", rank)])]
 
     def _join(self, mine: Layout) -> int:
         number = max(self._round, 0)
         if self._mine is not None and mine is not self._mine:
             number += 1
-            self._store.set(_open_key(number), "")
+            self._store.set(_key(number, "open"), "")
         while self._is_over(number):
             number += 1
         return number
 
     def _is_over(self, number: int) -> bool:
-        return self._store.check([_open_key(number + 1)])
+        return self._store.check([_key(number + 1, "open")])
 
     def put(self, key: str, body: bytes) -> None:
         """Publish another value that ranks plan by."""
@@ -191,24 +189,16 @@ class LayoutExchange:
         )
 
 
-def _open_key(number: int) -> str:
-    return f"snapshot/{number}/open"
-
-
-def _rank_key(number: int, rank: int) -> str:
-    return f"snapshot/{number}/rank/{rank}"
-
-
-def _body_key(number: int, digest: str) -> str:
-    return f"snapshot/{number}/body/{digest}"
+def _key(number: int, *parts: object) -> str:
+    return "/".join(map(str, ("snapshot", number, *parts)))
 
 
 # ---- comparison of Python state that is taken to be the same on all ranks
 #
 # Each rank stores its own state of objects that are neither modules nor optimizers; if that is lost, it takes another
 # rank's. This is right for a schedule, and wrong for a rank's position in its own file. So once in COMPARE_WINDOW
-# steps, ranks that hold the same tensors compare digests through the generation's store. The first rank publishes, and
-# the others compare when they have stored the next version. Nobody waits, and training continues whatever the result.
+# steps, the first rank publishes digests through the generation's store, and the others with the same tensors compare
+# when they have stored the next version. Nobody waits.
 
 log = logging.getLogger(__name__)
 
@@ -228,14 +218,17 @@ _fields = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
 _digests = msgspec.msgpack.Decoder(dict[str, str])
 
 
+@dataclass(eq=False)
 class PythonStateComparison:
     """One rank's part of the comparison in one generation; for one thread other than the training thread."""
 
-    def __init__(self, store: Store, rank: int, world_size: int, log_fields: Mapping[str, object]) -> None:
-        self._store = store
-        self._rank = rank
-        self._over = world_size == 1
-        self._log_fields = log_fields
+    _store: Store
+    _rank: int
+    _world_size: int
+    _log_fields: Mapping[str, object]
+
+    def __post_init__(self) -> None:
+        self._over = self._world_size == 1
         self._window = -1
         self._open: tuple[str, int, dict[str, str]] | None = None
         self._stage: tuple[Layout, str] | None = None

@@ -6,6 +6,7 @@ import enum
 import logging
 import threading
 from collections.abc import Mapping
+from dataclasses import InitVar, dataclass
 from typing import NamedTuple
 
 import torch
@@ -39,10 +40,8 @@ class FilledSlot(NamedTuple):
 
 
 class OneShotSignal:
-    """A one-time signal from one thread to another, like ``threading.Event`` but cheaper.
-
-    One is made, awaited and set twice in every step, and an Event's Python code takes 10 us more each time.
-    """
+    """A one-time signal from one thread to another. One is made, awaited and set twice in every step, and the Python
+    code of ``threading.Event`` takes 10 us more each time."""
 
     def __init__(self) -> None:
         self._held = threading.Lock()
@@ -67,36 +66,26 @@ class OneShotSignal:
         return self.is_set()
 
 
+@dataclass(eq=False)
 class SnapshotJob:
-    """One snapshot on its way.
+    """One snapshot on its way. ``is_candidate``: its version may be committed. ``blocks_training``: ``begin`` waits
+    until it is copied. ``may_change``: the state may change now; ``changed_before_allowed``: it did so earlier."""
 
-    Attributes:
-        is_candidate: Its version may be committed.
-        blocks_training: ``begin`` waits until it is copied.
-        may_change: The state may change now.
-        changed_before_allowed: The state changed before it was allowed to.
-    """
+    version: Version
+    scan: TensorScan
+    sources: SnapshotSources
+    blob: Blob
+    overlap: InitVar[bool | None]
+    must_block: InitVar[bool] = False
 
-    def __init__(
-        self,
-        version: Version,
-        scan: TensorScan,
-        sources: SnapshotSources,
-        blob: Blob,
-        overlap: bool | None,
-        *,
-        must_block: bool = False,
-    ) -> None:
-        self.version = version
-        self.scan = scan
-        self.sources = sources
-        self.blob = blob
+    def __post_init__(self, overlap: bool | None, must_block: bool) -> None:
         self.is_candidate = False
         self.filled: FilledSlot | None = None
         # known from the second snapshot on; also covers a pipeline stage's state that the scan cannot recognise
-        share = sources.share
-        alone = scan.is_sharded or (share is not None and share.has_unshared_state)
-        self.blocks_training = must_block or (alone and not (sources.is_on_gpu if overlap is None else overlap))
+        share = self.sources.share
+        alone = self.scan.is_sharded or (share is not None and share.has_unshared_state)
+        overlaps = self.sources.is_on_gpu if overlap is None else overlap
+        self.blocks_training = must_block or (alone and not overlaps)
         self.may_change = self.changed_before_allowed = False
         self._write_counts: list[int] | None = None
         self.phase = SnapshotPhase.QUEUED

@@ -1,12 +1,10 @@
 """Choose the number of steps between snapshots, so that they block training only for a small share of its time.
 
 Each rank measures how long a snapshot blocks its training and how long a step is (StepStopwatch). All ranks take the
-same pace, that of the slowest, from the same step on, without a collective: steps are counted in windows of
-PACE_WINDOW. In a window's first quarter each rank publishes the pace that it needed in the window before. In the second
-quarter rank 0 decides for the next window; from the third on all ranks read the decision. Ranks run in lock step and do
-their part before the next snapshot, at most MAX_INTERVAL steps later, so readers find the decision written.
-
-Versions that the controller announces are stored at any pace, about twice a second.
+pace of the slowest from the same step on, without a collective: steps are counted in windows of PACE_WINDOW. In a
+window's first quarter each rank publishes the pace that it needed in the window before. In the second quarter rank 0
+decides for the next window; from the third on all ranks read the decision. Ranks run in lock step and do their part
+before the next snapshot, at most MAX_INTERVAL steps later, so readers find the decision written.
 """
 
 from __future__ import annotations
@@ -15,6 +13,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from math import ceil
 from statistics import median
 from typing import Any
@@ -27,49 +26,13 @@ from everstep.clock import Clock
 
 # ---- stopwatch: duration of steps, and how long snapshots block training in them
 #
-# On the CPU the training thread's time counts. On a GPU the training stream's time counts: a thread ahead of the stream
-# delays nothing while it waits. There a time point is an event. The time between one event before a wait and one after
-# it is how long the stream stood still, whether the thread or the stream itself waited. Nothing waits for the events;
-# they are read a step or more later.
+# On a GPU the training stream's time counts: a thread ahead of the stream delays nothing while it waits. There a time
+# point is an event. The time between one event before a wait and one after it is how long the stream stood still,
+# whether the thread or the stream itself waited. Nothing waits for the events; they are read a step or more later.
 
 TimePoint = Any
 """Seconds, or a torch.cuda.Event of each GPU; their methods carry no types."""
 OnStep = Callable[[float, float | None], None]
-
-
-class ThreadClock:
-    """The calling thread's clock, whose time points have always passed."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-
-    def now(self) -> TimePoint:
-        """Return a time point between the work so far and later work."""
-        return self._clock.monotonic()
-
-    def has_passed(self, moment: TimePoint) -> bool:
-        """Return whether the time point, and thus all before it, has passed."""
-        return True
-
-    def seconds_between(self, first: TimePoint, last: TimePoint) -> float:
-        """Return the seconds between two time points that have passed."""
-        return float(last - first)
-
-
-class StreamClock:
-    """The clock of the streams on which the calling thread enqueues work for ``gpus``; of several, the slowest's."""
-
-    def __init__(self, gpus: Sequence[torch.device]) -> None:
-        self._gpus = gpus
-
-    def now(self) -> TimePoint:
-        return [torch.cuda.current_stream(gpu).record_event(_timed_event()) for gpu in self._gpus]
-
-    def has_passed(self, moment: TimePoint) -> bool:
-        return all(event.query() for event in moment)
-
-    def seconds_between(self, first: TimePoint, last: TimePoint) -> float:
-        return max(float(before.elapsed_time(after)) for before, after in zip(first, last, strict=True)) / 1000.0
 
 
 def _timed_event() -> torch.cuda.Event:
@@ -85,18 +48,16 @@ class _Step(msgspec.Struct):
     blocked: list[tuple[TimePoint, TimePoint]] = []
 
 
+@dataclass(eq=False)
 class StepStopwatch:
-    """Times the steps of one training thread.
+    """Times the steps of one training thread. ``on_step`` receives the seconds of each step without blocked time and,
+    if a snapshot began in it, the blocked seconds; in order, from ``end_step``. None: nothing is measured."""
 
-    ``on_step`` receives the seconds of each step without blocked time and, if a snapshot began in it, the blocked
-    seconds; in order, from ``end_step``. None: nothing is measured.
-    """
+    _on_step: OnStep | None
+    _clock: Clock
 
-    def __init__(self, on_step: OnStep | None, clock: Clock) -> None:
-        self._on_step = on_step
-        self._clock = clock
+    def __post_init__(self) -> None:
         self._gpus: Sequence[torch.device] = ()
-        self._time: ThreadClock | StreamClock = ThreadClock(clock)
         self._step: _Step | None = None
         self._over: deque[_Step] = deque()
 
@@ -106,20 +67,29 @@ class StepStopwatch:
             return
         if gpus != self._gpus:
             self._gpus, self._step = gpus, None
-            self._time = StreamClock(gpus) if gpus else ThreadClock(self._clock)
             self._over.clear()
-        now = self._time.now()
+        now = self._now()
         if self._step is not None:
             self._step.ended = now
             self._over.append(self._step)
         self._step = _Step(now)
-        while self._over and self._time.has_passed(self._over[0].ended):
-            self._report_step(self._over.popleft(), self._on_step)
+        while self._over and (not gpus or all(event.query() for event in self._over[0].ended)):
+            step = self._over.popleft()
+            blocked_s = sum(self._seconds_between(*pair) for pair in step.blocked)
+            step_s = max(0.0, self._seconds_between(step.began, step.ended) - blocked_s)
+            self._on_step(step_s, blocked_s if step.has_snapshot else None)
 
-    def _report_step(self, step: _Step, on_step: OnStep) -> None:
-        blocked_s = sum(self._time.seconds_between(*pair) for pair in step.blocked)
-        step_s = max(0.0, self._time.seconds_between(step.began, step.ended) - blocked_s)
-        on_step(step_s, blocked_s if step.has_snapshot else None)
+    def _now(self) -> TimePoint:
+        """Return a time point between the work so far, of this thread or of the GPUs' streams, and later work."""
+        if not self._gpus:
+            return self._clock.monotonic()
+        return [torch.cuda.current_stream(gpu).record_event(_timed_event()) for gpu in self._gpus]
+
+    def _seconds_between(self, first: TimePoint, last: TimePoint) -> float:
+        """Return the seconds between two time points that have passed; of several streams, the slowest's."""
+        if not self._gpus:
+            return float(last - first)
+        return max(float(before.elapsed_time(after)) for before, after in zip(first, last, strict=True)) / 1000.0
 
     @contextmanager
     def blocked(self, *, has_snapshot: bool = False) -> Iterator[None]:
@@ -128,9 +98,9 @@ class StepStopwatch:
         if step is None:
             yield
             return
-        began = self._time.now()
+        began = self._now()
         yield
-        step.blocked.append((began, self._time.now()))
+        step.blocked.append((began, self._now()))
         step.has_snapshot = step.has_snapshot or has_snapshot
 
 
@@ -141,8 +111,7 @@ MAX_BLOCKED_SHARE = 0.1
 MIN_BLOCKED_S = 0.02
 """A snapshot that blocks for less than this is made in every step: losing a step costs more than it saves."""
 RELAX_FACTOR = 0.8
-"""Factor of MAX_BLOCKED_SHARE below which snapshots become more frequent again, so that the pace does not alternate
-between windows."""
+"""Factor of MAX_BLOCKED_SHARE below which snapshots become more frequent again, so that the pace does not alternate."""
 MIN_STEP_S = 1e-6
 PACE_WINDOW = 64
 MAX_INTERVAL = 8
@@ -162,16 +131,13 @@ def target_interval(blocked_s: float, step_s: float, current: int) -> int:
 
 
 class SnapshotPace:
-    """The pace of one rank in one generation.
-
-    ``end_step``, ``record_step`` and ``is_due`` are for the training thread, ``agree`` for the copier. With a
-    ``fixed_interval``, the user's choice, nothing is measured or published.
-    """
+    """The pace of one rank in one generation: ``agree`` is for the copier, the rest for the training thread. With a
+    ``fixed_interval``, the user's choice, nothing is measured or published."""
 
     def __init__(self, store: Store, rank: int, fixed_interval: int | None) -> None:
         self._store = store
         self._rank = rank
-        self._fixed = fixed_interval
+        self.fixed_interval = fixed_interval
         self._paces = [(0, 1)]
         """(first window, interval): the last two decisions."""
         self._wanted_intervals: dict[int, int] = {}
@@ -180,15 +146,10 @@ class SnapshotPace:
         self._window = 0
         self._done: set[tuple[str, int]] = set()
 
-    @property
-    def is_fixed(self) -> bool:
-        """True if the user chose the pace, so that nobody needs to measure."""
-        return self._fixed is not None
-
     def interval_at(self, step: int) -> int:
         """Return the number of steps between regular snapshots at ``step``."""
-        if self._fixed is not None:
-            return self._fixed
+        if self.fixed_interval is not None:
+            return self.fixed_interval
         return next(every for window, every in reversed(self._paces) if window <= step // PACE_WINDOW)
 
     def is_due(self, step: int) -> bool:
@@ -199,7 +160,7 @@ class SnapshotPace:
 
     def end_step(self, step: int) -> None:
         """Record that ``step`` is finished, before its snapshot begins."""
-        if self.is_fixed or step // PACE_WINDOW == self._window:
+        if self.fixed_interval is not None or step // PACE_WINDOW == self._window:
             return
         if self._blocked and self._steps:
             target = target_interval(median(self._blocked), median(self._steps), self.interval_at(step))
@@ -216,19 +177,20 @@ class SnapshotPace:
 
     def agree(self, step: int) -> None:
         """Take part in the agreement after each snapshot, before the next one. Raises what the store raises."""
-        if self._fixed is not None:
+        if self.fixed_interval is not None:
             return
         window, at = divmod(step, PACE_WINDOW)
         quarter = 4 * at // PACE_WINDOW
-        if quarter == 0 and self._first("wish", window):
-            wish = self._wanted_intervals.get(window, 1)
-            if wish > 1:
-                self._store.add(_target_key(window, wish), 1)
+        decision = f"pace/{window + 1}"
+        if quarter == 0 and self._first("wish", window) and (wish := self._wanted_intervals.get(window, 1)) > 1:
+            self._store.add(f"pace/{window}/wish/{wish}", 1)
         if quarter == 1 and self._rank == 0 and self._first("decide", window):
-            wanted = [apart for apart in range(2, MAX_INTERVAL + 1) if self._store.check([_target_key(window, apart)])]
-            self._store.set(_pace_key(window + 1), str(max(wanted, default=1)))
-        if quarter >= 2 and self._first("take", window) and self._store.check([_pace_key(window + 1)]):
-            self._take(window + 1, int(self._store.get(_pace_key(window + 1))))
+            wishes = (
+                every for every in range(2, MAX_INTERVAL + 1) if self._store.check([f"pace/{window}/wish/{every}"])
+            )
+            self._store.set(decision, str(max(wishes, default=1)))
+        if quarter >= 2 and self._first("take", window) and self._store.check([decision]):
+            self._take(window + 1, int(self._store.get(decision)))
 
     def _first(self, kind: str, window: int) -> bool:
         known = (kind, window) in self._done
@@ -245,11 +207,3 @@ class SnapshotPace:
             log.warning(message, 100 * MAX_BLOCKED_SHARE, every, window * PACE_WINDOW)
         else:
             log.info("taking a snapshot every step again, from step %d", window * PACE_WINDOW)
-
-
-def _target_key(window: int, every: int) -> str:
-    return f"pace/{window}/wish/{every}"
-
-
-def _pace_key(window: int) -> str:
-    return f"pace/{window}"

@@ -7,6 +7,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from everstep.wire.v1.training import FindingRaised, GenerationSpec, Member
 from everstep_trainer.memory_tier.vault_client import MappedSegment, VaultClient
 from everstep_trainer.restore.version_choice import FIRST_CHECKPOINT_RANK
 from everstep_trainer.runtime.interrupt import WAIT_SLICE_S
+from everstep_trainer.snapshot import slot_negotiation
 from everstep_trainer.snapshot.copy import SlotTargets, current_gpu, gpus_of, slot_view
 from everstep_trainer.snapshot.exchange import LayoutExchange, RoundSuperseded
 from everstep_trainer.snapshot.retention import VersionRetention
@@ -36,22 +38,13 @@ from everstep_trainer.snapshot.shares import (
     segment_needs,
     unify_sharing,
 )
-from everstep_trainer.snapshot.slot_negotiation import (
-    DEFAULT_OPTIONS,
-    AgreedProvision,
-    SlotNegotiation,
-    SlotProvision,
-    SnapshotOptions,
-    acceptable_provisions,
-)
 from everstep_trainer.state.layout import ALIGN, Layout
 from everstep_trainer.state.tensors import TrackedTensor, describe_layout_change
 
 log = logging.getLogger(__name__)
 
 MIN_BLOB_BYTES = 16 << 10
-"""Smallest room for Python state; the room is twice the state's first size. Longer state needs a new manifest, but no
-new plan."""
+"""Smallest room for Python state, at first twice its size. Longer state needs a new manifest, but no new plan."""
 
 
 SMALL_BYTES = 2 << 20
@@ -59,33 +52,25 @@ SMALL_PIECE_COUNT = 2048
 """Largest share that is copied sooner than another thread, which needs Python's lock, begins to: 0.1 to 0.5 ms."""
 
 
+@dataclass(eq=False)
 class ActivePlan:
-    """The parts of a snapshot that do not depend on the step, made once.
+    """The parts of a snapshot that do not depend on the step, made once; stored from ``since_step`` on.
 
-    Attributes:
-        since_step: First step that is stored by this plan.
-        plan_with_covers: The plan for all that this rank can store, if that includes other ranks' pieces.
-        is_small: Whether the training thread may copy the share itself.
+    ``plan_with_covers``: the plan for all that this rank can store, if that includes other ranks' pieces. ``is_small``:
+    the training thread may copy the share itself.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        share: RankShare,
-        manifest: Manifest,
-        segment: MappedSegment,
-        since: int,
-        plan_with_covers: ActivePlan | None = None,
-    ) -> None:
-        self.layout = layout
-        self.since_step = since
-        self.share = share
-        self.manifest = manifest
-        self.manifest_bytes = encode_manifest(manifest)
+    layout: Layout
+    share: RankShare
+    manifest: Manifest
+    segment: MappedSegment
+    since_step: int
+    plan_with_covers: ActivePlan | None = None
+
+    def __post_init__(self) -> None:
+        self.manifest_bytes = encode_manifest(self.manifest)
         self._manifest_digest = xxhash.xxh3_128_digest(self.manifest_bytes)
-        self.segment = segment
-        self.plan_with_covers = plan_with_covers
-        self.is_small = manifest.payload_bytes <= SMALL_BYTES and len(manifest.stored) <= SMALL_PIECE_COUNT
+        self.is_small = self.manifest.payload_bytes <= SMALL_BYTES and len(self.manifest.stored) <= SMALL_PIECE_COUNT
         self._targets: dict[int, SlotTargets] = {}
 
     def fits(self, blob_bytes: int) -> bool:
@@ -100,13 +85,11 @@ class ActivePlan:
         """Return views into a slot that was begun with this plan's manifest, one for each piece of the share."""
         if slot not in self._targets:
             payload = torch.frombuffer(self.segment.view.payload(slot), dtype=torch.uint8)
-            views = (
-                slot_view(
-                    payload, stored.offset, tensor.dtype, stored.box.size[1:] if tensor.per_rank else stored.box.size
-                )
-                for stored in self.manifest.stored
-                for tensor in (self.manifest.catalog[stored.tensor],)
-            )
+            views = []
+            for stored in self.manifest.stored:
+                tensor = self.manifest.catalog[stored.tensor]
+                size = stored.box.size[1:] if tensor.per_rank else stored.box.size
+                views.append(slot_view(payload, stored.offset, tensor.dtype, size))
             self._targets[slot] = SlotTargets(views, payload)
         return self._targets[slot]
 
@@ -121,38 +104,28 @@ class _LayoutAgreement(NamedTuple):
     since: int
 
 
+@dataclass(eq=False)
 class SnapshotPlanner:
-    """Makes plans in the copier thread: exchanges layouts, divides state, agrees on slots, opens the segment.
+    """Makes plans in the copier thread: exchanges layouts, divides state, agrees on slots, opens the segment."""
 
-    ``versions_to_carry`` returns the versions to move into a segment of fewer slots, the most important first.
-    """
+    _vault: VaultClient
+    _spec: GenerationSpec
+    _member: Member
+    exchange: LayoutExchange
+    _timeout_s: float
+    _options: slot_negotiation.SnapshotOptions = slot_negotiation.DEFAULT_OPTIONS
+    _versions_to_carry: Callable[[], Sequence[Version]] = tuple
 
-    def __init__(
-        self,
-        vault: VaultClient,
-        spec: GenerationSpec,
-        member: Member,
-        exchange: LayoutExchange,
-        timeout_s: float,
-        options: SnapshotOptions = DEFAULT_OPTIONS,
-        versions_to_carry: Callable[[], Sequence[Version]] = tuple,
-    ) -> None:
-        self._vault = vault
-        self._spec = spec
-        self._member = member
-        self._exchange = exchange
-        self._timeout_s = timeout_s
-        self._require_checkpoints = options.require_checkpoints
-        self._versions_to_carry = versions_to_carry
-        self._negotiation = SlotNegotiation(
-            spec, member, options, exchange.put, partial(exchange.get, timeout_s=timeout_s)
+    def __post_init__(self) -> None:
+        receive = partial(self.exchange.get, timeout_s=self._timeout_s)
+        self._negotiation = slot_negotiation.SlotNegotiation(
+            self._spec, self._member, self._options, self.exchange.put, receive
         )
         self._agreement: _LayoutAgreement | None = None
-        self.agreed = AgreedProvision(acceptable_provisions(options)[0])
+        self.agreed = slot_negotiation.AgreedProvision(slot_negotiation.acceptable_provisions(self._options)[0])
 
     def plan(self, layout: Layout, blob_bytes: int, since: int) -> ActivePlan:
-        """Return a plan for ``layout`` with room for ``blob_bytes`` of Python state; ``since`` as in
-        LayoutExchange.layouts.
+        """Return a plan for ``layout`` with room for ``blob_bytes``; ``since`` as in LayoutExchange.layouts.
 
         The ranks exchange layouts only if ``layout`` is not the last one planned, or after ``is_superseded`` returned
         True. Raises OutOfSlotMemory, ValueError if ranks hold different tensors under one name, or Unavailable.
@@ -162,26 +135,22 @@ class SnapshotPlanner:
             self._report_lack()
         assert self._agreement is not None
         _, _, layouts, share, since = self._agreement
-        manifest = build_manifest(self._member.rank, layouts, share, _capacity(blob_bytes))
+        rank, capacity = self._member.rank, _capacity(blob_bytes)
+        manifest = build_manifest(rank, layouts, share, capacity)
         if not share.cover_pieces or self.agreed.provision.candidates_only:
             return ActivePlan(layout, share, manifest, self._open(manifest), since)
         wide = share.including_replicated_state()
-        wide_manifest = build_manifest(self._member.rank, layouts, wide, _capacity(blob_bytes))
+        wide_manifest = build_manifest(rank, layouts, wide, capacity)
         segment = self._open(wide_manifest)
-        return ActivePlan(
-            layout, share, manifest, segment, since, ActivePlan(layout, wide, wide_manifest, segment, since)
-        )
+        with_covers = ActivePlan(layout, wide, wide_manifest, segment, since)
+        return ActivePlan(layout, share, manifest, segment, since, with_covers)
 
     def is_superseded(self) -> bool:
         """Return whether other ranks make a new plan, so that this one must too; see LayoutExchange."""
-        if not self._exchange.is_superseded():
+        if not self.exchange.is_superseded():
             return False
         self._agreement = None
         return True
-
-    def missing_ranks(self) -> list[int]:
-        """Return the ranks whose layouts are missing; see LayoutExchange."""
-        return self._exchange.missing_ranks()
 
     def is_equivalent(self, planned: Layout, layout: Layout) -> bool:
         """Return whether ``layout`` is that of the plan for ``planned``, with the sharing that all ranks agreed on."""
@@ -192,7 +161,7 @@ class SnapshotPlanner:
         rank = self._member.rank
         while True:
             try:
-                received = self._exchange.layouts(layout, since, self._timeout_s)
+                received = self.exchange.layouts(layout, since, self._timeout_s)
                 layouts = unify_sharing(received.layouts)
                 nodes = [self._spec.node_of(rank) for rank in range(self._spec.world_size)]
                 shares = divide_state(layouts, nodes, self._spec.spec.replicas, self._spec.replica_nodes)
@@ -209,7 +178,7 @@ class SnapshotPlanner:
         layouts: list[Layout],
         shares: list[RankShare],
         manifest: Manifest,
-        provision: SlotProvision,
+        provision: slot_negotiation.SlotProvision,
         tentative: bool,
     ) -> None:
         """Raise OutOfSlotMemory unless the node has room for all that its ranks and its vault will need."""
@@ -236,7 +205,7 @@ class SnapshotPlanner:
         node, reason = self.agreed.short_node, self.agreed.reason
         if not node:
             return
-        if self._require_checkpoints:
+        if self._options.require_checkpoints:
             raise OutOfSlotMemory(reason)
         if node == self._member.node and self._member.local_rank == 0:
             where = {"node": node, "job": self._spec.job, "generation": self._spec.number}
@@ -254,18 +223,14 @@ class SnapshotPlanner:
                 log.warning("no memory to keep versions for parity or storage: %s", error, extra={"job": job})
         return self._vault.open_segment(job, local_rank, nbytes, provision.slots, keep)
 
-    def _slot_bytes(self, provision: SlotProvision, encoded: int, payload: int, whole: int) -> int:
+    def _slot_bytes(self, provision: slot_negotiation.SlotProvision, encoded: int, payload: int, whole: int) -> int:
         """Return the size of a slot for a manifest and a payload of these sizes. ``whole``: no share can be larger."""
         if not provision.has_spare_room:
             return slot_bytes_for(encoded, payload)
-        return slot_bytes_for(2 * encoded, self._larger_payload(payload, whole)) + PAGE_BYTES
-
-    def _larger_payload(self, payload: int, whole: int) -> int:
-        """Return the size of a rank's share when one node is lost; growing a segment then would take time."""
+        # a rank's share grows when one node is lost, and growing a segment then would take time
         world, node = self._spec.world_size, self._spec.spec.nproc_per_node
-        fewer = max(world - node, node)
-        more = -(-payload * world // fewer) if world > node else 0
-        return max(payload, min(more, whole))
+        larger = -(-payload * world // max(world - node, node)) if world > node else 0
+        return slot_bytes_for(2 * encoded, max(payload, min(larger, whole))) + PAGE_BYTES
 
 
 def _capacity(blob_bytes: int) -> int:
@@ -293,11 +258,7 @@ class TensorScan:
 
 
 class FirstPlan:
-    """Tells the training thread whether the generation has slots; set by the copier thread.
-
-    ``is_required``: a lack of memory is raised to the training script. Once there are slots, later failures are only
-    logged, as for every job.
-    """
+    """Tells the training thread whether the generation has slots; if ``is_required``, raises a lack of memory."""
 
     def __init__(self, is_required: bool) -> None:
         self._is_required = is_required
@@ -334,9 +295,7 @@ HOST_REGISTER_PORTABLE = 1
 
 def page_lock(segment: MappedSegment) -> None:
     """Page-lock a segment's mapping for the GPU until nobody holds the segment. Hold it until copies into it are done.
-
-    Raises RuntimeError, with CUDA's error, if the system refuses to lock that much (``ulimit -l``).
-    """
+    Raises RuntimeError, with CUDA's error, if the system refuses to lock that much (``ulimit -l``)."""
     if segment.is_page_locked:
         return
     mapped = torch.frombuffer(segment.buffer, dtype=torch.uint8)
@@ -360,41 +319,32 @@ def _unlock(cudart: Any, address: int, length: int) -> None:
 
 
 UNPLANNED_WARN_S = 30.0
-"""Seconds without a plan, and so without snapshots, until a warning. Ranks that see a change at different steps need
-several seconds to plan for it."""
+"""Seconds without a plan until a warning: ranks that see a change at different steps need several to plan for it."""
 MAX_SHOWN = 8
 """Most ranks named in a message."""
 
 
+@dataclass(eq=False)
 class PlanManager:
-    """The plan of one rank in one generation. ``make_plan`` is for the copier thread, the rest for any.
+    """The plan of one rank in one generation. ``make_plan`` is for the copier thread, the rest for any."""
 
-    ``blob_bytes`` is the room for Python state in the last plan.
-    """
+    _planner: SnapshotPlanner
+    _spec: GenerationSpec
+    _member: Member
+    _retention: VersionRetention
+    _send_finding: Callable[[FindingRaised], None]
+    _options: slot_negotiation.SnapshotOptions
+    _clock: Clock
 
-    def __init__(
-        self,
-        planner: SnapshotPlanner,
-        spec: GenerationSpec,
-        member: Member,
-        retention: VersionRetention,
-        send_finding: Callable[[FindingRaised], None],
-        options: SnapshotOptions,
-        clock: Clock,
-    ) -> None:
-        self._planner = planner
-        self._spec = spec
-        self._member = member
-        self._retention = retention
-        self._send_finding = send_finding
-        self._clock = clock
-        self._log_fields = {"node": member.node, "job": spec.job, "generation": spec.number}
+    def __post_init__(self) -> None:
+        self._log_fields = {"node": self._member.node, "job": self._spec.job, "generation": self._spec.number}
         self._gpu = current_gpu()
-        self._reported: AgreedProvision | None = None
+        self._reported: slot_negotiation.AgreedProvision | None = None
         self._unplanned_since: float | None = None
         self._has_reported_unplanned = False
         self.blob_bytes = 0
-        self.first_plan = FirstPlan(options.require_checkpoints)
+        """Room for Python state in the last plan."""
+        self.first_plan = FirstPlan(self._options.require_checkpoints)
         self.current: ActivePlan | None = None
 
     @property
@@ -427,11 +377,7 @@ class PlanManager:
         return True
 
     def make_plan(self, scan: TensorScan, blob_bytes: int, since: int) -> ActivePlan:
-        """Return the current plan if it fits, else a new one for steps from ``since`` on; page-lock its slots for a
-        GPU.
-
-        Raises RuntimeError if the slots cannot be locked, or any error of SnapshotPlanner.plan.
-        """
+        """Return the current plan if it fits, else a new one for steps from ``since`` on; page-lock it for a GPU."""
         gpu = scan.gpus[0] if scan.gpus else self._gpu
         if gpu is not None:
             torch.cuda.set_device(gpu)  # each thread has its own current GPU, initially the first
@@ -467,7 +413,7 @@ class PlanManager:
         if self._has_reported_unplanned or now - self._unplanned_since < UNPLANNED_WARN_S:
             return
         self._has_reported_unplanned = True
-        absent = self._planner.missing_ranks()
+        absent = self._planner.exchange.missing_ranks()
         if any(rank not in absent for rank in range(self._member.rank)):
             return
         more = f" and {len(absent) - MAX_SHOWN} more" if len(absent) > MAX_SHOWN else ""
@@ -513,7 +459,7 @@ class PlanManager:
         return FindingRaised(finding=finding, job=self._spec.job)
 
 
-def _describe_shortage(job: str, agreed: AgreedProvision) -> str:
+def _describe_shortage(job: str, agreed: slot_negotiation.AgreedProvision) -> str:
     slots = agreed.provision.slots
     if agreed.short_node:
         return (

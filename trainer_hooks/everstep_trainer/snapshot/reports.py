@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
+from dataclasses import dataclass
 
 import msgspec
 
@@ -19,27 +20,21 @@ from everstep_trainer.snapshot.job import FilledSlot, SnapshotJob
 log = logging.getLogger(__name__)
 
 REPLICATION_WAIT_S = 1.0
-"""Longest wait of a copy for the replication of the version before, so that nodes hold versions one step apart
-as well."""
+"""Longest wait of a copy for the replication of the version before, so that nodes hold versions one step apart."""
 
 
+@dataclass(eq=False)
 class SealReporter:
     """Reports of one rank in one generation. ``on_sealed`` receives them, from another thread; it must not block."""
 
-    def __init__(
-        self,
-        vault: VaultClient,
-        spec: GenerationSpec,
-        member: Member,
-        on_sealed: Callable[[VersionSealed], None],
-        clock: Clock,
-    ) -> None:
-        self._vault = vault
-        self._spec = spec
-        self._member = member
-        self._on_sealed = on_sealed
-        self._clock = clock
-        self._log_fields = {"node": member.node, "job": spec.job, "generation": spec.number}
+    _vault: VaultClient
+    _spec: GenerationSpec
+    _member: Member
+    _on_sealed: Callable[[VersionSealed], None]
+    _clock: Clock
+
+    def __post_init__(self) -> None:
+        self._log_fields = {"node": self._member.node, "job": self._spec.job, "generation": self._spec.number}
         self._replicating: Future[Replicated] | None = None
         self._is_replication_failing = False
         self._is_over = False

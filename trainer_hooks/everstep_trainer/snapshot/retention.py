@@ -17,11 +17,9 @@ from everstep_trainer.snapshot.slot_negotiation import CANDIDATE_ONLY_SLOTS
 
 
 class VersionRetention:
-    """Retention of one rank in one generation, which could start from the versions of ``rule``.
-
-    The step after ``restored``, from which it started, is the first that may be committed. ``slots`` does not count
-    those for pinned versions.
-    """
+    """Retention of one rank in one generation, which could start from the versions of ``rule`` and did from
+    ``restored``: the step after it is the first that may be committed. ``slots`` does not count those for pinned
+    versions."""
 
     def __init__(
         self, generation: int, rule: RestoreRule, restored: Version | None, slots: int = SLOTS_PER_RANK
@@ -38,9 +36,8 @@ class VersionRetention:
     def update(self, committed: Version | None, candidate: int | None, pinned: Iterable[Version]) -> bool:
         """Apply the controller's notice; return whether a newer version is committed than was known.
 
-        Both the committed version and the candidate are kept, and the previous candidate until then. A candidate that
-        is already sealed comes too late. Versions in ``pinned`` are kept as well, as long as there is another slot to
-        fill.
+        The committed version and the candidate are kept, the previous candidate until then, and versions in ``pinned``
+        as long as there is another slot to fill. A candidate that is already sealed comes too late.
         """
         with self._lock:
             self._pinned = frozenset(pinned)
@@ -63,11 +60,11 @@ class VersionRetention:
     def versions_to_carry(self) -> list[Version]:
         """Return the versions to move into fewer slots, as far as there is room, the most important first.
 
-        These are the committed version; the candidate sealed last, which may have been committed meanwhile, or before
-        the first candidate the version that the generation started from; and the pinned versions.
+        These are the committed version; the candidate sealed last (which may be committed meanwhile), or before the
+        first one the version that the generation started from; and the pinned versions.
         """
         with self._lock:
-            last = self._kept if self._kept is not None else self._restored
+            last = self._kept or self._restored
             first = [version for version in (self._committed, last) if version is not None]
             return list(dict.fromkeys([*first, *sorted(self._pinned)]))
 

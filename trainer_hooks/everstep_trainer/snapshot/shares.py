@@ -1,9 +1,8 @@
 """Divide the state among ranks: a pure function from every rank's layout to every rank's share.
 
 State that several ranks hold alike is divided so that each byte is on ``replicas`` different nodes and no rank stores
-more than it must. A rank stores the state that it alone holds, and its vault sends it on. If all ranks are on one node,
-one rank stores each byte and others *cover* it: they store it only if that rank died while it copied
-(docs/decisions/0010).
+more than it must. The vault of a rank sends on state that it alone holds. If all ranks are on one node, one rank stores
+each byte and others *cover* it: they store it only if that rank died while it copied (docs/decisions/0010).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from everstep.layout.manifests import BLOB_LENGTH_BYTES, LAYOUT_FORMAT, Box, Man
 from everstep.layout.segments import PAGE_BYTES
 from everstep.wire.v1.local import SegmentRequirement
 from everstep.wire.v1.training import GenerationSpec
-from everstep_trainer.state.layout import ALIGN, Layout, Sharing, TensorPart
+from everstep_trainer.state.layout import Layout, Sharing, TensorPart, aligned
 
 MIN_CUT_BYTES = 64 << 10
 """Tensors are not cut below this: a piece costs about a microsecond to copy, which equals 16 KiB of memory traffic."""
@@ -39,7 +38,7 @@ class RankShare(msgspec.Struct, frozen=True):
     """The share that one rank stores, exclusive pieces first.
 
     Attributes:
-        digest_groups: Groups whose digests the rank takes part in: name to indices in its layout.
+        digest_groups: Indices in its layout, by the groups whose digests the rank takes part in.
         cover_pieces: Pieces that it holds and that the ranks ``covered_ranks`` store.
         partial_copies: Nodes that each store again a part of the pieces that are not exclusive.
         has_unshared_state: Whether no other rank of several holds some of it.
@@ -83,11 +82,8 @@ def divide_state(
 ) -> list[RankShare]:
     """Return the shares of all ranks; the same arguments give the same answer on every rank.
 
-    Args:
-        layouts: Layout of each rank.
-        nodes: Node of each rank.
-        replicas: Number of nodes for each byte.
-        preferred_nodes: For each node, those unlikely to be lost together with it, the first choice for second copies.
+    ``layouts`` and ``nodes`` are those of each rank, and each byte is to be on ``replicas`` nodes. ``preferred_nodes``:
+    for each node, those unlikely to be lost together with it, the first choice for second copies.
     """
     world = len(layouts)
     books = [_ShareBuilder() for _ in range(world)]
@@ -117,11 +113,8 @@ def divide_state(
 
 
 def unify_sharing(layouts: Sequence[Layout]) -> list[Layout]:
-    """Return the layouts with each tensor's sharing as on the rank that knows most.
-
-    A tensor that is per-rank, or the first rank's, on one rank is so on all. One rank sees earlier than another that
-    training changes a buffer.
-    """
+    """Return the layouts with each tensor's sharing as on the rank that knows most: per-rank, or the first rank's, on
+    one rank means so on all. One rank sees earlier than another that training changes a buffer."""
     most: dict[str, Sharing] = {}
     for layout in {id(layout): layout for layout in layouts}.values():
         for part in layout.parts:
@@ -250,11 +243,8 @@ def _least_loaded(
 
 
 def build_manifest(rank: int, layouts: Sequence[Layout], share: RankShare, blob_capacity: int) -> Manifest:
-    """Return the slot layout of a share: exclusive pieces, Python state, then pieces that other ranks hold too.
-
-    ``blob_capacity`` is the room for Python state in bytes. Python state travels with the exclusive pieces, if there
-    are any; otherwise other ranks hold this rank's tensors, and its Python state too.
-    """
+    """Return the slot layout of a share: exclusive pieces, Python state, then pieces that other ranks hold too. Python
+    state, with ``blob_capacity`` bytes of room, travels with the exclusive pieces, if there are any."""
     catalog, index_of = _catalog(layouts)
     stored: list[StoredBox] = []
 
@@ -262,11 +252,11 @@ def build_manifest(rank: int, layouts: Sequence[Layout], share: RankShare, blob_
         for piece in pieces:
             part = layouts[rank].parts[piece.part]
             stored.append(StoredBox(index_of[part.name], piece.box, at))
-            at = _aligned(at + piece.box.volume * part.itemsize)
+            at = aligned(at + piece.box.volume * part.itemsize)
         return at
 
     blob_at = place((piece for piece in share.pieces if piece.is_exclusive), 0)
-    at = _aligned(blob_at + BLOB_LENGTH_BYTES + blob_capacity)
+    at = aligned(blob_at + BLOB_LENGTH_BYTES + blob_capacity)
     exclusive_end = at if stored else 0
     end = place((piece for piece in share.pieces if not piece.is_exclusive), at)
     return Manifest(
@@ -276,12 +266,8 @@ def build_manifest(rank: int, layouts: Sequence[Layout], share: RankShare, blob_
 
 def payload_bytes(layout: Layout, share: RankShare, blob_capacity: int) -> int:
     """Return the payload size of the manifest that ``build_manifest`` would make of that share."""
-    pieces = (_aligned(piece.box.volume * layout.parts[piece.part].itemsize) for piece in share.pieces)
-    return sum(pieces) + _aligned(BLOB_LENGTH_BYTES + blob_capacity)
-
-
-def _aligned(n: int) -> int:
-    return -(-n // ALIGN) * ALIGN
+    pieces = (aligned(piece.box.volume * layout.parts[piece.part].itemsize) for piece in share.pieces)
+    return sum(pieces) + aligned(BLOB_LENGTH_BYTES + blob_capacity)
 
 
 def _catalog(layouts: Sequence[Layout]) -> tuple[tuple[TensorInfo, ...], dict[str, int]]:
@@ -314,18 +300,14 @@ def _catalog(layouts: Sequence[Layout]) -> tuple[tuple[TensorInfo, ...], dict[st
     return tuple(seen.values()), {name: index for index, name in enumerate(seen)}
 
 
-# ---- memory that a node's vault will be asked for: slots of its ranks, and copies of others'
-#
-# Parity of other ranks' shards is not included: the controller chooses its nodes later.
+# ---- memory that a node's vault will be asked for: slots of its ranks, and copies of others'. Parity is not included:
+# the controller chooses its nodes later.
 
 
 def segment_needs(
     node: str, spec: GenerationSpec, shares: Sequence[RankShare], slots: int, slot_bytes: Callable[[int], int]
 ) -> Iterator[SegmentRequirement]:
-    """Yield the segments that ranks open on ``node``, and those that its vault makes for other nodes' ranks.
-
-    ``slots`` does not include those for pinned versions; ``slot_bytes`` returns the slot size that a rank asks for.
-    """
+    """Yield the segments of ranks on ``node`` and of its vault, without slots for pinned versions."""
     pinned = spec.spec.pinned_slots
 
     def need(rank: int, number: int, replica: bool) -> SegmentRequirement:

@@ -1,13 +1,13 @@
 """Agree on the number and size of slots, the same on all ranks, that every node of the job has the memory for.
 
-The agreement decides which steps are stored and which versions stay (VersionRetention). When the ranks know one
-another's layouts, one rank of each node asks its vault for the best provision that the node has room for, and publishes
-it in the generation's store; all take the smallest.
+They decide which steps are stored and which versions stay (VersionRetention). One rank of each node asks its vault for
+the best provision that the node has room for, and publishes it in the generation's store; all take the smallest.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -69,11 +69,8 @@ DEFAULT_OPTIONS = SnapshotOptions()
 
 
 class SlotProvision(msgspec.Struct, frozen=True):
-    """A number of slots for each rank, besides those for pinned versions.
-
-    ``has_spare_room``: each has room for the larger share that a rank gets when one node is lost, so that nothing must
-    grow on top of a loss.
-    """
+    """A number of slots for each rank, besides those for pinned versions. ``has_spare_room``: each has room for the
+    larger share that a rank gets when one node is lost, so that nothing must grow on top of a loss."""
 
     slots: int
     has_spare_room: bool = False
@@ -96,10 +93,7 @@ def acceptable_provisions(options: SnapshotOptions) -> tuple[SlotProvision, ...]
 
 
 class NodeRoom(msgspec.Struct, frozen=True):
-    """The room of one node: the first of the provisions that fits, and why no earlier one does.
-
-    ``is_insufficient``: not even the last one fits.
-    """
+    """The room of one node: the first of the provisions that fits (else the last), and why no earlier one does."""
 
     provision_index: int
     reason: str = ""
@@ -107,10 +101,7 @@ class NodeRoom(msgspec.Struct, frozen=True):
 
 
 class AgreedProvision(msgspec.Struct, frozen=True):
-    """The provision that all ranks take, and why there is no room for a better one (empty for the best).
-
-    ``short_node``: a node without room even for this one; empty if there is none.
-    """
+    """The provision of all ranks, why there is no better one (empty for the best), and a node without room for it."""
 
     provision: SlotProvision
     reason: str = ""
@@ -121,30 +112,23 @@ RoomCheck = Callable[[SlotProvision, bool], None]
 """Checks that this node has room for a provision; the flag marks one of several choices. Raises OutOfSlotMemory."""
 
 
+@dataclass(eq=False)
 class SlotNegotiation:
     """One rank's part in the agreement: ``publish`` and ``receive`` exchange values by key among all ranks."""
 
-    def __init__(
-        self,
-        spec: GenerationSpec,
-        member: Member,
-        options: SnapshotOptions,
-        publish: Callable[[str, bytes], None],
-        receive: Callable[[list[str]], list[bytes]],
-    ) -> None:
-        self._spec = spec
-        self._member = member
-        self._provisions = acceptable_provisions(options)
-        self._publish = publish
-        self._receive = receive
+    _spec: GenerationSpec
+    _member: Member
+    _options: SnapshotOptions
+    _publish: Callable[[str, bytes], None]
+    _receive: Callable[[list[str]], list[bytes]]
+
+    def __post_init__(self) -> None:
+        self._provisions = acceptable_provisions(self._options)
         self._published: dict[str, NodeRoom] = {}
 
     def agree(self, tag: str, check_room: RoomCheck) -> AgreedProvision:
-        """Return the provision that all ranks take for the layouts exchanged under ``tag``.
-
-        A repeated call returns the same: a node's published room stays, since others may have read it. Raises
-        Unavailable if a node has published nothing, MalformedMessage if its value cannot be read.
-        """
+        """Return the provision that all ranks take for the layouts exchanged under ``tag``, the same at each call: a
+        node's published room stays, since others may have read it. Raises Unavailable, MalformedMessage."""
         speaks = self._member.local_rank == 0  # once per node
         if speaks and tag not in self._published:
             self._published[tag] = self._find_room(check_room)
@@ -157,23 +141,20 @@ class SlotNegotiation:
 
     def _find_room(self, check_room: RoomCheck) -> NodeRoom:
         why = ""
+        last = len(self._provisions) - 1
         for number, provision in enumerate(self._provisions):
-            tentative = number < len(self._provisions) - 1
             try:
-                check_room(provision, tentative)
+                check_room(provision, number < last)
+                return NodeRoom(number, why)
             except OutOfSlotMemory as error:
                 why = str(error)
-            else:
-                return NodeRoom(number, why)
-        return NodeRoom(len(self._provisions) - 1, why, is_insufficient=True)
+        return NodeRoom(last, why, is_insufficient=True)
 
     def _least(self, rooms: Sequence[NodeRoom]) -> AgreedProvision:
-        said = list(zip(self._spec.seats, rooms, strict=True))
+        said = zip(self._spec.seats, rooms, strict=True)
         node, least = max(said, key=lambda each: (each[1].provision_index, each[1].is_insufficient))
-        lacking = node if least.is_insufficient else ""
-        return AgreedProvision(
-            self._provisions[least.provision_index], f"{node}: {least.reason}" if least.reason else "", lacking
-        )
+        provision, reason = self._provisions[least.provision_index], f"{node}: {least.reason}" if least.reason else ""
+        return AgreedProvision(provision, reason, node if least.is_insufficient else "")
 
 
 def _key(tag: str, node: str) -> str:

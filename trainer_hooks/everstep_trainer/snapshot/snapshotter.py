@@ -38,17 +38,15 @@ from everstep_trainer.snapshot.retention import VersionRetention
 from everstep_trainer.snapshot.slot_negotiation import DEFAULT_OPTIONS, SnapshotOptions
 from everstep_trainer.state.tracked_state import TrackedState
 
-# ---- covers: store what another rank of this node died over, from a rank that holds the same
-#
-# On a single node, one rank stores each byte that several hold, at every step. When a generation ends, the others check
+# ---- covers: on a single node, one rank stores each byte that several hold. When a generation ends, the others check
 # whether it was stored; it is missing only for a rank that was killed while it copied.
 
 
-def all_stored(directory: str, members: Iterable[Member], version: Version) -> bool:
+def all_stored(directory: Path, members: Iterable[Member], version: Version) -> bool:
     """Return whether all these ranks, with segments in ``directory``, have copied their shares of ``version``."""
     for member in members:
         try:
-            view = SegmentView(map_read_only(str(Path(directory, segment_name("own", member.local_rank)))))
+            view = SegmentView(map_read_only(str(directory / segment_name("own", member.local_rank))))
         except (OSError, ValueError, DigestMismatch):
             return False
         if all((header.rank, header.version) != (member.rank, version) for _, header in view.complete_slots()):
@@ -78,8 +76,7 @@ PLAN_WAIT_S = 2.0
 PLAN_TIMEOUT_S = 10.0
 """Time for making a plan, without training waiting: ranks that change at different steps meet in it."""
 RETRY_S = 5.0
-"""After a plan failed, snapshots are skipped for this long, so that training does not stop for each attempt. Also the
-interval of repeated warnings."""
+"""Seconds without snapshots after a plan failed, so that training does not stop for each attempt; and of warnings."""
 FINISH_TIMEOUT_S = 5.0
 MAX_HASH_DELAY_S = 0.05
 """Longest pause before a copy on the CPU is hashed; it pauses as long as the copy took. Ranks that share cores begin
@@ -91,8 +88,8 @@ COPIER_POLL_S = 0.02
 class Snapshotter:
     """Snapshots of one rank in one generation; ``store`` is the generation's, with its prefix.
 
-    ``send_report`` receives each report, from another thread, and must not block. The version ``restored`` is kept
-    until two newer ones are sealed. Once ``is_over``, errors from the store, which is cut then, are not reported.
+    ``send_report`` receives each report, from another thread. The version ``restored`` is kept until two newer ones are
+    sealed. Once ``is_over``, errors from the store, which is cut then, are not reported.
     """
 
     def __init__(
@@ -129,7 +126,7 @@ class Snapshotter:
         self._retention = VersionRetention(spec.number, spec.restore, restored)
         self._pace = SnapshotPace(store, member.rank, 1 if options.candidates_only else options.interval)
         self._comparison = PythonStateComparison(store, member.rank, spec.world_size, self._log_fields)
-        self._stopwatch = StepStopwatch(None if self._pace.is_fixed else self._pace.record_step, clock)
+        self._stopwatch = StepStopwatch(self._pace.record_step if self._pace.fixed_interval is None else None, clock)
         self._retry_at = self._warn_at = float("-inf")
         self._exchange = LayoutExchange(store, member.rank, spec.world_size, clock, self._stop)
         planner = SnapshotPlanner(
@@ -156,16 +153,13 @@ class Snapshotter:
         """
         self._pace.end_step(step)
         self._stopwatch.end_step(() if self._scan is None else self._scan.gpus)
-        if self._is_stored(step):
+        if self._retention.is_candidate(step) or (not self._plans.candidates_only and self._pace.is_due(step)):
             with self._stopwatch.blocked(has_snapshot=True):
                 self._begin(step)
 
     def interval_at(self, step: int) -> int:
         """Return the number of steps between snapshots at ``step``; 0 if only versions to be committed are stored."""
         return 0 if self._plans.candidates_only else self._pace.interval_at(step)
-
-    def _is_stored(self, step: int) -> bool:
-        return self._retention.is_candidate(step) or (not self._plans.candidates_only and self._pace.is_due(step))
 
     def _begin(self, step: int) -> None:
         self._begun_step = step  # before the current plan is read
@@ -225,8 +219,8 @@ class Snapshotter:
     def wait(self) -> None:
         """Block until the copy of the last ``begin`` is done; call it before the state changes again.
 
-        Returns without a copy if the generation ended meanwhile, or no plan could be made in PLAN_WAIT_S. Raises
-        OutOfSlotMemory if there is no plan for that reason and the job requires checkpoints.
+        Returns without a copy if the generation ended, or no plan could be made in PLAN_WAIT_S. Raises OutOfSlotMemory
+        if there is no plan for that reason and the job requires checkpoints.
         """
         if self._last is not None:
             with self._stopwatch.blocked():
@@ -251,8 +245,7 @@ class Snapshotter:
         """End the generation for this rank.
 
         With ``finish``, a copy that has begun is completed and sealed (within FINISH_TIMEOUT_S), and shares of dead
-        ranks are stored, since the live state does not change until then. Otherwise an unfinished copy is abandoned,
-        and a finished one is sealed.
+        ranks are stored, since the live state does not change until then. Otherwise only a finished copy is sealed.
         """
         with self._changed:
             self._closing = True
@@ -422,7 +415,7 @@ class Snapshotter:
         if planned is None or planned.plan_with_covers is None or version.step < planned.since_step:
             return
         others = [self._spec.roster[rank] for rank in (self._member.rank, *planned.share.covered_ranks)]
-        if not all_stored(planned.segment.directory, others, version):
+        if not all_stored(Path(planned.segment.path).parent, others, version):
             slot = self._slot(planned)
             store_with_covers(planned.plan_with_covers, slot, self._member.rank, version, job.blob.data(), job.sources)
 

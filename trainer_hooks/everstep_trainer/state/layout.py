@@ -13,6 +13,11 @@ from everstep.layout.manifests import Box, Extent, TensorPlacement
 ALIGN = 64  # pieces begin at multiples of this in a payload: a cache line, and enough for any dtype's view
 
 
+def aligned(nbytes: int) -> int:
+    """Round up to a multiple of ALIGN."""
+    return -(-nbytes // ALIGN) * ALIGN
+
+
 class Sharing(StrEnum):
     """Relation between the ranks that hold the same box."""
 

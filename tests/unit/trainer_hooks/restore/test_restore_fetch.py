@@ -100,7 +100,7 @@ def test_corrupt_transfer_is_reported() -> None:
     slot = supply("n2", 2, (0,)).slot
     report(BadSlot(slot, "chunk 3 is rotten", is_corrupt=True))  # its own vault has told
     assert told == []
-    report(remote_slots.BadTransfer(slot, "did not hash right"))
+    report(remote_slots.BadTransfer(slot, "did not hash right", is_corrupt=True))
     finding = told[0].finding
     assert (finding.kind, finding.subject) == (FindingKind.TRANSFER_CORRUPT, "n2")
     assert finding.evidence == {"rank": "2", "version": "1:1", "received_by": "n1"}

@@ -76,7 +76,7 @@ def test_surviving_rank_maps_its_segment_once(survivor: Survivor) -> None:
 def test_replaced_segment_is_mapped_again(survivor: Survivor) -> None:
     survivor.stores(1, 1)
     old = survivor.client.map_segment(str(survivor.path))
-    larger = survivor.client.open_segment(JOB, 0, 4 * old.slot_bytes)
+    larger = survivor.client.open_segment(JOB, 0, 4 * old.view.slot_bytes)
     assert larger is not old
     assert survivor.client.map_segment(str(survivor.path)) is larger
     assert isinstance(larger.view, SegmentView)

@@ -7,7 +7,7 @@ import random
 
 import msgspec
 import pytest
-from everstep_trainer.restore.version_choice import covers, is_fully_covered
+from everstep_trainer.restore.version_choice import is_fully_covered
 from everstep_trainer.snapshot.exchange import LayoutRound
 from everstep_trainer.snapshot.planner import MIN_BLOB_BYTES, SnapshotPlanner
 from everstep_trainer.snapshot.shares import build_manifest, divide_state, payload_bytes, unify_sharing
@@ -16,7 +16,7 @@ from everstep_trainer.state.layout import Layout, Sharing, TensorPart, encode
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.layout.manifests import Box, full_box
+from everstep.layout.manifests import Box, full_box, uncovered
 from everstep.layout.segments import PAGE_BYTES
 from everstep.layout.slots import slot_bytes_for
 from everstep.wire.v1.local import CheckCapacity, SegmentRequirement
@@ -60,7 +60,7 @@ def test_replicated_bytes_lie_on_the_requested_number_of_nodes(
                 if piece.part == index:
                     assert place not in holders.setdefault(piece.box, set()) or tensor.nbytes <= 64
                     holders[piece.box].add(place)
-        assert covers(tensor.shape, set(holders))
+        assert not uncovered(full_box(tensor.shape), sorted(holders))
         assert sum(box.volume for box in holders) == tensor.box.volume
         assert all(len(at) >= min(replicas, world if nodes == 1 else nodes) for at in holders.values())
     assert all(piece.is_exclusive == (1 < nodes < replicas) for share in shares for piece in share.pieces)

@@ -10,16 +10,9 @@ from typing import Any
 
 import msgspec
 import torch
+from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 from torch.distributed.checkpoint.planner import ReadItem, WriteItem, WriteItemType
 
 from everstep.errors import DECODE_ERRORS, MalformedMessage
@@ -59,30 +52,30 @@ class ItemLocation(msgspec.Struct, frozen=True):
     stored: StoredBox | None = None
 
 
-def build_metadata(manifests: Sequence[Manifest], non_tensor: Sequence[NonTensorData]) -> Metadata:
+def build_metadata(manifests: Sequence[Manifest], non_tensor: Sequence[NonTensorData]) -> metadata.Metadata:
     """Return DCP's metadata of a checkpoint from all its ranks' slots, with locations as its ``storage_data``."""
-    entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    places: dict[MetadataIndex, ItemLocation] = {}
+    entries: dict[str, metadata.TensorStorageMetadata | metadata.BytesStorageMetadata] = {}
+    places: dict[metadata.MetadataIndex, ItemLocation] = {}
     paths: dict[str, Any] = {}
     for supply, (manifest, aside) in enumerate(zip(manifests, non_tensor, strict=True)):
         for tensor in manifest.catalog:
-            properties = TensorProperties(dtype=dtype_of(tensor.dtype))
-            entries.setdefault(tensor.name, TensorStorageMetadata(properties, torch.Size(tensor.shape), []))
+            properties = metadata.TensorProperties(dtype=dtype_of(tensor.dtype))
+            entries.setdefault(tensor.name, metadata.TensorStorageMetadata(properties, torch.Size(tensor.shape), []))
         for stored in manifest.stored:
             name = manifest.catalog[stored.tensor].name
             entry = entries[name]
-            if not isinstance(entry, TensorStorageMetadata):
+            if not isinstance(entry, metadata.TensorStorageMetadata):
                 raise MalformedMessage(f"{name} is a tensor in one slot of a checkpoint, but not in another")
-            index = MetadataIndex(name, torch.Size(stored.box.offset))
+            index = metadata.MetadataIndex(name, torch.Size(stored.box.offset))
             if index not in places:
                 places[index] = ItemLocation(supply, stored)
                 box = stored.box
-                entry.chunks.append(ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.size)))
+                entry.chunks.append(metadata.ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.size)))
         for name in aside.values:
-            entries.setdefault(name, BytesStorageMetadata())
-            places.setdefault(MetadataIndex(name), ItemLocation(supply))
+            entries.setdefault(name, metadata.BytesStorageMetadata())
+            places.setdefault(metadata.MetadataIndex(name), ItemLocation(supply))
         paths.update(aside.paths)
-    return Metadata(state_dict_metadata=entries, planner_data=paths or None, storage_data=places)
+    return metadata.Metadata(state_dict_metadata=entries, planner_data=paths or None, storage_data=places)
 
 
 # ---- planners without pickle: values that are no tensors are stored like Everstep's Python state

@@ -17,15 +17,7 @@ from everstep.errors import EverstepError, MalformedMessage, NotRestorable
 from everstep.ids import Version
 from everstep.layout.manifests import Box, Manifest, decode_manifest
 from everstep.wire.v1.local import SlotInfo
-from everstep_trainer.memory_tier.dcp.dcp_format import (
-    PLAIN_PREFIX,
-    ItemLocation,
-    NonTensorData,
-    VaultLoadPlanner,
-    build_metadata,
-    decode_non_tensor,
-    parse_step,
-)
+from everstep_trainer.memory_tier.dcp import dcp_format
 from everstep_trainer.memory_tier.tier import MemoryTier
 from everstep_trainer.restore.fetch import PlannedRead, ReadSource, RestoreTarget, SlotLoader
 from everstep_trainer.restore.local_slots import BadSlot
@@ -57,13 +49,15 @@ class VaultReader(StorageReader):
         self._step = step
         self._allow_pickle = allow_pickle
         self._sources: list[list[ReadSource]] = []
-        self._non_tensor: list[NonTensorData] = []
+        self._non_tensor: list[dcp_format.NonTensorData] = []
         self._metadata: Metadata | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Reset for another checkpoint. Raises ValueError for an id without a number."""
         self._step = (
-            self._given_step if self._given_step is not None or checkpoint_id is None else parse_step(checkpoint_id)
+            self._given_step
+            if self._given_step is not None or checkpoint_id is None
+            else dcp_format.parse_step(checkpoint_id)
         )
         self._metadata = None
 
@@ -75,16 +69,17 @@ class VaultReader(StorageReader):
             return None
 
     def read_metadata(self, *args: Any, **_: Any) -> Metadata:
-        """Return the metadata.
+        """Return the metadata. Raises NotRestorable without a complete checkpoint.
 
         A parameter named ``kwargs`` would tell torch that each rank can fall back on metadata of its own.
-
-        Raises:
-            NotRestorable: There is no complete checkpoint.
         """
         if self._metadata is None:
-            self._use_version(*self._agreed())
-        assert self._metadata is not None
+            slots = self._agreed()[1]
+            self._sources = self._manifests_of(slots)
+            self._non_tensor = [self._read_non_tensor(rank, supplies) for rank, supplies in enumerate(self._sources)]
+            self._metadata = dcp_format.build_metadata(
+                [supplies[0].manifest for supplies in self._sources], self._non_tensor
+            )
         return self._metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -157,27 +152,22 @@ class VaultReader(StorageReader):
             return decode_manifest(self._tier.local_slots.manifest(slot))
         return decode_manifest(self._loader([]).fetch_manifest(slot))
 
-    def _use_version(self, version: Version, slots: list[SlotInfo]) -> None:
-        self._sources = self._manifests_of(slots)
-        self._non_tensor = [self._read_non_tensor(rank, supplies) for rank, supplies in enumerate(self._sources)]
-        self._metadata = build_metadata([supplies[0].manifest for supplies in self._sources], self._non_tensor)
-
     # --- reading
 
     def _loader(self, targets: list[RestoreTarget]) -> SlotLoader:
         tier = self._tier
         return SlotLoader(tier.vault, tier.spec.job, tier.member, targets, tier.local_slots)
 
-    def _read_non_tensor(self, rank: int, supplies: list[ReadSource]) -> NonTensorData:
+    def _read_non_tensor(self, rank: int, supplies: list[ReadSource]) -> dcp_format.NonTensorData:
         for supply in supplies:
             try:
-                return decode_non_tensor(self._loader([]).read_python_state(supply))
+                return dcp_format.decode_non_tensor(self._loader([]).read_python_state(supply))
             except (BadSlot, MalformedMessage) as error:
                 log.warning("rank %d's slot on %s is not used: %s", rank, supply.slot.node, error)
         raise NotRestorable(f"every copy of rank {rank}'s slot is damaged")
 
-    def _location(self, item: ReadItem) -> ItemLocation:
-        place: ItemLocation = self.read_metadata().storage_data[item.storage_index]
+    def _location(self, item: ReadItem) -> dcp_format.ItemLocation:
+        place: dcp_format.ItemLocation = self.read_metadata().storage_data[item.storage_index]
         return place
 
     def _from_first_good(self, rank: int, items: list[ReadItem], planner: LoadPlanner) -> None:
@@ -202,9 +192,9 @@ class VaultReader(StorageReader):
 
     def _load_value(self, item: ReadItem, data: bytes, planner: LoadPlanner) -> None:
         name = item.storage_index.fqn
-        plain = data.startswith(PLAIN_PREFIX)
+        plain = data.startswith(dcp_format.PLAIN_PREFIX)
         if not plain and not self._allow_pickle:
             raise TypeError(f"{name} was stored as a pickle, which can run any code: allow it with allow_pickle=True")
-        if plain and not isinstance(planner, VaultLoadPlanner):
+        if plain and not isinstance(planner, dcp_format.VaultLoadPlanner):
             raise TypeError(f"{name} was stored by VaultSavePlanner: load with planner=VaultLoadPlanner()")
         planner.load_bytes(item, io.BytesIO(data))

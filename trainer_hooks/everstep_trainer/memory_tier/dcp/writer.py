@@ -17,15 +17,7 @@ from torch.futures import Future
 
 from everstep.errors import EverstepError, StaleGeneration
 from everstep.ids import Version
-from everstep.layout.manifests import (
-    BLOB_LENGTH_BYTES,
-    LAYOUT_FORMAT,
-    Box,
-    Manifest,
-    StoredBox,
-    TensorInfo,
-    encode_manifest,
-)
+from everstep.layout import manifests
 from everstep.layout.segments import SlotState
 from everstep.layout.slots import slot_bytes_for, slot_to_fill
 from everstep.wire.v1.local import Replicated, SlotSealed
@@ -33,7 +25,7 @@ from everstep_trainer.memory_tier.dcp.dcp_format import PLAIN_PREFIX, NonTensorD
 from everstep_trainer.memory_tier.tier import TIER_SLOTS, MemoryTier
 from everstep_trainer.memory_tier.vault_client import MappedSegment
 from everstep_trainer.snapshot.copy import slot_view, write_blob
-from everstep_trainer.state.layout import ALIGN
+from everstep_trainer.state.layout import aligned
 from everstep_trainer.state.python_value_codec import dtype_name
 
 log = logging.getLogger(__name__)
@@ -88,10 +80,8 @@ class VaultWriter(StorageWriter):
             TypeError: Pickled values are not allowed.
             OutOfSlotMemory: There is no room.
         """
-        tensors: list[WriteItem] = []
-        others: list[WriteItem] = []
-        for item in plan.items:
-            (others if item.type is WriteItemType.BYTE_IO else tensors).append(item)
+        others = [item for item in plan.items if item.type is WriteItemType.BYTE_IO]
+        tensors = [item for item in plan.items if item.type is not WriteItemType.BYTE_IO]
         values = {item.index.fqn: self._value(item, planner) for item in others}
         aside = msgspec.msgpack.encode(NonTensorData(values, plan.planner_data or {}))
         manifest = self._manifest(tensors, len(aside))
@@ -101,10 +91,10 @@ class VaultWriter(StorageWriter):
         return self._replicated(segment, slot, manifest.payload_bytes, results)
 
     def _fill(
-        self, tensors: list[WriteItem], planner: SavePlanner, manifest: Manifest, aside: bytes
+        self, tensors: list[WriteItem], planner: SavePlanner, manifest: manifests.Manifest, aside: bytes
     ) -> tuple[MappedSegment, int]:
         self._require_generation()
-        body = encode_manifest(manifest)
+        body = manifests.encode_manifest(manifest)
         needed = slot_bytes_for(len(body), manifest.payload_bytes)
         segment = self._tier.vault.open_segment(self._tier.spec.job, self._tier.local_rank, needed, slots=TIER_SLOTS)
         slot = self._slot(segment)
@@ -144,26 +134,28 @@ class VaultWriter(StorageWriter):
             )
         return value
 
-    def _manifest(self, items: list[WriteItem], aside_bytes: int) -> Manifest:
-        catalog: dict[str, TensorInfo] = {}
+    def _manifest(self, items: list[WriteItem], aside_bytes: int) -> manifests.Manifest:
+        catalog: dict[str, manifests.TensorInfo] = {}
         index_of: dict[str, int] = {}
-        stored: list[StoredBox] = []
+        stored: list[manifests.StoredBox] = []
         at = 0
         for item in items:
             data = item.tensor_data
             assert data is not None, "an item that is no bytes is a tensor"
             dtype = data.properties.dtype
-            tensor = TensorInfo(item.index.fqn, dtype_name(dtype), dtype.itemsize, tuple(data.size), False)
+            tensor = manifests.TensorInfo(item.index.fqn, dtype_name(dtype), dtype.itemsize, tuple(data.size), False)
             catalog.setdefault(tensor.name, tensor)
             index = index_of.setdefault(tensor.name, len(index_of))
             box = box_of(item)
             if box.volume:
-                stored.append(StoredBox(index, box, at))
-                at = -(-(at + box.volume * dtype.itemsize) // ALIGN) * ALIGN
-        end = at + BLOB_LENGTH_BYTES + aside_bytes
+                stored.append(manifests.StoredBox(index, box, at))
+                at = aligned(at + box.volume * dtype.itemsize)
+        end = at + manifests.BLOB_LENGTH_BYTES + aside_bytes
         world = self._tier.spec.world_size
         found = tuple(catalog.values())
-        return Manifest(LAYOUT_FORMAT, self._tier.member.rank, world, found, tuple(stored), at, aside_bytes, end, end)
+        return manifests.Manifest(
+            manifests.LAYOUT_FORMAT, self._tier.member.rank, world, found, tuple(stored), at, aside_bytes, end, end
+        )
 
     def _slot(self, segment: MappedSegment) -> int:
         """Return the oldest slot that nobody needs, after discarding an earlier one of this version."""
@@ -223,10 +215,10 @@ def _is_over_default_group() -> bool:
     return False
 
 
-def box_of(item: WriteItem) -> Box:
+def box_of(item: WriteItem) -> manifests.Box:
     assert item.tensor_data is not None, "an item that is no bytes is a tensor"
     chunk = item.tensor_data.chunk
-    return Box(tuple(chunk.offsets), tuple(chunk.sizes))
+    return manifests.Box(tuple(chunk.offsets), tuple(chunk.sizes))
 
 
 def nbytes_of(item: WriteItem) -> int:
