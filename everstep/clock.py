@@ -46,11 +46,8 @@ class ManualClock:
 
 
 class Backoff(msgspec.Struct, frozen=True):
-    """The waits between retries.
-
-    Full jitter (a uniform draw below an exponential ceiling) spreads a fleet that lost its controller at the same
-    instant; the floor keeps one unlucky draw from hammering.
-    """
+    """The waits between retries. Full jitter (a uniform draw below an exponential ceiling) spreads a fleet that lost
+    its controller at the same instant; the floor keeps one unlucky draw from hammering."""
 
     floor_s: float = 0.02
     ceiling_s: float = 5.0

@@ -34,8 +34,6 @@ def _print_version(requested: bool) -> None:
 Version = Annotated[
     bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the release and exit.")
 ]
-
-
 CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"]}
 
 
@@ -72,7 +70,7 @@ def takes_settings(
         own = inspect.signature(function, eval_str=True).parameters.values()
         parameters = [each.replace(kind=each.KEYWORD_ONLY) for each in own if each.name != "flags"]
         parameters.append(_file_parameter(program))
-        parameters += [_parameter(setting, aliases.get(setting.name, ())) for setting in settings]
+        parameters += [_setting_parameter(setting, aliases.get(setting.name, ())) for setting in settings]
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         command.__annotations__ = {}
         return command
@@ -80,28 +78,30 @@ def takes_settings(
     return decorate
 
 
+def _parameter(name: str, kind: Any, option: Any) -> inspect.Parameter:
+    annotation = Annotated[kind | None, option]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
 def _file_parameter(program: Program) -> inspect.Parameter:
     text = (
         f"TOML file with settings. Each setting is also a variable, {program.prefix} and its name in capitals. Flags "
         "override variables, and variables override the file."
     )
-    option = typer.Option("--settings", metavar="FILE", help=text)
-    return inspect.Parameter(
-        FILE, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[Path | None, option]
-    )
+    return _parameter(FILE, Path, typer.Option("--settings", metavar="FILE", help=text))
 
 
-def _parameter(setting: Setting, aliases: Sequence[str]) -> inspect.Parameter:
+def _setting_parameter(setting: Setting, aliases: Sequence[str]) -> inspect.Parameter:
     """Return the parameter of a setting. Types that Typer does not know are taken as text."""
     kind = setting.type
     if kind not in (bool, int, float, Path) and typing.get_origin(kind) is not typing.Literal:
         kind = str
     flag = f"{setting.flag}/--no-{setting.flag[2:]}" if kind is bool else setting.flag
-    default = f" [default: {default_text(setting)}]" if default_text(setting) else ""
-    option = typer.Option(flag, *aliases, help=plain_text(setting.doc) + default, hidden=len(setting.path) > 1)
-    return inspect.Parameter(
-        setting.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
-    )
+    text = " ".join(setting.doc.replace("``", "").split())  # one line, without markup
+    if value := default_text(setting):
+        text += f" [default: {value}]"
+    option = typer.Option(flag, *aliases, help=text, hidden=len(setting.path) > 1)
+    return _parameter(setting.name, kind, option)
 
 
 def default_text(setting: Setting) -> str:
@@ -110,11 +110,6 @@ def default_text(setting: Setting) -> str:
     if value is None or value is False:
         return ""
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
-def plain_text(text: str) -> str:
-    """Return a docstring in one line and without markup."""
-    return " ".join(text.replace("``", "").split())
 
 
 @contextmanager

@@ -1,26 +1,4 @@
-"""Define the errors of this project, as a tree.
-
-::
-
-    EverstepError
-    ├── ConfigurationError (ValueError)   settings that contradict each other or the machine
-    ├── ProtocolError                     the other side's message cannot be accepted
-    │   ├── VersionMismatch               no protocol version in common
-    │   ├── MalformedMessage              truncated, oversized, or not of the declared shape
-    │   │   ├── TooLarge                  more bytes than this side reads
-    │   │   └── WrongMediaType            a body of another form than the one that is read
-    │   └── StaleGeneration               the message speaks for a generation that is over
-    ├── AuthenticationError               no token or secret, or a wrong one
-    ├── PermissionDenied                  a valid token without this right
-    ├── NotFound                          no such node, job, generation, verdict or slot
-    ├── Outdated                          changed since the client looked (If-Match)
-    ├── Conflict                          refused in the present state: over budget, already held, ...
-    ├── Unavailable                       the other side is away; try again after ``retry_after_s``
-    ├── RateLimited                       more requests than this identity may send
-    └── CheckpointError
-        ├── DigestMismatch                bytes are not those sealed
-        ├── NotRestorable                 no version is complete
-        └── OutOfSlotMemory               the vault has no room; the message has the arithmetic
+"""Define the errors of this project.
 
 Every class has the HTTP status that the controller answers with, and a stable ``code`` for machines.
 """
@@ -41,146 +19,89 @@ class EverstepError(Exception):
     status: ClassVar[int] = 500
     code: ClassVar[str] = "internal"
 
+    def __init_subclass__(cls, *, status: int | None = None, code: str | None = None) -> None:
+        """Set ``status`` and ``code``, which are otherwise the base class's."""
+        cls.status, cls.code = status or cls.status, code or cls.code
 
-class ConfigurationError(EverstepError, ValueError):
+
+class ConfigurationError(EverstepError, ValueError, status=422, code="configuration"):
     """Settings contradict each other or the machine; the message says which ones, and how to fix them."""
 
-    status = 422
-    code = "configuration"
 
-
-class ProtocolError(EverstepError):
+class ProtocolError(EverstepError, status=400, code="protocol"):
     """The other side's message cannot be accepted."""
 
-    status = 400
-    code = "protocol"
 
-
-class VersionMismatch(ProtocolError):
+class VersionMismatch(ProtocolError, status=426, code="protocol_version"):
     """The sides have no protocol version in common; the message names both ranges and the side to upgrade."""
 
-    status = 426
-    code = "protocol_version"
 
-
-class MalformedMessage(ProtocolError):
+class MalformedMessage(ProtocolError, status=422, code="malformed"):
     """A message is truncated, oversized, or not of the declared shape."""
 
-    status = 422
-    code = "malformed"
 
-
-class TooLarge(MalformedMessage):
+class TooLarge(MalformedMessage, status=413, code="too_large"):
     """A message has more bytes than this side reads; the message names the limit."""
 
-    status = 413
-    code = "too_large"
 
-
-class WrongMediaType(MalformedMessage):
+class WrongMediaType(MalformedMessage, status=415, code="media_type"):
     """A body declares another form than the one that is read."""
 
-    status = 415
-    code = "media_type"
 
-
-class StaleGeneration(ProtocolError):
+class StaleGeneration(ProtocolError, status=409, code="stale"):
     """The message speaks for a generation, incarnation or session that is over."""
 
-    status = 409
-    code = "stale"
 
-
-class AuthenticationError(EverstepError):
+class AuthenticationError(EverstepError, status=401, code="unauthenticated"):
     """There is no token, or one that does not verify."""
 
-    status = 401
-    code = "unauthenticated"
 
-
-class PermissionDenied(EverstepError):
+class PermissionDenied(EverstepError, status=403, code="forbidden"):
     """The token is valid, but does not allow this."""
 
-    status = 403
-    code = "forbidden"
 
-
-class NotFound(EverstepError):
+class NotFound(EverstepError, status=404, code="not_found"):
     """There is no such node, job, generation, verdict or slot."""
 
-    status = 404
-    code = "not_found"
 
-
-class Conflict(EverstepError):
+class Conflict(EverstepError, status=409, code="conflict"):
     """The request is refused in the present state."""
 
-    status = 409
-    code = "conflict"
 
-
-class Outdated(EverstepError):
+class Outdated(EverstepError, status=412, code="outdated"):
     """The object has changed since the client looked; the client should look again."""
 
-    status = 412
-    code = "outdated"
 
-
-class Unavailable(EverstepError):
-    """The other side is away or overloaded.
-
-    Args:
-        retry_after_s: Seconds after which a retry makes sense.
-    """
-
-    status = 503
-    code = "unavailable"
+class Unavailable(EverstepError, status=503, code="unavailable"):
+    """The other side is away or overloaded; a retry makes sense after ``retry_after_s`` seconds."""
 
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
 
 
-class RateLimited(EverstepError):
-    """This identity sent more requests than it may.
-
-    Args:
-        retry_after_s: Seconds until the next request is accepted.
-    """
-
-    status = 429
-    code = "rate_limited"
+class RateLimited(EverstepError, status=429, code="rate_limited"):
+    """This identity sent more requests than it may; the next one is accepted after ``retry_after_s`` seconds."""
 
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
 
 
-class CheckpointError(EverstepError):
+class CheckpointError(EverstepError, code="checkpoint"):
     """A version cannot be written or read."""
 
-    code = "checkpoint"
 
-
-class DigestMismatch(CheckpointError):
+class DigestMismatch(CheckpointError, status=422, code="digest_mismatch"):
     """Bytes are not those that were sealed."""
 
-    status = 422
-    code = "digest_mismatch"
 
-
-class NotRestorable(CheckpointError):
+class NotRestorable(CheckpointError, status=409, code="not_restorable"):
     """No version is complete among the holders that answer."""
 
-    status = 409
-    code = "not_restorable"
 
-
-class OutOfSlotMemory(CheckpointError):
+class OutOfSlotMemory(CheckpointError, status=507, code="slot_memory"):
     """The vault has no room for the slots; the message has the arithmetic."""
-
-    status = 507
-    code = "slot_memory"
 
 
 def _classes(kind: type[EverstepError]) -> dict[str, type[EverstepError]]:

@@ -21,16 +21,11 @@ def full_match(pattern: str) -> msgspec.Meta:
 def with_portable_patterns(part: Any) -> Any:
     """Return a JSON schema, or a part of one, with the patterns of ``full_match`` ended as schemas require."""
     if isinstance(part, dict):
-        return {
-            name: _pattern(value) if name == "pattern" else with_portable_patterns(value)
-            for name, value in part.items()
-        }
+        found = {name: with_portable_patterns(value) for name, value in part.items()}
+        if isinstance(pattern := found.get("pattern"), str) and pattern.endswith(r"\Z"):
+            found["pattern"] = pattern.removesuffix(r"\Z") + "$"
+        return found
     return [with_portable_patterns(one) for one in part] if isinstance(part, list) else part
-
-
-def _pattern(value: Any) -> Any:
-    whole = isinstance(value, str) and value.endswith(r"\Z")
-    return value.removesuffix(r"\Z") + "$" if whole else with_portable_patterns(value)
 
 
 NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}"
@@ -61,10 +56,8 @@ Address = Annotated[str, full_match(r"[!-.0-~]{1,253}:[0-9]{1,5}")]
 
 
 class Version(msgspec.Struct, frozen=True, order=True, array_like=True):
-    """A checkpoint version: the state after optimizer step ``step``, reached in ``generation``.
-
-    The same step computed again in a later generation is another version. Ordered by generation, then step.
-    """
+    """A checkpoint version: the state after optimizer step ``step``, reached in ``generation``. The same step computed
+    again in a later generation is another version. Ordered by generation, then step."""
 
     generation: GenerationNumber
     step: NonNegativeInt

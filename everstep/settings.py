@@ -88,26 +88,20 @@ class Program:
     @cached_property
     def settings(self) -> dict[str, Setting]:
         """The program's settings by name, in the order of the fields."""
-        return {setting.name: setting for setting in self._settings_of(self.kind)}
+        return {setting.name: setting for setting in self._settings_of(self.kind, "", ())}
 
-    def _settings_of(
-        self, kind: type[msgspec.Struct], names: str = "", path: tuple[str, ...] = ()
-    ) -> Iterator[Setting]:
+    def _settings_of(self, kind: type[msgspec.Struct], names: str, path: tuple[str, ...]) -> Iterator[Setting]:
         docs = field_docs(kind)
         for each in msgspec.structs.fields(kind):
             name = names + each.encode_name
             if name in self.excluded:
                 continue
-            if _is_struct(each.type):
+            if isinstance(each.type, type) and issubclass(each.type, msgspec.Struct):
                 yield from self._settings_of(each.type, name + "_", (*path, each.name))
                 continue
-            yield Setting(
-                name=name,
-                path=(*path, each.name),
-                type=_without_none(each.type),
-                default=None if each.default is msgspec.NODEFAULT else each.default,
-                doc=docs.get(each.name, ""),
-            )
+            default = None if each.default is msgspec.NODEFAULT else each.default
+            doc = docs.get(each.name, "")
+            yield Setting(name=name, path=(*path, each.name), type=_without_none(each.type), default=default, doc=doc)
 
     def read(self, flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
         """Return what is set by flags, variables and the file: values by attribute, those of a nested struct as a dict.
@@ -218,10 +212,6 @@ def choices_of(kind: Any) -> tuple[str, ...]:
     return ()
 
 
-def _is_struct(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
-
-
 def _without_none(kind: Any) -> Any:
     if not isinstance(kind, types.UnionType):
         return kind
@@ -265,15 +255,9 @@ _TABLE_OF_MANY = re.compile(r"^\.([A-Za-z0-9_]+)\[(\d+)\]")
 
 
 def load_toml(path: Path, kind: type[T], known: Iterable[type[msgspec.Struct]] = ()) -> T:
-    """Load the file at ``path`` as a ``kind``.
+    """Return the TOML file at ``path`` as a ``kind``. Raises ConfigurationError if it cannot be read or does not fit.
 
-    Args:
-        path: The TOML file.
-        kind: Type of the result.
-        known: Structs that can occur inside ``kind``, whose fields are suggested for a misspelt key.
-
-    Raises:
-        ConfigurationError: The file cannot be read or does not fit.
+    ``known``: structs that can occur inside ``kind``, whose fields are suggested for a misspelt key.
     """
     return parse_toml(_read_text(path), str(path), kind, known)
 
@@ -324,16 +308,12 @@ def _suggest(name: str, known: Collection[str]) -> str:
 
 def _line(text: str, path: str, key: str) -> str:
     """Return `` line N`` of a key in the table or array element at ``path``, as far as the text tells."""
-    lines = text.splitlines()
-    table = _TABLE_OF_MANY.match(path)
-    start = _header_line(lines, table[1], int(table[2])) if table else 0
-    pattern = re.compile(rf"^\s*\[*\s*(?:[A-Za-z0-9_.]+\.)?{re.escape(key)}\s*[=\]]") if key else None
-    for number in range(start, len(lines)):
-        if pattern is not None and pattern.match(lines[number]):
-            return f" line {number + 1}"
-    return f" line {start + 1}" if table else ""
-
-
-def _header_line(lines: list[str], table: str, index: int) -> int:
-    headers = [n for n, line in enumerate(lines) if re.match(rf"^\s*\[\[\s*{re.escape(table)}\s*\]\]", line)]
-    return headers[index] if index < len(headers) else 0
+    lines, table, start = text.splitlines(), _TABLE_OF_MANY.match(path), 0
+    if table:
+        header = re.compile(rf"^\s*\[\[\s*{re.escape(table[1])}\s*\]\]")
+        headers = [number for number, line in enumerate(lines) if header.match(line)]
+        start = next(iter(headers[int(table[2]) :]), 0)
+    pattern = re.compile(rf"^\s*\[*\s*(?:[A-Za-z0-9_.]+\.)?{re.escape(key)}\s*[=\]]")
+    found = (number for number in range(start, len(lines)) if key and pattern.match(lines[number]))
+    line = next(found, start if table else None)
+    return "" if line is None else f" line {line + 1}"

@@ -163,11 +163,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 
 def load_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) -> AgentSettings:
-    """Return the validated settings from flags, environment variables, the settings file and the preset.
-
-    Raises:
-        ConfigurationError: A value is invalid, or settings contradict each other.
-    """
+    """Return the validated settings from flags, environment variables, the settings file and the preset. Raises
+    ConfigurationError: a value is invalid, or settings contradict each other."""
     given = PROGRAM.read(flags, environ)
     values = {**PRESETS[given.get("preset", "lab")], **given}
     node = values.setdefault("node", socket.gethostname().partition(".")[0])

@@ -24,10 +24,8 @@ from everstep.plain_text import PlainLineFormatter
 
 
 def private_directory(path: Path) -> Path:
-    """Create ``path`` and its parents as a directory that only this user may enter.
-
-    Raises ConfigurationError if ``path`` exists and belongs to another user, or lies in a directory of another user.
-    """
+    """Create ``path`` and its parents as a directory that only this user may enter. Raises ConfigurationError if
+    ``path`` exists and belongs to another user, or lies in a directory of another user."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     if path.stat().st_uid != os.geteuid():
         raise ConfigurationError(f"{path} belongs to another user; use a directory of your own")
@@ -81,10 +79,8 @@ def acquire_lock(lock_file: Path, error_message: str) -> int:
 
 
 class AgentRunDirectory:
-    """The run directory, held by a lock so that two agents never serve the same sockets.
-
-    Raises ConfigurationError if another agent holds the directory.
-    """
+    """The run directory, held by a lock so that two agents never serve the same sockets. Raises ConfigurationError if
+    another agent holds the directory."""
 
     def __init__(self, path: Path) -> None:
         self.path = private_directory(path.absolute())
@@ -109,10 +105,8 @@ class AgentRunDirectory:
 
 
 def delete_segments(directory: Path) -> None:
-    """Delete a vault's segment directory, and the user's directory above it once it is empty.
-
-    Call only if no vault uses the directory: the ranks of a live vault would lose their slots.
-    """
+    """Delete a vault's segment directory, and the user's directory above it once it is empty. Call only if no vault
+    uses the directory: the ranks of a live vault would lose their slots."""
     if directory.is_symlink():
         return
     shutil.rmtree(directory, ignore_errors=True)

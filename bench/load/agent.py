@@ -220,7 +220,7 @@ class Agent:
         self.seq += 1
         now = time.time()
         asks = self.away or bool(self._asked) or not self.hold or now + 0.5 * interval_s >= self._ask_at
-        frame = self._form.fill(self.seq, now, self.number, self._after, asks=asks, shows=self.away)
+        frame = self._form.fill(self.seq, now, self._after, asks=asks, shows=self.away)
         if asks:
             self._ask_at = now + ANSWER_INTERVAL_S * (1.0 if self._ask_at else random.random())
             self.beat_sent_at = time.time()

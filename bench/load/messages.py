@@ -91,30 +91,29 @@ class BeatForm:
         )
         self._text = (
             f'{{"incarnation":{INCARNATION},"seq":%(seq)d,"sent_at":%(at).6f,%(findings)s"ranks":[{ranks}],'
-            '"reports_through":%(reports)d,"directives_through":%(directives)d}'
+            '"directives_through":%(directives)d}'
         )
-        read = msgspec.json.decode(self._body(7, 1.5, 3, 4, 5), type=Heartbeat)
+        read = msgspec.json.decode(self._body(7, 1.5, 3, 5), type=Heartbeat)
         assert len(read.ranks) == (RANKS if job else 0), "the form is not a heartbeat"
         assert not job or read.ranks[-1] == RankProgress(
             job=job, generation=generation, rank=first_rank + RANKS - 1, step=3, step_s=STEP_S, loss=2.3125
         )
 
-    def _body(self, seq: int, at: float, step: int, reports: int, directives: int, findings: str = "") -> bytes:
+    def _body(self, seq: int, at: float, step: int, directives: int, findings: str = "") -> bytes:
         values = {
             "seq": seq,
             "at": at,
             "step": step,
-            "reports": reports,
             "directives": directives,
             "findings": findings,
         }
         return (self._text % values).encode()
 
-    def fill(self, seq: int, at: float, reports: int, directives: int, *, asks: bool, shows: bool) -> bytes:
+    def fill(self, seq: int, at: float, directives: int, *, asks: bool, shows: bool) -> bytes:
         """The frame of one beat; ``asks``: whether it is to be answered, ``shows``: with the picture (all is well).
         Ranks step all the time."""
         findings = '"findings":[],' if shows else ""
-        body = self._body(seq, at, int(at / STEP_S) & 0xFFFFFF, reports, directives, findings)
+        body = self._body(seq, at, int(at / STEP_S) & 0xFFFFFF, directives, findings)
         return encode_frame(FrameKind.HEARTBEAT if asks else FrameKind.ONE_WAY_HEARTBEAT, body)
 
 

@@ -16,41 +16,15 @@ from urllib.parse import quote, urlencode, urlsplit
 import msgspec
 
 from everstep.bearer_tokens import looks_like_token
-from everstep.errors import (
-    DECODE_ERRORS,
-    AuthenticationError,
-    ConfigurationError,
-    Conflict,
-    EverstepError,
-    MalformedMessage,
-    NotFound,
-    Outdated,
-    PermissionDenied,
-    RateLimited,
-    Unavailable,
-)
+from everstep.errors import BY_CODE, DECODE_ERRORS, ConfigurationError, EverstepError, MalformedMessage, Unavailable
 
 T = TypeVar("T")
+_BROKEN = (OSError, http.client.HTTPException)
 TIMEOUT_S = 10.0
 STREAM_TIMEOUT_S = 60.0
 """Seconds without a byte after which a stream counts as broken; the controller sends a comment every 15 s."""
 LEADER_RETRY_DELAYS_S = (0.2,) * 15
 """Pauses in seconds between rounds over the controllers while none leads: a lost leader is replaced within 3 s."""
-
-_BY_CODE: dict[str, type[EverstepError]] = {
-    kind.code: kind
-    for kind in (
-        AuthenticationError,
-        ConfigurationError,
-        Conflict,
-        MalformedMessage,
-        NotFound,
-        Outdated,
-        PermissionDenied,
-        RateLimited,
-        Unavailable,
-    )
-}
 
 
 class _NotLeader(Unavailable):
@@ -80,10 +54,8 @@ class ControllerClient:
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
 
     def get(self, path: str, kind: type[T], /, **query: str | int) -> T:
-        """Return the answer of a GET.
-
-        Raises EverstepError with the controller's message, Unavailable if none answers.
-        """
+        """Return the answer of a GET. Raises EverstepError with the controller's message, Unavailable if none
+        answers."""
         asked = {name: value for name, value in query.items() if value not in ("", None)}
         return self._decode(self._request("GET", path + (f"?{urlencode(asked)}" if asked else "")), kind)
 
@@ -103,18 +75,11 @@ class ControllerClient:
         said: dict[str, T | EverstepError] = {}
         for url in self._urls:
             try:
-                said[url] = self._decode(self._read_all(url, path, msgspec.json.encode(body), timeout_s), kind)
+                connection, response = self._send(url, "POST", path, msgspec.json.encode(body), timeout_s)
+                said[url] = self._decode(_read(connection, response, url), kind)
             except EverstepError as error:
                 said[url] = error
         return said
-
-    def _read_all(self, url: str, path: str, body: bytes, timeout_s: float) -> bytes:
-        connection, response = self._send(url, "POST", path, body, timeout_s)
-        with closing(connection):
-            try:
-                return response.read()
-            except (OSError, http.client.HTTPException) as error:
-                raise Unavailable(f"no answer from {url}: {error}") from error
 
     def stream(self, path: str) -> Iterator[tuple[str, bytes]]:
         """Yield the name and the ``data`` of each server-sent event. Raises Unavailable when the stream breaks."""
@@ -126,19 +91,14 @@ class ControllerClient:
                     name = line[len(b"event: ") :].strip().decode()
                 elif line.startswith(b"data: "):
                     yield name, line[len(b"data: ") :].strip()
-        except (OSError, http.client.HTTPException) as error:
+        except _BROKEN as error:
             raise Unavailable(f"the stream from {self._leader} broke: {error}") from error
         finally:
             connection.close()
 
     def _request(self, method: str, path: str, body: bytes | None = None, timeout_s: float = TIMEOUT_S) -> bytes:
         connection, response = self._send_to_leader(method, path, body, timeout_s)
-        try:
-            return response.read()
-        except (OSError, http.client.HTTPException) as error:
-            raise Unavailable(f"no answer from {self._leader}: {error}") from error
-        finally:
-            connection.close()
+        return _read(connection, response, self._leader)
 
     def _send_to_leader(
         self, method: str, path: str, body: bytes | None, timeout_s: float
@@ -171,11 +131,10 @@ class ControllerClient:
 
     def _connection(self, url: str, timeout_s: float) -> http.client.HTTPConnection:
         parts = urlsplit(url)
-        host, port = str(parts.hostname), parts.port
+        host = str(parts.hostname)
         if parts.scheme == "https":
-            tls = self._tls or ssl.create_default_context()
-            return http.client.HTTPSConnection(host, port, timeout=timeout_s, context=tls)
-        return http.client.HTTPConnection(host, port, timeout=timeout_s)
+            return http.client.HTTPSConnection(host, parts.port, timeout=timeout_s, context=self._tls)
+        return http.client.HTTPConnection(host, parts.port, timeout=timeout_s)
 
     def _send(
         self, url: str, method: str, path: str, body: bytes | None, timeout_s: float
@@ -184,7 +143,7 @@ class ControllerClient:
         connection = self._connection(url, timeout_s)
         try:
             connection.connect()
-        except (OSError, http.client.HTTPException) as error:
+        except _BROKEN as error:
             connection.close()
             raise _no_answer(url, error) from error
         try:
@@ -192,7 +151,7 @@ class ControllerClient:
             response = connection.getresponse()
             if response.status >= 400:
                 raise _refusal(response.status, response.read(), url)
-        except (OSError, http.client.HTTPException) as error:
+        except _BROKEN as error:
             connection.close()
             if method == "GET":
                 raise _no_answer(url, error) from error
@@ -212,6 +171,14 @@ class ControllerClient:
             raise MalformedMessage(
                 f"cannot decode the answer of {self._leader} ({error}): check that it is a controller of this release"
             ) from error
+
+
+def _read(connection: http.client.HTTPConnection, response: http.client.HTTPResponse, url: str) -> bytes:
+    with closing(connection):
+        try:
+            return response.read()
+        except _BROKEN as error:
+            raise Unavailable(f"no answer from {url}: {error}") from error
 
 
 class _NoAnswer(Unavailable):
@@ -249,15 +216,12 @@ def _refusal(status: int, body: bytes, url: str) -> EverstepError:
         return _NotLeader(message, str(said.get("leader", "")))
     if code == "unauthenticated":
         message += "; give the right token file (--token-file or EVERSTEP_TOKEN_FILE)"
-    return _BY_CODE.get(code, EverstepError)(message)
+    return BY_CODE.get(code, EverstepError)(message)
 
 
 def path(*parts: str) -> str:
-    """Return the path of a resource under ``/v1``, with its parts quoted.
-
-    Names are as a person typed them: unquoted, ``node-1/evict?`` would be another request. Raises ConfigurationError
-    for an empty part.
-    """
+    """Return the path of a resource under ``/v1``, with its parts quoted. Names are as a person typed them: unquoted,
+    ``node-1/evict?`` would be another request. Raises ConfigurationError for an empty part."""
     if not all(parts):
         raise ConfigurationError("a name is empty: check the variables of your script")
     return "/v1/" + "/".join(quote(part, safe="") for part in parts)

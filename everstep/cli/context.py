@@ -36,7 +36,7 @@ class _Printer(Console):
     """
 
     def __init__(self, **named: Any) -> None:
-        super().__init__(**named)
+        super().__init__(highlight=False, markup=False, **named)
         if not self.is_terminal and "COLUMNS" not in os.environ:
             self.width = PIPE_WIDTH
 
@@ -49,21 +49,15 @@ console = _Printer()
 error_console = _Printer(stderr=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
-Reason = Annotated[
-    str,
-    typer.Option(
-        "--reason",
-        "-r",
-        help="Reason, kept in the audit log.",
-        callback=lambda text: _require_reason(text),
-    ),
-]
 
 
 def _require_reason(reason: str) -> str:
     if not reason.strip():
         raise typer.BadParameter("give a reason: it is kept in the audit log")
     return reason
+
+
+Reason = Annotated[str, typer.Option("--reason", "-r", help="Reason, kept in the audit log.", callback=_require_reason)]
 
 
 DEFAULT_CONTROLLER = "http://127.0.0.1:7700"
@@ -163,8 +157,8 @@ def show(message: Any, as_json: bool, view: RenderableType) -> None:
 
 def print_change(sentence: str, trace: str) -> None:
     """Print an order's consequence, and the command to follow it."""
-    console.print(sentence or "done", highlight=False, markup=False)
-    console.print(f"everstep events --trace {trace}", style="dim", highlight=False)
+    console.print(sentence or "done")
+    console.print(f"everstep events --trace {trace}", style="dim")
 
 
 PROGRAM = Program("everstep", ConnectionOptions)

@@ -50,12 +50,10 @@ def events(
     wanted = {"trace": trace, "node": node, "job": job, "kind": kind}
     with connected_client(context) as client:
         newest = client.get("/v1/status", op.FleetStatus).newest_event if follow else 0
-        if trace:
-            found = _all_events(client, **wanted, **_time_range(since, until))
-        else:
-            found = _newest_events(client, "/v1/events", limit, **wanted, **_time_range(since, until))
+        wanted_number = sys.maxsize if trace else limit
+        found = _fetch(client, "/v1/events", wanted_number, **wanted, **_time_range(since, until))
         if trace and not as_json and not follow:
-            console.print(tables.trace_table(found) if found else f"no events of trace {trace}", markup=False)
+            console.print(tables.trace_table(found) if found else f"no events of trace {trace}")
             return
         for event in found:
             _print(event, as_json)
@@ -74,7 +72,7 @@ def audit(
 ) -> None:
     """List the orders of people and their reasons, newest last."""
     with connected_client(context) as client:
-        for event in _newest_events(client, "/v1/audit", limit, node=node, job=job, **_time_range(since, until)):
+        for event in _fetch(client, "/v1/audit", limit, node=node, job=job, **_time_range(since, until)):
             _print(event, as_json)
 
 
@@ -88,9 +86,7 @@ def parse_duration(text: str) -> float:
 
 def parse_time(text: str) -> float:
     """Return the wall seconds of a time such as ``2h`` (ago) or ISO 8601, by default in this machine's time zone.
-
-    Raises ConfigurationError for other texts.
-    """
+    Raises ConfigurationError for other texts."""
     if _DURATION.fullmatch(text):
         return SYSTEM_CLOCK.wall() - parse_duration(text)
     try:
@@ -103,18 +99,7 @@ def _time_range(since: str, until: str) -> dict[str, str]:
     return {name: repr(parse_time(text)) for name, text in (("since", since), ("until", until)) if text}
 
 
-def _all_events(client: ControllerClient, **wanted: str) -> list[op.Event]:
-    """Return every matching event, oldest first."""
-    found: list[op.Event] = []
-    while True:
-        after = found[-1].id if found else 0
-        page = client.get("/v1/events", op.EventList, limit=PAGE_SIZE, after=after, **wanted).events
-        found += page
-        if len(page) < PAGE_SIZE:
-            return found
-
-
-def _newest_events(client: ControllerClient, path: str, limit: int, **wanted: str) -> list[op.Event]:
+def _fetch(client: ControllerClient, path: str, limit: int, **wanted: str) -> list[op.Event]:
     """Return the newest matching events, oldest first. Beyond one page, all pages from the first match are read."""
     if limit <= PAGE_SIZE:
         return list(client.get(path, op.EventList, limit=limit, newest="true", **wanted).events)

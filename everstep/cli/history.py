@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -12,33 +11,31 @@ import msgspec
 import typer
 from rich.text import Text
 
-from everstep.cli import tables
 from everstep.cli.client import ControllerClient, path
 from everstep.cli.context import Json, connected_client, console, show
-from everstep.cli.tables import age, size
+from everstep.cli.tables import age, ago, size, table
 from everstep.errors import ConfigurationError
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1 import operator as op
-from everstep.wire.v1 import operator_history
-from everstep.wire.v1.operator_history import Evidence, JobCheckpoints
+from everstep.wire.v1 import operator_history as history
 
-T = TypeVar("T")
+T = TypeVar("T", bound=msgspec.Struct)
 PAGE_SIZE = 1000
 
 Node = Annotated[str, typer.Option(help="Show only entries of this node.")]
 LimitOption = Annotated[int, typer.Option("--limit", min=1, help="Maximum number of entries: the newest.")]
 
 
-def fetch_pages(client: ControllerClient, url_path: str, kind: type[T], limit: int, /, **query: str) -> Iterator[T]:
-    """Yield the pages of a list, as many as ``limit`` entries take."""
-    cursor = ""
-    while limit > 0:
-        page: Any = client.get(url_path, kind, **query, limit=min(limit, PAGE_SIZE), cursor=cursor)
-        yield page
-        limit -= PAGE_SIZE
+def fetch_list(client: ControllerClient, url_path: str, kind: type[T], limit: int = sys.maxsize, /, **query: str) -> T:
+    """Return a list as one answer: the entries, at most ``limit``, of as many pages as they take."""
+    entries: list[Any] = []
+    name, cursor = kind.__struct_fields__[0], ""
+    while True:
+        page: Any = client.get(url_path, kind, **query, limit=min(limit - len(entries), PAGE_SIZE), cursor=cursor)
+        entries += getattr(page, name)
         cursor = page.next
-        if not cursor:
-            return
+        if not cursor or len(entries) >= limit:
+            return kind(**msgspec.structs.asdict(page) | {name: tuple(entries), "next": ""})
 
 
 def register(app: typer.Typer) -> None:
@@ -57,18 +54,12 @@ def findings(
     """List findings on nodes, newest first."""
     with connected_client(context) as client:
         wanted = {"node": node, "kind": kind, "active": "true" if active else ""}
-        seen = tuple(
-            one
-            for page in fetch_pages(client, "/v1/findings", operator_history.FindingList, limit, **wanted)
-            for one in page.findings
-        )
-        now, view = SYSTEM_CLOCK.wall(), tables.table("node", "severity", "finding", "seen", "cleared")
-        for one in seen:
-            cleared = "-" if one.cleared_at is None else f"{age(now - one.cleared_at)} ago"
-            view.add_row(
-                one.node, one.finding.severity, one.finding.message, f"{age(now - one.raised_at)} ago", cleared
-            )
-        show(operator_history.FindingList(findings=seen), as_json, view)
+        seen, now = fetch_list(client, "/v1/findings", history.FindingList, limit, **wanted), SYSTEM_CLOCK.wall()
+        view = table("node", "severity", "finding", "seen", "cleared")
+        for one in seen.findings:
+            found = one.finding
+            view.add_row(one.node, found.severity, found.message, ago(one.raised_at, now), ago(one.cleared_at, now))
+        show(seen, as_json, view)
 
 
 def verdicts(
@@ -80,16 +71,11 @@ def verdicts(
 ) -> None:
     """List verdicts on nodes, newest first."""
     with connected_client(context) as client:
-        wanted = {"node": node, "decision": decision}
-        given = tuple(
-            one
-            for page in fetch_pages(client, "/v1/verdicts", operator_history.VerdictList, limit, **wanted)
-            for one in page.verdicts
-        )
-        now, view = SYSTEM_CLOCK.wall(), tables.table("verdict", "decision", "when", "why")
-        for one in given:
-            view.add_row(one.id, one.decision, f"{age(now - one.at)} ago", one.sentence)
-        show(operator_history.VerdictList(verdicts=given), as_json, view)
+        given = fetch_list(client, "/v1/verdicts", history.VerdictList, limit, node=node, decision=decision)
+        now, view = SYSTEM_CLOCK.wall(), table("verdict", "decision", "when", "why")
+        for one in given.verdicts:
+            view.add_row(one.id, one.decision, ago(one.at, now), one.sentence)
+        show(given, as_json, view)
 
 
 def checkpoints(
@@ -108,36 +94,28 @@ def checkpoints(
 
 
 def _show_job_checkpoints(client: ControllerClient, job: str, as_json: bool) -> None:
-    told, now = client.get(path("jobs", job, "checkpoints"), JobCheckpoints), SYSTEM_CLOCK.wall()
-    view = tables.table("version", "where", "since", "size", "restorable", "why, or where", right=("size",))
+    told, now = client.get(path("jobs", job, "checkpoints"), history.JobCheckpoints), SYSTEM_CLOCK.wall()
+    view = table("version", "where", "since", "size", "restorable", "why, or where", right=("size",))
     for one in told.versions:
         where = one.storage_tier if one.state == "complete" else f"to {one.storage_tier}"
+        bytes_held = size(one.bytes) if one.bytes else "-"
         can = Text("yes", style="green") if one.restorable else Text("no", style="yellow")
         why = ", ".join(filter(None, (one.sentence, "verified" if one.verified else "", one.url)))
-        view.add_row(
-            str(one.version), where, f"{age(now - one.since)} ago", size(one.bytes) if one.bytes else "-", can, why
-        )
+        view.add_row(str(one.version), where, ago(one.since, now), bytes_held, can, why)
     if not as_json:
-        console.print(told.sentence, highlight=False, markup=False)
+        console.print(told.sentence)
         if told.last_error:
-            console.print(f"last error: {told.last_error}", highlight=False, markup=False)
+            console.print(f"last error: {told.last_error}")
     show(told, as_json, view)
 
 
 def _show_committed(client: ControllerClient, job: str, limit: int, as_json: bool) -> None:
-    kept = tuple(
-        one
-        for page in fetch_pages(client, "/v1/checkpoints", operator_history.CheckpointList, limit, job=job)
-        for one in page.checkpoints
-    )
-    now, view = (
-        SYSTEM_CLOCK.wall(),
-        tables.table("job", "version", "committed", "verified", "size", right=("size",)),
-    )
-    for one in kept:
-        verified = "-" if one.verified_at is None else f"{age(now - one.verified_at)} ago"
-        view.add_row(one.job, str(one.version), f"{age(now - one.committed_at)} ago", verified, size(one.bytes))
-    show(operator_history.CheckpointList(checkpoints=kept), as_json, view)
+    kept = fetch_list(client, "/v1/checkpoints", history.CheckpointList, limit, job=job)
+    now, view = SYSTEM_CLOCK.wall(), table("job", "version", "committed", "verified", "size", right=("size",))
+    for one in kept.checkpoints:
+        committed, verified = ago(one.committed_at, now), ago(one.verified_at, now)
+        view.add_row(one.job, str(one.version), committed, verified, size(one.bytes))
+    show(kept, as_json, view)
 
 
 def remediations(
@@ -150,54 +128,43 @@ def remediations(
     """List actions requested from Slurm, Kubernetes or the webhook, and their outcomes."""
     with connected_client(context) as client:
         wanted = {"node": node, "remediation_state": state}
-        asked = tuple(
-            one
-            for page in fetch_pages(client, "/v1/remediations", operator_history.RemediationList, limit, **wanted)
-            for one in page.remediations
-        )
-        now, view = SYSTEM_CLOCK.wall(), tables.table("node", "action", "state", "asked", "why")
-        for one in asked:
+        asked = fetch_list(client, "/v1/remediations", history.RemediationList, limit, **wanted)
+        now, view = SYSTEM_CLOCK.wall(), table("node", "action", "state", "asked", "why")
+        for one in asked.remediations:
             why = f"{one.sentence} ({one.detail})" if one.detail else one.sentence
-            view.add_row(one.node, one.kind.replace("_", " "), one.state, f"{age(now - one.requested_at)} ago", why)
-        show(operator_history.RemediationList(remediations=asked), as_json, view)
+            view.add_row(one.node, one.kind.replace("_", " "), one.state, ago(one.requested_at, now), why)
+        show(asked, as_json, view)
 
 
 def probes(context: typer.Context, node: Node = "", limit: LimitOption = 50, as_json: Json = False) -> None:
     """List probes since this controller became leader, newest first."""
     with connected_client(context) as client:
-        known = tuple(
-            one for page in fetch_pages(client, "/v1/probes", op.ProbeList, limit, node=node) for one in page.probes
-        )
-        now, view = SYSTEM_CLOCK.wall(), tables.table("probe", "nodes", "begun", "outcome")
-        for one in known:
+        known = fetch_list(client, "/v1/probes", op.ProbeList, limit, node=node)
+        now, view = SYSTEM_CLOCK.wall(), table("probe", "nodes", "begun", "outcome")
+        for one in known.probes:
             outcome = {None: "running", True: "passed", False: "failed"}[one.ok]
-            view.add_row(one.probe, ", ".join(one.nodes), f"{age(now - one.started_at)} ago", outcome)
-        show(op.ProbeList(probes=known), as_json, view)
+            view.add_row(one.probe, ", ".join(one.nodes), ago(one.started_at, now), outcome)
+        show(known, as_json, view)
 
 
 def budget(context: typer.Context, as_json: Json = False) -> None:
     """Show the eviction budget, and nodes whose eviction is deferred."""
     with connected_client(context) as client:
-        now, left = SYSTEM_CLOCK.wall(), client.get("/v1/budget", operator_history.BudgetStatus)
-        view = tables.table(
-            "of", "left", "limit", "used", "nodes", "frees in", right=("left", "limit", "used", "nodes")
-        )
+        now, left = SYSTEM_CLOCK.wall(), client.get("/v1/budget", history.BudgetStatus)
+        numbers = ("left", "limit", "used", "nodes")
+        view = table("of", *numbers, "frees in", right=numbers)
         for one in left.scopes:
             frees = age(one.next_free_at - now) if one.next_free_at > now else "-"
             if left.breaker:
                 frees = "after everstep reset-breaker"
-            numbers = (one.remaining, one.limit, one.used, one.nodes)
-            view.add_row(" ".join(filter(None, (one.kind, one.name))), *map(str, numbers), frees)
+            counts = (one.remaining, one.limit, one.used, one.nodes)
+            view.add_row(" ".join(filter(None, (one.kind, one.name))), *map(str, counts), frees)
         show(left, as_json, view)
         if not as_json:
             if left.breaker:
                 console.print(Text(left.breaker, style="bold red"))
             for held in left.deferred:
-                console.print(
-                    f"{held.node}: eviction deferred by {held.deferred_by}: {held.finding}",
-                    highlight=False,
-                    markup=False,
-                )
+                console.print(f"{held.node}: eviction deferred by {held.deferred_by}: {held.finding}")
 
 
 def evidence(
@@ -207,7 +174,7 @@ def evidence(
 ) -> None:
     """Collect the evidence against a node in one JSON document, for its vendor."""
     with connected_client(context) as client:
-        bundle = client.get(path("nodes", node, "evidence"), Evidence)
+        bundle = client.get(path("nodes", node, "evidence"), history.Evidence)
         text = msgspec.json.format(msgspec.json.encode(bundle), indent=2) + b"\n"
         if output is None:
             sys.stdout.buffer.write(text)
@@ -226,11 +193,11 @@ def loss_forecast(
     """Show what the job could restore after the loss of each node, rack or switch."""
     with connected_client(context) as client:
         told = client.get(path("jobs", job, "restorability"), op.Restorability)
-        view = tables.table("loss", "checkpoint", "nodes left", "what follows", right=("nodes left",))
+        view = table("loss", "checkpoint", "nodes left", "what follows", right=("nodes left",))
         for one in told.loss_forecasts:
             name = one.name or "+".join(one.nodes)
             whole = Text("restorable", style="green") if one.restorable else Text("lost", style="bold red")
             view.add_row(f"{one.kind} {name}", whole, str(one.remaining_nodes), one.sentence)
         if not as_json:
-            console.print(told.sentence, highlight=False, markup=False)
+            console.print(told.sentence)
         show(told, as_json, view)

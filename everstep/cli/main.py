@@ -119,7 +119,7 @@ def top(
 
 def _fleet_view(client: ControllerClient) -> RenderableType:
     fleet = client.get("/v1/status", op.FleetStatus)
-    return tables.top(fleet, nodes.fetch_nodes(client), SYSTEM_CLOCK.wall())
+    return tables.top(fleet, history.fetch_list(client, "/v1/nodes", op.NodeList).nodes, SYSTEM_CLOCK.wall())
 
 
 @app.command()
@@ -130,9 +130,8 @@ def jobs(
 ) -> None:
     """List all jobs and their progress."""
     with connected_client(context) as client:
-        pages = history.fetch_pages(client, "/v1/jobs", op.JobList, sys.maxsize, job_state=state)
-        found = tuple(job for page in pages for job in page.jobs)
-        show(op.JobList(jobs=found, total=len(found)), as_json, tables.jobs(found))
+        found = history.fetch_list(client, "/v1/jobs", op.JobList, job_state=state)
+        show(found, as_json, tables.jobs(found.jobs))
 
 
 @job_app.command("show")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated
 
 import typer
 
 from everstep.cli import history, tables
-from everstep.cli.client import ControllerClient, path
+from everstep.cli.client import path
 from everstep.cli.context import Json, Reason, connected_client, print_change, print_error, send_order, show
 from everstep.command_line import make_app
 from everstep.errors import AuthenticationError, EverstepError, Unavailable
@@ -36,18 +35,10 @@ def nodes(
 ) -> None:
     """List nodes and their states."""
     with connected_client(context) as client:
-        where = {"state": state, "rack": rack, "switch": switch, "job": job}
-        found = fetch_nodes(client, **where, gpu_model=gpu_model, driver=driver, gpu=gpu, label=label)
-        show(op.NodeList(nodes=found, total=len(found)), as_json, tables.nodes(found, SYSTEM_CLOCK.wall()))
-
-
-def fetch_nodes(client: ControllerClient, **wanted: str) -> tuple[op.NodeSummary, ...]:
-    """Return all matching nodes."""
-    return tuple(
-        node
-        for page in history.fetch_pages(client, "/v1/nodes", op.NodeList, sys.maxsize, **wanted)
-        for node in page.nodes
-    )
+        wanted = {"state": state, "rack": rack, "switch": switch, "job": job}
+        wanted |= {"gpu_model": gpu_model, "driver": driver, "gpu": gpu, "label": label}
+        found = history.fetch_list(client, "/v1/nodes", op.NodeList, **wanted)
+        show(found, as_json, tables.nodes(found.nodes, SYSTEM_CLOCK.wall()))
 
 
 @app.command("show")

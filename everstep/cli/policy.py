@@ -15,7 +15,7 @@ from everstep.cli.context import Json, connected_client, console, show
 from everstep.command_line import make_app
 from everstep.errors import ConfigurationError, Conflict
 from everstep.policy_trial_results import merge_results
-from everstep.wire.v1 import operator_history
+from everstep.wire.v1 import operator_history as history
 
 TRIAL_TIMEOUT_S = 600.0
 """Seconds that a controller may take to repeat its decisions of a month."""
@@ -27,7 +27,7 @@ Change = Annotated[
 ]
 
 
-def _read(file: Path) -> operator_history.PolicyChange:
+def _read(file: Path) -> history.PolicyChange:
     """Return the change in a file, which is written as in the settings or in a policy file."""
     try:
         written: dict[str, Any] = tomllib.loads(file.read_text())
@@ -39,7 +39,7 @@ def _read(file: Path) -> operator_history.PolicyChange:
         raise ConfigurationError(f"{file} has {', '.join(sorted(unknown))}: give [policy] and [[rule]] only")
     try:
         return msgspec.convert(
-            {"knobs": written.get("policy", {}), "rules": written.get("rule", [])}, operator_history.PolicyChange
+            {"knobs": written.get("policy", {}), "rules": written.get("rule", [])}, history.PolicyChange
         )
     except msgspec.ValidationError as error:
         raise ConfigurationError(f"{file}: {error}") from error
@@ -53,7 +53,7 @@ def show_(
 ) -> None:
     """Show the policy in force."""
     with connected_client(context) as client:
-        policy = client.get("/v1/policy", operator_history.PolicyDocument)
+        policy = client.get("/v1/policy", history.PolicyDocument)
         if rules:
             view = tables.table("rule", "mode", "ladder", "n of m", "source")
             for rule in policy.rules:
@@ -72,7 +72,7 @@ def show_(
 def check(context: typer.Context, file: Change, as_json: Json = False) -> None:
     """Check that a change is valid, and show what it changes."""
     with connected_client(context) as client:
-        checked = client.post("/v1/policy/check", _read(file), operator_history.PolicyCheckResult)
+        checked = client.post("/v1/policy/check", _read(file), history.PolicyCheckResult)
         view = tables.table("what", "change")
         for name, change in checked.changes.items():
             view.add_row(name, change)
@@ -91,25 +91,20 @@ def try_(
 ) -> None:
     """Decide the recorded past again with a change, and show the evictions that differ."""
     with connected_client(context) as client:
-        told = _run_trial(client, operator_history.PolicyTrialRequest(change=_read(file), hours=hours))
+        told = _run_trial(client, history.PolicyTrialRequest(change=_read(file), hours=hours))
         view = tables.table("would have been evicted", "why")
         for verdict in told.added_evictions:
             view.add_row(verdict.node, verdict.sentence)
         show(told, as_json, view if told.added_evictions else told.sentence)
         if not as_json:
-            console.print(f"{told.events} events decided again; {told.sentence}", highlight=False, markup=False)
+            console.print(f"{told.events} events decided again; {told.sentence}")
             for line in told.avoided_evictions:
-                console.print(f"avoided eviction: {line}", highlight=False, markup=False)
+                console.print(f"avoided eviction: {line}")
 
 
-def _run_trial(
-    client: ControllerClient, request: operator_history.PolicyTrialRequest
-) -> operator_history.PolicyTrialResult:
+def _run_trial(client: ControllerClient, request: history.PolicyTrialRequest) -> history.PolicyTrialResult:
     """Try the change; with several controllers ask each, since each recorded the decisions of its own lead."""
     if not client.has_several_controllers:
-        return client.post("/v1/policy/try", request, operator_history.PolicyTrialResult, timeout_s=TRIAL_TIMEOUT_S)
-    return merge_results(
-        client.post_to_all(
-            "/v1/policy/try?local=true", request, operator_history.PolicyTrialResult, timeout_s=TRIAL_TIMEOUT_S
-        )
-    )
+        return client.post("/v1/policy/try", request, history.PolicyTrialResult, timeout_s=TRIAL_TIMEOUT_S)
+    url_path, kind = "/v1/policy/try?local=true", history.PolicyTrialResult
+    return merge_results(client.post_to_all(url_path, request, kind, timeout_s=TRIAL_TIMEOUT_S))

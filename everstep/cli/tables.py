@@ -56,13 +56,15 @@ def age(seconds: float) -> str:
     return f"{total // 86400} d {total % 86400 // 3600} h"
 
 
+def ago(at: float | None, now: float) -> str:
+    return "-" if at is None else f"{age(now - at)} ago"
+
+
 def duration(seconds: float) -> str:
     """Format a span: ``830 us``, ``12.3 ms``, ``1.24 s``."""
     if seconds < 0.001:
         return f"{seconds * 1e6:.0f} us"
-    if seconds < 1:
-        return f"{seconds * 1e3:.1f} ms"
-    return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
 def size(count: float) -> str:
@@ -74,19 +76,11 @@ def size(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
-def table(*columns: str, title: str | None = None, right: Iterable[str] = ()) -> Table:
-    """Return an empty table in the common style."""
-    made = Table(
-        box=box.SIMPLE_HEAD,
-        title=title,
-        title_justify="left",
-        header_style="bold",
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-    )
-    numbers = set(right)
+def table(*columns: str, right: Iterable[str] = ()) -> Table:
+    """Return an empty table in the common style, with the columns ``right`` aligned to the right."""
+    made = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
     for column in columns:
-        made.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
+        made.add_column(column, justify="right" if column in right else "left", overflow="fold")
     return made
 
 
@@ -98,11 +92,9 @@ class ResponsiveTable:
         rows: Iterable[Mapping[str, RenderableType]],
         *,
         columns: Mapping[int, Sequence[str]],
-        right: Iterable[str] = (),
+        right: Sequence[str] = (),
     ) -> None:
-        self._rows = list(rows)
-        self._columns = columns
-        self._right = tuple(right)
+        self._rows, self._columns, self._right = list(rows), columns, right
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         columns = next(named for width, named in self._columns.items() if options.max_width >= width)
@@ -120,7 +112,7 @@ def _loss(loss: float | None) -> str:
     return "-" if loss is None else f"{loss:.4f}"
 
 
-def _pairs(rows: Iterable[tuple[str, RenderableType]]) -> Table:
+def _pairs(*rows: tuple[str, RenderableType]) -> Table:
     made = Table.grid(padding=(0, 2))
     made.add_column(style="dim")
     made.add_column(overflow="fold")
@@ -139,14 +131,12 @@ def status(fleet: op.FleetStatus) -> RenderableType:
         budget = Text(f"automatic evictions stopped {since} ago: {fleet.breaker}", style="bold red")
     away = Text(f"unavailable, running jobs can only regroup: {fleet.database_outage}", style="bold red")
     head = _pairs(
-        (
-            ("controller", f"{fleet.version}, up {age(fleet.now - fleet.started_at)}, epoch {fleet.epoch}"),
-            ("nodes", counts if fleet.nodes else "none registered yet"),
-            ("connected", str(fleet.connected_nodes)),
-            ("budget", budget),
-            *((("database", away),) if fleet.database_outage else ()),
-            *(("outbreak", _outbreak(one, fleet.now)) for one in fleet.outbreaks),
-        )
+        ("controller", f"{fleet.version}, up {age(fleet.now - fleet.started_at)}, epoch {fleet.epoch}"),
+        ("nodes", counts if fleet.nodes else "none registered yet"),
+        ("connected", str(fleet.connected_nodes)),
+        ("budget", budget),
+        *((("database", away),) if fleet.database_outage else ()),
+        *(("outbreak", _outbreak(one, fleet.now)) for one in fleet.outbreaks),
     )
     return Group(head, jobs(fleet.jobs)) if fleet.jobs else Group(head, Text("no running jobs", style="dim"))
 
@@ -157,21 +147,10 @@ def _outbreak(one: op.Outbreak, now: float) -> Text:
 
 def _state_text(one: op.NodeSummary) -> Text:
     """Return the node's state; a node only spared as part of an outbreak is not shown as healthy."""
-    return (
-        Text.assemble(styled_state(one.state), (" (outbreak)", "bold red"))
-        if one.outbreaks
-        else styled_state(one.state)
-    )
+    return Text.assemble(styled_state(one.state), (" (outbreak)" if one.outbreaks else "", "bold red"))
 
 
-BY_URGENCY = (
-    NodeState.REPAIR,
-    NodeState.QUARANTINED,
-    NodeState.LOST,
-    NodeState.SUSPECT,
-    NodeState.HELD,
-    NodeState.PROBATION,
-)
+BY_URGENCY = tuple(map(NodeState, ("repair", "quarantined", "lost", "suspect", "held", "probation")))
 """States in which a node does not compute, or may soon not; those that need a person come first."""
 
 
@@ -189,9 +168,9 @@ def nodes(found: Iterable[op.NodeSummary], now: float) -> RenderableType:
     return ResponsiveTable(
         (_node_row(one, now) for one in found),
         columns={
-            160: ("node", "state", "for", "job", "gpus", "findings", "seen", "rack", "switch", "driver", "why"),
-            120: ("node", "state", "for", "job", "gpus", "findings", "seen", "rack", "why"),
-            0: ("node", "state", "for", "job", "why"),
+            160: ["node", "state", "for", "job", "gpus", "findings", "seen", "rack", "switch", "driver", "why"],
+            120: ["node", "state", "for", "job", "gpus", "findings", "seen", "rack", "why"],
+            0: ["node", "state", "for", "job", "why"],
         },
         right=("gpus", "findings"),
     )
@@ -204,7 +183,7 @@ def top(fleet: op.FleetStatus, found: Iterable[op.NodeSummary], now: float) -> R
 
 
 def _node_row(one: op.NodeSummary, now: float) -> dict[str, RenderableType]:
-    seen = "-" if one.last_seen_at is None else f"{age(now - one.last_seen_at)} ago"
+    seen = ago(one.last_seen_at, now)
     return {
         "node": Text(one.node, style="bold"),
         "state": _state_text(one),
@@ -223,25 +202,23 @@ def _node_row(one: op.NodeSummary, now: float) -> dict[str, RenderableType]:
 def node(detail: op.NodeDetail, now: float) -> RenderableType:
     one = detail.summary
     head = _pairs(
-        (
-            ("node", Text(one.node, style="bold")),
-            ("state", Text.assemble(_state_text(one), f" for {age(now - one.since)}")),
-            ("why", one.reason or "-"),
-            ("job", one.job or "-"),
-            ("connected", "yes" if one.connected else Text("no", style="yellow")),
-            ("agent", f"{detail.agent_version or '?'}, incarnation {detail.incarnation}"),
-            ("registered", f"{age(now - detail.registered_at)} ago" if detail.registered_at else "-"),
-            ("driver", detail.driver_version or "-"),
-            ("vault", detail.vault or "-"),
-            ("domain", " ".join(filter(None, (one.domain.rack, one.domain.switch, one.domain.power))) or "-"),
-            ("labels", " ".join(f"{name}={value}" for name, value in one.labels.items()) or "-"),
-            ("evictions", str(detail.evictions)),
-            ("offences", f"{detail.offence_score:.2f}"),
-            ("maintenance", _maintenance(detail, now)),
-            ("hold", detail.hold_reason or "-"),
-            ("cordoned by", detail.external_cordon_by or "-"),
-            *((("eviction deferred by", detail.eviction_deferred_by),) if detail.eviction_deferred_by else ()),
-        )
+        ("node", Text(one.node, style="bold")),
+        ("state", Text.assemble(_state_text(one), f" for {age(now - one.since)}")),
+        ("why", one.reason or "-"),
+        ("job", one.job or "-"),
+        ("connected", "yes" if one.connected else Text("no", style="yellow")),
+        ("agent", f"{detail.agent_version or '?'}, incarnation {detail.incarnation}"),
+        ("registered", ago(detail.registered_at or None, now)),
+        ("driver", detail.driver_version or "-"),
+        ("vault", detail.vault or "-"),
+        ("domain", " ".join(filter(None, (one.domain.rack, one.domain.switch, one.domain.power))) or "-"),
+        ("labels", " ".join(f"{name}={value}" for name, value in one.labels.items()) or "-"),
+        ("evictions", str(detail.evictions)),
+        ("offences", f"{detail.offence_score:.2f}"),
+        ("maintenance", _maintenance(detail, now)),
+        ("hold", detail.hold_reason or "-"),
+        ("cordoned by", detail.external_cordon_by or "-"),
+        *((("eviction deferred by", detail.eviction_deferred_by),) if detail.eviction_deferred_by else ()),
     )
     parts: list[RenderableType] = [head]
     if detail.findings:
@@ -277,7 +254,7 @@ def findings(found: Iterable[Finding], now: float) -> RenderableType:
         made.add_row(
             f"{one.kind} {one.subject}" + (f" XID {one.xid}" if one.xid is not None else ""),
             styled_state(one.severity),
-            f"{age(now - one.since)} ago" if one.since else "-",
+            ago(one.since or None, now),
             one.message,
             str(one.action),
             f"{one.rule} ({one.source})" if one.source else one.rule or "-",
@@ -286,26 +263,10 @@ def findings(found: Iterable[Finding], now: float) -> RenderableType:
 
 
 def jobs(found: Iterable[op.JobSummary]) -> RenderableType:
-    return ResponsiveTable(
-        (_job_row(one) for one in found),
-        columns={
-            128: (
-                "job",
-                "state",
-                "gen",
-                "ranks",
-                "nodes",
-                "spares",
-                "step",
-                "step time",
-                "loss",
-                "committed",
-                "verified",
-            ),
-            0: ("job", "state", "gen", "ranks", "spares", "step", "loss", "commit"),
-        },
-        right=("gen", "ranks", "nodes", "spares", "step", "step time", "loss", "commit"),
-    )
+    wide = ["job", "state", "gen", "ranks", "nodes", "spares", "step", "step time", "loss", "committed", "verified"]
+    narrow = ["job", "state", "gen", "ranks", "spares", "step", "loss", "commit"]
+    numbers = ["gen", "ranks", "nodes", "spares", "step", "step time", "loss", "commit"]
+    return ResponsiveTable((_job_row(one) for one in found), columns={128: wide, 0: narrow}, right=numbers)
 
 
 def _job_row(one: op.JobSummary) -> dict[str, RenderableType]:
@@ -334,19 +295,14 @@ def job(detail: op.JobDetail, now: float) -> RenderableType:
         ranks = {one.rank: one for one in detail.ranks}
         for member in detail.roster:
             one = ranks.get(member.rank)
-            made.add_row(
-                str(member.rank),
-                member.node,
-                str(member.local_rank),
-                str(one.step) if one else "-",
-                duration(one.step_s) if one and one.step_s else "-",
-                _loss(one.loss) if one else "-",
-            )
+            took = duration(one.step_s) if one and one.step_s else "-"
+            progress = (str(one.step), took, _loss(one.loss)) if one else ("-", "-", "-")
+            made.add_row(str(member.rank), member.node, str(member.local_rank), *progress)
         parts.append(made)
     if detail.spares:
         parts.append(Text(f"spares: {', '.join(detail.spares)}"))
     if detail.ineligible_nodes:
-        parts.append(_pairs((f"{node} waits", why) for node, why in detail.ineligible_nodes.items()))
+        parts.append(_pairs(*((f"{node} waits", why) for node, why in detail.ineligible_nodes.items())))
     if detail.recoveries:
         parts.append(recoveries(detail.recoveries, now))
     return Group(*parts)
@@ -388,45 +344,37 @@ def _kind_style(kind: str) -> str:
     return "green" if "resumed" in kind or "readmit" in kind else ""
 
 
-def trace_table(events: Iterable[op.Event]) -> RenderableType:
+def trace_table(events: Sequence[op.Event]) -> RenderableType:
     """Render all consequences of one trace, with times from its first event on."""
     made = table("after", "kind", "node", "job", "what", right=("after",))
-    first: float | None = None
     for event in events:
-        first = event.at if first is None else first
+        said = ", ".join(f"{name} {value}" for name, value in event.detail.items() if value)
         made.add_row(
-            f"+{(event.at - first) * 1e3:.1f} ms",
+            f"+{(event.at - events[0].at) * 1e3:.1f} ms",
             Text(event.kind, style=_kind_style(event.kind)),
             event.node or "-",
             f"{event.job} g{event.generation}" if event.job and event.generation else event.job or "-",
-            Text.assemble(event.sentence, _detail_text(event)),
+            Text.assemble(event.sentence, (f"\n{said}" if said else "", "dim")),
         )
     return made
 
 
-def _detail_text(event: op.Event) -> Text:
-    said = ", ".join(f"{name} {value}" for name, value in event.detail.items() if value)
-    return Text(f"\n{said}" if said else "", style="dim")
-
-
 def verdict(one: Verdict, now: float) -> RenderableType:
     head = _pairs(
-        (
-            ("verdict", Text(one.id, style="bold")),
-            ("node", one.node),
-            ("decision", styled_state(one.decision)),
-            ("reason", one.sentence),
-            ("action", str(one.action)),
-            ("given", f"{age(now - one.at)} ago"),
-            ("trace", one.trace),
-        )
+        ("verdict", Text(one.id, style="bold")),
+        ("node", one.node),
+        ("decision", styled_state(one.decision)),
+        ("reason", one.sentence),
+        ("action", str(one.action)),
+        ("given", ago(one.at, now)),
+        ("trace", one.trace),
     )
     return Group(head, findings(one.evidence, now)) if one.evidence else head
 
 
 def probe(one: op.ProbeStatus) -> RenderableType:
     word = {True: Text("ok", style="green"), False: Text("failed", style="bold red"), None: Text("running")}[one.ok]
-    head = _pairs((("probe", one.probe), ("nodes", ", ".join(one.nodes)), ("result", word)))
+    head = _pairs(("probe", one.probe), ("nodes", ", ".join(one.nodes)), ("result", word))
     parts: list[RenderableType] = [head]
     if one.rows:
         made = table("size", "latency", "bus bandwidth", right=("size", "latency", "bus bandwidth"))

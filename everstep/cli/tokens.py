@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import RenderableType
@@ -16,7 +15,7 @@ from rich.text import Text
 from everstep.bearer_tokens import TokenRole
 from everstep.cli import history, tables
 from everstep.cli.client import path
-from everstep.cli.context import Json, Reason, connected_client, console, print_change, show
+from everstep.cli.context import Json, Reason, connected_client, console, send_order, show
 from everstep.cli.events import parse_duration
 from everstep.cli.tables import age
 from everstep.command_line import make_app
@@ -44,11 +43,9 @@ def list_(
 ) -> None:
     """List credentials. Their tokens are not stored and cannot be shown."""
     with connected_client(context) as client:
-        listed = history.fetch_pages(
-            client, "/v1/credentials", wire.CredentialList, sys.maxsize, role=role, subject=subject
-        )
-        found, now = [one for page in listed for one in page.credentials], SYSTEM_CLOCK.wall()
-        living = [one for one in found if everything or _is_valid(one, now)]
+        listed = history.fetch_list(client, "/v1/credentials", wire.CredentialList, role=role, subject=subject)
+        now = SYSTEM_CLOCK.wall()
+        living = [one for one in listed.credentials if everything or _is_valid(one, now)]
         show(wire.CredentialList(credentials=tuple(living)), as_json, _table(living, now))
 
 
@@ -76,19 +73,14 @@ def issue(
 ) -> None:
     """Issue a credential and show its token, which cannot be shown again."""
     with connected_client(context) as client:
-        life_s = parse_duration(expires) if expires else None
-        body: wire.IssueRequest
+        about: dict[str, Any] = {"subject": subject, "reason": reason, "note": note}
+        about["expires_in_s"] = parse_duration(expires) if expires else None
         if role == "join":
-            body = wire.IssueJoin(
-                subject=subject or "*",
-                uses=uses or None,
-                replace=replace,
-                reason=reason,
-                expires_in_s=life_s,
-                note=note,
-            )
-        else:
-            body = _KINDS[role](subject=_require_subject(subject, role), reason=reason, expires_in_s=life_s, note=note)
+            about |= {"subject": subject or "*", "uses": uses or None, "replace": replace}
+        elif not subject:
+            subjects = {"agent": "the node", "trainer": "the job"}
+            raise ConfigurationError(f"--role {role} needs --subject: {subjects.get(role, 'the person')}")
+        body = _KINDS[role](**about)
         with _token_output(out) as hand_out:
             hand_out(client.post("/v1/credentials", body, wire.Issued))
 
@@ -96,9 +88,7 @@ def issue(
 @app.command()
 def revoke(context: typer.Context, id: CredentialId, reason: Reason) -> None:
     """Revoke a credential at once."""
-    with connected_client(context) as client:
-        changed = client.post(path("credentials", id, "revoke"), op.ReasonOnlyRequest(reason=reason), op.ChangeResult)
-        print_change(changed.sentence, changed.trace)
+    send_order(context, op.ReasonOnlyRequest(reason=reason), "credentials", id, "revoke")
 
 
 @app.command()
@@ -110,19 +100,13 @@ def rotate(context: typer.Context, id: CredentialId, reason: Reason, grace: Dura
             hand_out(client.post(path("credentials", id, "rotate"), body, wire.Issued))
 
 
-_KINDS: dict[str, type[wire.IssueAgent | wire.IssueTrainer | wire.IssueOperator | wire.IssueViewer]] = {
+_KINDS: dict[str, type[wire.IssueRequest]] = {
     "agent": wire.IssueAgent,
     "trainer": wire.IssueTrainer,
     "operator": wire.IssueOperator,
     "viewer": wire.IssueViewer,
+    "join": wire.IssueJoin,
 }
-
-
-def _require_subject(subject: str, role: str) -> str:
-    if not subject:
-        subjects = {"agent": "the node", "trainer": "the job"}
-        raise ConfigurationError(f"--role {role} needs --subject: {subjects.get(role, 'the person')}")
-    return subject
 
 
 @contextmanager
@@ -139,7 +123,7 @@ def _token_output(out: str) -> Iterator[Callable[[wire.Issued], None]]:
 
         def write(issued: wire.Issued) -> None:
             file.write(issued.token + "\n")
-            console.print(f"wrote the token of credential {issued.credential.id} to {out}", highlight=False)
+            console.print(f"wrote the token of credential {issued.credential.id} to {out}")
 
         try:
             yield write
@@ -153,7 +137,6 @@ def _is_valid(one: wire.Credential, now: float) -> bool:
 
 
 def _table(credentials: Sequence[wire.Credential], now: float) -> RenderableType:
-    """Render one row per credential."""
     made = tables.table("id", "role", "of", "since", "by", "state", "note", right=("since",))
     for one in credentials:
         made.add_row(

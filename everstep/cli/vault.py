@@ -6,13 +6,11 @@ import os
 import select
 import shutil
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import RenderableType
 
 from everstep.cli import tables
 from everstep.cli.context import Json, console, reporting_errors, show
@@ -51,7 +49,10 @@ class VaultMemory(msgspec.Struct, frozen=True, kw_only=True):
 def list_(directory: Directory = None, as_json: Json = False) -> None:
     """List the memory of all vaults of this user, and what stopped vaults left."""
     found = [_memory(path) for path in _vault_directories(directory)]
-    show(found, as_json, _table(found))
+    view = tables.table("name", "jobs", "memory", "vault", right=("memory",))
+    for one in found:
+        view.add_row(one.name, ", ".join(one.jobs) or "-", size(one.bytes), _state(one))
+    show(found, as_json, view)
 
 
 @app.command()
@@ -67,18 +68,15 @@ def drop(
         before = _memory(path)
         _stop_vault(path, before)
         shutil.rmtree(path, ignore_errors=True)
-        console.print(f"{name}: {size(before.bytes)} freed", highlight=False)
+        console.print(f"{name}: {size(before.bytes)} freed")
 
 
 def _base(directory: Path | None) -> Path:
-    return directory if directory is not None else Path(f"/dev/shm/everstep-{os.getuid()}")  # noqa: S108
+    return directory or Path(f"/dev/shm/everstep-{os.getuid()}")  # noqa: S108
 
 
-def _vault_directories(directory: Path | None) -> Iterator[Path]:
-    base = _base(directory)
-    yield from (
-        sorted(path for path in base.iterdir() if path.is_dir() and not path.is_symlink()) if base.is_dir() else ()
-    )
+def _vault_directories(directory: Path | None) -> list[Path]:
+    return sorted(path for path in _base(directory).glob("*") if path.is_dir() and not path.is_symlink())
 
 
 def _memory(path: Path) -> VaultMemory:
@@ -88,17 +86,10 @@ def _memory(path: Path) -> VaultMemory:
         name=path.name,
         jobs=tuple(sorted(job.name for job in path.iterdir() if job.is_dir())),
         bytes=sum(file.stat().st_size for file in files),
-        pid=note.pid if note is not None else 0,
-        idle_since=note.idle_since if note is not None else None,
-        ends_at=note.ends_at if note is not None else None,
+        pid=note.pid if note else 0,
+        idle_since=note.idle_since if note else None,
+        ends_at=note.ends_at if note else None,
     )
-
-
-def _table(found: list[VaultMemory]) -> RenderableType:
-    made = tables.table("name", "jobs", "memory", "vault", right=("memory",))
-    for one in found:
-        made.add_row(one.name, ", ".join(one.jobs) or "-", size(one.bytes), _state(one))
-    return made
 
 
 def _state(one: VaultMemory) -> str:

@@ -92,10 +92,8 @@ def _cut(part: Box, box: Box) -> list[Box]:
 
 
 def byte_ranges(stored: Box, selected: Box, itemsize: int, offset: int) -> list[Range]:
-    """Return the byte ranges of ``selected`` in ``stored``, a row-major box at ``offset`` that contains it.
-
-    They are (offset, length) of contiguous runs, ascending; concatenated they are ``selected`` in row-major order.
-    """
+    """Return the byte ranges of ``selected`` in ``stored``, a row-major box at ``offset`` that contains it. They are
+    (offset, length) of contiguous runs, ascending; concatenated they are ``selected`` in row-major order."""
     if not selected.volume:
         return []
     split = run_dimension(stored, selected)
@@ -152,22 +150,18 @@ class TensorInfo(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A tensor of the job, as every manifest lists it.
 
     Attributes:
-        per_rank: Each rank has its own values, and ``shape`` begins with the number of ranks.
-        aliases: Other names of a tied tensor, or of optimizer state that several parameters share.
         groups: The optimizers that train it, by their keys, each with the index of the parameter group.
-        ranks: The ranks that have the tensor, if not all do.
-        placement: Where it was, for optimizer state.
     """
 
     name: str
     dtype: str
     itemsize: int
     shape: Extent
-    per_rank: bool
-    aliases: tuple[str, ...] = ()
+    per_rank: bool  # each rank has its own values, and ``shape`` begins with the number of ranks
+    aliases: tuple[str, ...] = ()  # other names of a tied tensor, or of optimizer state that several parameters share
     groups: tuple[tuple[str, int], ...] = ()
-    ranks: tuple[int, ...] = ()
-    placement: TensorPlacement = TensorPlacement.UNKNOWN
+    ranks: tuple[int, ...] = ()  # the ranks that have the tensor, if not all do
+    placement: TensorPlacement = TensorPlacement.UNKNOWN  # where it was, for optimizer state
 
     @property
     def owner_ranks(self) -> tuple[int, ...]:

@@ -57,22 +57,13 @@ SegmentHint = tuple[bytes, int, int]
 
 
 class SegmentHeader(msgspec.Struct, frozen=True):
-    """The header of a segment.
-
-    Attributes:
-        slots: Number of slots.
-        slot_bytes: Size of each slot, after its header page.
-        nonce: Identifies the file, whatever its path.
-        kind: One of KINDS.
-        number: Local rank, rank or group, by kind.
-        job: Name of the job.
-    """
+    """The header of a segment."""
 
     slots: int
-    slot_bytes: int
-    nonce: bytes
-    kind: str = "own"
-    number: int = 0
+    slot_bytes: int  # size of each slot, after its header page
+    nonce: bytes  # identifies the file, whatever its path
+    kind: str = "own"  # one of KINDS
+    number: int = 0  # local rank, rank or group, by kind
     job: str = ""
 
     @property
@@ -185,10 +176,8 @@ NO_DIGEST = bytes(16)
 
 
 class SlotState(IntEnum):
-    """The state of a slot.
-
-    COPIED: all bytes are there, but not their digests. DAMAGED is never written: neither record is valid.
-    """
+    """The state of a slot. COPIED: all bytes are there, but not their digests. DAMAGED is never written: neither record
+    is valid."""
 
     EMPTY = 0
     FILLING = 1
@@ -198,40 +187,24 @@ class SlotState(IntEnum):
 
 
 class SlotHeader(msgspec.Struct, frozen=True):
-    """The header of a slot.
-
-    Attributes:
-        rank: The rank whose shard it holds.
-        version: The version it holds.
-        manifest_bytes: Size of the manifest.
-        payload_bytes: Size of the payload.
-        sequence: Number of the fill in the segment, so that two fills with one version differ.
-        table_digest: Digest of the chunk digests; zeros before the slot is sealed.
-    """
+    """The header of a slot."""
 
     state: SlotState
-    rank: int
+    rank: int  # the rank whose shard it holds
     version: Version
     manifest_bytes: int
     payload_bytes: int
-    sequence: int = 0
-    table_digest: bytes = NO_DIGEST
+    sequence: int = 0  # number of the fill in the segment, so that two fills with one version differ
+    table_digest: bytes = NO_DIGEST  # digest of the chunk digests; zeros before the slot is sealed
 
 
 class SlotRecordPair(msgspec.Struct, frozen=True):
-    """Both records of a slot as read.
-
-    Attributes:
-        raw: Their bytes.
-        header: The slot's header; None if neither is valid.
-        invalid: The records (0, 1) that are not valid.
-        is_consistent: Both are valid and equal; False also if a writer is, or died, between the two.
-    """
+    """Both records of a slot as read."""
 
     raw: tuple[bytes, bytes]
-    header: SlotHeader | None
-    invalid: tuple[int, ...]
-    is_consistent: bool
+    header: SlotHeader | None  # the slot's header; None if neither is valid
+    invalid: tuple[int, ...]  # the records (0, 1) that are not valid
+    is_consistent: bool  # both are valid and equal; False also if a writer is, or died, between the two
 
     @property
     def state(self) -> SlotState:
@@ -247,10 +220,8 @@ def parse_segment_hint(raw: bytes) -> tuple[bytes, int, int] | None:
 
 
 class SlotRecords:
-    """The records of all slots of a segment whose header is known.
-
-    ``fits``: returns whether a slot has room for a manifest and a payload of these sizes.
-    """
+    """The records of all slots of a segment whose header is known. ``fits``: returns whether a slot has room for a
+    manifest and a payload of these sizes."""
 
     def __init__(self, buffer: memoryview, segment: SegmentHeader, fits: Callable[[int, int], bool]) -> None:
         self._buffer = buffer
@@ -283,10 +254,8 @@ class SlotRecords:
             self._write(slot, number, raw)
 
     def repair(self, slot: int, seen: SlotRecordPair) -> bool:
-        """Restore a record that is invalid or was not written any more from the other one.
-
-        Only for slots that no writer is filling. Return False if the slot has changed since it was seen.
-        """
+        """Restore a record that is invalid or was not written any more from the other one. Only for slots that no
+        writer is filling. Return False if the slot has changed since it was seen."""
         if seen.header is None or seen.header.state in _WRITTEN or seen.raw != self.read_pair(slot).raw:
             return False
         raw = self._pack(slot, seen.header)

@@ -235,11 +235,8 @@ class SegmentView:
         return self._buffer[self._manifest_range(slot, header)], payload
 
     def mark_copied(self, slot: int) -> None:
-        """Mark a slot that is being filled COPIED: all its bytes are there, and any process may seal it.
-
-        Raises:
-            DigestMismatch: The slot is not being filled.
-        """
+        """Mark a slot that is being filled COPIED: all its bytes are there, and any process may seal it. Raises
+        DigestMismatch: the slot is not being filled."""
         header = self.header(slot)
         if header is None or header.state is not SlotState.FILLING:
             raise DigestMismatch(f"slot {slot} is not being filled")
@@ -428,10 +425,8 @@ class SegmentView:
 
 
 def slot_to_fill(headers: list[SlotHeader | None], keep: set[Version]) -> int:
-    """Return the slot to fill next: an empty or unfinished one, else the oldest one that need not be kept.
-
-    ``keep``: versions that may still be needed. Raises OutOfSlotMemory if every slot holds one of them.
-    """
+    """Return the slot to fill next: an empty or unfinished one, else the oldest one that need not be kept. ``keep``:
+    versions that may still be needed. Raises OutOfSlotMemory if every slot holds one of them."""
     free = [i for i, h in enumerate(headers) if h is None or h.state is not SlotState.SEALED]
     if free:
         return free[0]

@@ -26,16 +26,13 @@ class VaultStatusFile(msgspec.Struct, frozen=True, kw_only=True):
     """A vault's note about itself.
 
     Attributes:
-        pid: The vault.
-        run_dir: Directory of its socket.
         idle_since: Wall seconds since when neither an agent nor a rank is connected; None while one is.
-        ends_at: Wall seconds at which it ends because of that; None if it does not.
     """
 
     pid: Pid
-    run_dir: str
+    run_dir: str  # directory of its socket
     idle_since: float | None = None
-    ends_at: float | None = None
+    ends_at: float | None = None  # wall seconds at which it ends because of that; None if it does not
 
 
 def write_status(lock: int, note: VaultStatusFile) -> None:
@@ -44,10 +41,8 @@ def write_status(lock: int, note: VaultStatusFile) -> None:
 
 
 def read_status(directory: Path) -> VaultStatusFile | None:
-    """Return the last note of the vault of ``directory``, alive or not; None if it cannot be read.
-
-    Also None if the note names a process of another user than its owner, since the reader may end that process.
-    """
+    """Return the last note of the vault of ``directory``, alive or not; None if it cannot be read. Also None if the
+    note names a process of another user than its owner, since the reader may end that process."""
     try:
         with (directory / LOCK_FILE).open("rb") as file:
             note = msgspec.json.decode(file.read(_NOTE_BYTES), type=VaultStatusFile)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
+import pkgutil
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,46 +13,22 @@ from typing import Any
 import msgspec
 
 from everstep.ids import with_portable_patterns
-from everstep.wire.v1 import (
-    agent,
-    directives,
-    enrolment,
-    local,
-    operator,
-    operator_history,
-    training,
-    transfer,
-    vault_reports,
-)
+from everstep.wire import v1
 from everstep.wire.v1.base import Message
 
 SCHEMA_DIRECTORY = Path(__file__).parent / "schema"
-MODULES: tuple[ModuleType, ...] = (
-    agent,
-    directives,
-    enrolment,
-    local,
-    operator,
-    operator_history,
-    training,
-    transfer,
-    vault_reports,
+MODULES: tuple[ModuleType, ...] = tuple(
+    importlib.import_module(f"{v1.__name__}.{each.name}")
+    for each in pkgutil.iter_modules(v1.__path__)
+    if each.name != "base"
 )
-
-
-def _messages(module: ModuleType) -> list[type[Message]]:
-    """Return the messages that the module defines, by name."""
-    found = [
-        kind
-        for kind in vars(module).values()
-        if inspect.isclass(kind) and issubclass(kind, Message) and kind.__module__ == module.__name__
-    ]
-    return sorted(found, key=lambda kind: kind.__name__)
 
 
 def module_schema(module: ModuleType) -> dict[str, Any]:
     """Return one document with every message of the module, and all referenced types, under ``$defs``."""
-    _, components = msgspec.json.schema_components(_messages(module), ref_template="#/$defs/{name}")
+    classes = (kind for _, kind in inspect.getmembers(module, inspect.isclass) if kind.__module__ == module.__name__)
+    messages = [kind for kind in classes if issubclass(kind, Message)]
+    _, components = msgspec.json.schema_components(messages, ref_template="#/$defs/{name}")
     name = module.__name__.removeprefix("everstep.wire.")
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",

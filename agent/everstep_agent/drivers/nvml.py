@@ -35,10 +35,8 @@ MAX_NVLINKS = 18
 
 
 class NvmlError(Exception):
-    """An NVML call failed.
-
-    ``is_gpu_lost``: gone from the bus; ``is_reset_required``: needs a reset before it answers.
-    """
+    """An NVML call failed. ``is_gpu_lost``: gone from the bus; ``is_reset_required``: needs a reset before it
+    answers."""
 
     def __init__(self, operation: str, code: int) -> None:
         text = pynvml.NVMLError._errcode_to_string.get(code) or "unknown error"
@@ -55,10 +53,8 @@ class NvmlError(Exception):
 
 
 def kernel_bus_id(nvml: str) -> str:
-    """Convert NVML's ``00000000:1B:00.0`` to the kernel log's ``0000:1b:00``.
-
-    A domain of more than four digits stays whole: ``10000:01:00``.
-    """
+    """Convert NVML's ``00000000:1B:00.0`` to the kernel log's ``0000:1b:00``. A domain of more than four digits stays
+    whole: ``10000:01:00``."""
     domain, bus, device = nvml.lower().split(":")
     return f"{int(domain, 16):04x}:{bus}:{device.partition('.')[0]}"
 

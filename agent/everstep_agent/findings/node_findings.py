@@ -150,9 +150,7 @@ class ClockSkewEstimate:
     @property
     def skew_s(self) -> float | None:
         """Seconds that this clock is certainly ahead: a difference that half a round trip can explain counts as 0.
-
-        Computed from the quickest recent round trip; None before the first.
-        """
+        Computed from the quickest recent round trip; None before the first."""
         if not self._samples:
             return None
         round_trip_s, skew_s = min(self._samples)

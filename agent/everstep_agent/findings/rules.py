@@ -33,10 +33,8 @@ SCOPES: dict[str, type[msgspec.Struct]] = {
 
 
 class Criterion(StrEnum):
-    """Test of a value.
-
-    INCREASE: it grew by the threshold within the window. UNCHANGED: it never changed in the window.
-    """
+    """Test of a value. INCREASE: it grew by the threshold within the window. UNCHANGED: it never changed in the
+    window."""
 
     AT_LEAST = "at_least"
     AT_MOST = "at_most"
@@ -57,17 +55,7 @@ class StrictStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class FindingRule(StrictStruct, frozen=True, kw_only=True):
-    """One rule on a measured value.
-
-    Attributes:
-        message: May use {subject}, {value}, {threshold}, {window_s} and {detail}.
-        subject: Replaces the sample's own subject in the finding.
-        n_of_m: [n, m]: bad in n of the last m polls.
-        window_s: The window of INCREASE and UNCHANGED.
-        boot_grace_s: Seconds after boot during which the rule is not applied.
-        clear_after_s: The finding clears when the criterion has failed for so long.
-        clear_on: Events that clear the finding.
-    """
+    """One rule on a measured value."""
 
     id: str
     kind: FindingKind
@@ -75,16 +63,16 @@ class FindingRule(StrictStruct, frozen=True, kw_only=True):
     criterion: Criterion
     threshold: float
     severity: Severity
-    message: str
+    message: str  # may use {subject}, {value}, {threshold}, {window_s} and {detail}
     source: str
-    subject: str = ""
-    n_of_m: tuple[int, int] = (1, 1)
-    window_s: float = 0.0
-    boot_grace_s: float = 0.0
+    subject: str = ""  # replaces the sample's own subject in the finding
+    n_of_m: tuple[int, int] = (1, 1)  # [n, m]: bad in n of the last m polls
+    window_s: float = 0.0  # the window of INCREASE and UNCHANGED
+    boot_grace_s: float = 0.0  # seconds after boot during which the rule is not applied
     action: Action = Action.NONE
     mode: Mode = Mode.RECOMMEND
-    clear_after_s: float | None = None
-    clear_on: tuple[ClearEvent, ...] = ()
+    clear_after_s: float | None = None  # the finding clears when the criterion has failed for so long
+    clear_on: tuple[ClearEvent, ...] = ()  # events that clear the finding
 
     @property
     def scope(self) -> str:

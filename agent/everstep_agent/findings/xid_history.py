@@ -77,10 +77,8 @@ class XidHistory:
         return True
 
     def clear_recovery_action(self, pci_bus_id: str, action_number: int, now_s: float) -> bool:
-        """Apply NVML's recovery action, which ends the one from the log after a settling time.
-
-        Returns whether it did.
-        """
+        """Apply NVML's recovery action, which ends the one from the log after a settling time. Returns whether it
+        did."""
         known = self._recovery.get(pci_bus_id)
         if known is None or action_number != 0 or now_s - known[2] < RECOVERY_SETTLE_S:
             return False

@@ -40,10 +40,8 @@ _SEVERITIES = {
     "info": Severity.INFO,
     "per-action": Severity.INFO,
 }
-"""Severities of the table for the running application, converted to the GPU's fitness for the next one.
-
-"critical" ends the application; only "fatal" means that the GPU is unfit.
-"""
+"""Severities of the table for the running application, converted to the GPU's fitness for the next one. "critical" ends
+the application; only "fatal" means that the GPU is unfit."""
 
 _ACTIONS = (
     ("restart_app", Action.RESTART_RANK),
@@ -63,11 +61,8 @@ _ACTIONS = (
     ("not listed", Action.NONE),
     ("none", Action.NONE),
 )
-"""The table's first step as an action.
-
-A node cannot power-cycle itself: an operator, or the scheduler, has to take it out. If the table leaves the action to
-the driver, NONE gives way to the driver's demand.
-"""
+"""The table's first step as an action. A node cannot power-cycle itself: an operator, or the scheduler, has to take it
+out. If the table leaves the action to the driver, NONE gives way to the driver's demand."""
 
 RECOVERY_NAMES = (
     "none",
@@ -105,10 +100,8 @@ class XidEntry(msgspec.Struct, frozen=True):
 
 
 def recovery_action(number: int) -> Action:
-    """Return the action for the driver's recovery number.
-
-    A number from a newer driver counts as the gravest known one.
-    """
+    """Return the action for the driver's recovery number. A number from a newer driver counts as the gravest known
+    one."""
     return _RECOVERY_ACTIONS[number] if 0 <= number < len(_RECOVERY_ACTIONS) else Action.REBOOT_NODE
 
 
@@ -189,10 +182,8 @@ class XidParser:
         self.bus_id_by_uuid: dict[str, str] = {}
 
     def parse_line(self, line: str) -> XidEvent | None:
-        """Return the XID that the line reports, or None.
-
-        A message that a GPU is off the bus counts as XID 79, unless the lines before contained that number.
-        """
+        """Return the XID that the line reports, or None. A message that a GPU is off the bus counts as XID 79, unless
+        the lines before contained that number."""
         self._line_number += 1
         start = line.find("NVRM:")
         if start < 0:

@@ -206,10 +206,8 @@ class LocalJob:
             self.ended_processes.popitem(last=False)
 
     def mark_vacant(self, local_rank: int, *, by_launcher: bool) -> None:
-        """Mark ``local_rank`` as vacant until a process says Hello for it.
-
-        If not ``by_launcher``, it is vacant only for lack of a launcher: the next one to join replaces the process.
-        """
+        """Mark ``local_rank`` as vacant until a process says Hello for it. If not ``by_launcher``, it is vacant only
+        for lack of a launcher: the next one to join replaces the process."""
         if local_rank not in self.ranks:
             (self.vacant_local_ranks if by_launcher else self.ranks_without_launcher).add(local_rank)
 

@@ -81,10 +81,8 @@ class AgentSocketServer:
             self.jobs.check_silence(max(0.0, loop.time() - due))
 
     def close(self) -> None:
-        """Close the socket and all connections without telling the jobs.
-
-        The connected processes run on and reconnect.
-        """
+        """Close the socket and all connections without telling the jobs. The connected processes run on and
+        reconnect."""
         if self._server is not None:
             self._server.close()
         for connection in list(self.connections):

@@ -109,10 +109,8 @@ def _check_device_matmul(device: torch.device, repeats: int, set_stage: SetStage
 
 
 def known_product(size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return two matrices and their product, computed in integers by the CPU from one tile of each.
-
-    Each row and column has its own sign, so that no two tiles are equal.
-    """
+    """Return two matrices and their product, computed in integers by the CPU from one tile of each. Each row and column
+    has its own sign, so that no two tiles are equal."""
     generator = torch.Generator().manual_seed(MATMUL_SEED)
     one, other = (torch.randint(-MAX_OPERAND, MAX_OPERAND + 1, (TILE, TILE), generator=generator) for _ in range(2))
     signs = (torch.randint(0, 2, (size,), generator=generator) * 2 - 1 for _ in range(2))
@@ -197,10 +195,8 @@ MIN_TIMEOUT_S = 0.1
 
 
 def run_probe(request: ProbeRequest, set_stage: SetStage) -> ProbeFinished:
-    """Take part in a probe.
-
-    A failure is an answer too; one before the first stage means that the probe could not run.
-    """
+    """Take part in a probe. A failure is an answer too; one before the first stage means that the probe could not
+    run."""
     probe, has_started = request.probe, False
 
     def report_stage(stage: str) -> None:

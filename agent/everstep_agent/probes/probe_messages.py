@@ -59,10 +59,8 @@ def store_address(probe: RunProbe) -> tuple[str, int]:
 
 
 def bus_bandwidth(members: int, size_bytes: int, seconds: float) -> float:
-    """Return the bytes per second that each link must have carried: 2 (n - 1) / n * bytes / time.
-
-    Source: nccl-tests, doc/PERFORMANCE.md, "AllReduce": comparable to the hardware's peak for every n.
-    """
+    """Return the bytes per second that each link must have carried: 2 (n - 1) / n * bytes / time. Source: nccl-tests,
+    doc/PERFORMANCE.md, "AllReduce": comparable to the hardware's peak for every n."""
     return 2 * (members - 1) / members * size_bytes / seconds
 
 

@@ -49,10 +49,8 @@ class ProbeChild:
         return not self._loading.done() and asyncio.get_running_loop().time() < self._load_deadline
 
     async def wait_loaded(self) -> bool:
-        """Wait until torch is loaded; returns False if the process ended before.
-
-        Cancelling the wait does not stop the loading. Raises OSError, MalformedMessage.
-        """
+        """Wait until torch is loaded; returns False if the process ended before. Cancelling the wait does not stop the
+        loading. Raises OSError, MalformedMessage."""
         return await asyncio.shield(self._loading)
 
     async def _load(self) -> bool:
@@ -120,10 +118,8 @@ class Prober:
         return None if self._child is None else self._child.pid
 
     async def run(self, probe: RunProbe, node: str) -> ProbeFinished:
-        """Take part in ``probe`` as ``node``. Any failure becomes an answer with ``ok=False``, never an exception.
-
-        The answer comes within ``probe.timeout_s``, including the loading of torch.
-        """
+        """Take part in ``probe`` as ``node``. Any failure becomes an answer with ``ok=False``, never an exception. The
+        answer comes within ``probe.timeout_s``, including the loading of torch."""
         deadline = self._clock.monotonic() + probe.timeout_s
         if node not in probe.nodes:
             return _failed_result(probe, f"{node} is not one of the nodes of this probe")

@@ -64,7 +64,6 @@ class PathSensor:
         return tuple(
             PathSample(
                 path=path,
-                network=path in self._network,
                 free_fraction=self._free_fractions.get(path),
                 silent_s=now - pending[path] if path in pending else 0.0,
             )

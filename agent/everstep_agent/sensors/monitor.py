@@ -38,42 +38,33 @@ class SensorSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of the sensors.
 
     Attributes:
-        node: The node's name, for log lines and traces.
         interval_s: Seconds between polls. 1 s sees a thermal excursion before the driver acts on it, and 8 GPUs cost a
             few milliseconds.
         hang_timeout_s: Seconds a poll may be late before the sensor process counts as hung and is killed. NVML calls
             take microseconds to a few milliseconds, but a busy driver holds its lock for up to seconds: 5 s.
         start_timeout_s: The same for the first poll. Without persistence mode the driver initialises every GPU when
             NVML opens, 1 to 3 s each: 60 s.
-        slow_every: Slow-moving values (ECC, links, retired pages) of each GPU are read at every n-th poll.
-        expected_gpus: The number of GPUs this node should have. None: as many as the PCI bus shows.
-        virtual: Scenario file, "default" or "default:N" for a virtual machine; empty for the real one.
-        virtual_control: Control file of the virtual machine; may appear later.
-        kernel_log: /dev/kmsg, or a file or named pipe; empty for none.
         kernel_log_poll_s: Seconds between checks of a plain file (a device or pipe wakes the agent itself). 50 ms is
             below what a person or a drain can notice, and costs 20 calls of fstat a second.
-        state_path: File for findings that outlive the agent (XIDs until a reset or a reboot); empty for none.
-        site_policy: TOML files whose rules replace built-in ones of the same id.
         sysfs_root, proc_root: For tests.
-        disk_paths: File systems whose free space is watched.
         restart_floor_s, restart_ceiling_s: Back-off between restarts of the sensor process.
     """
 
-    node: str = ""
+    node: str = ""  # the node's name, for log lines and traces
     interval_s: float = 1.0
     hang_timeout_s: float = 5.0
     start_timeout_s: float = 60.0
-    slow_every: int = 10
-    expected_gpus: int | None = None
-    virtual: str = ""
-    virtual_control: str = ""
-    kernel_log: str = "/dev/kmsg"
+    slow_every: int = 10  # slow-moving values (ECC, links, retired pages) of each GPU are read at every n-th poll
+    expected_gpus: int | None = None  # GPUs this node should have; None: as many as the PCI bus shows
+    virtual: str = ""  # scenario file, "default" or "default:N" for a virtual machine; empty for the real one
+    virtual_control: str = ""  # control file of the virtual machine; may appear later
+    kernel_log: str = "/dev/kmsg"  # /dev/kmsg, or a file or named pipe; empty for none
     kernel_log_poll_s: float = 0.05
-    state_path: str = ""
-    site_policy: tuple[str, ...] = ()
+    state_path: str = ""  # file for findings that outlive the agent (XIDs until a reset or a reboot); empty for none
+    site_policy: tuple[str, ...] = ()  # TOML files whose rules replace built-in ones of the same id
     sysfs_root: str = "/sys"
     proc_root: str = "/proc"
-    disk_paths: tuple[str, ...] = ("/",)
+    disk_paths: tuple[str, ...] = ("/",)  # file systems whose free space is watched
     restart_floor_s: float = 0.2
     restart_ceiling_s: float = 30.0
 
@@ -179,11 +170,8 @@ class SensorChild:
 
 
 MAX_BACKLOG_AGE_S = 900.0
-"""Maximum age in seconds of kernel log lines that an agent without saved state reads.
-
-The cause of an older line has been cured, or shows in NVML. A fresh installation must not evict a node for the XID of
-last month.
-"""
+"""Maximum age in seconds of kernel log lines that an agent without saved state reads. The cause of an older line has
+been cured, or shows in NVML. A fresh installation must not evict a node for the XID of last month."""
 
 LOG_BURST_PAUSE_S = 0.01
 """Seconds between two portions of an endless kernel log, so that the event loop's other work runs."""

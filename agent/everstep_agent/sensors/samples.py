@@ -177,7 +177,6 @@ class PathSample(Sample, frozen=True, kw_only=True):
     """One file system. ``silent_s``: seconds that a query has gone unanswered (a dead NFS server)."""
 
     path: str
-    network: bool
     free_fraction: float | None = None
     silent_s: float = 0.0
 
@@ -204,22 +203,12 @@ class HostSample(Sample, frozen=True, kw_only=True):
 
 
 class SensorState(Sample, frozen=True, kw_only=True):
-    """Health of the sensing itself.
+    """Health of the sensing itself."""
 
-    Attributes:
-        hangs: Consecutive polls that missed their deadline; 0 after a good one.
-        crashes: Consecutive ends of the sensor process.
-        nvml_failed: 1 if GPUs are expected and NVML lists none.
-        gpus_missing: The number of expected GPUs that NVML does not list.
-        faults: The number of sensors that failed in the last poll.
-        log_failed: 1 if the kernel log cannot be read.
-        detail: The failed parts and the reasons.
-    """
-
-    hangs: int | None = None
-    crashes: int | None = None
-    nvml_failed: int | None = None
-    gpus_missing: int | None = None
-    faults: int | None = None
-    log_failed: int | None = None
-    detail: str = ""
+    hangs: int | None = None  # consecutive polls that missed their deadline; 0 after a good one
+    crashes: int | None = None  # consecutive ends of the sensor process
+    nvml_failed: int | None = None  # 1 if GPUs are expected and NVML lists none
+    gpus_missing: int | None = None  # number of expected GPUs that NVML does not list
+    faults: int | None = None  # number of sensors that failed in the last poll
+    log_failed: int | None = None  # 1 if the kernel log cannot be read
+    detail: str = ""  # the failed parts and the reasons

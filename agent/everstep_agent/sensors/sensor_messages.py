@@ -26,38 +26,25 @@ ACTIVITY_BYTES = 96
 
 
 class SensorConfig(Sample, frozen=True, kw_only=True):
-    """To the child: the configuration.
-
-    Attributes:
-        scenario: The virtual machine to simulate, or None for the real one.
-        is_resumed: Whether an earlier child of this supervisor has polled before.
-    """
+    """To the child: the configuration."""
 
     interval_s: float
     slow_every: int
     sysfs_root: str
     proc_root: str
     disk_paths: tuple[str, ...]
-    scenario: Scenario | None
+    scenario: Scenario | None  # the virtual machine to simulate, or None for the real one
     control_file: str
-    is_resumed: bool = False
+    is_resumed: bool = False  # whether an earlier child of this supervisor has polled before
 
 
 class PollResult(Sample, frozen=True, kw_only=True):
-    """From the child: one poll.
+    """From the child: one poll."""
 
-    Attributes:
-        is_full: False for events and kernel lines sent between polls.
-        known_gpus: Every GPU seen since this child began.
-        pci_gpu_count: The number of NVIDIA display controllers on the PCI bus.
-        sensor_errors: (sensor, reason) for each sensor that failed as a whole.
-        nvml_error: The reason no GPU could be read.
-    """
-
-    is_full: bool
+    is_full: bool  # False for events and kernel lines sent between polls
     boot_id: str = ""
     driver_version: str = ""
-    known_gpus: tuple[GpuIdentity, ...] = ()
+    known_gpus: tuple[GpuIdentity, ...] = ()  # every GPU seen since this child began
     gpus: tuple[GpuSample, ...] = ()
     ports: tuple[PortSample, ...] = ()
     paths: tuple[PathSample, ...] = ()
@@ -65,9 +52,9 @@ class PollResult(Sample, frozen=True, kw_only=True):
     host_identity: HostIdentity = HostIdentity()
     xids: tuple[XidEvent, ...] = ()
     kernel_lines: tuple[str, ...] = ()
-    pci_gpu_count: int | None = None
-    nvml_error: str = ""
-    sensor_errors: tuple[tuple[str, str], ...] = ()
+    pci_gpu_count: int | None = None  # number of NVIDIA display controllers on the PCI bus
+    nvml_error: str = ""  # the reason no GPU could be read
+    sensor_errors: tuple[tuple[str, str], ...] = ()  # (sensor, reason) for each sensor that failed as a whole
     poll_s: float = 0.0
 
 
@@ -77,11 +64,6 @@ class SensorReport(msgspec.Struct, frozen=True, kw_only=True):
     ``findings`` is complete: a missing key has cleared. A finding stays equal from report to report until a relevant
     part changes, so that comparing tuples shows whether there is news. A lost GPU stays in ``gpus`` with ``lost`` set,
     because its series must not vanish.
-
-    Attributes:
-        poll_s: Seconds the newest poll took.
-        polled_at: Wall time of the newest poll; 0 before the first.
-        sensor_restarts: The number of times the sensor process has ended.
     """
 
     at: float
@@ -95,9 +77,9 @@ class SensorReport(msgspec.Struct, frozen=True, kw_only=True):
     host: HostSample = HostSample()
     findings: tuple[Finding, ...] = ()
     xid_counts: dict[tuple[str, int], int] = {}
-    poll_s: float = 0.0
-    polled_at: float = 0.0
-    sensor_restarts: int = 0
+    poll_s: float = 0.0  # seconds the newest poll took
+    polled_at: float = 0.0  # wall time of the newest poll; 0 before the first
+    sensor_restarts: int = 0  # number of times the sensor process has ended
 
 
 def to_wire_gpu(identity: GpuIdentity) -> Gpu:

@@ -47,11 +47,8 @@ class _ControllerAddress(msgspec.Struct):
 
 
 class ControllerAddresses:
-    """The controllers' addresses. Times are monotonic seconds.
-
-    After a session ends, the other addresses are tried at once, one after another. Each address that fails has its own
-    back-off.
-    """
+    """The controllers' addresses. Times are monotonic seconds. After a session ends, the other addresses are tried at
+    once, one after another. Each address that fails has its own back-off."""
 
     def __init__(self, urls: Sequence[str]) -> None:
         if not urls:
@@ -69,10 +66,8 @@ class ControllerAddresses:
         return chosen.url, chosen.not_before
 
     def connect_timeout_s(self, url: str, floor_s: float, ceiling_s: float) -> float:
-        """Return the seconds to wait for a session with ``url``: twice as long after each time that it hung.
-
-        A controller that a whole fleet calls at once must be able to complete some answers.
-        """
+        """Return the seconds to wait for a session with ``url``: twice as long after each time that it hung. A
+        controller that a whole fleet calls at once must be able to complete some answers."""
         return max(floor_s, Backoff(floor_s, ceiling_s).limit_s(self._find(url)[1].hang_count))
 
     def mark_closed_locally(self, url: str) -> None:

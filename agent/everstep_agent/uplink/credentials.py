@@ -37,10 +37,8 @@ def can_enrol(settings: AgentSettings) -> bool:
 
 
 async def ensure_token(settings: AgentSettings, stop: asyncio.Event) -> None:
-    """Enrol if the token file is missing; return once it exists, cannot exist, or ``stop`` is set.
-
-    Raises ConfigurationError if the join token cannot be read, or the token cannot be written.
-    """
+    """Enrol if the token file is missing; return once it exists, cannot exist, or ``stop`` is set. Raises
+    ConfigurationError if the join token cannot be read, or the token cannot be written."""
     if not can_enrol(settings) or (settings.token_file is not None and settings.token_file.exists()):
         return
     attempt, logged = 0, ""
@@ -72,10 +70,8 @@ async def renew_token(settings: AgentSettings, refused_token: str) -> str:
 
 
 def enrol(settings: AgentSettings) -> None:
-    """Request a credential and overwrite the token file. Blocks for one request at each controller.
-
-    Raises Unavailable, ConfigurationError, EverstepError.
-    """
+    """Request a credential and overwrite the token file. Blocks for one request at each controller. Raises Unavailable,
+    ConfigurationError, EverstepError."""
     assert settings.token_file is not None
     join_token = read_token(settings.join_token_file, "join token")
     secret_file = settings.token_file.with_name(f".{settings.token_file.name}.enrolling")

@@ -66,10 +66,8 @@ class RefusalAction(Enum):
 
 
 def refusal_action(error: EverstepError, *, is_registering: bool) -> RefusalAction:
-    """Return the response to ``error``.
-
-    A registration refused as stale means that another agent uses this node's name.
-    """
+    """Return the response to ``error``. A registration refused as stale means that another agent uses this node's
+    name."""
     if isinstance(error, AuthenticationError | PermissionDenied | VersionMismatch):
         return RefusalAction.NEEDS_OPERATOR
     if isinstance(error, NotFound | StaleGeneration | Conflict):
@@ -129,7 +127,6 @@ class HeartbeatProtocol:
         node_description: NodeDescription,
         findings: tuple[Finding, ...],
         ranks: tuple[RankProgress, ...],
-        sent_reports_through: int,
         wall: float,
         directives_through: int = 0,
     ) -> agent.Register | agent.Heartbeat:
@@ -158,7 +155,6 @@ class HeartbeatProtocol:
             sent_at=wall,
             findings=None if findings == self._acknowledged_findings else findings,
             ranks=ranks,
-            reports_through=sent_reports_through,
             directives_through=directives_through,
         )
 
@@ -219,11 +215,8 @@ def limit_findings(findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
 
 
 class DirectiveInbox:
-    """Directives, each passed on once.
-
-    A directive comes again in the next session if its acknowledgement was lost. It is identified by number *and*
-    content, because a controller whose database was lost counts from the start again.
-    """
+    """Directives, each passed on once. A directive comes again in the next session if its acknowledgement was lost. It
+    is identified by number *and* content, because a controller whose database was lost counts from the start again."""
 
     def __init__(self) -> None:
         self.received_through = 0
@@ -235,10 +228,8 @@ class DirectiveInbox:
         self.received_through = max(0, next_directive - 1)
 
     def filter_new(self, directives: Iterable[Directive]) -> list[Directive]:
-        """Return the new ones among ``directives``, in order of their numbers.
-
-        None before the last of them is to come.
-        """
+        """Return the new ones among ``directives``, in order of their numbers. None before the last of them is to
+        come."""
         directives = sorted(directives, key=lambda d: d.seq)
         if directives:
             self.received_through = max(self.received_through, directives[-1].seq)

@@ -57,11 +57,8 @@ REQUEST_KINDS = ("session", "register", "heartbeat", "reports")
 """Request kinds whose answers are counted; each count starts at 0."""
 
 MIN_RETRY_S = 0.1
-"""Seconds before a refused beat or report frame is sent again, if the controller names no time.
-
-Urgent news waits no longer than this: a controller without its database refuses reports that it cannot store, and still
-decides by them.
-"""
+"""Seconds before a refused beat or report frame is sent again, if the controller names no time. Urgent news waits no
+longer than this: a controller without its database refuses reports that it cannot store, and still decides by them."""
 
 _REQUEST_TYPES: dict[int, type] = {
     FrameKind.REGISTER: Register,
@@ -197,7 +194,6 @@ class ControllerSession:
             self._node_description,
             self._agent.findings(),
             self._agent.rank_progress(),
-            state.spool.sent_through,
             self._clock.wall(),
             state.inbox.received_through,
         )
@@ -345,10 +341,8 @@ class ControllerSession:
                 raise error
 
     def _handle_unrequested_refusal(self, kind: int, error: EverstepError) -> None:
-        """Handle a refusal of a frame that expects no answer; raises ``error`` if the refusal is final.
-
-        The next beat repeats an acknowledgement, and the beat after a one-way beat asks for an answer.
-        """
+        """Handle a refusal of a frame that expects no answer; raises ``error`` if the refusal is final. The next beat
+        repeats an acknowledgement, and the beat after a one-way beat asks for an answer."""
         meaning = refusal_action(error, is_registering=False)
         if kind not in (FrameKind.ACKNOWLEDGE, FrameKind.ONE_WAY_HEARTBEAT) or meaning not in (
             RefusalAction.REGISTER,

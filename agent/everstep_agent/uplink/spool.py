@@ -103,10 +103,8 @@ class Spool:
         return self._bytes
 
     def add(self, report: AnyReport, now: float) -> int:
-        """Queue a report and return its number. ``now`` is monotonic seconds.
-
-        A seal replaces an unsent one of the same rank and version (it names more replicas) and keeps its digests.
-        """
+        """Queue a report and return its number. ``now`` is monotonic seconds. A seal replaces an unsent one of the same
+        rank and version (it names more replicas) and keeps its digests."""
         urgent = is_urgent(report)
         due = now if urgent else now + self._batch_window_s
         if isinstance(report, VersionSealed):
@@ -239,10 +237,8 @@ class Spool:
 
 
 def _read_unacknowledged(file: Path) -> list[AnyReport]:
-    """Return the reports an earlier run left unacknowledged, without launcher offers, which need a live connection.
-
-    A torn last record stems from the crash and is left out, as is everything from the first undecodable record on.
-    """
+    """Return the reports an earlier run left unacknowledged, without launcher offers, which need a live connection. A
+    torn last record stems from the crash and is left out, as is everything from the first undecodable record on."""
     if not file.exists():
         return []
     reports: dict[int, AnyReport] = {}

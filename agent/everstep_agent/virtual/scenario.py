@@ -26,19 +26,7 @@ class StrictScenarioStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
 
 
 class VirtualGpu(StrictScenarioStruct, frozen=True, kw_only=True):
-    """One GPU; the defaults are a healthy H100 SXM5 at moderate load.
-
-    Attributes:
-        hang: Every call blocks until this is reset.
-        lost: Every call reports a lost GPU.
-        missing: The GPU is no longer listed.
-        error: The NVML error code that every call returns.
-        frozen: The energy counter stands still.
-        xid: The XID to raise, in the kernel log and as an NVML event, when this value changes.
-        reset_at: Wall time in seconds of the last reset, which restarted the counters.
-
-    None means that NVML reports "not supported".
-    """
+    """One GPU; the defaults are a healthy H100 SXM5 at moderate load. None means that NVML reports "not supported"."""
 
     name: str = "NVIDIA H100 80GB HBM3"
     uuid: str = ""
@@ -49,13 +37,13 @@ class VirtualGpu(StrictScenarioStruct, frozen=True, kw_only=True):
     inforom: str = "G520.0200.00.05"
     memory_bytes: int = 85_520_809_984
 
-    hang: bool = False
-    lost: bool = False
-    missing: bool = False
-    error: int = 0
-    frozen: bool = False
-    xid: int | None = None
-    reset_at: float = 0.0
+    hang: bool = False  # every call blocks until this is reset
+    lost: bool = False  # every call reports a lost GPU
+    missing: bool = False  # the GPU is no longer listed
+    error: int = 0  # the NVML error code that every call returns
+    frozen: bool = False  # the energy counter stands still
+    xid: int | None = None  # the XID to raise, in the kernel log and as an NVML event, when this value changes
+    reset_at: float = 0.0  # wall time in seconds of the last reset, which restarted the counters
 
     temperature_c: int = 45
     memory_temperature_c: int | None = 52
@@ -165,10 +153,8 @@ MAX_GPUS = 64
 
 
 def load_scenario(source: str, node: str) -> Scenario:
-    """Return the scenario that ``source`` names: a TOML file, ``default`` (8 GPUs) or ``default:N``.
-
-    Serial numbers and UUIDs derive from ``node``. Raises ConfigurationError if the scenario cannot be used.
-    """
+    """Return the scenario that ``source`` names: a TOML file, ``default`` (8 GPUs) or ``default:N``. Serial numbers and
+    UUIDs derive from ``node``. Raises ConfigurationError if the scenario cannot be used."""
     if source == "default" or source.startswith("default:"):
         ports = {f"mlx5_{index}": VirtualPort() for index in range(2)}
         return _build(ScenarioFile(name="default", gpus=_default_count(source), port=ports), node)
@@ -309,7 +295,7 @@ class VirtualMachine:
 
     def path_samples(self) -> tuple[PathSample, ...]:
         host = self.host
-        return (PathSample(path="/", network=False, free_fraction=host.free_fraction, silent_s=host.mount_silent_s),)
+        return (PathSample(path="/", free_fraction=host.free_fraction, silent_s=host.mount_silent_s),)
 
     def _apply(self, control: ScenarioControl) -> None:
         before, scenario = self.gpus, self._scenario

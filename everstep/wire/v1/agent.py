@@ -87,10 +87,8 @@ class Acknowledge(Message, frozen=True, kw_only=True):
 
 
 class FrameRefused(Message, frozen=True, kw_only=True):
-    """A frame of kind ``frame_kind`` is refused; ``code`` of everstep.errors.
-
-    ``retry_after_s``: when it may be sent again.
-    """
+    """A frame of kind ``frame_kind`` is refused; ``code`` of everstep.errors. ``retry_after_s``: when it may be sent
+    again."""
 
     frame_kind: int
     code: str
@@ -152,10 +150,8 @@ class Gpu(Message, frozen=True, kw_only=True, gc=False):
 
 
 class Host(Message, frozen=True, kw_only=True, gc=False):
-    """The machine around the GPUs as its firmware names it (DMI), and the kernel's release.
-
-    Serial numbers are readable by root only: empty if the agent runs as another user.
-    """
+    """The machine around the GPUs as its firmware names it (DMI), and the kernel's release. Serial numbers are readable
+    by root only: empty if the agent runs as another user."""
 
     vendor: HardwareText = ""
     product: HardwareText = ""
@@ -226,11 +222,8 @@ class Registered(Message, frozen=True, kw_only=True):
 
 
 class LeadershipProof(Message, frozen=True, kw_only=True):
-    """Proof that a controller has led in ``epoch``, from its ``/readyz``.
-
-    Only a holder of the fleet's secret can make the ``proof`` (``everstep.bearer_tokens.epoch_proof``), so its carrier
-    need not be trusted.
-    """
+    """Proof that a controller has led in ``epoch``, from its ``/readyz``. Only a holder of the fleet's secret can make
+    the ``proof`` (``everstep.bearer_tokens.epoch_proof``), so its carrier need not be trusted."""
 
     epoch: NonNegativeInt
     proof: ShortText
@@ -241,7 +234,6 @@ class Heartbeat(Message, frozen=True, kw_only=True):
 
     Attributes:
         findings: All current findings; only when they changed since the last answered heartbeat.
-        reports_through: Number of the last report sent, so that a gap is noticed.
         directives_through: Number of the last accepted directive (0: none in this life). Acknowledges directives for an
             agent without a session, or one that hangs up between heartbeats.
         leadership_proof: Another controller's proof, if the last answer asked for it.
@@ -252,7 +244,6 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     sent_at: float
     findings: Findings | None = None
     ranks: tuple[RankProgress, ...] = ()
-    reports_through: NonNegativeInt = 0
     directives_through: NonNegativeInt = 0
     leadership_proof: LeadershipProof | None = None
 

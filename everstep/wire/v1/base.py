@@ -14,11 +14,8 @@ ShortText = Annotated[str, msgspec.Meta(max_length=4096)]
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A message: immutable and by keyword only.
-
-    Unknown fields are ignored, so that two releases understand each other whichever is upgraded first
-    (docs/decisions/0046).
-    """
+    """A message: immutable and by keyword only. Unknown fields are ignored, so that two releases understand each other
+    whichever is upgraded first (docs/decisions/0046)."""
 
 
 class Request(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -26,11 +23,8 @@ class Request(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class OperatorRequest(Request, frozen=True, kw_only=True):
-    """A person's order.
-
-    ``reason``: why; the audit log shows it beside the name, as one line without control characters, which could forge
-    lines or control a terminal.
-    """
+    """A person's order. ``reason``: why; the audit log shows it beside the name, as one line without control
+    characters, which could forge lines or control a terminal."""
 
     reason: Annotated[
         str, msgspec.Meta(min_length=1, max_length=1024, extra_json_schema={"pattern": r"[^\s\x00-\x1f\x7f-\x9f]"})

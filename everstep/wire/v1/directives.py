@@ -85,10 +85,8 @@ class SpillVersion(Message, frozen=True, kw_only=True, tag=True):
 
 
 class ProtectVersion(Message, frozen=True, kw_only=True, tag=True):
-    """Have the node's vault make P or Q of ``version`` for these groups; the answer is ``VersionProtected``.
-
-    ``keep``: versions whose parity stays. Repeated until it is answered, as ``SpillVersion``.
-    """
+    """Have the node's vault make P or Q of ``version`` for these groups; the answer is ``VersionProtected``. ``keep``:
+    versions whose parity stays. Repeated until it is answered, as ``SpillVersion``."""
 
     job: JobId
     generation: GenerationNumber

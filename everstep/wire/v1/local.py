@@ -74,10 +74,8 @@ class Protect(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Protected(Message, frozen=True, kw_only=True, tag=True):
-    """P or Q of the group is sealed here, made of bytes that matched their ranks' digests.
-
-    ``members_digest``: a digest of the shards' sealed digests. P and Q work together only if it is the same.
-    """
+    """P or Q of the group is sealed here, made of bytes that matched their ranks' digests. ``members_digest``: a digest
+    of the shards' sealed digests. P and Q work together only if it is the same."""
 
     request: int
     parity: Literal["P", "Q"]
@@ -212,10 +210,8 @@ class LauncherLost(Message, frozen=True, kw_only=True, tag=True):
 
 
 class RankExited(Message, frozen=True, kw_only=True, tag=True):
-    """From a launcher: how a rank's process ended, and whether another is ready to replace it.
-
-    ``generation``: the newest that the launcher knew by then (0: none).
-    """
+    """From a launcher: how a rank's process ended, and whether another is ready to replace it. ``generation``: the
+    newest that the launcher knew by then (0: none)."""
 
     local_rank: int
     pid: int
@@ -345,10 +341,8 @@ class Replicated(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Inventory(Message, frozen=True, kw_only=True, tag=True):
-    """List the job's sealed slots, own and replica, here and in the vaults of ``nodes``. Answer: InventoryAnswer.
-
-    A node that does not answer within ``timeout_s`` is left out.
-    """
+    """List the job's sealed slots, own and replica, here and in the vaults of ``nodes``. Answer: InventoryAnswer. A
+    node that does not answer within ``timeout_s`` is left out."""
 
     request: int
     job: JobId
@@ -378,11 +372,8 @@ class SlotInfo(Message, frozen=True, kw_only=True, array_like=True):
 
 
 class InventoryAnswer(Message, frozen=True, kw_only=True, tag=True):
-    """The sealed slots that were found.
-
-    ``unchecked``: number of slots of the job that those vaults found when they started and have yet to hash. They are
-    not among ``slots``; ask again.
-    """
+    """The sealed slots that were found. ``unchecked``: number of slots of the job that those vaults found when they
+    started and have yet to hash. They are not among ``slots``; ask again."""
 
     request: int
     slots: tuple[SlotInfo, ...]
@@ -444,10 +435,8 @@ class PeerConnectionOpened(Message, frozen=True, kw_only=True, tag=True):
 
 
 class PeerConnectionBroken(Message, frozen=True, kw_only=True, tag=True):
-    """From a rank: such a connection broke without its doing.
-
-    The vault checks whether the peer is there, and answers ``RequestDone``.
-    """
+    """From a rank: such a connection broke without its doing. The vault checks whether the peer is there, and answers
+    ``RequestDone``."""
 
     request: int
     job: JobId

@@ -142,10 +142,8 @@ class GenerationRecovery(Message, frozen=True, kw_only=True):
 
 
 class RankStatus(Message, frozen=True, kw_only=True):
-    """A rank's newest progress. ``step`` is its last finished step.
-
-    ``busy_s``: of ``step_s``, the seconds in which the rank did not wait for others; None if it is not measured.
-    """
+    """A rank's newest progress. ``step`` is its last finished step. ``busy_s``: of ``step_s``, the seconds in which the
+    rank did not wait for others; None if it is not measured."""
 
     rank: Rank
     node: NodeId
@@ -205,10 +203,8 @@ class ProgressSample(Message, frozen=True, kw_only=True):
 
 
 class ProgressHistory(Message, frozen=True, kw_only=True):
-    """A job's progress since this controller leads, oldest first, in a bounded number of samples.
-
-    ``interval_s``: seconds between samples; it doubles, and every second sample is dropped, when they become too many.
-    """
+    """A job's progress since this controller leads, oldest first, in a bounded number of samples. ``interval_s``:
+    seconds between samples; it doubles, and every second sample is dropped, when they become too many."""
 
     job: JobId
     interval_s: float

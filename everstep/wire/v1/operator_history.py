@@ -143,10 +143,8 @@ class CheckpointList(Message, frozen=True, kw_only=True):
 
 
 class RemediationStatus(Message, frozen=True, kw_only=True):
-    """A remediation of a node that an external system was asked for, and its outcome.
-
-    ``state``: requested, started, confirmed (read back), failed, or superseded (by a later one before it was started).
-    """
+    """A remediation of a node that an external system was asked for, and its outcome. ``state``: requested, started,
+    confirmed (read back), failed, or superseded (by a later one before it was started)."""
 
     id: str
     node: NodeId
@@ -190,10 +188,8 @@ class DeferredEviction(Message, frozen=True, kw_only=True):
 
 
 class BudgetStatus(Message, frozen=True, kw_only=True):
-    """The evictions that are still allowed.
-
-    ``breaker``: why none is until an operator resets it; empty while evictions are allowed.
-    """
+    """The evictions that are still allowed. ``breaker``: why none is until an operator resets it; empty while evictions
+    are allowed."""
 
     window_s: float
     breaker: str = ""
@@ -204,9 +200,7 @@ class BudgetStatus(Message, frozen=True, kw_only=True):
 
 class PolicyDocument(Message, frozen=True, kw_only=True):
     """The policy in force. ``knobs`` as in docs/reference/settings, ``rules`` on findings as in the policy files.
-
-    ``origins``: where values come from that are not Everstep's own, by knob and by rule (``kind`` or ``kind.name``).
-    """
+    ``origins``: where values come from that are not Everstep's own, by knob and by rule (``kind`` or ``kind.name``)."""
 
     knobs: dict[str, Any]
     rules: tuple[dict[str, Any], ...]
@@ -272,11 +266,8 @@ class CancelMaintenance(OperatorRequest, frozen=True, kw_only=True):
 
 
 class MaintenanceRequest(OperatorRequest, frozen=True, kw_only=True):
-    """A window for people to work on a node, or on all nodes of a rack.
-
-    The nodes leave their jobs at a boundary at ``starts_at`` (wall seconds; None: now), and return through probation at
-    ``until``.
-    """
+    """A window for people to work on a node, or on all nodes of a rack. The nodes leave their jobs at a boundary at
+    ``starts_at`` (wall seconds; None: now), and return through probation at ``until``."""
 
     starts_at: Annotated[float, msgspec.Meta(gt=0)] | None = None
     until: Annotated[float, msgspec.Meta(gt=0)]

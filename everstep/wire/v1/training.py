@@ -76,11 +76,8 @@ class JobSpec(Request, frozen=True, kw_only=True):
 
     @property
     def pinned_slots(self) -> int:
-        """Slots that a rank needs besides the usual ones.
-
-        One for the version on its way to storage; two for the version kept by parity, and the next while its parity is
-        made.
-        """
+        """Slots that a rank needs besides the usual ones. One for the version on its way to storage; two for the
+        version kept by parity, and the next while its parity is made."""
         return (self.spill is not None) + 2 * (self.parity_group_size > 0)
 
 
@@ -215,10 +212,8 @@ class GenerationSpec(Message, frozen=True, kw_only=True, dict=True):
 
 
 class LauncherJoined(Report, frozen=True, kw_only=True, tag=True):
-    """A launcher offers its node to the job. Sent again after every reconnect of launcher or agent.
-
-    ``generation``: the one its ranks are in (0: none), so that a controller that lost track can catch up.
-    """
+    """A launcher offers its node to the job. Sent again after every reconnect of launcher or agent. ``generation``: the
+    one its ranks are in (0: none), so that a controller that lost track can catch up."""
 
     spec: JobSpec
     launcher: Incarnation
@@ -354,10 +349,8 @@ class RankFinished(Report, frozen=True, kw_only=True, tag=True):
 
 
 class PeerConnectionLost(Report, frozen=True, kw_only=True, tag=True):
-    """The node's vault lost its connection to the vault on ``peer``, and a new one is refused there.
-
-    A hint that ``peer`` may be gone: it accuses nobody, and at most shortens a wait. At most one per second and peer.
-    """
+    """The node's vault lost its connection to the vault on ``peer``, and a new one is refused there. A hint that
+    ``peer`` may be gone: it accuses nobody, and at most shortens a wait. At most one per second and peer."""
 
     peer: NodeId
     detail: ShortText = ""

@@ -75,10 +75,8 @@ ManifestBytes = Annotated[int, msgspec.Meta(ge=0, le=MAX_MANIFEST_BYTES)]
 
 
 class Greeting(Message, frozen=True, kw_only=True, tag=True):
-    """The client's first message: the job, its own node, and the node it means to reach.
-
-    ``read_only``: nothing may be copied here over this connection.
-    """
+    """The client's first message: the job, its own node, and the node it means to reach. ``read_only``: nothing may be
+    copied here over this connection."""
 
     protocols: tuple[int, ...]
     job: JobId
@@ -160,9 +158,7 @@ class PutDone(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Ack(Message, frozen=True, kw_only=True, tag=True):
-    """The slot is sealed here. ``already_sealed``: it was before, and nothing needs to be sent."""
-
-    already_sealed: bool = False
+    """The slot is sealed here."""
 
 
 class Get(Message, frozen=True, kw_only=True, tag=True):
@@ -195,10 +191,8 @@ class DataEnd(Message, frozen=True, kw_only=True, tag=True):
 
 
 class DigestsRequest(Message, frozen=True, kw_only=True, tag=True):
-    """Request the sealed digests of that rank's version (``parity``: of the group with that number).
-
-    ``group``: the request serves to make parity of that group, which the shard is a member of.
-    """
+    """Request the sealed digests of that rank's version (``parity``: of the group with that number). ``group``: the
+    request serves to make parity of that group, which the shard is a member of."""
 
     rank: Rank
     version: Version

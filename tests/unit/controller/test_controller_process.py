@@ -16,7 +16,7 @@ import psycopg
 import pytest
 from sqlalchemy.engine import make_url
 
-from everstep.bearer_tokens import TokenRole, mint, verify
+from everstep.bearer_tokens import TokenRole, mint, verify_with_secret
 from everstep.wire.v1 import operator as op
 from everstep.wire.v1.agent import NumberedReport, Registered, Reports
 from everstep.wire.v1.directives import NewGeneration
@@ -329,7 +329,7 @@ def test_token_command_prints_a_valid_token(tmp_path: Path) -> None:
     secret.chmod(0o600)
     printed = run("token", "--role", "agent", "--subject", "n1", "--secret-file", str(secret)).stdout.strip()
     assert printed == mint(SECRET, TokenRole.AGENT, "n1")
-    assert verify(SECRET, printed).subject == "n1"
+    assert verify_with_secret((SECRET,), printed)[0].subject == "n1"
 
 
 def test_log_lines_are_json_without_tokens(process: ControllerProcess) -> None:

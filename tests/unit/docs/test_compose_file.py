@@ -15,7 +15,7 @@ import yaml
 from everstep_agent.config import read_token
 from everstep_controller.config import read_password, read_secret
 
-from everstep.bearer_tokens import Identity, TokenRole, verify
+from everstep.bearer_tokens import Identity, TokenRole, verify_with_secret
 from tests.support.command_lines import agent_settings, controller_settings
 
 ROOT = Path(__file__).parents[3]
@@ -126,8 +126,8 @@ def test_make_secrets_writes_usable_files(tmp_path: Path) -> None:
     assert len(set(first.values())) == len(first), "no two are alike"
     for name in AGENTS:
         token = read_token(folder / f"token-{name}", "agent token")
-        assert verify(secret, token) == Identity(TokenRole.AGENT, name)
-    assert verify(secret, first["token-prometheus"].strip()).role is TokenRole.VIEWER
+        assert verify_with_secret((secret,), token)[0] == Identity(TokenRole.AGENT, name)
+    assert verify_with_secret((secret,), first["token-prometheus"].strip())[0].role is TokenRole.VIEWER
     assert (tmp_path / ".env").read_text() == f"EVERSTEP_UID={os.getuid()}\nEVERSTEP_GID={os.getgid()}\n"
 
 

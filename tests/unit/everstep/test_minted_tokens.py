@@ -14,7 +14,7 @@ from everstep.bearer_tokens import (
     mint,
     split_stored,
     stored_token,
-    verify,
+    verify_with_secret,
 )
 from everstep.clock import ManualClock
 from everstep.errors import AuthenticationError, ConfigurationError
@@ -39,7 +39,8 @@ def rewrite(file: Path, *lines: bytes) -> None:
 
 def test_minted_token_contains_role_and_subject() -> None:
     token = mint(OLD, TokenRole.AGENT, "n1")
-    assert (verify(OLD, token).role, verify(OLD, token).subject) == (TokenRole.AGENT, "n1")
+    identity, _ = verify_with_secret((OLD,), token)
+    assert (identity.role, identity.subject) == (TokenRole.AGENT, "n1")
 
 
 @pytest.mark.parametrize("role", [TokenRole.JOIN, TokenRole.TRAINER])
@@ -55,7 +56,7 @@ def test_join_and_trainer_tokens_are_not_minted(role: TokenRole) -> None:
 def test_altered_token_does_not_verify(token: str) -> None:
     mac = mint(OLD, TokenRole.AGENT, "n1").rpartition(":")[2]
     with pytest.raises(AuthenticationError):
-        verify(OLD, token.format(mac=mac))
+        verify_with_secret((OLD,), token.format(mac=mac))
 
 
 def test_secret_file_holds_several_secrets_but_no_short_one(secret_file: Path) -> None:

@@ -239,7 +239,7 @@ class PeerSession:
     def _put(self, put: wire.Put) -> None:
         incoming = self._server.receiver.begin(self.job, self.node, put)
         if incoming is None:
-            self.channel.send(wire.Ack(already_sealed=True))
+            self.channel.send(wire.Ack())
             return
         self._open_transfers.add(incoming.id)
         present, lacks_manifest = wire.chunk_bitmap(incoming.received_chunks), not incoming.has_manifest

@@ -59,7 +59,7 @@ class Talk:
         self.conversation = HeartbeatProtocol("n1", 7, "0.1.0")
 
     def next(self, *findings: Finding, facts: NodeDescription = FACTS) -> Register | Heartbeat:
-        return self.conversation.next_message(facts, findings, (), 0, 100.0)
+        return self.conversation.next_message(facts, findings, (), 100.0)
 
     def register(self, *findings: Finding, facts: NodeDescription = FACTS) -> None:
         message = self.next(*findings, facts=facts)

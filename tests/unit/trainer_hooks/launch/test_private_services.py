@@ -17,7 +17,7 @@ from everstep_trainer.launch import private_services
 from everstep_trainer.launch.private_services import PrivateService, PrivateServices
 from everstep_trainer.launch.processes import WorkerOutputs
 
-from everstep.bearer_tokens import TokenRole, verify
+from everstep.bearer_tokens import TokenRole, verify_with_secret
 from everstep.clock import ManualClock
 from everstep.errors import ConfigurationError, Unavailable
 from everstep.layout.vault_status import LOCK_FILE
@@ -228,7 +228,7 @@ def test_private_services_protect_secrets_and_leave_only_logs(services: PrivateS
             secret = (run_dir / "secret").read_bytes()
             for name, role in (("agent.token", TokenRole.AGENT), ("operator.token", TokenRole.OPERATOR)):
                 assert stat.S_IMODE((run_dir / name).stat().st_mode) == 0o600
-                assert verify(secret, (run_dir / name).read_text()).role is role
+                assert verify_with_secret((secret,), (run_dir / name).read_text())[0].role is role
         finally:
             await services.end()
 
