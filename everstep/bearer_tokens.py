@@ -45,22 +45,12 @@ MINTABLE_ROLES = (TokenRole.AGENT, TokenRole.OPERATOR, TokenRole.VIEWER)
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """The identity that a verified token proves.
-
-    Attributes:
-        role: The bearer's rights.
-        subject: A node's id for agents, a job's for trainers, a pattern of node names for join tokens, otherwise the
-            name of a person or program.
-        credential: The proof, for the log and to notice a revocation: a stored credential's id, a fingerprint of the
-            fleet's secret, or ``certificate``. Empty if nobody asked.
-        ends_at: Wall seconds at which it expires, if it says so (a certificate's ``notAfter``); stored ones are looked
-            up.
-    """
+    """The identity that a verified token proves."""
 
     role: TokenRole
-    subject: str
-    credential: str = ""
-    ends_at: float = math.inf
+    subject: str  # a node, a job, or a pattern of node names, by role; otherwise the name of a person or program
+    credential: str = ""  # id of a stored one, fingerprint of the fleet's secret, or ``certificate``; if asked for
+    ends_at: float = math.inf  # wall seconds, of a certificate (``notAfter``); stored ones are looked up
 
 
 def looks_like_token(text: str) -> bool:

@@ -54,10 +54,7 @@ def takes_settings(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Give a Typer command one flag per setting, and pass those that were given as its argument ``flags``.
 
-    Args:
-        program: The program.
-        names: Settings that the command takes; all if none is named.
-        aliases: Further spellings of flags, by setting.
+    It takes the settings ``names``, or all if none is named. ``aliases`` has further spellings of flags, by setting.
     """
     settings = [program.settings[name] for name in names or program.settings]
 

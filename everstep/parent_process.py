@@ -25,15 +25,9 @@ def parent_pid() -> int:
 def die_with_parent(parent: int, signum: signal.Signals = signal.SIGTERM) -> None:
     """Have the kernel send ``signum`` to this process when ``parent`` ends; at once if it has ended already.
 
-    The kernel follows the parent's *thread*: start children from a thread that lives as long as its process.
-
-    Args:
-        parent: Pid of the process that started this one, from that process or from ``os.getppid()`` at the start of
-            ``main``. In a container it may be 1, or 0 for another process namespace.
-        signum: The signal; install its handler before. SIGKILL for a process that has nothing to clean up.
-
-    Raises:
-        ConfigurationError: The kernel refuses.
+    The kernel follows the parent's *thread*: start children from a thread that lives as long as its process. Install
+    the signal's handler before; SIGKILL is for a process that has nothing to clean up. In a container ``parent`` may be
+    1, or 0 for another process namespace. Raises ConfigurationError if the kernel refuses.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0) != 0:

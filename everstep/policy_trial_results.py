@@ -6,7 +6,7 @@ Each controller writes a journal while it leads, and one leads at a time: togeth
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from typing import TypeVar
 
@@ -25,16 +25,11 @@ journal is written only when something happens."""
 def recording_gaps(spans: Iterable[RecordedSpan]) -> tuple[tuple[float, float], ...]:
     """Return the gaps (from, to) between recorded spans, oldest first, without those in which nobody else can
     have led."""
-    ordered = sorted(spans, key=lambda one: one.begins_at)
     return tuple(
         (before.ends_at, after.begins_at)
-        for before, after in pairwise(ordered)
-        if before.ends_at < after.begins_at and not _follows(before, after)
+        for before, after in pairwise(sorted(spans, key=lambda one: one.begins_at))
+        if after.begins_at - before.ends_at > (FAILOVER_S if after.epoch == before.epoch + 1 else 0.0)
     )
-
-
-def _follows(before: RecordedSpan, after: RecordedSpan) -> bool:
-    return after.epoch == before.epoch + 1 and after.begins_at - before.ends_at <= FAILOVER_S
 
 
 def newest_per_node(found: Iterable[tuple[str, T]], counts: Counter[str]) -> tuple[T, ...]:
@@ -78,9 +73,8 @@ def merge_results(answers: Mapping[str, PolicyTrialResult | EverstepError]) -> P
     if not parts:
         raise next((said for said in silent.values() if not isinstance(said, NotFound)), next(iter(silent.values())))
     told = _summed(parts)
-    missing = "".join(
-        f"; {url} is not counted: {said}" for url, said in silent.items() if not isinstance(said, NotFound)
-    )
+    failed = {url: said for url, said in silent.items() if not isinstance(said, NotFound)}
+    missing = "".join(f"; {url} is not counted: {said}" for url, said in failed.items())
     return msgspec.structs.replace(told, sentence=describe_result(told) + missing)
 
 
@@ -99,8 +93,8 @@ def _distinct(parts: Iterable[PolicyTrialResult]) -> list[PolicyTrialResult]:
 def _summed(parts: list[PolicyTrialResult]) -> PolicyTrialResult:
     parts = sorted(parts, key=lambda part: part.since)
     also = sorted((verdict for part in parts for verdict in part.added_evictions), key=lambda verdict: verdict.at)
-    not_then = [line for part in parts for line in part.avoided_evictions]
-    now, then = _by_node(also, lambda verdict: verdict.node), _by_node(not_then, evicted_node)
+    now = [(verdict.node, verdict) for verdict in also]
+    then = [(evicted_node(line), line) for part in parts for line in part.avoided_evictions]
     more, fewer = (Counter(node for node, _ in found) for found in (now, then))
     stretches = tuple(sorted((one for part in parts for one in part.spans), key=lambda one: one.begins_at))
     return PolicyTrialResult(
@@ -112,7 +106,3 @@ def _summed(parts: list[PolicyTrialResult]) -> PolicyTrialResult:
         gaps=recording_gaps(stretches),
         spans=stretches,
     )
-
-
-def _by_node(found: Iterable[T], node: Callable[[T], str]) -> list[tuple[str, T]]:
-    return [(node(one), one) for one in found]

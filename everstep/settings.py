@@ -37,16 +37,11 @@ FILE = "settings"
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """One setting of a program."""
 
-    name: str
-    """Its name in flags, variables and messages. Words of a nested struct come first: ``policy_lost_after_s``."""
-    path: tuple[str, ...]
-    """Attributes that lead from the program's struct to the value, such as ``policy``, ``lost_after_s``."""
-    type: Any
-    """Type of the value, without None."""
-    default: Any
-    """Default of the field; None if it has none."""
-    doc: str
-    """The docstring below the field."""
+    name: str  # in flags, variables and messages; words of a nested struct come first: ``policy_lost_after_s``
+    path: tuple[str, ...]  # attributes that lead from the program's struct to the value: ``policy``, ``lost_after_s``
+    type: Any  # of the value, without None
+    default: Any  # None if the field has none
+    doc: str  # the docstring below the field
 
     @property
     def flag(self) -> str:
@@ -62,19 +57,12 @@ class Given(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """A program and its settings.
+    """A program and its settings."""
 
-    Args:
-        name: Name of the command.
-        kind: Struct with a docstring below each field. Fields may be nested structs.
-        excluded: Names of fields that no flag, variable or file sets.
-        other_variables: Other variables that are read where the program's own is not set, by setting.
-    """
-
-    name: str
-    kind: type[msgspec.Struct]
-    excluded: Collection[str] = ()
-    other_variables: Mapping[str, str] = field(default_factory=dict)
+    name: str  # of the command
+    kind: type[msgspec.Struct]  # with a docstring below each field; fields may be nested structs
+    excluded: Collection[str] = ()  # names of fields that no flag, variable or file sets
+    other_variables: Mapping[str, str] = field(default_factory=dict)  # read if the program's own is not set, by setting
 
     @property
     def prefix(self) -> str:
@@ -106,12 +94,8 @@ class Program:
     def read(self, flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
         """Return what is set by flags, variables and the file: values by attribute, those of a nested struct as a dict.
 
-        Args:
-            flags: Given flags by the setting's name, and the file as ``settings``. Text is converted.
-            environ: The environment.
-
-        Raises:
-            ConfigurationError: A variable or key is unknown, or a value has another type. The message names the source.
+        ``flags`` are by the setting's name, and the file as ``settings``; text is converted. Raises ConfigurationError
+        if a variable or key is unknown, or a value has another type. The message names the source.
         """
         return self.by_attribute(self.given(flags, environ))
 

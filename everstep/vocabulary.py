@@ -5,6 +5,7 @@ A *finding* is a fact from a sensor, probe or audit. A *verdict* is the controll
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import StrEnum
 
 import msgspec
@@ -57,11 +58,16 @@ class FindingKind(StrEnum):
 
 
 class Severity(StrEnum):
-    """Severity of a finding for the node's fitness to compute."""
+    """Severity of a finding for the node's fitness to compute, mildest first."""
 
     INFO = "info"
     WARNING = "warning"
     CRITICAL = "critical"
+
+    @property
+    def gravity(self) -> int:
+        """Its place in this order."""
+        return list(Severity).index(self)
 
 
 class Action(StrEnum):
@@ -178,6 +184,16 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def key(self) -> str:
         suffix = f"/{self.xid}" if self.xid is not None else ""
         return f"{self.kind}/{self.subject}{suffix}"
+
+
+def gravest_by_key(findings: Iterable[Finding]) -> dict[str, Finding]:
+    """Return one finding for each key: the gravest, and of equals the first."""
+    found: dict[str, Finding] = {}
+    for finding in findings:
+        other = found.setdefault(finding.key, finding)
+        if finding.severity.gravity > other.severity.gravity:
+            found[finding.key] = finding
+    return found
 
 
 class Decision(StrEnum):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import ssl
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -147,10 +148,8 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     def validate(self) -> AgentSettings:
         """Return these settings. Raises ConfigurationError, with the correction, for a contradiction."""
-        _check_names(self)
-        _check_addresses(self)
-        _check_times(self)
-        _check_sizes(self)
+        for problem in itertools.chain(_name_problems(self), _address_problems(self), _number_problems(self)):
+            raise ConfigurationError(problem)
         return self
 
 
@@ -201,7 +200,8 @@ def read_token(path: Path | None, description: str) -> str:
         raise ConfigurationError(f"cannot read the {description} file {path}: {error.strerror}") from error
     except UnicodeDecodeError:
         token = ""
-    raise_if(not looks_like_token(token), f"{path} does not hold a {description}: expected one line")
+    if not looks_like_token(token):
+        raise ConfigurationError(f"{path} does not hold a {description}: expected one line")
     return token
 
 
@@ -223,142 +223,101 @@ def parse_listen_address(text: str) -> tuple[str, int]:
 
 def parse_labels(settings: AgentSettings) -> dict[str, str]:
     """Return the node's labels. Raises ConfigurationError for one that is not a valid NAME=VALUE."""
-    parts = [label.partition("=") for label in settings.labels]
-    raise_if(
-        any(not equals for _, equals, _ in parts),
-        f"--labels {','.join(settings.labels)}: expected NAME=VALUE, separated by commas",
-    )
+    given = ",".join(settings.labels)
+    if not all("=" in label for label in settings.labels):
+        raise ConfigurationError(f"--labels {given}: expected NAME=VALUE, separated by commas")
     try:
-        found: dict[str, str] = msgspec.convert({name: value for name, _, value in parts}, Labels)
+        found: dict[str, str] = msgspec.convert(dict(label.split("=", 1) for label in settings.labels), Labels)
     except msgspec.ValidationError as error:
-        raise ConfigurationError(f"--labels {','.join(settings.labels)}: {error}") from error
+        raise ConfigurationError(f"--labels {given}: {error}") from error
     return found
 
 
-def raise_if(is_invalid: bool, message: str) -> None:
-    """Raise ConfigurationError with ``message`` if ``is_invalid``."""
-    if is_invalid:
-        raise ConfigurationError(message)
-
-
-def _check_names(s: AgentSettings) -> None:
+def _name_problems(s: AgentSettings) -> Iterator[str]:
     try:
         check_name(s.node, "node")
     except ValueError as error:
-        raise ConfigurationError(f"{error}; give another with --node") from error
+        yield f"{error}; give another with --node"
     longest = len(os.fsencode(s.agent_socket.absolute()))
-    raise_if(
-        longest > MAX_SOCKET_PATH_BYTES,
-        f"{s.agent_socket} has {longest} bytes and a unix socket's path may have {MAX_SOCKET_PATH_BYTES}: "
-        "give a shorter --run-dir",
-    )
+    if longest > MAX_SOCKET_PATH_BYTES:
+        yield (
+            f"{s.agent_socket} has {longest} bytes and a unix socket's path may have {MAX_SOCKET_PATH_BYTES}: give a "
+            "shorter --run-dir"
+        )
     parse_labels(s)
-    raise_if(
-        s.virtual_control is not None and not s.virtual,
-        "--virtual-control changes simulated GPUs, and there are none: give --virtual SCENARIO.toml too",
-    )
+    if s.virtual_control is not None and not s.virtual:
+        yield "--virtual-control changes simulated GPUs, and there are none: give --virtual SCENARIO.toml too"
 
 
-def _check_addresses(s: AgentSettings) -> None:
-    raise_if(not s.controllers, "an agent needs a controller: give --controller http://HOST:PORT")
+def _address_problems(s: AgentSettings) -> Iterator[str]:
+    if not s.controllers:
+        yield "an agent needs a controller: give --controller http://HOST:PORT"
     for url in s.controllers:
         parts = urlsplit(url)
-        raise_if(
-            parts.scheme not in ("http", "https") or not parts.hostname or parts.path not in ("", "/"),
-            f"{url!r} is not a controller's base URL: expected http://HOST:PORT or https://HOST:PORT",
-        )
-    raise_if(
-        s.ca_file is not None and not any(url.startswith("https://") for url in s.controllers),
-        "--ca-file applies to https:// controllers only: give an https:// URL with --controller",
-    )
-    raise_if(
-        s.join_token_file is not None and s.token_file is None,
-        "--join-token-file needs --token-file, the file where the agent stores this node's own token",
-    )
-    raise_if(
-        (s.client_certificate is None) != (s.client_key is None),
-        "give --client-certificate and --client-key together, or neither",
-    )
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.path not in ("", "/"):
+            yield f"{url!r} is not a controller's base URL: expected http://HOST:PORT or https://HOST:PORT"
+    if s.ca_file is not None and not any(url.startswith("https://") for url in s.controllers):
+        yield "--ca-file applies to https:// controllers only: give an https:// URL with --controller"
+    if s.join_token_file is not None and s.token_file is None:
+        yield "--join-token-file needs --token-file, the file where the agent stores this node's own token"
+    if (s.client_certificate is None) != (s.client_key is None):
+        yield "give --client-certificate and --client-key together, or neither"
     host, _ = parse_listen_address(s.vault_listen)
-    raise_if(
-        host in ("", "0.0.0.0", "::"),  # noqa: S104 - the refusal of it
-        f"--vault-listen {s.vault_listen} is no address that other nodes can connect to: give this node's own address",
-    )
+    if host in ("", "0.0.0.0", "::"):  # noqa: S104 - the refusal of it
+        why = "is no address that other nodes can connect to"
+        yield f"--vault-listen {s.vault_listen} {why}: give this node's own address"
     remote = any(urlsplit(url).hostname not in LOOPBACK for url in s.controllers)
-    raise_if(
-        s.preset == "production" and remote and host in LOOPBACK,
-        f"other nodes hold replicas for this node and cannot reach --vault-listen {s.vault_listen}: "
-        "give this node's own address, such as --vault-listen 10.0.0.7:7702",
-    )
+    if s.preset == "production" and remote and host in LOOPBACK:
+        yield (
+            f"other nodes hold replicas for this node and cannot reach --vault-listen {s.vault_listen}: "
+            "give this node's own address, such as --vault-listen 10.0.0.7:7702"
+        )
     if s.metrics_listen:
         parse_listen_address(s.metrics_listen)
-        raise_if(
-            s.metrics_token_file is None and s.token_file is None,
-            "/metrics needs a token: give --token-file or --metrics-token-file, or --metrics-listen '' to turn it off",
+        if s.metrics_token_file is None and s.token_file is None:
+            fix = "give --token-file or --metrics-token-file, or --metrics-listen '' to turn it off"
+            yield f"/metrics needs a token: {fix}"
+
+
+def _number_problems(s: AgentSettings) -> Iterator[str]:
+    for name in s.__struct_fields__:
+        if name.endswith("_s") and name != "vault_send_bytes_per_s" and getattr(s, name) <= 0:
+            yield f"--{name.replace('_', '-')} must be more than 0 s"
+    if s.stopped_after_s < 2 * s.tick_interval_s:
+        yield (
+            f"--stopped-after-s {s.stopped_after_s} must be at least two ticks ({s.tick_interval_s} s each): otherwise "
+            "one late tick raises an alarm"
         )
-
-
-def _check_times(s: AgentSettings) -> None:
-    for name in _POSITIVE_SECONDS:
-        raise_if(getattr(s, name) <= 0, f"--{name.replace('_', '-')} must be more than 0 s")
-    raise_if(
-        s.stopped_after_s < 2 * s.tick_interval_s,
-        f"--stopped-after-s {s.stopped_after_s} must be at least two ticks ({s.tick_interval_s} s each): otherwise one "
-        "late tick raises an alarm",
-    )
-    raise_if(
-        s.unresponsive_after_s < s.stopped_after_s,
-        f"--unresponsive-after-s {s.unresponsive_after_s} must be at least --stopped-after-s {s.stopped_after_s}: "
-        "otherwise a stopped process is found later than a busy one",
-    )
-    raise_if(
-        s.retry_max_idle_s < s.retry_max_busy_s,
-        f"--retry-max-idle-s {s.retry_max_idle_s} must be at least --retry-max-busy-s {s.retry_max_busy_s}: an idle "
-        "node is less urgent",
-    )
-    raise_if(
-        s.answer_timeout_s < s.connect_timeout_s,
-        f"--answer-timeout-s {s.answer_timeout_s} must be at least --connect-timeout-s {s.connect_timeout_s}: "
-        "a controller opens a session before it answers heartbeats",
-    )
-
-
-def _check_sizes(s: AgentSettings) -> None:
-    raise_if(
-        bool(s.vault_survives_kill_of) and not s.die_with_parent,
-        "--vault-survives-kill-of applies with --die-with-parent only; without --die-with-parent the vault always "
-        "survives, unless --stop-vault-on-exit is given",
-    )
-    limit = s.vault_memory_limit_bytes
-    raise_if(
-        limit is not None and limit <= 0,
-        f"--vault-memory-limit-bytes {limit} leaves no room for any slot: give a positive number, or omit the limit",
-    )
-    rate = s.vault_send_bytes_per_s
-    raise_if(
-        rate is not None and rate < MIN_SEND_BYTES_PER_S,
-        f"--vault-send-bytes-per-s {rate} must be at least 4 MiB/s: peers abort slower transfers",
-    )
-    raise_if(
-        s.spool_max_reports < 64,
-        "--spool-max-reports must be at least 64, the reports of one second",
-    )
-    raise_if(
-        s.spool_max_bytes < 1 << 20,
-        f"--spool-max-bytes {s.spool_max_bytes} must be at least 1 MiB, one request",
-    )
-    raise_if(s.max_connections < 2, "--max-connections must be at least 2: a launcher and a rank")
-
-
-_POSITIVE_SECONDS = (
-    "vault_linger_s",
-    "tick_interval_s",
-    "stopped_after_s",
-    "unresponsive_after_s",
-    "exit_grace_s",
-    "report_batch_window_s",
-    "connect_timeout_s",
-    "answer_timeout_s",
-    "retry_max_busy_s",
-    "retry_max_idle_s",
-)
+    if s.unresponsive_after_s < s.stopped_after_s:
+        yield (
+            f"--unresponsive-after-s {s.unresponsive_after_s} must be at least --stopped-after-s {s.stopped_after_s}: "
+            "otherwise a stopped process is found later than a busy one"
+        )
+    if s.retry_max_idle_s < s.retry_max_busy_s:
+        yield (
+            f"--retry-max-idle-s {s.retry_max_idle_s} must be at least --retry-max-busy-s {s.retry_max_busy_s}: an "
+            "idle node is less urgent"
+        )
+    if s.answer_timeout_s < s.connect_timeout_s:
+        yield (
+            f"--answer-timeout-s {s.answer_timeout_s} must be at least --connect-timeout-s {s.connect_timeout_s}: "
+            "a controller opens a session before it answers heartbeats"
+        )
+    if s.vault_survives_kill_of and not s.die_with_parent:
+        yield (
+            "--vault-survives-kill-of applies with --die-with-parent only; without --die-with-parent the vault always "
+            "survives, unless --stop-vault-on-exit is given"
+        )
+    limit, rate = s.vault_memory_limit_bytes, s.vault_send_bytes_per_s
+    if limit is not None and limit <= 0:
+        yield (
+            f"--vault-memory-limit-bytes {limit} leaves no room for any slot: give a positive number, or omit the limit"
+        )
+    if rate is not None and rate < MIN_SEND_BYTES_PER_S:
+        yield f"--vault-send-bytes-per-s {rate} must be at least 4 MiB/s: peers abort slower transfers"
+    if s.spool_max_reports < 64:
+        yield "--spool-max-reports must be at least 64, the reports of one second"
+    if s.spool_max_bytes < 1 << 20:
+        yield f"--spool-max-bytes {s.spool_max_bytes} must be at least 1 MiB, one request"
+    if s.max_connections < 2:
+        yield "--max-connections must be at least 2: a launcher and a rank"

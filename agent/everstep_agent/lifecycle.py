@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from everstep.errors import ConfigurationError
-from everstep.plain_text import PlainLineFormatter
+from everstep.log_lines import PlainLineFormatter
 
 
 def private_directory(path: Path) -> Path:
@@ -40,15 +40,15 @@ def _check_parent_owners(path: Path) -> None:
     The owner of a directory can replace its entries. Below a world-writable sticky directory (``/tmp``, ``/dev/shm``)
     our names can be guessed, so every component, links included, must belong to us or root.
     """
-    below: list[Path] = []
+    foreign: Path | None = None
     for folder in (path, *path.parents):
         found = folder.lstat()
         if stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX:
-            if below:
-                raise ConfigurationError(f"{below[-1]} belongs to another user; use a directory of your own")
+            if foreign is not None:
+                raise ConfigurationError(f"{foreign} belongs to another user; use a directory of your own")
             return
         if found.st_uid not in (0, os.geteuid()):
-            below.append(folder)
+            foreign = folder
 
 
 def write_atomically(path: Path, content: Any) -> None:
@@ -141,15 +141,11 @@ def start_child(module: str, *descriptors: int, **environment: str) -> tuple[sub
     Returns the process and our non-blocking end. Start it from the main thread: the child ends with that thread.
     """
     ours, theirs = socket.socketpair()
+    passed = (theirs.fileno(), *descriptors)
+    command = [sys.executable, "-P", "-m", module, *map(str, passed), str(os.getpid())]
+    nothing, variables = subprocess.DEVNULL, {**os.environ, **environment}
     try:
-        passed = (theirs.fileno(), *descriptors)
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", module, *map(str, passed), str(os.getpid())],
-            pass_fds=passed,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            env={**os.environ, **environment},
-        )
+        process = subprocess.Popen(command, pass_fds=passed, stdin=nothing, stdout=nothing, env=variables)
     except BaseException:
         ours.close()
         raise
@@ -184,11 +180,10 @@ class TextLines(PlainLineFormatter):
     """Time, level, message, and the fields that are set."""
 
     def text(self, record: logging.LogRecord) -> str:
-        known = [
-            f"{name}={getattr(record, name)}" for name in LOG_FIELDS if getattr(record, name, None) not in (None, "")
-        ]
+        values = {name: getattr(record, name, None) for name in LOG_FIELDS}
+        known = " ".join(f"{name}={value}" for name, value in values.items() if value not in (None, ""))
         line = super().text(record)
-        return f"{line} [{' '.join(known)}]" if known else line
+        return f"{line} [{known}]" if known else line
 
 
 class JsonLines(logging.Formatter):
@@ -196,12 +191,8 @@ class JsonLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         at = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
-        line = {
-            "at": at.isoformat(timespec="milliseconds"),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
+        line = {"at": at.isoformat(timespec="milliseconds"), "level": record.levelname.lower(), "logger": record.name}
+        line["message"] = record.getMessage()
         line |= {name: getattr(record, name) for name in LOG_FIELDS if hasattr(record, name)}
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)

@@ -33,7 +33,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
 from everstep.clock import Clock
-from everstep.log_throttle import LogThrottle
+from everstep.log_lines import LogThrottle
 from everstep.vocabulary import Finding, Severity
 from everstep.wire.v1.local import StatisticsAnswer
 from everstep_agent.sensors.samples import GpuSample
@@ -85,7 +85,7 @@ _GPU = (
     _Gauge("memory_temperature_celsius", "Temperature of the GPU's memory.", "memory_temperature_c"),
     _Gauge("power_watts", "Power drawn.", "power_w"),
     _Gauge("power_limit_watts", "Current power limit.", "power_limit_w"),
-    _Gauge("energy_joules", "Energy used since the driver was loaded.", "energy_j", is_counter=True),
+    _Gauge("energy_joules", "Energy used since the driver was loaded.", "energy_j", True),
     _Gauge("sm_clock_hertz", "Clock of the streaming multiprocessors.", "sm_clock_mhz", scale=1e6),
     _Gauge("memory_clock_hertz", "Clock of the memory.", "memory_clock_mhz", scale=1e6),
     _Gauge("utilization_ratio", "Share of the time that a kernel was running.", "gpu_utilization"),
@@ -94,24 +94,19 @@ _GPU = (
     _Gauge("memory_total_bytes", "Total memory.", "memory_total_bytes"),
     _Gauge("throttled_by_hardware", "1 while the hardware slows the GPU down.", "hardware_throttled"),
     _Gauge("throttled_by_heat", "1 while heat slows the GPU down.", "heat_throttled"),
-    _Gauge("ecc_correctable", "Corrected memory errors since the driver was loaded.", "ecc_corrected", is_counter=True),
-    _Gauge(
-        "ecc_uncorrectable",
-        "Uncorrected memory errors since the driver was loaded.",
-        "ecc_uncorrected",
-        is_counter=True,
-    ),
+    _Gauge("ecc_correctable", "Corrected memory errors since the driver was loaded.", "ecc_corrected", True),
+    _Gauge("ecc_uncorrectable", "Uncorrected memory errors since the driver was loaded.", "ecc_uncorrected", True),
     _Gauge("remapped_rows_correctable", "Memory rows remapped after corrected errors.", "remapped_corrected"),
     _Gauge("remapped_rows_uncorrectable", "Memory rows remapped after uncorrected errors.", "remapped_uncorrected"),
     _Gauge("row_remap_pending", "1 while a row remapping waits for a reset.", "remap_pending"),
     _Gauge("row_remap_failed", "1 when a row could not be remapped.", "remap_failure"),
     _Gauge("retired_pages", "Memory pages retired (before Ampere).", "retired_pages"),
-    _Gauge("pcie_replays", "Retransmitted PCIe packets.", "pcie_replays", is_counter=True),
+    _Gauge("pcie_replays", "Retransmitted PCIe packets.", "pcie_replays", True),
     _Gauge("pcie_link_generation", "PCIe generation in use (lower while idle).", "pcie_generation"),
     _Gauge("pcie_link_width", "PCIe lanes in use.", "pcie_width"),
     _Gauge("nvlinks", "Number of NVLinks.", "nvlinks"),
     _Gauge("nvlinks_down", "NVLinks that are down.", "nvlinks_down"),
-    _Gauge("nvlink_errors", "NVLink errors.", "nvlink_errors", is_counter=True),
+    _Gauge("nvlink_errors", "NVLink errors.", "nvlink_errors", True),
     _Gauge("processes", "Compute processes on the GPU.", "processes"),
 )
 
@@ -134,15 +129,10 @@ _DCGM = (
 
 @dataclass(eq=False)
 class AgentCollector(Collector):
-    """Yield the metric families of one snapshot.
+    """Yield the metric families of one snapshot."""
 
-    Args:
-        read_metrics: Takes the snapshot; called in the thread that serves the scrape.
-        dcgm_names: Also yield dcgm-exporter's names.
-    """
-
-    read_metrics: Callable[[], AgentMetrics]
-    dcgm_names: bool
+    read_metrics: Callable[[], AgentMetrics]  # takes the snapshot; called in the thread that serves the scrape
+    dcgm_names: bool  # also yield dcgm-exporter's names
 
     def collect(self) -> Iterator[Metric]:
         metrics = self.read_metrics()
@@ -177,6 +167,7 @@ def _family(kind: _Kind, name: str, help_text: str, labels: tuple[str, ...], row
 
 def _agent_families(m: AgentMetrics) -> Iterator[Metric]:
     report = m.sensor_report
+    polled_help = "Time of the newest sensor poll (unix time)."
     gauges: list[tuple[str, str, float | None]] = [
         ("spool_reports", "Reports that the controller has not acknowledged.", m.spool_reports),
         ("spool_bytes", "Bytes of unacknowledged reports.", m.spool_bytes),
@@ -185,11 +176,7 @@ def _agent_families(m: AgentMetrics) -> Iterator[Metric]:
         ("connections", "Connected launchers and ranks.", m.connections),
         ("jobs", "Jobs known on the node.", m.jobs),
         ("sensor_poll_seconds", "Duration of the newest sensor poll.", None if report is None else report.poll_s),
-        (
-            "sensor_polled_at_seconds",
-            "Time of the newest sensor poll (unix time).",
-            None if report is None else report.polled_at,
-        ),
+        ("sensor_polled_at_seconds", polled_help, None if report is None else report.polled_at),
     ]
     counters = [
         ("spool_dropped", "Reports dropped because the spool was full.", m.spool_dropped),
@@ -202,19 +189,14 @@ def _agent_families(m: AgentMetrics) -> Iterator[Metric]:
     memory = {name: size for name, pid in m.processes.items() if (size := resident_bytes(pid)) is not None}
     interval_help = "Steps between snapshots of a job's ranks; 0: only commit candidates are stored."
     memory_help = "Resident memory of the agent's processes."
+    events_help = "Events of local ranks and their messages."
     requests_help = "Requests to controllers, by request (session, register, heartbeat, reports) and outcome."
     by_label: list[tuple[_Kind, str, str, str, Mapping[str, float]]] = [
         (GaugeMetricFamily, "build_info", "The agent's version.", "version", {m.version: 1}),
         (GaugeMetricFamily, "snapshot_interval_steps", interval_help, "run", m.snapshot_interval_steps),
         (GaugeMetricFamily, "findings", "Active findings, by severity.", "severity", by_severity),
         (GaugeMetricFamily, "resident_memory_bytes", memory_help, "process", memory),
-        (
-            CounterMetricFamily,
-            "local_events",
-            "Events of local ranks and their messages.",
-            "event",
-            m.local_event_counts,
-        ),
+        (CounterMetricFamily, "local_events", events_help, "event", m.local_event_counts),
         (CounterMetricFamily, "connections_refused", "Refused local connections.", "reason", m.refused_connections),
     ]
     for name, help_text, value in gauges:
@@ -230,19 +212,18 @@ def _agent_families(m: AgentMetrics) -> Iterator[Metric]:
 
 
 def _vault_families(m: AgentMetrics) -> Iterator[Metric]:
-    here = (m.node,)
-    yield _family(GaugeMetricFamily, "vault_up", "1 while the vault serves.", ("node",), [(here, m.is_vault_up)])
-    yield _family(
-        CounterMetricFamily, "vault_restarts", "Restarts of the vault.", ("node",), [(here, m.vault_restarts)]
-    )
+    def one(kind: _Kind, name: str, help_text: str, value: float) -> Metric:
+        return _family(kind, f"vault_{name}", help_text, ("node",), [((m.node,), value)])
+
+    yield one(GaugeMetricFamily, "up", "1 while the vault serves.", m.is_vault_up)
+    yield one(CounterMetricFamily, "restarts", "Restarts of the vault.", m.vault_restarts)
     if m.vault_statistics is None:
         return
     for name, count in m.vault_statistics.counters.items():
         help_text = f"{name.replace('_', ' ').capitalize()} since the vault started."
-        yield _family(CounterMetricFamily, f"vault_{name}", help_text, ("node",), [(here, count)])
+        yield one(CounterMetricFamily, name, help_text, count)
     for name, level in m.vault_statistics.gauges.items():
-        help_text = f"Current {name.replace('_', ' ')}."
-        yield _family(GaugeMetricFamily, f"vault_{name}", help_text, ("node",), [(here, level)])
+        yield one(GaugeMetricFamily, name, f"Current {name.replace('_', ' ')}.", level)
     refused = (((m.node, code), count) for code, count in m.vault_statistics.refused.items())
     refused_help = "Requests that the vault refused, by error code."
     yield _family(CounterMetricFamily, "vault_requests_refused", refused_help, ("node", "code"), refused)
@@ -275,10 +256,10 @@ def _gpu_families(node: str, report: SensorReport) -> Iterator[Metric]:
 def _dcgm_families(node: str, report: SensorReport) -> Iterator[Metric]:
     models = {gpu.uuid: gpu.name for gpu in report.gpu_identities}
     families: list[tuple[str, str, Callable[[GpuSample], float | None]]] = [
-        (gauge.name, gauge.help, partial(_value, gauge=gauge)) for gauge in _DCGM
+        *((gauge.name, gauge.help, partial(_value, gauge=gauge)) for gauge in _DCGM),
+        ("FB_FREE", "Framebuffer memory free (in MiB).", _free_mib),
+        ("XID_ERRORS", "Newest XID with an active finding, 0 for none.", partial(_xid, report=report)),
     ]
-    families.append(("FB_FREE", "Framebuffer memory free (in MiB).", _free_mib))
-    families.append(("XID_ERRORS", "Newest XID with an active finding, 0 for none.", partial(_xid, report=report)))
     for name, help_text, read in families:
         family = Metric(f"DCGM_FI_DEV_{name}", help_text, "unknown")
         for sample in report.gpus:
@@ -305,9 +286,8 @@ def _free_mib(sample: GpuSample) -> float | None:
 def _xid(sample: GpuSample, report: SensorReport) -> float:
     """Return the XID of the GPU's newest finding; the subjects of GPU findings are bus ids or UUIDs."""
     names = (sample.pci_bus_id, sample.uuid)
-    active = [f for f in report.findings if f.xid is not None and f.subject in names]
-    newest = max(active, key=lambda f: f.since, default=None)
-    return float(newest.xid or 0) if newest is not None else 0.0
+    active = ((f.since, f.xid) for f in report.findings if f.xid is not None and f.subject in names)
+    return float(max(active, default=(0.0, 0))[1])
 
 
 # HTTP server of ``/metrics``: one thread, one request at a time, a bearer token.
@@ -352,10 +332,8 @@ class _MetricsTcpServer(socketserver.TCPServer):
     def __init__(
         self, address: tuple[str, int], registry: CollectorRegistry, token: Callable[[], str], throttle: LogThrottle
     ) -> None:
-        self.registry = registry
-        self.token = token
+        self.registry, self.token, self._log = registry, token, throttle
         self.refused_count = 0
-        self._log = throttle
         super().__init__(address, _MetricsHandler)
 
     def process_request(self, request: socket.socket, client_address: Any) -> None:  # type: ignore[override]

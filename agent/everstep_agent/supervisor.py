@@ -146,26 +146,23 @@ class Supervisor:
             await self._vault.start()
             await self._socket_server.start()
             self._start_metrics()
-            self._keep_running("sensors", self._sensors.run)
-            self._keep_running("vault", self._vault.run)
+            self._start_task(self._keep_running("sensors", self._sensors.run))
+            self._start_task(self._keep_running("vault", self._vault.run))
             watch = partial(self._socket_server.watch_silence, self._settings.tick_interval_s / 2)
-            self._keep_running("silence watch", watch)
+            self._start_task(self._keep_running("silence watch", watch))
             waits = [asyncio.ensure_future(event.wait()) for event in (self._first_report_received, stop)]
             await asyncio.wait(waits, timeout=FIRST_REPORT_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
             for wait in waits:
                 wait.cancel()
-            self._keep_running("uplink", self._uplink.run)
-            self._keep_running("self-health", self._run_self_checks)
+            self._start_task(self._keep_running("uplink", self._uplink.run))
+            self._start_task(self._keep_running("self-health", self._run_self_checks))
             log.info("the agent of node %s is running", self._settings.node, extra={"node": self._settings.node})
             await stop.wait()
         finally:
             await self._end()
 
-    def _keep_running(self, name: str, loop: Callable[[], Awaitable[None]]) -> None:
+    async def _keep_running(self, name: str, loop: Callable[[], Awaitable[None]]) -> None:
         """Run ``loop`` for as long as the agent lives, and restart it when it fails."""
-        self._start_task(self._restart_on_failure(name, loop))
-
-    async def _restart_on_failure(self, name: str, loop: Callable[[], Awaitable[None]]) -> None:
         while True:
             try:
                 await loop()
@@ -190,12 +187,12 @@ class Supervisor:
         if self._prober is not None:
             await self._prober.close()
         obsolete = ["agent.json", "agent.sock"]
-        if not self._should_detach_vault():
-            await self._vault.stop()
-            obsolete += ["vault.json", "vault.sock"]
-        else:
+        if self._should_detach_vault():
             self._vault.detach()
             log.info("jobs have slots here; the vault keeps running for the next agent in %s", self._settings.run_dir)
+        else:
+            await self._vault.stop()
+            obsolete += ["vault.json", "vault.sock"]
         if self._metrics is not None:
             await asyncio.to_thread(self._metrics.close)
         if not len(self._spool):
@@ -215,8 +212,7 @@ class Supervisor:
         while True:
             self._write_ready_file()
             self._update_agent_findings()
-            for change in self._findings.expire(self._clock.monotonic()):
-                self.report(change)
+            self._report_all(self._findings.expire(self._clock.monotonic()))
             if self._clock_skew.skew_s is not None:
                 self._sensors.set_clock_skew(self._clock_skew.skew_s)
             await asyncio.sleep(SELF_CHECK_INTERVAL_S)
@@ -289,7 +285,7 @@ class Supervisor:
     def describe_node(self) -> NodeDescription:
         sensor_report = self._sensor_report or SensorReport(at=0.0)
         return NodeDescription(
-            vault_address=self._vault.address,
+            vault=self._vault.address,
             boot_id=sensor_report.boot_id,
             driver_version=sensor_report.driver_version,
             domain=Domain(rack=self._settings.rack, switch=self._settings.switch, power=self._settings.power_domain),

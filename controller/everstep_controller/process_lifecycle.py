@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from everstep.plain_text import PlainLineFormatter
+from everstep.log_lines import PlainLineFormatter
 
 _FIELDS = ("node", "job", "generation", "trace")
 

@@ -38,13 +38,8 @@ class _NotLeader(Unavailable):
 class ControllerClient:
     """Send requests to the leader among several controllers, and find it again when it changes.
 
-    Args:
-        controllers: ``http://HOST:PORT`` or https, several separated by commas.
-        token: A viewer's or an operator's; empty if the certificate in ``tls`` identifies the user.
-        tls: For https; by default the system's authorities, and no client certificate.
-
-    Raises:
-        ConfigurationError: An address is malformed.
+    ``controllers`` are URLs, separated by commas; ``token`` is empty if the certificate in ``tls`` identifies the user.
+    Without ``tls``, https trusts the system's authorities. Raises ConfigurationError for a malformed address.
     """
 
     def __init__(self, controllers: str, token: str, *, tls: ssl.SSLContext | None = None) -> None:

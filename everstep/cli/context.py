@@ -21,7 +21,7 @@ from rich.text import Text
 from everstep.cli.client import ControllerClient, path, read_token
 from everstep.errors import AuthenticationError, ConfigurationError, EverstepError, Unavailable
 from everstep.ids import check_name, split_address
-from everstep.plain_text import escape_control
+from everstep.log_lines import escape_control
 from everstep.settings import Program
 from everstep.wire.v1 import operator as op
 
@@ -83,17 +83,15 @@ class ConnectionOptions(msgspec.Struct, frozen=True):
     def resolved(self, environ: Mapping[str, str]) -> ConnectionOptions:
         """Return the options with a controller: the given one, else that of a run on this machine, else the default.
 
-        Raises:
-            ConfigurationError: Several runs are on this machine and none was chosen, or the chosen one does not exist.
+        Raises ConfigurationError if several runs are here and none was chosen, or the chosen one does not exist.
         """
         if self.run and self.controller:
             raise ConfigurationError("--run and --controller exclude each other: omit one of them")
         if self.controller:
             return self
-        if self.run or not (self.token_file or self.ca_file or self.client_certificate):
-            run = choose(state_dir(environ), self.run)
-            if run is not None:
-                return ConnectionOptions(run.url, run.token_file)
+        may_be_local = self.run or not (self.token_file or self.ca_file or self.client_certificate)
+        if may_be_local and (run := choose(state_dir(environ), self.run)):
+            return ConnectionOptions(run.url, run.token_file)
         return msgspec.structs.replace(self, controller=DEFAULT_CONTROLLER)
 
     def token(self) -> str:
@@ -164,11 +162,9 @@ def print_change(sentence: str, trace: str) -> None:
 PROGRAM = Program("everstep", ConnectionOptions)
 
 
-# Runs on this machine: find the private controllers that this user has started with everstep-launch.
-#
-# The launcher keeps the address and an operator's token of its private controller in a directory of its own, below
-# ``$XDG_STATE_HOME/everstep``. Only files of the calling user, in directories closed to other users, are trusted, and
-# only a controller that listens on loopback is contacted.
+# Runs on this machine. everstep-launch keeps the address of its private controller and an operator's token in a
+# directory of its own, below ``$XDG_STATE_HOME/everstep``. Only files of the calling user, in directories closed to
+# other users, are trusted, and only a controller that listens on loopback is contacted.
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 MAX_RUN_FILE_BYTES = 64 << 10
@@ -197,24 +193,18 @@ def local_runs(folder: Path) -> list[LocalRun]:
 
 
 def choose(folder: Path, name: str) -> LocalRun | None:
-    """Return the chosen run; None if there is none and none was named.
+    """Return the run that a person named by its job or directory, or the only one; None if there is none at all.
 
-    Args:
-        folder: The parent of run directories.
-        name: A job or a run directory, as a person typed it; empty takes the only one there is.
-
-    Raises:
-        ConfigurationError: There are several, or none of that name. The message lists the existing ones.
+    Raises ConfigurationError if there are several, or none of that name. The message lists the existing ones.
     """
     runs = local_runs(folder)
     fitting = [run for run in runs if name in ("", run.job, run.directory.name)]
     if len(fitting) == 1:
         return fitting[0]
     listed = "".join(f"\n  {run.job}  ({run.directory.name}, {run.url})" for run in runs)
-    if len(fitting) > 1:
-        raise ConfigurationError(
-            f"this machine has {len(fitting)} runs of everstep-launch: choose one with --run NAME{listed}"
-        )
+    if fitting:
+        count = f"{len(fitting)} runs of everstep-launch"
+        raise ConfigurationError(f"this machine has {count}: choose one with --run NAME{listed}")
     if name:
         others = f"; other runs:{listed}" if runs else ""
         raise ConfigurationError(f"{folder} has no run {name} with a live controller{others}")
@@ -225,7 +215,7 @@ def _run_in(directory: Path) -> LocalRun | None:
     """Return the run of a directory; None if anything differs from what this user's launcher leaves there."""
     try:
         about = directory.lstat()
-        if not stat.S_ISDIR(about.st_mode) or not _is_private(about):
+        if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & 0o077:
             return None
         ready = json.loads(_read(directory / "controller.json"))
         job = check_name(_read(directory / "job"), "job")
@@ -236,10 +226,6 @@ def _run_in(directory: Path) -> LocalRun | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return LocalRun(job=job, url=f"http://{address}", token_file=str(directory / "operator.token"), directory=directory)
-
-
-def _is_private(about: os.stat_result) -> bool:
-    return about.st_uid == os.geteuid() and not about.st_mode & 0o077
 
 
 def _read(path: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -49,52 +50,38 @@ def node_show(context: typer.Context, node: Node, as_json: Json = False) -> None
         show(detail, as_json, tables.node(detail, SYSTEM_CLOCK.wall()))
 
 
-def _order_each(context: typer.Context, nodes: list[str], kind: str, reason: str) -> None:
-    """Send the same order to each node in turn; a refusal does not stop the others."""
-    refused = 0
-    with connected_client(context) as client:
-        for place in [path("nodes", node, kind) for node in dict.fromkeys(nodes)]:
-            try:
-                changed = client.post(place, op.ReasonOnlyRequest(reason=reason), op.ChangeResult)
-            except (AuthenticationError, Unavailable):
-                raise  # the other orders would fail too
-            except EverstepError as error:
-                print_error("refused: ", error)
-                refused += 1
-            else:
-                print_change(changed.sentence, changed.trace)
-    if refused:
-        raise typer.Exit(1)
+def _order(kind: str) -> Callable[..., None]:
+    """Return the command that sends this order to each node in turn; a refusal does not stop the others."""
+
+    def order(context: typer.Context, nodes: Nodes, reason: Reason) -> None:
+        refused = 0
+        with connected_client(context) as client:
+            for place in [path("nodes", node, kind) for node in dict.fromkeys(nodes)]:
+                try:
+                    changed = client.post(place, op.ReasonOnlyRequest(reason=reason), op.ChangeResult)
+                except (AuthenticationError, Unavailable):
+                    raise  # the other orders would fail too
+                except EverstepError as error:
+                    print_error("refused: ", error)
+                    refused += 1
+                else:
+                    print_change(changed.sentence, changed.trace)
+        if refused:
+            raise typer.Exit(1)
+
+    return order
 
 
-@app.command()
-def drain(context: typer.Context, nodes: Nodes, reason: Reason) -> None:
-    """Remove nodes from their jobs at a step boundary, and hold them out of service."""
-    _order_each(context, nodes, "drain", reason)
-
-
-@app.command()
-def hold(context: typer.Context, nodes: Nodes, reason: Reason) -> None:
-    """Keep nodes out of new generations. Running ranks continue; nodes out of service get no remediation."""
-    _order_each(context, nodes, "hold", reason)
-
-
-@app.command()
-def release(context: typer.Context, nodes: Nodes, reason: Reason) -> None:
-    """End a hold or a drain. The node returns through a probe, or its remediation continues."""
-    _order_each(context, nodes, "release", reason)
-
-
-@app.command()
-def readmit(context: typer.Context, nodes: Nodes, reason: Reason) -> None:
-    """Return nodes to service, through a probe and probation."""
-    _order_each(context, nodes, "readmit", reason)
-
-
-@app.command()
-def evict(context: typer.Context, nodes: Nodes, reason: Reason) -> None:
-    """Remove nodes from all jobs at once, regardless of the eviction budget."""
-    _order_each(context, nodes, "evict", reason)
+for _kind, _help in {
+    "drain": "Remove nodes from their jobs at a step boundary, and hold them out of service.",
+    "hold": "Keep nodes out of new generations. Running ranks continue; nodes out of service get no remediation.",
+    "release": "End a hold or a drain. The node returns through a probe, or its remediation continues.",
+    "readmit": "Return nodes to service, through a probe and probation.",
+    "evict": "Remove nodes from all jobs at once, regardless of the eviction budget.",
+    "repair": "Take nodes out of service until a person readmits them.",
+    "forget": "Delete nodes that no longer exist, with their records.",
+}.items():
+    app.command(_kind, help=_help)(_order(_kind))
 
 
 @app.command()
@@ -128,15 +115,3 @@ def cancel_maintenance(
     """Cancel planned maintenance. To end maintenance that has begun, use readmit."""
     plan = operator_history.CancelMaintenance(reason=reason, node=node or None, rack=rack or None)
     send_order(context, plan, "maintenance", "cancel")
-
-
-@app.command()
-def repair(context: typer.Context, nodes: Nodes, reason: Reason) -> None:
-    """Take nodes out of service until a person readmits them."""
-    _order_each(context, nodes, "repair", reason)
-
-
-@app.command()
-def forget(context: typer.Context, nodes: Nodes, reason: Reason) -> None:
-    """Delete nodes that no longer exist, with their records."""
-    _order_each(context, nodes, "forget", reason)

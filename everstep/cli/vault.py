@@ -30,17 +30,12 @@ Directory = Annotated[
 
 
 class VaultMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """One directory of slots.
-
-    Attributes:
-        pid: The vault's process id; 0 if none lives.
-        idle_since, ends_at: Wall seconds, as in ``VaultStatusFile``; None if an agent or a rank is connected.
-    """
+    """One directory of slots. Times are as in ``VaultStatusFile``."""
 
     name: str
     jobs: tuple[str, ...]
     bytes: int
-    pid: int
+    pid: int  # the vault; 0 if none lives
     idle_since: float | None
     ends_at: float | None
 

@@ -21,9 +21,7 @@ from everstep.native import DIGEST_BYTES
 class RangeHasher:
     """Computes the xxh3-128 of each range from the ranges' bytes, fed in order while they are still in the cache.
 
-    Args:
-        lengths: Lengths of the ranges, bytes.
-        known: Known digests, or None; bytes of a range with a known digest are skipped. Empty: none is known.
+    ``known`` has a digest or None for each range; bytes of ranges with a known digest are skipped. Empty: none is.
     """
 
     def __init__(self, lengths: Sequence[int], known: Sequence[bytes | None] = ()) -> None:
@@ -45,11 +43,8 @@ class RangeHasher:
         while self._left and not self._left[0]:
             self._left.popleft()
             known = self._known.popleft()
-            if known is not None:
-                self._digests.append(known)
-                continue
-            self._digests.append(self._hash.digest())
-            self._hash = xxhash.xxh3_128()
+            self._digests.append(self._hash.digest() if known is None else known)
+            self._hash.reset()
 
     def digests(self) -> bytes:
         """Return all digests concatenated, after all bytes were fed."""

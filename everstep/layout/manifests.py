@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from enum import IntEnum
 
 import msgspec
@@ -82,13 +82,9 @@ def uncovered(target: Box, boxes: Iterable[Box]) -> list[Box]:
     for box in boxes:
         if not rest:
             break
-        rest = [part for old in rest for part in _cut(old, box)]
+        holes = [(part, part.intersect(box)) for part in rest]
+        rest = [left for part, hole in holes for left in ([part] if hole is None else part.subtract(hole))]
     return rest
-
-
-def _cut(part: Box, box: Box) -> list[Box]:
-    hole = part.intersect(box)
-    return [part] if hole is None else part.subtract(hole)
 
 
 def byte_ranges(stored: Box, selected: Box, itemsize: int, offset: int) -> list[Range]:
@@ -97,7 +93,7 @@ def byte_ranges(stored: Box, selected: Box, itemsize: int, offset: int) -> list[
     if not selected.volume:
         return []
     split = run_dimension(stored, selected)
-    strides = _byte_strides(stored.size, itemsize)
+    strides = [math.prod(stored.size[dim + 1 :]) * itemsize for dim in range(len(stored.size))]
     length = math.prod(selected.size[split:]) * itemsize
     start = offset + sum((w - h) * s for w, h, s in zip(selected.offset, stored.offset, strides, strict=True))
     steps = [[i * stride for i in range(n)] for n, stride in zip(selected.size[:split], strides[:split], strict=True)]
@@ -114,14 +110,6 @@ def run_dimension(stored: Box, selected: Box) -> int:
     while split and selected.size[split - 1] == 1:
         split -= 1
     return split
-
-
-def _byte_strides(size: Sequence[int], itemsize: int) -> list[int]:
-    strides, stride = [], itemsize
-    for n in reversed(size):
-        strides.append(stride)
-        stride *= n
-    return strides[::-1]
 
 
 LAYOUT_FORMAT = 1
@@ -147,11 +135,7 @@ class TensorPlacement(IntEnum):
 
 
 class TensorInfo(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A tensor of the job, as every manifest lists it.
-
-    Attributes:
-        groups: The optimizers that train it, by their keys, each with the index of the parameter group.
-    """
+    """A tensor of the job, as every manifest lists it."""
 
     name: str
     dtype: str
@@ -159,7 +143,7 @@ class TensorInfo(msgspec.Struct, frozen=True, array_like=True, gc=False):
     shape: Extent
     per_rank: bool  # each rank has its own values, and ``shape`` begins with the number of ranks
     aliases: tuple[str, ...] = ()  # other names of a tied tensor, or of optimizer state that several parameters share
-    groups: tuple[tuple[str, int], ...] = ()
+    groups: tuple[tuple[str, int], ...] = ()  # the optimizers that train it, by their keys, and its parameter groups
     ranks: tuple[int, ...] = ()  # the ranks that have the tensor, if not all do
     placement: TensorPlacement = TensorPlacement.UNKNOWN  # where it was, for optimizer state
 
@@ -183,26 +167,17 @@ class StoredBox(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Manifest(msgspec.Struct, frozen=True, array_like=True):
-    """The content of a slot's payload.
-
-    Attributes:
-        catalog: Every tensor of the job, not only those stored here, so that a missing one is noticed.
-        stored: The boxes stored here.
-        blob_offset: Start of the Python state: its length in BLOB_LENGTH_BYTES bytes, then up to ``blob_capacity``
-            bytes.
-        exclusive_bytes: Size of the payload's first part, which is on too few nodes and must be copied to others;
-            enough ranks have the rest in their slots.
-    """
+    """The content of a slot's payload."""
 
     format: int
     rank: int
     world_size: int
-    catalog: tuple[TensorInfo, ...]
+    catalog: tuple[TensorInfo, ...]  # every tensor of the job, so that a missing one is noticed
     stored: tuple[StoredBox, ...]
-    blob_offset: int
-    blob_capacity: int
+    blob_offset: int  # of the Python state: its length in BLOB_LENGTH_BYTES bytes, then the state
+    blob_capacity: int  # the most bytes of the Python state
     payload_bytes: int
-    exclusive_bytes: int
+    exclusive_bytes: int  # of the payload's first part, on too few nodes; enough ranks have the rest in their slots
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -238,11 +213,9 @@ def decode_manifest(data: bytes) -> Manifest:
 def _stored_in_bounds(manifest: Manifest, stored: StoredBox) -> bool:
     if not 0 <= stored.tensor < len(manifest.catalog):
         return False
-    tensor = manifest.catalog[stored.tensor]
-    end = stored.offset + stored.box.volume * tensor.itemsize
-    inside = all(
-        o >= 0 and n > 0 and o + n <= full
-        for o, n, full in zip(stored.box.offset, stored.box.size, tensor.shape, strict=False)
-    )
-    dims = len(stored.box.size) == len(tensor.shape) == len(stored.box.offset)
-    return dims and inside and stored.offset >= 0 and end <= manifest.payload_bytes
+    tensor, box = manifest.catalog[stored.tensor], stored.box
+    end = stored.offset + box.volume * tensor.itemsize
+    if not len(box.size) == len(tensor.shape) == len(box.offset) or stored.offset < 0 or end > manifest.payload_bytes:
+        return False
+    sides = zip(box.offset, box.size, tensor.shape, strict=True)
+    return all(offset >= 0 and size > 0 and offset + size <= whole for offset, size, whole in sides)

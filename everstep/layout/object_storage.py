@@ -15,12 +15,7 @@ _ERRORS = {"obstore.exceptions": "BaseError", "botocore.exceptions": "BotoCoreEr
 
 
 def filesystem_of(url: str) -> tuple[Any, str]:
-    """Return the file system, and the path in it.
-
-    Raises:
-        ImportError: A package is missing.
-        ValueError: The URL's scheme is unknown.
-    """
+    """Return the file system, and the path in it. Raises ImportError for a missing package, ValueError for a scheme."""
     import fsspec
 
     try:

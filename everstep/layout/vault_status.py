@@ -23,16 +23,12 @@ Pid = Annotated[int, msgspec.Meta(gt=0, le=1 << 22)]
 
 
 class VaultStatusFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A vault's note about itself.
-
-    Attributes:
-        idle_since: Wall seconds since when neither an agent nor a rank is connected; None while one is.
-    """
+    """A vault's note about itself. Times are wall seconds."""
 
     pid: Pid
     run_dir: str  # directory of its socket
-    idle_since: float | None = None
-    ends_at: float | None = None  # wall seconds at which it ends because of that; None if it does not
+    idle_since: float | None = None  # neither an agent nor a rank is connected; None while one is
+    ends_at: float | None = None  # because of that; None if it does not
 
 
 def write_status(lock: int, note: VaultStatusFile) -> None:

@@ -59,12 +59,7 @@ def encode_frame(message: Any) -> bytes:
 
 
 class FrameDecoder(Generic[T]):
-    """Cuts a byte stream into messages of one (union) type.
-
-    Args:
-        kind: The type that every frame must decode to.
-        max_bytes: A longer frame raises MalformedMessage before it is buffered.
-    """
+    """Cuts a byte stream into messages of ``kind``, a (union) type. Frames over ``max_bytes`` are not buffered."""
 
     def __init__(self, kind: Any, max_bytes: int) -> None:
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kind)
@@ -86,7 +81,6 @@ class FrameDecoder(Generic[T]):
             del self._buffer[:end]
             try:
                 messages.append(self._decoder.decode(body))
-            # msgspec raises UnicodeDecodeError for bad UTF-8 and RecursionError for endless nesting
             except DECODE_ERRORS as error:
                 raise MalformedMessage(f"a frame of {length} bytes is not a known message: {error}") from error
         return messages

@@ -22,8 +22,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from everstep.ids import Version
-from everstep.layout.segments import SlotHeader, SlotState
-from everstep.layout.slots import SLOTS_PER_RANK, SegmentView
+from everstep.layout.slots import SLOTS_PER_RANK, SegmentView, SlotHeader, SlotState
 from everstep.wire.v1.training import RestoreRule
 from tests.support.examples import examples
 

@@ -149,7 +149,7 @@ class Machine:
     def describe_node(self) -> NodeDescription:
         gpu = Gpu(index=0, uuid=f"GPU-{self.name}-{self._gpu_series}", name="sim", pci_bus_id="0", memory_bytes=1 << 30)
         return NodeDescription(
-            vault_address=f"{self.name}:7000",
+            vault=f"{self.name}:7000",
             boot_id=f"{self.name}-boot-{self._boot}",
             driver_version="570.1",
             domain=self.domain,

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 
 from everstep.errors import OutOfSlotMemory
 from everstep.ids import Version
-from everstep.layout.segments import SlotHeader, SlotState
-from everstep.layout.slots import SLOTS_PER_RANK, slot_to_fill
+from everstep.layout.slots import SLOTS_PER_RANK, SlotHeader, SlotState, slot_to_fill
 from tests.sim.training_state import TrainingState
 
 PARITY_SLOTS = 2

@@ -8,7 +8,7 @@ from pathlib import Path
 from everstep_agent.vault import process as vault
 from everstep_agent.vault.memory import adoption
 
-from everstep.layout.segments import SlotHeader
+from everstep.layout.slots import SlotHeader
 from tests.support.waiting import until
 
 HELD = "EVERSTEP_TEST_HELD"

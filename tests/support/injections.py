@@ -17,8 +17,7 @@ from everstep_trainer.snapshot.snapshotter import Snapshotter
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from everstep.layout.segments import SlotHeader
-from everstep.layout.slots import SegmentView
+from everstep.layout.slots import SegmentView, SlotHeader
 from tests.support.exact_training import Diary, fingerprint
 
 POINTS = (

@@ -20,8 +20,7 @@ from everstep_trainer.state.tracked_state import TrackedState
 from torch import nn
 
 from everstep.ids import Version
-from everstep.layout.segments import segment_bytes
-from everstep.layout.slots import format_segment, slot_bytes_for
+from everstep.layout.slots import format_segment, segment_bytes, slot_bytes_for
 
 
 class Odd(nn.Module):

@@ -37,7 +37,7 @@ class FakeNode:
         self.round_trips: list[float] = []
 
     def describe_node(self) -> NodeDescription:
-        return NodeDescription(vault_address=self.vault)
+        return NodeDescription(vault=self.vault)
 
     def findings(self) -> tuple[Finding, ...]:
         return self.seen

@@ -65,12 +65,10 @@ class KernelLog:
             # A pipe is opened for writing too: with a writer of our own it never reports that the last one left.
             flags = os.O_RDWR if stat.S_ISFIFO(kind) else os.O_RDONLY
             self._descriptor = os.open(self._path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
-        except FileNotFoundError:
-            self._starts_at_end = False
-            self.error = f"{self._path} does not exist"
-            return
         except OSError as error:
-            self.error = f"{self._path}: {error.strerror}"
+            is_missing = isinstance(error, FileNotFoundError)
+            self._starts_at_end = self._starts_at_end and not is_missing
+            self.error = f"{self._path} does not exist" if is_missing else f"{self._path}: {error.strerror}"
             return
         self.error = ""
         status = os.fstat(self._descriptor)
@@ -108,18 +106,19 @@ class KernelLog:
         self._position = LogPosition(inode=status.st_ino, offset=offset)
 
     def _read_bytes(self, descriptor: int) -> list[str]:
+        is_file = stat.S_ISREG(self._file_mode)
         try:
-            if stat.S_ISREG(self._file_mode):
-                data = os.pread(descriptor, READ_BYTES, self._position.offset)
-            else:
-                data = os.read(descriptor, READ_BYTES)
+            data = (
+                os.pread(descriptor, READ_BYTES, self._position.offset) if is_file else os.read(descriptor, READ_BYTES)
+            )
         except BlockingIOError:
             return []
         except OSError as error:
             self._fail(error)
             return []
         if not data:
-            self._follow_rotation()
+            if is_file:
+                self._follow_rotation()
             return []
         self._position = msgspec.structs.replace(self._position, offset=self._position.offset + len(data))
         return self._split_lines(data)
@@ -137,8 +136,6 @@ class KernelLog:
 
     def _follow_rotation(self) -> None:
         """At the end of a file, continue with the file that took its name, or at the start of a truncated one."""
-        if self._descriptor is None or not stat.S_ISREG(self._file_mode):
-            return
         try:
             named = os.stat(self._path)
         except OSError:

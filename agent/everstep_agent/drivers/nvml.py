@@ -8,7 +8,7 @@ from typing import Any
 
 import pynvml
 
-from everstep_agent.sensors.samples import GpuIdentity
+from everstep.wire.v1.agent import Gpu
 
 UNSUPPORTED_ERRORS = frozenset(
     {
@@ -31,6 +31,13 @@ _EVENTS = (
     | pynvml.nvmlEventTypeGpuRecoveryAction
 )
 
+_IDENTITY = {
+    "name": pynvml.nvmlDeviceGetName,
+    "serial": pynvml.nvmlDeviceGetSerial,
+    "part_number": pynvml.nvmlDeviceGetBoardPartNumber,
+    "vbios": pynvml.nvmlDeviceGetVbiosVersion,
+    "inforom": pynvml.nvmlDeviceGetInforomImageVersion,
+}
 MAX_NVLINKS = 18
 
 
@@ -62,41 +69,31 @@ def kernel_bus_id(nvml: str) -> str:
 class GpuDevice:
     """One GPU's handle. Values that the device does not offer are None, and are not read again.
 
-    Args:
-        nvlinks_seen_up: Per GPU, the NVLinks that were ever up; outlives the library, and is extended here.
+    ``nvlinks_seen_up`` has the NVLinks of each GPU that were ever up; it outlives the library, and is extended here.
     """
 
     def __init__(self, index: int, nvlinks_seen_up: dict[str, set[int]]) -> None:
-        self._handle = _call("handle", pynvml.nvmlDeviceGetHandleByIndex, index)
+        self.handle = _call("handle", pynvml.nvmlDeviceGetHandleByIndex, index)
         self._unsupported: set[object] = set()
         self.identity = self._identify(index)
         self._links_seen_up = nvlinks_seen_up.setdefault(self.identity.uuid, set())
 
-    def _identify(self, index: int) -> GpuIdentity:
+    def _identify(self, index: int) -> Gpu:
         memory = self.read(pynvml.nvmlDeviceGetMemoryInfo)
-        return GpuIdentity(
+        return Gpu(
             index=index,
-            pci_bus_id=kernel_bus_id(_call("PCI address", pynvml.nvmlDeviceGetPciInfo, self._handle).busId),
-            uuid=_call("UUID", pynvml.nvmlDeviceGetUUID, self._handle),
-            name=self.read(pynvml.nvmlDeviceGetName) or "",
-            serial=self.read(pynvml.nvmlDeviceGetSerial) or "",
+            pci_bus_id=kernel_bus_id(_call("PCI address", pynvml.nvmlDeviceGetPciInfo, self.handle).busId),
+            uuid=_call("UUID", pynvml.nvmlDeviceGetUUID, self.handle),
             memory_bytes=0 if memory is None else memory.total,
-            part_number=self.read(pynvml.nvmlDeviceGetBoardPartNumber) or "",
-            vbios=self.read(pynvml.nvmlDeviceGetVbiosVersion) or "",
-            inforom=self.read(pynvml.nvmlDeviceGetInforomImageVersion) or "",
+            **{name: self.read(function) or "" for name, function in _IDENTITY.items()},
         )
-
-    @property
-    def handle_value(self) -> int:
-        """The handle as a number, to match events with devices."""
-        return _address(self._handle)
 
     def read(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Return ``function(handle, *arguments)``, or None if it is not offered. Raises NvmlError."""
         if (function, arguments) in self._unsupported:
             return None
         try:
-            return function(self._handle, *arguments)
+            return function(self.handle, *arguments)
         except pynvml.NVMLError as error:
             # Without arguments, an invalid one can only be the handle: no reason to stop asking.
             if error.value in UNSUPPORTED_ERRORS or (arguments and error.value == pynvml.NVML_ERROR_INVALID_ARGUMENT):
@@ -107,16 +104,14 @@ class GpuDevice:
     def read_fields(self, ids: Sequence[int]) -> list[Any]:
         """Return field values in the order of ``ids``; None for one that is not offered. Raises NvmlError."""
         values = self.read(pynvml.nvmlDeviceGetFieldValues, tuple(ids))
-        if values is None:
-            return [None] * len(ids)
-        return [_field(value) for value in values]
+        return [None] * len(ids) if values is None else [_field(value) for value in values]
 
     def register_events(self, event_set: Any) -> bool:
         """Register with an event set. Returns False if the device offers no events, or refuses."""
         try:
-            offered = pynvml.nvmlDeviceGetSupportedEventTypes(self._handle) & _EVENTS
+            offered = pynvml.nvmlDeviceGetSupportedEventTypes(self.handle) & _EVENTS
             if offered:
-                pynvml.nvmlDeviceRegisterEvents(self._handle, offered, event_set)
+                pynvml.nvmlDeviceRegisterEvents(self.handle, offered, event_set)
         except pynvml.NVMLError:
             return False
         return bool(offered)
@@ -204,7 +199,7 @@ class Nvml:
                 return None
             raise NvmlError("event wait", error.value) from None
         address = _address(event.device)
-        device = next((each for each in self.devices if each.handle_value == address), None)
+        device = next((each for each in self.devices if _address(each.handle) == address), None)
         return device, event.eventType, event.eventData
 
     def close(self) -> None:

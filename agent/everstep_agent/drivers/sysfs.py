@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from everstep_agent.sensors.samples import HostIdentity
+from everstep.wire.v1.agent import MAX_HARDWARE_TEXT, Host
 
 NVIDIA_VENDOR_ID = "0x10de"
 DISPLAY_CLASS_PREFIXES = ("0x0300", "0x0302")
@@ -18,10 +18,7 @@ DISPLAY_CLASS_PREFIXES = ("0x0300", "0x0302")
 
 
 class PortReading(NamedTuple):
-    """One port as the kernel shows it; counters are since the driver was loaded.
-
-    ``identity`` is as in ``PortSample``.
-    """
+    """One port as the kernel shows it; counters are since the driver was loaded."""
 
     sysfs_folder: Path
     name: str
@@ -30,7 +27,7 @@ class PortReading(NamedTuple):
     rate_gbps: float | None
     errors: int | None
     link_downs: int | None
-    identity: dict[str, str]
+    identity: dict[str, str]  # as in ``PortSample``
 
 
 class PcieLimit(NamedTuple):
@@ -45,6 +42,12 @@ class ProcessCounts(NamedTuple):
     zombies: int
 
 
+_DMI_FILES = {
+    "vendor": "sys_vendor",
+    "product": "product_name",
+    "serial": "product_serial",
+    "chassis_serial": "chassis_serial",
+}
 _IB_ERRORS = ("symbol_error", "port_rcv_errors", "local_link_integrity_errors", "excessive_buffer_overrun_errors")
 _ETHERNET_ERRORS = ("rx_errors", "tx_errors")
 _ARPHRD_ETHER = "1"
@@ -92,16 +95,11 @@ def _identity(device: Path, **files: Path) -> dict[str, str]:
     return found | ({"pci_bus_id": device.resolve().name} if device.is_symlink() else {})
 
 
-def host_identity(sysfs: Path, proc: Path) -> HostIdentity:
+def host_identity(sysfs: Path, proc: Path) -> Host:
     """Return the machine's identity from its firmware tables, whose serial numbers only root may read."""
-    dmi = sysfs / "class/dmi/id"
-    return HostIdentity(
-        vendor=_read_text(dmi / "sys_vendor") or "",
-        product=_read_text(dmi / "product_name") or "",
-        serial=_read_text(dmi / "product_serial") or "",
-        chassis_serial=_read_text(dmi / "chassis_serial") or "",
-        kernel=_read_text(proc / "sys/kernel/osrelease") or "",
-    )
+    files = {name: sysfs / "class/dmi/id" / file for name, file in _DMI_FILES.items()}
+    files["kernel"] = proc / "sys/kernel/osrelease"
+    return Host(**{name: (_read_text(path) or "")[:MAX_HARDWARE_TEXT] for name, path in files.items()})
 
 
 def infiniband_ports(root: Path) -> list[PortReading]:
@@ -201,25 +199,16 @@ def load_average(root: Path) -> float:
 
 def memory_bytes(root: Path) -> tuple[int, int]:
     """Return (total, available) bytes of memory. Raises OSError, KeyError."""
-    values = {}
-    with (root / "meminfo").open() as file:
-        for line in file:
-            name, _, rest = line.partition(":")
-            values[name] = rest
-            if name == "MemAvailable":
-                break
-    return (int(values["MemTotal"].split()[0]) << 10, int(values["MemAvailable"].split()[0]) << 10)
+    lines = (line.split() for line in (root / "meminfo").read_text().splitlines())
+    kibibytes = {name: int(number) for name, number, *_ in lines if name in ("MemTotal:", "MemAvailable:")}
+    return kibibytes["MemTotal:"] << 10, kibibytes["MemAvailable:"] << 10
 
 
 def network_mounts(root: Path) -> list[str]:
     """Return the mount points of network file systems. Raises OSError."""
-    mounts = []
-    with (root / "self/mounts").open() as file:
-        for line in file:
-            _, place, kind, *_ = line.split(" ")
-            if kind.startswith(("nfs", "cifs", "ceph", "lustre", "gpfs", "beegfs", "fuse.juicefs")):
-                mounts.append(place.replace("\\040", " "))
-    return mounts
+    network = ("nfs", "cifs", "ceph", "lustre", "gpfs", "beegfs", "fuse.juicefs")
+    mounts = (line.split(" ") for line in (root / "self/mounts").read_text().splitlines())
+    return [place.replace("\\040", " ") for _, place, kind, *_ in mounts if kind.startswith(network)]
 
 
 def count_processes(root: Path) -> ProcessCounts:
@@ -233,7 +222,6 @@ def count_processes(root: Path) -> ProcessCounts:
                 fields = file.read(512).rpartition(b")")[2].split()
         except OSError:
             continue
-        state, parent = fields[0], fields[1]
-        stuck += state == b"D" and parent != b"2"
-        zombies += state == b"Z"
+        stuck += fields[0] == b"D" and fields[1] != b"2"
+        zombies += fields[0] == b"Z"
     return ProcessCounts(stuck, zombies)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import msgspec
 import xxhash
 
-from everstep.vocabulary import Finding, FindingKind, Severity
+from everstep.vocabulary import Finding, FindingKind, gravest_by_key
 from everstep_agent.findings.rules import ClearEvent, FindingPolicy, FindingRule, KernelLineRule, RuleHistory
 from everstep_agent.findings.xid_history import XidHistory, XidRecord
 from everstep_agent.findings.xids import XidParser, recovery_action, recovery_name
@@ -20,8 +20,6 @@ SENSOR_SUBJECT = "nvml"
 HOST_SUBJECT = "host"
 MAX_LINE_FINDINGS = 64
 """Maximum number of active findings from kernel log lines."""
-
-_SEVERITY_ORDER = {severity: gravity for gravity, severity in enumerate(Severity)}
 
 
 class Instant(NamedTuple):
@@ -50,15 +48,9 @@ class AssessorState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FindingAssessor:
-    """A node's findings.
+    """A node's findings. Every method that adds input returns whether ``findings`` changed.
 
-    Every method that adds input returns whether ``findings`` changed.
-
-    Args:
-        policy: The rules.
-        node: The node's name, part of the traces.
-        expected_gpus: The number of GPUs there should be; None takes the count of the PCI bus.
-        state: The state of an earlier run of the agent.
+    ``node`` is part of the traces; without ``expected_gpus`` the PCI bus tells how many GPUs there should be.
     """
 
     def __init__(
@@ -206,8 +198,7 @@ class FindingAssessor:
     def _apply_rules(self, scope: str, subject: str, sample: msgspec.Struct, detail: str, now: Instant) -> None:
         for rule, field in self._rules_by_scope.get(scope, ()):
             key = (rule.id, subject)
-            history = self._histories.get(key)
-            if history is None:
+            if (history := self._histories.get(key)) is None:
                 history = self._histories[key] = RuleHistory(rule)
             if not history.add_value(getattr(sample, field), now.monotonic, self._uptime_s):
                 continue
@@ -220,50 +211,27 @@ class FindingAssessor:
     def _finding(self, rule: FindingRule, subject: str, value: float, detail: str, now: Instant) -> Finding:
         gpu = self._gpus.get(subject)
         identity = self._ports.get(subject, {}) if rule.scope == "port" else {}
-        action = rule.action
-        message = rule.message.format(
-            subject=subject,
+        shown = {"threshold": rule.threshold, "window_s": rule.window_s, "detail": detail or "no detail"}
+        message = rule.message.format(subject=subject, value=value, **shown)
+        finding = msgspec.structs.replace(
+            rule.finding(rule.subject or subject, message, now.wall),
             value=value,
             threshold=rule.threshold,
-            window_s=rule.window_s,
-            detail=detail or "no detail",
-        )
-        if rule.kind is FindingKind.GPU_RECOVERY_ACTION:
-            action, message = recovery_action(int(value)), f"{message} ({recovery_name(int(value))})"
-        return Finding(
-            kind=rule.kind,
-            subject=rule.subject or subject,
-            severity=rule.severity,
-            message=message,
-            action=action,
-            mode=rule.mode,
-            rule=rule.id,
-            source=rule.source,
-            value=value,
-            threshold=rule.threshold,
-            since=now.wall,
             evidence=dict(identity) if gpu is None else {"uuid": gpu.uuid},
         )
+        if rule.kind is not FindingKind.GPU_RECOVERY_ACTION:
+            return finding
+        action, name = recovery_action(int(value)), recovery_name(int(value))
+        return msgspec.structs.replace(finding, action=action, message=f"{message} ({name})")
 
     def _add_line_finding(self, rule: KernelLineRule, subject: str, line: str, now: Instant) -> None:
         key = (rule.id, subject)
-        before = self._line_findings.get(key)
-        if before is not None:
+        if (before := self._line_findings.get(key)) is not None:
             self._line_findings[key] = (rule, before[1], now.monotonic)
             return
         if len(self._line_findings) >= MAX_LINE_FINDINGS:
             return
-        finding = Finding(
-            kind=rule.kind,
-            subject=subject,
-            severity=rule.severity,
-            message=rule.message.format(subject=subject, line=line[:300]),
-            action=rule.action,
-            mode=rule.mode,
-            rule=rule.id,
-            source=rule.source,
-            since=now.wall,
-        )
+        finding = rule.finding(subject, rule.message.format(subject=subject, line=line[:300]), now.wall)
         self._line_findings[key] = (rule, finding, now.monotonic)
         self._dirty = True
 
@@ -275,8 +243,7 @@ class FindingAssessor:
     def _restore(self, findings: tuple[Finding, ...]) -> None:
         rules = {rule.id: rule for rule in self._policy.rules}
         for finding in findings:
-            rule = rules.get(finding.rule)
-            if rule is not None:
+            if (rule := rules.get(finding.rule)) is not None:
                 key = (rule.id, finding.subject)
                 self._histories[key] = RuleHistory(rule)
                 self._histories[key].restore_active(finding.value or 0.0)
@@ -290,13 +257,9 @@ class FindingAssessor:
             return False
         self._dirty = False
         before = {finding.key: finding for finding in self.findings}
-        gravest: dict[str, Finding] = {}
         uuids = {bus_id: gpu.uuid for bus_id, gpu in self._gpus.items()}
-        of_lines = [finding for _, finding, _ in self._line_findings.values()]
-        for finding in [*self._rule_findings.values(), *of_lines, *self.xid_history.findings(uuids)]:
-            other = gravest.get(finding.key)
-            if other is None or _SEVERITY_ORDER[finding.severity] > _SEVERITY_ORDER[other.severity]:
-                gravest[finding.key] = finding
+        of_lines = (finding for _, finding, _ in self._line_findings.values())
+        gravest = gravest_by_key([*self._rule_findings.values(), *of_lines, *self.xid_history.findings(uuids)])
         result = tuple(self._with_trace(finding, before.get(key)) for key, finding in sorted(gravest.items()))
         changed = result != self.findings
         self.findings = result

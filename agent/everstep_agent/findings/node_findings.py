@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterable
 
 import msgspec
 
-from everstep.vocabulary import Action, Finding, FindingKind, Mode, Severity
+from everstep.vocabulary import Finding, FindingKind, Mode, Severity, gravest_by_key
 from everstep.wire.v1.training import FindingCleared, FindingRaised
 
 ONE_TIME_FINDING_S = 600.0
@@ -15,16 +16,11 @@ ONE_TIME_FINDING_S = 600.0
 
 MAX_ONE_TIME_FINDINGS = 256
 
-_SEVERITY_ORDER = (Severity.INFO, Severity.WARNING, Severity.CRITICAL)
-
 
 class NodeFindings:
     """The node's findings, from complete sources (``replace_source``) and from single reports (``add_one_time``).
 
     Every critical finding has a trace from its first appearance, so that its consequences can be found.
-
-    Args:
-        new_trace_id: Returns a new trace id.
     """
 
     def __init__(self, new_trace_id: Callable[[], str]) -> None:
@@ -32,12 +28,8 @@ class NodeFindings:
         self._sources: dict[str, tuple[Finding, ...]] = {}
         self._one_time: dict[str, tuple[float, FindingRaised]] = {}
         self._traces: dict[str, str] = {}
-        self._findings: tuple[Finding, ...] = ()
-
-    @property
-    def findings(self) -> tuple[Finding, ...]:
+        self.findings: tuple[Finding, ...] = ()
         """Every active finding, one for each key; the worst if two sources report the same key."""
-        return self._findings
 
     def replace_source(self, source: str, findings: Iterable[Finding]) -> list[FindingRaised | FindingCleared]:
         """Replace all findings of ``source``; return the changes to report at once."""
@@ -75,22 +67,14 @@ class NodeFindings:
         return finding if finding.trace else msgspec.structs.replace(finding, trace=trace)
 
     def _rebuild(self) -> list[FindingRaised | FindingCleared]:
-        worst: dict[str, Finding] = {}
-        one_time = tuple(raised.finding for _, raised in self._one_time.values())
-        for findings in (*self._sources.values(), one_time):
-            for finding in findings:
-                other = worst.get(finding.key)
-                if other is None or _SEVERITY_ORDER.index(finding.severity) > _SEVERITY_ORDER.index(other.severity):
-                    worst[finding.key] = finding
-        before = {f.key: f for f in self._findings if f.severity is Severity.CRITICAL}
-        self._findings = tuple(self._with_trace(finding) for finding in worst.values())
-        critical = {f.key: f for f in self._findings if f.severity is Severity.CRITICAL}
-        changes: list[FindingRaised | FindingCleared] = [
-            FindingRaised(finding=finding) for key, finding in critical.items() if key not in before
-        ]
-        for key in before.keys() - critical.keys():
-            changes.append(FindingCleared(key=key, trace=self._traces.pop(key, "")))
-        return changes
+        one_time = (raised.finding for _, raised in self._one_time.values())
+        worst = gravest_by_key(itertools.chain(*self._sources.values(), one_time))
+        before = {f.key for f in self.findings if f.severity is Severity.CRITICAL}
+        self.findings = tuple(self._with_trace(finding) for finding in worst.values())
+        critical = {f.key: f for f in self.findings if f.severity is Severity.CRITICAL}
+        raised = [FindingRaised(finding=finding) for key, finding in critical.items() if key not in before]
+        over = before - critical.keys()
+        return [*raised, *(FindingCleared(key=key, trace=self._traces.pop(key, "")) for key in over)]
 
 
 # Findings about the agent itself. Pure: no clocks, no I/O.
@@ -100,20 +84,13 @@ MAX_SKEW_SAMPLES = 16
 
 
 def find_agent_problems(vault_down_reason: str, vault_down_at: float, dropped: int, dropped_at: float) -> list[Finding]:
-    """Return the findings about the agent itself.
-
-    Args:
-        vault_down_reason: Why the vault is down; empty while it serves.
-        vault_down_at: Wall time in seconds since when the vault is down.
-        dropped: Reports dropped from the spool because the controller was away for too long.
-        dropped_at: Wall time in seconds of the first dropped report.
-    """
+    """Return the findings about the agent itself: the vault is down since a wall time, reports were dropped from then
+    on."""
     vault = Finding(
         kind=FindingKind.VAULT_LOST,
         subject="vault",
         severity=Severity.CRITICAL,
         message=f"this node stores no checkpoints: {vault_down_reason}; the vault is being restarted",
-        action=Action.NONE,
         mode=Mode.RECOMMEND,
         rule="agent-vault-lost",
         source="the supervisor",

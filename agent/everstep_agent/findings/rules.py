@@ -12,12 +12,13 @@ from collections import deque
 from collections.abc import Iterable
 from enum import StrEnum
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
 from everstep.errors import ConfigurationError
 from everstep.settings import load_toml
-from everstep.vocabulary import Action, FindingKind, Mode, Severity
+from everstep.vocabulary import Action, Finding, FindingKind, Mode, Severity
 from everstep_agent.findings.xids import XidEntry, load_xid_table, unknown_xid_entry
 from everstep_agent.sensors.samples import GpuSample, HostSample, PathSample, PortSample, SensorState
 
@@ -54,25 +55,43 @@ class StrictStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Base class that rejects unknown keys."""
 
 
-class FindingRule(StrictStruct, frozen=True, kw_only=True):
-    """One rule on a measured value."""
+class _Rule(StrictStruct, frozen=True, kw_only=True):
+    """The finding that a rule makes, and its end."""
 
     id: str
     kind: FindingKind
+    severity: Severity
+    message: str  # may have fields in braces: see ``_checked`` and ``_checked_line``
+    source: str
+    action: Action = Action.NONE
+    mode: Mode = Mode.RECOMMEND
+    clear_after_s: float | None = None  # the finding clears when its cause has been absent for so long
+    clear_on: tuple[ClearEvent, ...] = ()  # events that clear the finding
+
+    def finding(self, subject: str, message: str, since: float) -> Finding:
+        return Finding(
+            kind=self.kind,
+            subject=subject,
+            severity=self.severity,
+            message=message,
+            action=self.action,
+            mode=self.mode,
+            rule=self.id,
+            source=self.source,
+            since=since,
+        )
+
+
+class FindingRule(_Rule, frozen=True, kw_only=True):
+    """One rule on a measured value."""
+
     metric: str
     criterion: Criterion
     threshold: float
-    severity: Severity
-    message: str  # may use {subject}, {value}, {threshold}, {window_s} and {detail}
-    source: str
     subject: str = ""  # replaces the sample's own subject in the finding
     n_of_m: tuple[int, int] = (1, 1)  # [n, m]: bad in n of the last m polls
     window_s: float = 0.0  # the window of INCREASE and UNCHANGED
     boot_grace_s: float = 0.0  # seconds after boot during which the rule is not applied
-    action: Action = Action.NONE
-    mode: Mode = Mode.RECOMMEND
-    clear_after_s: float | None = None  # the finding clears when the criterion has failed for so long
-    clear_on: tuple[ClearEvent, ...] = ()  # events that clear the finding
 
     @property
     def scope(self) -> str:
@@ -83,19 +102,13 @@ class FindingRule(StrictStruct, frozen=True, kw_only=True):
         return self.metric.partition(".")[2]
 
 
-class KernelLineRule(StrictStruct, frozen=True, kw_only=True):
+class KernelLineRule(_Rule, frozen=True, kw_only=True):
     """One rule on a line of the kernel log: a match is a finding. A named group ``subject`` gives its subject."""
 
-    id: str
-    kind: FindingKind
     pattern: str
-    severity: Severity
-    message: str
-    source: str
-    action: Action = Action.NONE
-    mode: Mode = Mode.RECOMMEND
-    clear_after_s: float | None = None
-    clear_on: tuple[ClearEvent, ...] = ()
+
+
+R = TypeVar("R", bound=_Rule)
 
 
 class XidOverride(StrictStruct, frozen=True, kw_only=True):
@@ -150,9 +163,8 @@ def load_policy(site_files: Iterable[str | Path] = (), folder: Path = POLICY_FOL
     clearing: dict[Action, XidClearing] = {}
     overrides: dict[int, XidOverride] = {}
     for path in [*sorted(folder.glob("*.toml")), *map(Path, site_files)]:
-        part = load_toml(
-            path, FindingPolicyFile, (FindingPolicyFile, FindingRule, KernelLineRule, XidOverride, XidClearing)
-        )
+        known = (FindingPolicyFile, FindingRule, KernelLineRule, XidOverride, XidClearing)
+        part = load_toml(path, FindingPolicyFile, known)
         rules |= {rule.id: _checked(rule, path) for rule in part.rule}
         lines |= {rule.id: _checked_line(rule, path) for rule in part.line}
         clearing |= {each.action: each for each in part.xid_clearing}
@@ -191,9 +203,8 @@ def _checked(rule: FindingRule, path: Path) -> FindingRule:
         raise ConfigurationError(f"{where}: n_of_m = [{n}, {m}] must be [n, m] with 1 <= n <= m")
     if rule.criterion in (Criterion.INCREASE, Criterion.UNCHANGED) and rule.window_s <= 0:
         raise ConfigurationError(f"{where}: criterion {rule.criterion.value!r} needs window_s above zero")
-    _check_clearing(where, rule.clear_after_s, rule.clear_on)
-    _check_message(where, rule.message, {"subject": "", "value": 0.0, "threshold": 0.0, "window_s": 0.0, "detail": ""})
-    return rule
+    numbers = {"value": 0.0, "threshold": 0.0, "window_s": 0.0}
+    return _with_checked_finding(rule, where, {"subject": "", **numbers, "detail": ""})
 
 
 def _checked_line(rule: KernelLineRule, path: Path) -> KernelLineRule:
@@ -202,22 +213,18 @@ def _checked_line(rule: KernelLineRule, path: Path) -> KernelLineRule:
         re.compile(rule.pattern)
     except re.error as error:
         raise ConfigurationError(f"{where}: the pattern is not a regular expression: {error}") from error
-    _check_clearing(where, rule.clear_after_s, rule.clear_on)
-    _check_message(where, rule.message, {"subject": "", "line": ""})
-    return rule
+    return _with_checked_finding(rule, where, {"subject": "", "line": ""})
 
 
-def _check_clearing(where: str, clear_after_s: float | None, clear_on: tuple[ClearEvent, ...]) -> None:
-    if clear_after_s is None and not clear_on:
+def _with_checked_finding(rule: R, where: str, fields: dict[str, object]) -> R:
+    if rule.clear_after_s is None and not rule.clear_on:
         raise ConfigurationError(f"{where}: the finding would never clear: set clear_after_s, clear_on, or both")
-
-
-def _check_message(where: str, message: str, fields: dict[str, object]) -> None:
     try:
-        message.format(**fields)
+        rule.message.format(**fields)
     except (KeyError, IndexError, ValueError) as error:
         names = ", ".join("{" + name + "}" for name in fields)
-        raise ConfigurationError(f"{where}: message {message!r} may use {names}: {error!r}") from error
+        raise ConfigurationError(f"{where}: message {rule.message!r} may use {names}: {error!r}") from error
+    return rule
 
 
 # Rule history: N of M, windows, grace and clearing of one rule on one subject. Pure; seconds are arguments.

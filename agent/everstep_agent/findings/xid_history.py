@@ -34,7 +34,7 @@ class XidRecord(msgspec.Struct, kw_only=True):
 
     @property
     def count(self) -> int:
-        return max(self.counts.values())
+        return max(self.counts.values(), default=0)
 
 
 class XidHistory:
@@ -59,13 +59,11 @@ class XidHistory:
                 return False
             return self._set_recovery_action(event.pci_bus_id, event.recovery_action, wall, now_s)
         key = (event.pci_bus_id, event.xid)
-        record = self._records.get(key)
-        if record is None and len(self._records) >= MAX_XID_RECORDS:
+        if key not in self._records and len(self._records) >= MAX_XID_RECORDS:
             return False
-        if record is None:
-            record = XidRecord(pci_bus_id=key[0], xid=key[1], first_seen_at=wall, text=event.text, counts={})
-            self._records[key] = record
-        before = record.count if record.counts else 0
+        new = XidRecord(pci_bus_id=key[0], xid=key[1], first_seen_at=wall, text=event.text, counts={})
+        record = self._records.setdefault(key, new)
+        before = record.count
         record.counts[event.source] = record.counts.get(event.source, 0) + event.count
         record.text = record.text or event.text
         record.last_seen_s = now_s
@@ -152,7 +150,6 @@ class XidHistory:
 
     def _recovery_finding(self, pci_bus_id: str, uuids: dict[str, str]) -> Finding:
         number, since, _ = self._recovery[pci_bus_id]
-        uuid = uuids.get(pci_bus_id)
         return Finding(
             kind=FindingKind.GPU_RECOVERY_ACTION,
             subject=pci_bus_id,
@@ -163,7 +160,7 @@ class XidHistory:
             source="XID 154: the driver's own recovery action",
             value=float(number),
             since=since,
-            evidence={} if uuid is None else {"uuid": uuid},
+            evidence={"uuid": uuids[pci_bus_id]} if pci_bus_id in uuids else {},
         )
 
 

@@ -64,28 +64,17 @@ _ACTIONS = (
 """The table's first step as an action. A node cannot power-cycle itself: an operator, or the scheduler, has to take it
 out. If the table leaves the action to the driver, NONE gives way to the driver's demand."""
 
-RECOVERY_NAMES = (
-    "none",
-    "GPU reset required",
-    "node reboot required",
-    "drain peer-to-peer",
-    "drain and reset",
-    "recover IMEX domain",
-    "bus reset required",
-    "system reboot required",
+_RECOVERY = (
+    ("none", Action.NONE),
+    ("GPU reset required", Action.RESET_GPU),
+    ("node reboot required", Action.REBOOT_NODE),
+    ("drain peer-to-peer", Action.DRAIN),
+    ("drain and reset", Action.DRAIN),
+    ("recover IMEX domain", Action.DRAIN),
+    ("bus reset required", Action.REBOOT_NODE),
+    ("system reboot required", Action.REBOOT_NODE),
 )
-"""Names of field 230 (NVML_FI_DEV_GET_GPU_RECOVERY_ACTION) and XID 154, by number."""
-
-_RECOVERY_ACTIONS = (
-    Action.NONE,
-    Action.RESET_GPU,
-    Action.REBOOT_NODE,
-    Action.DRAIN,
-    Action.DRAIN,
-    Action.DRAIN,
-    Action.REBOOT_NODE,
-    Action.REBOOT_NODE,
-)
+"""By number: the driver's recovery actions (NVML_FI_DEV_GET_GPU_RECOVERY_ACTION, and XID 154), and ours."""
 
 
 class XidEntry(msgspec.Struct, frozen=True):
@@ -100,14 +89,12 @@ class XidEntry(msgspec.Struct, frozen=True):
 
 
 def recovery_action(number: int) -> Action:
-    """Return the action for the driver's recovery number. A number from a newer driver counts as the gravest known
-    one."""
-    return _RECOVERY_ACTIONS[number] if 0 <= number < len(_RECOVERY_ACTIONS) else Action.REBOOT_NODE
+    """Return the action for the driver's recovery number. A newer driver's number counts as the gravest known one."""
+    return _RECOVERY[number][1] if 0 <= number < len(_RECOVERY) else Action.REBOOT_NODE
 
 
 def recovery_name(number: int) -> str:
-    """Return the name of the driver's recovery action."""
-    return RECOVERY_NAMES[number] if 0 <= number < len(RECOVERY_NAMES) else f"unknown action {number}"
+    return _RECOVERY[number][0] if 0 <= number < len(_RECOVERY) else f"unknown action {number}"
 
 
 def load_xid_table(path: Path = XID_FILE) -> dict[int, XidEntry]:
@@ -119,9 +106,8 @@ def load_xid_table(path: Path = XID_FILE) -> dict[int, XidEntry]:
 
 def unknown_xid_entry(xid: int) -> XidEntry:
     """Return an entry for a number missing from the table: worth a person's look, but no ground to evict."""
-    return XidEntry(
-        xid, "not in the table", Severity.WARNING, Action.NONE, "look it up", "agent/everstep_agent/xids.csv"
-    )
+    source = "agent/everstep_agent/xids.csv"
+    return XidEntry(xid, "not in the table", Severity.WARNING, Action.NONE, "look it up", source)
 
 
 def _entry(row: dict[str, str], where: str) -> XidEntry:
@@ -155,7 +141,7 @@ _ANNOUNCED = re.compile(rf"GPU at (?:PCI:)?{_ADDRESS}: (?P<uuid>{_UUID})")
 _GPU = re.compile(rf"\bGPU (?:at )?(?:PCI:)?{_ADDRESS}")
 _HEADING = "NVRM: The NVIDIA GPU "
 _OFF_BUS = "fallen off the bus"
-_RECOVERY = re.compile(
+_CHANGED_RECOVERY = re.compile(
     r"recovery action changed from 0x[0-9a-fA-F]{1,8} .{0,64}? to 0x(?P<to>[0-9a-fA-F]{1,8})\b", re.ASCII
 )
 
@@ -169,9 +155,7 @@ class XidParser:
     """Parse the lines of a log in order.
 
     The parser keeps unfinished messages of several lines, and the UUID of each GPU. No line content makes it raise.
-
-    Args:
-        find_bus_id: Returns the PCI address of the GPU with a UUID, if it is known elsewhere.
+    ``find_bus_id`` returns the PCI address of the GPU with a UUID, if it is known elsewhere.
     """
 
     def __init__(self, find_bus_id: Callable[[str], str | None] = lambda uuid: None) -> None:
@@ -185,8 +169,7 @@ class XidParser:
         """Return the XID that the line reports, or None. A message that a GPU is off the bus counts as XID 79, unless
         the lines before contained that number."""
         self._line_number += 1
-        start = line.find("NVRM:")
-        if start < 0:
+        if (start := line.find("NVRM:")) < 0:
             return None
         match = _XID.search(line, start)
         return self._parse_numbered(line, match) if match is not None else self._parse_unnumbered(line, line[start:])
@@ -196,7 +179,7 @@ class XidParser:
         if bus_id is None:
             return None
         xid = int(match["xid"])
-        recovery = _RECOVERY.search(match["rest"]) if xid == XID_RECOVERY_ACTION_CHANGED else None
+        recovery = _CHANGED_RECOVERY.search(match["rest"]) if xid == XID_RECOVERY_ACTION_CHANGED else None
         if xid == XID_FALLEN_OFF_BUS:
             self._note_off_bus(bus_id)
         return XidEvent(
@@ -210,12 +193,10 @@ class XidParser:
     def _find_gpu(self, where: str) -> str | None:
         """Return the GPU that the parenthesis names by its address, or only by its UUID; ignore other words."""
         parts = where.split()
-        for part in parts:
-            if (address := _GPU_ADDRESS.fullmatch(part)) is not None:
-                return _bus_id_from_match(address)
-        for part in parts:
-            if _NAMED_UUID.fullmatch(part) is not None:
-                return self.bus_id_by_uuid.get(part) or self._find_bus_id(part)
+        for address in filter(None, map(_GPU_ADDRESS.fullmatch, parts)):
+            return _bus_id_from_match(address)
+        for named in filter(None, map(_NAMED_UUID.fullmatch, parts)):
+            return self.bus_id_by_uuid.get(named[0]) or self._find_bus_id(named[0])
         return None
 
     def _parse_unnumbered(self, line: str, text: str) -> XidEvent | None:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
@@ -44,9 +44,7 @@ class LocalConnection(Protocol):
     """A connected process. Compared by identity."""
 
     def send(self, message: FromAgent) -> None: ...
-    def kill(self) -> None:
-        """Send SIGKILL to the connected process, and to no other that reused its pid."""
-
+    def kill(self) -> None: ...
     def close(self) -> None: ...
     def process_state(self) -> str:
         """Return the kernel's state letter for the process (R, S, D, T, ...), or "" if it is gone."""
@@ -60,15 +58,15 @@ class Timer(Protocol):
     def cancel(self) -> None: ...
 
 
+@dataclass(eq=False)
 class ConnectedLauncher:
-    """A connected launcher. ``offer`` is set once it has joined."""
+    """A connected launcher."""
 
-    def __init__(self, job: LocalJob, connection: LocalConnection) -> None:
-        self.job = job
-        self.connection = connection
-        self.offer: LauncherJoined | None = None
-        self.has_said_goodbye = False
-        self.goodbye_detail = ""
+    job: LocalJob
+    connection: LocalConnection
+    offer: LauncherJoined | None = None  # set once it has joined
+    has_said_goodbye: bool = False
+    goodbye_detail: str = ""
 
     def build_offer(self, wall: float, trace: str = "") -> LauncherJoined:
         """Return the offer with the current time and the newest generation its ranks are in or were sent."""
@@ -81,35 +79,23 @@ class ConnectedLauncher:
         )
 
 
+@dataclass(eq=False)
 class ConnectedRank:
-    """A connected rank process.
+    """A connected rank process."""
 
-    Attributes:
-        first_generation: The first generation this process may play.
-        generation: The generation last offered or ticked from.
-        rank: The rank in that generation; None for a spare.
-        has_said_goodbye: Whether it announced its end.
-        finished_generation: The generation in which its training function returned.
-        kill_reason: Why it was killed; "" otherwise.
-        silence_reported_generation: The generation in which its present silence was reported.
-    """
-
-    def __init__(
-        self, job: LocalJob, connection: LocalConnection, local_rank: int, pid: int, last_seen_at: float
-    ) -> None:
-        self.job = job
-        self.connection = connection
-        self.local_rank = local_rank
-        self.pid = pid
-        self.last_seen_at = last_seen_at
-        self.first_generation = 0
-        self.generation: int | None = None
-        self.rank: int | None = None
-        self.last_tick: RankHeartbeat | None = None
-        self.has_said_goodbye = False
-        self.finished_generation: int | None = None
-        self.kill_reason = ""
-        self.silence_reported_generation: int | None = None
+    job: LocalJob
+    connection: LocalConnection
+    local_rank: int
+    pid: int
+    last_seen_at: float
+    first_generation: int = 0  # the first generation this process may play
+    generation: int | None = None  # last offered or ticked from
+    rank: int | None = None  # in that generation; None for a spare
+    last_tick: RankHeartbeat | None = None
+    has_said_goodbye: bool = False
+    finished_generation: int | None = None  # in which its training function returned
+    kill_reason: str = ""
+    silence_reported_generation: int | None = None  # in which its present silence was reported
 
     def record_tick(self, tick: RankHeartbeat) -> None:
         """Record a sign of life; for a restarted agent the tick also says which rank this is."""
@@ -141,42 +127,27 @@ class RankLoss:
     timer: Timer | None = None
 
 
+@dataclass(eq=False)
 class LocalJob:
-    """One job on this node.
+    """One job on this node. Dictionaries are by local rank, unless they say otherwise."""
 
-    Attributes:
-        newest_generation: The newest generation known, by directive or from a rank; older directives are refused.
-        oldest_generation: The oldest generation whose ranks still count; behind ``newest_generation`` while that one is
-            announced for a boundary.
-        pending_stop: A stop that arrived without a launcher; the launcher that joins next ends by it, or starts a new
-            run.
-        lost_generations: Per local rank, the generation its last process was lost in.
-        vacant_local_ranks: Local ranks that the launcher will not staff again.
-        ranks_without_launcher: Local ranks that ended without a launcher; vacant until one joins.
-        reported_vacancies: Per local rank, the generation in which its vacancy was last reported.
-        pending_exits: Exit reports, by pid, of processes whose connection has not ended yet.
-        ended_processes: Ended pids with their loss, or None if the end was orderly.
-        unassigned_exits: Exit reports, by local rank, received before this agent knew any generation.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.spec: GenerationSpec | None = None
-        self.newest_generation = 0
-        self.oldest_generation = 0
-        self.stop_directive: StopJob | None = None
-        self.pending_stop: StopJob | None = None
-        self.launcher: ConnectedLauncher | None = None
-        self.launcher_incarnation = 0
-        self.has_lost_launcher = False
-        self.ranks: dict[int, ConnectedRank] = {}
-        self.lost_generations: dict[int, int] = {}
-        self.vacant_local_ranks: set[int] = set()
-        self.ranks_without_launcher: set[int] = set()
-        self.reported_vacancies: dict[int, int] = {}
-        self.pending_exits: dict[int, RankExited] = {}
-        self.ended_processes: OrderedDict[int, RankLoss | None] = OrderedDict()
-        self.unassigned_exits: dict[int, RankExited] = {}
+    name: str
+    spec: GenerationSpec | None = None
+    newest_generation: int = 0  # known by directive or from a rank; older directives are refused
+    oldest_generation: int = 0  # whose ranks still count; older than the newest until its announced boundary
+    stop_directive: StopJob | None = None
+    pending_stop: StopJob | None = None  # came without a launcher; the next to join ends by it, or starts a new run
+    launcher: ConnectedLauncher | None = None
+    launcher_incarnation: int = 0
+    has_lost_launcher: bool = False
+    ranks: dict[int, ConnectedRank] = field(default_factory=dict)
+    lost_generations: dict[int, int] = field(default_factory=dict)  # the generation its last process was lost in
+    vacant_local_ranks: set[int] = field(default_factory=set)  # which the launcher will not staff again
+    ranks_without_launcher: set[int] = field(default_factory=set)  # ended without a launcher; vacant until one joins
+    reported_vacancies: dict[int, int] = field(default_factory=dict)  # the generation of the last report
+    pending_exits: dict[int, RankExited] = field(default_factory=dict)  # by pid; the connection has not ended yet
+    ended_processes: OrderedDict[int, RankLoss | None] = field(default_factory=OrderedDict)  # by pid; None: orderly end
+    unassigned_exits: dict[int, RankExited] = field(default_factory=dict)  # from before any generation was known
 
     def new_run(self) -> LocalJob:
         """Return a fresh job for a new run under this name. Connected ranks stay unless the job was stopped."""
@@ -248,17 +219,13 @@ class LossCallbacks(Protocol):
 
 @dataclass(eq=False)
 class LossReporter:
-    """Report each loss among one node's ranks once.
-
-    Args:
-        exit_grace_s: Seconds that a loss waits for the launcher's report of how the process ended.
-    """
+    """Report each loss among one node's ranks once."""
 
     _node: str
     _clock: Clock
     _callbacks: LossCallbacks
     _event_counts: Counter[str]
-    _exit_grace_s: float
+    _exit_grace_s: float  # time that a loss waits for the launcher's report of how the process ended
 
     def handle_disconnect(self, process: ConnectedRank, detail: str) -> None:
         job = process.job
@@ -385,9 +352,7 @@ class LossReporter:
 
 
 def describe_exit(exited: RankExited) -> str:
-    if exited.signal is not None:
-        return f"ended by signal {exited.signal}"
-    return f"ended with status {exited.exit_code}"
+    return f"ended with status {exited.exit_code}" if exited.signal is None else f"ended by signal {exited.signal}"
 
 
 # Silence of ranks.
@@ -403,12 +368,7 @@ STOPPED_STATE = "T"
 
 @dataclass(eq=False)
 class SilenceMonitor:
-    """Check the ranks of one node; report each silence once per generation.
-
-    Args:
-        stopped_after_s: Seconds of silence after which a stopped process is reported.
-        unresponsive_after_s: Seconds of silence after which any process is reported.
-    """
+    """Check the ranks of one node; report each silence once per generation."""
 
     _clock: Clock
     _callbacks: LossCallbacks
@@ -423,22 +383,17 @@ class SilenceMonitor:
             process.last_seen_at = min(now, process.last_seen_at + loop_lag_s)
             silent_s = now - process.last_seen_at
             if silent_s >= self._stopped_after_s and self._is_watched(process):
-                self._report_if_silent(process, silent_s)
+                state = process.connection.process_state()
+                if state == STOPPED_STATE or silent_s >= self._unresponsive_after_s:
+                    self._report(process, silent_s, state)
 
     def _is_watched(self, process: ConnectedRank) -> bool:
         """Return whether the rank is a member that has ticked, is expected to tick, and was not reported yet."""
-        expected = (
-            process.last_tick is not None
-            and not process.kill_reason
-            and not process.is_done
-            and process.job.stop_directive is None
-        )
-        return expected and process.rank is not None and process.silence_reported_generation != process.generation
+        is_new = process.rank is not None and process.silence_reported_generation != process.generation
+        is_over = process.kill_reason or process.is_done or process.job.stop_directive is not None
+        return process.last_tick is not None and is_new and not is_over
 
-    def _report_if_silent(self, process: ConnectedRank, silent_s: float) -> None:
-        state = process.connection.process_state()
-        if state != STOPPED_STATE and silent_s < self._unresponsive_after_s:
-            return
+    def _report(self, process: ConnectedRank, silent_s: float, state: str) -> None:
         assert process.generation is not None
         assert process.rank is not None
         process.silence_reported_generation = process.generation

@@ -60,12 +60,7 @@ class RegistryCallbacks(LossCallbacks, Protocol):
 
 
 class JobRegistry:
-    """The jobs of one node.
-
-    Args:
-        exit_grace_s: Seconds that a loss waits for the launcher's report of how the process ended.
-        stopped_after_s, unresponsive_after_s: See ``AgentSettings``.
-    """
+    """The jobs of one node. The times are settings of the agent."""
 
     def __init__(
         self,
@@ -78,13 +73,10 @@ class JobRegistry:
         unresponsive_after_s: float,
     ) -> None:
         self.event_counts: Counter[str] = Counter(dict.fromkeys(COUNTED_EVENTS, 0))
-        self._node = node
-        self._clock = clock
-        self._callbacks = callbacks
-        self.loss_reporter = LossReporter(node, clock, callbacks, self.event_counts, exit_grace_s)
-        self.silence_monitor = SilenceMonitor(
-            clock, callbacks, self.event_counts, stopped_after_s, unresponsive_after_s
-        )
+        self._node, self._clock, self._callbacks = node, clock, callbacks
+        counts = self.event_counts
+        self.loss_reporter = LossReporter(node, clock, callbacks, counts, exit_grace_s)
+        self.silence_monitor = SilenceMonitor(clock, callbacks, counts, stopped_after_s, unresponsive_after_s)
         self._jobs: dict[str, LocalJob] = {}
         self._ranks: dict[LocalConnection, ConnectedRank] = {}
         self._launchers: dict[LocalConnection, ConnectedLauncher] = {}
@@ -176,7 +168,8 @@ class JobRegistry:
         return job
 
     def _has_processes(self, job: LocalJob) -> bool:
-        return any(s.job is job for s in self._ranks.values()) or any(s.job is job for s in self._launchers.values())
+        jobs = [*(rank.job for rank in self._ranks.values()), *(each.job for each in self._launchers.values())]
+        return any(each is job for each in jobs)
 
     def _send_generation(self, process: ConnectedRank, spec: GenerationSpec) -> None:
         if process.last_tick is None or process.last_tick.generation < spec.number:
@@ -262,9 +255,8 @@ class JobRegistry:
             return
         if job.stop_directive is not None or job.pending_stop is not None:  # a new run under the same name
             job = self._jobs[job.name] = process.job = job.new_run()
-        other = job.launcher
-        if other is not None and other is not process:
-            other.connection.close()
+        if job.launcher is not None and job.launcher is not process:
+            job.launcher.connection.close()
         process.offer = message
         job.set_launcher(process, message.launcher)
         self._callbacks.report(process.build_offer(self._clock.wall(), self._callbacks.new_trace_id()))
@@ -272,23 +264,17 @@ class JobRegistry:
 
     def handle_disconnect(self, connection: LocalConnection, detail: str) -> None:
         """Handle the end of a connection, orderly or by the end of its process."""
-        rank = self._ranks.pop(connection, None)
-        if rank is not None:
+        if (rank := self._ranks.pop(connection, None)) is not None:
             self.loss_reporter.handle_disconnect(rank, detail)
-        launcher = self._launchers.pop(connection, None)
-        if launcher is not None:
+            self._forget_if_ended(rank.job)
+        if (launcher := self._launchers.pop(connection, None)) is not None:
             self._handle_launcher_disconnect(launcher, detail)
-        process = rank or launcher
-        if process is not None:
-            self._forget_if_ended(process.job)
+            self._forget_if_ended(launcher.job)
 
     def _forget_if_ended(self, job: LocalJob) -> None:
         """Forget a stopped job once its last process is gone."""
-        if (
-            (job.stop_directive is not None or job.pending_stop is not None)
-            and self._jobs.get(job.name) is job
-            and not self._has_processes(job)
-        ):
+        is_stopped = job.stop_directive is not None or job.pending_stop is not None
+        if is_stopped and self._jobs.get(job.name) is job and not self._has_processes(job):
             del self._jobs[job.name]
 
     def _handle_launcher_disconnect(self, process: ConnectedLauncher, detail: str) -> None:
@@ -383,16 +369,12 @@ class JobRegistry:
 
     def _end_job(self, job: LocalJob, body: StopJob) -> None:
         job.stop_directive, job.pending_stop = body, None
-        for process in job.ranks.values():
-            process.connection.send(body)
-        for launcher in self._launchers.values():
-            if launcher.job is job:
-                launcher.connection.send(body)
+        connections = [rank.connection for rank in job.ranks.values()]
+        connections += [launcher.connection for launcher in self._launchers.values() if launcher.job is job]
+        for connection in connections:
+            connection.send(body)
         self._forget_if_ended(job)
 
     def check_silence(self, loop_lag_s: float) -> None:
-        """Report ranks that stopped ticking.
-
-        ``loop_lag_s`` is this check's own delay, which does not count as silence.
-        """
+        """Report ranks that stopped ticking. This check's own delay, ``loop_lag_s``, does not count as silence."""
         self.silence_monitor.check(self._ranks.values(), loop_lag_s)

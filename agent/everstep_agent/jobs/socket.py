@@ -42,21 +42,12 @@ _SO_PEERPIDFD = 77
 
 
 class AgentSocketServer:
-    """Listen on ``agent.sock`` and pass received messages to ``jobs``.
-
-    Args:
-        path: The socket's path, in a private directory.
-        welcome: The answer to a Hello.
-        jobs: Receives every message and every disconnect.
-        max_connections: Further connections are refused.
-    """
+    """Listen on ``agent.sock``, in a private directory, and pass every message and disconnect to ``jobs``."""
 
     def __init__(self, path: Path, welcome: Welcome, jobs: JobRegistry, max_connections: int) -> None:
         self.refused_counts: Counter[str] = Counter(dict.fromkeys(REFUSAL_REASONS, 0))
-        self.welcome = welcome
-        self.jobs = jobs
+        self.welcome, self.jobs, self.max_connections = welcome, jobs, max_connections
         self.connections: set[_Connection] = set()
-        self.max_connections = max_connections
         self._path = path
         self._server: asyncio.AbstractServer | None = None
 
@@ -169,10 +160,10 @@ class _Connection(asyncio.Protocol):
             self._transport.write(encode_frame(message))
 
     def kill(self) -> None:
-        """Send SIGKILL to the process behind this connection."""
+        """Send SIGKILL to the process behind this connection, and to no other that reused its pid."""
         try:
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-        except (ProcessLookupError, OSError) as error:
+        except OSError as error:
             log.warning("pid %d could not be killed: %s", self._pid, error)
 
     def close(self) -> None:
@@ -180,7 +171,6 @@ class _Connection(asyncio.Protocol):
             self._transport.close()
 
     def process_state(self) -> str:
-        """Return the kernel's state letter for the process, or "" if it is gone."""
         try:
             stat = Path(f"/proc/{self._pid}/stat").read_bytes()
         except OSError:
@@ -196,13 +186,11 @@ class _Connection(asyncio.Protocol):
         """Raise PermissionDenied for another user's process, or beyond ``max_connections``."""
         self._pid, uid = peer_credentials(connected)
         if uid not in (os.geteuid(), 0):
-            raise PermissionDenied(
-                f"pid {self._pid} belongs to user {uid}; agent and trainer must run as the same user"
-            )
-        if len(self._server.connections) > self._server.max_connections:
-            raise PermissionDenied(
-                f"the limit of {self._server.max_connections} launchers and ranks is reached; raise --max-connections"
-            )
+            rule = "agent and trainer must run as the same user"
+            raise PermissionDenied(f"pid {self._pid} belongs to user {uid}; {rule}")
+        limit = self._server.max_connections
+        if len(self._server.connections) > limit:
+            raise PermissionDenied(f"the limit of {limit} launchers and ranks is reached; raise --max-connections")
         self._pidfd = _peer_pidfd(connected, self._pid)
 
     def _handle_message(self, message: ToAgent) -> None:

@@ -7,6 +7,7 @@ holds memory or prevents a GPU reset.
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import socket
@@ -83,13 +84,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def check_matmul(probe: RunProbe, set_stage: SetStage) -> ProbeRows:
-    """Compute the same product several times on each device.
-
-    Returns:
-        Per device: bytes of the product, median seconds, no bandwidth.
-
-    Raises WrongResult: an element differs from the known one.
-    """
+    """Compute the same product several times on each device: bytes of the product, median seconds, no bandwidth."""
     return tuple(_check_device_matmul(device, max(2, probe.repeats), set_stage) for device in devices())
 
 
@@ -137,20 +132,13 @@ def _compare(found: torch.Tensor, known: torch.Tensor, description: str) -> None
 
 
 def check_memory(_probe: RunProbe, set_stage: SetStage) -> ProbeRows:
-    """Write patterns to each device's memory and read them back.
-
-    Returns:
-        Per device: bytes, seconds, and bytes per second of writing and reading all patterns.
-
-    Raises WrongResult: A word is not the written one.
-    """
+    """Write patterns to each device's memory and read them back: bytes, seconds, bytes per second moved."""
     return tuple(_check_device_memory(device, set_stage) for device in devices())
 
 
 def _check_device_memory(device: torch.device, set_stage: SetStage) -> tuple[int, float, float]:
-    size = MEMORY_CPU_BYTES
-    if device.type == "cuda":
-        size = int(torch.cuda.mem_get_info(device)[0] * MEMORY_CUDA_SHARE)
+    on_gpu = device.type == "cuda"
+    size = int(torch.cuda.mem_get_info(device)[0] * MEMORY_CUDA_SHARE) if on_gpu else MEMORY_CPU_BYTES
     set_stage(f"patterns in {size >> 20} MiB of {device}")
     parts = [max(8, min(size - at, MEMORY_CHUNK_BYTES)) for at in range(0, size, MEMORY_CHUNK_BYTES)]
     chunks = [torch.empty(part // 8, dtype=torch.int64, device=device) for part in parts]
@@ -159,7 +147,7 @@ def _check_device_memory(device: torch.device, set_stage: SetStage) -> tuple[int
         for chunk in chunks:
             chunk.fill_(pattern)
         for chunk in chunks:
-            _check_words(chunk, pattern, device)
+            _check_words(chunk, pattern, device, f"pattern {pattern & (1 << 64) - 1:#018x}")
     _check_addresses(chunks, device)
     synchronize(device)
     seconds = time.perf_counter() - started_at
@@ -167,24 +155,18 @@ def _check_device_memory(device: torch.device, set_stage: SetStage) -> tuple[int
     return size, seconds, moved / seconds
 
 
-def _check_words(chunk: torch.Tensor, pattern: int, device: torch.device) -> None:
-    wrong = int((chunk != pattern).sum())
-    if wrong:
-        raise WrongResult(f"{wrong} words of {device}'s memory do not hold pattern {pattern & (1 << 64) - 1:#018x}")
+def _check_words(chunk: torch.Tensor, written: int | torch.Tensor, device: torch.device, description: str) -> None:
+    if wrong := int((chunk != written).sum()):
+        raise WrongResult(f"{wrong} words of {device}'s memory do not hold {description}")
 
 
 def _check_addresses(chunks: list[torch.Tensor], device: torch.device) -> None:
     """Write each word's own number into it, to find addresses that coincide."""
-    first = 0
-    for chunk in chunks:
-        torch.arange(first, first + chunk.numel(), out=chunk)
-        first += chunk.numel()
-    first = 0
-    for chunk in chunks:
-        wrong = int((chunk != torch.arange(first, first + chunk.numel(), device=device)).sum())
-        if wrong:
-            raise WrongResult(f"{wrong} words of {device}'s memory do not hold their own number")
-        first += chunk.numel()
+    ends = list(itertools.accumulate(chunk.numel() for chunk in chunks))
+    for chunk, end in zip(chunks, ends, strict=True):
+        torch.arange(end - chunk.numel(), end, out=chunk)
+    for chunk, end in zip(chunks, ends, strict=True):
+        _check_words(chunk, torch.arange(end - chunk.numel(), end, device=device), device, "their own number")
 
 
 dist: Any = torch.distributed

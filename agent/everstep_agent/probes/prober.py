@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections import deque
 
-from everstep.clock import Clock
 from everstep.errors import MalformedMessage
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.framing import FrameDecoder, encode_frame
@@ -94,17 +93,11 @@ class ProbeChild:
 class Prober:
     """Run probes in a process that has torch loaded; start it at the first probe.
 
-    Args:
-        clock: The clock for deadlines.
-        idle_timeout_s: Seconds without a probe after which the process is ended; torch holds some 200 MB.
-        load_timeout_s: Seconds to load torch, on a slow file system or a busy node. A probe waits no longer than its
-            own time-out; the loading continues, and the next probe finds it done.
+    A probe does not wait for the loading longer than its own time-out: the loading continues, and the next probe finds
+    it done. The process is ended after ``idle_timeout_s`` without a probe, since torch holds some 200 MB.
     """
 
-    def __init__(
-        self, clock: Clock = SYSTEM_CLOCK, idle_timeout_s: float = 900.0, load_timeout_s: float = 600.0
-    ) -> None:
-        self._clock = clock
+    def __init__(self, *, idle_timeout_s: float = 900.0, load_timeout_s: float = 600.0) -> None:
         self._idle_s = idle_timeout_s
         self._load_s = load_timeout_s
         self._child: ProbeChild | None = None
@@ -120,7 +113,7 @@ class Prober:
     async def run(self, probe: RunProbe, node: str) -> ProbeFinished:
         """Take part in ``probe`` as ``node``. Any failure becomes an answer with ``ok=False``, never an exception. The
         answer comes within ``probe.timeout_s``, including the loading of torch."""
-        deadline = self._clock.monotonic() + probe.timeout_s
+        deadline = SYSTEM_CLOCK.monotonic() + probe.timeout_s
         if node not in probe.nodes:
             return _failed_result(probe, f"{node} is not one of the nodes of this probe")
         try:
@@ -153,7 +146,7 @@ class Prober:
             if self._child is None:
                 self._child = ProbeChild(asyncio.get_running_loop().time() + self._load_s)
             child = self._child
-            async with asyncio.timeout(request.deadline - self._clock.monotonic()):
+            async with asyncio.timeout(request.deadline - SYSTEM_CLOCK.monotonic()):
                 if await child.wait_loaded():
                     finished = await child.run_probe(request)
         except TimeoutError:

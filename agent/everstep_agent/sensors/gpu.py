@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import pynvml
 
+from everstep.wire.v1.agent import Gpu
 from everstep_agent.drivers import nvml
 from everstep_agent.drivers.nvml import GpuDevice, Nvml, NvmlError
 from everstep_agent.drivers.sysfs import PcieLimit
-from everstep_agent.sensors.samples import GpuIdentity, GpuSample, XidEvent
+from everstep_agent.sensors.samples import GpuSample, XidEvent
 
 REOPEN_EVERY = 10
 """Polls between attempts to open NVML, or to find a lost GPU again: opening takes the driver's big lock."""
@@ -20,32 +22,21 @@ MAX_EVENTS_PER_WAIT = 64
 """Events taken at once; the kernel log counts a storm."""
 
 
+@dataclass(eq=False)
 class GpuSensor:
-    """All GPUs of the node.
+    """All GPUs of the node."""
 
-    Args:
-        slow_every: Each GPU's slow-moving values are read at every n-th poll, at different polls for different GPUs.
-        set_activity: Receives the next activity before it starts.
-        platform: Returns the limit of the PCIe slot of the GPU at a bus address.
-    """
-
-    def __init__(
-        self,
-        slow_every: int,
-        set_activity: Callable[[str], None],
-        platform: Callable[[str], PcieLimit] = lambda bus_id: NO_PCIE_LIMIT,
-    ) -> None:
-        self._slow_every = slow_every
-        self._set_activity = set_activity
-        self._platform = platform
-        self._limits: dict[str, PcieLimit] = {}
-        self._library: Nvml | None = None
-        self._polls = 0
-        self._slow_values: dict[str, dict[str, Any]] = {}
-        self._links_seen: dict[str, set[int]] = {}
-        self.known_gpus: dict[str, GpuIdentity] = {}
-        self.error = ""
-        self.driver_version = ""
+    slow_every: int  # slow-moving values are read at every n-th poll, at different polls for different GPUs
+    set_activity: Callable[[str], None]  # receives the next activity before it starts
+    platform: Callable[[str], PcieLimit] = lambda bus_id: NO_PCIE_LIMIT  # of the PCIe slot at a bus address
+    _limits: dict[str, PcieLimit] = field(default_factory=dict)
+    _library: Nvml | None = None
+    _polls: int = 0
+    _slow_values: dict[str, dict[str, Any]] = field(default_factory=dict)
+    _links_seen: dict[str, set[int]] = field(default_factory=dict)
+    known_gpus: dict[str, Gpu] = field(default_factory=dict)
+    error: str = ""
+    driver_version: str = ""
 
     def poll(self) -> tuple[GpuSample, ...]:
         """Return one sample for each GPU ever seen; a GPU that is no longer listed is lost."""
@@ -56,13 +47,11 @@ class GpuSensor:
         listed = {device.identity.pci_bus_id: device for device in self._library.devices}
         samples = []
         for bus_id, identity in self.known_gpus.items():
-            device = listed.get(bus_id)
-            samples.append(
-                _unreadable_sample(identity, "NVML no longer lists this GPU", lost=True)
-                if device is None
-                else self._read(device)
-            )
-        self._reopen_if_broken(samples)
+            lost = _unreadable_sample(identity, "NVML no longer lists this GPU", lost=True)
+            samples.append(self._read(listed[bus_id]) if bus_id in listed else lost)
+        is_broken = bool(self.error) or any(sample.lost or sample.error for sample in samples)
+        if is_broken and self._polls % REOPEN_EVERY == 0:
+            self.close()
         return tuple(samples)
 
     def wait_xid_events(self, timeout_s: float) -> list[XidEvent] | None:
@@ -71,7 +60,7 @@ class GpuSensor:
             return None
         events: list[XidEvent] = []
         timeout_ms = max(0, int(timeout_s * 1000))
-        self._set_activity("nvml event wait")
+        self.set_activity("nvml event wait")
         try:
             while len(events) < MAX_EVENTS_PER_WAIT and (event := self._library.wait_event(timeout_ms)) is not None:
                 device, kind, data = event
@@ -90,7 +79,7 @@ class GpuSensor:
     def _open_if_due(self) -> None:
         if self._library is not None or self._polls % REOPEN_EVERY:
             return
-        self._set_activity("nvml initialization")
+        self.set_activity("nvml initialization")
         try:
             self._library = Nvml(self._links_seen)
         except NvmlError as fault:
@@ -101,19 +90,14 @@ class GpuSensor:
         for device in self._library.devices:
             bus_id = device.identity.pci_bus_id
             self.known_gpus[bus_id] = device.identity
-            self._limits[bus_id] = self._platform(bus_id)
-
-    def _reopen_if_broken(self, samples: list[GpuSample]) -> None:
-        broken = bool(self.error) or any(sample.lost or sample.error for sample in samples)
-        if broken and self._polls % REOPEN_EVERY == 0:
-            self.close()
+            self._limits[bus_id] = self.platform(bus_id)
 
     def _read(self, device: GpuDevice) -> GpuSample:
         gpu = device.identity
-        self._set_activity(f"gpu {gpu.index} at {gpu.pci_bus_id}")
+        self.set_activity(f"gpu {gpu.index} at {gpu.pci_bus_id}")
         try:
             values = _read_fast_values(device)
-            if gpu.uuid not in self._slow_values or (self._polls + gpu.index) % self._slow_every == 0:
+            if gpu.uuid not in self._slow_values or (self._polls + gpu.index) % self.slow_every == 0:
                 self._slow_values[gpu.uuid] = _read_slow_values(device, self._limits.get(gpu.pci_bus_id, NO_PCIE_LIMIT))
                 values["pcie_utilization"] = values["gpu_utilization"]
         except NvmlError as fault:
@@ -124,15 +108,9 @@ class GpuSensor:
         )
 
 
-def _unreadable_sample(gpu: GpuIdentity, error: str, *, lost: bool, recovery_action: int | None = None) -> GpuSample:
-    return GpuSample(
-        index=gpu.index,
-        pci_bus_id=gpu.pci_bus_id,
-        uuid=gpu.uuid,
-        lost=lost,
-        error=error,
-        recovery_action=recovery_action,
-    )
+def _unreadable_sample(gpu: Gpu, error: str, *, lost: bool, recovery_action: int | None = None) -> GpuSample:
+    where: dict[str, Any] = {"index": gpu.index, "pci_bus_id": gpu.pci_bus_id, "uuid": gpu.uuid}
+    return GpuSample(**where, lost=lost, error=error, recovery_action=recovery_action)
 
 
 _ECC_CORRECTED = (pynvml.nvmlDeviceGetTotalEccErrors, pynvml.NVML_MEMORY_ERROR_TYPE_CORRECTED)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from everstep.clock import Clock
@@ -16,13 +17,13 @@ PROCESSES_EVERY = 30
 PATH_CHECK_INTERVAL_S = 10.0
 
 
+@dataclass
 class HostSensor:
     """Memory, load and processes."""
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._polls = 0
-        self._counts: sysfs.ProcessCounts | None = None
+    _root: Path
+    _polls: int = 0
+    _counts: sysfs.ProcessCounts | None = None
 
     def poll(self) -> HostSample:
         try:
@@ -34,25 +35,25 @@ class HostSensor:
                 uptime_s=sysfs.uptime_s(self._root),
                 memory_available_fraction=available / total,
                 memory_total_bytes=total,
-                stuck_processes=None if self._counts is None else self._counts.uninterruptible,
-                zombies=None if self._counts is None else self._counts.zombies,
+                stuck_processes=self._counts.uninterruptible if self._counts else None,
+                zombies=self._counts.zombies if self._counts else None,
                 load=sysfs.load_average(self._root),
             )
         except (OSError, ValueError, KeyError, IndexError) as error:
             return HostSample(error=f"{type(error).__name__}: {error}")
 
 
+@dataclass
 class PathSensor:
     """Free space, queried in a thread: a dead NFS server blocks the caller for ever."""
 
-    def __init__(self, paths: tuple[str, ...], root: Path, clock: Clock) -> None:
-        self._local = paths
-        self._root = root
-        self._clock = clock
-        self._pending_since: dict[str, float] = {}
-        self._free_fractions: dict[str, float] = {}
-        self._network: frozenset[str] = frozenset()
-        self._next_check_at = 0.0
+    _local: tuple[str, ...]
+    _root: Path
+    _clock: Clock
+    _pending_since: dict[str, float] = field(default_factory=dict)
+    _free_fractions: dict[str, float] = field(default_factory=dict)
+    _network: frozenset[str] = frozenset()
+    _next_check_at: float = 0.0
 
     def poll(self) -> tuple[PathSample, ...]:
         """Return the newest answers; start new queries if the last ones are answered and old enough."""
@@ -76,13 +77,10 @@ class PathSensor:
         except (OSError, ValueError):
             self._network = frozenset()
         local = [path for path in self._local if path not in self._pending_since]
-        for path in local:
-            self._pending_since[path] = now
-        if local:
-            threading.Thread(target=self._check_paths, args=(local,), daemon=True).start()
-        for path in self._network - self._pending_since.keys():
-            self._pending_since[path] = now
-            threading.Thread(target=self._check_paths, args=([path],), daemon=True).start()
+        for paths in (local, *([path] for path in self._network - self._pending_since.keys())):
+            if paths:
+                self._pending_since |= dict.fromkeys(paths, now)
+                threading.Thread(target=self._check_paths, args=(paths,), daemon=True).start()
 
     def _check_paths(self, paths: list[str]) -> None:
         for path in paths:
@@ -100,14 +98,14 @@ COUNTERS_EVERY = 10
 """Polls between readings of all counters; a link's state is read at every poll."""
 
 
+@dataclass
 class NetworkSensor:
-    """InfiniBand and Ethernet ports under ``root``; remembers the ports that were ever up."""
+    """InfiniBand and Ethernet ports; remembers the ports that were ever up."""
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._polls = 0
-        self._readings: list[sysfs.PortReading] = []
-        self._was_up: dict[str, sysfs.PortReading] = {}
+    _root: Path
+    _polls: int = 0
+    _readings: list[sysfs.PortReading] = field(default_factory=list)
+    _was_up: dict[str, sysfs.PortReading] = field(default_factory=dict)
 
     def poll(self) -> tuple[PortSample, ...]:
         readings = self._readings = self._read()
@@ -117,9 +115,9 @@ class NetworkSensor:
             values = reading._asdict()
             del values["sysfs_folder"]
             samples.append(PortSample(was_up=reading.name in self._was_up, **values))
-        vanished = self._was_up.keys() - {reading.name for reading in readings}
-        for last in (self._was_up[name] for name in sorted(vanished)):
-            samples.append(PortSample(name=last.name, kind=last.kind, up=False, was_up=True, identity=last.identity))
+        for name in sorted(self._was_up.keys() - {reading.name for reading in readings}):
+            last = self._was_up[name]
+            samples.append(PortSample(name=name, kind=last.kind, up=False, was_up=True, identity=last.identity))
         return tuple(samples)
 
     def _read(self) -> list[sysfs.PortReading]:

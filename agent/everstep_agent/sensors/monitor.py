@@ -26,8 +26,6 @@ from everstep_agent.sensors.sensor_messages import (
     PollResult,
     SensorConfig,
     SensorReport,
-    to_wire_gpu,
-    to_wire_host,
 )
 from everstep_agent.virtual.scenario import Scenario, VirtualMachine, load_scenario
 
@@ -35,37 +33,24 @@ from everstep_agent.virtual.scenario import Scenario, VirtualMachine, load_scena
 
 
 class SensorSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of the sensors.
-
-    Attributes:
-        interval_s: Seconds between polls. 1 s sees a thermal excursion before the driver acts on it, and 8 GPUs cost a
-            few milliseconds.
-        hang_timeout_s: Seconds a poll may be late before the sensor process counts as hung and is killed. NVML calls
-            take microseconds to a few milliseconds, but a busy driver holds its lock for up to seconds: 5 s.
-        start_timeout_s: The same for the first poll. Without persistence mode the driver initialises every GPU when
-            NVML opens, 1 to 3 s each: 60 s.
-        kernel_log_poll_s: Seconds between checks of a plain file (a device or pipe wakes the agent itself). 50 ms is
-            below what a person or a drain can notice, and costs 20 calls of fstat a second.
-        sysfs_root, proc_root: For tests.
-        restart_floor_s, restart_ceiling_s: Back-off between restarts of the sensor process.
-    """
+    """Settings of the sensors."""
 
     node: str = ""  # the node's name, for log lines and traces
-    interval_s: float = 1.0
-    hang_timeout_s: float = 5.0
-    start_timeout_s: float = 60.0
+    interval_s: float = 1.0  # sees a thermal excursion before the driver acts; 8 GPUs cost a few milliseconds a poll
+    hang_timeout_s: float = 5.0  # a later poll is a hang, and kills; a busy driver holds its lock for up to seconds
+    start_timeout_s: float = 60.0  # for the first poll; a driver without persistence mode takes 1 to 3 s per GPU
     slow_every: int = 10  # slow-moving values (ECC, links, retired pages) of each GPU are read at every n-th poll
     expected_gpus: int | None = None  # GPUs this node should have; None: as many as the PCI bus shows
     virtual: str = ""  # scenario file, "default" or "default:N" for a virtual machine; empty for the real one
     virtual_control: str = ""  # control file of the virtual machine; may appear later
     kernel_log: str = "/dev/kmsg"  # /dev/kmsg, or a file or named pipe; empty for none
-    kernel_log_poll_s: float = 0.05
+    kernel_log_poll_s: float = 0.05  # between checks of a plain file; a device or pipe wakes the agent itself
     state_path: str = ""  # file for findings that outlive the agent (XIDs until a reset or a reboot); empty for none
     site_policy: tuple[str, ...] = ()  # TOML files whose rules replace built-in ones of the same id
     sysfs_root: str = "/sys"
     proc_root: str = "/proc"
     disk_paths: tuple[str, ...] = ("/",)  # file systems whose free space is watched
-    restart_floor_s: float = 0.2
+    restart_floor_s: float = 0.2  # limits of the back-off between restarts of the sensor process
     restart_ceiling_s: float = 30.0
 
 
@@ -85,16 +70,14 @@ class SavedSensorState(msgspec.Struct, frozen=True, kw_only=True):
 
 def load_sensor_state(path: str) -> SavedSensorState:
     """Return the state stored at ``path``; empty if there is no file, or an unusable one (which is logged)."""
-    if not path:
-        return SavedSensorState()
     try:
         with open(path, "rb") as file:
             return msgspec.json.decode(file.read(MAX_STATE_BYTES), type=SavedSensorState)
     except FileNotFoundError:
-        return SavedSensorState()
+        pass
     except (OSError, *DECODE_ERRORS) as error:
         logger.warning("sensor state %s cannot be read, starting without it: %s", path, error)
-        return SavedSensorState()
+    return SavedSensorState()
 
 
 def save_sensor_state(path: str, state: SavedSensorState) -> None:
@@ -148,14 +131,11 @@ class SensorChild:
                 data = await asyncio.get_running_loop().sock_recv(self._channel, READ_BYTES)
         except TimeoutError:
             # The event loop may have been late: read messages that arrived meanwhile before declaring a hang.
-            data = self._read_available()
+            try:
+                data = self._channel.recv(READ_BYTES)
+            except BlockingIOError:
+                raise TimeoutError from None
         return self._decoder.feed(data) if data else None
-
-    def _read_available(self) -> bytes:
-        try:
-            return self._channel.recv(READ_BYTES)
-        except BlockingIOError:
-            raise TimeoutError from None
 
     @property
     def has_exited(self) -> bool:
@@ -180,13 +160,8 @@ LOG_BURST_PAUSE_S = 0.01
 class SensorMonitor:
     """Sense a node. ``on_report`` receives a report at every poll, and at once when a finding appears or clears.
 
-    Args:
-        settings: See ``SensorSettings``.
-        clock: The clock for the times of findings and for clearing rules.
-        on_report: Called in the event loop; must not block.
-
-    Raises:
-        ConfigurationError: The settings, a policy or a scenario cannot be used.
+    It is called in the event loop, and must not block. Raises ConfigurationError if a policy or a scenario cannot be
+    used.
     """
 
     def __init__(self, settings: SensorSettings, clock: Clock, on_report: Callable[[SensorReport], None]) -> None:
@@ -222,12 +197,9 @@ class SensorMonitor:
             at=self._clock.wall(),
             boot_id=poll.boot_id,
             driver_version=poll.driver_version,
-            gpu_identities=tuple(to_wire_gpu(gpu) for gpu in poll.known_gpus),
-            host_identity=to_wire_host(poll.host_identity),
+            gpu_identities=poll.known_gpus,
+            host_identity=poll.host_identity,
             gpus=poll.gpus,
-            ports=poll.ports,
-            paths=poll.paths,
-            host=poll.host,
             findings=self._assessor.findings,
             xid_counts=self._assessor.xid_history.totals,
             poll_s=poll.poll_s,
@@ -324,14 +296,15 @@ class SensorMonitor:
         self._hangs += 1
         detail = f"for {self._settings.hang_timeout_s:g} s at: {child.current_activity}"
         logger.warning("sensor process %d hangs %s", child.pid, detail, extra={"node": self._settings.node})
-        self._publish(self._assessor.process_sensor_state(SensorState(hangs=self._hangs, detail=detail), self._now()))
+        self._process_state(SensorState(hangs=self._hangs, detail=detail))
 
     def _handle_crash(self, reason: str) -> None:
         self._crashes += 1
         logger.warning("the sensor process ended: %s", reason, extra={"node": self._settings.node})
-        self._publish(
-            self._assessor.process_sensor_state(SensorState(crashes=self._crashes, detail=reason), self._now())
-        )
+        self._process_state(SensorState(crashes=self._crashes, detail=reason))
+
+    def _process_state(self, state: SensorState) -> None:
+        self._publish(self._assessor.process_sensor_state(state, self._now()))
 
     # Kernel log
 
@@ -340,7 +313,8 @@ class SensorMonitor:
             if self._read_kernel_log(log):
                 await asyncio.sleep(LOG_BURST_PAUSE_S)
             elif log.wait_descriptor is None:
-                await _wait_for_growth(log, self._settings.kernel_log_poll_s)
+                while not log.has_new_data():
+                    await asyncio.sleep(self._settings.kernel_log_poll_s)
             else:
                 await wait_readable(log.wait_descriptor)
 
@@ -400,26 +374,3 @@ def _kernel_log(settings: SensorSettings, state: SavedSensorState, boot_id: str)
     except (OSError, ValueError, IndexError):
         not_before_s = 0.0
     return KernelLog(settings.kernel_log, position, not_before_s)
-
-
-async def _wait_for_growth(log: KernelLog, poll_interval_s: float) -> None:
-    """Wait with timers only, at half the cost of a sleeping task at twenty checks a second."""
-    loop = asyncio.get_running_loop()
-    grown: asyncio.Future[None] = loop.create_future()
-    timer: asyncio.TimerHandle | None = None
-
-    def look() -> None:
-        nonlocal timer
-        if grown.done():
-            return
-        if log.has_new_data():
-            grown.set_result(None)
-        else:
-            timer = loop.call_later(poll_interval_s, look)
-
-    timer = loop.call_later(poll_interval_s, look)
-    try:
-        await grown
-    finally:
-        grown.cancel()
-        timer.cancel()

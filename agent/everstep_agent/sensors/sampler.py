@@ -97,12 +97,14 @@ class NodeSensors:
         self._set_activity("network ports")
         ports = self._network.poll()
         self._set_activity("host")
-        boot_id = ""
-        faults: tuple[tuple[str, str], ...] = ()
+        boot_id, faults = "", []
         try:
             boot_id = sysfs.boot_id(self._proc)
         except OSError as error:
-            faults = (("boot id", str(error)),)
+            faults = [("boot id", str(error))]
+        if self._polls % PCI_EVERY == 0:
+            self._pci_gpu_count = sysfs.count_nvidia_gpus_on_pci(self._sysfs)
+        self._polls += 1
         return PollResult(
             is_full=True,
             boot_id=boot_id,
@@ -110,19 +112,13 @@ class NodeSensors:
             paths=self._paths.poll(),
             host=self._host.poll(),
             host_identity=self._host_id,
-            pci_gpu_count=self._gpus_on_pci(),
-            sensor_errors=faults,
+            pci_gpu_count=self._pci_gpu_count,
+            sensor_errors=tuple(faults),
         )
 
     def _slot(self, bus_id: str) -> sysfs.PcieLimit:
         """Return the limit of the PCIe slot at the address. Virtual GPUs have none."""
         return NO_PCIE_LIMIT if self._machine is not None else sysfs.pcie_limit(self._sysfs, bus_id)
-
-    def _gpus_on_pci(self) -> int | None:
-        if self._polls % PCI_EVERY == 0:
-            self._pci_gpu_count = sysfs.count_nvidia_gpus_on_pci(self._sysfs)
-        self._polls += 1
-        return self._pci_gpu_count
 
     def _poll_virtual_machine(self, machine: VirtualMachine) -> PollResult:
         """Poll everything but the GPUs of the virtual machine."""
@@ -172,9 +168,7 @@ def main() -> None:
     descriptor, page_descriptor, parent = map(int, sys.argv[1:4])
     die_with_parent(parent, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the supervisor decides
-    channel = socket.socket(fileno=descriptor)
-    page = mmap.mmap(page_descriptor, ACTIVITY_BYTES)
-    serve(channel, page)
+    serve(socket.socket(fileno=descriptor), mmap.mmap(page_descriptor, ACTIVITY_BYTES))
 
 
 if __name__ == "__main__":

@@ -20,45 +20,14 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Base class; encoded as an array, since both ends are of one installation."""
 
 
-class GpuIdentity(Sample, frozen=True, kw_only=True):
-    """A GPU and its place. ``pci_bus_id`` is in the kernel's spelling, such as ``0000:1b:00``."""
-
-    index: int
-    pci_bus_id: str
-    uuid: str
-    name: str = ""
-    serial: str = ""
-    memory_bytes: int = 0
-    part_number: str = ""
-    vbios: str = ""
-    inforom: str = ""
-
-
-class HostIdentity(Sample, frozen=True, kw_only=True):
-    """The machine according to its firmware, and its kernel. Empty: not readable."""
-
-    vendor: str = ""
-    product: str = ""
-    serial: str = ""
-    chassis_serial: str = ""
-    kernel: str = ""
-
-
 class GpuSample(Sample, frozen=True, kw_only=True):
-    """One GPU at one poll.
-
-    Attributes:
-        lost: NVML reports the GPU as gone.
-        error: Why the other values are missing.
-        pcie_generation_max, pcie_width_max: The most that the GPU and its slot support together.
-        pcie_utilization: The GPU's utilization when its link was read; None at polls that did not read the link.
-    """
+    """One GPU at one poll."""
 
     index: int
     pci_bus_id: str
     uuid: str
-    lost: bool = False
-    error: str = ""
+    lost: bool = False  # NVML reports the GPU as gone
+    error: str = ""  # why the other values are missing
 
     temperature_c: int | None = None
     temperature_margin_c: int | None = None
@@ -87,10 +56,10 @@ class GpuSample(Sample, frozen=True, kw_only=True):
     pcie_replays: int | None = None
     pcie_fatal_errors: int | None = None
     pcie_generation: int | None = None
-    pcie_generation_max: int | None = None
+    pcie_generation_max: int | None = None  # of the GPU and its slot together
     pcie_width: int | None = None
-    pcie_width_max: int | None = None
-    pcie_utilization: float | None = None
+    pcie_width_max: int | None = None  # of the GPU and its slot together
+    pcie_utilization: float | None = None  # the GPU's utilization when its link was read, at polls that read it
     nvlinks: int | None = None
     nvlinks_down: int | None = None
     nvlink_errors: int | None = None
@@ -126,12 +95,7 @@ class GpuSample(Sample, frozen=True, kw_only=True):
 
     def _missing_under_load(self, now: int | None, most: int | None) -> int | None:
         """Return None unless the link was read under load: an idle GPU lowers the speed and width of its link."""
-        if (
-            now is None
-            or most is None
-            or self.pcie_utilization is None
-            or self.pcie_utilization < LINK_LOADED_UTILIZATION
-        ):
+        if now is None or most is None or (self.pcie_utilization or 0.0) < LINK_LOADED_UTILIZATION:
             return None
         return max(0, most - now)
 
@@ -151,21 +115,16 @@ class XidEvent(Sample, frozen=True, kw_only=True):
 
 
 class PortSample(Sample, frozen=True, kw_only=True):
-    """One network port.
-
-    Attributes:
-        was_up: Whether it has been up since the sensor started, so that being down is news.
-        identity: ``address``, ``pci_bus_id``, ``board`` and ``firmware``, as far as the kernel knows them.
-    """
+    """One network port."""
 
     name: str
     kind: str
     up: bool
-    was_up: bool
+    was_up: bool  # since the sensor started, so that being down is news
     rate_gbps: float | None = None
     errors: int | None = None
     link_downs: int | None = None
-    identity: dict[str, str] = {}
+    identity: dict[str, str] = {}  # address, pci_bus_id, board and firmware, as far as the kernel knows them
 
     @property
     def lost_link(self) -> int | None:

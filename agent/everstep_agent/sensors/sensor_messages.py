@@ -5,11 +5,9 @@ from __future__ import annotations
 import msgspec
 
 from everstep.vocabulary import Finding
-from everstep.wire.v1.agent import MAX_HARDWARE_TEXT, UNKNOWN_HOST, Gpu, Host
+from everstep.wire.v1.agent import UNKNOWN_HOST, Gpu, Host
 from everstep_agent.sensors.samples import (
-    GpuIdentity,
     GpuSample,
-    HostIdentity,
     HostSample,
     PathSample,
     PortSample,
@@ -44,12 +42,12 @@ class PollResult(Sample, frozen=True, kw_only=True):
     is_full: bool  # False for events and kernel lines sent between polls
     boot_id: str = ""
     driver_version: str = ""
-    known_gpus: tuple[GpuIdentity, ...] = ()  # every GPU seen since this child began
+    known_gpus: tuple[Gpu, ...] = ()  # every GPU seen since this child began
     gpus: tuple[GpuSample, ...] = ()
     ports: tuple[PortSample, ...] = ()
     paths: tuple[PathSample, ...] = ()
     host: HostSample = HostSample()
-    host_identity: HostIdentity = HostIdentity()
+    host_identity: Host = UNKNOWN_HOST
     xids: tuple[XidEvent, ...] = ()
     kernel_lines: tuple[str, ...] = ()
     pci_gpu_count: int | None = None  # number of NVIDIA display controllers on the PCI bus
@@ -72,20 +70,8 @@ class SensorReport(msgspec.Struct, frozen=True, kw_only=True):
     gpu_identities: tuple[Gpu, ...] = ()
     host_identity: Host = UNKNOWN_HOST
     gpus: tuple[GpuSample, ...] = ()
-    ports: tuple[PortSample, ...] = ()
-    paths: tuple[PathSample, ...] = ()
-    host: HostSample = HostSample()
     findings: tuple[Finding, ...] = ()
     xid_counts: dict[tuple[str, int], int] = {}
     poll_s: float = 0.0  # seconds the newest poll took
     polled_at: float = 0.0  # wall time of the newest poll; 0 before the first
     sensor_restarts: int = 0  # number of times the sensor process has ended
-
-
-def to_wire_gpu(identity: GpuIdentity) -> Gpu:
-    fields = msgspec.structs.asdict(identity)
-    return Gpu(**fields | {name: fields[name][:MAX_HARDWARE_TEXT] for name in ("part_number", "vbios", "inforom")})
-
-
-def to_wire_host(identity: HostIdentity) -> Host:
-    return Host(**{name: text[:MAX_HARDWARE_TEXT] for name, text in msgspec.structs.asdict(identity).items()})

@@ -20,8 +20,7 @@ from everstep.errors import DECODE_ERRORS, DigestMismatch, MalformedMessage, Not
 from everstep.ids import Version
 from everstep.layout.digests import DIGESTS_FILE, ArchiveDigest, RangeHasher, StoredDigests, encode_digests
 from everstep.layout.manifests import BLOB_LENGTH_BYTES, Manifest, Range, decode_manifest
-from everstep.layout.segments import SlotState
-from everstep.layout.slots import CHUNK_BYTES, SegmentView
+from everstep.layout.slots import CHUNK_BYTES, SegmentView, SlotState
 from everstep.native import DIGEST_BYTES
 from everstep_agent.spill.dcp_metadata import STATE_FORMAT, ObjectEntry, TensorEntry, decode_state, encode_metadata
 from everstep_agent.spill.layout import Division, FilePlan, LiteralBytes, SlotArchive, divide, merge_entries, plan_file

@@ -19,9 +19,7 @@ import msgspec
 
 from everstep.clock import Backoff, Clock
 from everstep.errors import DECODE_ERRORS, AuthenticationError, EverstepError, Unavailable
-from everstep.ids import NonNegativeInt
 from everstep.wire.v1.agent import LeadershipProof
-from everstep.wire.v1.base import ShortText
 from everstep.wire.v1.training import AnyReport
 from everstep_agent.config import AgentSettings
 from everstep_agent.uplink.connection import AnswerTimeout, ControllerConnection, open_session, retry_after_s
@@ -79,11 +77,11 @@ class ControllerAddresses:
         """Note that a session ended: the other addresses come first."""
         address = self._find(url)[1]
         address.hang_count = 0
-        if lasted_s >= STABLE_SESSION_S:
-            address.failures = 0
-            self._put_last(url, now)
-        else:
+        if lasted_s < STABLE_SESSION_S:
             self.mark_failed(url, now, backoff, uniform)
+            return
+        address.failures = 0
+        self._put_last(url, now)
 
     def mark_failed(self, url: str, now: float, backoff: Backoff, uniform: float, min_pause_s: float = 0.0) -> None:
         """Note that no session was made: wait for the back-off, and at least ``min_pause_s``."""
@@ -106,22 +104,13 @@ class ControllerAddresses:
         return next((i, address) for i, address in enumerate(self._addresses) if address.url == url)
 
 
-# Leadership query: ask all controllers for their epoch, for a controller that cannot reach the database.
-#
-# Another controller may have taken over meanwhile, unreachable for the asking one. The answer is carried back in
-# ``Heartbeat.succession``; the asking controller verifies it.
+# Leadership query: ask all controllers for their epoch, for a controller that cannot reach the database, and that
+# another one may have replaced. The next heartbeat carries the answer back, and the asking controller verifies it.
 
 MAX_ANSWER_BYTES = 16 << 10
 
 
-class _ReadyAnswer(msgspec.Struct):
-    """The relevant part of ``/readyz``; a standby controller shows no epoch."""
-
-    epoch: NonNegativeInt = 0
-    proof: ShortText = ""
-
-
-_READY = msgspec.json.Decoder(_ReadyAnswer)
+_NO_LEADER = LeadershipProof(epoch=0, proof="")
 
 
 async def fetch_newest_succession(
@@ -129,17 +118,17 @@ async def fetch_newest_succession(
 ) -> LeadershipProof | None:
     """Return the highest epoch that a controller claims to lead by; None if none answers in time."""
     found = await asyncio.gather(*(_fetch_epoch(url, tls, timeout_s) for url in urls))
-    newest = max(found, key=lambda ready: ready.epoch, default=_ReadyAnswer())
-    return LeadershipProof(epoch=newest.epoch, proof=newest.proof) if newest.epoch else None
+    newest = max(found, key=lambda proof: proof.epoch, default=_NO_LEADER)
+    return newest if newest.epoch else None
 
 
-async def _fetch_epoch(url: str, tls: ssl.SSLContext | None, timeout_s: float) -> _ReadyAnswer:
-    """Return a controller's answer; empty if it does not answer, or not readably."""
+async def _fetch_epoch(url: str, tls: ssl.SSLContext | None, timeout_s: float) -> LeadershipProof:
+    """Return a controller's answer; epoch 0 if it is a standby, or does not answer, or not readably."""
     try:
         async with asyncio.timeout(timeout_s):
-            return _READY.decode(await _fetch_ready(url, tls))
+            return msgspec.json.decode(await _fetch_ready(url, tls), type=LeadershipProof)
     except (OSError, TimeoutError, *DECODE_ERRORS):
-        return _ReadyAnswer()
+        return _NO_LEADER
 
 
 async def _fetch_ready(url: str, tls: ssl.SSLContext | None) -> bytes:
@@ -167,20 +156,13 @@ SLOW_RETRY_S = 10.0
 
 
 class _SessionDriver:
-    """Run a session: when it is due, when a frame arrived, and when there is news.
+    """Run a session: when it is due, when a frame arrived, and when there is news."""
 
-    Args:
-        on_answer: Called after each answer that the session was waiting for.
-    """
-
-    def __init__(
-        self, session: ControllerSession, connection: ControllerConnection, clock: Clock, on_answer: Callable[[], None]
-    ) -> None:
+    def __init__(self, session: ControllerSession, connection: ControllerConnection, on_answer: Callable[[], None]):
         self.session = session
         self.has_left = False
         """Whether this side disconnected because the controller asked for it."""
         self._connection = connection
-        self._clock = clock
         self._on_answer = on_answer
         self._loop = asyncio.get_running_loop()
         self._next_run: asyncio.Handle = self._loop.call_soon(self._run_once)
@@ -212,7 +194,7 @@ class _SessionDriver:
             self.has_left = True
             self._connection.close()
             return
-        self._next_run = self._loop.call_later(max(0.0, at - self._clock.monotonic()), self._run_once)
+        self._next_run = self._loop.call_later(max(0.0, at - self.session.clock.monotonic()), self._run_once)
 
     def _handle_frame(self, kind: int, body: bytes) -> None:
         before = self.session.answered_at
@@ -223,12 +205,7 @@ class _SessionDriver:
 
 
 class Uplink:
-    """Keep one node connected: ``run`` until cancelled. For the event loop's thread only.
-
-    Args:
-        agent: The agent of this node.
-        uniform: Draws from [0, 1), for jitter.
-    """
+    """Keep one node connected: ``run`` until cancelled. For the event loop's thread only."""
 
     def __init__(
         self,
@@ -327,7 +304,7 @@ class Uplink:
             has_other_controllers=len(self._controllers) > 1,
         )
         started_at = self._clock.monotonic()
-        self._driver = driver = _SessionDriver(session, connection, self._clock, self._handle_answer)
+        self._driver = driver = _SessionDriver(session, connection, self._handle_answer)
         try:
             error = await connection.ended
         finally:

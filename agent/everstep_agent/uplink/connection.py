@@ -48,8 +48,7 @@ _BY_STATUS = {401: "unauthenticated", 403: "forbidden", 404: "not_found", 409: "
 def error_from_response(status: int, body: bytes, retry_after: str, url: str) -> EverstepError:
     """Return the error for an HTTP answer; a foreign answer is classified by its status.
 
-    Args:
-        retry_after: The header of that name, as received; a date counts as none.
+    ``retry_after``: the header of that name, as received; a date counts as none.
     """
     try:
         problem = msgspec.json.decode(body, type=_Problem)
@@ -60,9 +59,8 @@ def error_from_response(status: int, body: bytes, retry_after: str, url: str) ->
     after_s = problem.retry_after_s
     if after_s is None and retry_after.isascii() and retry_after.isdigit():
         after_s = float(retry_after)
-    if status >= 500:
-        return _error(Unavailable, message, after_s)
-    return _error(BY_CODE.get(problem.code) or BY_CODE.get(_BY_STATUS.get(status, ""), ProtocolError), message, after_s)
+    kind = BY_CODE.get(problem.code) or BY_CODE.get(_BY_STATUS.get(status, ""), ProtocolError)
+    return _error(Unavailable if status >= 500 else kind, message, after_s)
 
 
 def error_from_frame(refused: FrameRefused, url: str) -> EverstepError:
@@ -95,20 +93,14 @@ FrameHandler = Callable[[int, bytes], None]
 
 
 class ControllerConnection(asyncio.Protocol):
-    """A connection made by ``open_session``.
-
-    Attributes:
-        opened: Done when the controller has answered the request; its result is the refusal, or None.
-        ended: Done when the connection is over; its result is the reason.
-
-    Args:
-        url: The controller's URL, for messages.
-    """
+    """A connection made by ``open_session`` to the controller at ``url``."""
 
     def __init__(self, url: str) -> None:
         loop = asyncio.get_running_loop()
         self.opened: asyncio.Future[EverstepError | None] = loop.create_future()
+        """The answer to the request: the refusal, or None."""
         self.ended: asyncio.Future[EverstepError] = loop.create_future()
+        """The reason why the connection is over."""
         self._url = url
         self._buffer = bytearray()
         self._handle_frame: FrameHandler | None = None
@@ -142,9 +134,8 @@ class ControllerConnection(asyncio.Protocol):
 
     def request_session(self, path: str, host: str, token: str) -> None:
         lines = [f"GET {path} HTTP/1.1", f"Host: {host}", "Connection: Upgrade", f"Upgrade: {UPGRADE}"]
-        lines.append(f"User-Agent: everstep-agent/{__version__}")
-        if token:
-            lines.append(f"Authorization: Bearer {token}")
+        lines += [f"User-Agent: everstep-agent/{__version__}"]
+        lines += [f"Authorization: Bearer {token}"] if token else []
         assert self._transport is not None
         self._transport.write("\r\n".join([*lines, "", ""]).encode())
 
@@ -160,9 +151,8 @@ class ControllerConnection(asyncio.Protocol):
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.fail(
-            Unavailable(f"{self._url}: {_describe_error(exc) if exc else 'the controller closed the connection'}", 0.0)
-        )
+        reason = _describe_error(exc) if exc else "the controller closed the connection"
+        self.fail(Unavailable(f"{self._url}: {reason}", 0.0))
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data
@@ -227,14 +217,8 @@ async def open_session(
 ) -> ControllerConnection:
     """Open a connection that may send, and receive after ``set_frame_handler``.
 
-    Args:
-        token: Empty for none (a client certificate in ``tls`` identifies the node).
-        timeout_s: Seconds for TCP, TLS and the controller's answer together.
-
-    Raises:
-        AnswerTimeout: The controller did not answer in time.
-        Unavailable: No controller is there.
-        EverstepError: The controller's refusal.
+    ``token`` is empty if a client certificate in ``tls`` identifies the node; ``timeout_s`` is for TCP, TLS and the
+    controller's answer together. Raises AnswerTimeout, Unavailable if no controller is there, or its refusal.
     """
     parts = urlsplit(url)
     assert parts.hostname is not None

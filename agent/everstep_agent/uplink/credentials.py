@@ -31,15 +31,10 @@ _UNREACHABLE_BACKOFF = Backoff(floor_s=0.05, ceiling_s=5.0)
 _SECRET_CHARACTERS = 64
 
 
-def can_enrol(settings: AgentSettings) -> bool:
-    """Return whether this agent has a join token and a token file."""
-    return settings.join_token_file is not None and settings.token_file is not None
-
-
 async def ensure_token(settings: AgentSettings, stop: asyncio.Event) -> None:
     """Enrol if the token file is missing; return once it exists, cannot exist, or ``stop`` is set. Raises
     ConfigurationError if the join token cannot be read, or the token cannot be written."""
-    if not can_enrol(settings) or (settings.token_file is not None and settings.token_file.exists()):
+    if settings.join_token_file is None or settings.token_file is None or settings.token_file.exists():
         return
     attempt, logged = 0, ""
     while not stop.is_set():
@@ -63,7 +58,7 @@ async def ensure_token(settings: AgentSettings, stop: asyncio.Event) -> None:
 async def renew_token(settings: AgentSettings, refused_token: str) -> str:
     """Return the token to try after ``refused_token``: the file's, or a newly enrolled one. Raises EverstepError."""
     token = read_token(settings.token_file, "agent token")
-    if token == refused_token and can_enrol(settings):
+    if token == refused_token and settings.join_token_file is not None:
         await asyncio.to_thread(enrol, settings)
         token = read_token(settings.token_file, "agent token")
     return token

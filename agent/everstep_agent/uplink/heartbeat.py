@@ -40,7 +40,7 @@ MAX_REMEMBERED_DIRECTIVES = 4096
 class NodeDescription(msgspec.Struct, frozen=True, kw_only=True):
     """A registration's facts about the node; a change makes the agent register again."""
 
-    vault_address: Address
+    vault: Address
     boot_id: str = ""
     driver_version: str = ""
     domain: agent.Domain = agent.Domain()
@@ -52,17 +52,10 @@ class NodeDescription(msgspec.Struct, frozen=True, kw_only=True):
 class RefusalAction(Enum):
     """The agent's response to a controller's error."""
 
-    REGISTER = "register"
-    """The controller does not know this node, or this run of the agent: register and continue."""
-
-    RETRY = "retry"
-    """The controller is away, or in trouble of its own: send the same again later."""
-
-    NEEDS_OPERATOR = "person"
-    """A person must act (token, version, a second agent): log it once as an error, and retry slowly."""
-
-    DROP_MESSAGE = "message"
-    """The message will never be accepted: drop it."""
+    REGISTER = "register"  # the controller does not know this run of the agent: register and continue
+    RETRY = "retry"  # the controller is away, or in trouble of its own: send the same again later
+    NEEDS_OPERATOR = "person"  # token, version, a second agent: log it once as an error, and retry slowly
+    DROP_MESSAGE = "message"  # it will never be accepted
 
 
 def refusal_action(error: EverstepError, *, is_registering: bool) -> RefusalAction:
@@ -80,9 +73,8 @@ def refusal_action(error: EverstepError, *, is_registering: bool) -> RefusalActi
 def operator_advice(error: EverstepError, node: str) -> str:
     """Return advice for the operator on a refusal of kind ``NEEDS_OPERATOR``."""
     if isinstance(error, AuthenticationError):
-        return (
-            f"mint a token with `everstep-controller token --role agent --subject {node}` and give it by --token-file"
-        )
+        command = f"everstep-controller token --role agent --subject {node}"
+        return f"mint a token with `{command}` and give it by --token-file"
     if isinstance(error, PermissionDenied):
         return f"the token is not node {node}'s: an agent needs a token of role agent whose subject is its --node"
     if isinstance(error, VersionMismatch):
@@ -138,15 +130,9 @@ class HeartbeatProtocol:
                 node=self.node,
                 incarnation=self.incarnation,
                 agent_version=self._version,
-                vault=node_description.vault_address,
-                boot_id=node_description.boot_id,
-                driver_version=node_description.driver_version,
-                domain=node_description.domain,
-                labels=node_description.labels,
-                gpus=node_description.gpus,
-                host=node_description.host,
                 findings=findings,
                 sent_at=wall,
+                **msgspec.structs.asdict(node_description),
             )
         self._seq += 1
         return agent.Heartbeat(
@@ -197,8 +183,7 @@ def limit_findings(findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
     """Return ``findings`` if they fit a message; otherwise the gravest, and one with the number of omitted ones."""
     if len(findings) <= agent.MAX_FINDINGS:
         return findings
-    order = (Severity.CRITICAL, Severity.WARNING, Severity.INFO)
-    gravest = sorted(findings, key=lambda f: order.index(f.severity))[: agent.MAX_FINDINGS - 1]
+    gravest = sorted(findings, key=lambda finding: -finding.severity.gravity)[: agent.MAX_FINDINGS - 1]
     count = len(findings) - len(gravest)
     omitted = Finding(
         kind=FindingKind.AGENT_SPOOL_OVERFLOW,
@@ -233,7 +218,7 @@ class DirectiveInbox:
         directives = sorted(directives, key=lambda d: d.seq)
         if directives:
             self.received_through = max(self.received_through, directives[-1].seq)
-        return [d for d in directives if self._is_new(d)]
+        return [directive for directive in directives if self._is_new(directive)]
 
     def _is_new(self, directive: Directive) -> bool:
         content = xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(directive.body))

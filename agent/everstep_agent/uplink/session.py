@@ -12,6 +12,7 @@ import math
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
@@ -19,23 +20,7 @@ import msgspec
 from everstep.clock import Clock
 from everstep.errors import DECODE_ERRORS, EverstepError, ProtocolError, RateLimited
 from everstep.vocabulary import Finding
-from everstep.wire.v1.agent import (
-    ANSWER_INTERVAL_S,
-    DIRECTIVE_NUMBER_BYTES,
-    MAX_AGENT_FRAME_BYTES,
-    Acknowledge,
-    DirectivesAnswer,
-    FrameKind,
-    FrameRefused,
-    Heartbeat,
-    HeartbeatAnswer,
-    LeadershipProof,
-    NumberedReport,
-    Register,
-    Registered,
-    Reports,
-    ReportsAnswer,
-)
+from everstep.wire.v1 import agent as wire
 from everstep.wire.v1.directives import AnyDirective, Directive
 from everstep.wire.v1.training import RankProgress
 from everstep_agent.uplink.connection import AnswerTimeout, error_from_frame, retry_after_s
@@ -61,16 +46,16 @@ MIN_RETRY_S = 0.1
 longer than this: a controller without its database refuses reports that it cannot store, and still decides by them."""
 
 _REQUEST_TYPES: dict[int, type] = {
-    FrameKind.REGISTER: Register,
-    FrameKind.HEARTBEAT: Heartbeat,
-    FrameKind.REPORTS: tuple,
+    wire.FrameKind.REGISTER: wire.Register,
+    wire.FrameKind.HEARTBEAT: wire.Heartbeat,
+    wire.FrameKind.REPORTS: tuple,
 }
 _DECODERS: dict[int, Any] = {
-    FrameKind.REGISTERED: msgspec.json.Decoder(Registered),
-    FrameKind.HEARTBEAT_ANSWER: msgspec.json.Decoder(HeartbeatAnswer),
-    FrameKind.REPORTS_ANSWER: msgspec.json.Decoder(ReportsAnswer),
-    FrameKind.PUSH: msgspec.json.Decoder(DirectivesAnswer),
-    FrameKind.REFUSED: msgspec.json.Decoder(FrameRefused),
+    wire.FrameKind.REGISTERED: msgspec.json.Decoder(wire.Registered),
+    wire.FrameKind.HEARTBEAT_ANSWER: msgspec.json.Decoder(wire.HeartbeatAnswer),
+    wire.FrameKind.REPORTS_ANSWER: msgspec.json.Decoder(wire.ReportsAnswer),
+    wire.FrameKind.PUSH: msgspec.json.Decoder(wire.DirectivesAnswer),
+    wire.FrameKind.REFUSED: msgspec.json.Decoder(wire.FrameRefused),
 }
 _DIRECTIVE: msgspec.json.Decoder[AnyDirective] = msgspec.json.Decoder(AnyDirective)
 
@@ -111,59 +96,39 @@ class _PendingFrame(msgspec.Struct):
     registration_count: int
 
 
+@dataclass(eq=False)
 class ControllerSession:
     """One session: ``send_due`` sends due frames and returns the time to call it again; ``handle_frame`` takes a frame.
 
     Both raise EverstepError if this session is of no more use: AnswerTimeout if an answer is overdue, or the refusal.
-
-    Args:
-        url: The controller's URL, for messages and logs.
-        send: Takes each frame, in order.
-        uniform: Draws from [0, 1), for jitter.
-        spread_beat: Whether the second beat comes at a random moment, for a fleet that connected in the same instant.
-        answer_timeout_s: Seconds that an answer to a beat or a registration may take.
-        has_other_controllers: Whether an unavailable controller is worth leaving.
     """
 
-    def __init__(
-        self,
-        state: UplinkState,
-        agent: AgentCallbacks,
-        clock: Clock,
-        send: Callable[[FrameKind, bytes], None],
-        *,
-        url: str,
-        uniform: Callable[[], float],
-        spread_beat: bool,
-        answer_timeout_s: float,
-        has_other_controllers: bool,
-    ) -> None:
-        self.answered_at: float | None = None
-        self.is_kept_open = True
-        """Whether the controller wants the session to stay open between beats."""
-        self.is_flushing = False
-        """Whether reports are sent without waiting for others."""
-        self.next_beat_at = clock.monotonic()
-        self.unsure_epoch = 0
-        """The epoch of a controller that asks whether another one leads; 0 if it does not ask. See ``succession``."""
-        self.succession: LeadershipProof | None = None
-        """The proof of another controller's lead, sent with the next beat."""
-        self._state = state
-        self._agent = agent
-        self._clock = clock
-        self._send = send
-        self._url = url
-        self._uniform = uniform
-        self._spread_beat = spread_beat
-        self._answer_timeout_s = answer_timeout_s
-        self._has_other_controllers = has_other_controllers
-        self._node_description = agent.describe_node()
-        self._pending_beats: deque[_PendingFrame] = deque()
-        self._pending_reports: deque[_PendingFrame] = deque()
-        self._reports_not_before = 0.0
-        self._urgent_not_before = 0.0
-        self._refused_beats = 0
-        self._answer_due_at = -math.inf
+    state: UplinkState
+    agent: AgentCallbacks
+    clock: Clock
+    send: Callable[[wire.FrameKind, bytes], None]  # takes each frame, in order
+    url: str  # for messages and logs
+    uniform: Callable[[], float]  # draws from [0, 1), for jitter
+    spread_beat: bool  # the second beat comes at a random moment, for a fleet that connected in the same instant
+    answer_timeout_s: float  # for a beat or a registration
+    has_other_controllers: bool  # an unavailable controller is worth leaving
+
+    answered_at: float | None = None
+    is_kept_open: bool = True  # the controller wants the session to stay open between beats
+    is_flushing: bool = False  # reports are sent without waiting for others
+    next_beat_at: float = field(init=False)
+    unsure_epoch: int = 0  # of a controller that asks whether another one leads; 0 if it does not ask
+    succession: wire.LeadershipProof | None = None  # of another controller, sent with the next beat
+    _pending_beats: deque[_PendingFrame] = field(default_factory=deque)
+    _pending_reports: deque[_PendingFrame] = field(default_factory=deque)
+    _reports_not_before: float = 0.0
+    _urgent_not_before: float = 0.0
+    _refused_beats: int = 0
+    _answer_due_at: float = -math.inf
+
+    def __post_init__(self) -> None:
+        self.next_beat_at = self.clock.monotonic()
+        self._node_description = self.agent.describe_node()
 
     @property
     def can_end(self) -> bool:
@@ -172,58 +137,58 @@ class ControllerSession:
 
     def send_due(self) -> float:
         """Send all due frames; return when the next will be due (monotonic seconds)."""
-        now = self._clock.monotonic()
-        if self._pending_beats and now >= self._pending_beats[0].sent_at + self._answer_timeout_s:
-            self._state.outcomes[_message_kind(self._pending_beats[0].message), AnswerTimeout.code] += 1
-            raise AnswerTimeout(f"{self._url}: no answer within {self._answer_timeout_s:g} s", 0.0)
+        now = self.clock.monotonic()
+        if self._pending_beats and now >= self._pending_beats[0].sent_at + self.answer_timeout_s:
+            self.state.outcomes[_message_kind(self._pending_beats[0].message), AnswerTimeout.code] += 1
+            raise AnswerTimeout(f"{self.url}: no answer within {self.answer_timeout_s:g} s", 0.0)
         if now >= self.next_beat_at and not self._is_registering:
             self._send_beat(now)
-        deadline = self._pending_beats[0].sent_at + self._answer_timeout_s if self._pending_beats else math.inf
+        deadline = self._pending_beats[0].sent_at + self.answer_timeout_s if self._pending_beats else math.inf
         return min(self._send_reports(now), deadline, math.inf if self._is_registering else self.next_beat_at)
 
     # Sending
 
     @property
     def _is_registering(self) -> bool:
-        return bool(self._pending_beats) and isinstance(self._pending_beats[-1].message, Register)
+        return bool(self._pending_beats) and isinstance(self._pending_beats[-1].message, wire.Register)
 
     def _send_beat(self, now: float) -> None:
-        state = self._state
-        self._node_description = self._agent.describe_node()
+        state = self.state
+        self._node_description = self.agent.describe_node()
         message = state.heartbeat_protocol.next_message(
             self._node_description,
-            self._agent.findings(),
-            self._agent.rank_progress(),
-            self._clock.wall(),
+            self.agent.findings(),
+            self.agent.rank_progress(),
+            self.clock.wall(),
             state.inbox.received_through,
         )
-        if self.succession is not None and isinstance(message, Heartbeat):
+        if self.succession is not None and isinstance(message, wire.Heartbeat):
             message, self.succession = msgspec.structs.replace(message, leadership_proof=self.succession), None
         kind = self._choose_heartbeat_kind(message, now)
-        if kind is FrameKind.ONE_WAY_HEARTBEAT:
+        if kind is wire.FrameKind.ONE_WAY_HEARTBEAT:
             state.outcomes["heartbeat", "quiet"] += 1
         else:
             self._pending_beats.append(self._make_pending(message, now))
-        if kind is FrameKind.HEARTBEAT:
+        if kind is wire.FrameKind.HEARTBEAT:
             first = self._answer_due_at == -math.inf
-            self._answer_due_at = now + ANSWER_INTERVAL_S * (self._uniform() if first else 1.0)
-        self.next_beat_at = now + state.heartbeat_protocol.interval_s * (self._uniform() if self._spread_beat else 1.0)
-        self._spread_beat = False
-        self._send(kind, msgspec.json.encode(message))
+            self._answer_due_at = now + wire.ANSWER_INTERVAL_S * (self.uniform() if first else 1.0)
+        self.next_beat_at = now + state.heartbeat_protocol.interval_s * (self.uniform() if self.spread_beat else 1.0)
+        self.spread_beat = False
+        self.send(kind, msgspec.json.encode(message))
 
-    def _choose_heartbeat_kind(self, message: Register | Heartbeat, now: float) -> FrameKind:
+    def _choose_heartbeat_kind(self, message: wire.Register | wire.Heartbeat, now: float) -> wire.FrameKind:
         """Choose a one-way beat if nothing depends on its answer, and the last requested answer is recent."""
-        if isinstance(message, Register):
-            return FrameKind.REGISTER
+        if isinstance(message, wire.Register):
+            return wire.FrameKind.REGISTER
         needs_answer = self.unsure_epoch or not self.is_kept_open
         awaits = self._pending_beats or self._pending_reports or message.findings is not None or needs_answer
-        due = now + 0.5 * self._state.heartbeat_protocol.interval_s >= self._answer_due_at
-        return FrameKind.HEARTBEAT if awaits or due else FrameKind.ONE_WAY_HEARTBEAT
+        due = now + 0.5 * self.state.heartbeat_protocol.interval_s >= self._answer_due_at
+        return wire.FrameKind.HEARTBEAT if awaits or due else wire.FrameKind.ONE_WAY_HEARTBEAT
 
     def _send_reports(self, now: float) -> float:
         """Send due reports; return when more will be due."""
-        spool = self._state.spool
-        if self._is_registering or not self._state.heartbeat_protocol.is_registered:
+        spool = self.state.spool
+        if self._is_registering or not self.state.heartbeat_protocol.is_registered:
             return math.inf
         wait_s, is_news = spool.wait_s(now), spool.newest_urgent_number > spool.sent_through
         # a controller may delay its answer to mild reports
@@ -234,106 +199,107 @@ class ControllerSession:
         )
         if due > now:
             return due
-        batch = spool.next_batch(self._state.max_batch_reports)
+        batch = spool.next_batch(self.state.max_batch_reports)
         self._pending_reports.append(self._make_pending(batch, now))
-        body = Reports(incarnation=self._state.heartbeat_protocol.incarnation, reports=batch)
-        self._send(FrameKind.REPORTS, msgspec.json.encode(body))
+        body = wire.Reports(incarnation=self.state.heartbeat_protocol.incarnation, reports=batch)
+        self.send(wire.FrameKind.REPORTS, msgspec.json.encode(body))
         return math.inf
 
     def _make_pending(self, message: Any, now: float) -> _PendingFrame:
-        return _PendingFrame(message, now, self._state.heartbeat_protocol.registrations)
+        return _PendingFrame(message, now, self.state.heartbeat_protocol.registrations)
 
     # Receiving
 
     def handle_frame(self, kind: int, body: bytes) -> None:
-        if kind == FrameKind.GO_AWAY:
+        if kind == wire.FrameKind.GO_AWAY:
             self.is_kept_open = False
             return
         message = self._decode(kind, body)
         match message:
-            case HeartbeatAnswer():
-                self._handle_heartbeat_answer(self._take_answered(FrameKind.HEARTBEAT), message)
-            case Registered():
-                self._handle_registered(self._take_answered(FrameKind.REGISTER), message)
-            case ReportsAnswer():
-                self._handle_reports_answer(self._take_answered(FrameKind.REPORTS), message)
-            case FrameRefused():
+            case wire.HeartbeatAnswer():
+                self._handle_heartbeat_answer(self._take_answered(wire.FrameKind.HEARTBEAT), message)
+            case wire.Registered():
+                self._handle_registered(self._take_answered(wire.FrameKind.REGISTER), message)
+            case wire.ReportsAnswer():
+                self._handle_reports_answer(self._take_answered(wire.FrameKind.REPORTS), message)
+            case wire.FrameRefused():
                 self._handle_refused(message)
             case _:
                 self._handle_directives(message.directives)
 
     def _decode(self, kind: int, body: bytes) -> Any:
         try:
-            if kind == FrameKind.DEFLATED_PUSH:
-                return DirectivesAnswer(directives=(_decode_deflated(body),))
+            if kind == wire.FrameKind.DEFLATED_PUSH:
+                return wire.DirectivesAnswer(directives=(_decode_deflated(body),))
             if kind in _DECODERS:
                 return _DECODERS[kind].decode(body)
         except (*DECODE_ERRORS, zlib.error) as error:
-            raise self._protocol_error(f"{FrameKind(kind).name}: {error}") from error
+            raise self._protocol_error(f"{wire.FrameKind(kind).name}: {error}") from error
         raise self._protocol_error(f"a frame of kind {kind}")
 
     def _protocol_error(self, detail: str) -> ProtocolError:
-        self._state.outcomes["session", "protocol_error"] += 1
-        return ProtocolError(f"{self._url} sent an unexpected message: {detail}")
+        self.state.outcomes["session", "protocol_error"] += 1
+        return ProtocolError(f"{self.url} sent an unexpected message: {detail}")
 
-    def _take_answered(self, kind: FrameKind) -> _PendingFrame:
+    def _take_answered(self, kind: wire.FrameKind) -> _PendingFrame:
         sent = self._pop_pending(kind)
-        self._state.outcomes[_message_kind(sent.message), "ok"] += 1
-        self.answered_at = self._clock.monotonic()
+        self.state.outcomes[_message_kind(sent.message), "ok"] += 1
+        self.answered_at = self.clock.monotonic()
         return sent
 
-    def _handle_heartbeat_answer(self, sent: _PendingFrame, answer: HeartbeatAnswer) -> None:
+    def _handle_heartbeat_answer(self, sent: _PendingFrame, answer: wire.HeartbeatAnswer) -> None:
         self._refused_beats = 0
-        self._agent.on_server_time(answer.server_at, self._clock.wall(), self._clock.monotonic() - sent.sent_at)
+        self.agent.on_server_time(answer.server_at, self.clock.wall(), self.clock.monotonic() - sent.sent_at)
         self.is_kept_open, self.unsure_epoch = answer.keep_open, answer.unconfirmed_epoch
         self._handle_directives(answer.directives)
-        if sent.registration_count != self._state.heartbeat_protocol.registrations or self._is_registering:
+        if sent.registration_count != self.state.heartbeat_protocol.registrations or self._is_registering:
             return
-        known = answer.resend or self._state.heartbeat_protocol.is_reconnecting
-        self._state.heartbeat_protocol.handle_heartbeat_answer(sent.message, answer)
+        known = answer.resend or self.state.heartbeat_protocol.is_reconnecting
+        self.state.heartbeat_protocol.handle_heartbeat_answer(sent.message, answer)
         if answer.resend:
-            self.next_beat_at = self._clock.monotonic()
+            self.next_beat_at = self.clock.monotonic()
         if known:
-            self._agent.on_new_controller({progress.job for progress in sent.message.ranks})
+            self.agent.on_new_controller({progress.job for progress in sent.message.ranks})
 
-    def _handle_registered(self, sent: _PendingFrame, answer: Registered) -> None:
-        state = self._state
+    def _handle_registered(self, sent: _PendingFrame, answer: wire.Registered) -> None:
+        state = self.state
         state.heartbeat_protocol.handle_registered(sent.message, self._node_description, answer)
         state.inbox.start_at(answer.next_directive)
         self.is_kept_open = answer.keep_open
-        self.next_beat_at = self._clock.monotonic() + state.heartbeat_protocol.interval_s * self._uniform()
-        log.info("registered with controller %s at %s", answer.controller, self._url, extra={"node": sent.message.node})
-        self._agent.on_new_controller(())
+        self.next_beat_at = self.clock.monotonic() + state.heartbeat_protocol.interval_s * self.uniform()
+        log.info("registered with controller %s at %s", answer.controller, self.url, extra={"node": sent.message.node})
+        self.agent.on_new_controller(())
 
-    def _handle_reports_answer(self, sent: _PendingFrame, answer: ReportsAnswer) -> None:
+    def _handle_reports_answer(self, sent: _PendingFrame, answer: wire.ReportsAnswer) -> None:
         first = sent.message[0].number
         if answer.through < first:
             raise self._protocol_error(f"reports from {first} on answered with {answer.through}")
-        self._state.heartbeat_protocol.handle_reports_answer(sent.message, self._agent.findings())
-        self._state.spool.acknowledge(answer.through)
-        self._state.max_batch_reports = min(MAX_REPORTS_PER_REQUEST, self._state.max_batch_reports * 2)
+        self.state.heartbeat_protocol.handle_reports_answer(sent.message, self.agent.findings())
+        self.state.spool.acknowledge(answer.through)
+        self.state.max_batch_reports = min(MAX_REPORTS_PER_REQUEST, self.state.max_batch_reports * 2)
 
     def _handle_directives(self, directives: tuple[Directive, ...]) -> None:
         """Pass on new directives, then acknowledge: if the agent dies in between, the controller sends them again."""
         if not directives:
             return
-        if news := self._state.inbox.filter_new(directives):
-            self._agent.on_directives(news)
-        self._send(FrameKind.ACKNOWLEDGE, msgspec.json.encode(Acknowledge(through=self._state.inbox.received_through)))
+        if news := self.state.inbox.filter_new(directives):
+            self.agent.on_directives(news)
+        accepted = wire.Acknowledge(through=self.state.inbox.received_through)
+        self.send(wire.FrameKind.ACKNOWLEDGE, msgspec.json.encode(accepted))
 
     # Refusals
 
-    def _handle_refused(self, refused: FrameRefused) -> None:
-        error = error_from_frame(refused, self._url)
+    def _handle_refused(self, refused: wire.FrameRefused) -> None:
+        error = error_from_frame(refused, self.url)
         if refused.frame_kind not in _REQUEST_TYPES:
             self._handle_unrequested_refusal(refused.frame_kind, error)
             return
         sent = self._pop_pending(refused.frame_kind)
-        self._state.outcomes[_message_kind(sent.message), error.code] += 1
-        match refusal_action(error, is_registering=isinstance(sent.message, Register)):
+        self.state.outcomes[_message_kind(sent.message), error.code] += 1
+        match refusal_action(error, is_registering=isinstance(sent.message, wire.Register)):
             case RefusalAction.REGISTER:
                 self._register_again(sent.registration_count)
-            case RefusalAction.RETRY if not isinstance(sent.message, Register):
+            case RefusalAction.RETRY if not isinstance(sent.message, wire.Register):
                 self._retry_later(sent, error)
             case RefusalAction.DROP_MESSAGE if isinstance(sent.message, tuple):
                 self._halve_batch(sent.message, error)
@@ -344,21 +310,19 @@ class ControllerSession:
         """Handle a refusal of a frame that expects no answer; raises ``error`` if the refusal is final. The next beat
         repeats an acknowledgement, and the beat after a one-way beat asks for an answer."""
         meaning = refusal_action(error, is_registering=False)
-        if kind not in (FrameKind.ACKNOWLEDGE, FrameKind.ONE_WAY_HEARTBEAT) or meaning not in (
-            RefusalAction.REGISTER,
-            RefusalAction.RETRY,
-        ):
+        expected = kind in (wire.FrameKind.ACKNOWLEDGE, wire.FrameKind.ONE_WAY_HEARTBEAT)
+        if not expected or meaning not in (RefusalAction.REGISTER, RefusalAction.RETRY):
             raise error
-        if kind == FrameKind.ONE_WAY_HEARTBEAT:
-            self._state.outcomes["heartbeat", error.code] += 1
+        if kind == wire.FrameKind.ONE_WAY_HEARTBEAT:
+            self.state.outcomes["heartbeat", error.code] += 1
             if meaning is RefusalAction.RETRY:
                 self._delay_beat(error)
         if meaning is RefusalAction.REGISTER:
-            self._register_again(self._state.heartbeat_protocol.registrations)
+            self._register_again(self.state.heartbeat_protocol.registrations)
 
     def _pop_pending(self, kind: int) -> _PendingFrame:
         """Return the frame that an answer is for: the oldest one, which must be of that kind."""
-        if kind == FrameKind.REPORTS and self._pending_reports:
+        if kind == wire.FrameKind.REPORTS and self._pending_reports:
             return self._pending_reports.popleft()
         if not self._pending_beats or not isinstance(self._pending_beats[0].message, _REQUEST_TYPES[kind]):
             raise self._protocol_error(f"an answer to no frame of kind {kind}")
@@ -366,56 +330,49 @@ class ControllerSession:
 
     def _register_again(self, registrations: int) -> None:
         """Register again if the controller does not know this agent, unless it has registered since."""
-        if self._is_registering or registrations != self._state.heartbeat_protocol.registrations:
+        if self._is_registering or registrations != self.state.heartbeat_protocol.registrations:
             return
-        self._state.heartbeat_protocol.forget_registration()
-        self.next_beat_at = self._clock.monotonic()
+        self.state.heartbeat_protocol.forget_registration()
+        self.next_beat_at = self.clock.monotonic()
 
     def _retry_later(self, sent: _PendingFrame, error: EverstepError) -> None:
-        if isinstance(sent.message, Heartbeat):
+        if isinstance(sent.message, wire.Heartbeat):
             self._delay_beat(error)
             return
         # The controller decides by the reports, durable or not.
-        self._state.heartbeat_protocol.handle_reports_answer(sent.message, self._agent.findings())
-        now = self._clock.monotonic()
+        self.state.heartbeat_protocol.handle_reports_answer(sent.message, self.agent.findings())
+        now = self.clock.monotonic()
         self._reports_not_before = now + self._pause_s(error)
         self._urgent_not_before = self._reports_not_before if isinstance(error, RateLimited) else now + MIN_RETRY_S
 
     def _pause_s(self, error: EverstepError) -> float:
-        return max(retry_after_s(error, is_busy=self._agent.is_busy()), MIN_RETRY_S * (1.0 + self._uniform()))
+        return max(retry_after_s(error, is_busy=self.agent.is_busy()), MIN_RETRY_S * (1.0 + self.uniform()))
 
     def _delay_beat(self, error: EverstepError) -> None:
         """Delay the next beat, which asks for an answer. Raises ``error`` if another controller may lead."""
         self._answer_due_at = -math.inf
-        self.next_beat_at = self._clock.monotonic() + self._pause_s(error)
+        self.next_beat_at = self.clock.monotonic() + self._pause_s(error)
         self._refused_beats += 1
-        if self._has_other_controllers and self._refused_beats >= MAX_REFUSED_BEATS:
+        if self.has_other_controllers and self._refused_beats >= MAX_REFUSED_BEATS:
             raise error
 
-    def _halve_batch(self, batch: tuple[NumberedReport, ...], error: EverstepError) -> None:
+    def _halve_batch(self, batch: tuple[wire.NumberedReport, ...], error: EverstepError) -> None:
         """Halve a frame refused for its content until the one bad report is found, then drop that one."""
         if len(batch) > 1:
-            self._state.max_batch_reports = max(1, len(batch) // 2)
+            self.state.max_batch_reports = max(1, len(batch) // 2)
             return
-        self._state.spool.drop_refused(batch[0].number)
-        log.error(
-            "dropped refused report %d (%s): %s",
-            batch[0].number,
-            type(batch[0].body).__name__,
-            error,
-        )
+        self.state.spool.drop_refused(batch[0].number)
+        log.error("dropped refused report %d (%s): %s", batch[0].number, type(batch[0].body).__name__, error)
 
 
-def _message_kind(message: Any) -> str:
-    if isinstance(message, Register):
-        return "register"
-    return "heartbeat" if isinstance(message, Heartbeat) else "reports"
+def _message_kind(message: wire.Register | wire.Heartbeat | tuple[wire.NumberedReport, ...]) -> str:
+    return "reports" if isinstance(message, tuple) else type(message).__name__.lower()
 
 
 def _decode_deflated(body: bytes) -> Directive:
     """Inflate a directive. Raises zlib.error if the data is not deflated or too long, and msgspec's errors."""
     inflater = zlib.decompressobj()
-    content = inflater.decompress(body[DIRECTIVE_NUMBER_BYTES:], MAX_AGENT_FRAME_BYTES)
+    content = inflater.decompress(body[wire.DIRECTIVE_NUMBER_BYTES :], wire.MAX_AGENT_FRAME_BYTES)
     if not inflater.eof:
-        raise zlib.error(f"more than {MAX_AGENT_FRAME_BYTES} bytes, or cut off")
-    return Directive(seq=int.from_bytes(body[:DIRECTIVE_NUMBER_BYTES], "big"), body=_DIRECTIVE.decode(content))
+        raise zlib.error(f"more than {wire.MAX_AGENT_FRAME_BYTES} bytes, or cut off")
+    return Directive(seq=int.from_bytes(body[: wire.DIRECTIVE_NUMBER_BYTES], "big"), body=_DIRECTIVE.decode(content))

@@ -7,11 +7,11 @@ reports are acknowledged, which is most of the time.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar
 
 import msgspec
 
@@ -63,20 +63,16 @@ SealKey = tuple[str, int, int, Version]
 class Spool:
     """Unacknowledged reports in order of their numbers.
 
-    Over the limits the oldest seals are dropped first, then the oldest mild findings, then the oldest of the rest.
-
-    Args:
-        file: Where to keep reports (without checkpoint seals) for the next run; None for memory only.
-        max_reports, max_bytes: The limits.
-        batch_window_s: Seconds that a report that is not urgent may wait to be sent with others.
+    Over the limits the oldest seals are dropped first, then the oldest mild findings, then the oldest of the rest. The
+    ``file`` keeps reports, without seals, for the next run. A report that is not urgent may wait ``batch_window_s`` to
+    be sent with others.
     """
-
-    _DROP_ORDER: ClassVar[tuple[tuple[type, ...], ...]] = ((VersionSealed,), (FindingRaised, FindingCleared), (object,))
 
     def __init__(self, file: Path | None, *, max_reports: int, max_bytes: int, batch_window_s: float) -> None:
         self._entries: dict[int, _Entry] = {}
         self._seals: dict[SealKey, int] = {}
-        self._bytes = 0
+        self.size_bytes = 0
+        """Bytes of unacknowledged reports, as MessagePack."""
         self._last = 0
         self.sent_through = 0
         """The largest number ever put into a request, 0 before the first."""
@@ -92,15 +88,13 @@ class Spool:
         if file is not None:
             unsent = _read_unacknowledged(file)
             self._file = os.open(file, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-            self._restore(unsent)
+            for report in unsent:
+                self.add(report, 0.0)
+            if unsent:
+                log.info("%d reports of an earlier run are still to be sent", len(self._entries))
 
     def __len__(self) -> int:
         return len(self._entries)
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of unacknowledged reports, as MessagePack."""
-        return self._bytes
 
     def add(self, report: AnyReport, now: float) -> int:
         """Queue a report and return its number. ``now`` is monotonic seconds. A seal replaces an unsent one of the same
@@ -113,7 +107,7 @@ class Spool:
         self.newest_urgent_number = self._last if urgent else self.newest_urgent_number
         frame = encode_frame(_SpooledReport(self._last, report))
         self._entries[self._last] = _Entry(NumberedReport(number=self._last, body=report), len(frame), due)
-        self._bytes += len(frame)
+        self.size_bytes += len(frame)
         if not isinstance(report, VersionSealed):  # a lost seal costs one candidate, and another is announced
             self._append(frame)
         self._shrink()
@@ -141,9 +135,9 @@ class Spool:
         """Return the oldest reports that fit one request, in order; they stay until acknowledged."""
         chosen: list[NumberedReport] = []
         room = MAX_BYTES_PER_REQUEST
-        for entry in self._entries.values():
+        for entry in itertools.islice(self._entries.values(), max_reports):
             room -= entry.size
-            if len(chosen) == min(max_reports, MAX_REPORTS_PER_REQUEST) or (chosen and room < 0):
+            if chosen and room < 0:
                 break
             chosen.append(entry.report)
         if chosen:
@@ -183,10 +177,9 @@ class Spool:
             self._file = -1
 
     def _remove(self, number: int) -> None:
-        entry = self._entries.pop(number, None)
-        if entry is None:
+        if (entry := self._entries.pop(number, None)) is None:
             return
-        self._bytes -= entry.size
+        self.size_bytes -= entry.size
         body = entry.report.body
         if isinstance(body, VersionSealed):
             key = (body.job, body.generation, body.rank, body.version)
@@ -195,12 +188,12 @@ class Spool:
 
     def _shrink(self) -> None:
         """Drop a sixteenth more than necessary, so that a long absence does not trigger a search for every report."""
-        if len(self._entries) <= self._max_reports and self._bytes <= self._max_bytes:
+        if len(self._entries) <= self._max_reports and self.size_bytes <= self._max_bytes:
             return
         reports, size = self._max_reports * 15 // 16, self._max_bytes * 15 // 16
-        for kinds in self._DROP_ORDER:
+        for kinds in (VersionSealed, FindingRaised | FindingCleared, object):
             for number, entry in list(self._entries.items()):
-                if len(self._entries) <= reports and self._bytes <= size:
+                if len(self._entries) <= reports and self.size_bytes <= size:
                     break
                 if isinstance(entry.report.body, kinds):
                     self._remove(number)
@@ -229,21 +222,13 @@ class Spool:
             os.ftruncate(self._file, 0)
             os.lseek(self._file, 0, os.SEEK_SET)
 
-    def _restore(self, reports: Iterable[AnyReport]) -> None:
-        for report in reports:
-            self.add(report, 0.0)
-        if self._entries:
-            log.info("%d reports of an earlier run are still to be sent", len(self._entries))
-
 
 def _read_unacknowledged(file: Path) -> list[AnyReport]:
     """Return the reports an earlier run left unacknowledged, without launcher offers, which need a live connection. A
     torn last record stems from the crash and is left out, as is everything from the first undecodable record on."""
-    if not file.exists():
-        return []
     reports: dict[int, AnyReport] = {}
     try:
-        for record in _read_records(file):
+        for record in _read_records(file) if file.exists() else ():
             if isinstance(record, _SpooledReport):
                 reports[record.number] = record.body
             else:

@@ -19,8 +19,7 @@ import xxhash
 from everstep.clock import Clock
 from everstep.errors import Conflict, DigestMismatch, EverstepError, MalformedMessage, NotFound
 from everstep.layout.manifests import BLOB_LENGTH_BYTES, Box, Manifest, decode_manifest
-from everstep.layout.segments import SlotHeader, SlotRecordPair
-from everstep.layout.slots import CHUNK_BYTES, chunk_count
+from everstep.layout.slots import CHUNK_BYTES, SlotHeader, SlotRecordPair, chunk_count
 from everstep.wire.framing import VaultChannel
 from everstep.wire.v1.vault_reports import ParityGroup
 from everstep_agent.vault.job_table import JobTable

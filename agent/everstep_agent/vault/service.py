@@ -17,8 +17,7 @@ import msgspec
 
 from everstep.clock import Clock
 from everstep.errors import AuthenticationError, EverstepError, MalformedMessage, OutOfSlotMemory, Unavailable
-from everstep.layout.segments import PAGE_BYTES, SlotState, segment_bytes
-from everstep.layout.slots import SLOTS_PER_RANK
+from everstep.layout.slots import PAGE_BYTES, SLOTS_PER_RANK, SlotState, segment_bytes
 from everstep.wire.framing import FrameDecoder, VaultChannel, encode_frame
 from everstep.wire.v1 import local
 from everstep.wire.v1.training import PeerConnectionLost

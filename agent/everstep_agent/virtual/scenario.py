@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import xxhash
 
 from everstep.errors import ConfigurationError
 from everstep.settings import explain_error, load_toml
-from everstep_agent.sensors.samples import HostIdentity, HostSample, PathSample, PortSample
+from everstep.wire.v1.agent import HardwareText, Host
+from everstep_agent.sensors.samples import HostSample, PathSample, PortSample
 
 # Scenario: the initial state of a virtual machine, and the changes a control file may make.
 
 DGX_BUS_IDS = ("1b:00", "43:00", "52:00", "61:00", "9d:00", "c3:00", "d1:00", "df:00")
 """PCI bus addresses of the eight GPUs of a DGX H100."""
 
+S = TypeVar("S", bound=msgspec.Struct)
 Fraction = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 
 
@@ -97,11 +99,11 @@ class VirtualPort(StrictScenarioStruct, frozen=True, kw_only=True):
 class VirtualHost(StrictScenarioStruct, frozen=True, kw_only=True):
     """The machine around the GPUs."""
 
-    vendor: str = "NVIDIA"
-    product: str = "DGXH100"
-    serial: str = ""
-    chassis_serial: str = ""
-    kernel: str = "5.15.0-1046-nvidia"
+    vendor: HardwareText = "NVIDIA"
+    product: HardwareText = "DGXH100"
+    serial: HardwareText = ""
+    chassis_serial: HardwareText = ""
+    kernel: HardwareText = "5.15.0-1046-nvidia"
     uptime_s: float = 86_400.0
     memory_available_fraction: Fraction = 0.9
     memory_total_bytes: int = 2 << 40
@@ -175,43 +177,27 @@ def _build(file: ScenarioFile, node: str) -> Scenario:
     if count < len(file.gpu):
         raise ConfigurationError(f"scenario {file.name!r}: gpus = {count}, but {len(file.gpu)} [[gpu]] are described")
     described = [*file.gpu, *(VirtualGpu() for _ in range(count - len(file.gpu)))]
-    return Scenario(
-        name=file.name,
-        boot_id=file.boot_id,
-        driver_version=file.driver_version,
-        nvml_error=file.nvml_error,
-        gpu=tuple(_with_identity(gpu, index, node) for index, gpu in enumerate(described)),
-        port={name: _with_address(port, name, node) for name, port in file.port.items()},
-        host=_with_serials(file.host, node),
-    )
-
-
-def _with_address(port: VirtualPort, name: str, node: str) -> VirtualPort:
-    digest = xxhash.xxh3_64_hexdigest(f"{node}/{name}".encode())
-    guid = ":".join(digest[i : i + 4] for i in range(0, 16, 4))
-    return msgspec.structs.replace(port, address=port.address or guid)
-
-
-def _with_serials(host: VirtualHost, node: str) -> VirtualHost:
     number = int(xxhash.xxh3_64_hexdigest(node.encode())[:10], 16)
-    return msgspec.structs.replace(
-        host, serial=host.serial or str(number), chassis_serial=host.chassis_serial or f"C{number}"
+    return _shared_fields(
+        Scenario,
+        file,
+        gpu=tuple(_with_identity(gpu, index, node) for index, gpu in enumerate(described)),
+        port={name: _with_defaults(port, address=_guid(f"{node}/{name}")) for name, port in file.port.items()},
+        host=_with_defaults(file.host, serial=str(number), chassis_serial=f"C{number}"),
     )
+
+
+def _guid(name: str) -> str:
+    digest = xxhash.xxh3_64_hexdigest(name.encode())
+    return ":".join(digest[i : i + 4] for i in range(0, 16, 4))
 
 
 def _with_identity(gpu: VirtualGpu, index: int, node: str) -> VirtualGpu:
     digest = xxhash.xxh3_128_hexdigest(f"{node}/{index}".encode())
     uuid = f"GPU-{digest[:8]}-{digest[8:12]}-{digest[12:16]}-{digest[16:20]}-{digest[20:32]}"
     bus = DGX_BUS_IDS[index] if index < len(DGX_BUS_IDS) else f"{index:02x}:00"
-    return msgspec.structs.replace(
-        gpu,
-        uuid=gpu.uuid or uuid,
-        pci_bus_id=gpu.pci_bus_id or f"0000:{bus}",
-        serial=gpu.serial or str(int(digest[:10], 16)),
-    )
+    return _with_defaults(gpu, uuid=uuid, pci_bus_id=f"0000:{bus}", serial=str(int(digest[:10], 16)))
 
-
-S = TypeVar("S", bound=msgspec.Struct)
 
 MAX_CONTROL_BYTES = 1 << 20
 PORT_IDENTITY_FIELDS = ("address", "pci_bus_id", "board", "firmware")
@@ -222,7 +208,7 @@ class VirtualMachine:
     """The machine that the virtual drivers read. A bad control file changes nothing but ``error``."""
 
     def __init__(self, scenario: Scenario, control_path: str, is_resumed: bool = False) -> None:
-        """Create the machine; if ``is_resumed``, another process has already emitted the control file's events."""
+        """If ``is_resumed``, another process has already emitted the control file's events."""
         self._scenario = scenario
         self._control_path = control_path
         self._skip_first_events = is_resumed
@@ -242,8 +228,6 @@ class VirtualMachine:
 
     def reload_control(self) -> bool:
         """Apply a changed control file. Returns whether there was one."""
-        if not self._control_path:
-            return False
         try:
             status = os.stat(self._control_path)
         except FileNotFoundError:
@@ -274,20 +258,17 @@ class VirtualMachine:
     def host_sample(self) -> HostSample:
         return _shared_fields(HostSample, self.host)
 
-    def host_identity(self) -> HostIdentity:
-        return _shared_fields(HostIdentity, self.host)
+    def host_identity(self) -> Host:
+        return _shared_fields(Host, self.host)
 
     def port_samples(self) -> tuple[PortSample, ...]:
         self._ports_seen_up |= {name for name, port in self.ports.items() if port.up}
         return tuple(
-            PortSample(
+            _shared_fields(
+                PortSample,
+                port,
                 name=name,
-                kind=port.kind,
-                up=port.up,
                 was_up=name in self._ports_seen_up,
-                rate_gbps=port.rate_gbps,
-                errors=port.errors,
-                link_downs=port.link_downs,
                 identity={name: text for name in PORT_IDENTITY_FIELDS if (text := getattr(port, name))},
             )
             for name, port in self.ports.items()
@@ -300,21 +281,19 @@ class VirtualMachine:
     def _apply(self, control: ScenarioControl) -> None:
         before, scenario = self.gpus, self._scenario
         gpus = [_apply_changes(gpu, control.gpus.get(str(i), {}), f"gpus.{i}") for i, gpu in enumerate(scenario.gpu)]
-        unknown = control.gpus.keys() - {str(index) for index in range(len(gpus))}
-        if unknown:
+        if unknown := control.gpus.keys() - {str(index) for index in range(len(gpus))}:
             raise ValueError(f"no GPU {', '.join(sorted(unknown))}: this machine has {len(gpus)}, numbered from 0")
-        unknown = control.ports.keys() - scenario.port.keys()
-        if unknown:
+        if unknown := control.ports.keys() - scenario.port.keys():
             raise ValueError(f"no port {', '.join(sorted(unknown))}: there are {', '.join(sorted(scenario.port))}")
         ports = {n: _apply_changes(p, control.ports.get(n, {}), f"ports.{n}") for n, p in scenario.port.items()}
         self.host = _apply_changes(scenario.host, control.host, "host")
         self.gpus, self.ports = gpus, ports
         self.boot_id = scenario.boot_id if control.boot_id is None else control.boot_id
         self.nvml_error = scenario.nvml_error if control.nvml_error is None else control.nvml_error
-        silent, self._skip_first_events = self._skip_first_events, False
-        if not silent:
+        if not self._skip_first_events:
             self._lines += control.kernel_lines[self._emitted_lines :]
             self._emit_xids(before)
+        self._skip_first_events = False
         self._emitted_lines = len(control.kernel_lines)
 
     def _emit_xids(self, before: list[VirtualGpu]) -> None:
@@ -327,9 +306,15 @@ class VirtualMachine:
                 self._lines.append(f"NVRM: Xid (PCI:{new.pci_bus_id}): {new.xid}, raised by the control file")
 
 
-def _shared_fields(kind: type[S], source: msgspec.Struct) -> S:
-    """Return a ``kind`` with the values of those of its fields that ``source`` has too."""
-    return kind(**{name: getattr(source, name) for name in kind.__struct_fields__ if hasattr(source, name)})
+def _shared_fields(kind: type[S], source: msgspec.Struct, **others: Any) -> S:
+    """Return a ``kind`` with ``others`` and the values of those of its fields that ``source`` has too."""
+    shared = {name: getattr(source, name) for name in kind.__struct_fields__ if hasattr(source, name)}
+    return kind(**shared | others)
+
+
+def _with_defaults(struct: S, **defaults: str) -> S:
+    """Return the struct with these values for its empty fields."""
+    return msgspec.structs.replace(struct, **{name: getattr(struct, name) or text for name, text in defaults.items()})
 
 
 def _apply_changes(base: S, changes: dict[str, msgspec.Raw], location: str) -> S:

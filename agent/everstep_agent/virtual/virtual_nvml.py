@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from ctypes import c_void_p, cast
+from functools import partial
 from typing import Any
 
 import pynvml
@@ -50,6 +51,23 @@ _STRINGS: dict[str, Callable[[VirtualGpu], str]] = {
     "nvmlDeviceGetVbiosVersion": lambda gpu: gpu.vbios,
     "nvmlDeviceGetInforomImageVersion": lambda gpu: gpu.inforom,
 }
+"""Calls of the form (handle, buffer, its length)."""
+
+_STRUCTS: dict[str, Callable[[VirtualGpu], dict[str, Any]]] = {
+    "nvmlDeviceGetPciInfo_v3": lambda gpu: {"busId": f"0000{gpu.pci_bus_id.upper()}.0".encode()},
+    "nvmlDeviceGetMarginTemperature": lambda gpu: {"marginTemperature": gpu.slowdown_c - gpu.temperature_c},
+    "nvmlDeviceGetMemoryInfo": lambda gpu: {
+        "total": gpu.memory_bytes,
+        "used": gpu.memory_used_bytes,
+        "free": gpu.memory_bytes - gpu.memory_used_bytes,
+    },
+    "nvmlDeviceGetUtilizationRates": lambda gpu: {
+        "gpu": round(gpu.gpu_utilization * 100),
+        "memory": round(gpu.memory_utilization * 100),
+    },
+    "nvmlDeviceGetSramEccErrorStatus": lambda gpu: {"bThresholdExceeded": int(gpu.sram_threshold_exceeded)},
+}
+"""Calls of the form (handle, pointer to a struct), and the members of the struct."""
 
 _FIELDS: dict[int, Callable[[VirtualGpu], int | None]] = {
     pynvml.NVML_FI_DEV_MEMORY_TEMP: lambda gpu: gpu.memory_temperature_c,
@@ -75,9 +93,11 @@ class VirtualNvml:
         self._pending: list[tuple[int, int]] = []
         self._frozen_mj: dict[str, int] = {}
         for name, number in _SCALARS.items():
-            setattr(self, name, self._scalar(number))
+            setattr(self, name, partial(self._answer, number=number))
         for name, text in _STRINGS.items():
-            setattr(self, name, self._string(text))
+            setattr(self, name, partial(self._fill_string, text))
+        for name, members in _STRUCTS.items():
+            setattr(self, name, partial(self._fill_struct, members))
 
     # Library
 
@@ -104,66 +124,29 @@ class VirtualNvml:
 
     # Device
 
-    def nvmlDeviceGetPciInfo_v3(self, handle: Any, info: Any) -> int:  # noqa: N802
-        code, gpu = self._check_gpu(handle)
-        if code == OK:
-            info._obj.busId = f"0000{gpu.pci_bus_id.upper()}.0".encode()
-        return code
-
     def nvmlDeviceGetTemperature(self, handle: Any, sensor: Any, result: Any) -> int:  # noqa: N802
         return self._answer(handle, result, lambda gpu: gpu.temperature_c)
-
-    def nvmlDeviceGetMarginTemperature(self, handle: Any, result: Any) -> int:  # noqa: N802
-        code, gpu = self._check_gpu(handle)
-        if code == OK:
-            result._obj.marginTemperature = gpu.slowdown_c - gpu.temperature_c
-        return code
 
     def nvmlDeviceGetClockInfo(self, handle: Any, which: Any, result: Any) -> int:  # noqa: N802
         memory = which.value == pynvml.NVML_CLOCK_MEM
         return self._answer(handle, result, lambda gpu: gpu.memory_clock_mhz if memory else gpu.sm_clock_mhz)
 
-    def nvmlDeviceGetMemoryInfo(self, handle: Any, result: Any) -> int:  # noqa: N802
-        code, gpu = self._check_gpu(handle)
-        if code == OK:
-            memory = result._obj
-            memory.total, memory.used = gpu.memory_bytes, gpu.memory_used_bytes
-            memory.free = gpu.memory_bytes - gpu.memory_used_bytes
-        return code
-
-    def nvmlDeviceGetUtilizationRates(self, handle: Any, result: Any) -> int:  # noqa: N802
-        code, gpu = self._check_gpu(handle)
-        if code == OK:
-            result._obj.gpu, result._obj.memory = round(gpu.gpu_utilization * 100), round(gpu.memory_utilization * 100)
-        return code
-
     def nvmlDeviceGetTotalEccErrors(self, handle: Any, kind: Any, counter: Any, result: Any) -> int:  # noqa: N802
         return self._answer(handle, result, lambda gpu: _ecc(gpu, kind.value, counter.value))
 
-    def nvmlDeviceGetSramEccErrorStatus(self, handle: Any, status: Any) -> int:  # noqa: N802
-        code, gpu = self._check_gpu(handle)
-        if code == OK:
-            status._obj.bThresholdExceeded = int(gpu.sram_threshold_exceeded)
-        return code
-
     def nvmlDeviceGetRetiredPages_v2(self, handle: Any, cause: Any, count: Any, *buffers: Any) -> int:  # noqa: N802
-        code, gpu = self._check_gpu(handle)
-        if code != OK:
-            return code
-        if gpu.retired_pages is None:
-            return NOT_SUPPORTED
-        half = gpu.retired_pages // 2
-        count._obj.value = half if cause.value else gpu.retired_pages - half
-        return OK
+        def share(gpu: VirtualGpu) -> int | None:
+            return None if gpu.retired_pages is None else (gpu.retired_pages + (not cause.value)) // 2
+
+        return self._answer(handle, count, share)
 
     def nvmlDeviceGetNvLinkState(self, handle: Any, link: int, result: Any) -> int:  # noqa: N802
         code, gpu = self._check_gpu(handle)
-        if code != OK:
-            return code
-        if link >= gpu.nvlinks:
+        if code == OK and link >= gpu.nvlinks:
             return INVALID_ARGUMENT
-        result._obj.value = int(link >= gpu.nvlinks_down)
-        return OK
+        if code == OK:
+            result._obj.value = int(link >= gpu.nvlinks_down)
+        return code
 
     def nvmlDeviceGetComputeRunningProcesses_v3(self, handle: Any, count: Any, processes: Any) -> int:  # noqa: N802
         code, gpu = self._check_gpu(handle)
@@ -218,9 +201,7 @@ class VirtualNvml:
         while (gpu := self._machine.gpus[index]).hang:
             time.sleep(HANG_POLL_S)
             self._machine.reload_control()
-        if gpu.lost or gpu.missing:
-            return GPU_IS_LOST, gpu
-        return gpu.error, gpu
+        return GPU_IS_LOST if gpu.lost or gpu.missing else gpu.error, gpu
 
     def _answer(self, handle: Any, result: Any, number: Callable[[VirtualGpu], int | None]) -> int:
         code, gpu = self._check_gpu(handle)
@@ -232,17 +213,18 @@ class VirtualNvml:
         result._obj.value = value
         return OK
 
-    def _scalar(self, number: Callable[[VirtualGpu], int | None]) -> Callable[[Any, Any], int]:
-        return lambda handle, result: self._answer(handle, result, number)
+    def _fill_string(self, text: Callable[[VirtualGpu], str], handle: Any, buffer: Any, length: Any) -> int:
+        code, gpu = self._check_gpu(handle)
+        if code == OK:
+            buffer.value = text(gpu).encode()
+        return code
 
-    def _string(self, text: Callable[[VirtualGpu], str]) -> Callable[[Any, Any, Any], int]:
-        def call(handle: Any, buffer: Any, length: Any) -> int:
-            code, gpu = self._check_gpu(handle)
-            if code == OK:
-                buffer.value = text(gpu).encode()
-            return code
-
-        return call
+    def _fill_struct(self, members: Callable[[VirtualGpu], dict[str, Any]], handle: Any, result: Any) -> int:
+        code, gpu = self._check_gpu(handle)
+        if code == OK:
+            for name, value in members(gpu).items():
+                setattr(result._obj, name, value)
+        return code
 
     def _fill(self, gpu: VirtualGpu, value: Any) -> None:
         if value.fieldId == pynvml.NVML_FI_DEV_TOTAL_ENERGY_CONSUMPTION:

@@ -16,38 +16,13 @@ from everstep.wire.v1.training import AnyReport, RankProgress
 
 # ---- session: one connection for everything, so that a fleet costs its controller one socket per node
 #
-# The agent asks ``GET /v1/agents/{node}/session`` with ``Connection: Upgrade``, ``Upgrade: everstep/1`` and its bearer
-# token. ``101 Switching Protocols`` opens the session; a refusal is an ordinary HTTP answer. From then on both sides
-# send frames: a 4-byte big-endian length of the rest, one byte of ``FrameKind``, and a body in JSON.
-#
-# ==============================  ============================  =============================================
-# agent                           controller                    rule
-# ==============================  ============================  =============================================
-# REGISTER ``Register``           REGISTERED                    first in each life, and when the node's facts
-#                                                               change
-# HEARTBEAT ``Heartbeat``         HEARTBEAT_ANSWER              answered at once, in order
-# ONE_WAY_HEARTBEAT               (none)                        a ``Heartbeat`` without findings and without
-#                                                               an answer; PUSH, GO_AWAY or REFUSED may follow
-# REPORTS ``Reports``             REPORTS_ANSWER                answered when durable, in order; heartbeats
-#                                                               overtake them
-# ACKNOWLEDGE ``Acknowledge``     (none)                        directives up to a number were accepted
-# (none)                          PUSH ``DirectivesAnswer``     new directives, each once per session
-# (none)                          DEFLATED_PUSH                 one large directive: its number in 8 bytes,
-#                                                               its body deflated (zlib)
-# (none)                          GO_AWAY                       no body: hang up when all is answered
-# any                             REFUSED ``FrameRefused``      instead of the answer to one frame; the
-#                                                               session goes on
-# ==============================  ============================  =============================================
-#
-# Directives that waited for the node come first: in the answer to the session's first heartbeat, or pushed after
-# REGISTERED if that was the first frame. A session belongs to the life (incarnation) of its first accepted frame. A
-# node's newest session replaces the previous one, which the controller closes.
+# docs/reference/protocol.md describes the session, its frames, and who sends and answers each of them. Directives that
+# waited for the node come first: in the answer to the session's first heartbeat, or pushed after REGISTERED if that was
+# the first frame. A session belongs to the life (incarnation) of its first accepted frame. A node's newest session
+# replaces the previous one, which the controller closes.
 #
 # A heartbeat is one-way if the agent has recently asked for an answer (``ANSWER_INTERVAL_S``), awaits none, and keeps
 # its session open: the answer is most of a heartbeat's cost for the controller.
-#
-# The end of the connection tells the controller at once that the agent is gone, unless the agent was told not to keep
-# it open (``HeartbeatAnswer.keep_open``, GO_AWAY).
 
 UPGRADE = "everstep/1"
 PREFIX_BYTES = 4

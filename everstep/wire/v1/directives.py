@@ -32,18 +32,12 @@ class KillRank(Message, frozen=True, kw_only=True, tag=True):
 
 
 class StopJob(Message, frozen=True, kw_only=True, tag=True):
-    """The job is over.
-
-    Attributes:
-        ok: Determines the launchers' exit status.
-        reason: Printed by launchers.
-        launcher: The launcher that is meant; a later one of the node begins the job anew. 0: any.
-    """
+    """The job is over."""
 
     job: JobId
-    ok: bool
-    reason: ShortText
-    launcher: Incarnation = 0
+    ok: bool  # determines the launchers' exit status
+    reason: ShortText  # printed by launchers
+    launcher: Incarnation = 0  # the launcher that is meant; a later one of the node begins the job anew. 0: any.
 
     def applies_to(self, launcher: int) -> bool:
         """Return whether the order is meant for that launcher."""

@@ -1,17 +1,7 @@
 """Define how a node gets its own credential, and how operators issue, list, revoke and rotate credentials.
 
-=======  ==================================  ==========================  =====================================
-method   path                                body                        answer
-=======  ==================================  ==========================  =====================================
-POST     /v1/enrol                           Enrol                       Enrolled (join token)
-POST     /v1/credentials                     IssueRequest                Issued
-GET      /v1/credentials                                                 CredentialList
-GET      /v1/credentials/{id}                                            Credential
-POST     /v1/credentials/{id}/revoke         operator.ReasonOnlyRequest  operator.ChangeResult
-POST     /v1/credentials/{id}/rotate         Rotate                      Issued
-=======  ==================================  ==========================  =====================================
-
-All but the first need an operator's token. A token's text is ``es1.ID.SECRET`` (``everstep.bearer_tokens``).
+``POST /v1/enrol`` needs a join token, the routes below ``/v1/credentials`` an operator's. A token's text is
+``es1.ID.SECRET`` (``everstep.bearer_tokens``).
 """
 
 from __future__ import annotations

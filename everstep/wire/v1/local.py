@@ -34,55 +34,60 @@ from everstep.wire.v1.training import (
 )
 from everstep.wire.v1.vault_reports import ParityGroup
 
+
+class _Exchange(Message, frozen=True, kw_only=True):
+    """A request to the vault, or an answer, which repeats the request's number."""
+
+    request: int
+
+
+class _JobRequest(_Exchange, frozen=True, kw_only=True):
+    """A request about one job."""
+
+    job: JobId
+
+
 # ---- messages between a node's supervisor and its vault alone, on ``vault.sock``
 
 
-class ConfigureJob(Message, frozen=True, kw_only=True, tag=True):
+class ConfigureJob(_JobRequest, frozen=True, kw_only=True, tag=True):
     """From the supervisor: the job's generation, its secret and the vaults of its nodes.
 
     Sent for every generation, before its ranks receive it. The secret has at least 16 characters. ``RequestFailed``
     with StaleGeneration if a newer generation was configured before.
     """
 
-    request: int
-    job: JobId
     generation: GenerationNumber
     secret: str
     holders: tuple[Holder, ...]
 
 
-class ForgetJob(Message, frozen=True, kw_only=True, tag=True):
+class ForgetJob(_JobRequest, frozen=True, kw_only=True, tag=True):
     """From the supervisor: the job is over; unlink its segments."""
 
-    request: int
-    job: JobId
 
-
-class Protect(Message, frozen=True, kw_only=True, tag=True):
+class Protect(_JobRequest, frozen=True, kw_only=True, tag=True):
     """From the supervisor of a parity node: make P or Q of a group's shards of ``version``. Answer: Protected.
 
     The members' vaults are read, so the version must stay in their slots meanwhile. ``keep``: versions whose parity
     this one must not overwrite. ``RequestFailed`` with NotFound if a member no longer holds its shard.
     """
 
-    request: int
-    job: JobId
     generation: GenerationNumber
     version: Version
     group: ParityGroup
     keep: tuple[Version, ...] = ()
 
 
-class Protected(Message, frozen=True, kw_only=True, tag=True):
+class Protected(_Exchange, frozen=True, kw_only=True, tag=True):
     """P or Q of the group is sealed here, made of bytes that matched their ranks' digests. ``members_digest``: a digest
     of the shards' sealed digests. P and Q work together only if it is the same."""
 
-    request: int
     parity: Literal["P", "Q"]
     members_digest: str
 
 
-class Spill(Message, frozen=True, kw_only=True, tag=True):
+class Spill(_JobRequest, frozen=True, kw_only=True, tag=True):
     """From the supervisor of a node that holds shares of ``version``: write them to storage. Answer: Spilled.
 
     ``writers``: the asked nodes, each with the ranks whose shares it writes; the same for all, since one node writes
@@ -92,8 +97,6 @@ class Spill(Message, frozen=True, kw_only=True, tag=True):
     continues where the last one ended.
     """
 
-    request: int
-    job: JobId
     generation: GenerationNumber
     version: Version
     url: ShortText
@@ -101,30 +104,21 @@ class Spill(Message, frozen=True, kw_only=True, tag=True):
     keep_last: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
-class Spilled(Message, frozen=True, kw_only=True, tag=True):
-    """This node's part is on storage.
+class Spilled(_Exchange, frozen=True, kw_only=True, tag=True):
+    """This node's part is on storage."""
 
-    Attributes:
-        complete: All other parts are, too.
-        removed: Folders of older checkpoints that were removed.
-        remaining: All complete folders, if some are removed.
-    """
-
-    request: int
     folder: str
     bytes: int
-    complete: bool
-    removed: tuple[str, ...] = ()
-    remaining: tuple[str, ...] = ()
+    complete: bool  # all other parts are, too
+    removed: tuple[str, ...] = ()  # folders of older checkpoints that were removed
+    remaining: tuple[str, ...] = ()  # all complete folders, if some are removed
 
 
-class Statistics(Message, frozen=True, kw_only=True, tag=True):
+class Statistics(_Exchange, frozen=True, kw_only=True, tag=True):
     """From the supervisor: request the vault's statistics. Answer: StatisticsAnswer."""
 
-    request: int
 
-
-class StatisticsAnswer(Message, frozen=True, kw_only=True, tag=True):
+class StatisticsAnswer(_Exchange, frozen=True, kw_only=True, tag=True):
     """Counts since the vault started (``counters``), refusals since then by code, and current levels (``gauges``).
 
     Counters: replicated_slots, replicated_bytes (sent and acknowledged), received_slots, received_bytes (sealed here
@@ -135,7 +129,6 @@ class StatisticsAnswer(Message, frozen=True, kw_only=True, tag=True):
     peer_connections.
     """
 
-    request: int
     counters: dict[str, int]
     refused: dict[str, int]
     gauges: dict[str, int]
@@ -241,7 +234,7 @@ FromAgent = Welcome | NewGeneration | KillRank | StopJob | VersionNotice | Launc
 # --- vault --------------------------------------------------------------------------------------------------------
 
 
-class OpenSegment(Message, frozen=True, kw_only=True, tag=True):
+class OpenSegment(_JobRequest, frozen=True, kw_only=True, tag=True):
     """Make (or find) the segment of one rank's slots, large enough for ``slot_bytes`` each. Answer: SegmentOpened.
 
     Attributes:
@@ -250,8 +243,6 @@ class OpenSegment(Message, frozen=True, kw_only=True, tag=True):
         numa_node: The NUMA node whose memory to use.
     """
 
-    request: int
-    job: JobId
     local_rank: int
     slot_bytes: int
     slots: int
@@ -259,10 +250,9 @@ class OpenSegment(Message, frozen=True, kw_only=True, tag=True):
     keep: tuple[Version, ...] | None = None
 
 
-class SegmentOpened(Message, frozen=True, kw_only=True, tag=True):
+class SegmentOpened(_Exchange, frozen=True, kw_only=True, tag=True):
     """The location of a segment: a file in a shared-memory file system, laid out by ``everstep.layout.slots``."""
 
-    request: int
     path: str
     slot_bytes: int
     slots: int
@@ -284,7 +274,7 @@ class SegmentRequirement(Message, frozen=True, kw_only=True, array_like=True):
     pinned_slots: int = 0
 
 
-class CheckCapacity(Message, frozen=True, kw_only=True, tag=True):
+class CheckCapacity(_JobRequest, frozen=True, kw_only=True, tag=True):
     """From one rank of a node, when the job's layout is known: check for room for all of these. Nothing is made.
 
     Answer: RequestDone; or ``RequestFailed`` with OutOfSlotMemory, which the supervisor receives as a finding.
@@ -296,15 +286,13 @@ class CheckCapacity(Message, frozen=True, kw_only=True, tag=True):
             release their memory, all versions but ``keep``. 0: nothing is released.
     """
 
-    request: int
-    job: JobId
     needs: tuple[SegmentRequirement, ...]
     has_fallback: bool = False
     reclaim_below_rank: int = 0
     keep: tuple[Version, ...] = ()
 
 
-class SlotSealed(Message, frozen=True, kw_only=True, tag=True):
+class SlotSealed(_JobRequest, frozen=True, kw_only=True, tag=True):
     """From a rank: slot ``slot`` of its segment is sealed. The vault replicates it and answers ``Replicated``.
 
     A node that is still busy with an older slot of this rank gets the newest next, or the newest that may be committed.
@@ -319,8 +307,6 @@ class SlotSealed(Message, frozen=True, kw_only=True, tag=True):
         commit_candidate: This version may be committed.
     """
 
-    request: int
-    job: JobId
     generation: GenerationNumber
     rank: Rank
     local_rank: int
@@ -332,20 +318,17 @@ class SlotSealed(Message, frozen=True, kw_only=True, tag=True):
     commit_candidate: bool = False
 
 
-class Replicated(Message, frozen=True, kw_only=True, tag=True):
+class Replicated(_Exchange, frozen=True, kw_only=True, tag=True):
     """Nodes that now hold a hashed copy of the sealed slot; ``failed`` maps a node to why it does not."""
 
-    request: int
     nodes: tuple[NodeId, ...]
     failed: dict[str, str] = {}
 
 
-class Inventory(Message, frozen=True, kw_only=True, tag=True):
+class Inventory(_JobRequest, frozen=True, kw_only=True, tag=True):
     """List the job's sealed slots, own and replica, here and in the vaults of ``nodes``. Answer: InventoryAnswer. A
     node that does not answer within ``timeout_s`` is left out."""
 
-    request: int
-    job: JobId
     nodes: tuple[NodeId, ...] = ()
     timeout_s: float = 1.0
 
@@ -371,16 +354,15 @@ class SlotInfo(Message, frozen=True, kw_only=True, array_like=True):
         return self.node == node and self.parity_group is None
 
 
-class InventoryAnswer(Message, frozen=True, kw_only=True, tag=True):
+class InventoryAnswer(_Exchange, frozen=True, kw_only=True, tag=True):
     """The sealed slots that were found. ``unchecked``: number of slots of the job that those vaults found when they
     started and have yet to hash. They are not among ``slots``; ask again."""
 
-    request: int
     slots: tuple[SlotInfo, ...]
     unchecked: int = 0
 
 
-class Fetch(Message, frozen=True, kw_only=True, tag=True):
+class Fetch(_JobRequest, frozen=True, kw_only=True, tag=True):
     """From a rank: copy a slot's manifest, or ranges of a slot that is gone. The vault answers ``Fetched``.
 
     ``RequestFailed`` with NotRestorable if more is lost than the group can rebuild, and with ``malformed`` for ranges
@@ -394,8 +376,6 @@ class Fetch(Message, frozen=True, kw_only=True, tag=True):
             ignored).
     """
 
-    request: int
-    job: JobId
     node: NodeId
     rank: Rank
     version: Version
@@ -405,53 +385,42 @@ class Fetch(Message, frozen=True, kw_only=True, tag=True):
     parity_group: ParityGroup | None = None
 
 
-class Fetched(Message, frozen=True, kw_only=True, tag=True):
-    request: int
+class Fetched(_Exchange, frozen=True, kw_only=True, tag=True):
     bytes: int
 
 
-class OpenPeerConnection(Message, frozen=True, kw_only=True, tag=True):
+class OpenPeerConnection(_JobRequest, frozen=True, kw_only=True, tag=True):
     """From a rank: open a connection to read slots of ``node``'s vault. Answer: PeerConnectionOpened, with a
     descriptor."""
 
-    request: int
-    job: JobId
     node: NodeId
 
 
-class PeerConnectionOpened(Message, frozen=True, kw_only=True, tag=True):
+class PeerConnectionOpened(_Exchange, frozen=True, kw_only=True, tag=True):
     """The descriptor (SCM_RIGHTS) of an authenticated, unused connection between vaults accompanies this frame.
 
     The rank owns it from now on, for reads as in ``transfer``.
-
-    Attributes:
-        answer_timeout_s: How long to wait for the answer to a request.
-        io_timeout_s: How long to wait for the next byte after that.
     """
 
-    request: int
-    answer_timeout_s: float
-    io_timeout_s: float
+    answer_timeout_s: float  # how long to wait for the answer to a request
+    io_timeout_s: float  # how long to wait for the next byte after that
 
 
-class PeerConnectionBroken(Message, frozen=True, kw_only=True, tag=True):
+class PeerConnectionBroken(_JobRequest, frozen=True, kw_only=True, tag=True):
     """From a rank: such a connection broke without its doing. The vault checks whether the peer is there, and answers
     ``RequestDone``."""
 
-    request: int
-    job: JobId
     node: NodeId
     reason: ShortText
 
 
-class RequestDone(Message, frozen=True, kw_only=True, tag=True):
-    request: int
+class RequestDone(_Exchange, frozen=True, kw_only=True, tag=True):
+    """The request is done."""
 
 
-class RequestFailed(Message, frozen=True, kw_only=True, tag=True):
+class RequestFailed(_Exchange, frozen=True, kw_only=True, tag=True):
     """The request was refused; ``code`` of everstep.errors."""
 
-    request: int
     code: str
     message: ShortText
 

@@ -1,34 +1,17 @@
 """Define frames between vaults: a 4-byte big-endian length and one MessagePack document, as on Unix sockets.
 
-A connection serves one job and begins with a mutual challenge: both sides prove that they know the job's secret,
-over both nonces, the job and both nodes' names::
-
-    client                                   server
-    Greeting(job, node, peer, nonce)   ->
-                                       <-    Challenge(nonce)
-    Proof(mac of the client)           ->
-                                       <-    Proof(mac of the server)
-
-Then the client asks and the server answers, one request at a time:
-
-* ``Put`` -> ``Ready``, which says what need not be sent, or ``Ack`` if the slot is here already. If the manifest is not
-  here, ``ManifestPart`` with it -> ``PartDone``. ``Part`` with its chunks, on this connection or on others of the same
-  client, each -> ``PartDone``. ``PutDone`` -> ``Ack``, once everything has the right hash. A ``Put`` repeated after its
-  connection broke continues where that ended.
-* ``Get`` -> ``Data`` with its pieces, ``DataEnd``.
-* ``DigestsRequest`` -> ``Digests``.
-* ``InventoryRequest`` -> ``InventoryList``.
+docs/reference/protocol.md describes the mutual proof that begins a connection, and which answer follows each request.
+Any request may be answered with ``TransferRefused``.
 
 Bulk bytes follow a frame raw, in pieces of at most CHUNK_BYTES. One status byte after each piece says whether the slot
 still matched its header after the piece had been read: a slot that its rank refilled meanwhile is not corruption. After
 a piece of ``Data`` it also says whether the next piece hashes right (or was not to be hashed), or else that
-``TransferRefused`` follows instead. Any request may be answered with ``TransferRefused``.
+``TransferRefused`` follows instead.
 
-A manifest is the same for all versions of a plan, and may be much larger than everything else about a slot. So it is
-named by its digest, sent as bulk, and only to vaults where no slot of the same rank has it already.
-
-A ``Put`` belongs to a generation and is refused when that is over. Reads do not: sealed bytes with the right hash are
-valid for a rank that was suspended, too, and the version identifies them.
+A ``Put`` whose slot needs bytes goes on with ``ManifestPart`` and ``Part``, on this connection or on others of the same
+client, and ends with ``PutDone``. Repeated after its connection broke, it continues where that ended. It belongs to a
+generation and is refused when that is over. Reads do not: sealed bytes with the right hash are valid for a rank that
+was suspended, too, and the version identifies them.
 
 The challenge keeps strangers out; the bytes are neither encrypted nor signed individually. Against an attacker on the
 path between two nodes, run the vaults on a separate network or inside a tunnel.

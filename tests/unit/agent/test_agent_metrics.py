@@ -21,7 +21,7 @@ from prometheus_client.core import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from everstep.clock import ManualClock
-from everstep.log_throttle import BURST
+from everstep.log_lines import BURST
 from everstep.vocabulary import Finding, FindingKind, Severity
 from everstep.wire.v1.agent import Gpu
 from everstep.wire.v1.local import StatisticsAnswer

@@ -26,7 +26,7 @@ from everstep.layout.manifests import (
     byte_ranges,
     run_dimension,
 )
-from everstep.layout.segments import PAGE_BYTES
+from everstep.layout.slots import PAGE_BYTES
 from everstep.wire.v1.local import Fetched, SlotInfo
 from everstep.wire.v1.training import Member
 from everstep_trainer.memory_tier.vault_client import VaultClient

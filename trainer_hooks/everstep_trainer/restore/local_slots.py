@@ -17,8 +17,7 @@ import xxhash
 
 from everstep.errors import DigestMismatch
 from everstep.layout.manifests import Range
-from everstep.layout.segments import SlotState
-from everstep.layout.slots import CHUNK_BYTES, SegmentView, chunk_count
+from everstep.layout.slots import CHUNK_BYTES, SegmentView, SlotState, chunk_count
 from everstep.native import MIN_BYTES, CopyHash, copy_hash
 from everstep.wire.v1.local import SlotInfo
 from everstep_trainer.restore.byte_moves import NO_COPIES, CopyTable, run_copies

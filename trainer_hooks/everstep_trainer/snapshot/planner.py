@@ -18,8 +18,7 @@ from everstep.clock import Clock
 from everstep.errors import OutOfSlotMemory
 from everstep.ids import Version
 from everstep.layout.manifests import Manifest, encode_manifest, full_box
-from everstep.layout.segments import PAGE_BYTES
-from everstep.layout.slots import SLOTS_PER_RANK, slot_bytes_for
+from everstep.layout.slots import PAGE_BYTES, SLOTS_PER_RANK, slot_bytes_for
 from everstep.vocabulary import Finding, FindingKind, Mode, Severity
 from everstep.wire.v1.local import CheckCapacity
 from everstep.wire.v1.training import FindingRaised, GenerationSpec, Member

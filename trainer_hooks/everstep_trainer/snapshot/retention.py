@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from everstep.errors import OutOfSlotMemory
 from everstep.ids import Version
-from everstep.layout.segments import SlotHeader, SlotState
-from everstep.layout.slots import SLOTS_PER_RANK, slot_to_fill
+from everstep.layout.slots import SLOTS_PER_RANK, SlotHeader, SlotState, slot_to_fill
 from everstep.wire.v1.training import RestoreRule
 from everstep_trainer.snapshot.slot_negotiation import CANDIDATE_ONLY_SLOTS
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import msgspec
 
 from everstep.layout.manifests import BLOB_LENGTH_BYTES, LAYOUT_FORMAT, Box, Manifest, StoredBox, TensorInfo
-from everstep.layout.segments import PAGE_BYTES
+from everstep.layout.slots import PAGE_BYTES
 from everstep.wire.v1.local import SegmentRequirement
 from everstep.wire.v1.training import GenerationSpec
 from everstep_trainer.state.layout import Layout, Sharing, TensorPart, aligned

@@ -14,8 +14,7 @@ from pathlib import Path
 
 from everstep.errors import ConfigurationError, DigestMismatch, VersionMismatch
 from everstep.ids import NAME_PATTERN
-from everstep.layout.segments import SlotHeader, SlotState
-from everstep.layout.slots import CHUNK_BYTES
+from everstep.layout.slots import CHUNK_BYTES, SlotHeader, SlotState
 from everstep.wire.v1.local import SlotInfo
 from everstep_agent.vault.memory.segments import SEGMENT_KINDS, DamageReport, SegmentFile, SegmentKey, SegmentStore
 

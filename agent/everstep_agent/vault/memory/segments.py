@@ -22,18 +22,21 @@ import msgspec
 
 from everstep.errors import ConfigurationError, DigestMismatch
 from everstep.ids import Version
-from everstep.layout.segments import (
+from everstep.layout.slots import (
     MAX_SLOTS,
     NONCE_BYTES,
     PAGE_BYTES,
+    SLOTS_PER_RANK,
+    SegmentView,
     SlotHeader,
     SlotRecordPair,
     SlotState,
+    format_segment,
     is_intact,
     segment_bytes,
+    segment_name,
     write_header,
 )
-from everstep.layout.slots import SLOTS_PER_RANK, SegmentView, format_segment, segment_name
 from everstep.wire.v1.local import SlotInfo
 from everstep_agent.lifecycle import delete_segments
 from everstep_agent.vault.memory import shared_memory

@@ -18,7 +18,7 @@ from everstep.errors import (
 )
 from everstep.layout.digests import RangeHasher
 from everstep.layout.slots import CHUNK_BYTES
-from everstep.log_throttle import LogThrottle
+from everstep.log_lines import LogThrottle
 from everstep.wire.framing import VaultChannel
 from everstep.wire.v1 import transfer as wire
 from everstep_agent.vault.job_table import JobTable

@@ -45,10 +45,10 @@ def test_wrong_element_is_reported_with_its_place() -> None:
 
 def test_memory_word_losing_its_pattern_is_reported() -> None:
     chunk = torch.full((64,), -1, dtype=torch.int64)
-    checks._check_words(chunk, -1, CPU)
+    checks._check_words(chunk, -1, CPU, "ones")
     chunk[5] = 0
-    with pytest.raises(checks.WrongResult, match="1 words of cpu's memory do not hold pattern 0xffffffffffffffff"):
-        checks._check_words(chunk, -1, CPU)
+    with pytest.raises(checks.WrongResult, match="1 words of cpu's memory do not hold ones"):
+        checks._check_words(chunk, -1, CPU, "ones")
 
 
 def test_aliased_addresses_are_reported() -> None:

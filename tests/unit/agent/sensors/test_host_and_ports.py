@@ -194,6 +194,6 @@ def test_host_identity_skips_files_readable_only_by_root(tmp_path: Path) -> None
         tmp_path, **{f"{dmi}/sys_vendor": "NVIDIA\n", f"{dmi}/product_name": "DGXH100\n", kernel: "6.8.0-40-generic\n"}
     )
     tree(tmp_path, **{f"{dmi}/product_serial": "1660224000170\n"})
-    named = sysfs.HostIdentity(vendor="NVIDIA", product="DGXH100", serial="1660224000170", kernel="6.8.0-40-generic")
+    named = sysfs.Host(vendor="NVIDIA", product="DGXH100", serial="1660224000170", kernel="6.8.0-40-generic")
     assert sysfs.host_identity(tmp_path, tmp_path) == named
-    assert sysfs.host_identity(tmp_path / "nothing", tmp_path / "nothing") == sysfs.HostIdentity()
+    assert sysfs.host_identity(tmp_path / "nothing", tmp_path / "nothing") == sysfs.Host()

@@ -40,7 +40,7 @@ from everstep.wire.v1.agent import (
 from everstep.wire.v1.directives import Directive, StopJob
 from everstep.wire.v1.training import FindingCleared, FindingRaised
 
-FACTS = NodeDescription(vault_address="127.0.0.1:7702", boot_id="b1")
+FACTS = NodeDescription(vault="127.0.0.1:7702", boot_id="b1")
 
 
 def a_finding(subject: str = "0000:1b:00", severity: Severity = Severity.CRITICAL) -> Finding:
@@ -85,7 +85,6 @@ def test_registration_carries_the_hardware_of_the_node() -> None:
     message = Talk().next(facts=facts)
     assert isinstance(message, Register)
     expected = msgspec.structs.asdict(facts)
-    assert message.vault == expected.pop("vault_address")
     assert {field: getattr(message, field) for field in expected} == expected
 
 
@@ -162,7 +161,7 @@ def test_node_change_triggers_a_new_registration() -> None:
     talk.register()
     gpu = Gpu(index=0, uuid="GPU-0", name="H100", pci_bus_id="0000:1b:00", memory_bytes=80 << 30)
     assert isinstance(talk.next(facts=msgspec.structs.replace(FACTS, gpus=(gpu,))), Register)
-    assert isinstance(talk.next(facts=msgspec.structs.replace(FACTS, vault_address="127.0.0.1:9")), Register)
+    assert isinstance(talk.next(facts=msgspec.structs.replace(FACTS, vault="127.0.0.1:9")), Register)
 
 
 @pytest.mark.parametrize(("asked", "taken"), [(0.0, 0.05), (-1.0, 0.05), (0.5, 0.5), (1e9, 60.0)])

@@ -73,7 +73,7 @@ class Talk:
         )
 
     def describe_node(self) -> NodeDescription:
-        return NodeDescription(vault_address=self.vault)
+        return NodeDescription(vault=self.vault)
 
     def findings(self) -> tuple[Finding, ...]:
         return ()

@@ -22,7 +22,7 @@ from everstep_agent.vault.transfer.receiving import SlotReceiver
 from everstep.clock import ManualClock
 from everstep.errors import EverstepError
 from everstep.ids import Version, split_address
-from everstep.log_throttle import BURST
+from everstep.log_lines import BURST
 from everstep.vocabulary import FindingKind
 from everstep.wire.framing import VaultChannel, encode_frame
 from everstep.wire.v1 import local

@@ -16,8 +16,7 @@ from everstep_agent.vault.process import OOM_SCORE_ADJUSTMENT, lower_oom_score
 from everstep_trainer.launch.process_setup import raise_oom_score
 
 from everstep.ids import Version
-from everstep.layout.segments import SlotState
-from everstep.layout.slots import CHUNK_BYTES, SLOTS_PER_RANK, slot_bytes_for
+from everstep.layout.slots import CHUNK_BYTES, SLOTS_PER_RANK, SlotState, slot_bytes_for
 from everstep.layout.vault_status import read_status
 from everstep.wire.v1 import local
 from tests.support.forked import ForkPool

@@ -20,8 +20,7 @@ from everstep_agent.vault.transfer.peers import PeerLossDetector, PeerPool
 
 from everstep.clock import ManualClock
 from everstep.ids import Version
-from everstep.layout.segments import PAGE_BYTES, RECORD_OFFSETS, SlotState
-from everstep.layout.slots import CHUNK_BYTES, SegmentView, slot_bytes_for
+from everstep.layout.slots import CHUNK_BYTES, PAGE_BYTES, RECORD_OFFSETS, SegmentView, SlotState, slot_bytes_for
 from everstep.vocabulary import Action, FindingKind, Mode, Severity
 from everstep.wire.v1 import local
 from everstep.wire.v1.training import FindingRaised

@@ -8,16 +8,15 @@ from types import SimpleNamespace
 import msgspec
 import pynvml
 import pytest
+from everstep_agent.drivers import sysfs
 from everstep_agent.drivers.nvml import sram_threshold_exceeded
 from everstep_agent.sensors.gpu import REOPEN_EVERY, GpuSensor
-from everstep_agent.sensors.samples import GpuIdentity, HostIdentity
-from everstep_agent.sensors.sensor_messages import to_wire_gpu, to_wire_host
 from everstep_agent.virtual.scenario import VirtualMachine, load_scenario
 from everstep_agent.virtual.virtual_nvml import install, uninstall
 
 from everstep.clock import ManualClock
 from everstep.errors import ConfigurationError
-from everstep.wire.v1.agent import Gpu, Host
+from everstep.wire.v1.agent import Host
 from tests.support.sensing import Control
 
 
@@ -47,17 +46,16 @@ def test_every_value_of_a_sample_is_read(machine: VirtualMachine) -> None:
 def test_gpu_identity_has_the_vendor_numbers(machine: VirtualMachine) -> None:
     sensed = sensor()
     sensed.poll()
-    gpu = to_wire_gpu(next(iter(sensed.known_gpus.values())))
+    gpu = next(iter(sensed.known_gpus.values()))
     told = (gpu.serial, gpu.part_number, gpu.vbios, gpu.inforom)
     first = machine.gpus[0]
     assert told == (first.serial, "692-2G520-0200-000", "96.00.74.00.01", "G520.0200.00.05")
 
 
-def test_overlong_hardware_strings_are_truncated() -> None:
-    long = "x" * 1000
-    gpu = to_wire_gpu(GpuIdentity(index=0, pci_bus_id="0", uuid="u", part_number=long, vbios=long, inforom=long))
-    assert msgspec.json.decode(msgspec.json.encode(gpu), type=Gpu) == gpu
-    host = to_wire_host(HostIdentity(vendor=long, product=long, serial=long, chassis_serial=long, kernel=long))
+def test_overlong_firmware_strings_are_truncated(tmp_path: Path) -> None:
+    (tmp_path / "class/dmi/id").mkdir(parents=True)
+    (tmp_path / "class/dmi/id/sys_vendor").write_text("x" * 1000)
+    host = sysfs.host_identity(tmp_path, tmp_path)
     assert msgspec.json.decode(msgspec.json.encode(host), type=Host) == host
 
 

@@ -9,15 +9,16 @@ import pytest
 
 from everstep.errors import DigestMismatch
 from everstep.ids import Version
-from everstep.layout.segments import (
+from everstep.layout.slots import (
     HEADER_BYTES,
     PAGE_BYTES,
     RECORD_BYTES,
     RECORD_OFFSETS,
     REPAIR_FLAG_OFFSET,
+    SegmentView,
+    format_segment,
     segment_bytes,
 )
-from everstep.layout.slots import SegmentView, format_segment
 
 SLOTS = 2
 MANIFEST = b"what is where in it"

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from everstep.errors import Conflict, DigestMismatch
 from everstep.ids import Version
-from everstep.layout.segments import PAGE_BYTES, SlotHeader, SlotState, segment_bytes
-from everstep.layout.slots import SegmentView, format_segment
+from everstep.layout.slots import PAGE_BYTES, SegmentView, SlotHeader, SlotState, format_segment, segment_bytes
 from tests.support.examples import examples
 
 WORD = 8

@@ -11,8 +11,20 @@ from hypothesis import strategies as st
 
 from everstep.errors import ConfigurationError, DigestMismatch, OutOfSlotMemory, VersionMismatch
 from everstep.ids import Version
-from everstep.layout.segments import PAGE_BYTES, RECORD_OFFSETS, SlotHeader, SlotRecords, SlotState, segment_bytes
-from everstep.layout.slots import CHUNK_BYTES, SegmentView, chunk_digests, format_segment, slot_bytes_for, slot_to_fill
+from everstep.layout.slots import (
+    CHUNK_BYTES,
+    PAGE_BYTES,
+    RECORD_OFFSETS,
+    SegmentView,
+    SlotHeader,
+    SlotRecords,
+    SlotState,
+    chunk_digests,
+    format_segment,
+    segment_bytes,
+    slot_bytes_for,
+    slot_to_fill,
+)
 
 
 def segment(slot_bytes: int = 64 * PAGE_BYTES, slots: int = 4) -> SegmentView:

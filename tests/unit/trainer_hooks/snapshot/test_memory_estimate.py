@@ -22,7 +22,7 @@ from torch import nn
 
 from everstep.errors import OutOfSlotMemory
 from everstep.ids import Version
-from everstep.layout.segments import PAGE_BYTES, segment_bytes
+from everstep.layout.slots import PAGE_BYTES, segment_bytes
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.vocabulary import FindingKind, Mode, Severity
 from everstep.wire.v1 import local

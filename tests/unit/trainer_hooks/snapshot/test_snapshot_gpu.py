@@ -21,8 +21,7 @@ from everstep_trainer.state.tracked_state import TrackedState
 from torch import nn
 
 from everstep.ids import Version
-from everstep.layout.segments import segment_bytes
-from everstep.layout.slots import format_segment
+from everstep.layout.slots import format_segment, segment_bytes
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1.training import RestoreRule
 from tests.support.generations import generation

@@ -11,8 +11,7 @@ import torch
 from everstep_trainer.memory_tier.vault_client import MappedSegment
 from everstep_trainer.snapshot.planner import page_lock
 
-from everstep.layout.segments import PAGE_BYTES, segment_bytes
-from everstep.layout.slots import format_segment
+from everstep.layout.slots import PAGE_BYTES, format_segment, segment_bytes
 
 pytestmark = pytest.mark.slow
 

@@ -17,8 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.layout.manifests import Box, full_box, uncovered
-from everstep.layout.segments import PAGE_BYTES
-from everstep.layout.slots import slot_bytes_for
+from everstep.layout.slots import PAGE_BYTES, slot_bytes_for
 from everstep.wire.v1.local import CheckCapacity, SegmentRequirement
 from everstep.wire.v1.training import JobSpec
 from tests.support.generations import JOB, generation

@@ -18,7 +18,7 @@ from torch import nn
 
 from everstep.errors import NotRestorable
 from everstep.ids import Version
-from everstep.layout.segments import SlotState
+from everstep.layout.slots import SlotState
 from everstep.vocabulary import FindingKind
 from everstep.wire.v1.training import FindingRaised, JobSpec, RestoreRule, VersionSealed
 from tests.support.forked import ForkPool

@@ -18,8 +18,7 @@ from torch.futures import Future
 from everstep.errors import EverstepError, StaleGeneration
 from everstep.ids import Version
 from everstep.layout import manifests
-from everstep.layout.segments import SlotState
-from everstep.layout.slots import slot_bytes_for, slot_to_fill
+from everstep.layout.slots import SlotState, slot_bytes_for, slot_to_fill
 from everstep.wire.v1.local import Replicated, SlotSealed
 from everstep_trainer.memory_tier.dcp.dcp_format import PLAIN_PREFIX, NonTensorData, parse_step
 from everstep_trainer.memory_tier.tier import TIER_SLOTS, MemoryTier

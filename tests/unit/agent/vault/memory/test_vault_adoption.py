@@ -16,8 +16,7 @@ from everstep_agent.vault.transfer.receiving import _holds
 
 from everstep.errors import DigestMismatch
 from everstep.ids import Version
-from everstep.layout.segments import SlotHeader
-from everstep.layout.slots import CHUNK_BYTES, SegmentView, slot_bytes_for
+from everstep.layout.slots import CHUNK_BYTES, SegmentView, SlotHeader, slot_bytes_for
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1 import local
 from everstep.wire.v1.transfer import Put

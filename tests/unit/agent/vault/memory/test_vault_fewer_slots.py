@@ -17,7 +17,7 @@ from everstep_agent.vault.service import check_room
 
 from everstep.errors import OutOfSlotMemory
 from everstep.ids import Version
-from everstep.layout.segments import PAGE_BYTES, segment_bytes
+from everstep.layout.slots import PAGE_BYTES, segment_bytes
 from everstep.wire.v1.local import CheckCapacity, SegmentRequirement
 from tests.support.vaults import JOB
 

@@ -10,8 +10,15 @@ from everstep_agent.vault.memory.segments import SegmentKey, SegmentStore
 
 from everstep.errors import ConfigurationError
 from everstep.ids import Version
-from everstep.layout.segments import HEADER_BYTES, PAGE_BYTES, RECORD_OFFSETS, SlotState
-from everstep.layout.slots import _REPAIR_FLAG_VALUE, SegmentView, slot_bytes_for
+from everstep.layout.slots import (
+    _REPAIR_FLAG_VALUE,
+    HEADER_BYTES,
+    PAGE_BYTES,
+    RECORD_OFFSETS,
+    SegmentView,
+    SlotState,
+    slot_bytes_for,
+)
 from everstep.vocabulary import FindingKind
 from everstep.wire.v1 import local
 from tests.support.vaults import DEADLINE_S, JOB, RankMemory, Vaults, map_segment

@@ -16,7 +16,7 @@ from everstep_agent.vault.memory.segments import SegmentKey, SegmentStore
 from everstep_agent.vault.memory.shared_memory import MemoryBudget
 
 from everstep.errors import EverstepError, OutOfSlotMemory, Unavailable
-from everstep.layout.segments import segment_bytes
+from everstep.layout.slots import segment_bytes
 from tests.support.vaults import DEADLINE_S, JOB
 
 PAGES = 1 << 20

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from everstep.ids import Version
-from everstep.layout.segments import PAGE_BYTES
-from everstep.layout.slots import CHUNK_BYTES, SegmentView, chunk_count
+from everstep.layout.slots import CHUNK_BYTES, PAGE_BYTES, SegmentView, chunk_count
 from everstep.native import DIGEST_BYTES
 from everstep.vocabulary import FindingKind
 from everstep.wire.v1 import local

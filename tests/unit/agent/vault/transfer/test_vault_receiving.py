@@ -15,8 +15,7 @@ from everstep_agent.vault.transfer.receiving import IncomingTransfer, SlotReceiv
 
 from everstep.errors import Conflict, OutOfSlotMemory, Unavailable
 from everstep.ids import Version
-from everstep.layout.segments import SlotState
-from everstep.layout.slots import CHUNK_BYTES
+from everstep.layout.slots import CHUNK_BYTES, SlotState
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.framing import VaultChannel
 from everstep.wire.v1 import local

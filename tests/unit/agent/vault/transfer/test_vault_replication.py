@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from everstep.ids import Version
-from everstep.layout.segments import SlotState
-from everstep.layout.slots import CHUNK_BYTES, SegmentView, slot_bytes_for
+from everstep.layout.slots import CHUNK_BYTES, SegmentView, SlotState, slot_bytes_for
 from everstep.vocabulary import FindingKind, Severity
 from everstep.wire.v1 import local
 from tests.support.vaults import JOB, RankMemory, VaultClient, Vaults, map_segment, noise

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from everstep.clock import ManualClock
-from everstep.log_throttle import MAX_CHARACTERS, LogThrottle
+from everstep.log_lines import MAX_CHARACTERS, LogThrottle
 
 log = logging.getLogger("throttled")
 
@@ -13,7 +13,7 @@ log = logging.getLogger("throttled")
 def test_log_throttle_counts_lines_beyond_the_burst(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     clock = ManualClock(monotonic=1000.0)
-    say = LogThrottle(log, clock.monotonic, burst=2, period_s=10.0)
+    say = LogThrottle(log, clock.monotonic, burst=2)
     for number in range(100):
         say(logging.INFO, "%s is refused", f"peer {number}")
     assert caplog.messages == ["peer 0 is refused", "peer 1 is refused"]

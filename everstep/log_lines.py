@@ -1,0 +1,75 @@
+"""Make log lines safe that others cause: bounded in number and length, and without control of a terminal."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from collections.abc import Callable
+from typing import Any
+
+BURST = 10
+PERIOD_S = 10.0
+MAX_CHARACTERS = 500
+"""Longest log message, which may quote what a stranger sent."""
+
+
+class LogThrottle:
+    """Passes ``burst`` lines in each period, which begins with its first line, and counts the others.
+
+    The first line after a period with dropped lines is preceded by their number. Safe from any thread.
+    """
+
+    def __init__(self, log: logging.Logger, monotonic: Callable[[], float], *, burst: int = BURST) -> None:
+        self._log = log
+        self._monotonic = monotonic
+        self._burst = burst
+        self._lock = threading.Lock()
+        self._ends_at = monotonic()
+        self._said = self._left_out = 0
+
+    def __call__(self, level: int, message: str, *args: object, extra: dict[str, Any] | None = None) -> None:
+        """Log a line, shortened to MAX_CHARACTERS, or count it."""
+        if not self._log.isEnabledFor(level):
+            return
+        with self._lock:
+            now, left_out = self._monotonic(), 0
+            if now >= self._ends_at:
+                self._ends_at = now + PERIOD_S
+                left_out, self._said, self._left_out = self._left_out, 0, 0
+            if self._said >= self._burst:
+                self._left_out += 1
+                return
+            self._said += 1
+        if left_out:
+            self._log.log(level, "%d lines like the next one were left out of the log", left_out, extra=extra)
+        self._log.log(level, "%s", _shortened(message % args), extra=extra)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]}... ({len(text)} characters)"
+
+
+# ---- text from other machines, which must neither control a terminal nor forge a line
+
+_CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def escape_control(text: str) -> str:
+    """Replace control characters, and those that change the direction of writing; newlines stay."""
+    return _CONTROL.sub("\ufffd", text)
+
+
+class PlainLineFormatter(logging.Formatter):
+    """Formats time, level and message for a terminal. Further lines of a message are indented, so they cannot pose as
+    ours."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S")
+
+    def format(self, record: logging.LogRecord) -> str:
+        return escape_control(self.text(record)).replace("\n", "\n  ")
+
+    def text(self, record: logging.LogRecord) -> str:
+        """Return the text to show."""
+        return super().format(record)
