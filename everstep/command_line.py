@@ -52,10 +52,8 @@ def make_app(help_text: str = "", *, completion: bool = True) -> typer.Typer:
 def takes_settings(
     program: Program, *names: str, aliases: Mapping[str, Sequence[str]] = {}
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Give a Typer command one flag per setting, and pass those that were given as its argument ``flags``.
-
-    It takes the settings ``names``, or all if none is named. ``aliases`` has further spellings of flags, by setting.
-    """
+    """Give a Typer command one flag per setting, and pass those that were given as its argument ``flags``. It takes the
+    settings ``names``, or all if none is named. ``aliases`` has further spellings of flags, by setting."""
     settings = [program.settings[name] for name in names or program.settings]
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:

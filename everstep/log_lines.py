@@ -15,10 +15,8 @@ MAX_CHARACTERS = 500
 
 
 class LogThrottle:
-    """Passes ``burst`` lines in each period, which begins with its first line, and counts the others.
-
-    The first line after a period with dropped lines is preceded by their number. Safe from any thread.
-    """
+    """Passes ``burst`` lines in each period, which begins with its first line, and counts the others. The first line
+    after a period with dropped lines is preceded by their number. Safe from any thread."""
 
     def __init__(self, log: logging.Logger, monotonic: Callable[[], float], *, burst: int = BURST) -> None:
         self._log = log

@@ -14,11 +14,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 def parent_pid() -> int:
-    """Return the pid of the process that started this one, for ``die_with_parent``.
-
-    The parent may have written it into the environment, from which it is removed. Otherwise the kernel is asked, which
-    names another process once the parent has ended.
-    """
+    """Return the pid of the process that started this one: from the environment, where that process may have written
+    it and it is removed, else from the kernel, which names another process once the parent has ended."""
     return int(os.environ.pop(PARENT_VARIABLE, "") or os.getppid())
 
 

@@ -240,9 +240,7 @@ _TABLE_OF_MANY = re.compile(r"^\.([A-Za-z0-9_]+)\[(\d+)\]")
 
 def load_toml(path: Path, kind: type[T], known: Iterable[type[msgspec.Struct]] = ()) -> T:
     """Return the TOML file at ``path`` as a ``kind``. Raises ConfigurationError if it cannot be read or does not fit.
-
-    ``known``: structs that can occur inside ``kind``, whose fields are suggested for a misspelt key.
-    """
+    ``known``: structs that can occur inside ``kind``, whose fields are suggested for a misspelt key."""
     return parse_toml(_read_text(path), str(path), kind, known)
 
 

@@ -8,7 +8,6 @@ import socket
 import ssl
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -155,9 +154,7 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 PROGRAM = Program("everstep-agent", AgentSettings)
 
-PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {"lab": {}, "production": {"log_format": "json", "metrics_listen": "127.0.0.1:7703"}}
-)
+PRESETS = {"lab": {}, "production": {"log_format": "json", "metrics_listen": "127.0.0.1:7703"}}
 """Defaults that each preset changes. ``production`` fixes the port of ``/metrics`` and logs JSON."""
 
 

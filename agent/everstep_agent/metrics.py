@@ -175,7 +175,7 @@ def _agent_families(m: AgentMetrics) -> Iterator[Metric]:
         ("clock_skew_seconds", "Seconds that this node's clock is ahead of the controller's.", m.clock_skew_s),
         ("connections", "Connected launchers and ranks.", m.connections),
         ("jobs", "Jobs known on the node.", m.jobs),
-        ("sensor_poll_seconds", "Duration of the newest sensor poll.", None if report is None else report.poll_s),
+        ("sensor_poll_seconds", "Duration of the newest sensor poll.", None if report is None else report.poll.poll_s),
         ("sensor_polled_at_seconds", polled_help, None if report is None else report.polled_at),
     ]
     counters = [
@@ -237,9 +237,10 @@ def _value(sample: GpuSample, gauge: _Gauge) -> float | None:
 
 
 def _gpu_families(node: str, report: SensorReport) -> Iterator[Metric]:
-    models = {gpu.uuid: gpu.name for gpu in report.gpu_identities}
+    models = {gpu.uuid: gpu.name for gpu in report.poll.known_gpus}
     labels = ("node", "gpu", "uuid", "pci_bus_id", "model")
-    rows = [(gpu, (node, str(gpu.index), gpu.uuid, gpu.pci_bus_id, models.get(gpu.uuid, ""))) for gpu in report.gpus]
+    gpus = report.poll.gpus
+    rows = [(gpu, (node, str(gpu.index), gpu.uuid, gpu.pci_bus_id, models.get(gpu.uuid, ""))) for gpu in gpus]
     up = [(where, float(not sample.lost and not sample.error)) for sample, where in rows]
     yield _family(GaugeMetricFamily, "gpu_up", "0 when the GPU is lost or cannot be read.", labels, up)
     for gauge in _GPU:
@@ -247,14 +248,14 @@ def _gpu_families(node: str, report: SensorReport) -> Iterator[Metric]:
         if values:
             kind = CounterMetricFamily if gauge.is_counter else GaugeMetricFamily
             yield _family(kind, f"gpu_{gauge.name}", gauge.help, labels, values)
-    index = {gpu.pci_bus_id: str(gpu.index) for gpu in report.gpus}
+    index = {gpu.pci_bus_id: str(gpu.index) for gpu in gpus}
     xids = (((node, index.get(bus, ""), bus, str(xid)), n) for (bus, xid), n in report.xid_counts.items())
     xid_labels = ("node", "gpu", "pci_bus_id", "xid")
     yield _family(CounterMetricFamily, "gpu_xids", "XIDs since the agent started.", xid_labels, xids)
 
 
 def _dcgm_families(node: str, report: SensorReport) -> Iterator[Metric]:
-    models = {gpu.uuid: gpu.name for gpu in report.gpu_identities}
+    models = {gpu.uuid: gpu.name for gpu in report.poll.known_gpus}
     families: list[tuple[str, str, Callable[[GpuSample], float | None]]] = [
         *((gauge.name, gauge.help, partial(_value, gauge=gauge)) for gauge in _DCGM),
         ("FB_FREE", "Framebuffer memory free (in MiB).", _free_mib),
@@ -262,7 +263,7 @@ def _dcgm_families(node: str, report: SensorReport) -> Iterator[Metric]:
     ]
     for name, help_text, read in families:
         family = Metric(f"DCGM_FI_DEV_{name}", help_text, "unknown")
-        for sample in report.gpus:
+        for sample in report.poll.gpus:
             if (value := read(sample)) is not None:
                 labels = {
                     "gpu": str(sample.index),

@@ -283,15 +283,15 @@ class Supervisor:
     # Uplink callbacks: state for the controller, and its directives
 
     def describe_node(self) -> NodeDescription:
-        sensor_report = self._sensor_report or SensorReport(at=0.0)
+        poll = (self._sensor_report or SensorReport()).poll
         return NodeDescription(
             vault=self._vault.address,
-            boot_id=sensor_report.boot_id,
-            driver_version=sensor_report.driver_version,
+            boot_id=poll.boot_id,
+            driver_version=poll.driver_version,
             domain=Domain(rack=self._settings.rack, switch=self._settings.switch, power=self._settings.power_domain),
             labels=parse_labels(self._settings),
-            gpus=sensor_report.gpu_identities,
-            host=sensor_report.host_identity,
+            gpus=poll.known_gpus,
+            host=poll.host_identity,
         )
 
     def findings(self) -> tuple[Finding, ...]:

@@ -82,9 +82,7 @@ class ConnectionOptions(msgspec.Struct, frozen=True):
 
     def resolved(self, environ: Mapping[str, str]) -> ConnectionOptions:
         """Return the options with a controller: the given one, else that of a run on this machine, else the default.
-
-        Raises ConfigurationError if several runs are here and none was chosen, or the chosen one does not exist.
-        """
+        Raises ConfigurationError if several runs are here and none was chosen, or the chosen one does not exist."""
         if self.run and self.controller:
             raise ConfigurationError("--run and --controller exclude each other: omit one of them")
         if self.controller:
@@ -193,10 +191,8 @@ def local_runs(folder: Path) -> list[LocalRun]:
 
 
 def choose(folder: Path, name: str) -> LocalRun | None:
-    """Return the run that a person named by its job or directory, or the only one; None if there is none at all.
-
-    Raises ConfigurationError if there are several, or none of that name. The message lists the existing ones.
-    """
+    """Return the run that a person named by its job or directory, or the only one; None if there is none at all. Raises
+    ConfigurationError if there are several, or none of that name. The message lists the existing ones."""
     runs = local_runs(folder)
     fitting = [run for run in runs if name in ("", run.job, run.directory.name)]
     if len(fitting) == 1:

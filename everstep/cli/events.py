@@ -29,11 +29,6 @@ Since = Annotated[str, typer.Option(metavar="TIME", help="Begin: 2h (ago), or 20
 Until = Annotated[str, typer.Option(metavar="TIME", help="End, in the same forms.")]
 
 
-def register(app: typer.Typer) -> None:
-    for command in (events, audit):
-        app.command()(command)
-
-
 def events(
     context: typer.Context,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Continue with new events until interrupted.")] = False,
@@ -120,14 +115,7 @@ def _print(event: op.Event, as_json: bool) -> None:
         console.print(tables.event_line(event), soft_wrap=True)
 
 
-def _matches(event: op.Event, *, trace: str, node: str, job: str, kind: str) -> bool:
-    same = all(
-        not wanted or had == wanted for had, wanted in ((event.trace, trace), (event.node, node), (event.job, job))
-    )
-    return same and event.kind.startswith(kind)
-
-
-def _follow(client: ControllerClient, after: int, as_json: bool, **wanted: str) -> None:
+def _follow(client: ControllerClient, after: int, as_json: bool, *, kind: str, **wanted: str) -> None:
     """Print new events, across restarts of the controller, until interrupted."""
     try:
         while True:
@@ -140,7 +128,8 @@ def _follow(client: ControllerClient, after: int, as_json: bool, **wanted: str) 
                         continue
                     event = msgspec.json.decode(data, type=op.Event)
                     after = event.id
-                    if _matches(event, **wanted):
+                    same = all(not text or getattr(event, name) == text for name, text in wanted.items())
+                    if same and event.kind.startswith(kind):
                         _print(event, as_json)
             except Unavailable:
                 pass  # the controller restarts; the next stream begins after the last event seen

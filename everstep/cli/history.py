@@ -38,11 +38,6 @@ def fetch_list(client: ControllerClient, url_path: str, kind: type[T], limit: in
             return kind(**msgspec.structs.asdict(page) | {name: tuple(entries), "next": ""})
 
 
-def register(app: typer.Typer) -> None:
-    for command in (findings, verdicts, checkpoints, remediations, probes, budget, evidence):
-        app.command()(command)
-
-
 def findings(
     context: typer.Context,
     node: Node = "",

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from typing import Annotated, Literal
 
 import typer
@@ -47,10 +48,10 @@ app.add_typer(verdict_app, name="verdict")
 app.add_typer(tokens.app, name="token")
 app.add_typer(policy.app, name="policy")
 app.add_typer(vault.app, name="vault")
-history.register(app)
-events.register(app)
-app.command()(nodes.nodes)
-app.command()(files.files)
+_commands: list[Callable[..., None]] = [history.findings, history.verdicts, history.checkpoints, history.remediations]
+_commands += [history.probes, history.budget, history.evidence, events.events, events.audit, nodes.nodes, files.files]
+for _command in _commands:
+    app.command()(_command)
 job_app.command()(history.loss_forecast)
 
 JobName = Annotated[str, typer.Argument(metavar="JOB")]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -81,8 +81,7 @@ def issue(
             subjects = {"agent": "the node", "trainer": "the job"}
             raise ConfigurationError(f"--role {role} needs --subject: {subjects.get(role, 'the person')}")
         body = _KINDS[role](**about)
-        with _token_output(out) as hand_out:
-            hand_out(client.post("/v1/credentials", body, wire.Issued))
+        _output_token(out, partial(client.post, "/v1/credentials", body, wire.Issued))
 
 
 @app.command()
@@ -96,8 +95,7 @@ def rotate(context: typer.Context, id: CredentialId, reason: Reason, grace: Dura
     """Issue a new credential for the same subject. The old one stays valid for the grace period."""
     with connected_client(context) as client:
         body = wire.Rotate(reason=reason, grace_s=parse_duration(grace))
-        with _token_output(out) as hand_out:
-            hand_out(client.post(path("credentials", id, "rotate"), body, wire.Issued))
+        _output_token(out, partial(client.post, path("credentials", id, "rotate"), body, wire.Issued))
 
 
 _KINDS: dict[str, type[wire.IssueRequest]] = {
@@ -109,27 +107,23 @@ _KINDS: dict[str, type[wire.IssueRequest]] = {
 }
 
 
-@contextmanager
-def _token_output(out: str) -> Iterator[Callable[[wire.Issued], None]]:
-    """Yield a function that outputs an issued token. The file is made first, because the token is shown only once."""
+def _output_token(out: str, request: Callable[[], wire.Issued]) -> None:
+    """Request a credential, and output its token. The file is made first, because the token is shown only once."""
     if not out:
-        yield lambda issued: typer.echo(issued.token)  # alone on stdout, so that it can be piped
+        typer.echo(request().token)  # alone on stdout, so that it can be piped
         return
     try:
         descriptor = os.open(Path(out), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise ConfigurationError(f"cannot write {out}: {error.strerror}; give a new file") from error
     with os.fdopen(descriptor, "w") as file:
-
-        def write(issued: wire.Issued) -> None:
-            file.write(issued.token + "\n")
-            console.print(f"wrote the token of credential {issued.credential.id} to {out}")
-
         try:
-            yield write
+            issued = request()
         except EverstepError:
             Path(out).unlink()
             raise
+        file.write(issued.token + "\n")
+    console.print(f"wrote the token of credential {issued.credential.id} to {out}")
 
 
 def _is_valid(one: wire.Credential, now: float) -> bool:

@@ -24,8 +24,7 @@ app = make_app("List the checkpoint memory of this machine, and free unused memo
 
 STOP_TIMEOUT_S = 30.0
 Directory = Annotated[
-    Path | None,
-    typer.Option("--dir", help="Directory of all vaults: the parent of an agent's --segment-dir."),
+    Path | None, typer.Option("--dir", help="Directory of all vaults: the parent of an agent's --segment-dir.")
 ]
 
 

@@ -366,9 +366,7 @@ def format_segment(
     job: str = "",
 ) -> None:
     """Write the headers of an empty segment that fills ``buffer``. ``nonce`` should differ from all other segments'.
-
-    Raises OutOfSlotMemory if the buffer is too small, ConfigurationError if it or a slot has another wrong size.
-    """
+    Raises OutOfSlotMemory if the buffer is too small, ConfigurationError if it or a slot has another wrong size."""
     need = segment_bytes(slots, slot_bytes)
     if len(buffer) < need:
         raise OutOfSlotMemory(
@@ -473,10 +471,8 @@ class SegmentView:
     def reserve(
         self, slot: int, rank: int, version: Version, manifest_bytes: int, payload_bytes: int
     ) -> tuple[memoryview, memoryview]:
-        """Mark the slot FILLING; return the manifest and the payload to fill.
-
-        Raises OutOfSlotMemory if the two do not fit, Conflict if the slot is being repaired.
-        """
+        """Mark the slot FILLING; return the manifest and the payload to fill. Raises OutOfSlotMemory if the two do not
+        fit, Conflict if the slot is being repaired."""
         offset = _payload_offset(manifest_bytes, payload_bytes)
         if offset + payload_bytes > self.slot_bytes:
             raise OutOfSlotMemory(

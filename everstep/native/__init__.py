@@ -27,9 +27,7 @@ _ARGUMENTS = (_Address, ctypes.c_uint64, _Address, _Address, _Address, ctypes.c_
 
 class CopyHash:
     """The library's functions, which release Python's lock; columns are addresses of 64-bit integers, one per part.
-
-    Nothing is checked: all memory must be mapped, and stay so.
-    """
+    Nothing is checked: all memory must be mapped, and stay so."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._scatter, self._gather = library.everstep_scatter, library.everstep_gather
@@ -38,18 +36,14 @@ class CopyHash:
 
     def scatter(self, source: int, length: int, offsets: int, targets: int, sizes: int, count: int) -> bytes:
         """Copy ``count`` parts out of ``length`` bytes (at least MIN_BYTES) at ``source``, and return their xxh3-128.
-
-        The parts are ``sizes`` bytes at ascending ``offsets``, copied to the addresses ``targets``.
-        """
+        The parts are ``sizes`` bytes at ascending ``offsets``, copied to the addresses ``targets``."""
         digest = ctypes.create_string_buffer(DIGEST_BYTES)
         self._scatter(source, length, offsets, targets, sizes, count, digest)
         return digest.raw
 
     def gather(self, target: int, length: int, offsets: int, sources: int, sizes: int, count: int) -> bytes:
-        """Fill ``count`` parts of ``length`` bytes (at least MIN_BYTES) at ``target``; return the xxh3-128 of all.
-
-        The parts are ``sizes`` bytes at ascending ``offsets``, filled from the addresses ``sources``.
-        """
+        """Fill ``count`` parts of ``length`` bytes (at least MIN_BYTES) at ``target``; return the xxh3-128 of all. The
+        parts are ``sizes`` bytes at ascending ``offsets``, filled from the addresses ``sources``."""
         digest = ctypes.create_string_buffer(DIGEST_BYTES)
         self._gather(target, length, offsets, sources, sizes, count, digest)
         return digest.raw

@@ -31,13 +31,6 @@ _EVENTS = (
     | pynvml.nvmlEventTypeGpuRecoveryAction
 )
 
-_IDENTITY = {
-    "name": pynvml.nvmlDeviceGetName,
-    "serial": pynvml.nvmlDeviceGetSerial,
-    "part_number": pynvml.nvmlDeviceGetBoardPartNumber,
-    "vbios": pynvml.nvmlDeviceGetVbiosVersion,
-    "inforom": pynvml.nvmlDeviceGetInforomImageVersion,
-}
 MAX_NVLINKS = 18
 
 
@@ -85,7 +78,11 @@ class GpuDevice:
             pci_bus_id=kernel_bus_id(_call("PCI address", pynvml.nvmlDeviceGetPciInfo, self.handle).busId),
             uuid=_call("UUID", pynvml.nvmlDeviceGetUUID, self.handle),
             memory_bytes=0 if memory is None else memory.total,
-            **{name: self.read(function) or "" for name, function in _IDENTITY.items()},
+            name=self.read(pynvml.nvmlDeviceGetName) or "",
+            serial=self.read(pynvml.nvmlDeviceGetSerial) or "",
+            part_number=self.read(pynvml.nvmlDeviceGetBoardPartNumber) or "",
+            vbios=self.read(pynvml.nvmlDeviceGetVbiosVersion) or "",
+            inforom=self.read(pynvml.nvmlDeviceGetInforomImageVersion) or "",
         )
 
     def read(self, function: Callable[..., Any], *arguments: Any) -> Any:

@@ -42,12 +42,6 @@ class ProcessCounts(NamedTuple):
     zombies: int
 
 
-_DMI_FILES = {
-    "vendor": "sys_vendor",
-    "product": "product_name",
-    "serial": "product_serial",
-    "chassis_serial": "chassis_serial",
-}
 _IB_ERRORS = ("symbol_error", "port_rcv_errors", "local_link_integrity_errors", "excessive_buffer_overrun_errors")
 _ETHERNET_ERRORS = ("rx_errors", "tx_errors")
 _ARPHRD_ETHER = "1"
@@ -97,8 +91,9 @@ def _identity(device: Path, **files: Path) -> dict[str, str]:
 
 def host_identity(sysfs: Path, proc: Path) -> Host:
     """Return the machine's identity from its firmware tables, whose serial numbers only root may read."""
-    files = {name: sysfs / "class/dmi/id" / file for name, file in _DMI_FILES.items()}
-    files["kernel"] = proc / "sys/kernel/osrelease"
+    dmi = sysfs / "class/dmi/id"
+    files = {"vendor": dmi / "sys_vendor", "product": dmi / "product_name", "serial": dmi / "product_serial"}
+    files |= {"chassis_serial": dmi / "chassis_serial", "kernel": proc / "sys/kernel/osrelease"}
     return Host(**{name: (_read_text(path) or "")[:MAX_HARDWARE_TEXT] for name, path in files.items()})
 
 

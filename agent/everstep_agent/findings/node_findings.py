@@ -18,10 +18,8 @@ MAX_ONE_TIME_FINDINGS = 256
 
 
 class NodeFindings:
-    """The node's findings, from complete sources (``replace_source``) and from single reports (``add_one_time``).
-
-    Every critical finding has a trace from its first appearance, so that its consequences can be found.
-    """
+    """The node's findings, from complete sources (``replace_source``) and from single reports (``add_one_time``). Every
+    critical finding has a trace from its first appearance, so that its consequences can be found."""
 
     def __init__(self, new_trace_id: Callable[[], str]) -> None:
         self._new_trace_id = new_trace_id

@@ -349,9 +349,7 @@ class JobRegistry:
 
     def _forward_version_notice(self, body: VersionNotice) -> None:
         job = self._jobs.get(body.job)
-        if job is None or job.stop_directive is not None:
-            return
-        for process in job.ranks.values():
+        for process in job.ranks.values() if job is not None and job.stop_directive is None else ():
             if not process.kill_reason:
                 process.connection.send(body)
 

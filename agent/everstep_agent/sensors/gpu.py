@@ -116,22 +116,23 @@ def _unreadable_sample(gpu: Gpu, error: str, *, lost: bool, recovery_action: int
 _ECC_CORRECTED = (pynvml.nvmlDeviceGetTotalEccErrors, pynvml.NVML_MEMORY_ERROR_TYPE_CORRECTED)
 _ECC_UNCORRECTED = (pynvml.nvmlDeviceGetTotalEccErrors, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED)
 
-_FAST_FIELDS = (
-    pynvml.NVML_FI_DEV_MEMORY_TEMP,
-    pynvml.NVML_FI_DEV_TOTAL_ENERGY_CONSUMPTION,
-    pynvml.NVML_FI_DEV_REMAPPED_PENDING,
-    pynvml.NVML_FI_DEV_REMAPPED_FAILURE,
-    pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION,
-)
-
-_SLOW_FIELDS = (
-    pynvml.NVML_FI_DEV_REMAPPED_COR,
-    pynvml.NVML_FI_DEV_REMAPPED_UNC,
+_FAST_FIELDS = {
+    "memory_temperature_c": pynvml.NVML_FI_DEV_MEMORY_TEMP,
+    "energy_j": pynvml.NVML_FI_DEV_TOTAL_ENERGY_CONSUMPTION,
+    "remap_pending": pynvml.NVML_FI_DEV_REMAPPED_PENDING,
+    "remap_failure": pynvml.NVML_FI_DEV_REMAPPED_FAILURE,
+    "recovery_action": pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION,
+}
+_SLOW_FIELDS = {
+    "remapped_corrected": pynvml.NVML_FI_DEV_REMAPPED_COR,
+    "remapped_uncorrected": pynvml.NVML_FI_DEV_REMAPPED_UNC,
+    "pcie_fatal_errors": pynvml.NVML_FI_DEV_PCIE_COUNT_FATAL_ERROR,
+    "nvlink_recovery_failures": pynvml.NVML_FI_DEV_NVLINK_COUNT_LINK_RECOVERY_FAILED_EVENTS,
+}
+_NVLINK_COUNTERS = (
     pynvml.NVML_FI_DEV_NVLINK_ERROR_DL_REPLAY,
     pynvml.NVML_FI_DEV_NVLINK_ERROR_DL_RECOVERY,
     pynvml.NVML_FI_DEV_NVLINK_ERROR_DL_CRC,
-    pynvml.NVML_FI_DEV_PCIE_COUNT_FATAL_ERROR,
-    pynvml.NVML_FI_DEV_NVLINK_COUNT_LINK_RECOVERY_FAILED_EVENTS,
 )
 
 
@@ -139,43 +140,37 @@ def _read_fast_values(device: GpuDevice) -> dict[str, Any]:
     """Read the values that change from second to second. Raises NvmlError."""
     memory = device.read(pynvml.nvmlDeviceGetMemoryInfo)
     utilization = device.read(pynvml.nvmlDeviceGetUtilizationRates)
-    memory_temperature, energy, pending, failure, recovery = device.read_fields(_FAST_FIELDS)
-    return {
+    fields = dict(zip(_FAST_FIELDS, device.read_fields(tuple(_FAST_FIELDS.values())), strict=True))
+    return fields | {
+        "energy_j": _scaled(fields["energy_j"], 1e-3),
         "temperature_c": device.read(pynvml.nvmlDeviceGetTemperature, pynvml.NVML_TEMPERATURE_GPU),
         "temperature_margin_c": device.read(pynvml.nvmlDeviceGetMarginTemperature),
-        "memory_temperature_c": memory_temperature,
         "power_w": _scaled(device.read(pynvml.nvmlDeviceGetPowerUsage), 1e-3),
-        "energy_j": _scaled(energy, 1e-3),
         "sm_clock_mhz": device.read(pynvml.nvmlDeviceGetClockInfo, pynvml.NVML_CLOCK_SM),
         "throttle_reasons": device.read(pynvml.nvmlDeviceGetCurrentClocksEventReasons),
         "memory_used_bytes": None if memory is None else memory.used,
         "memory_total_bytes": None if memory is None else memory.total,
         "gpu_utilization": None if utilization is None else utilization.gpu / 100,
         "memory_utilization": None if utilization is None else utilization.memory / 100,
-        "remap_pending": pending,
-        "remap_failure": failure,
-        "recovery_action": recovery,
     }
 
 
 def _read_slow_values(device: GpuDevice, limit: PcieLimit) -> dict[str, Any]:
     """Read the values that change rarely, or cost a call for each of many links. Raises NvmlError."""
-    corrected, uncorrected, replays, recoveries, crc, pcie_fatal, recovery_failed = device.read_fields(_SLOW_FIELDS)
+    numbers = device.read_fields((*_SLOW_FIELDS.values(), *_NVLINK_COUNTERS))
+    fields = dict(zip(_SLOW_FIELDS, numbers, strict=False))
+    nvlink_counters = [each for each in numbers[len(_SLOW_FIELDS) :] if each is not None]
     links, links_down = device.count_nvlinks()
-    nvlink_counters = [each for each in (replays, recoveries, crc) if each is not None]
     processes = device.read(pynvml.nvmlDeviceGetComputeRunningProcesses_v3)
-    return {
+    return fields | {
         "power_limit_w": _scaled(device.read(pynvml.nvmlDeviceGetEnforcedPowerLimit), 1e-3),
         "memory_clock_mhz": device.read(pynvml.nvmlDeviceGetClockInfo, pynvml.NVML_CLOCK_MEM),
         "ecc_corrected": device.read(*_ECC_CORRECTED, pynvml.NVML_VOLATILE_ECC),
         "ecc_uncorrected": device.read(*_ECC_UNCORRECTED, pynvml.NVML_VOLATILE_ECC),
         "ecc_uncorrected_lifetime": device.read(*_ECC_UNCORRECTED, pynvml.NVML_AGGREGATE_ECC),
         "sram_threshold_exceeded": device.read(nvml.sram_threshold_exceeded),
-        "remapped_corrected": corrected,
-        "remapped_uncorrected": uncorrected,
         "retired_pages": device.read(nvml.retired_pages),
         "pcie_replays": device.read(pynvml.nvmlDeviceGetPcieReplayCounter),
-        "pcie_fatal_errors": pcie_fatal,
         "pcie_generation": device.read(pynvml.nvmlDeviceGetCurrPcieLinkGeneration),
         "pcie_generation_max": _lesser_limit(device.read(pynvml.nvmlDeviceGetMaxPcieLinkGeneration), limit.generation),
         "pcie_width": device.read(pynvml.nvmlDeviceGetCurrPcieLinkWidth),
@@ -183,7 +178,6 @@ def _read_slow_values(device: GpuDevice, limit: PcieLimit) -> dict[str, Any]:
         "nvlinks": links or None,
         "nvlinks_down": links_down if links else None,
         "nvlink_errors": sum(nvlink_counters) if nvlink_counters else None,
-        "nvlink_recovery_failures": recovery_failed,
         "processes": None if processes is None else len(processes),
     }
 

@@ -158,11 +158,8 @@ LOG_BURST_PAUSE_S = 0.01
 
 
 class SensorMonitor:
-    """Sense a node. ``on_report`` receives a report at every poll, and at once when a finding appears or clears.
-
-    It is called in the event loop, and must not block. Raises ConfigurationError if a policy or a scenario cannot be
-    used.
-    """
+    """Sense a node. ``on_report`` receives a report at every poll, and at once when a finding appears or clears. It is
+    called in the event loop, and must not block. Raises ConfigurationError if a policy or a scenario cannot be used."""
 
     def __init__(self, settings: SensorSettings, clock: Clock, on_report: Callable[[SensorReport], None]) -> None:
         self._settings = settings
@@ -192,18 +189,11 @@ class SensorMonitor:
     @property
     def report(self) -> SensorReport:
         """Everything known now."""
-        poll = self._poll
         return SensorReport(
-            at=self._clock.wall(),
-            boot_id=poll.boot_id,
-            driver_version=poll.driver_version,
-            gpu_identities=poll.known_gpus,
-            host_identity=poll.host_identity,
-            gpus=poll.gpus,
+            poll=self._poll,
+            polled_at=self._polled_at,
             findings=self._assessor.findings,
             xid_counts=self._assessor.xid_history.totals,
-            poll_s=poll.poll_s,
-            polled_at=self._polled_at,
             sensor_restarts=self._restarts,
         )
 

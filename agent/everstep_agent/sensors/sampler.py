@@ -150,16 +150,17 @@ def serve(channel: socket.socket, activity_page: mmap.mmap) -> None:
     config = _receive_config(channel)
     node = NodeSensors(config, activity_page)
     due = SYSTEM_CLOCK.monotonic()
+
+    def send(*messages: PollResult | None) -> None:
+        for message in filter(None, messages):
+            channel.sendall(encode_frame(message))
+
     try:
         while True:
-            for message in (node.poll_urgent(), node.poll()):
-                if message is not None:
-                    channel.sendall(encode_frame(message))
+            send(node.poll_urgent(), node.poll())
             due = max(due + config.interval_s, SYSTEM_CLOCK.monotonic())
             while SYSTEM_CLOCK.monotonic() < due:
-                for message in (node.wait_xid_events(due), node.poll_urgent()):
-                    if message is not None:
-                        channel.sendall(encode_frame(message))
+                send(node.wait_xid_events(due), node.poll_urgent())
     except (BrokenPipeError, ConnectionResetError):
         return
 

@@ -6,14 +6,7 @@ import msgspec
 
 from everstep.vocabulary import Finding
 from everstep.wire.v1.agent import UNKNOWN_HOST, Gpu, Host
-from everstep_agent.sensors.samples import (
-    GpuSample,
-    HostSample,
-    PathSample,
-    PortSample,
-    Sample,
-    XidEvent,
-)
+from everstep_agent.sensors.samples import GpuSample, HostSample, PathSample, PortSample, Sample, XidEvent
 from everstep_agent.virtual.scenario import Scenario
 
 # Messages between the sensor process and its supervisor: one ``SensorConfig``, then one ``PollResult`` after another.
@@ -57,21 +50,15 @@ class PollResult(Sample, frozen=True, kw_only=True):
 
 
 class SensorReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything known of the node at ``at`` (wall seconds).
+    """Everything known of the node.
 
     ``findings`` is complete: a missing key has cleared. A finding stays equal from report to report until a relevant
-    part changes, so that comparing tuples shows whether there is news. A lost GPU stays in ``gpus`` with ``lost`` set,
-    because its series must not vanish.
+    part changes, so that comparing tuples shows whether there is news. A lost GPU stays in ``poll.gpus`` with ``lost``
+    set, because its series must not vanish.
     """
 
-    at: float
-    boot_id: str = ""
-    driver_version: str = ""
-    gpu_identities: tuple[Gpu, ...] = ()
-    host_identity: Host = UNKNOWN_HOST
-    gpus: tuple[GpuSample, ...] = ()
+    poll: PollResult = PollResult(is_full=True)  # the newest
+    polled_at: float = 0.0  # wall time of the newest poll; 0 before the first
     findings: tuple[Finding, ...] = ()
     xid_counts: dict[tuple[str, int], int] = {}
-    poll_s: float = 0.0  # seconds the newest poll took
-    polled_at: float = 0.0  # wall time of the newest poll; 0 before the first
     sensor_restarts: int = 0  # number of times the sensor process has ended

@@ -310,7 +310,9 @@ class Uplink:
         finally:
             self._driver = None
             driver.stop()
-            self._cancel_succession_check()
+            if self._succession_task is not None:
+                self._succession_task.cancel()
+                self._succession_task = None
             if not driver.has_left:
                 connection.fail(Unavailable(f"{url}: the agent is ending", 0.0))
         if driver.has_left:
@@ -326,29 +328,20 @@ class Uplink:
             session.succession, session.next_beat_at = found, self._clock.monotonic()
             driver.schedule()
 
-    def _cancel_succession_check(self) -> None:
-        if self._succession_task is not None:
-            self._succession_task.cancel()
-            self._succession_task = None
-
     async def _wait_between_sessions(self, until: float) -> None:
         """Wait between two sessions with a controller that holds none: until the next beat, or urgent news."""
-        if self._state.spool.newest_urgent_number > self._state.spool.sent_through:
-            return
-        self._is_between_sessions = True
-        try:
+        if self._state.spool.newest_urgent_number <= self._state.spool.sent_through:
+            self._is_between_sessions = True
             await self._wait_until(until)
-        finally:
             self._is_between_sessions = False
 
     async def _wait_until(self, at: float) -> None:
         self._wake.clear()
         wait_s = at - self._clock.monotonic()
-        if wait_s <= 0:
-            return
-        with contextlib.suppress(TimeoutError):  # asyncio.wait_for may swallow a cancellation
-            async with asyncio.timeout(wait_s):
-                await self._wake.wait()
+        if wait_s > 0:
+            with contextlib.suppress(TimeoutError):  # asyncio.wait_for may swallow a cancellation
+                async with asyncio.timeout(wait_s):
+                    await self._wake.wait()
 
     # Outcomes
 

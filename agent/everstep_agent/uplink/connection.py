@@ -46,10 +46,8 @@ _BY_STATUS = {401: "unauthenticated", 403: "forbidden", 404: "not_found", 409: "
 
 
 def error_from_response(status: int, body: bytes, retry_after: str, url: str) -> EverstepError:
-    """Return the error for an HTTP answer; a foreign answer is classified by its status.
-
-    ``retry_after``: the header of that name, as received; a date counts as none.
-    """
+    """Return the error for an HTTP answer; a foreign answer is classified by its status. ``retry_after``: the header of
+    that name, as received; a date counts as none."""
     try:
         problem = msgspec.json.decode(body, type=_Problem)
     except DECODE_ERRORS:

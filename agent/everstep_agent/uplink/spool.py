@@ -57,9 +57,6 @@ def is_urgent(report: AnyReport) -> bool:
     return not isinstance(report, VersionSealed)
 
 
-SealKey = tuple[str, int, int, Version]
-
-
 class Spool:
     """Unacknowledged reports in order of their numbers.
 
@@ -70,7 +67,7 @@ class Spool:
 
     def __init__(self, file: Path | None, *, max_reports: int, max_bytes: int, batch_window_s: float) -> None:
         self._entries: dict[int, _Entry] = {}
-        self._seals: dict[SealKey, int] = {}
+        self._seals: dict[tuple[str, int, int, Version], int] = {}
         self.size_bytes = 0
         """Bytes of unacknowledged reports, as MessagePack."""
         self._last = 0

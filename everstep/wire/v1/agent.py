@@ -231,10 +231,9 @@ class HeartbeatAnswer(Message, frozen=True, kw_only=True):
             whose ranks the heartbeat did not list.
         directives: Every directive that the node has not acknowledged, outside a session and in a session's first
             answer; later ones are pushed.
-        keep_open: Whether to keep the session open. A controller short of file descriptors says False to nodes that no
-            job waits for, and to others only if that is not enough. The node then hangs up once it awaits no answer,
-            reconnects for its next heartbeat (or for an urgent report), and acknowledges directives in it. Hanging up
-            is no sign of a fault then; only deadlines judge its silence. Every answer repeats the flag.
+        keep_open: Whether to keep the session open. Otherwise the node hangs up once it awaits no answer, reconnects
+            for its next heartbeat or an urgent report, and acknowledges directives in it; only deadlines judge its
+            silence then. Every answer repeats the flag.
         unconfirmed_epoch: The epoch in which this controller leads, if it cannot reach the database and so cannot know
             whether another leads in a higher one; the agent then asks the controllers it knows. 0: confirmed.
     """

@@ -124,10 +124,7 @@ class Issued(Message, frozen=True, kw_only=True):
 
 
 class CredentialList(Message, frozen=True, kw_only=True):
-    """Live credentials and recently ended ones, oldest first.
-
-    ``next`` is the ``cursor`` of the next page (empty on the last one).
-    """
+    """Live credentials and recently ended ones, oldest first; ``next`` is the ``cursor`` of the next page."""
 
     credentials: tuple[Credential, ...]
     next: str = ""

@@ -397,10 +397,8 @@ class OpenPeerConnection(_JobRequest, frozen=True, kw_only=True, tag=True):
 
 
 class PeerConnectionOpened(_Exchange, frozen=True, kw_only=True, tag=True):
-    """The descriptor (SCM_RIGHTS) of an authenticated, unused connection between vaults accompanies this frame.
-
-    The rank owns it from now on, for reads as in ``transfer``.
-    """
+    """The descriptor (SCM_RIGHTS) of an authenticated, unused connection between vaults accompanies this frame. The
+    rank owns it from now on, for reads as in ``transfer``."""
 
     answer_timeout_s: float  # how long to wait for the answer to a request
     io_timeout_s: float  # how long to wait for the next byte after that

@@ -336,10 +336,7 @@ class ProbeStatus(Message, frozen=True, kw_only=True):
 
 
 class ProbeList(Message, frozen=True, kw_only=True):
-    """Probes since the controller began to lead, newest first.
-
-    ``next`` is the ``cursor`` of the next page (empty on the last one).
-    """
+    """Probes since the controller began to lead, newest first; ``next`` as in NodeList."""
 
     probes: tuple[ProbeStatus, ...]
     next: str = ""

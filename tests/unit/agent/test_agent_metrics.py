@@ -16,7 +16,7 @@ import pytest
 from everstep_agent import metrics
 from everstep_agent.metrics import AgentCollector, AgentMetrics, MetricsServer, resident_bytes
 from everstep_agent.sensors.samples import GpuSample
-from everstep_agent.sensors.sensor_messages import SensorReport
+from everstep_agent.sensors.sensor_messages import PollResult, SensorReport
 from prometheus_client.core import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -45,7 +45,8 @@ XID = Finding(kind=FindingKind.GPU_XID, subject=BUS, severity=Severity.CRITICAL,
 
 def a_picture(*gpus: GpuSample, **more: Any) -> SensorReport:
     identity = Gpu(index=0, uuid="GPU-0", name="H100", pci_bus_id=BUS, memory_bytes=80 << 30)
-    return SensorReport(at=0.0, gpu_identities=(identity,), gpus=gpus, xid_counts={(BUS, 79): 3}, **more)
+    poll = PollResult(is_full=True, known_gpus=(identity,), gpus=gpus)
+    return SensorReport(poll=poll, xid_counts={(BUS, 79): 3}, **more)
 
 
 def numbers(**changes: Any) -> AgentMetrics:

@@ -62,12 +62,12 @@ def write_line(settings: SensorSettings, line: str) -> None:
 def test_eight_virtual_gpus_are_seen_healthy(settings: SensorSettings) -> None:
     async def scene(sensing: Watched) -> None:
         picture = sensing.pictures[-1]
-        assert [gpu.index for gpu in picture.gpu_identities] == list(range(8))
-        assert picture.gpu_identities[0].pci_bus_id == BUS
-        assert picture.gpu_identities[0].part_number
-        assert all(getattr(picture.host_identity, word) for word in picture.host_identity.__struct_fields__)
+        assert [gpu.index for gpu in picture.poll.known_gpus] == list(range(8))
+        assert picture.poll.known_gpus[0].pci_bus_id == BUS
+        assert picture.poll.known_gpus[0].part_number
+        assert all(getattr(picture.poll.host_identity, word) for word in picture.poll.host_identity.__struct_fields__)
         assert picture.findings == ()
-        assert picture.boot_id == "virtual-boot-1"
+        assert picture.poll.boot_id == "virtual-boot-1"
         assert sensing.process.pid not in (None, os.getpid())
 
     play(settings, scene)
@@ -80,7 +80,7 @@ def test_gpu_off_the_bus_is_found_in_log_and_cleared_by_reset(settings: SensorSe
         (finding,) = picture.findings
         assert finding.severity is Severity.CRITICAL
         assert Action.strongest(finding.action, Action.DRAIN) is finding.action
-        assert finding.evidence["uuid"] == picture.gpu_identities[0].uuid
+        assert finding.evidence["uuid"] == picture.poll.known_gpus[0].uuid
         control.write(gpus={"0": {"reset_at": SYSTEM_CLOCK.wall()}})
         assert (await sensing.until_no_finding(XID_79)).findings == ()
 
@@ -101,11 +101,11 @@ def test_control_file_sets_xid_loss_and_boot_id(settings: SensorSettings, contro
         control.write(gpus={"0": {"xid": 79, "lost": True}})
         await sensing.until_finding(f"gpu.lost/{BUS}")
         picture = await sensing.until_finding(XID_79)
-        assert picture.gpus[0].lost
-        assert len(picture.gpus) == 8
+        assert picture.poll.gpus[0].lost
+        assert len(picture.poll.gpus) == 8
         control.write(boot_id="virtual-boot-2")
         picture = await sensing.until_no_finding(XID_79)
-        assert picture.boot_id == "virtual-boot-2"
+        assert picture.poll.boot_id == "virtual-boot-2"
 
     play(settings, scene)
 
