@@ -15,23 +15,17 @@ from sqlalchemy import Engine
 
 from everstep import __version__
 from everstep.clock import Clock
-from everstep_controller.api import endpoints, openapi, web_page
+from everstep_controller.api import endpoints, openapi, routes, web_page
 from everstep_controller.api.admission import AdmissionControl
 from everstep_controller.api.auth import Authenticator
 from everstep_controller.api.credentials import CredentialStore, Keyring
 from everstep_controller.api.history import HistoryRoutes
 from everstep_controller.api.operators import CredentialRoutes, OperatorRoutes, PolicyRoutes
-from everstep_controller.api.routes import (
-    CREDENTIAL_ROUTES,
-    HISTORY_ROUTES,
-    OPERATOR_ROUTES,
-    PLAIN_ROUTES,
-    POLICY_ROUTES,
-)
 from everstep_controller.api.stream import AuditFeed, StreamReservations
-from everstep_controller.config import ControllerSettings, LoadedSettings
+from everstep_controller.config import ControllerSettings
 from everstep_controller.core import engine
 from everstep_controller.core.state import FleetState
+from everstep_controller.journal.policy_replay import PolicyTrialRunner
 from everstep_controller.journal.recorder import Journal
 from everstep_controller.leadership.leader_checks import EpochCheck, StandbyMonitor
 from everstep_controller.leadership.lease import LeaseTenure
@@ -161,7 +155,7 @@ class Controller:
         self._gauges = FleetCollector(self.view_context)
         self.metrics.registry.register(self._gauges)
         self.credentials = CredentialStore(loaded.credentials)
-        gate = Authenticator.from_settings(settings, keyring, self.credentials, state.jobs, clock, self.loop.now)
+        gate = Authenticator(settings, keyring, self.credentials, state.jobs, clock, self.loop.now)
         self.authenticator = gate
         self.agent_service = AgentService(
             loop=self.loop,
@@ -172,7 +166,7 @@ class Controller:
             defer=SerialQueue(),
             name=settings.name,
             heartbeat_interval_s=settings.heartbeat_interval_s,
-            charge_reports=gate.charge_reports,
+            charge_reports=gate.limits.charge_reports,
             epoch_check=self.epoch_check,
         )
         self.app = self._operator_app(gate)
@@ -306,28 +300,20 @@ class Controller:
             readers=readers,
             on_stream_cut=self.metrics.streams_cut.inc,
         )
-        app.add_api_route(PLAIN_ROUTES["stream"].path, history.stream, methods=["GET"], include_in_schema=False)
-        endpoints.install_routes(
-            app,
-            gate,
-            admission,
-            OPERATOR_ROUTES,
-            OperatorRoutes(context=self.view_context, loop=self.loop, store=self.store, progress=self.progress),
-        )
-        endpoints.install_routes(app, gate, admission, HISTORY_ROUTES, history)
-        origins = settings.policy_origins if isinstance(settings, LoadedSettings) else {}
-        policies = PolicyRoutes(self.view_context, settings.journal_dir, self._flush_journal, origins)
-        endpoints.install_routes(app, gate, admission, POLICY_ROUTES, policies)
-        endpoints.install_routes(
-            app, gate, admission, CREDENTIAL_ROUTES, CredentialRoutes(loop=self.loop, credentials=self.credentials)
-        )
+        app.add_api_route(routes.PLAIN_ROUTES["stream"].path, history.stream, methods=["GET"], include_in_schema=False)
+        operators = OperatorRoutes(self.view_context, self.loop, self.store, self.progress)
+        trials = PolicyTrialRunner(settings.journal_dir, self.journal.drain if self.journal is not None else None)
+        policies = PolicyRoutes(self.view_context, trials, settings.policy_origins)
+        for table, handlers in (
+            (routes.OPERATOR_ROUTES, operators),
+            (routes.HISTORY_ROUTES, history),
+            (routes.POLICY_ROUTES, policies),
+            (routes.CREDENTIAL_ROUTES, CredentialRoutes(self.loop, self.credentials)),
+        ):
+            endpoints.install_routes(app, gate, admission, table, handlers)
         self._open_routes(app, gate, admission)
         web_page.install(app)
         return app
-
-    async def _flush_journal(self) -> None:
-        if self.journal is not None:
-            await self.journal.drain()
 
     def _open_routes(self, app: FastAPI, gate: Authenticator, admission: AdmissionControl) -> None:
         async def health(_request: Request) -> Response:
@@ -343,7 +329,7 @@ class Controller:
             return Response(msgspec.json.encode(body), status_code=200 if ok else 503, media_type="application/json")
 
         async def metrics(request: Request) -> Response:
-            identity = endpoints.authorize(gate, PLAIN_ROUTES["metrics"].access, request)
+            identity = endpoints.authorize(gate, routes.PLAIN_ROUTES["metrics"].access, request)
 
             async def shown() -> Response:
                 await self._gauges.refresh(lambda: endpoints.yield_to_agents(request))
@@ -353,4 +339,4 @@ class Controller:
 
         paths: Iterable[tuple[str, Any]] = (("/healthz", health), ("/readyz", ready), ("/metrics", metrics))
         for path, endpoint in paths:
-            app.add_api_route(path, endpoint, methods=endpoints.methods("GET"), include_in_schema=False)
+            app.add_api_route(path, endpoint, methods=endpoints.READING, include_in_schema=False)

@@ -17,7 +17,7 @@ from everstep.ids import split_address
 from everstep.settings import Program
 from everstep.vocabulary import Mode
 from everstep_controller.core.policy import CorePolicy
-from everstep_controller.rulebook import overridden_keys, with_rules
+from everstep_controller.rulebook import override_rules, read_rules, shipped_rulebook
 
 
 def _address(address: str) -> tuple[str, int]:
@@ -183,6 +183,8 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True):
     none."""
     policy: CorePolicy = CorePolicy()
     """Settings of the decision core."""
+    policy_origins: dict[str, str] = {}
+    """Source of each policy value that differs from the default, for people: by setting, and by id for rules."""
 
     @classmethod
     def from_preset(cls, name: str) -> Self:
@@ -321,17 +323,10 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-PROGRAM = Program("everstep-controller", ControllerSettings, excluded=("policy_rules",))
+PROGRAM = Program("everstep-controller", ControllerSettings, excluded=("policy_rules", "policy_origins"))
 
 
-class LoadedSettings(ControllerSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings with the source of each policy value, for people who read the policy."""
-
-    policy_origins: dict[str, str] = {}
-    """Source of each policy value that differs from the default: by setting, and by id for rules."""
-
-
-def load_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) -> LoadedSettings:
+def load_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) -> ControllerSettings:
     """Return the validated settings from flags, environment variables, the settings file and the preset.
 
     Raises:
@@ -352,11 +347,13 @@ def load_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Loade
             origins[field[0]] = one.source
     policy = msgspec.structs.replace(chosen, **values.pop("policy", {}))
     settings = msgspec.structs.replace(preset, **values)
-    site = Path(settings.policy_dir) if settings.policy_dir else None
-    settings = msgspec.structs.replace(settings, policy=with_rules(policy, site)).validate()
-    for rule, keys in (overridden_keys(site) if site is not None else {}).items():
-        origins[rule] = f"{site}: {', '.join(keys)}"
-    return LoadedSettings(**msgspec.structs.asdict(settings), policy_origins=origins)
+    site_rules = read_rules(Path(settings.policy_dir)) if settings.policy_dir else {}
+    rules = override_rules(shipped_rulebook(), site_rules.values())
+    for rule, table in site_rules.items():
+        keys = ", ".join(key for key in table if key not in ("kind", "name"))
+        origins[".".join(filter(None, rule))] = f"{settings.policy_dir}: {keys}"
+    policy = msgspec.structs.replace(policy, rules=rules)
+    return msgspec.structs.replace(settings, policy=policy, policy_origins=origins).validate()
 
 
 def read_secret(path: str) -> bytes:

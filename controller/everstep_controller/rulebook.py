@@ -35,22 +35,12 @@ class PolicyFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 Tables = dict[tuple[str, str], dict[str, Any]]
 
 
-def load_rulebook(site: Path | None = None, folder: Path = POLICY_FOLDER) -> Rulebook:
-    """Return the shipped rules, overridden by the ``*.toml`` files in ``site``.
+def override_rules(rulebook: Rulebook, changes: Iterable[Mapping[str, Any]]) -> Rulebook:
+    """Return the rules overridden by ``changes``, the tables of a site's files. Raises ConfigurationError.
 
-    A site's rule with the same kind and name replaces the keys that it gives and keeps the others. A rule with a new
-    name is tried before the unnamed rule of its kind. Raises ConfigurationError with file, line and key.
+    A change with the kind and name of a rule replaces the keys that it gives and keeps the others. A rule with a new
+    name is tried before the unnamed rule of its kind.
     """
-    if site is not None and not site.is_dir():
-        raise ConfigurationError(f"the policy folder {site} is not a directory")
-    tables = _read(folder)
-    for key, table in (_read(site) if site is not None else {}).items():
-        tables[key] = {**tables.get(key, {}), **table}
-    return _build_rulebook(tables)
-
-
-def changed_rules(rulebook: Rulebook, changes: Iterable[Mapping[str, Any]]) -> Rulebook:
-    """Return the rules overridden by ``changes``, as by a site's file. Raises ConfigurationError."""
     tables: Tables = {
         (str(rule.kind), rule.name): msgspec.to_builtins(rule)
         for rules in rulebook.rules_by_kind.values()
@@ -61,10 +51,11 @@ def changed_rules(rulebook: Rulebook, changes: Iterable[Mapping[str, Any]]) -> R
         if key not in tables and "source" not in change:
             raise ConfigurationError(f"there is no rule {'.'.join(filter(None, key))!r}; a new one needs its source")
         tables[key] = {**tables.get(key, {}), **change}
-    return _build_rulebook(tables)
+    return build_rulebook(tables)
 
 
-def _build_rulebook(tables: Tables) -> Rulebook:
+def build_rulebook(tables: Tables) -> Rulebook:
+    """Return the rules of these tables. Raises ConfigurationError if one is invalid, or a kind has none."""
     rules = [_validated(table) for table in tables.values()]
     rulebook = Rulebook({kind: _of_kind(rules, kind) for kind in FindingKind})
     if missing := [kind for kind, found in rulebook.rules_by_kind.items() if not found or found[-1].name]:
@@ -75,30 +66,21 @@ def _build_rulebook(tables: Tables) -> Rulebook:
 @functools.cache
 def shipped_rulebook() -> Rulebook:
     """Return the rules as shipped."""
-    return load_rulebook()
+    return build_rulebook(read_rules(POLICY_FOLDER))
 
 
-def with_rules(policy: CorePolicy, site: Path | None = None) -> CorePolicy:
-    """Return the policy with its rulebook loaded if it has none or ``site`` is given. Raises ConfigurationError."""
-    if policy.rules.rules_by_kind and site is None:
-        return policy
-    rules = shipped_rulebook() if site is None else load_rulebook(site)
-    return msgspec.structs.replace(policy, rules=rules)
+def with_rules(policy: CorePolicy) -> CorePolicy:
+    """Return the policy, with the shipped rules if it has none."""
+    return policy if policy.rules.rules_by_kind else msgspec.structs.replace(policy, rules=shipped_rulebook())
 
 
-def overridden_keys(site: Path) -> dict[str, tuple[str, ...]]:
-    """Return the keys that a site's files give, by rule id. Raises ConfigurationError."""
-    return {
-        ".".join(filter(None, rule)): tuple(key for key in table if key not in ("kind", "name"))
-        for rule, table in _read(site).items()
-    }
+def read_rules(folder: Path) -> Tables:
+    """Return the checked rules of all ``*.toml`` files in the folder, as tables keyed by kind and name.
 
-
-# ---- helpers
-
-
-def _read(folder: Path) -> Tables:
-    """Return the checked rules of all files in the folder, as tables keyed by kind and name."""
+    Raises ConfigurationError with file, line and key.
+    """
+    if not folder.is_dir():
+        raise ConfigurationError(f"the policy folder {folder} is not a directory")
     tables: Tables = {}
     for path in sorted(folder.glob("*.toml")):
         try:
@@ -157,11 +139,7 @@ def _contradictions(rule: VerdictRule) -> tuple[tuple[bool, str], ...]:
 
 
 def policy_document(policy: CorePolicy, origins: Mapping[str, str] | None = None) -> PolicyDocument:
-    """Return the policy in the form shown to people.
-
-    Args:
-        origins: where values come from that are not Everstep's own.
-    """
+    """Return the policy in the form shown to people; ``origins`` are the sources of values that are not shipped."""
     knobs: dict[str, Any] = msgspec.to_builtins(policy)
     del knobs["rules"]
     rules = (rule for kind in policy.rules.rules_by_kind.values() for rule in kind)
@@ -178,7 +156,7 @@ def apply_change(policy: CorePolicy, change: PolicyChange) -> CorePolicy:
         changed = msgspec.convert({**knobs, **change.knobs}, CorePolicy, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigurationError(f"invalid policy setting: {error}") from error
-    return msgspec.structs.replace(changed, rules=changed_rules(policy.rules, change.rules)).validate()
+    return msgspec.structs.replace(changed, rules=override_rules(policy.rules, change.rules)).validate()
 
 
 def check_change(policy: CorePolicy, change: PolicyChange) -> PolicyCheckResult:

@@ -41,21 +41,21 @@ class AdmissionControl:
     on_refused: Callable[[str], None] = lambda limit: None  # called with one of LIMITS for each refused request
 
     def __post_init__(self) -> None:
-        self._open: dict[IdentityKey, list[RequestReservation]] = {}
+        self.open: dict[IdentityKey, list[RequestReservation]] = {}
         self._turns = _SliceScheduler(self.loop_share, self.monotonic)
 
     def __len__(self) -> int:
-        return sum(map(len, self._open.values()))
+        return sum(map(len, self.open.values()))
 
     @property
     def buffered_bytes(self) -> int:
         """Bytes of all responses that are being sent."""
-        return sum(place.bytes for places in self._open.values() for place in places)
+        return sum(place.bytes for places in self.open.values() for place in places)
 
     def reserve(self, identity: Identity) -> RequestReservation:
         """Reserve a place for one request; the caller must release it. Raises RateLimited for too many."""
         who = identity_key(identity)
-        places = self._open.get(who, [])
+        places = self.open.get(who, [])
         if len(places) >= self.max_requests and identity.role is not TokenRole.JOIN:  # a rack may share it
             self.on_refused("in_flight")
             raise RateLimited(
@@ -64,54 +64,45 @@ class AdmissionControl:
                 RETRY_AFTER_S,
             )
         place = RequestReservation(self, who)
-        self._open.setdefault(who, places).append(place)
+        self.open.setdefault(who, places).append(place)
         return place
 
     async def wait_for_slice(self, identity_key: IdentityKey) -> None:
         """Wait until a slice of this identity may run; the slice ends with the caller's next await."""
         await self._turns.take(identity_key)
 
-    def add_bytes(self, reservation: RequestReservation, size: int) -> None:
-        """Count a response that is about to be sent. Raises RateLimited if too much is unsent."""
-        others = sum(one.bytes for one in self._open[reservation.identity_key])
-        if others and others + size > self.max_bytes:
-            self.on_refused("bytes")
-            role, subject = reservation.identity_key
+
+@dataclass(eq=False, slots=True)
+class RequestReservation:
+    """One request's reservation, from its admission until its response is sent."""
+
+    admission: AdmissionControl
+    identity_key: IdentityKey
+    bytes: int = 0
+
+    async def wait_for_slice(self) -> None:
+        """Wait until the next slice may run."""
+        await self.admission.wait_for_slice(self.identity_key)
+
+    def add_bytes(self, size: int) -> None:
+        """Count ``size`` bytes of the response before they are sent. Raises RateLimited if too much is unsent."""
+        others = sum(one.bytes for one in self.admission.open[self.identity_key])
+        if others and others + size > self.admission.max_bytes:
+            self.admission.on_refused("bytes")
+            role, subject = self.identity_key
             raise RateLimited(
                 f"{others} bytes of answers wait to be read by {role} {subject}, and this one has {size}: read those "
                 "first, or request less at a time",
                 RETRY_AFTER_S,
             )
-        reservation.bytes = size
-
-    def release(self, reservation: RequestReservation) -> None:
-        places = self._open[reservation.identity_key]
-        places.remove(reservation)
-        if not places:
-            del self._open[reservation.identity_key]
-
-
-class RequestReservation:
-    """One request's reservation, from its admission until its response is sent."""
-
-    __slots__ = ("_admission", "bytes", "identity_key")
-
-    def __init__(self, admission: AdmissionControl, identity_key: IdentityKey) -> None:
-        self._admission = admission
-        self.identity_key = identity_key
-        self.bytes = 0
-
-    async def wait_for_slice(self) -> None:
-        """Wait until the next slice may run."""
-        await self._admission.wait_for_slice(self.identity_key)
-
-    def add_bytes(self, size: int) -> None:
-        """Count ``size`` bytes of the response before they are sent. Raises RateLimited."""
-        self._admission.add_bytes(self, size)
+        self.bytes = size
 
     def release(self) -> None:
         """End the reservation: the response is sent, or there is none."""
-        self._admission.release(self)
+        places = self.admission.open[self.identity_key]
+        places.remove(self)
+        if not places:
+            del self.admission.open[self.identity_key]
 
 
 class _SliceScheduler:

@@ -7,7 +7,6 @@ import ipaddress
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import KW_ONLY, dataclass
 from types import MappingProxyType
 
 from everstep.bearer_tokens import JOB_PREFIX, STORED_PREFIX, Identity, TokenRole, claimed_job, hash_secret, job_token
@@ -31,29 +30,14 @@ LOG_EVERY_S = 10.0
 
 
 class RequestLimits:
-    """Rate limits of authenticated clients.
+    """Rate limits of authenticated clients, as in the settings. The burst of reports exceeds a full request."""
 
-    Args:
-        agents_per_s: requests (or session frames) per second of one agent or join token.
-        reports_per_s: reports per second of one agent, at up to 1024 per request. A limited agent keeps them and sends
-            larger requests, so none is lost.
-        others_per_s: requests per second of one operator, viewer or trainer.
-        burst_s: burst of each in seconds; the burst of reports exceeds a full request.
-    """
-
-    def __init__(
-        self,
-        *,
-        agents_per_s: float,
-        reports_per_s: float,
-        others_per_s: float,
-        burst_s: float,
-        monotonic: Callable[[], float],
-    ) -> None:
+    def __init__(self, settings: ControllerSettings, monotonic: Callable[[], float]) -> None:
+        burst_s, reports_per_s = settings.request_burst_s, settings.agent_reports_per_s
         reports_burst_s = max(burst_s, (MAX_REPORTS + 1) / reports_per_s)
         self._reports: TokenBuckets[str] = TokenBuckets(reports_per_s, reports_burst_s)
-        self._agents: TokenBuckets[str] = TokenBuckets(agents_per_s, burst_s)
-        self._others: TokenBuckets[tuple[TokenRole, str]] = TokenBuckets(others_per_s, burst_s)
+        self._agents: TokenBuckets[str] = TokenBuckets(settings.agent_requests_per_s, burst_s)
+        self._others: TokenBuckets[tuple[TokenRole, str]] = TokenBuckets(settings.requests_per_s, burst_s)
         self._monotonic = monotonic
 
     def charge(self, identity: Identity) -> None:
@@ -133,70 +117,48 @@ ALLOWED_ROLES = MappingProxyType(
 """Roles allowed for each kind of route. An agent must also be the route's node, a trainer of the route's job."""
 
 
-@dataclass(eq=False)
 class Authenticator:
     """Identifies a request's sender by token or certificate, and refuses what the sender may not do.
 
     Every method raises the error for the client: AuthenticationError, PermissionDenied or RateLimited. A verified token
     is cached until it expires, so its next request costs one dictionary lookup. (The lookup is not in constant time,
     but uses a hash keyed per process: a timing attack would need the token.)
+
+    Args:
+        settings: contain the limits.
+        keyring: the fleet's secrets, for minted tokens.
+        credentials: the stored credentials.
+        jobs: records with the secrets of jobs, for their trainers' tokens.
+        clock: the machine's clock, for limits and certificates.
+        now: wall seconds by which credentials expire.
     """
 
-    keyring: Keyring  # the fleet's secrets, for minted tokens
-    _: KW_ONLY
-    credentials: CredentialStore  # the stored credentials
-    # Returns a job's secret, for its trainers' tokens; None if the job is unknown or over.
-    job_secret: Callable[[str], str | None]
-    limits: RequestLimits
-    failures: FailedAuthentications
-    clock: Clock
-    now: Callable[[], float]  # wall seconds by which credentials expire
-
-    def __post_init__(self) -> None:
-        self._known: dict[bytes, tuple[Identity, float]] = {}
-        self._keyring_changes = self.keyring.changes
-        self.credentials.on_invalidated = self._known.clear
-
-    @classmethod
-    def from_settings(
-        cls,
+    def __init__(
+        self,
         settings: ControllerSettings,
         keyring: Keyring,
         credentials: CredentialStore,
         jobs: Mapping[str, JobRecord],
         clock: Clock,
         now: Callable[[], float],
-    ) -> Authenticator:
-        """Create an authenticator with the settings' limits, for these jobs."""
-        burst_s = settings.request_burst_s
-        return cls(
-            keyring,
-            credentials=credentials,
-            job_secret=lambda job: jobs[job].secret if job in jobs and not jobs[job].is_ended else None,
-            limits=RequestLimits(
-                agents_per_s=settings.agent_requests_per_s,
-                reports_per_s=settings.agent_reports_per_s,
-                others_per_s=settings.requests_per_s,
-                burst_s=burst_s,
-                monotonic=clock.monotonic,
-            ),
-            failures=FailedAuthentications(
-                per_s=settings.failed_authentications_per_s, burst_s=burst_s, monotonic=clock.monotonic
-            ),
-            clock=clock,
-            now=now,
+    ) -> None:
+        self.limits = RequestLimits(settings, clock.monotonic)
+        self._failures = FailedAuthentications(
+            per_s=settings.failed_authentications_per_s, burst_s=settings.request_burst_s, monotonic=clock.monotonic
         )
+        self._keyring = keyring
+        self._credentials = credentials
+        self._jobs = jobs
+        self._clock = clock
+        self._now = now
+        self._known: dict[bytes, tuple[Identity, float]] = {}
+        self._keyring_changes = keyring.changes
+        credentials.on_invalidated = self._known.clear
 
     # --- requests
 
     def authorize(
-        self,
-        access: RouteAccess,
-        headers: Headers,
-        peer: ConnectionPeer | None = None,
-        *,
-        node: str = "",
-        job: str = "",
+        self, access: RouteAccess, headers: Headers, peer: ConnectionPeer | None, *, node: str = "", job: str = ""
     ) -> Identity:
         """Count a request and return its sender, if it may use a route with this access to ``node`` or ``job``."""
         identity = self.authenticate(headers, peer or UNKNOWN_PEER)
@@ -208,10 +170,6 @@ class Authenticator:
         """Return the identity if it is the agent of ``node``."""
         return self.authorize(RouteAccess.AGENT, headers, peer, node=node)
 
-    def charge_reports(self, node: str, count: int) -> None:
-        """Count the reports of one request from a node. Raises RateLimited."""
-        self.limits.charge_reports(node, count)
-
     def charge_frame(self, identity: Identity) -> None:
         """Count a further frame of a session. Raises RateLimited, or AuthenticationError for a dead credential."""
         self.check_valid(identity)
@@ -222,7 +180,7 @@ class Authenticator:
         try:
             return self._identify(headers, peer)
         except AuthenticationError as error:
-            self.failures.record(peer.address, error)
+            self._failures.record(peer.address, error)
             raise
 
     # --- verification
@@ -232,7 +190,7 @@ class Authenticator:
         for name, value in headers:
             if name == b"authorization":
                 known = self._known.get(value)
-                return known[0] if known is not None and self.now() < known[1] else self._verify(value)
+                return known[0] if known is not None and self._now() < known[1] else self._verify(value)
         if peer.identity is not None and self.is_valid(peer.identity):
             return peer.identity
         raise AuthenticationError(
@@ -242,7 +200,7 @@ class Authenticator:
 
     def _follow_keyring(self) -> None:
         """Drop cached tokens if the secrets have changed."""
-        changes = self.keyring.refresh(self.clock)
+        changes = self._keyring.refresh(self._clock)
         if changes != self._keyring_changes:
             self._keyring_changes = changes
             self._known.clear()
@@ -257,17 +215,21 @@ class Authenticator:
         if token.startswith(JOB_PREFIX):
             return self._trainer(token)  # not cached: a job's secret ends with the job
         if token.startswith(STORED_PREFIX):
-            identity, end = self.credentials.verify(token, self.now())
+            identity, end = self._credentials.verify(token, self._now())
         else:
-            identity, end = self.keyring.verify(token), math.inf
+            identity, end = self._keyring.verify(token), math.inf
         if len(self._known) >= MAX_CACHED_TOKENS:
             self._known.clear()
         self._known[value] = (identity, end)
         return identity
 
+    def _job_secret(self, job: str) -> str | None:
+        record = self._jobs.get(job)
+        return record.secret if record is not None and not record.is_ended else None
+
     def _trainer(self, token: str) -> Identity:
         job = claimed_job(token)
-        secret = self.job_secret(job)
+        secret = self._job_secret(job)
         right = job_token(job, secret or "no such job")
         if not hmac.compare_digest(token.encode(), right.encode()) or secret is None:
             raise AuthenticationError("the job's token does not verify: the job has ended, or a new job has its name")
@@ -283,12 +245,14 @@ class Authenticator:
     def is_valid(self, identity: Identity) -> bool:
         """Return whether the identity's credential is still valid."""
         if identity.role is TokenRole.TRAINER:
-            secret = self.job_secret(identity.subject)
+            secret = self._job_secret(identity.subject)
             return secret is not None and identity.credential == _by_job(secret)
         if identity.credential == CERTIFICATE_CREDENTIAL:
-            return self.clock.wall() < identity.ends_at
+            return self._clock.wall() < identity.ends_at
         self._follow_keyring()
-        return identity.credential in self.keyring.names or self.credentials.is_valid(identity.credential, self.now())
+        return identity.credential in self._keyring.names or self._credentials.is_valid(
+            identity.credential, self._now()
+        )
 
 
 def _by_job(secret: str) -> str:

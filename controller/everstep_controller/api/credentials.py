@@ -59,20 +59,16 @@ class Keyring:
 
     Args:
         secrets: initial secrets, each of 16 bytes or more. Raises ConfigurationError.
-        read: reads the secrets again; if it raises ConfigurationError, the known ones stay.
-        stamp: returns a value that changes when the secrets may have changed.
+        path: file of the secrets, reread when it changes; empty for none.
 
     Attributes:
         names: fingerprints of the secrets.
         changes: number of changes of the secrets; a change may invalidate cached tokens.
     """
 
-    def __init__(
-        self, secrets: Secrets, *, read: Callable[[], Secrets] | None = None, stamp: Callable[[], object] | None = None
-    ) -> None:
-        self._read = read
-        self._stamp = stamp
-        self._seen = stamp() if stamp is not None else None
+    def __init__(self, secrets: Secrets, path: str = "") -> None:
+        self._path = path
+        self._seen = self._stamp()
         self._look_at = 0.0
         self.changes = 0
         self._take(secrets)
@@ -80,15 +76,15 @@ class Keyring:
     @classmethod
     def of_file(cls, path: str) -> Keyring:
         """Return the secrets in a file, reread when it changes. Raises ConfigurationError if it is unusable now."""
+        return cls(read_secrets(path), path)
 
-        def stamp() -> object:
-            try:
-                found = os.stat(path)
-            except OSError:
-                return None
-            return found.st_mtime_ns, found.st_ino, found.st_size
-
-        return cls(read_secrets(path), read=lambda: read_secrets(path), stamp=stamp)
+    def _stamp(self) -> object:
+        """Return a value that changes with the file; None if there is no file."""
+        try:
+            found = os.stat(self._path)
+        except OSError:
+            return None
+        return found.st_mtime_ns, found.st_ino, found.st_size
 
     def _take(self, secrets: Secrets) -> None:
         self.secrets = tuple(check_secret(secret) for secret in secrets)
@@ -102,18 +98,18 @@ class Keyring:
 
     def refresh(self, clock: Clock) -> int:
         """Reread the file if it has changed, checking at most once per second. Return ``changes``."""
-        if self._read is not None and self._stamp is not None and clock.monotonic() >= self._look_at:
+        if self._path and clock.monotonic() >= self._look_at:
             self._look_at = clock.monotonic() + RELOAD_INTERVAL_S
             stamp = self._stamp()
             if stamp != self._seen:
                 self._seen = stamp
-                self._read_again(self._read)
+                self._read_again()
         return self.changes
 
-    def _read_again(self, read: Callable[[], Secrets]) -> None:
+    def _read_again(self) -> None:
         before = self.secrets
         try:
-            self._take(read())
+            self._take(read_secrets(self._path))
         except ConfigurationError as error:
             log.error("the fleet's secrets could not be reread and stay unchanged: %s", error)
         if self.secrets != before:
@@ -139,18 +135,8 @@ class ChangeContext(msgspec.Struct, frozen=True):
 
 def public_credential(row: CredentialRow) -> wire.Credential:
     """Return the credential as shown to operators."""
-    return wire.Credential(
-        id=row.id,
-        role=TokenRole(row.role),
-        subject=row.subject,
-        created_at=row.created_at,
-        created_by=row.created_by,
-        expires_at=row.expires_at,
-        revoked_at=row.revoked_at,
-        uses_left=row.uses_left,
-        replace=row.replaces,
-        note=row.note,
-    )
+    values = msgspec.structs.asdict(row) | {"role": TokenRole(row.role), "replace": row.replaces}
+    return wire.Credential(**{name: values[name] for name in wire.Credential.__struct_fields__})
 
 
 class CredentialStore:
@@ -288,24 +274,13 @@ class CredentialStore:
                 f"node {request.node} is enrolled already with credential {node_credentials[0].id}: revoke it "
                 f"(`everstep token revoke {node_credentials[0].id}`), or use a join token issued with --replace"
             )
-        return self._enrolled(request, join, node_credentials, trace, tx, now)
-
-    def _enrolled(
-        self,
-        request: wire.Enrol,
-        join: CredentialRow,
-        node_credentials: list[CredentialRow],
-        trace: str,
-        tx: Transaction,
-        now: float,
-    ) -> wire.Enrolled:
         row = CredentialRow(
             id=self._new_id(now),
             role=TokenRole.AGENT,
             subject=request.node,
             hash=request.secret_hash,
             created_at=now,
-            created_by=f"join:{join.id}",
+            created_by=by,
             note=join.note,
         )
         self._put(row, tx)
@@ -318,7 +293,7 @@ class CredentialStore:
             self._put(msgspec.structs.replace(join, uses_left=left, expires_at=end), tx)
         instead = f" instead of {', '.join(old.id for old in node_credentials)}" if node_credentials else ""
         sentence = f"node {request.node} enrolled by join token {join.id} and has credential {row.id}{instead}"
-        order = ChangeContext(Identity(TokenRole.JOIN, row.created_by, join.id), join.note or "enrolment", trace)
+        order = ChangeContext(Identity(TokenRole.JOIN, by, join.id), join.note or "enrolment", trace)
         _note("enrolled", sentence, row, order, tx, now)
         return wire.Enrolled(credential=row.id, node=request.node)
 
@@ -389,9 +364,6 @@ def _note(audit_kind: str, sentence: str, row: CredentialRow, order: ChangeConte
     sentence = f"{sentence}: {order.reason}"
     data = {"actor": order.identity.subject, "reason": order.reason, "credential": row.id}
     node = row.subject if row.role == TokenRole.AGENT else None
-    job = row.subject if row.role == TokenRole.TRAINER else None
     kind = f"credential.{audit_kind}"
-    tx.add_audit_entry(
-        AuditEntry(kind=kind, sentence=sentence, at=now, trace=order.trace, node=node, job=job, data=data)
-    )
+    tx.add_audit_entry(AuditEntry(kind=kind, sentence=sentence, at=now, trace=order.trace, node=node, data=data))
     return sentence

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import cache
 from typing import Any
@@ -18,19 +19,19 @@ from everstep.bearer_tokens import Identity
 from everstep.errors import EverstepError, MalformedMessage, NotFound, Outdated, RateLimited
 from everstep.wire.v1 import operator as op
 from everstep.wire.v1.agent import MAX_BODY_BYTES
-from everstep_controller import rulebook
 from everstep_controller.api.admission import AdmissionControl, RequestReservation
 from everstep_controller.api.auth import Authenticator
 from everstep_controller.api.routes import PARAMETER_CHOICES, PATH_PARAMETERS, QUERY_PARAMETERS, Route, RouteAccess
 from everstep_controller.core import events as ev
 from everstep_controller.core.health.maintenance import planned_windows
-from everstep_controller.core.policy import CorePolicy
 from everstep_controller.core.records import JobRecord, NodeRecord
 from everstep_controller.read_models import fleet_views
 from everstep_controller.read_models.prometheus import Metrics
 from everstep_controller.server import responses
 from everstep_controller.server.connections import READ_PAUSE_KEY, SCOPE_KEY
 
+READING = ["GET", "HEAD"]
+"""Methods of a route that reads: health checks and caches use HEAD."""
 PIECE_BYTES = 64 << 10
 """Bytes of a response written at a time: as much as a transport holds before it makes its writer wait."""
 _RESERVATION_KEY = "everstep.place"
@@ -55,7 +56,8 @@ def check_tag(request: Request, tag: Callable[[], str]) -> None:
     Call this inside the change's own stimulus, so that nothing intervenes between check and change.
     """
     wanted = request.headers.get("if-match", "*")
-    if wanted != "*" and tag() not in map(_ordered, tags(wanted)):
+    # Of a combined tag, only the part before the dot matters for orders.
+    if wanted != "*" and tag() not in [re.sub(r"\..*", '"', one) for one in tags(wanted)]:
         raise Outdated(
             "the resource has changed since you read it (If-Match): read it again, and repeat the request if it "
             "still applies"
@@ -66,36 +68,17 @@ def tags(header: str) -> list[str]:
     return [tag.strip().removeprefix("W/") for tag in header.split(",")]
 
 
-def _ordered(tag: str) -> str:
-    """Return the part of a tag that matters for orders."""
-    before, dot, _ = tag.partition(".")
-    return f'{before}"' if dot else tag
-
-
 Handler = Callable[[Request, Identity], Awaitable[Any]]
 
 
 def install_routes(
-    app: FastAPI,
-    authenticator: Authenticator,
-    admission: AdmissionControl,
-    routes: Mapping[str, Route],
-    handlers: object,
+    app: FastAPI, gate: Authenticator, admission: AdmissionControl, routes: Mapping[str, Route], handlers: object
 ) -> None:
     """Add every route of the table; it is answered by the method of ``handlers`` with the same name."""
     for name, route in routes.items():
-        app.add_api_route(
-            route.path,
-            _endpoint(authenticator, admission, route, getattr(handlers, name)),
-            methods=methods(route.method),
-            name=name,
-            include_in_schema=False,
-        )
-
-
-def methods(method: str) -> list[str]:
-    """Return the methods of a route. GET includes HEAD, as health checks and caches use it."""
-    return ["GET", "HEAD"] if method == "GET" else [method]
+        endpoint = _endpoint(gate, admission, route, getattr(handlers, name))
+        methods = READING if route.method == "GET" else [route.method]
+        app.add_api_route(route.path, endpoint, methods=methods, name=name, include_in_schema=False)
 
 
 def invalid_path_reason(path_params: Mapping[str, str]) -> str | None:
@@ -124,14 +107,11 @@ def check_parameters(route: Route, request: Request) -> None:
         try:
             msgspec.convert(value, QUERY_PARAMETERS[name], strict=False)
         except msgspec.ValidationError as error:
-            raise MalformedMessage(_invalid_query(name, value, error)) from error
-
-
-def _invalid_query(name: str, value: str, error: msgspec.ValidationError) -> str:
-    if name not in PARAMETER_CHOICES:
-        return f"query parameter {name} is invalid: {error}"
-    several = ", or several separated by commas" if name == "state" else ""
-    return f"query parameter {name} must be one of {', '.join(PARAMETER_CHOICES[name])}{several}, not {value[:100]!r}"
+            reason = f"is invalid: {error}"
+            if name in PARAMETER_CHOICES:
+                several = ", or several separated by commas" if name == "state" else ""
+                reason = f"must be one of {', '.join(PARAMETER_CHOICES[name])}{several}, not {value[:100]!r}"
+            raise MalformedMessage(f"query parameter {name} {reason}") from error
 
 
 def authorize(authenticator: Authenticator, access: RouteAccess, request: Request) -> Identity:
@@ -189,8 +169,7 @@ async def run_admitted(
 
 async def yield_to_agents(request: Request) -> None:
     """End the handler's current slice, and return when the next may run. Call this every few milliseconds of work."""
-    place: RequestReservation = request.scope[_RESERVATION_KEY]
-    await place.wait_for_slice()
+    await request.scope[_RESERVATION_KEY].wait_for_slice()
 
 
 class _AdmittedResponse(Response):
@@ -204,12 +183,10 @@ class _AdmittedResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            for start in range(0, len(self.body), PIECE_BYTES):
+            for start in range(0, max(len(self.body), 1), PIECE_BYTES):  # once for an empty body
                 more = start + PIECE_BYTES < len(self.body)
                 piece = self.body[start : start + PIECE_BYTES]
                 await send({"type": "http.response.body", "body": piece, "more_body": more})
-            if not self.body:
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             self._place.release()
 
@@ -227,8 +204,6 @@ def _response(request: Request, answer: Any) -> Response:
 # ---- errors
 
 log = logging.getLogger(__name__)
-
-_HTTP_ERRORS = {404: ("not_found", "there is no such path: /openapi.json lists all paths")}
 
 
 def _route(request: Request) -> str:
@@ -250,41 +225,35 @@ def _methods(request: Request) -> set[str]:
 def install_error_handlers(app: FastAPI, metrics: Metrics) -> None:
     """Add handlers that answer and count every error of the operators' routes."""
 
-    async def refused(request: Request, error: Exception) -> Response:
-        assert isinstance(error, EverstepError)
+    @app.exception_handler(EverstepError)
+    async def refused(request: Request, error: EverstepError) -> Response:
         metrics.count_refused(_route(request), error.code)
         if isinstance(error, RateLimited):
             request.scope.get(READ_PAUSE_KEY, lambda seconds: None)(error.retry_after_s)
         headers = {name.decode(): value.decode() for name, value in responses.error_headers(error)}
         return _answer(error.status, error.code, str(error), headers)
 
-    async def http(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        code, message = _HTTP_ERRORS.get(error.status_code, ("http", str(error.detail)))
-        headers = dict(error.headers or {})
-        if error.status_code == 405:
+    @app.exception_handler(HTTPException)
+    async def http(request: Request, error: HTTPException) -> Response:
+        code, message, headers = "http", str(error.detail), dict(error.headers or {})
+        if error.status_code == 404:
+            code, message = "not_found", "there is no such path: /openapi.json lists all paths"
+        elif error.status_code == 405:
             headers["Allow"] = ", ".join(sorted(_methods(request)))
             code, message = "method", f"this path allows {headers['Allow']}, not {request.method}"
         metrics.count_refused(_route(request), code)
         return _answer(error.status_code, code, message, headers)
 
+    @app.exception_handler(responses.ClientGone)
     async def client_gone(request: Request, _error: Exception) -> Response:
         metrics.count_refused(_route(request), "client_gone")
         return Response(status_code=499)
 
+    @app.exception_handler(Exception)
     async def internal(request: Request, error: Exception) -> Response:
         metrics.count_refused(_route(request), "internal")
         log.error("%s %s failed", request.method, request.url.path, exc_info=error)
         return _answer(500, "internal", "internal error of the controller: its log has the details", {})
-
-    handlers: dict[type[Exception], Callable[[Request, Exception], Awaitable[Response]]] = {
-        EverstepError: refused,
-        HTTPException: http,
-        responses.ClientGone: client_gone,
-        Exception: internal,
-    }
-    for kind, handler in handlers.items():
-        app.add_exception_handler(kind, handler)
 
 
 def _answer(status: int, code: str, message: str, headers: dict[str, str]) -> Response:
@@ -308,19 +277,10 @@ def node_tag(context: fleet_views.ViewContext, record: NodeRecord) -> str:
 
 
 def job_tag(job: JobRecord) -> str:
-    numbers = (job.progress.last_number, job.outgoing_generation.number if job.outgoing_generation else 0)
-    return tag_of(
-        (
-            job.job,
-            job.progress.created_at,
-            job.status.state,
-            job.status.since,
-            job.membership.node_limit,
-            job.status.sentence,
-            numbers,
-            list(job.membership.launchers),
-        )
-    )
+    status, progress, members = job.status, job.progress, job.membership
+    outgoing = job.outgoing_generation.number if job.outgoing_generation else 0
+    lasting = (job.job, progress.created_at, members.node_limit, progress.last_number, outgoing)
+    return tag_of((lasting, status.state, status.since, status.sentence, list(members.launchers)))
 
 
 def job_display_tag(job: op.JobDetail) -> str:
@@ -334,32 +294,20 @@ def job_display_tag(job: op.JobDetail) -> str:
 
 def node_tag_parts(context: fleet_views.ViewContext, summaries: Iterable[op.NodeSummary]) -> list[Any]:
     """Return the parts of a page's tag: findings by their keys, no GPUs. Read the summaries in the same slice."""
-    nodes = context.state.nodes
-    return [
-        (
-            one.node,
-            one.state,
-            one.since,
-            one.reason,
-            one.job,
-            one.domain,
-            one.labels,
-            one.hold_reason,
-            nodes[one.node].scheduling.external_cordon_by,
-            nodes[one.node].health.eviction_deferred_by,
-            nodes[one.node].identity.incarnation,
-            list(nodes[one.node].health.agent_findings),
-            list(nodes[one.node].health.controller_findings),
-            nodes[one.node].scheduling.maintenance_until,
-            planned_windows(context.state, nodes[one.node]),
-        )
-        for one in summaries
-    ]
+    parts: list[Any] = []
+    for one in summaries:
+        record = context.state.nodes[one.node]
+        scheduling, health = record.scheduling, record.health
+        parts += (one.node, one.state, one.since, one.reason, one.job, one.domain, one.labels, one.hold_reason)
+        parts += (scheduling.external_cordon_by, scheduling.maintenance_until, planned_windows(context.state, record))
+        parts += (health.eviction_deferred_by, list(health.agent_findings), list(health.controller_findings))
+        parts.append(record.identity.incarnation)
+    return parts
 
 
-def node_page_tag(lines: list[Any], total: int, following: str) -> str:
+def node_page_tag(parts: list[Any], total: int, following: str) -> str:
     """Return the tag of a page of nodes; ``following`` is the next page's cursor."""
-    return tag_of((lines, total, following))
+    return tag_of((parts, total, following))
 
 
 def rack_tag(context: fleet_views.ViewContext, rack: str) -> str:
@@ -369,20 +317,11 @@ def rack_tag(context: fleet_views.ViewContext, rack: str) -> str:
     return node_page_tag(node_tag_parts(context, fleet_views.node_summaries(context, page)), len(found), following)
 
 
-def budget_tag(context: fleet_views.ViewContext) -> str:
-    """Return the tag of ``GET /v1/budget``, which shows the breaker and the deferred evictions."""
-    return tag_of(fleet_views.budget_status(context))
-
-
-def policy_tag(policy: CorePolicy) -> str:
-    return tag_of(rulebook.policy_document(policy))
-
-
 def subject_tag(context: fleet_views.ViewContext, order: ev.OperatorCommand) -> str:
     """Return the tag of an order's subject. A missing subject has none; the order itself will be refused."""
     state = context.state
     if order.action is ev.OperatorAction.RESET_BREAKER:
-        return budget_tag(context)
+        return tag_of(fleet_views.budget_status(context))
     if order.rack is not None:
         return rack_tag(context, order.rack)
     if order.node in state.nodes:

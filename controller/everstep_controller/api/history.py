@@ -18,18 +18,10 @@ from everstep.wire.v1 import operator as op
 from everstep.wire.v1 import operator_history
 from everstep.wire.v1.operator_history import Evidence
 from everstep.wire.v1.training import GenerationSpec
-from everstep_controller.api import endpoints
+from everstep_controller.api import endpoints, stream
 from everstep_controller.api.admission import AdmissionControl, identity_key
 from everstep_controller.api.auth import Authenticator
 from everstep_controller.api.routes import PLAIN_ROUTES
-from everstep_controller.api.stream import (
-    FRAME_ROWS,
-    AuditFeed,
-    EventStream,
-    StreamReservations,
-    event_frames,
-    event_of,
-)
 from everstep_controller.core.health.offences import collect_evidence
 from everstep_controller.read_models import fleet_views
 from everstep_controller.server import responses
@@ -54,21 +46,16 @@ def bool_parameter(query: dict[str, str], name: str) -> bool | None:
     return msgspec.convert(query[name], bool, strict=False) if name in query else None
 
 
-def _time(query: dict[str, str], name: str) -> float | None:
-    """Return wall seconds from the query that ``endpoints`` has checked, or None if missing."""
-    return float(query[name]) if name in query else None
-
-
 @dataclass(eq=False, kw_only=True)
 class HistoryRoutes:
     """Handlers of ``everstep_controller.api.routes.HISTORY_ROUTES``, by name."""
 
     context: fleet_views.ViewContext
     store: DatabaseStore
-    feed: AuditFeed
+    feed: stream.AuditFeed
     authenticator: Authenticator
     admission: AdmissionControl
-    readers: StreamReservations
+    readers: stream.StreamReservations
     on_stream_cut: Callable[[], None]
 
     async def events(self, request: Request, _who: Identity) -> op.EventList:
@@ -82,19 +69,11 @@ class HistoryRoutes:
         after, limit = responses.int_parameter(query, "after", 0), page_size(query)
 
         def read(connection: Connection) -> list[op.Event]:
-            rows = reader.events(
-                connection,
-                after=after,
-                limit=limit,
-                trace=query.get("trace", ""),
-                node=query.get("node", ""),
-                job=query.get("job", ""),
-                kinds=kinds,
-                newest=bool(bool_parameter(query, "newest")),
-                since=_time(query, "since"),
-                until=_time(query, "until"),
-            )
-            return [event_of(row) for row in rows]
+            newest = bool(bool_parameter(query, "newest"))
+            wanted: dict[str, Any] = {name: query[name] for name in ("trace", "node", "job") if name in query}
+            wanted |= {name: float(query[name]) for name in ("since", "until") if name in query}
+            rows = reader.events(connection, after=after, limit=limit, kinds=kinds, newest=newest, **wanted)
+            return list(map(stream.event_of, rows))
 
         events = await self.store.query(read)
         return op.EventList(events=tuple(events), next_after=events[-1].id if events else after)
@@ -108,15 +87,13 @@ class HistoryRoutes:
             after = _last_seen(request.headers["last-event-id"])
 
         async def read(seen: int) -> EventPage:
-            found = await self.store.query(lambda connection: reader.events_after(connection, seen, FRAME_ROWS))
+            found = await self.store.query(lambda connection: reader.events_after(connection, seen, stream.FRAME_ROWS))
             # Even a reader of the whole past must not keep agents waiting.
             await self.admission.wait_for_slice(identity_key(who))
             return found
 
-        frames = event_frames(self.feed, after, read)
-        return EventStream(
-            frames, self.readers.reserve(who), self.on_stream_cut, lambda: self.authenticator.is_valid(who)
-        )
+        frames, reservation = stream.event_frames(self.feed, after, read), self.readers.reserve(who)
+        return stream.EventStream(frames, reservation, self.on_stream_cut, lambda: self.authenticator.is_valid(who))
 
     # --- pages
 
@@ -190,24 +167,14 @@ def _last_seen(header: str) -> int:
 
 
 def _finding(row: dict[str, Any]) -> operator_history.FindingRecord:
+    found = msgspec.json.decode(row["doc"], type=Finding)
     return operator_history.FindingRecord(
-        id=row["id"],
-        node=row["node"],
-        finding=msgspec.json.decode(row["doc"], type=Finding),
-        raised_at=row["at"],
-        cleared_at=row["cleared_at"],
+        id=row["id"], node=row["node"], finding=found, raised_at=row["at"], cleared_at=row["cleared_at"]
     )
 
 
 def _checkpoint(row: dict[str, Any]) -> operator_history.Checkpoint:
-    return operator_history.Checkpoint(
-        job=row["job"],
-        version=Version(row["generation"], row["step"]),
-        committed_at=row["committed_at"],
-        verified_at=row["verified_at"],
-        bytes=row["bytes"],
-        ranks=row["ranks"],
-    )
+    return operator_history.Checkpoint(version=Version(row.pop("generation"), row.pop("step")), **row)
 
 
 def _verdict(doc: str) -> Verdict:
@@ -227,16 +194,5 @@ class _RemediationDetails(msgspec.Struct):
 
 
 def _remediation(row: dict[str, Any]) -> operator_history.RemediationStatus:
-    details = msgspec.json.decode(row["doc"], type=_RemediationDetails)
-    return operator_history.RemediationStatus(
-        id=row["id"],
-        node=row["node"],
-        kind=row["kind"],
-        state=row["state"],
-        sentence=details.sentence,
-        requested_at=row["requested_at"],
-        ended_at=row["ended_at"],
-        detail=row["detail"],
-        verdict=details.verdict_id,
-        trace=details.trace,
-    )
+    more = msgspec.json.decode(row.pop("doc"), type=_RemediationDetails)
+    return operator_history.RemediationStatus(**row, sentence=more.sentence, verdict=more.verdict_id, trace=more.trace)

@@ -29,12 +29,9 @@ _MEANINGS = {
     503: "Temporarily unavailable: retry after Retry-After seconds.",
 }
 _PULSE = {"type": "object", "required": ["ok", "role"], "properties": {"ok": {"type": "boolean"}}}
-_NOT_READY = {
-    "ready": {
-        "503": {"description": "The controller does not serve.", "content": {"application/json": {"schema": _PULSE}}}
-    }
+_RETRY_AFTER = {
+    "Retry-After": {"schema": {"type": "integer", "minimum": 1}, "required": True, "description": "Seconds."}
 }
-_WITH_RETRY_AFTER = (429, 503)
 _ETAG = {"ETag": {"required": True, "schema": {"type": "string"}, "description": "The entity tag."}}
 
 
@@ -63,10 +60,10 @@ def _description(route: Route) -> str:
     return text + f" {route.idempotency}: there is no If-Match." if route.idempotency else text
 
 
-def _statuses(name: str, route: Route) -> list[int]:
-    """Return the error statuses of a route."""
+def _refusals(route: Route) -> dict[str, Any]:
+    """Return the error responses of a route, by status."""
     if route.access is RouteAccess.OPEN:
-        return []
+        return {}
     statuses = {401, 403, 429, 503}
     if "{" in route.path:
         statuses |= {404}
@@ -76,22 +73,20 @@ def _statuses(name: str, route: Route) -> list[int]:
         statuses |= {404, 409, 413, 415}
     if route.etag_source:
         statuses |= {412}
-    return sorted(statuses)
-
-
-def _refusals(name: str, route: Route) -> dict[str, Any]:
-    refusals: dict[str, Any] = {}
-    for status in _statuses(name, route):
-        content = {responses.MEDIA_TYPE: {"schema": {"$ref": _REF.format(name="Problem")}}}
-        refusals[str(status)] = {"description": _MEANINGS[status], "content": content}
-        if status in _WITH_RETRY_AFTER:
-            retry = {"schema": {"type": "integer", "minimum": 1}, "required": True, "description": "Seconds."}
-            refusals[str(status)]["headers"] = {"Retry-After": retry}
-    return refusals
+    content = {responses.MEDIA_TYPE: {"schema": {"$ref": _REF.format(name="Problem")}}}
+    return {
+        str(status): {"description": _MEANINGS[status], "content": content}
+        | ({"headers": _RETRY_AFTER} if status in (429, 503) else {})
+        for status in sorted(statuses)
+    }
 
 
 def _operation(name: str, route: Route, schemas: dict[Any, dict[str, Any]]) -> dict[str, Any]:
-    done = _json(schemas[route.response]) if route.response is not None else _plain(name)
+    if route.response is not None:
+        done = _json(schemas[route.response])
+    else:
+        done = {_OTHER_MEDIA[name]: {"schema": {"type": "string"}}} if name in _OTHER_MEDIA else _json(_PULSE)
+    tagged = {"headers": _ETAG} if route.has_etag else {}
     operation: dict[str, Any] = {
         "operationId": name,
         "summary": route.summary,
@@ -100,21 +95,16 @@ def _operation(name: str, route: Route, schemas: dict[Any, dict[str, Any]]) -> d
         "security": [] if route.access is RouteAccess.OPEN else [{"bearer": []}, {"certificate": []}],
         "parameters": _parameters(route),
         "responses": {
-            "200": {"description": "Done.", "content": done, **({"headers": _ETAG} if route.has_etag else {})},
-            **({"304": {"description": _MEANINGS[304], "headers": _ETAG}} if route.has_etag else {}),
-            **_refusals(name, route),
-            **_NOT_READY.get(name, {}),
+            "200": {"description": "Done.", "content": done, **tagged},
+            **({"304": {"description": _MEANINGS[304], **tagged}} if tagged else {}),
+            **_refusals(route),
         },
     }
+    if name == "ready":
+        operation["responses"]["503"] = {"description": "The controller does not serve.", "content": _json(_PULSE)}
     if route.body is not None:
         operation["requestBody"] = {"required": True, "content": _json(schemas[route.body])}
     return operation
-
-
-def _plain(name: str) -> dict[str, Any]:
-    if name in _OTHER_MEDIA:
-        return {_OTHER_MEDIA[name]: {"schema": {"type": "string"}}}
-    return _json(_PULSE)
 
 
 def _for_generators(schema: Any) -> Any:
@@ -144,21 +134,17 @@ def document() -> dict[str, Any]:
     paths: dict[str, Any] = {}
     for name, route in routes.items():
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(name, route, schemas)
-    bearer = {
-        "type": "http",
-        "scheme": "bearer",
-        "description": "A token of `everstep token` or `everstep-controller`.",
-    }
-    certificate = {
-        "type": "mutualTLS",
-        "description": "Its name is everstep://agent/NODE, /operator/NAME or /viewer/NAME.",
-    }
+    bearer = "A token of `everstep token` or `everstep-controller`."
+    name_in_certificate = "Its name is everstep://agent/NODE, /operator/NAME or /viewer/NAME."
     return {
         "openapi": "3.1.0",
         "info": {"title": "Everstep controller", "version": __version__},
         "paths": _for_generators(with_portable_patterns(paths)),
         "components": {
             "schemas": _for_generators(with_portable_patterns(components)),
-            "securitySchemes": {"bearer": bearer, "certificate": certificate},
+            "securitySchemes": {
+                "bearer": {"type": "http", "scheme": "bearer", "description": bearer},
+                "certificate": {"type": "mutualTLS", "description": name_in_certificate},
+            },
         },
     }

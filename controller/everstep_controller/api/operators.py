@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -26,7 +27,7 @@ from everstep_controller.api.history import page_size
 from everstep_controller.core import effects as fx
 from everstep_controller.core import events as ev
 from everstep_controller.core.checkpoints.restore_points import compute_restorability, list_checkpoints
-from everstep_controller.journal.policy_replay import Flush, PolicyTrialRunner
+from everstep_controller.journal.policy_replay import PolicyTrialRunner
 from everstep_controller.read_models import fleet_views
 from everstep_controller.read_models.fleet_views import MAX_PAGE_SIZE
 from everstep_controller.read_models.progress_history import ProgressRecorder
@@ -42,29 +43,29 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+@dataclass(eq=False)
 class CredentialRoutes:
     """Handlers of ``CREDENTIAL_ROUTES``. Each change is one stimulus, together with its audit entry."""
 
-    def __init__(self, *, loop: FleetLoop, credentials: CredentialStore) -> None:
-        self._loop = loop
-        self._credentials = credentials
+    loop: FleetLoop
+    store: CredentialStore
 
     async def enrol(self, request: Request, identity: Identity) -> wire.Enrolled:
         wanted = await endpoints.read_message(request, wire.Enrol)
         trace = new_trace()
-        enrolled = await self._submit(lambda tx, now: self._credentials.enrol(wanted, identity, trace, tx, now))
+        enrolled = await self._submit(lambda tx, now: self.store.enrol(wanted, identity, trace, tx, now))
         log.info("enrolled by join token %s", identity.credential, extra={"node": wanted.node, "trace": trace})
         return enrolled
 
     async def credentials(self, request: Request, _who: Identity) -> endpoints.TaggedAnswer:
         query = responses.parse_query(request.scope)
         wanted = (query.get("role", ""), query.get("subject", ""), query.get("cursor", ""))
-        rows, more = self._credentials.page(*wanted, page_size(query, MAX_PAGE_SIZE))
+        rows, more = self.store.page(*wanted, page_size(query, MAX_PAGE_SIZE))
         page = wire.CredentialList(credentials=tuple(map(public_credential, rows)), next=more)
         return endpoints.TaggedAnswer(page, self._tag_of_all())
 
     async def credential(self, request: Request, _who: Identity) -> endpoints.TaggedAnswer:
-        credential = public_credential(self._credentials.get(request.path_params["id"]))
+        credential = public_credential(self.store.get(request.path_params["id"]))
         return endpoints.TaggedAnswer(credential, tag_of(credential))
 
     async def issue_credential(self, request: Request, identity: Identity) -> wire.Issued:
@@ -73,7 +74,7 @@ class CredentialRoutes:
 
         def issue(tx: Transaction, now: float) -> wire.Issued:
             endpoints.check_tag(request, self._tag_of_all)
-            return self._credentials.issue(wanted, order, tx, now)
+            return self.store.issue(wanted, order, tx, now)
 
         return await self._submit(issue)
 
@@ -83,7 +84,7 @@ class CredentialRoutes:
 
         def revoke(tx: Transaction, now: float) -> str:
             self._check_tag(request, id)
-            return self._credentials.revoke(id, order, tx, now)
+            return self.store.revoke(id, order, tx, now)
 
         return op.ChangeResult(trace=order.trace, sentence=await self._submit(revoke))
 
@@ -93,15 +94,15 @@ class CredentialRoutes:
 
         def rotate(tx: Transaction, now: float) -> wire.Issued:
             self._check_tag(request, id)
-            return self._credentials.rotate(id, wanted.grace_s, order, tx, now)
+            return self.store.rotate(id, wanted.grace_s, order, tx, now)
 
         return await self._submit(rotate)
 
     def _tag_of_all(self) -> str:
-        return f'"{self._credentials.digest()}"'
+        return f'"{self.store.digest()}"'
 
     def _check_tag(self, request: Request, id: str) -> None:
-        endpoints.check_tag(request, lambda: tag_of(public_credential(self._credentials.get(id))))
+        endpoints.check_tag(request, lambda: tag_of(public_credential(self.store.get(id))))
 
     async def _submit(self, change: Callable[[Transaction, float], T]) -> T:
         """Run a change in the loop. Raises Unavailable during a database outage, when it could not be made durable."""
@@ -111,49 +112,43 @@ class CredentialRoutes:
                 raise Unavailable(f"credentials cannot be changed while the database is unavailable: {outage}")
             return change(tx, now)
 
-        return await self._loop.submit(stimulus)
+        return await self.loop.submit(stimulus)
 
 
 # ---- policies
 
 
+@dataclass(eq=False)
 class PolicyRoutes:
-    """Handlers of ``POLICY_ROUTES``, by name.
+    """Handlers of ``POLICY_ROUTES``, by name."""
 
-    Args:
-        context: State that the handlers read.
-        journal: The journal's directory; empty for none.
-        flush: Writes pending journal data to the disk.
-        origins: Sources of the policy's values that differ from the defaults.
-    """
+    context: fleet_views.ViewContext
+    trials: PolicyTrialRunner
+    origins: Mapping[str, str]  # sources of the policy's values that differ from the defaults
 
-    def __init__(
-        self, context: fleet_views.ViewContext, journal: str, flush: Flush, origins: Mapping[str, str]
-    ) -> None:
-        self._context = context
-        self._origins = origins
-        self._trials = PolicyTrialRunner(journal, flush)
+    def _document(self) -> operator_history.PolicyDocument:
+        return rulebook.policy_document(self.context.state.policy, self.origins)
 
     async def policy(self, _request: Request, _who: Identity) -> endpoints.TaggedAnswer:
-        policy = self._context.state.policy
-        return endpoints.TaggedAnswer(rulebook.policy_document(policy, self._origins), endpoints.policy_tag(policy))
+        document = self._document()
+        return endpoints.TaggedAnswer(document, tag_of(document))
 
     async def check_policy(self, request: Request, _who: Identity) -> operator_history.PolicyCheckResult:
         change = await endpoints.read_message(request, operator_history.PolicyChange)
         self._check_tag(request)
-        return rulebook.check_change(self._context.state.policy, change)
+        return rulebook.check_change(self.context.state.policy, change)
 
     async def try_policy(self, request: Request, _who: Identity) -> operator_history.PolicyTrialResult:
         wanted = await endpoints.read_message(request, operator_history.PolicyTrialRequest)
         self._check_tag(request)
-        return await self._trials.run(self._context.state.policy, wanted, self._context.now())
+        return await self.trials.run(self.context.state.policy, wanted, self.context.now())
 
     def _check_tag(self, request: Request) -> None:
-        endpoints.check_tag(request, lambda: endpoints.policy_tag(self._context.state.policy))
+        endpoints.check_tag(request, lambda: tag_of(self._document()))
 
     async def budget(self, _request: Request, _who: Identity) -> endpoints.TaggedAnswer:
-        status = fleet_views.budget_status(self._context)
-        return endpoints.TaggedAnswer(status, endpoints.tag_of(status))
+        status = fleet_views.budget_status(self.context)
+        return endpoints.TaggedAnswer(status, tag_of(status))
 
 
 NODES_PER_SLICE = 100
@@ -164,28 +159,21 @@ MAX_WINDOW_S = 366 * 86400.0
 """Maximum seconds from now to the end of a maintenance window. It catches times given in milliseconds."""
 
 
+@dataclass(eq=False)
 class OperatorRoutes:
     """Handlers of ``OPERATOR_ROUTES``, by name."""
 
-    def __init__(
-        self,
-        *,
-        context: fleet_views.ViewContext,
-        loop: FleetLoop,
-        store: DatabaseStore,
-        progress: ProgressRecorder,
-    ) -> None:
-        self._context = context
-        self._loop = loop
-        self._store = store
-        self._progress = progress
+    context: fleet_views.ViewContext
+    loop: FleetLoop
+    store: DatabaseStore
+    recorder: ProgressRecorder
 
     # --- queries
 
     async def status(self, request: Request, _who: Identity) -> op.FleetStatus:
-        jobs = self._context.state.jobs
+        jobs = self.context.state.jobs
         running = [name for name, job in jobs.items() if not job.is_ended]
-        return fleet_views.fleet_status(self._context, await self._summaries(request, running))
+        return fleet_views.fleet_status(self.context, await self._summaries(request, running))
 
     async def identity(self, _request: Request, who: Identity) -> op.CallerIdentity:
         expires_at = who.ends_at if math.isfinite(who.ends_at) else None
@@ -195,40 +183,38 @@ class OperatorRoutes:
         query = responses.parse_query(request.scope)
         fields = fleet_views.NodeFilter.__struct_fields__
         node_filter = fleet_views.NodeFilter(**{name: query[name] for name in fields if name in query})
-        found = fleet_views.find_nodes(self._context, node_filter)
+        found = fleet_views.find_nodes(self.context, node_filter)
         page, following = fleet_views.take_page(found, query.get("cursor", ""), page_size(query, MAX_PAGE_SIZE))
         shown: list[op.NodeSummary] = []
         lines: list[Any] = []
         for begin in range(0, len(page), NODES_PER_SLICE):
             await endpoints.yield_to_agents(request)
-            summaries = fleet_views.node_summaries(self._context, page[begin : begin + NODES_PER_SLICE])
+            summaries = fleet_views.node_summaries(self.context, page[begin : begin + NODES_PER_SLICE])
             shown += summaries
-            lines += endpoints.node_tag_parts(self._context, summaries)
+            lines += endpoints.node_tag_parts(self.context, summaries)
         await endpoints.yield_to_agents(request)
         answer = op.NodeList(nodes=tuple(shown), total=len(found), next=following)
         return endpoints.TaggedAnswer(answer, endpoints.node_page_tag(lines, len(found), following))
 
     async def node(self, request: Request, _who: Identity) -> endpoints.TaggedAnswer:
         node = request.path_params["node"]
-        detail = fleet_views.node_detail(self._context, node)
+        detail = fleet_views.node_detail(self.context, node)
         # Before the store is read, so that the tag fits the detail shown.
-        tag = endpoints.node_tag(self._context, self._context.node(node))
-        docs = await self._store.query(
-            lambda connection: reader.newest_verdicts(connection, node, MAX_VERDICTS_IN_DETAIL)
-        )
+        tag = endpoints.node_tag(self.context, self.context.node(node))
+        docs = await self.store.query(lambda held: reader.newest_verdicts(held, node, MAX_VERDICTS_IN_DETAIL))
         verdicts = tuple(msgspec.json.decode(doc, type=Verdict) for doc in docs)
         return endpoints.TaggedAnswer(msgspec.structs.replace(detail, verdicts=verdicts), tag)
 
     async def jobs(self, request: Request, _who: Identity) -> op.JobList:
         query = responses.parse_query(request.scope)
-        found = fleet_views.find_jobs(self._context, query.get("job_state", ""))
+        found = fleet_views.find_jobs(self.context, query.get("job_state", ""))
         page, following = fleet_views.take_page(found, query.get("cursor", ""), page_size(query, MAX_PAGE_SIZE))
         summaries = await self._summaries(request, page)
         return op.JobList(jobs=tuple(summaries), total=len(found), next=following)
 
     async def _summaries(self, request: Request, names: Iterable[str]) -> list[op.JobSummary]:
         """Return summaries of the jobs that still exist, one per slice: each is linear in its ranks."""
-        state, found = self._context.state, []
+        state, found = self.context.state, []
         for name in names:
             await endpoints.yield_to_agents(request)
             if name in state.jobs:
@@ -237,34 +223,32 @@ class OperatorRoutes:
 
     async def job(self, request: Request, _who: Identity) -> endpoints.TaggedAnswer:
         job = request.path_params["job"]
-        detail, tag = fleet_views.job_detail(self._context, job), endpoints.job_tag(self._context.job(job))
-        docs = await self._store.query(
-            lambda connection: reader.newest_recoveries(connection, job, MAX_RECOVERIES_IN_DETAIL)
-        )
+        detail, tag = fleet_views.job_detail(self.context, job), endpoints.job_tag(self.context.job(job))
+        docs = await self.store.query(lambda held: reader.newest_recoveries(held, job, MAX_RECOVERIES_IN_DETAIL))
         recoveries = [msgspec.json.decode(doc, type=op.GenerationRecovery) for doc in docs]
-        current = self._loop.read_models.recoveries.current(self._context.job(job))
+        current = self.loop.read_models.recoveries.current(self.context.job(job))
         if current is not None and current.duration_s is None:
             recoveries.append(current)
         answer = msgspec.structs.replace(detail, recoveries=tuple(recoveries))
         return endpoints.TaggedAnswer(answer, tag, endpoints.job_display_tag(answer))
 
     async def progress(self, request: Request, _who: Identity) -> op.ProgressHistory:
-        job = self._context.job(request.path_params["job"]).job
-        return self._progress.history(job, float(responses.parse_query(request.scope).get("since", 0.0)))
+        job = self.context.job(request.path_params["job"]).job
+        return self.recorder.history(job, float(responses.parse_query(request.scope).get("since", 0.0)))
 
     async def restorability(self, request: Request, _who: Identity) -> op.Restorability:
-        return compute_restorability(self._context.state, self._context.job(request.path_params["job"]))
+        return compute_restorability(self.context.state, self.context.job(request.path_params["job"]))
 
     async def job_checkpoints(self, request: Request, _who: Identity) -> JobCheckpoints:
-        return list_checkpoints(self._context.state, self._context.job(request.path_params["job"]))
+        return list_checkpoints(self.context.state, self.context.job(request.path_params["job"]))
 
     async def probes(self, request: Request, _who: Identity) -> endpoints.TaggedAnswer:
-        query, probes = responses.parse_query(request.scope), self._loop.read_models.probes
+        query, probes = responses.parse_query(request.scope), self.loop.read_models.probes
         found, more = probes.page(query.get("node", ""), query.get("cursor", ""), page_size(query))
-        return endpoints.TaggedAnswer(op.ProbeList(probes=found, next=more), endpoints.tag_of(probes.newest()))
+        return endpoints.TaggedAnswer(op.ProbeList(probes=found, next=more), tag_of(probes.newest()))
 
     async def probe(self, request: Request, _who: Identity) -> op.ProbeStatus:
-        return self._loop.read_models.probes.get(request.path_params["probe"])
+        return self.loop.read_models.probes.get(request.path_params["probe"])
 
     # --- orders
 
@@ -291,7 +275,7 @@ class OperatorRoutes:
     async def maintenance(self, request: Request, who: Identity) -> op.ChangeResult:
         window = await endpoints.read_message(request, operator_history.MaintenanceRequest)
         _check_one_subject(window.node, window.rack)
-        if window.until > self._context.now() + MAX_WINDOW_S:
+        if window.until > self.context.now() + MAX_WINDOW_S:
             raise MalformedMessage(
                 "`until` is more than a year from now: give seconds since the epoch, not milliseconds; `hold` keeps a "
                 "node out of service without a time limit"
@@ -311,7 +295,7 @@ class OperatorRoutes:
         command = ev.OperatorCommand(action=action, actor=who.subject, reason=reason, trace=new_trace(), **subject)
 
         def stimulus(tx: Transaction, now: float) -> op.ChangeResult:
-            endpoints.check_tag(request, lambda: endpoints.subject_tag(self._context, command))
+            endpoints.check_tag(request, lambda: endpoints.subject_tag(self.context, command))
             before = len(tx.audit)
             tx.handle(command, now)
             sentences = list(dict.fromkeys(row.sentence for row in tx.audit[before:]))
@@ -319,23 +303,22 @@ class OperatorRoutes:
             different = [one for one in sentences if not any(one != other and one in other for other in sentences)]
             return op.ChangeResult(trace=command.trace, sentence="; ".join(different)[:4096])
 
-        return await self._loop.submit(stimulus)
+        return await self.loop.submit(stimulus)
 
     async def start_probe(self, request: Request, who: Identity) -> op.ProbeStatus:
         wanted = await endpoints.read_message(request, op.StartProbe)
-        event = ev.ProbeRequested(
-            nodes=wanted.nodes, backend=wanted.backend, actor=who.subject, reason=wanted.reason, trace=new_trace()
-        )
-        probes = self._loop.read_models.probes
+        author = {"actor": who.subject, "reason": wanted.reason, "trace": new_trace()}
+        event = ev.ProbeRequested(nodes=wanted.nodes, backend=wanted.backend, **author)
+        probes = self.loop.read_models.probes
 
         def stimulus(tx: Transaction, now: float) -> str:
-            endpoints.check_tag(request, lambda: endpoints.tag_of(probes.newest()))
+            endpoints.check_tag(request, lambda: tag_of(probes.newest()))
             for effect in tx.handle(event, now):
                 if isinstance(effect, fx.Send) and isinstance(effect.body, RunProbe):
                     return effect.body.probe
             raise Conflict(f"no probe of {', '.join(event.nodes)} was started")
 
-        return probes.get(await self._loop.submit(stimulus))
+        return probes.get(await self.loop.submit(stimulus))
 
 
 def _check_one_subject(node: str | None, rack: str | None) -> None:

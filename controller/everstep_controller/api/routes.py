@@ -10,9 +10,9 @@ import msgspec
 from everstep.bearer_tokens import TokenRole
 from everstep.ids import JobId, NodeId, NonNegativeInt, TraceId, full_match
 from everstep.vocabulary import Decision, JobState, NodeState, Verdict
-from everstep.wire.v1 import enrolment, operator_history
+from everstep.wire.v1 import enrolment
 from everstep.wire.v1 import operator as op
-from everstep.wire.v1.operator_history import Evidence, JobCheckpoints
+from everstep.wire.v1 import operator_history as history
 
 
 class RouteAccess(StrEnum):
@@ -24,6 +24,10 @@ class RouteAccess(StrEnum):
     CHANGE = "an operator"
     JOIN = "a node that joins"
     OPEN = "nobody"
+
+
+READ, JOB, CHANGE = RouteAccess.READ, RouteAccess.JOB, RouteAccess.CHANGE
+REASON = op.ReasonOnlyRequest
 
 
 def _one_of(choices: type[StrEnum]) -> Any:
@@ -38,13 +42,14 @@ def _some_of(choices: type[StrEnum]) -> Any:
 
 
 ShortParameter = Annotated[str, msgspec.Meta(max_length=64)]
+DottedName = Annotated[str, full_match(r"[A-Za-z0-9._-]{1,128}")]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 
 PATH_PARAMETERS: dict[str, Any] = {
     "node": NodeId,
     "job": JobId,
-    "verdict": Annotated[str, full_match(r"[A-Za-z0-9._-]{1,128}")],
-    "probe": Annotated[str, full_match(r"[A-Za-z0-9._-]{1,128}")],
+    "verdict": DottedName,
+    "probe": DottedName,
     "order": Literal["drain", "hold", "release", "readmit", "evict", "repair", "forget"],
     "id": enrolment.CredentialId,
 }
@@ -79,13 +84,11 @@ QUERY_PARAMETERS: dict[str, Any] = {
 }
 """Types of query parameters, by name. An invalid value is refused, and so is a name that the route does not have."""
 
+PARAMETERS = PATH_PARAMETERS | QUERY_PARAMETERS
+
 PARAMETER_CHOICES: dict[str, tuple[str, ...]] = {
     "state": tuple(NodeState),
-    **{
-        name: get_args(kind)
-        for name, kind in {**QUERY_PARAMETERS, **PATH_PARAMETERS}.items()
-        if get_origin(kind) is Literal
-    },
+    **{name: get_args(kind) for name, kind in PARAMETERS.items() if get_origin(kind) is Literal},
 }
 """Allowed values of enumerated parameters, for error messages."""
 
@@ -107,155 +110,124 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     idempotency: str = ""
 
 
-def _read(path: str, answers: Any, summary: str, *query: str, access: RouteAccess = RouteAccess.READ) -> Route:
-    return Route(method="GET", path=path, access=access, summary=summary, response=answers, query=query)
+def _read(path: str, response: Any, summary: str, query: str = "", access: RouteAccess = READ) -> Route:
+    """Return a GET route; ``query`` are the names of its parameters."""
+    names = tuple(query.split())
+    return Route(method="GET", path=path, access=access, summary=summary, response=response, query=names)
 
 
-def _tagged(path: str, answers: Any, summary: str, *query: str, access: RouteAccess = RouteAccess.READ) -> Route:
-    return msgspec.structs.replace(_read(path, answers, summary, *query, access=access), has_etag=True)
+def _tagged(path: str, response: Any, summary: str, query: str = "", access: RouteAccess = READ) -> Route:
+    return msgspec.structs.replace(_read(path, response, summary, query, access), has_etag=True)
 
 
 def _change(
-    path: str,
-    body: Any,
-    summary: str,
-    matches: str,
-    answers: Any = op.ChangeResult,
-    access: RouteAccess = RouteAccess.CHANGE,
+    path: str, body: Any, summary: str, etag_source: str, response: Any = op.ChangeResult, access: RouteAccess = CHANGE
 ) -> Route:
     return Route(
-        method="POST", path=path, access=access, summary=summary, response=answers, body=body, etag_source=matches
+        method="POST", path=path, access=access, summary=summary, response=response, body=body, etag_source=etag_source
     )
 
+
+ONE_SUBJECT = "/v1/nodes/{node}, or of /v1/nodes?rack=RACK"
 
 OPERATOR_ROUTES: dict[str, Route] = {
     "status": _read("/v1/status", op.FleetStatus, "Summary of the fleet."),
     "identity": _read("/v1/identity", op.CallerIdentity, "Role and name of the caller."),
     "nodes": _tagged(
-        "/v1/nodes",
-        op.NodeList,
-        "Nodes, in pages.",
-        *("state", "rack", "switch", "job", "gpu_model", "driver", "gpu", "label", "limit", "cursor"),
+        "/v1/nodes", op.NodeList, "Nodes, in pages.", "state rack switch job gpu_model driver gpu label limit cursor"
     ),
     "node": _tagged("/v1/nodes/{node}", op.NodeDetail, "One node, with findings and newest verdicts."),
-    "jobs": _read("/v1/jobs", op.JobList, "Jobs, in pages.", "job_state", "limit", "cursor"),
-    "job": _tagged("/v1/jobs/{job}", op.JobDetail, "One job, with its ranks and recoveries.", access=RouteAccess.JOB),
+    "jobs": _read("/v1/jobs", op.JobList, "Jobs, in pages.", "job_state limit cursor"),
+    "job": _tagged("/v1/jobs/{job}", op.JobDetail, "One job, with its ranks and recoveries.", access=JOB),
     "progress": _read(
-        "/v1/jobs/{job}/progress",
-        op.ProgressHistory,
-        "Steps, step time and loss over the job's life.",
-        "since",
-        access=RouteAccess.JOB,
+        "/v1/jobs/{job}/progress", op.ProgressHistory, "Steps, step time and loss over the job's life.", "since", JOB
     ),
     "restorability": _read(
         "/v1/jobs/{job}/restorability",
         op.Restorability,
         "Version the job would restore now, and losses it would not survive.",
-        access=RouteAccess.JOB,
+        access=JOB,
     ),
     "job_checkpoints": _read(
         "/v1/jobs/{job}/checkpoints",
-        JobCheckpoints,
+        history.JobCheckpoints,
         "Versions the job could restore: in memory, by parity, on storage.",
-        access=RouteAccess.JOB,
+        access=JOB,
     ),
-    "probes": _tagged("/v1/probes", op.ProbeList, "The newest probes, in pages.", "node", "limit", "cursor"),
+    "probes": _tagged("/v1/probes", op.ProbeList, "The newest probes, in pages.", "node limit cursor"),
     "probe": _read("/v1/probes/{probe}", op.ProbeStatus, "One probe."),
     "start_probe": _change(
         "/v1/probes", op.StartProbe, "Start a probe: the nodes run an all-reduce.", "/v1/probes", op.ProbeStatus
     ),
-    "reset_breaker": _change(
-        "/v1/breaker/reset", op.ReasonOnlyRequest, "Allow automatic evictions again.", "/v1/budget"
-    ),
-    "stop": _change("/v1/jobs/{job}/stop", op.ReasonOnlyRequest, "Stop a job.", "/v1/jobs/{job}"),
+    "reset_breaker": _change("/v1/breaker/reset", REASON, "Allow automatic evictions again.", "/v1/budget"),
+    "stop": _change("/v1/jobs/{job}/stop", REASON, "Stop a job.", "/v1/jobs/{job}"),
     "resize": _change(
         "/v1/jobs/{job}/resize", op.Resize, "Limit a job's nodes from its next boundary on.", "/v1/jobs/{job}"
     ),
     "maintenance": _change(
-        "/v1/maintenance",
-        operator_history.MaintenanceRequest,
-        "Plan a maintenance window of a node or a rack.",
-        "/v1/nodes/{node}, or of /v1/nodes?rack=RACK",
+        "/v1/maintenance", history.MaintenanceRequest, "Plan a maintenance window of a node or a rack.", ONE_SUBJECT
     ),
     "cancel_maintenance": _change(
         "/v1/maintenance/cancel",
-        operator_history.CancelMaintenance,
+        history.CancelMaintenance,
         "Cancel planned maintenance of a node or a rack.",
-        "/v1/nodes/{node}, or of /v1/nodes?rack=RACK",
+        ONE_SUBJECT,
     ),
     "order": _change(
         "/v1/nodes/{node}/{order}",
-        op.ReasonOnlyRequest,
+        REASON,
         "Drain, hold, release, readmit, evict, repair or forget a node.",
         "/v1/nodes/{node}",
     ),
 }
 
 HISTORY_ROUTES: dict[str, Route] = {
-    "generations": _read(
-        "/v1/generations", op.GenerationList, "Rosters, oldest first.", "job", "limit", "cursor", access=RouteAccess.JOB
-    ),
+    "generations": _read("/v1/generations", op.GenerationList, "Rosters, oldest first.", "job limit cursor", JOB),
     "events": _read(
-        "/v1/events",
-        op.EventList,
-        "The audit log.",
-        *("after", "limit", "trace", "node", "job", "kind", "since", "until", "newest"),
-        access=RouteAccess.JOB,
+        "/v1/events", op.EventList, "The audit log.", "after limit trace node job kind since until newest", JOB
     ),
     "audit": _read(
-        "/v1/audit",
-        op.EventList,
-        "Orders of people, and their reasons.",
-        *("after", "limit", "node", "job", "since", "until", "newest"),
+        "/v1/audit", op.EventList, "Orders of people, and their reasons.", "after limit node job since until newest"
     ),
-    "findings": _read(
-        "/v1/findings", operator_history.FindingList, "Findings, in pages.", "node", "kind", "active", "limit", "cursor"
-    ),
-    "verdicts": _read(
-        "/v1/verdicts", operator_history.VerdictList, "Verdicts, in pages.", "node", "decision", "limit", "cursor"
-    ),
+    "findings": _read("/v1/findings", history.FindingList, "Findings, in pages.", "node kind active limit cursor"),
+    "verdicts": _read("/v1/verdicts", history.VerdictList, "Verdicts, in pages.", "node decision limit cursor"),
     "verdict": _read("/v1/verdicts/{verdict}", Verdict, "One verdict, with its evidence."),
     "checkpoints": _read(
-        "/v1/checkpoints",
-        operator_history.CheckpointList,
-        "Committed versions, in pages.",
-        *("job", "verified", "limit", "cursor"),
-        access=RouteAccess.JOB,
+        "/v1/checkpoints", history.CheckpointList, "Committed versions, in pages.", "job verified limit cursor", JOB
     ),
     "remediations": _read(
         "/v1/remediations",
-        operator_history.RemediationList,
+        history.RemediationList,
         "Actions on nodes, in pages.",
-        *("node", "remediation_state", "limit", "cursor"),
+        "node remediation_state limit cursor",
     ),
-    "evidence": _read("/v1/nodes/{node}/evidence", Evidence, "All evidence of a node's faults, for its vendor."),
+    "evidence": _read(
+        "/v1/nodes/{node}/evidence", history.Evidence, "All evidence of a node's faults, for its vendor."
+    ),
 }
 
 POLICY_ROUTES: dict[str, Route] = {
-    "policy": _tagged("/v1/policy", operator_history.PolicyDocument, "The policy in force."),
+    "policy": _tagged("/v1/policy", history.PolicyDocument, "The policy in force."),
     "check_policy": _change(
         "/v1/policy/check",
-        operator_history.PolicyChange,
+        history.PolicyChange,
         "Check whether a policy change is valid.",
         "/v1/policy",
-        operator_history.PolicyCheckResult,
-        RouteAccess.READ,
+        history.PolicyCheckResult,
+        READ,
     ),
-    "try_policy": msgspec.structs.replace(
-        _change(
-            "/v1/policy/try",
-            operator_history.PolicyTrialRequest,
-            "Result of replaying recent events under a changed policy; `local`: answer from this controller's own "
-            "journal even if it is standby.",
-            "/v1/policy",
-            operator_history.PolicyTrialResult,
-            RouteAccess.READ,
-        ),
+    "try_policy": Route(
+        method="POST",
+        path="/v1/policy/try",
+        access=READ,
+        summary="Result of replaying recent events under a changed policy; `local`: answer from this controller's own "
+        "journal even if it is standby.",
+        body=history.PolicyTrialRequest,
+        response=history.PolicyTrialResult,
         query=("local",),
+        etag_source="/v1/policy",
     ),
-    "budget": _tagged(
-        "/v1/budget", operator_history.BudgetStatus, "Nodes that may still be evicted, and deferred evictions."
-    ),
+    "budget": _tagged("/v1/budget", history.BudgetStatus, "Nodes that may still be evicted, and deferred evictions."),
 }
 
 CREDENTIAL_ROUTES: dict[str, Route] = {
@@ -275,15 +247,13 @@ CREDENTIAL_ROUTES: dict[str, Route] = {
         "/v1/credentials",
         enrolment.CredentialList,
         "Credentials, without secrets, in pages.",
-        *("role", "subject", "limit", "cursor"),
-        access=RouteAccess.CHANGE,
+        "role subject limit cursor",
+        CHANGE,
     ),
     "credential": _tagged(
-        "/v1/credentials/{id}", enrolment.Credential, "One credential, without its secret.", access=RouteAccess.CHANGE
+        "/v1/credentials/{id}", enrolment.Credential, "One credential, without its secret.", access=CHANGE
     ),
-    "revoke_credential": _change(
-        "/v1/credentials/{id}/revoke", op.ReasonOnlyRequest, "Revoke a credential.", "/v1/credentials/{id}"
-    ),
+    "revoke_credential": _change("/v1/credentials/{id}/revoke", REASON, "Revoke a credential.", "/v1/credentials/{id}"),
     "rotate_credential": _change(
         "/v1/credentials/{id}/rotate",
         enrolment.Rotate,
@@ -297,26 +267,9 @@ ROUTES: dict[str, Route] = {**OPERATOR_ROUTES, **HISTORY_ROUTES, **POLICY_ROUTES
 """Every route whose answer is a message."""
 
 PLAIN_ROUTES: dict[str, Route] = {
-    "stream": Route(
-        method="GET",
-        path="/v1/events/stream",
-        access=RouteAccess.READ,
-        summary="New entries of the audit log as server-sent events.",
-        response=None,
-        query=("after",),
-    ),
-    "metrics": Route(
-        method="GET",
-        path="/metrics",
-        access=RouteAccess.READ,
-        summary="Metrics in Prometheus' text format.",
-        response=None,
-    ),
-    "health": Route(
-        method="GET", path="/healthz", access=RouteAccess.OPEN, summary="Whether the process runs.", response=None
-    ),
-    "ready": Route(
-        method="GET", path="/readyz", access=RouteAccess.OPEN, summary="Whether the controller serves.", response=None
-    ),
+    "stream": _read("/v1/events/stream", None, "New entries of the audit log as server-sent events.", "after"),
+    "metrics": _read("/metrics", None, "Metrics in Prometheus' text format."),
+    "health": _read("/healthz", None, "Whether the process runs.", access=RouteAccess.OPEN),
+    "ready": _read("/readyz", None, "Whether the controller serves.", access=RouteAccess.OPEN),
 }
 """Routes whose answers are not messages."""

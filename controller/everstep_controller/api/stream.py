@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import bisect
-from collections import Counter, deque
+import contextlib
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
 
 import msgspec
 from starlette.responses import StreamingResponse
@@ -14,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 from everstep.bearer_tokens import Identity
 from everstep.errors import RateLimited, Unavailable
 from everstep.wire.v1.operator import Event, EventGap
+from everstep_controller.api.admission import IdentityKey, identity_key
 from everstep_controller.server.connections import CLOSE_CONNECTION_KEY
 from everstep_controller.store.reader import EventPage
 from everstep_controller.store.rows import AuditRow
@@ -28,39 +32,37 @@ RETRY_AFTER_S = 10.0
 """Seconds after which a reader that does not read has been cut off."""
 
 
+@dataclass(eq=False)
 class StreamReservation:
     """One reader's reservation, until it is released."""
 
-    def __init__(self, readers: StreamReservations, identity: Identity) -> None:
-        self._readers = readers
-        self._identity = identity
-        self._held = 0
-
-    def set_buffered(self, bytes_: int) -> None:
-        """Set the bytes that wait for the reader."""
-        self._readers.buffered_bytes += bytes_ - self._held
-        self._held = bytes_
+    readers: StreamReservations
+    who: IdentityKey
+    buffered_bytes: int = 0  # encoded bytes that the reader has not taken yet
 
     def release(self) -> None:
         """End the reservation: the stream is over."""
-        self.set_buffered(0)
-        self._readers.release(self._identity)
+        self.readers.open.discard(self)
 
 
 class StreamReservations:
-    """Counts and limits streams. ``buffered_bytes`` are encoded bytes that readers have not taken yet."""
+    """Counts and limits streams."""
 
     def __init__(self) -> None:
-        self._open: Counter[tuple[str, str]] = Counter()
-        self.buffered_bytes = 0
+        self.open: set[StreamReservation] = set()
 
     def __len__(self) -> int:
-        return self._open.total()
+        return len(self.open)
+
+    @property
+    def buffered_bytes(self) -> int:
+        """Encoded bytes that readers have not taken yet."""
+        return sum(one.buffered_bytes for one in self.open)
 
     def reserve(self, identity: Identity) -> StreamReservation:
         """Reserve a stream; the caller must release it. Raises RateLimited if there are too many."""
-        who = (identity.role, identity.subject)
-        if self._open.get(who, 0) >= MAX_STREAMS_PER_IDENTITY:
+        who = identity_key(identity)
+        if sum(one.who == who for one in self.open) >= MAX_STREAMS_PER_IDENTITY:
             raise RateLimited(
                 f"{identity.role} {identity.subject} reads {MAX_STREAMS_PER_IDENTITY} event streams already, the most "
                 "allowed: close one, or use another token",
@@ -72,15 +74,9 @@ class StreamReservations:
                 "/v1/events?after=",
                 RETRY_AFTER_S,
             )
-        self._open[who] += 1
-        return StreamReservation(self, identity)
-
-    def release(self, identity: Identity) -> None:
-        """End one of the identity's streams."""
-        who = (identity.role, identity.subject)
-        self._open[who] -= 1
-        if not self._open[who]:
-            del self._open[who]
+        reservation = StreamReservation(self, who)
+        self.open.add(reservation)
+        return reservation
 
 
 ROWS_IN_MEMORY = 4096
@@ -105,17 +101,8 @@ Read = Callable[[int], Awaitable[EventPage]]
 
 def event_of(row: AuditRow) -> Event:
     """Return the row as shown to operators."""
-    return Event(
-        id=row.id,
-        at=row.at,
-        kind=row.kind,
-        sentence=row.sentence,
-        node=row.node,
-        job=row.job,
-        generation=row.generation,
-        trace=row.trace,
-        detail=msgspec.json.decode(row.detail, type=dict[str, str]),
-    )
+    detail = msgspec.json.decode(row.detail, type=dict[str, str])
+    return Event(**(msgspec.structs.asdict(row) | {"detail": detail}))
 
 
 class AuditFeed:
@@ -157,11 +144,9 @@ class AuditFeed:
         """Wait up to ``timeout_s`` for new rows or the end."""
         if self.closed:
             return
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._more.wait()
-        except TimeoutError:
-            pass
 
 
 class EventStream(StreamingResponse):
@@ -202,10 +187,10 @@ class EventStream(StreamingResponse):
             async for frames in self.body_iterator:
                 if not self._may():
                     break
-                self._place.set_buffered(len(frames))
+                self._place.buffered_bytes = len(frames)
                 async with asyncio.timeout(self._slow_s):
                     await send({"type": "http.response.body", "body": frames, "more_body": True})
-                self._place.set_buffered(0)
+                self._place.buffered_bytes = 0
         except TimeoutError:
             self._cut()
             self._hang_up()  # an orderly close would wait for the reader to take the sent data
@@ -219,7 +204,8 @@ def joined_frames(rows: Iterable[AuditRow], after: int = 0, deleted_through: int
     joined, count = bytearray(), 0
     for row in rows:
         if after < row.id - 1 and after < deleted_through:
-            joined += _gap(deleted_gap(after, row.id - 1))
+            text = f"events {after + 1} to {row.id - 1} have been deleted: the stream continues with event {row.id}"
+            joined += _gap(after, row.id - 1, "deleted", text)
         joined += b"id: %d\nevent: audit\ndata: %s\n\n" % (row.id, msgspec.json.encode(event_of(row)))
         after = row.id
         count += 1
@@ -230,21 +216,10 @@ def joined_frames(rows: Iterable[AuditRow], after: int = 0, deleted_through: int
         yield bytes(joined)
 
 
-def _gap(gap: EventGap) -> bytes:
+def _gap(after: int, through: int, reason: Literal["deleted", "unknown"], sentence: str) -> bytes:
     """Return a gap's frame. Its id is the last missing one, so that a reconnecting reader does not get it twice."""
-    return b"id: %d\nevent: gap\ndata: %s\n\n" % (gap.through, msgspec.json.encode(gap))
-
-
-def deleted_gap(after: int, through: int) -> EventGap:
-    """Return the gap for a reader that was slower than retention."""
-    sentence = f"events {after + 1} to {through} have been deleted: the stream continues with event {through + 1}"
-    return EventGap(after=after, through=through, reason="deleted", sentence=sentence)
-
-
-def unknown_gap(after: int, newest: int) -> EventGap:
-    """Return the gap for a reader that has seen events which this database lacks."""
-    sentence = f"there is no event {after}: the newest event is {newest}, and the stream continues after it"
-    return EventGap(after=after, through=newest, reason="unknown", sentence=sentence)
+    gap = EventGap(after=after, through=through, reason=reason, sentence=sentence)
+    return b"id: %d\nevent: gap\ndata: %s\n\n" % (through, msgspec.json.encode(gap))
 
 
 async def event_frames(feed: AuditFeed, after: int, read: Read) -> AsyncIterator[bytes]:
@@ -261,7 +236,8 @@ async def _following(feed: AuditFeed, after: int, read: Read) -> AsyncIterator[b
     if after > feed.newest:
         known = await read(after)
         if after > known.newest:  # otherwise the event is durable, and about to be published
-            yield _gap(unknown_gap(after, known.newest))
+            text = f"there is no event {after}: the newest event is {known.newest}, and the stream continues after it"
+            yield _gap(after, known.newest, "unknown", text)
             after = known.newest
     while not feed.closed:
         rows = feed.since(after)

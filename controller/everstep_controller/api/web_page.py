@@ -9,8 +9,8 @@ import functools
 import gzip
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import NamedTuple
 
-import msgspec
 import xxhash
 from fastapi import FastAPI, Request, Response
 
@@ -55,10 +55,9 @@ HEADERS = {
 }
 
 
-class StaticFile(msgspec.Struct, frozen=True):
+class StaticFile(NamedTuple):
     """One file of the page, in both encodings."""
 
-    media_type: str
     etag: str
     plain: bytes
     gzipped: bytes
@@ -68,28 +67,19 @@ class StaticFile(msgspec.Struct, frozen=True):
 def load(name: str) -> StaticFile:
     """Return one of ``FILES``. Each file is read once."""
     plain = (FOLDER / name).read_bytes()
-    return StaticFile(
-        media_type=MEDIA_TYPES[name.rpartition(".")[2]],
-        etag=f'"{xxhash.xxh3_64_hexdigest(plain)}"',
-        plain=plain,
-        gzipped=gzip.compress(plain, 9, mtime=0),
-    )
-
-
-def respond(request: Request, file: StaticFile) -> Response:
-    """Return the response with a file of the page, or 304 if the client has it."""
-    headers = {**HEADERS, "etag": file.etag}
-    if file.etag in endpoints.tags(request.headers.get("if-none-match", "")):
-        return Response(status_code=304, headers=headers)
-    body = file.plain
-    if "gzip" in request.headers.get("accept-encoding", ""):
-        body, headers["content-encoding"] = file.gzipped, "gzip"
-    return Response(body, media_type=file.media_type, headers=headers)
+    return StaticFile(f'"{xxhash.xxh3_64_hexdigest(plain)}"', plain, gzip.compress(plain, 9, mtime=0))
 
 
 def _endpoint(name: str) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
-        return respond(request, load(name))
+        file = load(name)
+        headers = {**HEADERS, "etag": file.etag}
+        if file.etag in endpoints.tags(request.headers.get("if-none-match", "")):
+            return Response(status_code=304, headers=headers)
+        body = file.plain
+        if "gzip" in request.headers.get("accept-encoding", ""):
+            body, headers["content-encoding"] = file.gzipped, "gzip"
+        return Response(body, media_type=MEDIA_TYPES[name.rpartition(".")[2]], headers=headers)
 
     return endpoint
 
@@ -97,4 +87,4 @@ def _endpoint(name: str) -> Callable[[Request], Awaitable[Response]]:
 def install(app: FastAPI) -> None:
     """Add the page at ``/`` and each of its files below ``/web/``. They need no token, like the health checks."""
     for path, name in [("/", INDEX), *((f"/web/{name}", name) for name in FILES)]:
-        app.add_api_route(path, _endpoint(name), methods=endpoints.methods("GET"), include_in_schema=False)
+        app.add_api_route(path, _endpoint(name), methods=endpoints.READING, include_in_schema=False)

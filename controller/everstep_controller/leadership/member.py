@@ -74,7 +74,7 @@ class StandbyApp:
         self._authenticator = self._authenticator_of(credentials)
 
     def _authenticator_of(self, credentials: Iterable[CredentialRow]) -> Authenticator:
-        return Authenticator.from_settings(
+        return Authenticator(
             self._settings, self._keyring, CredentialStore(credentials), {}, self._clock, self._clock.wall
         )
 

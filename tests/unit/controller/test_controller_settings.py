@@ -5,7 +5,7 @@ import inspect
 from pathlib import Path
 
 import pytest
-from everstep_controller.config import ControllerSettings, LoadedSettings, load_settings, read_password, read_secret
+from everstep_controller.config import ControllerSettings, load_settings, read_password, read_secret
 from everstep_controller.core.policy import CorePolicy
 from everstep_controller.rulebook import with_rules
 
@@ -57,7 +57,7 @@ def test_kubernetes_service_variables_are_ignored() -> None:
 
 def test_platform_variables_are_ignored() -> None:
     environment = {"EVERSTEP_CONTROLLER_PORT": "tcp://10.0.0.1:7700", "EVERSTEP_CONTROLLER": "http://c:7700"}
-    plain = LoadedSettings(secret_file="secret", policy=with_rules(CorePolicy()))
+    plain = ControllerSettings(secret_file="secret", policy=with_rules(CorePolicy()))
     assert load_settings(GIVEN, environment) == plain
 
 

@@ -78,9 +78,7 @@ def test_certificate_needs_exactly_one_valid_name(uris: tuple[str, ...]) -> None
 
 def test_certificate_counts_until_expiry_and_token_overrides() -> None:
     clock = ManualClock(wall=ssl.cert_time_to_seconds("Nov 15 00:00:00 2023 GMT"))
-    gate = Authenticator.from_settings(
-        ControllerSettings(), Keyring((SECRET,)), CredentialStore(), {}, clock, clock.wall
-    )
+    gate = Authenticator(ControllerSettings(), Keyring((SECRET,)), CredentialStore(), {}, clock, clock.wall)
     peer = ConnectionPeer("127.0.0.1", shown("everstep://agent/n1", not_after="Nov 15 00:00:10 2023 GMT"))
     assert gate.authorize_agent([], "n1", peer).credential == "certificate"
     token = [(b"authorization", f"Bearer {mint(SECRET, TokenRole.AGENT, 'n2')}".encode())]
@@ -139,9 +137,7 @@ def test_session_pushes_nothing_after_certificate_expires(ending: tuple[Served, 
 
 def test_reader_rights_end_when_certificate_expires() -> None:
     clock = ManualClock(wall=1_700_000_000.0)
-    gate = Authenticator.from_settings(
-        ControllerSettings(), Keyring((SECRET,)), CredentialStore(), {}, clock, clock.wall
-    )
+    gate = Authenticator(ControllerSettings(), Keyring((SECRET,)), CredentialStore(), {}, clock, clock.wall)
     reader = gate.authenticate([], ConnectionPeer("", shown("everstep://viewer/wall", not_after=_ends_in(clock, 10.0))))
     assert gate.is_valid(reader)
     clock.advance(11.0)

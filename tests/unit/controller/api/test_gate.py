@@ -49,7 +49,7 @@ def credentials() -> CredentialStore:
 @pytest.fixture
 def gate(clock: ManualClock, secret_file: Path, credentials: CredentialStore) -> Authenticator:
     settings = ControllerSettings(agent_requests_per_s=4.0, request_burst_s=2.0, failed_authentications_per_s=1.0)
-    return Authenticator.from_settings(settings, Keyring.of_file(str(secret_file)), credentials, {}, clock, clock.wall)
+    return Authenticator(settings, Keyring.of_file(str(secret_file)), credentials, {}, clock, clock.wall)
 
 
 @pytest.mark.promise("revocation")
@@ -76,11 +76,11 @@ def test_verified_token_expires_when_secret_is_replaced(
     gate: Authenticator, clock: ManualClock, secret_file: Path
 ) -> None:
     headers = bearer(mint(SECRET, TokenRole.VIEWER, "vera"))
-    assert gate.authorize(RouteAccess.READ, headers).subject == "vera"
+    assert gate.authorize(RouteAccess.READ, headers, None).subject == "vera"
     secret_file.write_bytes(b"another secret, of this year")
     clock.advance(RELOAD_INTERVAL_S)
     with pytest.raises(AuthenticationError):
-        gate.authorize(RouteAccess.READ, headers)
+        gate.authorize(RouteAccess.READ, headers, None)
 
 
 def test_gate_counts_frames_as_requests(gate: Authenticator) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from everstep_controller.api.auth import MAX_REPORTS, FailedAuthentications, RequestLimits, network_of
+from everstep_controller.config import ControllerSettings
 from starlette.testclient import TestClient
 
 from everstep.bearer_tokens import Identity, TokenRole
@@ -22,8 +23,8 @@ def clock() -> ManualClock:
 
 
 def limits(clock: ManualClock, **given: float) -> RequestLimits:
-    chosen = {"agents_per_s": 8.0, "reports_per_s": 1024.0, "others_per_s": 4.0, "burst_s": 2.0, **given}
-    return RequestLimits(**chosen, monotonic=clock.monotonic)
+    chosen = {"agent_requests_per_s": 8.0, "agent_reports_per_s": 1024.0, "requests_per_s": 4.0, **given}
+    return RequestLimits(ControllerSettings(**chosen, request_burst_s=2.0), clock.monotonic)
 
 
 def spend(charge: RequestLimits, identity: Identity, most: int = 1000) -> int:
@@ -57,7 +58,7 @@ def test_report_limit_counts_reports_per_node(clock: ManualClock) -> None:
 
 
 def test_report_limit_admits_one_full_request_at_any_rate(clock: ManualClock) -> None:
-    limit = limits(clock, reports_per_s=1.0)
+    limit = limits(clock, agent_reports_per_s=1.0)
     for _ in range(2):
         limit.charge_reports("n1", MAX_REPORTS)
         clock.advance(MAX_REPORTS)

@@ -155,6 +155,14 @@ def test_tagged_route_answers_304_for_known_tag(client: TestClient, name: str) -
         assert (again.status_code, again.content, again.headers["etag"]) == (304, b"", tag(client, path))
 
 
+def test_policy_tag_follows_origins_of_values(client: TestClient, tmp_path: Path) -> None:
+    origins = {"eviction_count": "environment, EVERSTEP_CONTROLLER_POLICY_EVICTION_COUNT"}
+    app = InProcess(f"sqlite:///{tmp_path / 'd.db'}", clock=ManualClock(), policy=ONE_EVICTION, policy_origins=origins)
+    with TestClient(app) as restarted:
+        assert get(restarted, "/v1/policy", operator_history.PolicyDocument).origins == origins
+        assert tag(restarted, "/v1/policy") != tag(client, "/v1/policy")
+
+
 NUMBERS = st.one_of(
     st.integers(), st.floats().map(repr), st.sampled_from(["nan", "-inf", "1_0", str(2**63), str(-(2**63) - 1), "９"])
 )

@@ -11,8 +11,15 @@ from pathlib import Path
 import msgspec
 import pytest
 from everstep_controller.core import policy
-from everstep_controller.core.policy import CorePolicy, VerdictRule, next_ladder_step
-from everstep_controller.rulebook import POLICY_FOLDER, load_rulebook, shipped_rulebook, with_rules
+from everstep_controller.core.policy import CorePolicy, Rulebook, VerdictRule, next_ladder_step
+from everstep_controller.rulebook import (
+    POLICY_FOLDER,
+    build_rulebook,
+    override_rules,
+    read_rules,
+    shipped_rulebook,
+    with_rules,
+)
 
 from everstep.errors import ConfigurationError
 from everstep.vocabulary import Action, Finding, FindingKind, Mode, ProbeKind, Severity
@@ -23,6 +30,10 @@ SHIPPED = [rule for kind in shipped_rulebook().rules_by_kind.values() for rule i
 def _site(tmp_path: Path, text: str) -> Path:
     (tmp_path / "site.toml").write_text(textwrap.dedent(text))
     return tmp_path
+
+
+def load_rulebook(site: Path) -> Rulebook:
+    return override_rules(shipped_rulebook(), read_rules(site).values())
 
 
 @pytest.mark.promise("rules-have-sources")
@@ -114,7 +125,7 @@ def test_named_site_rule_precedes_the_kind_rule(tmp_path: Path) -> None:
 def test_folder_without_rule_for_a_kind_is_refused(tmp_path: Path) -> None:
     (tmp_path / "gpu.toml").write_text((POLICY_FOLDER / "gpu.toml").read_text())
     with pytest.raises(ConfigurationError, match=r"without an unnamed default rule: .*network\.port_down"):
-        load_rulebook(folder=tmp_path)
+        build_rulebook(read_rules(tmp_path))
     with pytest.raises(ConfigurationError, match="is not a directory"):
         load_rulebook(tmp_path / "absent")
 
