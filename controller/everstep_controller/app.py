@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request, Response
@@ -30,8 +29,7 @@ from everstep_controller.journal.recorder import Journal
 from everstep_controller.leadership.leader_checks import EpochCheck, StandbyMonitor
 from everstep_controller.leadership.lease import LeaseTenure
 from everstep_controller.read_models import fleet_views
-from everstep_controller.read_models.fleet_views import ReadModels
-from everstep_controller.read_models.progress_history import ProgressRecorder
+from everstep_controller.read_models.fleet_views import ProgressRecorder, ReadModels
 from everstep_controller.read_models.prometheus import FleetCollector, Metrics
 from everstep_controller.remediation.remediator import Remediator
 from everstep_controller.remediation.service import RemediationService
@@ -42,26 +40,20 @@ from everstep_controller.runtime.commit_buffer import DatabaseOutage
 from everstep_controller.runtime.loop import FleetLoop
 from everstep_controller.runtime.push import Outbox
 from everstep_controller.runtime.rate_limits import EventQuota, run_suppressed_reports
-from everstep_controller.runtime.startup_state import NO_RECORDS, KnownRecords, restore_state
+from everstep_controller.runtime.startup_state import (
+    NO_RECORDS,
+    KnownRecords,
+    clamp_history,
+    restore_state,
+    set_times_back,
+)
 from everstep_controller.runtime.transaction import AuditNumbers
 from everstep_controller.server import connections
 from everstep_controller.server.agent_service import AgentService, SerialQueue
 from everstep_controller.store import table_access
 from everstep_controller.store.retention import RetentionLimits, run_retention
 from everstep_controller.store.rows import LoadedState
-from everstep_controller.store.set_back import clamp_history, set_times_back
 from everstep_controller.store.threads import DatabaseStore
-
-
-async def _set_back(
-    store: DatabaseStore, loaded: LoadedState, known: KnownRecords, wall: float
-) -> tuple[LoadedState, KnownRecords]:
-    """Set stored times back to the wall clock, in the database before in memory."""
-    moved, batch = await asyncio.to_thread(set_times_back, loaded, known, wall)
-    await store.commit(batch)
-    await store.write(lambda connection: clamp_history(connection, wall))
-    return moved, NO_RECORDS
-
 
 openapi_document = functools.cache(openapi.document)
 """The OpenAPI document of all routes. Building it takes 70 ms, so a standby builds it before requests arrive."""
@@ -191,8 +183,12 @@ class Controller:
         Raises the errors of the database.
         """
         rules = with_rules(settings.policy)
-        if clock_set_back_s(clock.wall(), loaded.newest_at, trust_clock=settings.trust_clock):
-            loaded, known_records = await _set_back(store, loaded, known_records, clock.wall())
+        wall = clock.wall()
+        if clock_set_back_s(wall, loaded.newest_at, trust_clock=settings.trust_clock):
+            loaded, batch = await asyncio.to_thread(set_times_back, loaded, known_records, wall)
+            await store.commit(batch)
+            await store.write(lambda connection: clamp_history(connection, wall))
+            known_records = NO_RECORDS
         # Runs in a thread so that the event loop still answers.
         state = await asyncio.to_thread(restore_state, rules, loaded, known_records)
         controller = cls(settings, keyring, store, loaded, state, clock, make_remediator, tenure)
@@ -288,9 +284,8 @@ class Controller:
             monotonic=self._clock.monotonic,
             on_refused=self.metrics.over_limit,
         )
-        self.metrics.watch_requests(admission)
         readers = StreamReservations()
-        self.metrics.watch_streams(readers)
+        self.metrics.watch(admission, readers)
         history = HistoryRoutes(
             context=self.view_context,
             store=self.store,
@@ -316,9 +311,11 @@ class Controller:
         return app
 
     def _open_routes(self, app: FastAPI, gate: Authenticator, admission: AdmissionControl) -> None:
+        @app.api_route("/healthz", methods=endpoints.READING, include_in_schema=False)
         async def health(_request: Request) -> Response:
             return Response(b'{"ok":true,"role":"controller"}', media_type="application/json")
 
+        @app.api_route("/readyz", methods=endpoints.READING, include_in_schema=False)
         async def ready(_request: Request) -> Response:
             ok, outage = self.is_serving(), self.database_outage()
             body: dict[str, object] = {"ok": ok, "role": "controller"}
@@ -328,6 +325,7 @@ class Controller:
                 body["database"] = "unavailable"
             return Response(msgspec.json.encode(body), status_code=200 if ok else 503, media_type="application/json")
 
+        @app.api_route("/metrics", methods=endpoints.READING, include_in_schema=False)
         async def metrics(request: Request) -> Response:
             identity = endpoints.authorize(gate, routes.PLAIN_ROUTES["metrics"].access, request)
 
@@ -336,7 +334,3 @@ class Controller:
                 return Response(self.metrics.render(self.view_context.state.jobs), media_type=CONTENT_TYPE_LATEST)
 
             return await endpoints.run_admitted(admission, identity, request, shown)
-
-        paths: Iterable[tuple[str, Any]] = (("/healthz", health), ("/readyz", ready), ("/metrics", metrics))
-        for path, endpoint in paths:
-            app.add_api_route(path, endpoint, methods=endpoints.READING, include_in_schema=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 from urllib.parse import urlsplit
@@ -210,117 +210,81 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True):
                 _address(getattr(self, name) or self.listen)
             except ValueError as error:
                 raise ConfigurationError(f"{name}: {error}") from error
-        for is_wrong, message in self._contradictions():
-            if is_wrong:
-                raise ConfigurationError(message)
+        for message in self._contradictions():
+            raise ConfigurationError(message)
         self.policy.validate()
         return self
 
-    def _contradictions(self) -> tuple[tuple[bool, str], ...]:
-        webhook = self.remediation_backend == "webhook"
-        url = urlsplit(self.database)
-        return (
-            (
-                bool(self.database_password_file) and (url.scheme.startswith("sqlite") or not url.username),
-                "database_password_file needs a database of the form postgresql://USER@HOST/NAME",
-            ),
-            (
-                bool(self.database_password_file) and bool(url.password),
-                "database and database_password_file both contain a password: remove it from the URL of the database",
-            ),
-            (
-                not self.secret_file,
-                "secret_file is missing: give --secret-file (make one: `openssl rand -hex 32 > F; chmod 600 F`)",
-            ),
-            (
-                bool(self.tls_certificate) != bool(self.tls_key),
-                "give tls_certificate and tls_key together, or neither",
-            ),
-            (
-                not 0 < self.heartbeat_interval_s < self.policy.suspect_after_s / 2,
+    def _contradictions(self) -> Iterator[str]:
+        webhook, url = self.remediation_backend == "webhook", urlsplit(self.database)
+        if self.database_password_file and (url.scheme.startswith("sqlite") or not url.username):
+            yield "database_password_file needs a database of the form postgresql://USER@HOST/NAME"
+        if self.database_password_file and url.password:
+            yield "database and database_password_file both contain a password: remove it from the URL of the database"
+        if not self.secret_file:
+            yield "secret_file is missing: give --secret-file (make one: `openssl rand -hex 32 > F; chmod 600 F`)"
+        if bool(self.tls_certificate) != bool(self.tls_key):
+            yield "give tls_certificate and tls_key together, or neither"
+        if not 0 < self.heartbeat_interval_s < self.policy.suspect_after_s / 2:
+            yield (
                 f"heartbeat_interval_s ({self.heartbeat_interval_s}) must be positive and less than half of "
-                f"policy.suspect_after_s ({self.policy.suspect_after_s}): one late heartbeat makes no node suspect",
-            ),
-            (
-                bool(self.tls_client_ca) and not self.tls_certificate,
-                "tls_client_ca needs tls_certificate and tls_key: clients send certificates over TLS only",
-            ),
-            (
-                min(
-                    self.agent_requests_per_s,
-                    self.agent_reports_per_s,
-                    self.requests_per_s,
-                    self.failed_authentications_per_s,
-                )
-                <= 0
-                or self.request_burst_s * min(self.agent_requests_per_s, self.requests_per_s) < 1,
+                f"policy.suspect_after_s ({self.policy.suspect_after_s}): one late heartbeat makes no node suspect"
+            )
+        if self.tls_client_ca and not self.tls_certificate:
+            yield "tls_client_ca needs tls_certificate and tls_key: clients send certificates over TLS only"
+        rates = (self.agent_requests_per_s, self.agent_reports_per_s, self.requests_per_s)
+        burst = self.request_burst_s * min(self.agent_requests_per_s, self.requests_per_s)
+        if min(*rates, self.failed_authentications_per_s) <= 0 or burst < 1:
+            yield (
                 "agent_requests_per_s, agent_reports_per_s, requests_per_s and failed_authentications_per_s must be "
-                "positive, and request_burst_s long enough for one request",
-            ),
-            (
-                min(self.max_concurrent_requests, self.max_unsent_answer_bytes) < 1
-                or not 0 < self.operator_event_loop_share <= 1,
+                "positive, and request_burst_s long enough for one request"
+            )
+        limits = (self.max_concurrent_requests, self.max_unsent_answer_bytes)
+        if min(limits) < 1 or not 0 < self.operator_event_loop_share <= 1:
+            yield (
                 "max_concurrent_requests and max_unsent_answer_bytes must be at least 1, and "
-                "operator_event_loop_share more than 0 and at most 1",
-            ),
-            (self.max_commit_batch < 1 or self.queue_limit < 1, "max_commit_batch and queue_limit must be at least 1"),
-            (
-                self.commit_timeout_s <= 0 or self.stop_grace_s < 0,
-                "commit_timeout_s must be positive and stop_grace_s not negative",
-            ),
-            (
-                self.retention_days <= 0
-                or min(
-                    self.retention_max_audit_entries, self.retention_audit_of_people, self.retention_max_history_rows
-                )
-                < 1000
-                or self.retention_generations_per_job < 16,
+                "operator_event_loop_share more than 0 and at most 1"
+            )
+        if self.max_commit_batch < 1 or self.queue_limit < 1:
+            yield "max_commit_batch and queue_limit must be at least 1"
+        if self.commit_timeout_s <= 0 or self.stop_grace_s < 0:
+            yield "commit_timeout_s must be positive and stop_grace_s not negative"
+        rows = (self.retention_max_audit_entries, self.retention_audit_of_people, self.retention_max_history_rows)
+        if self.retention_days <= 0 or min(rows) < 1000 or self.retention_generations_per_job < 16:
+            yield (
                 "retention_days must be positive, retention_max_audit_entries, retention_audit_of_people and "
-                "retention_max_history_rows at least 1000, "
-                "retention_generations_per_job at least 16",
-            ),
-            (self.max_clock_ahead_days < 0, "max_clock_ahead_days must not be negative; 0 accepts any clock"),
-            (
-                self.audit_entries_per_node_burst < 1 or self.audit_entries_per_node_per_s <= 0,
-                "audit_entries_per_node_burst must be at least 1 and audit_entries_per_node_per_s positive",
-            ),
-            (self.outage_buffer_bytes < 1 << 20, "outage_buffer_bytes must be at least 1048576"),
-            (
-                not 0.2 <= self.lease_renew_s <= self.lease_s / 3,
+                "retention_max_history_rows at least 1000, retention_generations_per_job at least 16"
+            )
+        if self.max_clock_ahead_days < 0:
+            yield "max_clock_ahead_days must not be negative; 0 accepts any clock"
+        if self.audit_entries_per_node_burst < 1 or self.audit_entries_per_node_per_s <= 0:
+            yield "audit_entries_per_node_burst must be at least 1 and audit_entries_per_node_per_s positive"
+        if self.outage_buffer_bytes < 1 << 20:
+            yield "outage_buffer_bytes must be at least 1048576"
+        if not 0.2 <= self.lease_renew_s <= self.lease_s / 3:
+            yield (
                 f"lease_renew_s ({self.lease_renew_s}) must be at least 0.2 and at most a third of lease_s "
-                f"({self.lease_s}), so that one renewal may fail",
-            ),
-            (
-                self.resign_after_s != 0 and self.resign_after_s < self.lease_s,
+                f"({self.lease_s}), so that one renewal may fail"
+            )
+        if 0 != self.resign_after_s < self.lease_s:
+            yield (
                 f"resign_after_s ({self.resign_after_s}) must be 0, or at least lease_s ({self.lease_s}): nodes need "
-                "time to find a new leader",
-            ),
-            (
-                self.journal_bytes < 1 or self.journal_days <= 0,
-                "journal_bytes and journal_days must be positive; omit journal_dir to keep no journal",
-            ),
-            (
-                webhook != bool(self.webhook_url) or webhook != bool(self.webhook_secret_file),
-                "give remediation_backend = webhook, webhook_url and webhook_secret_file together, or none of them",
-            ),
-            (
-                bool(self.alert_token_file) and not self.alert_url,
-                "alert_token_file needs alert_url",
-            ),
-            (
-                self.policy.remediation_mode is Mode.ENFORCE and self.remediation_backend == "dry_run",
+                "time to find a new leader"
+            )
+        if self.journal_bytes < 1 or self.journal_days <= 0:
+            yield "journal_bytes and journal_days must be positive; omit journal_dir to keep no journal"
+        if webhook != bool(self.webhook_url) or webhook != bool(self.webhook_secret_file):
+            yield "give remediation_backend = webhook, webhook_url and webhook_secret_file together, or none of them"
+        if self.alert_token_file and not self.alert_url:
+            yield "alert_token_file needs alert_url"
+        if self.policy.remediation_mode is Mode.ENFORCE and self.remediation_backend == "dry_run":
+            yield (
                 "policy.remediation_mode = enforce needs a remediation_backend that resets and reboots nodes: dry_run "
-                "only logs actions",
-            ),
-            (
-                webhook and not is_http_url(self.webhook_url),
-                f"webhook_url must be http or https, with a host, not {self.webhook_url!r}",
-            ),
-            (
-                bool(self.alert_url) and not is_http_url(self.alert_url),
-                f"alert_url must be http or https, with a host, not {self.alert_url!r}",
-            ),
-        )
+                "only logs actions"
+            )
+        for name in ("webhook_url", "alert_url"):
+            if (value := getattr(self, name)) and not is_http_url(value):
+                yield f"{name} must be http or https, with a host, not {value!r}"
 
 
 PROGRAM = Program("everstep-controller", ControllerSettings, excluded=("policy_rules", "policy_origins"))
@@ -329,8 +293,7 @@ PROGRAM = Program("everstep-controller", ControllerSettings, excluded=("policy_r
 def load_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) -> ControllerSettings:
     """Return the validated settings from flags, environment variables, the settings file and the preset.
 
-    Raises:
-        ConfigurationError: A name is unknown, a value has the wrong type, or settings contradict each other.
+    Raises ConfigurationError if a name is unknown, a value has the wrong type, or settings contradict each other.
     """
     given = PROGRAM.given(flags, environ)
     values = PROGRAM.by_attribute(given)
@@ -357,11 +320,7 @@ def load_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Contr
 
 
 def read_secret(path: str) -> bytes:
-    """Return the secret in a file, without surrounding white space.
-
-    Raises:
-        ConfigurationError: the file is missing, its secret too short, or other users can read it.
-    """
+    """Return the secret in a file. Raises ConfigurationError if it is missing, too short, or readable by others."""
     return check_secret(_read_private(path))
 
 
@@ -371,11 +330,7 @@ def read_secrets(path: str) -> tuple[bytes, ...]:
 
 
 def read_password(path: str) -> str:
-    """Return the password in a file, without surrounding white space.
-
-    Raises:
-        ConfigurationError: the file is missing or empty, or other users can read it.
-    """
+    """Return the password in a file. Raises ConfigurationError if it is missing, empty, or readable by others."""
     try:
         password = _read_private(path).decode()
     except UnicodeDecodeError:

@@ -2,20 +2,49 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
-from contextlib import AbstractContextManager
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Literal
 
+import msgspec
 import typer
 
 from everstep.bearer_tokens import TokenRole, mint
 from everstep.command_line import Flags, Version, exit_on_errors, make_app, takes_settings
 from everstep.errors import ConfigurationError, EverstepError
+from everstep.log_lines import PlainLineFormatter
 from everstep.parent_process import die_with_parent, parent_pid
 from everstep_controller.config import PROGRAM, ControllerSettings, load_settings, read_secrets
-from everstep_controller.process_lifecycle import log_to_stderr
+
+
+class _JsonLines(logging.Formatter):
+    """Format each log record as one line of JSON."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        line = {"at": at, "level": record.levelname.lower(), "logger": record.name, "message": record.getMessage()}
+        line |= {
+            name: getattr(record, name) for name in ("node", "job", "generation", "trace") if hasattr(record, name)
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(line).decode()
+
+
+def _log_to_stderr() -> None:
+    """Log plain lines to a terminal, and JSON lines elsewhere."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(PlainLineFormatter() if sys.stderr.isatty() else _JsonLines())
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.INFO)
+    for chatty in ("alembic", "uvicorn.error"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
+
 
 app = make_app("Run the controller of a fleet, and work with its database, tokens and journal.")
 
@@ -30,7 +59,7 @@ def everstep_controller(_version: Version = False) -> None:
 def serve(context: typer.Context, flags: Flags) -> None:
     """Run a controller until SIGTERM or SIGINT."""
     with _exit_on_errors():
-        log_to_stderr()
+        _log_to_stderr()
         settings = load_settings(flags, os.environ)
         if settings.die_with_parent:
             die_with_parent(context.obj)
@@ -68,10 +97,8 @@ def replay(
 def _time(text: str, default: float) -> float:
     if not text:
         return default
-    try:
+    with contextlib.suppress(ValueError):
         return float(text)
-    except ValueError:
-        pass
     try:
         at = datetime.fromisoformat(text)
     except ValueError:
@@ -105,7 +132,7 @@ def token(
         print(mint(read_secrets(secret_file)[0], TokenRole(role), subject))
 
 
-def _exit_on_errors() -> AbstractContextManager[None]:
+def _exit_on_errors() -> contextlib.AbstractContextManager[None]:
     return exit_on_errors("everstep-controller", unusable=(EverstepError, ValueError))
 
 

@@ -119,7 +119,10 @@ def _contradictions(rule: VerdictRule) -> tuple[tuple[bool, str], ...]:
     order = [LADDER_ACTIONS.index(ladder_action) for ladder_action in rule.ladder if ladder_action in LADDER_ACTIONS]
     return (
         (not rule.source, "it has no source: give the origin of its numbers"),
-        (not 1 <= n <= m <= MAX_REMEMBERED, f"n_of_m = [{n}, {m}] must be [n, m] with 1 <= n <= m <= {MAX_REMEMBERED}"),
+        (
+            not 1 <= n <= m <= MAX_REMEMBERED,
+            f"n_of_m = [{n}, {m}] must be [n, m] with 1 <= n <= m <= {MAX_REMEMBERED}",
+        ),
         (n > 1 and rule.window_s <= 0, "n_of_m counts within window_s: give a window_s above zero"),
         (min(seconds) < 0, "seconds cannot be negative"),
         (rule.coalesce_s > rule.step_memory_s, "coalesce_s must not exceed step_memory_s"),

@@ -11,6 +11,7 @@ import logging
 import os
 import socket
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import uvicorn
@@ -23,20 +24,9 @@ from everstep.system_clock import SYSTEM_CLOCK
 from everstep_controller.api.credentials import Keyring
 from everstep_controller.config import ControllerSettings, read_password
 from everstep_controller.leadership.member import ControllerReplica
-from everstep_controller.process_lifecycle import write_atomically
 from everstep_controller.remediation.service import create_remediator
 from everstep_controller.runtime.clock import check_clock_at_start
-from everstep_controller.server.listener import (
-    ControllerServer,
-    address_of,
-    check_certificate,
-    duplicate_listeners,
-    listen,
-    raise_file_limit,
-    server_config,
-    tune_interpreter,
-    warn_if_plaintext,
-)
+from everstep_controller.server import listener
 from everstep_controller.store import table_access
 from everstep_controller.store.database import open_database, parse_url
 from everstep_controller.store.database_errors import DatabaseUnavailable, diagnose
@@ -48,15 +38,11 @@ EXIT_CRASHED = 70
 
 
 def serve(settings: ControllerSettings) -> int:
-    """Serve until the process is asked to stop, and return the exit status.
+    """Serve until the process is asked to stop, and return the exit status. Raises ConfigurationError.
 
     After a failed transaction the process ends at once with EXIT_CRASHED.
-
-    Raises:
-        ConfigurationError: an operator must correct something first.
     """
-    raise_file_limit()
-    tune_interpreter()
+    listener.tune_process()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(settings))
 
@@ -71,18 +57,19 @@ def _database(settings: ControllerSettings) -> str:
 
 async def _serve(settings: ControllerSettings) -> int:
     keyring = Keyring.of_file(settings.secret_file)
-    check_certificate(settings)
+    listener.check_certificate(settings)
     engine = await asyncio.to_thread(
         open_database, _database(settings), migrate=settings.migrate, check=settings.check_database
     )
     await asyncio.to_thread(_check_clock, engine, settings)
     engine.dispose()  # only for the schema: each leadership opens its own connections
-    listeners = [listen(settings.address)]
+    listeners = [listener.listen(settings.address)]
     if (second := settings.operators_address) is not None:
-        listeners.append(listen(second, "operators_listen"))
-    address, *operators = map(address_of, listeners)
+        listeners.append(listener.listen(second, "operators_listen"))
+    address, *operators = map(listener.address_of, listeners)
     for place in (address, *operators):
-        warn_if_plaintext(settings, place)
+        if not settings.tls_certificate and not place.startswith(("127.", "[::1]")):
+            log.warning("tokens are sent in plain text on %s: give --tls-certificate and --tls-key", place)
     settings = msgspec.structs.replace(settings, name=settings.name or _unique_name(settings, address))
     member = ControllerReplica(
         settings,
@@ -94,11 +81,12 @@ async def _serve(settings: ControllerSettings) -> int:
     )
     running = asyncio.create_task(member.run(), name="member")
     await _wait_until_leader_known(running, member, settings)
-    server = ControllerServer(server_config(settings, member), member.close_connections, settings.stop_grace_s)
+    config = listener.server_config(settings, member)
+    server = listener.ControllerServer(config, member.close_connections, settings.stop_grace_s)
     member.on_leadership_lost = server.close_all
     running.add_done_callback(lambda _task: server.request_stop())
     announcing = asyncio.create_task(_log_when_serving(server, settings, address, *operators))
-    await server.serve(sockets=[*duplicate_listeners(listeners[0]), *listeners[1:]])
+    await server.serve(sockets=[*listener.duplicate_listeners(listeners[0]), *listeners[1:]])
     announcing.cancel()
     if settings.ready_file:
         Path(settings.ready_file).unlink(missing_ok=True)
@@ -159,15 +147,22 @@ def _advertised(settings: ControllerSettings, address: str) -> str:
     return f"{scheme}://{settings.advertise or address}"
 
 
-async def _log_when_serving(
-    server: uvicorn.Server, settings: ControllerSettings, address: str, *operators: str
-) -> None:
+def write_atomically(path: Path, content: Any) -> None:
+    """Write ``content`` as JSON, readable by its owner only; a reader sees the whole file or none."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(msgspec.json.encode(content) + b"\n")
+    draft.rename(path)
+
+
+async def _log_when_serving(server: uvicorn.Server, settings: ControllerSettings, *addresses: str) -> None:
     while not server.started:
         await asyncio.sleep(0.002)  # uvicorn offers no event to wait for
     database = parse_url(settings.database).render_as_string(hide_password=True)
-    log.info("serving on %s, database %s", " and ".join((address, *operators)), database)
+    log.info("serving on %s, database %s", " and ".join(addresses), database)
     if settings.ready_file:
-        places = zip(("address", "operators_address"), (address, *operators), strict=False)
+        places = zip(("address", "operators_address"), addresses, strict=False)
         write_atomically(Path(settings.ready_file), {"pid": os.getpid(), **dict(places)})
 
 

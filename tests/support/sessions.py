@@ -14,8 +14,7 @@ import msgspec
 from everstep_controller.api.auth import Headers
 from everstep_controller.app import Controller
 from everstep_controller.leadership.lease import NotLeadingError
-from everstep_controller.leadership.takeover_gate import TakeoverGate
-from everstep_controller.server.connections import ConnectionPeer, DescriptorBudget
+from everstep_controller.server.connections import ConnectionPeer, DescriptorBudget, TakeoverGate
 from everstep_controller.server.session import ConnectionRouter
 
 from everstep.bearer_tokens import TokenRole
@@ -121,8 +120,12 @@ class AgentSession(Line):
         self.pushed: list[Directive] = []
         self._seq = 0
         self._number = 0
-        self.send(upgrade(node, bearer(TokenRole.AGENT, node) if headers is None else headers))
-        status, head = self.head()
+        try:
+            self.send(upgrade(node, bearer(TokenRole.AGENT, node) if headers is None else headers))
+            status, head = self.head()
+        except BaseException:  # the controller was killed meanwhile
+            self.close()
+            raise
         if status != 101:
             length = next(
                 int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.startswith(b"content-length")
@@ -290,6 +293,7 @@ class Served:
         self.leads = True
         self.leader = ""
         self.takeover_gate = TakeoverGate()
+        self.standby = self
         self.controller: Controller
         self.descriptors: DescriptorBudget
         self._application = application

@@ -123,14 +123,7 @@ class Authenticator:
     Every method raises the error for the client: AuthenticationError, PermissionDenied or RateLimited. A verified token
     is cached until it expires, so its next request costs one dictionary lookup. (The lookup is not in constant time,
     but uses a hash keyed per process: a timing attack would need the token.)
-
-    Args:
-        settings: contain the limits.
-        keyring: the fleet's secrets, for minted tokens.
-        credentials: the stored credentials.
-        jobs: records with the secrets of jobs, for their trainers' tokens.
-        clock: the machine's clock, for limits and certificates.
-        now: wall seconds by which credentials expire.
+    ``now`` returns the wall seconds by which credentials expire.
     """
 
     def __init__(

@@ -21,15 +21,8 @@ from itertools import islice
 import msgspec
 import xxhash
 
-from everstep.bearer_tokens import (
-    Identity,
-    TokenRole,
-    check_secret,
-    hash_secret,
-    split_stored,
-    stored_token,
-    verify_with_secret,
-)
+from everstep import bearer_tokens
+from everstep.bearer_tokens import Identity, TokenRole, hash_secret
 from everstep.clock import Clock
 from everstep.errors import AuthenticationError, ConfigurationError, Conflict, NotFound, PermissionDenied
 from everstep.wire.v1 import enrolment as wire
@@ -55,22 +48,16 @@ def fingerprint(secret: bytes) -> str:
 
 
 class Keyring:
-    """The secrets that verify minted tokens; the first one mints.
+    """The secrets that verify minted tokens; the first one mints. ``names`` are their fingerprints.
 
-    Args:
-        secrets: initial secrets, each of 16 bytes or more. Raises ConfigurationError.
-        path: file of the secrets, reread when it changes; empty for none.
-
-    Attributes:
-        names: fingerprints of the secrets.
-        changes: number of changes of the secrets; a change may invalidate cached tokens.
+    ``path`` is the secrets' file, reread when it changes; empty for none. Raises ConfigurationError for short secrets.
     """
 
     def __init__(self, secrets: Secrets, path: str = "") -> None:
         self._path = path
         self._seen = self._stamp()
         self._look_at = 0.0
-        self.changes = 0
+        self.changes = 0  # of the secrets; each may invalidate cached tokens
         self._take(secrets)
 
     @classmethod
@@ -87,13 +74,13 @@ class Keyring:
         return found.st_mtime_ns, found.st_ino, found.st_size
 
     def _take(self, secrets: Secrets) -> None:
-        self.secrets = tuple(check_secret(secret) for secret in secrets)
+        self.secrets = tuple(bearer_tokens.check_secret(secret) for secret in secrets)
         self._names = {secret: fingerprint(secret) for secret in self.secrets}
         self.names = frozenset(self._names.values())
 
     def verify(self, token: str) -> Identity:
         """Return the identity in a minted token. Raises AuthenticationError."""
-        identity, secret = verify_with_secret(self.secrets, token)
+        identity, secret = bearer_tokens.verify_with_secret(self.secrets, token)
         return Identity(identity.role, identity.subject, self._names[secret])
 
     def refresh(self, clock: Clock) -> int:
@@ -156,7 +143,7 @@ class CredentialStore:
 
     def verify(self, token: str, now: float) -> tuple[Identity, float]:
         """Return a stored token's identity and end (wall seconds or infinity). Raises AuthenticationError."""
-        id, secret = split_stored(token)
+        id, secret = bearer_tokens.split_stored(token)
         row = self._rows.get(id)
         expected = row.hash if row is not None else _DUMMY_HASH  # an unknown id takes as long as a wrong secret
         if not hmac.compare_digest(hash_secret(secret), expected) or row is None:
@@ -224,8 +211,7 @@ class CredentialStore:
         """Issue a second credential for the same subject, and limit the first to ``grace_s`` more seconds.
 
         The second credential's lifetime equals the first one's. A join token's remaining uses move to the second at
-        once, so nobody can enrol more nodes than intended. Raises NotFound, or Conflict if the first is not valid any
-        more.
+        once, so nobody can enrol more nodes than intended. Raises NotFound, or Conflict if the first is not valid.
         """
         old = self._valid_row(id, now)
         life_s = None if old.expires_at is None else old.expires_at - old.created_at
@@ -251,10 +237,7 @@ class CredentialStore:
     def enrol(self, request: wire.Enrol, identity: Identity, trace: str, tx: Transaction, now: float) -> wire.Enrolled:
         """Issue a node's own credential for a join token. A repeated request gets the same answer.
 
-        Raises:
-            AuthenticationError: the join token is no longer valid.
-            PermissionDenied: the join token is used up, or is for other nodes.
-            Conflict: the node is enrolled already.
+        Raises AuthenticationError or PermissionDenied because of the token, Conflict for a node that is enrolled.
         """
         join = self._rows.get(identity.credential)
         if join is None or not join.is_valid_at(now):
@@ -304,7 +287,9 @@ class CredentialStore:
         row = msgspec.structs.replace(row, hash=hash_secret(secret))
         self._put(row, tx)
         _note("issued", sentence, row, order, tx, row.created_at)
-        return wire.Issued(credential=public_credential(row), token=stored_token(row.id, secret), trace=order.trace)
+        return wire.Issued(
+            credential=public_credential(row), token=bearer_tokens.stored_token(row.id, secret), trace=order.trace
+        )
 
     def _new_id(self, now: float) -> str:
         self._forget_dead(now)

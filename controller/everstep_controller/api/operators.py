@@ -29,8 +29,7 @@ from everstep_controller.core import events as ev
 from everstep_controller.core.checkpoints.restore_points import compute_restorability, list_checkpoints
 from everstep_controller.journal.policy_replay import PolicyTrialRunner
 from everstep_controller.read_models import fleet_views
-from everstep_controller.read_models.fleet_views import MAX_PAGE_SIZE
-from everstep_controller.read_models.progress_history import ProgressRecorder
+from everstep_controller.read_models.fleet_views import MAX_PAGE_SIZE, ProgressRecorder
 from everstep_controller.runtime.loop import FleetLoop
 from everstep_controller.runtime.transaction import Transaction, new_trace
 from everstep_controller.server import responses
@@ -207,7 +206,8 @@ class OperatorRoutes:
 
     async def jobs(self, request: Request, _who: Identity) -> op.JobList:
         query = responses.parse_query(request.scope)
-        found = fleet_views.find_jobs(self.context, query.get("job_state", ""))
+        wanted, jobs = query.get("job_state"), self.context.state.jobs.items()
+        found = sorted(name for name, job in jobs if not wanted or job.status.state == wanted)
         page, following = fleet_views.take_page(found, query.get("cursor", ""), page_size(query, MAX_PAGE_SIZE))
         summaries = await self._summaries(request, page)
         return op.JobList(jobs=tuple(summaries), total=len(found), next=following)

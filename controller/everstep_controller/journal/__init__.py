@@ -1,4 +1,1 @@
-"""Journal of the core's events and decisions: recording, replay, and trials of policy changes.
-
-No decision depends on the journal.
-"""
+"""Journal of the core's events and decisions: recording, replay, and trials of policy changes. No decision needs it."""

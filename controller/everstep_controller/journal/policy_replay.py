@@ -27,28 +27,16 @@ from everstep_controller.core.state import FleetState
 from everstep_controller.journal.recorder import segments
 from everstep_controller.journal.replay import Recording, ReplayedEvent, replay
 
-
-class PolicyTrialOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What a policy would have done with a recorded period. A verdict's ``at`` is the time of its decision."""
-
-    since: float | None  # time of the first replayed event
-    events: int  # number of replayed events
-    evictions: int  # evictions under the policy, without operators' orders (as in all fields)
-    added_evictions: tuple[Verdict, ...]  # evictions of nodes that were not evicted, or less often
-    avoided_evictions: tuple[str, ...]  # evicted nodes that the policy would not have evicted
-    recorded_spans: tuple[RecordedSpan, ...]  # recorded periods without gaps
-
-    @property
-    def gaps(self) -> tuple[tuple[float, float], ...]:
-        """Return (from, to) of each period between the spans that was not recorded."""
-        return recording_gaps(self.recorded_spans)
+MAX_RESULT_ENTRIES = 1000
 
 
-def replay_with_policy(journal: Path, policy: CorePolicy, since: float) -> PolicyTrialOutcome:
+def replay_with_policy(journal: Path, policy: CorePolicy, since: float) -> PolicyTrialResult:
     """Replay ``journal`` (a directory) from ``since`` on under ``policy``. Raises NotFound if nothing is recorded."""
-    reached = _reaching(segments(journal), since)
-    if not reached:
+    found = segments(journal)
+    if not found:
         raise NotFound(f"nothing is recorded in {journal}: set journal_dir to record a journal")
+    later = sum(int(path.name[:15]) / 1000 > since for path in found)
+    reached = found[-later - 1 :]  # the segments that begin later, and the one before them
     counts = _EvictionCounts(since)
     state: FleetState | None = None
     for segment in reached:
@@ -58,7 +46,7 @@ def replay_with_policy(journal: Path, policy: CorePolicy, since: float) -> Polic
             counts.count(step)
         state = recording.state
         counts.end(state.epoch)
-    return counts.outcome()
+    return counts.result()
 
 
 class _EvictionCounts:
@@ -72,7 +60,6 @@ class _EvictionCounts:
         self._begins_at = self._newest = 0.0
 
     def begin(self, segment: Recording) -> None:
-        """Begin a segment, which may continue the previous one."""
         self._newest = max(self._newest, segment.begins_at)
         if segment.is_continuation and self._stretches:
             self._begins_at = self._stretches.pop().begins_at
@@ -80,7 +67,6 @@ class _EvictionCounts:
             self._begins_at = segment.begins_at
 
     def end(self, epoch: int) -> None:
-        """End a segment that was written under ``epoch``."""
         self._stretches.append(RecordedSpan(begins_at=self._begins_at, ends_at=self._newest, epoch=epoch))
 
     def count(self, step: ReplayedEvent) -> None:
@@ -93,28 +79,24 @@ class _EvictionCounts:
             self._now += [(verdict.node, verdict) for verdict in step.verdicts if verdict.decision is Decision.EVICT]
             self._then += [(evicted_node(line), line) for line in step.recorded if _evicts(line)]
 
-    def outcome(self) -> PolicyTrialOutcome:
+    def result(self) -> PolicyTrialResult:
         now = Counter(node for node, _ in self._now)
         then = Counter(node for node, _ in self._then)
-        more, fewer = now - then, then - now
-        return PolicyTrialOutcome(
-            since=self._began,
+        spans = [
+            msgspec.structs.replace(one, begins_at=max(one.begins_at, self._since))
+            for one in self._stretches
+            if one.ends_at >= self._since
+        ]
+        result = PolicyTrialResult(
+            since=self._began or 0.0,
             events=self._events,
             evictions=len(self._now),
-            added_evictions=newest_per_node(self._now, more),
-            avoided_evictions=newest_per_node(self._then, fewer),
-            recorded_spans=tuple(
-                msgspec.structs.replace(one, begins_at=max(one.begins_at, self._since))
-                for one in self._stretches
-                if one.ends_at >= self._since
-            ),
+            added_evictions=newest_per_node(self._now, now - then)[:MAX_RESULT_ENTRIES],
+            avoided_evictions=newest_per_node(self._then, then - now)[:MAX_RESULT_ENTRIES],
+            gaps=recording_gaps(spans)[:MAX_RESULT_ENTRIES],
+            spans=tuple(spans[-MAX_RESULT_ENTRIES:]),
         )
-
-
-def _reaching(found: list[Path], since: float) -> list[Path]:
-    """Return the segments with events after ``since``: all that begin later, and the one before them."""
-    later = [path for path in found if int(path.name[:15]) / 1000 > since]
-    return found[-len(later) - 1 :]
+        return msgspec.structs.replace(result, sentence=describe_result(result))
 
 
 def _evicts(line: str) -> bool:
@@ -139,14 +121,14 @@ class TrialRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrialReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome, or the code and message of an error."""
+    """The result, or the code and message of an error."""
 
-    outcome: PolicyTrialOutcome | None = None
+    result: PolicyTrialResult | None = None
     code: str = ""
     message: str = ""
 
 
-async def run_trial(trial: TrialRequest) -> PolicyTrialOutcome:
+async def run_trial(trial: TrialRequest) -> PolicyTrialResult:
     """Run a trial in a child process; cancelling ends it. Raises Unavailable, or as ``replay_with_policy``."""
     command = [sys.executable, "-P", "-m", __name__, str(os.getpid())]
     process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
@@ -160,22 +142,12 @@ async def run_trial(trial: TrialRequest) -> PolicyTrialOutcome:
         reply = msgspec.msgpack.decode(output, type=TrialReply)
     except msgspec.DecodeError as error:
         raise Unavailable(f"the trial's process ended with status {process.returncode}: try again") from error
-    if reply.outcome is None:
+    if reply.result is None:
         raise BY_CODE.get(reply.code, EverstepError)(reply.message)
-    return reply.outcome
-
-
-def _outcome(request: bytes) -> TrialReply:
-    trial = msgspec.msgpack.decode(request, type=TrialRequest)
-    try:
-        return TrialReply(outcome=replay_with_policy(Path(trial.journal), trial.policy, trial.since))
-    except EverstepError as error:
-        return TrialReply(code=error.code, message=str(error))
+    return reply.result
 
 
 # ---- one trial at a time
-
-MAX_RESULT_ENTRIES = 1000
 
 
 class PolicyTrialRunner:
@@ -204,25 +176,17 @@ class PolicyTrialRunner:
             if self._flush is not None:
                 await self._flush()
             since = now - request.hours * 3600.0
-            return _to_message(await run_trial(TrialRequest(journal=self._journal, policy=changed, since=since)))
-
-
-def _to_message(found: PolicyTrialOutcome) -> PolicyTrialResult:
-    result = PolicyTrialResult(
-        since=found.since or 0.0,
-        events=found.events,
-        evictions=found.evictions,
-        added_evictions=found.added_evictions[:MAX_RESULT_ENTRIES],
-        avoided_evictions=found.avoided_evictions[:MAX_RESULT_ENTRIES],
-        gaps=found.gaps[:MAX_RESULT_ENTRIES],
-        spans=found.recorded_spans[-MAX_RESULT_ENTRIES:],
-    )
-    return msgspec.structs.replace(result, sentence=describe_result(result))
+            return await run_trial(TrialRequest(journal=self._journal, policy=changed, since=since))
 
 
 def main() -> None:
     die_with_parent(int(sys.argv[1]), signal.SIGKILL)
-    sys.stdout.buffer.write(msgspec.msgpack.encode(_outcome(sys.stdin.buffer.read())))
+    trial = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=TrialRequest)
+    try:
+        reply = TrialReply(result=replay_with_policy(Path(trial.journal), trial.policy, trial.since))
+    except EverstepError as error:
+        reply = TrialReply(code=error.code, message=str(error))
+    sys.stdout.buffer.write(msgspec.msgpack.encode(reply))
 
 
 if __name__ == "__main__":

@@ -116,24 +116,19 @@ class Journal:
         return effects
 
     def _begin_segment_if_due(self, state: FleetState, now: float) -> None:
-        segment = self._segment
-        if segment is not None and not self._is_over(segment, now):
-            return
-        follows = segment is not None and not segment.failed
+        segment, follows = self._segment, False
+        if segment is not None:
+            follows, age_s = not segment.failed, now - segment.began_at
+            if age_s < (RETRY_S if segment.failed else SEGMENT_S) and (
+                segment.failed or segment.written < self._segment_bytes
+            ):
+                return
         self._end_segment()
         self._segment = _Segment(self._directory / f"{int(now * 1000):015d}-{state.epoch}{SUFFIX}", now)
-        self._add(
-            SegmentStart(
-                version=__version__, at=now, state=msgspec.Raw(_without_secrets(state)), is_continuation=follows
-            )
-        )
+        whole = msgspec.Raw(_without_secrets(state))
+        self._add(SegmentStart(version=__version__, at=now, state=whole, is_continuation=follows))
         self._beginning_bytes = len(self._waiting)
         self._thread.submit(_prune, self._directory, self._most_bytes, now - self._keep_s)
-
-    def _is_over(self, segment: _Segment, now: float) -> bool:
-        if segment.failed:
-            return now - segment.began_at >= RETRY_S
-        return segment.written >= self._segment_bytes or now - segment.began_at >= SEGMENT_S
 
     def _note(self, event: Event, now: float, transition: Transition, effects: Collection[Effect]) -> None:
         decisions = tuple(describe(effects))
@@ -151,17 +146,13 @@ class Journal:
         """Hand waiting data to the disk's thread, unless the thread is busy; a later call does it then."""
         segment = self._segment
         if segment is None or not self._waiting or (self._writing is not None and not self._writing.done()):
-            if len(self._waiting) > MAX_PENDING_BYTES + self._beginning_bytes:
-                self._abandon_segment()
+            if segment is not None and len(self._waiting) > MAX_PENDING_BYTES + self._beginning_bytes:
+                log.warning("the disk of the journal %s is too slow: the journal has a gap from here", self._directory)
+                self._waiting.clear()
+                segment.failed = True
             return
         self._writing = self._thread.submit(segment.write, bytes(self._waiting))
         self._waiting.clear()
-
-    def _abandon_segment(self) -> None:
-        log.warning("the disk of the journal %s is too slow: the journal has a gap from here", self._directory)
-        self._waiting.clear()
-        if self._segment is not None:
-            self._segment.failed = True
 
     def _end_segment(self) -> None:
         if self._segment is None:
@@ -205,19 +196,19 @@ class _Segment:
     def write(self, data: bytes) -> None:
         if self.failed or not data:
             return
+        squeezed = self._squeeze.compress(data) + self._squeeze.flush(zlib.Z_SYNC_FLUSH)
         try:
-            self._append(self._squeeze.compress(data) + self._squeeze.flush(zlib.Z_SYNC_FLUSH))
+            if self._file is None:
+                descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+                self._file = os.fdopen(descriptor, "wb", buffering=0)
+                self._file.write(MAGIC)
+            if self._file.write(squeezed) < len(squeezed):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             self.failed = True
             log.warning("the journal %s has a gap from here: %s", self.path, error.strerror)
-
-    def _append(self, data: bytes) -> None:
-        if self._file is None:
-            self._file = os.fdopen(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb", buffering=0)
-            self._file.write(MAGIC)
-        if self._file.write(data) < len(data):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self.written += len(data)
+        else:
+            self.written += len(squeezed)
 
     def close(self) -> None:
         if self._file is not None:
@@ -294,10 +285,14 @@ def _entries(path: Path, version: str, frames: Iterable[bytes]) -> Iterator[Jour
 
 
 def _frames(file: BinaryIO) -> Iterator[bytes]:
-    buffer = bytearray()
+    """Yield the frames up to the end, or up to a cut by a crash."""
+    buffer, inflate = bytearray(), zlib.decompressobj()
     with file:
-        for data in _inflated(file):
-            buffer += data
+        while data := file.read(1 << 20):
+            try:
+                buffer += inflate.decompress(data)
+            except zlib.error as error:
+                raise MalformedMessage(f"{file.name} is damaged: {error}") from error
             while len(buffer) >= 4:
                 end = 4 + int.from_bytes(buffer[:4], "big")
                 if end > FRAME_LIMIT:
@@ -306,13 +301,3 @@ def _frames(file: BinaryIO) -> Iterator[bytes]:
                     break
                 yield bytes(buffer[4:end])
                 del buffer[:end]
-
-
-def _inflated(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the decompressed data up to the end, or up to a cut by a crash."""
-    inflate = zlib.decompressobj()
-    while data := file.read(1 << 20):
-        try:
-            yield inflate.decompress(data)
-        except zlib.error as error:
-            raise MalformedMessage(f"{file.name} is damaged: {error}") from error

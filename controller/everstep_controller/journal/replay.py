@@ -22,7 +22,7 @@ from everstep_controller.core.effects import Effect, PutVerdict, describe, diges
 from everstep_controller.core.events import Event, HeartbeatChanged, OperatorCommand, ReportArrived
 from everstep_controller.core.policy import CorePolicy
 from everstep_controller.core.state import FleetState
-from everstep_controller.journal.recorder import JournalEntry, SegmentStart, read_segment, segments
+from everstep_controller.journal.recorder import JournalEntry, read_segment, segments
 from everstep_controller.rulebook import with_rules
 
 HIDDEN_DIFFERENCE = (
@@ -64,35 +64,25 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
     state: FleetState  # advances with ``events``
     events: Iterator[ReplayedEvent]
 
-    @property
-    def is_of_this_release(self) -> bool:
-        return self.version == __version__
-
 
 def replay(segment: Path, policy: CorePolicy | None = None, before: FleetState | None = None) -> Recording:
-    """Decide a segment again. Raises MalformedMessage if it is no journal of this release.
+    """Decide a segment again, under ``policy`` if given. Raises MalformedMessage if it is no journal of this release.
 
-    Args:
-        segment: the segment's file.
-        policy: policy to use instead of the recorded one.
-        before: final state of the segment before, to use instead of the recorded start if this segment continues it.
+    If the segment continues the one before, ``before`` (its final state) replaces the recorded start.
     """
     beginning, entries = read_segment(segment)
     if before is not None and beginning.is_continuation:
-        return _recording(beginning, before, entries)
-    try:
-        state = msgspec.msgpack.decode(beginning.state, type=FleetState)
-    except DECODE_ERRORS as error:
-        raise MalformedMessage(
-            f"{segment} was written by everstep {beginning.version}, and this release ({__version__}) cannot read its "
-            f"state: replay it with that release ({error})"
-        ) from error
-    if policy is not None:
-        state.policy = with_rules(policy).validate()
-    return _recording(beginning, state, entries)
-
-
-def _recording(beginning: SegmentStart, state: FleetState, entries: Iterable[JournalEntry]) -> Recording:
+        state = before
+    else:
+        try:
+            state = msgspec.msgpack.decode(beginning.state, type=FleetState)
+        except DECODE_ERRORS as error:
+            raise MalformedMessage(
+                f"{segment} was written by everstep {beginning.version}, and this release ({__version__}) cannot read "
+                f"its state: replay it with that release ({error})"
+            ) from error
+        if policy is not None:
+            state.policy = with_rules(policy).validate()
     return Recording(
         version=beginning.version,
         begins_at=beginning.at,
@@ -106,12 +96,13 @@ def _steps(state: FleetState, entries: Iterable[JournalEntry]) -> Iterator[Repla
     for entry in entries:
         now, verdicts, today = _replay_entry(state, entry)
         event = entry.event
+        subject = event.body if isinstance(event, ReportArrived) else event
         yield ReplayedEvent(
             at=entry.at,
             event_name=_name(event),
             trace=event.trace,
             node=getattr(event, "node", None) or "",
-            job=_job_of(event),
+            job=getattr(subject, "job", None) or "",
             recorded=entry.decisions,
             replayed=now,
             verdicts=verdicts,
@@ -137,11 +128,6 @@ def _name(event: Event) -> str:
     if isinstance(event, HeartbeatChanged):
         return f"heartbeat of {event.node}"
     return type(event).__name__
-
-
-def _job_of(event: Event) -> str:
-    subject = event.body if isinstance(event, ReportArrived) else event
-    return getattr(subject, "job", None) or ""
 
 
 # ---- replay command
@@ -183,15 +169,18 @@ def run(log: Path, selection: Selection, *, as_json: bool) -> int:
     for path in paths:
         recording = replay(path)
         if not as_json:
-            other = "" if recording.is_of_this_release else f", replayed by {__version__}"
+            other = "" if recording.version == __version__ else f", replayed by {__version__}"
             print(f"{path.name}: from {_when(recording.begins_at)}, written by everstep {recording.version}{other}")
         for step in recording.events:
             events += 1
             differences += step.differs
             if selection.includes(step):
                 _show(step, as_json)
-    if not as_json:
-        _print_summary(events, differences)
+    if not as_json and differences:
+        verb = "decision differs" if differences == 1 else "decisions differ"
+        print(f"{events} events; {differences} {verb} in this release (- recorded, + replayed)")
+    elif not as_json:
+        print(f"{events} events; all decisions are the same as recorded")
     return 1 if differences else 0
 
 
@@ -202,14 +191,6 @@ def _show(step: ReplayedEvent, as_json: bool) -> None:
         print(f"{_when(step.at)}  {step.event_name}  [{step.trace}]")
         for line in step.difference() if step.differs else step.replayed:
             print(f"    {line}")
-
-
-def _print_summary(events: int, differences: int) -> None:
-    if differences:
-        verb = "decision differs" if differences == 1 else "decisions differ"
-        print(f"{events} events; {differences} {verb} in this release (- recorded, + replayed)")
-    else:
-        print(f"{events} events; all decisions are the same as recorded")
 
 
 def _when(at: float) -> str:

@@ -18,13 +18,7 @@ from everstep.wire.v1.agent import LeadershipProof
 from everstep_controller.api.credentials import Keyring
 from everstep_controller.config import ControllerSettings
 from everstep_controller.core.effects import AuditEntry
-from everstep_controller.leadership.lease import (
-    LeaderReachability,
-    LeadershipNotice,
-    LeaseTenure,
-    Resignation,
-    StandbyReport,
-)
+from everstep_controller.leadership.lease import LeaderReachability, LeaseTenure, Resignation, StandbyReport
 from everstep_controller.runtime.commit_buffer import DatabaseOutage
 from everstep_controller.runtime.loop import FleetLoop
 from everstep_controller.runtime.transaction import Transaction, new_trace
@@ -61,10 +55,8 @@ class EpochCheck:
         """Take an agent's finding. A finding without valid proof, or while the database is available, is ignored."""
         higher = proof.epoch > self._epoch and self._tenure.outage_s() is not None
         if higher and not self._superseded.done() and is_epoch_proof(self._keyring.secrets, proof.epoch, proof.proof):
-            error = LeadershipLost(
-                f"the database is out of reach, and another controller leads with epoch {proof.epoch}"
-            )
-            self._superseded.set_exception(error)
+            text = f"the database is out of reach, and another controller leads with epoch {proof.epoch}"
+            self._superseded.set_exception(LeadershipLost(text))
 
     async def wait_superseded(self) -> None:
         """Wait until an agent proves that another controller leads, then raise LeadershipLost."""
@@ -111,11 +103,11 @@ class StandbyMonitor:
             nodes = self._loop.state.node_runtime.values()
             recent_nodes = sum(node.heartbeats.last_seen_at >= since for node in nodes)
         found = self._reachability.evaluate(self._clock.monotonic(), recent_nodes, report)
-        if isinstance(found, LeadershipNotice):
+        if isinstance(found, Resignation):
+            return found if await self._write_audit("controller.resigned", found.sentence) else None
+        if found is not None:
             log.warning("%s", found.sentence)
             await self._write_audit(found.kind, found.sentence)
-        elif isinstance(found, Resignation) and await self._write_audit("controller.resigned", found.sentence):
-            return found
         return None
 
     async def _write_audit(self, kind: str, sentence: str) -> bool:

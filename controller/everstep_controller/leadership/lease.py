@@ -178,8 +178,8 @@ def is_cut_off(recent_nodes: int, contacts: int) -> bool:
 class LeaderReachability:
     """Evaluates whether nodes reach this leader, during one leadership.
 
-    The leader resigns after being cut off for ``after_s`` without a break. After a gap of ``gap_s`` between checks the
-    streaks restart, because the process or the database was unavailable.
+    The leader resigns after being cut off for ``after_s`` without a break, longer after earlier resignations. After a
+    gap of ``gap_s`` between checks the streaks restart, because the process or the database was unavailable.
     """
 
     def __init__(self, after_s: float, gap_s: float) -> None:
@@ -192,10 +192,6 @@ class LeaderReachability:
     def _restart_streaks(self) -> None:
         self._cut_off, self._contacted, self._uncontacted = _Streak(), _Streak(), _Streak()
 
-    def resign_delay_s(self, resignations: int) -> float:
-        """Return the seconds that this leader must be cut off before it resigns."""
-        return float(self._after_s * 2 ** min(resignations, MAX_DOUBLINGS))
-
     def evaluate(self, now: float, recent_nodes: int, report: StandbyReport) -> Resignation | LeadershipNotice | None:
         """Evaluate one check: ``recent_nodes`` were heard recently. Call this after each renewal of the lease."""
         if self._checked_at is not None and now - self._checked_at > self._gap_s:
@@ -205,39 +201,28 @@ class LeaderReachability:
         cut_off_s = self._cut_off.lasted_s(now, is_true=is_cut_off(recent_nodes, contacting_nodes))
         contacted_s = self._contacted.lasted_s(now, is_true=contacting_nodes > 0)
         uncontacted_s = self._uncontacted.lasted_s(now, is_true=contacting_nodes == 0)
-        if cut_off_s >= self.resign_delay_s(report.resignations):
-            return Resignation(successor, _resignation_message(successor, contacting_nodes, recent_nodes, cut_off_s))
+        observed = (
+            f"{contacting_nodes} node{'' if contacting_nodes == 1 else 's'} kept contacting standby {successor} while "
+            "this leader received messages from"
+        )
+        if cut_off_s >= self._after_s * 2 ** min(report.resignations, MAX_DOUBLINGS):
+            sentence = (
+                f"for {cut_off_s:.0f} s {observed} {recent_nodes or 'none'}: this controller's network is suspected. "
+                f"It resigns in favour of {successor}; no node is declared lost meanwhile"
+            )
+            return Resignation(successor, sentence)
         if contacted_s >= PARTITION_FACTOR * self._after_s and not self._partitioned:
             self._partitioned = True
-            return LeadershipNotice(
-                "controller.partition_suspected", _partition_message(successor, contacting_nodes, recent_nodes)
+            sentence = (
+                f"{observed} {recent_nodes}: either this controller's network is at fault, or these nodes lack its "
+                "address; no node is declared lost meanwhile"
             )
+            return LeadershipNotice("controller.partition_suspected", sentence)
         if uncontacted_s >= self._after_s and self._partitioned:
             self._partitioned = False
-            return LeadershipNotice(
-                "controller.partition_cleared", "nodes no longer keep contacting a standby controller"
-            )
+            sentence = "nodes no longer keep contacting a standby controller"
+            return LeadershipNotice("controller.partition_cleared", sentence)
         return None
-
-
-def _nodes(count: int) -> str:
-    return f"{count} node{'' if count == 1 else 's'}"
-
-
-def _resignation_message(successor: str, contacting_nodes: int, reachable_nodes: int, lasted_s: float) -> str:
-    return (
-        f"for {lasted_s:.0f} s {_nodes(contacting_nodes)} kept contacting standby {successor} while this leader "
-        f"received messages from {reachable_nodes or 'none'}: this controller's network is suspected. It resigns in "
-        f"favour of {successor}; no node is declared lost meanwhile"
-    )
-
-
-def _partition_message(standby: str, contacting_nodes: int, reachable_nodes: int) -> str:
-    return (
-        f"{_nodes(contacting_nodes)} kept contacting standby {standby} while this leader received messages from "
-        f"{reachable_nodes}: either this controller's network is at fault, or these nodes lack its address; no node is "
-        "declared lost meanwhile"
-    )
 
 
 # ---- contacts of a standby

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import KW_ONLY, dataclass
@@ -12,16 +13,10 @@ from typing import NamedTuple
 from sqlalchemy import Engine
 
 from everstep.clock import Clock
-from everstep_controller.leadership.lease import (
-    LeaseTenure,
-    LeaseView,
-    Resignation,
-    StandbyContacts,
-    StandbyReport,
-    reason_to_lead,
-)
-from everstep_controller.leadership.takeover_gate import TakeoverGate
+from everstep_controller.leadership import lease
+from everstep_controller.leadership.lease import LeaseTenure, LeaseView, StandbyReport
 from everstep_controller.runtime.startup_state import KnownRecords
+from everstep_controller.server.connections import TakeoverGate
 from everstep_controller.store.database_errors import DatabaseUnavailable, LeadershipLost, LeaseResigned
 from everstep_controller.store.leases import LeaseSession, claim
 from everstep_controller.store.rows import LoadedState
@@ -39,7 +34,7 @@ OUTAGE_LOOK_INTERVAL_S = 0.5
 CONTACT_WRITE_INTERVAL_S = 2.0
 """Seconds between writes of a standby's count of persistent nodes, while there are any."""
 
-CheckStandbys = Callable[[StandbyReport], Awaitable[Resignation | None]]
+CheckStandbys = Callable[[StandbyReport], Awaitable[lease.Resignation | None]]
 """Returns a leader's conclusion from the reports of standbys."""
 
 
@@ -63,7 +58,7 @@ class LeaseCandidate:
     lease_s: float
     renew_s: float
     takeover_gate: TakeoverGate  # closed while the lease is taken. The caller opens it once this controller leads
-    contacts: StandbyContacts  # nodes that contacted this standby
+    contacts: lease.StandbyContacts  # nodes that contacted this standby
     # This controller gave up the lease because nodes did not reach it, so others go first.
     resigned_before: bool = False
 
@@ -83,15 +78,12 @@ class LeaseCandidate:
             seen = await self._wait_for_reason()
             self.takeover_gate.close()
             try:
-                won = await self._take_lease(seen, store, known_records())
+                if (won := await self._take_lease(seen, store, known_records())) is not None:
+                    return won
             except LeadershipLost as error:
                 log.info("the lease was not taken: %s", error)
-                won = None
             except (DatabaseUnavailable, CallTimeout) as error:
                 self._note_outage(str(error))
-                won = None
-            if won is not None:
-                return won
             self.takeover_gate.open()
             await asyncio.sleep(LOOK_INTERVAL_S)
 
@@ -109,7 +101,10 @@ class LeaseCandidate:
                 tenure.confirm_renewal(requested_at)
                 self._note_recovery()
                 if (resignation := await check_standbys(report)) is not None:
-                    await self._resign(epoch, resignation)
+                    resign = functools.partial(self._session.resign, epoch, resignation.successor)
+                    await self._lane.call(resign, self.renew_s)
+                    # The lease stays ours until the session ends, after the last answer.
+                    raise LeaseResigned(resignation.sentence)
             except (DatabaseUnavailable, CallTimeout) as error:
                 tenure.fail_renewal()
                 self._note_outage(str(error))
@@ -125,24 +120,21 @@ class LeaseCandidate:
         self._session.renew(epoch, self.lease_s)
         return self._session.read_standby_report()
 
-    async def _resign(self, epoch: int, resignation: Resignation) -> None:
-        """Record the resignation. The lease stays ours until the session ends, after the last answer."""
-        await self._lane.call(lambda: self._session.resign(epoch, resignation.successor), self.renew_s)
-        raise LeaseResigned(resignation.sentence)
-
     async def _wait_for_reason(self) -> LeaseView:
         """Wait until this controller has a reason to lead."""
         while True:
             seen = await self._read_lease()
             if seen is not None:
                 was_unavailable = self.clock.monotonic() < self._yield_until
-                reason = reason_to_lead(seen, self.name, database_was_unavailable=was_unavailable)
+                reason = lease.reason_to_lead(seen, self.name, database_was_unavailable=was_unavailable)
                 if reason and not self._yields_to_successor():
                     log.info("taking the lease: %s", reason)
                     return seen
                 if not reason:
                     self._vacant_since = None
-                    self._note_leader(seen)
+                    if self.leader is None or self.leader.epoch != seen.epoch:
+                        log.info("standby: %s leads (epoch %d)", seen.holder, seen.epoch)
+                    self.leader = seen
                 await self._write_contacts()
             self.first_look_done.set()
             await asyncio.sleep(OUTAGE_LOOK_INTERVAL_S if seen is None else LOOK_INTERVAL_S)
@@ -211,11 +203,6 @@ class LeaseCandidate:
     def _touch_lock(self, epoch: int) -> None:
         self._session.lock_epoch(epoch)  # as in _renew
         self._session.touch()
-
-    def _note_leader(self, seen: LeaseView) -> None:
-        if self.leader is None or self.leader.epoch != seen.epoch:
-            log.info("standby: %s leads (epoch %d)", seen.holder, seen.epoch)
-        self.leader = seen
 
     def _note_outage(self, reason: str) -> None:
         if not self._outage:

@@ -14,11 +14,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, InitVar, dataclass
 
 import msgspec
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from sqlalchemy import Engine
 from starlette.types import Receive, Scope, Send
 
-from everstep import __version__
 from everstep.clock import Clock
 from everstep.errors import EverstepError, Unavailable
 from everstep.wire.v1.agent import MAX_BODY_BYTES
@@ -30,13 +29,13 @@ from everstep_controller.app import Controller, MakeRemediator, openapi_document
 from everstep_controller.config import ControllerSettings
 from everstep_controller.journal.policy_replay import PolicyTrialRunner
 from everstep_controller.leadership.lease import LeaseTenure, NotLeadingError, StandbyContacts
-from everstep_controller.leadership.lease_candidate import ElectedState, LeaseCandidate
-from everstep_controller.leadership.takeover_gate import TakeoverGate
+from everstep_controller.leadership.lease_candidate import LeaseCandidate
+from everstep_controller.read_models.prometheus import standby_registry
 from everstep_controller.rulebook import with_rules
 from everstep_controller.runtime import startup_state
 from everstep_controller.runtime.startup_state import NO_RECORDS, KnownRecords
 from everstep_controller.server import responses
-from everstep_controller.server.connections import SCOPE_KEY, ConnectionPeer
+from everstep_controller.server.connections import SCOPE_KEY, ConnectionPeer, TakeoverGate
 from everstep_controller.store import table_access
 from everstep_controller.store.database import engine_of, parse_url
 from everstep_controller.store.database_errors import LeadershipLost, LeaseResigned
@@ -53,30 +52,19 @@ class StandbyApp:
     """
 
     def __init__(self, settings: ControllerSettings, keyring: Keyring, clock: Clock, leader: Callable[[], str]) -> None:
-        self.contacts = StandbyContacts(clock, settings.resign_after_s / 3)
         self._settings = settings
         self._keyring = keyring
         self._clock = clock
         self._leader = leader
-        self._authenticator = self._authenticator_of(())
+        self.update_credentials(())
+        self.contacts = self.start()
         self._trials = PolicyTrialRunner(settings.journal_dir)
-        registry = self._registry = CollectorRegistry()
-        Gauge("everstep_controller_info", "The program.", ["version"], registry=registry).labels(__version__).set(1)
-        Gauge("everstep_controller_leader", "1 if this controller leads, 0 if it is standby.", registry=registry).set(0)
-        Gauge(
-            "everstep_controller_standby_persistent_nodes",
-            "Nodes that repeatedly contact this controller while it is standby (0 on the leader).",
-            registry=registry,
-        ).set_function(lambda: self.contacts.count_persistent())
+        self._registry = standby_registry(lambda: self.contacts.count_persistent())
 
     def update_credentials(self, credentials: Iterable[CredentialRow]) -> None:
         """Replace the stored credentials, which decide who may read the metrics."""
-        self._authenticator = self._authenticator_of(credentials)
-
-    def _authenticator_of(self, credentials: Iterable[CredentialRow]) -> Authenticator:
-        return Authenticator(
-            self._settings, self._keyring, CredentialStore(credentials), {}, self._clock, self._clock.wall
-        )
+        store = CredentialStore(credentials)
+        self._authenticator = Authenticator(self._settings, self._keyring, store, {}, self._clock, self._clock.wall)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope.get("path", "")
@@ -170,14 +158,6 @@ class ControllerReplica:
         controller = self._controller
         return controller if controller is not None and controller.is_certain_leader() else None
 
-    def not_leading_error(self) -> NotLeadingError:
-        """Return the error for requests that need a leader."""
-        return self.standby.not_leading_error()
-
-    def record_contact(self, node: str, headers: Headers, peer: ConnectionPeer) -> None:
-        """Record an agent that contacted this controller while it does not lead."""
-        self.standby.record_contact(node, headers, peer)
-
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         controller = self.leading()
         await (controller.app if controller is not None else self.standby)(scope, receive, send)
@@ -218,7 +198,12 @@ class ControllerReplica:
             resigned_before=self._resigned,
         )
         try:
-            won = await self._stand_by(candidate, store)
+            watching = asyncio.create_task(self._watch(candidate, store))
+            try:
+                won = await candidate.wait_for_lease(store, lambda: self._known_records)
+            finally:
+                watching.cancel()
+                self._known_records = NO_RECORDS
             self._resigned = False
             await self._lead(store, won.loaded, won.known_records, candidate, won.tenure)
         except LeadershipLost as error:
@@ -229,14 +214,6 @@ class ControllerReplica:
             await self._leave(store, candidate)
             raise
 
-    async def _stand_by(self, candidate: LeaseCandidate, store: DatabaseStore) -> ElectedState:
-        watching = asyncio.create_task(self._watch(candidate, store))
-        try:
-            return await candidate.wait_for_lease(store, lambda: self._known_records)
-        finally:
-            watching.cancel()
-            self._known_records = NO_RECORDS
-
     async def _watch(self, candidate: LeaseCandidate, store: DatabaseStore) -> None:
         """While standing by, refresh the credentials for the metrics and the records that a leader starts from."""
         await candidate.first_look_done.wait()
@@ -244,9 +221,8 @@ class ControllerReplica:
         while True:
             with contextlib.suppress(Unavailable):
                 self.standby.update_credentials(await store.query(table_access.load_credentials))
-                self._known_records = await store.query(
-                    functools.partial(startup_state.read_records, known=self._known_records)
-                )
+                read_changes = functools.partial(startup_state.read_records, known=self._known_records)
+                self._known_records = await store.query(read_changes)
             await asyncio.sleep(self.settings.lease_s)
 
     async def _lead(
@@ -287,11 +263,8 @@ class ControllerReplica:
         assert controller.loop_task is not None
         tasks: set[asyncio.Future[None]] = {controller.loop_task, controller.remediation.failure}
         if candidate is not None and tenure is not None:
-            tasks.add(
-                asyncio.create_task(
-                    candidate.renew_until_lost(epoch, tenure, controller.standby_watch.check), name="lease"
-                )
-            )
+            renewing = candidate.renew_until_lost(epoch, tenure, controller.standby_watch.check)
+            tasks.add(asyncio.create_task(renewing, name="lease"))
         if controller.epoch_check is not None:
             tasks.add(asyncio.create_task(controller.epoch_check.wait_superseded(), name="doubt"))
         try:

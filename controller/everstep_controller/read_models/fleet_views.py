@@ -5,6 +5,7 @@ A view may be ahead of the database by the transaction being written; directives
 
 from __future__ import annotations
 
+import asyncio
 from bisect import bisect_right
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,22 +20,15 @@ from everstep.vocabulary import Finding
 from everstep.wire.v1 import operator as op
 from everstep.wire.v1 import operator_history
 from everstep.wire.v1.directives import RunProbe
-from everstep.wire.v1.operator import GenerationRecovery, ProbeRow, ProbeStatus
+from everstep.wire.v1.operator import GenerationRecovery, ProbeRow, ProbeStatus, ProgressHistory, ProgressSample
 from everstep.wire.v1.training import AnyReport, GenerationSpec, ProbeFinished, RankProgress, Resumed
 from everstep_controller.core.health.eviction import budget_left, eviction_budget
 from everstep_controller.core.health.maintenance import planned_windows
 from everstep_controller.core.health.offences import offender_score
 from everstep_controller.core.health.outbreaks import active_outbreaks, signature, spared_findings_of
-from everstep_controller.core.jobs.membership import (
-    RostersByJob,
-    claimed_by_priority,
-    eligible_nodes,
-    jobs_seated_on,
-    no_seat_reason,
-    spares,
-)
+from everstep_controller.core.jobs import membership
 from everstep_controller.core.records import IN_SERVICE, JobRecord, NodeRecord
-from everstep_controller.core.state import FleetState, JobRuntime
+from everstep_controller.core.state import FleetState
 from everstep_controller.leadership.lease import StandbyReport
 from everstep_controller.runtime.commit_buffer import DatabaseOutage
 from everstep_controller.runtime.push import Outbox
@@ -85,15 +79,15 @@ class RecoveryTracker:
         if spec is None:
             return None
         resumed = self._resuming.get((job.job, spec.number), _ResumedRanks())
+        opened_at, resumed_at = job.progress.opened_at, job.progress.resumed_at
+        duration_s = None if resumed_at is None else max(0.0, resumed_at - opened_at)
         return GenerationRecovery(
             generation=spec.number,
             reason=spec.reason,
             sentence=spec.sentence,
             trace=spec.trace,
-            decided_at=job.progress.opened_at,
-            duration_s=None
-            if job.progress.resumed_at is None
-            else max(0.0, job.progress.resumed_at - job.progress.opened_at),
+            decided_at=opened_at,
+            duration_s=duration_s,
             restored=resumed.restored,
             resumed_ranks=len(resumed.ranks),
             world_size=spec.world_size,
@@ -265,18 +259,20 @@ class NodeFilter(msgspec.Struct, frozen=True, kw_only=True):
         """Return whether the node matches all fields except ``job``."""
         if self.state and effective_state(state, record) not in self.state.split(","):
             return False
-        if (self.rack and record.identity.domain.rack != self.rack) or (
-            self.switch and record.identity.domain.switch != self.switch
+        identity = record.identity
+        for wanted, actual in (
+            (self.rack, identity.domain.rack),
+            (self.switch, identity.domain.switch),
+            (self.driver, identity.driver_version),
         ):
+            if wanted and wanted != actual:
+                return False
+        if self.gpu_model and not any(self.gpu_model.lower() in gpu.name.lower() for gpu in identity.gpus):
             return False
-        if self.gpu_model and not any(self.gpu_model.lower() in gpu.name.lower() for gpu in record.identity.gpus):
-            return False
-        if self.driver and record.identity.driver_version != self.driver:
-            return False
-        if self.gpu and not any(self.gpu in (gpu.uuid, gpu.serial) for gpu in record.identity.gpus):
+        if self.gpu and not any(self.gpu in (gpu.uuid, gpu.serial) for gpu in identity.gpus):
             return False
         name, _, value = self.label.partition("=")
-        return not name or (name in record.identity.labels and (not value or record.identity.labels[name] == value))
+        return not name or (name in identity.labels and (not value or identity.labels[name] == value))
 
 
 def effective_state(state: FleetState, record: NodeRecord) -> str:
@@ -318,11 +314,8 @@ def _reason(record: NodeRecord, spared: Sequence[Finding]) -> str:
 
 def _job_of(state: FleetState, node: str) -> str | None:
     """Return the job in whose running roster the node is, or None."""
-    seated = jobs_seated_on(state, node) if node in state.node_runtime else []
-    return next(
-        (job.job for job in seated if not job.is_ended and node in job.seats),
-        None,
-    )
+    seated = membership.jobs_seated_on(state, node) if node in state.node_runtime else []
+    return next((job.job for job in seated if not job.is_ended and node in job.seats), None)
 
 
 def node_summary(context: ViewContext, record: NodeRecord, job: str | None) -> op.NodeSummary:
@@ -391,28 +384,23 @@ def node_detail(context: ViewContext, node: str) -> op.NodeDetail:
         hold_reason=record.scheduling.hold_reason,
         external_cordon_by=record.scheduling.external_cordon_by,
         maintenance_until=record.scheduling.maintenance_until,
-        planned_maintenance=tuple(
-            op.PlannedMaintenance(starts_at=one.starts_at, until=one.until, sentence=one.sentence)
-            for one in planned_windows(context.state, record)
+        planned_maintenance=msgspec.convert(
+            planned_windows(context.state, record), tuple[op.PlannedMaintenance, ...], from_attributes=True
         ),
         eviction_deferred_by=record.health.eviction_deferred_by,
     )
 
 
-def _progress(spec: GenerationSpec | None, live: JobRuntime | None) -> list[RankProgress]:
-    """Return the running generation's progress, by rank."""
-    if spec is None or live is None:
-        return []
-    known = live.progress.by_rank
-    return [known[rank] for rank in sorted(known) if known[rank].generation == spec.number]
-
-
 def ineligible_nodes(state: FleetState, job: JobRecord) -> dict[str, str]:
     """Return the nodes that offer themselves to the job and may not be seated now, with the reasons."""
-    worked_out: RostersByJob = {}
-    promises = claimed_by_priority(state, job, worked_out)
-    fit = {*eligible_nodes(state, job, rosters=worked_out), *job.seats}
-    return {node: no_seat_reason(state, job, node, promises) for node in job.membership.launchers if node not in fit}
+    worked_out: membership.RostersByJob = {}
+    promises = membership.claimed_by_priority(state, job, worked_out)
+    fit = {*membership.eligible_nodes(state, job, rosters=worked_out), *job.seats}
+    return {
+        node: membership.no_seat_reason(state, job, node, promises)
+        for node in job.membership.launchers
+        if node not in fit
+    }
 
 
 def job_summary(state: FleetState, job: JobRecord) -> op.JobSummary:
@@ -430,7 +418,7 @@ def job_summary(state: FleetState, job: JobRecord) -> op.JobSummary:
         generation=spec.number if spec else 0,
         world_size=spec.world_size if spec else 0,
         nodes=len(spec.seats) if spec else 0,
-        spares=len(spares(state, job)),
+        spares=len(membership.spares(state, job)),
         step=step,
         step_s=step_s,
         loss=_loss(progress, spec),
@@ -442,28 +430,24 @@ def job_summary(state: FleetState, job: JobRecord) -> op.JobSummary:
 
 def _loss(progress: Mapping[Rank, RankProgress], spec: GenerationSpec | None) -> float | None:
     """Return the loss of the lowest rank that reports one, usually the first."""
-    number, ranks = (spec.number, spec.world_size) if spec is not None and progress else (0, 0)
-    for rank in range(ranks):
-        one = progress.get(rank)
-        if one is not None and one.generation == number and one.loss is not None:
-            return one.loss
+    if spec is not None and progress:
+        for rank in range(spec.world_size):
+            one = progress.get(rank)
+            if one is not None and one.generation == spec.number and one.loss is not None:
+                return one.loss
     return None
-
-
-def find_jobs(context: ViewContext, job_state: str) -> list[str]:
-    """Return the names of the jobs in this state (empty: any), in order."""
-    return sorted(name for name, job in context.state.jobs.items() if not job_state or job.status.state == job_state)
 
 
 def job_detail(context: ViewContext, job: str) -> op.JobDetail:
     """Return all but the recoveries, which are in the store. Raises NotFound."""
     record = context.job(job)
-    spec = record.generation
+    spec, live = record.generation, context.state.job_runtime.get(job)
+    progress = live.progress.by_rank if spec is not None and live is not None else {}
     return op.JobDetail(
         summary=job_summary(context.state, record),
         spec=record.spec,
         roster=spec.roster if spec else (),
-        spares=tuple(spares(context.state, record)),
+        spares=tuple(membership.spares(context.state, record)),
         store=spec.store if spec else None,
         ranks=tuple(
             op.RankStatus(
@@ -474,8 +458,8 @@ def job_detail(context: ViewContext, job: str) -> op.JobDetail:
                 loss=one.loss,
                 busy_s=one.busy_s,
             )
-            for one in _progress(spec, context.state.job_runtime.get(job))
-            if spec is not None and one.rank < spec.world_size
+            for one in map(progress.__getitem__, sorted(progress))
+            if spec is not None and one.generation == spec.number and one.rank < spec.world_size
         ),
         ineligible_nodes=ineligible_nodes(context.state, record),
         created_at=record.progress.created_at,
@@ -532,3 +516,71 @@ def budget_status(context: ViewContext) -> operator_history.BudgetStatus:
             if record.health.deferred_eviction_key
         ),
     )
+
+
+# ---- progress history
+# Samples live in memory and begin again when another controller leads.
+
+SAMPLES_KEPT = 720
+"""Samples of a job. When it has more, every second one is dropped and the interval doubles."""
+INTERVAL_S = 1.0
+"""Seconds between a job's first samples."""
+RANKS_PER_SECOND = 1000
+"""A job's interval grows by a second for each so many ranks, because a sample is linear in them."""
+
+
+class _Track(msgspec.Struct):
+    """One job's samples. ``created_at`` tells a new job of the same name from the old one."""
+
+    created_at: float
+    interval_s: float
+    due_at: float = 0.0
+    samples: list[ProgressSample] = []
+
+
+class ProgressRecorder:
+    """Keeps running jobs' progress over their whole life, in a bounded number of samples for charts."""
+
+    def __init__(self, state: FleetState, now: Callable[[], float]) -> None:
+        self._state = state
+        self._now = now
+        self._tracks: dict[str, _Track] = {}
+
+    def history(self, job: str, since: float = 0.0) -> ProgressHistory:
+        """Return the job's samples after ``since`` (wall seconds), oldest first."""
+        track = self._tracks.get(job)
+        if track is None:
+            return ProgressHistory(job=job, interval_s=INTERVAL_S)
+        newer = tuple(sample for sample in track.samples if sample.at > since)
+        return ProgressHistory(job=job, interval_s=track.interval_s, samples=newer)
+
+    def due_jobs(self) -> list[str]:
+        """Return the running jobs whose next sample is due, and forget deleted ones."""
+        jobs, now = self._state.jobs, self._now()
+        self._tracks = {name: track for name, track in self._tracks.items() if name in jobs}
+        running = (name for name, job in jobs.items() if job.is_running)
+        return [name for name in running if name not in self._tracks or now >= self._tracks[name].due_at]
+
+    def sample(self, name: str) -> None:
+        """Take one sample of a job, if it still exists."""
+        job, now = self._state.jobs.get(name), self._now()
+        if job is None:
+            return
+        track = self._tracks.get(name)
+        if track is None or track.created_at != job.progress.created_at:
+            track = self._tracks[name] = _Track(created_at=job.progress.created_at, interval_s=INTERVAL_S)
+        one = job_summary(self._state, job)
+        track.due_at = now + max(track.interval_s, one.world_size / RANKS_PER_SECOND)
+        fields = ("generation", "step", "world_size", "step_s", "loss")
+        track.samples.append(ProgressSample(at=now, **{name: getattr(one, name) for name in fields}))
+        if len(track.samples) > SAMPLES_KEPT:
+            track.samples = track.samples[::2]
+            track.interval_s *= 2
+
+    async def run(self) -> None:
+        """Sample until cancelled, one job in each turn of the event loop."""
+        while True:
+            for name in self.due_jobs():
+                self.sample(name)
+                await asyncio.sleep(0)
+            await asyncio.sleep(INTERVAL_S / 2)

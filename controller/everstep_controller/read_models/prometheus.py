@@ -6,7 +6,7 @@ No series has a node label, because a fleet has thousands of nodes. Per-node met
 from __future__ import annotations
 
 from collections import Counter as Tally
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -63,8 +63,6 @@ class Metrics:
         self._over_limit = self._counter(
             "requests_over_limit", "Requests refused because of a per-client limit.", "limit"
         )
-        self._in_flight = self._gauge("requests_in_flight", "Requests in progress, without those of agents.")
-        self._response_bytes = self._gauge("answers_buffered_bytes", "Bytes of responses being sent.")
         self._verdicts = self._counter("verdicts", "Verdicts given.", "decision")
         self._recoveries = self._counter("recoveries", "Generations that resumed training.", "run", "reason")
         self._recovery = self._histogram(
@@ -73,12 +71,10 @@ class Metrics:
         self._runs: set[str] = set()
         self._user_errors = self._counter("user_errors", "Exceptions raised by training functions.", "run")
         self.streams_cut = self._counter("event_streams_cut", "Event streams closed because of slow readers.")
-        self._streams = self._gauge("event_streams", "Open event streams.")
-        self._stream_bytes = self._gauge("event_streams_buffered_bytes", "Bytes not yet read by event-stream clients.")
         self.remediation_failures = self._counter(
             "external_call_failures", "Remediation, alert and observation calls that failed."
         )
-        Gauge(_PREFIX + "info", "The program.", ["version"], registry=self.registry).labels(__version__).set(1)
+        _export_version(self.registry)
         for family, labels in (
             (self._shed, Urgency),
             (self._over_limit, LIMITS),
@@ -88,21 +84,19 @@ class Metrics:
             for label in labels:
                 family.labels(str(label))
 
-    def watch_requests(self, admission: AdmissionControl) -> None:
-        """Export the requests in progress."""
-        self._in_flight.set_function(lambda: len(admission))
-        self._response_bytes.set_function(lambda: admission.buffered_bytes)
-
-    def watch_streams(self, readers: StreamReservations) -> None:
-        """Export the open event streams."""
-        self._streams.set_function(lambda: len(readers))
-        self._stream_bytes.set_function(lambda: readers.buffered_bytes)
+    def watch(self, requests: AdmissionControl, streams: StreamReservations) -> None:
+        """Export the requests in progress and the open event streams."""
+        self._gauge("requests_in_flight", "Requests in progress, without those of agents.", lambda: len(requests))
+        self._gauge("answers_buffered_bytes", "Bytes of responses being sent.", lambda: requests.buffered_bytes)
+        self._gauge("event_streams", "Open event streams.", lambda: len(streams))
+        text = "Bytes not yet read by event-stream clients."
+        self._gauge("event_streams_buffered_bytes", text, lambda: streams.buffered_bytes)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(_PREFIX + name, text, labels, registry=self.registry)
 
-    def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(_PREFIX + name, text, registry=self.registry)
+    def _gauge(self, name: str, text: str, value: Callable[[], float]) -> None:
+        Gauge(_PREFIX + name, text, registry=self.registry).set_function(value)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
         return Histogram(_PREFIX + name, text, labels, buckets=buckets, registry=self.registry)
@@ -156,6 +150,26 @@ class Metrics:
         return generate_latest(self.registry)
 
 
+_LEADER = ("leader", "1 if this controller leads, 0 if it is standby.")
+_PERSISTENT_NODES = (
+    "standby_persistent_nodes",
+    "Nodes that repeatedly contact this controller while it is standby (0 on the leader).",
+)
+
+
+def _export_version(registry: CollectorRegistry) -> None:
+    Gauge(_PREFIX + "info", "The program.", ["version"], registry=registry).labels(__version__).set(1)
+
+
+def standby_registry(persistent_nodes: Callable[[], int]) -> CollectorRegistry:
+    """Return the metrics of a standby, with the number of nodes that contact it persistently."""
+    registry = CollectorRegistry()
+    _export_version(registry)
+    for (name, text), value in ((_LEADER, lambda: 0), (_PERSISTENT_NODES, persistent_nodes)):
+        Gauge(_PREFIX + name, text, registry=registry).set_function(value)
+    return registry
+
+
 class _HeartbeatCollector(Collector):
     """Exports heartbeats from a plain integer: a Counter's lock costs as much as the work it counts."""
 
@@ -189,27 +203,17 @@ class FleetCollector(Collector):
         yield _gauge(
             "time_ahead_of_clock_seconds", "Controller time minus the machine's clock.", context.clock_ahead_s()
         )
-        yield _gauge("leader", "1 if this controller leads, 0 if it is standby.", 1)
+        yield _gauge(*_LEADER, 1)
         yield _gauge("queue_depth", "Requests waiting for their transaction.", context.queued())
         gaps = context.journal_gaps()
         yield CounterMetricFamily(_PREFIX + "journal_gaps", "Gaps in the journal.", value=gaps)
         yield _gauge("remediations_open", "Remediations that have not ended.", context.open_remediations())
         report = context.standby_report()
-        yield _gauge(
-            "standby_persistent_nodes",
-            "Nodes that repeatedly contact this controller while it is standby (0 on the leader).",
-            0,
-        )
-        yield _gauge(
-            "nodes_contacting_standby",
-            "Nodes that repeatedly contact a standby controller (maximum over standbys).",
-            max(report.contacts.values(), default=0),
-        )
-        yield _gauge(
-            "leader_resignations",
-            "Consecutive leaders within the last hour that resigned because nodes could not reach them.",
-            report.resignations,
-        )
+        yield _gauge(*_PERSISTENT_NODES, 0)
+        text = "Nodes that repeatedly contact a standby controller (maximum over standbys)."
+        yield _gauge("nodes_contacting_standby", text, max(report.contacts.values(), default=0))
+        text = "Consecutive leaders within the last hour that resigned because nodes could not reach them."
+        yield _gauge("leader_resignations", text, report.resignations)
         yield from self._database()
         yield from _fleet(state, context.outbox)
         yield from self._evictions(state)
@@ -221,11 +225,8 @@ class FleetCollector(Collector):
         outage_s = self._context.now() - outage.since if outage else 0.0
         buffered_bytes = outage.buffered_bytes if outage else 0
         yield _gauge("database_unavailable", "1 while the database cannot be written.", outage is not None)
-        yield _gauge(
-            "database_outage_seconds",
-            "Seconds since the database became unavailable; 0 while it is available.",
-            outage_s,
-        )
+        text = "Seconds since the database became unavailable; 0 while it is available."
+        yield _gauge("database_outage_seconds", text, outage_s)
         yield _gauge("database_outage_buffered_bytes", "Approximate bytes of unwritten records.", buffered_bytes)
 
     def _evictions(self, state: FleetState) -> Iterator[Metric]:
@@ -242,11 +243,8 @@ def _fleet(state: FleetState, outbox: Outbox) -> Iterator[Metric]:
     yield _gauge(
         "nodes_missing_heartbeats", "Silent or disconnected nodes that are not lost yet.", len(state.silent_nodes)
     )
-    yield _gauge(
-        "correlated_silence",
-        "1 while so many nodes are silent at once that none of them is declared lost.",
-        state.correlated_silence is not None,
-    )
+    text = "1 while so many nodes are silent at once that none of them is declared lost."
+    yield _gauge("correlated_silence", text, state.correlated_silence is not None)
     counts, names = fleet_views.node_counts(state), [*map(str, NodeState), fleet_views.IN_OUTBREAK]
     yield _gauge_by("nodes", "Nodes by state.", "state", {name: counts.get(name, 0) for name in names})
     outbreaks = active_outbreaks(state)
@@ -262,89 +260,50 @@ def _fleet(state: FleetState, outbox: Outbox) -> Iterator[Metric]:
     yield ignored
 
 
-_Column = tuple[str, str, dict[str, float | None]]
-"""Name, text, and values by job."""
-
-
 def _jobs(summaries: list[JobSummary]) -> Iterator[Metric]:
     info = GaugeMetricFamily(_PREFIX + "job_state", "1 for the job's state.", labels=["run", "state"])
     for one in summaries:
         for state in JobState:
             info.add_metric([one.job, state.value], one.state is state)
     yield info
-    columns: tuple[_Column, ...] = (
-        ("job_generation", "Generation number.", {s.job: s.generation for s in summaries}),
-        ("job_world_size", "Ranks of the roster.", {s.job: s.world_size for s in summaries}),
-        ("job_spares", "Launchers that wait outside the roster.", {s.job: s.spares for s in summaries}),
-        ("job_step", "Newest step that all ranks finished.", {s.job: s.step for s in summaries}),
-        ("job_step_seconds", "Step time of the slowest rank.", {s.job: s.step_s for s in summaries}),
-        ("job_loss", "Newest loss reported by the lowest rank.", {s.job: s.loss for s in summaries}),
-        (
-            "job_committed_step",
-            "Step of the newest committed version.",
-            {s.job: s.committed.step if s.committed else None for s in summaries},
-        ),
-        (
-            "job_verified_step",
-            "Step of the newest verified version.",
-            {s.job: s.verified.step if s.verified else None for s in summaries},
-        ),
-    )
-    yield from _by_job(columns)
+    for name, text, field in (
+        ("job_generation", "Generation number.", "generation"),
+        ("job_world_size", "Ranks of the roster.", "world_size"),
+        ("job_spares", "Launchers that wait outside the roster.", "spares"),
+        ("job_step", "Newest step that all ranks finished.", "step"),
+        ("job_step_seconds", "Step time of the slowest rank.", "step_s"),
+        ("job_loss", "Newest loss reported by the lowest rank.", "loss"),
+    ):
+        yield _gauge_by(name, text, "run", {one.job: getattr(one, field) for one in summaries})
+    committed = {one.job: one.committed.step for one in summaries if one.committed}
+    yield _gauge_by("job_committed_step", "Step of the newest committed version.", "run", committed)
+    verified = {one.job: one.verified.step for one in summaries if one.verified}
+    yield _gauge_by("job_verified_step", "Step of the newest verified version.", "run", verified)
 
 
 def _storage_and_parity(state: FleetState) -> Iterator[Metric]:
     jobs = {name: job for name, job in state.jobs.items() if job.spec.spill is not None or job.spills.stored}
     stored = {name: job.spills.stored[-1] for name, job in jobs.items() if job.spills.stored}
-    parity = {name: job for name, job in state.jobs.items() if job.spec.parity_group_size}
-    columns: tuple[_Column, ...] = (
-        (
-            "job_storage_step",
-            "Step of the newest checkpoint on storage.",
-            {name: one.version.step for name, one in stored.items()},
-        ),
-        (
-            "job_storage_timestamp_seconds",
-            "Time at which the newest checkpoint on storage was complete (unix time).",
-            {name: one.stored_at for name, one in stored.items()},
-        ),
-        (
-            "job_spill_in_progress",
-            "1 while a version is being written to storage.",
-            {name: float(job.spills.pending is not None) for name, job in jobs.items()},
-        ),
-        (
-            "job_spills_failed",
-            "Versions that could not be written to storage.",
-            {name: float(job.spills.failed_versions) for name, job in jobs.items()},
-        ),
-        (
-            "job_parity_step",
-            "Step of the version protected by parity.",
-            {
-                name: job.parity.active.protection.version.step if job.parity.active else None
-                for name, job in parity.items()
-            },
-        ),
-        (
-            "job_parity_failures",
-            "Consecutive versions without parity.",
-            {name: float(job.parity.failures_in_row) for name, job in parity.items()},
-        ),
-    )
-    yield from _by_job(columns)
-
-
-def _by_job(columns: Iterable[_Column]) -> Iterator[Metric]:
-    for name, text, values in columns:
-        yield _gauge_by(name, text, "run", values)
+    steps = {name: one.version.step for name, one in stored.items()}
+    yield _gauge_by("job_storage_step", "Step of the newest checkpoint on storage.", "run", steps)
+    text = "Time at which the newest checkpoint on storage was complete (unix time)."
+    yield _gauge_by("job_storage_timestamp_seconds", text, "run", {n: one.stored_at for n, one in stored.items()})
+    pending = {name: job.spills.pending is not None for name, job in jobs.items()}
+    yield _gauge_by("job_spill_in_progress", "1 while a version is being written to storage.", "run", pending)
+    failed = {name: job.spills.failed_versions for name, job in jobs.items()}
+    yield _gauge_by("job_spills_failed", "Versions that could not be written to storage.", "run", failed)
+    parity = {name: job.parity for name, job in state.jobs.items() if job.spec.parity_group_size}
+    steps = {name: one.active.protection.version.step for name, one in parity.items() if one.active}
+    yield _gauge_by("job_parity_step", "Step of the version protected by parity.", "run", steps)
+    failures = {name: one.failures_in_row for name, one in parity.items()}
+    yield _gauge_by("job_parity_failures", "Consecutive versions without parity.", "run", failures)
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:
     return GaugeMetricFamily(_PREFIX + name, text, value=value)
 
 
-def _gauge_by(name: str, text: str, label: str, values: dict[str, float | None] | dict[str, int]) -> Metric:
+def _gauge_by(name: str, text: str, label: str, values: Mapping[str, float | None]) -> Metric:
     family = GaugeMetricFamily(_PREFIX + name, text, labels=[label])
     for key, value in values.items():
         if value is not None:

@@ -76,21 +76,18 @@ def _fleet(state: FleetState) -> Iterable[Alert]:
 
 def _jobs(state: FleetState, now: float) -> Iterable[Alert]:
     for job in state.jobs.values():
-        if job.status.state is JobState.PAUSED:
-            yield _alert("EverstepJobPaused", "critical", job.status.sentence, job.status.since, run=job.job)
-        elif job.status.state is JobState.FAILED and now - job.status.since < ENDED_JOB_S:
-            yield _alert("EverstepJobFailed", "critical", job.status.sentence, job.status.since, run=job.job)
+        status = job.status
+        if status.state is JobState.PAUSED:
+            yield _alert("EverstepJobPaused", "critical", status.sentence, status.since, run=job.job)
+        elif status.state is JobState.FAILED and now - status.since < ENDED_JOB_S:
+            yield _alert("EverstepJobFailed", "critical", status.sentence, status.since, run=job.job)
 
 
 def _nodes(state: FleetState) -> Iterable[Alert]:
     for record in state.nodes.values():
         severity = ALERT_SEVERITY_BY_STATE.get(record.state)
         if severity is not None:
-            summary = (
-                f"{record.sentence}; {record.scheduling.hold_reason}"
-                if record.scheduling.hold_reason
-                else record.sentence
-            )
+            summary = "; ".join(filter(None, (record.sentence, record.scheduling.hold_reason)))
             labels = {"node": record.node, "state": str(record.state)}
             yield _alert("EverstepNodeOutOfService", severity, summary, record.since, **labels)
 
@@ -105,15 +102,13 @@ def possibly_notified(loaded: LoadedState) -> list[Alert]:
     return [*kept, database_alert("", loaded.newest_at)] if loaded.epoch > 1 else kept
 
 
-class AlertPost(msgspec.Struct, frozen=True, kw_only=True):
-    """One post, and the fingerprints of the alerts that it resolves."""
+def build_posts(
+    firing: list[Alert], resolved: list[Alert], now: float, controller: str
+) -> Iterator[tuple[bytes, list[str]]]:
+    """Yield posts of all alerts, at most MAX_ALERTS_PER_POST each, with the fingerprints of those that it resolves.
 
-    body: bytes
-    resolved: tuple[str, ...]
-
-
-def build_posts(firing: list[Alert], resolved: list[Alert], now: float, controller: str) -> Iterator[AlertPost]:
-    """Yield posts of all alerts, at most MAX_ALERTS_PER_POST each; resolved alerts come first."""
+    Resolved alerts come first.
+    """
     alerts = [*((alert, now) for alert in resolved), *((alert, None) for alert in firing)]
     for start in range(0, len(alerts), MAX_ALERTS_PER_POST):
         page = alerts[start : start + MAX_ALERTS_PER_POST]
@@ -129,8 +124,7 @@ def build_posts(firing: list[Alert], resolved: list[Alert], now: float, controll
             "externalURL": controller,
             "alerts": [_alertmanager_alert(alert, ended_at, controller) for alert, ended_at in page],
         }
-        over = tuple(alert.fingerprint for alert, ended_at in page if ended_at is not None)
-        yield AlertPost(body=msgspec.json.encode(body), resolved=over)
+        yield msgspec.json.encode(body), [alert.fingerprint for alert, ended_at in page if ended_at is not None]
 
 
 def _alertmanager_alert(alert: Alert, ended_at: float | None, controller: str) -> dict[str, object]:
@@ -214,10 +208,10 @@ class AlertNotifier:
 
     async def _notify(self, firing: list[Alert], resolved: list[Alert], now: float) -> None:
         """Post all alerts. Raises Unavailable at the first failed post."""
-        for post in build_posts(firing, resolved, now, self.controller):
+        for body, ended in build_posts(firing, resolved, now, self.controller):
             self.check_leading()
-            await asyncio.to_thread(call_guarded, self._post, post.body)
-            for name in post.resolved:
+            await asyncio.to_thread(call_guarded, self._post, body)
+            for name in ended:
                 del self._notified[name]
         self._failing, self._due = False, now + REPEAT_S
 

@@ -24,12 +24,8 @@ from everstep.clock import Backoff
 from everstep.errors import Conflict, EverstepError, Unavailable
 from everstep_controller.core.effects import Remediation, RemediationKind
 from everstep_controller.core.events import RemediationFinished
-from everstep_controller.remediation.remediator import (
-    RemediationIncomplete,
-    Remediator,
-    UnexpectedFailure,
-    call_guarded,
-)
+from everstep_controller.remediation import remediator as interface
+from everstep_controller.remediation.remediator import Remediator, call_guarded
 from everstep_controller.runtime.transaction import Transaction
 from everstep_controller.store.rows import RemediationRow, RemediationState
 
@@ -205,9 +201,13 @@ class RemediationExecutor:
             except Conflict as error:
                 return str(error)
             except Unavailable as error:
-                if isinstance(error, UnexpectedFailure):
+                if isinstance(error, interface.UnexpectedFailure):
                     self.on_failure()
-                failure, is_unavailable, is_unfinished = str(error), True, isinstance(error, RemediationIncomplete)
+                failure, is_unavailable, is_unfinished = (
+                    str(error),
+                    True,
+                    isinstance(error, interface.RemediationIncomplete),
+                )
             else:
                 # Patience counts only while the external system answers.
                 if is_unavailable and remediation.kind not in _REPAIR_ACTIONS:

@@ -16,13 +16,8 @@ from typing import Any
 from everstep.errors import ConfigurationError, Conflict, Unavailable
 from everstep.ids import NodeId
 from everstep_controller.core.effects import Remediation, RemediationKind
-from everstep_controller.remediation.remediator import (
-    CORDON_OWNER,
-    CordonStatus,
-    RemediationIncomplete,
-    cordon_reason,
-    foreign_cordon,
-)
+from everstep_controller.remediation import remediator as interface
+from everstep_controller.remediation.remediator import CORDON_OWNER, CordonStatus
 
 TIMEOUT_S = 10.0
 CORDON, REBOOT, REPAIR = "everstep.dev/cordon", "everstep.dev/reboot", "everstep.dev/repair"
@@ -69,9 +64,7 @@ class KubernetesRemediator:
 
     name = "kubernetes"
     dry_run = False
-    kinds = frozenset(
-        {RemediationKind.CORDON, RemediationKind.UNCORDON, RemediationKind.REBOOT, RemediationKind.REPAIR}
-    )
+    kinds = frozenset(RemediationKind) - {RemediationKind.RESET_GPU}
 
     def __init__(self, api: Any, *, evict: bool = False, namespace: str = "default") -> None:
         self._api = api
@@ -79,10 +72,11 @@ class KubernetesRemediator:
         self._namespace = namespace
 
     def apply(self, remediation: Remediation) -> None:
-        node = self._read(remediation.node)
+        node = self._call(self._api.read_node, remediation.node)
         if _is_others(node):
-            self._remove_own_cordon(node)
-            raise foreign_cordon(remediation.node)
+            if CORDON in _annotations(node):  # what remains of ours
+                self._patch(node, _merge_patch(NO_ANNOTATIONS, taints=_others_taints(node)))
+            raise interface.foreign_cordon(remediation.node)
         change = self._change(node, remediation)
         try:
             self._record_event(node, remediation)  # first: once the node shows the change, the request is not repeated
@@ -97,9 +91,9 @@ class KubernetesRemediator:
         notes = _annotations(node)
         match remediation.kind:
             case RemediationKind.CORDON | RemediationKind.REPAIR:
-                mine = {CORDON: notes[CORDON] if _is_ours(node) else cordon_reason(remediation)}
+                mine = {CORDON: notes[CORDON] if _is_ours(node) else interface.cordon_reason(remediation)}
                 if remediation.kind is RemediationKind.REPAIR:
-                    mine[REPAIR] = cordon_reason(remediation)
+                    mine[REPAIR] = interface.cordon_reason(remediation)
                 if _is_ours(node) and mine.items() <= notes.items():
                     return None
                 return _merge_patch(mine, unschedulable=True, taints=[*_others_taints(node), TAINT])
@@ -117,7 +111,7 @@ class KubernetesRemediator:
                 raise Conflict(f"kubernetes cannot {remediation.kind}")
 
     def is_done(self, remediation: Remediation) -> bool:
-        node = self._read(remediation.node)
+        node = self._call(self._api.read_node, remediation.node)
         notes, is_out = _annotations(node), bool(node.spec.unschedulable)
         match remediation.kind:
             case RemediationKind.CORDON:
@@ -126,18 +120,13 @@ class KubernetesRemediator:
                 return is_out and notes.get(REPAIR, "").startswith(f"{CORDON_OWNER} {remediation.id}:")
             case RemediationKind.UNCORDON:
                 if _is_others(node):
-                    raise foreign_cordon(remediation.node)
+                    raise interface.foreign_cordon(remediation.node)
                 return not is_out and CORDON not in notes
             case RemediationKind.REBOOT:
                 id, _, boot_id = notes.get(REBOOT, "").partition(" ")
                 return id == remediation.id and boot_id != _boot_id(node)
             case _:
                 return False
-
-    def _remove_own_cordon(self, node: Any) -> None:
-        """Remove what remains of our cordon from a node that somebody else has cordoned."""
-        if CORDON in _annotations(node):
-            self._patch(node, _merge_patch(NO_ANNOTATIONS, taints=_others_taints(node)))
 
     def _patch(self, node: Any, change: dict[str, Any]) -> None:
         """Patch the node if it is unchanged since it was read; otherwise a later attempt does."""
@@ -177,8 +166,11 @@ class KubernetesRemediator:
         refusals: list[Conflict | Unavailable] = []
         for pod in pods:
             if pod.metadata.deletion_timestamp is None:
+                meta = {"name": pod.metadata.name, "namespace": pod.metadata.namespace}
+                body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": meta}
+                evict = self._api.create_namespaced_pod_eviction
                 try:
-                    self._evict_pod(pod.metadata.name, pod.metadata.namespace)
+                    self._call(evict, meta["name"], meta["namespace"], body, allow_gone=True)
                 except Unanswered:
                     raise  # each further pod would wait as long
                 except (Conflict, Unavailable) as refusal:
@@ -186,12 +178,8 @@ class KubernetesRemediator:
         if refusals:
             passing = [refusal for refusal in refusals if isinstance(refusal, Unavailable)]
             first = (passing or refusals)[0]
-            kind = RemediationIncomplete if passing else Conflict
+            kind = interface.RemediationIncomplete if passing else Conflict
             raise kind(f"{len(refusals)} pods of {len(pods)} stay on {node}: {first}") from first
-
-    def _evict_pod(self, name: str, namespace: str) -> None:
-        body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": name, "namespace": namespace}}
-        self._call(self._api.create_namespaced_pod_eviction, name, namespace, body, allow_gone=True)
 
     def _record_event(self, node: Any, remediation: Remediation) -> None:
         """Add an event to the node; it is named after the remediation, so it exists once."""
@@ -209,9 +197,6 @@ class KubernetesRemediator:
             "count": 1,
         }
         self._call(self._api.create_namespaced_event, self._namespace, event, allow_gone=True)
-
-    def _read(self, node: NodeId) -> Any:
-        return self._call(self._api.read_node, node)
 
     def _call(self, request: Callable[..., Any], *arguments: Any, allow_gone: bool = False, **options: Any) -> Any:
         """Send one request. ``allow_gone``: an object that exists already, or no longer exists, counts as success."""
@@ -249,21 +234,9 @@ def _is_others(node: Any) -> bool:
     return bool(node.spec.unschedulable) and not _is_ours(node)
 
 
-def _others_taints(node: Any) -> list[dict[str, Any]]:
-    return [
-        {
-            name: value
-            for name, value in (
-                ("key", one.key),
-                ("value", one.value),
-                ("effect", one.effect),
-                ("timeAdded", one.time_added),
-            )
-            if value is not None
-        }
-        for one in node.spec.taints or ()
-        if one.key != TAINT["key"]
-    ]
+def _others_taints(node: Any) -> list[Any]:
+    """Return the taints that are not ours; the client serializes them in a patch."""
+    return [one for one in node.spec.taints or () if one.key != TAINT["key"]]
 
 
 def _boot_id(node: Any) -> str:

@@ -107,13 +107,9 @@ class DryRunRemediator:
         if remediation.id in self._logged:
             return
         self._logged.add(remediation.id)
-        log.info(
-            "dry run, no action is taken: %s node %s: %s",
-            remediation.kind,
-            remediation.node,
-            remediation.sentence,
-            extra={"node": remediation.node, "trace": remediation.trace},
-        )
+        action = (remediation.kind, remediation.node, remediation.sentence)
+        extra = {"node": remediation.node, "trace": remediation.trace}
+        log.info("dry run, no action is taken: %s node %s: %s", *action, extra=extra)
 
     def is_done(self, remediation: Remediation) -> bool:
         return remediation.id in self._logged

@@ -13,17 +13,11 @@ from everstep.errors import EverstepError
 from everstep_controller.config import ControllerSettings, read_password, read_secret
 from everstep_controller.core.events import SchedulerStateChanged
 from everstep_controller.core.state import FleetState
+from everstep_controller.remediation import remediator as interface
 from everstep_controller.remediation.alerts import AlertNotifier, Write, possibly_notified
 from everstep_controller.remediation.executor import RemediationExecutor
 from everstep_controller.remediation.kubernetes import KubernetesRemediator, connect
-from everstep_controller.remediation.remediator import (
-    CORDON_OWNER,
-    CordonStatus,
-    DryRunRemediator,
-    Remediator,
-    UnexpectedFailure,
-    call_guarded,
-)
+from everstep_controller.remediation.remediator import CORDON_OWNER, CordonStatus, Remediator, call_guarded
 from everstep_controller.remediation.slurm import SlurmRemediator
 from everstep_controller.remediation.webhook import WebhookRemediator
 from everstep_controller.runtime.loop import FleetLoop
@@ -60,7 +54,7 @@ class CordonObserver:
             try:
                 await self.observe()
             except EverstepError as error:  # the next observation finds the change
-                if isinstance(error, UnexpectedFailure):
+                if isinstance(error, interface.UnexpectedFailure):
                     self.on_failure()
                 log.warning("the cordons shown by %s could not be processed: %s", self.remediator.name, error)
             await asyncio.sleep(every_s)
@@ -68,40 +62,27 @@ class CordonObserver:
     async def observe(self) -> None:
         """Observe once. Raises errors of the remediator or the loop."""
         nodes = list(self.state.nodes)
-        before = {} if self.state.database_outage else self._cordoned()
+        before: dict[str, str] = {}  # ids of our finished cordons
+        if not self.state.database_outage:
+            before = {node: self.state.nodes[node].scheduling.cordon_id for node in filter(self.is_idle, nodes)}
         shown = await asyncio.to_thread(call_guarded, self.remediator.cordon_status, nodes)
         for node in nodes:
             seen = shown.get(node, CordonStatus())
-            foreign = "" if seen.cordoned_by == CORDON_OWNER else seen.cordoned_by
             record = self.state.nodes.get(node)
             if record is None:
                 continue
-            lifted = (
-                ""
-                if seen.cordoned_by or node not in shown
-                else self._lifted_cordon(node, record.scheduling.cordon_id, before)
-            )
-            if seen.cordoned_by == CORDON_OWNER and node in before:
+            cordon, lifted = record.scheduling.cordon_id, ""
+            if seen.cordoned_by == CORDON_OWNER and before.get(node):
                 self._own_cordons[node] = before[node]
+            elif not seen.cordoned_by and node in shown and cordon == before.get(node) == self._own_cordons.get(node):
+                lifted = cordon  # it was shown before, and somebody has lifted it
+            foreign = "" if seen.cordoned_by == CORDON_OWNER else seen.cordoned_by
             if lifted or foreign != record.scheduling.external_cordon_by:
                 reason = seen.reason[:1024]
                 event = SchedulerStateChanged(
                     node=node, cordoned_by=foreign, reason=reason, lifted_cordon_id=lifted, trace=new_trace()
                 )
                 await self.submit_event(event)
-
-    def _cordoned(self) -> dict[str, str]:
-        """Return the nodes with a finished cordon of ours, with the ids of the remediations."""
-        nodes = self.state.nodes.items()
-        return {
-            node: record.scheduling.cordon_id
-            for node, record in nodes
-            if record.scheduling.cordon_id and self.is_idle(node)
-        }
-
-    def _lifted_cordon(self, node: str, cordoned: str, before: dict[str, str]) -> str:
-        """Return the id of our cordon if it was shown before and somebody has lifted it; else ""."""
-        return cordoned if cordoned and cordoned == before.get(node) == self._own_cordons.get(node) else ""
 
 
 # ---- service
@@ -120,7 +101,7 @@ def create_remediator(settings: ControllerSettings, clock: Clock) -> Remediator:
         case "kubernetes":
             return KubernetesRemediator(connect(settings.kubeconfig), evict=settings.kubernetes_evict_pods)
         case _:
-            return DryRunRemediator()
+            return interface.DryRunRemediator()
 
 
 class RemediationService:
@@ -149,7 +130,7 @@ class RemediationService:
             uniform=random.random,
             check_leading=loop.check_leading,
             on_failure=on_failure,
-            on_task=self._watch,
+            on_task=lambda task: task.add_done_callback(self._note_end),
             rows=loaded.remediations,
         )
         self._observer = CordonObserver(remediator, state, self._submit_event, on_failure, self.executor.is_idle)
@@ -179,10 +160,7 @@ class RemediationService:
         if self._alerting is not None:
             self._tasks.append(asyncio.create_task(self._alerting.run(), name="alerting"))
         for task in self._tasks:
-            self._watch(task)
-
-    def _watch(self, task: asyncio.Task[None]) -> None:
-        task.add_done_callback(self._note_end)
+            task.add_done_callback(self._note_end)
 
     def _note_end(self, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()

@@ -106,9 +106,7 @@ class SlurmRemediator:
 
     name = "slurm"
     dry_run = False
-    kinds = frozenset(
-        {RemediationKind.CORDON, RemediationKind.UNCORDON, RemediationKind.REBOOT, RemediationKind.REPAIR}
-    )
+    kinds = frozenset(RemediationKind) - {RemediationKind.RESET_GPU}
 
     def __init__(self, scontrol: str = "scontrol", configuration: str = "") -> None:
         found = shutil.which(scontrol)
@@ -123,7 +121,8 @@ class SlurmRemediator:
         if self.is_done(remediation):
             return
         node = self._show(remediation.node)
-        self._check_ours(node, remediation)
+        if node.is_unschedulable and not node.is_ours:
+            raise foreign_cordon(remediation.node, node.reason or "no reason given")
         match remediation.kind:
             case RemediationKind.CORDON | RemediationKind.REPAIR:
                 reason = f"Reason={_plain(cordon_reason(remediation))}"
@@ -137,9 +136,9 @@ class SlurmRemediator:
                     raise Unavailable(
                         f"{remediation.node} is being rebooted for another reason ({node.reason or 'none given'})"
                     )
-                self._run(
-                    "reboot", "ASAP", "nextstate=DOWN", f"reason={_reboot_reason(remediation, node)}", remediation.node
-                )
+                booted = datetime.fromtimestamp(node.booted_at, UTC).replace(tzinfo=None).isoformat(timespec="seconds")
+                reason = f"{CORDON_OWNER} {remediation.id} after boot of {booted}: {remediation.sentence}"[:256]
+                self._run("reboot", "ASAP", "nextstate=DOWN", f"reason={_plain(reason)}", remediation.node)
             case _:
                 raise Conflict(f"slurm cannot {remediation.kind}")
 
@@ -158,11 +157,6 @@ class SlurmRemediator:
                 return before is not None and is_back and node.booted_at > before + BOOT_JITTER_S
             case _:
                 return False
-
-    @staticmethod
-    def _check_ours(node: SlurmNode, remediation: Remediation) -> None:
-        if node.is_unschedulable and not node.is_ours:
-            raise foreign_cordon(remediation.node, node.reason or "no reason given")
 
     def cordon_status(self, nodes: Sequence[NodeId]) -> dict[NodeId, CordonStatus]:
         wanted = set(nodes)
@@ -202,11 +196,6 @@ class SlurmRemediator:
         if not is_known or any(sign in output for sign in _REFUSED):
             raise Conflict(f"scontrol {arguments[0]} was refused: {failure}")
         raise Unavailable(f"scontrol {arguments[0]} failed: {failure}")
-
-
-def _reboot_reason(remediation: Remediation, node: SlurmNode) -> str:
-    booted = datetime.fromtimestamp(node.booted_at, UTC).replace(tzinfo=None).isoformat(timespec="seconds")
-    return _plain(f"{CORDON_OWNER} {remediation.id} after boot of {booted}: {remediation.sentence}"[:256])
 
 
 def _plain(reason: str) -> str:

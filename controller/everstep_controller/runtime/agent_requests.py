@@ -53,12 +53,10 @@ class AgentRequests:
         record = self._state.nodes.get(node)
         if record is None:
             raise NotFound(f"node {node} is unknown to this controller: register first")
-        if incarnation < record.identity.incarnation:
-            raise StaleGeneration(
-                f"incarnation {incarnation} of node {node} is outdated: "
-                f"{record.identity.incarnation} has registered since"
-            )
-        if incarnation > record.identity.incarnation:
+        known = record.identity.incarnation
+        if incarnation < known:
+            raise StaleGeneration(f"incarnation {incarnation} of node {node} is outdated: {known} has registered since")
+        if incarnation > known:
             raise NotFound(f"incarnation {incarnation} of node {node} is unknown to this controller: register first")
 
     def register(self, register: Register) -> asyncio.Future[int]:
@@ -73,14 +71,8 @@ class AgentRequests:
             if is_new:  # directives for earlier incarnations are void
                 outbox.acknowledge(node, first - 1)
                 outbox.dismiss(node, register.incarnation)
-            log.info(
-                "node %s registered: incarnation %d, agent %s, %d GPUs",
-                node,
-                register.incarnation,
-                register.agent_version,
-                len(register.gpus),
-                extra={"node": node},
-            )
+            facts = (node, register.incarnation, register.agent_version, len(register.gpus))
+            log.info("node %s registered: incarnation %d, agent %s, %d GPUs", *facts, extra={"node": node})
             return first
 
         return self._loop.enqueue(begin_incarnation, register.node)

@@ -7,7 +7,6 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
-from typing import NamedTuple
 
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -148,7 +147,13 @@ class ClockMonitor:
     async def check(self) -> None:
         """Compare once, and write the time to the database if due."""
         self._steady.slew()
-        self._warn_if_changed(self._steady.ahead_s())
+        kind, sentence = _warning(self._steady.ahead_s())
+        if kind != self._warned_of:
+            self._warned_of = kind
+            if kind:
+                log.warning(sentence)
+            else:
+                log.info("the controller's time and the machine's clock agree again")
         now = self._steady.now()
         if now - self._noted_at < RECORD_INTERVAL_S:
             return
@@ -160,47 +165,28 @@ class ClockMonitor:
                 "the time could not be written to the database, retrying in %.0f s: %s", RECORD_INTERVAL_S, error
             )
 
-    def _warn_if_changed(self, ahead_s: float) -> None:
-        warning = _warning(ahead_s)
-        if warning.kind == self._warned_of:
-            return
-        self._warned_of = warning.kind
-        if warning.kind:
-            log.warning(warning.sentence)
-        else:
-            log.info("the controller's time and the machine's clock agree again")
 
-
-class _Warning(NamedTuple):
-    """A warning. Its kind is logged once while it lasts; empty for none."""
-
-    kind: str
-    sentence: str
-
-
-def _warning(ahead_s: float) -> _Warning:
+def _warning(ahead_s: float) -> tuple[str, str]:
+    """Return a warning's kind, which is logged once while it lasts (empty for none), and its sentence."""
     difference = _span(abs(ahead_s))
     if ahead_s < -MAX_SLEWED_S:
-        return _Warning(
-            "far_behind",
+        return "far_behind", (
             f"the machine's clock is {difference} ahead of the controller's time, which does not follow so large a "
-            "difference. If the clock is wrong, set it; if it is right, restart the controller",
+            "difference. If the clock is wrong, set it; if it is right, restart the controller"
         )
     if ahead_s > MAX_SLEWED_S:
-        return _Warning(
-            "far_ahead",
+        return "far_ahead", (
             f"the controller's time is {difference} ahead of the machine's clock: the clock was ahead at an earlier "
             "start, or is wrong now. If it is right, restart the controller once with --trust-clock; until then new "
-            "events carry times that are too late",
+            "events carry times that are too late"
         )
     if abs(ahead_s) > DIVERGED_S:
         where = "ahead of" if ahead_s > 0 else "behind"
-        return _Warning(
-            "diverged",
+        return "diverged", (
             f"the controller's time is {difference} {where} the machine's clock, and converges by a tenth of a second "
-            "per second",
+            "per second"
         )
-    return _Warning("", "")
+    return "", ""
 
 
 def _span(seconds: float) -> str:

@@ -70,7 +70,10 @@ class CommitBuffer:
             self._restore_failed(batch, error)
             self._begin_outage(str(error))
             return False
-        self._end_outage()
+        if self.outage is not None:
+            outage_s = self._now() - self.outage.since
+            log.info("the database is available again after %.1f s; all decisions are written", outage_s)
+        self.outage = self._retrying = None
         return True
 
     def check_room(self) -> None:
@@ -113,12 +116,6 @@ class CommitBuffer:
         self.outage.buffered_bytes = self._waiting.approximate_bytes()
         self._retrying = asyncio.create_task(self._retry(), name="database")
         self._retrying.add_done_callback(lambda _task: self._wake())
-
-    def _end_outage(self) -> None:
-        if self.outage is not None:
-            outage_s = self._now() - self.outage.since
-            log.info("the database is available again after %.1f s; all decisions are written", outage_s)
-        self.outage = self._retrying = None
 
     async def _retry(self) -> None:
         """Write buffered batches repeatedly until one attempt succeeds."""

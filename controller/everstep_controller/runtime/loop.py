@@ -187,7 +187,10 @@ class FleetLoop:
         """Run until cancelled. Raise the error of a failed transaction; nothing is answered after that."""
         self.lag.start()
         try:
-            await self._run_transaction([self._first()])
+            event = ev.ControllerStarted(epoch=self.epoch, trace=new_trace())
+            done = asyncio.get_running_loop().create_future()
+            first = PendingRequest(lambda tx, now: tx.handle(event, now), done, "", Urgency.URGENT)
+            await self._run_transaction([first])
             self.started.set()
             while True:
                 await self._something_to_do()
@@ -199,11 +202,6 @@ class FleetLoop:
                     await self._run_transaction(self._queue.take())
         finally:
             self._end()
-
-    def _first(self) -> AnyPendingRequest:
-        event = ev.ControllerStarted(epoch=self.epoch, trace=new_trace())
-        done = asyncio.get_running_loop().create_future()
-        return PendingRequest(lambda tx, now: tx.handle(event, now), done, "", Urgency.URGENT)
 
     async def _something_to_do(self) -> None:
         if self._queue.next_due_in_s() == 0.0 or self._store_change is not None or self._commit_buffer.retry_finished:
@@ -304,13 +302,12 @@ class FleetLoop:
         """Record a report whose handling raised an internal error: repeated, it would end every later process too."""
         if not isinstance(event, ev.ReportArrived):
             return
-        kind = type(event.body).__name__
-        sentence = f"report {event.number} ({kind}) of {event.node} caused an internal error and is dropped"
+        about = f"report {event.number} ({type(event.body).__name__}) of {event.node}"
         row = AuditRow(
             id=self.audit_numbers.take(),
             at=self.now(),
             kind="controller.report_dropped",
-            sentence=sentence,
+            sentence=f"{about} caused an internal error and is dropped",
             node=event.node,
             trace=event.trace,
         )

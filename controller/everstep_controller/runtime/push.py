@@ -11,6 +11,7 @@ import itertools
 import zlib
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Protocol
 
 import msgspec
@@ -29,24 +30,19 @@ and goes to 1,250 nodes."""
 class EncodedBody:
     """A directive's JSON body, encoded and deflated once for all nodes; ``stored`` is its form in the outbox table."""
 
-    __slots__ = ("_deflated", "json", "stored", "text")
-
     def __init__(self, text: str, stored: str = "") -> None:
         self.text = text
         self.stored = stored or text
         self.json = text.encode()
-        self._deflated: bytes | None = None
 
     @property
     def is_large(self) -> bool:
         return len(self.json) >= DEFLATE_MIN_BYTES
 
-    @property
+    @cached_property
     def deflated(self) -> bytes:
         """The JSON in zlib format (RFC 1950), at level 1 because the first receiver waits for it."""
-        if self._deflated is None:
-            self._deflated = zlib.compress(self.json, 1)
-        return self._deflated
+        return zlib.compress(self.json, 1)
 
 
 class EncodedDirective(msgspec.Struct, frozen=True):

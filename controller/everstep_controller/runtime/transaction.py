@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -19,26 +19,13 @@ from everstep.wire.v1.directives import NewGeneration, ProtectVersion, RunProbe,
 from everstep_controller.core import effects as fx
 from everstep_controller.core import engine
 from everstep_controller.core import events as ev
-from everstep_controller.core.records import JobRecord, NodeRecord, VersionRecord
+from everstep_controller.core.records import JobRecord, NodeRecord
 from everstep_controller.core.state import FleetState
 from everstep_controller.read_models.fleet_views import ReadModels
 from everstep_controller.read_models.prometheus import Metrics
 from everstep_controller.runtime.push import EncodedBody, Outbox, OutgoingDirective, generation_topic
 from everstep_controller.runtime.rate_limits import EventQuota, causing_node
-from everstep_controller.store.rows import (
-    AuditRow,
-    Batch,
-    CredentialRow,
-    FindingRow,
-    GenerationRow,
-    OutboxRow,
-    RecoveryRow,
-    RemediationRow,
-    RemediationState,
-    VerdictRow,
-    VersionRow,
-    generation_reference,
-)
+from everstep_controller.store import rows
 
 # ---- finding changes
 # Findings are written one by one, not with their node's record: a faulty kernel log raises hundreds on one node, and
@@ -82,6 +69,7 @@ def without_findings(record: NodeRecord) -> NodeRecord:
     return msgspec.structs.replace(record, health=msgspec.structs.replace(record.health, agent_findings={}))
 
 
+T = TypeVar("T")
 _encode = msgspec.json.Encoder().encode
 
 DecideFunction = Callable[[FleetState, ev.Event, float], list[fx.Effect]]
@@ -120,12 +108,9 @@ class AuditNumbers:
 class Transaction:
     """Runs events through the core and collects their effects. Build one per commit; never reuse it.
 
-    Documents are encoded by ``batch``, after the core has finished with them.
-
-    Attributes:
-        handling: the current event. If the core raised on it, nothing here may be written.
-        is_ephemeral: set by a stimulus whose answer promises nothing durable, because its sender repeats it to the next
-            controller. Such a stimulus is answered during an outage too.
+    ``handling`` is the current event. If the core raised on it, nothing here may be written. ``is_ephemeral`` is set by
+    a stimulus whose answer promises nothing durable, because its sender repeats it to the next controller. Such a
+    stimulus is answered during an outage too.
     """
 
     state: FleetState
@@ -141,12 +126,12 @@ class Transaction:
         self.handling: ev.Event | None = None
         self.is_ephemeral = False
         self.outgoing: list[OutgoingDirective] = []
-        self.audit: list[AuditRow] = []
+        self.audit: list[rows.AuditRow] = []
         self.verdicts: list[Verdict] = []
-        self.remediations: list[RemediationRow] = []
+        self.remediations: list[rows.RemediationRow] = []
         self._cause = ""
         self._documents: dict[tuple[str, str], Any] = {}
-        self._batch = Batch()
+        self._batch = rows.Batch()
         self._bodies: dict[int, tuple[Any, EncodedBody]] = {}
 
     def handle(self, event: ev.Event, now: float) -> list[fx.Effect]:
@@ -181,11 +166,11 @@ class Transaction:
         """Add an audit entry for a change made outside the core."""
         self.audit.append(_audit_row(self.audit_numbers.take(), entry))
 
-    def put_credential(self, row: CredentialRow) -> None:
+    def put_credential(self, row: rows.CredentialRow) -> None:
         """Write a new or changed credential."""
         self._batch.credentials[row.id] = row
 
-    def put_remediation(self, row: RemediationRow) -> None:
+    def put_remediation(self, row: rows.RemediationRow) -> None:
         """Write a new or changed remediation."""
         self._batch.remediations[row.id] = row
 
@@ -217,12 +202,12 @@ class Transaction:
                     self._batch.active_findings[key, finding_key] = _text(finding) if finding is not None else ""
         return bool(self._documents)
 
-    def batch(self) -> Batch:
+    def batch(self) -> rows.Batch:
         """Return everything to write."""
         self.encode()
         self._batch.audit = self.audit
         self._batch.outbox = [
-            OutboxRow(node=out.node, seq=out.seq, body=out.body.stored) for out in self.outgoing if out.is_durable
+            rows.OutboxRow(node=out.node, seq=out.seq, body=out.body.stored) for out in self.outgoing if out.is_durable
         ]
         if self._batch:
             self._batch.acknowledged = self.outbox.take_acknowledged()
@@ -252,21 +237,30 @@ class Transaction:
                 self._documents.pop(("jobs", job), None)
                 self._batch.forget_job(job)
                 self.read_models.recoveries.forget(job)
-            case fx.PutGeneration():
-                self._batch.generations.append(_generation_row(effect))
-            case fx.PutVersion(doc=version):
-                row = _version_row(version)
-                self._batch.versions[row.job, row.generation, row.step] = row
+            case fx.PutGeneration(spec=spec, opened_at=opened_at):
+                row = _documented(rows.GenerationRow, spec, "job number reason trace", issued_at=opened_at)
+                self._batch.generations.append(row)
+            case fx.PutVersion(doc=record):
+                key = (record.job, record.version.generation, record.version.step)
+                self._batch.versions[key] = rows.VersionRow(
+                    job=key[0],
+                    generation=key[1],
+                    step=key[2],
+                    committed_at=record.committed_at,
+                    verified_at=record.verified_at,
+                    bytes=record.bytes,
+                    ranks=record.rank_count,
+                )
             case fx.PutVerdict(verdict=verdict):
                 self.verdicts.append(verdict)
-                self._batch.verdicts.append(_verdict_row(verdict))
+                self._batch.verdicts.append(_documented(rows.VerdictRow, verdict, "id node decision at trace"))
             case fx.RecordFindingRaised(node=node, finding=finding, at=at):
-                raised = FindingRow(node=node, key=finding.key, kind=finding.kind, at=at, doc=_text(finding))
-                self._batch.findings.append(raised)
+                self._batch.findings.append(_documented(rows.FindingRow, finding, "key kind", node=node, at=at))
             case fx.RecordFindingCleared(node=node, key=key, at=at):
-                self._batch.findings.append(FindingRow(node=node, key=key, kind="", at=at))
+                self._batch.findings.append(rows.FindingRow(node=node, key=key, kind="", at=at))
             case fx.RequestRemediation(remediation=remediation):
-                requested = _remediation_row(remediation)
+                state, at = rows.RemediationState.REQUESTED, remediation.at
+                requested = _documented(rows.RemediationRow, remediation, "id node kind", state=state, requested_at=at)
                 self.remediations.append(requested)
                 self.put_remediation(requested)
             case fx.Audit(entry=entry):
@@ -278,7 +272,7 @@ class Transaction:
         recovery = self.read_models.recoveries.take_finished(job)
         if recovery is None:
             return
-        self._batch.recoveries.append(RecoveryRow(job=job.job, generation=recovery.generation, doc=_text(recovery)))
+        self._batch.recoveries.append(_documented(rows.RecoveryRow, recovery, "generation", job=job.job))
         if recovery.duration_s is not None and recovery.reason is not GenerationReason.FORMED:
             self.metrics.observe_recovery(job.job, recovery.reason, recovery.duration_s)
 
@@ -287,7 +281,9 @@ class Transaction:
         spec = body.spec if isinstance(body, NewGeneration) else None
         encoded = self._bodies.get(id(body), (None, None))[1]
         if encoded is None:
-            encoded = EncodedBody(_text(body), generation_reference(spec.job, spec.number) if spec is not None else "")
+            encoded = EncodedBody(
+                _text(body), rows.generation_reference(spec.job, spec.number) if spec is not None else ""
+            )
             self._bodies[id(body)] = (body, encoded)  # the body too, because an id is unique only while it lives
         hint = _HINT_TOPICS.get(type(body), "")
         topic = generation_topic(spec.job) if spec is not None else f"{hint}/{body.job}" if hint else ""
@@ -304,54 +300,13 @@ class Transaction:
         )
 
 
-def _generation_row(effect: fx.PutGeneration) -> GenerationRow:
-    spec = effect.spec
-    return GenerationRow(
-        job=spec.job,
-        number=spec.number,
-        reason=spec.reason,
-        trace=spec.trace,
-        issued_at=effect.opened_at,
-        doc=_text(spec),
-    )
+def _documented(kind: Callable[..., T], record: msgspec.Struct, names: str, **values: Any) -> T:
+    """Return a row of this kind, with a record's JSON and some of its fields."""
+    return kind(**{name: getattr(record, name) for name in names.split()}, **values, doc=_text(record))
 
 
-def _version_row(record: VersionRecord) -> VersionRow:
-    return VersionRow(
-        job=record.job,
-        generation=record.version.generation,
-        step=record.version.step,
-        committed_at=record.committed_at,
-        verified_at=record.verified_at,
-        bytes=record.bytes,
-        ranks=record.rank_count,
-    )
-
-
-def _verdict_row(verdict: Verdict) -> VerdictRow:
-    return VerdictRow(
-        id=verdict.id,
-        node=verdict.node,
-        decision=verdict.decision,
-        at=verdict.at,
-        trace=verdict.trace,
-        doc=_text(verdict),
-    )
-
-
-def _remediation_row(remediation: fx.Remediation) -> RemediationRow:
-    return RemediationRow(
-        id=remediation.id,
-        node=remediation.node,
-        kind=remediation.kind,
-        state=RemediationState.REQUESTED,
-        requested_at=remediation.at,
-        doc=_text(remediation),
-    )
-
-
-def _audit_row(number: int, entry: fx.AuditEntry) -> AuditRow:
-    return AuditRow(
+def _audit_row(number: int, entry: fx.AuditEntry) -> rows.AuditRow:
+    return rows.AuditRow(
         id=number,
         at=entry.at,
         kind=entry.kind,

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import resource
 import ssl
-from asyncio import BaseTransport
 from collections import OrderedDict
 from collections.abc import Mapping
 from functools import cache
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 from everstep.bearer_tokens import Identity, TokenRole
+
+if TYPE_CHECKING:
+    from everstep_controller.server.session import AgentSession, ConnectionRouter
 
 RESERVED = 256
 """File descriptors reserved for the database, logs, libraries and operators."""
@@ -31,13 +34,6 @@ SCAN_PER_CONNECTION = 8
 """Sessions examined for that, at most: it bounds the cost of a connection when all sessions are needed."""
 
 
-class ClosableSession(Protocol):
-    """A session, as far as its descriptor is concerned."""
-
-    def request_close(self) -> bool:
-        """Ask the agent to hang up if its session is dispensable. Return whether it was asked."""
-
-
 class DescriptorBudget:
     """Counts connections, and closes the least needed ones under pressure.
 
@@ -54,7 +50,7 @@ class DescriptorBudget:
         self.scarce_from = round(limit * SCARCE_SHARE)
         self.crowded_from = round(limit * CROWDED_SHARE)
         self.exhausted_from = round(limit * EXHAUSTED_SHARE)
-        self._sessions: OrderedDict[ClosableSession, None] = OrderedDict()
+        self._sessions: OrderedDict[AgentSession, None] = OrderedDict()
 
     @property
     def is_scarce(self) -> bool:
@@ -69,11 +65,11 @@ class DescriptorBudget:
         """Whether no further connection may be accepted."""
         return self.open > self.limit
 
-    def add(self, session: ClosableSession) -> None:
+    def add(self, session: AgentSession) -> None:
         """Add an open session."""
         self._sessions[session] = None
 
-    def remove(self, session: ClosableSession) -> None:
+    def remove(self, session: AgentSession) -> None:
         """Remove a closed session."""
         self._sessions.pop(session, None)
 
@@ -95,6 +91,52 @@ def process_descriptors() -> DescriptorBudget:
     """Return this process's budget, from its file limit at the first call."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return DescriptorBudget(max(soft - RESERVED, soft // 2))
+
+
+# ---- takeover
+# After a leader dies, its fleet contacts the next controller before that has restored its state. An agent that is
+# refused returns after 0.2 s, and 12,500 such agents would keep the controller from restoring.
+
+WAIT_S = 0.75
+"""Seconds that an agent is held back: less than the second after which the agent would consider this controller hung
+(``connect_timeout_s`` of ``everstep_agent.config``)."""
+ADMISSIONS_PER_LOOP_ITERATION = 32
+"""Agents admitted per turn of the event loop: about five milliseconds of work."""
+
+
+class TakeoverGate:
+    """The connections held back during a takeover. For the event loop's thread."""
+
+    def __init__(self) -> None:
+        self._taking_over = False
+        self._waiting: dict[ConnectionRouter, None] = {}
+        self._admit_task: asyncio.Task[None] | None = None
+
+    def close(self) -> None:
+        """Hold back connections from now on: a takeover begins."""
+        self._taking_over = True
+
+    def open(self) -> None:
+        """Admit connections: the takeover is over, whether or not it succeeded."""
+        self._taking_over = False
+        self._admit_task = asyncio.create_task(self._admit_waiting())
+
+    def hold_back(self, connection: ConnectionRouter) -> bool:
+        """Hold ``connection`` back until ``on_leader_known``. Return False if no takeover is in progress."""
+        if self._taking_over:
+            self._waiting[connection] = None
+        return self._taking_over
+
+    def remove(self, connection: ConnectionRouter) -> None:
+        """Remove a connection that no longer waits."""
+        self._waiting.pop(connection, None)
+
+    async def _admit_waiting(self) -> None:
+        while self._waiting:
+            for visitor in list(self._waiting)[:ADMISSIONS_PER_LOOP_ITERATION]:
+                del self._waiting[visitor]
+                visitor.on_leader_known()
+            await asyncio.sleep(0)
 
 
 # ---- peers
@@ -120,7 +162,7 @@ class ConnectionPeer:
         self.identity = identity_of(certificate) if certificate else None
 
     @classmethod
-    def from_transport(cls, transport: BaseTransport) -> ConnectionPeer:
+    def from_transport(cls, transport: asyncio.BaseTransport) -> ConnectionPeer:
         """Return the peer of a new connection, after its handshake."""
         name = transport.get_extra_info("peername")
         tls = transport.get_extra_info("ssl_object")

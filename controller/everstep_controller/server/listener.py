@@ -27,13 +27,7 @@ from everstep_controller.config import ControllerSettings
 from everstep_controller.leadership.member import ControllerReplica
 from everstep_controller.server import connections, responses
 from everstep_controller.server.agent_service import Defer, SerialQueue
-from everstep_controller.server.connections import (
-    CLOSE_CONNECTION_KEY,
-    READ_PAUSE_KEY,
-    SCOPE_KEY,
-    UNKNOWN_PEER,
-    ConnectionPeer,
-)
+from everstep_controller.server.connections import UNKNOWN_PEER, ConnectionPeer
 from everstep_controller.server.session import ConnectionRouter
 
 if TYPE_CHECKING:
@@ -97,9 +91,7 @@ class BoundedHttp(HttpToolsProtocol):
     Data that it still holds (an unfinished line, a chunk's header) is counted by reads that complete nothing. A
     connection therefore holds at most one read more than MAX_HEAD_BYTES.
 
-    Args:
-        soon: runs callbacks one by one in turns of the event loop, so that paused connections do not all resume at
-            once.
+    ``soon`` runs callbacks one by one in turns of the event loop, so that paused connections do not all resume at once.
     """
 
     _peer = UNKNOWN_PEER
@@ -127,13 +119,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._disarm()
         if self._stage is not _Stage.BODY or not self.cycle.response_started:
             body = responses.problem(400, "http", self._refusal_reason or msg)
-            lines = (
-                b"HTTP/1.1 400 Bad Request",
-                b"content-type: " + responses.MEDIA_TYPE.encode(),
-                b"content-length: %d" % len(body),
-                b"connection: close",
-            )
-            self.transport.write(b"\r\n".join((*lines, b"", body)))
+            self.transport.write(responses.last_response(400, body, []))
         self.transport.close()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -180,9 +166,10 @@ class BoundedHttp(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self.scope[SCOPE_KEY] = self._peer  # type: ignore[literal-required]
-        self.scope[CLOSE_CONNECTION_KEY] = self.transport.abort  # type: ignore[literal-required]
-        self.scope[READ_PAUSE_KEY] = self.pause_reading_for  # type: ignore[literal-required]
+        scope = cast("dict[str, Any]", self.scope)
+        scope[connections.SCOPE_KEY] = self._peer
+        scope[connections.CLOSE_CONNECTION_KEY] = self.transport.abort
+        scope[connections.READ_PAUSE_KEY] = self.pause_reading_for
         self._stage = _Stage.HEAD
         self._head_bytes = self._head_lines = self._message_bytes = 0
 
@@ -337,12 +324,6 @@ def address_of(listener: socket.socket) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _trimmer() -> Callable[[], object]:
-    """Return a function that gives unused malloc memory back to the system; 20 MiB would stay behind otherwise."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    return (lambda: trim(0)) if trim is not None else (lambda: None)
-
-
 class ControllerServer(uvicorn.Server):
     """uvicorn's server, which can end held requests, and whose signals do not kill the process after an orderly end."""
 
@@ -350,7 +331,7 @@ class ControllerServer(uvicorn.Server):
         super().__init__(config)
         self._release = close_connections
         self._grace_s = grace_s
-        self._give_back = _trimmer()
+        self._malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 
     def request_stop(self) -> None:
         """Ask for an orderly end."""
@@ -358,9 +339,12 @@ class ControllerServer(uvicorn.Server):
         self.should_exit = True
 
     async def on_tick(self, counter: int) -> bool:
-        """Trim memory now and then; uvicorn calls this ten times per second."""
-        if counter % (10 * TRIM_EVERY_S) == 0:
-            self._give_back()
+        """Give unused malloc memory back to the system now and then; 20 MiB would stay behind otherwise.
+
+        uvicorn calls this ten times per second.
+        """
+        if counter % (10 * TRIM_EVERY_S) == 0 and self._malloc_trim is not None:
+            self._malloc_trim(0)
         return await super().on_tick(counter)
 
     def close_all(self) -> None:
@@ -378,11 +362,10 @@ class ControllerServer(uvicorn.Server):
         self.close_all()
         await _until_gone(state, self._grace_s)
         if state.connections or state.tasks:
-            log.info(
-                "%d connections did not end within stop_grace_s and are aborted, %d of them with a request in progress",
-                len(state.connections),
-                len(state.tasks),
+            text = (
+                "%d connections did not end within stop_grace_s and are aborted, %d of them with a request in progress"
             )
+            log.info(text, len(state.connections), len(state.tasks))
         for connection in list(state.connections):
             connection.abort()  # type: ignore[union-attr]
         for task in list(state.tasks):
@@ -409,23 +392,17 @@ async def _until_gone(state: ServerState, seconds: float) -> None:
                 await asyncio.sleep(CONNECTION_CLOSED_POLL_S)
 
 
-def _router_factory(member: ControllerReplica) -> Any:
-    """Return the factory for uvicorn that routes each connection. No connection outlives its leadership."""
-
+def server_config(settings: ControllerSettings, member: ControllerReplica) -> uvicorn.Config:
+    """Return uvicorn's configuration for this controller."""
     soon = SerialQueue()
 
-    def make(server_state: ServerState, **named: Any) -> ConnectionRouter:
+    def route_connection(server_state: ServerState, **named: Any) -> ConnectionRouter:
         http = functools.partial(BoundedHttp, server_state=server_state, soon=soon, **named)
         return ConnectionRouter(member, connections.process_descriptors(), server_state.connections, http)
 
-    return make
-
-
-def server_config(settings: ControllerSettings, member: ControllerReplica) -> uvicorn.Config:
-    """Return uvicorn's configuration for this controller."""
     return uvicorn.Config(
         member,
-        http=_router_factory(member),
+        http=cast("Any", route_connection),
         ws="none",
         proxy_headers=False,
         lifespan="off",
@@ -459,8 +436,8 @@ def check_certificate(settings: ControllerSettings) -> None:
             raise ConfigurationError(f"the client CA certificates in {authorities} cannot be read: {error}") from error
 
 
-def tune_interpreter() -> None:
-    """Tune Python for a large, long-lived fleet.
+def tune_process() -> None:
+    """Tune Python and the limit of open files for a large, long-lived fleet.
 
     The fleet's objects live long and have no cycles, so the garbage collector need not scan them while agents wait.
     With the defaults, a fleet of 12,500 nodes got no answers for 0.2 s at a time. The threads of the event loop and the
@@ -469,16 +446,6 @@ def tune_interpreter() -> None:
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-
-
-def raise_file_limit() -> None:
-    """Raise the soft limit of open files to the hard one: every agent holds a connection, and 1024 is too few."""
+    # Every agent holds a connection, and the usual soft limit of 1024 is too low.
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def warn_if_plaintext(settings: ControllerSettings, address: str) -> None:
-    """Log a warning if tokens cross the network unencrypted."""
-    local = address.startswith(("127.", "[::1]"))
-    if not local and not settings.tls_certificate:
-        log.warning("tokens are sent in plain text on %s: give --tls-certificate and --tls-key", address)

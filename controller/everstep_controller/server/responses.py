@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from http import HTTPStatus
 from types import MappingProxyType
 from typing import Any, TypeVar
 from urllib.parse import parse_qs
@@ -11,15 +12,8 @@ from urllib.parse import parse_qs
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from everstep.errors import (
-    DECODE_ERRORS,
-    EverstepError,
-    MalformedMessage,
-    RateLimited,
-    TooLarge,
-    Unavailable,
-    WrongMediaType,
-)
+from everstep import errors
+from everstep.errors import EverstepError, MalformedMessage, TooLarge
 from everstep_controller.leadership.lease import NotLeadingError
 
 # ---- problem details
@@ -109,19 +103,13 @@ class ClientGone(Exception):  # no EverstepError: nobody is left to answer
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
-    """Return the request's body.
-
-    Raises:
-        WrongMediaType: the content type is not JSON.
-        TooLarge: the body exceeds ``limit`` bytes; raised as soon as that is known.
-        ClientGone: the client closed the connection early.
-    """
+    """Return the request's body. Raises WrongMediaType, ClientGone, or TooLarge once it exceeds ``limit`` bytes."""
     for name, value in scope["headers"]:
         if name == b"content-length" and value.isdigit() and (len(value) > _LENGTH_DIGITS or int(value) > limit):
             raise TooLarge(f"a body of {value[:20].decode()} bytes is over the limit of {limit}: send less at a time")
         if name == b"content-type" and value.partition(b";")[0].strip().lower() != b"application/json":
             shown = value[:100].decode("latin-1")
-            raise WrongMediaType(
+            raise errors.WrongMediaType(
                 f"the body must be application/json, not {shown!r}: send `Content-Type: application/json`"
             )
     parts: list[bytes] = []
@@ -150,7 +138,7 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
         raise MalformedMessage(f"not a valid message: {error}") from error
-    except DECODE_ERRORS as error:
+    except errors.DECODE_ERRORS as error:
         raise MalformedMessage(f"not valid JSON ({len(body)} bytes; truncated?): {error}") from error
 
 
@@ -183,9 +171,17 @@ async def send_answer(
     await send({"type": "http.response.body", "body": body})
 
 
+def last_response(status: int, body: bytes, headers: Headers) -> bytes:
+    """Return a whole error response, after which the connection is closed."""
+    length = str(len(body)).encode()
+    own = [(b"content-type", MEDIA_TYPE.encode()), (b"content-length", length), (b"connection", b"close")]
+    lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}".encode(), *map(b": ".join, own + headers)]
+    return b"\r\n".join((*lines, b"", body))
+
+
 def error_headers(error: EverstepError) -> Headers:
     """Return the headers of an error response. ``Everstep-Leader`` is for clients that read no bodies."""
-    if isinstance(error, Unavailable | RateLimited):
+    if isinstance(error, errors.Unavailable | errors.RateLimited):
         headers = [(b"retry-after", str(max(1, math.ceil(error.retry_after_s))).encode())]
         if isinstance(error, NotLeadingError) and error.leader:
             headers.append((b"everstep-leader", error.leader.encode()))

@@ -11,47 +11,27 @@ one lane, reports have another; each lane handles one frame at a time, in order.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from http import HTTPStatus
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 import msgspec
 
+from everstep import errors
 from everstep.bearer_tokens import Identity
-from everstep.errors import (
-    AuthenticationError,
-    EverstepError,
-    MalformedMessage,
-    NotFound,
-    RateLimited,
-    StaleGeneration,
-    TooLarge,
-    Unavailable,
-    VersionMismatch,
-)
-from everstep.wire.v1.agent import (
-    DIRECTIVE_NUMBER_BYTES,
-    MAX_BODY_BYTES,
-    PREFIX_BYTES,
-    UPGRADE,
-    Acknowledge,
-    FrameKind,
-    FrameRefused,
-    Heartbeat,
-    Register,
-    Reports,
-    ReportsAnswer,
-    encode_frame,
-)
-from everstep_controller.api.auth import Authenticator, Headers
-from everstep_controller.leadership.takeover_gate import WAIT_S, TakeoverGate
+from everstep.errors import AuthenticationError, EverstepError
+from everstep.wire.v1 import agent as wire
+from everstep.wire.v1.agent import MAX_BODY_BYTES, PREFIX_BYTES, FrameKind, encode_frame
+from everstep_controller.api.auth import Authenticator
 from everstep_controller.runtime.push import EncodedDirective, OutgoingDirective
 from everstep_controller.server import responses
 from everstep_controller.server.agent_service import AgentService, EncodedHeartbeatAnswer, decode_register
-from everstep_controller.server.connections import ConnectionPeer, DescriptorBudget
-from everstep_controller.server.responses import MEDIA_TYPE, problem_of
+from everstep_controller.server.connections import WAIT_S, ConnectionPeer, DescriptorBudget
+
+if TYPE_CHECKING:
+    from everstep_controller.leadership.member import ControllerReplica
 
 # ---- pushed directives
 
@@ -64,31 +44,22 @@ class _Directives(msgspec.Struct, frozen=True):
 
 def frames_of(directives: Sequence[OutgoingDirective]) -> Iterator[tuple[bytes, ...]]:
     """Yield the parts of each frame, in order. Small directives share a frame, large ones have their own."""
-    small: list[OutgoingDirective] = []
-    for one in directives:
-        if one.body.is_large:
-            if small:
-                yield _json_push_frame(small)
-                small = []
-            yield _deflated_push_frame(one)
-        else:
-            small.append(one)
-    if small:
-        yield _json_push_frame(small)
+    for is_large, group in itertools.groupby(directives, lambda one: one.body.is_large):
+        if not is_large:
+            yield (_json_push_frame(list(group)),)
+            continue
+        for one in group:
+            deflated = one.body.deflated  # shared by all receivers without copying
+            length = (1 + wire.DIRECTIVE_NUMBER_BYTES + len(deflated)).to_bytes(PREFIX_BYTES, "big")
+            number = one.seq.to_bytes(wire.DIRECTIVE_NUMBER_BYTES, "big")
+            yield length + bytes((FrameKind.DEFLATED_PUSH,)) + number, deflated
 
 
-def _json_push_frame(directives: list[OutgoingDirective]) -> tuple[bytes]:
+def _json_push_frame(directives: list[OutgoingDirective]) -> bytes:
     if len(directives) == 1:  # mostly a notice to a whole job
         (one,) = directives
-        return (encode_frame(FrameKind.PUSH, b'{"directives":[{"seq":%d,"body":%b}]}' % (one.seq, one.body.json)),)
-    return (encode_frame(FrameKind.PUSH, responses.encode(_Directives(tuple(one.encode() for one in directives)))),)
-
-
-def _deflated_push_frame(one: OutgoingDirective) -> tuple[bytes, bytes]:
-    """Return the frame's head, and the deflated body that all receivers share without copying."""
-    deflated = one.body.deflated
-    length = (1 + DIRECTIVE_NUMBER_BYTES + len(deflated)).to_bytes(PREFIX_BYTES, "big")
-    return length + bytes((FrameKind.DEFLATED_PUSH,)) + one.seq.to_bytes(DIRECTIVE_NUMBER_BYTES, "big"), deflated
+        return encode_frame(FrameKind.PUSH, b'{"directives":[{"seq":%d,"body":%b}]}' % (one.seq, one.body.json))
+    return encode_frame(FrameKind.PUSH, responses.encode(_Directives(tuple(one.encode() for one in directives))))
 
 
 log = logging.getLogger(__name__)
@@ -102,9 +73,9 @@ MAX_UNREAD_BYTES = 32 << 20
 """Unread bytes of pushes or refusals at which the session is cut at once: two generations of a million GPUs."""
 
 _HEAD = PREFIX_BYTES + 1
-_HEARTBEAT = msgspec.json.Decoder(Heartbeat)
-_REPORTS = msgspec.json.Decoder(Reports)
-_ACKNOWLEDGE = msgspec.json.Decoder(Acknowledge)
+_HEARTBEAT = msgspec.json.Decoder(wire.Heartbeat)
+_REPORTS = msgspec.json.Decoder(wire.Reports)
+_ACKNOWLEDGE = msgspec.json.Decoder(wire.Acknowledge)
 _ONE_WAY_HEARTBEAT = int(FrameKind.ONE_WAY_HEARTBEAT)  # an int, because looking up an enumeration's name is slow
 _BEATS = (_ONE_WAY_HEARTBEAT, int(FrameKind.HEARTBEAT))
 _REPORTS_LANE = (FrameKind.REPORTS,)
@@ -181,9 +152,8 @@ class AgentSession(asyncio.Protocol):
             body_at = at + _HEAD
             after = at + PREFIX_BYTES + int.from_bytes(data[at : at + PREFIX_BYTES], "big")
             if not body_at <= after <= body_at + MAX_BODY_BYTES:
-                self._close_with_error(
-                    0, TooLarge(f"a frame is longer than {MAX_BODY_BYTES} bytes, or has no kind: closing the session")
-                )
+                text = f"a frame is longer than {MAX_BODY_BYTES} bytes, or has no kind: closing the session"
+                self._close_with_error(0, errors.TooLarge(text))
                 return
             if after > end:
                 break
@@ -269,7 +239,7 @@ class AgentSession(asyncio.Protocol):
             elif kind in _BEATS_LANE or kind == FrameKind.REPORTS:
                 self._take_in_order(FrameKind(kind), body)
             else:
-                self._close_with_error(0, MalformedMessage(f"frame kind {kind} is unknown: closing the session"))
+                self._close_with_error(0, errors.MalformedMessage(f"frame kind {kind} is unknown: closing the session"))
         except AuthenticationError as error:
             self._close_with_error(kind, error)
         except EverstepError as error:
@@ -342,7 +312,7 @@ class AgentSession(asyncio.Protocol):
         if waited:
             self.push(waited)
         if resend:
-            error = NotFound(f"the findings of node {self._node} are unknown to this controller: register again")
+            error = errors.NotFound(f"the findings of node {self._node} are unknown to this controller: register again")
             self._refuse(FrameKind.ONE_WAY_HEARTBEAT, error)
         elif self._keep_open and not self._service.should_keep_open(self._node):
             self._keep_open = False
@@ -356,7 +326,7 @@ class AgentSession(asyncio.Protocol):
         self._beats_busy = True
         done.add_done_callback(lambda done: self._on_registered(register, done))
 
-    def _on_registered(self, register: Register, done: asyncio.Future[int]) -> None:
+    def _on_registered(self, register: wire.Register, done: asyncio.Future[int]) -> None:
         self._beats_busy = False
         if self._check_result(FrameKind.REGISTER, done):
             registered = self._service.registered(register, done.result())
@@ -385,7 +355,7 @@ class AgentSession(asyncio.Protocol):
     def _reports_done(self, done: asyncio.Future[int]) -> None:
         self._reports_busy = False
         if self._check_result(FrameKind.REPORTS, done):
-            self._send(FrameKind.REPORTS_ANSWER, responses.encode(ReportsAnswer(through=done.result())))
+            self._send(FrameKind.REPORTS_ANSWER, responses.encode(wire.ReportsAnswer(through=done.result())))
         self._next(_REPORTS_LANE)
 
     def _acknowledge(self, body: bytes) -> None:
@@ -396,7 +366,7 @@ class AgentSession(asyncio.Protocol):
     def _check_own(self, incarnation: int) -> None:
         """Raise StaleGeneration for another incarnation than the session's."""
         if incarnation != self.incarnation and self.incarnation:
-            raise StaleGeneration(
+            raise errors.StaleGeneration(
                 f"this session belongs to incarnation {self.incarnation} of node {self._node}, "
                 f"not to {incarnation}: open another"
             )
@@ -446,8 +416,9 @@ class AgentSession(asyncio.Protocol):
 
     def _refuse(self, kind: int, error: EverstepError) -> None:
         self._service.metrics.count_refused("session", error.code)
-        retry_after_s = error.retry_after_s if isinstance(error, Unavailable | RateLimited) else None
-        refused = FrameRefused(frame_kind=kind, code=error.code, message=str(error)[:4096], retry_after_s=retry_after_s)
+        retry_after_s = getattr(error, "retry_after_s", None)
+        text = str(error)[:4096]
+        refused = wire.FrameRefused(frame_kind=kind, code=error.code, message=text, retry_after_s=retry_after_s)
         self._send(FrameKind.REFUSED, responses.encode(refused))
 
     def _close_with_error(self, kind: int, error: EverstepError) -> None:
@@ -470,34 +441,10 @@ FIRST_REQUEST_S = 10.0
 """Seconds for the first request of a new connection, which holds a file descriptor meanwhile."""
 
 _BEFORE_NODE, _AFTER_NODE = b"GET /v1/agents/", b"/session"
-_UPGRADE_TOKEN = UPGRADE.encode()
+_UPGRADE_TOKEN = wire.UPGRADE.encode()
 _ACCEPTED = b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: " + _UPGRADE_TOKEN + b"\r\n\r\n"
 
 MakeHttp = Callable[[], asyncio.Protocol]
-
-
-class LeadingController(Protocol):
-    """The parts of a leading controller that sessions use."""
-
-    @property
-    def agent_service(self) -> AgentService: ...
-    @property
-    def authenticator(self) -> Authenticator: ...
-
-
-class ControllerProcess(Protocol):
-    """The process behind the port."""
-
-    takeover_gate: TakeoverGate
-
-    def leading(self) -> LeadingController | None:
-        """Return the controller while this process leads, else None."""
-
-    def not_leading_error(self) -> EverstepError:
-        """Return the error for agents while this process does not lead."""
-
-    def record_contact(self, node: str, headers: Headers, peer: ConnectionPeer) -> None:
-        """Record an agent that arrives while this process does not lead."""
 
 
 class ConnectionRouter(asyncio.Protocol):
@@ -506,7 +453,7 @@ class ConnectionRouter(asyncio.Protocol):
     __slots__ = ("_connections", "_deadline", "_descriptors", "_head", "_make_http", "_process", "_transport")
 
     def __init__(
-        self, process: ControllerProcess, descriptors: DescriptorBudget, connections: set[Any], make_http: MakeHttp
+        self, process: ControllerReplica, descriptors: DescriptorBudget, connections: set[Any], make_http: MakeHttp
     ) -> None:
         self._process = process
         self._descriptors = descriptors
@@ -541,11 +488,9 @@ class ConnectionRouter(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         head = self._head = self._head + data
-        if not head.startswith(_BEFORE_NODE) and not _BEFORE_NODE.startswith(head):
-            self._to_http()
-            return
+        may_be_session = head.startswith(_BEFORE_NODE) or _BEFORE_NODE.startswith(head)
         end = head.find(b"\r\n\r\n")
-        if end > MAX_HEAD_BYTES or (end < 0 and len(head) > MAX_HEAD_BYTES):
+        if not may_be_session or (end if end >= 0 else len(head)) > MAX_HEAD_BYTES:
             self._to_http()
             return
         if end < 0:
@@ -557,31 +502,34 @@ class ConnectionRouter(asyncio.Protocol):
             return
         is_upgrade = (b"upgrade", _UPGRADE_TOKEN) in headers
         node = unquote(path[: -len(_AFTER_NODE)].decode("latin-1"))
+        peer = ConnectionPeer.from_transport(self._transport)
         leader = self._process.leading()
         if leader is None:
             if is_upgrade:
-                self._process.record_contact(node, headers, ConnectionPeer.from_transport(self._transport))
+                self._process.standby.record_contact(node, headers, peer)
             self._wait_for_leader()
             return
         try:
-            identity = leader.authenticator.authorize_agent(
-                headers, node, ConnectionPeer.from_transport(self._transport)
-            )
+            identity = leader.authenticator.authorize_agent(headers, node, peer)
             if not is_upgrade:
-                raise VersionMismatch(f"a session needs the headers `Connection: Upgrade` and `Upgrade: {UPGRADE}`")
+                raise errors.VersionMismatch(
+                    f"a session needs the headers `Connection: Upgrade` and `Upgrade: {wire.UPGRADE}`"
+                )
         except EverstepError as error:
             leader.agent_service.metrics.count_refused("agents/session", error.code)
             self._refuse(error)
             return
-        self._open(
-            AgentSession(leader.agent_service, leader.authenticator, identity, self._transport, self._ended),
-            head[end + 4 :],
-        )
+        session = AgentSession(leader.agent_service, leader.authenticator, identity, self._transport, self._ended)
+        self._leave()
+        self._connections.add(session)
+        self._descriptors.add(session)
+        self._transport.set_protocol(session)
+        session.begin(_ACCEPTED, head[end + 4 :])
 
     def _wait_for_leader(self) -> None:
         """Hold the connection during a takeover, else refuse it."""
         if not self._process.takeover_gate.hold_back(self):
-            self._refuse(self._process.not_leading_error())
+            self._refuse(self._process.standby.not_leading_error())
             return
         self._leave()
         self._transport.pause_reading()
@@ -589,7 +537,7 @@ class ConnectionRouter(asyncio.Protocol):
 
     def _give_up(self) -> None:
         self._process.takeover_gate.remove(self)
-        self._refuse(self._process.not_leading_error())
+        self._refuse(self._process.standby.not_leading_error())
 
     def on_leader_known(self) -> None:
         """Route the held request, now that the leader is known."""
@@ -598,16 +546,9 @@ class ConnectionRouter(asyncio.Protocol):
         self.data_received(b"")
 
     def _refuse(self, error: EverstepError) -> None:
-        self._transport.write(_refusal(error))
+        headers = responses.error_headers(error)
+        self._transport.write(responses.last_response(error.status, responses.problem_of(error), headers))
         self._transport.close()
-
-    def _open(self, session: AgentSession, first: bytes) -> None:
-        """Hand the connection over to a session; ``first`` are bytes that followed the upgrade."""
-        self._leave()
-        self._connections.add(session)
-        self._descriptors.add(session)
-        self._transport.set_protocol(session)
-        session.begin(_ACCEPTED, first)
 
     def _ended(self, session: AgentSession) -> None:
         self._connections.discard(session)
@@ -637,16 +578,3 @@ def _path(request_line: bytes) -> bytes:
 def _header(line: bytes) -> tuple[bytes, bytes]:
     name, _, value = line.partition(b":")
     return name.strip().lower(), value.strip()
-
-
-def _refusal(error: EverstepError) -> bytes:
-    """Return the HTTP response to a refused upgrade."""
-    body = problem_of(error)
-    headers = [
-        (b"content-type", MEDIA_TYPE.encode()),
-        (b"content-length", str(len(body)).encode()),
-        (b"connection", b"close"),
-        *responses.error_headers(error),
-    ]
-    lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}".encode(), *(b": ".join(h) for h in headers)]
-    return b"\r\n".join((*lines, b"", body))

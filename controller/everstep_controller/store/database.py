@@ -207,15 +207,10 @@ def _check_schema(engine: Engine, url: URL) -> None:
 
 
 def open_database(database: str, *, migrate: bool = True, check: bool = False) -> Engine:
-    """Return an engine for ``database`` (a URL) whose schema is current.
+    """Return an engine for ``database`` (a URL) whose schema is current: ``migrate`` updates an old one.
 
-    Args:
-        database: URL of the database.
-        check: read a SQLite file first and refuse a damaged one. PostgreSQL checks its own pages if it uses checksums.
-        migrate: update the schema in one transaction. Otherwise an old schema is refused.
-
-    Raises:
-        ConfigurationError: the URL is wrong, or the database is missing, inaccessible, newer or damaged.
+    ``check`` reads a SQLite file first and refuses a damaged one; PostgreSQL checks its own pages if it uses checksums.
+    Raises ConfigurationError if the URL is wrong, or the database is missing, inaccessible, newer or damaged.
     """
     url = parse_url(database)
     if check and url.drivername == "sqlite" and url.database:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 from typing import Any
 
@@ -46,35 +47,29 @@ def is_unavailable(error: DBAPIError) -> bool:
     return getattr(error.orig, "sqlstate", None) == _READ_ONLY
 
 
-_CAUSES: tuple[tuple[tuple[str, ...], str], ...] = (
-    (("password authentication failed", "no password supplied"), "the password or user is wrong: correct the URL"),
-    (("role ", "does not exist"), "there is no such user: `createuser NAME`, or correct the URL"),
-    (("database ", "does not exist"), "there is no such database: `createdb NAME`, or correct the URL"),
-    (
-        ("could not translate host name", "failed to resolve host"),
-        "the host name does not resolve: correct the URL or the name service",
-    ),
-    (("connection refused",), "nothing listens there: start PostgreSQL, or correct host and port in the URL"),
-    (("no such file or directory",), "nothing listens on that socket: start PostgreSQL, or correct the URL"),
-    (("timeout expired", "connection timeout"), "the server does not answer: check it, the network and the firewall"),
-    (("no pg_hba.conf entry",), "the server does not admit this host: add a line to its pg_hba.conf"),
-    (("permission denied",), "the user lacks a permission: `GRANT CREATE, USAGE ON SCHEMA public TO NAME`"),
-    (("must be owner",), "the tables belong to another user: connect as their owner, or `ALTER TABLE ... OWNER TO`"),
-    (("too many clients", "remaining connection slots"), "the server has no connection left: raise max_connections"),
-    (("database or disk is full", "no space left", "disk full"), "the disk is full: free some space"),
-    (("readonly database", "read-only"), "the database cannot be written: check file permissions, or use the primary"),
-    (("unable to open database file",), "the file cannot be opened: check that its directory exists and is writable"),
-    (("file is not a database", "malformed"), "the file is damaged or not a database: restore it from a backup"),
-    (("disk i/o error",), "the disk fails or was unmounted: check it, then restart the controller"),
-    (("database is locked",), "another process holds the file: stop it (only one controller may write a file)"),
-    (("append-only",), "the audit log is append-only: something tried to change it"),
-    (
-        ("terminating connection", "server closed the connection", "connection is lost"),
-        "the server is gone: check its log",
-    ),
-)
-_ALL_OF = {"role ", "database "}
-"""First patterns of causes whose patterns must all occur; of any other cause one is enough."""
+_CAUSES = {
+    "password authentication failed|no password supplied": "the password or user is wrong: correct the URL",
+    "role .*does not exist": "there is no such user: `createuser NAME`, or correct the URL",
+    "database .*does not exist": "there is no such database: `createdb NAME`, or correct the URL",
+    "could not translate host name|failed to resolve host": "the host name does not resolve: correct the URL or the "
+    "name service",
+    "connection refused": "nothing listens there: start PostgreSQL, or correct host and port in the URL",
+    "no such file or directory": "nothing listens on that socket: start PostgreSQL, or correct the URL",
+    "timeout expired|connection timeout": "the server does not answer: check it, the network and the firewall",
+    "no pg_hba.conf entry": "the server does not admit this host: add a line to its pg_hba.conf",
+    "permission denied": "the user lacks a permission: `GRANT CREATE, USAGE ON SCHEMA public TO NAME`",
+    "must be owner": "the tables belong to another user: connect as their owner, or `ALTER TABLE ... OWNER TO`",
+    "too many clients|remaining connection slots": "the server has no connection left: raise max_connections",
+    "database or disk is full|no space left|disk full": "the disk is full: free some space",
+    "readonly database|read-only": "the database cannot be written: check file permissions, or use the primary",
+    "unable to open database file": "the file cannot be opened: check that its directory exists and is writable",
+    "file is not a database|malformed": "the file is damaged or not a database: restore it from a backup",
+    "disk i/o error": "the disk fails or was unmounted: check it, then restart the controller",
+    "database is locked": "another process holds the file: stop it (only one controller may write a file)",
+    "append-only": "the audit log is append-only: something tried to change it",
+    "terminating connection|server closed the connection|connection is lost": "the server is gone: check its log",
+}
+"""Advice by a pattern in the driver's message; the first match counts."""
 
 
 def redacted_url(url: URL) -> str:
@@ -82,18 +77,12 @@ def redacted_url(url: URL) -> str:
     return url.render_as_string(hide_password=True)
 
 
-def _matches(patterns: tuple[str, ...], text: str) -> bool:
-    found = [pattern in text for pattern in patterns]
-    return all(found) if patterns[0] in _ALL_OF else any(found)
-
-
 def diagnose(error: Exception, url: URL) -> str:
     """Return a sentence for ``error`` at ``url``: the problem, the remedy, and the driver's message."""
     cause = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
     message = " ".join(str(cause).split())
-    advice = next(
-        (text for patterns, text in _CAUSES if _matches(patterns, message.lower())), "see the driver's message"
-    )
+    found = (advice for pattern, advice in _CAUSES.items() if re.search(pattern, message.lower()))
+    advice = next(found, "see the driver's message")
     return f"the database at {redacted_url(url)} cannot be used: {advice} ({type(cause).__name__}: {message[:400]})"
 
 

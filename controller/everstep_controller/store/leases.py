@@ -6,24 +6,16 @@ a connection pooler must not share sessions between transactions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+from typing import Any
 
-from sqlalchemy import Connection, Engine, text
+from sqlalchemy import Connection, CursorResult, Engine, TextClause, text
 from sqlalchemy.exc import DBAPIError
 
 from everstep_controller.leadership.lease import LeaseView, StandbyReport
+from everstep_controller.store import database_errors
 from everstep_controller.store.database import application_name
-from everstep_controller.store.database_errors import (
-    DatabaseUnavailable,
-    LeadershipLost,
-    abort_connection,
-    diagnose,
-    is_unavailable,
-)
+from everstep_controller.store.database_errors import DatabaseUnavailable, LeadershipLost
 from everstep_controller.store.writer import Claim
-
-T = TypeVar("T")
 
 _LOCKS = 0x6576_7374
 """First half of the advisory locks' keys (``evst`` in ASCII); the second is the epoch."""
@@ -39,10 +31,10 @@ CONTACTS_RETENTION_S = 86400.0
 _NOW = "extract(epoch from clock_timestamp())"
 
 _READ_LEASE = text(
-    f"SELECT epoch, holder, address, expires_at - {_NOW} AS left_s, "  # noqa: S608 - constants of this file
-    "(SELECT value FROM meta WHERE key = 'epoch') AS newest, "
+    f"SELECT epoch, holder, address, expires_at - {_NOW} AS expires_in_s, "  # noqa: S608 - constants of this file
+    "(SELECT value FROM meta WHERE key = 'epoch') AS newest_epoch, "
     f"CASE WHEN resigned_at > {_NOW} - {SUCCESSOR_WAIT_S} THEN successor ELSE '' END AS successor, "
-    f"pg_try_advisory_xact_lock({_LOCKS}, mod(epoch, {_KEYS})::int) AS free FROM lease WHERE id = 1"
+    f"pg_try_advisory_xact_lock({_LOCKS}, mod(epoch, {_KEYS})::int) AS is_lock_free FROM lease WHERE id = 1"
 )
 _LOCK = text("SELECT pg_try_advisory_lock(:locks, :key)")
 _UNLOCK_ALL = text("SELECT pg_advisory_unlock_all()")
@@ -117,35 +109,26 @@ class LeaseSession:
     def read(self) -> LeaseView:
         """Return the current lease. Releases locks left by a failed take-over."""
         if self._held:
-            self._execute(lambda connection: connection.execute(_UNLOCK_ALL))
+            self._execute(_UNLOCK_ALL)
             self._held.clear()
-        row = self._execute(lambda connection: connection.execute(_READ_LEASE).one())
-        return LeaseView(
-            epoch=row.epoch,
-            newest_epoch=row.newest,
-            holder=row.holder,
-            address=row.address,
-            expires_in_s=float(row.left_s),
-            is_lock_free=row.free,
-            successor=row.successor,
-        )
+        return LeaseView(**self._execute(_READ_LEASE).mappings().one())
 
     def lock_epoch(self, epoch: int) -> bool:
         """Take the lock of ``epoch``. Return False while another session has it."""
         if epoch in self._held and self._connection is not None:
             return True
-        taken: bool = self._execute(lambda connection: connection.execute(_LOCK, _key(epoch)).scalar_one())
+        taken: bool = self._execute(_LOCK, **_key(epoch)).scalar_one()
         if taken:
             self._held.add(epoch)
         return taken
 
     def try_writing(self) -> None:
         """Write without a change. Raises DatabaseUnavailable also if the database is read-only or full."""
-        self._execute(lambda connection: connection.execute(_WRITE))
+        self._execute(_WRITE)
 
     def touch(self) -> None:
         """Show that this session's lock holder is alive; see ``end_silent_holder``."""
-        self._execute(lambda connection: connection.execute(_PING).scalar_one())
+        self._execute(_PING)
 
     def end_sessions_of(self, holder: str) -> None:
         """End the database sessions of a controller whose lease is over.
@@ -153,37 +136,29 @@ class LeaseSession:
         A controller that was paused inside a transaction holds a lock that its successor needs. No server timeout ends
         a session that is inside a pipeline.
         """
-        self._execute(
-            lambda connection: connection.execute(_END_SESSIONS, {"application": application_name(holder)}).all()
-        )
+        self._execute(_END_SESSIONS, application=application_name(holder))
 
     def end_silent_holder(self, epoch: int, silent_s: float) -> None:
         """End the sessions of the lock holder of ``epoch`` if it was silent for ``silent_s``, for example paused."""
-        self._execute(lambda connection: connection.execute(_END_SILENT, {**_key(epoch), "silent_s": silent_s}).all())
+        self._execute(_END_SILENT, **_key(epoch), silent_s=silent_s)
 
     def renew(self, epoch: int, lease_s: float) -> None:
         """Extend the lease to ``lease_s`` from now. Raises LeadershipLost if another controller has it."""
-        values = {"epoch": epoch, "lease_s": lease_s}
-        if self._execute(lambda connection: connection.execute(_RENEW, values).rowcount) == 0:
-            raise LeadershipLost(f"another controller has taken the lease of epoch {epoch}")
+        self._update(_RENEW, epoch=epoch, lease_s=lease_s)
 
     def write_contacts(self, controller: str, nodes: int) -> None:
         """Store the number of nodes that contact a standby persistently."""
-        self._execute(
-            lambda connection: connection.execute(_WRITE_CONTACTS, {"controller": controller, "nodes": nodes})
-        )
+        self._execute(_WRITE_CONTACTS, controller=controller, nodes=nodes)
 
     def read_standby_report(self) -> StandbyReport:
         """Return the recent reports of standbys."""
-        rows = self._execute(lambda connection: connection.execute(_READ_STANDBY_REPORT).all())
+        rows = self._execute(_READ_STANDBY_REPORT).all()
         contacts = {row.controller: row.nodes for row in rows if row.controller is not None}
         return StandbyReport(contacts=contacts, resignations=rows[0].resignations)
 
     def resign(self, epoch: int, successor: str) -> None:
         """Reserve the lease for ``successor`` from this session's end. Raises LeadershipLost if another one has it."""
-        values = {"epoch": epoch, "successor": successor}
-        if self._execute(lambda connection: connection.execute(_RESIGN, values).rowcount) == 0:
-            raise LeadershipLost(f"another controller has taken the lease of epoch {epoch}")
+        self._update(_RESIGN, epoch=epoch, successor=successor)
 
     def close(self) -> None:
         """End the session, which frees its locks at once."""
@@ -195,18 +170,22 @@ class LeaseSession:
     def abort(self) -> None:
         """Make a call that hangs in the other thread fail soon. Any thread may call this."""
         if self._connection is not None:
-            abort_connection(self._connection)
+            database_errors.abort_connection(self._connection)
 
-    def _execute(self, question: Callable[[Connection], T]) -> T:
+    def _update(self, statement: TextClause, *, epoch: int, **values: Any) -> None:
+        if self._execute(statement, epoch=epoch, **values).rowcount == 0:
+            raise LeadershipLost(f"another controller has taken the lease of epoch {epoch}")
+
+    def _execute(self, statement: TextClause, **values: Any) -> CursorResult[Any]:
         try:
             if self._connection is None:
                 self._connection = self._engine.connect().execution_options(isolation_level="AUTOCOMMIT")
                 self._connection.detach()  # so that closing it ends the session
-            return question(self._connection)
+            return self._connection.execute(statement, values)
         except BaseException as error:
             self.close()
-            if isinstance(error, DBAPIError) and is_unavailable(error):
-                raise DatabaseUnavailable(diagnose(error, self._engine.url)) from error
+            if isinstance(error, DBAPIError) and database_errors.is_unavailable(error):
+                raise DatabaseUnavailable(database_errors.diagnose(error, self._engine.url)) from error
             raise
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Mapping, Sequence, Set
+from typing import Any, NamedTuple
 
-from sqlalchemy import Column, ColumnElement, Connection, Engine, Table, asc, desc, func, select, tuple_, union_all
+from sqlalchemy import Column, ColumnElement, Connection, Row, Table, asc, desc, func, select, tuple_, union_all
 
 from everstep_controller.store import table_access, tables
-from everstep_controller.store.database_errors import abort_connection
 from everstep_controller.store.rows import AuditRow, LoadedState, OutboxRow, VersionRow, decode_cursor, encode_cursor
 from everstep_controller.store.table_access import SET_BACK
 
@@ -26,17 +25,10 @@ class RowVersions(NamedTuple):
 
 
 NO_ROW_VERSIONS = RowVersions("", {})
-T = TypeVar("T")
 
 _SERVER = "SELECT extract(epoch FROM pg_postmaster_start_time())::text"
 _ROW_VERSIONS = "SELECT node, xmin::text || ctid::text AS mark FROM nodes"
-_ROWS = "SELECT node, xmin::text || ctid::text, doc FROM nodes WHERE node = ANY(%(nodes)s)"
-
-
-class NodeRow(NamedTuple):
-    node: str
-    row_version: str
-    doc: str
+_ROWS = "SELECT node, xmin::text || ctid::text AS row_version, doc FROM nodes WHERE node = ANY(%(nodes)s)"
 
 
 class NodeChanges(NamedTuple):
@@ -44,7 +36,7 @@ class NodeChanges(NamedTuple):
 
     server: str  # as in ``RowVersions``
     unchanged: Set[str]  # nodes with an unchanged record
-    rows: list[NodeRow]
+    rows: Sequence[Row[Any]]  # with ``node``, ``row_version`` and ``doc``
 
 
 def changed_nodes(connection: Connection, row_versions: RowVersions) -> NodeChanges:
@@ -54,7 +46,7 @@ def changed_nodes(connection: Connection, row_versions: RowVersions) -> NodeChan
     marks = {row.node: row.mark for row in connection.exec_driver_sql(_ROW_VERSIONS)}
     same = {node for node, mark in marks.items() if before.get(node) == mark}
     rows = connection.exec_driver_sql(_ROWS, {"nodes": list(marks.keys() - same)})
-    return NodeChanges(server, same, [NodeRow(*row) for row in rows])
+    return NodeChanges(server, same, rows.all())
 
 
 # ---- history
@@ -90,13 +82,7 @@ def list_page(
 ) -> Page:
     """Return the rows of a list after ``cursor``, and the next cursor. Raises MalformedMessage.
 
-    Args:
-        connection: the database.
-        history: one of the lists above.
-        cursor: place after which the page begins.
-        limit: maximum number of rows.
-        is_null: a column, and whether it must be NULL; None for either.
-        wanted: values of columns; empty for any.
+    ``wanted`` are values of columns (empty: any); ``is_null`` is a column, and whether it must be NULL (None: either).
     """
     table = history.table
     order = history.order_in_job if history.order_in_job is not None and wanted.get("job") else history.order
@@ -119,8 +105,9 @@ def list_page(
 def newest_versions(connection: Connection, job: str, limit: int, *, verified: bool = False) -> list[VersionRow]:
     """Return the job's newest (or newest verified) versions, newest first."""
     columns = tables.versions.c
-    wanted = [columns.job == job, *([columns.verified_at.is_not(None)] if verified else [])]
-    newest = select(tables.versions).where(*wanted).order_by(desc(columns.generation), desc(columns.step))
+    newest = select(tables.versions).where(columns.job == job).order_by(desc(columns.generation), desc(columns.step))
+    if verified:
+        newest = newest.where(columns.verified_at.is_not(None))
     return [VersionRow(**row) for row in connection.execute(newest.limit(limit)).mappings()]
 
 
@@ -212,14 +199,7 @@ def events(
 ) -> list[AuditRow]:
     """Return rows with an id over ``after``, oldest first: the first (or ``newest``) ``limit`` matching rows.
 
-    Args:
-        connection: the database.
-        after: rows must have a larger id.
-        limit: maximum number of rows.
-        trace, node, job: values to match; empty for any.
-        kinds: prefixes of the kind; empty for any.
-        newest: return the newest matching rows instead of the oldest.
-        since, until: wall seconds; ``until`` is exclusive.
+    ``kinds`` are prefixes. An empty filter matches any. ``since`` and ``until`` (exclusive) are wall seconds.
     """
     audit = tables.audit.c
     wanted = [audit.id > after]
@@ -241,38 +221,9 @@ def events(
 def events_after(connection: Connection, after: int, limit: int) -> EventPage:
     """Return events after ``after`` with the facts that the event stream needs to report gaps."""
     rows = events(connection, after=after, limit=limit)  # first: rows deleted after this are no gap in these rows
-    pruned = audit_pruned(connection)
+    pruned = table_access.audit_pruned(connection)
     newest = connection.execute(select(func.max(tables.audit.c.id))).scalar() or 0
     return EventPage(rows, pruned, max(pruned, newest))
-
-
-def audit_pruned(connection: Connection) -> int:
-    """Return the newest id of the audit log that retention may delete."""
-    meta = tables.meta.c
-    return connection.execute(select(meta.value).where(meta.key == "audit_pruned")).scalar() or 0
-
-
-class HistoryReader:
-    """Runs queries over its own connection, so that no read delays a decision. For one thread, except ``abort``."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._connection: Connection | None = None
-
-    def query(self, query: Callable[[Connection], T]) -> T:
-        """Run a query of this module."""
-        with self._engine.connect() as connection:
-            self._connection = connection
-            try:
-                return query(connection)
-            finally:
-                self._connection = None
-
-    def abort(self) -> None:
-        """Make a read that hangs in the other thread fail soon. Any thread may call this."""
-        connection = self._connection
-        if connection is not None:
-            abort_connection(connection)
 
 
 # ---- starting state
@@ -315,7 +266,7 @@ def load_state(
         poisoned=frozenset(
             (row.node, row.incarnation, row.number) for row in connection.execute(select(tables.poisoned_reports))
         ),
-        newest_audit=newest if newest is not None else audit_pruned(connection),
+        newest_audit=newest if newest is not None else table_access.audit_pruned(connection),
         newest_at=table_access.newest_at(connection),
     )
 
@@ -342,11 +293,8 @@ def _outbox(connection: Connection) -> list[OutboxRow]:
 
 
 def _versions(connection: Connection, jobs: dict[str, str]) -> list[VersionRow]:
-    return [
-        row
-        for job in jobs
-        for row in (
-            *newest_versions(connection, job, VERSIONS_LOADED),
-            *newest_versions(connection, job, 1, verified=True),
-        )
-    ]
+    found: list[VersionRow] = []
+    for job in jobs:
+        found += newest_versions(connection, job, VERSIONS_LOADED)
+        found += newest_versions(connection, job, 1, verified=True)
+    return found

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
-from sqlalchemy import ColumnElement, Connection, Table, delete, func, not_, or_, select, tuple_, update
+from sqlalchemy import ColumnElement, Connection, Table, delete, func, not_, or_, select, true, tuple_, update
 from sqlalchemy.exc import SQLAlchemyError
 
 from everstep.errors import Unavailable
@@ -46,14 +46,14 @@ class DeleteBatch(msgspec.Struct, frozen=True):
 
     table: Table
     keys: list[tuple[Any, ...]]
-    condition: ColumnElement[bool] | None = None
+    condition: ColumnElement[bool] = true()
 
     def execute(self, connection: Connection) -> None:
         """Delete the rows."""
         columns = list(self.table.primary_key.columns)
         one = len(columns) == 1
         wanted = columns[0].in_([key[0] for key in self.keys]) if one else tuple_(*columns).in_(self.keys)
-        connection.execute(delete(self.table).where(wanted, *_as_conditions(self.condition)))
+        connection.execute(delete(self.table).where(wanted, self.condition))
 
 
 class OrdersDeleteBatch(DeleteBatch, frozen=True):
@@ -86,8 +86,8 @@ def prune_events(connection: Connection, keep: RetentionLimits) -> int:
     if through < oldest:
         return 0
     connection.execute(update(tables.meta).where(meta.key == "audit_pruned").values(value=through))
-    going = delete(tables.audit).where(audit.id.between(oldest, through), not_(table_access.is_written_by_person()))
-    connection.execute(going)
+    by_nodes = not_(table_access.is_written_by_person())
+    connection.execute(delete(tables.audit).where(audit.id.between(oldest, through), by_nodes))
     return int(through - oldest + 1)
 
 
@@ -113,9 +113,8 @@ def _orders(connection: Connection, keep: RetentionLimits) -> DeleteBatch | None
     """Find the oldest entries by people beyond their limit."""
     audit = tables.audit.c
     theirs = audit.kind.in_(table_access.kinds_written_by_people(connection))
-    surplus = (
-        connection.execute(select(func.count()).select_from(tables.audit).where(theirs)).scalar_one() - keep.orders
-    )
+    count = select(func.count()).select_from(tables.audit).where(theirs)
+    surplus = connection.execute(count).scalar_one() - keep.orders
     if surplus <= 0:
         return None
     oldest = select(audit.id).where(theirs).order_by(audit.id).limit(min(surplus, DELETE_BATCH_ROWS))
@@ -160,12 +159,8 @@ def _of_job(table: Table, job: str, most: int) -> ChooseBatch:
         last = connection.execute(mine.order_by(*(one.desc() for one in places)).offset(most).limit(1)).first()
         if last is None:
             return None
-        may_go = _not_newest_verified() if table is tables.versions else None
-        beyond = (
-            mine.where(tuple_(*places) <= tuple(last)[1:], *_as_conditions(may_go))
-            .order_by(*places)
-            .limit(DELETE_BATCH_ROWS)
-        )
+        may_go = _not_newest_verified() if table is tables.versions else true()
+        beyond = mine.where(tuple_(*places) <= tuple(last)[1:], may_go).order_by(*places).limit(DELETE_BATCH_ROWS)
         return _delete_batch(table, connection.execute(beyond).all(), may_go)
 
     return choose
@@ -178,13 +173,9 @@ def _not_newest_verified() -> ColumnElement[bool]:
     return or_(versions.verified_at.is_(None), verified.exists())
 
 
-def _delete_batch(table: Table, rows: Sequence[Any], may_go: ColumnElement[bool] | None = None) -> DeleteBatch | None:
+def _delete_batch(table: Table, rows: Sequence[Any], may_go: ColumnElement[bool]) -> DeleteBatch | None:
     keys = [tuple(row) for row in rows]
     return DeleteBatch(table, keys, may_go) if keys else None
-
-
-def _as_conditions(condition: ColumnElement[bool] | None) -> tuple[ColumnElement[bool], ...]:
-    return () if condition is None else (condition,)
 
 
 # ---- background task

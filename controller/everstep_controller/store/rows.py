@@ -171,28 +171,24 @@ class Batch(msgspec.Struct, kw_only=True):
     number: int = 0  # assigned by the store in sequence, so that no batch is applied twice
 
     fleet: str | None = None  # document that replaces the stored one
-    nodes: dict[str, str] = msgspec.field(default_factory=dict)  # documents, replacing stored ones
-    # Document by (node, key); empty if cleared.
-    active_findings: dict[tuple[str, str], str] = msgspec.field(default_factory=dict)
-    jobs: dict[str, str] = msgspec.field(default_factory=dict)  # documents, replacing stored ones
-    generations: list[GenerationRow] = msgspec.field(default_factory=list)
-    versions: dict[tuple[str, int, int], VersionRow] = msgspec.field(default_factory=dict)
-    recoveries: list[RecoveryRow] = msgspec.field(default_factory=list)
-    verdicts: list[VerdictRow] = msgspec.field(default_factory=list)
-    audit: list[AuditRow] = msgspec.field(default_factory=list)
-    outbox: list[OutboxRow] = msgspec.field(default_factory=list)
-    # Directive number up to which each node has everything.
-    acknowledged: dict[str, int] = msgspec.field(default_factory=dict)
-    # Nodes and numbers of directives that newer ones replace.
-    superseded: list[tuple[str, int]] = msgspec.field(default_factory=list)
-    # Newest report number by (node, incarnation).
-    acknowledged_reports: dict[tuple[str, int], int] = msgspec.field(default_factory=dict)
-    poisoned: list[PoisonedRow] = msgspec.field(default_factory=list)
-    credentials: dict[str, CredentialRow] = msgspec.field(default_factory=dict)
-    remediations: dict[str, RemediationRow] = msgspec.field(default_factory=dict)
-    findings: list[FindingRow] = msgspec.field(default_factory=list)
-    forgotten_nodes: dict[str, None] = msgspec.field(default_factory=dict)  # deleted with all their own data
-    forgotten_jobs: dict[str, None] = msgspec.field(default_factory=dict)  # deleted with all their own data
+    nodes: dict[str, str] = {}  # documents, replacing stored ones
+    active_findings: dict[tuple[str, str], str] = {}  # document by (node, key); empty if cleared
+    jobs: dict[str, str] = {}  # documents, replacing stored ones
+    generations: list[GenerationRow] = []
+    versions: dict[tuple[str, int, int], VersionRow] = {}
+    recoveries: list[RecoveryRow] = []
+    verdicts: list[VerdictRow] = []
+    audit: list[AuditRow] = []
+    outbox: list[OutboxRow] = []
+    acknowledged: dict[str, int] = {}  # directive number up to which each node has everything
+    superseded: list[tuple[str, int]] = []  # nodes and numbers of directives that newer ones replace
+    acknowledged_reports: dict[tuple[str, int], int] = {}  # newest report number by (node, incarnation)
+    poisoned: list[PoisonedRow] = []
+    credentials: dict[str, CredentialRow] = {}
+    remediations: dict[str, RemediationRow] = {}
+    findings: list[FindingRow] = []
+    forgotten_nodes: dict[str, None] = {}  # deleted with all their own data
+    forgotten_jobs: dict[str, None] = {}  # deleted with all their own data
 
     def __bool__(self) -> bool:
         return self.fleet is not None or any(len(getattr(self, name)) > 0 for name in (*_KEYED, *_LISTED))
@@ -213,12 +209,9 @@ class Batch(msgspec.Struct, kw_only=True):
             self.versions[place] = row
         for name in _REPLACED:
             getattr(self, name).update(getattr(later, name))
-        dropped = set(self.superseded)
-        self.outbox = [
-            row
-            for row in self.outbox
-            if row.seq > self.acknowledged.get(row.node, -1) and (row.node, row.seq) not in dropped
-        ]
+        dropped, through = set(self.superseded), self.acknowledged
+        kept = (row for row in self.outbox if row.seq > through.get(row.node, -1))
+        self.outbox = [row for row in kept if (row.node, row.seq) not in dropped]
 
     def forget_node(self, node: str) -> None:
         """Delete the node, and drop pending writes about it."""
@@ -226,9 +219,8 @@ class Batch(msgspec.Struct, kw_only=True):
         self.nodes.pop(node, None)
         self.acknowledged.pop(node, None)
         self.active_findings = {place: doc for place, doc in self.active_findings.items() if place[0] != node}
-        self.acknowledged_reports = {
-            place: through for place, through in self.acknowledged_reports.items() if place[0] != node
-        }
+        marks = self.acknowledged_reports
+        self.acknowledged_reports = {place: through for place, through in marks.items() if place[0] != node}
         self.verdicts = [row for row in self.verdicts if row.node != node]
         self.outbox = [row for row in self.outbox if row.node != node]
         self.superseded = [place for place in self.superseded if place[0] != node]
@@ -275,9 +267,9 @@ class LoadedState(msgspec.Struct, frozen=True, kw_only=True):
     newest_audit: int
     newest_at: float
     versions: list[VersionRow]
-    credentials: list[CredentialRow] = msgspec.field(default_factory=list)
-    remediations: list[RemediationRow] = msgspec.field(default_factory=list)
-    alerts: list[AlertRow] = msgspec.field(default_factory=list)
+    credentials: list[CredentialRow] = []
+    remediations: list[RemediationRow] = []
+    alerts: list[AlertRow] = []
 
 
 # ---- cursors

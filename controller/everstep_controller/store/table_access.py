@@ -17,25 +17,8 @@ from operator import itemgetter
 from typing import Any
 
 import msgspec
-from sqlalchemy import (
-    ColumnElement,
-    Connection,
-    Dialect,
-    Executable,
-    Table,
-    and_,
-    bindparam,
-    delete,
-    desc,
-    exists,
-    func,
-    insert,
-    literal_column,
-    or_,
-    select,
-    text,
-    update,
-)
+import sqlalchemy as sa
+from sqlalchemy import Connection, Table, bindparam, delete, func, insert, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.dml import Insert
@@ -44,6 +27,7 @@ from everstep_controller.store import tables
 from everstep_controller.store.rows import (
     DEAD_CREDENTIAL_KEPT_S,
     AlertRow,
+    AuditRow,
     CredentialRow,
     FindingRow,
     RemediationRow,
@@ -58,17 +42,17 @@ PREFIXES = ("operator.", "credential.")
 OF_NODES = "credential.enrolled"
 """The only such kind that a node causes, with a join token."""
 
-_KIND = tables.audit.c.kind
-_KINDS = text(
+_KIND, _META = tables.audit.c.kind, tables.meta.c
+_KINDS = sa.text(
     "WITH RECURSIVE seen(kind) AS (SELECT min(kind) FROM audit UNION ALL "
     "SELECT (SELECT min(kind) FROM audit WHERE kind > seen.kind) FROM seen WHERE seen.kind IS NOT NULL) "
     "SELECT kind FROM seen WHERE kind IS NOT NULL"
 )
 
 
-def is_written_by_person() -> ColumnElement[bool]:
+def is_written_by_person() -> sa.ColumnElement[bool]:
     """Return the condition for an entry by a person. The audit log's triggers use the same one (migration 0001)."""
-    return and_(or_(*(_KIND.like(prefix + "%") for prefix in PREFIXES)), _KIND != OF_NODES)
+    return sa.and_(sa.or_(*(_KIND.like(prefix + "%") for prefix in PREFIXES)), _KIND != OF_NODES)
 
 
 def kinds(connection: Connection) -> list[str]:
@@ -88,7 +72,17 @@ CLOCK = "clock"
 """Key in ``meta``: wall seconds when a controller was last known to run."""
 SET_BACK = "clock.set_back"
 """Kind of the event that records that the time was set back: earlier events may have later times."""
-_META = tables.meta.c
+
+
+def meta_value(connection: Connection, key: str) -> int | None:
+    """Return a value of ``meta``, or None."""
+    value: int | None = connection.execute(select(_META.value).where(_META.key == key)).scalar()
+    return value
+
+
+def audit_pruned(connection: Connection) -> int:
+    """Return the newest id of the audit log that retention may delete."""
+    return meta_value(connection, "audit_pruned") or 0
 
 
 def mark(connection: Connection, now: float) -> None:
@@ -99,9 +93,8 @@ def mark(connection: Connection, now: float) -> None:
 def newest_at(connection: Connection) -> float:
     """Return the newest known time in wall seconds; 0.0 for a new database."""
     audit = tables.audit.c
-    event = connection.execute(select(audit.at).order_by(desc(audit.id)).limit(1)).scalar()
-    noted = connection.execute(select(_META.value).where(_META.key == CLOCK)).scalar()
-    return max(event or 0.0, float(noted or 0))
+    event = connection.execute(select(audit.at).order_by(audit.id.desc()).limit(1)).scalar()
+    return max(event or 0.0, float(meta_value(connection, CLOCK) or 0))
 
 
 def is_copy(connection: Connection) -> bool:
@@ -121,7 +114,7 @@ _NUMBER = "DOUBLE PRECISION"
 """Type of a parameter to which SQLAlchemy gives no type in the text."""
 
 
-def execute_many(connection: Connection, statement: Executable, rows: Sequence[Row]) -> None:
+def execute_many(connection: Connection, statement: sa.Executable, rows: Sequence[Row]) -> None:
     """Run ``statement``, which must live as long as the process, with each of the rows, which have equal keys."""
     if not rows:
         return
@@ -154,7 +147,7 @@ def _with_arrays(text: str) -> tuple[str, tuple[str, ...]] | None:
 
 @cache
 def _compiled(
-    statement: Any, dialect: Dialect, names: tuple[str, ...]
+    statement: Any, dialect: sa.Dialect, names: tuple[str, ...]
 ) -> tuple[str, Callable[[Sequence[Row]], Sequence[Any]]]:
     """Return the statement's text for a database, and a function that makes driver parameters of rows."""
     compiled: SQLCompiler = statement.compile(dialect=dialect, column_keys=names, for_executemany=True)
@@ -257,7 +250,7 @@ def write_remediations(connection: Connection, rows: Collection[RemediationRow])
 
 _TABLE = tables.findings
 _COLUMNS = ("node", "key", "kind", "at", "doc")
-_IS_ACTIVE = and_(
+_IS_ACTIVE = sa.and_(
     _TABLE.c.node == bindparam("of", type_=_TABLE.c.node.type),
     _TABLE.c.key == bindparam("is", type_=_TABLE.c.key.type),
     _TABLE.c.cleared_at.is_(None),
@@ -267,7 +260,7 @@ _UPDATE_FINDING = update(_TABLE).where(_IS_ACTIVE).values(doc=bindparam("text"))
 _INSERT_IF_NOT_ACTIVE = insert(_TABLE).from_select(
     _COLUMNS,
     select(*(bindparam(f"new_{name}", type_=_TABLE.c[name].type) for name in _COLUMNS)).where(
-        ~exists(select(literal_column("1")).select_from(_TABLE).where(_IS_ACTIVE))
+        ~sa.exists(select(sa.literal_column("1")).select_from(_TABLE).where(_IS_ACTIVE))
     ),
 )
 
@@ -323,27 +316,16 @@ RESTORED = "database.restored"
 
 def skip_used_ids(connection: Connection) -> None:
     """Continue the audit log after every id that may have been used, with an entry about it."""
-    audit, meta = tables.audit.c, tables.meta.c
-    pruned = connection.execute(select(meta.value).where(meta.key == "audit_pruned")).scalar() or 0
-    newest = max(pruned, connection.execute(select(func.max(audit.id))).scalar() or 0)
+    audit = tables.audit.c
+    newest = max(audit_pruned(connection), connection.execute(select(func.max(audit.id))).scalar() or 0)
     at = connection.execute(select(func.max(audit.at))).scalar() or 0.0
     first = newest - newest % AUDIT_ID_GAP + AUDIT_ID_GAP
     sentence = (
         f"the database is a copy that ends with event {newest}: later decisions are lost, and events continue from "
         f"{first}"
     )
-    row = {
-        "id": first,
-        "at": at,
-        "kind": RESTORED,
-        "node": "",
-        "job": "",
-        "generation": None,
-        "trace": "",
-        "sentence": sentence,
-        "detail": "{}",
-    }
-    connection.execute(insert(tables.audit).values(row))
+    row = AuditRow(id=first, at=at, kind=RESTORED, sentence=sentence)
+    connection.execute(insert(tables.audit).values(msgspec.structs.asdict(row)))
 
 
 def id_before_newest(connection: Connection, newest: int, lines: int) -> int:

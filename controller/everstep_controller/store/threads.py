@@ -12,8 +12,8 @@ from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import SQLAlchemyError
 
 from everstep.errors import Unavailable
-from everstep_controller.store.database_errors import DatabaseUnavailable, diagnose, redacted_url
-from everstep_controller.store.reader import NO_ROW_VERSIONS, HistoryReader, RowVersions
+from everstep_controller.store.database_errors import DatabaseUnavailable, abort_connection, diagnose, redacted_url
+from everstep_controller.store.reader import NO_ROW_VERSIONS, RowVersions
 from everstep_controller.store.rows import Batch, LoadedState
 from everstep_controller.store.writer import Claim, DatabaseWriter
 
@@ -89,8 +89,8 @@ class DatabaseStore:
         self._commit_timeout_s = commit_timeout_s
         self._writer = DatabaseWriter(engine)
         self._writes = DatabaseThread("store-write", self._writer.abort)
-        self._reader = HistoryReader(engine)
-        self._reads = DatabaseThread("store-read", self._reader.abort)
+        self._reading: Connection | None = None
+        self._reads = DatabaseThread("store-read", self._abort_read)
         self._number = 0
         self._kept: list[Batch] = []
         self._closed = False
@@ -147,11 +147,24 @@ class DatabaseStore:
     async def query(self, query: Callable[[Connection], T]) -> T:
         """Run a query in the reading thread. Raises Unavailable if the database fails."""
         try:
-            return await self._reads.call(lambda: self._reader.query(query), READ_TIMEOUT_S)
+            return await self._reads.call(lambda: self._read(query), READ_TIMEOUT_S)
         except SQLAlchemyError as error:
             raise Unavailable(diagnose(error, self._engine.url)) from error
         except CallTimeout as error:
             raise Unavailable(f"the database at {redacted_url(self._engine.url)} hangs: {error}") from error
+
+    def _read(self, query: Callable[[Connection], T]) -> T:
+        """Run a query over a connection of its own, so that no read delays a decision."""
+        with self._engine.connect() as connection:
+            self._reading = connection
+            try:
+                return query(connection)
+            finally:
+                self._reading = None
+
+    def _abort_read(self) -> None:
+        if (connection := self._reading) is not None:
+            abort_connection(connection)
 
     async def _written(self, function: Callable[[], T], timeout_s: float) -> T:
         try:

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import msgspec
-from sqlalchemy import Connection, Engine, Table, and_, bindparam, delete, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Delete, Engine, Table, bindparam, delete, insert, select, update
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.sql.dml import Insert
 
-from everstep_controller.store import table_access, tables
+from everstep_controller.store import database_errors, table_access, tables
 from everstep_controller.store.database import for_writing
-from everstep_controller.store.database_errors import (
-    DatabaseUnavailable,
-    LeadershipLost,
-    abort_connection,
-    diagnose,
-    is_unavailable,
-)
+from everstep_controller.store.database_errors import DatabaseUnavailable, LeadershipLost
 from everstep_controller.store.reader import NO_ROW_VERSIONS, RowVersions, load_state
 from everstep_controller.store.rows import Batch, LoadedState
 from everstep_controller.store.table_access import COPY_EPOCH_GAP, execute_many, skip_used_ids, upsert
@@ -37,10 +29,8 @@ Claim = Callable[[Connection, int], None]
 class DatabaseWriter:
     """The writing connection, reopened after it broke. For one thread, except ``abort``.
 
-    Every writing method raises:
-        LeadershipLost: another controller took over the database since ``take_over``.
-        DatabaseUnavailable: the database cannot be used.
-        SQLAlchemyError: a row is wrong.
+    Every writing method raises LeadershipLost if another controller took over the database since ``take_over``,
+    DatabaseUnavailable if the database cannot be used, and SQLAlchemyError if a row is wrong.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -64,17 +54,14 @@ class DatabaseWriter:
     def abort(self) -> None:
         """Make a call that hangs in the other thread fail soon, unless a local disk hangs. For any thread."""
         if self._connection is not None:
-            abort_connection(self._connection)
+            database_errors.abort_connection(self._connection)
 
     def take_over(
         self, *, expected: int | None = None, claim: Claim | None = None, known: RowVersions = NO_ROW_VERSIONS
     ) -> LoadedState:
         """Fence off every earlier controller and load the state, in one transaction.
 
-        Args:
-            expected: epoch that must still be current; raises LeadershipLost if another controller was faster.
-            claim: extra writes of the transaction.
-            known: versions of records that need not be read again.
+        Raises LeadershipLost if ``expected`` is not the current epoch. ``known`` records are not read again.
         """
         with self._transaction() as connection:
             found = _lock_meta(connection)
@@ -82,7 +69,7 @@ class DatabaseWriter:
                 raise LeadershipLost(f"another controller was first: the epoch is {found[EPOCH]}, not {expected}")
             epoch = found[EPOCH] + 1
             _set_meta(connection, EPOCH, epoch)
-            last = connection.execute(select(_META.value).where(_META.key == LAST_WRITING_EPOCH)).scalar()
+            last = table_access.meta_value(connection, LAST_WRITING_EPOCH)
             if last is not None and found[EPOCH] - last >= COPY_EPOCH_GAP:  # the database is a copy
                 skip_used_ids(connection)
             upsert(connection, tables.meta, [{"key": LAST_WRITING_EPOCH, "value": epoch}])
@@ -127,19 +114,14 @@ class DatabaseWriter:
             self._committing = True
             transaction.commit()
         except BaseException as error:
-            self._drop()
-            if isinstance(error, DBAPIError) and is_unavailable(error):
-                raise DatabaseUnavailable(
-                    diagnose(error, self._engine.url), is_batch_queued=self._committing
-                ) from error
+            connection, self._connection = self._connection, None
+            if connection is not None:  # its state is unknown; the database rolls back what was not committed
+                connection.invalidate()
+                connection.close()
+            if isinstance(error, DBAPIError) and database_errors.is_unavailable(error):
+                message = database_errors.diagnose(error, self._engine.url)
+                raise DatabaseUnavailable(message, is_batch_queued=self._committing) from error
             raise
-
-    def _drop(self) -> None:
-        """Close a connection in an unknown state; the database rolls back what was not committed."""
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.invalidate()
-            connection.close()
 
 
 _META = tables.meta.c
@@ -161,19 +143,15 @@ def _write(connection: Connection, batch: Batch, lives: dict[str, int]) -> None:
     """Write the batch. ``lives`` holds the incarnation of each node's newest report mark."""
     _forget(connection, batch, lives)
     upsert(connection, tables.nodes, [{"node": node, "doc": doc} for node, doc in batch.nodes.items()])
-    _write_active_findings(connection, batch.active_findings)
+    cleared = [{"of": node, "is": key} for (node, key), doc in batch.active_findings.items() if not doc]
+    execute_many(connection, _DELETE_ACTIVE_FINDING, cleared)
+    active = [{"node": node, "key": key, "doc": doc} for (node, key), doc in batch.active_findings.items() if doc]
+    upsert(connection, tables.active_findings, active)
     upsert(connection, tables.jobs, [{"job": job, "doc": doc} for job, doc in batch.jobs.items()])
     if batch.fleet is not None:
         upsert(connection, tables.fleet, [{"id": _FLEET_ROW, "doc": batch.fleet}])
-    for table, rows in (
-        (tables.generations, batch.generations),
-        (tables.recoveries, batch.recoveries),
-        (tables.verdicts, batch.verdicts),
-        (tables.audit, batch.audit),
-        (tables.outbox, batch.outbox),
-        (tables.poisoned_reports, batch.poisoned),
-    ):
-        _insert(connection, table, rows)
+    for name, statement in _INSERTS.items():
+        execute_many(connection, statement, [msgspec.structs.asdict(row) for row in getattr(batch, name)])
     upsert(connection, tables.versions, [msgspec.structs.asdict(row) for row in batch.versions.values()])
     table_access.write_credentials(connection, batch.credentials.values())
     table_access.write_remediations(connection, batch.remediations.values())
@@ -181,20 +159,27 @@ def _write(connection: Connection, batch: Batch, lives: dict[str, int]) -> None:
     _write_delivery(connection, batch, lives)
 
 
-_DELETE_ACTIVE_FINDING = delete(tables.active_findings).where(
-    and_(tables.active_findings.c.node == bindparam("of"), tables.active_findings.c.key == bindparam("is"))
-)
-_PRUNE_OUTBOX = delete(tables.outbox).where(
-    and_(tables.outbox.c.node == bindparam("of"), tables.outbox.c.seq <= bindparam("last"))
-)
-_DROP_OUTBOX = delete(tables.outbox).where(
-    and_(tables.outbox.c.node == bindparam("of"), tables.outbox.c.seq == bindparam("is"))
-)
-_PRUNE_ACKNOWLEDGED_REPORTS = delete(tables.acknowledged_reports).where(
-    and_(
-        tables.acknowledged_reports.c.node == bindparam("of"),
-        tables.acknowledged_reports.c.incarnation < bindparam("last"),
-    )
+_INSERTS = {
+    "generations": insert(tables.generations),
+    "recoveries": insert(tables.recoveries),
+    "verdicts": insert(tables.verdicts),
+    "audit": insert(tables.audit),
+    "outbox": insert(tables.outbox),
+    "poisoned": insert(tables.poisoned_reports),
+}
+"""Statements that insert a batch's rows, by its fields."""
+
+
+def _delete_of_node(table: Table, condition: ColumnElement[bool]) -> Delete:
+    return delete(table).where(table.c.node == bindparam("of"), condition)
+
+
+_OUTBOX = tables.outbox.c
+_DELETE_ACTIVE_FINDING = _delete_of_node(tables.active_findings, tables.active_findings.c.key == bindparam("is"))
+_PRUNE_OUTBOX = _delete_of_node(tables.outbox, _OUTBOX.seq <= bindparam("last"))
+_DROP_OUTBOX = _delete_of_node(tables.outbox, _OUTBOX.seq == bindparam("is"))
+_PRUNE_ACKNOWLEDGED_REPORTS = _delete_of_node(
+    tables.acknowledged_reports, tables.acknowledged_reports.c.incarnation < bindparam("last")
 )
 
 
@@ -210,13 +195,6 @@ def _forget(connection: Connection, batch: Batch, lives: dict[str, int]) -> None
         lives.pop(node, None)
 
 
-def _write_active_findings(connection: Connection, active_findings: dict[tuple[str, str], str]) -> None:
-    cleared = [{"of": node, "is": key} for (node, key), doc in active_findings.items() if not doc]
-    execute_many(connection, _DELETE_ACTIVE_FINDING, cleared)
-    rows = [{"node": node, "key": key, "doc": doc} for (node, key), doc in active_findings.items() if doc]
-    upsert(connection, tables.active_findings, rows)
-
-
 def _write_delivery(connection: Connection, batch: Batch, lives: dict[str, int]) -> None:
     marks = [
         {"node": node, "incarnation": incarnation, "through": through}
@@ -229,12 +207,3 @@ def _write_delivery(connection: Connection, batch: Batch, lives: dict[str, int])
     begun = {node: life for node, life in batch.acknowledged_reports if lives.get(node) != life}
     execute_many(connection, _PRUNE_ACKNOWLEDGED_REPORTS, [{"of": node, "last": life} for node, life in begun.items()])
     lives |= begun
-
-
-def _insert(connection: Connection, table: Table, rows: Iterable[msgspec.Struct]) -> None:
-    execute_many(connection, _insert_statement(table), [msgspec.structs.asdict(row) for row in rows])
-
-
-@cache
-def _insert_statement(table: Table) -> Insert:
-    return insert(table)

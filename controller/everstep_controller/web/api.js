@@ -6,7 +6,7 @@ let token = sessionStorage.getItem(TOKEN_KEY) || "";
 const tags = new Map(); // path -> {etag, value}: answers for conditional requests
 const MOST_TAGS = 64;
 
-export class ApiError extends Error {
+class ApiError extends Error {
   constructor(status, code, message, retryAfterS) {
     super(message);
     Object.assign(this, { status, code, retryAfterS });
@@ -82,7 +82,6 @@ const versionOf = (pair) => (pair ? { generation: pair[0], step: pair[1] } : nul
 const domainOf = (domain = {}) => ({
   rack: domain.rack || "",
   switch: domain.switch || "",
-  power: domain.power || "",
 });
 
 function nodeOf(one) {
@@ -97,7 +96,6 @@ function nodeOf(one) {
     connected: one.connected || false,
     lastSeenAt: one.last_seen_at ?? null,
     job: one.job || "",
-    gpus: one.gpus || 0,
     gpuModel: one.gpu_model || "",
     findings: one.findings || 0,
     domain: domainOf(one.domain),
@@ -184,7 +182,6 @@ export const identity = () =>
     role: body.role,
     name: body.subject,
     mayOrder: body.role === "operator",
-    expiresAt: body.expires_at ?? null,
   }));
 
 export const status = () =>
@@ -198,7 +195,6 @@ export const status = () =>
     connected: body.connected_nodes || 0,
     budgetLeft: body.budget_left || 0,
     breaker: body.breaker || "",
-    breakerAt: body.breaker_at || 0,
     newestEvent: body.newest_event || 0,
     outage: body.database_outage || "",
     outbreaks: (body.outbreaks || []).map((one) => ({
@@ -231,7 +227,6 @@ export const node = (name) =>
     etag,
     agentVersion: body.agent_version || "",
     driver: body.driver_version || "",
-    bootId: body.boot_id || "",
     gpuList: (body.gpus || []).map((gpu) => ({
       index: gpu.index,
       uuid: gpu.uuid,
@@ -244,11 +239,8 @@ export const node = (name) =>
     findingList: (body.findings || []).map(findingOf),
     verdicts: (body.verdicts || []).map(verdictOf),
     evictions: body.evictions || 0,
-    pendingDirectives: body.pending_directives || 0,
-    registeredAt: body.registered_at || 0,
     offenceScore: body.offence_score || 0,
     cordonedBy: body.external_cordon_by || "",
-    maintenanceUntil: body.maintenance_until || 0,
     planned: (body.planned_maintenance || []).map((one) => ({
       startsAt: one.starts_at,
       until: one.until,
@@ -268,8 +260,6 @@ export const job = (name) =>
     ...jobOf(body.summary),
     minNodes: body.spec.min_nodes || 1,
     maxNodes: body.spec.max_nodes || 1,
-    ranksPerNode: body.spec.nproc_per_node || 1,
-    replicas: body.spec.replicas || 2,
     createdAt: body.created_at || 0,
     since: body.since || 0,
     rankList: (body.ranks || []).map((one) => ({
@@ -280,7 +270,6 @@ export const job = (name) =>
       busyS: one.busy_s ?? null,
       loss: one.loss ?? null,
     })),
-    roster: (body.roster || []).map((one) => ({ rank: one.rank, node: one.node })),
     spareNodes: body.spares || [],
     recoveries: (body.recoveries || []).map(recoveryOf),
     ineligible: body.ineligible_nodes || {},
@@ -310,7 +299,6 @@ export const restorability = (name) =>
       name: one.name,
       nodes: one.nodes,
       restorable: one.restorable,
-      nodesLeft: one.remaining_nodes,
       sentence: one.sentence,
       ranks: one.ranks || [],
       fallback: versionOf(one.fallback_version),
@@ -356,7 +344,6 @@ export const remediations = (name) =>
       state: one.state,
       sentence: one.sentence,
       requestedAt: one.requested_at,
-      endedAt: one.ended_at ?? null,
       detail: one.detail || "",
     }))
   );
@@ -388,7 +375,6 @@ export async function tryPolicy(change, hours) {
     added: (body.added_evictions || []).map(verdictOf),
     avoided: body.avoided_evictions || [],
     gaps: body.gaps || [],
-    spans: (body.spans || []).map((one) => ({ from: one.begins_at, to: one.ends_at, epoch: one.epoch })),
     sentence: body.sentence || "",
   };
 }

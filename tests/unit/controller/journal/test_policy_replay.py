@@ -9,16 +9,17 @@ import msgspec
 import pytest
 from everstep_controller.core.events import OperatorAction
 from everstep_controller.core.policy import CorePolicy
-from everstep_controller.journal.policy_replay import PolicyTrialOutcome, replay_with_policy
+from everstep_controller.journal.policy_replay import replay_with_policy
 from everstep_controller.journal.recorder import Journal, segments
 
 from everstep.errors import NotFound
+from everstep.wire.v1.operator_history import PolicyTrialResult
 from tests.support.core_fleet import START
 from tests.support.findings import xid
 from tests.support.journaled import JournaledFleet
 
 
-def _tried(fleet: JournaledFleet, folder: Path, **knobs: object) -> PolicyTrialOutcome:
+def _tried(fleet: JournaledFleet, folder: Path, **knobs: object) -> PolicyTrialResult:
     fleet.journal.close()
     changed: CorePolicy = msgspec.structs.replace(fleet.policy, **knobs)
     return replay_with_policy(folder, changed, START)

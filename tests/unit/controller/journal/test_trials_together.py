@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from everstep_controller.journal.policy_replay import _to_message, replay_with_policy
+from everstep_controller.journal.policy_replay import replay_with_policy
 from everstep_controller.journal.recorder import Journal, segments
 
 from everstep.errors import Conflict, EverstepError, NotFound, Unavailable
@@ -47,7 +47,7 @@ def _past(tmp_path: Path) -> JournaledFleet:
 
 
 def _tried(fleet: JournaledFleet, folder: Path, since: float = START, **knobs: object) -> PolicyTrialResult:
-    return _to_message(replay_with_policy(folder, msgspec.structs.replace(fleet.policy, **knobs), since))  # type: ignore[arg-type]
+    return replay_with_policy(folder, msgspec.structs.replace(fleet.policy, **knobs), since)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])

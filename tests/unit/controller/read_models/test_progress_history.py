@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from everstep_controller.read_models.progress_history import SAMPLES_KEPT, ProgressRecorder
+from everstep_controller.read_models.fleet_views import SAMPLES_KEPT, ProgressRecorder
 from starlette.testclient import TestClient
 
 from everstep.vocabulary import JobState

@@ -245,13 +245,13 @@ def _many(kind: str, count: int) -> list[Alert]:
 
 def test_alert_posts_are_bounded_with_resolved_first() -> None:
     made = list(build_posts(_many("X", MAX_ALERTS_PER_POST), _many("Y", MAX_ALERTS_PER_POST + 7), 1.0, "http://c"))
-    bodies = [json.loads(one.body) for one in made]
+    bodies = [json.loads(body) for body, _ in made]
     assert [len(body["alerts"]) for body in bodies] == [MAX_ALERTS_PER_POST, MAX_ALERTS_PER_POST, 7]
     told = [(alert["labels"]["alertname"], alert["status"]) for body in bodies for alert in body["alerts"]]
     assert told == [("Y", "resolved")] * (MAX_ALERTS_PER_POST + 7) + [("X", "firing")] * MAX_ALERTS_PER_POST
     assert len({alert["fingerprint"] for body in bodies for alert in body["alerts"]}) == 2 * MAX_ALERTS_PER_POST + 7
     assert {(body["status"], body["truncatedAlerts"]) for body in bodies} == {("firing", 0)}
-    assert [len(one.resolved) for one in made] == [MAX_ALERTS_PER_POST, 7, 0]
+    assert [len(resolved) for _, resolved in made] == [MAX_ALERTS_PER_POST, 7, 0]
 
 
 @pytest.mark.promise("alerts-resolved")

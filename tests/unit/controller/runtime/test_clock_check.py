@@ -31,13 +31,12 @@ from everstep_controller.runtime.clock import (
     check_clock_at_start,
     clock_set_back_s,
 )
-from everstep_controller.runtime.startup_state import NO_RECORDS, KnownRecords
+from everstep_controller.runtime.startup_state import NO_RECORDS, KnownRecords, set_times_back
 from everstep_controller.store import table_access
 from everstep_controller.store.database import open_database
 from everstep_controller.store.database_errors import DatabaseUnavailable
 from everstep_controller.store.reader import NO_ROW_VERSIONS, events
 from everstep_controller.store.rows import AuditRow, Batch, CredentialRow, LoadedState
-from everstep_controller.store.set_back import set_times_back
 from everstep_controller.store.table_access import COPY_EPOCH_GAP, SET_BACK
 from everstep_controller.store.writer import DatabaseWriter
 from sqlalchemy import Engine, text

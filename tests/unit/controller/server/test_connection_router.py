@@ -11,9 +11,8 @@ from everstep_controller.core.policy import CorePolicy
 from everstep_controller.leadership.lease import StandbyContacts
 from everstep_controller.leadership.lease_candidate import ElectedState, LeaseCandidate
 from everstep_controller.leadership.member import StandbyApp
-from everstep_controller.leadership.takeover_gate import TakeoverGate
 from everstep_controller.runtime.startup_state import NO_RECORDS
-from everstep_controller.server.connections import UNKNOWN_PEER
+from everstep_controller.server.connections import UNKNOWN_PEER, TakeoverGate
 from everstep_controller.store.database import engine_of, open_database, parse_url
 from everstep_controller.store.leases import LeaseSession, claim
 from everstep_controller.store.threads import DatabaseStore

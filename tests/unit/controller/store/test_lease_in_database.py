@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 import pytest
 from everstep_controller.leadership.lease import StandbyContacts, StandbyReport
 from everstep_controller.leadership.lease_candidate import LeaseCandidate
-from everstep_controller.leadership.takeover_gate import TakeoverGate
 from everstep_controller.runtime.startup_state import NO_RECORDS
+from everstep_controller.server.connections import TakeoverGate
 from everstep_controller.store.database import engine_of, open_database, parse_url
 from everstep_controller.store.database_errors import DatabaseUnavailable, LeadershipLost
 from everstep_controller.store.leases import LeaseSession, claim

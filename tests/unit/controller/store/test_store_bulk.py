@@ -44,13 +44,11 @@ def _versions(first: int, verified: float | None) -> list[dict[str, Any]]:
 def _play(connection: Connection) -> dict[str, list[Any]]:
     """The same of everything that is written in numbers: inserted, brought up to date, deleted."""
     numbers = range(1, MANY + 1)
-    table_access.execute_many(
-        connection, writer._insert_statement(tables.audit), [_audit(number) for number in numbers]
-    )
+    table_access.execute_many(connection, writer._INSERTS["audit"], [_audit(number) for number in numbers])
     upsert(connection, tables.versions, _versions(1, 2.5))
     upsert(connection, tables.versions, _versions(1 + MANY // 2, None))
     queued = [{"node": f"n{number % 5}", "seq": number, "body": "b"} for number in numbers]
-    table_access.execute_many(connection, writer._insert_statement(tables.outbox), queued)
+    table_access.execute_many(connection, writer._INSERTS["outbox"], queued)
     pruned = [{"of": f"n{number}", "last": 20} for number in range(4)]
     table_access.execute_many(connection, writer._PRUNE_OUTBOX, pruned * 3)
     table_access.execute_many(connection, writer._DROP_OUTBOX, [{"of": "n4", "is": number} for number in numbers])
