@@ -35,8 +35,9 @@ from prometheus_client.registry import Collector
 from everstep.clock import Clock
 from everstep.log_lines import LogThrottle
 from everstep.vocabulary import Finding, Severity
+from everstep.wire.v1.agent import Domain
 from everstep.wire.v1.local import StatisticsAnswer
-from everstep_agent.sensors.samples import GpuSample
+from everstep_agent.sensors.samples import THROTTLE_REASONS, GpuSample, PortSample
 from everstep_agent.sensors.sensor_messages import SensorReport
 
 MIB = 1 << 20
@@ -47,6 +48,7 @@ class AgentMetrics(msgspec.Struct, frozen=True, kw_only=True):
 
     node: str
     version: str
+    domain: Domain
     sensor_report: SensorReport | None
     findings: tuple[Finding, ...]
     spool_reports: int
@@ -140,6 +142,7 @@ class AgentCollector(Collector):
         yield from _vault_families(metrics)
         if metrics.sensor_report is not None:
             yield from _gpu_families(metrics.node, metrics.sensor_report)
+            yield from _port_families(metrics.node, metrics.sensor_report.poll.ports)
             if self.dcgm_names:
                 yield from _dcgm_families(metrics.node, metrics.sensor_report)
 
@@ -207,6 +210,11 @@ def _agent_families(m: AgentMetrics) -> Iterator[Metric]:
     for kind, name, help_text, label, values in by_label:
         rows = (((m.node, key), value) for key, value in values.items())
         yield _family(kind, f"agent_{name}", help_text, ("node", label), rows)
+    place = (m.node, m.domain.rack, m.domain.switch, m.domain.power)
+    place_help = "1; the labels are the node's failure domains, to be joined by node."
+    yield _family(
+        GaugeMetricFamily, "agent_domain_info", place_help, ("node", "rack", "switch", "power"), [(place, 1.0)]
+    )
     outcomes = (((m.node, *key), count) for key, count in m.requests.items())
     yield _family(CounterMetricFamily, "agent_requests", requests_help, ("node", "request", "outcome"), outcomes)
 
@@ -248,10 +256,33 @@ def _gpu_families(node: str, report: SensorReport) -> Iterator[Metric]:
         if values:
             kind = CounterMetricFamily if gauge.is_counter else GaugeMetricFamily
             yield _family(kind, f"gpu_{gauge.name}", gauge.help, labels, values)
+    reasons = [gpu.throttle_reasons or 0 for gpu in gpus]
+    slowed = (((node, name), sum(bool(mask & bits) for mask in reasons)) for name, bits in THROTTLE_REASONS.items())
+    slowed_help = "GPUs of the node that slow down, by NVML's reason."
+    yield _family(GaugeMetricFamily, "gpu_throttled_gpus", slowed_help, ("node", "reason"), slowed)
     index = {gpu.pci_bus_id: str(gpu.index) for gpu in gpus}
     xids = (((node, index.get(bus, ""), bus, str(xid)), n) for (bus, xid), n in report.xid_counts.items())
     xid_labels = ("node", "gpu", "pci_bus_id", "xid")
     yield _family(CounterMetricFamily, "gpu_xids", "XIDs since the agent started.", xid_labels, xids)
+
+
+_PORT: tuple[tuple[_Kind, str, str, Callable[[PortSample], float | None]], ...] = (
+    (GaugeMetricFamily, "up", "1 while the port is active.", lambda port: port.up),
+    (
+        GaugeMetricFamily,
+        "rate_bits_per_second",
+        "Rate that the link negotiated.",
+        lambda port: None if port.rate_gbps is None else port.rate_gbps * 1e9,
+    ),
+    (CounterMetricFamily, "errors", "Errors that the port counted.", lambda port: port.errors),
+    (CounterMetricFamily, "link_downs", "Times that the link went down.", lambda port: port.link_downs),
+)
+
+
+def _port_families(node: str, ports: tuple[PortSample, ...]) -> Iterator[Metric]:
+    for kind, name, help_text, read in _PORT:
+        rows = [((node, port.name, port.kind), value) for port in ports if (value := read(port)) is not None]
+        yield _family(kind, f"port_{name}", help_text, ("node", "port", "kind"), rows)
 
 
 def _dcgm_families(node: str, report: SensorReport) -> Iterator[Metric]:

@@ -358,6 +358,7 @@ class Supervisor:
         return AgentMetrics(
             node=self._settings.node,
             version=__version__,
+            domain=Domain(rack=self._settings.rack, switch=self._settings.switch, power=self._settings.power_domain),
             sensor_report=self._sensor_report,
             findings=self._findings.findings,
             spool_reports=len(self._spool),

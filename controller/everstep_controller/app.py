@@ -144,7 +144,7 @@ class Controller:
         )
         self.progress = ProgressRecorder(state, self.loop.now)
         self.standby_watch = StandbyMonitor(settings, self.loop, clock)
-        self._gauges = FleetCollector(self.view_context)
+        self._gauges = FleetCollector(self.view_context, self.loop.read_models)
         self.metrics.registry.register(self._gauges)
         self.credentials = CredentialStore(loaded.credentials)
         gate = Authenticator(settings, keyring, self.credentials, state.jobs, clock, self.loop.now)

@@ -39,14 +39,16 @@ def page() -> str:
     names = ("Name", "Type", "Labels", "Meaning")
     parts = [
         "# Metrics\n\nThe controller serves `GET /metrics` to a viewer's token; an agent serves it at its "
-        "`metrics_listen` address. No series of the controller carries a node's name, because a fleet has thousands. "
-        "Recording rules and alerts are in `dashboards/prometheus/everstep.rules.yml`.\n"
+        "`metrics_listen` address. A fleet has thousands of nodes and ranks. The controller's families that name "
+        "nodes, racks or ranks therefore show only those that matter most, and say how many. Recording rules and "
+        "alerts are in `dashboards/prometheus/everstep.rules.yml`.\n"
     ]
     for title, families in (
         ("Controller", asyncio.run(_of_controller())),
         ("Agent", [one for one in agents if one[0].startswith("everstep_agent_")]),
         ("Vault", [one for one in agents if one[0].startswith("everstep_vault_")]),
         ("GPUs", [one for one in agents if one[0].startswith("everstep_gpu_")]),
+        ("Network ports", [one for one in agents if one[0].startswith("everstep_port_")]),
         ("GPUs, under the names of dcgm-exporter", [one for one in agents if one[0].startswith("DCGM_")]),
     ):
         parts.append(f"## {title}\n")

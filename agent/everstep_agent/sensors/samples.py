@@ -12,6 +12,16 @@ HARDWARE_THROTTLE_BITS = 0x8 | 0x40 | 0x80
 
 HEAT_THROTTLE_BITS = 0x20 | 0x40
 """NVML clock event reasons: software and hardware thermal slowdown."""
+
+THROTTLE_REASONS = {
+    "power_cap": 0x4,
+    "hardware_slowdown": 0x8,
+    "software_thermal": 0x20,
+    "hardware_thermal": 0x40,
+    "power_brake": 0x80,
+}
+"""NVML clock event reasons that slow a GPU down against its will, by name."""
+
 LINK_LOADED_UTILIZATION = 0.5
 """Utilization from which on a PCIe link must run at its full speed and width."""
 

@@ -16,7 +16,7 @@ import msgspec
 from everstep import __version__
 from everstep.errors import NotFound
 from everstep.ids import Rank, Version
-from everstep.vocabulary import Finding
+from everstep.vocabulary import Finding, GenerationReason
 from everstep.wire.v1 import operator as op
 from everstep.wire.v1 import operator_history
 from everstep.wire.v1.directives import RunProbe
@@ -30,6 +30,7 @@ from everstep_controller.core.jobs import membership
 from everstep_controller.core.records import IN_SERVICE, JobRecord, NodeRecord
 from everstep_controller.core.state import FleetState
 from everstep_controller.leadership.lease import StandbyReport
+from everstep_controller.read_models.run_totals import RunTotals
 from everstep_controller.runtime.commit_buffer import DatabaseOutage
 from everstep_controller.runtime.push import Outbox
 from everstep_controller.store.rows import decode_cursor, encode_cursor
@@ -54,6 +55,7 @@ class RecoveryTracker:
 
     def __init__(self, jobs: Iterable[JobRecord] = ()) -> None:
         self._resuming: dict[tuple[str, int], _ResumedRanks] = {}
+        self._newest: dict[str, GenerationRecovery] = {}
         self._reported: dict[str, int] = {
             job.job: job.generation.number
             for job in jobs
@@ -71,6 +73,7 @@ class RecoveryTracker:
     def forget(self, job: str) -> None:
         """Forget a deleted job."""
         self._reported.pop(job, None)
+        self._newest.pop(job, None)
         self._resuming = {key: resumed for key, resumed in self._resuming.items() if key[0] != job}
 
     def current(self, job: JobRecord) -> GenerationRecovery | None:
@@ -101,8 +104,14 @@ class RecoveryTracker:
             return None
         recovery = self.current(job)
         self._reported[job.job] = spec.number
+        if recovery is not None and spec.reason is not GenerationReason.FORMED:
+            self._newest[job.job] = recovery
         self._resuming = {key: resumed for key, resumed in self._resuming.items() if key[0] != job.job}
         return recovery
+
+    def newest(self, job: str) -> GenerationRecovery | None:
+        """Return the job's newest recovery that has finished since this controller leads."""
+        return self._newest.get(job)
 
 
 class ProbeTracker:
@@ -111,6 +120,8 @@ class ProbeTracker:
     def __init__(self) -> None:
         self._probes: dict[str, ProbeStatus] = {}
         self._answers: dict[str, dict[str, ProbeFinished]] = {}
+        self.results: dict[str, int] = {"passed": 0, "failed": 0}
+        self.newest_rows: tuple[ProbeRow, ...] = ()
 
     def record_started(self, probe: RunProbe, now: float) -> None:
         """Record the start of a probe."""
@@ -131,11 +142,15 @@ class ProbeTracker:
         answers[node] = report
         complete = set(status.nodes) <= set(answers)
         failed = any(not answer.ok for answer in answers.values())
+        if status.ok is None and (failed or complete):
+            self.results["failed" if failed else "passed"] += 1
+        rows = _slowest(answers.values())
+        self.newest_rows = rows if complete and rows else self.newest_rows
         self._probes[report.probe] = msgspec.structs.replace(
             status,
             ok=False if failed else True if complete else None,
             answers={member: answer.detail or ("ok" if answer.ok else "failed") for member, answer in answers.items()},
-            rows=_slowest(answers.values()),
+            rows=rows,
         )
 
     def newest(self) -> tuple[ProbeStatus, ...]:
@@ -183,11 +198,12 @@ def _slowest(answers: Iterable[ProbeFinished]) -> tuple[ProbeRow, ...]:
 
 
 class ReadModels:
-    """Both trackers, fed by the same reports."""
+    """Both trackers, fed by the same reports, and the totals of each run."""
 
     def __init__(self, jobs: Iterable[JobRecord] = ()) -> None:
         self.recoveries = RecoveryTracker(jobs)
         self.probes = ProbeTracker()
+        self.totals = RunTotals()
 
     def record_report(self, node: str, body: AnyReport) -> None:
         """Record a report that the core has taken."""

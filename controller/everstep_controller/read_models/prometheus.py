@@ -1,6 +1,7 @@
 """Export the controller's metrics to Prometheus.
 
-No series has a node label, because a fleet has thousands of nodes. Per-node metrics come from the agents.
+A fleet has thousands of nodes, so per-node metrics come from the agents. The few families here that name nodes, racks
+or ranks are bounded (``bounded_families``).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections import Counter as Tally
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from typing import get_args
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -21,7 +22,8 @@ from everstep_controller.api.stream import StreamReservations
 from everstep_controller.core import events as ev
 from everstep_controller.core.health.outbreaks import active_outbreaks
 from everstep_controller.core.state import FleetState, Ignored
-from everstep_controller.read_models import fleet_views
+from everstep_controller.read_models import bounded_families, fleet_views
+from everstep_controller.read_models.bounded_families import LateRanks
 from everstep_controller.runtime.intake import Urgency
 from everstep_controller.runtime.push import Outbox
 from everstep_controller.store.rows import AuditRow
@@ -45,6 +47,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.heartbeats = 0
         self.registry.register(_HeartbeatCollector(self))
+        ProcessCollector(registry=self.registry)
         self._events = self._counter("events", "Events handled by the core.", "kind")
         self._event_counters = {kind.__name__: self._events.labels(kind.__name__) for kind in get_args(ev.Event)}
         self._handle = self._histogram("event_handling_seconds", "Seconds to handle one event.", _FAST)
@@ -183,18 +186,24 @@ class _HeartbeatCollector(Collector):
 class FleetCollector(Collector):
     """Gauges read from the fleet's state at each scrape."""
 
-    def __init__(self, context: fleet_views.ViewContext) -> None:
+    def __init__(self, context: fleet_views.ViewContext, read_models: fleet_views.ReadModels | None = None) -> None:
         self._context = context
+        self._read_models = read_models or fleet_views.ReadModels()
         self._summaries: list[JobSummary] = []
+        self._late: dict[str, LateRanks] = {}
 
     async def refresh(self, yield_to_agents: Callable[[], Awaitable[None]]) -> None:
         """Read the jobs before ``collect``, and yield between them, because each is linear in its ranks."""
-        jobs, summaries = self._context.state.jobs, []
+        state, jobs, summaries = self._context.state, self._context.state.jobs, []
+        late: dict[str, LateRanks] = {}
         for name in list(jobs):
             if name in jobs:
-                summaries.append(fleet_views.job_summary(self._context.state, jobs[name]))
+                summaries.append(fleet_views.job_summary(state, jobs[name]))
             await yield_to_agents()
-        self._summaries = summaries
+            if name in jobs and jobs[name].is_running and (ranks := bounded_families.late_ranks(state, jobs[name])):
+                late[name] = ranks
+            await yield_to_agents()
+        self._summaries, self._late = summaries, late
 
     def collect(self) -> Iterator[Metric]:
         context, state = self._context, self._context.state
@@ -219,6 +228,9 @@ class FleetCollector(Collector):
         yield from self._evictions(state)
         yield from _jobs(self._summaries)
         yield from _storage_and_parity(state)
+        yield from bounded_families.node_families(state)
+        yield from bounded_families.run_families(state, self._read_models, self._late, context.now())
+        yield from bounded_families.probe_families(self._read_models.probes)
 
     def _database(self) -> Iterator[Metric]:
         outage = self._context.database_outage()

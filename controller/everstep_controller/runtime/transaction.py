@@ -226,6 +226,7 @@ class Transaction:
                 self._documents["nodes", node] = node_doc
             case fx.PutJob(job=job, doc=job_doc):
                 self._documents["jobs", job] = job_doc
+                self.read_models.totals.record_state(job_doc, now)
                 self._job_changed(job_doc)
             case fx.DeleteNode(node=node):
                 self._documents.pop(("nodes", node), None)
@@ -237,10 +238,12 @@ class Transaction:
                 self._documents.pop(("jobs", job), None)
                 self._batch.forget_job(job)
                 self.read_models.recoveries.forget(job)
+                self.read_models.totals.forget(job)
             case fx.PutGeneration(spec=spec, opened_at=opened_at):
                 row = _documented(rows.GenerationRow, spec, "job number reason trace", issued_at=opened_at)
                 self._batch.generations.append(row)
             case fx.PutVersion(doc=record):
+                self.read_models.totals.record_version(record)
                 key = (record.job, record.version.generation, record.version.step)
                 self._batch.versions[key] = rows.VersionRow(
                     job=key[0],

@@ -12,10 +12,11 @@ import urllib.error
 import urllib.request
 from typing import Any
 
+import msgspec
 import pytest
 from everstep_agent import metrics
 from everstep_agent.metrics import AgentCollector, AgentMetrics, MetricsServer, resident_bytes
-from everstep_agent.sensors.samples import GpuSample
+from everstep_agent.sensors.samples import GpuSample, PortSample
 from everstep_agent.sensors.sensor_messages import PollResult, SensorReport
 from prometheus_client.core import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
@@ -23,7 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from everstep.clock import ManualClock
 from everstep.log_lines import BURST
 from everstep.vocabulary import Finding, FindingKind, Severity
-from everstep.wire.v1.agent import Gpu
+from everstep.wire.v1.agent import Domain, Gpu
 from everstep.wire.v1.local import StatisticsAnswer
 
 DEADLINE_S = 60.0
@@ -53,6 +54,7 @@ def numbers(**changes: Any) -> AgentMetrics:
     fields: dict[str, Any] = {
         "node": "n1",
         "version": "0.1.0",
+        "domain": Domain(rack="r1"),
         "sensor_report": a_picture(SAMPLE),
         "findings": (XID,),
         "spool_reports": 4,
@@ -123,6 +125,26 @@ def test_gpus_are_shown_in_base_units() -> None:
     assert value(samples, "everstep_gpu_memory_used_bytes") == 3 << 30
     assert value(samples, "everstep_gpu_ecc_uncorrectable_total") == 2
     assert value(samples, "everstep_gpu_xids_total", gpu="0", xid="79") == 3
+
+
+def test_failure_domains_are_labels_of_an_info_series() -> None:
+    assert value(shown(), "everstep_agent_domain_info", node="n1", rack="r1", switch="", power="") == 1
+
+
+def test_throttle_reasons_count_the_nodes_gpus() -> None:
+    hot = msgspec.structs.replace(SAMPLE, throttle_reasons=0x40 | 0x1)
+    samples = shown(sensor_report=a_picture(SAMPLE, hot))
+    assert value(samples, "everstep_gpu_throttled_gpus", node="n1", reason="hardware_thermal") == 1
+    assert value(samples, "everstep_gpu_throttled_gpus", node="n1", reason="power_cap") == 0
+
+
+def test_network_ports_are_shown_in_base_units() -> None:
+    port = PortSample(name="mlx5_0/1", kind="infiniband", up=True, was_up=True, rate_gbps=400.0, errors=3)
+    samples = shown(sensor_report=a_picture(SAMPLE, ports=(port,)))
+    assert value(samples, "everstep_port_up", port="mlx5_0/1", kind="infiniband") == 1
+    assert value(samples, "everstep_port_rate_bits_per_second") == 400e9
+    assert value(samples, "everstep_port_errors_total") == 3
+    assert "everstep_port_link_downs_total" not in {name for name, _ in samples}
 
 
 def test_unsupported_device_metric_has_no_series() -> None:

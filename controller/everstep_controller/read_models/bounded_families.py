@@ -1,0 +1,210 @@
+"""Yield the controller's metric families that name nodes, racks or ranks, each with a bounded number of series.
+
+A fleet has thousands of nodes and a run has thousands of ranks. These families therefore show only those that a person
+would look at first: nodes out of service, racks with the most of them, and the ranks that the others wait for.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from heapq import nlargest, nsmallest
+
+import msgspec
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from everstep.ids import NodeId, Rank
+from everstep.vocabulary import NodeState, Severity
+from everstep_controller.core.records import JobRecord, NodeRecord
+from everstep_controller.core.state import FleetState
+from everstep_controller.read_models.fleet_views import IN_OUTBREAK, ProbeTracker, ReadModels, effective_state
+
+PREFIX = "everstep_controller_"
+NODES_SHOWN = 100
+"""Nodes out of service that have a series; those that changed last come first."""
+RACKS_SHOWN = 50
+"""Racks that have a series; those with the most nodes out of service come first."""
+RANKS_SHOWN = 10
+"""Ranks of a run that have a series; those that work longest on a step come first."""
+REASON_CHARACTERS = 200
+"""Characters of the sentence that explains a node's state, in a label."""
+RECOVERY_PHASES = (
+    "start",
+    "abort",
+    "teardown",
+    "wait",
+    "rendezvous",
+    "build",
+    "restore",
+    "plan",
+    "compile",
+    "first_step",
+)
+"""Phases of a recovery in sequence (``Resumed.phases_s``); any others are summed as ``other``."""
+
+
+class LateRanks(msgspec.Struct, frozen=True):
+    """Ranks of a run that work longest on a step.
+
+    Attributes:
+        median_s: Lower median of all ranks' own seconds per step.
+        slowest: Rank, node and own seconds per step, longest first.
+    """
+
+    median_s: float
+    slowest: tuple[tuple[Rank, NodeId, float], ...]
+
+
+def late_ranks(state: FleetState, job: JobRecord) -> LateRanks | None:
+    """Return the ranks that the others wait for; None if no rank measures its own time. Linear in the ranks."""
+    spec, live = job.generation, state.job_runtime.get(job.job)
+    if spec is None or live is None:
+        return None
+    busy = [
+        (one.busy_s, one.rank)
+        for one in live.progress.by_rank.values()
+        if one.busy_s is not None and one.generation == spec.number and one.rank < spec.world_size
+    ]
+    if not busy:
+        return None
+    median_s = sorted(busy)[(len(busy) - 1) // 2][0]
+    return LateRanks(median_s, tuple((rank, spec.node_of(rank), own_s) for own_s, rank in nlargest(RANKS_SHOWN, busy)))
+
+
+def next_step(state: FleetState, record: NodeRecord) -> str:
+    """Return what a node out of service waits for, as one of a few words; ``docs/how-to/monitoring.md`` lists them."""
+    plan, shown = record.quarantine.plan, effective_state(state, record)
+    if shown == IN_OUTBREAK:
+        return "end_of_outbreak"
+    match record.state:
+        case NodeState.SUSPECT | NodeState.LOST:
+            return "heartbeat"
+        case NodeState.HELD:
+            return "release"
+        case NodeState.REPAIR:
+            return "repair"
+        case NodeState.PROBATION:
+            return "diagnostics"
+    if record.quarantine.needs_operator:
+        return "operator"
+    if plan is not None and plan.ladder_step < len(plan.ladder):
+        return str(plan.ladder[plan.ladder_step])
+    return "findings_clear" if record.quarantine.causes else "diagnostics"
+
+
+def _rule(record: NodeRecord) -> str:
+    """Return the rule that took the node out of service, or that of its gravest finding; "" if there is none."""
+    if record.quarantine.plan is not None and record.quarantine.plan.rule_id:
+        return record.quarantine.plan.rule_id
+    order = list(Severity)
+    gravest = max(record.all_findings(), key=lambda finding: order.index(finding.severity), default=None)
+    return (gravest.rule or str(gravest.kind)) if gravest is not None else ""
+
+
+def node_families(state: FleetState) -> Iterator[Metric]:
+    """Yield which nodes are out of service and why, and the racks with the most of them."""
+    unfit = [
+        (record, shown)
+        for record in state.nodes.values()
+        if (shown := effective_state(state, record)) != NodeState.HEALTHY
+    ]
+    nodes = GaugeMetricFamily(
+        PREFIX + "node_unfit_since_timestamp_seconds",
+        f"Time since which a node is not healthy (unix time), for the {NODES_SHOWN} newest. The labels say why, and "
+        "what the node waits for.",
+        labels=["node", "rack", "state", "rule", "next", "reason"],
+    )
+    for record, shown in nlargest(NODES_SHOWN, unfit, key=lambda one: one[0].since):
+        reason = record.sentence[:REASON_CHARACTERS]
+        rack, step = record.identity.domain.rack, next_step(state, record)
+        nodes.add_metric([record.node, rack, shown, _rule(record), step, reason], record.since)
+    yield nodes
+    by_rack = dict.fromkeys(sorted({record.identity.domain.rack for record in state.nodes.values()}), 0)
+    by_rack |= Counter(record.identity.domain.rack for record, _ in unfit)
+    racks = GaugeMetricFamily(
+        PREFIX + "rack_unfit_nodes",
+        f"Nodes that are not healthy, for the {RACKS_SHOWN} racks with the most.",
+        labels=["rack"],
+    )
+    for rack, count in nsmallest(RACKS_SHOWN, by_rack.items(), key=lambda one: -one[1]):
+        racks.add_metric([rack], count)
+    yield racks
+
+
+def run_families(
+    state: FleetState, read_models: ReadModels, late: dict[str, LateRanks], now: float
+) -> Iterator[Metric]:
+    """Yield each run's totals, the phases of its newest recovery, and the ranks in ``late``."""
+    activity = CounterMetricFamily(
+        PREFIX + "job_seconds",
+        "Seconds that a run spent on an activity since this controller leads. Effective time is the share of training.",
+        labels=["run", "activity"],
+    )
+    committed = CounterMetricFamily(
+        PREFIX + "job_committed_bytes", "Bytes of the versions committed since this controller leads.", labels=["run"]
+    )
+    phases = GaugeMetricFamily(
+        PREFIX + "job_recovery_phase_seconds",
+        "Seconds of each phase in the newest finished recovery, of the slowest rank; 0 before the first.",
+        labels=["run", "phase"],
+    )
+    recovered = GaugeMetricFamily(
+        PREFIX + "job_recovery_timestamp_seconds",
+        "Time at which the newest finished recovery was decided (unix time); 0 before the first.",
+        labels=["run"],
+    )
+    for name, job in state.jobs.items():
+        read_models.totals.record_state(job, now)
+        for spent_on, seconds in read_models.totals.seconds(name).items():
+            activity.add_metric([name, spent_on], seconds)
+        committed.add_metric([name], read_models.totals.committed_bytes(name))
+        recovery = read_models.recoveries.newest(name)
+        for phase, seconds in _phases(recovery.phases_s if recovery is not None else {}).items():
+            phases.add_metric([name, phase], seconds)
+        recovered.add_metric([name], recovery.decided_at if recovery is not None else 0.0)
+    yield from (activity, committed, phases, recovered)
+    yield from _late_rank_families(late)
+
+
+def _phases(seconds: dict[str, float]) -> dict[str, float]:
+    known = {phase: seconds.get(phase, 0.0) for phase in RECOVERY_PHASES}
+    return known | {"other": sum(spent for phase, spent in seconds.items() if phase not in known)}
+
+
+def _late_rank_families(late: dict[str, LateRanks]) -> Iterable[Metric]:
+    median = GaugeMetricFamily(
+        PREFIX + "job_rank_busy_median_seconds",
+        "Median of the ranks' own seconds per step, without waiting for other ranks.",
+        labels=["run"],
+    )
+    lateness = GaugeMetricFamily(
+        PREFIX + "job_rank_lateness_seconds",
+        f"Own seconds per step above the run's median, for the {RANKS_SHOWN} slowest ranks of each run.",
+        labels=["run", "rank", "node"],
+    )
+    for run, ranks in late.items():
+        median.add_metric([run], ranks.median_s)
+        for rank, node, own_s in ranks.slowest:
+            lateness.add_metric([run, str(rank), node], own_s - ranks.median_s)
+    return (median, lateness)
+
+
+def probe_families(probes: ProbeTracker) -> Iterator[Metric]:
+    """Yield the results of probes, and what the newest one measured at its largest size."""
+    results = CounterMetricFamily(
+        PREFIX + "probes", "Probes that ended since this controller leads.", labels=["result"]
+    )
+    for result, count in probes.results.items():
+        results.add_metric([result], count)
+    yield results
+    rows = probes.newest_rows
+    yield GaugeMetricFamily(
+        PREFIX + "probe_bandwidth_bytes_per_second",
+        "Lowest bandwidth of a member in the newest measured probe, at its largest size; 0 before the first.",
+        value=rows[-1].bandwidth_bytes_per_s if rows else 0.0,
+    )
+    yield GaugeMetricFamily(
+        PREFIX + "probe_latency_seconds",
+        "Longest latency of a member in the newest measured probe, at its smallest size; 0 before the first.",
+        value=rows[0].latency_s if rows else 0.0,
+    )
