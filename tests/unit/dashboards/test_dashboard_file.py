@@ -1,47 +1,86 @@
-"""The checked-in dashboard and rules, without servers."""
+"""The checked-in dashboards and rules, without servers."""
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from dashboards.build import GRID, TARGET, dashboard, queries
+from dashboards.build import DASHBOARDS, FOLDER, GRID, build, queries, text
+from dashboards.panels import Dashboard, Panel
+from tests.unit.docs.test_documents import anchors
 from tools.docs_site import metrics
 
-PROMETHEUS = TARGET.parents[1] / "prometheus"
+ROOT = Path(__file__).parents[3]
+PROMETHEUS = ROOT / "dashboards" / "prometheus"
+ALERTMANAGER = PROMETHEUS / "alertmanager.example.yml"
 promtool = pytest.mark.skipif(
     shutil.which("promtool") is None,
     reason="promtool is not installed (Debian's package prometheus has it): the rules were not tested",
 )
+amtool = pytest.mark.skipif(
+    shutil.which("amtool") is None,
+    reason="amtool is not installed (Debian's package prometheus-alertmanager has it): the routes were not tested",
+)
+every_dashboard = pytest.mark.parametrize("described", DASHBOARDS, ids=lambda one: one.name)
 
 
-def panels() -> Iterator[dict[str, Any]]:
-    yield from (panel for panel in dashboard()["panels"] if panel["type"] != "row")
+def panels(described: Dashboard) -> Iterator[dict[str, Any]]:
+    yield from (panel for panel in build(described)["panels"] if panel["type"] != "row")
 
 
-def test_checked_in_dashboard_is_current() -> None:
-    assert json.loads(TARGET.read_text()) == dashboard(), "run `python -m dashboards.build`"
+def rules() -> list[dict[str, Any]]:
+    (group,) = yaml.safe_load((PROMETHEUS / "everstep.rules.yml").read_text())["groups"]
+    found: list[dict[str, Any]] = group["rules"]
+    return found
 
 
-def test_panels_have_unique_ids_titles_and_queries() -> None:
-    found = list(panels())
-    assert len({panel["id"] for panel in dashboard()["panels"]}) == len(dashboard()["panels"])
-    for panel in found:
-        assert panel["title"]
-        assert panel["description"]
-        assert panel["targets"]
+def alerts() -> list[dict[str, Any]]:
+    return [rule for rule in rules() if "alert" in rule]
 
 
-def test_panels_stay_on_the_grid_without_overlap() -> None:
+@every_dashboard
+def test_checked_in_dashboard_is_current(described: Dashboard) -> None:
+    file = FOLDER / f"{described.name}.json"
+    assert file.read_text() == text(described), "run `python -m dashboards.build`"
+
+
+def test_folder_holds_the_dashboards_and_nothing_else() -> None:
+    assert {file.name for file in FOLDER.iterdir()} == {f"{one.name}.json" for one in DASHBOARDS}
+
+
+@every_dashboard
+def test_panels_have_ids_titles_units_and_thresholds(described: Dashboard) -> None:
+    everything = build(described)["panels"]
+    assert len({panel["id"] for panel in everything}) == len(everything)
+    titles = [panel["title"] for panel in panels(described)]
+    assert len(set(titles)) == len(titles)
+    for panel in panels(described):
+        assert panel["targets"], panel["title"]
+        defaults = panel["fieldConfig"]["defaults"]
+        assert defaults["unit"], panel["title"]
+        steps = [step["value"] for step in defaults["thresholds"]["steps"]]
+        assert steps[0] is None, panel["title"]
+        assert steps[1:] == sorted(steps[1:]), panel["title"]
+        assert all(target["datasource"]["uid"] == "${datasource}" for target in panel["targets"])
+
+
+@pytest.mark.parametrize("panel", [panel for one in DASHBOARDS for panel in one.panels], ids=lambda panel: panel.title)
+def test_panel_description_is_a_sentence(panel: Panel) -> None:
+    assert panel.about.endswith(".")
+    assert len(panel.about.split()) >= 5
+
+
+@every_dashboard
+def test_panels_stay_on_the_grid_without_overlap(described: Dashboard) -> None:
     taken: set[tuple[int, int]] = set()
-    for panel in dashboard()["panels"]:
+    for panel in build(described)["panels"]:
         place = panel["gridPos"]
         assert place["x"] + place["w"] <= GRID
         cells = {(place["x"] + i, place["y"] + j) for i in range(place["w"]) for j in range(place["h"])}
@@ -49,22 +88,43 @@ def test_panels_stay_on_the_grid_without_overlap() -> None:
         taken |= cells
 
 
-def test_every_alert_has_summary_and_description() -> None:
-    rules = yaml.safe_load((PROMETHEUS / "everstep.rules.yml").read_text())
-    alerts = [rule for group in rules["groups"] for rule in group["rules"] if "alert" in rule]
-    assert alerts
-    for alert in alerts:
-        assert alert["annotations"]["summary"]
-        assert alert["annotations"]["description"]
+@every_dashboard
+def test_queries_use_only_declared_variables(described: Dashboard) -> None:
+    declared = {variable.name for variable in described.variables} | {"__range", "__rate_interval"}
+    used = {name for panel in described.panels for query, _ in panel.queries for name in re.findall(r"\$(\w+)", query)}
+    assert used <= declared
+    assert {variable.name for variable in described.variables} <= used
+
+
+@every_dashboard
+def test_series_per_gpu_or_rank_are_aggregated_or_few(described: Dashboard) -> None:
+    """Ten thousand GPUs must not become ten thousand lines."""
+    for panel in described.panels:
+        for query, _ in panel.queries:
+            if re.search(r"everstep_(gpu|port|agent|vault)_|rank_lateness", query):
+                assert re.search(r"\b(topk|bottomk|sum|avg|max|min|count)\b", query), panel.title
+
+
+def test_every_alert_says_what_to_do_and_where() -> None:
+    assert alerts()
+    headings = anchors((ROOT / "docs" / "how-to" / "runbook.md").read_text())
+    for alert in alerts():
+        annotations = alert["annotations"]
+        assert annotations["summary"]
+        assert len(annotations["description"].split()) >= 5 or "`everstep" in annotations["description"]
+        document, _, anchor = annotations["runbook"].partition("#")
+        assert document == "docs/how-to/runbook.md"
+        assert anchor == alert["alert"].lower()
+        assert anchor in headings
         assert alert["labels"]["severity"] in {"page", "warn"}
 
 
-def test_queried_controller_series_exist() -> None:
-    rules = yaml.safe_load((PROMETHEUS / "everstep.rules.yml").read_text())["groups"][0]["rules"]
-    asked = " ".join([*queries(), *(rule["expr"] for rule in rules)])
-    recorded = {rule["record"] for rule in rules if "record" in rule}
-    exported = set(re.findall(r"`(everstep_controller_\w+)`", metrics.page()))
-    assert {re.sub("_bucket$", "", name) for name in re.findall(r"everstep_controller_\w+", asked)} <= exported
+def test_queried_series_exist() -> None:
+    asked = " ".join([*queries(), *(rule["expr"] for rule in rules())])
+    recorded = {rule["record"] for rule in rules() if "record" in rule}
+    exported = set(re.findall(r"`((?:everstep|process)_\w+)`", metrics.page()))
+    names = {re.sub("_(bucket|sum|count)$", "", name) for name in re.findall(r"\b(?:everstep|process)_\w+", asked)}
+    assert names <= exported
     assert set(re.findall(r"everstep:[\w:]+", asked)) <= recorded
 
 
@@ -80,3 +140,28 @@ def test_alerts_pass_the_promtool_tests() -> None:
     command = ["promtool", "test", "rules", str(PROMETHEUS / "everstep.test.yml")]
     done = subprocess.run(command, timeout=120, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@amtool
+def test_amtool_accepts_the_alertmanager_example() -> None:
+    subprocess.run(["amtool", "check-config", str(ALERTMANAGER)], check=True, timeout=120, capture_output=True)
+
+
+@amtool
+@pytest.mark.parametrize(("severity", "receiver"), [("page", "page"), ("warn", "ticket")])
+def test_severity_decides_who_is_told(severity: str, receiver: str) -> None:
+    labels = ["alertname=EverstepJobStalled", "run=llama", f"severity={severity}"]
+    command = ["amtool", "config", "routes", "test", f"--config.file={ALERTMANAGER}", *labels]
+    done = subprocess.run(command, check=True, timeout=120, capture_output=True, text=True)
+    assert done.stdout.split() == [receiver]
+
+
+def test_inhibition_names_existing_alerts() -> None:
+    """A cause that silences a consequence is never less urgent than it, or a page would be lost behind a ticket."""
+    severity = {alert["alert"]: alert["labels"]["severity"] for alert in alerts()}
+    for rule in yaml.safe_load(ALERTMANAGER.read_text())["inhibit_rules"]:
+        (cause,) = re.findall(r"Everstep\w+", " ".join(rule["source_matchers"]))
+        consequences = re.findall(r"Everstep\w+", " ".join(rule["target_matchers"]))
+        assert {cause, *consequences} <= severity.keys()
+        assert severity[cause] == "page"
+        assert consequences
