@@ -29,9 +29,15 @@ class Line(NamedTuple):
 
 class ShardedJob:
     """Trains on every node that lives, with copies on other nodes. ``options``: the launchers', beside those.
-    ``widths``: of the layers."""
+    ``widths``: of the layers. ``script``: the module that trains."""
 
-    def __init__(self, world: World, *widths: int, options: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        world: World,
+        *widths: int,
+        options: tuple[str, ...] = (),
+        script: str = "tests.support.sharded_training",
+    ) -> None:
         self.world = world
         world.start_controller()
         self.client = ControllerClient(world.url, world.operator_token)
@@ -39,7 +45,7 @@ class ShardedJob:
         for node in world.nodes.values():
             command = ["-m", "everstep_trainer.launch", "--job", JOB, "--nnodes", f"2:{len(world.nodes)}"]
             command += ["--agent-socket", str(node.agent_socket), "--join-wait-s", "60", "--replicas", "2", *options]
-            node.join([*command, "-m", "tests.support.sharded_training", *map(str, widths)])
+            node.join([*command, "-m", script, *map(str, widths)])
 
     def versions(self) -> tuple[CheckpointCopy, ...]:
         """What is kept of it, wherever."""

@@ -287,17 +287,17 @@ def _jobs(summaries: list[JobSummary]) -> Iterator[Metric]:
         ("job_loss", "Newest loss reported by the lowest rank.", "loss"),
     ):
         yield _gauge_by(name, text, "run", {one.job: getattr(one, field) for one in summaries})
-    committed = {one.job: one.committed.step for one in summaries if one.committed}
-    yield _gauge_by("job_committed_step", "Step of the newest committed version.", "run", committed)
-    verified = {one.job: one.verified.step for one in summaries if one.verified}
-    yield _gauge_by("job_verified_step", "Step of the newest verified version.", "run", verified)
+    committed = {one.job: one.committed.step if one.committed else 0 for one in summaries}
+    yield _gauge_by("job_committed_step", "Step of the newest committed version; 0 before the first.", "run", committed)
+    verified = {one.job: one.verified.step if one.verified else 0 for one in summaries}
+    yield _gauge_by("job_verified_step", "Step of the newest verified version; 0 before the first.", "run", verified)
 
 
 def _storage_and_parity(state: FleetState) -> Iterator[Metric]:
     jobs = {name: job for name, job in state.jobs.items() if job.spec.spill is not None or job.spills.stored}
     stored = {name: job.spills.stored[-1] for name, job in jobs.items() if job.spills.stored}
-    steps = {name: one.version.step for name, one in stored.items()}
-    yield _gauge_by("job_storage_step", "Step of the newest checkpoint on storage.", "run", steps)
+    steps = {name: stored[name].version.step if name in stored else 0 for name in jobs}
+    yield _gauge_by("job_storage_step", "Step of the newest checkpoint on storage; 0 before the first.", "run", steps)
     text = "Time at which the newest checkpoint on storage was complete (unix time)."
     yield _gauge_by("job_storage_timestamp_seconds", text, "run", {n: one.stored_at for n, one in stored.items()})
     pending = {name: job.spills.pending is not None for name, job in jobs.items()}
@@ -305,8 +305,8 @@ def _storage_and_parity(state: FleetState) -> Iterator[Metric]:
     failed = {name: job.spills.failed_versions for name, job in jobs.items()}
     yield _gauge_by("job_spills_failed", "Versions that could not be written to storage.", "run", failed)
     parity = {name: job.parity for name, job in state.jobs.items() if job.spec.parity_group_size}
-    steps = {name: one.active.protection.version.step for name, one in parity.items() if one.active}
-    yield _gauge_by("job_parity_step", "Step of the version protected by parity.", "run", steps)
+    steps = {name: one.active.protection.version.step if one.active else 0 for name, one in parity.items()}
+    yield _gauge_by("job_parity_step", "Step of the version protected by parity; 0 before the first.", "run", steps)
     failures = {name: one.failures_in_row for name, one in parity.items()}
     yield _gauge_by("job_parity_failures", "Consecutive versions without parity.", "run", failures)
 
