@@ -41,7 +41,8 @@ def page() -> str:
         "# Metrics\n\nThe controller serves `GET /metrics` to a viewer's token; an agent serves it at its "
         "`metrics_listen` address. A fleet has thousands of nodes and ranks. The controller's families that name "
         "nodes, racks or ranks therefore show only those that matter most, and say how many. Recording rules and "
-        "alerts are in `dashboards/prometheus/everstep.rules.yml`.\n"
+        "alerts are in `dashboards/prometheus/everstep.rules.yml`; [Monitoring](../how-to/monitoring.md) describes the "
+        "dashboards.\n"
     ]
     for title, families in (
         ("Controller", asyncio.run(_of_controller())),

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from enum import StrEnum
 from heapq import nlargest, nsmallest
 
 import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from everstep.ids import NodeId, Rank
-from everstep.vocabulary import NodeState, Severity
+from everstep.vocabulary import Action, NodeState, Severity
 from everstep_controller.core.records import JobRecord, NodeRecord
 from everstep_controller.core.state import FleetState
 from everstep_controller.read_models.fleet_views import IN_OUTBREAK, ProbeTracker, ReadModels, effective_state
@@ -71,25 +72,37 @@ def late_ranks(state: FleetState, job: JobRecord) -> LateRanks | None:
     return LateRanks(median_s, tuple((rank, spec.node_of(rank), own_s) for own_s, rank in nlargest(RANKS_SHOWN, busy)))
 
 
-def next_step(state: FleetState, record: NodeRecord) -> str:
-    """Return what a node out of service waits for, as one of a few words; ``docs/how-to/monitoring.md`` lists them."""
-    plan, shown = record.quarantine.plan, effective_state(state, record)
-    if shown == IN_OUTBREAK:
-        return "end_of_outbreak"
-    match record.state:
-        case NodeState.SUSPECT | NodeState.LOST:
-            return "heartbeat"
-        case NodeState.HELD:
-            return "release"
-        case NodeState.REPAIR:
-            return "repair"
-        case NodeState.PROBATION:
-            return "diagnostics"
+class NextStep(StrEnum):
+    """What a node out of service waits for, apart from an ``Action``; ``docs/how-to/monitoring.md`` explains each."""
+
+    HEARTBEAT = "heartbeat"
+    FINDINGS_CLEAR = "findings_clear"
+    DIAGNOSTICS = "diagnostics"
+    OPERATOR = "operator"
+    RELEASE = "release"
+    END_OF_OUTBREAK = "end_of_outbreak"
+
+
+_NEXT_BY_STATE: dict[str, NextStep | Action] = {
+    IN_OUTBREAK: NextStep.END_OF_OUTBREAK,
+    NodeState.SUSPECT: NextStep.HEARTBEAT,
+    NodeState.LOST: NextStep.HEARTBEAT,
+    NodeState.HELD: NextStep.RELEASE,
+    NodeState.REPAIR: Action.REPAIR,
+    NodeState.PROBATION: NextStep.DIAGNOSTICS,
+}
+
+
+def next_step(record: NodeRecord, shown: str) -> NextStep | Action:
+    """Return what a node in the state ``shown`` waits for."""
+    if shown in _NEXT_BY_STATE:
+        return _NEXT_BY_STATE[shown]
+    plan = record.quarantine.plan
     if record.quarantine.needs_operator:
-        return "operator"
+        return NextStep.OPERATOR
     if plan is not None and plan.ladder_step < len(plan.ladder):
-        return str(plan.ladder[plan.ladder_step])
-    return "findings_clear" if record.quarantine.causes else "diagnostics"
+        return plan.ladder[plan.ladder_step]
+    return NextStep.FINDINGS_CLEAR if record.quarantine.causes else NextStep.DIAGNOSTICS
 
 
 def _rule(record: NodeRecord) -> str:
@@ -116,7 +129,7 @@ def node_families(state: FleetState) -> Iterator[Metric]:
     )
     for record, shown in nlargest(NODES_SHOWN, unfit, key=lambda one: one[0].since):
         reason = record.sentence[:REASON_CHARACTERS]
-        rack, step = record.identity.domain.rack, next_step(state, record)
+        rack, step = record.identity.domain.rack, next_step(record, shown)
         nodes.add_metric([record.node, rack, shown, _rule(record), step, reason], record.since)
     yield nodes
     by_rack = dict.fromkeys(sorted({record.identity.domain.rack for record in state.nodes.values()}), 0)

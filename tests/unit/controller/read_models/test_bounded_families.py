@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
 import pytest
 from everstep_controller.read_models import bounded_families
-from everstep_controller.read_models.bounded_families import RECOVERY_PHASES, late_ranks, node_families, probe_families
+from everstep_controller.read_models.bounded_families import (
+    RECOVERY_PHASES,
+    NextStep,
+    late_ranks,
+    node_families,
+    probe_families,
+)
 from everstep_controller.read_models.fleet_views import ProbeTracker
 from prometheus_client.core import Metric
 from starlette.testclient import TestClient
 
-from everstep.vocabulary import NodeState
+from everstep.vocabulary import Action, NodeState
 from everstep.wire.v1.directives import RunProbe
 from everstep.wire.v1.training import ProbeFinished, RankLost, RankProgress
 from tests.support.controllers import VIEWER, InProcess
@@ -43,15 +50,7 @@ def test_unfit_node_has_rule_reason_and_next_step() -> None:
     assert record.state is not NodeState.HEALTHY
     assert labels["rule"] == "gpu.xid"
     assert labels["reason"] == record.sentence[: bounded_families.REASON_CHARACTERS]
-    assert labels["next"] in {
-        "reset_gpu",
-        "reboot_node",
-        "repair",
-        "drain",
-        "operator",
-        "findings_clear",
-        "diagnostics",
-    }
+    assert labels["next"] in {*Action, *NextStep}
 
 
 def test_healthy_fleet_has_racks_at_zero_and_no_node() -> None:
@@ -126,3 +125,10 @@ def test_phases_of_the_newest_recovery_are_shown(tmp_path: Path) -> None:
         resume(speakers, 2)
         assert phases()["rendezvous"] == 0.02
         assert phases()["restore"] == 0.02
+
+
+def test_documentation_explains_every_next_step() -> None:
+    page = (Path(__file__).parents[4] / "docs" / "how-to" / "monitoring.md").read_text()
+    section = page.split("### What a node waits for", 1)[1].split("\n### ", 1)[0]
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    assert {word for row in rows for word in re.findall(r"`(\w+)`", row)} == {*NextStep, *Action}
