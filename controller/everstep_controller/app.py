@@ -30,7 +30,9 @@ from everstep_controller.leadership.leader_checks import EpochCheck, StandbyMoni
 from everstep_controller.leadership.lease import LeaseTenure
 from everstep_controller.read_models import fleet_views
 from everstep_controller.read_models.fleet_views import ProgressRecorder, ReadModels
+from everstep_controller.read_models.otlp_traces import TraceExporter
 from everstep_controller.read_models.prometheus import FleetCollector, Metrics
+from everstep_controller.read_models.recovery_spans import RecoverySpanBuilder
 from everstep_controller.remediation.remediator import Remediator
 from everstep_controller.remediation.service import RemediationService
 from everstep_controller.rulebook import with_rules
@@ -52,7 +54,7 @@ from everstep_controller.server import connections
 from everstep_controller.server.agent_service import AgentService, SerialQueue
 from everstep_controller.store import table_access
 from everstep_controller.store.retention import RetentionLimits, run_retention
-from everstep_controller.store.rows import LoadedState
+from everstep_controller.store.rows import AuditRow, LoadedState
 from everstep_controller.store.threads import DatabaseStore
 
 openapi_document = functools.cache(openapi.document)
@@ -85,6 +87,8 @@ class Controller:
         self.epoch_check = EpochCheck(tenure, keyring, clock, loaded.epoch) if tenure is not None else None
         self.metrics = Metrics()
         self.feed = AuditFeed(loaded.newest_audit)
+        self._traces = TraceExporter(settings.otlp_endpoint, settings.name) if settings.otlp_endpoint else None
+        self._spans = RecoverySpanBuilder(self._traces.export) if self._traces is not None else None
         self.outbox = Outbox(loaded.epoch, loaded.outbox)
         self.store = store
         self.journal: Journal | None = None
@@ -106,7 +110,7 @@ class Controller:
             metrics=self.metrics,
             audit_numbers=numbers,
             read_models=ReadModels(state.jobs.values()),
-            on_audit=self.feed.publish,
+            on_audit=self._publish_audit,
             on_remediations=lambda rows: self.remediation.executor.enqueue(rows),
             decide=self.journal.decide if self.journal else engine.handle,
             quota=self.quota,
@@ -261,9 +265,16 @@ class Controller:
             task.cancel()
         await asyncio.wait(tasks)
         await self.remediation.stop()
+        if self._traces is not None:
+            await asyncio.to_thread(self._traces.close)
         if self.journal is not None:
             await asyncio.to_thread(self.journal.close)
         await asyncio.to_thread(self.store.close)
+
+    def _publish_audit(self, rows: list[AuditRow]) -> None:
+        self.feed.publish(rows)
+        if self._spans is not None:
+            self._spans.record(rows)
 
     def is_serving(self) -> bool:
         """Return whether the loop still runs."""

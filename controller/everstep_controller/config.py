@@ -170,6 +170,9 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """URL to which alerts are posted, in the format of Alertmanager's webhooks. Empty: none."""
     alert_token_file: str = ""
     """File with a bearer token for ``alert_url``, readable by its owner only. Empty: no token."""
+    otlp_endpoint: str = ""
+    """URL to which each recovery is posted as one OpenTelemetry trace, by OTLP over HTTP, such as
+    ``http://collector:4318/v1/traces``. It needs the packages of ``everstep[otel]``. Empty: none."""
     journal_dir: str = ""
     """Directory for the journal of events and decisions, used to replay incidents and to try policy changes on the
     past. Empty: no journal."""
@@ -282,7 +285,7 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True):
                 "policy.remediation_mode = enforce needs a remediation_backend that resets and reboots nodes: dry_run "
                 "only logs actions"
             )
-        for name in ("webhook_url", "alert_url"):
+        for name in ("webhook_url", "alert_url", "otlp_endpoint"):
             if (value := getattr(self, name)) and not is_http_url(value):
                 yield f"{name} must be http or https, with a host, not {value!r}"
 

@@ -24,6 +24,7 @@ from everstep.system_clock import SYSTEM_CLOCK
 from everstep_controller.api.credentials import Keyring
 from everstep_controller.config import ControllerSettings, read_password
 from everstep_controller.leadership.member import ControllerReplica
+from everstep_controller.read_models.otlp_traces import check_installed
 from everstep_controller.remediation.service import create_remediator
 from everstep_controller.runtime.clock import check_clock_at_start
 from everstep_controller.server import listener
@@ -58,6 +59,8 @@ def _database(settings: ControllerSettings) -> str:
 async def _serve(settings: ControllerSettings) -> int:
     keyring = Keyring.of_file(settings.secret_file)
     listener.check_certificate(settings)
+    if settings.otlp_endpoint:
+        check_installed()
     engine = await asyncio.to_thread(
         open_database, _database(settings), migrate=settings.migrate, check=settings.check_database
     )

@@ -1,1 +1,1 @@
-"""Views of the fleet for people and for Prometheus. No decision depends on them."""
+"""Views of the fleet for people, Prometheus and OpenTelemetry. No decision depends on them."""
