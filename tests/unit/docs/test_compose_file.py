@@ -104,6 +104,13 @@ def test_prometheus_scrapes_the_listening_ports() -> None:
             assert (ROOT / source).exists() or source in COMPOSE["volumes"], mount
 
 
+def test_grafana_opens_a_dashboard_that_exists() -> None:
+    home = SERVICES["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
+    folder, _, name = home.rpartition("/")
+    assert f"./dashboards/grafana:{folder}:ro" in SERVICES["grafana"]["volumes"]
+    assert (ROOT / "dashboards" / "grafana" / name).exists()
+
+
 @pytest.mark.slow
 def test_make_secrets_writes_usable_files(tmp_path: Path) -> None:
     """As its owner; the containers' own users read what is open inside a directory that only the owner enters."""
