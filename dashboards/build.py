@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from dashboards.controller import CONTROLLER
 from dashboards.gpu_network import GPU_NETWORK
 from dashboards.job import JOB
 from dashboards.on_call import ON_CALL
-from dashboards.panels import C, Dashboard, Panel, Query, Variable
+from dashboards.panels import C, Dashboard, Kind, Panel, Query, Variable
 
 FOLDER = Path(__file__).with_name("grafana")
 DASHBOARDS = (ON_CALL, JOB, GPU_NETWORK, CONTROLLER)
@@ -78,7 +79,13 @@ def text(described: Dashboard) -> str:
 
 
 def _panel(panel: Panel) -> AnyPanel:
-    made: AnyPanel = {"stat": _stat, "timeseries": _time_series, "bargauge": _bars, "table": _table}[panel.kind](panel)
+    makers: dict[Kind, Callable[[Panel], AnyPanel]] = {
+        "stat": _stat,
+        "timeseries": _time_series,
+        "bargauge": _bars,
+        "table": _table,
+    }
+    made = makers[panel.kind](panel)
     made = made.title(panel.title).description(panel.about).datasource(SOURCE).unit(panel.unit)
     steps = [models.Threshold(value=value, color=color) for value, color in panel.thresholds]
     made = made.thresholds(builders.ThresholdsConfig().mode(models.ThresholdsMode.ABSOLUTE).steps(steps))
