@@ -19,7 +19,7 @@ from everstep.errors import ConfigurationError
 PACKAGE = Path(everstep.__file__).parent
 SHIPPED = {
     "dashboards": ("dashboards/grafana", "Grafana dashboards"),
-    "alerts": ("dashboards/prometheus", "Prometheus alert rules and their test"),
+    "alerts": ("dashboards/prometheus", "Prometheus rules and alerts, and an example of Alertmanager's routes"),
     "prometheus": ("deploy/prometheus", "Prometheus configuration that scrapes controllers and agents"),
     "systemd": ("deploy/systemd", "systemd units of the controller and the agent"),
     "helm": ("deploy/helm/everstep", "Helm chart of controllers and agents"),

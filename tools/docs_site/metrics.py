@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from everstep_agent import metrics as agent_metrics
 from everstep_agent.sensors.samples import GpuSample
-from everstep_agent.sensors.sensor_messages import SensorReport
+from everstep_agent.sensors.sensor_messages import PollResult, SensorReport
 from everstep_agent.vault import reporting, service
 from everstep_controller.api.credentials import Keyring
 from everstep_controller.app import Controller
@@ -95,8 +95,8 @@ def _of_agent() -> Iterator[Family]:
     counters, refused = reporting.VaultCounters().read_all()
     vault = StatisticsAnswer(request=0, counters=counters, refused=refused, gauges=dict.fromkeys(_levels(), 0))
     gpu = _filled(GpuSample)
-    picture = SensorReport(at=0.0, gpus=(gpu,))
-    numbers = _filled(agent_metrics.AgentMetrics, vault_statistics=vault, sensor_report=picture)
+    report = SensorReport(poll=PollResult(is_full=True, gpus=(gpu,)))
+    numbers = _filled(agent_metrics.AgentMetrics, vault_statistics=vault, sensor_report=report)
     yield from _collected(agent_metrics.AgentCollector(lambda: numbers, dcgm_names=True).collect())
 
 

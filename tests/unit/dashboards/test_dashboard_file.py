@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -127,15 +126,6 @@ def test_queried_series_exist() -> None:
     names = {re.sub("_(bucket|sum|count)$", "", name) for name in re.findall(r"\b(?:everstep|process)_\w+", asked)}
     assert names <= exported
     assert set(re.findall(r"everstep:[\w:]+", asked)) <= recorded
-
-
-def test_wheel_ships_dashboards_and_rules() -> None:
-    """The image builds the wheel too, so it needs their folder."""
-    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
-    sources = {ROOT / source for source in wheel["shared-data"]}
-    assert all(source.exists() for source in sources)
-    assert {FOLDER, PROMETHEUS / "everstep.rules.yml", ALERTMANAGER} <= sources
-    assert "\nCOPY dashboards dashboards\n" in (ROOT / "deploy" / "docker" / "Dockerfile").read_text()
 
 
 @promtool

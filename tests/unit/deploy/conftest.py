@@ -18,7 +18,7 @@ SETS: dict[str, dict[str, Any]] = {
     },
     "plain": {"tls": {"enabled": False}, "secrets": {"create": False}, "agent": {"kernelLog": False}},
     "monitored": {
-        "monitoring": {"serviceMonitor": ON, "podMonitor": ON, "prometheusRule": ON, "dashboard": ON},
+        "monitoring": {"serviceMonitor": ON, "podMonitor": ON, "prometheusRule": ON, "dashboards": ON},
         "networkPolicy": {"enabled": True, "agentCIDRs": ["10.0.0.0/16"]},
         "remediation": {"backend": "kubernetes", "mode": "enforce", "evictPods": True},
         "alerts": {"url": "https://alerts.example/", "tokenSecretName": "alerts"},

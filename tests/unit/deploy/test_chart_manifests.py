@@ -166,11 +166,13 @@ def test_prometheus_rule_holds_the_shipped_alerts(releases: Releases) -> None:
     assert jobs <= {"everstep-controller", "everstep-agent"}, "the monitors set these"
 
 
-def test_dashboard_is_the_shipped_one(releases: Releases) -> None:
-    found: Any = the(releases["monitored"], "ConfigMap", "everstep-dashboard")
-    assert found["metadata"]["labels"]["grafana_dashboard"] == "1"
-    shipped = (ROOT / "dashboards" / "grafana" / "everstep.json").read_text()
-    assert json.loads(found["data"]["everstep.json"]) == json.loads(shipped)
+def test_dashboards_are_the_shipped_ones(releases: Releases) -> None:
+    files = sorted((ROOT / "dashboards" / "grafana").glob("*.json"))
+    assert len(files) == 4
+    for file in files:
+        found: Any = the(releases["monitored"], "ConfigMap", f"everstep-dashboard-{file.stem}")
+        assert found["metadata"]["labels"]["grafana_dashboard"] == "1"
+        assert json.loads(found["data"][file.name]) == json.loads(file.read_text())
 
 
 def test_chart_has_the_version_of_the_project() -> None:

@@ -23,7 +23,7 @@ from everstep_agent.config import read_token
 from everstep_agent.drivers.kmsg import KernelLog
 from everstep_controller.config import read_password, read_secret
 
-from everstep.bearer_tokens import Identity, TokenRole, hash_secret, verify
+from everstep.bearer_tokens import Identity, TokenRole, hash_secret, verify_with_secret
 from everstep.cli.client import ControllerClient
 from everstep.errors import Unavailable
 from everstep.wire.v1.enrolment import Credential, Enrol, Enrolled, Issued, IssueJoin
@@ -127,7 +127,7 @@ def test_secrets_are_made_once_and_usable(api: SecretsApi, tmp_path: Path, capfd
     file.write_text(first["fleet"]["secret"])
     file.chmod(0o400)
     secret = read_secret(str(file))
-    assert verify(secret, first["metrics"]["controller"]) == Identity(TokenRole.VIEWER, "prometheus")
+    assert verify_with_secret([secret], first["metrics"]["controller"])[0] == Identity(TokenRole.VIEWER, "prometheus")
     file = tmp_path / "metrics"
     file.write_text(first["metrics"]["agent"])
     assert read_token(file, "metrics token")
@@ -139,7 +139,7 @@ def test_secrets_are_made_once_and_usable(api: SecretsApi, tmp_path: Path, capfd
 def test_existing_fleet_secret_signs_new_tokens(api: SecretsApi) -> None:
     api.store().create("fleet", {"secret": b"a" * 64 + b"\n" + b"b" * 64})
     make_secrets.run(options(), api.store())
-    assert verify(b"a" * 64, api.data("metrics")["controller"])
+    assert verify_with_secret([b"a" * 64], api.data("metrics")["controller"])
     assert api.data("fleet")["secret"].startswith("aaa")
 
 
