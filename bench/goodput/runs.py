@@ -78,7 +78,7 @@ def site_policy(nodes: int, assumptions: Assumptions) -> CorePolicy:
     if allowed is None:
         allowed = max(4, nodes // NODES_PER_EVICTION)
     return msgspec.structs.replace(
-        with_rules(CorePolicy.production()),
+        with_rules(CorePolicy()),
         eviction_count=allowed,
         eviction_job_count=allowed,
         commit_interval_s=3600.0,

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from everstep_controller.core.effects import PutVerdict
 from everstep_controller.core.events import DatabaseAvailabilityChanged, OperatorAction
-from everstep_controller.core.health.eviction import budget_left, eviction_budget
+from everstep_controller.core.health.eviction import budget_left, eviction_scopes
 from everstep_controller.core.policy import CorePolicy
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -217,9 +217,9 @@ class Budget(RuleBasedStateMachine):
 
     @invariant()
     def what_is_told_is_what_was_counted(self) -> None:
-        told = eviction_budget(self.fleet.state, self.fleet.now)
+        told = eviction_scopes(self.fleet.state, self.fleet.now)
         recent = self._recent()
-        used = {scope.id: scope.used for scope in told.scopes}
+        used = {scope.id: scope.used for scope in told}
         assert used.pop("fleet") == len(recent)
         racks = {f"rack:{rack}" for _, rack, _ in recent if rack}
         jobs = {f"job:{job}" for _, _, job in recent if job}
@@ -227,7 +227,7 @@ class Budget(RuleBasedStateMachine):
         assert all(
             used[f"rack:{rack}"] == sum(1 for _, other, _ in recent if other == rack) for _, rack, _ in recent if rack
         )
-        assert bool(told.breaker_reason) == self.latched
+        assert bool(self.fleet.state.fleet.breaker_reason) == self.latched
         assert budget_left(self.fleet.state, self.fleet.now) == (0 if self.latched else 4 - len(recent))
 
     @invariant()

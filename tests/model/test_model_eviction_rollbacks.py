@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import msgspec
 import pytest
 from everstep_controller.core.effects import Audit, PutVerdict
-from everstep_controller.core.health.eviction import eviction_budget
+from everstep_controller.core.health.eviction import eviction_scopes
 from everstep_controller.core.health.offences import offender_score
 from everstep_controller.core.policy import CorePolicy
 from hypothesis import HealthCheck, settings
@@ -124,7 +124,7 @@ class Acquittals(RuleBasedStateMachine):
 
     @invariant()
     def what_counts_are_the_evictions_that_were_not_taken_back(self) -> None:
-        assert eviction_budget(self.fleet.state, self.fleet.now).scopes[0].used == sum(
+        assert eviction_scopes(self.fleet.state, self.fleet.now)[0].used == sum(
             1 for one in self.offences if one.eviction
         )
         for name in NODES:

@@ -240,9 +240,15 @@ def _restorable(fleet: CoreFleet, words: Words, options: Options) -> Words:
 
 def _budget(fleet: CoreFleet, _words: Words, _options: Options) -> Words:
     """``budget``: what may be evicted yet."""
-    found = eviction.eviction_budget(fleet.state, fleet.now)
-    breaker = [f"breaker: {found.breaker_reason}"] if found.breaker_reason else []
-    return [*breaker, *(f"budget of {s.describe()}: {s.used} of {s.limit} used" for s in found.scopes)]
+    reason = fleet.state.fleet.breaker_reason
+    breaker = [f"breaker: {reason}"] if reason else []
+    return [
+        *breaker,
+        *(
+            f"budget of {s.describe()}: {s.used} of {s.limit} used"
+            for s in eviction.eviction_scopes(fleet.state, fleet.now)
+        ),
+    ]
 
 
 def _remembered(fleet: CoreFleet, words: Words, _options: Options) -> Words:

@@ -14,16 +14,7 @@ import xxhash
 
 from everstep.ids import GenerationNumber, JobId, NodeId, TraceId
 from everstep.vocabulary import Finding, Verdict
-from everstep.wire.v1.directives import (
-    AnyDirective,
-    KillRank,
-    NewGeneration,
-    ProtectVersion,
-    RunProbe,
-    SpillVersion,
-    StopJob,
-    VersionNotice,
-)
+from everstep.wire.v1 import directives
 from everstep.wire.v1.operator_history import Evidence
 from everstep.wire.v1.training import GenerationSpec
 from everstep_controller.core.records import FleetRecord, JobRecord, NodeRecord, VersionRecord
@@ -105,7 +96,7 @@ class Send(msgspec.Struct, frozen=True, tag=True):
     """Put a directive in the node's outbox under the queue's next number, and push it."""
 
     node: NodeId
-    body: AnyDirective
+    body: directives.AnyDirective
 
 
 class RecordFindingRaised(msgspec.Struct, frozen=True, tag=True):
@@ -242,17 +233,12 @@ def _digest_input(effect: Effect) -> object:
             way_back = way.required_action, way.causes, way.plan, way.earliest_end, node.history.offence_score
             return effect.node, node.state, node.sentence, (*held, orders.maintenance_until), way_back
         case PutJob(doc=job):
-            return (
-                effect.job,
-                job.status.state,
-                job.progress.last_number,
-                list(job.membership.excluded_nodes),
-                job.commits.restore_ceiling,
-                job.membership.node_limit,
-            )
+            member, ceiling = job.membership, job.commits.restore_ceiling
+            excluded, number = list(member.excluded_nodes), job.progress.last_number
+            return effect.job, job.status.state, number, excluded, ceiling, member.node_limit
         case PutGeneration():
             return _without_secret(effect.spec)
-        case Send(body=NewGeneration(spec=spec)):
+        case Send(body=directives.NewGeneration(spec=spec)):
             return effect.node, _without_secret(spec)
     return effect
 
@@ -275,18 +261,18 @@ def _describe_restore_rule(effect: PutGeneration) -> str:
 def _describe_directive(effect: Send) -> str:
     body = effect.body
     match body:
-        case NewGeneration():
+        case directives.NewGeneration():
             return f"new generation {body.spec.number} of {body.spec.job}"
-        case KillRank():
+        case directives.KillRank():
             return f"kill rank {body.rank} of generation {body.generation}"
-        case StopJob():
+        case directives.StopJob():
             return f"stop {body.job} ({'succeeded' if body.ok else 'failed'}): {body.reason}"
-        case VersionNotice():
+        case directives.VersionNotice():
             so_far = f"committed {body.committed}" if body.committed else "nothing committed yet"
             return so_far if body.candidate is None else f"{so_far}, next after step {body.candidate}"
-        case SpillVersion():
+        case directives.SpillVersion():
             return f"write {body.version} to {body.url}"
-        case ProtectVersion():
+        case directives.ProtectVersion():
             return f"make parity of {body.version}, {len(body.groups)} shards"
-        case RunProbe():
+        case directives.RunProbe():
             return f"run {body.probe} among {' '.join(body.nodes)}"

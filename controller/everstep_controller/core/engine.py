@@ -9,45 +9,13 @@ from typing import Any
 
 from everstep.errors import Unavailable
 from everstep.vocabulary import Finding, GenerationReason, NodeState, Severity
-from everstep.wire.v1.training import (
-    AnyReport,
-    CollectiveFailed,
-    FindingCleared,
-    FindingRaised,
-    LauncherJoined,
-    LauncherLeft,
-    PeerConnectionLost,
-    ProbeFinished,
-    RankFinished,
-    RankLost,
-    RankProgress,
-    RankStalled,
-    RankUnresponsive,
-    Resumed,
-    UserError,
-    VersionSealed,
-)
+from everstep.wire.v1 import training
 from everstep.wire.v1.vault_reports import VersionProtected, VersionSpilled
-from everstep_controller.core import orders, retirement
+from everstep_controller.core import events, orders, retirement
 from everstep_controller.core.checkpoints.commits import check_candidate
 from everstep_controller.core.checkpoints.parity import check_protection, handle_version_protected
 from everstep_controller.core.checkpoints.storage import check_spill, handle_version_spilled
 from everstep_controller.core.effects import Effect
-from everstep_controller.core.events import (
-    AgentRegistered,
-    ControllerStarted,
-    DatabaseAvailabilityChanged,
-    Event,
-    HeartbeatChanged,
-    NodeDisconnected,
-    NodeSeen,
-    OperatorCommand,
-    ProbeRequested,
-    RemediationFinished,
-    ReportArrived,
-    SchedulerStateChanged,
-    Tick,
-)
 from everstep_controller.core.health import case_outcomes, findings, maintenance, node_state, quarantine
 from everstep_controller.core.health.eviction import check_deferred_scope
 from everstep_controller.core.jobs import ending, hangs, joining, lifecycle, losses
@@ -95,7 +63,7 @@ class HeartbeatResult(Enum):
     findings."""
 
 
-def handle(state: FleetState, event: Event, now: float) -> list[Effect]:
+def handle(state: FleetState, event: events.Event, now: float) -> list[Effect]:
     """Apply ``event`` to ``state``, deterministically, and return the effects to carry out, in order.
 
     ``now`` is in seconds since the epoch and neither jumps nor goes back: the shell's wall clock at its start plus the
@@ -112,13 +80,12 @@ def handle(state: FleetState, event: Event, now: float) -> list[Effect]:
 
 
 def run_transition(
-    state: FleetState, event: Event, now: float, recorded: Sequence[RecordedRead] | None = None
+    state: FleetState, event: events.Event, now: float, recorded: Sequence[RecordedRead] | None = None
 ) -> Transition:
     """Apply ``event`` and return the transition, with its ``reads``. ``recorded`` replays reads of an earlier run."""
     _reject_invalid(state, event, now)
-    transition = Transition(
-        state, now, _trace(event), event.entropy if isinstance(event, ReportArrived) else "", recorded
-    )
+    entropy = event.entropy if isinstance(event, events.ReportArrived) else ""
+    transition = Transition(state, now, _trace(event), entropy, recorded)
     _EVENTS[type(event)](transition, event)
     for phase in PHASES:
         phase(transition)
@@ -126,7 +93,7 @@ def run_transition(
 
 
 def apply_heartbeat(
-    state: FleetState, node: str, incarnation: int, now: float, ranks: tuple[RankProgress, ...] = ()
+    state: FleetState, node: str, incarnation: int, now: float, ranks: tuple[training.RankProgress, ...] = ()
 ) -> HeartbeatResult:
     """Record a heartbeat without findings, unless something follows from it. O(ranks of the node)."""
     record, live = state.nodes.get(node), state.node_runtime.get(node)
@@ -141,7 +108,7 @@ def apply_heartbeat(
 
 
 def can_defer_findings(
-    state: FleetState, node: str, reported: Sequence[Finding], ranks: tuple[RankProgress, ...] = ()
+    state: FleetState, node: str, reported: Sequence[Finding], ranks: tuple[training.RankProgress, ...] = ()
 ) -> bool:
     """Return whether findings may wait for a moment: they are mild or known, and no recovery depends on them."""
     record, live = state.nodes.get(node), state.node_runtime.get(node)
@@ -150,11 +117,12 @@ def can_defer_findings(
     return not may_have_crossed_boundary(state, ranks) and all(_is_mild(record, finding) for finding in reported)
 
 
-def can_defer_reports(state: FleetState, node: str, reports: Sequence[AnyReport]) -> bool:
+def can_defer_reports(state: FleetState, node: str, reports: Sequence[training.AnyReport]) -> bool:
     """Return whether reports may wait for a moment, by the rule of ``can_defer_findings``."""
-    if not all(isinstance(body, FindingRaised | FindingCleared) for body in reports):
+    if not all(isinstance(body, training.FindingRaised | training.FindingCleared) for body in reports):
         return False
-    return can_defer_findings(state, node, [body.finding for body in reports if isinstance(body, FindingRaised)])
+    raised = [body.finding for body in reports if isinstance(body, training.FindingRaised)]
+    return can_defer_findings(state, node, raised)
 
 
 def _is_mild(record: NodeRecord, finding: Finding) -> bool:
@@ -162,7 +130,7 @@ def _is_mild(record: NodeRecord, finding: Finding) -> bool:
     return finding.severity is not Severity.CRITICAL or (current is not None and current.severity is Severity.CRITICAL)
 
 
-def job_to_rejoin(state: FleetState, node: str, ranks: Iterable[RankProgress]) -> str:
+def job_to_rejoin(state: FleetState, node: str, ranks: Iterable[training.RankProgress]) -> str:
     """Return the first job that the node's launcher must rejoin, because its ranks know more than the core; else ""."""
     for progress in ranks:
         job = state.jobs.get(progress.job)
@@ -184,31 +152,29 @@ def _needs_transition(state: FleetState, record: NodeRecord, live: NodeRuntime) 
     return live.heartbeats.clean_heartbeats + 1 >= state.policy.probation_heartbeats
 
 
-def _reject_invalid(state: FleetState, event: Event, now: float) -> None:
+def _reject_invalid(state: FleetState, event: events.Event, now: float) -> None:
     match event:
-        case AgentRegistered():
+        case events.AgentRegistered():
             registration.check_registration(state, event.register)
-        case HeartbeatChanged() | ReportArrived():
+        case events.HeartbeatChanged() | events.ReportArrived():
             registration.check_incarnation(state, event.node, event.incarnation)
-        case OperatorCommand():
+        case events.OperatorCommand():
             _refuse_during_outage(state)
             orders.check_command(state, event, now)
-        case ProbeRequested():
+        case events.ProbeRequested():
             _refuse_during_outage(state)
             orders.check_probe_request(state, event)
-        case _:
-            pass
 
 
-def _trace(event: Event) -> str:
-    if not isinstance(event, ReportArrived):
+def _trace(event: events.Event) -> str:
+    if not isinstance(event, events.ReportArrived):
         return event.trace
     body = event.body
-    own = body.finding.trace if isinstance(body, FindingRaised) else getattr(body, "trace", "")
+    own = body.finding.trace if isinstance(body, training.FindingRaised) else getattr(body, "trace", "")
     return own or event.trace
 
 
-def _handle_tick(transition: Transition, event: Tick) -> None:
+def _handle_tick(transition: Transition, event: events.Tick) -> None:
     state = transition.state
     lag_s = event.lag_s if event.lag_s >= MIN_LAG_S else 0.0
     state.observer_lag_s = max(lag_s, state.observer_lag_s - max(0.0, transition.now - state.observer_lag_at))
@@ -253,7 +219,7 @@ def _check_job(transition: Transition, name: str) -> None:
     lifecycle.check_job(transition, job)
 
 
-def _handle_heartbeat(transition: Transition, event: HeartbeatChanged) -> None:
+def _handle_heartbeat(transition: Transition, event: events.HeartbeatChanged) -> None:
     transition.state.node_runtime[event.node].heartbeats.clean_heartbeats += 1
     node_liveness.mark_seen(transition, event.node)
     for progress in event.ranks:
@@ -265,7 +231,7 @@ def _handle_heartbeat(transition: Transition, event: HeartbeatChanged) -> None:
         findings.replace_agent_findings(transition, event.node, event.findings)
 
 
-def _handle_disconnected(transition: Transition, event: NodeDisconnected) -> None:
+def _handle_disconnected(transition: Transition, event: events.NodeDisconnected) -> None:
     record = transition.state.nodes.get(event.node)
     if record is None or record.identity.incarnation != event.incarnation:
         transition.count_ignored("disconnected.stale")
@@ -273,7 +239,7 @@ def _handle_disconnected(transition: Transition, event: NodeDisconnected) -> Non
     node_liveness.handle_disconnected(transition, event.node)
 
 
-def _handle_nodes_seen(transition: Transition, event: NodeSeen) -> None:
+def _handle_nodes_seen(transition: Transition, event: events.NodeSeen) -> None:
     for node, incarnation in ((event.node, event.incarnation), *event.others):
         record = transition.state.nodes.get(node)
         if record is None or record.identity.incarnation != incarnation:
@@ -296,7 +262,7 @@ def _refuse_during_outage(state: FleetState) -> None:
         )
 
 
-def _handle_database_change(transition: Transition, event: DatabaseAvailabilityChanged) -> None:
+def _handle_database_change(transition: Transition, event: events.DatabaseAvailabilityChanged) -> None:
     """Handle the start or the end of an outage."""
     state = transition.state
     if event.is_unavailable:
@@ -340,17 +306,17 @@ def _reissue_generation(transition: Transition, name: str) -> None:
     regroup(transition, job, RegroupCause(spec.reason, sentence, spec.trace, nodes_to_exclude=others))
 
 
-def _handle_report(transition: Transition, event: ReportArrived) -> None:
+def _handle_report(transition: Transition, event: events.ReportArrived) -> None:
     node_liveness.mark_seen(transition, event.node)
     body, node = event.body, event.node
     match body:
-        case LauncherJoined():
+        case training.LauncherJoined():
             joining.handle_launcher_joined(transition, node, body)
-        case FindingRaised():
+        case training.FindingRaised():
             findings.add_agent_finding(transition, node, body.finding)
-        case FindingCleared():
+        case training.FindingCleared():
             findings.clear_agent_finding(transition, node, body.key)
-        case ProbeFinished():
+        case training.ProbeFinished():
             case_outcomes.handle_probe_finished(transition, node, body)
         case _ if (job := transition.state.jobs.get(body.job)) is None:
             transition.count_ignored("report.unknown_job")
@@ -359,16 +325,16 @@ def _handle_report(transition: Transition, event: ReportArrived) -> None:
 
 
 _REPORTS: dict[type[Any], Callable[[Transition, JobRecord, str, Any], None]] = {
-    LauncherLeft: losses.handle_launcher_left,
-    PeerConnectionLost: node_liveness.handle_peer_lost,
-    RankLost: losses.handle_rank_lost,
-    CollectiveFailed: losses.handle_collective_failed,
-    RankStalled: hangs.handle_rank_stalled,
-    RankUnresponsive: hangs.handle_rank_unresponsive,
-    VersionSealed: case_outcomes.handle_sealed,
-    Resumed: lifecycle.handle_resumed,
-    UserError: lifecycle.handle_user_error,
-    RankFinished: ending.handle_rank_finished,
+    training.LauncherLeft: losses.handle_launcher_left,
+    training.PeerConnectionLost: node_liveness.handle_peer_lost,
+    training.RankLost: losses.handle_rank_lost,
+    training.CollectiveFailed: losses.handle_collective_failed,
+    training.RankStalled: hangs.handle_rank_stalled,
+    training.RankUnresponsive: hangs.handle_rank_unresponsive,
+    training.VersionSealed: case_outcomes.handle_sealed,
+    training.Resumed: lifecycle.handle_resumed,
+    training.UserError: lifecycle.handle_user_error,
+    training.RankFinished: ending.handle_rank_finished,
     VersionSpilled: handle_version_spilled,
     VersionProtected: handle_version_protected,
 }
@@ -415,16 +381,16 @@ _DEADLINE_CHECKS: dict[DeadlineKind, Callable[[Transition, str], bool | None]] =
 """The check of each kind of deadline. True means that nothing follows from it: the node was heard in time."""
 
 _EVENTS: dict[type[Any], Callable[[Transition, Any], None]] = {
-    ControllerStarted: handle_controller_started,
-    Tick: _handle_tick,
-    AgentRegistered: lambda transition, event: registration.register(transition, event.register),
-    HeartbeatChanged: _handle_heartbeat,
-    ReportArrived: _handle_report,
-    NodeDisconnected: _handle_disconnected,
-    NodeSeen: _handle_nodes_seen,
-    DatabaseAvailabilityChanged: _handle_database_change,
-    RemediationFinished: node_state.handle_remediation_finished,
-    SchedulerStateChanged: maintenance.handle_scheduler_change,
-    OperatorCommand: orders.execute_command,
-    ProbeRequested: orders.execute_probe,
+    events.ControllerStarted: handle_controller_started,
+    events.Tick: _handle_tick,
+    events.AgentRegistered: lambda transition, event: registration.register(transition, event.register),
+    events.HeartbeatChanged: _handle_heartbeat,
+    events.ReportArrived: _handle_report,
+    events.NodeDisconnected: _handle_disconnected,
+    events.NodeSeen: _handle_nodes_seen,
+    events.DatabaseAvailabilityChanged: _handle_database_change,
+    events.RemediationFinished: node_state.handle_remediation_finished,
+    events.SchedulerStateChanged: maintenance.handle_scheduler_change,
+    events.OperatorCommand: orders.execute_command,
+    events.ProbeRequested: orders.execute_probe,
 }

@@ -140,8 +140,7 @@ class Rulebook(msgspec.Struct, frozen=True):
     rules_by_kind: dict[FindingKind, tuple[VerdictRule, ...]] = {}
 
     def rule_for(self, finding: Finding) -> VerdictRule:
-        """Return the rule that judges the finding. Raise AssertionError if its kind has none; the shell prevents
-        that."""
+        """Return the rule that judges the finding. Raise AssertionError if there is none; the shell prevents that."""
         for rule in self.rules_by_kind.get(finding.kind, ()):
             if rule.matches(finding):
                 return rule
@@ -175,10 +174,9 @@ def count_bad_reports(reports: ReportHistory) -> int:
 
 
 def next_ladder_step(rule: VerdictRule, finding: Finding, steps: LadderHistory, now: float) -> int:
-    """Return the index of the ladder step that is due.
+    """Return the index of the ladder step that is due: the finding's own action, or the step after the latest one.
 
-    This is the finding's own action, or the step after the latest remembered one. Within ``coalesce_s`` the latest step
-    is repeated.
+    Within ``coalesce_s`` the latest step is repeated.
     """
     due = [_first_ladder_step(rule, finding.action)]
     for at, ladder_action in steps:
@@ -220,7 +218,7 @@ def describe_action(action: Action) -> str:
 
 
 class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of the core. The defaults are the production preset; ``lab()`` suits one machine and tests."""
+    """Settings of the core, with defaults for fleets; ``lab_preset()`` suits one machine and tests."""
 
     # liveness
     suspect_after_s: float = 5.0
@@ -463,11 +461,6 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     bounds the work that a job on parity alone repeats after a loss."""
     vault_order_failures: int = 5
     """"Not now" answers of vaults (storage unavailable, a silent node) after which the version is abandoned."""
-
-    @staticmethod
-    def production() -> CorePolicy:
-        """Return the preset for fleets: slow to suspect, slow to evict."""
-        return CorePolicy()
 
     @staticmethod
     def lab_preset() -> CorePolicy:

@@ -458,11 +458,7 @@ class JobStatus(msgspec.Struct, kw_only=True):
     """Cause of the latest pause; the sentence of a paused job adds the eligible nodes."""
 
     def enter(self, state: JobState, sentence: str, *, trace: TraceId, now: float) -> None:
-        """Enter ``state``, or stay in it with another reason.
-
-        Raises:
-            AssertionError: ``JOB_TRANSITIONS`` does not allow the change.
-        """
+        """Enter ``state``, or stay in it for another reason; ``JOB_TRANSITIONS`` must allow it (AssertionError)."""
         assert state in JOB_TRANSITIONS[self.state], f"a job that is {self.state} cannot become {state}"
         if state is not self.state:
             self.state, self.since = state, now

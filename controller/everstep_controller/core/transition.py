@@ -14,20 +14,8 @@ import msgspec
 from everstep.ids import JobId, NodeId, Rank
 from everstep.vocabulary import Action, Decision, Finding, FindingKind, Severity, Verdict
 from everstep.wire.v1.directives import AnyDirective
-from everstep_controller.core.effects import (
-    Audit,
-    AuditEntry,
-    DeleteJob,
-    DeleteNode,
-    Effect,
-    PutFleet,
-    PutJob,
-    PutNode,
-    PutVerdict,
-    Remediation,
-    RequestRemediation,
-    Send,
-)
+from everstep_controller.core import effects
+from everstep_controller.core.effects import AuditEntry, Effect, Remediation
 from everstep_controller.core.records import MAX_HISTORY_ENTRIES, HistoryEntry, HistoryKind, UndecidedReason
 from everstep_controller.core.state import DeadlineKind, FleetState, Ignored, JobProgress
 
@@ -259,12 +247,12 @@ class Transition:
     def delete_node(self, node: str) -> None:
         """Emit the deletion of a node that the state no longer contains."""
         self._changed_nodes.pop(node, None)
-        self.emit(DeleteNode(node))
+        self.emit(effects.DeleteNode(node))
 
     def delete_job(self, job: str) -> None:
         """Emit the deletion of a job that the state no longer contains."""
         self._changed_jobs.pop(job, None)
-        self.emit(DeleteJob(job))
+        self.emit(effects.DeleteJob(job))
 
     def changed_records(self) -> tuple[list[NodeId], list[JobId]]:
         """Return the nodes and jobs whose records have changed so far."""
@@ -276,7 +264,7 @@ class Transition:
     def send(self, node: str, body: AnyDirective) -> None:
         """Send a directive to ``node``, if a node of that name is known."""
         if node in self.state.nodes:
-            self.emit(Send(node, body))
+            self.emit(effects.Send(node, body))
 
     def audit(
         self,
@@ -299,7 +287,7 @@ class Transition:
             generation=generation,
             data=data or {},
         )
-        self.emit(Audit(entry))
+        self.emit(effects.Audit(entry))
 
     def add_verdict(
         self,
@@ -325,7 +313,7 @@ class Transition:
             at=self.now,
             trace=self.trace if trace is None else trace,
         )
-        self.emit(PutVerdict(verdict))
+        self.emit(effects.PutVerdict(verdict))
         if decision in STATE_CHANGING_DECISIONS:
             record.history.current_verdict_id = self._verdict_ids[node] = verdict.id
         self.append_history(node, HistoryKind.VERDICT, f"{decision}: {sentence}", {"verdict": verdict.id})
@@ -367,8 +355,7 @@ class Transition:
         self.mark_node_changed(node)
 
     def request_remediation(self, remediation: Remediation) -> None:
-        """Request an action on a node. Requests come last among the effects, so that they can name the verdict behind
-        them."""
+        """Request an action on a node. Requests come last among the effects, to name the verdict behind them."""
         self._remediations.append(remediation)
 
     def count_ignored(self, reason: Ignored) -> None:
@@ -391,13 +378,13 @@ class Transition:
     def finish(self) -> list[Effect]:
         """Return all effects: changed records first, then the emitted effects in order, then remediations."""
         state = self.state
-        puts: list[Effect] = [PutFleet(state.fleet)] if self._is_fleet_changed else []
-        puts += [PutNode(node, state.nodes[node]) for node in self._changed_nodes]
-        puts += [PutJob(job, state.jobs[job]) for job in self._changed_jobs]
+        puts: list[Effect] = [effects.PutFleet(state.fleet)] if self._is_fleet_changed else []
+        puts += [effects.PutNode(node, state.nodes[node]) for node in self._changed_nodes]
+        puts += [effects.PutJob(job, state.jobs[job]) for job in self._changed_jobs]
         requests: list[Effect] = []
         for one in self._remediations:
             verdict_id = self._verdict_ids.get(one.node, one.verdict_id)
-            requests.append(RequestRemediation(msgspec.structs.replace(one, verdict_id=verdict_id)))
+            requests.append(effects.RequestRemediation(msgspec.structs.replace(one, verdict_id=verdict_id)))
         return puts + self._effects + requests
 
 

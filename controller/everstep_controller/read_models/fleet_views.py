@@ -22,7 +22,7 @@ from everstep.wire.v1 import operator_history
 from everstep.wire.v1.directives import RunProbe
 from everstep.wire.v1.operator import GenerationRecovery, ProbeRow, ProbeStatus, ProgressHistory, ProgressSample
 from everstep.wire.v1.training import AnyReport, GenerationSpec, ProbeFinished, RankProgress, Resumed
-from everstep_controller.core.health.eviction import budget_left, eviction_budget
+from everstep_controller.core.health.eviction import budget_left, eviction_scopes
 from everstep_controller.core.health.maintenance import planned_windows
 from everstep_controller.core.health.offences import offender_score
 from everstep_controller.core.health.outbreaks import active_outbreaks, signature, spared_findings_of
@@ -504,23 +504,22 @@ def fleet_status(context: ViewContext, jobs: Iterable[op.JobSummary]) -> op.Flee
 
 
 def budget_status(context: ViewContext) -> operator_history.BudgetStatus:
-    state = context.state
-    now = eviction_budget(state, context.now())
+    state, fleet = context.state, context.state.fleet
     return operator_history.BudgetStatus(
-        window_s=now.window_s,
-        breaker=now.breaker_reason,
-        breaker_at=now.breaker_tripped_at,
+        window_s=state.policy.eviction_window_s,
+        breaker=fleet.breaker_reason,
+        breaker_at=fleet.breaker_tripped_at if fleet.breaker_reason else 0.0,
         scopes=tuple(
             operator_history.BudgetScope(
                 kind=one.kind,
                 name=one.name,
                 limit=one.limit,
                 used=one.used,
-                remaining=0 if now.breaker_reason else one.remaining,
+                remaining=0 if fleet.breaker_reason else one.remaining,
                 nodes=one.node_count,
-                next_free_at=0.0 if now.breaker_reason else one.next_free_at,
+                next_free_at=0.0 if fleet.breaker_reason else one.next_free_at,
             )
-            for one in now.scopes
+            for one in eviction_scopes(state, context.now())
         ),
         deferred=tuple(
             operator_history.DeferredEviction(

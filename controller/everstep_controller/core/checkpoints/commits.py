@@ -58,10 +58,7 @@ def compare_digests(digests: Mapping[str, Mapping[int, str]]) -> DigestVote:
 
 
 def compare_digests_by_node(digests: Mapping[str, Mapping[int, str]], spec: GenerationSpec) -> DigestVote:
-    """Compare digests as ``compare_digests`` does, but let a majority on one node prove nothing against other nodes.
-
-    One node could make all its ranks vote in a group of others.
-    """
+    """Compare digests, but let a majority on one node prove nothing: it could make all its ranks vote alike."""
     divergent_ranks: set[int] = set()
     tied: set[int] = set()
     for group, votes in digests.items():

@@ -70,8 +70,7 @@ def form_groups(seats: Sequence[str], failure_domains: Mapping[str, FailureDomai
 
 
 def _even_sizes(nodes: int, k: int) -> list[int]:
-    """Return the sizes of the fewest groups of at most ``k`` members that take all nodes; [] if one would be too
-    small."""
+    """Return the sizes of the fewest groups of at most ``k`` that take all nodes; [] if one would be too small."""
     count = -(-nodes // k)
     least, larger = divmod(nodes, count)
     return [least + 1] * larger + [least] * (count - larger) if least >= MIN_MEMBERS else []
@@ -81,24 +80,19 @@ def _explain_grouping(
     groups: Sequence[NodeGroup], ungrouped_nodes: Sequence[str], requested_size: int, seats: int
 ) -> str:
     if not groups:
-        return (
-            f"all {seats} nodes keep copies: parity needs {MIN_MEMBERS + TOLERATED_LOSSES} nodes of which no "
-            "two share a rack, "
-            "switch or power unit"
-        )
+        least = MIN_MEMBERS + TOLERATED_LOSSES
+        why = f"parity needs {least} nodes of which no two share a rack, switch or power unit"
+        return f"all {seats} nodes keep copies: {why}"
     sizes = sorted({len(group.members) for group in groups})
     k = " or ".join(map(str, sizes))
     of = f"{len(groups)} group{'s' if len(groups) > 1 else ''} of {k} nodes and 2 parities"
-    why_k = (
-        ""
-        if requested_size in sizes
-        else f" (up to {requested_size} were asked for; the roster and its domains allow {k})"
-    )
+    if requested_size not in sizes:
+        of += f" (up to {requested_size} were asked for; the roster and its domains allow {k})"
     if not ungrouped_nodes:
-        return f"{of}{why_k}: each survives any 2 lost nodes"
+        return f"{of}: each survives any 2 lost nodes"
     s = "s" if len(ungrouped_nodes) == 1 else ""
     return (
-        f"{of}{why_k}: each survives any 2 lost nodes; {join_names(ungrouped_nodes)} share{s} failure domains with too "
+        f"{of}: each survives any 2 lost nodes; {join_names(ungrouped_nodes)} share{s} failure domains with too "
         f"many others and keep{s} copies"
     )
 
@@ -108,15 +102,12 @@ def _explain_grouping(
 
 def _domains(seats: Sequence[str], sites: Mapping[str, FailureDomains]) -> dict[str, NamedDomains]:
     """Return the domains that each node shares with some of the other nodes, but not with all."""
-    named_ = {
-        node: tuple(
-            (kind, name) for kind, name in (("power", site.power), ("switch", site.switch), ("rack", site.rack)) if name
-        )
-        for node in seats
-        for site in (sites[node],)
-    }
-    domain_size = Counter(domain for domains in named_.values() for domain in domains)
-    return {node: tuple(d for d in domains if 1 < domain_size[d] < len(seats)) for node, domains in named_.items()}
+    named: dict[str, NamedDomains] = {}
+    for node in seats:
+        power, switch, rack = sites[node].power, sites[node].switch, sites[node].rack
+        named[node] = tuple(domain for domain in (("power", power), ("switch", switch), ("rack", rack)) if domain[1])
+    size = Counter(domain for domains in named.values() for domain in domains)
+    return {node: tuple(d for d in domains if 1 < size[d] < len(seats)) for node, domains in named.items()}
 
 
 def _form_groups(
@@ -319,14 +310,10 @@ def reconsider_protection(transition: Transition, job: JobRecord) -> None:
         return
     if protecting is None:
         return
-    gone = [
-        n
-        for group in protecting.protection.groups
-        for n in group.nodes
-        if not still_holds_data(transition.state, n, 0.0)
-    ]
+    nodes = {node for group in protecting.protection.groups for node in group.nodes}
+    gone = sorted(node for node in nodes if not still_holds_data(transition.state, node, 0.0))
     if gone:
-        give_up_protection(transition, job, f"{join_names(sorted(set(gone)))} cannot be reached")
+        give_up_protection(transition, job, f"{join_names(gone)} cannot be reached")
 
 
 def give_up_protection(transition: Transition, job: JobRecord, reason: str) -> None:
@@ -419,10 +406,7 @@ def drop_protection(transition: Transition, job: JobRecord) -> None:
 
 
 def lost_protected_nodes(state: FleetState, job: JobRecord, without: Collection[str] = ()) -> list[str]:
-    """Return the nodes, in seat order, whose shards of the protected version would be lost without ``without``.
-
-    Nodes that are already gone count as missing too.
-    """
+    """Return the nodes, in seat order, whose protected shards are lost without ``without`` and those already gone."""
     shielded = job.parity.active
     if shielded is None:
         return []

@@ -222,21 +222,16 @@ def _summary(
     forecasts: Sequence[LossForecast],
 ) -> str:
     if version is None:
-        start = (
-            "the job restarts from scratch"
-            if job.progress.last_number == 0 or job.commits.restore_ceiling == NO_VERSION
-            else "the newest complete version in the vaults is restored"
-        )
+        from_scratch = job.progress.last_number == 0 or job.commits.restore_ceiling == NO_VERSION
+        restored = "the newest complete version in the vaults is restored"
+        start = "the job restarts from scratch" if from_scratch else restored
         return f"nothing of job {job.job} is committed yet: after a loss {start}"
-    if missing and older is not None:
-        return (
-            f"version {version} cannot be restored now: no reachable node has the state of the ranks on "
-            f"{join_names(missing)}; version {older} can be rebuilt from parity"
-        )
     if missing:
+        advice = "restart those nodes, or wait for the next commit"
+        then = f"version {older} can be rebuilt from parity" if older is not None else advice
         return (
             f"version {version} cannot be restored now: no reachable node has the state of the ranks on "
-            f"{join_names(missing)}; restart those nodes, or wait for the next commit"
+            f"{join_names(missing)}; {then}"
         )
     fatal = [one for one in forecasts if not one.restorable]
     kinds = Counter(one.kind for one in fatal)

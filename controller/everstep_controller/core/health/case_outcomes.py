@@ -272,7 +272,7 @@ def _suspect_link(transition: Transition, outcome: ProbeOutcome) -> None:
 
 
 def _settle_if_over(transition: Transition, case: BlameCase | None) -> None:
-    if case is None or not diagnostics.is_settled(case):
+    if case is None or diagnostics.open_suspects(case):
         return
     diagnostics.close_blame_case(transition, case)
     for node in case.suspects:

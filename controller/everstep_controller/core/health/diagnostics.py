@@ -210,10 +210,7 @@ def open_blame_case(
     job: str = "",
     incapable_partner: str = "",
 ) -> BlameCase | None:
-    """Open a case on the nodes of ``findings``; return None if one of them is in a case already.
-
-    ``incapable_partner`` names a node that could not run such a probe.
-    """
+    """Open a case on the nodes of ``findings``; return None if one of them is in a case already."""
     if any(is_suspect(transition, node) for node in findings):
         return None
     case = BlameCase(
@@ -234,7 +231,7 @@ def open_blame_case(
     transition.schedule(case.due, DeadlineKind.BLAME_CASE, name)
     for node in findings:
         _probe_suspect(transition, name, case, node)
-    if is_settled(case):
+    if not open_suspects(case):
         transition.schedule(transition.now, DeadlineKind.BLAME_CASE, name)
     return case
 
@@ -244,7 +241,7 @@ def retry_blame_case(transition: Transition, case_id: str) -> BlameCase | None:
     case = transition.state.blame_cases.get(case_id)
     if case is None:
         return None
-    for node in _open_suspects(case):
+    for node in open_suspects(case):
         if transition.now >= case.due:
             case.inconclusive[node] = f"{node} was not probed in time"
         elif (case_id, node) not in ((one.case_id, one.tested_node) for one in transition.state.probes.values()):
@@ -255,7 +252,7 @@ def retry_blame_case(transition: Transition, case_id: str) -> BlameCase | None:
 def record_blame_outcome(transition: Transition, outcome: ProbeOutcome) -> BlameCase | None:
     """Record the end of a suspect's probe, which is repeated if the partner was incapable or fell ill."""
     case, node = transition.state.blame_cases.get(outcome.probe.case_id), outcome.probe.tested_node
-    if case is None or node is None or node not in _open_suspects(case):
+    if case is None or node is None or node not in open_suspects(case):
         return None
     partners = [other for other in outcome.probe.nodes if other != node]
     if not outcome.failure:
@@ -278,18 +275,14 @@ def record_blame_outcome(transition: Transition, outcome: ProbeOutcome) -> Blame
     return case
 
 
-def is_settled(case: BlameCase) -> bool:
-    """Return whether every suspect has a result."""
-    return not _open_suspects(case)
-
-
 def close_blame_case(transition: Transition, case: BlameCase) -> None:
     """Close the case, so that its suspects may be partners again."""
     cases = transition.state.blame_cases.items()
     transition.state.blame_cases = {name: other for name, other in cases if other is not case}
 
 
-def _open_suspects(case: BlameCase) -> list[str]:
+def open_suspects(case: BlameCase) -> list[str]:
+    """Return the suspects without a result."""
     return [n for n in case.suspects if n not in case.failed and n not in case.passed and n not in case.inconclusive]
 
 

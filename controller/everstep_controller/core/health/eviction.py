@@ -62,31 +62,15 @@ class EvictionScope(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.kind} {self.name}" if self.name else f"the {self.kind}"
 
 
-class EvictionBudget(msgspec.Struct, frozen=True, kw_only=True):
-    """State of the eviction budgets at one moment."""
-
-    window_s: float
-    breaker_reason: str
-    """Reason for the latched breaker; empty while evictions are allowed."""
-    breaker_tripped_at: float
-    scopes: tuple[EvictionScope, ...]
-    """The fleet, and every rack and job with evictions in the window."""
-
-
-def eviction_budget(state: FleetState, now: float) -> EvictionBudget:
-    """Return the state of all eviction budgets at ``now``."""
+def eviction_scopes(state: FleetState, now: float) -> tuple[EvictionScope, ...]:
+    """Return the budget of the fleet, and of every rack and job with evictions in the window."""
     recent = recent_evictions(state, now)
     racks = dict.fromkeys(eviction.rack for eviction in recent if eviction.rack)
     jobs = dict.fromkeys(name for eviction in recent for name in eviction.jobs)
-    return EvictionBudget(
-        window_s=state.policy.eviction_window_s,
-        breaker_reason=state.fleet.breaker_reason,
-        breaker_tripped_at=state.fleet.breaker_tripped_at if state.fleet.breaker_reason else 0.0,
-        scopes=(
-            fleet_scope(state, now),
-            *(rack_scope(state, rack, now) for rack in racks),
-            *(job_scope(state, job, now) for job in jobs),
-        ),
+    return (
+        fleet_scope(state, now),
+        *(rack_scope(state, rack, now) for rack in racks),
+        *(job_scope(state, job, now) for job in jobs),
     )
 
 
@@ -97,11 +81,8 @@ def budget_left(state: FleetState, now: float) -> int:
 
 def recent_evictions(state: FleetState, now: float) -> list[Eviction]:
     """Return the evictions in the window that ends at ``now``, oldest first."""
-    return [
-        eviction
-        for eviction in state.fleet.recent_evictions
-        if eviction.evicted_at > now - state.policy.eviction_window_s
-    ]
+    since = now - state.policy.eviction_window_s
+    return [eviction for eviction in state.fleet.recent_evictions if eviction.evicted_at > since]
 
 
 def scopes_of(state: FleetState, node: str, now: float) -> Iterator[EvictionScope]:
@@ -161,10 +142,7 @@ DEFERRAL_RECHECK_S = 5.0
 
 
 def evict(transition: Transition, node: str, finding: Finding, sentence: str) -> bool:
-    """Quarantine a serving node if the budgets and its jobs' minima allow, and record the verdict.
-
-    The caller regroups the jobs that have seats on the node.
-    """
+    """Quarantine a serving node if budgets and minima allow, with a verdict. The caller regroups the node's jobs."""
     trace = finding.trace or transition.trace
     if (deferral := find_deferral(transition, node, finding)) is not None:
         if _defer(transition, node, finding, deferral.scope):
@@ -223,10 +201,8 @@ def find_deferral(transition: Transition, node: str, finding: Finding) -> Deferr
     if state.fleet.breaker_reason:
         return Deferral(ScopeKind.FLEET.scope(), state.fleet.breaker_reason)
     if state.database_outage:
-        return Deferral(
-            ScopeKind.DATABASE.scope(),
-            f"the database is unavailable ({state.database_outage}), so an eviction could not be recorded",
-        )
+        why = f"the database is unavailable ({state.database_outage}), so an eviction could not be recorded"
+        return Deferral(ScopeKind.DATABASE.scope(), why)
     for scope in scopes_of(state, node, transition.now):
         if not scope.remaining:
             return _budget_used_up(transition, scope, scope.id)

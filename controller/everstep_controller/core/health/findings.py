@@ -158,10 +158,8 @@ def _recommend(
     record_ladder_step(record, rule, action, transition.now)
     transition.mark_node_changed(node)
     if is_logged and not said:
-        words = (
-            f"{finding.message}; recommended for {node}: {describe_action(action)} "
-            f"({describe_rule(rule, record, finding, action)})"
-        )
+        why = describe_rule(rule, record, finding, action)
+        words = f"{finding.message}; recommended for {node}: {describe_action(action)} ({why})"
         _add_verdict(transition, node, Decision.RECOMMEND, words, finding, action)
 
 
@@ -202,10 +200,8 @@ def _recommend_to_holder(transition: Transition, node: str, finding: Finding, ru
     record = transition.state.nodes[node]
     ladder_action = due_action(record, rule, finding, transition.now)
     holder = out_of_service_reason(record, transition.now)
-    words = (
-        f"{finding.message}; recommended for {node}: {describe_action(ladder_action)}; no automatic "
-        f"action, because {holder}"
-    )
+    action = describe_action(ladder_action)
+    words = f"{finding.message}; recommended for {node}: {action}; no automatic action, because {holder}"
     _add_verdict(transition, node, Decision.RECOMMEND, words, finding, ladder_action)
 
 
@@ -431,11 +427,8 @@ def _judge_if_new(
     transition: Transition, node: str, previous: Finding | None, finding: Finding, proof: str = ""
 ) -> None:
     """Judge a finding once, and again if it became graver, occurred again or was proved."""
-    same = previous is not None and (previous.severity, previous.action, previous.mode) == (
-        finding.severity,
-        finding.action,
-        finding.mode,
-    )
+    gravity = finding.severity, finding.action, finding.mode
+    same = previous is not None and (previous.severity, previous.action, previous.mode) == gravity
     if not same:
         _drop_acceptance(transition.state.nodes[node], finding.key)
     is_news = not same or (previous is not None and _happened_again(previous, finding))

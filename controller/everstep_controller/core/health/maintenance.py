@@ -33,10 +33,7 @@ RETRY_S = 1.0
 
 
 def hold_node(transition: Transition, node: str, sentence: str) -> None:
-    """Keep the node out until an operator releases or readmits it.
-
-    A node in quarantine or repair stays in that state: its remediation and its readmission stop.
-    """
+    """Keep the node out until it is released or readmitted. Remediation and readmission of an ill node stop."""
     record = transition.state.nodes[node]
     record.scheduling.hold_reason = sentence
     transition.mark_node_changed(node)

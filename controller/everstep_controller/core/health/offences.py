@@ -49,10 +49,8 @@ def add_offence(transition: Transition, node: str, weight: float) -> None:
     record.history.offence_score = current_offender_score(transition, node) + weight
     record.history.offence_score_at = transition.now
     since = transition.now - transition.policy.offender_half_life_s
-    record.history.recent_offences = [
-        *(one for one in record.history.recent_offences if one[0] >= since),
-        (transition.now, weight),
-    ][-REMEMBERED:]
+    recent = [one for one in record.history.recent_offences if one[0] >= since]
+    record.history.recent_offences = [*recent, (transition.now, weight)][-REMEMBERED:]
     transition.mark_node_changed(node)
 
 
@@ -108,10 +106,7 @@ def describe_score(transition: Transition, node: str) -> str:
 
 
 def collect_evidence(state: FleetState, node: str, now: float, verdicts: Iterable[Verdict] = ()) -> Evidence:
-    """Return the evidence on a node. Raise NotFound for an unknown node.
-
-    ``verdicts`` are the stored ones, if the caller has them; the history contains the newest sentences anyway.
-    """
+    """Return the evidence on a node, with stored ``verdicts`` if there are any. Raise NotFound if it is unknown."""
     record = state.nodes.get(node)
     if record is None:
         raise NotFound(f"no node {node}: `everstep nodes` lists them")

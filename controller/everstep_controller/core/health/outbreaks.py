@@ -52,8 +52,7 @@ def check_correlated(
 ) -> tuple[str, list[str]]:
     """Return why the finding belongs to an outbreak ("" if it does not), and which nodes judged earlier join it now.
 
-    The sighting is recorded unless ``is_new`` is false. O(1) except for expired sightings, and O(nodes) once per
-    outbreak.
+    The sighting is recorded unless ``is_new`` is false. O(nodes) once per outbreak, else O(1).
     """
     state, name = transition.state, signature(finding)
     seen = state.sightings.pop(name, {})

@@ -65,10 +65,7 @@ def begin_quarantine(
 
 
 def _next_plan(previous: ReadmissionPlan | None, offence_weight: float) -> ReadmissionPlan:
-    """Return a new plan that keeps the diagnostics of the previous one.
-
-    A reset or reboot that may still be carried out keeps its place on its ladder.
-    """
+    """Return a new plan that keeps the diagnostics, and the ladder of an action that may still be carried out."""
     plan = ReadmissionPlan(offence_weight=offence_weight)
     if previous is not None:
         plan.required_diagnostics, plan.required_passes = previous.required_diagnostics, previous.required_passes

@@ -35,10 +35,7 @@ NUMBERS_PER_EPOCH = 1_000_000
 
 
 def generation_number_floor(state: FleetState, last_number: int) -> int:
-    """Return the number after which this controller may count without reading the database; at least ``last_number``.
-
-    The epoch belongs to this controller alone, so no two controllers give the same number above its block.
-    """
+    """Return the number after which this controller counts without the database: its epoch's block is its own."""
     return max(last_number, state.epoch * NUMBERS_PER_EPOCH)
 
 

@@ -85,11 +85,7 @@ def remove_node(state: FleetState, node: NodeId) -> None:
 
 
 def offer_to_jobs(transition: Transition, node: str) -> None:
-    """Offer a newly usable node to the forming, paused or small jobs of its launchers.
-
-    Each job is checked once at the next Tick, however many nodes return, since a roster takes time linear in the job's
-    nodes.
-    """
+    """Offer a newly usable node to the jobs that want one. Each is checked once at the next Tick."""
     for name in transition.state.node_runtime[node].open_jobs:
         live = transition.state.job_runtime[name]
         if live.regroup.node_offered_at is None:

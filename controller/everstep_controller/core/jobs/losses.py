@@ -170,10 +170,8 @@ def handle_collective_failed(transition: Transition, job: JobRecord, node: str, 
     if regroup_without_missing(transition, job, f"a collective of rank {report.rank} failed"):
         return
     if live.regroup.pending is None:
-        sentence = (
-            f"a collective of rank {report.rank} on {node} failed at step {report.step}, and no report names a lost "
-            "member"
-        )
+        failed = f"a collective of rank {report.rank} on {node} failed at step {report.step}"
+        sentence = f"{failed}, and no report names a lost member"
         policy, times = transition.policy, live.regroup.unattributed_times
         times = [at for at in times if at > transition.now - policy.job_failure_window_s]
         live.regroup.unattributed_times = times
@@ -208,12 +206,8 @@ def regroup_without_missing(transition: Transition, job: JobRecord, evidence: st
     if not doubts:
         return False
     pending = state.job_runtime[job.job].regroup.pending
-    cause = RegroupCause(
-        reason=GenerationReason.NODE_LOST,
-        sentence=f"{_describe_missing(doubts)}, and {evidence}",
-        trace=pending.trace if pending else transition.trace,
-        nodes_to_exclude=frozenset(doubts),
-    )
+    sentence, trace = f"{_describe_missing(doubts)}, and {evidence}", pending.trace if pending else transition.trace
+    cause = RegroupCause(GenerationReason.NODE_LOST, sentence, trace, nodes_to_exclude=frozenset(doubts))
     regroup(transition, job, cause)
     return True
 

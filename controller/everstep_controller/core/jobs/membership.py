@@ -36,8 +36,7 @@ def spec_error(spec: JobSpec) -> str:
 
 
 def _parity_error(spec: JobSpec) -> str:
-    """Return why no roster can have the requested parity; "" if one can. Any roster of four nodes can, with smaller
-    groups."""
+    """Return why no roster can have the requested parity; "" if one can."""
     if spec.parity_group_size == 1:
         return "parity of one member would take twice what a copy takes: give 2 members or more, or none"
     if spec.parity_group_size and max_seats(spec) < 4:

@@ -37,8 +37,7 @@ def record_replaced_rank(transition: Transition, job: JobRecord, node: str, loca
 
 
 def send_kill(transition: Transition, job: JobRecord, member: Member, generation: int, reason: str, trace: str) -> None:
-    """Send the kill of one rank's process. Send it before the generation that replaces the rank, so that it acts
-    first."""
+    """Send the kill of one rank's process, before the generation that replaces the rank."""
     body = KillRank(
         job=job.job,
         generation=generation,

@@ -52,22 +52,13 @@ def remove_expected(transition: Transition, node: str) -> None:
     update_correlated_silence(transition, confirmed=True)
 
 
-def mark_silent(transition: Transition, node: str) -> None:
-    """Count the node as silent: over its deadline, or with a closed connection."""
-    if node not in transition.state.silent_nodes:
-        _set_silent(transition, node, silent=True)
-
-
-def mark_not_silent(transition: Transition, node: str) -> None:
-    """Count the node as heard."""
-    if node in transition.state.silent_nodes:
-        _set_silent(transition, node, silent=False)
-
-
-def _set_silent(transition: Transition, node: str, *, silent: bool) -> None:
-    (transition.state.silent_nodes.add if silent else transition.state.silent_nodes.discard)(node)
-    _add_to_groups(transition.state, node, 0, 1 if silent else -1)
-    update_correlated_silence(transition)
+def set_silent(transition: Transition, node: str, silent: bool) -> None:
+    """Count the node as silent (over its deadline, or with a closed connection) or as heard."""
+    nodes = transition.state.silent_nodes
+    if silent != (node in nodes):
+        (nodes.add if silent else nodes.discard)(node)
+        _add_to_groups(transition.state, node, 0, 1 if silent else -1)
+        update_correlated_silence(transition)
 
 
 def count_node(state: FleetState, node: str, delta: int) -> None:

@@ -86,10 +86,8 @@ def suspect_timeout_s(policy: CorePolicy, longest_pause_s: float) -> float:
 
 def suspect_timeout_after_peer_loss_s(policy: CorePolicy, longest_pause_s: float) -> float:
     """Return the same seconds for a node that others have lost, whose next heartbeat is overdue."""
-    return min(
-        max(PAUSE_MARGIN_AFTER_PEER_LOSS * longest_pause_s, policy.suspect_after_peer_loss_s),
-        suspect_timeout_s(policy, longest_pause_s),
-    )
+    timeout_s = max(PAUSE_MARGIN_AFTER_PEER_LOSS * longest_pause_s, policy.suspect_after_peer_loss_s)
+    return min(timeout_s, suspect_timeout_s(policy, longest_pause_s))
 
 
 def loss_timeout_s(policy: CorePolicy, longest_pause_s: float) -> float:
@@ -126,7 +124,7 @@ def mark_seen(transition: Transition, node: str) -> None:
     record, live = state.nodes[node], state.node_runtime[node]
     record_message(transition.policy, state.observer, live.heartbeats, transition.now)
     live.disconnected_at, live.peer_loss_reports = None, {}
-    correlation.mark_not_silent(transition, node)
+    correlation.set_silent(transition, node, False)
     schedule_silence_deadline(transition, node)
     if record.state is NodeState.SUSPECT:
         set_state(transition, node, NodeState.HEALTHY, f"{node} sent a message again and is no longer suspected")
@@ -205,7 +203,7 @@ def handle_disconnected(transition: Transition, node: str) -> None:
     if live.disconnected_at is not None or not record.liveness.reachable:
         return
     live.disconnected_at = transition.now
-    correlation.mark_silent(transition, node)
+    correlation.set_silent(transition, node, True)
     sentence = f"the connection of {node} closed"
     if record.state is NodeState.HEALTHY:
         grace_s = transition.policy.disconnect_grace_s
@@ -262,11 +260,8 @@ def _weigh_peer_reports(transition: Transition, node: str) -> None:
     ):
         return
     heartbeats = transition.read_heartbeats(node)
-    due = (
-        heartbeats.silent_since
-        + suspect_timeout_after_peer_loss_s(transition.policy, heartbeats.longest_pause_s)
-        + transition.state.observer_lag_s
-    )
+    timeout_s = suspect_timeout_after_peer_loss_s(transition.policy, heartbeats.longest_pause_s)
+    due = heartbeats.silent_since + timeout_s + transition.state.observer_lag_s
     if transition.now < due:
         transition.schedule_node(due, node)
     else:
@@ -350,7 +345,7 @@ def _judge_silence(transition: Transition, node: str) -> tuple[Liveness, float]:
     if answer is Liveness.SUSPECT:
         _suspect(transition, node, _describe_silence(transition, node))
         return answer, heartbeats.silent_since + loss_timeout_s(policy, heartbeats.longest_pause_s) + slack_s
-    correlation.mark_silent(transition, node)
+    correlation.set_silent(transition, node, True)
     if correlation.is_silence_excused(transition, node, heartbeats.silent_since):
         _suspect(transition, node, _describe_silence(transition, node))  # no-op unless a late Tick skipped it
         return answer, correlation.excused_until(transition, heartbeats.silent_since)
@@ -368,7 +363,7 @@ def _describe_silence(transition: Transition, node: str) -> str:
 
 
 def _suspect(transition: Transition, node: str, sentence: str) -> None:
-    correlation.mark_silent(transition, node)
+    correlation.set_silent(transition, node, True)
     if transition.state.nodes[node].state is NodeState.HEALTHY:
         set_state(transition, node, NodeState.SUSPECT, sentence)
         _audit_unless_correlated(transition, "node.suspect", node, sentence)
@@ -378,7 +373,10 @@ def _suspect(transition: Transition, node: str, sentence: str) -> None:
 def check_node(transition: Transition, node: str) -> None:
     """Check a node's other deadlines: grace after a disconnection, quarantine, and witnesses that may now count."""
     record, live = transition.state.nodes[node], transition.state.node_runtime[node]
-    _check_rejoined(transition, node)
+    if live.launcher_rejoin_due is not None and transition.now >= live.launcher_rejoin_due:
+        live.launcher_rejoin_due = None
+        why = f"the launcher on {node} did not rejoin after its agent's restart"
+        drop_launchers(transition, node, why, include_rejoined=False)
     if live.disconnected_at is not None and record.liveness.reachable:
         _check_disconnected(transition, node, live.disconnected_at)
     elif node in transition.state.silent_nodes:
@@ -421,15 +419,6 @@ def expect_launchers(transition: Transition, node: str) -> None:
     if unconfirmed:
         live.launcher_rejoin_due = transition.now + transition.policy.launcher_rejoin_grace_s
         transition.schedule_node(live.launcher_rejoin_due, node)
-
-
-def _check_rejoined(transition: Transition, node: str) -> None:
-    live = transition.state.node_runtime[node]
-    if live.launcher_rejoin_due is None or transition.now < live.launcher_rejoin_due:
-        return
-    live.launcher_rejoin_due = None
-    why = f"the launcher on {node} did not rejoin after its agent's restart"
-    drop_launchers(transition, node, why, include_rejoined=False)
 
 
 def drop_launchers(transition: Transition, node: str, sentence: str, *, include_rejoined: bool) -> None:

@@ -12,7 +12,7 @@ from tests.support.shown import desk_of
 
 
 def _latched() -> CoreFleet:
-    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.production(), probe_required=False, eviction_count=1))
+    fleet = CoreFleet(msgspec.structs.replace(CorePolicy(), probe_required=False, eviction_count=1))
     fleet.register(*(f"n{number}" for number in range(1, 41)))
     for number, node in enumerate(("n1", "n2")):
         fleet.raise_finding(node, xid(100 + number))

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from everstep_controller.core.effects import Effect, PutVerdict
 from everstep_controller.core.events import DatabaseAvailabilityChanged, OperatorAction, ProbeRequested
-from everstep_controller.core.health.eviction import budget_left, eviction_budget
+from everstep_controller.core.health.eviction import budget_left, eviction_scopes
 from everstep_controller.core.policy import CorePolicy
 
 from everstep.errors import ConfigurationError, Unavailable
@@ -55,7 +55,7 @@ def test_rack_budget_defers_only_its_nodes() -> None:
 def test_rack_share_is_computed_from_rack_size() -> None:
     fleet = _fleet(racks=2, eviction_rack_share=0.5)
     assert decisions(_sick(fleet, "n1", "n3", "n5"))[-1] == ("n5", "defer_eviction")
-    scopes = {scope.id: scope for scope in eviction_budget(fleet.state, fleet.now).scopes}
+    scopes = {scope.id: scope for scope in eviction_scopes(fleet.state, fleet.now)}
     assert (scopes["rack:r0"].limit, scopes["rack:r0"].node_count) == (2, 4)
 
 
@@ -70,15 +70,15 @@ def test_job_budget_defers_only_its_nodes() -> None:
 def test_budget_status_lists_limits_and_remaining_evictions() -> None:
     fleet = _fleet(racks=2)
     fleet.join("n1", "n2", min_nodes=1, max_nodes=2)
-    assert [scope.id for scope in eviction_budget(fleet.state, fleet.now).scopes] == ["fleet"]
+    assert [scope.id for scope in eviction_scopes(fleet.state, fleet.now)] == ["fleet"]
     _sick(fleet, "n1")
-    told = eviction_budget(fleet.state, fleet.now)
-    assert [(scope.id, scope.used, scope.remaining) for scope in told.scopes] == [
+    told = eviction_scopes(fleet.state, fleet.now)
+    assert [(scope.id, scope.used, scope.remaining) for scope in told] == [
         ("fleet", 1, 3),
         ("rack:r0", 1, 3),
         ("job:job", 1, 1),
     ]
-    assert told.scopes[0].next_free_at == fleet.now + 60.0
+    assert told[0].next_free_at == fleet.now + 60.0
     assert budget_left(fleet.state, fleet.now + 61.0) == 4
 
 
@@ -90,10 +90,7 @@ def test_breaker_trips_on_eviction_beyond_fleet_budget() -> None:
     effects = _sick(fleet, "n1", "n2", "n3", "n4")
     assert [what for _, what in decisions(effects)] == ["evict", "evict", "defer_eviction", "defer_eviction"]
     assert len(audits(effects, "fleet.breaker_tripped")) == 1
-    assert (
-        "the fleet has used up its eviction budget of 2 evictions in 60 s"
-        in eviction_budget(fleet.state, fleet.now).breaker_reason
-    )
+    assert "the fleet has used up its eviction budget of 2 evictions in 60 s" in fleet.state.fleet.breaker_reason
     assert budget_left(fleet.state, fleet.now) == 0
     assert decisions(fleet.advance(300.0, *NODES)) == []
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from everstep_controller.core.effects import RemediationKind, RequestRemediation
 from everstep_controller.core.events import OperatorAction
-from everstep_controller.core.health.eviction import eviction_budget
+from everstep_controller.core.health.eviction import eviction_scopes
 from everstep_controller.core.policy import CorePolicy
 from everstep_controller.rulebook import with_rules
 
@@ -21,7 +21,7 @@ IN_SERVICE = (NodeState.HEALTHY, NodeState.PROBATION)
 
 
 def _fleet(nodes: int, **knobs: object) -> CoreFleet:
-    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.production(), probe_required=False, **knobs))
+    fleet = CoreFleet(msgspec.structs.replace(CorePolicy(), probe_required=False, **knobs))
     fleet.register(*_names(nodes))
     return fleet
 
@@ -42,7 +42,7 @@ def _out(fleet: CoreFleet) -> list[str]:
 
 
 def _used(fleet: CoreFleet) -> int:
-    return eviction_budget(fleet.state, fleet.now).scopes[0].used
+    return eviction_scopes(fleet.state, fleet.now)[0].used
 
 
 # --- of all nodes ------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ DRIVERS = xid(119, Action.RESET_GPU)
 
 
 def _fleet(nodes: int, **shape: int) -> tuple[CoreFleet, list[str]]:
-    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.production(), probe_required=False))
+    fleet = CoreFleet(msgspec.structs.replace(CorePolicy(), probe_required=False))
     fleet.start(nodes, **shape)
     fleet.seal(10)
     return fleet, list(fleet.state.nodes)
@@ -81,7 +81,7 @@ def test_outbreak_after_power_loss_evicts_none() -> None:
 @pytest.mark.promise("outbreaks-outside")
 @pytest.mark.parametrize("count", [2, 5, 20])
 def test_outbreak_in_new_fleet_evicts_none(count: int) -> None:
-    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.production(), probe_required=False))
+    fleet = CoreFleet(msgspec.structs.replace(CorePolicy(), probe_required=False))
     names = [f"n{number}" for number in range(count)]
     for node in names:
         fleet.register(node, driver_version="570", findings=(DRIVERS,))

@@ -21,7 +21,7 @@ ILL = [f"n{number}" for number in range(1, 11)]
 
 def _outbreak(nodes: int = 40, **knobs: object) -> CoreFleet:
     """XID 79 on ten nodes of forty, 130 s ago."""
-    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.production(), probe_required=False, **knobs))
+    fleet = CoreFleet(msgspec.structs.replace(CorePolicy(), probe_required=False, **knobs))
     fleet.register(*(f"n{number}" for number in range(1, nodes + 1)))
     for node in ILL:
         fleet.raise_finding(node, xid())

@@ -69,7 +69,7 @@ HALF_LIFE_S = 7 * DAY_S
 def _repaired_at(times: list[float]) -> int | None:
     """Which eviction at one of ``times``, counted from 1, sends the node to repair; None where none does."""
     policy = msgspec.structs.replace(
-        CorePolicy.production(),
+        CorePolicy(),
         offender_half_life_s=HALF_LIFE_S,
         eviction_count=50,
         eviction_share=1.0,

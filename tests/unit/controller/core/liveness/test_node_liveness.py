@@ -150,6 +150,6 @@ def test_reboot_removes_launchers_at_once() -> None:
 
 
 def test_production_policy_waits_longer_than_lab_policy() -> None:
-    lab, production = CorePolicy.lab_preset(), CorePolicy.production()
+    lab, production = CorePolicy.lab_preset(), CorePolicy()
     assert lab.lost_after_s < production.lost_after_s
     assert msgspec.json.decode(msgspec.json.encode(lab), type=CorePolicy) == lab

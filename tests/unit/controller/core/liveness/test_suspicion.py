@@ -20,7 +20,7 @@ from everstep_controller.core.state import HeartbeatState, ObserverState
 from hypothesis import given
 from hypothesis import strategies as st
 
-POLICY = CorePolicy.production()
+POLICY = CorePolicy()
 pauses = st.lists(st.tuples(st.floats(0.001, 40.0), st.sampled_from("abc")), max_size=40)
 
 
