@@ -85,6 +85,8 @@ def everstep_launch(
         for name in ignored:
             log.info("--%s has no effect: %s", name.replace("_", "-"), IGNORED_FLAGS[name])
         options = load_options(training_script, training_script_args or (), flags, os.environ)
+        if options.endpoint_notice is not None:
+            log.info("%s", options.endpoint_notice)
         if options.die_with_parent:
             die_with_parent(context.obj)
         outcome = asyncio.run(_run(options))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import signal
 import socket
@@ -26,30 +25,13 @@ from everstep_trainer.launch import worker_pool
 from everstep_trainer.launch.agent_link import Directive, LauncherLink
 from everstep_trainer.launch.fork_client import ForkServerLost
 from everstep_trainer.launch.fork_messages import Exited, Forked, ForkServerReady
+from everstep_trainer.launch.job_rendezvous import ServiceNetwork, meet, rendezvous_host, watch_first_node
 from everstep_trainer.launch.options import LaunchOptions
 from everstep_trainer.launch.private_services import PrivateServices, resolve_state_dir
 from everstep_trainer.launch.processes import STORE_SERIAL, WorkerProcesses, WorkerReachedMain
 from everstep_trainer.launch.worker_pool import WorkerPool, WorkerPoolSettings, describe_exit
 
-# ---- address of this node's rendezvous store
-
-LOOPBACK = "127.0.0.1"
-
-
-def rendezvous_host(local_addr: str | None, *, several_nodes: bool) -> str:
-    """Return the address that the ranks of other nodes use.
-
-    This is the given address; loopback for a job of one node; else the address of this host's name, or of the default
-    route if that is loopback.
-    """
-    if local_addr is not None:
-        return local_addr
-    if not several_nodes:
-        return LOOPBACK
-    for candidate in (_by_name(), _by_route()):
-        if candidate is not None and not ipaddress.ip_address(candidate).is_loopback:
-            return candidate
-    return LOOPBACK
+# ---- listener of this node's rendezvous store
 
 
 def listening_socket(host: str) -> socket.socket:
@@ -60,23 +42,6 @@ def listening_socket(host: str) -> socket.socket:
     except OSError as error:
         advice = "give one of this machine's addresses with --local-addr"
         raise ConfigurationError(f"cannot listen on {host}: {error}; {advice}") from error
-
-
-def _by_name() -> str | None:
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return None
-
-
-def _by_route() -> str | None:
-    """Return the source address of the default route: connecting a datagram socket sends nothing."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # RFC 5737: an address that belongs to nobody
-        except OSError:
-            return None
-        return str(probe.getsockname()[0])
 
 
 log = logging.getLogger(__name__)
@@ -116,6 +81,12 @@ class WaitTimedOut(msgspec.Struct, frozen=True):
     outcome: LauncherOutcome
 
 
+class FirstNodeLost(msgspec.Struct, frozen=True):
+    """The first node, which has the job's controller, does not answer any more."""
+
+    sentence: str
+
+
 class ForwardedSignal(msgspec.Struct, frozen=True):
     """A signal that concerns ranks alone, such as a scheduler's notice of pre-emption."""
 
@@ -142,6 +113,7 @@ LauncherEvent = (
     | Directive
     | StandbyDue
     | WaitTimedOut
+    | FirstNodeLost
     | ForwardedSignal
     | JobEndOverdue
 )
@@ -153,11 +125,11 @@ async def launch(options: LaunchOptions, clock: Clock, environ: Mapping[str, str
     Children die with the thread that forked them. Raises ConfigurationError for unusable options, or Unavailable.
     """
     async with contextlib.AsyncExitStack() as stack:
-        private = PrivateServices(
-            resolve_state_dir(options.state_dir, environ), options.job, clock, options.vault_linger_s
-        )
+        state_dir = resolve_state_dir(options.state_dir, environ)
+        network = await asyncio.to_thread(meet, options, state_dir, stack) if options.meets_at_endpoint else None
+        private = PrivateServices(state_dir, options.job, clock, options.vault_linger_s, network)
         stack.push_async_callback(private.end)
-        work = await _begin(options, clock, environ, stack, private)
+        work = await _begin(options, clock, environ, stack, private, network)
         detail = "interrupted"
         try:
             outcome = await work.run()
@@ -166,6 +138,15 @@ async def launch(options: LaunchOptions, clock: Clock, environ: Mapping[str, str
             return outcome
         finally:
             await work.leave(detail)
+            if network is not None and private.has_controller:
+                await _end_for_all(work, private, detail)
+
+
+async def _end_for_all(work: Launcher, private: PrivateServices, detail: str) -> None:
+    """Tell the other nodes that the job ends, before its controller does."""
+    if not work.is_job_over:
+        await private.stop_job(f"the first node's launcher ended: {detail}"[:1000])
+    await private.wait_for_other_nodes()
 
 
 async def _summarize(options: LaunchOptions, private: PrivateServices) -> None:
@@ -182,10 +163,12 @@ async def _begin(
     environ: Mapping[str, str],
     stack: contextlib.AsyncExitStack,
     private: PrivateServices,
+    network: ServiceNetwork | None,
 ) -> Launcher:
     """Start everything; ``stack`` ends it in reverse order."""
     events: asyncio.Queue[LauncherEvent] = asyncio.Queue()
-    host = rendezvous_host(options.local_addr, several_nodes=options.max_nodes > 1)
+    own_address = options.local_addr if network is None else network.address
+    host = rendezvous_host(own_address, several_nodes=options.max_nodes > 1)
     listener = stack.enter_context(listening_socket(host))
     for number in FORWARDED_SIGNALS:
         asyncio.get_running_loop().add_signal_handler(number, events.put_nowait, ForwardedSignal(number))
@@ -196,6 +179,14 @@ async def _begin(
     stack.push_async_callback(processes.end)
     processes.start()
     agent_socket = options.agent_socket or str(await private.start())
+    if network is not None and not private.has_controller:
+        watch = watch_first_node(
+            *private.controller(),
+            options.first_node_timeout_s,
+            clock,
+            lambda sentence: events.put_nowait(FirstNodeLost(sentence)),
+        )
+        stack.callback(asyncio.create_task(watch, name="first node").cancel)
     spec = options.job_spec(await processes.count_ranks())
     return Launcher(options, clock, spec, agent_socket, processes, events, labels)
 
@@ -234,8 +225,14 @@ class Launcher:
         self._preloaded = False
         self._early_losses_left = 0  # failures at the start are the environment's, and do not pass
         self._stopping: LauncherOutcome | None = None
+        self._is_job_over = False
         self._giving_up: str | None = None
         self._store_deaths: deque[float] = deque(maxlen=MAX_STORE_DEATHS)
+
+    @property
+    def is_job_over(self) -> bool:
+        """True if the controller has ended the job."""
+        return self._is_job_over
 
     async def run(self) -> LauncherOutcome:
         """Work until the job, or this node's part in it, is over."""
@@ -288,9 +285,12 @@ class Launcher:
             case KillRank():
                 self._kill(event)
             case StopJob():
+                self._is_job_over = True
                 return self._stop(LauncherOutcome(0 if event.ok else 1, event.reason))
             case WaitTimedOut():
                 return self._stopping or event.outcome
+            case FirstNodeLost():
+                return self._handle_first_node_loss(event)
             case ForwardedSignal():
                 self._processes.forward_signal(event.number, self._pool.living_workers())
             case JobEndOverdue():
@@ -324,6 +324,12 @@ class Launcher:
             outcome = LauncherOutcome(1, f"the training finished, but local rank {local_rank} then ended with {status}")
             self._stopping = outcome
         return None if self._pool.active_workers() else outcome
+
+    def _handle_first_node_loss(self, event: FirstNodeLost) -> LauncherOutcome | None:
+        """End, since nothing can regroup without the controller; ranks that are past the job's end may finish."""
+        if self._stopping is not None or self._pool.is_finished:
+            return None
+        return LauncherOutcome(1, event.sentence)
 
     def _handle_fork_server_loss(self) -> LauncherOutcome | None:
         """Start anew with another fork server after one died with all its children."""

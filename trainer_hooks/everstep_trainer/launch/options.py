@@ -48,9 +48,7 @@ DEFAULT_AGENT_SOCKET = "/run/everstep/agent.sock"
 
 IGNORED_FLAGS = {
     "rdzv_backend": "the controller is the rendezvous; there is no other backend",
-    "rdzv_endpoint": "launchers meet through their agents and the controller",
     "rdzv_conf": "the rendezvous has no settings of its own; see --join-wait-s",
-    "node_rank": "the controller assigns ranks",
     "monitor_interval": "the exit of a worker is noticed at once, without polling",
     "start_method": "workers are always forked from a process that has imported torch",
     "role": "all workers have the same role",
@@ -83,6 +81,7 @@ _NOT_NEGATIVE = (
     "user_retries",
     "join_wait_s",
     "grace_s",
+    "node_rank",
 )
 
 
@@ -99,6 +98,20 @@ class LaunchSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Run on one node, with a private controller and agent, even if the node has an agent."""
     max_restarts: int = 3
     """Maximum failures of one local rank within 60 s that are replaced; after one more, this node leaves the job."""
+    rdzv_endpoint: str | None = None
+    """``HOST:PORT`` of the first node, where launchers of several nodes meet if the nodes have no agents. The first
+    node's launcher runs the job's controller there. The same on all nodes."""
+    node_rank: int | None = None
+    """With ``rdzv_endpoint``: 0 for the first node, any other number for the others. Default: the first node is the one
+    that has the endpoint's address. It does not order ranks."""
+    job_secret_file: str | None = None
+    """With ``rdzv_endpoint``: file with the secret that the job's launchers share, readable by its owner only. Make one
+    with ``(umask 077; openssl rand -hex 32 > FILE)``. Not needed on loopback."""
+    node: str = ""
+    """With ``rdzv_endpoint``: name of this node, unique in the job. Default: the host name up to the first dot."""
+    first_node_timeout_s: float = 60.0
+    """With ``rdzv_endpoint``: seconds without an answer from the first node after which this launcher ends the job on
+    its node."""
     local_addr: str | None = None
     """Address of this node for the ranks of other nodes. Default: loopback for one node; else the address of this
     host's name, or of the default route if that is loopback."""
@@ -167,6 +180,8 @@ class LaunchSettings(msgspec.Struct, frozen=True, kw_only=True):
 TORCHRUN_SETTINGS = (
     "nnodes",
     "nproc_per_node",
+    "rdzv_endpoint",
+    "node_rank",
     "standalone",
     "max_restarts",
     "local_addr",
@@ -215,6 +230,20 @@ class LaunchOptions(LaunchSettings, frozen=True, kw_only=True):
     def max_nodes(self) -> int:
         return self.node_range[1]
 
+    @property
+    def meets_at_endpoint(self) -> bool:
+        """True if this launcher meets those of other nodes at ``rdzv_endpoint``, because it has no agent."""
+        return self.rdzv_endpoint is not None and self.agent_socket is None and self.max_nodes > 1
+
+    @property
+    def endpoint_notice(self) -> str | None:
+        """Why a given ``rdzv_endpoint`` has no effect; None if it has, or was not given."""
+        if self.rdzv_endpoint is None or self.meets_at_endpoint:
+            return None
+        if self.agent_socket is None:
+            return "--rdzv-endpoint has no effect: a job of one node has no other launcher to meet"
+        return "--rdzv-endpoint has no effect: launchers meet through their agents and the controller"
+
     def validate(self) -> LaunchOptions:
         """Return these options if they are valid.
 
@@ -225,11 +254,14 @@ class LaunchOptions(LaunchSettings, frozen=True, kw_only=True):
             raise ConfigurationError(
                 f"--nnodes {self.min_nodes}:{self.max_nodes}: the minimum must be at least 1 and at most the maximum"
             )
-        if self.max_nodes > 1 and self.agent_socket is None:
+        if self.max_nodes > 1 and self.agent_socket is None and self.rdzv_endpoint is None:
             raise ConfigurationError(
-                "a job of several nodes needs an agent on each of them: start everstep-agent and give its "
-                f"--agent-socket (or set {PROGRAM.variable('agent_socket')})"
+                "a job of several nodes needs an agent on each of them, or a place to meet: start everstep-agent and "
+                f"give its --agent-socket (or set {PROGRAM.variable('agent_socket')}), or give --rdzv-endpoint "
+                "HOST:PORT of the first node and --job-secret-file"
             )
+        if self.first_node_timeout_s <= 0:
+            raise ConfigurationError("--first-node-timeout-s must be more than 0")
         if self.nproc_per_node not in ("gpu", "cpu", "auto", *range(1, 65)):
             raise ConfigurationError(f"--nproc-per-node {self.nproc_per_node}: expected 1 to 64, gpu, cpu or auto")
         if self.vault_linger_s is not None and self.vault_linger_s <= 0:
@@ -238,7 +270,7 @@ class LaunchOptions(LaunchSettings, frozen=True, kw_only=True):
             if not all(part.isidentifier() for part in name.split(".")):
                 raise ConfigurationError(f"--preload {name}: expected names of modules, such as transformers,datasets")
         for name in _NOT_NEGATIVE:
-            if getattr(self, name) < 0:
+            if (getattr(self, name) or 0) < 0:
                 raise ConfigurationError(f"--{name.replace('_', '-')} cannot be negative")
         if not 1 <= self.replicas <= 8:
             raise ConfigurationError(f"--replicas {self.replicas}: must be between 1 and 8")
@@ -314,7 +346,8 @@ def load_options(
     if settings.standalone and settings.node_range != (1, 1):
         raise ConfigurationError("--standalone is for one node: omit --nnodes or --standalone")
     agent_socket = None if settings.standalone else settings.agent_socket or _default_socket()
-    job = _job_name(settings.job, script, several=settings.node_range[1] > 1)
+    by_endpoint = agent_socket is None and settings.rdzv_endpoint is not None
+    job = _job_name(settings.job, script, several=settings.node_range[1] > 1, by_endpoint=by_endpoint)
     lasting = {"vault_linger_s": DEFAULT_LINGER_S} if settings.job else {}
     resolved = {
         "job": job,
@@ -332,12 +365,14 @@ def _absolute(url: str | None) -> str | None:
     return url if url is None or "://" in url else os.path.abspath(url)
 
 
-def _job_name(given: str, script: str, *, several: bool) -> str:
+def _job_name(given: str, script: str, *, several: bool, by_endpoint: bool) -> str:
     if given:
         try:
             return check_name(given, "job")
         except ValueError as error:
             raise ConfigurationError(f"--job: {error}") from None
+    if several and by_endpoint:
+        return _stem(script)
     if several:
         raise ConfigurationError("launchers of several nodes find each other by the job's name: give --job NAME")
     return f"{_stem(script)}-{secrets.token_hex(3)}"

@@ -1,8 +1,9 @@
 """Run a controller and an agent for one launcher alone, when no agent was given or found.
 
 They live in their own directory (``run_directory``), with a secret and a token made for this run, and listen on
-loopback. They end with the launcher, and are restarted if they die earlier. If the launcher is killed, its vault stays
-for a while with the checkpoints, and the job's next launcher continues with it (decision 0036).
+loopback; where launchers of several nodes meet at an endpoint, only the first node runs the controller
+(``job_rendezvous``). They end with the launcher, and are restarted if they die earlier. If the launcher is killed, its
+vault stays for a while with the checkpoints, and the job's next launcher continues with it (decision 0036).
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ import importlib.util
 import json
 import logging
 import os
-import secrets
 import select
 import shutil
 import signal
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -25,17 +26,24 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import urlencode
 
-from everstep.bearer_tokens import TokenRole, mint
 from everstep.cli.client import ControllerClient, path, read_token
 from everstep.clock import Clock
 from everstep.errors import ConfigurationError, EverstepError, Unavailable
 from everstep.layout.vault_status import is_locked, read_status
 from everstep.parent_process import PARENT_VARIABLE
 from everstep.vocabulary import GenerationReason, JobState
-from everstep.wire.v1.operator import GenerationRecovery, JobDetail
+from everstep.wire.v1.operator import ChangeResult, GenerationRecovery, JobDetail, NodeList, ReasonOnlyRequest
 from everstep_trainer.launch.fork_client import wait_for_exit
+from everstep_trainer.launch.job_rendezvous import (
+    AUTHORITY_FILE,
+    CERTIFICATE_FILE,
+    KEY_FILE,
+    LOOPBACK,
+    ServiceNetwork,
+)
 
 # ---- run directory of a launcher's private services
 #
@@ -45,6 +53,7 @@ from everstep_trainer.launch.fork_client import wait_for_exit
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 SEGMENT_ROOT = Path("/dev/shm")  # noqa: S108 - shared memory is the point
 SOCKET_PATH_BYTES = 107
 """Size of a path in sockaddr_un."""
@@ -206,10 +215,11 @@ def _remove(run_dir: Path) -> None:
     shutil.rmtree(segment_dir(run_dir), ignore_errors=True)
 
 
-PRIVATE_NODE = "local"
 START_WAIT_S = 60.0
 """Longest start of a service; it takes about a second, or several on a loaded machine."""
 END_WAIT_S = 10.0
+END_NOTICE_WAIT_S = 5.0
+"""Longest wait of the first node's controller for the other nodes' agents to leave at the end of a job."""
 MAX_LOGS = 40
 """Log files of earlier runs to keep, two per run."""
 MAX_RESTARTS = 5
@@ -229,18 +239,37 @@ class PrivateServices:
     """A private controller and agent; logs stay in ``state_dir``, and the run directory is made there.
 
     ``name`` is that of the job and of the logs. ``linger_s``: how long the vault waits for another launcher if this one
-    is killed; None: not at all.
+    is killed; None: not at all. ``network``: how they are reached; by default on loopback, by this launcher alone.
     """
 
-    def __init__(self, state_dir: Path, name: str, clock: Clock, linger_s: float | None = None) -> None:
-        self._state_dir = state_dir
+    def __init__(
+        self,
+        state_dir: Path,
+        name: str,
+        clock: Clock,
+        linger_s: float | None = None,
+        network: ServiceNetwork | None = None,
+    ) -> None:
+        self._network = network or ServiceNetwork()
+        # A home may be shared by the nodes of a cluster: launchers of other nodes must not sweep this one's directory.
+        self._state_dir = state_dir / self._network.node if self._network.controller is not None else state_dir
         self._name = name
         self._clock = clock
         self._linger_s = linger_s
         self._run_directory: PrivateRunDirectory | None = None
         self._serves = False
         self._services: list[PrivateService] = []
-        self._address = ""
+        self._url = ""
+
+    @property
+    def has_controller(self) -> bool:
+        """True if the controller runs, and runs here."""
+        return self._serves and self._network.listen is not None
+
+    def controller(self) -> tuple[str, ssl.SSLContext | None]:
+        """Return the controller's URL and the context to connect with, once the services have started."""
+        assert self._run_directory is not None
+        return self._url, self._network.tls(self._run_directory.path)
 
     async def start(self) -> Path:
         """Start both; return the agent's socket once it is there.
@@ -250,26 +279,29 @@ class PrivateServices:
             Unavailable: A service does not start; the message has the end of its log.
         """
         _check_installed()
-        logs = self._state_dir / "logs"
+        logs, network = self._state_dir / "logs", self._network
         try:
             logs.mkdir(parents=True, exist_ok=True, mode=0o700)
             _prune(logs)
             place = self._run_directory = await asyncio.to_thread(PrivateRunDirectory, self._state_dir, self._name)
             run_dir = place.path
-            if not place.was_taken_over:
-                _write_secrets(run_dir)
+            if not place.was_taken_over or network.controller is not None:  # another secret may be given since
+                await asyncio.to_thread(network.write_credentials, run_dir)
         except OSError as error:
             raise ConfigurationError(
                 f"cannot keep logs and services in {self._state_dir}: {error}; give another --state-dir"
             ) from error
-        controller = PrivateService(
-            "controller", logs / f"{self._name}.controller.log", run_dir / "controller.json", self._clock
-        )
-        self._services.append(controller)
-        address = self._address = await self._start_controller(controller, run_dir)
+        if network.listen is not None:
+            controller = PrivateService(
+                "controller", logs / f"{self._name}.controller.log", run_dir / "controller.json", self._clock
+            )
+            self._services.append(controller)
+            address = await self._start_controller(controller, network.listen, run_dir)
+        self._url = network.controller or f"http://{address}"
+        self._log_addresses(run_dir)
         agent = PrivateService("agent", logs / f"{self._name}.agent.log", run_dir / "agent" / "agent.json", self._clock)
         self._services.append(agent)
-        await agent.start(lambda _: _agent_command(run_dir, address, self._linger_s))
+        await agent.start(lambda _: _agent_command(run_dir, self._url, self._linger_s, network))
         self._serves = True
         return run_dir / "agent" / "agent.sock"
 
@@ -277,9 +309,32 @@ class PrivateServices:
         """Return lines for people that summarize the job; empty if there is no controller to ask."""
         if self._run_directory is None or not self._serves:
             return []
-        token = self._run_directory.path / "operator.token"
-        detail = await read_detail(f"http://{self._address}", token, self._name)
+        detail = await read_detail(self._client(), self._name)
         return [] if detail is None else summary(detail)
+
+    async def stop_job(self, reason: str) -> None:
+        """Order the end of the job, since this launcher's controller is about to end; other launchers are told."""
+        await _ask(
+            lambda: self._client().post(
+                path("jobs", self._name, "stop"), ReasonOnlyRequest(reason=reason), ChangeResult
+            )
+        )
+
+    async def wait_for_other_nodes(self) -> None:
+        """Wait until the other nodes' agents have left, which know of the job's end then; END_NOTICE_WAIT_S at most."""
+
+        def others() -> bool:
+            nodes = self._client().get(f"/v1/nodes?{urlencode({'limit': 1000})}", NodeList).nodes
+            return any(one.connected and one.node != self._network.node for one in nodes)
+
+        deadline = self._clock.monotonic() + END_NOTICE_WAIT_S
+        while await _ask(others) and self._clock.monotonic() < deadline:
+            await asyncio.sleep(0.1)
+
+    def _client(self) -> ControllerClient:
+        assert self._run_directory is not None
+        url, tls = self.controller()
+        return ControllerClient(url, read_token(str(self._run_directory.path / "operator.token")), tls=tls)
 
     async def end(self) -> None:
         """End the agent, then the controller, and remove the run directory.
@@ -298,18 +353,31 @@ class PrivateServices:
         else:
             place.remove()
 
-    async def _start_controller(self, service: PrivateService, run_dir: Path) -> str:
+    async def _start_controller(self, service: PrivateService, listen: str, run_dir: Path) -> str:
         def command(last: Mapping[str, object] | None) -> list[str]:
-            listen = str(last["address"]) if last is not None else "127.0.0.1:0"
-            return _controller_command(run_dir, listen)
+            return _controller_command(run_dir, str(last["address"]) if last is not None else listen, self._network)
 
-        ready = await service.start(command)
-        url, token = f"http://{ready['address']}", run_dir / "operator.token"
-        log.info("to inspect the job: EVERSTEP_CONTROLLER=%s EVERSTEP_TOKEN_FILE=%s everstep status", url, token)
-        # The token ends with this run, and reaches only the loopback interface.
-        link = urlencode({"token": token.read_text().strip(), "to": f"/job/{self._name}"})
-        log.info("to watch in a browser: %s/#%s", url, link)
-        return str(ready["address"])
+        return str((await service.start(command))["address"])
+
+    def _log_addresses(self, run_dir: Path) -> None:
+        """Log how to ask the controller; the link for a browser has a token in it, and is for loopback only."""
+        token = run_dir / "operator.token"
+        if self._network.controller is not None:
+            if self._network.listen is not None:
+                log.info("this is the first node of job %s: its controller listens at %s", self._name, self._url)
+            authority = f"EVERSTEP_CA_FILE={run_dir / AUTHORITY_FILE} "
+        else:
+            authority = ""
+        log.info(
+            "to inspect the job: EVERSTEP_CONTROLLER=%s %sEVERSTEP_TOKEN_FILE=%s everstep status",
+            self._url,
+            authority,
+            token,
+        )
+        if self._network.controller is None:
+            # The token ends with this run, and reaches only the loopback interface.
+            link = urlencode({"token": token.read_text().strip(), "to": f"/job/{self._name}"})
+            log.info("to watch in a browser: %s/#%s", self._url, link)
 
 
 class PrivateService:
@@ -436,31 +504,25 @@ class PrivateService:
 # -P below: a user's directory may have modules named "agent" and "controller" too.
 
 
-def _controller_command(run_dir: Path, listen: str) -> list[str]:
+def _controller_command(run_dir: Path, listen: str, network: ServiceNetwork) -> list[str]:
     command = [sys.executable, "-P", "-m", "everstep_controller.main", "serve", "--listen", listen]
     command += ["--database", f"sqlite:///{run_dir / 'controller.db'}", "--secret-file", str(run_dir / "secret")]
-    return [*command, "--preset", "lab", "--ready-file", str(run_dir / "controller.json"), "--die-with-parent"]
+    if network.controller is not None:
+        command += ["--tls-certificate", str(run_dir / CERTIFICATE_FILE), "--tls-key", str(run_dir / KEY_FILE)]
+        command += ["--advertise", network.controller.partition("://")[2]]
+    return [*command, "--preset", network.preset, "--ready-file", str(run_dir / "controller.json"), "--die-with-parent"]
 
 
-def _agent_command(run_dir: Path, controller: str, linger_s: float | None) -> list[str]:
-    command = [sys.executable, "-P", "-m", "everstep_agent.main", "--node", PRIVATE_NODE]
-    command += ["--controller", f"http://{controller}", "--token-file", str(run_dir / "agent.token")]
+def _agent_command(run_dir: Path, controller: str, linger_s: float | None, network: ServiceNetwork) -> list[str]:
+    command = [sys.executable, "-P", "-m", "everstep_agent.main", "--node", network.node]
+    command += ["--controller", controller, "--token-file", str(run_dir / "agent.token")]
+    if network.controller is not None:
+        command += ["--ca-file", str(run_dir / AUTHORITY_FILE)]
     command += ["--run-dir", str(run_dir / "agent"), "--segment-dir", str(segment_dir(run_dir))]
-    command += ["--vault-listen", "127.0.0.1:0", "--vault-survives-kill-of", "agent" if linger_s is None else "parent"]
+    address = f"[{network.address}]" if ":" in network.address else network.address
+    command += ["--vault-listen", f"{address}:0", "--vault-survives-kill-of", "agent" if linger_s is None else "parent"]
     command += ["--vault-linger-s", str(VAULT_WITHOUT_AGENT_S if linger_s is None else linger_s)]
-    return [*command, "--metrics-listen", "127.0.0.1:0", "--stop-vault-on-exit", "--die-with-parent"]
-
-
-def _write_secrets(run_dir: Path) -> None:
-    secret = secrets.token_hex(32)
-    _write_private(run_dir / "secret", secret)
-    _write_private(run_dir / "agent.token", mint(secret.encode(), TokenRole.AGENT, PRIVATE_NODE))
-    _write_private(run_dir / "operator.token", mint(secret.encode(), TokenRole.OPERATOR, "launcher"))
-
-
-def _write_private(path: Path, text: str) -> None:
-    with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
-        file.write(text)
+    return [*command, "--metrics-listen", f"{LOOPBACK}:0", "--stop-vault-on-exit", "--die-with-parent"]
 
 
 def _check_installed() -> None:
@@ -498,14 +560,15 @@ MAX_REASON_CHARS = 160
 """Characters of a recovery's sentence."""
 
 
-async def read_detail(url: str, token_file: Path, job: str) -> JobDetail | None:
+async def read_detail(client: ControllerClient, job: str) -> JobDetail | None:
     """Ask a controller about a job; return None if it does not answer or does not know the job."""
+    return await _ask(lambda: client.get(path("jobs", job), JobDetail))
 
-    def ask() -> JobDetail:
-        return ControllerClient(url, read_token(str(token_file))).get(path("jobs", job), JobDetail)
 
+async def _ask(request: Callable[[], T]) -> T | None:
+    """Return the answer to a request, made in a thread; None if it failed."""
     try:
-        return await asyncio.to_thread(ask)
+        return await asyncio.to_thread(request)
     except EverstepError:
         return None
 

@@ -6,8 +6,9 @@ import os
 import socket
 
 import pytest
-from everstep_trainer.launch import launcher
-from everstep_trainer.launch.launcher import listening_socket, rendezvous_host
+from everstep_trainer.launch import job_rendezvous
+from everstep_trainer.launch.job_rendezvous import rendezvous_host
+from everstep_trainer.launch.launcher import listening_socket
 from everstep_trainer.launch.options import count_ranks
 
 from everstep.errors import ConfigurationError
@@ -31,8 +32,8 @@ def test_single_node_uses_loopback_or_the_given_address() -> None:
 def test_several_nodes_use_a_reachable_rendezvous_address(
     monkeypatch: pytest.MonkeyPatch, by_name: str | None, by_route: str | None, expected: str
 ) -> None:
-    monkeypatch.setattr(launcher, "_by_name", lambda: by_name)
-    monkeypatch.setattr(launcher, "_by_route", lambda: by_route)
+    monkeypatch.setattr(job_rendezvous, "_by_name", lambda: by_name)
+    monkeypatch.setattr(job_rendezvous, "_by_route", lambda: by_route)
     assert rendezvous_host(None, several_nodes=True) == expected
 
 

@@ -42,11 +42,28 @@ def test_a_torchrun_command_line_can_be_carried_over(script: str) -> None:
 def test_unused_flags_are_named_with_their_reason(caplog: pytest.LogCaptureFixture, script: str) -> None:
     caplog.set_level("INFO")
     with pytest.raises(SystemExit):
-        PROGRAMS["everstep-launch"][0](["--rdzv_endpoint=h:29500", "--node-rank=1", "--replicas=9", script])
+        PROGRAMS["everstep-launch"][0](["--rdzv_backend=c10d", "--master-port=1", "--replicas=9", script])
     reasons = [
-        f"--{name.replace('_', '-')} has no effect: {IGNORED_FLAGS[name]}" for name in ("rdzv_endpoint", "node_rank")
+        f"--{name.replace('_', '-')} has no effect: {IGNORED_FLAGS[name]}" for name in ("rdzv_backend", "master_port")
     ]
     assert caplog.messages == reasons
+
+
+def test_launchers_without_agents_meet_at_the_endpoint(script: str) -> None:
+    flags = ["--nnodes=2", "--rdzv-endpoint=node1:29400"]
+    meeting = launch_settings([*flags, "--node_rank=1", script], {"PET_RDZV_ENDPOINT": "elsewhere:1"})
+    assert (meeting.meets_at_endpoint, meeting.rdzv_endpoint, meeting.node_rank) == (True, "node1:29400", 1)
+    assert (meeting.job, meeting.vault_linger_s, meeting.endpoint_notice) == ("train", None, None)
+    assert launch_settings([*flags, "--job=j", script], {}).vault_linger_s == 600
+
+
+def test_endpoint_without_effect_says_why(script: str) -> None:
+    flags = ["--rdzv-endpoint=localhost:0", script]
+    alone, with_agent = launch_settings(flags, {}), launch_settings(["--agent-socket=/a.sock", *flags], {})
+    assert alone.endpoint_notice == "--rdzv-endpoint has no effect: a job of one node has no other launcher to meet"
+    assert "through their agents" in str(with_agent.endpoint_notice)
+    assert not alone.meets_at_endpoint
+    assert not with_agent.meets_at_endpoint
 
 
 def test_no_python_is_refused_with_advice(capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,7 +126,9 @@ def test_a_module_needs_no_file() -> None:
         (["--nnodes", "4:2", "--job", "j"], "minimum"),
         (["--nnodes", "two"], "1:4"),
         (["--nnodes", "2"], "--job NAME"),
-        (["--nnodes", "2", "--job", "j"], "everstep-agent"),
+        (["--nnodes", "2", "--job", "j"], "everstep-agent.*--rdzv-endpoint"),
+        (["--nnodes", "2", "--rdzv-endpoint", "h", "--node-rank", "-1"], "negative"),
+        (["--nnodes", "2", "--rdzv-endpoint", "h", "--first-node-timeout-s", "0"], "more than 0"),
         (["--nnodes", "2", "--job", "j", "--standalone"], "omit --nnodes"),
         (["--nproc-per-node", "many"], "gpu, cpu or auto"),
         (["--nproc-per-node", "0"], "1 to 64"),

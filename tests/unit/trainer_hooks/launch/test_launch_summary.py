@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 from everstep_trainer.launch.private_services import MAX_LISTED_RECOVERIES, read_detail, summary
 
+from everstep.cli.client import ControllerClient
 from everstep.vocabulary import GenerationReason, JobState
 from everstep.wire.v1.operator import GenerationRecovery, JobDetail, JobSummary
 from everstep.wire.v1.training import JobSpec
@@ -47,7 +47,6 @@ def test_long_reason_is_cut() -> None:
     assert len(summary(detail(recovery(2, 1.0, sentence="x" * 4000)))[1]) < 250
 
 
-def test_unresponsive_controller_costs_only_the_summary(tmp_path: Path) -> None:
-    token = tmp_path / "token"
-    token.write_text("a.token")
-    assert asyncio.run(read_detail("http://127.0.0.1:9", token, "llama")) is None
+def test_unresponsive_controller_costs_only_the_summary() -> None:
+    client = ControllerClient("http://127.0.0.1:9", "a.token")
+    assert asyncio.run(read_detail(client, "llama")) is None

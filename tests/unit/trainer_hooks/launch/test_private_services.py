@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from everstep_trainer.launch import private_services
+from everstep_trainer.launch.job_rendezvous import ServiceNetwork
 from everstep_trainer.launch.private_services import PrivateService, PrivateServices
 from everstep_trainer.launch.processes import WorkerOutputs
 
@@ -206,10 +207,10 @@ def test_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch
 def services(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PrivateServices]:
     """The pair of services, played by stand-ins."""
 
-    def controller(run_dir: Path, listen: str) -> list[str]:
+    def controller(run_dir: Path, listen: str, network: ServiceNetwork) -> list[str]:
         return [sys.executable, "-c", READY, str(run_dir / "controller.json"), listen]
 
-    def agent(run_dir: Path, address: str, linger_s: float | None) -> list[str]:
+    def agent(run_dir: Path, address: str, linger_s: float | None, network: ServiceNetwork) -> list[str]:
         return [sys.executable, "-c", READY, str(run_dir / "agent" / "agent.json"), address]
 
     monkeypatch.setattr(private_services, "_controller_command", controller)
@@ -348,9 +349,9 @@ def test_starting_agent_of_an_earlier_launcher_is_awaited(
         looked.append(directory)
         return run_directory_is_held(directory, name)
 
-    def controller(run_dir: Path, listen: str) -> list[str]:
+    def controller(run_dir: Path, listen: str, network: ServiceNetwork) -> list[str]:
         assert held.closed, "the agent's lock was free before anything was started"
-        return started(run_dir, listen)
+        return started(run_dir, listen, network)
 
     run_directory_is_held = private_services.is_locked
     monkeypatch.setattr(private_services, "is_locked", is_held)
@@ -363,7 +364,7 @@ def test_taken_over_state_stays_if_services_fail_to_start(
 ) -> None:
     left = Left(short_path)
     monkeypatch.setattr(
-        private_services, "_controller_command", lambda run_dir, listen: [sys.executable, "-c", FAILING]
+        private_services, "_controller_command", lambda run_dir, listen, network: [sys.executable, "-c", FAILING]
     )
     with pytest.raises(Unavailable, match="the disk is full"):
         started_in(services)
@@ -417,3 +418,45 @@ def test_only_the_newest_logs_are_kept(tmp_path: Path, monkeypatch: pytest.Monke
         os.utime(path, (1000 - age, 1000 - age))
     private_services._prune(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"0.log", "1.log"}
+
+
+def test_joining_node_starts_an_agent_of_its_own_alone(
+    services: PrivateServices, short_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    network = ServiceNetwork(node="n2", controller="https://192.0.2.7:29400", listen=None, authority_seed=b"seed" * 12)
+    joining = PrivateServices(short_path / "state", "j", SYSTEM_CLOCK, None, network)
+
+    async def play() -> None:
+        try:
+            agent_socket = await joining.start()
+            run_dir = agent_socket.parents[1]
+            assert run_dir.parent == short_path / "state" / "n2"
+            assert json.loads((run_dir / "agent" / "agent.json").read_text())["address"] == "https://192.0.2.7:29400"
+            assert not (run_dir / "controller.json").exists()
+            assert not joining.has_controller
+        finally:
+            await joining.end()
+
+    asyncio.run(play())
+    assert "EVERSTEP_CONTROLLER=https://192.0.2.7:29400 EVERSTEP_CA_FILE=" in caplog.text
+    assert "token=" not in caplog.text
+
+
+def test_services_across_nodes_use_tls_and_own_addresses(tmp_path: Path) -> None:
+    network = ServiceNetwork(
+        node="n1",
+        address="192.0.2.8",
+        controller="https://192.0.2.8:29400",
+        listen="192.0.2.8:29400",
+        preset="production",
+        authority_seed=b"seed" * 12,
+    )
+    controller = " ".join(private_services._controller_command(tmp_path, "192.0.2.8:29400", network))
+    agent = " ".join(private_services._agent_command(tmp_path, "https://192.0.2.8:29400", None, network))
+    assert f"--tls-certificate {tmp_path}/controller.pem --tls-key {tmp_path}/controller.key" in controller
+    assert "--advertise 192.0.2.8:29400 --preset production" in controller
+    assert f"--node n1 --controller https://192.0.2.8:29400 --token-file {tmp_path}/agent.token" in agent
+    assert f"--ca-file {tmp_path}/authority.pem" in agent
+    assert "--vault-listen 192.0.2.8:0" in agent
+    assert network.secret not in controller + agent

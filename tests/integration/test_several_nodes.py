@@ -1,0 +1,130 @@
+"""Launchers of two nodes that meet at an endpoint, with no agent and no controller standing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.support.launched import Launched, launched
+from tests.support.processes import is_running
+
+pytestmark = pytest.mark.slow
+
+TRAIN = """
+import os, pathlib, time, torch
+import everstep
+
+FOLDER = pathlib.Path(__file__).parent
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+
+def train(run):
+    torch.manual_seed(0)
+    model = run.replicate(torch.nn.Linear(8, 8).to(run.device))
+    optimizer = torch.optim.AdamW(model.parameters())
+    run.track(model=model, optimizer=optimizer)
+    for step in run.steps(until=60):
+        optimizer.zero_grad()
+        model(torch.ones(2, 8)).pow(2).sum().backward()
+        with (FOLDER / "steps").open("a") as file:
+            file.write(f"{os.environ['RANK']} {os.environ[RESTARTS]} {step} {os.getpid()}\\n")
+        optimizer.step()
+        time.sleep(0.02)
+        while step in (20, 40) and not (FOLDER / f"go-{step}").exists():
+            time.sleep(0.02)
+
+everstep.main(train)
+"""
+
+
+class TwoNodes:
+    """A folder with a script, and launchers of two nodes on loopback."""
+
+    def __init__(self, folder: Path) -> None:
+        (folder / "train.py").write_text(TRAIN)
+        self.folder = folder
+        with socket.socket() as found:
+            found.bind(("127.0.0.1", 0))
+            self.endpoint = f"127.0.0.1:{found.getsockname()[1]}"
+
+    def launch(self, node: int, *flags: str) -> AbstractContextManager[Launched]:
+        directory = self.folder / f"node{node}"
+        directory.mkdir(exist_ok=True)
+        argv = ["--nnodes", "2", "--rdzv-endpoint", self.endpoint, "--job", "two", "--hang-threshold-s", "120"]
+        argv += ["--state-dir", str(self.folder / "state"), "--standby-delay-s", "0.1", *flags]
+        return launched(directory, *argv, str(self.folder / "train.py"))
+
+    def rows(self) -> list[tuple[int, int, int, int]]:
+        """(rank, restart count, step, pid) of every step that any rank made."""
+        path = self.folder / "steps"
+        text = path.read_text() if path.exists() else ""
+        rows = [[int(word) for word in line.split()] for line in text.splitlines(True) if line.endswith("\n")]
+        return [(rank, restarts, step, pid) for rank, restarts, step, pid in rows]
+
+    def pid_at(self, launcher: Launched, rank: int, step: int) -> int:
+        """The newest process of ``rank`` once it has passed ``step``."""
+
+        def there() -> int | None:
+            return next((pid for r, _, s, pid in reversed(self.rows()) if r == rank and s >= step), None)
+
+        return launcher.eventually(there, f"rank {rank} at step {step}")
+
+    def go(self, step: int) -> None:
+        (self.folder / f"go-{step}").touch()
+
+    def segments(self) -> list[Path]:
+        runs = {path.name for path in (self.folder / "state").glob("*/run-*")}
+        return [path for path in Path(f"/dev/shm/everstep-{os.getuid()}").glob("run-*") if path.name in runs]
+
+
+@pytest.fixture
+def nodes(short_path: Path) -> TwoNodes:
+    return TwoNodes(short_path)
+
+
+def test_two_launchers_survive_a_rank_and_a_node(nodes: TwoNodes) -> None:
+    with nodes.launch(0) as first, ExitStack() as stack:
+        second = stack.enter_context(nodes.launch(1))
+        pids = [nodes.pid_at(second, rank, step=20) for rank in (0, 1)]
+        of_second = 0 if pids[0] in second.descendants() else 1
+        os.kill(pids[1 - of_second], signal.SIGKILL)
+        second.eventually(lambda: "generation 2" in second.err, "a generation with the replacement")
+        nodes.go(20)
+        victim = nodes.pid_at(first, of_second, step=40)
+        below = second.descendants()
+        assert victim in below
+        second.process.kill()
+        first.eventually(lambda: not is_running(victim), "the end of the second node's ranks")
+        again = stack.enter_context(nodes.launch(1))
+        again.eventually(lambda: "generation" in again.err, "the second node's return")
+        nodes.go(40)
+        assert again.wait() == 0, again.err
+        assert first.wait() == 0, first.err
+    assert "continuing with the checkpoints that the killed launcher of job two left" in again.err
+    assert "this is the first node of job two: its controller listens at https://" in first.err
+    assert {step for rank, _, step, _ in nodes.rows() if rank == 0} == set(range(1, 61))
+    assert {step for rank, _, step, _ in nodes.rows() if rank == 1} == set(range(1, 61))
+    assert not nodes.segments()
+    assert not list((nodes.folder / "state").glob("*/run-*"))
+
+
+def test_first_node_ending_in_order_ends_the_job_for_all(nodes: TwoNodes) -> None:
+    with nodes.launch(0) as first, nodes.launch(1) as second:
+        nodes.pid_at(second, rank=1, step=5)
+        first.process.send_signal(signal.SIGTERM)
+        assert first.wait() == 128 + signal.SIGTERM
+        assert second.wait() == 1
+    assert "the first node's launcher ended: interrupted" in second.err
+
+
+def test_loss_of_the_first_node_ends_the_job_with_a_sentence(nodes: TwoNodes) -> None:
+    timeout = ("--first-node-timeout-s", "3", "--vault-linger-s", "0.5")
+    with nodes.launch(0, *timeout) as first, nodes.launch(1, *timeout) as second:
+        nodes.pid_at(second, rank=1, step=5)
+        first.process.kill()
+        assert second.wait() == 1
+    assert "where the job's controller ran, has not answered for 3 s: the job ends" in second.err
