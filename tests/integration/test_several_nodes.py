@@ -121,6 +121,20 @@ def test_first_node_ending_in_order_ends_the_job_for_all(nodes: TwoNodes) -> Non
     assert "the first node's launcher ended: interrupted" in second.err
 
 
+def test_first_launcher_that_comes_back_continues(nodes: TwoNodes) -> None:
+    with nodes.launch(0) as first, nodes.launch(1) as second, ExitStack() as stack:
+        nodes.pid_at(second, rank=1, step=20)
+        below = [*first.descendants()]
+        first.process.kill()
+        nodes.go(20)
+        nodes.go(40)
+        second.eventually(lambda: sum(map(is_running, below)) <= 1, "the end of all below the first but its vault")
+        again = stack.enter_context(nodes.launch(0))
+        assert again.wait() == 0, again.err
+        assert second.wait() == 0, second.err
+    assert "continuing with the checkpoints" in again.err
+
+
 def test_loss_of_the_first_node_ends_the_job_with_a_sentence(nodes: TwoNodes) -> None:
     timeout = ("--first-node-timeout-s", "3", "--vault-linger-s", "0.5")
     with nodes.launch(0, *timeout) as first, nodes.launch(1, *timeout) as second:

@@ -20,6 +20,7 @@ from everstep_trainer.launch.fork_messages import (
     StartForkServer,
     make_socket_pair,
 )
+from everstep_trainer.launch.process_setup import notices_blocked
 
 # ---- wait for a subprocess on the event loop, without a thread
 
@@ -99,7 +100,7 @@ class ForkServerLink:
         command += ["--orders", str(theirs.fileno()), "--parent", str(os.getpid())]
         if self._modules is not None:
             command += ["--preload", *self._modules]
-        with theirs:
+        with theirs, notices_blocked():
             # In its own session, so that Ctrl-C in the terminal reaches only the launcher, which ends the children in
             # order.
             self._zygote = subprocess.Popen(

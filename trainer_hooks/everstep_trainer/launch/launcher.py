@@ -28,6 +28,7 @@ from everstep_trainer.launch.fork_messages import Exited, Forked, ForkServerRead
 from everstep_trainer.launch.job_rendezvous import ServiceNetwork, meet, rendezvous_host, watch_first_node
 from everstep_trainer.launch.options import LaunchOptions
 from everstep_trainer.launch.private_services import PrivateServices, resolve_state_dir
+from everstep_trainer.launch.process_setup import NOTICE_SIGNALS
 from everstep_trainer.launch.processes import STORE_SERIAL, WorkerProcesses, WorkerReachedMain
 from everstep_trainer.launch.worker_pool import WorkerPool, WorkerPoolSettings, describe_exit
 
@@ -59,7 +60,6 @@ ERROR_PRINT_WAIT_S = 0.5
 MAX_EARLY_FORK_SERVER_DEATHS = 3
 """Fork servers in a row that may end before they are ready, once one has been ready: a node under memory pressure kills
 again."""
-FORWARDED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 MAX_STORE_DEATHS = 5
 STORE_WINDOW_S = 60.0
 
@@ -170,7 +170,7 @@ async def _begin(
     own_address = options.local_addr if network is None else network.address
     host = rendezvous_host(own_address, several_nodes=options.max_nodes > 1)
     listener = stack.enter_context(listening_socket(host))
-    for number in FORWARDED_SIGNALS:
+    for number in NOTICE_SIGNALS:
         asyncio.get_running_loop().add_signal_handler(number, events.put_nowait, ForwardedSignal(number))
     labels: dict[int, str] = {}
     processes = WorkerProcesses(

@@ -44,6 +44,7 @@ from everstep_trainer.launch.job_rendezvous import (
     LOOPBACK,
     ServiceNetwork,
 )
+from everstep_trainer.launch.process_setup import notices_blocked
 
 # ---- run directory of a launcher's private services
 #
@@ -451,14 +452,15 @@ class PrivateService:
         descriptor = os.open(self._log_file, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
             # In its own session, so that Ctrl-C in the terminal reaches only the launcher, which ends it in order.
-            return subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=descriptor,
-                stderr=descriptor,
-                env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
-                start_new_session=True,
-            )
+            with notices_blocked():
+                return subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=descriptor,
+                    stderr=descriptor,
+                    env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
+                    start_new_session=True,
+                )
         finally:
             os.close(descriptor)
 

@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 # ---- process: name, signals and group
@@ -33,6 +34,23 @@ def reset_signals() -> None:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+NOTICE_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+"""Signals by which schedulers announce an end."""
+
+
+@contextlib.contextmanager
+def notices_blocked() -> Iterator[None]:
+    """Block NOTICE_SIGNALS for processes that are started meanwhile, which inherit the mask.
+
+    Slurm sends them to every process of a job step, and they would end those that are not the script's.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, NOTICE_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def has_signal_handler(pid: int, number: int) -> bool:

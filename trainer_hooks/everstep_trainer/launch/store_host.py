@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 
-from everstep_trainer.launch.process_setup import set_process_name
+from everstep_trainer.launch.process_setup import NOTICE_SIGNALS, set_process_name
 
 
 def serve_store(descriptors: tuple[int, ...], *, address: str, port: int) -> None:
@@ -19,6 +19,7 @@ def serve_store(descriptors: tuple[int, ...], *, address: str, port: int) -> Non
 
     (listener,) = descriptors
     set_process_name("everstep-store")
+    signal.pthread_sigmask(signal.SIG_BLOCK, NOTICE_SIGNALS)
     store = dist.TCPStore(  # type: ignore[attr-defined] # torch does not list what it re-exports
         address,
         port,

@@ -97,6 +97,18 @@ def test_service_is_ready_with_its_file_and_ends_on_request(stage: Stage) -> Non
     assert gone(pids[0])
 
 
+def test_service_survives_a_schedulers_notice(stage: Stage) -> None:
+    async def act(pid: int) -> None:
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            os.kill(pid, number)
+            assert number not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        pending = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if "ShdPnd" in line)
+        assert int(pending.split()[1], 16) == 1 << signal.SIGUSR1 - 1 | 1 << signal.SIGUSR2 - 1
+        assert stage.pid() == pid
+
+    played(stage, act)
+
+
 def test_service_failing_to_start_shows_its_log_tail(stage: Stage) -> None:
     stage.program = FAILING
 
