@@ -1,15 +1,16 @@
-"""A real Slurm on loopback: munged, slurmctld and one slurmd, all ours, gone when the test is."""
+"""A real Slurm on loopback: munged, slurmctld and a slurmd for each node, all ours, gone when the test is."""
 
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -36,7 +37,12 @@ def _free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def _configuration(directory: Path) -> str:
+def _configuration(directory: Path, nodes: Sequence[str]) -> str:
+    host = socket.gethostname()
+    lines = [
+        f"NodeName={name} NodeAddr=127.0.0.1 NodeHostname={host} Port={_free_port()} CPUs=1 State=UNKNOWN"
+        for name in nodes
+    ]
     return f"""
 ClusterName=everstep
 SlurmctldHost=localhost(127.0.0.1)
@@ -53,27 +59,27 @@ SelectType=select/cons_tres
 AccountingStorageType=accounting_storage/none
 JobAcctGatherType=jobacct_gather/none
 SlurmctldPort={_free_port()}
-SlurmdPort={_free_port()}
 SlurmctldPidFile={directory}/slurmctld.pid
-SlurmdPidFile={directory}/slurmd.pid
+SlurmdPidFile={directory}/slurmd-%n.pid
 SlurmctldLogFile={directory}/slurmctld.log
-SlurmdLogFile={directory}/slurmd.log
+SlurmdLogFile={directory}/slurmd-%n.log
 StateSaveLocation={directory}/state
-SlurmdSpoolDir={directory}/spool
+SlurmdSpoolDir={directory}/spool-%n
 RebootProgram={directory}/reboot
 ReturnToService=1
 SlurmdTimeout=30
 ResumeTimeout=60
-NodeName={NODE} NodeAddr=127.0.0.1 NodeHostname={socket.gethostname()} CPUs=1 State=UNKNOWN
-PartitionName=all Nodes={NODE} Default=YES State=UP
+{chr(10).join(lines)}
+PartitionName=all Nodes={",".join(nodes)} Default=YES State=UP
 """
 
 
 class Cluster:
     """A running cluster. ``configuration`` is what SLURM_CONF names."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, nodes: Sequence[str] = (NODE,)) -> None:
         self.directory = directory
+        self.nodes = nodes
         self.configuration = directory / "slurm.conf"
         self.environment = {**os.environ, "SLURM_CONF": str(self.configuration), "LC_ALL": "C"}
         self._slurmd = ExitStack()
@@ -114,10 +120,11 @@ class Cluster:
         ).stdout
 
     def boot(self) -> None:
-        """The node comes up, as after a boot."""
+        """The nodes come up, as after a boot."""
         self._slurmd.close()
-        command = ["slurmd", "-D", "-b", "-N", NODE, "-f", str(self.configuration)]
-        self._slurmd.enter_context(ended(command, self.environment))
+        for node in self.nodes:
+            command = ["slurmd", "-D", "-b", "-N", node, "-f", str(self.configuration)]
+            self._slurmd.enter_context(ended(command, self.environment))
 
     def boot_as_told(self, told_before: int) -> None:
         """Waits until the node was told to reboot once more than ``told_before`` times, and until another boot can be
@@ -136,28 +143,54 @@ class Cluster:
         self._slurmd.close()
 
     def wait_for(self, *states: str) -> None:
-        """Until the node shows one of ``states``."""
+        """Until each node shows one of ``states``."""
         end = time.perf_counter() + DEADLINE_S
-        while not any(f"State={state}" in self.scontrol("show", "node", NODE) for state in states):
-            if time.perf_counter() > end:
-                raise AssertionError(f"{self.scontrol('show', 'node', NODE)}\n{self.logs()}")
-            time.sleep(0.05)
+        for node in self.nodes:
+            while not any(f"State={state}" in self.scontrol("show", "node", node) for state in states):
+                if time.perf_counter() > end:
+                    raise AssertionError(f"{self.scontrol('show', 'node', node)}\n{self.logs()}")
+                time.sleep(0.05)
+
+    def submit(self, command: Sequence[str], folder: Path, **environment: str) -> str:
+        """Calls sbatch with these arguments in ``folder``; returns the job's number."""
+        return self._run(["sbatch", "--parsable", *command], folder, environment).strip()
+
+    def cancel(self, job: str, *flags: str) -> None:
+        self._run(["scancel", *flags, job], self.directory, {})
+
+    def _run(self, command: list[str], folder: Path, environment: Mapping[str, str]) -> str:
+        done = subprocess.run(
+            command,
+            env=self.environment | environment,
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def job_state(self, job: str) -> str:
+        """Such as RUNNING, COMPLETED, FAILED."""
+        found = re.search(r"JobState=(\w+)", self.scontrol("show", "job", job))
+        return found[1] if found else ""
 
     def logs(self) -> str:
         return "\n".join(path.read_text()[-3000:] for path in self.directory.glob("*.log"))
 
 
 @contextmanager
-def cluster(directory: Path) -> Iterator[Cluster]:
+def cluster(directory: Path, nodes: Sequence[str] = (NODE,)) -> Iterator[Cluster]:
     """Starts it in ``directory`` (short: a unix socket's path is in it), idle when it is handed over."""
-    made = Cluster(directory)
-    for name in ("state", "spool"):
+    made = Cluster(directory, nodes)
+    for name in ("state", *(f"spool-{node}" for node in nodes)):
         (directory / name).mkdir()
     (directory / "munge.key").write_bytes(secrets.token_bytes(128))
     (directory / "munge.key").chmod(0o600)
     (directory / "reboot").write_text(f"#!/bin/sh\necho rebooted >> {directory}/reboots\n")
     (directory / "reboot").chmod(0o700)
-    made.configuration.write_text(_configuration(directory))
+    made.configuration.write_text(_configuration(directory, nodes))
     (directory / "cgroup.conf").write_text("CgroupAutomount=no\n")
     with ExitStack() as stack:
         stack.enter_context(

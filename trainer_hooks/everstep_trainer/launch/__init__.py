@@ -8,8 +8,8 @@ starts these processes::
      │                   ├── store host    the rendezvous store of generations that meet at this node
      │                   ├── worker        one per local rank: the user's script
      │                   └── standby       the user's script, up to its call of everstep.main
-     ├── private controller         only if no agent was given or found
-     └── private agent
+     ├── private controller         only if no agent was given or found; of several nodes, on the first
+     └── private agent              only if no agent was given or found
 
 A standby takes over a dead worker's local rank at once; all other ranks stay in place. A process that dies takes those
 below it along: nothing outlives the launcher.

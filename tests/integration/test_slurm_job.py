@@ -1,0 +1,180 @@
+"""The shipped batch script on a real Slurm, whose nodes run on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support import slurm
+from tests.support.processes import command_line, is_running, state_and_parent
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "deploy" / "slurm" / "everstep.sbatch"
+DEADLINE_S = 180.0
+
+TRAIN = """
+import os, pathlib, signal, time, torch
+import everstep
+
+FOLDER = pathlib.Path(__file__).parent
+signal.signal(signal.SIGUSR1, lambda *_: (FOLDER / f"usr1-{os.environ.get('RANK')}").touch())
+
+def train(run):
+    torch.manual_seed(0)
+    model = run.replicate(torch.nn.Linear(8, 8).to(run.device))
+    optimizer = torch.optim.AdamW(model.parameters())
+    run.track(model=model, optimizer=optimizer)
+    for step in run.steps(until=40):
+        optimizer.zero_grad()
+        model(torch.ones(2, 8)).pow(2).sum().backward()
+        with (FOLDER / "steps").open("a") as file:
+            file.write(f"{os.environ['RANK']} {step} {os.getpid()}\\n")
+        optimizer.step()
+        time.sleep(0.02)
+        while step == 20 and not (FOLDER / "go").exists():
+            time.sleep(0.02)
+
+everstep.main(train)
+print("saved by rank", os.environ["RANK"])
+"""
+
+
+class SlurmJob:
+    """The batch script with a training script, submitted from a folder."""
+
+    def __init__(self, cluster: slurm.Cluster, folder: Path, nodes: int = 2, **variables: str) -> None:
+        (folder / "train.py").write_text(TRAIN)
+        self.cluster = cluster
+        self.folder = folder
+        settings = {"PYTHONPATH": str(ROOT), "EVERSTEP_LAUNCH_STATE_DIR": str(folder)}
+        settings["LAUNCHER"] = f"{sys.executable} -m everstep_trainer.launch --hang-threshold-s 120"
+        command = ["--nodes", str(nodes), str(SCRIPT), "train.py"]
+        self.number = cluster.submit(command, folder, **settings, **variables)
+
+    @property
+    def output(self) -> str:
+        path = self.folder / f"everstep-{self.number}.out"
+        return path.read_text() if path.exists() else "(no output)"
+
+    def eventually(self, condition: Callable[[], object], what: str) -> None:
+        deadline = time.perf_counter() + DEADLINE_S
+        while not condition():
+            assert time.perf_counter() < deadline, f"never: {what}\n{self.output}\n{self.cluster.logs()}"
+            time.sleep(0.05)
+
+    def rows(self) -> list[tuple[int, int, int]]:
+        """(rank, step, pid) of every step that any rank made."""
+        path = self.folder / "steps"
+        text = path.read_text() if path.exists() else ""
+        rows = [[int(word) for word in line.split()] for line in text.splitlines(True) if line.endswith("\n")]
+        return [(rank, step, pid) for rank, step, pid in rows]
+
+    def launcher_of(self, pid: int) -> int:
+        """The launcher above a rank's process."""
+        while b"everstep_trainer.launch" not in command_line(pid).split(b"\0"):
+            pid = state_and_parent(pid)[1]
+            assert pid > 1, f"no launcher is above it:\n{self.rows()[-5:]}\n{self.output}"
+        return pid
+
+    def has_reached(self, wanted: int) -> bool:
+        return {rank for rank, step, _ in self.rows() if step >= wanted} == {0, 1}
+
+    def close(self) -> None:
+        """Ends the job if it runs, and waits until Slurm has its nodes back."""
+        self.cluster.cancel(self.number, "--quiet")
+        self.cluster.wait_for("IDLE")
+
+    def wait_for_end(self) -> str:
+        """The job's last state, once Slurm has its nodes back."""
+        running = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "")
+        self.eventually(lambda: self.cluster.job_state(self.number) not in running, "the job's end")
+        self.cluster.wait_for("IDLE")
+        return self.cluster.job_state(self.number)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[slurm.Cluster]:
+    if why := slurm.missing():
+        pytest.skip(why)
+    with tempfile.TemporaryDirectory(prefix="ev-") as name, slurm.cluster(Path(name), ("n1", "n2", "n3")) as made:
+        yield made
+
+
+@pytest.fixture
+def job(cluster: slurm.Cluster, short_path: Path) -> Iterator[SlurmJob]:
+    with contextlib.closing(SlurmJob(cluster, short_path)) as made:
+        yield made
+
+
+def test_batch_script_trains_on_two_nodes_through_a_kill(job: SlurmJob) -> None:
+    job.eventually(lambda: job.has_reached(20), "step 20")
+    secret = job.folder / f".everstep-{job.number}" / "secret"
+    assert secret.stat().st_mode & 0o077 == 0
+    job.cluster.cancel(job.number, "--signal=USR1")
+    handled = {"usr1-0", "usr1-1"}
+    job.eventually(lambda: handled <= {path.name for path in job.folder.glob("usr1-*")}, "the handlers of SIGUSR1")
+    victim = next(pid for rank, _, pid in job.rows() if rank == 1)
+    os.kill(victim, signal.SIGKILL)
+    job.eventually(lambda: "generation 2" in job.output, "a generation with the replacement")
+    assert "restarting" not in job.output, "no process of a launcher ended by SIGUSR1"
+    os.kill(job.launcher_of(next(pid for rank, _, pid in job.rows() if rank == 0)), signal.SIGKILL)
+    job.eventually(lambda: "continuing with the checkpoints" in job.output, "another launcher on that node")
+    (job.folder / "go").touch()
+    assert job.wait_for_end() == "COMPLETED", job.output
+    assert {step for rank, step, _ in job.rows() if rank == 1} == set(range(1, 41))
+    assert {pid for rank, _, pid in job.rows() if rank == 1} > {victim}
+    assert "saved by rank 0" in job.output
+    assert secret.name not in {path.name for path in job.folder.rglob("*")}
+
+
+def test_spare_replaces_a_node_whose_task_died(cluster: slurm.Cluster, short_path: Path) -> None:
+    with contextlib.closing(
+        SlurmJob(cluster, short_path, nodes=3, SPARES="1", EVERSTEP_LAUNCH_VAULT_LINGER_S="1")
+    ) as job:
+        job.eventually(lambda: job.has_reached(20), "step 20")
+        launchers = {job.launcher_of(pid) for _, _, pid in job.rows()}
+        assert len(launchers) == 2, "the third node waits"
+        victim = next(pid for pid in launchers if b"SLURM_NODEID=0" not in environment_of(pid))
+        task = state_and_parent(victim)[1]
+        assert b"bash\0-c\0" in command_line(task)
+        os.kill(task, signal.SIGKILL)
+        os.kill(victim, signal.SIGKILL)
+        job.eventually(lambda: "generation 2, 2 ranks" in job.output, "a generation with the spare")
+        (job.folder / "go").touch()
+        assert job.wait_for_end() == "COMPLETED", job.output
+        assert {step for rank, step, _ in job.rows() if rank == 1} == set(range(1, 41))
+        left = [Path(f"/dev/shm/everstep-{os.getuid()}") / path.name for path in short_path.glob("n?/run-*")]
+        job.eventually(lambda: not any(path.exists() for path in left), "the end of the lost node's vault")
+
+
+def environment_of(pid: int) -> list[bytes]:
+    return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+
+
+def test_cancelled_batch_job_ends_in_order(job: SlurmJob) -> None:
+    job.eventually(lambda: job.has_reached(20), "step 20")
+    pids = {pid for _, _, pid in job.rows()}
+    job.cluster.cancel(job.number)
+    assert job.wait_for_end() == "CANCELLED", job.output
+    assert not any(map(is_running, pids))
+    assert {path.name for path in job.folder.glob("n?/*")} == {".lock", "logs"}, "each launcher removed its directory"
+
+
+def test_more_spares_than_nodes_are_refused(cluster: slurm.Cluster, short_path: Path) -> None:
+    number = cluster.submit(["--nodes", "1", str(SCRIPT), "train.py"], short_path, SPARES="1")
+    deadline = time.perf_counter() + DEADLINE_S
+    while cluster.job_state(number) != "FAILED":
+        assert time.perf_counter() < deadline, cluster.logs()
+        time.sleep(0.05)
+    output = (short_path / f"everstep-{number}.out").read_text()
+    assert output == "everstep.sbatch: SPARES=1 leaves none of the 1 nodes to train on: ask for more with --nodes\n"
