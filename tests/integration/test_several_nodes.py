@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import secrets
+import shutil
 import signal
 import socket
+import subprocess
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
@@ -51,12 +55,13 @@ class TwoNodes:
             found.bind(("127.0.0.1", 0))
             self.endpoint = f"127.0.0.1:{found.getsockname()[1]}"
 
-    def launch(self, node: int, *flags: str) -> AbstractContextManager[Launched]:
+    def launch(self, node: int, *flags: str, namespace: str = "") -> AbstractContextManager[Launched]:
         directory = self.folder / f"node{node}"
         directory.mkdir(exist_ok=True)
+        prefix = ("ip", "netns", "exec", namespace) if namespace else ()
         argv = ["--nnodes", "2", "--rdzv-endpoint", self.endpoint, "--job", "two", "--hang-threshold-s", "120"]
         argv += ["--state-dir", str(self.folder / "state"), "--standby-delay-s", "0.1", *flags]
-        return launched(directory, *argv, str(self.folder / "train.py"))
+        return launched(directory, *argv, str(self.folder / "train.py"), warm=not namespace, prefix=prefix)
 
     def rows(self) -> list[tuple[int, int, int, int]]:
         """(rank, restart count, step, pid) of every step that any rank made."""
@@ -142,3 +147,44 @@ def test_loss_of_the_first_node_ends_the_job_with_a_sentence(nodes: TwoNodes) ->
         first.process.kill()
         assert second.wait() == 1
     assert "where the job's controller ran, has not answered for 3 s: the job ends" in second.err
+
+
+@pytest.fixture
+def namespaces() -> Iterator[tuple[str, str]]:
+    """Two network namespaces, 10.77.0.1 and 10.77.0.2, joined by a cable. Skips where there can be none."""
+    if os.getuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("network namespaces need root and iproute2")
+    names = f"ev{os.getpid()}-1", f"ev{os.getpid()}-2"
+    with ExitStack() as stack:
+        for name in names:
+            if subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False).returncode != 0:
+                pytest.skip("network namespaces are not allowed here")
+            stack.callback(subprocess.run, ["ip", "netns", "del", name], check=True)
+        ends = ["ip", "link", "add", "cable", "netns", names[0], "type", "veth", "peer", "name", "cable", "netns"]
+        subprocess.run([*ends, names[1]], check=True)
+        for number, name in enumerate(names, 1):
+            for words in ("link set lo up", f"addr add 10.77.0.{number}/24 dev cable", "link set cable up"):
+                subprocess.run(["ip", "-n", name, *words.split()], check=True)
+        yield names
+
+
+def test_nodes_on_different_addresses_share_a_secret_file(nodes: TwoNodes, namespaces: tuple[str, str]) -> None:
+    """As two machines: the hosts file gives the host's name loopback, and only the file proves who belongs together."""
+    secret = nodes.folder / "job.secret"
+    secret.touch(mode=0o600)
+    secret.write_text(secrets.token_hex(32))
+    nodes.endpoint = "10.77.0.1:29400"
+    with ExitStack() as stack:
+        first, second = (
+            stack.enter_context(
+                nodes.launch(n, "--job-secret-file", str(secret), "--node", f"n{n}", namespace=namespaces[n])
+            )
+            for n in (0, 1)
+        )
+        os.kill(nodes.pid_at(second, rank=1, step=20), signal.SIGKILL)
+        nodes.go(20)
+        nodes.go(40)
+        assert first.wait() == 0, first.err
+        assert second.wait() == 0, second.err
+    assert "job two finished at step 60: 1 recovery" in first.err
+    assert secret.read_text() not in first.err + second.err

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from tests.support.processes import comm, is_running, parents_of_all
@@ -22,7 +22,15 @@ LAUNCH = ("-m", "everstep_trainer.launch")
 class Launched:
     """A running launcher; its output goes to files, so that nobody has to read it."""
 
-    def __init__(self, directory: Path, argv: list[str], environment: dict[str, str], *, warm: bool = True) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        argv: list[str],
+        environment: dict[str, str],
+        *,
+        warm: bool = True,
+        prefix: Sequence[str] = (),
+    ) -> None:
         self._out, self._err = directory / "launcher.out", directory / "launcher.err"
         ours = ("EVERSTEP_", "PET_", "OMP_NUM_THREADS")  # the last is the launcher's to set
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
@@ -34,7 +42,7 @@ class Launched:
             self.process = WarmProgram([*LAUNCH, *argv], directory, inherited, self._out, self._err)
             return
         with self._out.open("ab") as out, self._err.open("ab") as err:
-            command = [sys.executable, *LAUNCH, *argv]
+            command = [*prefix, sys.executable, *LAUNCH, *argv]
             self.process = subprocess.Popen(
                 command, env=inherited, stdout=out, stderr=err, cwd=directory, start_new_session=True
             )
@@ -85,12 +93,15 @@ class Launched:
 
 
 @contextlib.contextmanager
-def launched(directory: Path, *argv: str, warm: bool = True, **environment: str) -> Iterator[Launched]:
+def launched(
+    directory: Path, *argv: str, warm: bool = True, prefix: Sequence[str] = (), **environment: str
+) -> Iterator[Launched]:
     """Starts ``everstep-launch`` with these arguments in ``directory``; kills it and its children at the end.
 
-    ``warm``: forked, and all below it, with what that imports (tests/support/warm_launcher.py); else by its command.
+    ``warm``: forked, and all below it, with what that imports (tests/support/warm_launcher.py); else by its command,
+    after ``prefix``.
     """
-    launcher = Launched(directory, list(argv), environment, warm=warm)
+    launcher = Launched(directory, list(argv), environment, warm=warm, prefix=prefix)
     try:
         yield launcher
     finally:

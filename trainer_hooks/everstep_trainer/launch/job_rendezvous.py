@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import fcntl
 import hashlib
 import hmac
 import ipaddress
@@ -23,8 +24,9 @@ import secrets
 import socket
 import ssl
 import stat
+import struct
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -45,6 +47,9 @@ HOW_TO_MAKE_ONE = "`(umask 077; openssl rand -hex 32 > FILE)`, the same file on 
 AUTHORITY_FILE = "authority.pem"
 CERTIFICATE_FILE = "controller.pem"
 KEY_FILE = "controller.key"
+GLOO_INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
+_SIOCGIFADDR = 0x8915
+"""Request for an interface's IPv4 address (netdevice(7))."""
 _CERTIFICATE_DAYS = 3650
 """Longer than any job: the certificates end with the job's directory."""
 
@@ -184,6 +189,26 @@ def _by_route() -> str | None:
         except OSError:
             return None
         return str(probe.getsockname()[0])
+
+
+def interface_of(address: str) -> str | None:
+    """Return the network interface whose IPv4 address this is; None if there is none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            with contextlib.suppress(OSError):  # an interface without an address
+                if socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24]) == address:
+                    return name
+    return None
+
+
+def collective_environment(address: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return variables that bind gloo to this node's address.
+
+    Without them gloo takes the address of the host's name, which many hosts files give as loopback.
+    """
+    interface = None if _is_loopback(address) or GLOO_INTERFACE_VARIABLE in environ else interface_of(address)
+    return {} if interface is None else {GLOO_INTERFACE_VARIABLE: interface}
 
 
 # ---- job secret

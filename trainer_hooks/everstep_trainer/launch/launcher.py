@@ -25,7 +25,13 @@ from everstep_trainer.launch import worker_pool
 from everstep_trainer.launch.agent_link import Directive, LauncherLink
 from everstep_trainer.launch.fork_client import ForkServerLost
 from everstep_trainer.launch.fork_messages import Exited, Forked, ForkServerReady
-from everstep_trainer.launch.job_rendezvous import ServiceNetwork, meet, rendezvous_host, watch_first_node
+from everstep_trainer.launch.job_rendezvous import (
+    ServiceNetwork,
+    collective_environment,
+    meet,
+    rendezvous_host,
+    watch_first_node,
+)
 from everstep_trainer.launch.options import LaunchOptions
 from everstep_trainer.launch.private_services import PrivateServices, resolve_state_dir
 from everstep_trainer.launch.process_setup import NOTICE_SIGNALS
@@ -127,6 +133,8 @@ async def launch(options: LaunchOptions, clock: Clock, environ: Mapping[str, str
     async with contextlib.AsyncExitStack() as stack:
         state_dir = resolve_state_dir(options.state_dir, environ)
         network = await asyncio.to_thread(meet, options, state_dir, stack) if options.meets_at_endpoint else None
+        if network is not None:
+            environ = {**environ, **collective_environment(network.address, environ)}
         private = PrivateServices(state_dir, options.job, clock, options.vault_linger_s, network)
         stack.push_async_callback(private.end)
         work = await _begin(options, clock, environ, stack, private, network)

@@ -113,8 +113,9 @@ class LaunchSettings(msgspec.Struct, frozen=True, kw_only=True):
     """With ``rdzv_endpoint``: seconds without an answer from the first node after which this launcher ends the job on
     its node."""
     local_addr: str | None = None
-    """Address of this node for the ranks of other nodes. Default: loopback for one node; else the address of this
-    host's name, or of the default route if that is loopback."""
+    """Address of this node for the ranks of other nodes. Default: loopback for one node; with ``rdzv_endpoint`` the one
+    from which this node reaches the first one; else the address of this host's name, or of the default route if that is
+    loopback."""
     log_dir: str | None = None
     """Directory for the output of the workers."""
     tee: str = "0"

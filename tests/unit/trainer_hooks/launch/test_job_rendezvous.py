@@ -21,6 +21,7 @@ from everstep_trainer.launch.job_rendezvous import (
     Endpoint,
     ServiceNetwork,
     claim_endpoint,
+    collective_environment,
     derive,
     meet,
     read_job_secret,
@@ -169,6 +170,15 @@ def test_own_host_name_is_served_on_all_interfaces(
     network = meet(options(f"node1:{port}", job_secret_file=str(secret_file), node_rank=0), tmp_path, stack)
     assert (network.listen, network.address, network.preset) == (f"0.0.0.0:{port}", "192.0.2.9", "production")
     assert {"node1", "192.0.2.9"} <= set(network.names)
+
+
+def test_gloo_is_bound_to_the_nodes_own_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert job_rendezvous.interface_of("127.0.0.1") == "lo"
+    assert job_rendezvous.interface_of("192.0.2.7") is None
+    assert collective_environment("127.0.0.1", {}) == collective_environment("192.0.2.7", {}) == {}
+    monkeypatch.setattr(job_rendezvous, "interface_of", lambda address: "eth7")
+    assert collective_environment("192.0.2.7", {}) == {"GLOO_SOCKET_IFNAME": "eth7"}
+    assert collective_environment("192.0.2.7", {"GLOO_SOCKET_IFNAME": "ib0"}) == {}
 
 
 def test_impossible_node_name_is_refused(tmp_path: Path, stack: contextlib.ExitStack) -> None:
