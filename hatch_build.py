@@ -22,6 +22,7 @@ FILES = (
     "deploy/helm/everstep",
     "deploy/kubernetes/examples",
     "deploy/prometheus",
+    "deploy/slurm",
     "deploy/systemd",
 )
 """Folders that wheels hold under everstep/files, for `everstep files`. Not all of deploy: deploy/secrets is private."""
