@@ -431,8 +431,10 @@ class CheckpointImport:
         """Fill a target; a per-rank buffer gets the values of the rank that this one continues."""
         if tensor.per_rank:
             key = f"everstep.own.{tensor.source_rank(self._rank)}.{tensor.name}"
+        if not target.box.volume:
+            return
         with torch.no_grad():
-            for box, value in self._checkpoint.read(key, target.box) if target.box.volume else ():
+            for box, value in self._checkpoint.read(key, target.box):
                 view_of_box(target.local, target.box, box).copy_(value)
 
     def _read_blob(self) -> None:

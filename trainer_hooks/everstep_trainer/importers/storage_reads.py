@@ -69,8 +69,7 @@ def _check_record(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> None:
 class MappedArchive:
     """An archive whose tensors torch has mapped; each record is checked on first use.
 
-    ``path`` is the file's on this machine, ``label`` its name in errors; ``load`` maps it, and returns its content.
-    Raises DamagedCheckpoint if the archive, or a record that is no tensor's, is not what was written.
+    ``label`` is its name in errors; ``load`` maps it, and returns its content. Raises DamagedCheckpoint.
     """
 
     def __init__(self, path: str, label: str, load: Callable[[], object]) -> None:

@@ -248,8 +248,9 @@ class NcclBackend(GlooBackend):
 
     def prepare(self) -> None:
         """Keep torch's own watchdog from ending the process or aborting by itself."""
-        for feature in ("ASYNC_ERROR_HANDLING", "ENABLE_MONITORING", "RETHROW_CUDA_ERRORS"):
-            os.environ.setdefault(f"TORCH_NCCL_{feature}", "0")
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+        os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
+        os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
         os.environ.setdefault("TORCH_NCCL_USE_COMM_NONBLOCKING", "1")  # also for groups that users make
         os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(NCCL_SETUP_TIMEOUT_S))
         install_reset_filter()

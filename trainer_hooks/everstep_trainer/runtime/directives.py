@@ -115,20 +115,19 @@ class GenerationMembership:
 
     def join(self, number: int) -> None:
         """Begin to join a generation."""
-        self._number = number
-        self._move(MembershipState.JOINING)
+        self._move(MembershipState.JOINING, number)
 
     def enter(self) -> None:
         """Enter the joined generation."""
-        self._move(MembershipState.MEMBER)
+        self._move(MembershipState.MEMBER, self._number)
 
     def leave(self) -> None:
         """Leave the generation; nothing is aborted from now on."""
-        self._move(MembershipState.NOT_A_MEMBER)
+        self._move(MembershipState.NOT_A_MEMBER, self._number)
 
-    def _move(self, state: MembershipState) -> None:
+    def _move(self, state: MembershipState, number: int) -> None:
         with self._lock:
-            self.state, self._abort_attempts = state, 0
+            self.state, self._number, self._abort_attempts = state, number, 0
 
     def must_end(self) -> bool:
         """Return whether the generation joined or entered must be left."""

@@ -258,7 +258,7 @@ def wait_or_regroup(work: dist.Work, is_over: Callable[[], bool]) -> bool:
 
 
 def poll_or_regroup(work: dist.Work, is_over: Callable[[], bool]) -> None:
-    """Poll a collective on GPU tensors, since a time-out would abort it; raise Regroup when ``is_over`` comes first."""
+    """Poll a collective on GPU tensors, since a time-out would abort it; raise Regroup if ``is_over`` comes first."""
     while not work.is_completed():
         if is_over():
             raise Regroup

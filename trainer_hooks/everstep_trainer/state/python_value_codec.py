@@ -75,20 +75,20 @@ class _PendingCopy:
 class Blob:
     """A value captured when this is made, and its encoding, of at most ``max_bytes``.
 
-    Raises TypeError with the path of an unstorable value, ConfigurationError if the encoding exceeds ``limit`` bytes.
+    Raises TypeError with the path of an unstorable value, ConfigurationError for more than MAX_BLOB_BYTES.
     """
 
-    def __init__(self, value: Any, path: str = "state", limit: int = MAX_BLOB_BYTES) -> None:
+    def __init__(self, value: Any, path: str = "state") -> None:
         packed, self._awaited = _pack(value, path, 0), False
         data = self._encode(packed, lambda coming: coming.longest())
         self.max_bytes = len(data)
         self._packed: Any = packed if self._awaited else None
         self._data: bytes | None = None if self._awaited else data
-        if self.max_bytes > limit:
+        if self.max_bytes > MAX_BLOB_BYTES:
             raise ConfigurationError(
-                f"the Python state of {path} takes {self.max_bytes} bytes, the limit is {limit}, and its largest part "
-                f"is {self._largest(value, path)}: keep large tensors in a module, or each by a name of its own in an "
-                "optimizer's state, where they are stored in parts"
+                f"the Python state of {path} takes {self.max_bytes} bytes, the limit is {MAX_BLOB_BYTES}, and its "
+                f"largest part is {self._largest(value, path)}: keep large tensors in a module, or each by a name of "
+                "its own in an optimizer's state, where they are stored in parts"
             )
 
     def data(self) -> bytes:
@@ -148,9 +148,9 @@ def from_bytes(data: bytes | bytearray, dtype: str, shape: tuple[int, ...]) -> t
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(kind).reshape(shape)
 
 
-def encode_blob(value: Any, path: str = "state", limit: int = MAX_BLOB_BYTES) -> bytes:
+def encode_blob(value: Any, path: str = "state") -> bytes:
     """Return ``value`` as bytes. Raises TypeError and ConfigurationError as `Blob` does."""
-    return Blob(value, path, limit).data()
+    return Blob(value, path).data()
 
 
 def decode_blob(data: bytes | memoryview) -> Any:

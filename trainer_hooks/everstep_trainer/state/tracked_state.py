@@ -388,7 +388,7 @@ class TrackedState:
     # --- the Python state
 
     def capture(self) -> Blob:
-        """Capture all Python state. Raises TypeError with an unstorable value's path, ConfigurationError for a lot."""
+        """Capture all Python state. Raises TypeError with an unstorable value's path, or ConfigurationError."""
         if not self._has_searched:
             self.tensors()
         scalars: dict[str, dict[str, dict[str, Any]]] = {}

@@ -23,8 +23,7 @@ from everstep_trainer.state.tracked_objects import TrackedObjects, named_modules
 # ---- state of replicated models that no restore brings: excluded tensors, non-persistent buffers, untracked modules
 #
 # DistributedDataParallel's constructor broadcasts rank 0's state. If a version will be restored, the broadcast is
-# skipped, since the restore makes replicas equal. It does not restore the state above, which each rank's program made
-# for itself.
+# skipped. The restore makes replicas equal, but for the state above, which each rank's program made for itself.
 
 
 class ReplicaSync:
