@@ -76,7 +76,8 @@ class Slots(RuleBasedStateMachine):
         self.said: set[int] = set()
         self.first = self.since = restored.step if restored is not None else 0
         for rank in self.ranks:
-            rank.retention = VersionRetention(self.number, RestoreRule(floor=self.committed), restored, self.now)
+            rank.retention = VersionRetention(self.number, RestoreRule(floor=self.committed), restored)
+            rank.retention.set_slot_count(self.now)
             rank.finished, rank.filling = self.first, None
             rank.notices.clear()
 

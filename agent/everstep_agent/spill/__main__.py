@@ -15,12 +15,13 @@ import msgspec
 from everstep.errors import DECODE_ERRORS, EverstepError, MalformedMessage, Unavailable
 from everstep.layout.object_storage import storage_errors
 from everstep.parent_process import die_with_parent
-from everstep_agent.spill.order import MAX_ORDER_BYTES, SpillFailure, SpillOrder, SpillResult
+from everstep.wire.v1.local import RequestFailed, Spilled
+from everstep_agent.spill.order import MAX_ORDER_BYTES, SpillOrder
 from everstep_agent.spill.target import open_target
 from everstep_agent.spill.writer import CheckpointWriter, SpillSlotReader, folder_name, prune
 
 
-def execute(order: SpillOrder) -> SpillResult:
+def execute(order: SpillOrder) -> Spilled:
     """Execute an order. Raises EverstepError, OSError."""
     folder = folder_name(order.version)
     job = CheckpointWriter(open_target(f"{order.url.rstrip('/')}/{folder}"), order.version, order.manifests)
@@ -31,26 +32,31 @@ def execute(order: SpillOrder) -> SpillResult:
     is_complete = job.complete()
     prunes = is_complete and order.keep
     removed, remaining = prune(open_target(order.url), order.keep, order.version) if prunes else ([], [])
-    return SpillResult(
+    return Spilled(
+        request=0,
         folder=folder,
         bytes=written,
-        is_complete=is_complete,
+        complete=is_complete,
         removed=tuple(map(folder_name, removed)),
         remaining=tuple(map(folder_name, remaining)),
     )
 
 
-def _handle_order(data: bytes) -> SpillResult | SpillFailure:
+def _handle_order(data: bytes) -> Spilled | RequestFailed:
     try:
         order = msgspec.msgpack.decode(data, type=SpillOrder)
     except DECODE_ERRORS as error:
-        return SpillFailure(code=MalformedMessage.code, message=f"the order cannot be read: {error}")
+        return _failed(MalformedMessage.code, f"the order cannot be read: {error}")
     try:
         return execute(order)
     except EverstepError as error:
-        return SpillFailure(code=error.code, message=str(error))
+        return _failed(error.code, str(error))
     except storage_errors() as error:
-        return SpillFailure(code=Unavailable.code, message=f"the storage failed: {error}")
+        return _failed(Unavailable.code, f"the storage failed: {error}")
+
+
+def _failed(code: str, message: str) -> RequestFailed:
+    return RequestFailed(request=0, code=code, message=message[:4096])
 
 
 def main() -> int:
@@ -59,7 +65,7 @@ def main() -> int:
     os.nice(10)  # training and its snapshots have priority
     answer = _handle_order(sys.stdin.buffer.read(MAX_ORDER_BYTES))
     print(msgspec.json.encode(answer).decode())
-    return 0 if isinstance(answer, SpillResult) else 1
+    return 0 if isinstance(answer, Spilled) else 1
 
 
 if __name__ == "__main__":

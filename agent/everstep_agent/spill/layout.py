@@ -186,74 +186,61 @@ class SlotArchive(msgspec.Struct, frozen=True):
     ranges: tuple[Range, ...]
 
 
-class FilePlan(msgspec.Struct, frozen=True):
-    """One rank's file and its entries in ``.metadata``; ``unwritable`` values are only in Everstep's Python state."""
-
-    name: str
-    length: int
-    pieces: tuple[LiteralBytes | SlotArchive, ...]
-    tensors: tuple[TensorEntry, ...]
-    objects: tuple[ObjectEntry, ...]
-    unwritable: tuple[str, ...]
-
-
 def plan_file(
     rank: int, manifest: Manifest, division: Division, state: Mapping[str, object], blob_bytes: int, version: Version
 ) -> FilePlan:
     """Plan the file of one rank's share, whose Python state ``state`` takes ``blob_bytes`` bytes in its slot."""
     lowest = min(division.boxes_by_rank)
     names = CheckpointPaths(manifest.catalog, state)
-    builder = _FilePlanBuilder(f"__{rank}_0.distcp")
+    plan = FilePlan(f"__{rank}_0.distcp")
     if rank == lowest:
         numbers = b"".join(n.to_bytes(8, "little", signed=True) for n in (version.generation, version.step))
-        builder.add_value((EVERSTEP_KEY, "version"), RawTensor("int64", (2,), numbers))
+        plan.add_value((EVERSTEP_KEY, "version"), RawTensor("int64", (2,), numbers))
         for path, value in names.shared_values(state):
-            builder.add_value(path, value)
+            plan.add_value(path, value)
     first_writers = dict(zip((tensor.name for tensor in manifest.catalog), division.first_writers, strict=True))
     for parameter, path, value in names.scalar_values(state):
         if rank == first_writers.get(parameter, lowest):
-            builder.add_value(path, value)
+            plan.add_value(path, value)
     for module, path, value in names.module_values(state):
         if rank == next((writer for name, writer in first_writers.items() if name.startswith(f"{module}.")), lowest):
-            builder.add_value(path, value)
+            plan.add_value(path, value)
     blob = (manifest.blob_offset + BLOB_LENGTH_BYTES, blob_bytes)
-    builder.add_slot([(EVERSTEP_KEY, "blob", str(rank))], "uint8", 1, (blob_bytes,), full_box((blob_bytes,)), (blob,))
+    plan.add_slot([(EVERSTEP_KEY, "blob", str(rank))], "uint8", 1, (blob_bytes,), full_box((blob_bytes,)), (blob,))
     for written in division.boxes_by_rank[rank]:
         tensor = manifest.catalog[written.tensor_index]
-        builder.add_tensor(names.tensor_paths(tensor), tensor, written)
-    return builder.build()
+        plan.add_tensor(names.tensor_paths(tensor), tensor, written)
+    return plan
 
 
-class _FilePlanBuilder:
-    """A file being planned."""
+class FilePlan:
+    """One rank's file: its pieces, and its entries in ``.metadata``."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
-        self._at = 0
-        self._pieces: list[LiteralBytes | SlotArchive] = []
-        self._tensors: list[TensorEntry] = []
-        self._objects: list[ObjectEntry] = []
-        self._left_out: list[str] = []
+        self.name = name
+        self.length = 0
+        self.pieces: list[LiteralBytes | SlotArchive] = []
+        self.tensors: list[TensorEntry] = []
+        self.objects: list[ObjectEntry] = []
 
     def _place(self, length: int) -> ArchiveLocation:
-        location = ArchiveLocation(self._name, self._at, length)
-        self._at += length
+        location = ArchiveLocation(self.name, self.length, length)
+        self.length += length
         return location
 
     def add_value(self, path: KeyPath, value: object) -> None:
-        """Add a small value; a tensor becomes a tensor entry."""
+        """Add a small value; a tensor becomes a tensor entry. Others are only in Everstep's own Python state."""
         try:
             data = object_archive(value)
         except (ConfigurationError, MalformedMessage):
-            self._left_out.append(flat_key(path))
             return
         location = self._place(len(data))
-        self._pieces.append(LiteralBytes(data))
+        self.pieces.append(LiteralBytes(data))
         if isinstance(value, RawTensor):
             chunk = Chunk(full_box(value.shape), location)
-            self._tensors.append(TensorEntry(path, value.dtype, value.shape, (chunk,)))
+            self.tensors.append(TensorEntry(path, value.dtype, value.shape, (chunk,)))
         else:
-            self._objects.append(ObjectEntry(path, location))
+            self.objects.append(ObjectEntry(path, location))
 
     def add_tensor(self, paths: Sequence[KeyPath], tensor: TensorInfo, box_to_write: WrittenBox) -> None:
         """Add a part of a tensor. Per-rank ones are under Everstep's key, the first owner's also at the usual path."""
@@ -270,13 +257,8 @@ class _FilePlanBuilder:
         """Add a box whose bytes are in the slot, under each of the paths."""
         archive = TensorArchive(dtype, itemsize, box.size)
         chunk = Chunk(box, self._place(archive.length))
-        self._pieces.append(SlotArchive(archive, ranges))
-        self._tensors += [TensorEntry(path, dtype, shape, (chunk,)) for path in paths]
-
-    def build(self) -> FilePlan:
-        return FilePlan(
-            self._name, self._at, tuple(self._pieces), tuple(self._tensors), tuple(self._objects), tuple(self._left_out)
-        )
+        self.pieces.append(SlotArchive(archive, ranges))
+        self.tensors += [TensorEntry(path, dtype, shape, (chunk,)) for path in paths]
 
 
 def merge_entries(

@@ -1,4 +1,4 @@
-"""Messages between a vault and its checkpoint writer, on the writer's standard input and output."""
+"""The order of a vault to its checkpoint writer, whose answer is a wire.v1.local.Spilled or RequestFailed."""
 
 from __future__ import annotations
 
@@ -25,20 +25,3 @@ class SpillOrder(msgspec.Struct, frozen=True, kw_only=True):
     sources: tuple[SlotSource, ...]
     manifests: dict[int, bytes]
     keep: int = 0
-
-
-class SpillResult(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """This order's bytes, and whether the folder is complete; if so, the ``removed`` and ``remaining`` ones."""
-
-    folder: str
-    bytes: int
-    is_complete: bool
-    removed: tuple[str, ...] = ()
-    remaining: tuple[str, ...] = ()
-
-
-class SpillFailure(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A failed order: a code of everstep.errors, and a message."""
-
-    code: str
-    message: str

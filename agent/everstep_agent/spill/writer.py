@@ -190,9 +190,8 @@ class CheckpointWriter:
             raise MalformedMessage(f"a slot's Python state has format {found!r}, this release reads {STATE_FORMAT}")
         plan = plan_file(rank, slot.manifest, self._division, state, len(blob), self._version)
         archives = _write(self._target.open_for_writing(plan.name), plan, slot)
-        record = FileRecord(
-            _RECORD_FORMAT, rank, self._division_digest, plan.name, plan.length, archives, plan.tensors, plan.objects
-        )
+        entries = tuple(plan.tensors), tuple(plan.objects)
+        record = FileRecord(_RECORD_FORMAT, rank, self._division_digest, plan.name, plan.length, archives, *entries)
         body = msgspec.msgpack.encode(record)
         self._target.put(record_name(rank), xxhash.xxh3_128_digest(body) + body)
         return record

@@ -347,15 +347,7 @@ class Vault:
                 return local.Protected(request=message.request, parity=made.letter, members_digest=made.members_digest)
             case local.Spill():
                 spill = partial(self._spiller.spill, message)
-                outcome = await self._loop.run_in_executor(self._spiller.executor, spill)
-                return local.Spilled(
-                    request=message.request,
-                    folder=outcome.folder,
-                    bytes=outcome.bytes,
-                    complete=outcome.is_complete,
-                    removed=outcome.removed,
-                    remaining=outcome.remaining,
-                )
+                return await self._loop.run_in_executor(self._spiller.executor, spill)
             case local.Inventory():
                 return await self._inventory(message)
             case local.ConfigureJob():

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import msgspec
 
 from everstep import errors
-from everstep.wire.v1.local import Spill
-from everstep_agent.spill.order import SlotSource, SpillFailure, SpillOrder, SpillResult
+from everstep.wire.v1.local import RequestFailed, Spill, Spilled
+from everstep_agent.spill.order import SlotSource, SpillOrder
 from everstep_agent.vault.parity.shards import ShardLocation, ShardWorker, require_all
 
 
@@ -27,7 +27,7 @@ class Spiller(ShardWorker):
         # one thread: the writer process ends with the thread that started it
         self.executor = ThreadPoolExecutor(1, "spill")
 
-    def spill(self, request: Spill) -> SpillResult:
+    def spill(self, request: Spill) -> Spilled:
         """Write this node's part of the version; parts written before are not written again. Raises EverstepError."""
         self.job_table.require_current(request.job, request.generation)
         sources = tuple(self._find_slot(request, rank) for rank in request.writers.get(self.node, ()))
@@ -40,7 +40,7 @@ class Spiller(ShardWorker):
         outcome = self._run_writer(request.job, order)
         self.counters.add("spilled_slots", len(sources))
         self.counters.add("spilled_bytes", outcome.bytes)
-        return outcome
+        return msgspec.structs.replace(outcome, request=request.request)
 
     def _find_slot(self, request: Spill, rank: int) -> SlotSource:
         for segment, slot, _ in self.store.find(request.job, rank, request.version):
@@ -49,7 +49,7 @@ class Spiller(ShardWorker):
             f"no sealed slot on this node holds version {request.version} of rank {rank} of job {request.job}"
         )
 
-    def _run_writer(self, job: str, order: SpillOrder) -> SpillResult:
+    def _run_writer(self, job: str, order: SpillOrder) -> Spilled:
         command = [sys.executable, "-P", "-m", "everstep_agent.spill", str(os.getpid())]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
             with self._lock:
@@ -60,10 +60,10 @@ class Spiller(ShardWorker):
                 with self._lock:
                     self._running_writer = None
         try:
-            answer = msgspec.json.decode(output, type=SpillResult | SpillFailure)
+            answer = msgspec.json.decode(output, type=Spilled | RequestFailed)
         except errors.DECODE_ERRORS as error:
             raise errors.Unavailable(f"the checkpoint writer ended with status {writer.returncode}") from error
-        if isinstance(answer, SpillFailure):
+        if isinstance(answer, RequestFailed):
             raise errors.BY_CODE.get(answer.code, errors.EverstepError)(answer.message)
         return answer
 

@@ -17,14 +17,11 @@ from everstep_trainer.snapshot.slot_negotiation import CANDIDATE_ONLY_SLOTS
 
 class VersionRetention:
     """Retention of one rank in one generation, which could start from the versions of ``rule`` and did from
-    ``restored``: the step after it is the first that may be committed. ``slots`` does not count those for pinned
-    versions."""
+    ``restored``; the step after it is the first that may be committed."""
 
-    def __init__(
-        self, generation: int, rule: RestoreRule, restored: Version | None, slots: int = SLOTS_PER_RANK
-    ) -> None:
+    def __init__(self, generation: int, rule: RestoreRule, restored: Version | None) -> None:
         self._generation = generation
-        self._slots = slots
+        self._slots = SLOTS_PER_RANK
         self._restored = restored
         self._lock = threading.Lock()
         self._committed = rule.floor
@@ -53,7 +50,7 @@ class VersionRetention:
             return step == self._candidate
 
     def set_slot_count(self, slots: int) -> None:
-        """Set the number of slots, on all ranks from the same step on; fewer hold ``versions_to_carry``."""
+        """Set the slots besides those for pinned versions, on all ranks at once; fewer hold ``versions_to_carry``."""
         self._slots = slots
 
     def versions_to_carry(self) -> list[Version]:

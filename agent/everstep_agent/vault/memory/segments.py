@@ -358,7 +358,7 @@ class SegmentStore:
             return None
         size, _ = replacement_layout(None if old is None else old.view, slot_bytes, slots, True)
         freed = 0 if old is None else replaceable_bytes(old.view, old.path, slots, keep)
-        return shared_memory.PlannedFile(*self.draft_and_final_path(key), segment_bytes(slots, size), freed)
+        return shared_memory.PlannedFile(self.draft_and_final_path(key)[0], segment_bytes(slots, size), freed)
 
     def repair_header(self, segment: SegmentFile) -> None:
         """Repair the header before a rank maps the file and in each scrub round, and report the damage."""

@@ -94,10 +94,9 @@ _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c
 
 
 class PlannedFile(NamedTuple):
-    """A planned file: draft and final name, size in bytes, and bytes freed before it is made."""
+    """A planned file: its draft name, size in bytes, and bytes freed before it is made."""
 
     draft: Path
-    path: Path
     size_bytes: int
     freed_bytes: int = 0
 

@@ -265,14 +265,11 @@ SendQueueKey = tuple[str, int, str]
 
 
 class ReplicationTask(msgspec.Struct, frozen=True):
-    """One slot to be sent to one peer."""
+    """One slot to be sent to one peer, as the rank's ``message`` asks."""
 
-    generation: int
+    message: SlotSealed
     segment: SegmentFile
-    slot: int
     header: SlotHeader
-    keep: tuple[Version, ...]
-    has_priority: bool
 
 
 class SendQueue:
@@ -291,7 +288,8 @@ class SendQueue:
         if self._waiting is not None:
             self._on_superseded()
             before = self._waiting
-            first, other = (before, mine) if before[0].has_priority and not task.has_priority else (mine, before)
+            precedes = before[0].message.commit_candidate and not task.message.commit_candidate
+            first, other = (before, mine) if precedes else (mine, before)
             self._waiting = first
             _resolve(other[1], f"superseded by {first[0].header.version}")
             return outcome
@@ -337,9 +335,7 @@ class Replicator:
         segment, header = self.find_slot(message)
         if not message.replicate_ranges:
             return Replicated(request=message.request, nodes=())
-        task = ReplicationTask(
-            message.generation, segment, message.slot, header, message.keep, message.commit_candidate
-        )
+        task = ReplicationTask(message, segment, header)
         nodes = tuple(dict.fromkeys(n for n in message.replica_nodes if n != self._node))
         outcomes = await asyncio.gather(*(self._send_queue(message.job, header.rank, n).submit(task) for n in nodes))
         failed = {node: reason for node, reason in zip(nodes, outcomes, strict=True) if reason}
@@ -370,16 +366,17 @@ class Replicator:
         return self._send_queues.setdefault((job, rank, node), queue)
 
     async def _copy(self, node: str, task: ReplicationTask) -> str:
-        job = task.segment.key.job
+        message, header = task.message, task.header
         try:
-            self._job_table.require_current(job, task.generation)
-            send = partial(self._sender.send, task.generation, node, task.segment, task.slot, task.header, task.keep)
+            self._job_table.require_current(message.job, message.generation)
+            send = partial(
+                self._sender.send, message.generation, node, task.segment, message.slot, header, message.keep
+            )
             await asyncio.get_running_loop().run_in_executor(self._threads, send)
         except EverstepError as error:
             self._counters.count_refusal(error.code)
-            context = {"node": self._node, "job": job, "generation": task.generation}
-            version = task.header.version
-            log.info("rank %s's %s is not at %s: %s", task.header.rank, version, node, error, extra=context)
+            context = {"node": self._node, "job": message.job, "generation": message.generation}
+            log.info("rank %s's %s is not at %s: %s", header.rank, header.version, node, error, extra=context)
             return f"{error.code}: {error}"
         return ""
 

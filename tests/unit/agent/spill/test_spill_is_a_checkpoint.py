@@ -52,7 +52,7 @@ class Trained:
 def spilled(tmp_path: Path, trained: Trained, **how: Any) -> Path:
     order = fill_slots(tmp_path / "slots", trained.state, VERSION, **how)
     outcome = execute(msgspec.structs.replace(order, url=str(tmp_path / "out")))
-    assert outcome.is_complete
+    assert outcome.complete
     return tmp_path / "out" / folder_name(VERSION)
 
 
@@ -191,7 +191,7 @@ def test_the_stages_of_a_pipeline_become_one_checkpoint(tmp_path: Path) -> None:
         optimizers[1].state[parameter]["count"] = 4
     stages[1].second.seen += 1
     order = fill_slots(tmp_path / "slots", states, VERSION)
-    assert execute(msgspec.structs.replace(order, url=str(tmp_path / "out"))).is_complete
+    assert execute(msgspec.structs.replace(order, url=str(tmp_path / "out"))).complete
     one = torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9)
     for optimizer in optimizers:
         one.state.update(optimizer.state)

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import torch
 from everstep_agent.spill.__main__ import execute
-from everstep_agent.spill.order import SpillFailure, SpillOrder, SpillResult
+from everstep_agent.spill.order import SpillOrder
 from everstep_agent.spill.target import DirectoryTarget, ObjectStoreTarget, open_target
 from everstep_agent.spill.writer import METADATA_FILE, folder_name
 from everstep_trainer.state.tracked_state import TrackedState
@@ -23,6 +23,7 @@ from torch import nn
 from everstep.errors import ConfigurationError, DigestMismatch, MalformedMessage, NotFound, NotRestorable
 from everstep.ids import Version
 from everstep.layout.slots import SegmentView
+from everstep.wire.v1.local import RequestFailed, Spilled
 from tests.support.killed_spill import contents
 from tests.support.spilling import fill_slots
 from tests.support.vaults import map_segment
@@ -38,7 +39,7 @@ def small_job(tmp_path: Path, **how: Any) -> SpillOrder:
     return fill_slots(tmp_path / "slots", state, VERSION, **{"world": 2, "layout": "sharded", **how})
 
 
-def written_to(order: SpillOrder, folder: Path) -> SpillResult:
+def written_to(order: SpillOrder, folder: Path) -> Spilled:
     return execute(msgspec.structs.replace(order, url=str(folder)))
 
 
@@ -67,7 +68,7 @@ def test_existing_files_are_not_written_again(tmp_path: Path, monkeypatch: pytes
         raise AssertionError("written again")
 
     monkeypatch.setattr(DirectoryTarget, "open_for_writing", refuse)
-    assert written_to(order, tmp_path / "out").is_complete
+    assert written_to(order, tmp_path / "out").complete
 
 
 @pytest.mark.parametrize("harm", ["flipped", "shorter", "longer", "other"])
@@ -121,8 +122,8 @@ def test_incomplete_version_is_not_begun(tmp_path: Path) -> None:
 def test_last_node_to_write_completes_the_checkpoint(tmp_path: Path) -> None:
     order = small_job(tmp_path)
     nodes = [msgspec.structs.replace(order, sources=(source,)) for source in order.sources]
-    assert not written_to(nodes[1], tmp_path / "out").is_complete
-    assert written_to(nodes[0], tmp_path / "out").is_complete
+    assert not written_to(nodes[1], tmp_path / "out").complete
+    assert written_to(nodes[0], tmp_path / "out").complete
     written_to(order, tmp_path / "whole")
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
@@ -136,7 +137,7 @@ def test_files_of_another_partition_do_not_complete_a_version(tmp_path: Path) ->
         outcome = written_to(other, tmp_path / "out")
     except NotRestorable:
         pytest.fail("with two copies of each byte, two of three ranks hold everything")
-    assert outcome.is_complete
+    assert outcome.complete
     written_to(other, tmp_path / "whole")
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
@@ -145,8 +146,8 @@ def test_files_of_another_partition_do_not_complete_a_version(tmp_path: Path) ->
 def test_an_object_store_holds_the_same(tmp_path: Path, url: str) -> None:
     order = small_job(tmp_path)
     url = url.format(tmp_path)
-    assert execute(msgspec.structs.replace(order, url=url)).is_complete
-    assert execute(msgspec.structs.replace(order, url=url)).is_complete, "a second writer finds it done"
+    assert execute(msgspec.structs.replace(order, url=url)).complete
+    assert execute(msgspec.structs.replace(order, url=url)).complete, "a second writer finds it done"
     written_to(order, tmp_path / "whole")
     place = open_target(url)
     assert folder_name(VERSION) in place.folders()
@@ -229,8 +230,8 @@ def test_command_prints_the_outcome_of_an_order(tmp_path: Path) -> None:
     order = msgspec.structs.replace(small_job(tmp_path), url=str(tmp_path / "out"))
     said = spill(msgspec.msgpack.encode(order))
     assert said.returncode == 0, said.stderr
-    outcome = msgspec.json.decode(said.stdout, type=SpillResult)
-    assert (outcome.is_complete, outcome.folder) == (True, folder_name(VERSION))
+    outcome = msgspec.json.decode(said.stdout, type=Spilled)
+    assert (outcome.complete, outcome.folder) == (True, folder_name(VERSION))
     files = sum(os.path.getsize(p) for p in (tmp_path / "out").rglob("*.distcp"))
     assert outcome.bytes == files
 
@@ -249,7 +250,7 @@ def test_command_prints_the_refusal_and_exits_with_1(tmp_path: Path, change: Any
     order = msgspec.structs.replace(small_job(tmp_path), url=str(tmp_path / "out"))
     said = spill(msgspec.msgpack.encode(msgspec.structs.replace(order, **change)))
     assert said.returncode == 1
-    assert sentence in msgspec.json.decode(said.stdout, type=SpillFailure).message
+    assert sentence in msgspec.json.decode(said.stdout, type=RequestFailed).message
     assert said.stderr == b""
 
 
@@ -261,4 +262,4 @@ def test_missing_store_package_is_refused_with_install_hint() -> None:
 def test_malformed_order_is_refused() -> None:
     said = spill(b"\xc1")
     assert said.returncode == 1
-    assert msgspec.json.decode(said.stdout, type=SpillFailure).code == "malformed"
+    assert msgspec.json.decode(said.stdout, type=RequestFailed).code == "malformed"

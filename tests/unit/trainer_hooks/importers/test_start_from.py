@@ -78,7 +78,7 @@ def before() -> Job:
 
 def spilled(job: Job, folder: Path, version: Version = VERSION, **how: Any) -> Path:
     order = fill_slots(folder / f"slots-{version.step}", job.state, version, **how)
-    assert execute(msgspec.structs.replace(order, url=str(folder / "out"))).is_complete
+    assert execute(msgspec.structs.replace(order, url=str(folder / "out"))).complete
     return folder / "out"
 
 

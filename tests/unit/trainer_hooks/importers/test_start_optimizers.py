@@ -31,7 +31,7 @@ def job(kind: Any = SharingOptimizer, **how: Any) -> dict[str, Any]:
 def stored(tracked: dict[str, Any], folder: Path, form: str) -> Path:
     if form == "spill":
         order = fill_slots(folder / "slots", TrackedState(tracked), VERSION, world=2)
-        assert execute(msgspec.structs.replace(order, url=str(folder / "out"))).is_complete
+        assert execute(msgspec.structs.replace(order, url=str(folder / "out"))).complete
         return folder / "out"
     state = {key: one.state_dict() for key, one in tracked.items()}
     if form == "folder":

@@ -65,7 +65,7 @@ def before() -> Small:
 
 def _spilled(before: Small, tmp_path: Path, **how: Any) -> Path:
     order = fill_slots(tmp_path / "slots", before.state, VERSION, **how)
-    assert execute(msgspec.structs.replace(order, url=str(tmp_path / "out"))).is_complete
+    assert execute(msgspec.structs.replace(order, url=str(tmp_path / "out"))).complete
     return tmp_path / "out" / folder_name(VERSION)
 
 

@@ -108,7 +108,7 @@ def test_tied_state_restores_between_one_and_two_ranks(stages: int, into: int) -
 def test_tied_state_starts_from_storage(tmp_path: Path, stages: int, into: int) -> None:
     order = fill_slots(tmp_path / "slots", [rank.state for rank in job(stages, trained=True)], VERSION)
     assert decode_manifest(order.manifests[0]).world_size == stages
-    assert execute(msgspec.structs.replace(order, url=str(tmp_path / "out"))).is_complete
+    assert execute(msgspec.structs.replace(order, url=str(tmp_path / "out"))).complete
     after = job(into, trained=False)
     for number, rank in enumerate(after):
         assert start_alone(tmp_path / "out", rank.tracked, rank.state, number, into) == VERSION.step
