@@ -10,7 +10,6 @@ from pathlib import Path
 import msgspec
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
-from sqlalchemy import Engine
 
 from everstep import __version__
 from everstep.clock import Clock
@@ -27,7 +26,7 @@ from everstep_controller.core.state import FleetState
 from everstep_controller.journal.policy_replay import PolicyTrialRunner
 from everstep_controller.journal.recorder import Journal
 from everstep_controller.leadership.leader_checks import EpochCheck, StandbyMonitor
-from everstep_controller.leadership.lease import LeaseTenure
+from everstep_controller.leadership.lease_candidate import ElectedState
 from everstep_controller.read_models import fleet_views
 from everstep_controller.read_models.fleet_views import ProgressRecorder, ReadModels
 from everstep_controller.read_models.otlp_traces import TraceExporter
@@ -36,25 +35,19 @@ from everstep_controller.read_models.recovery_spans import RecoverySpanBuilder
 from everstep_controller.remediation.remediator import Remediator
 from everstep_controller.remediation.service import RemediationService
 from everstep_controller.rulebook import with_rules
+from everstep_controller.runtime import startup_state
 from everstep_controller.runtime.agent_requests import AgentRequests
 from everstep_controller.runtime.clock import ClockMonitor, SteadyTime, clock_set_back_s
 from everstep_controller.runtime.commit_buffer import DatabaseOutage
 from everstep_controller.runtime.loop import FleetLoop
 from everstep_controller.runtime.push import Outbox
 from everstep_controller.runtime.rate_limits import EventQuota, run_suppressed_reports
-from everstep_controller.runtime.startup_state import (
-    NO_RECORDS,
-    KnownRecords,
-    clamp_history,
-    restore_state,
-    set_times_back,
-)
 from everstep_controller.runtime.transaction import AuditNumbers
 from everstep_controller.server import connections
 from everstep_controller.server.agent_service import AgentService, SerialQueue
 from everstep_controller.store import table_access
 from everstep_controller.store.retention import RetentionLimits, run_retention
-from everstep_controller.store.rows import AuditRow, LoadedState
+from everstep_controller.store.rows import AuditRow
 from everstep_controller.store.threads import DatabaseStore
 
 openapi_document = functools.cache(openapi.document)
@@ -65,7 +58,7 @@ MakeRemediator = Callable[[], Remediator]
 
 
 class Controller:
-    """All parts of one running controller. Create it with ``start`` or ``lead``, and end it with ``stop``.
+    """All parts of one running controller. Create it with ``lead``, and end it with ``stop``.
 
     If ``loop_task`` ends by itself, a transaction failed and the process must end too.
     """
@@ -75,13 +68,13 @@ class Controller:
         settings: ControllerSettings,
         keyring: Keyring,
         store: DatabaseStore,
-        loaded: LoadedState,
+        elected: ElectedState,
         state: FleetState,
         clock: Clock,
         make_remediator: MakeRemediator,
-        tenure: LeaseTenure | None = None,
     ) -> None:
-        self._tenure = tenure
+        loaded, _, tenure = elected
+        self.tenure = tenure
         self._settings = settings
         self._clock = clock
         self.epoch_check = EpochCheck(tenure, keyring, clock, loaded.epoch) if tenure is not None else None
@@ -120,17 +113,7 @@ class Controller:
             queue_limit=settings.queue_limit,
             outage_buffer_bytes=settings.outage_buffer_bytes,
         )
-        self.remediation = RemediationService(
-            settings,
-            make_remediator(),
-            loop=self.loop,
-            state=state,
-            loaded=loaded,
-            write_alerts=lambda notified, resolved: store.write(
-                lambda connection: table_access.write_alerts(connection, notified, resolved)
-            ),
-            on_failure=self.metrics.remediation_failures.inc,
-        )
+        self.remediation = RemediationService(settings, make_remediator(), self.loop, loaded, store)
         self.view_context = fleet_views.ViewContext(
             state=state,
             outbox=self.outbox,
@@ -148,7 +131,7 @@ class Controller:
         )
         self.progress = ProgressRecorder(state, self.loop.now)
         self.standby_watch = StandbyMonitor(settings, self.loop, clock)
-        self._gauges = FleetCollector(self.view_context, self.loop.read_models)
+        self._gauges = FleetCollector(self.view_context, self.metrics, self.loop.read_models)
         self.metrics.registry.register(self._gauges)
         self.credentials = CredentialStore(loaded.credentials)
         gate = Authenticator(settings, keyring, self.credentials, state.jobs, clock, self.loop.now)
@@ -175,27 +158,26 @@ class Controller:
         settings: ControllerSettings,
         keyring: Keyring,
         store: DatabaseStore,
-        loaded: LoadedState,
-        known_records: KnownRecords,
+        elected: ElectedState,
         clock: Clock,
         make_remediator: MakeRemediator,
-        tenure: LeaseTenure | None = None,
     ) -> Controller:
         """Restore the state loaded from a database that was taken over, and handle the first event.
 
-        Requests may be served when this method returns. ``known_records`` are the records that ``loaded`` leaves out.
-        Raises the errors of the database.
+        Requests may be served when this method returns. Raises the errors of the database.
         """
         rules = with_rules(settings.policy)
         wall = clock.wall()
-        if clock_set_back_s(wall, loaded.newest_at, trust_clock=settings.trust_clock):
-            loaded, batch = await asyncio.to_thread(set_times_back, loaded, known_records, wall)
+        if clock_set_back_s(wall, elected.loaded.newest_at, trust_clock=settings.trust_clock):
+            moved, batch = await asyncio.to_thread(
+                startup_state.set_times_back, elected.loaded, elected.known_records, wall
+            )
             await store.commit(batch)
-            await store.write(lambda connection: clamp_history(connection, wall))
-            known_records = NO_RECORDS
+            await store.write(lambda connection: startup_state.clamp_history(connection, wall))
+            elected = elected._replace(loaded=moved, known_records=startup_state.NO_RECORDS)
         # Runs in a thread so that the event loop still answers.
-        state = await asyncio.to_thread(restore_state, rules, loaded, known_records)
-        controller = cls(settings, keyring, store, loaded, state, clock, make_remediator, tenure)
+        state = await asyncio.to_thread(startup_state.restore_state, rules, elected.loaded, elected.known_records)
+        controller = cls(settings, keyring, store, elected, state, clock, make_remediator)
         task = controller.loop_task = asyncio.create_task(controller.loop.run(), name="fleet loop")
         started = asyncio.create_task(controller.loop.started.wait())
         await asyncio.wait({task, started}, return_when=asyncio.FIRST_COMPLETED)
@@ -217,19 +199,6 @@ class Controller:
         ]
         return controller
 
-    @classmethod
-    async def start(
-        cls,
-        settings: ControllerSettings,
-        keyring: Keyring,
-        database: Engine,
-        clock: Clock,
-        make_remediator: MakeRemediator,
-    ) -> Controller:
-        """Take over a database that no other controller shares, and lead. Raises the same errors as ``lead``."""
-        store = DatabaseStore(database, commit_timeout_s=settings.commit_timeout_s)
-        return await cls.lead(settings, keyring, store, await store.take_over(), NO_RECORDS, clock, make_remediator)
-
     def retention_limits(self) -> RetentionLimits:
         """Return the current retention limits. Of two clocks that differ, use the one that deletes less."""
         settings = self._settings
@@ -247,10 +216,6 @@ class Controller:
         if outage is None and self.epoch_check is not None:
             return self.epoch_check.database_outage(self.loop.now())
         return outage
-
-    def is_certain_leader(self) -> bool:
-        """Return whether this controller may answer as the leader now."""
-        return self._tenure is None or self._tenure.is_certain()
 
     def close_connections(self) -> None:
         """Close sessions and streams, so that the server can stop."""
@@ -297,15 +262,8 @@ class Controller:
         )
         readers = StreamReservations()
         self.metrics.watch(admission, readers)
-        history = HistoryRoutes(
-            context=self.view_context,
-            store=self.store,
-            feed=self.feed,
-            authenticator=gate,
-            admission=admission,
-            readers=readers,
-            on_stream_cut=self.metrics.streams_cut.inc,
-        )
+        on_cut = self.metrics.streams_cut.inc
+        history = HistoryRoutes(self.view_context, self.store, self.feed, gate, admission, readers, on_cut)
         app.add_api_route(routes.PLAIN_ROUTES["stream"].path, history.stream, methods=["GET"], include_in_schema=False)
         operators = OperatorRoutes(self.view_context, self.loop, self.store, self.progress)
         trials = PolicyTrialRunner(settings.journal_dir, self.journal.drain if self.journal is not None else None)

@@ -57,7 +57,8 @@ def override_rules(rulebook: Rulebook, changes: Iterable[Mapping[str, Any]]) -> 
 def build_rulebook(tables: Tables) -> Rulebook:
     """Return the rules of these tables. Raises ConfigurationError if one is invalid, or a kind has none."""
     rules = [_validated(table) for table in tables.values()]
-    rulebook = Rulebook({kind: _of_kind(rules, kind) for kind in FindingKind})
+    rules.sort(key=lambda rule: (not rule.name, rule.name))
+    rulebook = Rulebook({kind: tuple(rule for rule in rules if rule.kind is kind) for kind in FindingKind})
     if missing := [kind for kind, found in rulebook.rules_by_kind.items() if not found or found[-1].name]:
         raise ConfigurationError(f"finding kinds without an unnamed default rule: {', '.join(missing)}")
     return rulebook
@@ -107,10 +108,6 @@ def _validated(table: dict[str, Any]) -> VerdictRule:
         if is_wrong:
             raise ConfigurationError(f"rule {rule.id}: {message}")
     return rule
-
-
-def _of_kind(rules: list[VerdictRule], kind: FindingKind) -> tuple[VerdictRule, ...]:
-    return tuple(sorted((rule for rule in rules if rule.kind is kind), key=lambda rule: (not rule.name, rule.name)))
 
 
 def _contradictions(rule: VerdictRule) -> tuple[tuple[bool, str], ...]:

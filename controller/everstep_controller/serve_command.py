@@ -118,10 +118,7 @@ async def _wait_until_leader_known(
 
 
 def _check_clock(engine: Engine, settings: ControllerSettings) -> None:
-    """Raise ConfigurationError if this machine's clock is far ahead of the database.
-
-    A restored backup is exempt: its newest time is as old as the backup.
-    """
+    """Raise ConfigurationError if this machine's clock is far ahead of the database. A restored backup is exempt."""
     if settings.trust_clock:
         return
     try:

@@ -18,10 +18,12 @@ from everstep_controller.api.credentials import Keyring
 from everstep_controller.app import Controller
 from everstep_controller.config import ControllerSettings
 from everstep_controller.core.policy import CorePolicy
+from everstep_controller.leadership.lease_candidate import ElectedState
 from everstep_controller.remediation.remediator import DryRunRemediator, Remediator
 from everstep_controller.server import responses
 from everstep_controller.server.agent_service import EncodedHeartbeatAnswer, decode_register
 from everstep_controller.store.database import open_database
+from everstep_controller.store.threads import DatabaseStore
 from starlette.testclient import TestClient
 from starlette.types import Receive, Scope, Send
 
@@ -97,9 +99,10 @@ class InProcess:
 
     async def start(self) -> Controller:
         give_schema(self.settings.database)
-        engine = open_database(self.settings.database)
-        self.controller = await Controller.start(
-            self.settings, Keyring((SECRET,)), engine, self.clock, lambda: self.remediator
+        store = DatabaseStore(open_database(self.settings.database), commit_timeout_s=self.settings.commit_timeout_s)
+        won = ElectedState(await store.take_over())
+        self.controller = await Controller.lead(
+            self.settings, Keyring((SECRET,)), store, won, self.clock, lambda: self.remediator
         )
         return self.controller
 

@@ -20,8 +20,10 @@ from everstep_agent.vault import reporting, service
 from everstep_controller.api.credentials import Keyring
 from everstep_controller.app import Controller
 from everstep_controller.config import ControllerSettings
+from everstep_controller.leadership.lease_candidate import ElectedState
 from everstep_controller.remediation.remediator import DryRunRemediator
 from everstep_controller.store.database import open_database
+from everstep_controller.store.threads import DatabaseStore
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import CollectorRegistry
 
@@ -66,9 +68,10 @@ async def _of_controller() -> list[Family]:
     """Start a controller over an empty database and read its registry."""
     with tempfile.TemporaryDirectory() as folder:
         settings = ControllerSettings(database=f"sqlite:///{Path(folder) / 'controller.db'}")
-        engine = open_database(settings.database)
+        store = DatabaseStore(open_database(settings.database))
         keyring = Keyring((b"a secret that nobody is asked for",))
-        controller = await Controller.start(settings, keyring, engine, SYSTEM_CLOCK, DryRunRemediator)
+        loaded = ElectedState(await store.take_over())
+        controller = await Controller.lead(settings, keyring, store, loaded, SYSTEM_CLOCK, DryRunRemediator)
         try:
             return sorted(_families(controller.metrics.registry))
         finally:

@@ -128,7 +128,7 @@ def controller_page() -> str:
     introduction = (
         f"`everstep-controller serve` {_SOURCES} How the controller decides is set by the [decision policy](policy.md)."
     )
-    settings = [one for one in settings_of(kind) if one.name != "policy"]
+    settings = [one for one in settings_of(kind) if one.name not in ("policy", *controller_config.PROGRAM.excluded)]
     page = _page("Controller settings", introduction, settings, _names(controller_config.PROGRAM))
     return page + _changed(kind.from_preset("lab"), kind())
 

@@ -1,4 +1,1 @@
-"""HTTP API: operators' routes in FastAPI, authentication, credentials, admission control and the event stream.
-
-Agents' routes and sessions are in ``server``; decisions are in ``core``.
-"""
+"""HTTP API for operators: FastAPI routes, authentication, credentials, admission control and the event stream."""

@@ -42,7 +42,7 @@ class AdmissionControl:
 
     def __post_init__(self) -> None:
         self.open: dict[IdentityKey, list[RequestReservation]] = {}
-        self._turns = _SliceScheduler(self.loop_share, self.monotonic)
+        self.slices = _SliceScheduler(self.loop_share, self.monotonic)
 
     def __len__(self) -> int:
         return sum(map(len, self.open.values()))
@@ -67,10 +67,6 @@ class AdmissionControl:
         self.open.setdefault(who, places).append(place)
         return place
 
-    async def wait_for_slice(self, identity_key: IdentityKey) -> None:
-        """Wait until a slice of this identity may run; the slice ends with the caller's next await."""
-        await self._turns.take(identity_key)
-
 
 @dataclass(eq=False, slots=True)
 class RequestReservation:
@@ -82,7 +78,7 @@ class RequestReservation:
 
     async def wait_for_slice(self) -> None:
         """Wait until the next slice may run."""
-        await self.admission.wait_for_slice(self.identity_key)
+        await self.admission.slices.take(self.identity_key)
 
     def add_bytes(self, size: int) -> None:
         """Count ``size`` bytes of the response before they are sent. Raises RateLimited if too much is unsent."""
@@ -116,6 +112,7 @@ class _SliceScheduler:
         self._began = self._free_at = 0.0
 
     async def take(self, identity_key: IdentityKey) -> None:
+        """Wait until a slice of this identity may run; the slice ends with the caller's next await."""
         waiting = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(identity_key, deque()).append(waiting)
         self._schedule()

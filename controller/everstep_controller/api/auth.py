@@ -99,8 +99,7 @@ class FailedAuthentications:
 Headers = Iterable[tuple[bytes, bytes]]
 
 MAX_CACHED_TOKENS = 1 << 18
-"""Maximum cached tokens, some 0.4 KiB each: more than the nodes of a million GPUs, whose agents may all reconnect
-between heartbeats."""
+"""Maximum cached tokens, some 0.4 KiB each: more than the nodes of a million GPUs, which may reconnect at once."""
 MAX_TOKEN_CHARS = 512
 _BEARER = b"bearer "
 _BY_JOB = "job-"

@@ -1,8 +1,7 @@
 """Store credentials: issue, rotate, revoke, enrol and verify them.
 
-Credentials are also kept in memory, so a check costs no SQL. The leading controller makes every change inside the loop,
-and writes it in the loop's transaction together with its audit entry. A change holds in memory at once, and is answered
-when it is durable.
+Credentials are also kept in memory, so a check costs no SQL. The leader writes every change in the loop's transaction,
+together with its audit entry. A change holds in memory at once, and is answered when it is durable.
 """
 
 from __future__ import annotations

@@ -152,10 +152,7 @@ def _endpoint(
 async def run_admitted(
     admission: AdmissionControl, identity: Identity, request: Request, respond: Callable[[], Awaitable[Response]]
 ) -> Response:
-    """Run ``respond`` in the identity's reservation and slice (``everstep_controller.api.admission``).
-
-    The reservation is released once the response is sent. Raises RateLimited if there is none.
-    """
+    """Run ``respond`` in the identity's reservation and slice (``admission``). Raises RateLimited if there is none."""
     place = request.scope[_RESERVATION_KEY] = admission.reserve(identity)
     try:
         await place.wait_for_slice()
@@ -284,10 +281,7 @@ def job_tag(job: JobRecord) -> str:
 
 
 def job_display_tag(job: op.JobDetail) -> str:
-    """Return the tag of the facts that are only shown of a job.
-
-    Versions are committed twice per second, and must not invalidate an order. Ranks' progress is not included.
-    """
+    """Return the tag of facts that are only shown: a commit, twice per second, must not invalidate an order."""
     summary = job.summary
     return tag_of((summary.committed, summary.verified, summary.spares, job.recoveries, job.ineligible_nodes))
 

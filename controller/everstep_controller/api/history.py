@@ -46,7 +46,7 @@ def bool_parameter(query: dict[str, str], name: str) -> bool | None:
     return msgspec.convert(query[name], bool, strict=False) if name in query else None
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False)
 class HistoryRoutes:
     """Handlers of ``everstep_controller.api.routes.HISTORY_ROUTES``, by name."""
 
@@ -89,7 +89,7 @@ class HistoryRoutes:
         async def read(seen: int) -> EventPage:
             found = await self.store.query(lambda connection: reader.events_after(connection, seen, stream.FRAME_ROWS))
             # Even a reader of the whole past must not keep agents waiting.
-            await self.admission.wait_for_slice(identity_key(who))
+            await self.admission.slices.take(identity_key(who))
             return found
 
         frames, reservation = stream.event_frames(self.feed, after, read), self.readers.reserve(who)

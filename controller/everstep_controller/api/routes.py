@@ -56,31 +56,20 @@ PATH_PARAMETERS: dict[str, Any] = {
 """Types of path parameters, by name."""
 
 QUERY_PARAMETERS: dict[str, Any] = {
-    "after": NonNegativeInt,
-    "limit": NonNegativeInt,
+    **dict.fromkeys(("node", "job", "kind", "rack", "switch", "gpu_model", "driver"), ShortParameter),
+    **dict.fromkeys(("newest", "active", "verified", "local"), bool),
+    **dict.fromkeys(("after", "limit"), NonNegativeInt),
+    **dict.fromkeys(("since", "until"), Seconds),
     "trace": TraceId,
-    "node": ShortParameter,
-    "job": ShortParameter,
-    "newest": bool,
-    "kind": ShortParameter,
     "cursor": Annotated[str, msgspec.Meta(max_length=256)],
     "state": _some_of(NodeState),
     "job_state": _one_of(JobState),
     "remediation_state": Literal["requested", "started", "confirmed", "failed", "superseded"],
     "decision": _one_of(Decision),
-    "active": bool,
     "role": _one_of(TokenRole),
     "subject": Annotated[str, msgspec.Meta(max_length=128)],
-    "verified": bool,
-    "rack": ShortParameter,
-    "switch": ShortParameter,
-    "gpu_model": ShortParameter,
     "label": Annotated[str, msgspec.Meta(pattern=r"^[^=]+(=|$)", max_length=128)],
-    "driver": ShortParameter,
     "gpu": Annotated[str, msgspec.Meta(max_length=128)],
-    "since": Seconds,
-    "until": Seconds,
-    "local": bool,
 }
 """Types of query parameters, by name. An invalid value is refused, and so is a name that the route does not have."""
 

@@ -150,12 +150,10 @@ class AuditFeed:
 
 
 class EventStream(StreamingResponse):
-    """Sends frames as long as the client reads.
+    """Sends frames as long as the client reads and ``check_allowed`` returns True, then releases the reservation.
 
-    A client that takes nothing for ``slow_s`` is cut off, and ``on_cut`` is called.
-
-    The client loses nothing: the events are in the audit log, and it reconnects with Last-Event-ID. The reservation is
-    released at the end. The stream ends silently once ``check_allowed`` returns False.
+    A client that takes nothing for ``slow_s`` is cut off, and ``on_cut`` is called. It loses nothing: the events are in
+    the audit log, and it reconnects with Last-Event-ID.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Serve the operators' web page: a fixed list of static files, with entity tags, compression and security headers.
+"""Serve the operators' web page: the static files of one folder, with entity tags, compression and security headers.
 
 The files contain no data. The page asks the REST API for everything that it shows, with the reader's own token.
 """
@@ -24,23 +24,7 @@ MEDIA_TYPES = {
     "js": "text/javascript; charset=utf-8",
     "svg": "image/svg+xml",
 }
-FILES = (
-    INDEX,
-    "icon.svg",
-    "style.css",
-    "api.js",
-    "app.js",
-    "fleet.js",
-    "grid.js",
-    "incident.js",
-    "job.js",
-    "parts.js",
-    "policy.js",
-    "store.js",
-    "vendor/htm-preact.js",
-    "vendor/uplot.css",
-    "vendor/uplot.js",
-)
+FILES = sorted(str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*") if path.suffix[1:] in MEDIA_TYPES)
 """Files that are served, each by a route of its own, so no request can reach another file."""
 
 HEADERS = {

@@ -1,7 +1,4 @@
-"""Replay a journal under another policy and compare evictions.
-
-After the first decision that differs, the recorded events no longer fit the replayed state: read them so.
-"""
+"""Replay a journal under another policy and compare evictions (see ``replay`` for what follows a difference)."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ from everstep_controller import rulebook
 from everstep_controller.core.policy import CorePolicy
 from everstep_controller.core.state import FleetState
 from everstep_controller.journal.recorder import segments
-from everstep_controller.journal.replay import Recording, ReplayedEvent, replay
+from everstep_controller.journal.replay import replay
 
 MAX_RESULT_ENTRIES = 1000
 
@@ -36,67 +33,38 @@ def replay_with_policy(journal: Path, policy: CorePolicy, since: float) -> Polic
     if not found:
         raise NotFound(f"nothing is recorded in {journal}: set journal_dir to record a journal")
     later = sum(int(path.name[:15]) / 1000 > since for path in found)
-    reached = found[-later - 1 :]  # the segments that begin later, and the one before them
-    counts = _EvictionCounts(since)
+    events, began, newest = 0, None, 0.0
+    now: list[tuple[str, Verdict]] = []
+    then: list[tuple[str, str]] = []
+    spans: list[RecordedSpan] = []
     state: FleetState | None = None
-    for segment in reached:
-        recording = replay(segment, policy, state)
-        counts.begin(recording)
-        for step in recording.events:
-            counts.count(step)
-        state = recording.state
-        counts.end(state.epoch)
-    return counts.result()
-
-
-class _EvictionCounts:
-    def __init__(self, since: float) -> None:
-        self._since = since
-        self._began: float | None = None
-        self._events = 0
-        self._now: list[tuple[str, Verdict]] = []
-        self._then: list[tuple[str, str]] = []
-        self._stretches: list[RecordedSpan] = []
-        self._begins_at = self._newest = 0.0
-
-    def begin(self, segment: Recording) -> None:
-        self._newest = max(self._newest, segment.begins_at)
-        if segment.is_continuation and self._stretches:
-            self._begins_at = self._stretches.pop().begins_at
-        else:
-            self._begins_at = segment.begins_at
-
-    def end(self, epoch: int) -> None:
-        self._stretches.append(RecordedSpan(begins_at=self._begins_at, ends_at=self._newest, epoch=epoch))
-
-    def count(self, step: ReplayedEvent) -> None:
-        self._newest = step.at
-        if step.at < self._since:
-            return
-        self._began = step.at if self._began is None else self._began
-        self._events += 1
-        if not step.is_operator_order:
-            self._now += [(verdict.node, verdict) for verdict in step.verdicts if verdict.decision is Decision.EVICT]
-            self._then += [(evicted_node(line), line) for line in step.recorded if _evicts(line)]
-
-    def result(self) -> PolicyTrialResult:
-        now = Counter(node for node, _ in self._now)
-        then = Counter(node for node, _ in self._then)
-        spans = [
-            msgspec.structs.replace(one, begins_at=max(one.begins_at, self._since))
-            for one in self._stretches
-            if one.ends_at >= self._since
-        ]
-        result = PolicyTrialResult(
-            since=self._began or 0.0,
-            events=self._events,
-            evictions=len(self._now),
-            added_evictions=newest_per_node(self._now, now - then)[:MAX_RESULT_ENTRIES],
-            avoided_evictions=newest_per_node(self._then, then - now)[:MAX_RESULT_ENTRIES],
-            gaps=recording_gaps(spans)[:MAX_RESULT_ENTRIES],
-            spans=tuple(spans[-MAX_RESULT_ENTRIES:]),
-        )
-        return msgspec.structs.replace(result, sentence=describe_result(result))
+    for path in found[-later - 1 :]:  # the segments that begin later, and the one before them
+        segment = replay(path, policy, state)
+        newest = max(newest, segment.begins_at)
+        begins_at = spans.pop().begins_at if segment.is_continuation and spans else segment.begins_at
+        for step in segment.events:
+            newest = step.at
+            if step.at < since:
+                continue
+            began = step.at if began is None else began
+            events += 1
+            if not step.is_operator_order:
+                now += [(verdict.node, verdict) for verdict in step.verdicts if verdict.decision is Decision.EVICT]
+                then += [(evicted_node(line), line) for line in step.recorded if _evicts(line)]
+        state = segment.state
+        if newest >= since:
+            spans.append(RecordedSpan(begins_at=max(begins_at, since), ends_at=newest, epoch=state.epoch))
+    counts_now, counts_then = Counter(node for node, _ in now), Counter(node for node, _ in then)
+    result = PolicyTrialResult(
+        since=began or 0.0,
+        events=events,
+        evictions=len(now),
+        added_evictions=newest_per_node(now, counts_now - counts_then)[:MAX_RESULT_ENTRIES],
+        avoided_evictions=newest_per_node(then, counts_then - counts_now)[:MAX_RESULT_ENTRIES],
+        gaps=recording_gaps(spans)[:MAX_RESULT_ENTRIES],
+        spans=tuple(spans[-MAX_RESULT_ENTRIES:]),
+    )
+    return msgspec.structs.replace(result, sentence=describe_result(result))
 
 
 def _evicts(line: str) -> bool:
@@ -105,19 +73,11 @@ def _evicts(line: str) -> bool:
 
 
 # ---- trial process
-# ``python -m everstep_controller.journal.policy_replay PARENT`` reads a TrialRequest from standard input and writes a
-# TrialReply to standard output. The process ends with its parent.
+# ``python -m everstep_controller.journal.policy_replay PARENT`` reads the arguments of ``replay_with_policy`` from
+# standard input and writes a TrialReply to standard output. The process ends with its parent.
 #
 # A pool of ``multiprocessing`` is unsuitable: if the controller is killed, a worker and its semaphores in ``/dev/shm``
 # remain forever.
-
-
-class TrialRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request to the trial process."""
-
-    journal: str  # directory
-    policy: CorePolicy
-    since: float  # unix seconds
 
 
 class TrialReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,12 +88,12 @@ class TrialReply(msgspec.Struct, frozen=True, kw_only=True):
     message: str = ""
 
 
-async def run_trial(trial: TrialRequest) -> PolicyTrialResult:
-    """Run a trial in a child process; cancelling ends it. Raises Unavailable, or as ``replay_with_policy``."""
+async def run_trial(journal: str, policy: CorePolicy, since: float) -> PolicyTrialResult:
+    """Run ``replay_with_policy`` in a child process; cancelling ends it. Raises Unavailable also."""
     command = [sys.executable, "-P", "-m", __name__, str(os.getpid())]
     process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
     try:
-        output, _ = await process.communicate(msgspec.msgpack.encode(trial))
+        output, _ = await process.communicate(msgspec.msgpack.encode((journal, policy, since)))
     except BaseException:
         process.kill()
         await process.wait()
@@ -176,14 +136,14 @@ class PolicyTrialRunner:
             if self._flush is not None:
                 await self._flush()
             since = now - request.hours * 3600.0
-            return await run_trial(TrialRequest(journal=self._journal, policy=changed, since=since))
+            return await run_trial(self._journal, changed, since)
 
 
 def main() -> None:
     die_with_parent(int(sys.argv[1]), signal.SIGKILL)
-    trial = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=TrialRequest)
+    journal, policy, since = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=tuple[str, CorePolicy, float])
     try:
-        reply = TrialReply(result=replay_with_policy(Path(trial.journal), trial.policy, trial.since))
+        reply = TrialReply(result=replay_with_policy(Path(journal), policy, since))
     except EverstepError as error:
         reply = TrialReply(code=error.code, message=str(error))
     sys.stdout.buffer.write(msgspec.msgpack.encode(reply))

@@ -44,8 +44,7 @@ SEGMENT_S = 86400.0
 DRAIN_TIMEOUT_S = 5.0
 """Maximum seconds that a reader of the newest decisions waits for the disk."""
 MAX_PENDING_BYTES = 16 << 20
-"""Maximum bytes that may wait for the disk, not counting the state at the segment's start. Beyond it the segment ends
-and another begins."""
+"""Maximum bytes that may wait for the disk, without the state at the segment's start; beyond it the segment ends."""
 RETRY_S = 10.0
 """Seconds from the start of a failed segment to the start of the next one: each start encodes the whole state."""
 FLUSH_BYTES = 64 << 10
@@ -244,10 +243,7 @@ def _prune(directory: Path, most_bytes: int, not_before: float) -> None:
 
 
 def read_segment(path: Path) -> tuple[SegmentStart, Iterator[JournalEntry]]:
-    """Return a segment's start and its entries, as far as they were written.
-
-    Raises MalformedMessage, also when entries are read, if the file is no journal or of an incompatible release.
-    """
+    """Return a segment's start and its entries, as far as they were written. Both raise MalformedMessage."""
     file = path.open("rb")
     if (line := file.readline(_LONGEST_LINE)) != MAGIC:
         file.close()

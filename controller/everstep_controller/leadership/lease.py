@@ -1,7 +1,4 @@
-"""Decide who may take the lease, how long a leader may rely on it, and when a leader resigns.
-
-Pure: the time and all facts are arguments.
-"""
+"""Decide who may take the lease, how long a leader may rely on it, and when it resigns. Pure: facts are arguments."""
 
 from __future__ import annotations
 
@@ -127,8 +124,7 @@ MAX_DOUBLINGS = 6
 """Each further resignation within an hour doubles the delay, up to 64 times: moving did not help, so the network
 changes faster than a leader can follow."""
 PARTITION_FACTOR = 2.0
-"""A partition is reported after this many resignation delays: contacts from before a failover still count for a
-while."""
+"""A partition is reported after this many resignation delays: contacts from before a failover count for a while."""
 
 
 class StandbyReport(msgspec.Struct, frozen=True, kw_only=True):

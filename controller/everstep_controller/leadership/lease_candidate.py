@@ -15,7 +15,7 @@ from sqlalchemy import Engine
 from everstep.clock import Clock
 from everstep_controller.leadership import lease
 from everstep_controller.leadership.lease import LeaseTenure, LeaseView, StandbyReport
-from everstep_controller.runtime.startup_state import KnownRecords
+from everstep_controller.runtime.startup_state import NO_RECORDS, KnownRecords
 from everstep_controller.server.connections import TakeoverGate
 from everstep_controller.store.database_errors import DatabaseUnavailable, LeadershipLost, LeaseResigned
 from everstep_controller.store.leases import LeaseSession, claim
@@ -39,11 +39,11 @@ CheckStandbys = Callable[[StandbyReport], Awaitable[lease.Resignation | None]]
 
 
 class ElectedState(NamedTuple):
-    """The state that a new leader starts from, and its tenure."""
+    """The state that a new leader starts from, and its tenure; None if no other controller can lead."""
 
     loaded: LoadedState
-    known_records: KnownRecords
-    tenure: LeaseTenure
+    known_records: KnownRecords = NO_RECORDS
+    tenure: LeaseTenure | None = None
 
 
 @dataclass(eq=False)
@@ -88,10 +88,7 @@ class LeaseCandidate:
             await asyncio.sleep(LOOK_INTERVAL_S)
 
     async def renew_until_lost(self, epoch: int, tenure: LeaseTenure, check_standbys: CheckStandbys) -> None:
-        """Renew the lease until it is lost, and run ``check_standbys`` after each renewal.
-
-        Raises LeadershipLost if another controller has the lease, LeaseResigned if ``check_standbys`` wants that.
-        """
+        """Renew the lease, then run ``check_standbys``, until LeadershipLost or, if that wants it, LeaseResigned."""
         requested_at = self.clock.monotonic()
         while True:
             await asyncio.sleep(max(0.0, requested_at + self.renew_s - self.clock.monotonic()))
@@ -198,11 +195,8 @@ class LeaseCandidate:
         while True:
             await asyncio.sleep(self.renew_s)
             with contextlib.suppress(DatabaseUnavailable, CallTimeout):
-                await self._lane.call(lambda: self._touch_lock(epoch), self.renew_s)
-
-    def _touch_lock(self, epoch: int) -> None:
-        self._session.lock_epoch(epoch)  # as in _renew
-        self._session.touch()
+                await self._lane.call(lambda: self._session.lock_epoch(epoch), self.renew_s)  # as in _renew
+                await self._lane.call(self._session.touch, self.renew_s)
 
     def _note_outage(self, reason: str) -> None:
         if not self._outage:

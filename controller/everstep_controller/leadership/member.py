@@ -28,18 +28,18 @@ from everstep_controller.api.routes import PLAIN_ROUTES, POLICY_ROUTES
 from everstep_controller.app import Controller, MakeRemediator, openapi_document
 from everstep_controller.config import ControllerSettings
 from everstep_controller.journal.policy_replay import PolicyTrialRunner
-from everstep_controller.leadership.lease import LeaseTenure, NotLeadingError, StandbyContacts
-from everstep_controller.leadership.lease_candidate import LeaseCandidate
+from everstep_controller.leadership.lease import NotLeadingError, StandbyContacts
+from everstep_controller.leadership.lease_candidate import ElectedState, LeaseCandidate
 from everstep_controller.read_models.prometheus import standby_registry
 from everstep_controller.rulebook import with_rules
 from everstep_controller.runtime import startup_state
-from everstep_controller.runtime.startup_state import NO_RECORDS, KnownRecords
+from everstep_controller.runtime.startup_state import NO_RECORDS
 from everstep_controller.server import responses
 from everstep_controller.server.connections import SCOPE_KEY, ConnectionPeer, TakeoverGate
 from everstep_controller.store import table_access
 from everstep_controller.store.database import engine_of, parse_url
 from everstep_controller.store.database_errors import LeadershipLost, LeaseResigned
-from everstep_controller.store.rows import CredentialRow, LoadedState
+from everstep_controller.store.rows import CredentialRow
 from everstep_controller.store.threads import DatabaseStore
 
 _trial_decoder = msgspec.json.Decoder(PolicyTrialRequest)
@@ -156,7 +156,9 @@ class ControllerReplica:
     def leading(self) -> Controller | None:
         """Return the controller while this process is certain to lead, else None."""
         controller = self._controller
-        return controller if controller is not None and controller.is_certain_leader() else None
+        if controller is None or (controller.tenure is not None and not controller.tenure.is_certain()):
+            return None
+        return controller
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         controller = self.leading()
@@ -184,7 +186,7 @@ class ControllerReplica:
         settings = self.settings
         store = DatabaseStore(self._engine(), commit_timeout_s=settings.commit_timeout_s)
         if self._url.drivername == "sqlite":
-            await self._lead(store, await store.take_over())
+            await self._lead(store, ElectedState(await store.take_over()))
             return
         candidate = self._candidate = LeaseCandidate(
             self._engine(),
@@ -205,7 +207,7 @@ class ControllerReplica:
                 watching.cancel()
                 self._known_records = NO_RECORDS
             self._resigned = False
-            await self._lead(store, won.loaded, won.known_records, candidate, won.tenure)
+            await self._lead(store, won, candidate)
         except LeadershipLost as error:
             log.warning("stepping down: %s", error)
             self._resigned = isinstance(error, LeaseResigned)
@@ -225,27 +227,21 @@ class ControllerReplica:
                 self._known_records = await store.query(read_changes)
             await asyncio.sleep(self.settings.lease_s)
 
-    async def _lead(
-        self,
-        store: DatabaseStore,
-        loaded: LoadedState,
-        known: KnownRecords = NO_RECORDS,
-        candidate: LeaseCandidate | None = None,
-        tenure: LeaseTenure | None = None,
-    ) -> None:
+    async def _lead(self, store: DatabaseStore, won: ElectedState, candidate: LeaseCandidate | None = None) -> None:
         """Lead until an error. After LeadershipLost the process stands by again."""
         try:
             controller = await Controller.lead(
-                self.settings, self.keyring, store, loaded, known, self.clock, self.make_remediator, tenure
+                self.settings, self.keyring, store, won, self.clock, self.make_remediator
             )
             self._controller, self._candidate = controller, None
             self.leader_known.set()
         finally:
             self.takeover_gate.open()
+        loaded = won.loaded
         nodes = len(loaded.nodes) + len(loaded.unchanged)
         log.info("leading: epoch %d, %d nodes, %d jobs", loaded.epoch, nodes, len(loaded.jobs))
         try:
-            await self._until_over(controller, candidate, loaded.epoch, tenure)
+            await self._until_over(controller, candidate)
         except (LeadershipLost, asyncio.CancelledError):
             self._controller = None
             self.on_leadership_lost()
@@ -256,14 +252,13 @@ class ControllerReplica:
         await asyncio.to_thread(store.close)
         await candidate.close()
 
-    async def _until_over(
-        self, controller: Controller, candidate: LeaseCandidate | None, epoch: int, tenure: LeaseTenure | None
-    ) -> None:
+    async def _until_over(self, controller: Controller, candidate: LeaseCandidate | None) -> None:
         """Wait for the first error of the loop, the lease, remediation or the epoch check, and raise it."""
         assert controller.loop_task is not None
         tasks: set[asyncio.Future[None]] = {controller.loop_task, controller.remediation.failure}
-        if candidate is not None and tenure is not None:
-            renewing = candidate.renew_until_lost(epoch, tenure, controller.standby_watch.check)
+        if candidate is not None and controller.tenure is not None:
+            check = controller.standby_watch.check
+            renewing = candidate.renew_until_lost(controller.loop.epoch, controller.tenure, check)
             tasks.add(asyncio.create_task(renewing, name="lease"))
         if controller.epoch_check is not None:
             tasks.add(asyncio.create_task(controller.epoch_check.wait_superseded(), name="doubt"))

@@ -46,7 +46,6 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.heartbeats = 0
-        self.registry.register(_HeartbeatCollector(self))
         ProcessCollector(registry=self.registry)
         self._events = self._counter("events", "Events handled by the core.", "kind")
         self._event_counters = {kind.__name__: self._events.labels(kind.__name__) for kind in get_args(ev.Event)}
@@ -173,21 +172,13 @@ def standby_registry(persistent_nodes: Callable[[], int]) -> CollectorRegistry:
     return registry
 
 
-class _HeartbeatCollector(Collector):
-    """Exports heartbeats from a plain integer: a Counter's lock costs as much as the work it counts."""
-
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
-
-    def collect(self) -> Iterator[Metric]:
-        yield CounterMetricFamily(_PREFIX + "heartbeats", "Heartbeats answered.", value=self._metrics.heartbeats)
-
-
 class FleetCollector(Collector):
-    """Gauges read from the fleet's state at each scrape."""
+    """Gauges read from the fleet's state at each scrape, and the heartbeats."""
 
-    def __init__(self, context: fleet_views.ViewContext, read_models: fleet_views.ReadModels | None = None) -> None:
-        self._context = context
+    def __init__(
+        self, context: fleet_views.ViewContext, metrics: Metrics, read_models: fleet_views.ReadModels | None = None
+    ) -> None:
+        self._context, self._metrics = context, metrics
         self._read_models = read_models or fleet_views.ReadModels()
         self._summaries: list[JobSummary] = []
         self._late: dict[str, LateRanks] = {}
@@ -207,6 +198,8 @@ class FleetCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         context, state = self._context, self._context.state
+        # From a plain integer: a Counter's lock costs as much as the work it counts.
+        yield CounterMetricFamily(_PREFIX + "heartbeats", "Heartbeats answered.", value=self._metrics.heartbeats)
         yield _gauge("epoch", "Leader terms on this database.", context.epoch)
         yield _gauge("loop_lag_seconds", "Maximum lag of the event loop in the last second.", context.lag_s())
         yield _gauge(

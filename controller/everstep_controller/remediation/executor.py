@@ -49,21 +49,17 @@ DEADLINE_SHARE = 0.9
 next action is then not requested while this one is still in progress."""
 PATIENCE_SHARE = 0.6
 """Maximum share of the deadline after the request; a request is therefore made in the first third or not at all."""
-_SUPERSEDED_IF_PENDING_BY = {
-    RemediationKind.CORDON: frozenset({RemediationKind.UNCORDON}),
-    RemediationKind.UNCORDON: frozenset({RemediationKind.CORDON}),
-    **dict.fromkeys(_REPAIR_ACTIONS, _REPAIR_ACTIONS | {RemediationKind.REPAIR, RemediationKind.UNCORDON}),
+_OPPOSITE = {
+    RemediationKind.CORDON: RemediationKind.UNCORDON,
+    RemediationKind.UNCORDON: RemediationKind.CORDON,
 }
+"""Later kinds that make it pointless to continue a started remediation."""
+_SUPERSEDED_IF_PENDING_BY = {kind: frozenset({opposite}) for kind, opposite in _OPPOSITE.items()} | dict.fromkeys(
+    _REPAIR_ACTIONS, _REPAIR_ACTIONS | {RemediationKind.REPAIR, RemediationKind.UNCORDON}
+)
 """Later kinds that make an unstarted remediation pointless: for a cordon the opposite; for a repair action the next
 step of the ladder, a person, or the node's return to service. A cordon and its following action coexist, and every
 repair is reported."""
-_SUPERSEDED_IF_STARTED_BY = {
-    RemediationKind.CORDON: frozenset({RemediationKind.UNCORDON}),
-    RemediationKind.UNCORDON: frozenset({RemediationKind.CORDON}),
-}
-"""Later kinds that make it pointless to continue a started remediation: its opposite."""
-_SUPERSEDED_IF_PARTIAL_BY = {RemediationKind.CORDON: frozenset({RemediationKind.REPAIR})}
-"""The same for a partly done remediation: a repair keeps the node out of service as well."""
 NOT_CONFIRMED = "the remediation was not confirmed"
 RETRY_BACKOFF = Backoff(floor_s=0.5, ceiling_s=30.0)
 """Delays between attempts, and between checks for completion."""
@@ -226,12 +222,11 @@ class RemediationExecutor:
 
     def _superseding_row(self, remediation: Remediation, *, is_unfinished: bool) -> RemediationRow | None:
         """Return the queued remediation that makes it pointless to continue the started ``remediation``, or None."""
-        to = _SUPERSEDED_IF_STARTED_BY.get(remediation.kind, frozenset[RemediationKind]())
-        if is_unfinished:
-            to |= _SUPERSEDED_IF_PARTIAL_BY.get(remediation.kind, frozenset())
-        return next(
-            (row for row in self._queues[remediation.node] if row.id != remediation.id and row.kind in to), None
-        )
+        stronger = {_OPPOSITE.get(remediation.kind)}
+        if is_unfinished and remediation.kind is RemediationKind.CORDON:
+            stronger.add(RemediationKind.REPAIR)  # it keeps the node out of service as well
+        queue = self._queues[remediation.node]
+        return next((row for row in queue if row.id != remediation.id and row.kind in stronger), None)
 
     def _log_failure(self, remediation: Remediation, action: str) -> None:
         self.on_failure()

@@ -14,7 +14,7 @@ from everstep_controller.config import ControllerSettings, read_password, read_s
 from everstep_controller.core.events import SchedulerStateChanged
 from everstep_controller.core.state import FleetState
 from everstep_controller.remediation import remediator as interface
-from everstep_controller.remediation.alerts import AlertNotifier, Write, possibly_notified
+from everstep_controller.remediation.alerts import AlertNotifier, possibly_notified
 from everstep_controller.remediation.executor import RemediationExecutor
 from everstep_controller.remediation.kubernetes import KubernetesRemediator, connect
 from everstep_controller.remediation.remediator import CORDON_OWNER, CordonStatus, Remediator, call_guarded
@@ -22,7 +22,9 @@ from everstep_controller.remediation.slurm import SlurmRemediator
 from everstep_controller.remediation.webhook import WebhookRemediator
 from everstep_controller.runtime.loop import FleetLoop
 from everstep_controller.runtime.transaction import new_trace
+from everstep_controller.store import table_access
 from everstep_controller.store.rows import LoadedState
+from everstep_controller.store.threads import DatabaseStore
 
 # ---- cordon observer
 
@@ -115,14 +117,11 @@ class RemediationService:
         self,
         settings: ControllerSettings,
         remediator: Remediator,
-        *,
         loop: FleetLoop,
-        state: FleetState,
         loaded: LoadedState,
-        write_alerts: Write,
-        on_failure: Callable[[], None],
+        store: DatabaseStore,
     ) -> None:
-        self._loop = loop
+        self._loop, on_failure = loop, loop.metrics.remediation_failures.inc
         self.executor = RemediationExecutor(
             remediator,
             submit=loop.submit,
@@ -133,16 +132,16 @@ class RemediationService:
             on_task=lambda task: task.add_done_callback(self._note_end),
             rows=loaded.remediations,
         )
-        self._observer = CordonObserver(remediator, state, self._submit_event, on_failure, self.executor.is_idle)
+        self._observer = CordonObserver(remediator, loop.state, self._submit_event, on_failure, self.executor.is_idle)
         self._alerting = None
         if settings.alert_url:
             self._alerting = AlertNotifier(
                 settings.alert_url,
                 token=read_password(settings.alert_token_file) if settings.alert_token_file else "",
                 controller=f"{'https' if settings.tls_certificate else 'http'}://{settings.name}",
-                state=state,
+                state=loop.state,
                 now=loop.now,
-                write=write_alerts,
+                write=lambda begun, over: store.write(lambda held: table_access.write_alerts(held, begun, over)),
                 notified=possibly_notified(loaded),
                 check_leading=loop.check_leading,
                 on_failure=on_failure,

@@ -23,22 +23,11 @@ from everstep_controller.remediation.remediator import CORDON_OWNER, CordonStatu
 TIMEOUT_S = 10.0
 UNSCHEDULABLE_STATES = frozenset({"DRAIN", "DRAINED", "DRAINING", "FAIL", "FAILING", "MAINT", "RESERVED"})
 """Flags of a node that takes no new jobs on somebody's request (``scontrol`` manual, NODE STATES)."""
-SLURM_REASONS = (
-    "Not responding",
-    "Node unexpectedly rebooted",
-    "ResumeTimeout reached",
-    "Reboot ASAP",
-    "reboot timed out",
-    "Low ",
-    "gres/",
-    "Epilog error",
-    "Prolog error",
-    "Duplicate jobid",
-    "Kill task failed",
-    "batch job complete failure",
-    "Powered down",
+SLURM_REASONS = re.compile(
+    "Not responding|Node unexpectedly rebooted|ResumeTimeout reached|Reboot ASAP|reboot timed out|Low |gres/|"
+    "Epilog error|Prolog error|Duplicate jobid|Kill task failed|batch job complete failure|Powered down"
 )
-"""Prefixes of slurmctld's own reasons for a ``DOWN`` node (its strings). Any other reason is a person's."""
+"""Beginnings of slurmctld's own reasons for a ``DOWN`` node (its strings). Any other reason is a person's."""
 REBOOT_STATES = frozenset({"REBOOT", "REBOOT_ISSUED", "REBOOT_REQUESTED"})
 BOOT_JITTER_S = 5.0
 """Seconds by which reported times of one boot may differ: Slurm recomputes them from the node's uptime and its own
@@ -46,13 +35,9 @@ clock whenever the node registers."""
 _FIELD = re.compile(r"(?:^|\s)(\w+)=")
 _REBOOT = re.compile(rf"{CORDON_OWNER} (\S+) after boot of (\S+): ")
 _UNKNOWN = re.compile(r"Node \S+ not found")
-_REFUSED = (
-    "Invalid node name specified",
-    "Invalid user id",
-    "error: Permission denied",
-    "Access/permission denied",
-    "RebootProgram isn't defined",
-    "Requested operation not supported",
+_REFUSED = re.compile(
+    "Invalid node name specified|Invalid user id|error: Permission denied|Access/permission denied|"
+    "RebootProgram isn't defined|Requested operation not supported"
 )
 """Messages of ``scontrol`` for which a retry is useless. Any other may be temporary (slurmctld down, a backup in
 standby, munge unavailable, texts of another release)."""
@@ -67,7 +52,7 @@ class SlurmNode(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_unschedulable(self) -> bool:
-        by_somebody = bool(self.reason) and not self.is_ours and not self.reason.startswith(SLURM_REASONS)
+        by_somebody = bool(self.reason) and not self.is_ours and not SLURM_REASONS.match(self.reason)
         return bool(self.states & UNSCHEDULABLE_STATES) or ("DOWN" in self.states and by_somebody)
 
     @property
@@ -193,7 +178,7 @@ class SlurmRemediator:
         if done.returncode == 0 and is_known:
             return done.stdout
         failure = output[-400:] or f"exit status {done.returncode}"
-        if not is_known or any(sign in output for sign in _REFUSED):
+        if not is_known or _REFUSED.search(output):
             raise Conflict(f"scontrol {arguments[0]} was refused: {failure}")
         raise Unavailable(f"scontrol {arguments[0]} failed: {failure}")
 

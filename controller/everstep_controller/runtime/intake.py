@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Generic, TypeVar
 
@@ -18,13 +19,11 @@ from everstep.errors import Unavailable
 T = TypeVar("T")
 
 ROUTINE_SHARE = 8
-"""One of this many places in a transaction is reserved for routine stimuli: a heartbeat that is never read would make
-its node look silent."""
+"""One of this many places in a transaction is reserved for routine stimuli, so that no heartbeat waits forever."""
 
 
 PAUSE_FACTOR = 9.0
-"""After a transaction with routine stimuli these pause for this many times its duration: alone, they take a tenth of
-the controller's time."""
+"""After a transaction, routine stimuli pause for this many times its duration: alone, they take a tenth of the time."""
 MAX_PAUSE_S = 0.5
 """Maximum seconds that a warning or a known node's findings may be delayed."""
 
@@ -38,20 +37,18 @@ class Urgency(StrEnum):
     """Stimuli that the core allows to be deferred: known findings, and reports of mild or known findings."""
 
 
+@dataclass(eq=False, slots=True)
 class PendingRequest(Generic[T]):
     """A request and the future that its submitter waits for.
 
     Requests of one ``source`` (a node) keep their order: a routine one becomes urgent beside an urgent one.
     """
 
-    __slots__ = ("arrived_at", "future", "source", "stimulus", "urgency")
-
-    def __init__(self, stimulus: T, future: asyncio.Future[Any], source: str, urgency: Urgency) -> None:
-        self.stimulus = stimulus
-        self.future = future
-        self.source = source
-        self.urgency = urgency
-        self.arrived_at = time.perf_counter()
+    stimulus: T
+    future: asyncio.Future[Any]
+    source: str
+    urgency: Urgency
+    arrived_at: float = field(default_factory=time.perf_counter)
 
     def refuse(self, error: Exception) -> None:
         """Answer with ``error``, unless it is answered already or nobody waits."""

@@ -61,23 +61,22 @@ class RequestResult(NamedTuple):
     error: EverstepError | None
     is_ephemeral: bool
 
-    def resolve(self, outage: DatabaseOutage | None) -> None:
-        """Answer the submitter. During an outage, refuse a promise that needs the database."""
-        done = self.pending.future
-        if done.done():
-            return  # the client is gone, but its request was carried out
-        if self.error is not None:
-            done.set_exception(self.error)
-        elif outage is None or self.is_ephemeral:
-            done.set_result(self.value)
-        else:
-            done.set_exception(Unavailable(f"{NOT_DURABLE}: {outage.reason}"))
-
 
 async def resolve_all(results: Iterable[RequestResult], outage: DatabaseOutage | None) -> None:
-    """Answer all. Each future's callback builds and sends its answer in the event loop's next turn."""
+    """Answer all submitters. During an outage, refuse promises that need the database.
+
+    Each future's callback builds and sends its answer in the event loop's next turn.
+    """
     for number, result in enumerate(results, 1):
-        result.resolve(outage)
+        done = result.pending.future
+        if done.done():
+            pass  # the client is gone, but its request was carried out
+        elif result.error is not None:
+            done.set_exception(result.error)
+        elif outage is None or result.is_ephemeral:
+            done.set_result(result.value)
+        else:
+            done.set_exception(Unavailable(f"{NOT_DURABLE}: {outage.reason}"))
         if number % ANSWERS_PER_LOOP_ITERATION == 0:
             await asyncio.sleep(0)
 
@@ -302,12 +301,12 @@ class FleetLoop:
         """Record a report whose handling raised an internal error: repeated, it would end every later process too."""
         if not isinstance(event, ev.ReportArrived):
             return
-        about = f"report {event.number} ({type(event.body).__name__}) of {event.node}"
+        kind = type(event.body).__name__
         row = AuditRow(
             id=self.audit_numbers.take(),
             at=self.now(),
             kind="controller.report_dropped",
-            sentence=f"{about} caused an internal error and is dropped",
+            sentence=f"report {event.number} ({kind}) of {event.node} caused an internal error and is dropped",
             node=event.node,
             trace=event.trace,
         )

@@ -23,8 +23,7 @@ SEQ_PER_EPOCH = 1_000_000_000
 HINTS_PER_LOOP_ITERATION = 64
 """Nodes that are sent a hint before the next heartbeats are read: about a millisecond of work."""
 DEFLATE_MIN_BYTES = 16 << 10
-"""Bodies of at least this size are deflated: a generation of 10,000 ranks shrinks from half a megabyte to a fifteenth,
-and goes to 1,250 nodes."""
+"""Bodies of at least this size are deflated: a generation of 10,000 ranks, half a megabyte, shrinks to a fifteenth."""
 
 
 class EncodedBody:

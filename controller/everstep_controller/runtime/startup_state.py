@@ -16,7 +16,7 @@ from everstep_controller.core.effects import Remediation
 from everstep_controller.core.policy import CorePolicy
 from everstep_controller.core.records import FleetRecord, JobRecord, MaintenanceWindow, NodeRecord, VersionRecord
 from everstep_controller.core.state import FleetState
-from everstep_controller.runtime.transaction import without_findings
+from everstep_controller.runtime.transaction import json_text, without_findings
 from everstep_controller.store import table_access, tables
 from everstep_controller.store.reader import NO_ROW_VERSIONS, RowVersions, changed_nodes
 from everstep_controller.store.rows import AuditRow, Batch, CredentialRow, LoadedState
@@ -115,11 +115,11 @@ def set_times_back(loaded: LoadedState, known: KnownRecords, wall: float) -> tup
         return wall if at <= newest else at - (newest - wall)
 
     def moved(doc: str, kind: type[Any]) -> str:
-        return _text(shift_times(msgspec.json.decode(doc, type=kind), move))
+        return json_text(shift_times(msgspec.json.decode(doc, type=kind), move))
 
     records = [known.records[node] for node in loaded.unchanged]
     records += [msgspec.json.decode(doc, type=NodeRecord) for doc in loaded.nodes.values()]
-    nodes = {record.node: _text(shift_times(without_findings(record), move)) for record in records}
+    nodes = {record.node: json_text(shift_times(without_findings(record), move)) for record in records}
     jobs = {job: moved(doc, JobRecord) for job, doc in loaded.jobs.items()}
     fleet = loaded.fleet and moved(loaded.fleet, FleetRecord)
     remedies = [
@@ -183,7 +183,3 @@ def _credential(row: CredentialRow, wall: float, move: ShiftTime) -> CredentialR
     """Shift a credential's times. The end of one issued under the right clock stays."""
     after = shift_times(row, move)
     return after if row.created_at > wall else msgspec.structs.replace(after, expires_at=row.expires_at)
-
-
-def _text(value: Any) -> str:
-    return msgspec.json.encode(value).decode()

@@ -42,15 +42,9 @@ class FindingDelta:
 
     def changes(self, record: NodeRecord) -> Iterator[tuple[str, Finding | None]]:
         """Yield the changed findings of a node by key, None for cleared ones. They count as written from now on."""
-        written = self._written.get(record.node, {})
-        if not written and not record.health.agent_findings:
-            return
-        for key in written:
-            if key not in record.health.agent_findings:
-                yield key, None
-        for key, finding in record.health.agent_findings.items():
-            if written.get(key) is not finding:
-                yield key, finding
+        written, current = self._written.get(record.node, {}), record.health.agent_findings
+        yield from ((key, None) for key in written if key not in current)
+        yield from ((key, finding) for key, finding in current.items() if written.get(key) is not finding)
         self._note(record)
 
     def forget(self, node: NodeId) -> None:
@@ -85,7 +79,7 @@ def new_trace() -> str:
     return f"{_trace_numbers.getrandbits(64):016x}"
 
 
-def _text(value: Any) -> str:
+def json_text(value: Any) -> str:
     return _encode(value).decode()
 
 
@@ -193,13 +187,13 @@ class Transaction:
         while self._documents and time.perf_counter() < until:
             (table, key), doc = self._documents.popitem()
             if table == "fleet":
-                self._batch.fleet = _text(doc)
+                self._batch.fleet = json_text(doc)
             elif table == "jobs":
-                self._batch.jobs[key] = _text(doc)
+                self._batch.jobs[key] = json_text(doc)
             else:
-                self._batch.nodes[key] = _text(without_findings(doc))
+                self._batch.nodes[key] = json_text(without_findings(doc))
                 for finding_key, finding in self.finding_delta.changes(doc):
-                    self._batch.active_findings[key, finding_key] = _text(finding) if finding is not None else ""
+                    self._batch.active_findings[key, finding_key] = json_text(finding) if finding is not None else ""
         return bool(self._documents)
 
     def batch(self) -> rows.Batch:
@@ -285,7 +279,7 @@ class Transaction:
         encoded = self._bodies.get(id(body), (None, None))[1]
         if encoded is None:
             encoded = EncodedBody(
-                _text(body), rows.generation_reference(spec.job, spec.number) if spec is not None else ""
+                json_text(body), rows.generation_reference(spec.job, spec.number) if spec is not None else ""
             )
             self._bodies[id(body)] = (body, encoded)  # the body too, because an id is unique only while it lives
         hint = _HINT_TOPICS.get(type(body), "")
@@ -305,7 +299,7 @@ class Transaction:
 
 def _documented(kind: Callable[..., T], record: msgspec.Struct, names: str, **values: Any) -> T:
     """Return a row of this kind, with a record's JSON and some of its fields."""
-    return kind(**{name: getattr(record, name) for name in names.split()}, **values, doc=_text(record))
+    return kind(**{name: getattr(record, name) for name in names.split()}, **values, doc=json_text(record))
 
 
 def _audit_row(number: int, entry: fx.AuditEntry) -> rows.AuditRow:
@@ -318,5 +312,5 @@ def _audit_row(number: int, entry: fx.AuditEntry) -> rows.AuditRow:
         job=entry.job or "",
         generation=entry.generation,
         trace=entry.trace,
-        detail=_text(entry.data),
+        detail=json_text(entry.data),
     )

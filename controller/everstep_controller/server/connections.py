@@ -52,19 +52,6 @@ class DescriptorBudget:
         self.exhausted_from = round(limit * EXHAUSTED_SHARE)
         self._sessions: OrderedDict[AgentSession, None] = OrderedDict()
 
-    @property
-    def is_scarce(self) -> bool:
-        return self.open >= self.scarce_from
-
-    @property
-    def is_exhausted(self) -> bool:
-        return self.open >= self.exhausted_from
-
-    @property
-    def is_over_limit(self) -> bool:
-        """Whether no further connection may be accepted."""
-        return self.open > self.limit
-
     def add(self, session: AgentSession) -> None:
         """Add an open session."""
         self._sessions[session] = None
@@ -178,11 +165,8 @@ def identity_of(certificate: Mapping[str, Any]) -> Identity | None:
     The identity is one URI among the subject alternative names: ``everstep://agent/NODE``, ``everstep://operator/NAME``
     or ``everstep://viewer/NAME``. Return None if there is no such name, or more than one.
     """
-    found = [
-        identity
-        for kind, value in certificate.get("subjectAltName", ())
-        if kind == "URI" and (identity := _identity(value, certificate)) is not None
-    ]
+    uris = [value for kind, value in certificate.get("subjectAltName", ()) if kind == "URI"]
+    found = [identity for uri in uris if (identity := _identity(uri, certificate)) is not None]
     return found[0] if len(found) == 1 else None
 
 

@@ -38,15 +38,13 @@ if TYPE_CHECKING:
 # uvicorn's HTTP protocol, with limits on the memory and time that a client may use.
 
 MAX_HEAD_BYTES = 16 << 10
-"""Maximum bytes of request line, headers and trailers together; ours are under 1 KiB. Neither uvicorn nor its parser
-has a limit."""
+"""Maximum bytes of request line, headers and trailers together; ours are under 1 KiB. uvicorn has no limit."""
 MAX_HEADER_LINES = 100
 """Maximum lines of headers and trailers together. Each costs about 150 bytes of memory besides its text."""
 MAX_MESSAGE_BYTES = 16 << 20
 """Maximum bytes of a request on the wire. Bodies end at 1 MiB; the rest leaves room for tiny chunks."""
 MAX_PIPELINED = 8
-"""Maximum pipelined requests per connection. Our clients send none; uvicorn queues all that arrive in one piece, and
-reads another piece after each response."""
+"""Maximum pipelined requests per connection. Our clients send none; uvicorn queues all that arrive in one piece."""
 HEAD_DEADLINE_S = 30.0
 """Seconds for a request's head once begun, and for a connection's first byte."""
 BODY_DEADLINE_S = 60.0
@@ -339,10 +337,7 @@ class ControllerServer(uvicorn.Server):
         self.should_exit = True
 
     async def on_tick(self, counter: int) -> bool:
-        """Give unused malloc memory back to the system now and then; 20 MiB would stay behind otherwise.
-
-        uvicorn calls this ten times per second.
-        """
+        """Return unused malloc memory to the system now and then, some 20 MiB; called ten times per second."""
         if counter % (10 * TRIM_EVERY_S) == 0 and self._malloc_trim is not None:
             self._malloc_trim(0)
         return await super().on_tick(counter)

@@ -14,6 +14,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
@@ -82,54 +83,33 @@ _REPORTS_LANE = (FrameKind.REPORTS,)
 _BEATS_LANE = (FrameKind.HEARTBEAT, FrameKind.ONE_WAY_HEARTBEAT, FrameKind.REGISTER)
 
 
+@dataclass(eq=False, slots=True)
 class AgentSession(asyncio.Protocol):
     """One agent's session, on a connection whose upgrade was accepted.
 
-    Every frame is charged to ``identity`` while it is valid. ``incarnation`` is the node's incarnation, from the first
+    Every frame is charged to ``_identity`` while it is valid. ``incarnation`` is the node's incarnation, from the first
     frame; 0 until then.
     """
 
-    __slots__ = (
-        "_attached",
-        "_authenticator",
-        "_beats_busy",
-        "_before",
-        "_buffer",
-        "_closed",
-        "_identity",
-        "_keep_open",
-        "_node",
-        "_on_end",
-        "_parked",
-        "_reports_busy",
-        "_service",
-        "_stalled",
-        "_transport",
-        "incarnation",
-    )
+    _service: AgentService
+    _authenticator: Authenticator
+    _identity: Identity
+    _transport: asyncio.Transport
+    _on_end: Callable[[AgentSession], None]
+    incarnation: int = 0
+    _before: bytes = b""
+    _buffer: bytearray | None = None
+    _parked: list[tuple[FrameKind, bytes]] | None = None
+    _stalled: asyncio.TimerHandle | None = None
+    _attached: bool = False
+    _keep_open: bool = True
+    _closed: bool = False
+    _beats_busy: bool = False
+    _reports_busy: bool = False
+    _node: str = field(init=False)
 
-    def __init__(
-        self,
-        service: AgentService,
-        authenticator: Authenticator,
-        identity: Identity,
-        transport: asyncio.Transport,
-        on_end: Callable[[AgentSession], None],
-    ) -> None:
-        self.incarnation = 0
-        self._service = service
-        self._authenticator = authenticator
-        self._identity = identity
-        self._node = identity.subject
-        self._transport = transport
-        self._on_end = on_end
-        self._before = b""
-        self._buffer: bytearray | None = None
-        self._parked: list[tuple[FrameKind, bytes]] | None = None
-        self._stalled: asyncio.TimerHandle | None = None
-        self._attached = False
-        self._keep_open = True
-        self._closed = self._beats_busy = self._reports_busy = False
+    def __post_init__(self) -> None:
+        self._node = self._identity.subject
 
     # --- connection
 
@@ -176,7 +156,7 @@ class AgentSession(asyncio.Protocol):
     def _report_disconnect(self) -> None:
         outbox = self._service.outbox
         if not outbox.closed and not outbox.has_receiver(self._node):
-            self._service.take_disconnect(self._node, self.incarnation)
+            self._service.requests.take_disconnect(self._node, self.incarnation)
 
     def eof_received(self) -> None:
         """Close our end, because the agent has closed its own."""
@@ -259,7 +239,7 @@ class AgentSession(asyncio.Protocol):
         if self._parked is None:
             self._parked = []
         self._parked.append((kind, body))
-        self._service.expedite(self._node)
+        self._service.loop.expedite(self._node)
         if len(self._parked) >= MAX_PARKED or sum(len(one) for _, one in self._parked) > MAX_PARKED_BYTES:
             self._transport.pause_reading()
 
@@ -447,28 +427,24 @@ _ACCEPTED = b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade
 MakeHttp = Callable[[], asyncio.Protocol]
 
 
+@dataclass(eq=False, slots=True)
 class ConnectionRouter(asyncio.Protocol):
-    """A connection until its purpose is known. ``make_http`` makes uvicorn's protocol for all but sessions."""
+    """A connection until its purpose is known. ``_make_http`` makes uvicorn's protocol for all but sessions."""
 
-    __slots__ = ("_connections", "_deadline", "_descriptors", "_head", "_make_http", "_process", "_transport")
-
-    def __init__(
-        self, process: ControllerReplica, descriptors: DescriptorBudget, connections: set[Any], make_http: MakeHttp
-    ) -> None:
-        self._process = process
-        self._descriptors = descriptors
-        self._connections = connections
-        self._make_http = make_http
-        self._head = b""
-        self._transport: asyncio.Transport
-        self._deadline: asyncio.TimerHandle | None = None
+    _process: ControllerReplica
+    _descriptors: DescriptorBudget
+    _connections: set[Any]
+    _make_http: MakeHttp
+    _head: bytes = b""
+    _transport: asyncio.Transport = field(init=False)
+    _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._transport = transport
         self._connections.add(self)
         self._descriptors.open += 1
         self._descriptors.make_room()
-        if self._descriptors.is_over_limit:
+        if self._descriptors.open > self._descriptors.limit:
             transport.abort()
             return
         self._deadline = asyncio.get_running_loop().call_later(FIRST_REQUEST_S, transport.abort)

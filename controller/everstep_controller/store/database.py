@@ -76,7 +76,8 @@ STATEMENT_TIMEOUT_MS = 10_000
 _MIGRATION_LOCK = 0x6576_6572_7374_6570
 """PostgreSQL advisory lock (``everstep`` in ASCII): one of several starting controllers migrates."""
 
-_WRITE = {"everstep_write": True}
+FOR_WRITING = {"everstep_write": True}
+"""Options of a connection that takes SQLite's write lock at BEGIN, where a conflict can still be waited for."""
 _migrating = threading.Lock()
 
 
@@ -184,7 +185,7 @@ def _refuse_unknown(revision: str | None, url: URL) -> None:
 
 def _migrate(engine: Engine, url: URL) -> None:
     with engine.connect() as plain:
-        connection = plain.execution_options(**_WRITE)
+        connection = plain.execution_options(**FOR_WRITING)
         with connection.begin(), _migrating:
             if connection.dialect.name == "postgresql":
                 connection.execute(text("SET LOCAL statement_timeout = 0"))
@@ -230,19 +231,11 @@ def open_database(database: str, *, migrate: bool = True, check: bool = False) -
     return engine
 
 
-def for_writing(connection: Connection) -> Connection:
-    """Return the connection, set to take SQLite's write lock at BEGIN, where a conflict can still be waited for."""
-    return connection.execution_options(**_WRITE)
-
-
 # ---- backup
 
 
 def back_up(database: str, target: Path) -> int:
-    """Back up a SQLite database to ``target`` as a checked snapshot, without blocking its writers. Return its size.
-
-    Raises ConfigurationError if the database is missing or not SQLite, or if ``target`` exists.
-    """
+    """Back up a SQLite database to a new file, checked, without blocking writers. Return its size in bytes."""
     url = parse_url(database)
     if url.drivername != "sqlite" or not url.database:
         raise ConfigurationError("only SQLite databases can be backed up this way: use pg_dump for PostgreSQL")

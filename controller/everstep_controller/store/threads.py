@@ -46,10 +46,7 @@ class DatabaseThread:
         self._hangs_since = 0.0
 
     async def call(self, function: Callable[[], T], timeout_s: float) -> T:
-        """Run ``function``, and abort its connection after ``timeout_s``.
-
-        Raises CallTimeout if that does not end the call, and at once while an earlier call hangs.
-        """
+        """Run ``function``, aborted after ``timeout_s``. Raises CallTimeout if it hangs, or an earlier call does."""
         if self._hanging is not None and not self._hanging.done():
             raise CallTimeout(f"no answer for {time.perf_counter() - self._hangs_since:.0f} s", is_running=False)
         started = time.perf_counter()
@@ -127,7 +124,7 @@ class DatabaseStore:
 
     def _attempt(self, batches: list[Batch]) -> None:
         """Try to commit, twice if the connection was open before: it may have broken while idle."""
-        was_connected = self._writer.connected
+        was_connected = self._writer.connection is not None
         try:
             self._writer.commit(batches)
         except DatabaseUnavailable as broken:
@@ -136,9 +133,8 @@ class DatabaseStore:
             try:
                 self._writer.commit(batches)
             except DatabaseUnavailable as error:
-                raise DatabaseUnavailable(
-                    str(error), is_batch_queued=broken.is_batch_queued or error.is_batch_queued
-                ) from error
+                error.is_batch_queued |= broken.is_batch_queued
+                raise
 
     async def write(self, change: Callable[[Connection], T]) -> T:
         """Run ``change`` in its own fenced transaction. Raises LeadershipLost and DatabaseUnavailable."""

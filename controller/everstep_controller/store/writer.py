@@ -11,7 +11,7 @@ from sqlalchemy import ColumnElement, Connection, Delete, Engine, Table, bindpar
 from sqlalchemy.exc import DBAPIError
 
 from everstep_controller.store import database_errors, table_access, tables
-from everstep_controller.store.database import for_writing
+from everstep_controller.store.database import FOR_WRITING
 from everstep_controller.store.database_errors import DatabaseUnavailable, LeadershipLost
 from everstep_controller.store.reader import NO_ROW_VERSIONS, RowVersions, load_state
 from everstep_controller.store.rows import Batch, LoadedState
@@ -35,26 +35,21 @@ class DatabaseWriter:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._connection: Connection | None = None
+        self.connection: Connection | None = None
         self._committing = False
         self._lives: dict[str, int] = {}
         self.epoch = 0
 
-    @property
-    def connected(self) -> bool:
-        """Whether the connection is open."""
-        return self._connection is not None
-
     def close(self) -> None:
         """Close the connection."""
-        connection, self._connection = self._connection, None
+        connection, self.connection = self.connection, None
         if connection is not None:
             connection.close()
 
     def abort(self) -> None:
         """Make a call that hangs in the other thread fail soon, unless a local disk hangs. For any thread."""
-        if self._connection is not None:
-            database_errors.abort_connection(self._connection)
+        if self.connection is not None:
+            database_errors.abort_connection(self.connection)
 
     def take_over(
         self, *, expected: int | None = None, claim: Claim | None = None, known: RowVersions = NO_ROW_VERSIONS
@@ -107,14 +102,14 @@ class DatabaseWriter:
     def _transaction(self) -> Iterator[Connection]:
         self._committing = False
         try:
-            if self._connection is None:
-                self._connection = for_writing(self._engine.connect())
-            transaction = self._connection.begin()
-            yield self._connection
+            if self.connection is None:
+                self.connection = self._engine.connect().execution_options(**FOR_WRITING)
+            transaction = self.connection.begin()
+            yield self.connection
             self._committing = True
             transaction.commit()
         except BaseException as error:
-            connection, self._connection = self._connection, None
+            connection, self.connection = self.connection, None
             if connection is not None:  # its state is unknown; the database rolls back what was not committed
                 connection.invalidate()
                 connection.close()

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from everstep_controller.store import reader as history
 from everstep_controller.store import table_access
-from everstep_controller.store.database import engine_of, for_writing, open_database, parse_url, upgrade
+from everstep_controller.store.database import FOR_WRITING, engine_of, open_database, parse_url, upgrade
 from everstep_controller.store.database_errors import DatabaseUnavailable, LeadershipLost
 from everstep_controller.store.rows import (
     AlertRow,
@@ -294,7 +294,7 @@ def test_reopening_keeps_stored_data(database: str) -> None:
 def test_interrupted_migration_leaves_no_table(database: str) -> None:
     engine = engine_of(parse_url(database))
     with engine.connect() as plain:
-        connection = for_writing(plain)
+        connection = plain.execution_options(**FOR_WRITING)
         cut = connection.begin()
         upgrade(connection)
         cut.rollback()
@@ -380,10 +380,10 @@ def test_full_disk_keeps_committed_data(tmp_path: Path) -> None:
     writer = DatabaseWriter(engine)
     writer.take_over()
     commit(writer, Batch(nodes={"n1": "kept"}))
-    assert writer._connection is not None
-    pages = writer._connection.exec_driver_sql("PRAGMA page_count").scalar()
-    writer._connection.exec_driver_sql(f"PRAGMA max_page_count={pages}")
-    writer._connection.rollback()
+    assert writer.connection is not None
+    pages = writer.connection.exec_driver_sql("PRAGMA page_count").scalar()
+    writer.connection.exec_driver_sql(f"PRAGMA max_page_count={pages}")
+    writer.connection.rollback()
     with pytest.raises(DatabaseUnavailable, match="the disk is full: free some space"):
         commit(writer, Batch(nodes={"n1": "not yet", "n2": "x" * 200_000}))
     assert DatabaseWriter(engine).take_over().nodes == {"n1": "kept"}

@@ -85,7 +85,7 @@ def test_status_table_names_the_outbreak() -> None:
 def test_metrics_count_outbreaks_and_their_nodes() -> None:
     samples = {
         (sample.name, tuple(sample.labels.values())): sample.value
-        for family in prometheus.FleetCollector(desk_of(_outbreak())).collect()
+        for family in prometheus.FleetCollector(desk_of(_outbreak()), prometheus.Metrics()).collect()
         for sample in family.samples
     }
     assert samples["everstep_controller_nodes", ("outbreak",)] == 10
