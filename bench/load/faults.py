@@ -22,7 +22,7 @@ FACES = {
     "thermal": ("thermal",),
 }
 """By cause of the failure table, names of the faults that it shows itself as, all as likely as one another; the XIDs
-are those that NVIDIA's catalogue gives for it (agent/everstep_agent/xids.csv)."""
+are those that NVIDIA's catalogue gives for it (agent/everstep_agent/findings/xids.csv)."""
 _KINDS = {"gpu_lost": "faulty_gpu", "hbm3": "hbm3", "gpu_sram": "gpu_sram", "thermal": "thermal"}
 
 

@@ -316,8 +316,8 @@ class Run:
     ) -> nn.Module:
         """Wrap ``model`` in DistributedDataParallel; return it unchanged if there is no process group.
 
-        With ``virtual_ranks`` (exact mode, see docs/guarantees.md) the model itself is returned, and ``parts`` computes
-        its gradients. Exact mode also accepts a model that ``fully_shard`` has sharded over all ranks.
+        With ``virtual_ranks`` (exact mode, docs/how-to/exact-mode.md) the model itself is returned, and ``parts``
+        computes its gradients. Exact mode also accepts a model that ``fully_shard`` has sharded over all ranks.
 
         Args:
             model: The model, on ``run.device``.

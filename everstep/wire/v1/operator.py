@@ -1,7 +1,7 @@
 """Define the requests of operators and their answers.
 
-docs/api.md lists the routes. Reading needs a viewer's or an operator's token, changing an operator's. Times are wall
-seconds of the controller.
+The OpenAPI document lists the routes. Reading needs a viewer's or an operator's token, changing an operator's. Times
+are wall seconds of the controller.
 """
 
 from __future__ import annotations
