@@ -27,6 +27,7 @@ import os, pathlib, signal, time, torch
 import everstep
 
 FOLDER = pathlib.Path(__file__).parent
+GATE = int(os.environ.get("GATE", "20"))
 signal.signal(signal.SIGUSR1, lambda *_: (FOLDER / f"usr1-{os.environ.get('RANK')}").touch())
 
 def train(run):
@@ -34,14 +35,14 @@ def train(run):
     model = run.replicate(torch.nn.Linear(8, 8).to(run.device))
     optimizer = torch.optim.AdamW(model.parameters())
     run.track(model=model, optimizer=optimizer)
-    for step in run.steps(until=40):
+    for step in run.steps(until=GATE + 20):
         optimizer.zero_grad()
         model(torch.ones(2, 8)).pow(2).sum().backward()
         with (FOLDER / "steps").open("a") as file:
             file.write(f"{os.environ['RANK']} {step} {os.getpid()}\\n")
         optimizer.step()
         time.sleep(0.02)
-        while step == 20 and not (FOLDER / "go").exists():
+        while step == GATE and not (FOLDER / "go").exists():
             time.sleep(0.02)
 
 everstep.main(train)
@@ -94,12 +95,21 @@ class SlurmJob:
         self.cluster.cancel(self.number, "--quiet")
         self.cluster.wait_for("IDLE")
 
+    def has_restarted(self) -> bool:
+        """Whether Slurm has started the requeued job again, which it would put off by two minutes."""
+        self.cluster.scontrol("update", f"JobId={self.number}", "StartTime=now")
+        return "Restarts=1" in self.cluster.scontrol("show", "job", self.number) and self.state == "RUNNING"
+
+    @property
+    def state(self) -> str:
+        return self.cluster.job_state(self.number)
+
     def wait_for_end(self) -> str:
         """The job's last state, once Slurm has its nodes back."""
         running = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "")
-        self.eventually(lambda: self.cluster.job_state(self.number) not in running, "the job's end")
+        self.eventually(lambda: self.state not in running, "the job's end")
         self.cluster.wait_for("IDLE")
-        return self.cluster.job_state(self.number)
+        return self.state
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +169,20 @@ def test_spare_replaces_a_node_whose_task_died(cluster: slurm.Cluster, short_pat
 
 def environment_of(pid: int) -> list[bytes]:
     return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+
+
+def test_requeued_job_starts_from_its_checkpoints(cluster: slurm.Cluster, short_path: Path) -> None:
+    variables = {"CHECKPOINTS": str(short_path / "stored"), "EVERSTEP_LAUNCH_SPILL_EVERY": "5", "GATE": "150"}
+    with contextlib.closing(SlurmJob(cluster, short_path, **variables)) as job:
+        job.eventually(lambda: list(short_path.glob("stored/everstep-*/step-*/.metadata")), "a checkpoint on storage")
+        before = len(job.rows())
+        cluster.scontrol("requeue", job.number)
+        (short_path / "go").touch()
+        job.eventually(job.has_restarted, "the second start")
+        assert job.wait_for_end() == "COMPLETED", job.output
+    steps = [step for rank, step, _ in job.rows()[before:] if rank == 0]
+    assert steps[-1] == 170
+    assert 1 not in steps, "the second start began with the stored step"
 
 
 def test_cancelled_batch_job_ends_in_order(job: SlurmJob) -> None:
