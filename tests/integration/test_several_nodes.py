@@ -117,6 +117,7 @@ def test_two_launchers_survive_a_rank_and_a_node(nodes: TwoNodes) -> None:
     assert not list((nodes.folder / "state").glob("*/run-*"))
 
 
+@pytest.mark.nightly
 def test_first_node_ending_in_order_ends_the_job_for_all(nodes: TwoNodes) -> None:
     with nodes.launch(0) as first, nodes.launch(1) as second:
         nodes.pid_at(second, rank=1, step=5)
@@ -126,6 +127,7 @@ def test_first_node_ending_in_order_ends_the_job_for_all(nodes: TwoNodes) -> Non
     assert "the first node's launcher ended: interrupted" in second.err
 
 
+@pytest.mark.nightly
 def test_first_launcher_that_comes_back_continues(nodes: TwoNodes) -> None:
     with nodes.launch(0) as first, nodes.launch(1) as second, ExitStack() as stack:
         nodes.pid_at(second, rank=1, step=20)
@@ -140,6 +142,7 @@ def test_first_launcher_that_comes_back_continues(nodes: TwoNodes) -> None:
     assert "continuing with the checkpoints" in again.err
 
 
+@pytest.mark.nightly
 def test_loss_of_the_first_node_ends_the_job_with_a_sentence(nodes: TwoNodes) -> None:
     timeout = ("--first-node-timeout-s", "3", "--vault-linger-s", "0.5")
     with nodes.launch(0, *timeout) as first, nodes.launch(1, *timeout) as second:

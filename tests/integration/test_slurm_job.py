@@ -147,6 +147,7 @@ def test_batch_script_trains_on_two_nodes_through_a_kill(job: SlurmJob) -> None:
     assert secret.name not in {path.name for path in job.folder.rglob("*")}
 
 
+@pytest.mark.nightly
 def test_spare_replaces_a_node_whose_task_died(cluster: slurm.Cluster, short_path: Path) -> None:
     with contextlib.closing(
         SlurmJob(cluster, short_path, nodes=3, SPARES="1", EVERSTEP_LAUNCH_VAULT_LINGER_S="1")
@@ -171,6 +172,7 @@ def environment_of(pid: int) -> list[bytes]:
     return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
 
 
+@pytest.mark.nightly
 def test_requeued_job_starts_from_its_checkpoints(cluster: slurm.Cluster, short_path: Path) -> None:
     variables = {"CHECKPOINTS": str(short_path / "stored"), "EVERSTEP_LAUNCH_SPILL_EVERY": "5", "GATE": "150"}
     with contextlib.closing(SlurmJob(cluster, short_path, **variables)) as job:
@@ -185,6 +187,7 @@ def test_requeued_job_starts_from_its_checkpoints(cluster: slurm.Cluster, short_
     assert 1 not in steps, "the second start began with the stored step"
 
 
+@pytest.mark.nightly
 def test_cancelled_batch_job_ends_in_order(job: SlurmJob) -> None:
     job.eventually(lambda: job.has_reached(20), "step 20")
     pids = {pid for _, _, pid in job.rows()}

@@ -201,6 +201,7 @@ def node(tmp_path: Path) -> Iterator[Node]:
         shutil.rmtree(memory)
 
 
+@pytest.mark.nightly
 def test_trainer_in_a_container_survives_kills_stops_and_a_new_agent_pod(node: Node) -> None:
     agent = node.start_agent()
     trainer = node.start_trainer()
