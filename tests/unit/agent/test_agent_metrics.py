@@ -44,9 +44,9 @@ SAMPLE = GpuSample(
 XID = Finding(kind=FindingKind.GPU_XID, subject=BUS, severity=Severity.CRITICAL, message="m", xid=79, since=1.0)
 
 
-def a_picture(*gpus: GpuSample, **more: Any) -> SensorReport:
+def a_report(*gpus: GpuSample, ports: tuple[PortSample, ...] = (), **more: Any) -> SensorReport:
     identity = Gpu(index=0, uuid="GPU-0", name="H100", pci_bus_id=BUS, memory_bytes=80 << 30)
-    poll = PollResult(is_full=True, known_gpus=(identity,), gpus=gpus)
+    poll = PollResult(is_full=True, known_gpus=(identity,), gpus=gpus, ports=ports)
     return SensorReport(poll=poll, xid_counts={(BUS, 79): 3}, **more)
 
 
@@ -55,7 +55,7 @@ def numbers(**changes: Any) -> AgentMetrics:
         "node": "n1",
         "version": "0.1.0",
         "domain": Domain(rack="r1"),
-        "sensor_report": a_picture(SAMPLE),
+        "sensor_report": a_report(SAMPLE),
         "findings": (XID,),
         "spool_reports": 4,
         "spool_bytes": 100,
@@ -133,14 +133,14 @@ def test_failure_domains_are_labels_of_an_info_series() -> None:
 
 def test_throttle_reasons_count_the_nodes_gpus() -> None:
     hot = msgspec.structs.replace(SAMPLE, throttle_reasons=0x40 | 0x1)
-    samples = shown(sensor_report=a_picture(SAMPLE, hot))
+    samples = shown(sensor_report=a_report(SAMPLE, hot))
     assert value(samples, "everstep_gpu_throttled_gpus", node="n1", reason="hardware_thermal") == 1
     assert value(samples, "everstep_gpu_throttled_gpus", node="n1", reason="power_cap") == 0
 
 
 def test_network_ports_are_shown_in_base_units() -> None:
     port = PortSample(name="mlx5_0/1", kind="infiniband", up=True, was_up=True, rate_gbps=400.0, errors=3)
-    samples = shown(sensor_report=a_picture(SAMPLE, ports=(port,)))
+    samples = shown(sensor_report=a_report(SAMPLE, ports=(port,)))
     assert value(samples, "everstep_port_up", port="mlx5_0/1", kind="infiniband") == 1
     assert value(samples, "everstep_port_rate_bits_per_second") == 400e9
     assert value(samples, "everstep_port_errors_total") == 3
@@ -154,7 +154,7 @@ def test_unsupported_device_metric_has_no_series() -> None:
 
 
 def test_lost_gpu_keeps_its_series_with_up_zero() -> None:
-    samples = shown(sensor_report=a_picture(GpuSample(index=0, pci_bus_id=BUS, uuid="GPU-0", lost=True)))
+    samples = shown(sensor_report=a_report(GpuSample(index=0, pci_bus_id=BUS, uuid="GPU-0", lost=True)))
     assert value(samples, "everstep_gpu_up", gpu="0") == 0
     assert math.isnan(value(samples, "everstep_gpu_temperature_celsius", gpu="0"))
 
@@ -183,7 +183,7 @@ def test_dcgm_exporters_names_units_and_labels_are_exact() -> None:
 
 def test_last_xid_metric_resets_when_its_finding_clears() -> None:
     assert (
-        value(shown(dcgm_names=True, sensor_report=a_picture(SAMPLE, findings=(XID,))), "DCGM_FI_DEV_XID_ERRORS") == 79
+        value(shown(dcgm_names=True, sensor_report=a_report(SAMPLE, findings=(XID,))), "DCGM_FI_DEV_XID_ERRORS") == 79
     )
     assert value(shown(dcgm_names=True), "DCGM_FI_DEV_XID_ERRORS") == 0
 

@@ -128,6 +128,6 @@ def test_events_command_prints_gap_and_continues(capsys: pytest.CaptureFixture[s
                 msgspec.json.encode(op.EventGap(after=3, through=7, reason="deleted", sentence="4 to 7 are gone")),
             )
 
-    _follow(Played("http://c:1", ""), 3, True)
+    _follow(Played("http://c:1", ""), 3, True, kind="")
     assert asked == ["/v1/events/stream?after=3", "/v1/events/stream?after=7"]
     assert capsys.readouterr() == ("", "4 to 7 are gone\n")

@@ -29,7 +29,7 @@ from everstep_trainer.launch.job_rendezvous import (
 )
 from everstep_trainer.launch.options import LaunchOptions
 
-from everstep.bearer_tokens import TokenRole, verify
+from everstep.bearer_tokens import TokenRole, verify_with_secret
 from everstep.clock import ManualClock
 from everstep.errors import ConfigurationError, Unavailable
 from everstep.system_clock import SYSTEM_CLOCK
@@ -210,7 +210,7 @@ def test_credentials_are_private_and_keep_no_authority_key(tmp_path: Path) -> No
     assert stat.S_IMODE((first / KEY_FILE).stat().st_mode) == 0o600
     second = credentials(tmp_path / "second", b"s", is_first=False)
     assert {path.name for path in second.iterdir()} == names
-    minted = verify((first / "secret").read_bytes(), (second / "agent.token").read_text())
+    minted = verify_with_secret([(first / "secret").read_bytes()], (second / "agent.token").read_text())[0]
     assert (minted.role, minted.subject) == (TokenRole.AGENT, "n")
     network_of(b"s", is_first=True).write_credentials(first)  # again, as after a takeover
 
