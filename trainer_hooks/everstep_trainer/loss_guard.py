@@ -193,10 +193,7 @@ class LossDiverged(EverstepError, RuntimeError):
 
 
 class LossGuard:
-    """The loss guard that ``Run.guard`` makes; its own state is tracked together with the user's objects.
-
-    ``mean`` and ``on_all_ranks`` are collectives.
-    """
+    """The guard that ``Run.guard`` makes, tracked with the user's objects; ``mean``, ``on_all_ranks``: collectives."""
 
     def __init__(
         self,

@@ -55,10 +55,7 @@ class OptimizerHooks:
         self._steps = self._steps_without_update = 0
 
     def watch(self, objects: Mapping[str, object]) -> None:
-        """Hook the optimizers among tracked objects, including those in lists.
-
-        Clear their gradients: a model that outlived a generation still holds those of the interrupted step.
-        """
+        """Hook the optimizers among tracked objects, and clear the gradients that the interrupted step left."""
         for key, tracked in objects.items():
             for one in as_list(tracked):
                 if isinstance(one, torch.optim.Optimizer):

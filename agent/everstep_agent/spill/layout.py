@@ -264,10 +264,7 @@ class FilePlan:
 def merge_entries(
     files: Iterable[tuple[Sequence[TensorEntry], Sequence[ObjectEntry]]],
 ) -> tuple[list[TensorEntry], list[ObjectEntry]]:
-    """Merge all files' entries: join a tensor's parts, and take the first of several values of one path.
-
-    A value whose path is also a tensor's, or lies under Everstep's key, is left out.
-    """
+    """Merge all files' entries: join tensors' parts, take the first of a path's values, leave out clashing paths."""
     tensors: dict[KeyPath, TensorEntry] = {}
     objects: dict[KeyPath, ObjectEntry] = {}
     for some_tensors, some_objects in files:

@@ -95,8 +95,7 @@ def _map(path: str) -> memoryview:
 _FOLDER = re.compile(r"step-(\d{8,19})-g(\d{1,10})")
 
 MIN_KEPT_CHECKPOINTS = 2
-"""The newest, and the one before it: the controller may never learn that the newest is whole, if the vault that
-completed it is lost with its answer. It then restores from the last one that it counted."""
+"""The newest, and the one before it: the vault may be lost with its report that the newest is complete."""
 
 
 class SpilledCheckpoint(msgspec.Struct, frozen=True):

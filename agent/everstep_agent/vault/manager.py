@@ -78,11 +78,8 @@ class _VaultReadyFile(msgspec.Struct, frozen=True):
 
 @dataclass(eq=False)
 class VaultManager:
-    """Keep one vault running. Call ``start`` once, ``run`` until cancelled, then ``stop`` or ``detach``.
-
-    ``on_change`` is called when the vault is lost or is back, perhaps at another address; ``on_peer_lost`` when another
-    node's vault is unreachable.
-    """
+    """Keep one vault running; ``on_change``: it was lost or is back; ``on_peer_lost``: another node's is out of
+    reach."""
 
     _settings: AgentSettings
     _clock: Clock
@@ -148,10 +145,7 @@ class VaultManager:
     # Life cycle
 
     async def start(self) -> None:
-        """Take over a running vault, or start one. Raises Unavailable if none comes up.
-
-        Waits for a vault that is starting or ending: an agent that was killed may have just started it.
-        """
+        """Take over a running vault, also a starting or ending one, or start one. Raises Unavailable."""
         end = self._clock.monotonic() + READY_TIMEOUT_S
         while not await self._adopt():
             try:

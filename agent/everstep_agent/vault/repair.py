@@ -78,8 +78,7 @@ class ReplicaPieces:
     # Candidates for a chunk
 
     def rebuild_chunk(self, index: int, corrupt_chunk: memoryview) -> Iterator[tuple[bytearray, str]]:
-        """Yield chunk ``index`` with more and more bytes from elsewhere, each time with the nodes they come from.
-        ``corrupt_chunk`` holds the present bytes. Each candidate is overwritten by the next."""
+        """Yield chunk ``index`` with more and more bytes from elsewhere, in one buffer, and the nodes of origin."""
         begin, made = index * CHUNK_BYTES, bytearray(corrupt_chunk)
         gaps, blob = self._pieces_in(begin, len(made)), _overlap(_python_state_range(self._manifest), begin, len(made))
         padding = _unused_gaps([*gaps.values(), *([blob] if blob else [])], len(made))

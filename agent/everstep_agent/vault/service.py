@@ -179,8 +179,7 @@ def _check_peer(writer: asyncio.StreamWriter) -> None:
 # Capacity check: whether this node has memory for all of a job's slots before they are made.
 
 TRAINING_MEMORY_SHARE = 0.25
-"""Share of the free memory kept for the training when a job can do with fewer slots: the training may not have taken
-all of its memory yet (activations, gradients, the loader's workers), and the kernel kills for what is missing."""
+"""Share of the free memory kept for the training, which may not have taken all of its memory yet, if slots can wait."""
 
 
 def check_room(store: SegmentStore, finding_reporter: FindingReporter, request: local.CheckCapacity) -> None:

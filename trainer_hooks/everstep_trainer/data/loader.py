@@ -127,8 +127,7 @@ def end_workers(iterator: Any) -> None:
 logger = logging.getLogger(__name__)
 
 MAX_LOST_WORKERS = 3
-"""Workers that may die in a row before a batch comes. The kernel may kill one when memory is short; repeated deaths at
-the same batch are the data set's fault."""
+"""Workers that may die in a row before a batch comes: the kernel may kill one when memory is short."""
 
 _RESERVED_OPTIONS = {
     "batch_size": "global_batch is the samples of a step over all ranks",
@@ -147,10 +146,7 @@ def is_stream(dataset: Any) -> bool:
 
 
 class Loader:
-    """The batches of a data set, by step, as ``Run.loader`` makes it; also a sampler.
-
-    ``assigned_ranks`` returns (rank, world size) for each batch that ``batches`` yields.
-    """
+    """A data set's batches by step, also a sampler; ``assigned_ranks``: (rank, world size) of each in ``batches``."""
 
     def __init__(
         self,

@@ -160,10 +160,7 @@ class ElasticSampler:
         return self._samples(step, 0, self._global_batch)
 
     def loss_weight(self, step: int) -> float:
-        """Return the factor for this rank's mean loss that makes the mean over ranks the mean over samples.
-
-        It is exactly 1.0 if the batch divides evenly.
-        """
+        """Return the factor for this rank's mean loss that makes the mean over ranks the mean over samples."""
         start, end = self.batch_range()
         return (end - start) * self._world / self._global_batch
 

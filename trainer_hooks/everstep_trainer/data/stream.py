@@ -54,11 +54,7 @@ Collate = Callable[[list[Any]], Any]
 
 
 def build_batch(request: BatchRequest, seed: int, fetch: Callable[[int], Any], collate: Collate) -> Any:
-    """Fetch each sample of the request and collate them, with random streams that depend on positions only.
-
-    Draws for a sample depend neither on the worker nor on the number of ranks; draws for a batch depend on the number
-    of ranks only. The process's own random state is preserved.
-    """
+    """Fetch and collate samples with random streams of their own; the process's random state is preserved."""
     before = get_host_rng_state()
     try:
         fetched = []
@@ -181,12 +177,8 @@ class StreamReader:
 
 @dataclass(eq=False)
 class StreamBatchDataset(IterableDataset[Any]):
-    """Yields whole batches to a DataLoader without a batch size.
-
-    Worker ``w`` of ``n`` makes each ``n``-th batch, which is the order in which the DataLoader asks its workers. Each
-    worker reads the whole sequence. Data sets that split themselves by ``get_worker_info()``, as Hugging Face's do,
-    would read only a share of it. So the worker info is hidden from them and their threads.
-    """
+    """Yields whole batches to a DataLoader without a batch size; worker ``w`` of ``n`` makes each ``n``-th batch. The
+    worker info is hidden from data sets that would split themselves by it, as Hugging Face's do."""
 
     dataset: Iterable[Any]
     requests: BatchRequests

@@ -55,11 +55,8 @@ class SourceAgreement:
     wait: Callable[[float], None] = sleep_in_slices  # before failing storage is retried
 
     def load(self, locations: Sequence[str], read: Callable[[str], CheckpointImport]) -> int:
-        """Try the checkpoints at ``locations`` in order, newest first in a folder, until all ranks could read one.
-
-        Rank 0's locations count for all ranks. Returns the checkpoint's step, or 0 if there are no locations. Raises
-        NotRestorable on all ranks, or DistStoreError if a rank reported nothing for RANK_TIMEOUT_S.
-        """
+        """Try rank 0's ``locations`` in order until all ranks could read one; return its step, or 0 without locations.
+        Raises NotRestorable on all ranks, or DistStoreError if a rank reported nothing for RANK_TIMEOUT_S."""
         failed: dict[str, str] = {}
         while True:
             number = len(failed)

@@ -67,10 +67,7 @@ def _check_record(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> None:
 
 
 class MappedArchive:
-    """An archive whose tensors torch has mapped; each record is checked on first use.
-
-    ``label`` is its name in errors; ``load`` maps it, and returns its content. Raises DamagedCheckpoint.
-    """
+    """An archive that ``load`` maps; each record is checked on first use. Raises DamagedCheckpoint with ``label``."""
 
     def __init__(self, path: str, label: str, load: Callable[[], object]) -> None:
         self._label = label
@@ -132,12 +129,8 @@ _COPY_CHUNK = 16 << 20
 
 @contextmanager
 def fetch_to_local(filesystem: Any, path: str, url: str) -> Iterator[Path]:
-    """Fetch the file of ``url`` into the folder for temporary files (``TMPDIR``) and yield its path.
-
-    Until the block ends, no other process removes the file or checks whether it is complete. Map it in the block, and
-    unlink it when nobody is about to map it any more. A block that raises unlinks it. Raises NotRestorable for a lack
-    of room, or OSError.
-    """
+    """Fetch the file of ``url`` into ``TMPDIR`` and yield its path. In the block no other process removes or checks it:
+    map it there, and unlink it after the last use. Raises OSError, or NotRestorable for a lack of room."""
     size = filesystem.info(path).get("size")
     if size is None:
         raise NotRestorable(f"{url} has an unknown size. {_FIX_HINT}")
@@ -214,11 +207,8 @@ def sleep_in_slices(seconds: float) -> None:
 
 
 def retry_read(read: Callable[[], T], wait: Callable[[float], None] = sleep_in_slices) -> T:
-    """Return the result of ``read``, retrying when storage fails (a time-out included).
-
-    It is called once more after DamagedCheckpoint: a bit may have flipped in transit. Raises the last error, as OSError
-    if only the storage's package defines it.
-    """
+    """Return the result of ``read``, retried when storage fails, and once after DamagedCheckpoint (a bit may have
+    flipped in transit). Raises the last error, as OSError if only the storage's package defines it."""
     failed, damaged = 0, False
     while True:
         try:

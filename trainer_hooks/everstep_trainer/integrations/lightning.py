@@ -107,8 +107,7 @@ class EverstepEnvironment(ClusterEnvironment):
 
 
 _completed: WeakKeyDictionary[Run, int] = WeakKeyDictionary()
-"""Batches that Lightning has completed, as reported by EverstepCallback. RemainingBatches, which is made before the
-Trainer, continues there."""
+"""Batches that Lightning has completed, reported by EverstepCallback, from which RemainingBatches continues."""
 
 
 class RemainingBatches:

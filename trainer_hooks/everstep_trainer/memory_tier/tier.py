@@ -28,11 +28,7 @@ _FILL_LOCK = threading.Lock()
 
 
 class MemoryTier:
-    """One rank's place in the memory tier, in one generation. ``Run.tier`` makes it.
-
-    ``store`` is the generation's store, on which ranks agree which checkpoint they load. Raises ConfigurationError if
-    the node has more ranks than a vault has segments for.
-    """
+    """One rank's place in the memory tier; ``store`` is the generation's. Raises ConfigurationError."""
 
     def __init__(self, vault: VaultClient, spec: GenerationSpec, member: Member, store: Store) -> None:
         if member.local_rank >= FIRST_CHECKPOINT_LOCAL_RANK:

@@ -37,8 +37,7 @@ SYSFS = Path("/sys")
 
 
 def numa_node(sysfs: Path = SYSFS) -> int | None:
-    """Return the NUMA node; None if the machine has one node only, or the rank belongs to none in particular. A process
-    that has not used CUDA yet is judged by its processors (bindings by ``numactl``, Slurm or the launcher)."""
+    """Return the NUMA node of the device, or of the processors before CUDA is used; None if there is no single one."""
     nodes = _nodes(sysfs)
     if len(nodes) < 2:
         return None
@@ -187,8 +186,7 @@ class VaultClient:
         return self._request(sealed)
 
     def inventory(self, job: str, nodes: tuple[str, ...] = (), *, timeout_s: float = 1.0) -> tuple[local.SlotInfo, ...]:
-        """Return the job's sealed slots here and in the vaults of ``nodes``, without nodes silent for ``timeout_s``.
-        Vaults that have yet to hash what they found at their start get STARTUP_CHECK_WAIT_S for it."""
+        """Return the job's sealed slots here and on ``nodes``; STARTUP_CHECK_WAIT_S more for vaults still hashing."""
         deadline = self._clock.monotonic() + STARTUP_CHECK_WAIT_S
         while True:
             wanted = local.Inventory(request=0, job=job, nodes=nodes, timeout_s=timeout_s)

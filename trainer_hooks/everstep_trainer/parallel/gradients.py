@@ -27,11 +27,7 @@ def mean_in_rank_order(
     exchange: GradientExchange,
     bucket: dist.GradBucket,  # type: ignore[name-defined]  # exported at run time
 ) -> torch.futures.Future[torch.Tensor]:
-    """Return the mean over ranks, each element added in the order of ranks: a DDP communication hook.
-
-    ``bucket.buffer()`` is ``[n]`` of any n, padded to a multiple of the world size if needed. Blocks until the mean is
-    there: gloo's callbacks must not start collectives of their own.
-    """
+    """Return the mean over ranks in their order: a DDP hook. Blocks: gloo's callbacks must start no collectives."""
     buffer, (group, timer) = bucket.buffer(), exchange
     world = dist.get_world_size(group)
     padding = -buffer.numel() % world

@@ -102,11 +102,8 @@ class ReplicaAssignment:
         return self._replica.count == self._world
 
     def set_gradient_group(self, options: dict[str, Any]) -> bool:
-        """Set the process group in options of DistributedDataParallel: the ranks with the same part of all replicas.
-
-        Returns False if no group is known and none is needed, because there is one replica. Raises ValueError if no
-        group is known and there are several replicas.
-        """
+        """Set the process group in DistributedDataParallel's options; return False if there is one replica and no
+        group. Raises ValueError if no group is known and there are several replicas."""
         replica = self.replica_for("run.replicate")
         if self.has_replica_per_rank or "process_group" in options:
             return True

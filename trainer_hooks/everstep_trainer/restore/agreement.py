@@ -72,11 +72,8 @@ class VersionProposal(msgspec.Struct, frozen=True):
 
 
 class RestoreOutcome(msgspec.Struct, frozen=True):
-    """The outcome of reading, for one rank or for all: whether it has all it needs, and which slots proved bad.
-
-    ``live_tensors``: a bit for each tensor of the catalog that this rank has live, lowest first; empty if it has all.
-    ``error``: an error that no other choice would avoid.
-    """
+    """One or all ranks' outcome of reading. ``live_tensors``: one bit per tensor of the catalog, lowest first; empty if
+    all are live. ``error``: one that no other choice would avoid."""
 
     succeeded: bool
     bad_slots: tuple[SlotKey, ...] = ()
@@ -86,11 +83,8 @@ class RestoreOutcome(msgspec.Struct, frozen=True):
 
 @dataclass(eq=False)
 class RestoreAgreement:
-    """One rank's part in the agreement. All ranks run the same code; rank 0 also coordinates.
-
-    The survey publishes what the vaults hold, and proposes a version. It needs no model, so it runs in a thread while
-    the training function builds its own. ``on_bad_slot`` receives unreadable slots.
-    """
+    """One rank's part in the agreement. All ranks run the same code; rank 0 also coordinates. The survey needs no
+    model, so it runs in a thread beside the training function. ``on_bad_slot`` receives unreadable slots."""
 
     _store: Store
     _spec: GenerationSpec
@@ -284,11 +278,8 @@ class RestoreAgreement:
         return made.choice
 
     def exchange_outcomes(self, attempt: int, outcome: RestoreOutcome, names: Sequence[str] = ()) -> RestoreOutcome:
-        """Publish this rank's outcome of an attempt, and return the combined outcome of all ranks.
-
-        No rank must have all tensors live (a pipeline stage does not), but each of the version's tensors, of which rank
-        0 gives the ``names``, must be live on some rank. Raises NotRestorable, on all ranks, if no choice would help.
-        """
+        """Publish this rank's outcome and return all ranks' combined one; rank 0 gives the version's tensor ``names``,
+        each of which must be live on some rank. Raises NotRestorable, on all ranks, if no choice would help."""
         put_value(self._store, f"restore/outcome/{attempt}/{self._member.rank}", outcome)
         if self.is_coordinator:
             keys = [f"restore/outcome/{attempt}/{rank}" for rank in range(self._spec.world_size)]

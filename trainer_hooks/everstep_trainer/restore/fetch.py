@@ -62,8 +62,7 @@ class PlannedRead(msgspec.Struct, frozen=True, gc=False):
 
 
 def plan_reads(needed: Sequence[NeededBox], sources: Iterable[Manifest]) -> list[PlannedRead]:
-    """Return reads that fill every needed box exactly once, each byte from the first source (nearest first) that has
-    it. No more sources are consumed than needed. Raises NotRestorable for a part in no source."""
+    """Return reads of every needed byte, once, from the first of ``sources`` that has it. Raises NotRestorable."""
     wanting: dict[int, list[int]] = defaultdict(list)
     for index, want in enumerate(needed):
         wanting[want.tensor_index].append(index)
@@ -162,8 +161,7 @@ class _RemoteFetch(msgspec.Struct, frozen=True):
 
 @dataclass(eq=False)
 class SlotLoader:
-    """Carries out a plan of reads; ``targets`` has the target of each needed box. Slots on the node of ``member`` are
-    read directly from ``local``; ``hash_scope`` returns which of their chunks are hashed here."""
+    """Carries out a plan of reads into ``targets``, one per needed box; ``hash_scope``: local chunks hashed here."""
 
     _vault: VaultClient
     _job: str
@@ -181,11 +179,8 @@ class SlotLoader:
     def load(
         self, reads: Sequence[PlannedRead], sources: Sequence[ReadSource], blob_source: int
     ) -> tuple[bytes, list[BadSlot]]:
-        """Fill the targets; return the Python state of source ``blob_source``, and the slots that failed.
-
-        After a failure the targets must not be used. A repeated call, possibly with other sources, does not fetch again
-        what came from nodes that did not fail.
-        """
+        """Fill the targets; return the Python state of source ``blob_source``, and the slots that failed. After a
+        failure the targets must not be used; a repeated call does not fetch again from nodes that did not fail."""
         self.bytes_by_source = dict(self._kept_bytes)
         by_source: dict[int, list[PlannedRead]] = defaultdict(list)
         by_source[blob_source] = []

@@ -23,16 +23,14 @@ from everstep.wire.v1.local import SlotInfo
 from everstep_trainer.restore.byte_moves import NO_COPIES, CopyTable, run_copies
 
 BLOCK_BYTES = 2 << 20
-"""Hashed, then copied, if no native code does both at once. From 1 MiB on the C library's copy bypasses the cache,
-which takes half the time; a block of this size is still in the cache when it is copied."""
+"""Hashed, then copied, without native code: large enough to bypass the cache when written, small enough to be in it."""
 MIN_THREAD_BYTES = 16 << 20
 MAX_THREADS = 8
 """With more threads, memory bandwidth is the limit."""
 
 
 class HashingCopy:
-    """Checks the chunks ``checked`` of a mapped payload against their sealed ``digests`` and copies from it, once.
-    Sources of ``copies`` are offsets in the payload. Raises IndexError if one lies outside of it."""
+    """Checks the chunks ``checked`` of a payload and copies from it, once. Raises IndexError outside of it."""
 
     def __init__(
         self,
@@ -183,8 +181,7 @@ class HashScope(Enum):
 
 
 class LocalSlots:
-    """Sealed slots in this node's segment files. ``own_segment`` returns the segment at a path if this process has
-    mapped it already: mapping a slot again costs as much as copying it. ``threads`` copy and hash in parallel."""
+    """Sealed slots in this node's segment files; ``own_segment`` returns one that this process has mapped already."""
 
     def __init__(self, own_segment: Callable[[str], SegmentView | None] = lambda _: None, threads: int = 2) -> None:
         self._own_segment = own_segment
@@ -210,8 +207,7 @@ class LocalSlots:
         extra_ranges: Iterable[Range] = (),
         scope: HashScope = HashScope.ALL,
     ) -> torch.Tensor:
-        """Copy from the slot, hash the chunks of ``scope``, and return the payload, of which the caller reads
-        ``extra_ranges``. Raises BadSlot if the slot cannot be used, and neither can the copied bytes."""
+        """Copy from the slot, hash the chunks of ``scope``, return the payload. Raises BadSlot: drop the copies."""
         try:
             view = self._require(slot)
             digests, payload = view.digests(slot.slot)[1:], view.payload(slot.slot)

@@ -134,12 +134,8 @@ class SlotReporter:
 
 
 def slot_distance(spec: GenerationSpec, member: Member, slot: SlotInfo) -> tuple[int, int, int, int]:
-    """Return a sort key, nearest slot first.
-
-    This node's slots come first, the rank's own before others. Then the roster's, those of the same rack first; each
-    rank begins with another one. Then those of nodes outside it, which may have been evicted for wrong data; last those
-    rebuilt from parity.
-    """
+    """Return a sort key, nearest slot first: own, node, rack, roster, then nodes outside it, last those from parity.
+    Ranks begin with different nodes of a group. Nodes outside the roster may have been evicted for wrong data."""
     if slot.parity_group is not None:
         return 3, 0, slot.rank, 0
     if slot.node == member.node:
@@ -189,8 +185,7 @@ def _gc_paused() -> Iterator[None]:
 
 
 class Restoration:
-    """Fills a rank's state from the newest complete version that the generation's rule admits, the same on all ranks of
-    the roster. ``on_finding`` receives findings about slots whose bytes are not those sealed, from any thread."""
+    """Fills a rank's state from the newest complete version that the generation's rule admits, as on all ranks."""
 
     def __init__(
         self,

@@ -42,11 +42,8 @@ def is_admitted(rule: RestoreRule, version: Version) -> bool:
 
 
 def choose_version(rule: RestoreRule, slots: Sequence[SlotInfo], manifest_of: ManifestOf) -> VersionChoice:
-    """Return the newest admitted version whose slots together cover every tensor.
-
-    If none is complete, the answer is scratch if nothing was ever committed (there is no floor) or the rule names a
-    checkpoint on storage. Otherwise raises NotRestorable, saying what each version lacks.
-    """
+    """Return the newest admitted version whose slots cover every tensor; scratch if none is complete, and nothing was
+    ever committed or the rule names a checkpoint on storage. Raises NotRestorable, saying what each version lacks."""
     if rule.from_scratch:
         return VersionChoice(None, (), "the generation starts from scratch")
     admitted: dict[Version, list[SlotInfo]] = defaultdict(list)

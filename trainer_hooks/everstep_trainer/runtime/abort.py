@@ -86,12 +86,8 @@ def _check_duplicate(fd: int, predicate: Callable[[socket.socket], bool]) -> boo
 def shut_connections(
     fds: Iterable[int], list_again: Callable[[], Iterable[int]], how: int = socket.SHUT_RDWR
 ) -> list[socket.socket]:
-    """Shut the connected TCP sockets among ``fds``, in both directions by default; their readers wake at once.
-
-    ``list_again`` is called after all were duplicated, so that a descriptor that was closed and reused in between is
-    left alone. Return the duplicates of shut sockets: a connection lives until its owner and the caller have closed
-    theirs.
-    """
+    """Shut the connected TCP sockets among ``fds``, in both directions by default, and return duplicates that keep them
+    open. Descriptors that ``list_again`` no longer lists were reused meanwhile, and are left alone."""
     copies = {fd: copy for fd in fds if (copy := _duplicate(fd)) is not None}
     confirmed = set(list_again())
     held = []
@@ -181,11 +177,8 @@ NCCL_SETUP_TIMEOUT_S = 120  # of a communicator; while torch waits for it, it ho
 
 
 def gloo_event_loops() -> list[int]:
-    """Return the epoll instances of gloo devices in this process.
-
-    An instance is recognised by what it watches: the pipe of its deferred calls and its listening TCP socket, beside
-    the connections of its pairs (gloo/transport/tcp/loop.cc). Python's selectors and libuv watch no such pair.
-    """
+    """Return the epoll instances of gloo devices in this process, recognised by the pipe and the listening TCP socket
+    that they watch (gloo/transport/tcp/loop.cc). Python's selectors and libuv watch no such pair."""
     found = []
     for event_poll in list_epoll_fds():
         fds = epoll_targets(event_poll)
@@ -195,12 +188,8 @@ def gloo_event_loops() -> list[int]:
 
 
 class GlooBackend:
-    """Ends gloo's collectives by shutting its connections; ``ProcessGroupGloo.abort`` does not wake a waiter.
-
-    Connections are shut for reading, and duplicates keep them open for HOLD_OPEN_S. gloo's thread then reads the end of
-    the stream, which wakes the waiters. Closing at once, or shutting for writing, would make an imminent write of this
-    or the other process fail, which gloo ignores (see above).
-    """
+    """Ends gloo's collectives by shutting its connections for reading; ``ProcessGroupGloo.abort`` wakes no waiter.
+    Duplicates keep them open for HOLD_OPEN_S, since gloo ignores failed writes (see above)."""
 
     name = "gloo"  # the backend string for ``init_process_group``
 

@@ -61,11 +61,8 @@ def current_assignment() -> WorkerAssignment | None:
 
 
 def wait_for_local_rank() -> int:
-    """Return this worker's local rank: at once for an active worker, after its promotion for a standby.
-
-    Tells the launcher that the script has come this far; only then can its ranks be replaced. Sets LOCAL_RANK in a
-    promoted standby. Raises LauncherGone if the launcher ended before the promotion, RuntimeError outside of it.
-    """
+    """Return this worker's local rank, for a standby after its promotion; it then sets LOCAL_RANK. Tells the launcher
+    that the script has come this far. Raises LauncherGone, or RuntimeError outside of a launcher."""
     assignment = current_assignment()
     if assignment is None:
         raise RuntimeError("this process has no local rank to wait for: start it with everstep-launch")
@@ -113,11 +110,8 @@ def _wait_for_promotion(control: ControlChannel[Promote]) -> int:
 
 
 def torchrun_environment(spec: GenerationSpec, member: Member) -> dict[str, str]:
-    """Return the variables that torchrun would set for ``member`` if the generation were one of its restarts.
-
-    A node's group rank is its index among the roster's nodes, ordered by their first rank. ``init_method`` env:// finds
-    the generation's store under MASTER_ADDR and MASTER_PORT as a client, on rank 0 too.
-    """
+    """Return the variables that torchrun would set for ``member`` if the generation were one of its restarts. Nodes are
+    numbered by their first rank; env:// finds the generation's store under MASTER_ADDR and MASTER_PORT."""
     nodes, locals_here = list(spec.seats), spec.spec.nproc_per_node
     host, port = split_address(spec.store)
     group = str(nodes.index(member.node))

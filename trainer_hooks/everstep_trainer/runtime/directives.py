@@ -49,11 +49,7 @@ class ReceivedDirectives:
             self._changed.notify_all()
 
     def is_generation_over(self, number: int, step: int) -> bool:
-        """Return whether a rank that finished ``step`` must leave generation ``number``.
-
-        A newer generation with ``after_step`` ends its predecessor at that step; one without ends all older generations
-        at once, whatever step had been set before.
-        """
+        """Return whether a rank that finished ``step`` must leave generation ``number``, for the newest known one."""
         with self._lock:
             if self._stop is not None or self._ended_through > number:
                 return True
@@ -89,11 +85,7 @@ class MembershipState(Enum):
 
 @dataclass(eq=False)
 class GenerationMembership:
-    """Tracks whether the main thread is outside of generations, joining one or inside one (in the training function).
-
-    The lock makes ``abort`` and the transitions exclude each other, so that an abort never hits the generation that the
-    main thread has gone on to.
-    """
+    """The main thread is outside of generations, joining, or inside; ``abort`` and transitions exclude each other."""
 
     directives: ReceivedDirectives
     progress: StepProgress
@@ -153,12 +145,8 @@ class GenerationMembership:
         return self._abort_attempts > 0 and self.state is MembershipState.MEMBER
 
     def abort(self) -> None:
-        """Get the main thread out of a generation that is over. Called with the news, and again until it is out.
-
-        The first call ends the collectives and asks the thread to leave. The second also cuts the connection to the
-        store, which the thread may be waiting on. Later calls interrupt its Python code, and in the end give up the
-        process.
-        """
+        """Get the main thread out of a generation that is over: end collectives and ask it to leave; at the second call
+        cut the store's connection too; later interrupt its Python code, and in the end give up the process."""
         with self._lock:
             if self.state is MembershipState.NOT_A_MEMBER or not self.must_end():
                 return

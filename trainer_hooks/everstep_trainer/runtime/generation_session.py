@@ -229,11 +229,8 @@ class GenerationSession(TrainingSession):
             snapshotter.update_versions(notice.committed, notice.candidate, notice.pinned)
 
     def close(self) -> None:
-        """End the snapshots of this generation; a copy that has begun is completed.
-
-        All tracked objects are released: the garbage collector does not see their cycle with this object through
-        DistributedDataParallel's hook in C++, and the models of every generation would stay in memory.
-        """
+        """End this generation's snapshots; complete one that has begun. All tracked objects are released: the garbage
+        collector does not see their cycle through DistributedDataParallel's hook in C++."""
         if self._restoration is not None:
             self._restoration.close()
         snapshotter, self._snapshotter, self._restoration = self._snapshotter, None, None

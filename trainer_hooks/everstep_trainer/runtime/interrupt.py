@@ -51,8 +51,7 @@ def _set_async_exception(thread_id: int, kind: type[BaseException] | None) -> No
 
 
 WAIT_SLICE_S = 0.02
-"""Length in seconds of one slice of a main thread's wait. An exception raised between two slices arrives even if no
-signal wakes the thread, because the signal came just before or because training code handles it."""
+"""Seconds of one slice of a main thread's wait: an exception arrives between slices even if no signal wakes it."""
 
 WAKE_SIGNAL = signal.SIGURG  # ignored by default, so that a late one does no harm
 

@@ -96,11 +96,7 @@ def device_for(backend: GlooBackend, local_rank: int) -> torch.device:
 
 
 class Rendezvous:
-    """Joins and leaves generations.
-
-    ``join`` blocks in torch's C++ code, on the store and on peers, and always on sockets of this process. ``cut_store``
-    and the backend's ``abort``, called from the signal thread, end it within milliseconds.
-    """
+    """Joins and leaves generations; ``cut_store`` and the backend's ``abort`` end a join from the signal thread."""
 
     def __init__(self, backend: GlooBackend, settings: HookSettings) -> None:
         patch_mesh_equality()
@@ -182,10 +178,7 @@ class Rendezvous:
         sys.excepthook = hook  # torch wraps it each time, which would nest over generations
 
     def _first_all_reduce(self, device: torch.device, world_size: int, is_over: Callable[[], bool]) -> None:
-        """Run a first all-reduce, to prove that all ranks are there and every connection carries data.
-
-        On a GPU the ranks meet over gloo first: an NCCL set-up that a collective waits for cannot be aborted.
-        """
+        """Run a first all-reduce, to prove every connection; on a GPU first over gloo, which can be aborted."""
         self._backend.connect(device)
         present = torch.ones(1)
         wait_or_regroup(dist.all_reduce(present, async_op=True), is_over)
@@ -209,11 +202,7 @@ class Rendezvous:
         dist.destroy_process_group()
 
     def release(self) -> None:
-        """Drop the last references to groups that were left; call it when nobody else has any.
-
-        A group's destructor waits for its threads: 10 to 20 ms, or until the time-out of an operation that nobody can
-        wake (see the module interrupt). So it runs in a thread of its own.
-        """
+        """Drop the last references to groups that were left, in a thread: destructors wait, at worst for a time-out."""
         retired, self._retired = self._retired, []
         self._releasing = [thread for thread in self._releasing if thread.is_alive()]
         if retired:

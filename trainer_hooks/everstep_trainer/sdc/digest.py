@@ -38,10 +38,7 @@ def _mix(n: int) -> int:
 
 
 class WeightedDigest:
-    """The digest of a fixed list of tensors, however they are laid out in memory; for one thread at a time.
-
-    Buffers and weights are made once, on the first tensor's device.
-    """
+    """The digest of a fixed list of tensors; its buffers are on the first one's device. For one thread at a time."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         device = tensors[0].device if tensors else torch.device("cpu")

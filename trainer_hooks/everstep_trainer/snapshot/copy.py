@@ -82,8 +82,7 @@ class _Chunk(NamedTuple):
 
 
 class HashingCopyBatch:
-    """Pairs of tensors of equal dtype and shape, copied repeatedly; their memory must not move. All of the slot's
-    ``payload`` is hashed. ``targets`` are contiguous, disjoint parts of it, ``sources`` live tensors on the CPU."""
+    """Pairs of tensors of equal dtype and shape, copied repeatedly in fixed memory. All of ``payload`` is hashed."""
 
     def __init__(
         self, payload: torch.Tensor, targets: list[torch.Tensor], sources: list[torch.Tensor], native: CopyHash

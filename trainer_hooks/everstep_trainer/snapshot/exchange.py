@@ -81,11 +81,8 @@ def poll_values(
     timeout_s: float,
     is_superseded: Callable[[], bool] = lambda: False,
 ) -> list[bytes]:
-    """Return the values of ``keys`` once all are there; for threads other than the training thread.
-
-    The store is polled, since a waiting connection would block the training thread's own use of it. Raises Unavailable
-    in the end or if ``stop`` is set, RoundSuperseded if ``is_superseded`` returns True.
-    """
+    """Return the values of ``keys`` once all are there; polled, since a waiting connection would block the training
+    thread's. Raises Unavailable in the end or once ``stop`` is set, RoundSuperseded if ``is_superseded``."""
     deadline = clock.monotonic() + timeout_s
     pause_s = FIRST_POLL_S
     while keys and not store.check(keys):
@@ -107,8 +104,7 @@ class LayoutRound(NamedTuple):
 
 @dataclass(eq=False)
 class LayoutExchange:
-    """The exchange of layouts, for the copier thread; ``layouts`` gives up once ``stop`` is set. Layouts are stored by
-    their digest, so that equal ones (under DDP, all) cross the store once."""
+    """The exchange of layouts, for the copier thread; equal ones are stored once. ``stop`` ends the waits."""
 
     _store: Store
     _rank: int

@@ -50,8 +50,7 @@ class _Step(msgspec.Struct):
 
 @dataclass(eq=False)
 class StepStopwatch:
-    """Times the steps of one training thread. ``on_step`` receives the seconds of each step without blocked time and,
-    if a snapshot began in it, the blocked seconds; in order, from ``end_step``. None: nothing is measured."""
+    """Times one training thread's steps. ``on_step``: each step's seconds and, if a snapshot began, blocked ones."""
 
     _on_step: OnStep | None
     _clock: Clock
@@ -131,8 +130,7 @@ def target_interval(blocked_s: float, step_s: float, current: int) -> int:
 
 
 class SnapshotPace:
-    """The pace of one rank in one generation: ``agree`` is for the copier, the rest for the training thread. With a
-    ``fixed_interval``, the user's choice, nothing is measured or published."""
+    """The pace of one rank in one generation: ``agree`` is for the copier; a ``fixed_interval`` measures nothing."""
 
     def __init__(self, store: Store, rank: int, fixed_interval: int | None) -> None:
         self._store = store

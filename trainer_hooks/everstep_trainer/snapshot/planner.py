@@ -53,11 +53,8 @@ SMALL_PIECE_COUNT = 2048
 
 @dataclass(eq=False)
 class ActivePlan:
-    """The parts of a snapshot that do not depend on the step, made once; stored from ``since_step`` on.
-
-    ``plan_with_covers``: the plan for all that this rank can store, if that includes other ranks' pieces. ``is_small``:
-    the training thread may copy the share itself.
-    """
+    """The parts of a snapshot that do not depend on the step. ``plan_with_covers``: the plan with other ranks' pieces,
+    if there are any. ``is_small``: the training thread may copy the share itself."""
 
     layout: Layout
     share: RankShare
@@ -124,11 +121,8 @@ class SnapshotPlanner:
         self.agreed = slot_negotiation.AgreedProvision(slot_negotiation.acceptable_provisions(self._options)[0])
 
     def plan(self, layout: Layout, blob_bytes: int, since: int) -> ActivePlan:
-        """Return a plan for ``layout`` with room for ``blob_bytes``; ``since`` as in LayoutExchange.layouts.
-
-        The ranks exchange layouts only if ``layout`` is not the last one planned, or after ``is_superseded`` returned
-        True. Raises OutOfSlotMemory, ValueError if ranks hold different tensors under one name, or Unavailable.
-        """
+        """Return a plan for ``layout`` with room for ``blob_bytes``; ``since`` as in LayoutExchange.layouts. Raises
+        OutOfSlotMemory, ValueError for unequal tensors, Unavailable."""
         if self._agreement is None or self._agreement.layout is not layout:
             self._agree(layout, blob_bytes, since)
             self._report_lack()
@@ -293,8 +287,7 @@ HOST_REGISTER_PORTABLE = 1
 
 
 def page_lock(segment: MappedSegment) -> None:
-    """Page-lock a segment's mapping for the GPU until nobody holds the segment. Hold it until copies into it are done.
-    Raises RuntimeError, with CUDA's error, if the system refuses to lock that much (``ulimit -l``)."""
+    """Page-lock a segment's mapping for the GPU while somebody holds it. Raises RuntimeError (``ulimit -l``)."""
     if segment.is_page_locked:
         return
     mapped = torch.frombuffer(segment.buffer, dtype=torch.uint8)

@@ -54,11 +54,8 @@ class VersionRetention:
         self._slots = slots
 
     def versions_to_carry(self) -> list[Version]:
-        """Return the versions to move into fewer slots, as far as there is room, the most important first.
-
-        These are the committed version; the candidate sealed last (which may be committed meanwhile), or before the
-        first one the version that the generation started from; and the pinned versions.
-        """
+        """Return the versions to move into fewer slots, the most important first: the committed one, the candidate
+        sealed last (before the first one, the version that the generation started from), the pinned ones."""
         with self._lock:
             last = self._kept or self._restored
             first = [version for version in (self._committed, last) if version is not None]

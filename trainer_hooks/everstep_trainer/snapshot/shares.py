@@ -80,11 +80,8 @@ def divide_state(
     replicas: int,
     preferred_nodes: Mapping[str, Sequence[str]] | None = None,
 ) -> list[RankShare]:
-    """Return the shares of all ranks; the same arguments give the same answer on every rank.
-
-    ``layouts`` and ``nodes`` are those of each rank, and each byte is to be on ``replicas`` nodes. ``preferred_nodes``:
-    for each node, those unlikely to be lost together with it, the first choice for second copies.
-    """
+    """Return the shares of all ranks, each byte on ``replicas`` nodes; equal arguments give equal answers on every
+    rank. ``layouts`` and ``nodes`` are by rank; ``preferred_nodes`` are by node, the first choice for second copies."""
     world = len(layouts)
     books = [_ShareBuilder() for _ in range(world)]
     groups: list[dict[str, list[int]]] = [defaultdict(list) for _ in range(world)]
@@ -113,8 +110,7 @@ def divide_state(
 
 
 def unify_sharing(layouts: Sequence[Layout]) -> list[Layout]:
-    """Return the layouts with each tensor's sharing as on the rank that knows most: per-rank, or the first rank's, on
-    one rank means so on all. One rank sees earlier than another that training changes a buffer."""
+    """Return the layouts with each tensor's sharing as on the rank that knows most: a change is seen early by some."""
     most: dict[str, Sharing] = {}
     for layout in {id(layout): layout for layout in layouts}.values():
         for part in layout.parts:

@@ -69,8 +69,7 @@ DEFAULT_OPTIONS = SnapshotOptions()
 
 
 class SlotProvision(msgspec.Struct, frozen=True):
-    """A number of slots for each rank, besides those for pinned versions. ``has_spare_room``: each has room for the
-    larger share that a rank gets when one node is lost, so that nothing must grow on top of a loss."""
+    """A number of slots per rank, without pinned ones; ``has_spare_room`` for the larger shares after a node's loss."""
 
     slots: int
     has_spare_room: bool = False

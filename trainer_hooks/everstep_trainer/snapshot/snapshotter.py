@@ -79,18 +79,14 @@ RETRY_S = 5.0
 """Seconds without snapshots after a plan failed, so that training does not stop for each attempt; and of warnings."""
 FINISH_TIMEOUT_S = 5.0
 MAX_HASH_DELAY_S = 0.05
-"""Longest pause before a copy on the CPU is hashed; it pauses as long as the copy took. Ranks that share cores begin
-together, and the first to finish must not take cores from those that still block their training."""
+"""Longest pause before a copy on the CPU is hashed: the first to finish must not slow ranks still copying."""
 COPIER_POLL_S = 0.02
 """Interval at which the copier looks for snapshots that the training thread copied itself: it is not woken for them."""
 
 
 class Snapshotter:
-    """Snapshots of one rank in one generation; ``store`` is the generation's, with its prefix.
-
-    ``send_report`` receives each report, from another thread. The version ``restored`` is kept until two newer ones are
-    sealed. Once ``is_over``, errors from the store, which is cut then, are not reported.
-    """
+    """Snapshots of one rank in one generation. ``send_report`` is called from another thread. Version ``restored`` is
+    kept until two newer ones are sealed. Once ``is_over``, errors from the store are not reported."""
 
     def __init__(
         self,
@@ -217,11 +213,8 @@ class Snapshotter:
                     self._end(job)
 
     def wait(self) -> None:
-        """Block until the copy of the last ``begin`` is done; call it before the state changes again.
-
-        Returns without a copy if the generation ended, or no plan could be made in PLAN_WAIT_S. Raises OutOfSlotMemory
-        if there is no plan for that reason and the job requires checkpoints.
-        """
+        """Block until the last ``begin``'s copy is done; returns without it if the generation ended, or after
+        PLAN_WAIT_S. Raises OutOfSlotMemory if that prevents a plan and checkpoints are required."""
         if self._last is not None:
             with self._stopwatch.blocked():
                 self._await(self._last, self._last.copied)
@@ -242,11 +235,8 @@ class Snapshotter:
             self._exchange.handle_commit()
 
     def close(self, finish: bool) -> None:
-        """End the generation for this rank.
-
-        With ``finish``, a copy that has begun is completed and sealed (within FINISH_TIMEOUT_S), and shares of dead
-        ranks are stored, since the live state does not change until then. Otherwise only a finished copy is sealed.
-        """
+        """End the generation for this rank. With ``finish``, a copy that has begun is sealed (within FINISH_TIMEOUT_S),
+        and shares of dead ranks are stored, as the state does not change. Otherwise only a finished copy is sealed."""
         with self._changed:
             self._closing = True
             if not finish:

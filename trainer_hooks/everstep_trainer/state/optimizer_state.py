@@ -119,12 +119,8 @@ def allocate_state(
 
 
 def allocate_moment(parameter: torch.Tensor, key: str, stored: TensorInfo, capturable: bool) -> torch.Tensor:
-    """Allocate the tensor ``stored`` under ``key`` in a parameter's state.
-
-    A tensor of the parameter's shape is made like the parameter, unless it was plain beside a DTensor. A scalar is
-    placed where it was. If that was not recorded, a step counter and all scalars of a larger parameter go to the host,
-    unless the optimizer is fused or ``capturable``.
-    """
+    """Allocate the tensor ``stored`` under ``key`` in a parameter's state: like the parameter if it has its shape. A
+    scalar goes where it was or, if unknown, to the host, unless the optimizer is fused or ``capturable``."""
     dtype, shape, lies = dtype_of(stored.dtype), stored.shape, stored.placement
     counts = lies is TensorPlacement.HOST or (key == "step" and lies is not TensorPlacement.DTENSOR)
     plain = lies is TensorPlacement.FULL and isinstance(parameter, DTensor)

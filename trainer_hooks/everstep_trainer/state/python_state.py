@@ -102,10 +102,7 @@ def wrap_per_rank(objects: Mapping[str, object], names: Sequence[str], rank: int
 
 
 def rank_markers(objects: Mapping[str, object]) -> dict[str, torch.Tensor]:
-    """Return a tensor of this rank's own for each per-rank object, by name; foreign checkpoints have none.
-
-    If a rank's slot is lost, the version lacks this tensor, so it is incomplete and the one before is used.
-    """
+    """Return a tensor per per-rank object, by name, so that a version is incomplete if this rank's slot is lost."""
     return {f"{key}.of_rank": torch.zeros(1) for key, tracked in objects.items() if isinstance(tracked, PerRankState)}
 
 
@@ -217,11 +214,8 @@ def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class MergedState:
-    """The states that several ranks stored of one version, merged for one rank of any layout.
-
-    ``states`` are ordered by distance, nearest first; the first state that knows a name counts. States with exactly the
-    ``names`` of this rank are of the same stage, and take precedence.
-    """
+    """Several ranks' states of one version, nearest first, merged for one rank: the first that knows a name counts.
+    States with exactly this rank's ``names`` are of the same stage, and take precedence."""
 
     def __init__(self, states: Sequence[PythonState], names: frozenset[StateName]) -> None:
         ordered = sorted(states, key=lambda state: state.names != names)

@@ -73,10 +73,7 @@ class _PendingCopy:
 
 
 class Blob:
-    """A value captured when this is made, and its encoding, of at most ``max_bytes``.
-
-    Raises TypeError with the path of an unstorable value, ConfigurationError for more than MAX_BLOB_BYTES.
-    """
+    """A captured value's encoding. Raises TypeError with the path of an unstorable value, ConfigurationError."""
 
     def __init__(self, value: Any, path: str = "state") -> None:
         packed, self._awaited = _pack(value, path, 0), False

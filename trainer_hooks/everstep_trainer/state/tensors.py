@@ -41,11 +41,8 @@ IndexRun = tuple[int, int]  # (start, length) along one dimension
 def local_boxes(
     shape: Extent, mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
 ) -> list[tuple[Extent, Box]]:
-    """Return the boxes that the rank at ``coordinate`` holds of a tensor of this global shape.
-
-    Each comes with its offset in the local tensor; a rank that holds nothing has a box without volume. Raises TypeError
-    for a placement that is not Shard, _StridedShard or Replicate.
-    """
+    """Return the boxes that the rank at ``coordinate`` holds of a tensor of this shape, each with its offset in the
+    local tensor; one without volume if it holds nothing. Raises TypeError for an unknown placement."""
     unknown = [p for p in placements if not isinstance(p, Shard | _StridedShard | Replicate)]
     if unknown:
         raise TypeError(f"is placed as {unknown[0]}; only Shard and Replicate have a box to store")
@@ -173,11 +170,8 @@ class BufferRecord(msgspec.Struct):
     value: torch.Tensor
 
     def is_unchanged(self, current: torch.Tensor) -> bool:
-        """Return whether ``current`` is the same buffer with the same bytes.
-
-        torch counts writes to a tensor. But batch normalization's kernels write without counting, and DDP writes values
-        that are there already. So small buffers are always compared, larger ones when a write was counted.
-        """
+        """Return whether ``current`` is the same buffer with the same bytes. torch counts writes, but batch
+        normalization's kernels do not: small buffers are always compared, larger ones if a write was counted."""
         if current is not self.buffer:
             return False
         writes = write_count(current)
@@ -223,10 +217,8 @@ def refuse_duplicate_names(tensors: Iterable[TrackedTensor]) -> None:
 
 
 def local_parts(name: str, tensor: torch.Tensor) -> list[tuple[torch.Tensor, Box]]:
-    """Return a tensor's live local memory and its box in the whole; several if this rank's part is not one box.
-
-    Raises TypeError if a placement has no box, the mesh belongs to another generation, or the tensor is not dense.
-    """
+    """Return a tensor's live local memory and its box in the whole; several if this rank's part is not one box. Raises
+    TypeError if a placement has no box, the mesh belongs to another generation, or the tensor is not dense."""
     require_dense(name, tensor._local_tensor if isinstance(tensor, DTensor) else tensor)
     if not isinstance(tensor, DTensor):
         return [(tensor.detach(), full_box(tuple(tensor.shape)))]
@@ -377,11 +369,8 @@ class StateFingerprint:
     def add_tensor(
         self, container: Mapping[Any, Any], key: Any, tensor: torch.Tensor, *, check_shape: bool = True
     ) -> None:
-        """Record a tensor whose memory is copied from as it was found.
-
-        ``check_shape``: also detect another shape at the same address, as pruning by ``p.data = p.data[:n]`` makes. The
-        check costs as much as all others together, and optimizer state does not need it.
-        """
+        """Record a tensor whose memory is copied as found. ``check_shape``: detect another shape at the same address
+        too, as pruning by ``p.data = p.data[:n]`` makes; it costs as much as all other checks together."""
         memory = tensor
         if isinstance(tensor, DTensor):
             memory = tensor._local_tensor
@@ -533,10 +522,7 @@ def refuse_other_groups(
     groups: Mapping[str, Iterable[tuple[str, int]]],
     optimizers: Collection[str],
 ) -> None:
-    """Raise NotRestorable if one of ``optimizers`` trained a parameter that it does not train now.
-
-    ``groups`` is as TensorInfo.groups, by the names of live parameters.
-    """
+    """Raise NotRestorable if an optimizer trained a parameter (``groups``) that it does not train now."""
     for tensor in live if optimizers else ():
         now = {top for top, _ in groups.get(tensor.name, ())}
         for top, index in catalog[index_of[tensor.name]].groups:

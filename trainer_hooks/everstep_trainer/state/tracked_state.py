@@ -178,10 +178,8 @@ class TrackedState:
         self._settled = {name: record_buffer(b) for name, _, _, b in self._buffers() if not unsupported_reason(b)}
 
     def tensors(self) -> list[TrackedTensor]:
-        """Return all current tensors, in the same order on every rank; tied ones once, under their first name.
-
-        Call it between an optimizer step and the next forward pass. Raises TypeError for tensors that cannot be stored.
-        """
+        """Return all current tensors, in equal order on every rank; tied ones once. Call it between an optimizer step
+        and the next forward pass. Raises TypeError for tensors that cannot be stored."""
         for part in (part for _, module in self._modules for part in module.modules()):
             if isinstance(part, FSDPModule):
                 part.reshard()
@@ -346,11 +344,8 @@ class TrackedState:
         return groups
 
     def restore_targets(self, catalog: tuple[TensorInfo, ...]) -> list[tuple[int, TrackedTensor]]:
-        """Return the live tensors to fill, each with the index of its source in ``catalog``.
-
-        Optimizer state that a fresh process lacks is created. Raises NotRestorable if a tensor was not stored, or
-        differs from the stored one.
-        """
+        """Return the live tensors to fill, each with its index in ``catalog``. Creates missing optimizer state. Raises
+        NotRestorable if a tensor was not stored, or differs from the stored one."""
         self._stored = StoredNames(catalog, [top for top, _ in self._optimizers])
         index_of = self._stored.index_of
         self._changing.update(tensor.name for tensor in catalog if tensor.per_rank)

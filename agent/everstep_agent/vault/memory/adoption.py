@@ -40,11 +40,8 @@ class SegmentAdoption:
     # Finding segments
 
     def adopt_segments(self) -> int:
-        """Take over whole segments, reading headers only, and return the number of sealed slots to check.
-
-        Unfinished fills of replicas are discarded. Those of own segments are never read, but left to their rank, which
-        may be alive. Raises ConfigurationError if the slots have an older layout.
-        """
+        """Take over whole segments, reading headers only; return the number of sealed slots to check. Unfinished
+        replicas are discarded, own ones left to their rank, which may be alive. Raises ConfigurationError."""
         for folder in sorted(p for p in self._store.directory.iterdir() if p.is_dir() and not p.is_symlink()):
             if re.fullmatch(NAME_PATTERN, folder.name):
                 for path in sorted(folder.iterdir()):

@@ -144,11 +144,8 @@ class SlotFinder:
     def open(
         self, job: str, rank: int, version: Version, ranges: Sequence[ByteRange], *, parity: bool = False
     ) -> SealedSlotReader:
-        """Return a reader of a rank's share of a version, or with ``parity`` of that of the group with that number.
-
-        The manifest and the chunks of ``ranges`` are hashed. A slot that does not hash right is discarded, and the next
-        one tried. Raises NotFound, DigestMismatch if all slots with the share are bad, MalformedMessage.
-        """
+        """Return a reader of the share of a rank or, with ``parity``, of the group with that number; hashes ``ranges``.
+        Raises NotFound, MalformedMessage, or DigestMismatch if all slots are bad."""
         return _SlotSearch(self, job, rank, version, parity).next_reader(ranges)[0]
 
     def read_pieces(
@@ -161,12 +158,8 @@ class SlotFinder:
         parity: bool = False,
         skip_own_chunks: bool = False,
     ) -> Iterator[tuple[SealedSlotReader, list[memoryview]]]:
-        """Yield the ranges' bytes in pieces of CHUNK_BYTES, each hashed on demand, with the slot it is from.
-
-        A slot that proves bad is replaced by another one sealed with the same bytes. ``skip_own_chunks``: do not hash
-        ranges that are exactly one chunk, if this vault has hashed the slot before. Raises what ``open`` does, before
-        the first piece or at the bad one, and NotFound if the slot was refilled meanwhile.
-        """
+        """Yield pieces of CHUNK_BYTES, hashed on demand, with their slot; ``skip_own_chunks``: do not hash whole chunks
+        that this vault has hashed before. Raises what ``open`` does, at any piece."""
         search = _SlotSearch(self, job, rank, version, parity)
         reading, done = search.next_reader(() if skip_own_chunks else next(split_into_chunks(ranges), ()))
         # check before splitting, because the client determines the number of pieces

@@ -73,11 +73,8 @@ def replaceable_bytes(old: SegmentView, path: Path, slots: int, keep: Sequence[V
 
 
 def slots_to_carry(old: SegmentView, slots: int, keep: Sequence[Version] | None) -> SlotMoves:
-    """Return the slots that a segment of ``slots`` slots takes over: all sealed ones, each in its place.
-
-    With fewer places than before, the versions of ``keep`` come first, in their order, then the newest. If a reduced
-    number of places stays the same, only ``keep`` is taken over.
-    """
+    """Return the slots that a segment of ``slots`` slots takes over: all sealed ones in place or, with fewer places,
+    those of ``keep`` in order, then the newest. If a reduced count stays the same, only ``keep`` is taken over."""
     sealed = list(old.sealed_slots())
     if not _has_reduced_slots(old, slots, keep):
         return [(slot, slot, header) for slot, header in sealed]

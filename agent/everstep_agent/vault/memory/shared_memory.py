@@ -40,15 +40,13 @@ _CGROUP_V2 = _CgroupFiles(("memory.max", "memory.high"), "memory.current", "")
 
 
 def cgroup_available_bytes(cgroups: Path = CGROUP_ROOT, own_cgroup_file: Path = OWN_CGROUP_FILE) -> int | None:
-    """Return the smallest number of bytes left in the groups around this process; cached file pages count as left.
-    None without a limit or information; negative if the limit was lowered below the present usage."""
+    """Return the fewest bytes left in a group around this process, cached pages included; None without limits."""
     found = (_cgroup_available(group, files) for group, files in _enclosing_cgroups(cgroups, own_cgroup_file))
     return min((available for available in found if available is not None), default=None)
 
 
 def _enclosing_cgroups(cgroups: Path, own: Path) -> Iterator[tuple[Path, _CgroupFiles]]:
-    """Yield this process's group and those around it. A container that sees its own group at the root may read a path
-    that exists only on the machine; then the root is the only group."""
+    """Yield this process's group and those around it; in a container whose path is the machine's, only the root."""
     try:
         entries = [line.split(":", 2)[1:] for line in own.read_text().splitlines() if line.count(":") > 1]
     except OSError:
@@ -102,10 +100,7 @@ class PlannedFile(NamedTuple):
 
 
 class MemoryBudget:
-    """The bytes that may still be allocated under a directory. Safe to use from any thread.
-
-    A file being made counts with its final size: its pages are missing from the free memory, or still to come off.
-    """
+    """The bytes that may still be allocated under a directory; files being made count in full. Safe for all threads."""
 
     def __init__(self, directory: Path, limit: int | None) -> None:
         self._directory = directory
@@ -144,11 +139,8 @@ class MemoryBudget:
     def require_room(
         self, planned_files: Sequence[PlannedFile], description: str, advice: str, reserved_share: float = 0.0
     ) -> None:
-        """Check that the files could be made beside all existing ones, and those being made.
-
-        ``advice`` is the suggestion if no more memory can be added, ``reserved_share`` the part of the machine's free
-        memory left to other processes. Raises OutOfSlotMemory.
-        """
+        """Check that the files fit beside existing ones and those being made. ``advice``: what to do if no memory can
+        be added; ``reserved_share``: part of the free memory left to other processes. Raises OutOfSlotMemory."""
         with self._lock:
             counted = self._file_sizes()
             missing = [file for file in planned_files if file.size_bytes > counted.get(file.draft, 0)]
@@ -271,10 +263,7 @@ def allocate(descriptor: int, length: int, description: str, start: int = 0) -> 
 
 def populate(mapping: mmap.mmap, stop: threading.Event | None = None) -> None:
     """Make the pages of a writable shared mapping, contents unchanged, until soon after ``stop`` is set.
-
-    ``mmap.madvise`` would hold Python's lock: first touch runs at 0.6 GB/s, and waiting threads would stand still. On a
-    kernel too old for it each page is read, which on a memory file system makes it too.
-    """
+    ``mmap.madvise`` would hold Python's lock. An old kernel gets reads, which make pages too."""
     first = ctypes.c_char.from_buffer(mapping)
     start, length = ctypes.addressof(first), len(mapping)
     for offset in range(0, length, POPULATE_BYTES):
@@ -305,9 +294,7 @@ _libc.syscall.restype = ctypes.c_long
 
 
 def has_huge_pages(directory: Path, mounts: str | None = None, setting: str | None = None) -> bool:
-    """Return whether the file system of ``directory`` gives huge pages on request: the mount options decide, unless the
-    kernel forces or denies them. ``mounts`` and ``setting`` are the contents of the kernel's files, read if not
-    given."""
+    """Return whether ``directory`` gives huge pages on request. ``mounts``, ``setting``: the kernel's files."""
     text = Path("/proc/self/mounts").read_text() if mounts is None else mounts
     within = os.path.realpath(directory)
     best, kind, options = "", "", ""
@@ -335,8 +322,7 @@ def allocate_huge_pages(descriptor: int, length: int) -> None:
 
 @contextmanager
 def prefer_numa_node(node: int | None) -> Iterator[None]:
-    """Take the pages that this thread makes inside this context from NUMA node ``node`` (None: any), while it has any.
-    A refusal by the kernel (no such node, no permission) is logged and has no effect."""
+    """Take pages made by this thread from NUMA node ``node`` (None: any) while it has any; refusals are logged."""
     is_set = node is not None and 0 <= node < MAX_NUMA_NODES and _set_policy(MPOL_PREFERRED, 1 << node) == 0
     if node is not None and not is_set:
         log.warning("slots are not bound to NUMA node %d: %s", node, os.strerror(ctypes.get_errno()))
@@ -361,8 +347,7 @@ def _set_policy(mode: int, nodes: int) -> int:
 
 
 class Prefaulter:
-    """Threads that make the pages of files, ended before a segment gives memory back: otherwise they would take again
-    memory that may belong to another file. Safe to use from any thread."""
+    """Threads that make the pages of files; they end before a segment gives memory back. Safe for all threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -179,12 +179,8 @@ class ParitySource(msgspec.Struct, frozen=True):
 
 @dataclass(eq=False)
 class ShardRecovery:
-    """Recover one shard of a group, chunk by chunk, from the others.
-
-    The wanted shard is a member by its number, or P or Q by its letter, sealed as ``info``. ``members`` are in the
-    order of their coefficients, ``parities`` the available P and Q without the wanted one, and ``lost_reasons`` the
-    reasons by lost location.
-    """
+    """Recover one shard of a group, chunk by chunk. The wanted shard is a member by its number, or P or Q, sealed as
+    ``info``. ``members`` are in the order of their coefficients; ``lost_reasons`` are by lost location."""
 
     _wanted: int | ParityLetter
     _location: ShardLocation

@@ -28,8 +28,8 @@ _REDUCTION = 0x1D
 
 
 def encode(members: Sequence[memoryview], p: memoryview | None = None, q: memoryview | None = None) -> None:
-    """Write P, Q, or both; a member's index in ``members`` is its coefficient. All buffers start at the same offset of
-    their shards, a whole number of stripes, and parity has ``parity_bytes`` of the longest member."""
+    """Write P, Q, or both, each of the longest member's ``parity_bytes``; a member's index is its coefficient. All
+    buffers start at the same offset of their shards, a whole number of stripes."""
     _check(members, (p, q))
     work = _StripeBuffers(len(members))
     for at in range(0, parity_bytes(max(map(len, members))), STRIPE_BYTES):

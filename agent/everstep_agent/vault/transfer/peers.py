@@ -218,11 +218,7 @@ class PeerPool:
         self._stopping = threading.Event()
 
     def call(self, job: str, node: str, action: Callable[[VaultChannel], T], timeout_s: float | None = None) -> T:
-        """Run ``action`` over a connection to ``node``'s vault, a pooled one if possible. Raises EverstepError.
-
-        Actions must tolerate being run twice: a pooled connection that proves dead is replaced. ``timeout_s`` limits
-        each wait of this call, instead of the settings' time-outs.
-        """
+        """Run ``action`` over a connection to ``node``'s vault; twice if a pooled one is dead. Raises EverstepError."""
         key = self._key(job, node)
         pooled = self._take(key)
         if pooled is not None:

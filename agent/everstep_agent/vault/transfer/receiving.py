@@ -146,10 +146,7 @@ class SlotReceiver:
         return [*put.keep, *own]
 
     def _wait_for_earlier_writers(self, segment: SegmentFile, sender: str, put: Put) -> None:
-        """Wait for earlier connections that bring the same bytes to stop writing: those need not come again.
-
-        The sender has given them up, but this node may not know it yet: it is slow, or a cut line sends no notice.
-        """
+        """Wait for earlier connections with the same bytes: their sender's end may not be known here yet."""
         with self._writer_left:
             earlier = [i for i in self._transfers.values() if i.segment is segment and i.matches(sender, put)]
             for incoming in earlier:

@@ -72,8 +72,7 @@ PACED_PIECE_BYTES = 1 << 20
 
 
 class OutgoingTransfer:
-    """A slot on its way to a peer, which answered ``ready``, and the parts of it that no thread has taken yet.
-    ``sent_chunks`` counts those that the peer has hashed, plus one for the manifest if it was sent."""
+    """A slot on its way to a peer; ``sent_chunks`` counts those that the peer has hashed, plus one for the manifest."""
 
     def __init__(self, reader: SealedSlotReader, ready: Ready, rate_limiter: RateLimiter) -> None:
         self.reader = reader
@@ -165,8 +164,7 @@ class SlotSender:
     def send(
         self, generation: int, node: str, segment: SegmentFile, slot: int, header: SlotHeader, keep: tuple[Version, ...]
     ) -> None:
-        """Send a slot and return once ``node`` holds a copy that it has hashed, beside those of the versions ``keep``.
-        If a connection breaks, another one continues after the bytes that arrived. Raises EverstepError."""
+        """Send a slot; return once ``node`` has hashed its copy, beside those of ``keep``. Raises EverstepError."""
         reading = SealedSlotReader(segment, slot, header)
         put = _put(reading, generation, keep)
         job = segment.key.job

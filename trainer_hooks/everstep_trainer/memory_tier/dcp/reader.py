@@ -69,10 +69,7 @@ class VaultReader(StorageReader):
             return None
 
     def read_metadata(self, *args: Any, **_: Any) -> Metadata:
-        """Return the metadata. Raises NotRestorable without a complete checkpoint.
-
-        A parameter named ``kwargs`` would tell torch that each rank can fall back on metadata of its own.
-        """
+        """Return the metadata. Raises NotRestorable. (A parameter ``kwargs`` would let torch use each rank's.)"""
         if self._metadata is None:
             slots = self._agreed()[1]
             self._sources = self._manifests_of(slots)

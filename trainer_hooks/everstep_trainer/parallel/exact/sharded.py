@@ -124,10 +124,7 @@ class ShardedGradients:
             )
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Allocate a buffer; called by fully_shard first for its input, then for its output, which is unused.
-
-        If a single rank has the parameters, fully_shard stops here and sends nothing.
-        """
+        """Allocate fully_shard's input, then its unused output; a single rank stops here and sends nothing."""
         (count,) = map(int, size)
         if self._given is None:
             self._given = torch.empty(count, dtype=dtype, device=device)

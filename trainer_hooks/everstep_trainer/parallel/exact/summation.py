@@ -121,11 +121,8 @@ def exchange_slices(
     timer: CollectiveTimer,
     group: dist.ProcessGroup | None = None,
 ) -> dict[TreeNode, torch.Tensor]:
-    """Return this rank's slice of the parts of all ranks of ``group``: ``[ceil(n / ranks)]`` per node. A collective.
-
-    ``parts`` are this rank's values, ``[n]`` per node; ``covers`` the nodes of each rank, known to all of them;
-    ``like`` a tensor ``[n]``, for a rank that has no values.
-    """
+    """Return this rank's slice of all ranks' parts: ``[ceil(n / ranks)]`` per node. A collective. ``parts``: this
+    rank's ``[n]`` per node; ``covers``: each rank's nodes; ``like``: ``[n]``, for a rank without values."""
     width = max(1, -(-like.numel() // len(covers)))
     sent = workspace.get("sent", like, len(covers), len(parts), width)
     for i, (_, values) in enumerate(parts):
@@ -208,11 +205,8 @@ _EPSILON = 1e-6  # added to the norm, as by torch.nn.utils.clip_grad_norm_
 def clip_grad_norm_fixed_order(
     parameters: Iterable[torch.Tensor], max_norm: float, timer: CollectiveTimer
 ) -> torch.Tensor:
-    """Scale gradients to a 2-norm of at most ``max_norm``, as torch.nn.utils.clip_grad_norm_ does.
-
-    A collective if gradients are sharded. Returns the norm before: a scalar of float32, or float64 if a gradient is.
-    Raises TypeError for a layout other than fully_shard's.
-    """
+    """Scale gradients to a 2-norm of at most ``max_norm`` as torch does; a collective if they are sharded. Returns the
+    norm before: a scalar of float32, or float64 if a gradient is. Raises TypeError for an unknown layout."""
     if isinstance(parameters, torch.Tensor):
         parameters = [parameters]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]

@@ -63,10 +63,7 @@ class VirtualGradients:
 
 
 class VirtualReplicas:
-    """The module's gradients in exact mode. Raises ValueError or TypeError, by name, for a part that cannot be exact.
-
-    ``equal_already``: every replica will be restored from one checkpoint, so rank 0's state need not be broadcast.
-    """
+    """The module's gradients in exact mode. Raises ValueError or TypeError, by name, for parts that cannot be exact."""
 
     def __init__(self, module: nn.Module, mean: VirtualMean, *, equal_already: bool) -> None:
         _refuse_running_statistics(module)
