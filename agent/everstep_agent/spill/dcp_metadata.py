@@ -16,12 +16,9 @@ from everstep.errors import DECODE_ERRORS, MalformedMessage
 from everstep.layout.manifests import Box, Extent
 from everstep_agent.spill.torch_format import Call, DictItems, Global, Instance, RawTensor, dumps
 
-METADATA_VERSION = "1.0.0"
-"""CURRENT_DCP_VERSION of torch 2.13."""
+METADATA_VERSION = "1.0.0"  # CURRENT_DCP_VERSION of torch 2.13
 
-KeyPath = tuple[str | int, ...]
-"""The path of a value in the nested state dict: keys of dicts, indices of lists."""
-
+KeyPath = tuple[str | int, ...]  # the path of a value in the nested state dict: keys of dicts, indices of lists
 _MODULE = "torch.distributed.checkpoint.metadata"
 _SIZE = Global("torch", "Size")
 
@@ -113,8 +110,7 @@ def _stored(location: ArchiveLocation) -> Instance:
 # The trainer writes it as MessagePack with extensions (trainer_hooks/everstep_trainer/state/python_value_codec.py). A
 # value without a counterpart here becomes a call for a reader with torch and numpy.
 
-STATE_FORMAT = 2
-"""The format written by trainer_hooks/everstep_trainer/state/python_state.py."""
+STATE_FORMAT = 2  # the format written by trainer_hooks/everstep_trainer/state/python_state.py
 
 
 def decode_state(data: bytes | memoryview) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import mmap
 import os
 import re
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from itertools import accumulate
 
 import msgspec
@@ -23,7 +23,7 @@ from everstep.layout.manifests import BLOB_LENGTH_BYTES, Manifest, Range, decode
 from everstep.layout.slots import CHUNK_BYTES, SegmentView, SlotState
 from everstep.native import DIGEST_BYTES
 from everstep_agent.spill.dcp_metadata import STATE_FORMAT, ObjectEntry, TensorEntry, decode_state, encode_metadata
-from everstep_agent.spill.layout import Division, FilePlan, LiteralBytes, SlotArchive, divide, merge_entries, plan_file
+from everstep_agent.spill.layout import Division, FilePlan, LiteralBytes, divide, merge_entries, plan_file
 from everstep_agent.spill.target import SequentialFile, StorageTarget
 
 # Read a sealed slot of this node from front to back. Its rank may refill it at any moment, so each chunk is copied
@@ -119,15 +119,10 @@ def parse_folder_name(folder: str) -> Version | None:
     return version if folder_name(version) == folder else None
 
 
-def select_removable(
-    stored: Iterable[SpilledCheckpoint], keep: int, protected: Collection[Version] = ()
-) -> list[Version]:
-    """Return the removable versions: all whole ones but the ``keep`` written last and the ``protected`` ones.
-
-    The one written last is the newest, whatever its number: a job that starts again from storage counts its generations
-    from 1 again. An incomplete one is removable if its step is not after the newest whole one's: no writer will
-    complete it. The newest whole one always stays.
-    """
+def select_removable(stored: list[SpilledCheckpoint], keep: int, protected: Collection[Version] = ()) -> list[Version]:
+    """Return the removable versions: all whole ones but the ``protected`` ones and the ``keep`` written last. The one
+    written last is the newest: a job that starts again from storage counts its generations from 1 again. An incomplete
+    one is removable if its step is not after the newest whole one's: no writer will complete it."""
     found = list(stored)
     complete = sorted((s.completed_at, s.version) for s in found if s.completed_at is not None)
     if not complete:
@@ -167,8 +162,7 @@ class CheckpointWriter:
     """Write one version to ``target``. ``manifests``: of all ranks. Raises NotRestorable if they are not complete."""
 
     def __init__(self, target: StorageTarget, version: Version, manifests: Mapping[int, bytes]) -> None:
-        self._target = target
-        self._version = version
+        self._target, self._version = target, version
         self._manifests: dict[int, Manifest] = {rank: decode_manifest(manifests[rank]) for rank in sorted(manifests)}
         self._division: Division = divide(self._manifests)
         digest = xxhash.xxh3_128(f"{version.generation}:{version.step}".encode())
@@ -253,7 +247,7 @@ def _file_bytes(plan: FilePlan, slot: SpillSlotReader) -> Iterator[bytes | memor
 
 def _write(file: SequentialFile, plan: FilePlan, slot: SpillSlotReader) -> tuple[ArchiveDigest, ...]:
     """Write the missing bytes; return the digests of all archives."""
-    lengths = [_piece_length(piece) for piece in plan.pieces]
+    lengths = [len(p.data) if isinstance(p, LiteralBytes) else p.archive.length for p in plan.pieces]
     hasher = RangeHasher(lengths)
     at, comparing = 0, True
     try:
@@ -275,7 +269,3 @@ def _write(file: SequentialFile, plan: FilePlan, slot: SpillSlotReader) -> tuple
     digests = hasher.digests()
     each = (digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES))
     return tuple(map(ArchiveDigest, accumulate(lengths, initial=0), lengths, each))
-
-
-def _piece_length(piece: LiteralBytes | SlotArchive) -> int:
-    return len(piece.data) if isinstance(piece, LiteralBytes) else piece.archive.length

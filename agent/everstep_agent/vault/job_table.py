@@ -13,14 +13,11 @@ from everstep.wire.v1.local import ConfigureJob
 from everstep.wire.v1.vault_reports import ParityGroup
 
 MIN_SECRET_LENGTH = 16
-MAX_HOLDERS_PER_RANK = 4
-"""Nodes remembered as holders of a rank's share; more than there are copies of it."""
-MAX_LIKELY_HOLDERS = 16
-"""Nodes to ask for a share whose holders are unknown."""
+MAX_HOLDERS_PER_RANK = 4  # nodes remembered as holders of a rank's share; more than there are copies of it
+MAX_LIKELY_HOLDERS = 16  # nodes to ask for a share whose holders are unknown
 MAX_GROUP_VERSIONS = 2
 """Versions for which a group is remembered: the protected one, and the next one while it is made."""
-MAX_ENDED_JOBS = 256
-"""Ended jobs remembered, because a rank may outlive its job by seconds."""
+MAX_ENDED_JOBS = 256  # ended jobs remembered, because a rank may outlive its job by seconds
 
 
 class JobConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,7 +128,6 @@ class JobTable:
         return None
 
     def get_parity_group(self, job: str, version: Version, number: int) -> ParityGroup | None:
-        """Return the known group of that number, or None."""
         with self._lock:
             return self._groups.get((job, number), {}).get(version)
 

@@ -56,12 +56,8 @@ def vault_command(settings: AgentSettings, listen: str) -> list[str]:
 
 log = logging.getLogger(__name__)
 
-READY_TIMEOUT_S = 20.0
-"""Seconds to wait for a new vault's ready file; Python starts slowly on a starved machine."""
-
-EXIT_TIMEOUT_S = 10.0
-"""Seconds between SIGTERM and SIGKILL: unlinking segments takes as long as freeing their memory."""
-
+READY_TIMEOUT_S = 20.0  # seconds to wait for a new vault's ready file; Python starts slowly on a starved machine
+EXIT_TIMEOUT_S = 10.0  # seconds between SIGTERM and SIGKILL: unlinking segments takes as long as freeing their memory
 STABLE_AFTER_S = 10.0
 """Seconds of running after which an ended vault is restarted at once; an earlier end lengthens the back-off."""
 
@@ -78,8 +74,7 @@ class _VaultReadyFile(msgspec.Struct, frozen=True):
 
 @dataclass(eq=False)
 class VaultManager:
-    """Keep one vault running; ``on_change``: it was lost or is back; ``on_peer_lost``: another node's is out of
-    reach."""
+    """Keep one vault running; ``on_change``: it was lost or is back; ``on_peer_lost``: another node's was lost."""
 
     _settings: AgentSettings
     _clock: Clock
@@ -98,8 +93,6 @@ class VaultManager:
         self._pidfd = -1
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
-
-    # Messages to the vault
 
     def configure(self, job: LocalJob) -> None:
         """Tell the vault which generation counts: the running one until the boundary of the next one is reached."""
@@ -141,8 +134,6 @@ class VaultManager:
         except TimeoutError:
             return None
         return answer if isinstance(answer, local.StatisticsAnswer) else None
-
-    # Life cycle
 
     async def start(self) -> None:
         """Take over a running vault, also a starting or ending one, or start one. Raises Unavailable."""
@@ -213,8 +204,6 @@ class VaultManager:
         directory = self._settings.resolved_segment_dir
         return directory.is_dir() and any(p.is_file() and not p.name.startswith(".") for p in directory.rglob("*"))
 
-    # Starting
-
     def _read_ready_file(self) -> _VaultReadyFile | None:
         try:
             return msgspec.json.decode(self._ready_file.read_bytes(), type=_VaultReadyFile)
@@ -270,8 +259,6 @@ class VaultManager:
         self.pid, self.address = ready.pid, ready.address
         self._reader, self._writer = reader, writer
 
-    # Serving
-
     def _send(self, message: local.ConfigureJob | local.ForgetJob | VaultRequest) -> None:
         if self._writer is None or self._writer.is_closing():
             return  # everything is sent again after a reconnect
@@ -325,8 +312,6 @@ class VaultManager:
             case _:
                 raise MalformedMessage(f"{type(message).__name__} is not an answer to a supervisor")
 
-    # Ending
-
     def _disconnect(self) -> None:
         if self._writer is not None:
             self._writer.close()
@@ -361,8 +346,7 @@ class VaultManager:
 # The controller repeats an order until it receives the outcome, so nothing is remembered here. A repeated order is
 # ignored while it runs; a completed one is sent to the vault again, which finds it done.
 
-MAX_CONCURRENT_GROUPS = 4
-"""Groups whose parity is made at once: each reads from all of its members."""
+MAX_CONCURRENT_GROUPS = 4  # groups whose parity is made at once: each reads from all of its members
 
 VaultOrder = SpillVersion | ProtectVersion
 OrderKey = tuple[str, type[VaultOrder]]

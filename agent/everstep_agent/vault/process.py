@@ -30,9 +30,7 @@ from everstep_agent.vault.settings import VaultSettings, decode_settings
 
 # How long an unused vault stays, and how the kernel ranks it when memory is short.
 
-CHECK_INTERVAL_S = 0.5
-"""Seconds between checks; a small part of any sensible linger."""
-
+CHECK_INTERVAL_S = 0.5  # seconds between checks; a small part of any sensible linger
 OOM_SCORE_ADJUSTMENT = -800
 """Far behind every rank, but not exempt: a kernel that may kill no process at all would have to panic."""
 

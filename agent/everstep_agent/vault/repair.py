@@ -75,8 +75,6 @@ class ReplicaPieces:
         self._sources: list[PieceSource] = []
         self._source_search = self._search_sources()
 
-    # Candidates for a chunk
-
     def rebuild_chunk(self, index: int, corrupt_chunk: memoryview) -> Iterator[tuple[bytearray, str]]:
         """Yield chunk ``index`` with more and more bytes from elsewhere, in one buffer, and the nodes of origin."""
         begin, made = index * CHUNK_BYTES, bytearray(corrupt_chunk)
@@ -142,8 +140,6 @@ class ReplicaPieces:
             except (DigestMismatch, Conflict):
                 continue
         raise NotFound(f"this node no longer holds {self._version} of rank {piece_source.rank}")
-
-    # Search for sources
 
     def _iter_sources(self) -> Iterator[PieceSource]:
         yield from self._sources
@@ -212,8 +208,7 @@ def _unused_gaps(gaps: Iterable[ChunkGap], length: int) -> list[ChunkGap]:
 
 PARITY_SOURCE = "its parity group"
 BytesLike = bytes | bytearray | memoryview
-Candidates = Iterator[tuple[BytesLike, str]]
-"""Candidate bytes, each with a description of their source."""
+Candidates = Iterator[tuple[BytesLike, str]]  # candidate bytes, each with a description of their source
 
 
 class CorruptParts(msgspec.Struct, frozen=True):
@@ -410,17 +405,11 @@ def _recovered_chunk(recovery: ShardRecovery | None, index: int) -> Candidates:
 
 @dataclass(eq=False)
 class Scrubber:
-    """Check all headers and sealed slots repeatedly, at a bounded rate, in a thread of its own.
-
-    Bytes that differ from the sealed ones are repaired from any remaining copy; without one the slot is discarded. A
-    partly damaged header is repaired from its other part. Two records that do not agree may mean a writer at work, so
-    they are left alone until the next round finds them unchanged. So is a slot that was not there in the previous
-    round: one that a running job overwrites after a few steps has no time to rot, and hashing it would cost the job's
-    cores.
-
-    A round begins ``interval_s`` after the last one began, or when that is over. ``bytes_per_s`` is the average over a
-    chunk and the pause after it.
-    """
+    """Check all headers and sealed slots repeatedly, at a bounded rate, in a thread; repair them, or discard slots
+    without another copy. Two header records that do not agree may mean a writer at work, so they are left alone until
+    the next round finds them unchanged. So is a slot that was not there in the previous round: one that a running job
+    overwrites has no time to rot. A round begins ``interval_s`` after the last one began, or when that is over.
+    ``bytes_per_s`` is the average over a chunk and its pause."""
 
     _repairer: SlotRepairer
     _finding_reporter: FindingReporter

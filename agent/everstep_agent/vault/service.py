@@ -42,9 +42,7 @@ from everstep_agent.vault.transfer.sending import Replicator, SlotSender
 
 log = logging.getLogger(__name__)
 
-MAX_UNSENT_BYTES = 64 << 20
-"""Bytes of answers that a client may leave unread before it is disconnected."""
-
+MAX_UNSENT_BYTES = 64 << 20  # bytes of answers that a client may leave unread before it is disconnected
 MAX_REQUESTS_PER_CLIENT = 64
 """Requests of one client handled at once; further ones are read when one of them is answered."""
 
@@ -54,8 +52,7 @@ class VaultClientConnection:
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
-        self.is_supervisor = False
-        """Whether it receives findings: it has sent a request that only a supervisor sends."""
+        self.is_supervisor = False  # whether it receives findings: it has sent a request that only a supervisor sends
 
     def send(self, message: local.FromVault) -> None:
         """Queue a frame. Nothing is sent to a client that is gone or does not read."""
@@ -99,9 +96,7 @@ class VaultSocketServer:
     """Serve ``handle_request`` on a unix socket; ``on_refused`` receives the code of each refusal."""
 
     def __init__(self, path: Path, handle_request: RequestHandler, on_refused: Callable[[str], None]) -> None:
-        self._path = path
-        self._handle_request = handle_request
-        self._on_refused = on_refused
+        self._path, self._handle_request, self._on_refused = path, handle_request, on_refused
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self.clients: set[VaultClientConnection] = set()
@@ -246,17 +241,14 @@ INVENTORY_TIMEOUT_S = 5.0
 """Seconds a rank's answer waits for slots that are not checked yet; half of the rank's own time-out."""
 MAX_CONCURRENT_INVENTORIES = 128
 """Other vaults asked at once: in a rack that lost its power, each takes its whole time-out."""
-MAX_UNSENT_FINDINGS = 256
-"""Findings kept while no supervisor is connected; the oldest are dropped first."""
+MAX_UNSENT_FINDINGS = 256  # findings kept while no supervisor is connected; the oldest are dropped first
 
 
 class Vault:
     """One running vault. Created and used on the event loop; everything that moves bytes runs in threads."""
 
     def __init__(self, settings: VaultSettings, store: SegmentStore, adoption: SegmentAdoption, clock: Clock) -> None:
-        self._settings = settings
-        self._store = store
-        self._adoption = adoption
+        self._settings, self._store, self._adoption = settings, store, adoption
         self._loop = asyncio.get_running_loop()
         self._threads = ThreadPoolExecutor(settings.worker_threads, "vault")
         self._streams = ThreadPoolExecutor(settings.worker_threads, "stream")
@@ -313,14 +305,14 @@ class Vault:
     async def _run_in_thread(self, work: Callable[[], T]) -> T:
         return await self._loop.run_in_executor(self._threads, work)
 
-    # Requests
-
     async def handle_request(
         self, message: local.ToVault, client: VaultClientConnection
     ) -> local.FromVault | AnswerWithSocket:
         """Return the answer to one request. Raises EverstepError for a refusal."""
         if isinstance(message, local.ConfigureJob | local.ForgetJob | local.Protect | local.Spill | local.Statistics):
-            self._mark_supervisor(client)
+            client.is_supervisor = True
+            while self._unsent_findings:
+                client.send(self._unsent_findings.popleft())
         match message:
             case local.OpenSegment():
                 return await self._open_segment(message)
@@ -426,8 +418,6 @@ class Vault:
         }
         return local.StatisticsAnswer(request=message.request, counters=counters, refused=refused, gauges=levels)
 
-    # Findings and lost peers
-
     def _report(self, message: local.VaultFinding | PeerConnectionLost) -> None:
         """Send the message to the supervisor; callable from any thread."""
         self._loop.call_soon_threadsafe(self._send_to_supervisors, message)
@@ -438,8 +428,3 @@ class Vault:
             self._unsent_findings.append(message)
         for client in supervisors:
             client.send(message)
-
-    def _mark_supervisor(self, client: VaultClientConnection) -> None:
-        client.is_supervisor = True
-        while self._unsent_findings:
-            client.send(self._unsent_findings.popleft())

@@ -20,8 +20,7 @@ from everstep_agent.vault.memory.segments import SEGMENT_KINDS, DamageReport, Se
 
 log = logging.getLogger(__name__)
 
-MAX_THREADS = 8
-"""Each thread hashes 7 to 34 GB/s; more threads are limited by memory bandwidth."""
+MAX_THREADS = 8  # each thread hashes 7 to 34 GB/s; more threads are limited by memory bandwidth
 _FILE = re.compile(r"^(own|replica|parity)-(0|[1-9][0-9]{0,6})$")
 
 
@@ -36,8 +35,6 @@ class SegmentAdoption:
         # by default half of the processors, since living ranks go on computing
         count = min(MAX_THREADS, max(1, len(os.sched_getaffinity(0)) // 2)) if threads is None else threads
         self._threads = [threading.Thread(target=self._run, name="adopt", daemon=True) for _ in range(count)]
-
-    # Finding segments
 
     def adopt_segments(self) -> int:
         """Take over whole segments, reading headers only; return the number of sealed slots to check. Unfinished
@@ -82,8 +79,6 @@ class SegmentAdoption:
             self._unchecked_slots.append((segment, slot, header))
         elif header.state is not SlotState.EMPTY and segment.key.kind != "own":
             segment.discard(slot, header)
-
-    # Checking slots
 
     def start(self) -> None:
         for thread in self._threads:
@@ -131,8 +126,6 @@ class SegmentAdoption:
                 return False
             segment.view.verify_chunks(slot, start, min(CHUNK_BYTES, header.payload_bytes - start))
         return True
-
-    # Inventory
 
     def inventory(self, job: str, timeout_s: float) -> tuple[tuple[SlotInfo, ...], int]:
         """Return the job's checked slots, and the number still unchecked after ``timeout_s``."""

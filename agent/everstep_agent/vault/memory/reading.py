@@ -18,9 +18,7 @@ class SealedSlotReader:
     """One sealed slot, with the header it had when it was found."""
 
     def __init__(self, segment: SegmentFile, slot: int, header: SlotHeader) -> None:
-        self.segment = segment
-        self.slot = slot
-        self.header = header
+        self.segment, self.slot, self.header = segment, slot, header
         view = segment.view
         try:
             self.digests = view.digests(slot)

@@ -43,24 +43,21 @@ from everstep_agent.vault.memory import shared_memory
 
 # Replacement: when an existing segment can be reused, and what its replacement takes over.
 
-SlotMoves = list[tuple[int, int, SlotHeader]]
-"""Old slots, each with its new slot number and header."""
+SlotMoves = list[tuple[int, int, SlotHeader]]  # old slots, each with its new slot number and header
 
 
-def can_reuse(old: SegmentView, path: Path, slot_bytes: int, slots: int, require_exact_slots: bool) -> bool:
-    """Return whether the file's segment meets the request; with ``require_exact_slots`` more slots are too many."""
-    fits = old.slots == slots if require_exact_slots else old.slots >= slots
+def can_reuse(old: SegmentView, path: Path, slot_bytes: int, slots: int, exact_slots: bool) -> bool:
+    """Return whether the file's segment meets the request; with ``exact_slots`` more slots are too many."""
+    fits = old.slots == slots if exact_slots else old.slots >= slots
     # A smaller allocation has given memory back for a replacement that could not be made.
     return old.slot_bytes >= slot_bytes and fits and shared_memory.allocated_bytes(path) >= old.segment.total_bytes
 
 
-def replacement_layout(
-    old: SegmentView | None, slot_bytes: int, slots: int, require_exact_slots: bool
-) -> tuple[int, int]:
+def replacement_layout(old: SegmentView | None, slot_bytes: int, slots: int, exact_slots: bool) -> tuple[int, int]:
     """Return slot bytes and count of the replacement; each old slot's content fits into a new one."""
     old_bytes, old_slots = (0, 0) if old is None else (old.slot_bytes, old.slots)
     whole_pages = -(-max(slot_bytes, old_bytes) // PAGE_BYTES) * PAGE_BYTES
-    return whole_pages, slots if require_exact_slots else max(slots, old_slots)
+    return whole_pages, slots if exact_slots else max(slots, old_slots)
 
 
 def replaceable_bytes(old: SegmentView, path: Path, slots: int, keep: Sequence[Version] | None) -> int:
@@ -137,8 +134,7 @@ class SegmentFile:
     """A mapped segment file, readable even when the file is gone. Raises DigestMismatch if it is another segment's."""
 
     def __init__(self, key: SegmentKey, path: Path) -> None:
-        self.key = key
-        self.path = path
+        self.key, self.path = key, path
         self.mapping = _map(path, key.kind != "own")
         self._file_stat = path.stat()
         self._repair_lock = threading.Lock()
@@ -257,8 +253,7 @@ class SegmentStore:
     """All segments under one directory. Safe to use from any thread."""
 
     def __init__(self, directory: Path, node: str, memory_limit: int | None) -> None:
-        self.directory = directory
-        self._node = node
+        self.directory, self._node = directory, node
         self.budget = shared_memory.MemoryBudget(directory, memory_limit)
         self._prefaulter = shared_memory.Prefaulter()
         self._lock = threading.Lock()
@@ -275,8 +270,6 @@ class SegmentStore:
         self._damage_handler = handler
         while self._unreported_damage:
             handler(self._unreported_damage.pop(0))
-
-    # Lookup
 
     def get(self, key: SegmentKey) -> SegmentFile | None:
         with self._lock:
@@ -325,16 +318,11 @@ class SegmentStore:
                     continue
         return tuple(found)
 
-    # Creation
-
     def open(self, key: SegmentKey, slot_bytes: int, slots: int, keep: Sequence[Version] | None = None) -> SegmentFile:
-        """Return the segment with room for ``slots`` slots of ``slot_bytes``: the existing one, or a replacement.
-
-        A replacement takes over the sealed slots that hash right. An own segment's pages exist on return; a replica's
-        are made while it is filled, since a sender waits. Without ``keep`` there may be more slots than asked for, and
-        never fewer than before. With it there are exactly ``slots``, and of the sealed slots ``keep`` comes first; it
-        comes alone if the count stays the same and is below SLOTS_PER_RANK. Raises ConfigurationError, OutOfSlotMemory.
-        """
+        """Return a segment with room for ``slots`` slots of ``slot_bytes``; a replacement takes over the sealed slots
+        that hash right. An own segment's pages exist on return, a replica's are made while it is filled. With ``keep``
+        there are exactly ``slots`` (else never fewer than before), and it is carried over as in ``slots_to_carry``.
+        Raises ConfigurationError, OutOfSlotMemory."""
         _check_sizes(key, slot_bytes, slots)
         with self._lock:
             creation_lock = self._creation_locks.setdefault(key, threading.Lock())
@@ -387,7 +375,7 @@ class SegmentStore:
                 if old is not None and freed:
                     for slot in set(range(old.view.slots)) - {slot for slot, _, _ in moves}:
                         old.free_slot(slot)
-                self._create_draft(key, draft, length, slot_bytes, slots, description)
+                self._draft(key, draft, length, slot_bytes, slots, description)
                 if old is not None:
                     copy_slots(old.view, SegmentView(memoryview(_map(draft, True))), moves)
                 self.budget.rename(draft, path)
@@ -407,9 +395,7 @@ class SegmentStore:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         (self.directory / job).mkdir(mode=0o700, exist_ok=True)
 
-    def _create_draft(
-        self, key: SegmentKey, draft: Path, length: int, slot_bytes: int, slots: int, description: str
-    ) -> None:
+    def _draft(self, key: SegmentKey, draft: Path, length: int, slot_bytes: int, slots: int, description: str) -> None:
         draft.unlink(missing_ok=True)
         descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
@@ -431,8 +417,6 @@ class SegmentStore:
             self._segments[segment.key] = segment
         return segment
 
-    # Damage
-
     def discard_lost_header(self, segment: SegmentFile, slot: int) -> None:
         """Discard a slot whose header records are both damaged: its content can no longer be identified."""
         if segment.discard(slot, None):
@@ -445,8 +429,6 @@ class SegmentStore:
             message = f"a header record of slot {slot} of {segment.path} was damaged; restored from its second copy"
             header = None if records.state is SlotState.EMPTY else records.header
             self.report_damage(segment.describe_damage(slot, header, message))
-
-    # Deletion
 
     def delete_job(self, job: str) -> None:
         """Unlink all of a job's files. Processes that have them mapped keep the bytes."""

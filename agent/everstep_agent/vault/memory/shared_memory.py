@@ -103,8 +103,7 @@ class MemoryBudget:
     """The bytes that may still be allocated under a directory; files being made count in full. Safe for all threads."""
 
     def __init__(self, directory: Path, limit: int | None) -> None:
-        self._directory = directory
-        self._limit = limit
+        self._directory, self._limit = directory, limit
         self._lock = threading.Lock()
         self._reserved_sizes: dict[Path, list[int]] = {}
 
@@ -136,21 +135,17 @@ class MemoryBudget:
             draft.rename(path)
             self._reserved_sizes.pop(draft, None)
 
-    def require_room(
-        self, planned_files: Sequence[PlannedFile], description: str, advice: str, reserved_share: float = 0.0
-    ) -> None:
+    def require_room(self, files: Sequence[PlannedFile], description: str, advice: str, reserved: float = 0.0) -> None:
         """Check that the files fit beside existing ones and those being made. ``advice``: what to do if no memory can
-        be added; ``reserved_share``: part of the free memory left to other processes. Raises OutOfSlotMemory."""
+        be added; ``reserved``: share of the free memory left to other processes. Raises OutOfSlotMemory."""
         with self._lock:
             counted = self._file_sizes()
-            missing = [file for file in planned_files if file.size_bytes > counted.get(file.draft, 0)]
+            missing = [file for file in files if file.size_bytes > counted.get(file.draft, 0)]
             need, freed = sum(file.size_bytes for file in missing), sum(file.freed_bytes for file in missing)
             if need:
-                self._require(need, freed, sum(counted.values()), description, advice, reserved_share)
+                self._require(need, freed, sum(counted.values()), description, advice, reserved)
 
-    def _require(
-        self, need: int, freed: int, used: int, description: str, advice: str, reserved_share: float = 0.0
-    ) -> None:
+    def _require(self, need: int, freed: int, used: int, description: str, advice: str, reserved: float = 0.0) -> None:
         used -= freed
         if self._limit is not None and used + need > self._limit:
             raise OutOfSlotMemory(
@@ -159,9 +154,9 @@ class MemoryBudget:
             )
         unpromised, larger = self._unreserved_bytes()
         free = unpromised + freed
-        reserved = int(reserved_share * free)
-        if need > free - reserved:
-            note = f", of which {reserved} are reserved for the training," if reserved else ""
+        kept = int(reserved * free)
+        if need > free - kept:
+            note = f", of which {kept} are reserved for the training," if kept else ""
             raise OutOfSlotMemory(
                 f"{description} needs {need} bytes; {self._directory} has {free} free{note} and {used} in use by "
                 f"slots: {larger}, or {advice}"

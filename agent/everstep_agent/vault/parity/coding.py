@@ -46,8 +46,7 @@ from everstep_agent.vault.parity.shards import (
 # Each chunk is hashed against its rank's sealed digest before it is used. A member whose slot is refilled meanwhile
 # ends the work, and the slot that was begun is discarded.
 
-PARITY_SLOTS = 2
-"""Parity slots per group: the protected version, and the next one while it is made."""
+PARITY_SLOTS = 2  # parity slots per group: the protected version, and the next one while it is made
 
 
 @dataclass(eq=False)
@@ -81,8 +80,7 @@ class ParityEncoder(ShardWorker):
         if self.node not in group.parity:
             raise NotFound(f"{self.node} does not store the parity of group {group.group}")
         locations = [ShardLocation(request.job, node, rank, request.version) for rank, node in group.members]
-        known = self._known_manifests(key)
-        infos = require_all(self.read_infos(locations, known, group))
+        infos = require_all(self.read_infos(locations, self._known_manifests(key), group))
         return ParityManifest(
             letter=PARITY_LETTERS[group.parity.index(self.node)],
             group=group.group,
@@ -206,7 +204,7 @@ class ShardRecovery:
         """Return chunk ``index`` of the wanted shard, hashed. The next call overwrites it. Raises EverstepError."""
         while True:
             letters = self._choose_letters(index)
-            failed = self._read_survivors(index, letters)
+            failed = self._read_others(index, letters)
             if failed:
                 self._mark_lost(failed)
                 continue
@@ -253,9 +251,7 @@ class ShardRecovery:
             )
         return letters[: len(lost)]
 
-    def _read_survivors(
-        self, index: int, letters: Sequence[ParityLetter]
-    ) -> list[tuple[int | ParityLetter, EverstepError]]:
+    def _read_others(self, index: int, letters: list[ParityLetter]) -> list[tuple[int | ParityLetter, EverstepError]]:
         """Read the chunk of the survivors and of the parity; return failed shards with their errors."""
         present = [n for n, m in enumerate(self._members) if n not in self._lost and m.info.chunk_bytes(index)]
         shards: list[int | ParityLetter] = [*present, *letters]

@@ -18,13 +18,10 @@ import numpy.typing as npt
 
 from everstep_agent.vault.parity.shards import MAX_MEMBERS, STRIPE_BYTES, parity_bytes
 
-Rows = npt.NDArray[np.uint64]
-"""Array of shape (ROWS, ROW_WORDS)."""
-
+Rows = npt.NDArray[np.uint64]  # array of shape (ROWS, ROW_WORDS)
 ROWS = 8
 ROW_WORDS = STRIPE_BYTES // ROWS // 8
-_REDUCTION = 0x1D
-"""x^8 = x^4 + x^3 + x^2 + 1: the terms to which a row shifted out at the top is added."""
+_REDUCTION = 0x1D  # x^8 = x^4 + x^3 + x^2 + 1: the terms to which a row shifted out at the top is added
 
 
 def encode(members: Sequence[memoryview], p: memoryview | None = None, q: memoryview | None = None) -> None:

@@ -30,8 +30,7 @@ from everstep_agent.vault.transfer.peers import PeerPool, fetch_manifest, reques
 STRIPE_BYTES = 256 << 10
 """Part of the parity format: a byte's place in its stripe determines its field element and bit."""
 
-MAX_MEMBERS = 255
-"""g has order 255; a 256th member would repeat the first coefficient."""
+MAX_MEMBERS = 255  # g has order 255; a 256th member would repeat the first coefficient
 
 
 def parity_bytes(longest: int) -> int:
@@ -176,7 +175,7 @@ class ShardReader:
             (into[:],) = reading.views([piece])
             reading.require_unchanged()
         else:
-            read = partial(self._read_remote_chunk, location=location, piece=piece, into=into)
+            read = partial(self._read_remote, location=location, piece=piece, into=into)
             self._peers.call(location.job, location.node, read)
         if xxhash.xxh3_128_digest(into) != info.digest(index):
             self._raise_corrupt(location, f"chunk {index} differs from the sealed bytes")
@@ -185,9 +184,7 @@ class ShardReader:
         rank, version, parity = location.rank_or_group, location.version, location.is_parity
         return self._slot_finder.open(location.job, rank, version, ranges, parity=parity)
 
-    def _read_remote_chunk(
-        self, channel: VaultChannel, location: ShardLocation, piece: ByteRange, into: memoryview
-    ) -> None:
+    def _read_remote(self, channel: VaultChannel, location: ShardLocation, piece: ByteRange, into: memoryview) -> None:
         rank, version, parity = location.rank_or_group, location.version, location.is_parity
         length = request_bulk(channel, self._settings, Get(rank=rank, version=version, ranges=(piece,), parity=parity))
         if length != len(into):

@@ -34,9 +34,7 @@ log = logging.getLogger(__name__)
 PEER_INVENTORY_TIMEOUT_S = 0.25
 """Seconds that the answer to another vault waits for unchecked slots; some peers allow half a second."""
 
-ACCEPT_RETRY_S = 0.05
-"""Seconds to wait after a failed accept, usually for lack of file descriptors."""
-
+ACCEPT_RETRY_S = 0.05  # seconds to wait after a failed accept, usually for lack of file descriptors
 MAX_UNAUTHENTICATED = 256
 """Maximum number of unauthenticated connections; a further one closes the oldest, since strangers may stay silent."""
 
@@ -198,8 +196,7 @@ class PeerSession:
     def __init__(self, server: PeerServer, greeting: wire.Greeting, channel: VaultChannel) -> None:
         self.job = greeting.job
         self.node = greeting.node
-        self.channel = channel
-        self._server = server
+        self.channel, self._server = channel, server
         self._read_only = greeting.read_only
         self._open_transfers: set[bytes] = set()
 

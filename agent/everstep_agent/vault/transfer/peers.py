@@ -187,7 +187,6 @@ def request_bulk(channel: VaultChannel, settings: VaultSettings, get: wire.Get) 
 
 
 def receive_bulk(channel: VaultChannel, length: int) -> bytes:
-    """Receive announced bulk bytes."""
     found = bytearray(length)
     for start in range(0, length, CHUNK_BYTES):
         channel.receive_into(memoryview(found)[start : start + CHUNK_BYTES])

@@ -27,10 +27,8 @@ from everstep_agent.vault.job_table import JobTable
 from everstep_agent.vault.memory.segments import SegmentFile, SegmentKey, SegmentStore
 from everstep_agent.vault.reporting import FindingReporter, VaultCounters
 
-MANIFEST_PIECE = -1
-"""Piece number of the manifest; other pieces are chunks, by their numbers."""
-SETTLE_TIMEOUT_S = 1.0
-"""Seconds to wait for a broken connection's writers before their connection is closed here too."""
+MANIFEST_PIECE = -1  # piece number of the manifest; other pieces are chunks, by their numbers
+SETTLE_TIMEOUT_S = 1.0  # seconds to wait for a broken connection's writers before their connection is closed here too
 
 
 class IncomingTransfer:
@@ -38,17 +36,13 @@ class IncomingTransfer:
 
     def __init__(self, job: str, sender: str, put: Put, segment: SegmentFile, slot: int) -> None:
         self.id = secrets.token_bytes(16)
-        self.job = job
-        self.sender = sender
-        self.put = put
+        self.job, self.sender, self.put = job, sender, put
         self.digests = split_digests(put.digests)
-        self.segment = segment
-        self.slot = slot
+        self.segment, self.slot = segment, slot
         self.manifest, self.payload = segment.view.reserve(
             slot, put.rank, put.version, put.manifest_bytes, put.payload_bytes
         )
-        self.received: set[int] = set()
-        """Pieces received and hashed: MANIFEST_PIECE and chunk numbers."""
+        self.received: set[int] = set()  # pieces received and hashed: MANIFEST_PIECE and chunk numbers
         self.writers: set[VaultChannel] = set()
         self.is_aborted = False
         self.is_detached = False

@@ -30,8 +30,7 @@ from everstep_agent.vault.transfer.peers import PeerPool
 
 # Pacing: one rate limit for all of a vault's transfers together.
 
-BURST_S = 0.05
-"""Seconds of sending that pass at once after a rest, so that a thread that wakes late keeps its share."""
+BURST_S = 0.05  # seconds of sending that pass at once after a rest, so that a thread that wakes late keeps its share
 
 
 @dataclass(eq=False)
@@ -63,11 +62,8 @@ class RateLimiter:
             self._sleep(begin - now)
 
 
-MAX_CHUNKS_PER_PART = 8
-"""Chunks acknowledged together: 64 MiB, so that the round trip hardly counts."""
-
-MAX_ATTEMPTS = 8
-"""Broken connections allowed per copied slot; more mean a failing peer or network."""
+MAX_CHUNKS_PER_PART = 8  # chunks acknowledged together: 64 MiB, so that the round trip hardly counts
+MAX_ATTEMPTS = 8  # broken connections allowed per copied slot; more mean a failing peer or network
 PACED_PIECE_BYTES = 1 << 20
 
 
@@ -274,8 +270,7 @@ class SendQueue:
     """One rank's slots to one peer. ``copy`` returns "" when the peer holds the slot, else the reason it does not."""
 
     def __init__(self, copy: Callable[[ReplicationTask], Awaitable[str]], on_superseded: Callable[[], None]) -> None:
-        self._copy = copy
-        self._on_superseded = on_superseded
+        self._copy, self._on_superseded = copy, on_superseded
         self._waiting: tuple[ReplicationTask, asyncio.Future[str]] | None = None
         self._running: asyncio.Task[None] | None = None
 

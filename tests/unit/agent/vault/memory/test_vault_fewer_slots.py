@@ -121,7 +121,7 @@ def test_segment_with_released_pages_is_not_refilled(shared: Path, monkeypatch: 
     """Its holes may be somebody else's memory by now: whoever wrote there would be killed by the kernel."""
     store, segment = five(shared)
     with monkeypatch.context() as patched:
-        patched.setattr(store, "_create_draft", somebody_is_faster)
+        patched.setattr(store, "_draft", somebody_is_faster)
         with pytest.raises(OutOfSlotMemory):
             store.open(KEY, 2 * SLOT, 2, [Version(1, 1)])
     assert steps(segment) == [1, 5]
@@ -169,7 +169,7 @@ def test_released_memory_is_not_repopulated_by_prefaulting(shared: Path, monkeyp
 
     monkeypatch.setattr(shared_memory, "populate", goes_on)
     store, segment = five(shared)
-    monkeypatch.setattr(store, "_create_draft", somebody_is_faster)
+    monkeypatch.setattr(store, "_draft", somebody_is_faster)
     with pytest.raises(OutOfSlotMemory):
         store.open(KEY, 2 * SLOT, 2, [Version(1, 1)])
     assert steps(segment) == [1, 5]
