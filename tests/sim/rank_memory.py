@@ -84,7 +84,7 @@ class RankMemory:
             self._report(slot, spec, member, kept, digests, safe=True, nodes=())
             return
         own = self._machine.vault.segment(self._job.name, self._machine.name, self._process.local_rank, replica=False)
-        keep = retention.versions_needed_in_copies(own.headers(), _every_step)
+        keep = retention.needed_in_copies(own.headers(), _every_step)
         self._world.replicate(self, slot, spec, member, kept, targets, keep)
 
     def replicated(self, slot: Slot, spec: GenerationSpec, member: Member, kept: bool, nodes: tuple[str, ...]) -> None:

@@ -93,8 +93,7 @@ class RollbackCopies:
     """At most ``count`` confirmed copies and one on trial."""
 
     def __init__(self, state: TrackedState, count: int) -> None:
-        self._state = state
-        self._count = count
+        self._state, self._count = state, count
         self._tracked: list[TrackedTensor] = []
         self._confirmed: deque[RollbackCopy] = deque()
         self._trial: RollbackCopy | None = None
@@ -204,11 +203,8 @@ class LossGuard:
         options: GuardOptions,
         log_fields: Mapping[str, object],
     ) -> None:
-        self._mean = mean
-        self._on_all_ranks = on_all_ranks
-        self._before_update = before_update
-        self._on_refusal = on_refusal
-        self._options = options
+        self._mean, self._on_all_ranks, self._before_update = mean, on_all_ranks, before_update
+        self._on_refusal, self._options = on_refusal, options
         self._log_fields = dict(log_fields)
         self._losses: deque[float] = deque(maxlen=options.window)
         self._data_step = 1

@@ -126,14 +126,12 @@ class Run:
     """
 
     def __init__(self, context: RankContext, session: TrainingSession) -> None:
-        self._context = context
-        self._session = session
+        self._context, self._session = context, session
         self._finished_step = 0
         self._has_tracked = context.generation == 0  # without Everstep there is nothing to warn about
         self._seed = 0
-        self._replicas = ReplicaAssignment(
-            context.rank, context.world_size, context.device if self.distributed else None
-        )
+        device = context.device if self.distributed else None
+        self._replicas = ReplicaAssignment(context.rank, context.world_size, device)
         self._parallelism = StepParallelism(context, self._replicas, session.record_wait)
         self._loaders: list[Loader | PerRankLoader] = []
         self._tier: MemoryTier | None = None

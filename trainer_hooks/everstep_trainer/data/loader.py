@@ -163,12 +163,8 @@ class Loader:
                 raise TypeError(f"run.loader has no {name}: {why}")
         if fetch_together and not hasattr(dataset, "__getitems__"):
             raise TypeError(f"fetch_together needs __getitems__, which {type(dataset).__name__} does not have")
-        self._dataset = dataset
-        self._sampler = sampler
-        self._assigned_ranks = assigned_ranks
-        self._seed = seed
-        self._options = options
-        self._fetch_together = fetch_together
+        self._dataset, self._sampler, self._assigned_ranks = dataset, sampler, assigned_ranks
+        self._seed, self._options, self._fetch_together = seed, options, fetch_together
         self._next: tuple[int, int] | None = None
         self._iterator: Iterator[Any] | None = None
 
@@ -253,7 +249,7 @@ def iter_batches(sampler: Sampler, step: int) -> Iterator[Any]:
 
 # ---- torchdata's StatefulDataLoader as a tracked object: its state belongs to one rank
 
-_FIX_HINT = (
+_FIX = (
     "Use run.loader, whose samples are a function of the step, or keep the number of ranks (everstep-launch --nnodes "
     "N:N)"
 )
@@ -269,9 +265,7 @@ class PerRankLoader(PerRankState):
     """A tracked StatefulDataLoader, restorable only with the same number of data-parallel ranks."""
 
     def __init__(self, loader: Any, rank: int, world_size: int) -> None:
-        super().__init__(
-            loader, rank, world_size, label="a StatefulDataLoader", rank_noun="data-parallel rank", fix_hint=_FIX_HINT
-        )
+        super().__init__(loader, rank, world_size, label="a StatefulDataLoader", noun="data-parallel rank", fix=_FIX)
 
     def close(self) -> None:
         """End the workers without waiting for them."""

@@ -127,10 +127,8 @@ class ElasticSampler:
     ) -> None:
         if size < 1 or (drop_last and size < global_batch):
             raise ValueError(f"{size} samples do not make a batch of {global_batch}")
-        self._size = size
-        self._global_batch = global_batch
-        self._seed = seed
-        self._rank = rank
+        self._size, self._global_batch = size, global_batch
+        self._seed, self._rank = seed, rank
         self._world = world_size
         self._epoch_length = size - size % global_batch if drop_last else size
         self.batch_range()
@@ -256,8 +254,7 @@ class PackedDataset:
     """A map-style data set of packed rows: ``packed[n]`` is the list of the samples in row ``n``."""
 
     def __init__(self, dataset: Any, rows: Sequence[Sequence[int]]) -> None:
-        self._dataset = dataset
-        self.rows = rows
+        self._dataset, self.rows = dataset, rows
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -125,8 +125,7 @@ class StreamReader:
     """Reads samples of one stream at rising positions. Raises ValueError if an epoch of the data has no samples."""
 
     def __init__(self, dataset: Iterable[Any], seed: int = 0) -> None:
-        self._dataset = dataset
-        self._seed = seed
+        self._dataset, self._seed = dataset, seed
         self.is_seekable = isinstance(dataset, Seekable)
         self._streams: tuple[Any, ...] | None = None
         self._iterator: Iterator[Any] | None = None

@@ -80,7 +80,6 @@ class CheckpointKeys:
         """Prefixes of keys, up to where one dictionary is inside another."""
 
     def stored_key(self, key: str) -> str:
-        """Return the key as stored."""
         return self._stored_as.get(key, key)
 
     def read_under(self, prefix: str) -> Any:
@@ -117,9 +116,7 @@ class StoredModules:
     def __init__(
         self, checkpoint: CheckpointReader, keys: CheckpointKeys, modules: Mapping[str, Sequence[torch.nn.Module]]
     ) -> None:
-        self._checkpoint = checkpoint
-        self._keys = keys
-        self._modules = modules
+        self._checkpoint, self._keys, self._modules = checkpoint, keys, modules
         self._rules: dict[str, KeyMapping] = {}
 
     def map_keys(self, parts: Iterable[TensorPart]) -> dict[str, str]:
@@ -213,9 +210,7 @@ class StoredOptimizers:
     def __init__(
         self, checkpoint: CheckpointReader, keys: CheckpointKeys, optimizers: Mapping[str, list[torch.optim.Optimizer]]
     ) -> None:
-        self._checkpoint = checkpoint
-        self._keys = keys
-        self._optimizers = optimizers
+        self._checkpoint, self._keys, self._optimizers = checkpoint, keys, optimizers
         self._names: dict[int, str] = {}
         self._prefixes: dict[str, str | None] = {}
         self._within: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
@@ -336,23 +331,20 @@ def _by_key(pairs: Iterable[tuple[str, T]]) -> dict[str, list[T]]:
 class CheckpointImport:
     """A checkpoint being read into a rank's objects: tensors by ``read``, all else by ``finish``."""
 
-    def __init__(
-        self, checkpoint: CheckpointReader, objects: Mapping[str, object], state: TrackedState, rank: int
-    ) -> None:
-        self._checkpoint = checkpoint
-        self._state = state
-        self._rank = rank
+    def __init__(self, reader: CheckpointReader, objects: Mapping[str, object], state: TrackedState, rank: int) -> None:
+        self._checkpoint = reader
+        self._state, self._rank = state, rank
         tracked = TrackedObjects(objects)
         self._others = tracked.others
         modules, optimizers = _by_key(tracked.modules), _by_key(tracked.optimizers)
-        self._keys = CheckpointKeys(checkpoint)
+        self._keys = CheckpointKeys(reader)
         self._tops = frozenset(modules)
-        self._modules = StoredModules(checkpoint, self._keys, modules)
-        self._optimizers = StoredOptimizers(checkpoint, self._keys, optimizers)
+        self._modules = StoredModules(reader, self._keys, modules)
+        self._optimizers = StoredOptimizers(reader, self._keys, optimizers)
         self._step = 0
         self._deferred_loads: list[Callable[[], object]] = []
         self._rows: dict[str, list[int]] = defaultdict(list)
-        for key in checkpoint.paths:
+        for key in reader.paths:
             if (own := _PER_RANK_KEY.fullmatch(key)) is not None:
                 self._rows[own[2]].append(int(own[1]))
         self._backup = StateBackup(state, with_values=False)

@@ -121,8 +121,7 @@ class RemainingBatches:
     """
 
     def __init__(self, run: Run, loader: Loader) -> None:
-        self._run = run
-        self._loader = loader
+        self._run, self._loader = run, loader
 
     def __iter__(self) -> Iterator[Any]:
         return map(self._loader.batch, itertools.count(_completed.get(self._run, self._run.last_finished_step) + 1))
@@ -138,9 +137,7 @@ class EverstepCallback(Callback):
     """
 
     def __init__(self, run: Run, *, seed: int = 0, **extra_objects: Any) -> None:
-        self._run = run
-        self._seed = seed
-        self._extra_objects = extra_objects
+        self._run, self._seed, self._extra_objects = run, seed, extra_objects
         self._steps: Iterator[int] = iter(())
         self._updates = -1  # Lightning's update count when the running step began; -1 equals none of them
 

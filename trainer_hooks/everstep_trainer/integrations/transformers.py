@@ -69,15 +69,11 @@ class _EverstepCallback(TrainerCallback):
     """Tracks model, optimizer, schedule and loss scaler, and finishes a step of the run with each update."""
 
     def __init__(self, trainer: Trainer, run: Run, seed: int, extra_objects: dict[str, Any]) -> None:
-        self._trainer = trainer
-        self._run = run
-        self._seed = seed
-        self._extra_objects = extra_objects
+        self._trainer, self._run = trainer, run
+        self._seed, self._extra_objects = seed, extra_objects
         self._steps: Iterator[int] = iter(())
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Track the objects: all are made and wrapped, and nothing is loaded yet."""
         trainer = self._trainer
         named = {"schedule": trainer.lr_scheduler}
@@ -86,9 +82,8 @@ class _EverstepCallback(TrainerCallback):
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # inside accelerate's wrapper
         self._run.track(model=trainer.model_wrapped, optimizer=optimizer, **named, **self._extra_objects)
         self._steps = self._run.steps(until=sys.maxsize, seed=self._seed)
-        state.global_step = trainer._initial_global_step = trainer._globalstep_last_logged = (
-            self._run.last_finished_step
-        )
+        finished = self._run.last_finished_step
+        state.global_step = trainer._initial_global_step = trainer._globalstep_last_logged = finished
         if state.global_step >= state.max_steps:
             control.should_training_stop = True
         next(self._steps)

@@ -17,12 +17,9 @@ from everstep_trainer.memory_tier.vault_client import VaultClient
 from everstep_trainer.restore.local_slots import LocalSlots
 from everstep_trainer.restore.version_choice import FIRST_CHECKPOINT_RANK
 
-FIRST_CHECKPOINT_LOCAL_RANK = 32
-"""Half of the local ranks for which a vault keeps segments."""
-TIER_SLOTS = 3
-"""The checkpoint being written, the newest complete one, and the newest other one."""
-COMPLETE_KEY = "dcp/whole"
-"""The key of the newest complete checkpoint in the generation's store."""
+FIRST_CHECKPOINT_LOCAL_RANK = 32  # half of the local ranks for which a vault keeps segments
+TIER_SLOTS = 3  # the checkpoint being written, the newest complete one, and the newest other one
+COMPLETE_KEY = "dcp/whole"  # the key of the newest complete checkpoint in the generation's store
 _FILL_LOCK = threading.Lock()
 """Held while a slot is filled: a thread left over from an ended generation may still fill one when the next begins."""
 
@@ -33,14 +30,11 @@ class MemoryTier:
     def __init__(self, vault: VaultClient, spec: GenerationSpec, member: Member, store: Store) -> None:
         if member.local_rank >= FIRST_CHECKPOINT_LOCAL_RANK:
             raise ConfigurationError(f"the memory tier supports at most {FIRST_CHECKPOINT_LOCAL_RANK} ranks per node")
-        self.vault = vault
-        self.spec = spec
-        self.member = member
-        self.store = store
+        self.vault, self.spec = vault, spec
+        self.member, self.store = member, store
         self.local_slots = LocalSlots()
         self.load_count = 0
-        self.is_over = False
-        """The generation was left: its threads may not write any more."""
+        self.is_over = False  # the generation was left: its threads may not write any more
         self.fill_lock = _FILL_LOCK
         self._loaded: Version | None = None
 

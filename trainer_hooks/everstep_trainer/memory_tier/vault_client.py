@@ -107,14 +107,11 @@ class MappedSegment:
 log = logging.getLogger(__name__)
 
 RECEIVE_BYTES = 1 << 16
-MAX_DESCRIPTORS = 16
-"""Most descriptors in one call; the kernel ends a read after the first frame with a descriptor."""
-TICK_S = 0.25
-"""Interval at which the reader looks for requests whose deadline passed."""
+MAX_DESCRIPTORS = 16  # most descriptors in one call; the kernel ends a read after the first frame with a descriptor
+TICK_S = 0.25  # interval at which the reader looks for requests whose deadline passed
 OPEN_TIMEOUT_S = 300.0
 """Time-out for making a segment: the first touch of its pages runs at 0.6 GB/s for all ranks of a node together."""
-DECODE_TIMEOUT_S = 300.0
-"""Time-out for rebuilding a slot from parity, which reads all other slots of its group."""
+DECODE_TIMEOUT_S = 300.0  # time-out for rebuilding a slot from parity, which reads all other slots of its group
 STARTUP_CHECK_WAIT_S = 20.0
 """Time for vaults to hash the slots they found at start, newest versions first; ranks wait a minute for one another."""
 RECONNECT = Backoff(floor_s=0.01, ceiling_s=0.5)
@@ -139,8 +136,7 @@ class VaultClient:
 
     def __init__(self, socket_path: str, *, timeout_s: float = 10.0, clock: Clock = SYSTEM_CLOCK) -> None:
         self._path = socket_path
-        self._timeout_s = timeout_s
-        self._clock = clock
+        self._timeout_s, self._clock = timeout_s, clock
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._pending: dict[int, _Pending] = {}
@@ -150,8 +146,6 @@ class VaultClient:
         self._wanted = threading.Event()
         self._reader = threading.Thread(target=self._run, name="everstep-vault", daemon=True)
         self._reader.start()
-
-    # --- requests
 
     def open_segment(
         self,
@@ -217,8 +211,6 @@ class VaultClient:
             self._drop_connection()
         self._reader.join(timeout=2.0)
         self._fail_pending(lambda _: True, "the connection to the vault was closed")
-
-    # --- sending
 
     def _request(self, message: local.ToVault, timeout_s: float | None = None) -> Future[Any]:
         """Send a request under the next number (callers pass 0). The future outlives the timeout by at most a tick."""

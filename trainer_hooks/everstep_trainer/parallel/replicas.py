@@ -242,9 +242,7 @@ class StepParallelism:
     """The replica-dependent operations of ``Run``, documented there. ``on_wait`` receives seconds of collectives."""
 
     def __init__(self, context: RankContext, replicas: ReplicaAssignment, on_wait: Callable[[float], None]) -> None:
-        self._context = context
-        self._replicas = replicas
-        self._on_wait = on_wait
+        self._context, self._replicas, self._on_wait = context, replicas, on_wait
         self._exact: ExactMode | None = None
         self._replica_sync = ReplicaSync()
         self._equal_already = context.will_restore

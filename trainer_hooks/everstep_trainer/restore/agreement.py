@@ -106,8 +106,6 @@ class RestoreAgreement:
         self._survey_error: Exception | None = None
         self._begun = False
 
-    # --- survey
-
     def begin_survey(self) -> None:
         """Publish this node's inventory and propose a version, each if it is this rank's task. Returns at once."""
         if self._begun:
@@ -166,8 +164,6 @@ class RestoreAgreement:
             raise DistStoreError(str(error)) from error
         return tuple(slot for body in bodies for slot in decode_value(body, NodeInventory).slots)
 
-    # --- manifests
-
     def _publish_manifest(self, digest: str, body: bytes) -> None:
         self.add_local_manifest(digest, body)
         self._store.set(f"restore/manifest/{digest}", body)  # type: ignore[arg-type]  # takes bytes
@@ -195,8 +191,6 @@ class RestoreAgreement:
                 raise MalformedMessage(f"manifest {digest} is not what was sealed")
             self._manifests[digest] = decode_manifest(self._bodies[digest])
         return self._manifests[digest]
-
-    # --- choosing
 
     def propose(self, attempt: int, bad_slots: set[SlotKey]) -> None:
         """Publish the choice of this attempt, made without the slots that proved bad; for rank 0."""

@@ -52,8 +52,7 @@ class CopyTable(NamedTuple):
 NO_COPIES = CopyTable(*(np.zeros(0, np.int64) for _ in range(3)))
 
 
-SMALL_BYTES = 64 << 10
-"""Below this size, releasing Python's lock costs more than the copy."""
+SMALL_BYTES = 64 << 10  # below this size, releasing Python's lock costs more than the copy
 
 _libc = ctypes.CDLL(None)
 _libc.memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
@@ -126,10 +125,8 @@ def is_byte_copyable(target: torch.Tensor, dtype: torch.dtype) -> bool:
 
 BATCH_BYTES = 2 * CHUNK_BYTES
 """Bytes of a slot in one request: whole chunks, so that each is hashed once by its holder."""
-GAP_BYTES = 4 << 10
-"""Gap between two ranges that is cheaper to fetch than another range."""
-MAX_RANGES = 1 << 16
-"""A quarter of the ranges that a vault accepts in one request."""
+GAP_BYTES = 4 << 10  # gap between two ranges that is cheaper to fetch than another range
+MAX_RANGES = 1 << 16  # a quarter of the ranges that a vault accepts in one request
 
 
 class FetchBatch(msgspec.Struct, frozen=True):

@@ -41,8 +41,7 @@ from everstep_trainer.state.tensors import TrackedTensor
 
 MAX_RUNS = 256
 """A box of more contiguous runs than this is fetched with its surrounding rows, unless these are much larger."""
-MAX_EXCESS_FACTOR = 4
-"""Largest ratio of such rows to the wanted bytes."""
+MAX_EXCESS_FACTOR = 4  # largest ratio of such rows to the wanted bytes
 
 
 class NeededBox(msgspec.Struct, frozen=True, gc=False):
@@ -176,14 +175,12 @@ class SlotLoader:
         self._kept_bytes = dict(NO_BYTES_READ)
         self.bytes_by_source = dict(NO_BYTES_READ)
 
-    def load(
-        self, reads: Sequence[PlannedRead], sources: Sequence[ReadSource], blob_source: int
-    ) -> tuple[bytes, list[BadSlot]]:
-        """Fill the targets; return the Python state of source ``blob_source``, and the slots that failed. After a
+    def load(self, reads: list[PlannedRead], sources: list[ReadSource], blob_from: int) -> tuple[bytes, list[BadSlot]]:
+        """Fill the targets; return the Python state of source ``blob_from``, and the slots that failed. After a
         failure the targets must not be used; a repeated call does not fetch again from nodes that did not fail."""
         self.bytes_by_source = dict(self._kept_bytes)
         by_source: dict[int, list[PlannedRead]] = defaultdict(list)
-        by_source[blob_source] = []
+        by_source[blob_from] = []
         for read in reads:
             by_source[read.source_index].append(read)
         local = {i: mine for i, mine in by_source.items() if sources[i].slot.is_on(self._member.node)}
@@ -197,14 +194,14 @@ class SlotLoader:
                     if self._targets[read.needed_index].is_parameter is parameters
                     and (read.needed_index, read.box) not in self._kept_reads
                 ]
-                fetches.append(self._plan_remote_fetch(sources[i], wanted, parameters and i == blob_source))
+                fetches.append(self._plan_remote_fetch(sources[i], wanted, parameters and i == blob_from))
         blobs: list[bytes] = []
         failures: list[BadSlot] = []
 
         def read_local() -> None:
             for index, mine in local.items():
                 try:
-                    blobs.append(self._read_local(sources[index], mine, index == blob_source))
+                    blobs.append(self._read_local(sources[index], mine, index == blob_from))
                 except BadSlot as failure:
                     failures.append(failure)
 
@@ -221,13 +218,11 @@ class SlotLoader:
             raise failures[0]
         return self._finish(fetches, [])[0]
 
-    def _fetch_all(
-        self, fetches: Sequence[_RemoteFetch], meanwhile: Callable[[], None] = lambda: None
-    ) -> list[BadSlot]:
+    def _fetch_all(self, fetches: list[_RemoteFetch], meanwhile: Callable[[], None] = lambda: None) -> list[BadSlot]:
         """Fetch everything, from holders and from parity; return the failed slots."""
         batches = [batch for each in fetches for batch in split_into_batches(each.source.slot, each.moves.table())]
         streams = SlotStreams(self._vault, self._job, (batch for batch in batches if batch.slot.parity_group is None))
-        lost = (batch for batch in batches if batch.slot.parity_group is not None)
+        lost = [batch for batch in batches if batch.slot.parity_group is not None]
         landing = ScratchFetch(self._vault, self._job, self._scratch_file, lost)
         try:
             streams.start()
@@ -270,8 +265,6 @@ class SlotLoader:
         for total in totals:
             total[kind] += nbytes
 
-    # --- this node's slots
-
     def _read_local(self, source: ReadSource, reads: list[PlannedRead], with_blob: bool) -> bytes:
         """Fill the reads' targets; return the Python state if it is wanted. Raises BadSlot."""
         moves, rest = self._sorted(source, reads)
@@ -308,8 +301,6 @@ class SlotLoader:
         if tensor.per_rank:
             box = Box(box.offset[1:], box.size[1:])
         return target.local if box == target.box else view_of_box(target.local, target.box, box)
-
-    # --- other nodes' slots
 
     def _plan_remote_fetch(self, source: ReadSource, reads: list[PlannedRead], with_blob: bool) -> _RemoteFetch:
         """Return the fetch of a remote slot: plain tensors directly into their memory, others through a byte buffer."""

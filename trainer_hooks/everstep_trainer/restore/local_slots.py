@@ -25,8 +25,7 @@ from everstep_trainer.restore.byte_moves import NO_COPIES, CopyTable, run_copies
 BLOCK_BYTES = 2 << 20
 """Hashed, then copied, without native code: large enough to bypass the cache when written, small enough to be in it."""
 MIN_THREAD_BYTES = 16 << 20
-MAX_THREADS = 8
-"""With more threads, memory bandwidth is the limit."""
+MAX_THREADS = 8  # with more threads, memory bandwidth is the limit
 
 
 class HashingCopy:
@@ -49,9 +48,7 @@ class HashingCopy:
             raise IndexError(f"chunks {min(checked)} to {max(checked)} are not among {len(digests)}")
         self._payload = payload
         self._address = np.frombuffer(payload, np.uint8).ctypes.data if len(payload) else 0
-        self._digests = digests
-        self._checked = checked
-        self._native = native
+        self._digests, self._checked, self._native = digests, checked, native
         self._block_bytes = BLOCK_BYTES if native is None else CHUNK_BYTES
         self._copies = copies.split_at_multiples(self._block_bytes)
         blocks = self._copies.source // self._block_bytes
@@ -140,7 +137,6 @@ def chunks_of(ranges: Iterable[tuple[int, int]]) -> set[int]:
 
 
 def chunks_of_copies(copies: CopyTable) -> set[int]:
-    """Return the chunks that copies read."""
     cut = copies.split_at_multiples(CHUNK_BYTES)
     return set(np.unique(cut.source // CHUNK_BYTES).tolist())
 
@@ -167,9 +163,7 @@ class BadSlot(Exception):
 
     def __init__(self, slot: SlotInfo, reason: str, *, is_corrupt: bool) -> None:
         super().__init__(reason)
-        self.slot = slot
-        self.reason = reason
-        self.is_corrupt = is_corrupt
+        self.slot, self.reason, self.is_corrupt = slot, reason, is_corrupt
 
 
 class HashScope(Enum):
@@ -184,8 +178,7 @@ class LocalSlots:
     """Sealed slots in this node's segment files; ``own_segment`` returns one that this process has mapped already."""
 
     def __init__(self, own_segment: Callable[[str], SegmentView | None] = lambda _: None, threads: int = 2) -> None:
-        self._own_segment = own_segment
-        self._threads = threads
+        self._own_segment, self._threads = own_segment, threads
         self._views: dict[str, SegmentView] = {}
 
     def _view(self, slot: SlotInfo) -> SegmentView:

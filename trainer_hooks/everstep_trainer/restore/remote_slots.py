@@ -30,13 +30,11 @@ from everstep_trainer.restore.byte_moves import BATCH_BYTES, CopyTable, FetchBat
 from everstep_trainer.restore.local_slots import BadSlot, map_read_only
 from everstep_trainer.state.layout import aligned
 
-STREAM_COUNT = 2
-"""Parallel connections: one is bound by one core at each end, and waits while the other end hashes."""
+STREAM_COUNT = 2  # parallel connections: one is bound by one core at each end, and waits while the other end hashes
 MIN_STREAM_BYTES = 32 << 20
 BLOCK_BYTES = 256 << 10
 """Received, then hashed: with the kernel's source buffer it must fit a core's own cache. Divides CHUNK_BYTES."""
-MAX_VIEWS = 128
-"""Copies of a piece that are each received into place; with more, the piece goes through a buffer."""
+MAX_VIEWS = 128  # copies of a piece that are each received into place; with more, the piece goes through a buffer
 
 
 class BadTransfer(BadSlot):
@@ -47,8 +45,7 @@ class SlotStreams:
     """Receives batches, roughly in order, in threads of its own."""
 
     def __init__(self, vault: VaultClient, job: str, batches: Iterable[FetchBatch]) -> None:
-        self._vault = vault
-        self._job = job
+        self._vault, self._job = vault, job
         self._todo = deque(batches)
         self._count = len(self._todo)
         self._failed = 0
@@ -159,9 +156,7 @@ class _Receiver:
     """Requests batches over one connection. ``buffer``: BLOCK_BYTES, for bytes that are not received into place."""
 
     def __init__(self, channel: VaultChannel, answer_timeout_s: float, io_timeout_s: float, buffer: bytearray) -> None:
-        self.channel = channel
-        self._answer_timeout_s = answer_timeout_s
-        self._io_timeout_s = io_timeout_s
+        self.channel, self._answer_timeout_s, self._io_timeout_s = channel, answer_timeout_s, io_timeout_s
         self._buffer = memoryview(buffer)
         self._address = np.frombuffer(buffer, np.uint8).ctypes.data
 
@@ -243,12 +238,8 @@ WINDOW_BYTES = WINDOW_BATCHES * BATCH_BYTES
 class ScratchFetch:
     """Fetches batches in their order through the window's file, which ``scratch`` returns."""
 
-    def __init__(
-        self, vault: VaultClient, job: str, scratch: Callable[[], Path], batches: Iterable[FetchBatch]
-    ) -> None:
-        self._vault = vault
-        self._job = job
-        self._scratch = scratch
+    def __init__(self, vault: VaultClient, job: str, scratch: Callable[[], Path], batches: list[FetchBatch]) -> None:
+        self._vault, self._job, self._scratch = vault, job, scratch
         self._todo = deque(batches)
         self._is_circular = sum(aligned(batch.nbytes) for batch in self._todo) > WINDOW_BYTES
         self._under_way: deque[tuple[FetchBatch, int, Future[Fetched]]] = deque()

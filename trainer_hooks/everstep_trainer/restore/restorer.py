@@ -151,25 +151,20 @@ MAX_FALLBACK_STATE_READS = 8
 
 
 class RestoreResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The state that a rank starts from.
+    """The state that a rank starts from."""
 
-    Attributes:
-        version: The version; None: from scratch.
-        phases_s: Seconds in inventory, choose, read and agree.
-        bytes_by_source: Tensor bytes from this rank's own slot (own), other slots on its node (node), other nodes
-            (remote), and rebuilt from parity (parity).
-        sentence: Why this version was chosen.
-    """
-
-    version: Version | None
-    phases_s: dict[str, float]
-    bytes_by_source: dict[str, int]
-    sentence: str
+    version: Version | None  # None: from scratch
+    phases_s: dict[str, float]  # seconds in inventory, choose, read and agree
+    bytes_by_source: dict[str, int]  # tensor bytes: this rank's slot (own), its node's (node), remote, and parity
+    sentence: str  # why this version was chosen
 
     @property
     def step(self) -> int:
         """The version's step; 0 from scratch."""
         return 0 if self.version is None else self.version.step
+
+
+_Reading = tuple[RestoreOutcome, MergedState | None, dict[str, int]]  # the last: bytes by source
 
 
 @contextmanager
@@ -197,9 +192,7 @@ class Restoration:
         on_finding: Callable[[FindingRaised], None] | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        self._vault = vault
-        self._spec = spec
-        self._member = member
+        self._vault, self._spec, self._member = vault, spec, member
         self._local = LocalSlots(self._own_segment, threads_for(spec.spec.nproc_per_node))
         self._report = SlotReporter(spec, member, on_finding, clock)
         self._agreement = RestoreAgreement(store, spec, member, clock, vault, self._local, self._report)
@@ -214,13 +207,8 @@ class Restoration:
             self._agreement.begin_survey()
 
     def fill(self, state: TrackedState) -> RestoreResult:
-        """Fill ``state``; once, together with all ranks. torch's own errors pass through.
-
-        Raises:
-            NotRestorable: No admitted version is complete, the objects differ, or another rank failed.
-            TypeError: This rank cannot store or fill an object.
-            DistStoreError: A rank does not take part.
-        """
+        """Fill ``state``; once, together with all ranks. Raises NotRestorable on all ranks, TypeError if this rank
+        cannot store or fill an object, DistStoreError if a rank does not take part, or torch's own errors."""
         with _gc_paused():
             return self._fill(state)
 
@@ -273,8 +261,6 @@ class Restoration:
         self._phases[phase] += now - self._since
         self._since = now
 
-    # --- reading
-
     def _names(self, choice: VersionChoice) -> tuple[str, ...]:
         """Return the names of the version's tensors on rank 0, which checks that all of them are live somewhere."""
         if not self._agreement.is_coordinator:
@@ -290,9 +276,7 @@ class Restoration:
                 continue
         return self._manifest(slots[-1]).catalog
 
-    def _try(
-        self, state: TrackedState, choice: VersionChoice
-    ) -> tuple[RestoreOutcome, MergedState | None, dict[str, int]]:
+    def _try(self, state: TrackedState, choice: VersionChoice) -> _Reading:
         """Read the choice. If this rank's objects differ from the stored ones, the outcome reports it to all ranks."""
         try:
             return self._read(state, choice)
@@ -302,9 +286,7 @@ class Restoration:
             self._state_error = None if isinstance(error, NotRestorable | MalformedMessage) else error
             return RestoreOutcome(False, error=f"rank {self._member.rank}: {error}"), None, {}
 
-    def _read(
-        self, state: TrackedState, choice: VersionChoice
-    ) -> tuple[RestoreOutcome, MergedState | None, dict[str, int]]:
+    def _read(self, state: TrackedState, choice: VersionChoice) -> _Reading:
         """Read what this rank needs; slots that fail are left out and the rest tried, as long as they suffice."""
         slots = sorted(choice.slots, key=lambda slot: slot_distance(self._spec, self._member, slot))
         targets, wants = self._needed_boxes(state, slots)

@@ -219,15 +219,11 @@ class GlooBackend:
 
 
 class NcclBackend(GlooBackend):
-    """Ends NCCL's communicators with ``ncclCommAbort``, each from its own thread, and gloo's connections.
-
-    Aborting one communicator may wait for another of the same process, so all aborts begin together.
-
-    All communicators of the process are non-blocking, because the set-up of a blocking one cannot be aborted. A
-    non-blocking set-up can be aborted until a collective is called. torch then waits for the set-up under a lock that
-    an abort needs, for at most NCCL_SETUP_TIMEOUT_S. Therefore ``connect`` comes first, and no collective runs before
-    all ranks are known to have called it.
-    """
+    """Ends NCCL's communicators with ``ncclCommAbort`` and gloo's connections. One abort may wait for another, so all
+    begin together, each in a thread. All communicators are non-blocking: the set-up of a blocking one cannot be
+    aborted, and that of another only until a collective is called. torch then waits under a lock that an abort needs,
+    for at most NCCL_SETUP_TIMEOUT_S. So ``connect`` comes first, and no collective runs before all ranks are known to
+    have called it."""
 
     name = "cpu:gloo,cuda:nccl"
 

@@ -74,10 +74,8 @@ class GenerationGroup:
     """A generation's process group, seen from one rank. ``store`` is the generation's own, under its prefix."""
 
     def __init__(self, spec: GenerationSpec, member: Member, store: Store, device: torch.device) -> None:
-        self.spec = spec
-        self.member = member
-        self.store = store
-        self.device = device
+        self.spec, self.member = spec, member
+        self.store, self.device = store, device
         self._group: Any = dist.distributed_c10d._get_default_group()
 
     @cached_property
@@ -100,8 +98,7 @@ class Rendezvous:
 
     def __init__(self, backend: GlooBackend, settings: HookSettings) -> None:
         patch_mesh_equality()
-        self._backend = backend
-        self._settings = settings
+        self._backend, self._settings = backend, settings
         self._address: tuple[str, int] | None = None
         self._connection: TCPStore | None = None
         self._cut = False

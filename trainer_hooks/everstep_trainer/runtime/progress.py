@@ -114,7 +114,6 @@ class StepProgress:
         self._waited_s = (self._waited_s or 0.0) + seconds
 
     def begin_step(self, step: int) -> None:
-        """Record that a step begins."""
         self.begun_step = max(self.begun_step, step)
 
     def finish_step(self, step: int) -> None:
@@ -188,16 +187,12 @@ class Stall(msgspec.Struct, frozen=True):
 
 
 class HangWatchdog:
-    """Watches a rank's progress from the signal thread; reports each stall, and again when it is twice as long.
-
-    A step that was reported as a stall may be as slow in the next generation too, as an evaluation or a save is. Each
-    attempt gets twice the time, and once the step was finished, twice its duration is allowed from then on. A threshold
-    that the job sets stays fixed. Time between checks that came late, as in an overloaded machine, does not count.
-    """
+    """Watches a rank's progress from the signal thread; reports each stall, and again when it is twice as long. A step
+    reported as a stall may be as slow in the next generation: each attempt gets twice the time and, once it was
+    finished, twice its duration, unless the job sets the threshold. Time between late checks does not count."""
 
     def __init__(self, settings: HookSettings, clock: Clock) -> None:
-        self._settings = settings
-        self._clock = clock
+        self._settings, self._clock = settings, clock
         self._configured_s: float | None = None
         self._last_position: tuple[int, int, int] = (0, 0, 0)
         self._since = clock.monotonic()
@@ -225,7 +220,6 @@ class HangWatchdog:
         return steady if progress.finished_steps_here >= s.hang_warmup_steps else max(steady, s.first_step_allowance_s)
 
     def check(self, progress: StepProgress) -> Stall | None:
-        """Return a stall to report, or None."""
         now = self._clock.monotonic()
         threshold = self.threshold_s(progress)
         unobserved = now - self._last_check_at

@@ -173,8 +173,7 @@ class Worker:
         self._job = assignment.job
         self._local_rank = assignment.local_rank
         self._start_from = assignment.start_from
-        self._settings = settings
-        self._clock = clock
+        self._settings, self._clock = settings, clock
         self._pid = os.getpid()
         self._directives = ReceivedDirectives()
         self._progress = StepProgress(settings.step_window)
@@ -201,12 +200,9 @@ class Worker:
         self._unattributed = UnattributedFailures(settings.max_unattributed_failures)
 
     def run(self, train: TrainingFunction) -> None:
-        """Take part in generation after generation until the job is stopped; return if it ended well.
-
-        ``sys.exit()`` in the training function counts as a return; with another status it is an error like any other.
-        Raises SystemExit with status 1 if the job did not end well, Unavailable if no agent answers at the start, and
-        the training function's KeyboardInterrupt.
-        """
+        """Take part in generation after generation until the job is stopped; return if it ended well. ``sys.exit()`` in
+        the training function counts as a return; with another status it is an error. Raises SystemExit with status 1,
+        Unavailable if no agent answers at the start, and the training function's KeyboardInterrupt."""
         self._welcome = self._link.start(self._settings.agent_connect_timeout_s)
         gc.freeze()  # imports are not garbage: a collection between generations then costs microseconds
         detail = "failed"
@@ -223,8 +219,6 @@ class Worker:
     def _vault(self) -> VaultClient:
         """The connection to the vault, made when something is first tracked and kept for the life of the process."""
         return VaultClient(self._welcome.vault_socket, clock=self._clock)
-
-    # --- from generation to generation
 
     def _run_generations(self, train: TrainingFunction) -> None:
         number, parked = 0, True
@@ -346,8 +340,6 @@ class Worker:
             mesh=lambda: group.mesh,
             tier=lambda: MemoryTier(self._vault, spec, member, group.store),
         )
-
-    # --- how a training function ends
 
     def _finished(self, spec: GenerationSpec, member: Member) -> None:
         """Report the return. The group stays until all ranks are done: peers may still read what this rank sent."""

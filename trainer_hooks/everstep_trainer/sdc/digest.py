@@ -105,7 +105,5 @@ def _gather_buffer(tensors: list[torch.Tensor], device: torch.device) -> tuple[t
         starts.append(at)
         at += -(-tensor.nbytes // WORD_BYTES) * WORD_BYTES
     buffer = torch.zeros(at, dtype=torch.uint8, device=device)
-    places = [
-        buffer[start : start + t.nbytes].view(t.dtype).view(t.shape) for start, t in zip(starts, tensors, strict=True)
-    ]
+    places = [buffer[at : at + t.nbytes].view(t.dtype).view(t.shape) for at, t in zip(starts, tensors, strict=True)]
     return buffer, places

@@ -87,8 +87,7 @@ class HashingCopyBatch:
     def __init__(
         self, payload: torch.Tensor, targets: list[torch.Tensor], sources: list[torch.Tensor], native: CopyHash
     ) -> None:
-        self._native = native
-        self._payload = payload
+        self._native, self._payload = native, payload
         pairs = [(target, source) for target, source in zip(targets, sources, strict=True) if source.nbytes]
         self._plain = [(to, source) for to, source in pairs if is_byte_copyable(source, source.dtype)]
         others = [(to, source) for to, source in pairs if not is_byte_copyable(source, source.dtype)]
@@ -142,8 +141,7 @@ class HashingCopyBatch:
 MakeDigests = Callable[[], dict[str, WeightedDigest]]
 """Makes the digests, or returns earlier ones. Their buffers are cleared on the then current stream."""
 
-MAX_COPY_BATCHES = 16
-"""One for each slot of a segment, and some for earlier segments."""
+MAX_COPY_BATCHES = 16  # one for each slot of a segment, and some for earlier segments
 
 
 def view_of_box(local: torch.Tensor, local_box: Box, selected_box: Box) -> torch.Tensor:

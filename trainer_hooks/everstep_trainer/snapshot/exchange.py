@@ -28,9 +28,7 @@ from everstep_trainer.state.python_value_codec import Blob
 
 # ---- messages between ranks through their generation's store
 
-STORE_WAIT_SLICE_S = 0.25
-"""Length of one uninterruptible wait in the store; a longer wait is cut into these."""
-
+STORE_WAIT_SLICE_S = 0.25  # length of one uninterruptible wait in the store; a longer wait is cut into these
 T = TypeVar("T", bound=msgspec.Struct)
 
 
@@ -119,8 +117,8 @@ class LayoutExchange:
         self._check_at = float("-inf")
 
     def layouts(self, mine: Layout, since: int, timeout_s: float) -> LayoutRound:
-        """Return the newest round; open a new one if ``mine`` is another object than last time. ``since`` is the first
-        step that this rank has not stored yet. Raises Unavailable, or RoundSuperseded if it must be called again."""
+        """Return the newest round; open a new one if ``mine`` is another object. ``since``: the first step not stored
+        yet. Raises Unavailable, or RoundSuperseded if it must be called again."""
         if self._world == 1:
             self._round, self._mine = self._round + (mine is not self._mine), mine
             return LayoutRound(self._round, [mine], since)
@@ -136,9 +134,7 @@ class LayoutExchange:
             self._check_s = FIRST_ROUND_CHECK_S if number else ROUND_CHECK_S
         self._check_at = self._clock.monotonic() + self._check_s
         get = partial(self.get, timeout_s=timeout_s)
-        published = [
-            value.decode().split() for value in get([_key(number, "rank", rank) for rank in range(self._world)])
-        ]
+        published = [each.decode().split() for each in get([_key(number, "rank", rank) for rank in range(self._world)])]
         missing = sorted({each for each, _ in published} - known.keys())
         bodies = get([_key(number, "body", each) for each in missing])
         known.update({d: decode_layout(b) for d, b in zip(missing, bodies, strict=True)})
@@ -199,8 +195,7 @@ def _key(number: int, *parts: object) -> str:
 log = logging.getLogger(__name__)
 
 COMPARE_WINDOW = 64
-MAX_FIELDS = 100
-"""Most fields of one object; state with more is compared as a whole."""
+MAX_FIELDS = 100  # most fields of one object; state with more is compared as a whole
 
 
 class _Stored(msgspec.Struct):

@@ -30,8 +30,7 @@ from everstep.clock import Clock
 # point is an event. The time between one event before a wait and one after it is how long the stream stood still,
 # whether the thread or the stream itself waited. Nothing waits for the events; they are read a step or more later.
 
-TimePoint = Any
-"""Seconds, or a torch.cuda.Event of each GPU; their methods carry no types."""
+TimePoint = Any  # seconds, or a torch.cuda.Event of each GPU; their methods carry no types
 OnStep = Callable[[float, float | None], None]
 
 
@@ -105,8 +104,7 @@ class StepStopwatch:
 
 log = logging.getLogger(__name__)
 
-MAX_BLOCKED_SHARE = 0.1
-"""Largest share of training's time that snapshots may block before they become less frequent."""
+MAX_BLOCKED_SHARE = 0.1  # largest share of training's time that snapshots may block before they become less frequent
 MIN_BLOCKED_S = 0.02
 """A snapshot that blocks for less than this is made in every step: losing a step costs more than it saves."""
 RELAX_FACTOR = 0.8
@@ -133,11 +131,8 @@ class SnapshotPace:
     """The pace of one rank in one generation: ``agree`` is for the copier; a ``fixed_interval`` measures nothing."""
 
     def __init__(self, store: Store, rank: int, fixed_interval: int | None) -> None:
-        self._store = store
-        self._rank = rank
-        self.fixed_interval = fixed_interval
-        self._paces = [(0, 1)]
-        """(first window, interval): the last two decisions."""
+        self._store, self._rank, self.fixed_interval = store, rank, fixed_interval
+        self._paces = [(0, 1)]  # (first window, interval): the last two decisions
         self._wanted_intervals: dict[int, int] = {}
         self._steps: list[float] = []
         self._blocked: list[float] = []
@@ -183,9 +178,7 @@ class SnapshotPace:
         if quarter == 0 and self._first("wish", window) and (wish := self._wanted_intervals.get(window, 1)) > 1:
             self._store.add(f"pace/{window}/wish/{wish}", 1)
         if quarter == 1 and self._rank == 0 and self._first("decide", window):
-            wishes = (
-                every for every in range(2, MAX_INTERVAL + 1) if self._store.check([f"pace/{window}/wish/{every}"])
-            )
+            wishes = (n for n in range(2, MAX_INTERVAL + 1) if self._store.check([f"pace/{window}/wish/{n}"]))
             self._store.set(decision, str(max(wishes, default=1)))
         if quarter >= 2 and self._first("take", window) and self._store.check([decision]):
             self._take(window + 1, int(self._store.get(decision)))

@@ -240,9 +240,7 @@ class TensorScan:
     """The tensors found by a search, and their layout; ``change``: how they differ from the search before."""
 
     def __init__(self, tensors: list[TrackedTensor], layout: Layout, change: str = "") -> None:
-        self.tensors = tensors
-        self.layout = layout
-        self.change = change
+        self.tensors, self.layout, self.change = tensors, layout, change
         self.gpus = gpus_of(tensors)
         self.is_sharded = any(part.box != full_box(part.shape) for part in layout.parts)
 
@@ -282,8 +280,7 @@ class FirstPlan:
 
 # ---- page-locked slot memory, which a GPU copies into: registered with CUDA while a process has it mapped
 
-HOST_REGISTER_PORTABLE = 1
-"""cudaHostRegisterPortable: for all GPUs of the process, not only the thread's current one."""
+HOST_REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: for all GPUs of the process, not only the thread's current one
 
 
 def page_lock(segment: MappedSegment) -> None:
@@ -312,8 +309,7 @@ def _unlock(cudart: Any, address: int, length: int) -> None:
 
 UNPLANNED_WARN_S = 30.0
 """Seconds without a plan until a warning: ranks that see a change at different steps need several to plan for it."""
-MAX_SHOWN = 8
-"""Most ranks named in a message."""
+MAX_SHOWN = 8  # most ranks named in a message
 
 
 @dataclass(eq=False)
@@ -334,8 +330,7 @@ class PlanManager:
         self._reported: slot_negotiation.AgreedProvision | None = None
         self._unplanned_since: float | None = None
         self._has_reported_unplanned = False
-        self.blob_bytes = 0
-        """Room for Python state in the last plan."""
+        self.blob_bytes = 0  # room for Python state in the last plan
         self.first_plan = FirstPlan(self._options.require_checkpoints)
         self.current: ActivePlan | None = None
 
@@ -348,16 +343,14 @@ class PlanManager:
         """Return the current plan if it is for this scan's layout."""
         return self.current if self.current is not None and self.current.layout is scan.layout else None
 
-    def make_scan(
-        self, tensors: list[TrackedTensor], layout: Layout, known: TensorScan | None, step: int
-    ) -> TensorScan:
-        """Return the scan after ``step``, with the ``known`` scan's layout, and so its plan, if nothing changed."""
-        if known is None:
+    def make_scan(self, tensors: list[TrackedTensor], layout: Layout, last: TensorScan | None, step: int) -> TensorScan:
+        """Return the scan after ``step``, with the ``last`` scan's layout, and so its plan, if nothing changed."""
+        if last is None:
             return TensorScan(tensors, layout)
-        is_planned = self.plan_for(known) is not None
-        if known.layout == layout or (is_planned and self._planner.is_equivalent(known.layout, layout)):
-            return TensorScan(tensors, known.layout, known.change)
-        change = describe_layout_change(known.layout, layout)
+        is_planned = self.plan_for(last) is not None
+        if last.layout == layout or (is_planned and self._planner.is_equivalent(last.layout, layout)):
+            return TensorScan(tensors, last.layout, last.change)
+        change = describe_layout_change(last.layout, layout)
         log.info("new plan from step %d on, since tracked tensors changed: %s", step, change, extra=self._log_fields)
         return TensorScan(tensors, layout, change)
 

@@ -16,8 +16,7 @@ from everstep_trainer.snapshot.slot_negotiation import CANDIDATE_ONLY_SLOTS
 
 
 class VersionRetention:
-    """Retention of one rank in one generation, which could start from the versions of ``rule`` and did from
-    ``restored``; the step after it is the first that may be committed."""
+    """Retention of one rank in one generation, which could start from ``rule``'s versions and did from ``restored``."""
 
     def __init__(self, generation: int, rule: RestoreRule, restored: Version | None) -> None:
         self._generation = generation
@@ -30,11 +29,9 @@ class VersionRetention:
         self._kept: Version | None = None
 
     def update(self, committed: Version | None, candidate: int | None, pinned: Iterable[Version]) -> bool:
-        """Apply the controller's notice; return whether a newer version is committed than was known.
-
-        The committed version and the candidate are kept, the previous candidate until then, and versions in ``pinned``
-        as long as there is another slot to fill. A candidate that is already sealed comes too late.
-        """
+        """Apply the controller's notice; return whether a newer version is committed than was known. The previous
+        candidate is kept until then, versions in ``pinned`` while another slot is free. A candidate that is already
+        sealed comes too late."""
         with self._lock:
             self._pinned = frozenset(pinned)
             newer = committed is not None and (self._committed is None or committed > self._committed)
@@ -73,9 +70,7 @@ class VersionRetention:
         except OutOfSlotMemory:  # training takes precedence over readers of pinned versions
             return slot_to_fill(list(headers), needed)
 
-    def versions_needed_in_copies(
-        self, headers: Sequence[SlotHeader | None], is_regular: Callable[[int], bool]
-    ) -> set[Version]:
+    def needed_in_copies(self, headers: list[SlotHeader | None], is_regular: Callable[[int], bool]) -> set[Version]:
         """Return the versions that must not be overwritten where this rank's slots are copied to."""
         return self.needed(_sealed(headers), is_regular) | self._pins(headers)
 
@@ -85,15 +80,11 @@ class VersionRetention:
             return self._pinned if len(headers) > self._slots else frozenset()
 
     def needed(self, sealed: Iterable[Version], is_regular: Callable[[int], bool]) -> set[Version]:
-        """Return which of the sealed versions must not be overwritten now.
-
-        These are the committed version, the candidate sealed last, and the two newest of regular steps, which all ranks
-        store whatever notices they have received. A version that this generation did not restore is no state of its
-        own. A version is released when the third one after it begins: every rank has then sealed the next one.
-
-        With CANDIDATE_ONLY_SLOTS a rank has only the committed version to fall back on. It begins the next candidate
-        when that is announced, together with the outcome of the last one: committed by then, or never.
-        """
+        """Return which sealed versions must stay: the committed one, the candidate sealed last, and the two newest of
+        regular steps, which all ranks store whatever notices they have received. When the third one after a version
+        begins, every rank has sealed the next one. Versions of other generations count only if restored. With
+        CANDIDATE_ONLY_SLOTS the next candidate begins when it is announced: the last one is committed by then, or
+        never."""
         with self._lock:
             committed = {self._committed} if self._committed is not None else set()
         if self._slots == CANDIDATE_ONLY_SLOTS:

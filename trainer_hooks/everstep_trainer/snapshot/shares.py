@@ -35,21 +35,14 @@ class SharePiece(msgspec.Struct, frozen=True, order=True):
 
 
 class RankShare(msgspec.Struct, frozen=True):
-    """The share that one rank stores, exclusive pieces first.
+    """The share that one rank stores."""
 
-    Attributes:
-        digest_groups: Indices in its layout, by the groups whose digests the rank takes part in.
-        cover_pieces: Pieces that it holds and that the ranks ``covered_ranks`` store.
-        partial_copies: Nodes that each store again a part of the pieces that are not exclusive.
-        has_unshared_state: Whether no other rank of several holds some of it.
-    """
-
-    pieces: tuple[SharePiece, ...]
-    digest_groups: dict[str, tuple[int, ...]]
-    cover_pieces: tuple[SharePiece, ...] = ()
+    pieces: tuple[SharePiece, ...]  # exclusive ones first
+    digest_groups: dict[str, tuple[int, ...]]  # indices in its layout, by the groups whose digests it takes part in
+    cover_pieces: tuple[SharePiece, ...] = ()  # pieces that it holds and that the ranks ``covered_ranks`` store
     covered_ranks: tuple[int, ...] = ()
-    partial_copies: tuple[str, ...] = ()
-    has_unshared_state: bool = False
+    partial_copies: tuple[str, ...] = ()  # nodes that each store again a part of the pieces that are not exclusive
+    has_unshared_state: bool = False  # whether no other rank of several holds some of it
 
     def including_replicated_state(self) -> RankShare:
         """Return the share of everything that this rank can store for itself and others."""
@@ -239,8 +232,7 @@ def _least_loaded(
 
 
 def build_manifest(rank: int, layouts: Sequence[Layout], share: RankShare, blob_capacity: int) -> Manifest:
-    """Return the slot layout of a share: exclusive pieces, Python state, then pieces that other ranks hold too. Python
-    state, with ``blob_capacity`` bytes of room, travels with the exclusive pieces, if there are any."""
+    """Return a share's slot layout: exclusive pieces, Python state (with ``blob_capacity`` bytes), pieces of others."""
     catalog, index_of = _catalog(layouts)
     stored: list[StoredBox] = []
 

@@ -18,8 +18,7 @@ from everstep_trainer.snapshot.exchange import decode_value
 
 # ---- a job's choices for its snapshots in ``run.track``; the same on all ranks
 
-CANDIDATE_ONLY_SLOTS = 2
-"""The committed version and the one that may be committed next."""
+CANDIDATE_ONLY_SLOTS = 2  # the committed version and the one that may be committed next
 
 
 class SnapshotOptions(msgspec.Struct, frozen=True, kw_only=True):

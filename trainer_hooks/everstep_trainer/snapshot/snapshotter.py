@@ -71,8 +71,7 @@ def store_with_covers(
 
 log = logging.getLogger(__name__)
 
-PLAN_WAIT_S = 2.0
-"""Longest time that ``wait`` lets a snapshot be planned before training goes on without it."""
+PLAN_WAIT_S = 2.0  # longest time that ``wait`` lets a snapshot be planned before training goes on without it
 PLAN_TIMEOUT_S = 10.0
 """Time for making a plan, without training waiting: ranks that change at different steps meet in it."""
 RETRY_S = 5.0
@@ -102,14 +101,10 @@ class Snapshotter:
         clock: Clock = SYSTEM_CLOCK,
         is_over: Callable[[], bool] = bool,
     ) -> None:
-        self._vault = vault
-        self._is_over = is_over
-        self._state = state
-        self._spec = spec
-        self._member = member
+        self._vault, self._is_over, self._state = vault, is_over, state
+        self._spec, self._member = spec, member
         self._reports = SealReporter(vault, spec, member, send_report, clock)
-        self._options = options
-        self._clock = clock
+        self._options, self._clock = options, clock
         self._log_fields = {"node": member.node, "job": spec.job, "generation": spec.number}
         self._stop = threading.Event()
         self._wanted = threading.Event()
@@ -141,12 +136,9 @@ class Snapshotter:
     # --- for the training thread
 
     def begin(self, step: int) -> None:
-        """Snapshot the state after ``step``, which must not change until ``wait`` has returned.
-
-        Does nothing for a step that is not stored. Otherwise it returns when the previous snapshot is sealed. It also
-        waits until the share is copied, so that the step outlives this process, if state is sharded or unshared and not
-        overlapped, or if the state changes without ``wait``. Raises TypeError if tracked state cannot be stored.
-        """
+        """Snapshot the state after ``step``, if it is stored, once the previous snapshot is sealed; no changes before
+        ``wait`` returns. Waits for the copy, so that the step outlives this process, if state is sharded or unshared
+        and not overlapped, or changes without ``wait``. Raises TypeError if tracked state cannot be stored."""
         self._pace.end_step(step)
         self._stopwatch.end_step(() if self._scan is None else self._scan.gpus)
         if self._retention.is_candidate(step) or (not self._plans.candidates_only and self._pace.is_due(step)):
@@ -396,7 +388,7 @@ class Snapshotter:
             self._retention.keep_candidate(job.version)
         needed: Iterable[Version] = ()
         if filled.planned.manifest.exclusive_bytes:
-            needed = self._retention.versions_needed_in_copies(view.headers(), self._pace.is_due)
+            needed = self._retention.needed_in_copies(view.headers(), self._pace.is_due)
         self._reports.replicate_and_report(job, filled, needed)
 
     def _cover(self, job: SnapshotJob) -> None:

@@ -57,11 +57,9 @@ FIELDS = frozenset({"rank", "world_size", "state"})  # the fields stored for suc
 class PerRankState:
     """Wraps a tracked object so that its state returns only to the rank that stored it, at the same world size."""
 
-    def __init__(
-        self, tracked: Any, rank: int, world_size: int, *, label: str, fix_hint: str, rank_noun: str = "rank"
-    ) -> None:
+    def __init__(self, tracked: Any, rank: int, world_size: int, *, label: str, fix: str, noun: str = "rank") -> None:
         self._tracked, self._rank, self._world = tracked, rank, world_size
-        self._label, self._fix_hint, self._rank_noun = label, fix_hint, rank_noun
+        self._label, self._fix, self._noun = label, fix, noun
 
     def state_dict(self) -> dict[str, Any]:
         return {"rank": self._rank, "world_size": self._world, "state": self._tracked.state_dict()}
@@ -69,16 +67,16 @@ class PerRankState:
     def load_state_dict(self, stored: Any) -> None:
         """Load the state. Raises NotRestorable for the state of another rank or another number of ranks."""
         if not isinstance(stored, Mapping) or stored.keys() != FIELDS:
-            raise NotRestorable(f"the stored state of {self._label} does not name its rank. {self._fix_hint}")
+            raise NotRestorable(f"the stored state of {self._label} does not name its rank. {self._fix}")
         if stored["world_size"] != self._world:
             raise NotRestorable(
-                f"{self._label} was stored on {stored['world_size']} {self._rank_noun}s, and there are {self._world} "
-                f"now: its state cannot be split again. {self._fix_hint}"
+                f"{self._label} was stored on {stored['world_size']} {self._noun}s, and there are {self._world} "
+                f"now: its state cannot be split again. {self._fix}"
             )
         if stored["rank"] != self._rank:
             raise NotRestorable(
-                f"{self._label} of {self._rank_noun} {self._rank} was lost with its process, and the state of "
-                f"{self._rank_noun} {stored['rank']} cannot replace it. {self._fix_hint}"
+                f"{self._label} of {self._noun} {self._rank} was lost with its process, and the state of "
+                f"{self._noun} {stored['rank']} cannot replace it. {self._fix}"
             )
         self._tracked.load_state_dict(stored["state"])
 
@@ -96,7 +94,7 @@ def wrap_per_rank(objects: Mapping[str, object], names: Sequence[str], rank: int
             kind = type(objects[name]).__qualname__
             raise TypeError(f"{name} is a {kind}, which has no state_dict and load_state_dict")
     return {
-        key: PerRankState(tracked, rank, world_size, label=key, fix_hint=_fix_hint(key)) if key in names else tracked
+        key: PerRankState(tracked, rank, world_size, label=key, fix=_fix_hint(key)) if key in names else tracked
         for key, tracked in objects.items()
     }
 
@@ -116,8 +114,7 @@ def _fix_hint(key: str) -> str:
 FORMAT = 2
 
 StateName = tuple[str, str]
-"""(key of a tracked object, full name of a parameter in it); ("", name) is a module with extra state, (key, "") any
-other object."""
+"""(object's key, parameter's full name); ("", name) is a module with extra state, (key, "") another object."""
 
 _ON_GPU = {"scale": "_scale", "_growth_tracker": "_growth_tracker"}
 """Tensors in a gradient scaler's state: key in its state_dict, attribute that holds it."""
@@ -165,7 +162,6 @@ class PythonState(msgspec.Struct, frozen=True):
 
     @property
     def names(self) -> frozenset[StateName]:
-        """All names that this state covers."""
         members = ((top, fqn) for top, groups in self.groups.items() for group in groups for fqn in group.members)
         return frozenset((*members, *(("", name) for name in self.extra), *((key, "") for key in self.objects)))
 

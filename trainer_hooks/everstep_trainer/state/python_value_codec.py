@@ -48,8 +48,7 @@ class _Nested:
     """An extension whose value is encoded together with its surroundings."""
 
     def __init__(self, code: int, value: Any) -> None:
-        self.code = code
-        self.value = value
+        self.code, self.value = code, value
 
     def __repr__(self) -> str:
         return f"{self.code}: {self.value!r}"

@@ -63,14 +63,12 @@ class _Cut(msgspec.Struct, frozen=True):
     pieces: int
 
 
-def _cuts(
-    dim: int, mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
-) -> list[_Cut]:
+def _cuts(dim: int, sizes: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]) -> list[_Cut]:
     """Return the cuts of tensor dimension ``dim`` in the order in which to make them."""
     ordered: list[_Cut] = []
     here = [
         _Cut(index, count, int(p.split_factor) if isinstance(p, _StridedShard) else 1)
-        for p, index, count in zip(placements, coordinate, mesh_shape, strict=True)
+        for p, index, count in zip(placements, coordinate, sizes, strict=True)
         if isinstance(p, Shard | _StridedShard) and p.dim == dim
     ]
     for cut in reversed(here):
@@ -185,7 +183,6 @@ class BufferRecord(msgspec.Struct):
 
 
 def record_buffer(buffer: torch.Tensor) -> BufferRecord:
-    """Record the buffer as it is now."""
     return BufferRecord(buffer, write_count(buffer), buffer.detach().clone())
 
 
@@ -222,7 +219,7 @@ def local_parts(name: str, tensor: torch.Tensor) -> list[tuple[torch.Tensor, Box
     require_dense(name, tensor._local_tensor if isinstance(tensor, DTensor) else tensor)
     if not isinstance(tensor, DTensor):
         return [(tensor.detach(), full_box(tuple(tensor.shape)))]
-    boxes = _boxes_on_mesh(name, tuple(tensor.shape), tensor.device_mesh, tensor.placements)
+    boxes = _boxes_of(name, tuple(tensor.shape), tensor.device_mesh, tensor.placements)
     local = tensor._local_tensor.detach()
     volume = sum(box.volume for _, box in boxes)
     # torch represents an empty part in several shapes
@@ -241,9 +238,7 @@ def _narrowed(local: torch.Tensor, at: Extent, box: Box) -> torch.Tensor:
     return local
 
 
-def _boxes_on_mesh(
-    name: str, shape: Extent, mesh: DeviceMesh, placements: Sequence[Placement]
-) -> list[tuple[Extent, Box]]:
+def _boxes_of(name: str, shape: Extent, mesh: DeviceMesh, placements: Sequence[Placement]) -> list[tuple[Extent, Box]]:
     """Return the boxes, asking the mesh each time: meshes with the same ranks are equal to torch."""
     coordinate = mesh.get_coordinate()
     if coordinate is None:
@@ -333,8 +328,6 @@ class StateFingerprint:
         self._forms: list[tuple[Any, ...]] = []
         self._scalars: list[tuple[Mapping[Any, Any], Any]] = []
 
-    # --- recording
-
     def add_module(self, module: torch.nn.Module) -> None:
         """Record a module's children and its number of parameters and buffers."""
         for inside in (module._parameters, module._buffers, module._modules):
@@ -366,9 +359,7 @@ class StateFingerprint:
         self._size_of(state)
         self._scalars += [(state, key) for key, value in state.items() if not isinstance(value, torch.Tensor)]
 
-    def add_tensor(
-        self, container: Mapping[Any, Any], key: Any, tensor: torch.Tensor, *, check_shape: bool = True
-    ) -> None:
+    def add_tensor(self, owner: Mapping[Any, Any], key: Any, tensor: torch.Tensor, *, check_shape: bool = True) -> None:
         """Record a tensor whose memory is copied as found. ``check_shape``: detect another shape at the same address
         too, as pruning by ``p.data = p.data[:n]`` makes; it costs as much as all other checks together."""
         memory = tensor
@@ -376,7 +367,7 @@ class StateFingerprint:
             memory = tensor._local_tensor
             self._sharded.append(tensor)
             self._locals.append(memory)
-        self._entry(container, key, tensor)
+        self._entry(owner, key, tensor)
         self._memories.append(memory)
         self._addresses.append(memory.data_ptr())
         if check_shape:
@@ -403,8 +394,6 @@ class StateFingerprint:
         self._places.append(container)
         self._keys.append(key)
         self._values.append(value)
-
-    # --- checking
 
     def is_unchanged(self) -> bool:
         """Return whether everything is as recorded."""

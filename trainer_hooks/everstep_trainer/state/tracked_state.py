@@ -21,29 +21,12 @@ from torch.nn.parameter import is_lazy
 
 from everstep.errors import NotRestorable
 from everstep.layout.manifests import TensorInfo, TensorPlacement
-from everstep_trainer.state import optimizer_state
+from everstep_trainer.state import optimizer_state, python_state, supported
 from everstep_trainer.state.layout import Layout, Sharing
 from everstep_trainer.state.optimizer_state import allocate_state, has_full_state, location_of
-from everstep_trainer.state.python_state import (
-    MergedState,
-    ParameterGroup,
-    PythonState,
-    StateName,
-    encode,
-    get_state_dict,
-    group_options,
-    load_options,
-    pack_names,
-    rank_markers,
-)
+from everstep_trainer.state.python_state import MergedState, ParameterGroup, PythonState, StateName
 from everstep_trainer.state.python_value_codec import MAX_BLOB_BYTES, Blob
-from everstep_trainer.state.supported import (
-    refuse_fsdp1,
-    refuse_long_history,
-    refuse_own_shard,
-    require_dense,
-    unsupported_reason,
-)
+from everstep_trainer.state.supported import unsupported_reason
 from everstep_trainer.state.tensors import (
     BufferRecord,
     Exclusions,
@@ -64,8 +47,7 @@ from everstep_trainer.state.tracked_objects import TrackedObjects, named_modules
 # stage, each with its own optimizer state, are one parameter on a single rank.
 
 TiedPair = tuple[str, TrackedTensor, TrackedTensor]
-"""A name that was stored separately, the live tensor that it is tied to now, and a tensor to read its stored values
-into."""
+"""A name that was stored separately, the live tensor it is tied to now, a tensor to read its stored values into."""
 Aliases = Mapping[str, tuple[str, ...]]  # the other names of a tensor, by its first
 
 
@@ -137,12 +119,9 @@ _Named = tuple[str, Mapping[Any, Any], Any, torch.Tensor]
 
 
 class TrackedState:
-    """The tracked objects of one training function, without the tensors whose names match ``exclude``.
-
-    A key may also hold a list of modules or of optimizers, such as a rank's pipeline stages, whose names are those of
-    one model. Raises TypeError for an object that cannot be stored, ValueError for a pattern that matches nothing or a
-    history of an LBFGS that is too long.
-    """
+    """The tracked objects of one training function, without the tensors whose names match ``exclude``. Keys may hold
+    lists of modules or optimizers, such as pipeline stages. Raises TypeError for an object that cannot be stored,
+    ValueError for a pattern that matches nothing or too long a history of an LBFGS."""
 
     def __init__(self, objects: Mapping[str, object], exclude: Iterable[str] = ()) -> None:
         self._exclude = Exclusions(exclude)
@@ -157,7 +136,7 @@ class TrackedState:
         self._packed: list[bytes] | None = None
         self._locations: dict[str, TensorPlacement] = {}
         self._tied: dict[str, dict[str, None]] = defaultdict(dict)  # optimizer state's names, by the tied tensor's
-        self._rank_markers = rank_markers(self._others)
+        self._rank_markers = python_state.rank_markers(self._others)
         self._stored = StoredNames()
         self._separately_stored: list[TiedPair] = []
         self._has_searched = False
@@ -166,12 +145,10 @@ class TrackedState:
             if isinstance(optimizer, torch.optim.LBFGS):
                 first, *_ = next(self._trained(optimizer))
                 if not self._exclude.excludes(f"{top}.{first}.old_dirs"):
-                    refuse_long_history(top, optimizer, MAX_BLOB_BYTES)
+                    supported.refuse_long_history(top, optimizer, MAX_BLOB_BYTES)
         self.record_buffers()
         if exclude:
             self.tensors()
-
-    # --- finding tensors
 
     def record_buffers(self) -> None:
         """Record the buffers as unchanged; those that training changes from now on are detected."""
@@ -267,7 +244,7 @@ class TrackedState:
         """Return how ranks share a buffer: one that training changes is rank 0's under DDP, else each rank's own."""
         if isinstance(buffer, DTensor):
             return Sharing.EQUAL
-        require_dense(name, buffer)
+        supported.require_dense(name, buffer)
         settled = self._settled.get(name)
         if name not in self._changing and settled is not None and settled.is_unchanged(buffer):
             self._buffer_records.append(settled)
@@ -279,7 +256,7 @@ class TrackedState:
         for top, prefix, module in self._all_modules():
             for key, parameter in module._parameters.items():
                 if parameter is not None:
-                    refuse_fsdp1(top, parameter)
+                    supported.refuse_fsdp1(top, parameter)
                     yield f"{prefix}.{key}", module._parameters, key, parameter
 
     def _buffers(self) -> Iterator[_Named]:
@@ -314,7 +291,7 @@ class TrackedState:
                             f"{top} has a tensor of {fqn} under {key!r}, which is a {type(key).__qualname__}: "
                             "state is stored and found by names, so take a string for the key"
                         )
-                    refuse_own_shard(name, parameter, value)
+                    supported.refuse_own_shard(name, parameter, value)
                     self._locations[name] = location_of(parameter, value)
                     yield name, state, key, value
 
@@ -324,8 +301,6 @@ class TrackedState:
             if any(group is own for own in optimizer.param_groups):
                 for name, parameter in zip(self._names_in(group, index), group["params"], strict=True):
                     yield name, parameter, group
-
-    # --- targets of a restore
 
     def layout(self, tensors: list[TrackedTensor], rank: int, world: int) -> Layout:
         """Return this rank's layout, for the plan."""
@@ -380,8 +355,6 @@ class TrackedState:
                     if tensor.aliases:
                         one.setdefault(tensor.name, state[key])
 
-    # --- the Python state
-
     def capture(self) -> Blob:
         """Capture all Python state. Raises TypeError with an unstorable value's path, or ConfigurationError."""
         if not self._has_searched:
@@ -392,13 +365,15 @@ class TrackedState:
         for top, shared in optimizer_state.shared_state(self._optimizers):
             scalars.setdefault(top, {})[optimizer_state.SHARED_KEY] = shared
         if self._packed is None:
-            self._packed = [pack_names(self._names_in(group, index)) for _, index, group in self._all_groups()]
+            self._packed = [
+                python_state.pack_names(self._names_in(group, index)) for _, index, group in self._all_groups()
+            ]
         groups: dict[str, list[ParameterGroup]] = {}
         for packed, (top, _, group) in zip(self._packed, self._all_groups(), strict=True):
-            groups.setdefault(top, []).append(ParameterGroup(packed, group_options(group)))
+            groups.setdefault(top, []).append(ParameterGroup(packed, python_state.group_options(group)))
         extra = {name: module.get_extra_state() for name, module in self._extra}
-        objects = {key: get_state_dict(tracked) for key, tracked in self._others.items()}
-        return encode(PythonState(groups, scalars, extra, objects))
+        objects = {key: python_state.get_state_dict(tracked) for key, tracked in self._others.items()}
+        return python_state.encode(PythonState(groups, scalars, extra, objects))
 
     def python_names(self) -> frozenset[StateName]:
         """Return all names that ``load_python`` needs."""
@@ -430,7 +405,7 @@ class TrackedState:
         members: dict[str, list[list[str]]] = defaultdict(list)
         for top, index, group in self._all_groups():
             names = self._stored_names(stored, top, self._names_in(group, index))
-            load_options(group, stored.options(top, index, names))
+            python_state.load_options(group, stored.options(top, index, names))
             members[top].append(names)
         for top, optimizer in self._optimizers:
             for fqn, parameter, _ in self._trained(optimizer):

@@ -54,7 +54,7 @@ def test_parameters_are_fetched_before_moments(monkeypatch: pytest.MonkeyPatch) 
     targets = [RestoreTarget(torch.zeros(SIZE // 4), box, is_parameter=i % 2 == 0) for i, box in enumerate(boxes)]
     reads = plan_reads([NeededBox(i, box) for i, box in enumerate(boxes)], [each.manifest for each in supplies])
     with lending({2: payload(2), 3: payload(3)}) as vault:
-        _, failures = loader_of(vault, targets).load(reads, supplies, blob_source=1)
+        _, failures = loader_of(vault, targets).load(reads, supplies, blob_from=1)
     assert failures == []
     parameters = {("n2", ((AT, SIZE),)), ("n3", ((AT, SIZE), (4 * AT, BLOB_LENGTH_BYTES)))}  # and the Python state
     assert [set(vault.asked[:2]), set(vault.asked[2:])] == [parameters, {("n2", ((0, SIZE),)), ("n3", ((0, SIZE),))}]
@@ -81,10 +81,10 @@ def test_missing_bytes_are_fetched_from_the_next_holder(wrong: Act, monkeypatch:
     with lending({2: payload(2), 3: payload(3)}, {"n2": [serve_well, wrong]}) as vault:
         loader = loader_of(vault, targets)
         supplies = [first, other]
-        _, failures = loader.load(plan_reads(wants, [s.manifest for s in supplies]), supplies, blob_source=1)
+        _, failures = loader.load(plan_reads(wants, [s.manifest for s in supplies]), supplies, blob_from=1)
         assert [failure.slot.node for failure in failures] == ["n2"]
         supplies = [second, other]
-        blob, failures = loader.load(plan_reads(wants, [s.manifest for s in supplies]), supplies, blob_source=1)
+        blob, failures = loader.load(plan_reads(wants, [s.manifest for s in supplies]), supplies, blob_from=1)
         asked = {at // AT for node, ranges in vault.asked for at, _ in ranges if node == "n4"}
     assert (blob, failures) == (b"", [])
     assert asked == {0, 1, 2}

@@ -83,8 +83,7 @@ def build_metadata(manifests: Sequence[Manifest], non_tensor: Sequence[NonTensor
 # torch's own planners store them by ``torch.save`` and read them by ``torch.load`` with ``weights_only=False``. Whoever
 # can put bytes into a peer's memory could then run code here.
 
-PLAIN_PREFIX = b"everstep\x01"
-"""Prefix of bytes that were stored without pickle."""
+PLAIN_PREFIX = b"everstep\x01"  # prefix of bytes that were stored without pickle
 
 
 class VaultSavePlanner(DefaultSavePlanner):

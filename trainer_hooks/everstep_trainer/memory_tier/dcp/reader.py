@@ -46,8 +46,7 @@ class VaultReader(StorageReader):
     def __init__(self, tier: MemoryTier, step: int | None = None, *, allow_pickle: bool = False) -> None:
         self._tier = tier
         self._given_step = step
-        self._step = step
-        self._allow_pickle = allow_pickle
+        self._step, self._allow_pickle = step, allow_pickle
         self._sources: list[list[ReadSource]] = []
         self._non_tensor: list[dcp_format.NonTensorData] = []
         self._metadata: Metadata | None = None
@@ -74,9 +73,7 @@ class VaultReader(StorageReader):
             slots = self._agreed()[1]
             self._sources = self._manifests_of(slots)
             self._non_tensor = [self._read_non_tensor(rank, supplies) for rank, supplies in enumerate(self._sources)]
-            self._metadata = dcp_format.build_metadata(
-                [supplies[0].manifest for supplies in self._sources], self._non_tensor
-            )
+            self._metadata = dcp_format.build_metadata([slots[0].manifest for slots in self._sources], self._non_tensor)
         return self._metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -106,8 +103,6 @@ class VaultReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return False
-
-    # --- choice of the checkpoint
 
     def _agreed(self) -> tuple[Version, list[SlotInfo]]:
         """Return the version that rank 0 found, and its slots. Raises NotRestorable on all ranks if it found none."""
@@ -148,8 +143,6 @@ class VaultReader(StorageReader):
         if slot.node == self._tier.member.node:
             return decode_manifest(self._tier.local_slots.manifest(slot))
         return decode_manifest(self._loader([]).fetch_manifest(slot))
-
-    # --- reading
 
     def _loader(self, targets: list[RestoreTarget]) -> SlotLoader:
         tier = self._tier

@@ -48,8 +48,7 @@ class VaultWriter(StorageWriter):
     """
 
     def __init__(self, tier: MemoryTier, step: int | None = None, *, allow_pickle: bool = False) -> None:
-        self._tier = tier
-        self._step = step
+        self._tier, self._step = tier, step
         self._version = Version(tier.spec.number, step or 0)
         self._allow_pickle = allow_pickle
 
@@ -73,12 +72,8 @@ class VaultWriter(StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Fill and seal a slot; the future is done when it has its copies on other nodes, or cannot have them.
-
-        Raises:
-            TypeError: Pickled values are not allowed.
-            OutOfSlotMemory: There is no room.
-        """
+        """Fill and seal a slot; the future is done when it has its copies on other nodes, or cannot have them. Raises
+        TypeError for pickled values that are not allowed, or OutOfSlotMemory."""
         others = [item for item in plan.items if item.type is WriteItemType.BYTE_IO]
         tensors = [item for item in plan.items if item.type is not WriteItemType.BYTE_IO]
         values = {item.index.fqn: self._value(item, planner) for item in others}

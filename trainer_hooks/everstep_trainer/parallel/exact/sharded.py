@@ -17,15 +17,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from everstep_trainer.parallel.exact.summation import (
-    PartialSums,
-    TreeNode,
-    VirtualMean,
-    Workspace,
-    all_gather,
-    exchange_slices,
-    minimal_cover,
-)
+from everstep_trainer.parallel.exact import summation
+from everstep_trainer.parallel.exact.summation import VirtualMean, Workspace
 
 _SETTERS = (
     "set_custom_reduce_scatter",
@@ -55,11 +48,9 @@ class ScratchMemory:
 
 
 class ShardedGradients:
-    """Gradients of parameters that ``fully_shard`` communicates together; it uses this as its reduce-scatter.
-
-    Sums have the wider dtype of parameters and reduction, and are divided and rounded to the parameters' dtype once, at
-    the end. The fields of ``param_group``, fully_shard's own record, are private, and read in torch 2.13.
-    """
+    """Gradients of parameters that ``fully_shard`` communicates together; it uses this as its reduce-scatter. Sums have
+    the wider dtype of parameters and reduction, and are rounded once. ``param_group``'s fields are private to torch
+    2.13."""
 
     def __init__(
         self, module: FSDPModule, param_group: Any, mean: VirtualMean, workspace: Workspace, scratch: ScratchMemory
@@ -71,7 +62,7 @@ class ShardedGradients:
         self._ranks = dist.get_process_group_ranks(self._shards)
         self._replicas: dist.ProcessGroup | None = mesh.get_group(0) if mesh.ndim == 2 else None
         self._rows = _rows(mesh.mesh, self._replicas, self._ranks)
-        self._partials: list[PartialSums[torch.Tensor]] = []
+        self._partials: list[summation.PartialSums[torch.Tensor]] = []
         self._spare: list[torch.Tensor] = []
         self._given: torch.Tensor | None = None
         self._round = self._call = 0
@@ -108,7 +99,7 @@ class ShardedGradients:
         if mine is not None and self._replicas is not None and len(self._rows) > 1:
             whole = mine.new_empty(len(self._rows) * mine.numel())
             with self._mean.timer.measure(mine.device):
-                all_gather(whole, mine, group=self._replicas)
+                summation.all_gather(whole, mine, group=self._replicas)
             values = whole[: sum(sizes)]
         for parameter, part in zip(self.parameters, torch.split(values, sizes), strict=True):
             assert isinstance(parameter, DTensor)
@@ -162,11 +153,13 @@ class ShardedGradients:
                 partial.add((leaf, leaf + 1), own)
         parts = dict(partial.parts)
         if len(self._rows) > 1:
-            covers = [minimal_cover(self._mean.virtual_ranks, self._leaves(ranks)) for ranks in self._rows]
-            parts = exchange_slices(partial.parts, covers, values[0], self._workspace, self._mean.timer, self._replicas)
+            covers = [summation.minimal_cover(self._mean.virtual_ranks, self._leaves(ranks)) for ranks in self._rows]
+            parts = summation.exchange_slices(
+                partial.parts, covers, values[0], self._workspace, self._mean.timer, self._replicas
+            )
         self._keep(parts)
 
-    def _keep(self, parts: dict[TreeNode, torch.Tensor]) -> None:
+    def _keep(self, parts: dict[summation.TreeNode, torch.Tensor]) -> None:
         """Add the parts to those of the same call in other passes: a module may be called several times in one pass."""
         if self._call == len(self._partials):
             self._partials.append(self._mean.new_partial_sums(self._add))
@@ -270,6 +263,6 @@ def _rows(mesh: torch.Tensor, replicas: dist.ProcessGroup | None, own_ranks: lis
     return [row for rank in dist.get_process_group_ranks(replicas) for row in rows if rank in row]
 
 
-def _missing(partial: PartialSums[torch.Tensor], leaves: int) -> list[int]:
+def _missing(partial: summation.PartialSums[torch.Tensor], leaves: int) -> list[int]:
     edges = [0, *(edge for node, _ in partial.parts for edge in node), leaves]
     return [leaf for end, start in list(pairwise(edges))[::2] for leaf in range(end, start)]

@@ -67,8 +67,7 @@ class PartialSums(Generic[T]):
     """Sums of nodes that arrive in any order, each leaf once, holding as few values as possible."""
 
     def __init__(self, leaves: int, add: Add[T]) -> None:
-        self._leaves = leaves
-        self._add = add
+        self._leaves, self._add = leaves, add
         self._held: dict[TreeNode, T] = {}
 
     def add(self, node: TreeNode, value: T) -> None:
@@ -146,10 +145,8 @@ class VirtualMean:
                 f"{virtual_ranks} virtual ranks leave some of {world_size} ranks without work: "
                 f"take virtual_ranks={world_size} or more (any number, the same throughout a run)"
             )
-        self.virtual_ranks = virtual_ranks
-        self.world_size = world_size
-        self.timer = timer
-        self._rank = rank
+        self.virtual_ranks, self.world_size = virtual_ranks, world_size
+        self.timer, self._rank = timer, rank
         self._assign_virtual_ranks(contiguous_virtual_ranks)
 
     def interleave_ranks(self) -> None:
@@ -202,14 +199,12 @@ _EPSILON = 1e-6  # added to the norm, as by torch.nn.utils.clip_grad_norm_
 
 
 @torch.no_grad()
-def clip_grad_norm_fixed_order(
-    parameters: Iterable[torch.Tensor], max_norm: float, timer: CollectiveTimer
-) -> torch.Tensor:
+def clip_grad_norm_fixed_order(params: Iterable[torch.Tensor], max_norm: float, timer: CollectiveTimer) -> torch.Tensor:
     """Scale gradients to a 2-norm of at most ``max_norm`` as torch does; a collective if they are sharded. Returns the
     norm before: a scalar of float32, or float64 if a gradient is. Raises TypeError for an unknown layout."""
-    if isinstance(parameters, torch.Tensor):
-        parameters = [parameters]
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if isinstance(params, torch.Tensor):
+        params = [params]
+    gradients = [parameter.grad for parameter in params if parameter.grad is not None]
     if not gradients:
         return torch.zeros(())
     squares = _of_all_rows([_rows(gradient) for gradient in gradients], gradients, timer)

@@ -27,8 +27,7 @@ class VirtualGradients:
     """Gradients of parameters of one dtype and device, concatenated in flat buffers ``[n]`` that are reused."""
 
     def __init__(self, parameters: list[nn.Parameter], mean: VirtualMean) -> None:
-        self._parameters = parameters
-        self._mean = mean
+        self._parameters, self._mean = parameters, mean
         self._workspace = Workspace()
         self._spare: list[torch.Tensor] = []
         self._partial = mean.new_partial_sums(self._add)
@@ -69,8 +68,7 @@ class VirtualReplicas:
         _refuse_running_statistics(module)
         refuse_sparse(module, "be added over virtual ranks: take sparse=False")
         _refuse_nondeterminism(module)
-        self._module = module
-        self._mean = mean
+        self._module, self._mean = module, mean
         self._shards = find_sharded_gradients(module, mean)
         self.is_sharded = bool(self._shards)
         _refuse_other_shards(module, self._shards)
