@@ -17,17 +17,8 @@ from collections.abc import Callable
 from everstep.clock import Backoff
 from everstep.errors import AuthenticationError, EverstepError, MalformedMessage, Unavailable
 from everstep.wire.framing import SUPPORTED_VERSIONS, FrameDecoder, encode_frame
-from everstep.wire.v1.directives import KillRank, NewGeneration, StopJob, VersionNotice
-from everstep.wire.v1.local import (
-    MAX_FRAME_BYTES,
-    ConnectionRole,
-    FromAgent,
-    Goodbye,
-    Hello,
-    LauncherLost,
-    RankExited,
-    Welcome,
-)
+from everstep.wire.v1.directives import KillRank, NewGeneration, StopJob
+from everstep.wire.v1.local import MAX_FRAME_BYTES, ConnectionRole, FromAgent, Goodbye, Hello, RankExited, Welcome
 from everstep.wire.v1.training import LauncherJoined
 
 log = logging.getLogger(__name__)
@@ -76,11 +67,6 @@ class LauncherLink:
         else:
             self._writer.write(encode_frame(message))
 
-    def rejoin(self) -> None:
-        """Send LauncherJoined again after its content has changed."""
-        if self._writer is not None:
-            self._writer.write(encode_frame(self._make_joined()))
-
     async def run(self) -> None:
         """Connect, listen and reconnect until cancelled."""
         attempt = 0
@@ -121,7 +107,7 @@ class LauncherLink:
             decoder: FrameDecoder[FromAgent] = FrameDecoder(FromAgent, MAX_FRAME_BYTES)
             rest = await self._await_welcome(reader, decoder)
             self._writer = writer
-            self.rejoin()
+            writer.write(encode_frame(self._make_joined()))
             while self._unsent:
                 self.report(self._unsent.popleft())
             self._pass_on(rest)
@@ -151,14 +137,11 @@ class LauncherLink:
         for message in messages:
             if isinstance(message, NewGeneration | KillRank | StopJob):
                 self._on_directive(message)
-            else:
-                assert isinstance(message, Welcome | VersionNotice | LauncherLost)
 
 
 def _check_peer(writer: asyncio.StreamWriter) -> None:
     """Raise AuthenticationError unless the agent runs as this user or as root."""
     connection: socket.socket = writer.get_extra_info("socket")
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, uid, _ = _CREDENTIALS.unpack(raw)
+    _, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     if uid not in (0, os.getuid()):
         raise AuthenticationError(f"it runs as user {uid}; only agents of this user or of root are trusted")

@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from everstep_trainer.launch.fork_messages import (
@@ -53,19 +53,14 @@ class ForkServerLink:
     """Starts one fork server and talks to it.
 
     The fork server is forked from a zygote that has imported torch. The zygote outlives it, so that the next fork
-    server starts in milliseconds. ``on_event`` receives the fork server's messages, and ForkServerLost last;
-    ``modules`` are those that the zygote imports, None for the default list.
+    server starts in milliseconds. ``on_event`` receives the fork server's messages, and ForkServerLost last.
     """
 
     def __init__(
-        self,
-        on_event: Callable[[FromForkServer | ForkServerLost], None],
-        environment: Mapping[str, str],
-        modules: Sequence[str] | None = None,
+        self, on_event: Callable[[FromForkServer | ForkServerLost], None], environment: Mapping[str, str]
     ) -> None:
         self._on_event = on_event
-        self._environment = dict(environment)
-        self._modules = modules
+        self._environment = environment
         self._zygote: subprocess.Popen[bytes] | None = None
         self._orders: ControlChannel[Any] | None = None
         self._channel: ControlChannel[FromForkServer] | None = None
@@ -98,14 +93,10 @@ class ForkServerLink:
         # -P: imports must not find modules in the current directory.
         command = [sys.executable, "-P", "-m", "everstep_trainer.launch.forkserver"]
         command += ["--orders", str(theirs.fileno()), "--parent", str(os.getpid())]
-        if self._modules is not None:
-            command += ["--preload", *self._modules]
         with theirs, notices_blocked():
-            # In its own session, so that Ctrl-C in the terminal reaches only the launcher, which ends the children in
-            # order.
-            self._zygote = subprocess.Popen(
-                command, env=self._environment, pass_fds=[theirs.fileno()], start_new_session=True
-            )
+            # In its own session: Ctrl-C in the terminal reaches only the launcher, which ends the children in order.
+            fds = [theirs.fileno()]
+            self._zygote = subprocess.Popen(command, env=self._environment, pass_fds=fds, start_new_session=True)
         self._orders = ControlChannel(ours, StartForkServer)
 
     def _end_zygote(self) -> None:

@@ -95,7 +95,6 @@ class ControlChannel(Generic[T]):
     def __init__(self, end: socket.socket, message_type: Any) -> None:
         self._socket = end
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(message_type)
-        self._encoder = msgspec.msgpack.Encoder()
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -105,7 +104,7 @@ class ControlChannel(Generic[T]):
 
     def send(self, message: msgspec.Struct, descriptors: tuple[int, ...] = ()) -> None:
         """Send one message. Raises OSError if the other side is gone, MalformedMessage if the message is too big."""
-        body = self._encoder.encode(message)
+        body = msgspec.msgpack.encode(message)
         if len(body) > MAX_MESSAGE_BYTES:
             raise MalformedMessage(
                 f"a {type(message).__name__} of {len(body)} bytes is over the limit of {MAX_MESSAGE_BYTES}: "
@@ -121,28 +120,23 @@ class ControlChannel(Generic[T]):
             MalformedMessage: The message is unknown.
         """
         flags = socket.MSG_CMSG_CLOEXEC | (0 if wait else socket.MSG_DONTWAIT)
-        room = socket.CMSG_LEN(MAX_DESCRIPTORS * array.array("i").itemsize)
-        try:
+        descriptors = array.array("i")
+        try:  # socket.recv_fds of Python 3.11 ignores its flags
+            room = socket.CMSG_LEN(MAX_DESCRIPTORS * descriptors.itemsize)
             body, ancillary, _, _ = self._socket.recvmsg(MAX_MESSAGE_BYTES, room, flags)
         except ConnectionResetError:
             return None
         if not body:
             return None
-        descriptors = _descriptors(ancillary)
+        for level, kind, data in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
         try:
-            return self._decoder.decode(body), descriptors
+            return self._decoder.decode(body), tuple(descriptors)
         except DECODE_ERRORS as error:
             for number in descriptors:
                 os.close(number)
             raise MalformedMessage(f"a packet of {len(body)} bytes is not a known message: {error}") from error
-
-
-def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> tuple[int, ...]:
-    numbers = array.array("i")
-    for level, kind, data in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            numbers.frombytes(data[: len(data) - len(data) % numbers.itemsize])
-    return tuple(numbers)
 
 
 def make_socket_pair() -> tuple[socket.socket, socket.socket]:

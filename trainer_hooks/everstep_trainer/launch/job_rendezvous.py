@@ -26,7 +26,7 @@ import ssl
 import stat
 import struct
 import subprocess
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -469,17 +469,10 @@ PROBE_INTERVAL_S = 2.0
 PROBE_TIMEOUT_S = 5.0
 
 
-async def watch_first_node(
-    url: str, tls: ssl.SSLContext | None, loss_timeout_s: float, clock: Clock, is_lost: Callable[[str], None]
-) -> None:
-    """Ask the controller whether it is there until it is not; then call ``is_lost`` once, with a sentence.
+async def watch_first_node(url: str, tls: ssl.SSLContext | None, loss_timeout_s: float, clock: Clock) -> str:
+    """Ask the controller at ``url`` whether it is there until it is not; then return a sentence that says so.
 
-    Args:
-        url: The controller's URL.
-        tls: The context to connect with.
-        loss_timeout_s: Seconds without an answer, after the first one, that count as its loss.
-        clock: The clock.
-        is_lost: Receives the sentence.
+    ``loss_timeout_s``: seconds without an answer, after the first one, that count as its loss.
     """
     endpoint = Endpoint.parse(url.partition("://")[2])
     answered_at: float | None = None
@@ -491,23 +484,20 @@ async def watch_first_node(
         if problem is None:
             answered_at = now
         elif foreign_since is not None and now - foreign_since >= CERTIFICATE_TIMEOUT_S:
-            is_lost(
+            return (
                 f"the controller at {endpoint} does not know the secret of this job: give all launchers the same "
                 "--job-secret-file, --job and --rdzv-endpoint, or choose a port that no other job uses"
             )
-            return
         elif answered_at is None and now - started_at >= JOIN_TIMEOUT_S:
-            is_lost(
+            return (
                 f"the first node did not answer at {endpoint} within {JOIN_TIMEOUT_S:g} s ({problem}): start the "
                 "launcher there, or correct --rdzv-endpoint"
             )
-            return
         elif answered_at is not None and now - answered_at >= loss_timeout_s:
-            is_lost(
+            return (
                 f"the first node ({endpoint}), where the job's controller ran, has not answered for "
                 f"{loss_timeout_s:g} s: the job ends; start all its launchers again"
             )
-            return
         await asyncio.sleep(FIRST_PROBE_INTERVAL_S if answered_at is None else PROBE_INTERVAL_S)
 
 

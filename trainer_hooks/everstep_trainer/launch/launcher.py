@@ -21,35 +21,25 @@ from everstep.errors import ConfigurationError
 from everstep.wire.v1.directives import KillRank, NewGeneration, StopJob
 from everstep.wire.v1.local import RankExited
 from everstep.wire.v1.training import JobSpec, LauncherJoined
-from everstep_trainer.launch import worker_pool
 from everstep_trainer.launch.agent_link import Directive, LauncherLink
 from everstep_trainer.launch.fork_client import ForkServerLost
 from everstep_trainer.launch.fork_messages import Exited, Forked, ForkServerReady
-from everstep_trainer.launch.job_rendezvous import (
-    ServiceNetwork,
-    collective_environment,
-    meet,
-    rendezvous_host,
-    watch_first_node,
-)
+from everstep_trainer.launch.job_rendezvous import collective_environment, meet, rendezvous_host, watch_first_node
 from everstep_trainer.launch.options import LaunchOptions
 from everstep_trainer.launch.private_services import PrivateServices, resolve_state_dir
 from everstep_trainer.launch.process_setup import NOTICE_SIGNALS
-from everstep_trainer.launch.processes import STORE_SERIAL, WorkerProcesses, WorkerReachedMain
-from everstep_trainer.launch.worker_pool import WorkerPool, WorkerPoolSettings, describe_exit
-
-# ---- listener of this node's rendezvous store
-
-
-def listening_socket(host: str) -> socket.socket:
-    """Listen on a free port of ``host`` alone. Raises ConfigurationError if the address is not this machine's."""
-    try:
-        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, 0), family=family, backlog=4096)
-    except OSError as error:
-        advice = "give one of this machine's addresses with --local-addr"
-        raise ConfigurationError(f"cannot listen on {host}: {error}; {advice}") from error
-
+from everstep_trainer.launch.processes import STORE_SERIAL, ProcessEvent, WorkerProcesses, WorkerReachedMain
+from everstep_trainer.launch.worker_pool import (
+    AwaitJobEnd,
+    GiveUp,
+    PoolAction,
+    PromoteWorker,
+    ScheduleStandby,
+    ScriptEnded,
+    StartWorker,
+    WorkerPool,
+    describe_exit,
+)
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +61,10 @@ STORE_WINDOW_S = 60.0
 
 
 class LauncherOutcome(msgspec.Struct, frozen=True):
-    """The launcher's exit status, and a sentence for people and for the agent."""
+    """The launcher's exit status, and a sentence for people and for the agent.
+
+    As an event, the end of a wait that has reached its limit.
+    """
 
     exit_status: int
     sentence: str
@@ -81,22 +74,10 @@ class StandbyDue(msgspec.Struct, frozen=True):
     """The next standby may be forked."""
 
 
-class WaitTimedOut(msgspec.Struct, frozen=True):
-    """A wait has reached its limit."""
-
-    outcome: LauncherOutcome
-
-
 class FirstNodeLost(msgspec.Struct, frozen=True):
     """The first node, which has the job's controller, does not answer any more."""
 
     sentence: str
-
-
-class ForwardedSignal(msgspec.Struct, frozen=True):
-    """A signal that concerns ranks alone, such as a scheduler's notice of pre-emption."""
-
-    number: signal.Signals
 
 
 class JobEndOverdue(msgspec.Struct, frozen=True):
@@ -105,24 +86,23 @@ class JobEndOverdue(msgspec.Struct, frozen=True):
     ``joins``: how often this launcher had joined the job before the last of these waits.
     """
 
-    ended: worker_pool.AwaitJobEnd
+    ended: AwaitJobEnd
     joins: int
     waits: int
 
 
-LauncherEvent = (
-    ForkServerReady
-    | Forked
-    | Exited
-    | ForkServerLost
-    | WorkerReachedMain
-    | Directive
-    | StandbyDue
-    | WaitTimedOut
-    | FirstNodeLost
-    | ForwardedSignal
-    | JobEndOverdue
-)
+LauncherEvent = ProcessEvent | Directive | LauncherOutcome | StandbyDue | FirstNodeLost | JobEndOverdue | signal.Signals
+"""A signal is one that concerns ranks alone, such as a scheduler's notice of pre-emption."""
+
+
+def listening_socket(host: str) -> socket.socket:
+    """Listen on a free port of ``host`` alone. Raises ConfigurationError if the address is not this machine's."""
+    try:
+        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, 0), family=family, backlog=4096)
+    except OSError as error:
+        advice = "give one of this machine's addresses with --local-addr"
+        raise ConfigurationError(f"cannot listen on {host}: {error}; {advice}") from error
 
 
 async def launch(options: LaunchOptions, clock: Clock, environ: Mapping[str, str]) -> LauncherOutcome:
@@ -132,71 +112,46 @@ async def launch(options: LaunchOptions, clock: Clock, environ: Mapping[str, str
     """
     async with contextlib.AsyncExitStack() as stack:
         state_dir = resolve_state_dir(options.state_dir, environ)
-        network = await asyncio.to_thread(meet, options, state_dir, stack) if options.meets_at_endpoint else None
-        if network is not None:
-            environ = {**environ, **collective_environment(network.address, environ)}
+        network, own_address = None, options.local_addr
+        if options.meets_at_endpoint:
+            network = await asyncio.to_thread(meet, options, state_dir, stack)
+            own_address = network.address
+            environ = {**environ, **collective_environment(own_address, environ)}
         private = PrivateServices(state_dir, options.job, clock, options.vault_linger_s, network)
         stack.push_async_callback(private.end)
-        work = await _begin(options, clock, environ, stack, private, network)
+        events: asyncio.Queue[LauncherEvent] = asyncio.Queue()
+        for number in NOTICE_SIGNALS:
+            asyncio.get_running_loop().add_signal_handler(number, events.put_nowait, number)
+        listener = listening_socket(rendezvous_host(own_address, several_nodes=options.max_nodes > 1))
+        labels: dict[int, str] = {}
+        processes = WorkerProcesses(options, environ, stack.enter_context(listener), events.put_nowait, labels)
+        stack.push_async_callback(processes.end)
+        processes.start()
+        agent_socket = options.agent_socket or str(await private.start())
+        if network is not None and not private.has_controller:
+
+            async def watch() -> None:
+                sentence = await watch_first_node(*private.controller(), options.first_node_timeout_s, clock)
+                events.put_nowait(FirstNodeLost(sentence))
+
+            stack.callback(asyncio.create_task(watch(), name="first node").cancel)
+        spec = options.job_spec(await processes.count_ranks())
+        launcher = Launcher(options, clock, spec, agent_socket, processes, events, labels)
         detail = "interrupted"
         try:
-            outcome = await work.run()
+            outcome = await launcher.run()
             detail = outcome.sentence
-            await _summarize(options, private)
+            if options.agent_socket is not None:  # asking a fleet's controller takes a token
+                log.info("steps and recoveries of job %s: everstep job show %s", options.job, options.job)
+            for line in await private.summary():
+                log.info("%s", line)
             return outcome
         finally:
-            await work.leave(detail)
-            if network is not None and private.has_controller:
-                await _end_for_all(work, private, detail)
-
-
-async def _end_for_all(work: Launcher, private: PrivateServices, detail: str) -> None:
-    """Tell the other nodes that the job ends, before its controller does."""
-    if not work.is_job_over:
-        await private.stop_job(f"the first node's launcher ended: {detail}"[:1000])
-    await private.wait_for_other_nodes()
-
-
-async def _summarize(options: LaunchOptions, private: PrivateServices) -> None:
-    """Log what became of the job. For a fleet's controller, log the command that asks it, since that takes a token."""
-    if options.agent_socket is not None:
-        log.info("steps and recoveries of job %s: everstep job show %s", options.job, options.job)
-    for line in await private.summary():
-        log.info("%s", line)
-
-
-async def _begin(
-    options: LaunchOptions,
-    clock: Clock,
-    environ: Mapping[str, str],
-    stack: contextlib.AsyncExitStack,
-    private: PrivateServices,
-    network: ServiceNetwork | None,
-) -> Launcher:
-    """Start everything; ``stack`` ends it in reverse order."""
-    events: asyncio.Queue[LauncherEvent] = asyncio.Queue()
-    own_address = options.local_addr if network is None else network.address
-    host = rendezvous_host(own_address, several_nodes=options.max_nodes > 1)
-    listener = stack.enter_context(listening_socket(host))
-    for number in NOTICE_SIGNALS:
-        asyncio.get_running_loop().add_signal_handler(number, events.put_nowait, ForwardedSignal(number))
-    labels: dict[int, str] = {}
-    processes = WorkerProcesses(
-        options, environ, listener, events.put_nowait, lambda serial: labels.get(serial, f"worker {serial}")
-    )
-    stack.push_async_callback(processes.end)
-    processes.start()
-    agent_socket = options.agent_socket or str(await private.start())
-    if network is not None and not private.has_controller:
-        watch = watch_first_node(
-            *private.controller(),
-            options.first_node_timeout_s,
-            clock,
-            lambda sentence: events.put_nowait(FirstNodeLost(sentence)),
-        )
-        stack.callback(asyncio.create_task(watch, name="first node").cancel)
-    spec = options.job_spec(await processes.count_ranks())
-    return Launcher(options, clock, spec, agent_socket, processes, events, labels)
+            await launcher.leave(detail)
+            if network is not None and private.has_controller:  # the other nodes must know of the end before it goes
+                if not launcher.is_job_over:
+                    await private.stop_job(f"the first node's launcher ended: {detail}"[:1000])
+                await private.wait_for_other_nodes()
 
 
 class Launcher:
@@ -219,11 +174,11 @@ class Launcher:
         self._processes = processes
         self._events = events
         self._labels = labels
-        deaths, delay_s = options.max_restarts, options.standby_delay_s
         self._pool = WorkerPool(
-            WorkerPoolSettings(
-                nproc=spec.nproc_per_node, standbys=options.standbys, max_deaths=deaths, standby_delay_s=delay_s
-            )
+            spec.nproc_per_node,
+            standbys=options.standbys,
+            max_deaths=options.max_restarts,
+            standby_delay_s=options.standby_delay_s,
         )
         self._link = LauncherLink(agent_socket, options.job, self._make_joined, events.put_nowait)
         self._link_task: asyncio.Task[None] | None = None
@@ -233,14 +188,9 @@ class Launcher:
         self._preloaded = False
         self._early_losses_left = 0  # failures at the start are the environment's, and do not pass
         self._stopping: LauncherOutcome | None = None
-        self._is_job_over = False
+        self.is_job_over = False  # the controller has ended the job
         self._giving_up: str | None = None
         self._store_deaths: deque[float] = deque(maxlen=MAX_STORE_DEATHS)
-
-    @property
-    def is_job_over(self) -> bool:
-        """True if the controller has ended the job."""
-        return self._is_job_over
 
     async def run(self) -> LauncherOutcome:
         """Work until the job, or this node's part in it, is over."""
@@ -256,17 +206,17 @@ class Launcher:
         if self._link_task is not None:
             self._link_task.cancel()
             await asyncio.wait([self._link_task])
-        self._processes.signal(self._pool.serials(), signal.SIGTERM)
+        self._processes.signal(self._pool.living_workers(), signal.SIGTERM)
         try:
             async with asyncio.timeout(self._options.grace_s):
-                while self._pool.serials():
+                while self._pool.living_workers():
                     event = await self._events.get()
                     if isinstance(event, ForkServerLost):
                         return
                     if isinstance(event, Exited):
                         self._pool.remove_worker(event.serial)
         except TimeoutError:
-            left = len(self._pool.serials())
+            left = len(self._pool.living_workers())
             log.warning("%d processes did not end within %g s of SIGTERM; killing them", left, self._options.grace_s)
 
     # --- events -------------------------------------------------------------------------------------------------------
@@ -293,14 +243,13 @@ class Launcher:
             case KillRank():
                 self._kill(event)
             case StopJob():
-                self._is_job_over = True
                 return self._stop(LauncherOutcome(0 if event.ok else 1, event.reason))
-            case WaitTimedOut():
-                return self._stopping or event.outcome
-            case FirstNodeLost():
-                return self._handle_first_node_loss(event)
-            case ForwardedSignal():
-                self._processes.forward_signal(event.number, self._pool.living_workers())
+            case LauncherOutcome():
+                return self._stopping or event
+            case FirstNodeLost():  # nothing can regroup without the controller; ranks past the job's end may finish
+                return LauncherOutcome(1, event.sentence) if not (self._stopping or self._pool.is_finished) else None
+            case signal.Signals():
+                self._processes.forward_signal(event, self._pool.living_workers())
             case JobEndOverdue():
                 return self._handle_job_end_overdue(event)
         return None
@@ -333,12 +282,6 @@ class Launcher:
             self._stopping = outcome
         return None if self._pool.active_workers() else outcome
 
-    def _handle_first_node_loss(self, event: FirstNodeLost) -> LauncherOutcome | None:
-        """End, since nothing can regroup without the controller; ranks that are past the job's end may finish."""
-        if self._stopping is not None or self._pool.is_finished:
-            return None
-        return LauncherOutcome(1, event.sentence)
-
     def _handle_fork_server_loss(self) -> LauncherOutcome | None:
         """Start anew with another fork server after one died with all its children."""
         if not self._preloaded:
@@ -350,7 +293,7 @@ class Launcher:
         log.error("the fork server died together with all ranks of this node; restarting")
         self._preloaded = False
         self._processes.start()
-        for serial, pid in self._pool.living_workers():
+        for serial, pid in self._pool.living_workers().items():
             outcome = self._handle_exit(Exited(serial=serial, pid=pid, code=None, signal=signal.SIGKILL))
             if outcome is not None:
                 return outcome
@@ -368,10 +311,8 @@ class Launcher:
             log.info("generation %d, %d ranks: %s", spec.number, spec.world_size, spec.sentence, extra=context)
         if self._giving_up is not None and not self._global_ranks:
             return LauncherOutcome(1, self._giving_up)
-        actions = self._pool.handle_generation(spec.number, frozenset(self._global_ranks), self._clock.monotonic())
-        outcome = self._carry_out(actions)
-        self._relabel()
-        return outcome
+        local_ranks, now = frozenset(self._global_ranks), self._clock.monotonic()
+        return self._carry_out(self._pool.handle_generation(spec.number, local_ranks, now))
 
     def _kill(self, directive: KillRank) -> None:
         serial = self._pool.worker_to_kill(directive.local_rank, directive.generation)
@@ -380,7 +321,8 @@ class Launcher:
             self._processes.signal([serial], signal.SIGKILL)
 
     def _stop(self, outcome: LauncherOutcome) -> LauncherOutcome | None:
-        """End the job. If it succeeded, ranks may finish what follows training in the script."""
+        """Handle the job's end. If it succeeded, ranks may finish what follows training in the script."""
+        self.is_job_over = True
         if self._stopping is not None:
             return None
         self._stopping = outcome
@@ -388,15 +330,15 @@ class Launcher:
         if not ranks:
             return outcome
         if outcome.exit_status != 0:
-            self._schedule(ERROR_PRINT_WAIT_S, WaitTimedOut(outcome))
+            self._schedule(ERROR_PRINT_WAIT_S, outcome)
         elif self._global_ranks:
-            self._processes.signal(set(self._pool.serials()) - ranks.keys(), signal.SIGTERM)
-            self._schedule(self._options.exit_wait_s, WaitTimedOut(outcome))
+            self._processes.signal(self._pool.living_workers().keys() - ranks.keys(), signal.SIGTERM)
+            self._schedule(self._options.exit_wait_s, outcome)
         else:  # workers of a spare node, which never got a rank
             return outcome
         return None
 
-    def _await_job_end(self, ended: worker_pool.AwaitJobEnd, waits: int = 1) -> None:
+    def _await_job_end(self, ended: AwaitJobEnd, waits: int = 1) -> None:
         self._schedule(JOB_END_WAIT_S, JobEndOverdue(ended, self._joins, waits))
 
     def _handle_job_end_overdue(self, event: JobEndOverdue) -> LauncherOutcome | None:
@@ -429,57 +371,40 @@ class Launcher:
 
     # --- actions ------------------------------------------------------------------------------------------------------
 
-    def _carry_out(self, actions: list[worker_pool.PoolAction]) -> LauncherOutcome | None:
+    def _carry_out(self, actions: list[PoolAction]) -> LauncherOutcome | None:
         outcomes = [self._execute(action) for action in actions]
-        self._relabel()
-        return next((outcome for outcome in outcomes if outcome is not None), None)
-
-    def _execute(self, action: worker_pool.PoolAction) -> LauncherOutcome | None:
-        match action:
-            case worker_pool.StartWorker():
-                nproc = self._spec.nproc_per_node
-                self._processes.start_worker(
-                    action.serial, action.local_rank, nproc=nproc, agent_socket=self._agent_socket
-                )
-            case worker_pool.PromoteWorker():
-                self._processes.promote(action.serial, action.local_rank)
-            case worker_pool.ScheduleStandby():
-                self._schedule(action.delay_s, StandbyDue())
-            case worker_pool.ReportExit():
-                self._report(action)
-            case worker_pool.AwaitJobEnd():
-                self._await_job_end(action)
-            case worker_pool.GiveUp():
-                self._giving_up = action.sentence
-                log.error("%s; leaving the job", action.sentence)
-                wait_s = EXCLUSION_TIMEOUT_S if self._options.max_nodes > 1 else ERROR_PRINT_WAIT_S
-                self._schedule(wait_s, WaitTimedOut(LauncherOutcome(1, action.sentence)))
-            case worker_pool.ScriptFailed():
-                hint = " (in a multi-node job a script has no rank before it calls everstep.main)"
-                return LauncherOutcome(action.code, action.sentence + (hint if self._options.max_nodes > 1 else ""))
-            case worker_pool.ScriptEnded():
-                return LauncherOutcome(0, "the script ended without calling everstep.main")
-        return None
-
-    def _report(self, action: worker_pool.ReportExit) -> None:
-        self._link.report(
-            RankExited(
-                local_rank=action.local_rank,
-                pid=action.pid,
-                exit_code=action.code,
-                signal=action.signal,
-                has_replacement=action.replacement,
-                generation=self._pool.generation,
-            )
-        )
-        status = describe_exit(action.code, action.signal)
-        then = "; a replacement takes over" if action.replacement else ""
-        log.warning("local rank %d (pid %d) ended with %s%s", action.local_rank, action.pid, status, then)
-
-    def _relabel(self) -> None:
         for serial, local_rank in self._pool.active_workers().items():
             rank = self._global_ranks.get(local_rank)
             self._labels[serial] = f"local rank {local_rank}" if rank is None else f"rank {rank}"
+        return next((outcome for outcome in outcomes if outcome is not None), None)
+
+    def _execute(self, action: PoolAction) -> LauncherOutcome | None:
+        several_nodes = self._options.max_nodes > 1
+        match action:
+            case StartWorker():
+                nproc, agent_socket = self._spec.nproc_per_node, self._agent_socket
+                self._processes.start_worker(action.serial, action.local_rank, nproc=nproc, agent_socket=agent_socket)
+            case PromoteWorker():
+                self._processes.promote(action.serial, action.local_rank)
+            case ScheduleStandby():
+                self._schedule(action.delay_s, StandbyDue())
+            case RankExited():
+                self._link.report(action)
+                status = describe_exit(action.exit_code, action.signal)
+                then = "; a replacement takes over" if action.has_replacement else ""
+                log.warning("local rank %d (pid %d) ended with %s%s", action.local_rank, action.pid, status, then)
+            case AwaitJobEnd():
+                self._await_job_end(action)
+            case GiveUp():
+                self._giving_up = action.sentence
+                log.error("%s; leaving the job", action.sentence)
+                wait_s = EXCLUSION_TIMEOUT_S if several_nodes else ERROR_PRINT_WAIT_S
+                self._schedule(wait_s, LauncherOutcome(1, action.sentence))
+            case ScriptEnded():
+                hint = " (in a multi-node job a script has no rank before it calls everstep.main)"
+                is_hinted = several_nodes and action.exit_status
+                return LauncherOutcome(action.exit_status, action.sentence + (hint if is_hinted else ""))
+        return None
 
     def _schedule(self, delay_s: float, event: LauncherEvent) -> None:
         asyncio.get_running_loop().call_later(delay_s, self._events.put_nowait, event)

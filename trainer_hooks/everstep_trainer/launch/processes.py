@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 import socket
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -51,35 +50,36 @@ def fork_server_environment(options: LaunchOptions, environ: Mapping[str, str]) 
 
 
 def worker_environment(
-    options: LaunchOptions, *, agent_socket: str, nproc: int, local_rank: int | None
+    options: LaunchOptions, *, agent_socket: str, nproc: int, local_rank: int | None, store: tuple[str, int]
 ) -> dict[str, str | None]:
-    """Return a new worker's variables; a standby's LOCAL_RANK is unset, whatever the launcher's own is."""
-    return {
+    """Return a new worker's variables; a standby's LOCAL_RANK is unset, whatever the launcher's own is.
+
+    A single node's local ranks are also their static ranks, for a script that never calls ``everstep.main``.
+    """
+    world, rank = str(nproc), str(local_rank)
+    environment = {
         JOB_VARIABLE: options.job,
         AGENT_SOCKET_VARIABLE: agent_socket,
-        LOCAL_RANK_VARIABLE: None if local_rank is None else str(local_rank),
+        LOCAL_RANK_VARIABLE: None if local_rank is None else rank,
         START_FROM_VARIABLE: options.start_from,
-        "LOCAL_WORLD_SIZE": str(nproc),
+        "LOCAL_WORLD_SIZE": world,
         "TORCHELASTIC_RUN_ID": options.job,
         "TORCHELASTIC_MAX_RESTARTS": str(options.max_restarts),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
-
-
-def static_rank_environment(*, local_rank: int, nproc: int, host: str, port: int) -> dict[str, str]:
-    """Return a single node's static ranks, for a script that never calls ``everstep.main``."""
-    rank = str(local_rank)
-    return {
+    if options.max_nodes > 1 or local_rank is None:
+        return environment
+    return environment | {
         "RANK": rank,
         "ROLE_RANK": rank,
-        "WORLD_SIZE": str(nproc),
-        "ROLE_WORLD_SIZE": str(nproc),
+        "WORLD_SIZE": world,
+        "ROLE_WORLD_SIZE": world,
         "ROLE_NAME": "default",
         "GROUP_RANK": "0",
         "GROUP_WORLD_SIZE": "1",
         "NODE_RANK": "0",
-        "MASTER_ADDR": host,
-        "MASTER_PORT": str(port),
+        "MASTER_ADDR": store[0],
+        "MASTER_PORT": str(store[1]),
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
 
@@ -90,21 +90,20 @@ CHUNK_BYTES = 1 << 16
 
 
 class WorkerOutputs:
-    """Pipes from workers into the files ``worker-SERIAL.out`` and ``.err`` in ``directory``, which is created if
-    missing.
+    """Pipes from workers into the files ``worker-SERIAL.out`` and ``.err`` in ``directory``.
 
-    With ``tee``, every line also goes to this process's stdout or stderr, with the ``label`` of the worker, such as
+    With ``tee``, every line also goes to this process's stdout or stderr, with the worker's current label, such as
     ``rank 3``. Raises ConfigurationError if the directory cannot be made.
     """
 
-    def __init__(self, directory: Path, tee: bool, label: Callable[[int], str]) -> None:
+    def __init__(self, directory: Path, tee: bool, labels: Mapping[int, str]) -> None:
         try:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigurationError(f"--log-dir: cannot write ranks' output to {directory}: {error}") from error
         self._directory = directory
         self._tee = tee
-        self._label = label
+        self._labels = labels
         self._pumps: set[_Pump] = set()
 
     def open(self, serial: int) -> tuple[int, int]:
@@ -121,8 +120,11 @@ class WorkerOutputs:
         reading, writing = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(reading, False)
         file = (self._directory / f"worker-{serial}.{kind}").open("ab", buffering=0)
-        tee = (lambda: f"[{self._label(serial)}]: ".encode(), is_shown) if self._tee else None
-        self._pumps.add(_Pump(reading, file, tee, self._pumps.discard))
+
+        def label() -> bytes:
+            return f"[{self._labels.get(serial, f'worker {serial}')}]: ".encode()
+
+        self._pumps.add(_Pump(reading, file, (label, is_shown) if self._tee else None, self._pumps.discard))
         return writing
 
 
@@ -205,7 +207,7 @@ class WorkerProcesses:
     """Store host, workers and standbys, through one fork server.
 
     The rendezvous store's ``listener`` stays open here, so that the address outlives its host. ``on_event`` receives
-    starts, deaths and arrivals at ``everstep.main``; ``label`` returns the current name of a worker, for its output.
+    starts, deaths and arrivals at ``everstep.main``; ``labels`` are the workers' current names, for their output.
     """
 
     def __init__(
@@ -214,15 +216,16 @@ class WorkerProcesses:
         environ: Mapping[str, str],
         listener: socket.socket,
         on_event: Callable[[ProcessEvent], None],
-        label: Callable[[int], str],
+        labels: Mapping[int, str],
     ) -> None:
         self._options = options
         self._listener = listener
         self._on_event = on_event
         self._forks = ForkServerLink(on_event, fork_server_environment(options, environ))
         self._controls: dict[int, ControlChannel[ReachedMain]] = {}
-        directory = Path(options.log_dir) / options.job if options.log_dir is not None else None
-        self._outputs = WorkerOutputs(directory, options.tee != "0", label) if directory is not None else None
+        self._outputs: WorkerOutputs | None = None
+        if options.log_dir is not None:
+            self._outputs = WorkerOutputs(Path(options.log_dir) / options.job, options.tee != "0", labels)
 
     @property
     def address(self) -> tuple[str, int]:
@@ -251,7 +254,7 @@ class WorkerProcesses:
         target = "everstep_trainer.launch.options:write_rank_count"
         self._forks.fork(COUNT_SERIAL, target, {"kind": kind}, descriptors=(writing,))
         os.close(writing)
-        text = await _read_all(reading)
+        text = await asyncio.to_thread(_read_all, reading)
         if not text:
             raise Unavailable("the fork server ended before it could count devices; see its output above")
         if int(text) == 0:
@@ -261,21 +264,15 @@ class WorkerProcesses:
     def start_worker(self, serial: int, local_rank: int | None, *, nproc: int, agent_socket: str) -> None:
         """Fork a worker, or a standby if ``local_rank`` is None."""
         options = self._options
-        environment = worker_environment(options, agent_socket=agent_socket, nproc=nproc, local_rank=local_rank)
-        if options.max_nodes == 1 and local_rank is not None:
-            host, port = self.address
-            environment |= static_rank_environment(local_rank=local_rank, nproc=nproc, host=host, port=port)
+        environment = worker_environment(
+            options, agent_socket=agent_socket, nproc=nproc, local_rank=local_rank, store=self.address
+        )
         arguments = {"script": options.script, "module": options.module, "arguments": list(options.arguments)}
         outputs = self._outputs.open(serial) if self._outputs is not None else ()
         ours, theirs = make_socket_pair()
         with theirs:
-            self._forks.fork(
-                serial,
-                "everstep_trainer.launch.worker_process:run",
-                arguments,
-                environment=environment,
-                descriptors=(theirs.fileno(), *outputs),
-            )
+            target, descriptors = "everstep_trainer.launch.worker_process:run", (theirs.fileno(), *outputs)
+            self._forks.fork(serial, target, arguments, environment=environment, descriptors=descriptors)
         for descriptor in outputs:
             os.close(descriptor)
         self._controls[serial] = ControlChannel(ours, ReachedMain)
@@ -288,14 +285,14 @@ class WorkerProcesses:
         except (KeyError, OSError):
             log.debug("worker %d died before its promotion", serial)
 
-    def signal(self, serials: Iterable[int], number: signal.Signals) -> None:
+    def signal(self, serials: Iterable[int], number: Signals) -> None:
         """Send a signal to each worker; dead ones are ignored."""
         for serial in serials:
             self._forks.signal(serial, number)
 
-    def forward_signal(self, number: Signals, living: Iterable[tuple[int, int]]) -> None:
-        """Send a signal to those of ``living`` (serials and pids) that have a handler; it would end the others."""
-        able = [serial for serial, pid in living if has_signal_handler(pid, number)]
+    def forward_signal(self, number: Signals, living: Mapping[int, int]) -> None:
+        """Send a signal to those of ``living`` (pids by serial) that have a handler; it would end the others."""
+        able = [serial for serial, pid in living.items() if has_signal_handler(pid, number)]
         self.signal(able, number)
         if able:
             log.info("%s is forwarded to %d processes that handle it", number.name, len(able))
@@ -330,13 +327,6 @@ class WorkerProcesses:
             self._on_event(WorkerReachedMain(serial))
 
 
-async def _read_all(descriptor: int) -> bytes:
-    reader = asyncio.StreamReader()
-    pipe = os.fdopen(descriptor, "rb", buffering=0)
-    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(reader), pipe
-    )
-    try:
-        return await reader.read()
-    finally:
-        transport.close()
+def _read_all(descriptor: int) -> bytes:
+    with open(descriptor, "rb") as pipe:
+        return pipe.read()

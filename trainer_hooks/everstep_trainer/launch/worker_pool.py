@@ -11,25 +11,13 @@ from signal import Signals
 
 import msgspec
 
+from everstep.wire.v1.local import RankExited
 
-class WorkerPoolSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings for the processes of local ranks.
-
-    Attributes:
-        nproc: Number of local ranks.
-        standbys: Warm processes waiting to take over a local rank.
-        max_deaths: Deaths of one local rank within ``window_s`` that are replaced. After one more the node gives up on
-            it: a fresh process does not cure the cause.
-        window_s: Window of ``max_deaths``, in seconds.
-        standby_delay_s: Seconds from the start of a recovery to the fork of the next standby, which would compete for
-            the processor.
-    """
-
-    nproc: int
-    standbys: int = 1
-    max_deaths: int = 3
-    window_s: float = 60.0
-    standby_delay_s: float = 1.0
+DEATH_WINDOW_S = 60.0
+"""Window of ``max_deaths``, in seconds."""
+EARLY_EXIT_REASON = "exit status 0 before the job was over"
+MAX_EARLY_STANDBY_DEATHS = 3
+"""Standbys in a row that may end before ``everstep.main`` until no more are made."""
 
 
 class StartWorker(msgspec.Struct, frozen=True):
@@ -52,16 +40,6 @@ class PromoteWorker(msgspec.Struct, frozen=True):
     local_rank: int
 
 
-class ReportExit(msgspec.Struct, frozen=True):
-    """Action: report the death of a local rank's process to the agent, and whether it is being replaced."""
-
-    local_rank: int
-    pid: int
-    code: int | None
-    signal: int | None
-    replacement: bool
-
-
 class AwaitJobEnd(msgspec.Struct, frozen=True):
     """The process of a local rank ended with status 0, which is right only if the job is over.
 
@@ -78,20 +56,14 @@ class GiveUp(msgspec.Struct, frozen=True):
     sentence: str
 
 
-class ScriptFailed(msgspec.Struct, frozen=True):
-    """A worker ended before its script reached ``everstep.main``; ``code`` is its status in a shell."""
+class ScriptEnded(msgspec.Struct, frozen=True):
+    """The script ended on a local rank, or on all with status 0, before any process reached ``everstep.main``."""
 
-    code: int
+    exit_status: int
     sentence: str
 
 
-class ScriptEnded(msgspec.Struct, frozen=True):
-    """Every local rank's process ended with status 0, and none ever reached ``everstep.main``."""
-
-
-PoolAction = (
-    StartWorker | ScheduleStandby | PromoteWorker | ReportExit | AwaitJobEnd | GiveUp | ScriptFailed | ScriptEnded
-)
+PoolAction = StartWorker | ScheduleStandby | PromoteWorker | RankExited | AwaitJobEnd | GiveUp | ScriptEnded
 
 
 class PooledWorker(msgspec.Struct):
@@ -100,24 +72,31 @@ class PooledWorker(msgspec.Struct):
     serial: int
     local_rank: int | None
     assigned_in_generation: int
-    pid: int | None = None
+    pid: int = 0
     has_reached_main: bool = False
 
 
-EARLY_EXIT_REASON = "exit status 0 before the job was over"
-MAX_EARLY_STANDBY_DEATHS = 3
-"""Standbys in a row that may end before ``everstep.main`` until no more are made."""
-
-
 class WorkerPool:
-    """The workers and standbys of one launcher."""
+    """The workers and standbys of one launcher.
 
-    def __init__(self, settings: WorkerPoolSettings) -> None:
-        self._settings = settings
+    Args:
+        nproc: Number of local ranks.
+        standbys: Warm processes waiting to take over a local rank.
+        max_deaths: Deaths of one local rank within DEATH_WINDOW_S that are replaced. After one more the node gives up
+            on it: a fresh process does not cure the cause.
+        standby_delay_s: Seconds from the start of a recovery to the fork of the next standby, which would compete for
+            the processor.
+    """
+
+    def __init__(self, nproc: int, *, standbys: int = 1, max_deaths: int = 3, standby_delay_s: float = 1.0) -> None:
+        self._nproc = nproc
+        self._standbys = standbys
+        self._max_deaths = max_deaths
+        self._standby_delay_s = standby_delay_s
         self._workers: dict[int, PooledWorker] = {}
         self._finished: dict[int, int] = {}  # local rank -> pid
         self._abandoned_ranks: set[int] = set()
-        self._deaths: dict[int, deque[float]] = {rank: deque() for rank in range(settings.nproc)}
+        self._deaths: dict[int, deque[float]] = {rank: deque() for rank in range(nproc)}
         self._serial = 0
         self._standbys_due = 0
         self._early_standby_deaths = 0
@@ -128,7 +107,7 @@ class WorkerPool:
 
     def start(self) -> list[PoolAction]:
         """Start one worker per local rank. Standbys follow once the script has shown that it can use them."""
-        return [self._new_worker(local_rank) for local_rank in range(self._settings.nproc)]
+        return [self._new_worker(local_rank) for local_rank in range(self._nproc)]
 
     def handle_forked(self, serial: int, pid: int) -> None:
         """Record the pid of a forked process."""
@@ -149,8 +128,7 @@ class WorkerPool:
     @property
     def is_ready(self) -> bool:
         """True if every local rank has a process whose script reached ``everstep.main``."""
-        arrived = {worker.local_rank for worker in self._workers.values() if worker.has_reached_main}
-        return all(local_rank in arrived for local_rank in range(self._settings.nproc))
+        return {worker.local_rank for worker in self._workers.values() if worker.has_reached_main} >= set(self._deaths)
 
     def handle_standby_due(self) -> list[PoolAction]:
         """Make the standby of a ``ScheduleStandby``."""
@@ -180,11 +158,14 @@ class WorkerPool:
         actions: list[PoolAction] = []
         if generation > self.generation:
             self.generation = generation
-            early = [(local_rank, pid) for local_rank, pid in self._finished.items() if local_rank in local_ranks]
-            actions = [action for local_rank, pid in early for action in self.handle_early_exit(local_rank, pid, now)]
+            for local_rank, pid in list(self._finished.items()):
+                if local_rank in local_ranks:
+                    actions += self.handle_early_exit(local_rank, pid, now)
         held = {worker.local_rank for worker in self._workers.values()}
         missing = sorted(local_ranks - held - self._abandoned_ranks - self._finished.keys())
-        return actions + [action for local_rank in missing for action in self._fill_rank(local_rank)]
+        for local_rank in missing:
+            actions += self._fill_rank(local_rank)
+        return actions
 
     def handle_early_exit(self, local_rank: int, pid: int, now: float) -> list[PoolAction]:
         """Treat an exit with status 0 as a death, since the job is not over."""
@@ -202,10 +183,8 @@ class WorkerPool:
 
     def worker_to_kill(self, local_rank: int, generation: int) -> int | None:
         """Return the worker that was ``local_rank`` in ``generation``; None if it was replaced since, or is dead."""
-        for worker in self._workers.values():
-            if worker.local_rank == local_rank and worker.assigned_in_generation < generation:
-                return worker.serial
-        return None
+        found = (worker for worker in self._workers.values() if worker.local_rank == local_rank)
+        return next((worker.serial for worker in found if worker.assigned_in_generation < generation), None)
 
     def active_workers(self) -> dict[int, int]:
         """Return the serial numbers of living active workers, with their local ranks."""
@@ -214,16 +193,12 @@ class WorkerPool:
     @property
     def is_finished(self) -> bool:
         """True if the last process of every local rank ended with status 0."""
-        return len(self._finished) == self._settings.nproc
+        return len(self._finished) == self._nproc
 
-    def living_workers(self) -> list[tuple[int, int]]:
-        """Return serial numbers and pids of all living workers (pid 0: not forked yet), standbys first."""
+    def living_workers(self) -> dict[int, int]:
+        """Return the serial numbers of all living workers, standbys first, with their pids (0: not forked yet)."""
         workers = sorted(self._workers.values(), key=lambda worker: worker.local_rank is not None)
-        return [(worker.serial, worker.pid or 0) for worker in workers]
-
-    def serials(self) -> list[int]:
-        """Return the serial numbers of all living workers, standbys last."""
-        return sorted(self._workers, key=lambda serial: (self._workers[serial].local_rank is None, serial))
+        return {worker.serial: worker.pid for worker in workers}
 
     # --- internals ----------------------------------------------------------------------------------------------------
 
@@ -236,20 +211,27 @@ class WorkerPool:
         self, local_rank: int, pid: int, code: int | None, signal: int | None, now: float
     ) -> list[PoolAction]:
         deaths = self._deaths[local_rank]
-        while deaths and now - deaths[0] > self._settings.window_s:
+        while deaths and now - deaths[0] > DEATH_WINDOW_S:
             deaths.popleft()
         deaths.append(now)
-        replaced = len(deaths) <= self._settings.max_deaths
-        actions = self._fill_rank(local_rank) if replaced else [self._give_up(local_rank, len(deaths), code)]
-        return [ReportExit(local_rank, pid, code, signal, replaced), *actions]
-
-    def _give_up(self, local_rank: int, deaths: int, code: int | None) -> GiveUp:
+        is_replaced = len(deaths) <= self._max_deaths
+        report = RankExited(
+            local_rank=local_rank,
+            pid=pid,
+            exit_code=code,
+            signal=signal,
+            has_replacement=is_replaced,
+            generation=self.generation,
+        )
+        if is_replaced:
+            return [report, *self._fill_rank(local_rank)]
         self._abandoned_ranks.add(local_rank)
         last = f", the last time with {EARLY_EXIT_REASON}" if code == 0 else ""
-        return GiveUp(
-            f"local rank {local_rank} died {deaths} times within {self._settings.window_s:g} s{last}: giving up on it "
-            f"(--max-restarts {self._settings.max_deaths})"
+        sentence = (
+            f"local rank {local_rank} died {len(deaths)} times within {DEATH_WINDOW_S:g} s{last}: giving up on it "
+            f"(--max-restarts {self._max_deaths})"
         )
+        return [report, GiveUp(sentence)]
 
     def _fill_rank(self, local_rank: int) -> list[PoolAction]:
         """Put a process on ``local_rank``: a standby if one is alive, preferably one that reached ``everstep.main``."""
@@ -263,25 +245,23 @@ class WorkerPool:
 
     def _refill_standbys(self) -> list[PoolAction]:
         living = sum(1 for worker in self._workers.values() if worker.local_rank is None)
-        missing = self._settings.standbys - living - self._standbys_due
+        missing = self._standbys - living - self._standbys_due
         if missing <= 0 or self._early_standby_deaths >= MAX_EARLY_STANDBY_DEATHS:
             return []
         self._standbys_due += missing
-        return [ScheduleStandby(self._settings.standby_delay_s)] * missing
+        return [ScheduleStandby(self._standby_delay_s)] * missing
 
     def _finish(self, local_rank: int, pid: int) -> list[PoolAction]:
         self._finished[local_rank] = pid
         if self._has_reached_main:
             return [AwaitJobEnd(local_rank, pid)]
-        return [ScriptEnded()] if self.is_finished else []
+        return [ScriptEnded(0, "the script ended without calling everstep.main")] if self.is_finished else []
 
 
-def _script_failed(local_rank: int, code: int | None, signal: int | None) -> ScriptFailed:
+def _script_failed(local_rank: int, code: int | None, signal: int | None) -> ScriptEnded:
     how = f"with exit status {code}" if signal is None else f"by signal {signal}"
-    status = code if signal is None else 128 + signal
-    assert status is not None
     sentence = f"the process of local rank {local_rank} ended {how} before the script called everstep.main"
-    return ScriptFailed(status, sentence)
+    return ScriptEnded(128 + signal if signal is not None else code or 1, sentence)
 
 
 def describe_exit(code: int | None, number: int | None) -> str:

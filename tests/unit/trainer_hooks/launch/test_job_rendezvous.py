@@ -248,22 +248,20 @@ def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, secret: bytes, *, e
     monkeypatch.setattr(job_rendezvous, "CERTIFICATE_TIMEOUT_S", 0.05)
     first = credentials(tmp_path / "first", b"s", is_first=True)
     own = credentials(tmp_path / "own", secret, is_first=False)
-    said: list[str] = []
 
-    async def play() -> None:
+    async def play() -> str:
         async with served(first) as (url, answered, end), asyncio.timeout(60):
             tls = network_of(secret, is_first=False).tls(own)
-            watch = asyncio.create_task(watch_first_node(url, tls, 0.1, SYSTEM_CLOCK, said.append))
+            watch = asyncio.create_task(watch_first_node(url, tls, 0.1, SYSTEM_CLOCK))
             if ends:
                 for _ in range(3):
                     answered.clear()
                     await answered.wait()
-                assert not said
+                assert not watch.done()
                 end()
-            await watch
+            return await watch
 
-    asyncio.run(play())
-    return said[0]
+    return asyncio.run(play())
 
 
 def test_watch_notices_the_loss_of_the_first_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,17 +276,15 @@ def test_watch_names_a_foreign_secret(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_watch_waits_long_for_the_first_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_rendezvous, "FIRST_PROBE_INTERVAL_S", 0.0)
-    clock, said = ManualClock(), list[str]()
+    clock = ManualClock()
 
     async def refused(endpoint: Endpoint, tls: object) -> Exception:
-        assert not said
         clock.advance(100.0)
         return ConnectionRefusedError("refused")
 
     monkeypatch.setattr(job_rendezvous, "_probe", refused)
-    asyncio.run(watch_first_node("https://192.0.2.7:1", None, 5.0, clock, said.append))
-    assert said == [
+    assert asyncio.run(watch_first_node("https://192.0.2.7:1", None, 5.0, clock)) == (
         "the first node did not answer at 192.0.2.7:1 within 600 s (refused): start the launcher there, or correct "
         "--rdzv-endpoint"
-    ]
+    )
     assert clock.monotonic() >= 600

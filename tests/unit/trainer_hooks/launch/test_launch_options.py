@@ -109,9 +109,10 @@ def test_named_job_keeps_checkpoints_for_a_returning_launcher(script: str) -> No
 
 def test_start_from_is_passed_to_the_workers(script: str) -> None:
     options = launch_settings(["--start-from", "s3://bucket/llama", script], {})
-    environment = worker_environment(options, agent_socket="/a.sock", nproc=2, local_rank=0)
+    worker: dict[str, Any] = {"agent_socket": "/a.sock", "nproc": 2, "local_rank": 0, "store": ("127.0.0.1", 1)}
+    environment = worker_environment(options, **worker)
     assert environment["EVERSTEP_START_FROM"] == "s3://bucket/llama"
-    plain = worker_environment(launch_settings([script], {}), agent_socket="/a", nproc=2, local_rank=0)
+    plain = worker_environment(launch_settings([script], {}), **worker)
     assert plain["EVERSTEP_START_FROM"] is None
 
 

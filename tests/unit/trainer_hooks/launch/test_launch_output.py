@@ -34,7 +34,7 @@ def test_full_disk_is_logged_once_and_lines_are_still_shown(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
     async def play() -> bytes:
-        outputs = WorkerOutputs(tmp_path, True, lambda serial: f"rank {serial}")
+        outputs = WorkerOutputs(tmp_path, True, {1: "rank 1"})
         out, err = outputs.open(1)
         (pump,) = (p for p in outputs._pumps if p._file.name.endswith(".out"))
         pump._file.close()
@@ -61,7 +61,7 @@ def test_full_disk_is_logged_once_and_lines_are_still_shown(
 
 def test_lost_terminal_is_logged_once_and_files_continue(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def play() -> None:
-        outputs = WorkerOutputs(tmp_path, True, str)
+        outputs = WorkerOutputs(tmp_path, True, {})
         out, err = outputs.open(1)
         (pump,) = (p for p in outputs._pumps if p._file.name.endswith(".out"))
         pump._tee = (lambda: b"", Refusing(errno.EPIPE))  # type: ignore[assignment]

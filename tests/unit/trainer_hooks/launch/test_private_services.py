@@ -409,7 +409,7 @@ def test_unwritable_state_directory_is_refused_with_advice(services: PrivateServ
 def test_unwritable_log_directory_is_refused_with_advice(short_path: Path) -> None:
     (short_path / "logs").touch()
     with pytest.raises(ConfigurationError, match=r"--log-dir: cannot write ranks' output to .*/logs/j"):
-        WorkerOutputs(short_path / "logs" / "j", False, str)
+        WorkerOutputs(short_path / "logs" / "j", False, {})
 
 
 def test_service_impossible_to_restart_is_logged(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:

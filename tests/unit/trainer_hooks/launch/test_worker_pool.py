@@ -9,21 +9,20 @@ from everstep_trainer.launch.worker_pool import (
     GiveUp,
     PoolAction,
     PromoteWorker,
-    ReportExit,
     ScheduleStandby,
     ScriptEnded,
-    ScriptFailed,
     StartWorker,
     WorkerPool,
-    WorkerPoolSettings,
 )
+
+from everstep.wire.v1.local import RankExited
 
 KILL = int(signal.SIGKILL)
 
 
 def staffed(nproc: int = 2, standbys: int = 1, max_deaths: int = 3) -> WorkerPool:
     """A crew in generation 1 whose workers (serials 1..nproc, pids 101..) and standbys have all arrived."""
-    crew = WorkerPool(WorkerPoolSettings(nproc=nproc, standbys=standbys, max_deaths=max_deaths))
+    crew = WorkerPool(nproc, standbys=standbys, max_deaths=max_deaths)
     serials = [action.serial for action in crew.start() if isinstance(action, StartWorker)]
     for serial in serials:
         crew.handle_forked(serial, 100 + serial)
@@ -37,17 +36,23 @@ def staffed(nproc: int = 2, standbys: int = 1, max_deaths: int = 3) -> WorkerPoo
     return crew
 
 
+def exited(local_rank: int, pid: int, code: int | None, number: int | None, replaced: bool, gen: int = 1) -> RankExited:
+    return RankExited(
+        local_rank=local_rank, pid=pid, exit_code=code, signal=number, has_replacement=replaced, generation=gen
+    )
+
+
 def killed(crew: WorkerPool, serial: int, now: float = 0.0) -> list[PoolAction]:
     return crew.handle_exit(serial, 100 + serial, None, KILL, now)
 
 
 def test_pool_starts_one_worker_for_each_local_rank() -> None:
-    crew = WorkerPool(WorkerPoolSettings(nproc=3))
+    crew = WorkerPool(3)
     assert crew.start() == [StartWorker(1, 0), StartWorker(2, 1), StartWorker(3, 2)]
 
 
 def test_standbys_start_only_after_a_worker_reaches_main() -> None:
-    crew = WorkerPool(WorkerPoolSettings(nproc=2, standbys=2, standby_delay_s=0.5))
+    crew = WorkerPool(2, standbys=2, standby_delay_s=0.5)
     crew.start()
     assert crew.handle_reached_main(1) == [ScheduleStandby(0.5), ScheduleStandby(0.5)]
     assert crew.handle_reached_main(2) == []
@@ -56,13 +61,13 @@ def test_standbys_start_only_after_a_worker_reaches_main() -> None:
 
 def test_standby_is_promoted_before_another_is_started() -> None:
     crew = staffed()
-    assert killed(crew, 2) == [ReportExit(1, 102, None, KILL, True), PromoteWorker(3, 1), ScheduleStandby(1.0)]
+    assert killed(crew, 2) == [exited(1, 102, None, KILL, True), PromoteWorker(3, 1), ScheduleStandby(1.0)]
     assert crew.active_workers() == {1: 0, 3: 1}
 
 
 def test_without_a_standby_a_worker_is_forked_in_the_same_place() -> None:
     crew = staffed(standbys=0)
-    assert killed(crew, 1) == [ReportExit(0, 101, None, KILL, True), StartWorker(3, 0)]
+    assert killed(crew, 1) == [exited(0, 101, None, KILL, True), StartWorker(3, 0)]
 
 
 def test_second_of_two_deaths_gets_a_new_process() -> None:
@@ -72,7 +77,7 @@ def test_second_of_two_deaths_gets_a_new_process() -> None:
 
 
 def test_warm_standby_is_preferred_to_an_importing_one() -> None:
-    crew = WorkerPool(WorkerPoolSettings(nproc=1, standbys=2))
+    crew = WorkerPool(1, standbys=2)
     crew.start()
     crew.handle_reached_main(1)
     crew.handle_standby_due()
@@ -87,7 +92,7 @@ def test_dead_standby_is_replaced_but_not_reported() -> None:
 
 
 def test_standbys_never_arriving_are_given_up() -> None:
-    crew = WorkerPool(WorkerPoolSettings(nproc=1, standbys=1))
+    crew = WorkerPool(1, standbys=1)
     crew.start()
     crew.handle_reached_main(1)
     for _ in range(2):
@@ -104,7 +109,7 @@ def test_deaths_above_the_limit_are_not_replaced() -> None:
     killed(crew, 1, now=0.0)
     killed(crew, 2, now=1.0)
     report, given_up = killed(crew, 3, now=2.0)
-    assert report == ReportExit(0, 103, None, KILL, False)
+    assert report == exited(0, 103, None, KILL, False)
     assert isinstance(given_up, GiveUp)
     assert "died 3 times" in given_up.sentence
     assert crew.handle_generation(2, frozenset({0}), 3.0) == []
@@ -112,8 +117,8 @@ def test_deaths_above_the_limit_are_not_replaced() -> None:
 
 def test_deaths_outside_the_window_are_forgotten() -> None:
     crew = staffed(nproc=1, standbys=0, max_deaths=1)
-    assert killed(crew, 1, now=0.0) == [ReportExit(0, 101, None, KILL, True), StartWorker(2, 0)]
-    assert killed(crew, 2, now=61.0) == [ReportExit(0, 102, None, KILL, True), StartWorker(3, 0)]
+    assert killed(crew, 1, now=0.0) == [exited(0, 101, None, KILL, True), StartWorker(2, 0)]
+    assert killed(crew, 2, now=61.0) == [exited(0, 102, None, KILL, True), StartWorker(3, 0)]
 
 
 def test_clean_exit_is_no_death() -> None:
@@ -126,26 +131,26 @@ def test_clean_exit_is_no_death() -> None:
 
 
 def test_plain_script_finishes_once_all_processes_exit() -> None:
-    crew = WorkerPool(WorkerPoolSettings(nproc=1))
+    crew = WorkerPool(1)
     crew.start()
-    assert crew.handle_exit(1, 101, 0, None, 0.0) == [ScriptEnded()]
+    assert crew.handle_exit(1, 101, 0, None, 0.0) == [ScriptEnded(0, "the script ended without calling everstep.main")]
 
 
 def test_script_failing_before_main_is_not_retried() -> None:
-    crew = WorkerPool(WorkerPoolSettings(nproc=2))
+    crew = WorkerPool(2)
     crew.start()
     (failed,) = crew.handle_exit(2, 102, 3, None, 0.0)
-    assert isinstance(failed, ScriptFailed)
-    assert failed.code == 3
+    assert isinstance(failed, ScriptEnded)
+    assert failed.exit_status == 3
     assert "local rank 1" in failed.sentence
 
 
 def test_script_killed_before_main_fails_with_shell_status() -> None:
-    crew = WorkerPool(WorkerPoolSettings(nproc=1))
+    crew = WorkerPool(1)
     crew.start()
     (failed,) = crew.handle_exit(1, 101, None, int(signal.SIGSEGV), 0.0)
-    assert isinstance(failed, ScriptFailed)
-    assert failed.code == 128 + signal.SIGSEGV
+    assert isinstance(failed, ScriptEnded)
+    assert failed.exit_status == 128 + signal.SIGSEGV
 
 
 def test_kill_order_hits_only_members_of_its_generation() -> None:
@@ -167,7 +172,7 @@ def test_generation_fills_vacant_local_ranks() -> None:
 def test_clean_exit_before_a_newer_generation_counts_as_death() -> None:
     crew = staffed()
     crew.handle_exit(2, 102, 0, None, 0.0)
-    died = [ReportExit(1, 102, 0, None, True), PromoteWorker(3, 1), ScheduleStandby(1.0)]
+    died = [exited(1, 102, 0, None, True, 2), PromoteWorker(3, 1), ScheduleStandby(1.0)]
     assert crew.handle_generation(2, frozenset({0, 1}), 0.0) == died
     assert crew.handle_early_exit(1, 102, 0.0) == [], "once"
 
@@ -177,7 +182,7 @@ def test_clean_exit_in_a_running_job_counts_as_death() -> None:
     crew = staffed()
     crew.handle_generation(2, frozenset({0, 1}), 0.0)
     crew.handle_exit(2, 102, 0, None, 0.0)
-    died = [ReportExit(1, 102, 0, None, True), PromoteWorker(3, 1), ScheduleStandby(1.0)]
+    died = [exited(1, 102, 0, None, True, 2), PromoteWorker(3, 1), ScheduleStandby(1.0)]
     assert crew.handle_early_exit(1, 102, 0.0) == died
 
 
@@ -187,7 +192,7 @@ def test_repeated_clean_exits_are_given_up() -> None:
         crew.handle_exit(serial, 100 + serial, 0, None, 0.0)
         actions = crew.handle_generation(1 + serial, frozenset({0}), 0.0)
     report, given_up = actions
-    assert report == ReportExit(0, 103, 0, None, False)
+    assert report == exited(0, 103, 0, None, False, 4)
     assert isinstance(given_up, GiveUp)
     assert "the last time with exit status 0 before the job was over" in given_up.sentence
 
