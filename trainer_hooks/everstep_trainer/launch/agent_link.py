@@ -41,11 +41,7 @@ class LauncherLink:
     """
 
     def __init__(
-        self,
-        path: str,
-        job: str,
-        make_joined: Callable[[], LauncherJoined],
-        on_directive: Callable[[Directive], None],
+        self, path: str, job: str, make_joined: Callable[[], LauncherJoined], on_directive: Callable[[Directive], None]
     ) -> None:
         self._path = path
         self._hello = Hello(protocols=SUPPORTED_VERSIONS, role=ConnectionRole.LAUNCHER, job=job, pid=os.getpid())
@@ -101,42 +97,34 @@ class LauncherLink:
     async def _session(self) -> None:
         """Serve one connection, from Hello to end-of-file. Raises OSError or EverstepError if it fails."""
         reader, writer = await asyncio.open_unix_connection(self._path)
+        is_welcome = False
         try:
             _check_peer(writer)
             writer.write(encode_frame(self._hello))
             decoder: FrameDecoder[FromAgent] = FrameDecoder(FromAgent, MAX_FRAME_BYTES)
-            rest = await self._await_welcome(reader, decoder)
-            self._writer = writer
-            writer.write(encode_frame(self._make_joined()))
-            while self._unsent:
-                self.report(self._unsent.popleft())
-            self._pass_on(rest)
-            while data := await reader.read(1 << 16):
-                self._pass_on(decoder.feed(data))
+            async with asyncio.timeout(WELCOME_TIMEOUT_S) as limit:
+                while data := await reader.read(1 << 16):
+                    for message in decoder.feed(data):
+                        if not is_welcome:
+                            self._begin(message, writer)
+                            is_welcome = True
+                            limit.reschedule(None)
+                        elif isinstance(message, NewGeneration | KillRank | StopJob):
+                            self._on_directive(message)
+            if not is_welcome:
+                raise Unavailable("it rejected the connection; see its log")
         finally:
             if self._writer is writer:
                 self._writer = None
             writer.close()
 
-    async def _await_welcome(self, reader: asyncio.StreamReader, decoder: FrameDecoder[FromAgent]) -> list[FromAgent]:
-        """Wait for Welcome; return the messages that arrived together with it."""
-        messages: list[FromAgent] = []
-        while not messages:
-            async with asyncio.timeout(WELCOME_TIMEOUT_S):
-                data = await reader.read(1 << 16)
-            if not data:
-                raise Unavailable("it rejected the connection; see its log")
-            messages = decoder.feed(data)
-        welcome = messages.pop(0)
+    def _begin(self, welcome: FromAgent, writer: asyncio.StreamWriter) -> None:
         if not isinstance(welcome, Welcome):
             raise MalformedMessage(f"its first message was {type(welcome).__name__} instead of Welcome")
-        self.node = welcome.node
-        return messages
-
-    def _pass_on(self, messages: list[FromAgent]) -> None:
-        for message in messages:
-            if isinstance(message, NewGeneration | KillRank | StopJob):
-                self._on_directive(message)
+        self.node, self._writer = welcome.node, writer
+        writer.write(encode_frame(self._make_joined()))
+        while self._unsent:
+            self.report(self._unsent.popleft())
 
 
 def _check_peer(writer: asyncio.StreamWriter) -> None:

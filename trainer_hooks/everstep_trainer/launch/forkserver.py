@@ -22,10 +22,8 @@ import socket
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
-
-import msgspec
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
 
 from everstep.parent_process import die_with_parent
 from everstep_trainer.launch.fork_messages import (
@@ -72,7 +70,7 @@ PRELOAD_MODULES = (
 )
 
 
-def preload(modules: Iterable[str] = PRELOAD_MODULES) -> None:
+def preload(modules: Iterable[str]) -> None:
     """Import ``modules`` and hide all objects so far from the garbage collector.
 
     Frozen objects are never walked, so a collection in a child does not touch (and thereby copy) the shared pages. A
@@ -81,19 +79,24 @@ def preload(modules: Iterable[str] = PRELOAD_MODULES) -> None:
     """
     gc.disable()
     for name in modules:
-        _import_if_there(name)
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as missing:
+            package = name.partition(".")[0]
+            if missing.name is None or missing.name == package or not name.startswith(missing.name):
+                raise
     cuda = sys.modules.get("torch.cuda")
     assert cuda is None or not cuda.is_initialized(), "an import initialized CUDA; forked workers could not use it"
     gc.freeze()  # with the imports' garbage, 2 % of all: collecting it takes 0.3 s and returns no page
 
 
-def preload_requested(environ: Mapping[str, str] = os.environ) -> None:
+def preload_requested() -> None:
     """Import the modules of ``--preload``, so that ranks and standbys share them. Call it before ``preload``.
 
     Raises SystemExit if a module cannot be imported, starts a Python thread or initializes CUDA: neither a thread nor a
     CUDA context survives a fork.
     """
-    for name in filter(None, environ.get(PRELOAD_VARIABLE, "").split(",")):
+    for name in filter(None, os.environ.get(PRELOAD_VARIABLE, "").split(",")):
         threads = threading.active_count()
         try:
             importlib.import_module(name)
@@ -106,31 +109,16 @@ def preload_requested(environ: Mapping[str, str] = os.environ) -> None:
             raise SystemExit(f"everstep-launch: --preload {name}: it initializes CUDA before the fork; leave it out")
 
 
-def _import_if_there(name: str) -> None:
-    try:
-        importlib.import_module(name)
-    except ModuleNotFoundError as missing:
-        package = name.partition(".")[0]
-        if missing.name is None or missing.name == package or not name.startswith(missing.name):
-            raise
-
-
-class ChildTask(msgspec.Struct, frozen=True):
-    """The task of a freshly forked child."""
-
-    request: Fork
-    descriptors: tuple[int, ...]
-
-    def run(self) -> None:
-        """Call the target with the child's environment and descriptors; its exceptions end the process."""
-        for name, value in self.request.environment.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-        module, _, function = self.request.target.partition(":")
-        target: Callable[..., Any] = getattr(importlib.import_module(module), function)
-        target(self.descriptors, **self.request.arguments)
+def run_child(order: Fork, descriptors: tuple[int, ...]) -> None:
+    """Call an order's target with the child's environment and descriptors; its exceptions end the process."""
+    for name, value in order.environment.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    module, _, function = order.target.partition(":")
+    target: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    target(descriptors, **order.arguments)
 
 
 class Zygote:
@@ -149,7 +137,6 @@ class Zygote:
             received = self._orders.receive()
             if received is None:
                 self._end()
-                continue
             _, (control,) = received
             self._kill_server()
             channel = self._fork(control)
@@ -188,7 +175,7 @@ class Zygote:
             self._server = 0
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-    def _end(self, *_: object) -> None:
+    def _end(self, *_: object) -> NoReturn:
         """Let the fork server end in order, which kills its children, and then exit."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGCHLD,))
@@ -212,8 +199,8 @@ class ForkServer:
         self._selector.register(self._control, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
 
-    def serve(self) -> ChildTask | None:
-        """Serve until the launcher is gone (None); in a forked child, return its task."""
+    def serve(self) -> tuple[Fork, tuple[int, ...]]:
+        """Serve until the launcher is gone. Returns only in a forked child, with its order and descriptors."""
         signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGTERM, self._end)
@@ -226,14 +213,14 @@ class ForkServer:
                 received = self._control.receive()
                 if received is None:
                     self._end()
-                    return None
                 order, descriptors = received
                 if isinstance(order, Signal):
                     self._signal(order)
-                elif (task := self._fork(order, descriptors)) is not None:
-                    return task
+                elif self._fork(order, descriptors):
+                    return order, descriptors
 
-    def _fork(self, order: Fork, descriptors: tuple[int, ...]) -> ChildTask | None:
+    def _fork(self, order: Fork, descriptors: tuple[int, ...]) -> bool:
+        """Fork a child; return whether this is it."""
         server = os.getpid()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -242,13 +229,13 @@ class ForkServer:
         pid = os.fork()
         if pid == 0:
             self._detach_child(server)
-            return ChildTask(order, descriptors)
+            return True
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self._children[order.serial] = pid
         for descriptor in descriptors:
             os.close(descriptor)
         self._send(Forked(serial=order.serial, pid=pid))
-        return None
+        return False
 
     def _detach_child(self, server: int) -> None:
         """Give the child its own session, bind it to the server's life, and drop the server's sockets and handlers."""
@@ -292,7 +279,7 @@ class ForkServer:
         except OSError:
             self._end()
 
-    def _end(self, *_: object) -> None:
+    def _end(self, *_: object) -> NoReturn:
         """Kill all children and exit when they are gone: processes that wait for this one rely on that."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         for pid in self._children.values():
@@ -321,9 +308,7 @@ def main() -> None:
     preload(options.preload)
     control = Zygote(ControlChannel(socket.socket(fileno=options.orders), StartForkServer)).serve()
     control.send(ForkServerReady())
-    task = ForkServer(control).serve()
-    if task is not None:
-        task.run()
+    run_child(*ForkServer(control).serve())
 
 
 if __name__ == "__main__":

@@ -93,11 +93,16 @@ class Endpoint(msgspec.Struct, frozen=True):
         return list(dict.fromkeys(str(one[4][0]) for one in found))
 
 
-def _is_loopback(address: str) -> bool:
+def _ip_address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
-        return ipaddress.ip_address(address).is_loopback
+        return ipaddress.ip_address(text)
     except ValueError:
-        return False
+        return None
+
+
+def _is_loopback(host: str) -> bool:
+    address = _ip_address(host)
+    return address is not None and address.is_loopback
 
 
 def claim_endpoint(endpoint: Endpoint, node_rank: int | None) -> socket.socket | None:
@@ -131,12 +136,16 @@ def claim_endpoint(endpoint: Endpoint, node_rank: int | None) -> socket.socket |
 
 
 def _is_own_address(address: str) -> bool:
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM) as probe:
+    with socket.socket(_family(address), socket.SOCK_STREAM) as probe:
         try:
             probe.bind((address, 0))
         except OSError:
             return False
         return True
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 # ---- address of this node for the ranks and vaults of others
@@ -148,14 +157,10 @@ def rendezvous_host(local_addr: str | None, *, several_nodes: bool) -> str:
     This is the given address; loopback for a job of one node; else the address of this host's name, or of the default
     route if that is loopback.
     """
-    if local_addr is not None:
-        return local_addr
-    if not several_nodes:
-        return LOOPBACK
-    for candidate in (_by_name(), _by_route()):
-        if candidate is not None and not ipaddress.ip_address(candidate).is_loopback:
-            return candidate
-    return LOOPBACK
+    if local_addr is not None or not several_nodes:
+        return local_addr or LOOPBACK
+    candidates = (_by_name(), _source_address("192.0.2.1", 9))  # RFC 5737: an address that belongs to nobody
+    return next((one for one in candidates if one is not None and not _is_loopback(one)), LOOPBACK)
 
 
 def _own_address(endpoint: Endpoint, *, is_first: bool) -> str | None:
@@ -163,15 +168,9 @@ def _own_address(endpoint: Endpoint, *, is_first: bool) -> str | None:
     if endpoint.is_loopback:
         return LOOPBACK
     reachable = [one for one in endpoint.resolve() if not _is_loopback(one)]
-    if is_first or not reachable:
-        return reachable[0] if reachable else None
-    target = reachable[0]
-    with socket.socket(socket.AF_INET6 if ":" in target else socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((target, endpoint.port))  # a datagram socket: nothing is sent
-        except OSError:
-            return None
-        return str(probe.getsockname()[0])
+    if not reachable:
+        return None
+    return reachable[0] if is_first else _source_address(reachable[0], endpoint.port)
 
 
 def _by_name() -> str | None:
@@ -181,11 +180,11 @@ def _by_name() -> str | None:
         return None
 
 
-def _by_route() -> str | None:
-    """Return the source address of the default route: connecting a datagram socket sends nothing."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+def _source_address(host: str, port: int) -> str | None:
+    """Return this node's address on the route to a host: connecting a datagram socket sends nothing."""
+    with socket.socket(_family(host), socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("192.0.2.1", 9))  # RFC 5737: an address that belongs to nobody
+            probe.connect((host, port))
         except OSError:
             return None
         return str(probe.getsockname()[0])
@@ -312,7 +311,7 @@ def write_certificates(directory: Path, seed: bytes, hosts: Iterable[str] | None
     verifies the controller. The authority's key is removed at once.
     """
     configuration, key = directory / "openssl.cnf", directory / "authority.key"
-    names = ",".join(f"{'IP' if _is_address(host) else 'DNS'}:{host}" for host in hosts or ("localhost",))
+    names = ",".join(f"{'IP' if _ip_address(host) else 'DNS'}:{host}" for host in hosts or ("localhost",))
     configuration.write_text(_OPENSSL_CONFIGURATION.format(names=names))
     write_private(key, authority_key(seed))
     authority, request = directory / AUTHORITY_FILE, directory / "controller.csr"
@@ -332,14 +331,6 @@ def write_certificates(directory: Path, seed: bytes, hosts: Iterable[str] | None
     finally:
         for file in (key, request, configuration):
             file.unlink(missing_ok=True)
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
 
 
 def _openssl(*arguments: str) -> None:

@@ -6,7 +6,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,14 +29,11 @@ def write_rank_count(descriptors: tuple[int, ...], *, kind: str) -> None:
 
 
 def count_ranks(kind: str) -> int:
-    """Return the CUDA devices for ``gpu``, the cores for ``cpu``, devices or else cores for ``auto`` (as torchrun
-    counts)."""
+    """Return the CUDA devices for ``gpu``, the cores for ``cpu``, devices or else cores for ``auto``, as torchrun."""
     import torch
 
     devices = torch.cuda.device_count() if kind in ("gpu", "auto") else 0
-    if kind == "gpu" or devices:
-        return devices
-    return os.cpu_count() or 1
+    return devices if kind == "gpu" or devices else os.cpu_count() or 1
 
 
 # ---- flags: torchrun's and Everstep's own
@@ -246,65 +243,57 @@ class LaunchOptions(LaunchSettings, frozen=True, kw_only=True):
         return "--rdzv-endpoint has no effect: launchers meet through their agents and the controller"
 
     def validate(self) -> LaunchOptions:
-        """Return these options if they are valid.
+        """Return these options if they are valid. Raises ConfigurationError, which says how to fix them."""
+        for problem in self._problems():
+            raise ConfigurationError(problem)
+        return self
 
-        Raises:
-            ConfigurationError: Options contradict each other; the message says how to fix them.
-        """
-        if not 1 <= self.min_nodes <= self.max_nodes:
-            raise ConfigurationError(
-                f"--nnodes {self.min_nodes}:{self.max_nodes}: the minimum must be at least 1 and at most the maximum"
-            )
-        if self.max_nodes > 1 and self.agent_socket is None and self.rdzv_endpoint is None:
-            raise ConfigurationError(
+    def _problems(self) -> Iterator[str]:
+        low, high = self.node_range
+        if not 1 <= low <= high:
+            yield f"--nnodes {low}:{high}: the minimum must be at least 1 and at most the maximum"
+        if high > 1 and self.agent_socket is None and self.rdzv_endpoint is None:
+            yield (
                 "a job of several nodes needs an agent on each of them, or a place to meet: start everstep-agent and "
                 f"give its --agent-socket (or set {PROGRAM.variable('agent_socket')}), or give --rdzv-endpoint "
                 "HOST:PORT of the first node and --job-secret-file"
             )
         if self.first_node_timeout_s <= 0:
-            raise ConfigurationError("--first-node-timeout-s must be more than 0")
+            yield "--first-node-timeout-s must be more than 0"
         if self.nproc_per_node not in ("gpu", "cpu", "auto", *range(1, 65)):
-            raise ConfigurationError(f"--nproc-per-node {self.nproc_per_node}: expected 1 to 64, gpu, cpu or auto")
+            yield f"--nproc-per-node {self.nproc_per_node}: expected 1 to 64, gpu, cpu or auto"
         if self.vault_linger_s is not None and self.vault_linger_s <= 0:
-            raise ConfigurationError(f"--vault-linger-s {self.vault_linger_s:g}: must be more than 0, or omitted")
+            yield f"--vault-linger-s {self.vault_linger_s:g}: must be more than 0, or omitted"
         for name in self.preload:
             if not all(part.isidentifier() for part in name.split(".")):
-                raise ConfigurationError(f"--preload {name}: expected names of modules, such as transformers,datasets")
+                yield f"--preload {name}: expected names of modules, such as transformers,datasets"
         for name in _NOT_NEGATIVE:
             if (getattr(self, name) or 0) < 0:
-                raise ConfigurationError(f"--{name.replace('_', '-')} cannot be negative")
+                yield f"--{name.replace('_', '-')} cannot be negative"
         if not 1 <= self.replicas <= 8:
-            raise ConfigurationError(f"--replicas {self.replicas}: must be between 1 and 8")
-        self._validate_parity_and_spill()
-        if not 1 <= self.block_nodes <= self.max_nodes:
-            raise ConfigurationError(
-                f"--block-nodes {self.block_nodes}: must be at least 1, and at most the maximum of --nnodes"
-            )
-        if not -1000 <= self.priority <= 1000:
-            raise ConfigurationError(f"--priority {self.priority}: must be between -1000 and 1000")
-        if self.hang_threshold_s is not None and self.hang_threshold_s <= 0:
-            raise ConfigurationError("--hang-threshold-s must be positive; omit it to follow the job's step time")
-        if self.tee != "0" and self.log_dir is None:
-            raise ConfigurationError("--tee needs --log-dir, the directory for the files that it also prints")
-        if not self.module and not Path(self.script).is_file():
-            raise ConfigurationError(f"there is no script {self.script!r} here (for a module, use -m)")
-        return self
-
-    def _validate_parity_and_spill(self) -> None:
-        """Check parity and spill options; the controller checks that there are enough nodes for parity."""
+            yield f"--replicas {self.replicas}: must be between 1 and 8"
+        # The controller checks that there are enough nodes for parity.
         if self.parity_group_size and not 2 <= self.parity_group_size <= 64:
-            raise ConfigurationError(
-                f"--parity-group-size {self.parity_group_size}: a group has 2 to 64 data nodes; 0 turns parity off"
-            )
-        if self.parity_group_size and self.max_nodes < 4:
-            raise ConfigurationError(
+            yield f"--parity-group-size {self.parity_group_size}: a group has 2 to 64 data nodes; 0 turns parity off"
+        if self.parity_group_size and high < 4:
+            yield (
                 f"--parity-group-size {self.parity_group_size} needs at least 4 nodes (2 data and 2 parity nodes), and "
-                f"--nnodes allows {self.max_nodes}: use copies (--replicas), or more nodes"
+                f"--nnodes allows {high}: use copies (--replicas), or more nodes"
             )
         if self.spill_every < 1 or not 0 <= self.spill_keep <= 1000:
-            raise ConfigurationError("--spill-every must be at least 1, and --spill-keep between 0 (all) and 1000")
+            yield "--spill-every must be at least 1, and --spill-keep between 0 (all) and 1000"
         if self.spill_to is not None and (problem := storage_url_error(self.spill_to)):
-            raise ConfigurationError(f"--spill-to: {problem}")
+            yield f"--spill-to: {problem}"
+        if not 1 <= self.block_nodes <= high:
+            yield f"--block-nodes {self.block_nodes}: must be at least 1, and at most the maximum of --nnodes"
+        if not -1000 <= self.priority <= 1000:
+            yield f"--priority {self.priority}: must be between -1000 and 1000"
+        if self.hang_threshold_s is not None and self.hang_threshold_s <= 0:
+            yield "--hang-threshold-s must be positive; omit it to follow the job's step time"
+        if self.tee != "0" and self.log_dir is None:
+            yield "--tee needs --log-dir, the directory for the files that it also prints"
+        if not self.module and not Path(self.script).is_file():
+            yield f"there is no script {self.script!r} here (for a module, use -m)"
 
     def job_spec(self, nproc_per_node: int) -> JobSpec:
         """Return the job's specification for the controller, given the number of ranks."""
@@ -331,16 +320,9 @@ class LaunchOptions(LaunchSettings, frozen=True, kw_only=True):
 def load_options(
     script: str, arguments: Sequence[str], flags: Mapping[str, Any], environ: Mapping[str, str]
 ) -> LaunchOptions:
-    """Return the validated options of a launch.
+    """Return the validated options of a launch, of a script (or module) with its own arguments.
 
-    Args:
-        script: Path of the script or name of the module.
-        arguments: Its own arguments.
-        flags: The given flags.
-        environ: The environment.
-
-    Raises:
-        ConfigurationError: A value is invalid, or options contradict each other.
+    Raises ConfigurationError if a value is invalid, or options contradict each other.
     """
     given = PROGRAM.read(flags, environ)
     settings = LaunchSettings(**given)
@@ -349,21 +331,17 @@ def load_options(
     agent_socket = None if settings.standalone else settings.agent_socket or _default_socket()
     by_endpoint = agent_socket is None and settings.rdzv_endpoint is not None
     job = _job_name(settings.job, script, several=settings.node_range[1] > 1, by_endpoint=by_endpoint)
-    lasting = {"vault_linger_s": DEFAULT_LINGER_S} if settings.job else {}
+    spill_to = settings.spill_to
+    if spill_to is not None and "://" not in spill_to:
+        spill_to = os.path.abspath(spill_to)
     resolved = {
         "job": job,
         "agent_socket": os.path.abspath(agent_socket) if agent_socket else None,  # scripts may change their directory
-        "spill_to": _absolute(settings.spill_to),
+        "spill_to": spill_to,
+        "cache_name": settings.job or _stem(script),
     }
-    cache_name = settings.job or _stem(script)
-    return LaunchOptions(
-        script=script, arguments=tuple(arguments), cache_name=cache_name, **{**lasting, **given, **resolved}
-    ).validate()
-
-
-def _absolute(url: str | None) -> str | None:
-    """Make a relative path absolute; leave a URL as it is."""
-    return url if url is None or "://" in url else os.path.abspath(url)
+    lasting = {"vault_linger_s": DEFAULT_LINGER_S} if settings.job else {}
+    return LaunchOptions(script=script, arguments=tuple(arguments), **{**lasting, **given, **resolved}).validate()
 
 
 def _job_name(given: str, script: str, *, several: bool, by_endpoint: bool) -> str:

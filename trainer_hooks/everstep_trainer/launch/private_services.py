@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import fcntl
 import importlib.util
-import json
 import logging
 import os
 import select
@@ -29,21 +28,17 @@ from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlencode
 
+import msgspec
+
 from everstep.cli.client import ControllerClient, path, read_token
 from everstep.clock import Clock
-from everstep.errors import ConfigurationError, EverstepError, Unavailable
-from everstep.layout.vault_status import is_locked, read_status
+from everstep.errors import DECODE_ERRORS, ConfigurationError, EverstepError, Unavailable
+from everstep.layout.vault_status import Pid, is_locked, read_status
 from everstep.parent_process import PARENT_VARIABLE
 from everstep.vocabulary import GenerationReason, JobState
 from everstep.wire.v1.operator import ChangeResult, GenerationRecovery, JobDetail, NodeList, ReasonOnlyRequest
 from everstep_trainer.launch.fork_client import wait_for_exit
-from everstep_trainer.launch.job_rendezvous import (
-    AUTHORITY_FILE,
-    CERTIFICATE_FILE,
-    KEY_FILE,
-    LOOPBACK,
-    ServiceNetwork,
-)
+from everstep_trainer.launch.job_rendezvous import AUTHORITY_FILE, CERTIFICATE_FILE, KEY_FILE, LOOPBACK, ServiceNetwork
 from everstep_trainer.launch.process_setup import notices_blocked
 
 # ---- run directory of a launcher's private services
@@ -82,7 +77,13 @@ class PrivateRunDirectory:
         state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         with _locked(state_dir / ".lock"):
             taken = _take_over(state_dir, job)
-            self.path, self._lock = taken or _make(state_dir, job)
+            if taken is None:
+                self.path = Path(tempfile.mkdtemp(prefix="run-", dir=state_dir))
+                self._lock = _open_lock(self.path / "lock")
+                fcntl.flock(self._lock, fcntl.LOCK_EX)
+                (self.path / "job").write_text(job)
+            else:
+                self.path, self._lock = taken
         self.was_taken_over = taken is not None
         if len(os.fsencode(self.path / "agent" / "agent.sock")) > SOCKET_PATH_BYTES - 8:
             self.remove()
@@ -94,18 +95,15 @@ class PrivateRunDirectory:
             log.info("continuing with the checkpoints that the killed launcher of job %s left: %s", job, self.path.name)
             _end_services(self.path)
 
-    @property
-    def segments(self) -> Path:
-        return segment_dir(self.path)
-
     def release(self) -> None:
         """Release the directory; the job's next launcher continues with it."""
         os.close(self._lock)
 
     def remove(self) -> None:
         """End the vault if its agent could not, and delete everything."""
-        status = read_status(self.segments)
-        if status is not None and is_locked(self.segments):
+        segments = segment_dir(self.path)
+        status = read_status(segments)
+        if status is not None and is_locked(segments):
             _kill(status.pid, self.path)
         _remove(self.path)
         os.close(self._lock)
@@ -114,14 +112,6 @@ class PrivateRunDirectory:
 def segment_dir(run_dir: Path) -> Path:
     """Return the folder of the vault's segments; named after the run directory, so that sweeping finds it."""
     return SEGMENT_ROOT / f"everstep-{os.getuid()}" / run_dir.name
-
-
-def _make(state_dir: Path, job: str) -> tuple[Path, int]:
-    run_dir = Path(tempfile.mkdtemp(prefix="run-", dir=state_dir))
-    lock = _open_lock(run_dir / "lock")
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    (run_dir / "job").write_text(job)
-    return run_dir, lock
 
 
 def _take_over(state_dir: Path, job: str) -> tuple[Path, int] | None:
@@ -136,10 +126,10 @@ def _take_over(state_dir: Path, job: str) -> tuple[Path, int] | None:
             continue
         if found is None and _holds_job(left, job):
             found = left, lock
-            continue
-        if not is_locked(segment_dir(left)):
-            _remove(left)
-        os.close(lock)
+        else:
+            if not is_locked(segment_dir(left)):
+                _remove(left)
+            os.close(lock)
     return found
 
 
@@ -154,10 +144,11 @@ def _holds_job(run_dir: Path, job: str) -> bool:
 def _end_services(run_dir: Path) -> None:
     """End the previous launcher's services; they end by themselves, the agent before its vault is taken over."""
     for ready_file in (run_dir / "agent" / "agent.json", run_dir / "controller.json"):
-        pid = _pid_in(ready_file)
-        if not _wait_for_exit(pid, run_dir):
-            log.warning("process %d of the previous launcher did not end within %g s; killing it", pid, EXIT_WAIT_S)
-            _kill(pid, run_dir)
+        ready = _read_ready(ready_file)
+        if ready is not None and not _wait_for_exit(ready.pid, run_dir):
+            message = "process %d of the previous launcher did not end within %g s; killing it"
+            log.warning(message, ready.pid, EXIT_WAIT_S)
+            _kill(ready.pid, run_dir)
     for _ in range(int(EXIT_WAIT_S / POLL_S)):  # an agent that just restarted has not written its pid yet
         if not is_locked(run_dir / "agent", "agent.lock"):
             return
@@ -176,25 +167,27 @@ def _kill(pid: int, run_dir: Path) -> None:
 def _wait_for_exit(pid: int, run_dir: Path) -> bool:
     """Return whether the process that was started for ``run_dir`` has ended, or ends in time."""
     try:
-        descriptor = os.pidfd_open(pid) if pid > 0 else -1
-    except ProcessLookupError:
-        return True
-    if descriptor < 0:
-        return True
-    try:
-        is_other = os.fsencode(run_dir) not in Path(f"/proc/{pid}/cmdline").read_bytes()  # the pid was reused
-        return is_other or bool(select.select([descriptor], [], [], EXIT_WAIT_S)[0])
+        descriptor = os.pidfd_open(pid)
+        try:
+            is_other = os.fsencode(run_dir) not in Path(f"/proc/{pid}/cmdline").read_bytes()  # the pid was reused
+            return is_other or bool(select.select([descriptor], [], [], EXIT_WAIT_S)[0])
+        finally:
+            os.close(descriptor)
     except (FileNotFoundError, ProcessLookupError):
         return True
-    finally:
-        os.close(descriptor)
 
 
-def _pid_in(ready_file: Path) -> int:
-    try:
-        return int(json.loads(ready_file.read_text())["pid"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return 0
+class ReadyFile(msgspec.Struct, frozen=True):
+    """What a service writes once it is ready."""
+
+    pid: Pid
+    address: str = ""  # where the controller listens
+
+
+def _read_ready(file: Path) -> ReadyFile | None:
+    with contextlib.suppress(OSError, *DECODE_ERRORS):
+        return msgspec.json.decode(file.read_bytes(), type=ReadyFile)
+    return None
 
 
 def _open_lock(path: Path) -> int:
@@ -292,13 +285,13 @@ class PrivateServices:
             raise ConfigurationError(
                 f"cannot keep logs and services in {self._state_dir}: {error}; give another --state-dir"
             ) from error
+        self._url = network.controller or ""
         if network.listen is not None:
-            controller = PrivateService(
-                "controller", logs / f"{self._name}.controller.log", run_dir / "controller.json", self._clock
-            )
+            listen, log_file = network.listen, logs / f"{self._name}.controller.log"
+            controller = PrivateService("controller", log_file, run_dir / "controller.json", self._clock)
             self._services.append(controller)
-            address = await self._start_controller(controller, network.listen, run_dir)
-        self._url = network.controller or f"http://{address}"
+            address = await controller.start(lambda last: _controller_command(run_dir, last or listen, network))
+            self._url = self._url or f"http://{address}"
         self._log_addresses(run_dir)
         agent = PrivateService("agent", logs / f"{self._name}.agent.log", run_dir / "agent" / "agent.json", self._clock)
         self._services.append(agent)
@@ -308,18 +301,13 @@ class PrivateServices:
 
     async def summary(self) -> list[str]:
         """Return lines for people that summarize the job; empty if there is no controller to ask."""
-        if self._run_directory is None or not self._serves:
-            return []
-        detail = await read_detail(self._client(), self._name)
+        detail = await _ask(lambda: self._client().get(path("jobs", self._name), JobDetail)) if self._serves else None
         return [] if detail is None else summary(detail)
 
     async def stop_job(self, reason: str) -> None:
         """Order the end of the job, since this launcher's controller is about to end; other launchers are told."""
-        await _ask(
-            lambda: self._client().post(
-                path("jobs", self._name, "stop"), ReasonOnlyRequest(reason=reason), ChangeResult
-            )
-        )
+        order, request = path("jobs", self._name, "stop"), ReasonOnlyRequest(reason=reason)
+        await _ask(lambda: self._client().post(order, request, ChangeResult))
 
     async def wait_for_other_nodes(self) -> None:
         """Wait until the other nodes' agents have left, which know of the job's end then; END_NOTICE_WAIT_S at most."""
@@ -354,29 +342,16 @@ class PrivateServices:
         else:
             place.remove()
 
-    async def _start_controller(self, service: PrivateService, listen: str, run_dir: Path) -> str:
-        def command(last: Mapping[str, object] | None) -> list[str]:
-            return _controller_command(run_dir, str(last["address"]) if last is not None else listen, self._network)
-
-        return str((await service.start(command))["address"])
-
     def _log_addresses(self, run_dir: Path) -> None:
         """Log how to ask the controller; the link for a browser has a token in it, and is for loopback only."""
-        token = run_dir / "operator.token"
+        token, authority = run_dir / "operator.token", ""
         if self._network.controller is not None:
             if self._network.listen is not None:
                 log.info("this is the first node of job %s: its controller listens at %s", self._name, self._url)
             authority = f"EVERSTEP_CA_FILE={run_dir / AUTHORITY_FILE} "
-        else:
-            authority = ""
-        log.info(
-            "to inspect the job: EVERSTEP_CONTROLLER=%s %sEVERSTEP_TOKEN_FILE=%s everstep status",
-            self._url,
-            authority,
-            token,
-        )
-        if self._network.controller is None:
-            # The token ends with this run, and reaches only the loopback interface.
+        message = "to inspect the job: EVERSTEP_CONTROLLER=%s %sEVERSTEP_TOKEN_FILE=%s everstep status"
+        log.info(message, self._url, authority, token)
+        if self._network.controller is None:  # the token ends with this run
             link = urlencode({"token": token.read_text().strip(), "to": f"/job/{self._name}"})
             log.info("to watch in a browser: %s/#%s", self._url, link)
 
@@ -392,15 +367,15 @@ class PrivateService:
         self._process: subprocess.Popen[bytes] | None = None
         self._watch: asyncio.Task[None] | None = None
 
-    async def start(self, command: Callable[[Mapping[str, object] | None], list[str]]) -> Mapping[str, object]:
-        """Start the service and supervise it; return the content of its ready file.
+    async def start(self, command: Callable[[str], list[str]]) -> str:
+        """Start the service and supervise it; return the address in its ready file.
 
-        ``command`` makes the command line from the ready file's previous content (None at first). Raises Unavailable,
-        with the end of the log, if the service does not start.
+        ``command`` makes the command line from the service's last address ("" at first). Raises Unavailable, with the
+        end of the log, if the service does not start.
         """
-        ready = await self._launch(command(None))
-        self._watch = asyncio.create_task(self._supervise(command, ready), name=f"keep {self._name}")
-        return ready
+        address = await self._launch(command(""))
+        self._watch = asyncio.create_task(self._supervise(command, address), name=f"keep {self._name}")
+        return address
 
     async def end(self) -> None:
         """End the service with SIGTERM, and its process group with SIGKILL if that is not enough."""
@@ -421,7 +396,7 @@ class PrivateService:
                 os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
-    async def _launch(self, command: list[str]) -> Mapping[str, object]:
+    async def _launch(self, command: list[str]) -> str:
         """Start the service until it is ready; restart it if it is killed meanwhile."""
         for _ in range(MAX_EARLY_KILLS):
             try:
@@ -433,19 +408,19 @@ class PrivateService:
                 log.warning("%s", error)
         return await self._launch_once(command)
 
-    async def _launch_once(self, command: list[str]) -> Mapping[str, object]:
+    async def _launch_once(self, command: list[str]) -> str:
         try:
             process = self._process = self._begin(command)
         except OSError as error:
             raise Unavailable(f"the private {self._name} cannot be started: {error}") from error
         deadline = self._clock.monotonic() + START_WAIT_S
-        while (ready := self._read_ready(process.pid)) is None:
+        while (ready := _read_ready(self._ready_file)) is None or ready.pid != process.pid:
             if process.poll() is not None:
                 raise Unavailable(self._failure(f"ended with status {process.returncode} while starting"))
             if self._clock.monotonic() > deadline:
                 raise Unavailable(self._failure(f"was not ready within {START_WAIT_S:g} s"))
             await asyncio.sleep(POLL_S)
-        return ready
+        return ready.address
 
     def _begin(self, command: list[str]) -> subprocess.Popen[bytes]:
         self._ready_file.unlink(missing_ok=True)
@@ -464,16 +439,7 @@ class PrivateService:
         finally:
             os.close(descriptor)
 
-    def _read_ready(self, pid: int) -> Mapping[str, object] | None:
-        try:
-            ready: dict[str, object] = json.loads(self._ready_file.read_text())
-        except FileNotFoundError:
-            return None
-        return ready if ready.get("pid") == pid else None
-
-    async def _supervise(
-        self, command: Callable[[Mapping[str, object] | None], list[str]], ready: Mapping[str, object]
-    ) -> None:
+    async def _supervise(self, command: Callable[[str], list[str]], address: str) -> None:
         ends: deque[float] = deque(maxlen=MAX_RESTARTS + 1)
         while True:
             process = self._process
@@ -482,14 +448,12 @@ class PrivateService:
             ends.append(self._clock.monotonic())
             place = f"(log: {self._log_file})"
             if len(ends) > MAX_RESTARTS and ends[-1] - ends[0] < RESTART_WINDOW_S:
-                message = (
-                    "the private %s ended %d times within %g s, last with status %s; training continues without it %s"
-                )
-                log.error(message, self._name, len(ends), RESTART_WINDOW_S, status, place)
+                often = f"{len(ends)} times within {RESTART_WINDOW_S:g} s, last with status {status}"
+                log.error("the private %s ended %s; training continues without it %s", self._name, often, place)
                 return
             log.warning("the private %s ended with status %s; restarting it %s", self._name, status, place)
             try:
-                ready = await self._launch(command(ready))
+                address = await self._launch(command(address))
             except Unavailable as error:
                 log.error("%s", error)
                 return
@@ -528,13 +492,10 @@ def _agent_command(run_dir: Path, controller: str, linger_s: float | None, netwo
 
 
 def _check_installed() -> None:
-    lacking = {
-        extra: missing
-        for extra, names in REQUIRED_MODULES.items()
-        if (missing := [name for name in names if not _installed(name)])
-    }
+    missing = {extra: [name for name in names if not _installed(name)] for extra, names in REQUIRED_MODULES.items()}
+    lacking = {extra: names for extra, names in missing.items() if names}
     if lacking:
-        described = "; ".join(f"the {extra} lacks {', '.join(missing)}" for extra, missing in lacking.items())
+        described = "; ".join(f"the {extra} lacks {', '.join(names)}" for extra, names in lacking.items())
         raise ConfigurationError(
             "no agent was given (--agent-socket) or found, and a private controller and agent cannot be started: "
             f"{described}. Install them with: pip install 'everstep[{','.join(sorted(lacking))}]'"
@@ -560,11 +521,6 @@ MAX_LISTED_RECOVERIES = 20
 """Recoveries that are listed, the newest; all that the controller knows are counted."""
 MAX_REASON_CHARS = 160
 """Characters of a recovery's sentence."""
-
-
-async def read_detail(client: ControllerClient, job: str) -> JobDetail | None:
-    """Ask a controller about a job; return None if it does not answer or does not know the job."""
-    return await _ask(lambda: client.get(path("jobs", job), JobDetail))
 
 
 async def _ask(request: Callable[[], T]) -> T | None:

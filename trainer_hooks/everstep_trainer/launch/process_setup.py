@@ -55,11 +55,16 @@ def notices_blocked() -> Iterator[None]:
 
 def has_signal_handler(pid: int, number: int) -> bool:
     """Return whether a process has a handler for a signal; False if it is gone."""
+    return bool(int(_status_field(pid, "SigCgt"), 16) >> (number - 1) & 1)
+
+
+def _status_field(pid: int, name: str) -> str:
+    """Return a number in /proc/PID/status; "0" if the process is gone."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("SigCgt:"):
-                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
-    return False
+            if line.startswith(name):
+                return line.split()[1]
+    return "0"
 
 
 def signal_group(pid: int, number: int) -> None:
@@ -105,23 +110,18 @@ def warm_up_torch() -> None:
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
 MMAP_THRESHOLD_BYTES = 32 << 20
 """glibc's own bound (HEAP_MAX_SIZE / 2): larger blocks are always their own mappings."""
-MAX_RETAINED_HEAP_BYTES = 4 << 30
 TOUCH_PIECE_BYTES = 16 << 20
 TOUCH_STEP_BYTES = 64 << 20
 MAX_TOUCH_BYTES = 1 << 30
 """Most memory that a standby touches in advance: it costs memory while nobody needs it."""
 
 
-def keep_freed_memory() -> bool:
-    """Let malloc keep freed memory, up to 4 GiB. Return False if the C library has no mallopt."""
-    if not hasattr(_libc, "mallopt"):
-        return False
-    settings = (
-        (M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES),
-        (M_TRIM_THRESHOLD, min(MAX_RETAINED_HEAP_BYTES, 2**31 - 1)),
-        (M_TOP_PAD, TOUCH_PIECE_BYTES),
-    )
-    return all(_libc.mallopt(name, value) for name, value in settings)
+def keep_freed_memory() -> None:
+    """Let malloc keep freed memory, up to 2 GiB, if the C library has mallopt."""
+    if hasattr(_libc, "mallopt"):
+        _libc.mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
+        _libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+        _libc.mallopt(M_TOP_PAD, TOUCH_PIECE_BYTES)
 
 
 def pretouch_heap(nbytes: int) -> int:
@@ -129,27 +129,21 @@ def pretouch_heap(nbytes: int) -> int:
 
     The memory comes from the heap that the main thread's tensors will use, and goes back to it.
     """
-    library = ctypes.CDLL(None)
-    library.malloc.restype = ctypes.c_void_p
-    library.malloc.argtypes = [ctypes.c_size_t]
-    library.free.argtypes = [ctypes.c_void_p]
-    pieces = [library.malloc(TOUCH_PIECE_BYTES) for _ in range(min(nbytes, MAX_TOUCH_BYTES) // TOUCH_PIECE_BYTES)]
+    _libc.malloc.restype = ctypes.c_void_p
+    _libc.malloc.argtypes = [ctypes.c_size_t]
+    _libc.free.argtypes = [ctypes.c_void_p]
+    count = min(nbytes, MAX_TOUCH_BYTES) // TOUCH_PIECE_BYTES
+    pieces = [piece for piece in (_libc.malloc(TOUCH_PIECE_BYTES) for _ in range(count)) if piece]
     for piece in pieces:
-        if piece:
-            ctypes.memset(piece, 0, TOUCH_PIECE_BYTES)
+        ctypes.memset(piece, 0, TOUCH_PIECE_BYTES)
     for piece in reversed(pieces):
-        if piece:
-            library.free(piece)
-    return sum(TOUCH_PIECE_BYTES for piece in pieces if piece)
+        _libc.free(piece)
+    return len(pieces) * TOUCH_PIECE_BYTES
 
 
 def anonymous_bytes(pid: int | None = None) -> int:
     """Return the resident anonymous memory of a process; 0 if it is gone."""
-    try:
-        lines = Path("/proc", str(pid or os.getpid()), "status").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon")), 0)
+    return int(_status_field(pid or os.getpid(), "RssAnon")) * 1024
 
 
 def largest_rank_bytes() -> int:

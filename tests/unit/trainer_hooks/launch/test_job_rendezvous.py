@@ -165,7 +165,7 @@ def test_own_host_name_is_served_on_all_interfaces(
     """Debian's hosts file gives a host's own name a loopback address, where other nodes cannot connect."""
     monkeypatch.setattr(Endpoint, "resolve", lambda self: ["127.0.1.1"])
     monkeypatch.setattr(job_rendezvous, "_by_name", lambda: "127.0.1.1")
-    monkeypatch.setattr(job_rendezvous, "_by_route", lambda: "192.0.2.9")
+    monkeypatch.setattr(job_rendezvous, "_source_address", lambda host, port: "192.0.2.9")
     port = free_port()
     network = meet(options(f"node1:{port}", job_secret_file=str(secret_file), node_rank=0), tmp_path, stack)
     assert (network.listen, network.address, network.preset) == (f"0.0.0.0:{port}", "192.0.2.9", "production")

@@ -33,7 +33,7 @@ def test_several_nodes_use_a_reachable_rendezvous_address(
     monkeypatch: pytest.MonkeyPatch, by_name: str | None, by_route: str | None, expected: str
 ) -> None:
     monkeypatch.setattr(job_rendezvous, "_by_name", lambda: by_name)
-    monkeypatch.setattr(job_rendezvous, "_by_route", lambda: by_route)
+    monkeypatch.setattr(job_rendezvous, "_source_address", lambda host, port: by_route)
     assert rendezvous_host(None, several_nodes=True) == expected
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from everstep_trainer.launch.private_services import MAX_LISTED_RECOVERIES, read_detail, summary
+from everstep_trainer.launch.private_services import MAX_LISTED_RECOVERIES, _ask, summary
 
 from everstep.cli.client import ControllerClient
 from everstep.vocabulary import GenerationReason, JobState
@@ -49,4 +49,4 @@ def test_long_reason_is_cut() -> None:
 
 def test_unresponsive_controller_costs_only_the_summary() -> None:
     client = ControllerClient("http://127.0.0.1:9", "a.token")
-    assert asyncio.run(read_detail(client, "llama")) is None
+    assert asyncio.run(_ask(lambda: client.get("/v1/jobs/llama", JobDetail))) is None
