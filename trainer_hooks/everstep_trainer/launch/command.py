@@ -111,9 +111,8 @@ async def _run(options: LaunchOptions) -> LauncherOutcome:
         work.cancel()
 
     for number in ENDING_SIGNALS:
-        if signal.getsignal(number) is signal.SIG_IGN:
-            continue  # nohup asked for this
-        loop.add_signal_handler(number, end, number)
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup asks for that
+            loop.add_signal_handler(number, end, number)
     try:
         return await work
     except asyncio.CancelledError:

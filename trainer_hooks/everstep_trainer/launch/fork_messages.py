@@ -21,17 +21,13 @@ from everstep.errors import DECODE_ERRORS, MalformedMessage
 class Fork(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """To the fork server: fork a child that calls ``target`` (``module:function``).
 
-    The function receives the tuple of accompanying descriptors, and ``arguments`` by keyword.
-
-    Attributes:
-        serial: The launcher's number for this child.
-        environment: Changes to the fork server's own environment; None removes a name.
+    The function gets the accompanying descriptors as a tuple, and ``arguments`` by keyword.
     """
 
-    serial: int
+    serial: int  # the launcher's number for this child
     target: str
     arguments: dict[str, Any] = {}
-    environment: dict[str, str | None] = {}
+    environment: dict[str, str | None] = {}  # changes to the fork server's own; None removes a name
 
 
 class Signal(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -1,12 +1,12 @@
 """Fork workers in milliseconds from a process that has imported torch: the zygote and its fork server.
 
-``python -m everstep_trainer.launch.forkserver --orders FD --parent PID`` is the zygote. It imports torch once, and then
-forks a fork server, which shares its memory, for each ``Serve`` from the launcher. A dead fork server is therefore
-replaced in milliseconds, without another import. If the zygote dies, the kernel kills its fork server.
+The zygote imports torch once, and then forks a fork server, which shares its memory, for each ``StartForkServer`` from
+the launcher. A dead fork server is therefore replaced in milliseconds, without another import. If the zygote dies, the
+kernel kills its fork server.
 
-Launcher and fork server exchange ``everstep_trainer.launch.fork_messages`` over a socket pair. The fork server reports
-a child's death at once. When the launcher is gone it kills its children, waits for their end and exits. If the fork
-server itself dies, the kernel kills its children.
+Launcher and fork server exchange ``fork_messages`` over a socket pair. The fork server reports a child's death at once.
+When the launcher is gone it kills its children, waits for their end and exits. If the fork server itself dies, the
+kernel kills its children.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import contextlib
 import gc
 import importlib
 import os
-import selectors
+import select
 import signal
 import socket
 import sys
@@ -195,9 +195,6 @@ class ForkServer:
         self._wake, self._woken = socket.socketpair()
         self._wake.setblocking(False)
         self._woken.setblocking(False)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._control, selectors.EVENT_READ)
-        self._selector.register(self._woken, selectors.EVENT_READ)
 
     def serve(self) -> tuple[Fork, tuple[int, ...]]:
         """Serve until the launcher is gone. Returns only in a forked child, with its order and descriptors."""
@@ -205,7 +202,8 @@ class ForkServer:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGTERM, self._end)
         while True:
-            ready = {key.fileobj for key, _ in self._selector.select()}
+            channels: list[ControlChannel[ToForkServer] | socket.socket] = [self._control, self._woken]
+            ready, _, _ = select.select(channels, [], [])
             if self._woken in ready:
                 self._woken.recv(4096)
             self._reap()
@@ -242,7 +240,7 @@ class ForkServer:
         die_with_parent(server, signal.SIGKILL)
         os.setsid()
         reset_signals()
-        for opened in (self._selector, self._control, self._wake, self._woken):
+        for opened in (self._control, self._wake, self._woken):
             opened.close()
         gc.enable()
         numpy = sys.modules.get("numpy")

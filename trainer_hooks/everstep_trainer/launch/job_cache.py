@@ -21,21 +21,18 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 
-# ---- cache folder: what the processes of one job make and later ones need again, compiled code and imports
-#
-# The ranks of a node share it, and so do their replacements and the next launcher of the same job. Without it torch
-# keeps compiled code in the system's temporary directory, in a folder whose name anybody can guess.
-
 log = logging.getLogger(__name__)
 
-USED_MARKER = "used"
-"""A file in each folder, touched when a launcher begins to use it."""
+USED_MARKER = "used"  # a file in each folder, touched when a launcher begins to use it
 UNUSED_DAYS = 30
-"""After this time without a launcher of its job, the next launcher of any job removes the folder."""
+"""After this time without a new launcher of its job, the next launcher of any job removes the folder."""
 
 
 def cache_environment(state_dir: Path, name: str, environ: Mapping[str, str]) -> dict[str, str]:
     """Make a job's folder, and return the variables by which ranks find it; empty if it cannot be made.
+
+    The ranks of a node share it with their replacements and the next launcher of the job. Without it torch keeps
+    compiled code in the system's temporary directory, in a folder whose name anybody can guess.
 
     Variables of torch or Triton that ``environ`` sets already stay as they are. The folder is ``cache/NAME`` in
     ``state_dir``, for this user alone (mode 0700); ``name`` is the job's, or its script's if that was generated.
@@ -48,7 +45,10 @@ def cache_environment(state_dir: Path, name: str, environ: Mapping[str, str]) ->
         if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o022:  # code is loaded from it
             raise PermissionError(f"{folder} is writable for another user; remove it, or set --state-dir")
         (folder / USED_MARKER).touch()
-        _sweep(folder.parent, (folder / USED_MARKER).stat().st_mtime)
+        unused_since = (folder / USED_MARKER).stat().st_mtime - UNUSED_DAYS * 86_400
+        for used in folder.parent.glob(f"*/{USED_MARKER}"):
+            if used.stat().st_mtime < unused_since:
+                shutil.rmtree(used.parent, ignore_errors=True)
     except OSError as error:
         log.warning("compiled code and imports are not cached for this job: %s", error)
         return {}
@@ -60,13 +60,6 @@ def cache_environment(state_dir: Path, name: str, environ: Mapping[str, str]) ->
     if "TORCHINDUCTOR_CACHE_DIR" not in environ:  # otherwise inductor's Triton cache is inside its own folder
         wanted["TRITON_CACHE_DIR"] = str(folder / "triton")
     return {CACHE_VARIABLE: str(folder), **{name: value for name, value in wanted.items() if name not in environ}}
-
-
-def _sweep(parent: Path, now: float) -> None:
-    """Remove folders that no launcher has used for long; a job that has run for longer compiles again."""
-    for used in parent.glob(f"*/{USED_MARKER}"):
-        if used.stat().st_mtime < now - UNUSED_DAYS * 86_400:
-            shutil.rmtree(used.parent, ignore_errors=True)
 
 
 CACHE_VARIABLE = "EVERSTEP_CACHE"

@@ -1,12 +1,9 @@
-"""Let the launchers of one job meet at an endpoint, where no agent or controller stands.
+"""Let the launchers of one job meet at an endpoint, where no agent or controller stands (decision 0076).
 
 The first node's launcher runs the job's private controller at the endpoint; every node's launcher runs a private agent
-that connects to it. All of them hold the same job secret, and derive from it
-
-- the secret under which agents' tokens are minted, so that the controller knows its agents, and
-- the key of a certificate authority, which signs the controller's certificate, so that agents know the controller.
-
-So nothing has to be enrolled or exchanged first, and the secret itself never crosses the network (decision 0076).
+that connects to it. All of them hold the same job secret. From it they derive the secret that mints agents' tokens, so
+that the controller knows its agents, and the key of an authority that signs the controller's certificate, so that
+agents know the controller. Nothing has to be enrolled first, and the secret itself never crosses the network.
 """
 
 from __future__ import annotations
@@ -39,8 +36,7 @@ from everstep.ids import check_name
 from everstep_trainer.launch.options import LaunchOptions
 
 LOOPBACK = "127.0.0.1"
-DEFAULT_PORT = 29400
-"""torchrun's port of an endpoint without one."""
+DEFAULT_PORT = 29400  # torchrun's, of an endpoint without one
 MIN_SECRET_CHARACTERS = 32
 MAX_SECRET_BYTES = 4096
 HOW_TO_MAKE_ONE = "`(umask 077; openssl rand -hex 32 > FILE)`, the same file on every node, and --job-secret-file FILE"
@@ -48,10 +44,8 @@ AUTHORITY_FILE = "authority.pem"
 CERTIFICATE_FILE = "controller.pem"
 KEY_FILE = "controller.key"
 GLOO_INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
-_SIOCGIFADDR = 0x8915
-"""Request for an interface's IPv4 address (netdevice(7))."""
-_CERTIFICATE_DAYS = 3650
-"""Longer than any job: the certificates end with the job's directory."""
+_SIOCGIFADDR = 0x8915  # request for an interface's IPv4 address (netdevice(7))
+_CERTIFICATE_DAYS = 3650  # longer than any job: the certificates end with the job's directory
 
 
 # ---- endpoint
@@ -71,9 +65,8 @@ class Endpoint(msgspec.Struct, frozen=True):
             host, port = text, str(DEFAULT_PORT)
         host = host.removeprefix("[").removesuffix("]")
         if not re.fullmatch(r"[A-Za-z0-9._:-]+", host) or not port.isdigit() or not 0 < int(port) <= 65535:
-            raise ConfigurationError(
-                f"--rdzv-endpoint {text}: expected HOST:PORT of the first node, such as node1:29400"
-            )
+            message = f"--rdzv-endpoint {text}: expected HOST:PORT of the first node, such as node1:29400"
+            raise ConfigurationError(message)
         return cls(host, int(port))
 
     def __str__(self) -> str:
@@ -216,19 +209,16 @@ def collective_environment(address: str, environ: Mapping[str, str]) -> dict[str
 def read_job_secret(path: Path) -> bytes:
     """Return the secret in a file. Raises ConfigurationError if it is missing, too short or readable by others."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        with path.open("rb") as file:
+            mode, secret = stat.S_IMODE(os.fstat(file.fileno()).st_mode), file.read(MAX_SECRET_BYTES).strip()
     except OSError as error:
+        message = f"cannot read the job secret {path}: {error.strerror}; make one: {HOW_TO_MAKE_ONE}"
+        raise ConfigurationError(message) from error
+    if mode & 0o077:
         raise ConfigurationError(
-            f"cannot read the job secret {path}: {error.strerror}; make one: {HOW_TO_MAKE_ONE}"
-        ) from error
-    with os.fdopen(descriptor, "rb") as file:
-        mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-        if mode & 0o077:
-            raise ConfigurationError(
-                f"the job secret {path} can be read by other users (mode {mode:04o}): run `chmod 600 {path}`, and make "
-                "a new secret if somebody may have read it"
-            )
-        secret = file.read(MAX_SECRET_BYTES).strip()
+            f"the job secret {path} can be read by other users (mode {mode:04o}): run `chmod 600 {path}`, and make a "
+            "new secret if somebody may have read it"
+        )
     if len(secret) < MIN_SECRET_CHARACTERS:
         raise ConfigurationError(
             f"the job secret in {path} has {len(secret)} characters, and needs {MIN_SECRET_CHARACTERS}: make another "
@@ -273,8 +263,7 @@ def write_private(path: Path, text: str) -> None:
 
 # ---- certificates, made by the openssl program
 
-_GROUP_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
-"""Order of the group of P-256."""
+_GROUP_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551  # of P-256
 _KEY_BEFORE, _KEY_AFTER = bytes.fromhex("30310201010420"), bytes.fromhex("a00a06082a8648ce3d030107")
 """DER of an ECPrivateKey (RFC 5915) on P-256 around its 32 bytes."""
 _OPENSSL_CONFIGURATION = """\
@@ -351,27 +340,16 @@ def _openssl(*arguments: str) -> None:
 
 
 class ServiceNetwork(msgspec.Struct, frozen=True, kw_only=True):
-    """How the private services of one launcher are reached, and what proves them to each other.
-
-    Attributes:
-        node: Name of this node.
-        address: This node's own address, for the vaults and ranks of other nodes.
-        controller: URL of the controller on the first node; None if it is this launcher's own, without TLS.
-        listen: Where this launcher's controller listens; None if another node has it.
-        preset: Preset of the controller.
-        secret: The secret that mints tokens.
-        authority_seed: Of the certificate authority; None without TLS.
-        names: Names and addresses by which other nodes may know the controller.
-    """
+    """How the private services of one launcher are reached, and what proves them to each other."""
 
     node: str = "local"
-    address: str = LOOPBACK
-    controller: str | None = None
-    listen: str | None = f"{LOOPBACK}:0"
+    address: str = LOOPBACK  # this node's own, for the vaults and ranks of other nodes
+    controller: str | None = None  # URL of the one on the first node; None if it is this launcher's own, without TLS
+    listen: str | None = f"{LOOPBACK}:0"  # where this launcher's controller listens; None if another node has it
     preset: Literal["lab", "production"] = "lab"
-    secret: str = msgspec.field(default_factory=lambda: secrets.token_hex(32))
-    authority_seed: bytes | None = None
-    names: tuple[str, ...] = ()
+    secret: str = msgspec.field(default_factory=lambda: secrets.token_hex(32))  # mints tokens
+    authority_seed: bytes | None = None  # of the certificate authority; None without TLS
+    names: tuple[str, ...] = ()  # by which other nodes may know the controller: host names and addresses
 
     def __repr__(self) -> str:
         return f"ServiceNetwork(node={self.node!r}, controller={self.controller!r}, listen={self.listen!r})"
@@ -396,9 +374,8 @@ def meet(
 ) -> ServiceNetwork:
     """Return the network of a launcher with ``--rdzv-endpoint``; ``stack`` holds its claim to be the first node.
 
-    Raises:
-        ConfigurationError: The endpoint, the secret or the node's name cannot be used.
-        Unavailable: The endpoint's host is unknown.
+    Raises ConfigurationError if the endpoint, the secret or the node's name cannot be used, Unavailable if the
+    endpoint's host is unknown.
     """
     assert options.rdzv_endpoint is not None
     endpoint = Endpoint.parse(options.rdzv_endpoint)
@@ -449,13 +426,10 @@ def _node_name(options: LaunchOptions, endpoint: Endpoint, *, is_first: bool) ->
 
 # ---- watch over the first node
 
-JOIN_TIMEOUT_S = 600.0
-"""Longest wait for the first node's first answer. torchrun waits as long."""
+JOIN_TIMEOUT_S = 600.0  # longest wait for the first node's first answer; torchrun waits as long
 CERTIFICATE_TIMEOUT_S = 30.0
-"""Seconds for which a controller with a foreign certificate may answer at the endpoint, such as an earlier job's that
-is ending."""
-FIRST_PROBE_INTERVAL_S = 0.2
-"""Until the first answer, so that it comes before the job begins: from then on, the shorter wait is right."""
+"""Seconds for which a controller with a foreign certificate may answer, such as an earlier job's that is ending."""
+FIRST_PROBE_INTERVAL_S = 0.2  # until the first answer, so that it comes before the job begins
 PROBE_INTERVAL_S = 2.0
 PROBE_TIMEOUT_S = 5.0
 

@@ -24,7 +24,13 @@ from everstep.wire.v1.training import JobSpec, LauncherJoined
 from everstep_trainer.launch.agent_link import Directive, LauncherLink
 from everstep_trainer.launch.fork_client import ForkServerLost
 from everstep_trainer.launch.fork_messages import Exited, Forked, ForkServerReady
-from everstep_trainer.launch.job_rendezvous import collective_environment, meet, rendezvous_host, watch_first_node
+from everstep_trainer.launch.job_rendezvous import (
+    Endpoint,
+    collective_environment,
+    meet,
+    rendezvous_host,
+    watch_first_node,
+)
 from everstep_trainer.launch.options import LaunchOptions
 from everstep_trainer.launch.private_services import PrivateServices, resolve_state_dir
 from everstep_trainer.launch.process_setup import NOTICE_SIGNALS
@@ -234,14 +240,19 @@ class Launcher:
                 return self._handle_fork_server_loss()
             case WorkerReachedMain():
                 outcome = self._carry_out(self._pool.handle_reached_main(event.serial))
-                self._offer_node()
+                # Join once all ranks here could begin: a spare that is still importing would delay everybody.
+                if self._link_task is None and self._pool.is_ready:
+                    self._link_task = asyncio.create_task(self._link.run(), name="agent link")
                 return outcome
             case StandbyDue():
                 return self._carry_out(self._pool.handle_standby_due()) if self._stopping is None else None
             case NewGeneration():
                 return self._handle_generation(event)
             case KillRank():
-                self._kill(event)
+                serial = self._pool.worker_to_kill(event.local_rank, event.generation)
+                if event.job == self._options.job and serial is not None:
+                    log.warning("killing local rank %d: %s", event.local_rank, event.reason)
+                    self._processes.signal([serial], signal.SIGKILL)
             case StopJob():
                 return self._stop(LauncherOutcome(0 if event.ok else 1, event.reason))
             case LauncherOutcome():
@@ -314,12 +325,6 @@ class Launcher:
         local_ranks, now = frozenset(self._global_ranks), self._clock.monotonic()
         return self._carry_out(self._pool.handle_generation(spec.number, local_ranks, now))
 
-    def _kill(self, directive: KillRank) -> None:
-        serial = self._pool.worker_to_kill(directive.local_rank, directive.generation)
-        if directive.job == self._options.job and serial is not None:
-            log.warning("killing local rank %d: %s", directive.local_rank, directive.reason)
-            self._processes.signal([serial], signal.SIGKILL)
-
     def _stop(self, outcome: LauncherOutcome) -> LauncherOutcome | None:
         """Handle the job's end. If it succeeded, ranks may finish what follows training in the script."""
         self.is_job_over = True
@@ -352,20 +357,14 @@ class Launcher:
         self._await_job_end(event.ended, event.waits + 1)
         return None
 
-    def _offer_node(self) -> None:
-        """Join the job once all ranks here could begin: a spare that is still importing would delay everybody."""
-        if self._link_task is None and self._pool.is_ready:
-            self._link_task = asyncio.create_task(self._link.run(), name="agent link")
-
     def _make_joined(self) -> LauncherJoined:
         self._joins += 1
-        host, port = self._processes.address
         return LauncherJoined(
             job=self._options.job,
             at=self._clock.wall(),
             spec=self._spec,
             launcher=self._incarnation,
-            store=f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
+            store=str(Endpoint(*self._processes.address)),
             generation=self._pool.generation,
         )
 

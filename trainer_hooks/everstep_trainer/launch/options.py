@@ -17,25 +17,6 @@ from everstep.ids import check_name, storage_url_error
 from everstep.settings import Program
 from everstep.wire.v1.training import JobSpec, SpillPlan
 
-# ---- number of ranks for ``gpu`` or ``auto``
-#
-# Counting may initialize CUDA, so it happens in a child of the fork server that does nothing else.
-
-
-def write_rank_count(descriptors: tuple[int, ...], *, kind: str) -> None:
-    """Write the number of ranks for ``gpu``, ``cpu`` or ``auto`` to the descriptor, as decimal text (gpu may be 0)."""
-    (answer,) = descriptors
-    os.write(answer, str(count_ranks(kind)).encode())
-
-
-def count_ranks(kind: str) -> int:
-    """Return the CUDA devices for ``gpu``, the cores for ``cpu``, devices or else cores for ``auto``, as torchrun."""
-    import torch
-
-    devices = torch.cuda.device_count() if kind in ("gpu", "auto") else 0
-    return devices if kind == "gpu" or devices else os.cpu_count() or 1
-
-
 # ---- flags: torchrun's and Everstep's own
 #
 # Every flag of torchrun is accepted in both of its spellings, so that command lines can be reused. As with torchrun,
@@ -65,21 +46,10 @@ IGNORED_FLAGS = {
 """torchrun's flags that are accepted without effect, with the reason that is printed."""
 IGNORED_SWITCHES = frozenset({"run_path", "virtual_local_rank"})
 """Ignored flags that take no value."""
-
-
-DEFAULT_LINGER_S = 600.0
-"""Long enough for a scheduler or a person to restart a killed launcher."""
-
-_NOT_NEGATIVE = (
-    "max_restarts",
-    "standbys",
-    "standby_delay_s",
-    "digest_interval",
-    "user_retries",
-    "join_wait_s",
-    "grace_s",
-    "node_rank",
-)
+DEFAULT_LINGER_S = 600.0  # long enough for a scheduler or a person to restart a killed launcher
+_NOT_NEGATIVE = """
+    max_restarts standbys standby_delay_s digest_interval user_retries join_wait_s grace_s node_rank
+"""
 
 
 class LaunchSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -175,18 +145,10 @@ class LaunchSettings(msgspec.Struct, frozen=True, kw_only=True):
         return int(match[1]), int(match[2] or match[1])
 
 
-TORCHRUN_SETTINGS = (
-    "nnodes",
-    "nproc_per_node",
-    "rdzv_endpoint",
-    "node_rank",
-    "standalone",
-    "max_restarts",
-    "local_addr",
-    "log_dir",
-    "tee",
-    "module",
-)
+_AS_IN_TORCHRUN = """
+    nnodes nproc_per_node rdzv_endpoint node_rank standalone max_restarts local_addr log_dir tee module
+"""
+TORCHRUN_SETTINGS = tuple(_AS_IN_TORCHRUN.split())
 """Settings that have torchrun's name and meaning."""
 
 PROGRAM = Program(
@@ -267,7 +229,7 @@ class LaunchOptions(LaunchSettings, frozen=True, kw_only=True):
         for name in self.preload:
             if not all(part.isidentifier() for part in name.split(".")):
                 yield f"--preload {name}: expected names of modules, such as transformers,datasets"
-        for name in _NOT_NEGATIVE:
+        for name in _NOT_NEGATIVE.split():
             if (getattr(self, name) or 0) < 0:
                 yield f"--{name.replace('_', '-')} cannot be negative"
         if not 1 <= self.replicas <= 8:

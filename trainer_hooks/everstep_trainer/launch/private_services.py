@@ -1,9 +1,9 @@
 """Run a controller and an agent for one launcher alone, when no agent was given or found.
 
-They live in their own directory (``run_directory``), with a secret and a token made for this run, and listen on
-loopback; where launchers of several nodes meet at an endpoint, only the first node runs the controller
-(``job_rendezvous``). They end with the launcher, and are restarted if they die earlier. If the launcher is killed, its
-vault stays for a while with the checkpoints, and the job's next launcher continues with it (decision 0036).
+They live in their own directory, with a secret and a token made for this run, and listen on loopback; where launchers
+of several nodes meet at an endpoint, only the first node runs the controller (``job_rendezvous``). They end with the
+launcher, and are restarted if they die earlier. If the launcher is killed, its vault stays for a while with the
+checkpoints, and the job's next launcher continues with it (decision 0036).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlencode
@@ -36,26 +36,25 @@ from everstep.errors import DECODE_ERRORS, ConfigurationError, EverstepError, Un
 from everstep.layout.vault_status import Pid, is_locked, read_status
 from everstep.parent_process import PARENT_VARIABLE
 from everstep.vocabulary import GenerationReason, JobState
-from everstep.wire.v1.operator import ChangeResult, GenerationRecovery, JobDetail, NodeList, ReasonOnlyRequest
+from everstep.wire.v1.operator import ChangeResult, JobDetail, NodeList, ReasonOnlyRequest
 from everstep_trainer.launch.fork_client import wait_for_exit
-from everstep_trainer.launch.job_rendezvous import AUTHORITY_FILE, CERTIFICATE_FILE, KEY_FILE, LOOPBACK, ServiceNetwork
+from everstep_trainer.launch.job_rendezvous import (
+    AUTHORITY_FILE,
+    CERTIFICATE_FILE,
+    KEY_FILE,
+    LOOPBACK,
+    Endpoint,
+    ServiceNetwork,
+)
 from everstep_trainer.launch.process_setup import notices_blocked
-
-# ---- run directory of a launcher's private services
-#
-# A launcher that ends in order removes its directory and its vault's memory. One that is killed leaves both, and its
-# vault for a while. The job's next launcher continues with them; any other launcher removes those that nobody waits
-# for.
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 SEGMENT_ROOT = Path("/dev/shm")  # noqa: S108 - shared memory is the point
-SOCKET_PATH_BYTES = 107
-"""Size of a path in sockaddr_un."""
+SOCKET_PATH_BYTES = 107  # of a path in sockaddr_un
 POLL_S = 0.02
-EXIT_WAIT_S = 15.0
-"""For processes that were asked to end or killed; freeing a vault's memory takes longest."""
+EXIT_WAIT_S = 15.0  # for processes that were asked to end or killed; freeing a vault's memory takes longest
 
 
 def resolve_state_dir(flag_value: str | None, environ: Mapping[str, str]) -> Path:
@@ -69,13 +68,15 @@ def resolve_state_dir(flag_value: str | None, environ: Mapping[str, str]) -> Pat
 class PrivateRunDirectory:
     """A directory (mode 0700) in ``state_dir``, as ``run-*``, owned by this launcher through a lock that ends with it.
 
-    The directory of the job's killed launcher is taken over if its checkpoints are still in memory. Raises
+    A launcher that is killed leaves its directory and, for a while, its vault. The job's next launcher continues with
+    them if the checkpoints are still in memory; other launchers remove those that nobody waits for. Raises
     ConfigurationError for a path too long for sockets, Unavailable if the previous launcher's services do not end.
     """
 
     def __init__(self, state_dir: Path, job: str) -> None:
         state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with _locked(state_dir / ".lock"):
+        with os.fdopen(_open_lock(state_dir / ".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
             taken = _take_over(state_dir, job)
             if taken is None:
                 self.path = Path(tempfile.mkdtemp(prefix="run-", dir=state_dir))
@@ -194,28 +195,15 @@ def _open_lock(path: Path) -> int:
     return os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
 
 
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    descriptor = _open_lock(path)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
 def _remove(run_dir: Path) -> None:
     shutil.rmtree(run_dir, ignore_errors=True)
     shutil.rmtree(segment_dir(run_dir), ignore_errors=True)
 
 
-START_WAIT_S = 60.0
-"""Longest start of a service; it takes about a second, or several on a loaded machine."""
+START_WAIT_S = 60.0  # longest start of a service; it takes about a second, or several on a loaded machine
 END_WAIT_S = 10.0
-END_NOTICE_WAIT_S = 5.0
-"""Longest wait of the first node's controller for the other nodes' agents to leave at the end of a job."""
-MAX_LOGS = 40
-"""Log files of earlier runs to keep, two per run."""
+END_NOTICE_WAIT_S = 5.0  # longest wait for the other nodes' agents to leave at the end of a job
+MAX_LOGS = 40  # log files of earlier runs to keep, two per run
 MAX_RESTARTS = 5
 RESTART_WINDOW_S = 60.0
 """Window of MAX_RESTARTS: that many unexpected ends of one service lead to a restart; one more is no coincidence."""
@@ -224,8 +212,8 @@ MAX_EARLY_KILLS = 3
 VAULT_WITHOUT_AGENT_S = 30.0
 """Longest time that the vault is without agent and ranks, if all were killed at once on a loaded machine."""
 REQUIRED_MODULES = {
-    "controller": ("everstep_controller.main", "fastapi", "uvicorn", "sqlalchemy", "alembic", "prometheus_client"),
-    "agent": ("everstep_agent.main", "pynvml", "prometheus_client"),
+    "controller": ("everstep_controller", "fastapi", "uvicorn", "sqlalchemy", "alembic", "prometheus_client"),
+    "agent": ("everstep_agent", "pynvml", "prometheus_client"),
 }
 
 
@@ -268,9 +256,8 @@ class PrivateServices:
     async def start(self) -> Path:
         """Start both; return the agent's socket once it is there.
 
-        Raises:
-            ConfigurationError: A package is missing, or the directory cannot be written.
-            Unavailable: A service does not start; the message has the end of its log.
+        Raises ConfigurationError if a package is missing or the directory cannot be written, Unavailable with the end
+        of its log if a service does not start.
         """
         _check_installed()
         logs, network = self._state_dir / "logs", self._network
@@ -409,8 +396,19 @@ class PrivateService:
         return await self._launch_once(command)
 
     async def _launch_once(self, command: list[str]) -> str:
+        flags = os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
         try:
-            process = self._process = self._begin(command)
+            self._ready_file.unlink(missing_ok=True)
+            with os.fdopen(os.open(self._log_file, flags, 0o600), "ab") as output, notices_blocked():
+                # In its own session, so that Ctrl-C in the terminal reaches only the launcher, which ends it in order.
+                process = self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
+                    start_new_session=True,
+                )
         except OSError as error:
             raise Unavailable(f"the private {self._name} cannot be started: {error}") from error
         deadline = self._clock.monotonic() + START_WAIT_S
@@ -421,23 +419,6 @@ class PrivateService:
                 raise Unavailable(self._failure(f"was not ready within {START_WAIT_S:g} s"))
             await asyncio.sleep(POLL_S)
         return ready.address
-
-    def _begin(self, command: list[str]) -> subprocess.Popen[bytes]:
-        self._ready_file.unlink(missing_ok=True)
-        descriptor = os.open(self._log_file, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        try:
-            # In its own session, so that Ctrl-C in the terminal reaches only the launcher, which ends it in order.
-            with notices_blocked():
-                return subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=descriptor,
-                    stderr=descriptor,
-                    env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
-                    start_new_session=True,
-                )
-        finally:
-            os.close(descriptor)
 
     async def _supervise(self, command: Callable[[str], list[str]], address: str) -> None:
         ends: deque[float] = deque(maxlen=MAX_RESTARTS + 1)
@@ -459,11 +440,10 @@ class PrivateService:
                 return
 
     def _failure(self, summary: str) -> str:
-        try:
+        lines: list[str] = []
+        with contextlib.suppress(OSError):
             lines = self._log_file.read_text(errors="replace").splitlines()[-15:]
-        except OSError:
-            lines = []
-        shown = "\n".join(f"  | {line}" for line in lines) or "  | (nothing)"
+        shown = "\n".join(f"  | {line}" for line in lines or ["(nothing)"])
         return f"the private {self._name} {summary}; the end of {self._log_file}:\n{shown}"
 
 
@@ -485,28 +465,22 @@ def _agent_command(run_dir: Path, controller: str, linger_s: float | None, netwo
     if network.controller is not None:
         command += ["--ca-file", str(run_dir / AUTHORITY_FILE)]
     command += ["--run-dir", str(run_dir / "agent"), "--segment-dir", str(segment_dir(run_dir))]
-    address = f"[{network.address}]" if ":" in network.address else network.address
-    command += ["--vault-listen", f"{address}:0", "--vault-survives-kill-of", "agent" if linger_s is None else "parent"]
+    command += ["--vault-listen", str(Endpoint(network.address, 0))]
+    command += ["--vault-survives-kill-of", "agent" if linger_s is None else "parent"]
     command += ["--vault-linger-s", str(VAULT_WITHOUT_AGENT_S if linger_s is None else linger_s)]
     return [*command, "--metrics-listen", f"{LOOPBACK}:0", "--stop-vault-on-exit", "--die-with-parent"]
 
 
 def _check_installed() -> None:
-    missing = {extra: [name for name in names if not _installed(name)] for extra, names in REQUIRED_MODULES.items()}
-    lacking = {extra: names for extra, names in missing.items() if names}
+    lacking = {}
+    for extra, names in REQUIRED_MODULES.items():
+        if missing := [name for name in names if importlib.util.find_spec(name) is None]:
+            lacking[extra] = f"the {extra} lacks {', '.join(missing)}"
     if lacking:
-        described = "; ".join(f"the {extra} lacks {', '.join(names)}" for extra, names in lacking.items())
         raise ConfigurationError(
             "no agent was given (--agent-socket) or found, and a private controller and agent cannot be started: "
-            f"{described}. Install them with: pip install 'everstep[{','.join(sorted(lacking))}]'"
+            f"{'; '.join(lacking.values())}. Install them with: pip install 'everstep[{','.join(sorted(lacking))}]'"
         )
-
-
-def _installed(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 def _prune(logs: Path) -> None:
@@ -517,10 +491,8 @@ def _prune(logs: Path) -> None:
 
 # ---- summary of a run: how far it came, what failed and what that cost
 
-MAX_LISTED_RECOVERIES = 20
-"""Recoveries that are listed, the newest; all that the controller knows are counted."""
-MAX_REASON_CHARS = 160
-"""Characters of a recovery's sentence."""
+MAX_LISTED_RECOVERIES = 20  # the newest; all that the controller knows are counted
+MAX_REASON_CHARS = 160  # of a recovery's sentence
 
 
 async def _ask(request: Callable[[], T]) -> T | None:
@@ -544,12 +516,10 @@ def summary(detail: JobDetail) -> list[str]:
     lines = [f"job {job.job} {over} at step {job.step}: {counted}, {lost_s:.2f} s lost to them"]
     if len(recoveries) > MAX_LISTED_RECOVERIES:
         lines.append(f"  the last {MAX_LISTED_RECOVERIES} of them:")
-    return lines + [_line(one) for one in recoveries[-MAX_LISTED_RECOVERIES:]]
-
-
-def _line(one: GenerationRecovery) -> str:
-    took = "not completed" if one.duration_s is None else f"{one.duration_s:.2f} s"
-    reason = " ".join(one.sentence.split())
-    if len(reason) > MAX_REASON_CHARS:
-        reason = reason[: MAX_REASON_CHARS - 3] + "..."
-    return f"  generation {one.generation}: {took}, {one.reason}: {reason}"
+    for one in recoveries[-MAX_LISTED_RECOVERIES:]:
+        took = "not completed" if one.duration_s is None else f"{one.duration_s:.2f} s"
+        reason = " ".join(one.sentence.split())
+        if len(reason) > MAX_REASON_CHARS:
+            reason = reason[: MAX_REASON_CHARS - 3] + "..."
+        lines.append(f"  generation {one.generation}: {took}, {one.reason}: {reason}")
+    return lines

@@ -1,9 +1,8 @@
 """Prepare a worker's process: name, signals, OOM score, and memory touched in advance.
 
 A recovery builds a model anew. With glibc's defaults every tensor above 128 KiB is its own mapping, which is returned
-when freed and faulted in page by page again: 0.5 GB/s on a virtual machine, where memory already present is written at
-20 GB/s. That was more than half of a recovery with 2.1 M parameters under AdamW, their gradients and buckets. So a
-worker keeps memory that it has touched, and a standby touches some in advance.
+when freed and faulted in again page by page, at 0.5 GB/s on a virtual machine instead of 20 GB/s. That was more than
+half of a recovery. So a worker keeps memory that it has touched, and a standby touches some in advance.
 """
 
 from __future__ import annotations
@@ -76,23 +75,19 @@ def signal_group(pid: int, number: int) -> None:
 def raise_oom_score() -> None:
     """Make the kernel kill a rank, which is replaced, before the vault that holds its state, when memory is short.
 
-    A vault maps the slots of all ranks, so that it may look like the node's largest process. Every user may raise the
-    score; a higher score set for the whole job, such as by a container's runtime, stays.
+    A vault maps the slots of all ranks, so that it may look like the node's largest process. A higher score stays.
     """
     file = Path("/proc/self/oom_score_adj")
     with contextlib.suppress(OSError):
         file.write_text(str(max(int(file.read_text()), OOM_SCORE_ADJUSTMENT)))
 
 
-# ---- warm-up: a standby's preparation, so that its first step after a promotion is not its slowest
-#
-# A forked process copies each page that it is the first to write, and torch looks up each kernel once. A training step
-# of a tiny model in advance saves 8 to 16 ms of a recovery (medians of 15 forks each with and without it:
-# DistributedDataParallel set-up and first step of 8 x Linear(512, 512), on two busy cores).
-
-
 def warm_up_torch() -> None:
-    """Run one step of a small transformer block with AdamW on the CPU; torch's random state is preserved."""
+    """Run one step of a small transformer block with AdamW on the CPU; torch's random state is preserved.
+
+    A forked process copies each page that it is the first to write, and torch looks up each kernel once. Doing that in
+    advance saves 8 to 16 ms of a recovery.
+    """
     # Imported here: the launcher imports this module and must start without torch.
     import torch
     from torch import nn
@@ -141,15 +136,14 @@ def pretouch_heap(nbytes: int) -> int:
     return len(pieces) * TOUCH_PIECE_BYTES
 
 
-def anonymous_bytes(pid: int | None = None) -> int:
+def anonymous_bytes(pid: int) -> int:
     """Return the resident anonymous memory of a process; 0 if it is gone."""
-    return int(_status_field(pid or os.getpid(), "RssAnon")) * 1024
+    return int(_status_field(pid, "RssAnon")) * 1024
 
 
 def largest_rank_bytes() -> int:
     """Return the resident anonymous memory of the same fork server's largest rank; 0 if there is none."""
-    server = os.getppid()
-    largest = 0
+    server, largest = os.getppid(), 0
     with contextlib.suppress(OSError):
         for child in Path(f"/proc/{server}/task/{server}/children").read_text().split():
             with contextlib.suppress(OSError):
@@ -166,6 +160,6 @@ class StandbyMemory:
 
     def match_ranks(self) -> None:
         """Touch the memory that ranks have and this process lacks; pages shared with the server count on both sides."""
-        missing = min(largest_rank_bytes() - anonymous_bytes(), TOUCH_STEP_BYTES)
+        missing = min(largest_rank_bytes() - anonymous_bytes(os.getpid()), TOUCH_STEP_BYTES)
         if missing >= TOUCH_PIECE_BYTES and self._touched < MAX_TOUCH_BYTES:
             self._touched = pretouch_heap(self._touched + missing)

@@ -241,7 +241,7 @@ class WorkerProcesses:
     def start_store_host(self) -> None:
         """Fork the process that serves the store."""
         host, port = self.address
-        target = "everstep_trainer.launch.store_host:serve_store"
+        target = "everstep_trainer.launch.children:serve_store"
         arguments = {"address": host, "port": port}
         self._forks.fork(STORE_SERIAL, target, arguments, descriptors=(self._listener.fileno(),))
 
@@ -251,7 +251,7 @@ class WorkerProcesses:
         if isinstance(kind, int):
             return kind
         reading, writing = os.pipe2(os.O_CLOEXEC)
-        target = "everstep_trainer.launch.options:write_rank_count"
+        target = "everstep_trainer.launch.children:write_rank_count"
         self._forks.fork(COUNT_SERIAL, target, {"kind": kind}, descriptors=(writing,))
         os.close(writing)
         text = await asyncio.to_thread(_read_all, reading)
@@ -271,7 +271,7 @@ class WorkerProcesses:
         outputs = self._outputs.open(serial) if self._outputs is not None else ()
         ours, theirs = make_socket_pair()
         with theirs:
-            target, descriptors = "everstep_trainer.launch.worker_process:run", (theirs.fileno(), *outputs)
+            target, descriptors = "everstep_trainer.launch.children:run_script", (theirs.fileno(), *outputs)
             self._forks.fork(serial, target, arguments, environment=environment, descriptors=descriptors)
         for descriptor in outputs:
             os.close(descriptor)

@@ -14,7 +14,6 @@ import msgspec
 from everstep.wire.v1.local import RankExited
 
 DEATH_WINDOW_S = 60.0
-"""Window of ``max_deaths``, in seconds."""
 EARLY_EXIT_REASON = "exit status 0 before the job was over"
 MAX_EARLY_STANDBY_DEATHS = 3
 """Standbys in a row that may end before ``everstep.main`` until no more are made."""
@@ -82,10 +81,8 @@ class WorkerPool:
     Args:
         nproc: Number of local ranks.
         standbys: Warm processes waiting to take over a local rank.
-        max_deaths: Deaths of one local rank within DEATH_WINDOW_S that are replaced. After one more the node gives up
-            on it: a fresh process does not cure the cause.
-        standby_delay_s: Seconds from the start of a recovery to the fork of the next standby, which would compete for
-            the processor.
+        max_deaths: Deaths of one local rank within DEATH_WINDOW_S that are replaced; after one more the node gives up.
+        standby_delay_s: From the start of a recovery to the next standby's fork, which would compete for the processor.
     """
 
     def __init__(self, nproc: int, *, standbys: int = 1, max_deaths: int = 3, standby_delay_s: float = 1.0) -> None:

@@ -7,9 +7,9 @@ import socket
 
 import pytest
 from everstep_trainer.launch import job_rendezvous
+from everstep_trainer.launch.children import count_ranks
 from everstep_trainer.launch.job_rendezvous import rendezvous_host
 from everstep_trainer.launch.launcher import listening_socket
-from everstep_trainer.launch.options import count_ranks
 
 from everstep.errors import ConfigurationError
 from tests.support.forked import ForkPool

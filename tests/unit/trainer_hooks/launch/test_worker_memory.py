@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 
 from everstep_trainer.launch.process_setup import (
@@ -41,9 +42,9 @@ def faults_after_touching(wanted: int) -> tuple[int, int, int]:
     import torch
 
     keep_freed_memory()
-    before = anonymous_bytes()
+    before = anonymous_bytes(os.getpid())
     touched = pretouch_heap(wanted)
-    grown = anonymous_bytes() - before
+    grown = anonymous_bytes(os.getpid()) - before
     first = faults()
     tensors = [torch.ones(1 << 20) for _ in range(wanted // (4 << 20) - 1)]
     count = faults() - first

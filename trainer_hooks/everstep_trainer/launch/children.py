@@ -1,0 +1,104 @@
+"""Run what the fork server forks: a worker with the user's script, the rendezvous store, and the count of ranks."""
+
+from __future__ import annotations
+
+import io
+import os
+import runpy
+import signal
+import sys
+from datetime import timedelta
+from time import perf_counter
+
+from everstep_trainer.launch.process_setup import NOTICE_SIGNALS, keep_freed_memory, raise_oom_score, set_process_name
+from everstep_trainer.runtime.assignment import (
+    CONTROL_FD_VARIABLE,
+    LOCAL_RANK_VARIABLE,
+    STARTED_AT_VARIABLE,
+    WORKER_PID_VARIABLE,
+)
+
+
+def serve_store(descriptors: tuple[int, ...], *, address: str, port: int) -> None:
+    """Serve a TCPStore on the passed listening socket until the process is ended; it outlives every rank.
+
+    The launcher keeps the socket open too. Connections made before this process serves, or while it is being replaced,
+    wait in the socket's queue instead of being refused.
+    """
+    import torch.distributed as dist
+
+    (listener,) = descriptors
+    set_process_name("everstep-store")
+    signal.pthread_sigmask(signal.SIG_BLOCK, NOTICE_SIGNALS)
+    store = dist.TCPStore(  # type: ignore[attr-defined] # torch does not list what it re-exports
+        address,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=30),
+        master_listen_fd=listener,
+        use_libuv=True,
+    )
+    assert store.port == port
+    while True:  # the store's own thread does the work; a signal ends the process
+        signal.pause()
+
+
+def write_rank_count(descriptors: tuple[int, ...], *, kind: str) -> None:
+    """Write the number of ranks for ``gpu``, ``cpu`` or ``auto`` to the descriptor, as decimal text (gpu may be 0).
+
+    Counting may initialize CUDA, so this process does nothing else.
+    """
+    (answer,) = descriptors
+    os.write(answer, str(count_ranks(kind)).encode())
+
+
+def count_ranks(kind: str) -> int:
+    """Return the CUDA devices for ``gpu``, the cores for ``cpu``, devices or else cores for ``auto``, as torchrun."""
+    import torch
+
+    devices = torch.cuda.device_count() if kind in ("gpu", "auto") else 0
+    return devices if kind == "gpu" or devices else os.cpu_count() or 1
+
+
+def run_script(descriptors: tuple[int, ...], *, script: str, module: bool, arguments: list[str]) -> None:
+    """Run ``script`` (a file, or a module's name if ``module``) as ``__main__``, as if a shell had started it.
+
+    Raises SystemExit with the script's status.
+    ``descriptors`` are the control socket, and optionally stdout and stderr.
+    """
+    control, *outputs = descriptors
+    local_rank = os.environ.get(LOCAL_RANK_VARIABLE)
+    set_process_name("everstep-spare" if local_rank is None else f"everstep-rank{local_rank}")
+    os.environ[CONTROL_FD_VARIABLE] = str(control)
+    os.environ[WORKER_PID_VARIABLE] = str(os.getpid())
+    os.environ[STARTED_AT_VARIABLE] = repr(perf_counter())
+    for stream, descriptor in zip((sys.stdout, sys.stderr), outputs, strict=False):
+        os.dup2(descriptor, stream.fileno())
+        os.close(descriptor)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a killed process loses what it buffered: keep that to one line
+            stream.reconfigure(line_buffering=True)
+    keep_freed_memory()
+    raise_oom_score()
+    sys.argv = [script, *arguments]
+    try:
+        if module:
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, os.path.dirname(os.path.realpath(script)))
+            runpy.run_path(script, run_name="__main__")
+    except SystemExit:
+        raise
+    except BaseException as error:  # noqa: BLE001 - what the interpreter itself does at the end of a script
+        _show(error)
+        raise SystemExit(130 if isinstance(error, KeyboardInterrupt) else 1) from None
+
+
+def _show(error: BaseException) -> None:
+    """Print the traceback from the script on, without the frames above it, through ``sys.excepthook``."""
+    tail = error.__traceback__
+    while tail is not None and tail.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+        tail = tail.tb_next
+    sys.excepthook(type(error), error.with_traceback(tail), tail)  # the built-in hook shows the error's own traceback
