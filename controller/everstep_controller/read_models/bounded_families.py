@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from heapq import nlargest, nsmallest
+from itertools import chain
 from operator import attrgetter
 
 import msgspec
@@ -20,42 +21,22 @@ from everstep.vocabulary import Action, NodeState, Severity
 from everstep_controller.core.records import JobRecord, NodeRecord
 from everstep_controller.core.state import FleetState
 from everstep_controller.read_models.fleet_views import IN_OUTBREAK, ProbeTracker, ReadModels, effective_state
+from everstep_controller.read_models.recovery_spans import STAGES
 
 PREFIX = "everstep_controller_"
 _BUSY_S = attrgetter("busy_s")
-NODES_SHOWN = 100
-"""Nodes out of service that have a series; those that changed last come first."""
-RACKS_SHOWN = 50
-"""Racks that have a series; those with the most nodes out of service come first."""
-RANKS_SHOWN = 10
-"""Ranks of a run that have a series; those that work longest on a step come first."""
-REASON_CHARACTERS = 200
-"""Characters of the sentence that explains a node's state, in a label."""
-RECOVERY_PHASES = (
-    "start",
-    "abort",
-    "teardown",
-    "wait",
-    "rendezvous",
-    "build",
-    "restore",
-    "plan",
-    "compile",
-    "first_step",
-)
-"""Phases of a recovery in sequence (``Resumed.phases_s``); any others are summed as ``other``."""
+NODES_SHOWN = 100  # nodes out of service that have a series; those that changed last come first
+RACKS_SHOWN = 50  # racks that have a series; those with the most nodes out of service come first
+RANKS_SHOWN = 10  # ranks of a run that have a series; those that work longest on a step come first
+RECOVERY_PHASES = tuple(chain.from_iterable(STAGES.values()))  # any others are summed as ``other``
+REASON_CHARACTERS = 200  # of the sentence that explains a node's state, in a label
 
 
 class LateRanks(msgspec.Struct, frozen=True):
-    """Ranks of a run that work longest on a step.
+    """Ranks of a run that work longest on a step."""
 
-    Attributes:
-        median_s: Lower median of all ranks' own seconds per step.
-        slowest: Rank, node and own seconds per step, longest first.
-    """
-
-    median_s: float
-    slowest: tuple[tuple[Rank, NodeId, float], ...]
+    median_s: float  # lower median of all ranks' own seconds per step
+    slowest: tuple[tuple[Rank, NodeId, float], ...]  # rank, node and own seconds per step, longest first
 
 
 def late_ranks(state: FleetState, job: JobRecord) -> LateRanks | None:
@@ -74,9 +55,8 @@ def late_ranks(state: FleetState, job: JobRecord) -> LateRanks | None:
     own_s = sorted(map(_BUSY_S, measured))  # numbers alone sort five times as fast as pairs with their ranks
     limit = own_s[-RANKS_SHOWN:][0]
     slowest = sorted((one for one in measured if _BUSY_S(one) >= limit), key=_BUSY_S, reverse=True)[:RANKS_SHOWN]
-    return LateRanks(
-        own_s[(len(own_s) - 1) // 2], tuple((one.rank, spec.node_of(one.rank), _BUSY_S(one)) for one in slowest)
-    )
+    named = tuple((one.rank, spec.node_of(one.rank), _BUSY_S(one)) for one in slowest)
+    return LateRanks(own_s[(len(own_s) - 1) // 2], named)
 
 
 class NextStep(StrEnum):
@@ -123,11 +103,8 @@ def _rule(record: NodeRecord) -> str:
 
 def node_families(state: FleetState) -> Iterator[Metric]:
     """Yield which nodes are out of service and why, and the racks with the most of them."""
-    unfit = [
-        (record, shown)
-        for record in state.nodes.values()
-        if (shown := effective_state(state, record)) != NodeState.HEALTHY
-    ]
+    shown_states = ((record, effective_state(state, record)) for record in state.nodes.values())
+    unfit = [(record, shown) for record, shown in shown_states if shown != NodeState.HEALTHY]
     nodes = GaugeMetricFamily(
         PREFIX + "node_unfit_since_timestamp_seconds",
         f"Time since which a node is not healthy (unix time), for the {NODES_SHOWN} newest. The labels say why, and "
@@ -141,11 +118,8 @@ def node_families(state: FleetState) -> Iterator[Metric]:
     yield nodes
     by_rack = dict.fromkeys(sorted({record.identity.domain.rack for record in state.nodes.values()}), 0)
     by_rack |= Counter(record.identity.domain.rack for record, _ in unfit)
-    racks = GaugeMetricFamily(
-        PREFIX + "rack_unfit_nodes",
-        f"Nodes that are not healthy, for the {RACKS_SHOWN} racks with the most.",
-        labels=["rack"],
-    )
+    text = f"Nodes that are not healthy, for the {RACKS_SHOWN} racks with the most."
+    racks = GaugeMetricFamily(PREFIX + "rack_unfit_nodes", text, labels=["rack"])
     for rack, count in nsmallest(RACKS_SHOWN, by_rack.items(), key=lambda one: -one[1]):
         racks.add_metric([rack], count)
     yield racks
@@ -160,19 +134,15 @@ def run_families(
         "Seconds that a run spent on an activity since this controller leads. Effective time is the share of training.",
         labels=["run", "activity"],
     )
-    committed = CounterMetricFamily(
-        PREFIX + "job_committed_bytes", "Bytes of the versions committed since this controller leads.", labels=["run"]
-    )
+    text = "Bytes of the versions committed since this controller leads."
+    committed = CounterMetricFamily(PREFIX + "job_committed_bytes", text, labels=["run"])
     phases = GaugeMetricFamily(
         PREFIX + "job_recovery_phase_seconds",
         "Seconds of each phase in the newest finished recovery, of the slowest rank; 0 before the first.",
         labels=["run", "phase"],
     )
-    recovered = GaugeMetricFamily(
-        PREFIX + "job_recovery_timestamp_seconds",
-        "Time at which the newest finished recovery was decided (unix time); 0 before the first.",
-        labels=["run"],
-    )
+    text = "Time at which the newest finished recovery was decided (unix time); 0 before the first."
+    recovered = GaugeMetricFamily(PREFIX + "job_recovery_timestamp_seconds", text, labels=["run"])
     for name, job in state.jobs.items():
         read_models.totals.record_state(job, now)
         for spent_on, seconds in read_models.totals.seconds(name).items():
@@ -187,21 +157,16 @@ def run_families(
 
 
 def _phases(seconds: dict[str, float]) -> dict[str, float]:
+    """Return the seconds of each known phase, and the sum of any others."""
     known = {phase: seconds.get(phase, 0.0) for phase in RECOVERY_PHASES}
     return known | {"other": sum(spent for phase, spent in seconds.items() if phase not in known)}
 
 
 def _late_rank_families(late: dict[str, LateRanks]) -> Iterable[Metric]:
-    median = GaugeMetricFamily(
-        PREFIX + "job_rank_busy_median_seconds",
-        "Median of the ranks' own seconds per step, without waiting for other ranks.",
-        labels=["run"],
-    )
-    lateness = GaugeMetricFamily(
-        PREFIX + "job_rank_lateness_seconds",
-        f"Own seconds per step above the run's median, for the {RANKS_SHOWN} slowest ranks of each run.",
-        labels=["run", "rank", "node"],
-    )
+    text = "Median of the ranks' own seconds per step, without waiting for other ranks."
+    median = GaugeMetricFamily(PREFIX + "job_rank_busy_median_seconds", text, labels=["run"])
+    text = f"Own seconds per step above the run's median, for the {RANKS_SHOWN} slowest ranks of each run."
+    lateness = GaugeMetricFamily(PREFIX + "job_rank_lateness_seconds", text, labels=["run", "rank", "node"])
     for run, ranks in late.items():
         median.add_metric([run], ranks.median_s)
         for rank, node, own_s in ranks.slowest:
@@ -211,20 +176,14 @@ def _late_rank_families(late: dict[str, LateRanks]) -> Iterable[Metric]:
 
 def probe_families(probes: ProbeTracker) -> Iterator[Metric]:
     """Yield the results of probes, and what the newest one measured at its largest size."""
-    results = CounterMetricFamily(
-        PREFIX + "probes", "Probes that ended since this controller leads.", labels=["result"]
-    )
+    text = "Probes that ended since this controller leads."
+    results = CounterMetricFamily(PREFIX + "probes", text, labels=["result"])
     for result, count in probes.results.items():
         results.add_metric([result], count)
     yield results
     rows = probes.newest_rows
-    yield GaugeMetricFamily(
-        PREFIX + "probe_bandwidth_bytes_per_second",
-        "Lowest bandwidth of a member in the newest measured probe, at its largest size; 0 before the first.",
-        value=rows[-1].bandwidth_bytes_per_s if rows else 0.0,
-    )
-    yield GaugeMetricFamily(
-        PREFIX + "probe_latency_seconds",
-        "Longest latency of a member in the newest measured probe, at its smallest size; 0 before the first.",
-        value=rows[0].latency_s if rows else 0.0,
-    )
+    text = "Lowest bandwidth of a member in the newest measured probe, at its largest size; 0 before the first."
+    lowest = rows[-1].bandwidth_bytes_per_s if rows else 0.0
+    yield GaugeMetricFamily(PREFIX + "probe_bandwidth_bytes_per_second", text, value=lowest)
+    text = "Longest latency of a member in the newest measured probe, at its smallest size; 0 before the first."
+    yield GaugeMetricFamily(PREFIX + "probe_latency_seconds", text, value=rows[0].latency_s if rows else 0.0)

@@ -56,11 +56,8 @@ class RecoveryTracker:
     def __init__(self, jobs: Iterable[JobRecord] = ()) -> None:
         self._resuming: dict[tuple[str, int], _ResumedRanks] = {}
         self._newest: dict[str, GenerationRecovery] = {}
-        self._reported: dict[str, int] = {
-            job.job: job.generation.number
-            for job in jobs
-            if job.generation is not None and job.progress.resumed_at is not None
-        }
+        resumed = (job for job in jobs if job.progress.resumed_at is not None)
+        self._reported = {job.job: job.generation.number for job in resumed if job.generation is not None}
 
     def record_resumed(self, report: Resumed) -> None:
         """Record a rank's first step in a generation."""
@@ -160,11 +157,8 @@ class ProbeTracker:
     def page(self, node: str, cursor: str, limit: int) -> tuple[tuple[ProbeStatus, ...], str]:
         """Return a page of probes with ``node``, newest first, and the next cursor. Raises MalformedMessage."""
         place = decode_cursor(cursor, (int,))
-        found = [
-            status
-            for status in self.newest()
-            if (not node or node in status.nodes) and (place is None or _number(status.probe) < place[0])
-        ]
+        before = (one for one in self.newest() if place is None or _number(one.probe) < place[0])
+        found = [one for one in before if not node or node in one.nodes]
         more = len(found) > limit
         return tuple(found[:limit]), encode_cursor([_number(found[limit - 1].probe)]) if more else ""
 
@@ -172,9 +166,8 @@ class ProbeTracker:
         """Return the probe. Raises NotFound."""
         status = self._probes.get(probe)
         if status is None:
-            raise NotFound(
-                f"no probe {probe!r}: only the newest {MAX_REMEMBERED_PROBES} since the controller's start are kept"
-            )
+            kept = f"only the newest {MAX_REMEMBERED_PROBES} since the controller's start are kept"
+            raise NotFound(f"no probe {probe!r}: {kept}")
         return status
 
 
@@ -215,12 +208,10 @@ class ReadModels:
 
 _STEP, _STEP_S = attrgetter("step"), attrgetter("step_s")
 
-MAX_PAGE_SIZE = 1000
-"""Maximum entries in an answer."""
+MAX_PAGE_SIZE = 1000  # entries in an answer
 IN_OUTBREAK = "outbreak"
 """State shown for nodes that serve despite an outbreak's finding: they are not healthy."""
-OUTBREAK_NODES_NAMED = 32
-"""Maximum nodes of an outbreak that the fleet's status names."""
+OUTBREAK_NODES_NAMED = 32  # most nodes of an outbreak that the fleet's status names
 
 
 class ViewContext(msgspec.Struct, frozen=True, kw_only=True):
@@ -412,11 +403,8 @@ def ineligible_nodes(state: FleetState, job: JobRecord) -> dict[str, str]:
     worked_out: membership.RostersByJob = {}
     promises = membership.claimed_by_priority(state, job, worked_out)
     fit = {*membership.eligible_nodes(state, job, rosters=worked_out), *job.seats}
-    return {
-        node: membership.no_seat_reason(state, job, node, promises)
-        for node in job.membership.launchers
-        if node not in fit
-    }
+    unfit = [node for node in job.membership.launchers if node not in fit]
+    return {node: membership.no_seat_reason(state, job, node, promises) for node in unfit}
 
 
 def job_summary(state: FleetState, job: JobRecord) -> op.JobSummary:
@@ -538,8 +526,7 @@ def budget_status(context: ViewContext) -> operator_history.BudgetStatus:
 
 SAMPLES_KEPT = 720
 """Samples of a job. When it has more, every second one is dropped and the interval doubles."""
-INTERVAL_S = 1.0
-"""Seconds between a job's first samples."""
+INTERVAL_S = 1.0  # between a job's first samples
 RANKS_PER_SECOND = 1000
 """A job's interval grows by a second for each so many ranks, because a sample is linear in them."""
 

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import re
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
 
 import xxhash
 
 from everstep import __version__
 from everstep.errors import ConfigurationError
-from everstep_controller.read_models.recovery_spans import RecoverySpans, Span
-
-if TYPE_CHECKING:
-    from opentelemetry.context import Context
+from everstep_controller.read_models.recovery_spans import RecoverySpans
 
 EXPORT_TIMEOUT_S = 3.0
 """Seconds for one post; the end of a controller waits no longer for a collector that does not answer."""
@@ -23,10 +19,9 @@ EXPORT_DELAY_S = 1.0
 
 def check_installed() -> None:
     """Raise ConfigurationError if OpenTelemetry's packages are missing."""
+    names = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http")
     try:
-        missing = any(
-            find_spec(name) is None for name in ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http")
-        )
+        missing = any(find_spec(name) is None for name in names)
     except ModuleNotFoundError:
         missing = True
     if missing:
@@ -74,22 +69,13 @@ class TraceExporter:
         from opentelemetry.trace import set_span_in_context
 
         self._ids.next_id = trace_id(recovery.trace)
-        whole = self._tracer.start_span(
-            recovery.whole.name,
-            Context(),
-            attributes=recovery.whole.attributes,
-            start_time=_nanoseconds(recovery.whole.start),
-        )
-        context = set_span_in_context(whole, Context())
+        whole, start = recovery.whole, _nanoseconds(recovery.whole.start)
+        span = self._tracer.start_span(whole.name, Context(), attributes=whole.attributes, start_time=start)
+        context = set_span_in_context(span, Context())
         for part in recovery.parts:
-            self._add(part, context)
-        whole.end(_nanoseconds(recovery.whole.end))
-
-    def _add(self, part: Span, context: Context) -> None:
-        span = self._tracer.start_span(
-            part.name, context, attributes=part.attributes, start_time=_nanoseconds(part.start)
-        )
-        span.end(_nanoseconds(part.end))
+            start, end = _nanoseconds(part.start), _nanoseconds(part.end)
+            self._tracer.start_span(part.name, context, attributes=part.attributes, start_time=start).end(end)
+        span.end(_nanoseconds(whole.end))
 
     def close(self) -> None:
         """Post what is queued, and end the thread."""

@@ -14,17 +14,15 @@ import msgspec
 from everstep.vocabulary import GenerationReason
 from everstep_controller.store.rows import AuditRow
 
-MAX_TRACES = 512
-"""Traces that are remembered until their recovery ends; the oldest are forgotten."""
-MAX_ROWS = 32
-"""First audit rows that are remembered of a trace; of an outbreak, the first say enough."""
+MAX_TRACES = 512  # remembered until their recovery ends; the oldest are forgotten
+MAX_ROWS = 32  # first audit rows that are remembered of a trace; of an outbreak, the first say enough
 
-_STAGES = {
+STAGES = {
     "regroup": ("start", "abort", "teardown", "wait", "rendezvous"),
     "restore": ("build", "restore", "plan"),
     "first_step": ("compile", "first_step"),
 }
-"""Spans after the directives, with their phases (``Resumed.phases_s``)."""
+"""Spans after the directives, with their phases in sequence (``Resumed.phases_s``)."""
 
 
 class Span(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,21 +69,13 @@ class RecoverySpanBuilder:
 
 
 def build_spans(before: list[AuditRow], resumed: AuditRow) -> RecoverySpans | None:
-    """Return the recovery that ``resumed`` ends, or None if that was a run's first start.
+    """Return the recovery that the row ``resumed`` ends, or None if that was a run's first start.
 
-    Args:
-        before: earlier rows of the same trace, in order.
-        resumed: the row of kind ``resumed``.
+    ``before``: earlier rows of the same trace, in order.
     """
-    detail = _detail(resumed)
-    decision = next(
-        (
-            row
-            for row in reversed(before)
-            if row.kind == "generation" and (row.job, row.generation) == (resumed.job, resumed.generation)
-        ),
-        None,
-    )
+    detail, place = _detail(resumed), (resumed.job, resumed.generation)
+    decisions = (row for row in reversed(before) if row.kind == "generation" and (row.job, row.generation) == place)
+    decision = next(decisions, None)
     reason = "" if decision is None else _detail(decision).get("reason", "")
     if reason == GenerationReason.FORMED or (resumed.generation or 0) <= 1 or "took_s" not in detail:
         return None
@@ -112,7 +102,7 @@ def build_spans(before: list[AuditRow], resumed: AuditRow) -> RecoverySpans | No
 
 def _stages(detail: dict[str, str], decided_at: float, resumed_at: float) -> Iterator[tuple[str, float]]:
     """Yield the start of each stage. Phases that are longer than the recovery, by other clocks, are shortened."""
-    seconds = {name: sum(float(detail.get(f"{phase}_s", 0.0)) for phase in phases) for name, phases in _STAGES.items()}
+    seconds = {name: sum(float(detail.get(f"{phase}_s", 0.0)) for phase in phases) for name, phases in STAGES.items()}
     total, room = sum(seconds.values()), max(0.0, resumed_at - decided_at)
     scale = min(1.0, room / total) if total else 0.0
     start = resumed_at - scale * total
@@ -141,8 +131,8 @@ def _attributes(
 def _own_attributes(name: str, decision: AuditRow | None, detail: dict[str, str]) -> dict[str, str | int | float]:
     if name == "decision" and decision is not None:
         return {"everstep.sentence": decision.sentence}
-    slowest = {"everstep.slowest_rank": detail.get("slowest_rank", "")} if name in _STAGES else {}
-    phases = {f"everstep.phase.{one}_s": float(detail.get(f"{one}_s", 0.0)) for one in _STAGES.get(name, ())}
+    slowest = {"everstep.slowest_rank": detail.get("slowest_rank", "")} if name in STAGES else {}
+    phases = {f"everstep.phase.{one}_s": float(detail.get(f"{one}_s", 0.0)) for one in STAGES.get(name, ())}
     return {**slowest, **phases}
 
 
