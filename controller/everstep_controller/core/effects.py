@@ -209,10 +209,7 @@ def describe(effects: Iterable[Effect]) -> Iterator[str]:
 
 
 def digest(effects: Iterable[Effect]) -> int:
-    """Return the xxh3-64 digest of all decisions, including those that ``describe`` omits.
-
-    Secrets of jobs are left out, because no journal stores them. Of records only the judgements count.
-    """
+    """Return the xxh3-64 digest of all decisions: without jobs' secrets, and of records only the judgements."""
     hashed, sent = xxhash.xxh3_64(), None
     for effect in effects:
         if isinstance(effect, Send) and effect.body == sent:  # one directive for a whole job is encoded once

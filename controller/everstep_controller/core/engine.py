@@ -18,21 +18,9 @@ from everstep_controller.core.checkpoints.storage import check_spill, handle_ver
 from everstep_controller.core.effects import Effect
 from everstep_controller.core.health import case_outcomes, findings, maintenance, node_state, quarantine
 from everstep_controller.core.health.eviction import check_deferred_scope
-from everstep_controller.core.jobs import ending, hangs, joining, lifecycle, losses
-from everstep_controller.core.jobs.generations import (
-    RegroupCause,
-    check_boundary,
-    note_beyond_boundary,
-    regroup,
-    schedule_paused_job_checks,
-)
+from everstep_controller.core.jobs import ending, generations, hangs, joining, lifecycle, losses
+from everstep_controller.core.jobs.generations import RegroupCause
 from everstep_controller.core.jobs.hangs import settle_pending_regroup
-from everstep_controller.core.jobs.lifecycle import (
-    check_replica_nodes,
-    is_beyond_boundary,
-    may_have_crossed_boundary,
-    record_progress,
-)
 from everstep_controller.core.liveness import node_liveness, registration
 from everstep_controller.core.liveness.correlation import announce_correlated_silence
 from everstep_controller.core.liveness.node_liveness import observer_stall_s, record_message
@@ -59,8 +47,7 @@ class HeartbeatResult(Enum):
     UNEVENTFUL = "uneventful"
     """The heartbeat is recorded, and nothing follows from it."""
     NEEDS_EVENT = "needs_event"
-    """Something follows from the heartbeat, and nothing has changed yet: pass it on as ``HeartbeatChanged`` without
-    findings."""
+    """Something follows, and nothing has changed yet: pass it on as ``HeartbeatChanged`` without findings."""
 
 
 def handle(state: FleetState, event: events.Event, now: float) -> list[Effect]:
@@ -99,11 +86,11 @@ def apply_heartbeat(
     record, live = state.nodes.get(node), state.node_runtime.get(node)
     if record is None or live is None or record.identity.incarnation != incarnation:
         return HeartbeatResult.UNKNOWN
-    if _needs_transition(state, record, live) or may_have_crossed_boundary(state, ranks):
+    if _needs_transition(state, record, live) or lifecycle.may_have_crossed_boundary(state, ranks):
         return HeartbeatResult.NEEDS_EVENT
     record_message(state.policy, state.observer, live.heartbeats, now)
     live.heartbeats.clean_heartbeats += 1
-    record_progress(state, node, ranks, now)
+    lifecycle.record_progress(state, node, ranks, now)
     return HeartbeatResult.UNEVENTFUL if live.has_full_findings else HeartbeatResult.UNKNOWN
 
 
@@ -114,7 +101,8 @@ def can_defer_findings(
     record, live = state.nodes.get(node), state.node_runtime.get(node)
     if record is None or live is None or _needs_transition(state, record, live):
         return False
-    return not may_have_crossed_boundary(state, ranks) and all(_is_mild(record, finding) for finding in reported)
+    crossed = lifecycle.may_have_crossed_boundary(state, ranks)
+    return not crossed and all(_is_mild(record, finding) for finding in reported)
 
 
 def can_defer_reports(state: FleetState, node: str, reports: Sequence[training.AnyReport]) -> bool:
@@ -211,9 +199,9 @@ def _check_job(transition: Transition, name: str) -> None:
     if job.is_running:
         if live.regroup.pending is not None and transition.now >= live.regroup.pending.due:
             settle_pending_regroup(transition, job)
-        check_boundary(transition, job)
+        generations.check_boundary(transition, job)
         check_candidate(transition, job)
-        check_replica_nodes(transition, job)
+        lifecycle.check_replica_nodes(transition, job)
         check_spill(transition, job)
         check_protection(transition, job)
     lifecycle.check_job(transition, job)
@@ -224,9 +212,11 @@ def _handle_heartbeat(transition: Transition, event: events.HeartbeatChanged) ->
     node_liveness.mark_seen(transition, event.node)
     for progress in event.ranks:
         job = transition.state.jobs.get(progress.job)
-        if job is not None and is_beyond_boundary(job, progress):
-            note_beyond_boundary(transition, job, event.node, progress.rank, progress.generation, progress.step)
-    record_progress(transition.state, event.node, event.ranks, transition.now)
+        if job is not None and lifecycle.is_beyond_boundary(job, progress):
+            generations.note_beyond_boundary(
+                transition, job, event.node, progress.rank, progress.generation, progress.step
+            )
+    lifecycle.record_progress(transition.state, event.node, event.ranks, transition.now)
     if event.findings is not None:
         findings.replace_agent_findings(transition, event.node, event.findings)
 
@@ -290,10 +280,7 @@ def _handle_database_change(transition: Transition, event: events.DatabaseAvaila
 
 
 def _reissue_generation(transition: Transition, name: str) -> None:
-    """Give a running job's unsent generation a number that no other controller can give.
-
-    A job that was only about to begin, or that may run on until its boundary, waits for the database instead.
-    """
+    """Give a running job's unsent generation a number that no other controller can give."""
     job = transition.state.jobs.get(name)
     spec = job.generation if job is not None else None
     if job is None or spec is None or not job.is_running:
@@ -303,7 +290,7 @@ def _reissue_generation(transition: Transition, name: str) -> None:
         return
     sentence = f"generation {spec.number} was decided but never announced, because the database became unavailable"
     others = frozenset(transition.state.nodes) - spec.seated_nodes
-    regroup(transition, job, RegroupCause(spec.reason, sentence, spec.trace, nodes_to_exclude=others))
+    generations.regroup(transition, job, RegroupCause(spec.reason, sentence, spec.trace, nodes_to_exclude=others))
 
 
 def _handle_report(transition: Transition, event: events.ReportArrived) -> None:
@@ -356,7 +343,7 @@ PHASES: tuple[Callable[[Transition], None], ...] = (
     # A node whose deferred eviction was dropped may take a seat again.
     joining.offer_after_deferral,
     # Last, because any step above can make a node available to a paused job.
-    schedule_paused_job_checks,
+    generations.schedule_paused_job_checks,
 )
 """Steps that follow the handling of each event, in this order."""
 

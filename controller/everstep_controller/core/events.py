@@ -24,10 +24,7 @@ class EventBase(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, t
 
 
 class ControllerStarted(EventBase, frozen=True, kw_only=True, tag=True):
-    """The first event after ``restore_state`` or a takeover.
-
-    All deadlines restart, so that no node counts as late for the controller's absence.
-    """
+    """The first event after ``restore_state`` or a takeover. All deadlines restart, so that no node is late."""
 
     epoch: int = 0
     """Number of this controller's term over its database; larger than all earlier ones."""
@@ -64,15 +61,11 @@ class ReportArrived(EventBase, frozen=True, kw_only=True, tag=True):
     number: int
     body: AnyReport
     entropy: str
-    """64 hex digits from the shell's random source for a launcher that joins. They become the job's secret if the
-    report creates a job."""
+    """64 hex digits from the shell's random source; they become the secret of a job that the report creates."""
 
 
 class NodeDisconnected(EventBase, frozen=True, kw_only=True, tag=True):
-    """The node's session ended without the controller's doing.
-
-    This is not yet a loss: agents restart, and networks fail briefly.
-    """
+    """The node's session ended by itself. This is not yet a loss: agents restart, and networks fail briefly."""
 
     node: NodeId
     incarnation: Incarnation
@@ -99,8 +92,7 @@ class DatabaseAvailabilityChanged(EventBase, frozen=True, kw_only=True, tag=True
     """True at the start of an outage, false at its end."""
     reason: str = ""
     unsent_jobs: tuple[JobId, ...] = ()
-    """Jobs whose newest generation was decided in the failed transaction. It was never announced, and another
-    controller may give its number again, so these jobs get another generation."""
+    """Jobs whose newest generation was decided in the failed transaction. They get another generation."""
 
 
 class RemediationFinished(EventBase, frozen=True, kw_only=True, tag=True):

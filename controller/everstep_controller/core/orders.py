@@ -1,7 +1,4 @@
-"""Check and carry out operators' orders.
-
-An invalid order is refused before anything changes. A valid one is logged with the operator's name and reason.
-"""
+"""Check and carry out operators' orders; an invalid one is refused before anything changes."""
 
 from __future__ import annotations
 

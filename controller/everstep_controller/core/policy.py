@@ -81,8 +81,7 @@ class VerdictRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Seconds for which a step of the ladder is remembered; longer escalates faults that recur rarely. For differing
     digests, also the seconds for which a tie is remembered."""
     coalesce_s: float = 60.0
-    """Seconds within which another report belongs to the step already taken, because all GPUs of a node report one
-    crash."""
+    """Seconds within which another report belongs to the step already taken: all GPUs of a node report one crash."""
     clear_s: float = 0.0
     """Seconds for which the finding must be clear before a quarantined node returns, beyond the agent's own rule."""
     diagnostics: tuple[ProbeKind, ...] = (ProbeKind.ALL_REDUCE,)
@@ -521,6 +520,7 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         negative = [name for name, value in fields.items() if name.endswith("_s") and value < 0]
         small = [n for n, value in fields.items() if type(value) is int and value < 1 and n != "probation_heartbeats"]
         shares = [name for name in fields if name.endswith("_share")]
+        bounded = ("collective_settle", "rejoin_window", "stall_settle", "resume_deadline")
         return (
             (bool(negative), f"seconds cannot be negative: {', '.join(negative)}"),
             (bool(small), f"must be at least 1: {', '.join(small)}"),
@@ -553,16 +553,7 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 f"disconnect_grace_s ({self.disconnect_grace_s}) must not exceed lost_after_s ({self.lost_after_s}): "
                 "a closed connection says more than silence",
             ),
-            (
-                self.collective_settle_s > self.collective_settle_max_s,
-                "collective_settle_s must not exceed collective_settle_max_s",
-            ),
-            (self.rejoin_window_s > self.rejoin_window_max_s, "rejoin_window_s must not exceed rejoin_window_max_s"),
-            (self.stall_settle_s > self.stall_settle_max_s, "stall_settle_s must not exceed stall_settle_max_s"),
-            (
-                self.resume_deadline_s > self.resume_deadline_max_s,
-                "resume_deadline_s must not exceed resume_deadline_max_s",
-            ),
+            *((fields[f"{n}_s"] > fields[f"{n}_max_s"], f"{n}_s must not exceed {n}_max_s") for n in bounded),
             (
                 self.straggler_factor <= 1.0 or self.straggler_count > self.straggler_windows,
                 "straggler_factor must exceed 1, and straggler_count must not exceed straggler_windows",

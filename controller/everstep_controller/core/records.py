@@ -68,7 +68,6 @@ class FleetRecord(msgspec.Struct, kw_only=True):
     breaker_reason: str = ""
     """Reason for which the eviction breaker is latched; empty while evictions are allowed."""
     breaker_tripped_at: float = 0.0
-    """Time at which the breaker latched."""
     breaker_tripped_by: tuple[str, str] = ("", "")
     """The node whose eviction exceeded the budget, and the key of the finding behind the eviction."""
     recent_evictions: list[Eviction] = []
@@ -189,7 +188,6 @@ class NodeIdentity(msgspec.Struct, kw_only=True):
     host: Host = UNKNOWN_HOST
     agent_version: str = ""
     driver_version: str = ""
-    """Version of the GPU driver."""
     boot_id: str = ""
     booted_at: float = 0.0
     """First sighting of the node after its last boot."""
@@ -229,7 +227,6 @@ class NodeHealth(msgspec.Struct, kw_only=True):
     digest_tie_nodes: list[NodeId] = []
     """Other nodes of the last undecided digest vote."""
     digest_tie_at: float = 0.0
-    """Time of the last undecided digest vote."""
     defective_gpus: list[str] = []
     """UUIDs of GPUs that computed wrongly, or the node's name if it has no GPU. The node counts as repaired once none
     of them is left."""
@@ -249,11 +246,9 @@ class NodeQuarantine(msgspec.Struct, kw_only=True):
     required_action: Action = Action.NONE
     """Action that the causes ask for."""
     diagnostics: DiagnosticsStatus = DiagnosticsStatus.NOT_STARTED
-    """Progress of the diagnostics on probation."""
     probe_id: str = ""
     """Id of the latest diagnostic; it runs while ``diagnostics`` is ``RUNNING``."""
     probe_failures: int = 0
-    """Number of failed probes in a row."""
     plan: ReadmissionPlan | None = None
     """Treatment of the node while it is out; None while it is in service."""
 
@@ -339,8 +334,7 @@ class LauncherRecord(msgspec.Struct, kw_only=True):
     generation: GenerationNumber = 0
     """Generation of the launcher's ranks; 0 for none."""
     usable: bool = True
-    """False after the launcher failed to replace a rank or its ranks entered a generation too late; true again once the
-    launcher joins again."""
+    """False after a failed rank replacement or a late entry of its ranks, until the launcher joins again."""
     has_rejoined: bool = True
     """False between a new life of the agent and the launcher's next join."""
     unusable_reason: str = ""
@@ -370,7 +364,6 @@ class VersionLocations(msgspec.Struct, frozen=True):
 
     generation: GenerationNumber
     shares: dict[NodeId, ShareLocations]
-    """Locations of each roster node's share."""
 
 
 class PendingSpill(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -384,7 +377,6 @@ class PendingSpill(msgspec.Struct, kw_only=True, omit_defaults=True):
     started_at: float
     """Time of the first order."""
     bytes: int = 0
-    """Size of the version in bytes."""
     attempt: int = 0
     """Number of the current order; answers to other orders are void."""
     failures: int = 0
@@ -512,7 +504,6 @@ class JobFailures(msgspec.Struct, kw_only=True):
     rank_loss_times: dict[NodeId, list[float]] = {}
     """Rank losses per node inside ``job_failure_window_s``."""
     digest_tie_times: list[float] = []
-    """Times of undecided digest votes."""
 
 
 class JobCommits(msgspec.Struct, kw_only=True):
@@ -521,14 +512,12 @@ class JobCommits(msgspec.Struct, kw_only=True):
     restore_ceiling: Version | None = None
     """Newest version that may be restored after corruption; None once a later version is committed."""
     locations: VersionLocations | None = None
-    """Locations of the newest committed version."""
 
 
 class JobSpills(msgspec.Struct, kw_only=True):
     """Versions of a job on storage."""
 
     pending: PendingSpill | None = None
-    """The version that is being written to storage."""
     stored: list[StoredCheckpoint] = []
     """Versions on storage, ordered by the time of writing."""
     last_step: int = 0
@@ -536,7 +525,6 @@ class JobSpills(msgspec.Struct, kw_only=True):
     failed_versions: int = 0
     """Number of versions that were ordered and never reached storage."""
     failures_in_row: int = 0
-    """Number of failed spills in a row."""
     error: str = ""
     not_before: float = 0.0
     """Earliest time of the next spill."""
@@ -546,13 +534,10 @@ class JobParity(msgspec.Struct, kw_only=True):
     """Versions of a job that parity protects."""
 
     active: ActiveProtection | None = None
-    """The version that parity protects."""
     pending: PendingProtection | None = None
-    """The version whose parity is being made."""
     summary: str = ""
     """Sentence on how the latest parity groups were formed."""
     failures_in_row: int = 0
-    """Number of failed protections in a row."""
     error: str = ""
     not_before: float = 0.0
     """Earliest time of the next protection."""

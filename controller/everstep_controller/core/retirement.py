@@ -19,8 +19,7 @@ from everstep_controller.core.transition import Transition
 CHECK_INTERVAL_S = 600.0
 """Seconds between two checks."""
 MAX_PER_CHECK = 256
-"""Maximum number of nodes, and of jobs, forgotten per check. The rest follows a second later, so that transactions stay
-short."""
+"""Maximum number of nodes, and of jobs, forgotten per check, so that transactions stay short."""
 RETRY_S = 1.0
 MAX_UNFIT_NODES = 1000
 """Number of unfit nodes remembered after they were forgotten; the oldest are dropped first."""
@@ -144,10 +143,7 @@ def _remove_from_job(transition: Transition, job: JobRecord, node: str) -> None:
 
 
 def _end_abandoned_jobs(transition: Transition) -> None:
-    """End jobs that are not running and lost all launchers long ago, since they occupy memory on their nodes.
-
-    A job whose launchers are only unreachable may still be running there.
-    """
+    """End jobs that lost all launchers long ago, since they occupy memory on their nodes."""
     after_s = transition.policy.end_abandoned_jobs_after_s
     for job in transition.state.jobs.values() if after_s else ():
         deserted = job.status.state in (JobState.FORMING, JobState.PAUSED) and not job.membership.launchers

@@ -31,15 +31,8 @@ def restore_state(
 ) -> FleetState:
     """Return the stored state, or a new one if nothing is stored. Send ``ControllerStarted`` first.
 
-    Args:
-        policy: Policy of the core.
-        fleet: Stored state of the fleet.
-        nodes: Stored nodes.
-        jobs: Stored jobs.
-        versions: At least the newest and the newest verified version of each job.
-
-    Raises:
-        ConfigurationError: The policy contradicts itself.
+    ``versions`` has at least the newest and the newest verified version of each job. Raises ConfigurationError for a
+    policy that contradicts itself.
     """
     state = FleetState(policy=policy.validate())
     state.fleet = fleet or FleetRecord()

@@ -193,10 +193,7 @@ class VersionSeals(msgspec.Struct):
 
 
 class JobProgress(msgspec.Struct):
-    """Progress of a job as heartbeats report it.
-
-    Rules read it through ``Transition.read_step_rate``, ``read_stragglers``, ``read_steps`` and ``read_entered_ranks``.
-    """
+    """Progress of a job as heartbeats report it. Rules read it through methods of ``Transition``."""
 
     by_rank: dict[Rank, RankProgress] = {}
     """Latest progress of each rank of the running generation."""
@@ -367,7 +364,6 @@ class SilenceCount(msgspec.Struct):
     expected: int = 0
     """Reachable nodes in the group."""
     silent: int = 0
-    """Silent nodes among them."""
 
 
 class CorrelatedSilence(msgspec.Struct):
@@ -415,9 +411,7 @@ class FleetState(msgspec.Struct, kw_only=True):
     silent_groups: set[str] = set()
     """Groups in which too many nodes are silent at once."""
     correlated_silence: CorrelatedSilence | None = None
-    """The current correlated silence; None if there is none."""
     correlated_silence_ended_at: float = 0.0
-    """End of the latest correlated silence."""
     unseen_nodes: set[NodeId] = set()
     """Reachable nodes from which this controller has received no message yet."""
     rejoin_window_ends_at: float = 0.0
@@ -429,7 +423,6 @@ class FleetState(msgspec.Struct, kw_only=True):
     node_shortages: dict[JobId, tuple[float, str]] = {}
     """Jobs that can spare no node: the time until which this is taken as known, and the reason."""
     observer: ObserverState = msgspec.field(default_factory=ObserverState)
-    """Ability of this controller to receive messages."""
     observer_lag_s: float = 0.0
     """Lag of this controller in seconds, as of ``observer_lag_at``."""
     observer_lag_at: float = 0.0

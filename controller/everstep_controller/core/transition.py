@@ -37,11 +37,7 @@ class StepRate(msgspec.Struct, frozen=True, tag=True):
     """Median step time in seconds, of a sample in large jobs, whose ranks step together; 0.0 if unknown."""
 
     def predict_step(self, now: float, max_unseen_s: float) -> int:
-        """Return the extrapolated step of the furthest rank, for at most ``max_unseen_s`` seconds beyond the last
-        report.
-
-        Needs a known step and step time.
-        """
+        """Return the furthest rank's step, extrapolated for at most ``max_unseen_s`` beyond the last report."""
         assert self.step is not None
         return self.step + int(min(now - self.at, max_unseen_s) / self.step_s)
 
@@ -81,10 +77,7 @@ def find_stragglers(job: JobId, job_progress: JobProgress, factor: float) -> Str
 
 
 class HeartbeatRead(msgspec.Struct, frozen=True, tag=True):
-    """``HeartbeatState`` of node ``subject`` as a rule saw it.
-
-    ``silent_since`` is the start of the node's silence, as far as this controller was able to receive.
-    """
+    """``HeartbeatState`` of node ``subject`` as a rule saw it; ``silent_since`` is when its silence began."""
 
     subject: NodeId
     last_seen_at: float
@@ -122,10 +115,7 @@ class DeadlineCheck(msgspec.Struct, frozen=True, tag=True):
 
 
 class ControllerFindingChange(msgspec.Struct, frozen=True):
-    """A change of one of the controller's own findings on ``node``; ``finding`` is None if ``before`` has cleared.
-
-    ``reason`` gives the result of a blame isolation, or the reason why the finding cleared.
-    """
+    """A change of a finding of the controller on ``node``; ``finding`` is None if ``before`` has cleared."""
 
     node: NodeId
     before: Finding | None

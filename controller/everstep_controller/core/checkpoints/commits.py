@@ -79,9 +79,6 @@ def all_ranks_compared(digests: Mapping[str, Mapping[int, str]], ranks: frozense
     return compared >= ranks and all(len(votes) > 1 for votes in digests.values())
 
 
-# Seals
-
-
 def record_seal(
     transition: Transition, job: JobRecord, spec: GenerationSpec, report: VersionSealed
 ) -> DigestVote | None:
@@ -133,15 +130,11 @@ def _settle_version(
     verified = all_ranks_compared(ballot.digests, frozenset(ballot.sealed_ranks))
     if verified:
         live.commits.verified_version = version
-    announced = live.commits.candidate_step in (None, version.step)
-    if (
-        ballot.safe_ranks == ballot.sealed_ranks
-        and announced
-        and job.outgoing_generation is None
-        and not transition.state.database_outage
-    ):
-        _commit(transition, job, version, ballot, verified=verified)  # past a boundary, ranks keep the earlier commit
-    elif announced and job.outgoing_generation is None and job.generation is not None:
+    # past a boundary, ranks keep the earlier commit
+    is_candidate = live.commits.candidate_step in (None, version.step) and job.outgoing_generation is None
+    if is_candidate and ballot.safe_ranks == ballot.sealed_ranks and not transition.state.database_outage:
+        _commit(transition, job, version, ballot, verified=verified)
+    elif is_candidate and job.generation is not None:
         _count_missing_copies(transition, job.generation, live, ballot)
     return None
 
@@ -155,9 +148,6 @@ def _count_missing_copies(transition: Transition, spec: GenerationSpec, live: Jo
     live.commits.missed_copies = {node: missed.get(node, 0) + 1 for node in sorted(missing)}
     if max(live.commits.missed_copies.values(), default=0) >= transition.policy.missed_copies_count:
         transition.schedule_job(transition.now, spec.job)
-
-
-# Commits
 
 
 def _commit(transition: Transition, job: JobRecord, version: Version, ballot: VersionSeals, *, verified: bool) -> None:
@@ -197,10 +187,7 @@ def start_commits(transition: Transition, job: JobRecord) -> None:
 
 
 def resume_commits(transition: Transition, job: JobRecord) -> None:
-    """After a restart, commit nothing until the next announcement, since earlier ones are unknown.
-
-    A generation that has neither stepped nor committed has none: nothing can have been announced.
-    """
+    """After a restart, commit nothing before the next announcement: earlier ones are unknown."""
     live, running = transition.state.job_runtime[job.job], job.running_generation
     committed = live.commits.committed_version.generation if live.commits.committed_version is not None else 0
     if running is None or (job.progress.resumed_at is None and committed < running.number):
@@ -212,13 +199,9 @@ def resume_commits(transition: Transition, job: JobRecord) -> None:
 def check_candidate(transition: Transition, job: JobRecord) -> None:
     """At a deadline, replace a candidate that not every rank kept because one heard of it too late."""
     live = transition.state.job_runtime[job.job]
-    if (
-        not live.commits.candidate_due
-        or transition.now < live.commits.candidate_due
-        or job.outgoing_generation is not None
-    ):
+    due, step = live.commits.candidate_due, live.commits.candidate_step
+    if not due or transition.now < due or job.outgoing_generation is not None:
         return
-    step = live.commits.candidate_step
     if transition.state.database_outage or (step is not None and (transition.read_step_rate(job.job).step or 0) < step):
         _schedule_check(transition, job, live, transition.policy.candidate_timeout_s)
     else:
@@ -269,14 +252,8 @@ def _schedule_check(transition: Transition, job: JobRecord, live: JobRuntime, se
     transition.schedule_job(live.commits.candidate_due, job.job)
 
 
-# Restoring
-
-
 def restore_rule(transition: Transition, job: JobRecord) -> RestoreRule:
-    """Return the rule for restoring: from the commit on, and after corruption up to the newest clean version.
-
-    A job's first generation starts from scratch. A later one without a commit may still find its own steps complete.
-    """
+    """Return the rule for restoring: from the commit on, and after corruption up to the newest clean version."""
     storage, *before = restore_urls(job) or [""]
     if job.commits.restore_ceiling == NO_VERSION or job.progress.last_number == 0:
         return RestoreRule(from_scratch=True, storage_url=storage, older_storage_urls=tuple(before))
@@ -292,10 +269,7 @@ def restore_rule(transition: Transition, job: JobRecord) -> RestoreRule:
 
 
 def roll_back_to_clean(transition: Transition, job: JobRecord) -> str:
-    """After corruption, forbid versions newer than the newest clean one, and return this as a phrase.
-
-    Versions are clean if verified, or if committed without a second digest to compare.
-    """
+    """After corruption, forbid versions newer than the newest clean one, and return this as a phrase."""
     live = transition.state.job_runtime[job.job]
     live.commits.seals = {}
     clean = max(

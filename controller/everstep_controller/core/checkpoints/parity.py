@@ -32,8 +32,7 @@ from everstep_controller.core.wording import join_names
 # first: if domains are nested, no other order makes more groups.
 
 MIN_MEMBERS = 2
-"""With one member, two parities take twice the memory of a copy; with two, they take the same and survive a second
-loss."""
+"""With one member, two parities take twice a copy's memory; with two, as much, and a second loss is survived."""
 TOLERATED_LOSSES = 2
 """Number of losses that a group survives, with P and Q."""
 NamedDomain = tuple[str, str]
@@ -52,10 +51,7 @@ class ParityGrouping(msgspec.Struct, frozen=True):
 
 
 def form_groups(seats: Sequence[str], failure_domains: Mapping[str, FailureDomains], parity: int) -> ParityGrouping:
-    """Return groups of at most ``parity`` members, as equal in size as possible.
-
-    The size is the largest one that leaves the fewest nodes without a group: safety first, then memory.
-    """
+    """Return the largest equal groups of at most ``parity`` members that leave the fewest nodes without one."""
     domains = _domains(seats, failure_domains)
     best: tuple[NodeGroup, ...] = ()
     ungrouped = seats
@@ -95,9 +91,6 @@ def _explain_grouping(
         f"{of}: each survives any 2 lost nodes; {join_names(ungrouped_nodes)} share{s} failure domains with too "
         f"many others and keep{s} copies"
     )
-
-
-# Forming groups
 
 
 def _domains(seats: Sequence[str], sites: Mapping[str, FailureDomains]) -> dict[str, NamedDomains]:
@@ -203,9 +196,6 @@ class _ParityNodes:
         return found
 
 
-# Losses
-
-
 def lost_shards(groups: Collection[NodeGroup], gone: Collection[str]) -> tuple[str, ...]:
     """Return the nodes whose shards no group can rebuild without the nodes in ``gone``."""
     return tuple(
@@ -224,21 +214,13 @@ def pinned_versions(job: JobRecord) -> tuple[Version, ...]:
     return tuple(sorted(set(held)))
 
 
-# Orders
-
-
 def consider_protection(transition: Transition, job: JobRecord, version: Version) -> None:
     """Protect ``version``, which has just been committed, if no protection is pending."""
-    running = job.generation
-    if (
-        not job.spec.parity_group_size
-        or running is None
-        or job.parity.pending is not None
-        or transition.now < job.parity.not_before
-    ):
+    running, size, parity = job.generation, job.spec.parity_group_size, job.parity
+    if not size or running is None or parity.pending is not None or transition.now < parity.not_before:
         return
     sites = {node: FailureDomains.of(transition.state.nodes[node]) for node in running.seats}
-    grouping = form_groups(running.seats, sites, job.spec.parity_group_size)
+    grouping = form_groups(running.seats, sites, size)
     if grouping.explanation != job.parity.summary:
         job.parity.summary = grouping.explanation
         alone = job.spec.replicas == 1 and grouping.copy_only_nodes
@@ -295,10 +277,8 @@ def check_protection(transition: Transition, job: JobRecord) -> None:
     if protecting is None or not job.is_running or transition.state.database_outage:
         return
     reconsider_protection(transition, job)
-    if (
-        job.parity.pending is not None
-        and transition.now >= transition.state.job_runtime[job.job].vault_orders.parity_due
-    ):
+    due = transition.state.job_runtime[job.job].vault_orders.parity_due
+    if job.parity.pending is not None and transition.now >= due:
         _send_parity_order(transition, job, protecting)
 
 
@@ -328,9 +308,6 @@ def give_up_protection(transition: Transition, job: JobRecord, reason: str) -> N
     sentence = f"no parity of version {version} is made: {reason}"
     transition.audit("parity.given_up", sentence, job=job.job, trace=protecting.trace, data={"version": str(version)})
     transition.mark_job_changed(job.job)
-
-
-# Answers
 
 
 def handle_version_protected(transition: Transition, job: JobRecord, node: str, report: VersionProtected) -> None:
@@ -383,9 +360,6 @@ def _check_parity(transition: Transition, job: JobRecord, protecting: PendingPro
     if first:  # a log entry for each later version would come every few seconds
         sentence = f"parity of version {version} is complete after {took_s:.1f} s: {job.parity.summary}"
         transition.audit("parity.kept", sentence, job=job.job, trace=protecting.trace, data={"version": str(version)})
-
-
-# Lost data
 
 
 def drop_corrupt_protection(transition: Transition, job: JobRecord, clean: Version | None) -> None:

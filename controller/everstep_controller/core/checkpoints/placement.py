@@ -84,10 +84,7 @@ def _orders(seats: Sequence[str], sites: Mapping[str, FailureDomains]) -> tuple[
 
 
 def _groups(ordered: Sequence[str], copies: int) -> ReplicaTargets:
-    """Return groups of ``copies + 1`` or one more, whose members are far apart in ``ordered``.
-
-    Consecutive nodes go into different groups, if they are no more than the groups.
-    """
+    """Return groups of ``copies + 1`` or one more, whose members are far apart in ``ordered``."""
     count = max(1, len(ordered) // (copies + 1))
     targets: ReplicaTargets = {}
     for first in range(count):
@@ -203,10 +200,7 @@ class _ReplicaPlacer:
         return heap[0] if heap[0][2] not in excluded else min(offer for offer in heap if offer[2] not in excluded)
 
     def _near(self, holders: tuple[FailureDomains, ...], offers: bool) -> tuple[int, list[FailureDomains]]:
-        """Return the minimum cost of the next copy beside ``holders``, and the domains with that cost.
-
-        ``offers`` is true if the first holder, whose copies are placed, has room for copies.
-        """
+        """Return the minimum cost of a copy beside ``holders``, and its domains; ``offers``: the first has room."""
         known = self._nearest.get((offers, holders))
         if known is None:
             taken = Counter(holders if offers else holders[1:])

@@ -29,12 +29,9 @@ _DOMAIN_KINDS: tuple[LossKind, ...] = ("rack", "switch", "power")
 
 
 def compute_restorability(state: FleetState, job: JobRecord) -> Restorability:
-    """Return which version would be restored now, and the effect of losing each node, domain and (in a small job) pair.
-
-    A pair is reported only if neither node alone would cost the version.
-    """
+    """Return the version that would be restored now, and the effect of losing each node, domain and pair."""
     live = state.job_runtime[job.job]
-    version = live.commits.committed_version
+    version, verified = live.commits.committed_version, live.commits.verified_version
     shares = _VersionShares(state, job, live)
     outlook = _RosterForecast(state, job)
     missing = shares.lost(())
@@ -50,16 +47,11 @@ def compute_restorability(state: FleetState, job: JobRecord) -> Restorability:
         job=job.job,
         sentence=_summary(job, version, _version_by_parity(state, job, ()) if missing else None, missing, forecasts),
         version=version,
-        verified=version is not None
-        and live.commits.verified_version is not None
-        and version <= live.commits.verified_version,
+        verified=version is not None and verified is not None and version <= verified,
         ceiling=job.commits.restore_ceiling if job.commits.restore_ceiling != NO_VERSION else None,
         missing_ranks=shares.ranks(missing)[:MAX_LISTED_RANKS],
         loss_forecasts=tuple(forecasts),
     )
-
-
-# Shares
 
 
 class _VersionShares:
@@ -95,11 +87,7 @@ class _VersionShares:
         return sorted(lost, key=self._first.__getitem__)
 
     def _is_lost(self, node: str, gone: set[str], others_gone: int) -> bool:
-        """Return whether the share of a node that is gone is lost, with ``others_gone`` other storing nodes gone.
-
-        Equal bytes are on ``replicas`` nodes, and the core does not know which part is on which. The loss of that many
-        of them may therefore lose a part.
-        """
+        """Return whether a gone node's share is lost. The core does not know which holder has which part."""
         share = self._homes[node]
         if self._replicas == 1 or len(self._homes) == 1:
             return True
@@ -127,9 +115,6 @@ def _locations_of(job: JobRecord, committed: Version | None) -> dict[str, ShareL
         if spec is not None and spec.number == committed.generation:
             return {node: ShareLocations(full_copies=spec.replica_nodes.get(node, ())) for node in spec.seats}
     return {}
-
-
-# Losses
 
 
 class _RosterForecast:
@@ -249,9 +234,6 @@ def _describe_loss(kind: LossKind, name: str) -> str:
     return {"node": name, "pair": name.replace(", ", " and ")}.get(kind, f"{kind} {name}")
 
 
-# Checkpoints
-
-
 def list_checkpoints(state: FleetState, job: JobRecord) -> JobCheckpoints:
     """List checkpoints in the order in which the job would use them: memory, parity, storage; newest first in each."""
     versions = (*_in_memory(state, job), *_by_parity(state, job), *_on_storage(state, job))
@@ -295,33 +277,29 @@ def _in_memory(state: FleetState, job: JobRecord) -> Iterator[CheckpointCopy]:
 
 
 def _by_parity(state: FleetState, job: JobRecord) -> Iterator[CheckpointCopy]:
-    verified = state.job_runtime[job.job].commits.verified_version
-    if job.parity.active is not None:
-        version, lost = job.parity.active.protection.version, lost_protected_nodes(state, job)
-        why = (
-            f"its shards are in {len(job.parity.active.protection.groups)} groups, each of which survives 2 lost nodes"
-        )
+    live, active, pending = state.job_runtime[job.job], job.parity.active, job.parity.pending
+    verified = live.commits.verified_version
+    if active is not None:
+        version, lost = active.protection.version, lost_protected_nodes(state, job)
+        why = f"its shards are in {len(active.protection.groups)} groups, each of which survives 2 lost nodes"
         yield CheckpointCopy(
             version=version,
             storage_tier="parity",
             state="complete",
             restorable=not lost,
             sentence=f"too many nodes of a group are lost (at most 2 may be): {join_names(lost)}" if lost else why,
-            since=job.parity.active.protected_at,
+            since=active.protected_at,
             verified=verified is not None and version <= verified,
         )
-    if job.parity.pending is not None:
-        parity_nodes = groups_by_parity_node(job.parity.pending.protection)
+    if pending is not None:
+        done, parity_nodes = live.vault_orders.made_parity, groups_by_parity_node(pending.protection)
         yield CheckpointCopy(
-            version=job.parity.pending.protection.version,
+            version=pending.protection.version,
             storage_tier="parity",
             state="in_progress",
             restorable=False,
-            sentence=(
-                f"{len(state.job_runtime[job.job].vault_orders.made_parity)} of {len(parity_nodes)} parity nodes "
-                "are done"
-            ),
-            since=job.parity.pending.started_at,
+            sentence=f"{len(done)} of {len(parity_nodes)} parity nodes are done",
+            since=pending.started_at,
         )
 
 

@@ -24,9 +24,6 @@ MAX_RESTORE_URLS = 4
 """Number of these that a generation receives; if the newest is damaged, the one before it serves."""
 
 
-# Orders
-
-
 def consider_spill(transition: Transition, job: JobRecord, version: Version, nbytes: int) -> None:
     """Order ``version``, which has just been committed, to be written if one is due and none is pending."""
     plan, running = job.spec.spill, job.generation
@@ -75,10 +72,8 @@ def check_spill(transition: Transition, job: JobRecord) -> None:
     if spilling is None or not job.is_running or transition.state.database_outage:
         return
     reconsider_spill(transition, job)
-    if (
-        job.spills.pending is not None
-        and transition.now >= transition.state.job_runtime[job.job].vault_orders.spill_due
-    ):
+    due = transition.state.job_runtime[job.job].vault_orders.spill_due
+    if job.spills.pending is not None and transition.now >= due:
         _send_spill_order(transition, job, spilling)
 
 
@@ -123,9 +118,6 @@ def give_up_spill(transition: Transition, job: JobRecord, reason: str) -> None:
     data = {"version": str(spilling.version)}
     transition.audit("spill.given_up", sentence, job=job.job, trace=spilling.trace, data=data)
     transition.mark_job_changed(job.job)
-
-
-# Answers
 
 
 def handle_version_spilled(transition: Transition, job: JobRecord, node: str, report: VersionSpilled) -> None:
@@ -225,9 +217,6 @@ def end_spills(transition: Transition, job: JobRecord) -> None:
     if job.status.state is JobState.FINISHED:
         job.spills.stored, job.spills.last_step = [], 0
     job.spills.failures_in_row, job.spills.not_before = 0, 0.0
-
-
-# Restoring
 
 
 def mark_stored_corrupt(transition: Transition, job: JobRecord, clean: Version | None) -> None:

@@ -5,21 +5,10 @@ from __future__ import annotations
 from everstep.vocabulary import Action, Decision, Finding, FindingKind, GenerationReason, NodeState, Severity
 from everstep.wire.v1.training import GenerationSpec, ProbeFinished, VersionSealed
 from everstep_controller.core.checkpoints.commits import DigestVote, record_seal, roll_back_to_clean
-from everstep_controller.core.health import diagnostics, maintenance, quarantine
-from everstep_controller.core.health.diagnostics import (
-    ProbeOutcome,
-    open_blame_case,
-    record_probe_result,
-    time_out_probe,
-)
+from everstep_controller.core.health import diagnostics, maintenance, offences, quarantine
 from everstep_controller.core.health.eviction import is_serving
 from everstep_controller.core.health.findings import judge_by_rule, judge_controller_findings, recheck_undecided
 from everstep_controller.core.health.node_state import CORDONED_STATES
-from everstep_controller.core.health.offences import (
-    clear_controller_findings,
-    expire_controller_findings,
-    raise_controller_finding,
-)
 from everstep_controller.core.jobs import ending
 from everstep_controller.core.jobs.generations import RegroupCause, note_beyond_boundary, regroup
 from everstep_controller.core.policy import BlameIsolationMethod
@@ -77,10 +66,7 @@ def _explain_ties(transition: Transition, job: JobRecord) -> str:
 
 
 def _evict_divergent(transition: Transition, job: JobRecord, nodes: list[str], description: str) -> bool:
-    """Evict divergent nodes at once, because what they compute is wrong; one confirmed mismatch suffices.
-
-    The caller regroups ``job`` once for all of them. Return False if one of them was kept in service.
-    """
+    """Evict divergent nodes at once; the caller regroups ``job``. Return False if one was kept in service."""
     transition.regroup_claimed.add(job.job)
     for node in nodes:
         if not is_serving(transition, node):
@@ -102,16 +88,12 @@ def _clear_tied_nodes(transition: Transition, divergent_node: str) -> None:
             transition.mark_node_changed(node)
             own = other.health.controller_findings
             mismatches = [key for key, finding in own.items() if finding.kind is FindingKind.DIGEST_MISMATCH]
-            clear_controller_findings(transition, node, mismatches)
+            offences.clear_controller_findings(transition, node, mismatches)
     transition.state.nodes[divergent_node].health.digest_tie_nodes = []
 
 
 def _settle_tie(transition: Transition, job: JobRecord, tied: list[str], description: str) -> bool:
-    """Handle a tie, which accuses all of its nodes. Return True if one is out, or if all are being tried.
-
-    Differing ranks of a single node are proof against it. Otherwise each node does work with a known result, which
-    settles the case (``settle_digest_case``). Further ties of the job during that time count as the same tie.
-    """
+    """Handle a tie, which accuses all of its nodes. Return True if one is out, or if all are being tried."""
     if len(tied) == 1:
         return _evict_divergent(transition, job, tied, f"ranks of {tied[0]} differ among themselves")
     if any(case.job == job.job for case in transition.state.blame_cases.values()):
@@ -120,7 +102,7 @@ def _settle_tie(transition: Transition, job: JobRecord, tied: list[str], descrip
     judge_controller_findings(transition)
     case = None
     if not all(set(_remembered_tie(transition, node)) == set(tied) - {node} for node in tied):
-        case = open_blame_case(transition, BlameIsolationMethod.COMPUTE, findings, description, job.job)
+        case = diagnostics.open_blame_case(transition, BlameIsolationMethod.COMPUTE, findings, description, job.job)
     trying = case is not None
     if not trying and _settle_by_history(transition, job, tied, description):
         return True
@@ -207,21 +189,18 @@ def _raise_mismatch(transition: Transition, node: str, description: str, severit
     existing = transition.state.nodes[node].health.controller_findings.get(finding.key)
     if not is_proven and existing is not None and existing.severity is Severity.CRITICAL:
         return existing
-    raise_controller_finding(transition, node, finding, 0.0 if is_proven else _tie_memory_s(transition))
+    offences.raise_controller_finding(transition, node, finding, 0.0 if is_proven else _tie_memory_s(transition))
     return finding
-
-
-# Probes and blame cases
 
 
 def handle_probe_finished(transition: Transition, node: str, report: ProbeFinished) -> None:
     """Handle one node's probe result; the last result, or the first bad one, decides."""
-    _apply_outcome(transition, record_probe_result(transition, node, report))
+    _apply_outcome(transition, diagnostics.record_probe_result(transition, node, report))
 
 
 def check_probe_deadline(transition: Transition, name: str) -> None:
     """Check a probe at its deadline."""
-    _apply_outcome(transition, time_out_probe(transition, name))
+    _apply_outcome(transition, diagnostics.time_out_probe(transition, name))
 
 
 def check_blame_case(transition: Transition, name: str) -> None:
@@ -236,7 +215,7 @@ def check_node_treatment(transition: Transition, node: str) -> None:
     if record.state is NodeState.HELD:
         why = f"no order or cordon keeps {node} out of service any more"
         maintenance.try_return_to_probation(transition, node, why)
-    expire_controller_findings(transition, node)
+    offences.expire_controller_findings(transition, node)
     recheck_undecided(transition, node)
     if record.state is NodeState.QUARANTINED:
         quarantine.check_quarantine(transition, node)
@@ -246,7 +225,7 @@ def check_node_treatment(transition: Transition, node: str) -> None:
     quarantine.check_probation(transition, node)
 
 
-def _apply_outcome(transition: Transition, outcome: ProbeOutcome | None) -> None:
+def _apply_outcome(transition: Transition, outcome: diagnostics.ProbeOutcome | None) -> None:
     if outcome is None:
         return
     if outcome.probe.tested_node is None:
@@ -258,7 +237,7 @@ def _apply_outcome(transition: Transition, outcome: ProbeOutcome | None) -> None
         quarantine.handle_probation_probe(transition, outcome)
 
 
-def _suspect_link(transition: Transition, outcome: ProbeOutcome) -> None:
+def _suspect_link(transition: Transition, outcome: diagnostics.ProbeOutcome) -> None:
     """After a slow all-reduce ordered by an operator, try both ends with partners known to be good."""
     for node in outcome.probe.nodes:
         peers = [other for other in outcome.probe.nodes if other != node]
@@ -268,7 +247,7 @@ def _suspect_link(transition: Transition, outcome: ProbeOutcome) -> None:
         finding = transition.make_finding(
             FindingKind.NETWORK_SLOW_LINK, subject, Severity.WARNING, outcome.failure, evidence=evidence
         )
-        raise_controller_finding(transition, node, finding, transition.policy.probe_retry_s)
+        offences.raise_controller_finding(transition, node, finding, transition.policy.probe_retry_s)
 
 
 def _settle_if_over(transition: Transition, case: BlameCase | None) -> None:
@@ -287,7 +266,7 @@ def _settle_if_over(transition: Transition, case: BlameCase | None) -> None:
         for node in case.passed:
             own = transition.state.nodes[node].health.controller_findings
             slow = [key for key, finding in own.items() if finding.kind is FindingKind.NETWORK_SLOW_LINK]
-            clear_controller_findings(transition, node, slow)
+            offences.clear_controller_findings(transition, node, slow)
 
 
 def _settle_pair(transition: Transition, case: BlameCase) -> None:
@@ -313,7 +292,7 @@ def _judge_proven(transition: Transition, node: str, finding: Finding, proof: st
     if finding.key in transition.state.nodes[node].health.agent_findings:
         judge_by_rule(transition, node, finding, proof=proof)
     else:
-        raise_controller_finding(transition, node, finding, transition.policy.probe_retry_s, proof)
+        offences.raise_controller_finding(transition, node, finding, transition.policy.probe_retry_s, proof)
 
 
 def _settle_return(transition: Transition, case: BlameCase, node: str) -> None:

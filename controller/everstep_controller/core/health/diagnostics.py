@@ -80,11 +80,7 @@ def start_probe(
 
 
 def record_probe_result(transition: Transition, node: str, report: ProbeFinished) -> ProbeOutcome | None:
-    """Record one node's result, and return the outcome once it is certain.
-
-    A node may fail because it waited for another that could not run the probe and reports this later, so a failure
-    blames the nodes only once every node has reported.
-    """
+    """Record a node's result, and return the outcome once certain: failures only when every node has reported."""
     probe = transition.state.probes.get(report.probe)
     if probe is None or node not in probe.nodes:
         transition.count_ignored("probe_finished.unknown")
@@ -138,9 +134,6 @@ def time_out_probe(transition: Transition, probe_id: str) -> ProbeOutcome | None
     return ProbeOutcome(probe_id=probe_id, probe=probe, failure=sentence, timed_out=True)
 
 
-# Partners
-
-
 def is_known_good(state: FleetState, record: NodeRecord) -> bool:
     """Return whether a node can serve as reference: healthy, connected, no critical finding, not suspected."""
     if record.state is not NodeState.HEALTHY or not record.liveness.reachable:
@@ -155,11 +148,7 @@ def is_known_good(state: FleetState, record: NodeRecord) -> bool:
 def find_partner(
     transition: Transition, node: str, attempt: int, avoid: Collection[str] = ()
 ) -> tuple[str | None, bool]:
-    """Return a node known to be good for a probe with ``node``, and whether all candidates are busy in probes.
-
-    The search prefers another rack and idle nodes, and changes with each ``attempt``. It compares few nodes where many
-    are good. If none is free it scans the fleet, but not again for each waiting node.
-    """
+    """Return a good node, preferably idle and in another rack, and whether all candidates are busy in probes."""
     state = transition.state
     if transition.now < state.no_partner_until:
         return None, True

@@ -12,16 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from everstep.vocabulary import Action, Decision, Finding, NodeState
-from everstep_controller.core.health import offences
-from everstep_controller.core.health.outbreaks import (
-    NOT_SELF_CLEARING,
-    check_correlated,
-    findings_with_signature,
-    record_seen_at,
-    rollback_possible_until,
-    shared_by_other,
-    signature,
-)
+from everstep_controller.core.health import offences, outbreaks
 from everstep_controller.core.health.quarantine import begin_probation, begin_quarantine
 from everstep_controller.core.jobs.membership import is_computing, jobs_seated_on, next_seats
 from everstep_controller.core.policy import VerdictRule
@@ -160,7 +151,7 @@ def evict(transition: Transition, node: str, finding: Finding, sentence: str) ->
     state.fleet.recent_evictions = [*recent_evictions(state, transition.now), eviction]
     transition.mark_fleet_changed()
     words = f"{sentence}; evicted"
-    if finding.kind in NOT_SELF_CLEARING:
+    if finding.kind in outbreaks.NOT_SELF_CLEARING:
         words += ", until an operator readmits it or the hardware is replaced"
     record.quarantine.needs_operator = False
     action = Action.strongest(Action.DRAIN if finding.action is Action.NONE else finding.action)
@@ -179,9 +170,6 @@ def is_serving(transition: Transition, node: str) -> bool:
     if state is NodeState.PROBATION:
         return is_computing(transition.state, node)
     return state in (NodeState.HEALTHY, NodeState.SUSPECT)
-
-
-# Reasons to defer
 
 
 class Deferral(NamedTuple):
@@ -212,9 +200,9 @@ def find_deferral(transition: Transition, node: str, finding: Finding) -> Deferr
     scope = fleet_scope(state, transition.now)
     if scope.remaining:
         return None
-    if shared := shared_by_other(state, node, finding, transition.now):
+    if shared := outbreaks.shared_by_other(state, node, finding, transition.now):
         reason = f"; {shared}, so this may be an outbreak"
-        return _budget_used_up(transition, scope, ScopeKind.SHARED.scope(signature(finding)), reason)
+        return _budget_used_up(transition, scope, ScopeKind.SHARED.scope(outbreaks.signature(finding)), reason)
     deferred_by = state.nodes[node].health.eviction_deferred_by
     if deferred_by and ScopeKind.of(deferred_by) is ScopeKind.SHARED:  # its further findings latch no breaker either
         return _budget_used_up(transition, scope, deferred_by, f"; the eviction of {node} is already deferred")
@@ -266,9 +254,6 @@ def _below_minimum(state: FleetState, job: JobRecord, node: str) -> str:
     return f"job {job.job} needs {least} nodes and {left} would be left" if left < least else ""
 
 
-# Deferred evictions
-
-
 def _defer(transition: Transition, node: str, finding: Finding, scope: str) -> bool:
     """Store the deferral, and return whether it is new: one finding deferred by one scope is reported once."""
     record = transition.state.nodes[node]
@@ -276,7 +261,7 @@ def _defer(transition: Transition, node: str, finding: Finding, scope: str) -> b
         return False
     drop_deferral(transition, node)
     record.health.deferred_eviction_key, record.health.eviction_deferred_by = finding.key, scope
-    record_seen_at(transition, node, finding.key, signature(finding))
+    outbreaks.record_seen_at(transition, node, finding.key, outbreaks.signature(finding))
     if scope not in transition.state.deferred_evictions and ScopeKind.of(scope) is ScopeKind.NEEDED:
         transition.schedule(transition.now + DEFERRAL_RECHECK_S, DeadlineKind.DEFERRED_EVICTIONS, scope)
     transition.state.deferred_evictions.setdefault(scope, {})[node] = None
@@ -288,8 +273,7 @@ def drop_deferral(transition: Transition, node: str) -> None:
     """Drop the node's deferred eviction, if any, because it is carried out or no longer wanted."""
     record = transition.state.nodes[node]
     scope = record.health.eviction_deferred_by
-    record.health.deferred_eviction_key = ""
-    record.health.eviction_deferred_by = ""
+    record.health.deferred_eviction_key = record.health.eviction_deferred_by = ""
     nodes = transition.state.deferred_evictions.get(scope)
     if nodes is not None and node in nodes:
         del nodes[node]
@@ -398,12 +382,9 @@ def schedule_deferral_checks(transition: Transition) -> None:
 def spare_if_correlated(
     transition: Transition, rule: VerdictRule, node: str, finding: Finding, *, is_new: bool = True
 ) -> str:
-    """Return why the finding belongs to an outbreak ("" if not), after a rollback of nodes that were evicted for it.
-
-    ``is_new`` is false if a standing finding is only judged again. A finding of an outbreak is judged later.
-    """
-    name = signature(finding)
-    why, judged_before = check_correlated(transition, rule, node, finding, is_new=is_new)
+    """Return why the finding belongs to an outbreak ("" if not), after a rollback of nodes evicted for it."""
+    name = outbreaks.signature(finding)
+    why, judged_before = outbreaks.check_correlated(transition, rule, node, finding, is_new=is_new)
     for other in judged_before:
         _roll_back(transition, rule, other, name, why)
     if why:
@@ -413,21 +394,21 @@ def spare_if_correlated(
 
 def _defer_for_outbreak(transition: Transition, node: str, key: str, name: str, due: float) -> None:
     defer_judgement(transition, node, key, UndecidedReason.OUTBREAK, due)
-    record_seen_at(transition, node, key, name)
+    outbreaks.record_seen_at(transition, node, key, name)
 
 
 def _roll_back(transition: Transition, rule: VerdictRule, node: str, name: str, reason: str) -> None:
     """Drop everything with that signature against the node, whether the node is out for it or only deferred."""
     record, due = transition.state.nodes[node], transition.now + rule.correlated_s
-    findings = findings_with_signature(record, name)
+    findings = outbreaks.findings_with_signature(record, name)
     if any(finding.key == record.health.deferred_eviction_key for finding in findings):
         _defer_for_outbreak(transition, node, record.health.deferred_eviction_key, name, due)
         drop_rolled_back_deferral(transition, node)
     plan = record.quarantine.plan
-    if plan is None or transition.now > rollback_possible_until(record):
+    if plan is None or transition.now > outbreaks.rollback_possible_until(record):
         return
     dropped = [key for key, sign in plan.cause_signatures.items() if sign == name]
-    if not dropped or (record.quarantine.needs_operator and rule.kind not in NOT_SELF_CLEARING):
+    if not dropped or (record.quarantine.needs_operator and rule.kind not in outbreaks.NOT_SELF_CLEARING):
         return
     for key in dropped:
         del plan.cause_signatures[key]

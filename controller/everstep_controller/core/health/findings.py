@@ -6,40 +6,14 @@ from collections.abc import Iterable
 
 from everstep.vocabulary import Action, Decision, Finding, FindingKind, GenerationReason, Mode, NodeState, Severity
 from everstep.wire.v1.agent import MAX_FINDINGS
+from everstep_controller.core import policy
 from everstep_controller.core.effects import RecordFindingCleared, RecordFindingRaised
-from everstep_controller.core.health import diagnostics
-from everstep_controller.core.health.eviction import (
-    DEFERRAL_RECHECK_S,
-    drop_deferral,
-    evict,
-    is_serving,
-    pop_freed_scopes,
-    spare_if_correlated,
-)
+from everstep_controller.core.health import diagnostics, eviction, outbreaks
 from everstep_controller.core.health.node_state import out_of_service_reason
-from everstep_controller.core.health.outbreaks import (
-    belongs_to_outbreak,
-    blocking_findings,
-    describe_rule,
-    due_action,
-    mark_cleared,
-    record_ladder_step,
-    rollback_possible_until,
-    wait_for_outbreak_end,
-)
 from everstep_controller.core.health.quarantine import add_cause, begin_diagnostics, check_quarantine, quarantine_again
 from everstep_controller.core.jobs import losses
 from everstep_controller.core.jobs.generations import RegroupCause
-from everstep_controller.core.policy import (
-    SEVERITY_RANK,
-    BlameIsolationMethod,
-    CountingScope,
-    VerdictRule,
-    append_report,
-    count_bad_reports,
-    describe_action,
-    was_step_taken,
-)
+from everstep_controller.core.policy import BlameIsolationMethod, VerdictRule
 from everstep_controller.core.records import DiagnosticsStatus, HistoryKind, NodeRecord, UndecidedReason
 from everstep_controller.core.state import FindingBurst
 from everstep_controller.core.transition import Transition, defer_judgement
@@ -71,21 +45,18 @@ def judge_finding(
 
 def count_report(record: NodeRecord, rule: VerdictRule, finding: Finding, now: float, *, bad: bool) -> int:
     """Count this report and return the number of bad reports under the rule."""
-    name = f"{rule.id}:{finding.key}" if rule.scope is CountingScope.SUBJECT else rule.id
-    reports = append_report(record.history.counted_reports.pop(name, []), rule, now, bad=bad)
+    name = f"{rule.id}:{finding.key}" if rule.scope is policy.CountingScope.SUBJECT else rule.id
+    reports = policy.append_report(record.history.counted_reports.pop(name, []), rule, now, bad=bad)
     record.history.counted_reports[name] = reports
     while len(record.history.counted_reports) > MAX_COUNTED_FINDINGS:
         del record.history.counted_reports[next(iter(record.history.counted_reports))]
-    return count_bad_reports(reports)
+    return policy.count_bad_reports(reports)
 
 
 def judge_by_rule(
     transition: Transition, node: str, finding: Finding, *, is_logged: bool = True, proof: str = "", is_new: bool = True
 ) -> None:
-    """Judge a finding by mode, outbreak, ladder and budget.
-
-    ``proof`` is the result of a blame isolation. ``is_new`` is false for a finding that an outbreak spared.
-    """
+    """Judge a finding by mode, outbreak, ladder and budget; ``proof`` is the result of a blame isolation."""
     record, rule = transition.state.nodes[node], transition.policy.rules.rule_for(finding)
     mode = rule.effective_mode(finding)
     if mode is Mode.OBSERVE:
@@ -94,7 +65,7 @@ def judge_by_rule(
         if mode is Mode.ENFORCE and not _is_spared_in_quarantine(transition, node, finding, rule, is_new=is_new):
             add_cause(transition, node, finding)
         return
-    if not is_serving(transition, node) and not (mode is Mode.RECOMMEND and record.state is NodeState.LOST):
+    if not eviction.is_serving(transition, node) and not (mode is Mode.RECOMMEND and record.state is NodeState.LOST):
         if mode is not Mode.ENFORCE:
             return
         if is_logged and (record.scheduling.hold_reason or record.scheduling.external_cordon_by):
@@ -104,7 +75,7 @@ def judge_by_rule(
         return
     if _is_spared(transition, node, finding, rule, is_new=is_new, is_logged=is_logged):
         return
-    ladder_action = due_action(record, rule, finding, transition.now)
+    ladder_action = outbreaks.due_action(record, rule, finding, transition.now)
     if mode is Mode.RECOMMEND:
         _recommend(transition, node, finding, rule, ladder_action, is_logged=is_logged)
     elif ladder_action is Action.RESTART_RANK:
@@ -125,7 +96,7 @@ def _is_spared(
     is_logged: bool = True,
 ) -> bool:
     """Return whether an outbreak spares the node, after a verdict that says so."""
-    why = spare_if_correlated(transition, rule, node, finding, is_new=is_new)
+    why = eviction.spare_if_correlated(transition, rule, node, finding, is_new=is_new)
     if why and is_logged:
         words = f"{node}: {finding.message}; not evicted: {why} (a cause outside the nodes)"
         _add_verdict(transition, node, Decision.CORRELATED, words, finding)
@@ -140,11 +111,11 @@ def _is_spared_in_quarantine(
     It counts as a sighting only on a node that was just evicted, since one fault raises several findings.
     """
     record = transition.state.nodes[node]
-    if transition.now < rollback_possible_until(record) and rule.blame_isolation is BlameIsolationMethod.NONE:
-        return bool(spare_if_correlated(transition, rule, node, finding, is_new=is_new))
-    if not belongs_to_outbreak(transition.state, rule, node, finding, transition.now):
+    if transition.now < outbreaks.rollback_possible_until(record) and rule.blame_isolation is BlameIsolationMethod.NONE:
+        return bool(eviction.spare_if_correlated(transition, rule, node, finding, is_new=is_new))
+    if not outbreaks.belongs_to_outbreak(transition.state, rule, node, finding, transition.now):
         return False
-    wait_for_outbreak_end(transition.state, node, finding)
+    outbreaks.wait_for_outbreak_end(transition.state, node, finding)
     defer_judgement(transition, node, finding.key, UndecidedReason.OUTBREAK, transition.now + rule.correlated_s)
     return True
 
@@ -154,25 +125,25 @@ def _recommend(
 ) -> None:
     """Recommend a ladder step that a person carries out."""
     record = transition.state.nodes[node]
-    said = was_step_taken(record.history.ladder_steps.get(rule.id, []), rule, action, transition.now)
-    record_ladder_step(record, rule, action, transition.now)
+    said = policy.was_step_taken(record.history.ladder_steps.get(rule.id, []), rule, action, transition.now)
+    outbreaks.record_ladder_step(record, rule, action, transition.now)
     transition.mark_node_changed(node)
     if is_logged and not said:
-        why = describe_rule(rule, record, finding, action)
-        words = f"{finding.message}; recommended for {node}: {describe_action(action)} ({why})"
+        why = outbreaks.describe_rule(rule, record, finding, action)
+        words = f"{finding.message}; recommended for {node}: {policy.describe_action(action)} ({why})"
         _add_verdict(transition, node, Decision.RECOMMEND, words, finding, action)
 
 
 def _restart_ranks(transition: Transition, node: str, finding: Finding, rule: VerdictRule, *, is_logged: bool) -> None:
     """Restart ranks of the node within the caps. A node that has used up its own restarts is due for the next step."""
     record, ladder_action = transition.state.nodes[node], Action.RESTART_RANK
-    again = was_step_taken(record.history.ladder_steps.get(rule.id, []), rule, ladder_action, transition.now)
+    again = policy.was_step_taken(record.history.ladder_steps.get(rule.id, []), rule, ladder_action, transition.now)
     if transition.state.database_outage:
-        due = transition.now + DEFERRAL_RECHECK_S
+        due = transition.now + eviction.DEFERRAL_RECHECK_S
         defer_judgement(transition, node, finding.key, UndecidedReason.DATABASE_OUTAGE, due)
         return
     if not again and (why := losses.node_restart_cap(transition, node)) and rule.ladder[-1] is not ladder_action:
-        record_ladder_step(record, rule, ladder_action, transition.now - rule.coalesce_s)
+        outbreaks.record_ladder_step(record, rule, ladder_action, transition.now - rule.coalesce_s)
         evict_for(transition, node, finding, f"{finding.message}; {why}")
         return
     if not again and (cap := losses.fleet_restart_cap(transition))[0]:
@@ -182,8 +153,8 @@ def _restart_ranks(transition: Transition, node: str, finding: Finding, rule: Ve
             _add_verdict(transition, node, Decision.RECOMMEND, words, finding)
         return
     target = losses.find_restart_target(transition, node, finding, rule)
-    words = f"{node}: {finding.message} ({describe_rule(rule, record, finding, ladder_action)})"
-    record_ladder_step(record, rule, ladder_action, transition.now)
+    words = f"{node}: {finding.message} ({outbreaks.describe_rule(rule, record, finding, ladder_action)})"
+    outbreaks.record_ladder_step(record, rule, ladder_action, transition.now)
     transition.mark_node_changed(node)
     if target is not None and target.members:
         words = f"{words}; {target.describe()} is restarted"
@@ -198,9 +169,9 @@ def _restart_ranks(transition: Transition, node: str, finding: Finding, rule: Ve
 def _recommend_to_holder(transition: Transition, node: str, finding: Finding, rule: VerdictRule) -> None:
     """Recommend to the holder of the node what would evict a serving node, since a job may still compute on it."""
     record = transition.state.nodes[node]
-    ladder_action = due_action(record, rule, finding, transition.now)
+    ladder_action = outbreaks.due_action(record, rule, finding, transition.now)
     holder = out_of_service_reason(record, transition.now)
-    action = describe_action(ladder_action)
+    action = policy.describe_action(ladder_action)
     words = f"{finding.message}; recommended for {node}: {action}; no automatic action, because {holder}"
     _add_verdict(transition, node, Decision.RECOMMEND, words, finding, ladder_action)
 
@@ -223,15 +194,12 @@ def _add_verdict(
     transition.add_verdict(node, decision, sentence, action=action, evidence=(finding,), trace=trace)
 
 
-# Eviction
-
-
 def evict_for(transition: Transition, node: str, finding: Finding, proof: str = "") -> bool:
     """Evict the node if allowed. Its jobs leave it at the next boundary, except after wrong results."""
     record, rule = transition.state.nodes[node], transition.policy.rules.rule_for(finding)
-    ladder_action = due_action(record, rule, finding, transition.now)
-    sentence = f"{node}: {proof or finding.message} ({describe_rule(rule, record, finding, ladder_action)})"
-    if not evict(transition, node, finding, sentence):
+    ladder_action = outbreaks.due_action(record, rule, finding, transition.now)
+    sentence = f"{node}: {proof or finding.message} ({outbreaks.describe_rule(rule, record, finding, ladder_action)})"
+    if not eviction.evict(transition, node, finding, sentence):
         return False
     cause = RegroupCause(
         reason=GenerationReason.NODE_EVICTED,
@@ -247,7 +215,7 @@ def _open_pair_case(transition: Transition, node: str, finding: Finding) -> None
     """Try the node and the peer that its finding names with partners known to be good."""
     peer = finding.evidence.get("peer", finding.subject)
     found = {node: finding}
-    if peer != node and peer in transition.state.nodes and is_serving(transition, peer):
+    if peer != node and peer in transition.state.nodes and eviction.is_serving(transition, peer):
         found[peer] = finding
     if diagnostics.open_blame_case(transition, BlameIsolationMethod.PAIR, found, f"{finding.message} ({node})") is None:
         due = transition.now + transition.policy.probe_timeout_s
@@ -330,7 +298,7 @@ def _drop_mildest(record: NodeRecord) -> None:
 
 def _retention_key(record: NodeRecord, key: str) -> tuple[bool, int]:
     is_kept = key in record.quarantine.causes or key == record.health.deferred_eviction_key
-    return is_kept, SEVERITY_RANK[record.health.agent_findings[key].severity]
+    return is_kept, policy.SEVERITY_RANK[record.health.agent_findings[key].severity]
 
 
 def clear_agent_finding(transition: Transition, node: str, key: str) -> None:
@@ -347,9 +315,9 @@ def clear_agent_finding(transition: Transition, node: str, key: str) -> None:
 def _handle_cleared(transition: Transition, node: str, finding: Finding, reason: str = "") -> None:
     record = transition.state.nodes[node]
     if record.health.deferred_eviction_key == finding.key:
-        drop_deferral(transition, node)
+        eviction.drop_deferral(transition, node)
     record.health.undecided_findings.pop(finding.key, None)
-    mark_cleared(transition.state, node, finding)
+    outbreaks.mark_cleared(transition.state, node, finding)
     _drop_acceptance(record, finding.key)
     if finding.key in record.quarantine.causes:
         record.quarantine.cause_cleared_at[finding.key] = transition.now
@@ -372,17 +340,14 @@ def _recheck_node(transition: Transition, node: str) -> None:
 
 
 def _judge_blocking(transition: Transition, node: str) -> None:
-    """Judge findings against a node on probation.
-
-    A node on which a job computes is judged like a serving one, so its eviction may be deferred.
-    """
+    """Judge findings against a node on probation. One on which a job computes is judged like a serving one."""
     record = transition.state.nodes[node]
-    for finding in blocking_findings(transition.state, record, transition.now):
-        if is_serving(transition, node):
+    for finding in outbreaks.blocking_findings(transition.state, record, transition.now):
+        if eviction.is_serving(transition, node):
             if not record.health.deferred_eviction_key:
                 judge_by_rule(transition, node, finding)
         elif not _is_spared(transition, node, finding, transition.policy.rules.rule_for(finding)):
-            drop_deferral(transition, node)
+            eviction.drop_deferral(transition, node)
             quarantine_again(transition, node, finding, f"{node} cannot return to service: {finding.message}")
         if record.state is not NodeState.PROBATION:
             return
@@ -406,9 +371,6 @@ def _drop_acceptance(record: NodeRecord, key: str) -> None:
         record.health.accepted_findings.remove(key)
 
 
-# Controller findings
-
-
 def judge_controller_findings(transition: Transition) -> None:
     """Judge the controller's new findings by the same rules as those of agents."""
     while transition.controller_finding_changes:
@@ -418,9 +380,6 @@ def judge_controller_findings(transition: Transition) -> None:
         elif news.before is not None:
             _handle_cleared(transition, news.node, news.before, news.reason)
         _recheck_node(transition, news.node)
-
-
-# Changes of findings
 
 
 def _judge_if_new(
@@ -447,9 +406,6 @@ def _happened_again(previous: Finding, finding: Finding) -> bool:
     return counted or finding.since != previous.since
 
 
-# Later checks
-
-
 def recheck_undecided(transition: Transition, node: str) -> None:
     """Judge findings that could not be decided earlier and still stand, unless the node is being tried."""
     record = transition.state.nodes[node]
@@ -465,9 +421,9 @@ def recheck_undecided(transition: Transition, node: str) -> None:
         due = record.identity.booted_at + rule.boot_grace_s
         if transition.now < due:
             defer_judgement(transition, node, key, UndecidedReason.BOOT_GRACE, due)
-        elif is_serving(transition, node) or record.state is NodeState.QUARANTINED:
+        elif eviction.is_serving(transition, node) or record.state is NodeState.QUARANTINED:
             judge_by_rule(transition, node, finding, is_logged=False, is_new=why is not UndecidedReason.OUTBREAK)
-        elif why is UndecidedReason.OUTBREAK and belongs_to_outbreak(
+        elif why is UndecidedReason.OUTBREAK and outbreaks.belongs_to_outbreak(
             transition.state, rule, node, finding, transition.now
         ):
             defer_judgement(transition, node, key, UndecidedReason.OUTBREAK, transition.now + rule.correlated_s)
@@ -479,7 +435,7 @@ def retry_deferred_evictions(transition: Transition) -> None:
     state = transition.state
     if not state.deferred_evictions:
         return
-    for scope in pop_freed_scopes(transition):
+    for scope in eviction.pop_freed_scopes(transition):
         for node in list(state.deferred_evictions.get(scope, ())):
             record = state.nodes[node]
             finding = record.get_finding(record.health.deferred_eviction_key)
@@ -489,10 +445,10 @@ def retry_deferred_evictions(transition: Transition) -> None:
                 or rule is None
                 or rule.mode is not Mode.ENFORCE
                 or not rule.counts_against_node(finding)
-                or not is_serving(transition, node)
-                or spare_if_correlated(transition, rule, node, finding, is_new=False)
+                or not eviction.is_serving(transition, node)
+                or eviction.spare_if_correlated(transition, rule, node, finding, is_new=False)
             ):
-                drop_deferral(transition, node)
+                eviction.drop_deferral(transition, node)
                 _recheck_node(transition, node)
             else:
                 evict_for(transition, node, finding)

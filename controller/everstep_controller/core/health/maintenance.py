@@ -12,14 +12,7 @@ from everstep_controller.core.health.node_state import out_of_service_reason, se
 from everstep_controller.core.health.quarantine import begin_probation
 from everstep_controller.core.jobs.generations import RegroupCause, regroup, roster_at
 from everstep_controller.core.jobs.membership import is_computing, jobs_seated_on
-from everstep_controller.core.records import (
-    IN_SERVICE,
-    QUARANTINE_STATES,
-    HistoryKind,
-    JobRecord,
-    MaintenanceWindow,
-    NodeRecord,
-)
+from everstep_controller.core.records import IN_SERVICE, QUARANTINE_STATES, HistoryKind, MaintenanceWindow, NodeRecord
 from everstep_controller.core.state import FLEET, DeadlineKind, FleetState
 from everstep_controller.core.transition import Transition
 
@@ -27,9 +20,6 @@ MAX_WINDOWS = 1000
 """Maximum number of windows that are planned or under way."""
 RETRY_S = 1.0
 """Seconds between attempts to begin a due window during a database outage."""
-
-
-# Holds
 
 
 def hold_node(transition: Transition, node: str, sentence: str) -> None:
@@ -55,9 +45,6 @@ def release_hold(transition: Transition, node: str, sentence: str) -> None:
     transition.mark_node_changed(node)
     transition.append_history(node, HistoryKind.ACTION, sentence)
     try_return_to_probation(transition, node, sentence)
-
-
-# Cordons of others
 
 
 def handle_scheduler_change(transition: Transition, event: SchedulerStateChanged) -> None:
@@ -113,9 +100,6 @@ def try_return_to_probation(transition: Transition, node: str, reason: str) -> N
     else:
         sentence = f"{reason}; the node is unreachable and returns once its agent reports again"
         set_state(transition, node, NodeState.LOST, sentence)
-
-
-# Maintenance windows
 
 
 def check_maintenance(state: FleetState, command: OperatorCommand, now: float) -> None:
@@ -218,8 +202,9 @@ def _begin_windows(transition: Transition, *windows: MaintenanceWindow) -> None:
     for node, window in entering:
         enter_maintenance(transition, node, window)
     for job, window in jobs.values():
-        if job.generation is not None and not job.generation.seated_nodes.isdisjoint(nodes):
-            _leave(transition, job, window.sentence)
+        if job.is_running and job.generation is not None and not job.generation.seated_nodes.isdisjoint(nodes):
+            cause = RegroupCause(GenerationReason.OPERATOR, window.sentence, transition.trace, at_boundary=True)
+            regroup(transition, job, cause)
 
 
 def planned_windows(state: FleetState, record: NodeRecord) -> list[MaintenanceWindow]:
@@ -253,13 +238,6 @@ def enter_maintenance(transition: Transition, node: str, window: MaintenanceWind
         set_state(transition, node, NodeState.HELD, window.sentence)
 
 
-def _leave(transition: Transition, job: JobRecord, sentence: str) -> None:
-    """Regroup the job at its next boundary without the nodes of the window."""
-    if job.is_running:
-        cause = RegroupCause(GenerationReason.OPERATOR, sentence, transition.trace, at_boundary=True)
-        regroup(transition, job, cause)
-
-
 def end_if_due(transition: Transition, node: str) -> None:
     """At the end of its window, return the node unless something else keeps it out."""
     record = transition.state.nodes[node]
@@ -286,10 +264,9 @@ def end_maintenance_early(transition: Transition, node: str) -> None:
     transition.mark_node_changed(node)
     begun = [window for window in fleet.maintenance_windows if not window.starts_at and _covers(window, record)]
     if begun:
-        racks = [
+        fleet.maintenance_windows = [
             msgspec.structs.replace(one, readmitted_early=(*one.readmitted_early, node)) if one in begun else one
             for one in fleet.maintenance_windows
             if one not in begun or one.node != node
         ]
-        fleet.maintenance_windows = racks
         transition.mark_fleet_changed()

@@ -36,10 +36,7 @@ may be entered again for another reason."""
 
 
 def set_state(transition: Transition, node: str, state: NodeState, sentence: str) -> None:
-    """Move a node to ``state`` for the reason in ``sentence``; cordon or uncordon it accordingly.
-
-    A silent node that becomes healthy by order is suspected until its next message.
-    """
+    """Move a node to ``state`` for the reason in ``sentence``; cordon or uncordon it accordingly."""
     record = transition.state.nodes[node]
     is_silent = state is NodeState.HEALTHY and node in transition.state.silent_nodes
     entered = NodeState.SUSPECT if is_silent else state
@@ -84,13 +81,6 @@ def uncordon(transition: Transition, node: str, sentence: str) -> None:
     if scheduling.cordon_id:
         scheduling.cordon_id, scheduling.cordon_failed = "", False
         _request_remediation(transition, node, RemediationKind.UNCORDON, sentence)
-
-
-def request_repair(transition: Transition, node: str, sentence: str) -> None:
-    """Hand the node to people with the evidence on it. Like a cordon, a repair keeps other work away."""
-    scheduling = transition.state.nodes[node].scheduling
-    scheduling.cordon_id = _request_remediation(transition, node, RemediationKind.REPAIR, sentence)
-    scheduling.cordon_failed = False
 
 
 def start_remediation(transition: Transition, node: str, action: Action, sentence: str) -> str:
@@ -158,9 +148,6 @@ def _request_remediation(
         )
     )
     return name
-
-
-# Caps
 
 
 def append_time(times: Sequence[float], now: float, window_s: float) -> list[float]:
@@ -247,10 +234,7 @@ def _take_step(transition: Transition, node: str, plan: ReadmissionPlan) -> None
 
 
 def _waits_for_rollback_window(transition: Transition, node: str, *, goes_to_operator: bool) -> bool:
-    """Return whether the action must wait because an outbreak can still roll the eviction back.
-
-    A machine is left alone for ``ACTION_DELAY_S`` only; people would act on a node that goes to them.
-    """
+    """Return whether the action waits because an outbreak can still roll the eviction back."""
     record = transition.state.nodes[node]
     reserve = rollback_possible_until(record)
     due = reserve if goes_to_operator else min(reserve, record.since + ACTION_DELAY_S)
@@ -308,10 +292,7 @@ def _outcome(event: RemediationFinished) -> str:
 
 
 def _handle_confirmed(transition: Transition, node: str, plan: ReadmissionPlan, event: RemediationFinished) -> None:
-    """Handle a confirmed action. Findings of sensors clear by themselves; diagnostics show whether memory is repaired.
-
-    No reset repairs a node that computed wrongly; it stays out until an operator readmits it.
-    """
+    """Handle a confirmed action. No reset repairs a node that computed wrongly: an operator must readmit it."""
     record, action = transition.state.nodes[node], plan.ladder[plan.ladder_step]
     plan.settle_deadline = transition.now + transition.policy.remediation_settle_s
     own = record.health.controller_findings
@@ -340,7 +321,9 @@ def send_to_repair(transition: Transition, node: str, sentence: str) -> None:
     record.quarantine.diagnostics = DiagnosticsStatus.NOT_STARTED
     evidence = tuple(f for f in record.all_findings() if f.key in record.quarantine.causes)
     transition.add_verdict(node, Decision.REPAIR, sentence, action=Action.REPAIR, evidence=evidence)
-    request_repair(transition, node, sentence)
+    # like a cordon, a repair keeps other work away
+    record.scheduling.cordon_id = _request_remediation(transition, node, RemediationKind.REPAIR, sentence)
+    record.scheduling.cordon_failed = False
 
 
 def repair_if_repeat_offender(transition: Transition, node: str) -> bool:

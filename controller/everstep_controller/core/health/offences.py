@@ -102,9 +102,6 @@ def describe_score(transition: Transition, node: str) -> str:
     return f"its offences of the last {window_s:g} s add up to {weight:g}, and the limit is {limit:g}"
 
 
-# Evidence
-
-
 def collect_evidence(state: FleetState, node: str, now: float, verdicts: Iterable[Verdict] = ()) -> Evidence:
     """Return the evidence on a node, with stored ``verdicts`` if there are any. Raise NotFound if it is unknown."""
     record = state.nodes.get(node)
@@ -157,10 +154,7 @@ def suspect_gpus(record: NodeRecord, findings: Iterable[Finding]) -> tuple[Gpu, 
 def raise_controller_finding(
     transition: Transition, node: str, finding: Finding, lasts_s: float = 0.0, proof: str = ""
 ) -> None:
-    """Store a finding until it is cleared, or until it was not seen for ``lasts_s`` seconds (0.0: without limit).
-
-    ``proof`` is the result of its blame isolation, if there was one.
-    """
+    """Store a finding until it is cleared, or until it was not seen for ``lasts_s`` seconds (0.0: no limit)."""
     record = transition.state.nodes[node]
     before = record.health.controller_findings.get(finding.key)
     transition.controller_finding_changes.append(ControllerFindingChange(node, before, finding, proof))

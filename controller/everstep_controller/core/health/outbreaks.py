@@ -14,17 +14,8 @@ import msgspec
 
 from everstep.ids import NodeId
 from everstep.vocabulary import Action, Finding, FindingKind, Mode
-from everstep_controller.core.policy import (
-    CORRELATED_PAIR_SHARE,
-    MIN_CORRELATED_NODES,
-    BlameIsolationMethod,
-    CountingScope,
-    VerdictRule,
-    append_ladder_step,
-    count_bad_reports,
-    describe_action,
-    next_ladder_step,
-)
+from everstep_controller.core import policy
+from everstep_controller.core.policy import BlameIsolationMethod, VerdictRule
 from everstep_controller.core.records import IN_SERVICE, NodeRecord, UndecidedReason
 from everstep_controller.core.state import FleetState
 from everstep_controller.core.transition import Transition
@@ -67,9 +58,8 @@ def check_correlated(
     while seen and seen[oldest := next(iter(seen))] < transition.now - rule.correlated_s:
         del seen[oldest]
     if why := common_cause(state, rule, seen, node):
-        return f"{name} appeared on {why} within {rule.correlated_s:g} s", _join_outbreak(
-            transition, rule, name, seen, node, why
-        )
+        joined_now = _join_outbreak(transition, rule, name, seen, node, why)
+        return f"{name} appeared on {why} within {rule.correlated_s:g} s", joined_now
     waiting = state.outbreaks.get(name)
     if waiting is None:
         return "", []
@@ -155,10 +145,10 @@ def common_cause(state: FleetState, rule: VerdictRule, seen: Collection[str], no
     count, known = len(seen), len(state.nodes)
     if count >= rule.correlated_nodes:
         return f"{count} nodes"
-    pair_share = max(CORRELATED_PAIR_SHARE, rule.correlated_share)
+    pair_share = max(policy.CORRELATED_PAIR_SHARE, rule.correlated_share)
     if count >= 2 and count >= pair_share * known and rule.blame_isolation is BlameIsolationMethod.NONE:
         return f"{count} of {known} nodes"
-    if count < MIN_CORRELATED_NODES:
+    if count < policy.MIN_CORRELATED_NODES:
         return ""
     if count >= rule.correlated_share * known:
         return f"{count} of {known} nodes"
@@ -167,7 +157,8 @@ def common_cause(state: FleetState, rule: VerdictRule, seen: Collection[str], no
         return ""
     same = sum(1 for other in seen if state.nodes[other].identity.driver_version == driver)
     of = sum(1 for record in state.nodes.values() if record.identity.driver_version == driver)
-    return f"{same} of the {of} nodes with driver {driver}" if same >= MIN_CORRELATED_NODES and 2 * same > of else ""
+    is_common = same >= policy.MIN_CORRELATED_NODES and 2 * same > of
+    return f"{same} of the {of} nodes with driver {driver}" if is_common else ""
 
 
 def _holds_for_any_driver(state: FleetState, rule: VerdictRule, seen: Collection[str]) -> bool:
@@ -274,9 +265,6 @@ def rollback_possible_until(record: NodeRecord) -> float:
     return plan.evicted_at + plan.rollback_window_s if plan is not None and plan.evicted_at else 0.0
 
 
-# Restart
-
-
 def record_seen_at(transition: Transition, node: str, key: str, name: str) -> None:
     """Store the sighting with the node, for findings that wait or whose eviction is deferred, to survive a restart."""
     health = transition.state.nodes[node].health
@@ -347,21 +335,21 @@ def blocking_findings(state: FleetState, record: NodeRecord, now: float) -> list
 
 def due_action(record: NodeRecord, rule: VerdictRule, finding: Finding, now: float) -> Action:
     """Return the step of the rule's ladder that is due for the node."""
-    return rule.ladder[next_ladder_step(rule, finding, record.history.ladder_steps.get(rule.id, []), now)]
+    return rule.ladder[policy.next_ladder_step(rule, finding, record.history.ladder_steps.get(rule.id, []), now)]
 
 
 def record_ladder_step(record: NodeRecord, rule: VerdictRule, action: Action, now: float) -> None:
     """Remember that the step was taken, unless it was just taken."""
     steps = record.history.ladder_steps
-    steps[rule.id] = append_ladder_step(steps.get(rule.id, []), rule, action, now)
+    steps[rule.id] = policy.append_ladder_step(steps.get(rule.id, []), rule, action, now)
 
 
 def describe_rule(rule: VerdictRule, record: NodeRecord, finding: Finding, action: Action) -> str:
     """Return the rule, the number of reports, the ladder step and what ends it, as a phrase."""
-    name = f"{rule.id}:{finding.key}" if rule.scope is CountingScope.SUBJECT else rule.id
-    count = max(1, count_bad_reports(record.history.counted_reports.get(name, [])))
+    name = f"{rule.id}:{finding.key}" if rule.scope is policy.CountingScope.SUBJECT else rule.id
+    count = max(1, policy.count_bad_reports(record.history.counted_reports.get(name, [])))
     window = f" within {rule.window_s:g} s" if rule.n_of_m[0] > 1 else ""
     clears = f"has been clear for {rule.clear_s:g} s" if rule.clear_s else "clears"
-    place = f"next action ({rule.ladder.index(action) + 1} of {len(rule.ladder)}): {describe_action(action)}"
+    place = f"next action ({rule.ladder.index(action) + 1} of {len(rule.ladder)}): {policy.describe_action(action)}"
     over = "" if finding.kind in NOT_SELF_CLEARING else f"; the node may return once the finding {clears}"
     return f"rule {rule.id}: occurrence {count} of {rule.n_of_m[0]}{window}; {place}{over}"

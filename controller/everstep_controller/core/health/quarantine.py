@@ -4,18 +4,10 @@ from __future__ import annotations
 
 from everstep.clock import Backoff
 from everstep.vocabulary import Action, Decision, Finding, FindingKind, NodeState, ProbeKind, Severity
-from everstep_controller.core.health import diagnostics, node_state, offences
+from everstep_controller.core.health import diagnostics, node_state, offences, outbreaks
 from everstep_controller.core.health.diagnostics import ProbeOutcome, find_partner, start_probe
 from everstep_controller.core.health.node_state import out_of_service_reason, set_state
 from everstep_controller.core.health.offences import raise_controller_finding
-from everstep_controller.core.health.outbreaks import (
-    NOT_SELF_CLEARING,
-    blocking_findings,
-    blocks_service,
-    record_ladder_step,
-    signature,
-    spared_findings_of,
-)
 from everstep_controller.core.jobs.job_index import clear_exclusion, offer_to_jobs
 from everstep_controller.core.jobs.membership import is_computing
 from everstep_controller.core.policy import LADDER_ACTIONS, BlameIsolationMethod, next_ladder_step
@@ -32,9 +24,6 @@ RANK_FINDING_KINDS = (str(FindingKind.RANK_FLAPPING), str(FindingKind.RANK_STRAG
 """Findings for which jobs blame a node, and which the jobs forgive after its readmission."""
 
 
-# Quarantine
-
-
 def begin_quarantine(
     transition: Transition,
     node: str,
@@ -45,10 +34,7 @@ def begin_quarantine(
     wait_s: float = 0.0,
     offence_weight: float = offences.EVICTION_WEIGHT,
 ) -> None:
-    """Keep the node out of every roster until ``causes`` clear and its waiting time has passed.
-
-    The waiting time is the longest of ``wait_s``, the policy's minimum and the time for offences.
-    """
+    """Keep the node out until ``causes`` clear and its waiting time (at least ``wait_s``) has passed."""
     record = transition.state.nodes[node]
     if offence_weight:
         offences.add_offence(transition, node, offence_weight)
@@ -90,7 +76,7 @@ def add_cause(transition: Transition, node: str, finding: Finding) -> None:
     else:
         ladder_step = next_ladder_step(rule, finding, record.history.ladder_steps.get(rule.id, []), transition.now)
     action, gravity = rule.ladder[ladder_step], LADDER_ACTIONS.index
-    record_ladder_step(record, rule, action, transition.now)
+    outbreaks.record_ladder_step(record, rule, action, transition.now)
     is_first = not plan.rule_id
     if is_first or (not plan.pending_remediation_id and gravity(action) > gravity(plan.ladder[plan.ladder_step])):
         plan.rule_id, plan.ladder, plan.ladder_step, plan.settle_deadline = rule.id, rule.ladder, ladder_step, 0.0
@@ -98,9 +84,9 @@ def add_cause(transition: Transition, node: str, finding: Finding) -> None:
     plan.required_diagnostics = tuple(dict.fromkeys([*plan.required_diagnostics, *rule.diagnostics]))
     plan.required_passes = max(plan.required_passes, rule.required_passes)
     plan.clear_s = max(plan.clear_s, rule.clear_s)
-    plan.cause_signatures[finding.key] = signature(finding)
+    plan.cause_signatures[finding.key] = outbreaks.signature(finding)
     plan.rollback_window_s = max(plan.rollback_window_s, rule.correlated_s)
-    if finding.kind in NOT_SELF_CLEARING:
+    if finding.kind in outbreaks.NOT_SELF_CLEARING:
         record.quarantine.needs_operator = True
         record.health.defective_gpus = [gpu.uuid for gpu in record.identity.gpus] or [node]
 
@@ -132,9 +118,6 @@ def _is_cause_active(transition: Transition, record: NodeRecord, key: str) -> bo
         return True
     record.quarantine.cause_cleared_at.pop(key, None)
     return False
-
-
-# Probation
 
 
 def begin_probation(transition: Transition, node: str, reason: str) -> None:
@@ -172,7 +155,7 @@ def begin_diagnostics(transition: Transition, node: str) -> None:
 
 def _has_blocking_finding(transition: Transition, node: str) -> bool:
     """Return whether a finding stands against a node on probation, and have it judged at the end of the event."""
-    if not blocking_findings(transition.state, transition.state.nodes[node], transition.now):
+    if not outbreaks.blocking_findings(transition.state, transition.state.nodes[node], transition.now):
         return False
     transition.returning_nodes[node] = None
     return True
@@ -266,10 +249,7 @@ def _open_pair_case(transition: Transition, node: str, outcome: ProbeOutcome) ->
 def record_diagnostic_failed(
     transition: Transition, node: str, failure: str, offence_weight: float = offences.FAILED_PROBE_WEIGHT
 ) -> None:
-    """Return the node to quarantine; the diagnostics restart after a wait that doubles each time.
-
-    A node on which a job computes stays on probation and is tried again: taking it out would need proof.
-    """
+    """Return the node to quarantine for a doubled wait. One on which a job computes is only tried again."""
     record, policy = transition.state.nodes[node], transition.policy
     record.quarantine.probe_failures += 1
     waits = Backoff(floor_s=policy.probe_retry_s, ceiling_s=policy.probe_retry_max_s)
@@ -299,7 +279,7 @@ def _record_wrong_result(transition: Transition, node: str, outcome: ProbeOutcom
     action = Action.RESET_GPU if memory else Action.REPAIR
     finding = transition.make_finding(kind, str(outcome.probe.kind), Severity.CRITICAL, outcome.failure, action=action)
     raise_controller_finding(transition, node, finding)
-    if not blocks_service(transition.state, transition.state.nodes[node], finding, transition.now):
+    if not outbreaks.blocks_service(transition.state, transition.state.nodes[node], finding, transition.now):
         record_diagnostic_failed(transition, node, outcome.failure)
     elif not is_computing(transition.state, node):  # otherwise judged like any node on which a job computes
         quarantine_again(transition, node, finding, f"{outcome.failure}; {node} stays quarantined until it is repaired")
@@ -358,7 +338,8 @@ def check_probation(transition: Transition, node: str) -> None:
 
 def _describe_fitness(transition: Transition, node: str) -> str:
     """Return the end of the readmission sentence; findings of an outbreak may stand on a serving node."""
-    spared = dict.fromkeys(signature(one) for one in spared_findings_of(transition.state, transition.state.nodes[node]))
+    record = transition.state.nodes[node]
+    spared = dict.fromkeys(outbreaks.signature(one) for one in outbreaks.spared_findings_of(transition.state, record))
     if not spared:
         return "it is healthy"
     return f"it is in service although it still shows {', '.join(spared)}, because that is an outbreak"

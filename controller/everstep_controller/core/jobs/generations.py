@@ -145,10 +145,7 @@ def plan_replicas(transition: Transition, job: JobRecord, seats: list[str]) -> d
 
 
 def _holders(transition: Transition, job: JobRecord, seats: list[str]) -> list[str]:
-    """Return the nodes whose vaults may be asked: the roster, and former members that never computed wrongly.
-
-    A vault outlives its agent, so an unreachable node is asked too if it may hold the newest committed version.
-    """
+    """Return the nodes whose vaults may be asked: the roster, and former members that never computed wrongly."""
     state, before = transition.state, job.seats
     committed = state.job_runtime[job.job].commits.committed_version
     is_old = committed is not None and job.generation is not None and committed.generation == job.generation.number
@@ -260,14 +257,8 @@ def _kill_left_out(transition: Transition, job: JobRecord, cause: RegroupCause, 
                 send_kill(transition, job, member, running.number, cause.sentence, cause.trace)
 
 
-# Boundaries
-
-
 def boundary_step(transition: Transition, job: JobRecord, live: JobRuntime) -> int | None:
-    """Return the step after which the running generation may end in order, or None if it cannot run on until then.
-
-    The next commit's step is preferred if there is time: it survives even if a node dies while leaving.
-    """
+    """Return the step for an orderly end, at the next commit if there is time; None if it cannot run until then."""
     if not job.is_running or job.progress.resumed_at is None or job.outgoing_generation is not None:
         return None
     if live.regroup.pending is not None or live.regroup.failed_collective_ranks or job.progress.finished_ranks:
@@ -328,9 +319,6 @@ def check_boundary(transition: Transition, job: JobRecord) -> None:
     elif transition.now >= live.regroup.boundary_fallback_at:
         sentence = f"the boundary after step {spec.after_step} was not reached in time; the job regroups at once"
         regroup(transition, job, RegroupCause(spec.reason, sentence, spec.trace))
-
-
-# Growth
 
 
 def consider_growth(transition: Transition, job: JobRecord) -> None:

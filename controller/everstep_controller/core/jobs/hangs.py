@@ -8,15 +8,8 @@ import msgspec
 
 from everstep.vocabulary import GenerationReason
 from everstep.wire.v1.training import GenerationSpec, Member, RankStalled, RankUnresponsive
-from everstep_controller.core.jobs import ending
+from everstep_controller.core.jobs import ending, losses
 from everstep_controller.core.jobs.generations import RegroupCause, note_beyond_boundary
-from everstep_controller.core.jobs.losses import (
-    find_generation,
-    regroup_unattributed,
-    regroup_with_seen,
-    regroup_without_missing,
-    replace_rank,
-)
 from everstep_controller.core.jobs.notifications import record_replaced_rank, send_kill
 from everstep_controller.core.records import JobRecord
 from everstep_controller.core.state import PendingRegroup
@@ -30,7 +23,7 @@ MAX_STACK_CHARS = 16384
 
 def handle_rank_unresponsive(transition: Transition, job: JobRecord, node: str, report: RankUnresponsive) -> None:
     """Kill and replace an unresponsive rank; its own agent's report suffices."""
-    spec = find_generation(job, report.generation) or job.running_generation
+    spec = losses.find_generation(job, report.generation) or job.running_generation
     member = spec.member_at(node, report.local_rank) if spec else None
     if spec is None or not job.is_running or member is None:
         transition.count_ignored("rank_unresponsive.stale")
@@ -54,7 +47,7 @@ def _replace_hung(
     transition.audit("rank.hung", sentence, node=node, job=job.job, generation=spec.number, trace=trace, data=data)
     send_kill(transition, job, member, spec.number, sentence, trace)
     record_replaced_rank(transition, job, node, member.local_rank)
-    replace_rank(transition, job, node, RegroupCause(GenerationReason.RANK_HUNG, sentence, trace))
+    losses.replace_rank(transition, job, node, RegroupCause(GenerationReason.RANK_HUNG, sentence, trace))
 
 
 def handle_rank_stalled(transition: Transition, job: JobRecord, node: str, report: RankStalled) -> None:
@@ -106,15 +99,15 @@ def settle_pending_regroup(transition: Transition, job: JobRecord) -> None:
     pending, spec = live.regroup.pending, job.running_generation
     if pending is None or spec is None:
         return
-    if regroup_without_missing(transition, job, pending.sentence):
+    if losses.regroup_without_missing(transition, job, pending.sentence):
         return
     if pending.reason is not None:
         live.regroup.pending = None
-        regroup_with_seen(transition, job, RegroupCause(pending.reason, pending.sentence, pending.trace))
+        losses.regroup_with_seen(transition, job, RegroupCause(pending.reason, pending.sentence, pending.trace))
         return
     if not live.regroup.stalled_ranks:
         cause = RegroupCause(GenerationReason.COLLECTIVE_FAILED, pending.sentence, pending.trace)
-        regroup_unattributed(transition, job, cause)
+        losses.regroup_unattributed(transition, job, cause)
         return
     heard = live.regroup.stalled_ranks.keys() | set(job.progress.finished_ranks)
     silent = [rank for rank in range(spec.world_size) if rank not in heard]
@@ -130,7 +123,7 @@ def settle_pending_regroup(transition: Transition, job: JobRecord) -> None:
     stuck = find_stuck_rank(live.regroup.stalled_ranks, silent, transition.read_steps(job.job))
     if stuck is None:
         sentence = f"{pending.sentence}; no single rank can be blamed, so all ranks abort their collectives and regroup"
-        regroup_unattributed(transition, job, RegroupCause(GenerationReason.RANK_HUNG, sentence, pending.trace))
+        losses.regroup_unattributed(transition, job, RegroupCause(GenerationReason.RANK_HUNG, sentence, pending.trace))
         return
     member = spec.roster[stuck]
     count = len(live.regroup.stalled_ranks)
@@ -146,11 +139,7 @@ def find_stuck_rank(
 
     A reporter behind all other reporters is stuck. If all reporters stand at the same point, they wait for a silent
     rank that is not ahead of them. If every silent rank is ahead, a single reporter is stuck itself.
-
-    Args:
-        stalls: (step, collectives) of the ranks that report a stall.
-        silent: Ranks that report none.
-        finished: Last finished step of each rank, where known.
+    ``stalls`` has (step, collectives) of the ranks that report a stall, ``finished`` the last finished steps.
     """
     lowest = min(stalls.values())
     behind = [rank for rank, at in stalls.items() if at == lowest]

@@ -2,7 +2,6 @@
 
 ``NodeRuntime.jobs``, ``NodeRuntime.open_jobs`` and ``FleetState.job_by_node`` follow from the jobs' records. Whoever
 changes a job's launchers, state or roster calls this module, which also offers nodes to the jobs that want one.
-``tests.support.invariants`` compares the index with the records.
 """
 
 from __future__ import annotations
@@ -15,9 +14,8 @@ from everstep_controller.core.transition import Transition
 
 def index_launcher(state: FleetState, job: JobRecord, node: NodeId) -> None:
     """Note that a launcher on ``node``, which the record already contains, offers the node to the job."""
-    if (
-        len(job.membership.launchers) == 1
-    ):  # the last launcher may have been on another node, which still counts the job
+    if len(job.membership.launchers) == 1:
+        # the last launcher may have been on another node, which still counts the job
         _close(state, job.job)
     live = state.node_runtime[node]
     live.jobs[job.job] = None

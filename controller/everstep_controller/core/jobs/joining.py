@@ -12,23 +12,9 @@ from everstep.vocabulary import GenerationReason, JobState, NodeState
 from everstep.wire.v1.directives import NewGeneration, StopJob
 from everstep.wire.v1.training import LauncherJoined
 from everstep_controller.core.checkpoints.commits import NO_VERSION
-from everstep_controller.core.jobs.generations import (
-    RegroupCause,
-    boundary_step,
-    consider_growth,
-    generation_number_floor,
-    regroup,
-)
+from everstep_controller.core.jobs import generations, membership
+from everstep_controller.core.jobs.generations import RegroupCause
 from everstep_controller.core.jobs.job_index import clear_exclusion, drop_job, index_launcher, offer_to_jobs
-from everstep_controller.core.jobs.membership import (
-    domain_of,
-    eligible_nodes,
-    next_seats,
-    other_owner,
-    seats_among,
-    spec_error,
-    unfit_reason,
-)
 from everstep_controller.core.jobs.notifications import is_unannounced, make_stop
 from everstep_controller.core.records import (
     JobCommits,
@@ -55,7 +41,7 @@ def handle_launcher_joined(transition: Transition, node: str, report: LauncherJo
     if before is not None and report.launcher < before.incarnation:  # an answer would affect the later launcher's job
         transition.count_ignored("launcher_joined.stale")
         return
-    if why := spec_error(report.spec):
+    if why := membership.spec_error(report.spec):
         _refuse(transition, node, report, f"job {report.job} is refused: {why}")
         return
     if report.generation > max(MAX_REPORTED_GENERATION, job.progress.last_number if job is not None else 0):
@@ -118,7 +104,7 @@ def _create(transition: Transition, report: LauncherJoined) -> JobRecord:
         progress=RunProgress(created_at=transition.now),
     )
     if report.generation:
-        job.progress.last_number = generation_number_floor(transition.state, report.generation)
+        job.progress.last_number = generations.generation_number_floor(transition.state, report.generation)
     transition.state.jobs[job.job] = job
     transition.state.job_runtime[job.job] = JobRuntime()
     transition.audit("job.created", f"job {job.job} was created by its first launcher", job=job.job)
@@ -183,7 +169,7 @@ def _catch_up(
             f"ranks on {node} are in generation {report.generation}, but the records end at "
             f"{job.progress.last_number} (restored from an old copy?)"
         )
-        job.progress.last_number = generation_number_floor(transition.state, report.generation)
+        job.progress.last_number = generations.generation_number_floor(transition.state, report.generation)
         transition.audit("job.records_behind", sentence, node=node, job=job.job)
     if job.status.state is JobState.FORMING:
         consider_forming(transition, job)
@@ -192,16 +178,16 @@ def _catch_up(
         return
     if job.is_running and job.progress.last_number > job.generation.number:
         sentence = f"ranks on {node} are ahead of the records"
-        regroup(transition, job, RegroupCause(GenerationReason.FORMED, sentence, transition.trace))
+        generations.regroup(transition, job, RegroupCause(GenerationReason.FORMED, sentence, transition.trace))
         return
     if job.is_running and job.is_seated(node) and restarted:
         sentence = f"the launcher on {node} restarted"
-        regroup(transition, job, RegroupCause(GenerationReason.RANK_LOST, sentence, transition.trace))
+        generations.regroup(transition, job, RegroupCause(GenerationReason.RANK_LOST, sentence, transition.trace))
         return
     spec = job.outgoing_generation if is_unannounced(transition, job) else job.generation
     if job.is_running and spec is not None and (new_agent or report.generation < spec.number):
         transition.send(node, NewGeneration(spec=spec))
-    consider_growth(transition, job)
+    generations.consider_growth(transition, job)
 
 
 def offer_after_deferral(transition: Transition) -> None:
@@ -221,10 +207,10 @@ def consider_forming(transition: Transition, job: JobRecord) -> None:
     if transition.now < due and len(job.membership.launchers) < most:
         transition.schedule_job(due, job.job)
         return
-    seats = len(next_seats(transition.state, job)) if len(job.membership.launchers) >= least else 0
+    seats = len(membership.next_seats(transition.state, job)) if len(job.membership.launchers) >= least else 0
     if seats >= most or (seats >= least and transition.now >= due):
         sentence = f"{seats} of {format_node_count(most)} asked for have joined"
-        regroup(transition, job, RegroupCause(GenerationReason.FORMED, sentence, transition.trace))
+        generations.regroup(transition, job, RegroupCause(GenerationReason.FORMED, sentence, transition.trace))
     elif transition.now < due:
         transition.schedule_job(due, job.job)
     elif seats < least:
@@ -266,7 +252,7 @@ def consider_preemption(transition: Transition, job: JobRecord) -> None:
         other
         for other in preemptable_jobs(transition.state, job)
         if transition.now >= other.membership.preempted_at + transition.policy.preempt_after_s
-        and boundary_step(transition, other, transition.state.job_runtime[other.job]) is not None
+        and generations.boundary_step(transition, other, transition.state.job_runtime[other.job]) is not None
     ]
     plan = plan_preemption(transition.state, job, givers)
     for name, taken in plan.nodes_by_job.items():
@@ -286,19 +272,15 @@ def preemptable_jobs(state: FleetState, job: JobRecord) -> list[JobRecord]:
 
 
 def plan_preemption(state: FleetState, job: JobRecord, victims: Sequence[JobRecord]) -> PreemptionPlan:
-    """Return the nodes of ``victims`` that the job needs to reach its minimum; an empty plan if they do not suffice.
-
-    Victims are asked in order, and each keeps its own minimum without the free nodes that the job takes. If blocks stay
-    within a domain, the domain whose next block lacks least comes first. Not every order is tried.
-    """
+    """Return the nodes of ``victims``, in order, that the job needs for its minimum; an empty plan if too few."""
     least = job.min_seats
     if len(job.membership.launchers) < least:
         return PreemptionPlan()
     offered = [
-        *eligible_nodes(state, job),
+        *membership.eligible_nodes(state, job),
         *(node for node in job.membership.launchers if _is_leaving_victim(state, job, node)),
     ]
-    seats = seats_among(state, job, offered, least)
+    seats = membership.seats_among(state, job, offered, least)
     if len(seats) >= least:
         return PreemptionPlan()
     theirs, taken = _preemptable_nodes(state, job, victims), dict[str, JobRecord]()
@@ -310,7 +292,7 @@ def plan_preemption(state: FleetState, job: JobRecord, victims: Sequence[JobReco
             del theirs[region]
         taken |= block
         offered += block
-        seats = seats_among(state, job, offered, least)
+        seats = membership.seats_among(state, job, offered, least)
     if len(seats) < least:
         return PreemptionPlan()
     takings: dict[str, list[str]] = {}
@@ -325,14 +307,14 @@ def _preemptable_nodes(state: FleetState, job: JobRecord, victims: Sequence[JobR
     found: dict[str, deque[SeatedNode]] = {}
     for giver in victims:
         for node in reversed(giver.seats):
-            if not unfit_reason(state, job, node):
+            if not membership.unfit_reason(state, job, node):
                 found.setdefault(_block_domain(state, job, node), deque()).append((giver, node))
     return found
 
 
 def _block_domain(state: FleetState, job: JobRecord, node: str) -> str:
     within = job.spec.block_within
-    return domain_of(state.nodes[node].identity.domain, within) if within else ""
+    return membership.domain_of(state.nodes[node].identity.domain, within) if within else ""
 
 
 def _incomplete_blocks(
@@ -358,22 +340,18 @@ def _next_block(
     found: dict[str, JobRecord] = {}
     while offers and len(partial_block) + len(found) < job.spec.block_nodes:
         giver, node = offers.popleft()
-        gone = [*seats, *partial_block, *found, node]
+        gone = frozenset((*seats, *partial_block, *found, node))
         asked_of = {one.job: one for one in (*taken_nodes.values(), *found.values(), giver)}
-        if all(_can_spare(state, one, gone) for one in asked_of.values()):
+        if all(len(membership.next_seats(state, one, gone)) >= one.min_seats for one in asked_of.values()):
             found[node] = giver
     return found if len(partial_block) + len(found) == job.spec.block_nodes else {}
 
 
 def _is_leaving_victim(state: FleetState, job: JobRecord, node: str) -> bool:
-    owner = None if unfit_reason(state, job, node) else other_owner(state, job, node)
+    owner = None if membership.unfit_reason(state, job, node) else membership.other_owner(state, job, node)
     if owner is None or owner.spec.priority >= job.spec.priority or owner.outgoing_generation is None:
         return False
     return owner.generation is not None and not owner.has_seat(node) and owner.is_seated(node)
-
-
-def _can_spare(state: FleetState, victim: JobRecord, taken: Sequence[str]) -> bool:
-    return len(next_seats(state, victim, frozenset(taken))) >= victim.min_seats
 
 
 def _preempt(transition: Transition, job: JobRecord, victim: JobRecord, taken: list[str], plan: PreemptionPlan) -> None:
@@ -388,4 +366,4 @@ def _preempt(transition: Transition, job: JobRecord, victim: JobRecord, taken: l
     cause = RegroupCause(
         GenerationReason.PRIORITY, sentence, transition.trace, at_boundary=True, nodes_to_exclude=frozenset(plan.seats)
     )
-    regroup(transition, victim, cause)
+    generations.regroup(transition, victim, cause)

@@ -9,17 +9,8 @@ from everstep.vocabulary import FindingKind, GenerationReason, JobState, Severit
 from everstep.wire.v1.training import GenerationSpec, Member, RankProgress, Resumed, UserError
 from everstep_controller.core.checkpoints.commits import start_commits
 from everstep_controller.core.health.offences import raise_controller_finding
-from everstep_controller.core.jobs import ending
-from everstep_controller.core.jobs.generations import (
-    RegroupCause,
-    boundary_step,
-    consider_growth,
-    mark_boundary_crossed,
-    plan_replicas,
-    regroup,
-    resume_timeout_s,
-    update_paused_reason,
-)
+from everstep_controller.core.jobs import ending, generations
+from everstep_controller.core.jobs.generations import RegroupCause
 from everstep_controller.core.jobs.joining import consider_forming, consider_preemption
 from everstep_controller.core.jobs.notifications import record_replaced_rank, send_generation, send_kill
 from everstep_controller.core.jobs.stragglers import check_stragglers, start_straggler_windows
@@ -45,7 +36,7 @@ def handle_resumed(transition: Transition, job: JobRecord, node: str, report: Re
         transition.count_ignored("resumed.not_a_member")
         return
     live = transition.state.job_runtime[job.job]
-    mark_boundary_crossed(transition, job)
+    generations.mark_boundary_crossed(transition, job)
     live.progress.entered_ranks.add(report.rank)
     live.progress.record_step(report.step, transition.now)
     live.resume.ranks.add(report.rank)
@@ -69,7 +60,7 @@ def _all_resumed(transition: Transition, job: JobRecord, spec: GenerationSpec, l
     sentence = f"all {spec.world_size} rank(s) of generation {spec.number} resumed from {start}, "
     sentence += f"{took:.2f} s after the decision"
     transition.audit("resumed", sentence, job=job.job, generation=spec.number, trace=spec.trace, data=data)
-    consider_growth(transition, job)
+    generations.consider_growth(transition, job)
 
 
 def _mark_resumed(transition: Transition, job: JobRecord, live: JobRuntime) -> None:
@@ -99,7 +90,7 @@ def _resume_inherited(transition: Transition, job: JobRecord, live: JobRuntime, 
     )
     data = {"step": str(step)}
     transition.audit("resumed", sentence, job=job.job, generation=spec.number, trace=spec.trace, data=data)
-    consider_growth(transition, job)
+    generations.consider_growth(transition, job)
     return True
 
 
@@ -133,12 +124,12 @@ def check_resumed(transition: Transition, job: JobRecord) -> None:
         sentence = f"{_describe_progress(missing, spec)}, after several deadlines (generation {spec.number}): "
         sentence += "these ranks are restarted"
         _kill_missing(transition, job, missing, spec, sentence)
-        regroup(transition, job, RegroupCause(GenerationReason.RANK_HUNG, sentence, spec.trace))
+        generations.regroup(transition, job, RegroupCause(GenerationReason.RANK_HUNG, sentence, spec.trace))
         return
     progress = _describe_progress(missing, spec)
     sentence = f"generation {spec.number} has not resumed by its deadline: {progress}; still waiting"
     transition.audit("generation.overdue", sentence, job=job.job, generation=spec.number, trace=spec.trace)
-    live.resume.due = transition.now + resume_timeout_s(transition, live)
+    live.resume.due = transition.now + generations.resume_timeout_s(transition, live)
     transition.schedule_job(live.resume.due, job.job)
     if missing:
         send_generation(transition, job, ())
@@ -166,7 +157,7 @@ def _exclude_missing(transition: Transition, job: JobRecord, missing: Sequence[M
         launcher.unusable_reason = f"rank {ranks} on it did not enter generation {spec.number} in time"
     sentence = f"{join_names(sorted(absent))} did not enter generation {spec.number} in time"
     _kill_missing(transition, job, missing, spec, sentence)
-    regroup(transition, job, RegroupCause(GenerationReason.NODE_LOST, sentence, spec.trace))
+    generations.regroup(transition, job, RegroupCause(GenerationReason.NODE_LOST, sentence, spec.trace))
 
 
 def _kill_missing(
@@ -183,10 +174,7 @@ MAX_ERROR_CHARS = 200
 
 
 def handle_user_error(transition: Transition, job: JobRecord, node: str, report: UserError) -> None:
-    """Handle an exception of the training function; no hardware is blamed.
-
-    The job retries as often as it asked to, unless another node raised the same exception before.
-    """
+    """Handle an exception of the training function: retry as the job asked, unless another node raised it too."""
     running = job.running_generation
     if running is None or not job.is_running or report.generation != running.number:
         transition.count_ignored("user_error.stale")
@@ -205,7 +193,7 @@ def handle_user_error(transition: Transition, job: JobRecord, node: str, report:
     elif job.failures.user_retries < job.spec.max_user_retries:
         job.failures.user_retries += 1
         words = f"{sentence}; retry {job.failures.user_retries} of {job.spec.max_user_retries}"
-        regroup(transition, job, RegroupCause(GenerationReason.RANK_LOST, words[:4000], transition.trace))
+        generations.regroup(transition, job, RegroupCause(GenerationReason.RANK_LOST, words[:4000], transition.trace))
     else:
         job.progress.ended_step = report.step
         ending.fail_job(transition, job, sentence)
@@ -221,9 +209,9 @@ def resize_job(transition: Transition, job: JobRecord, size: int, actor: str) ->
         consider_forming(transition, job)
     elif job.is_running and len(job.seats) > job.max_seats:
         cause = RegroupCause(GenerationReason.OPERATOR, sentence, transition.trace, at_boundary=True)
-        regroup(transition, job, cause)
+        generations.regroup(transition, job, cause)
     else:
-        consider_growth(transition, job)
+        generations.consider_growth(transition, job)
 
 
 def check_job(transition: Transition, job: JobRecord) -> None:
@@ -235,22 +223,19 @@ def check_job(transition: Transition, job: JobRecord) -> None:
             return
         check_resumed(transition, job)
         check_stragglers(transition, job)
-        consider_growth(transition, job)
+        generations.consider_growth(transition, job)
     elif job.status.state is JobState.PAUSED:
-        consider_growth(transition, job)
+        generations.consider_growth(transition, job)
         consider_preemption(transition, job)
         if job.status.state is JobState.PAUSED:
-            update_paused_reason(transition, job)
+            generations.update_paused_reason(transition, job)
 
 
 # Progress. Hot path: constant work per rank, no effects.
 
 
 def record_progress(state: FleetState, node: str, ranks: Iterable[RankProgress], now: float) -> None:
-    """Record the progress of ranks of running generations; a node reports only its own ranks.
-
-    Runs a hundred thousand times a second in a large fleet, so what a node's ranks share is looked up once.
-    """
+    """Record the progress of a node's own ranks; runs 100,000 times a second in a large fleet."""
     name, job = "", None
     for progress in ranks:
         if progress.job != name:
@@ -311,17 +296,18 @@ def check_replica_nodes(transition: Transition, job: JobRecord) -> None:
     if transition.now < job.progress.opened_at + policy.growth_interval_s:
         transition.schedule_job(job.progress.opened_at + policy.growth_interval_s, job.job)
         return
-    if boundary_step(transition, job, live) is None:
+    if generations.boundary_step(transition, job, live) is None:
         return  # the next missed version leads here again
     for replica_node in failing:
         del missed[replica_node]
         skips[replica_node] = transition.now + policy.replica_node_skip_s
         _raise_copies_missing(transition, job, spec, replica_node)
-    if plan_replicas(transition, job, list(spec.seats)) == spec.replica_nodes:
+    if generations.plan_replicas(transition, job, list(spec.seats)) == spec.replica_nodes:
         return  # there is no other node
     count = policy.missed_copies_count
     sentence = f"copies no longer go to {join_names(failing)}, which missed {count} versions in a row"
-    regroup(transition, job, RegroupCause(GenerationReason.PLACEMENT, sentence, transition.trace, at_boundary=True))
+    cause = RegroupCause(GenerationReason.PLACEMENT, sentence, transition.trace, at_boundary=True)
+    generations.regroup(transition, job, cause)
 
 
 def _raise_copies_missing(transition: Transition, job: JobRecord, spec: GenerationSpec, replica_node: str) -> None:

@@ -9,14 +9,8 @@ from everstep.vocabulary import Finding, FindingKind, GenerationReason, JobState
 from everstep.wire.v1.training import CollectiveFailed, GenerationSpec, LauncherLeft, Member, RankLost
 from everstep_controller.core.health import node_state
 from everstep_controller.core.health.offences import raise_controller_finding, suspect_gpus
-from everstep_controller.core.jobs import ending
-from everstep_controller.core.jobs.generations import (
-    RegroupCause,
-    consider_growth,
-    current_roster,
-    note_beyond_boundary,
-    regroup,
-)
+from everstep_controller.core.jobs import ending, generations
+from everstep_controller.core.jobs.generations import RegroupCause
 from everstep_controller.core.jobs.job_index import unindex_launcher
 from everstep_controller.core.jobs.membership import jobs_seated_on
 from everstep_controller.core.jobs.notifications import record_replaced_rank, send_kill
@@ -37,9 +31,6 @@ def find_generation(job: JobRecord, number: int) -> GenerationSpec | None:
     return next(
         (spec for spec in (job.outgoing_generation, job.generation) if spec is not None and spec.number == number), None
     )
-
-
-# Ranks
 
 
 def handle_rank_lost(transition: Transition, job: JobRecord, node: str, report: RankLost) -> None:
@@ -74,10 +65,7 @@ def handle_rank_lost(transition: Transition, job: JobRecord, node: str, report: 
 
 
 def _mark_local_rank_replaced(transition: Transition, job: JobRecord, node: str, local_rank: int) -> None:
-    """Note a replacement for a rank that entered too late. The last replacement makes the node usable again.
-
-    A node that was late once more stays out while the job runs.
-    """
+    """Note a replacement for a late rank. The last one makes the node usable, unless it was late before."""
     launcher = job.membership.launchers.get(node)
     if launcher is None or local_rank not in launcher.missing_local_ranks:
         return
@@ -90,7 +78,7 @@ def _mark_local_rank_replaced(transition: Transition, job: JobRecord, node: str,
     launcher.usable, launcher.unusable_reason = True, ""
     sentence = f"new processes have replaced the late ranks on {node}; the node is usable again"
     transition.audit("launcher.usable", sentence, node=node, job=job.job)
-    consider_growth(transition, job)
+    generations.consider_growth(transition, job)
 
 
 def _describe_exit(report: RankLost) -> str:
@@ -112,24 +100,22 @@ def replace_rank(transition: Transition, job: JobRecord, node: str, cause: Regro
     sentence = f"{node} lost {count} ranks of {job.job} within {window_s:g} s"
     job.membership.excluded_nodes[node] = sentence
     _raise_rank_flapping(transition, node, sentence, count)
-    if len(current_roster(transition, job)) < job.min_seats:
+    if len(generations.current_roster(transition, job)) < job.min_seats:
         ending.fail_job(transition, job, f"{cause.sentence}; {sentence}, and no other node can take its place")
         return
-    regroup(transition, job, RegroupCause(cause.reason, f"{cause.sentence}; {sentence}", cause.trace))
+    generations.regroup(transition, job, RegroupCause(cause.reason, f"{cause.sentence}; {sentence}", cause.trace))
 
 
 def regroup_with_seen(transition: Transition, job: JobRecord, cause: RegroupCause) -> None:
-    """Regroup with members that this controller has heard.
-
-    A new controller first waits a moment for the others, because a roster with a dead member needs another regroup.
-    """
+    """Regroup with members that this controller has heard; a new controller first waits a moment for them."""
     state, live = transition.state, transition.state.job_runtime[job.job]
     spec = job.running_generation
     unmet = state.unseen_nodes & spec.seated_nodes if spec is not None else set[str]()
     if not unmet:
-        regroup(transition, job, cause)
+        generations.regroup(transition, job, cause)
     elif transition.now >= state.rejoin_window_ends_at:
-        regroup(transition, job, msgspec.structs.replace(cause, nodes_to_exclude=cause.nodes_to_exclude | unmet))
+        cause = msgspec.structs.replace(cause, nodes_to_exclude=cause.nodes_to_exclude | unmet)
+        generations.regroup(transition, job, cause)
     elif live.regroup.pending is None or live.regroup.pending.reason is None:
         due = state.rejoin_window_ends_at
         live.regroup.pending = PendingRegroup(transition.now, due, cause.trace, cause.sentence, cause.reason)
@@ -145,15 +131,9 @@ def _raise_rank_flapping(transition: Transition, node: str, sentence: str, count
     raise_controller_finding(transition, node, finding, transition.policy.job_failure_window_s)
 
 
-# Failed collectives
-
-
 def handle_collective_failed(transition: Transition, job: JobRecord, node: str, report: CollectiveFailed) -> None:
-    """Regroup without suspect nodes, or wait briefly for a report that names the culprit.
-
-    A newcomer that waits at an announced boundary is a witness too, because it would otherwise wait in vain.
-    """
-    note_beyond_boundary(transition, job, node, report.rank, report.generation, report.step)
+    """Regroup without suspects, or wait briefly for the culprit's report. A newcomer at a boundary is a witness too."""
+    generations.note_beyond_boundary(transition, job, node, report.rank, report.generation, report.step)
     spec = find_generation(job, report.generation)
     if spec is None or not job.is_running:
         transition.count_ignored("collective_failed.stale")
@@ -208,7 +188,7 @@ def regroup_without_missing(transition: Transition, job: JobRecord, evidence: st
     pending = state.job_runtime[job.job].regroup.pending
     sentence, trace = f"{_describe_missing(doubts)}, and {evidence}", pending.trace if pending else transition.trace
     cause = RegroupCause(GenerationReason.NODE_LOST, sentence, trace, nodes_to_exclude=frozenset(doubts))
-    regroup(transition, job, cause)
+    generations.regroup(transition, job, cause)
     return True
 
 
@@ -261,7 +241,7 @@ def remove_launcher(transition: Transition, job: JobRecord, node: str, sentence:
     if job.is_running and job.is_seated(node):
         stored = job.generation is not None and job.generation.store_node == node
         reason = GenerationReason.STORE_LOST if stored else GenerationReason.NODE_LOST
-        regroup(transition, job, RegroupCause(reason, sentence, transition.trace))
+        generations.regroup(transition, job, RegroupCause(reason, sentence, transition.trace))
 
 
 def regroup_after_losses(transition: Transition) -> None:
@@ -271,20 +251,17 @@ def regroup_after_losses(transition: Transition) -> None:
         if job.is_running and any(job.is_seated(node) for node in lost):
             first = next(iter(lost.values()))
             sentence = first if len(lost) == 1 else f"{join_names(list(lost))} are lost ({first})"
-            regroup(transition, job, RegroupCause(GenerationReason.NODE_LOST, sentence, transition.trace))
+            generations.regroup(transition, job, RegroupCause(GenerationReason.NODE_LOST, sentence, transition.trace))
 
 
 def regroup_jobs_without(transition: Transition, node: str, cause: RegroupCause) -> None:
-    """Regroup every running job with a seat on a node that can no longer take part.
-
-    A job that already leaves the node at a boundary is left alone, unless the cause is urgent.
-    """
+    """Regroup jobs with a seat on an unfit node, except those already leaving it (unless the cause is urgent)."""
     for job in jobs_seated_on(transition.state, node):
         if job.job in transition.regroup_claimed:
             continue
         leaves = job.generation is not None and not job.has_seat(node)
         if job.is_running and not (leaves and cause.at_boundary):
-            regroup(transition, job, cause)
+            generations.regroup(transition, job, cause)
 
 
 # Rank restarts: the mildest action. The processes of a node's ranks are killed, and their job regroups with new ones.
@@ -306,10 +283,7 @@ class RestartTarget(msgspec.Struct, frozen=True):
 
 
 def find_restart_target(transition: Transition, node: str, finding: Finding, rule: VerdictRule) -> RestartTarget | None:
-    """Return the ranks that the finding concerns: those of its GPU if known, else all on the node; None if none runs.
-
-    Ranks replaced within the rule's ``coalesce_s`` are left out, because the finding concerns the earlier process.
-    """
+    """Return the ranks that the finding concerns and that were not just replaced: its GPU's, else the node's."""
     record = transition.state.nodes[node]
     job = next((job for job in jobs_seated_on(transition.state, node) if job.is_running), None)
     spec = job.running_generation if job is not None else None

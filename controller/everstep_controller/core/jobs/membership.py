@@ -84,13 +84,8 @@ def choose_seats(
     Complete blocks stay as they are. Blocks with the fewest losses are refilled first; a new node takes the place, and
     so the rank numbers, of a lost one. Blocks that cannot be refilled are broken up, and their nodes refill others. A
     new block takes the seats of a lost one, and only then seats at the end. Linear in the number of nodes.
-
-    Args:
-        previous: Nodes of the previous roster, in seat order.
-        able: Eligible nodes, in the order in which they fill free seats.
-        max_count: Maximum number of nodes.
-        block: Number of nodes in a block.
-        domains: Domain of each node, if the nodes of a block must share one. Nodes without a domain get no seat.
+    ``able`` is in the order in which nodes fill free seats. With ``domains``, the nodes of a block must share one, and
+    nodes without a domain get no seat.
     """
     if block == 1 and domains is None:
         return _choose_single_nodes(previous, able, max_count)
@@ -170,9 +165,6 @@ RostersByJob = dict[str, list[str]]
 """Roster that each job would get now."""
 
 
-# Rosters
-
-
 def choose_store_node(seats: Sequence[str], previous: GenerationSpec | None) -> str:
     """Return the node that hosts the store: the previous one if it stays, else the first that stays, else the first."""
     if previous is None:
@@ -201,9 +193,6 @@ def describe_change(previous: Sequence[str], seats: Sequence[str], max_count: in
         return f"takes {join_names(came)} in place of {join_names(left)}"
     taken = f"takes {join_names(came)} and " if came else ""
     return f"{taken}goes on with {len(seats)} of {max(max_count, len(previous))} nodes, without {join_names(left)}"
-
-
-# Eligibility
 
 
 def ineligible_reason(state: FleetState, job: JobRecord, node: str, keep_seated: Collection[str] = ()) -> str:
@@ -281,10 +270,7 @@ def eligible_nodes(
     rosters: RostersByJob | None = None,
     keep_seated: Collection[str] = (),
 ) -> list[str]:
-    """Return every node that may be in the next roster, in the order in which they fill free seats.
-
-    Nodes of the roster come first, suspect ones last. Among spares, deferred evictions and repeat offenders come last.
-    """
+    """Return nodes for the next roster as they fill free seats: members first, then spares, doubtful ones last."""
     seated = job.generation.seated_nodes if job.generation is not None else frozenset()
     gone = claimed_by_priority(state, job, rosters)
     stay: list[str] = []
@@ -362,14 +348,8 @@ def is_computing(state: FleetState, node: str) -> bool:
     return any(job.is_running for job in jobs_seated_on(state, node))
 
 
-# Reasons
-
-
 def no_seat_reason(state: FleetState, job: JobRecord, node: str, claims: Mapping[str, JobRecord] | None = None) -> str:
-    """Return why the node has no seat in the current roster; "" if it has one.
-
-    ``claims`` is the result of ``claimed_by_priority``, for callers that ask about many nodes.
-    """
+    """Return why the node has no seat in the current roster ("" if it has one), for known ``claims`` of others."""
     if job.has_seat(node) and job.status.state is not JobState.PAUSED:
         return ""
     words = ineligible_reason(state, job, node)

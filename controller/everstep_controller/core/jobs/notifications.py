@@ -50,16 +50,12 @@ def send_kill(transition: Transition, job: JobRecord, member: Member, generation
 
 
 def send_stop(transition: Transition, job: JobRecord) -> None:
-    """Send the job's end to all nodes concerned; vaults of former members still hold its slots.
-
-    If a node has no known launcher, one may be on its way. A launcher younger than the job's end runs the job again
-    (``joining.handle_launcher_joined``) and is not addressed.
-    """
+    """Send the job's end to all nodes concerned; vaults of former members still hold its slots."""
     for node in recipients(job, [*job.all_seats, *job.membership.former_nodes]):
         launcher = job.membership.launchers.get(node)
-        transition.send(
-            node, make_stop(job, launcher.incarnation if launcher is not None else int(job.status.since * 1000))
-        )
+        # without a known launcher, one may be on its way; a launcher younger than the job's end runs the job again
+        incarnation = launcher.incarnation if launcher is not None else int(job.status.since * 1000)
+        transition.send(node, make_stop(job, incarnation))
 
 
 def make_stop(job: JobRecord, launcher: int) -> StopJob:

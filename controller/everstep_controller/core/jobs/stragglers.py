@@ -57,11 +57,8 @@ def check_stragglers(transition: Transition, job: JobRecord) -> None:
 
 
 def slow_nodes(spec: GenerationSpec, stragglers: Stragglers, share: float) -> dict[str, float]:
-    """Return the busy time of the slowest rank by slow node; {} if the nodes are not at fault.
-
-    Two ranks do not show which of them is slow. If more than ``share`` of the nodes are slow, they have a common cause:
-    data, a network or a phase of the model. One node may always be slow.
-    """
+    """Return the slowest rank's busy time by slow node; {} if the nodes are not at fault."""
+    # two ranks do not show which of them is slow, and many slow nodes have a common cause
     if stragglers.measured_ranks < 3 or 2 * stragglers.measured_ranks < spec.world_size:
         return {}
     slow: dict[str, float] = {}

@@ -35,9 +35,6 @@ def groups_of(record: NodeRecord) -> Iterator[str]:
             yield f"{kind}:{name}"
 
 
-# Counting
-
-
 def add_expected(state: FleetState, node: str) -> None:
     """Expect messages of the node from now on. Call ``update_correlated_silence`` afterwards."""
     state.reachable_nodes.add(node)
@@ -80,10 +77,7 @@ def _add_to_groups(state: FleetState, node: str, expected: int, silent: int) -> 
 
 
 def is_over_threshold(state: FleetState, name: str, silence_count: SilenceCount) -> bool:
-    """Return whether so many nodes of the group are silent that the silence is not their own.
-
-    All nodes of a fleet of two or more count as many. A group that is the whole fleet does not count as a group.
-    """
+    """Return whether so many nodes of the group are silent that the silence is not their own."""
     policy, fleet = state.policy, state.silence_counts.get(FLEET)
     if name == FLEET and silence_count.silent == silence_count.expected >= 2:
         return True
@@ -93,14 +87,8 @@ def is_over_threshold(state: FleetState, name: str, silence_count: SilenceCount)
     return silence_count.silent >= max(policy.correlated_silence_min_nodes, share * silence_count.expected)
 
 
-# Excused silence
-
-
 def is_silence_excused(transition: Transition, node: str, since: float) -> bool:
-    """Return whether a silence since ``since`` is probably the fault of the network or of this controller.
-
-    One that began before the end of a correlated silence is excused a little longer: not all nodes are heard at once.
-    """
+    """Return whether a silence since ``since`` is probably the fault of the network or of this controller."""
     state = transition.state
     if transition.now >= since + transition.policy.correlated_silence_max_s:
         return False
@@ -117,9 +105,6 @@ def excused_until(transition: Transition, since: float) -> float:
 
 def _grace_ends_at(transition: Transition) -> float:
     return transition.state.correlated_silence_ended_at + transition.policy.lost_after_s
-
-
-# Begin and end
 
 
 def update_correlated_silence(transition: Transition, *, confirmed: bool = False) -> None:

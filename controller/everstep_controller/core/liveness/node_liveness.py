@@ -55,10 +55,7 @@ class Liveness(Enum):
 
 
 def record_message(policy: CorePolicy, observer: ObserverState, heartbeats: HeartbeatState, now: float) -> None:
-    """Record a message: the node's silence ends, and the pause before it is learned. Runs for every heartbeat.
-
-    Nothing is learned if no node was heard for long. A pause counts up to the length that leads to the maximum.
-    """
+    """Record a message: the node's silence ends, and the pause before it is learned. Runs for every heartbeat."""
     if now - observer.last_received_at > observer_stall_s(policy):
         observer.receiving_since = now
     observer.last_received_at = now
@@ -113,9 +110,6 @@ def schedule_silence_deadline(transition: Transition, node: str) -> None:
 def _watch_until(transition: Transition, node: str, due: float) -> None:
     transition.state.node_runtime[node].has_silence_deadline = True
     transition.schedule(due, DeadlineKind.SILENCE, node)
-
-
-# Messages
 
 
 def mark_seen(transition: Transition, node: str) -> None:
@@ -192,9 +186,6 @@ def end_rejoin_window(transition: Transition) -> None:
         return
     for node in sorted(transition.state.unseen_nodes):
         _regroup_with_evidence(transition, node)
-
-
-# Disconnections
 
 
 def handle_disconnected(transition: Transition, node: str) -> None:
@@ -289,10 +280,7 @@ def _job_failure(transition: Transition, job: JobRecord) -> str:
 
 
 def _find_missing_evidence(transition: Transition, job: JobRecord, node: str) -> str:
-    """Return what in the job indicates that the suspect ``node`` is missing; "" if nothing does.
-
-    Lost vault connections, and a generation that has not resumed, count only after a moment.
-    """
+    """Return what in the job indicates that the suspect ``node`` is missing; "" if nothing does."""
     if failure := _job_failure(transition, job):
         return failure
     spec, settle_s = job.running_generation, transition.policy.collective_settle_s
@@ -459,10 +447,7 @@ FLAPPING_KEY = f"{FindingKind.NODE_FLAPPING}/{FLAPPING_SUBJECT}"
 
 
 def record_loss(transition: Transition, node: str, sentence: str) -> None:
-    """Count a loss of the node's own, and raise a finding on a node that is lost too often.
-
-    The rule's ``correlated_...`` settings say how many simultaneous losses make it no node's fault.
-    """
+    """Count a loss of the node's own, and raise a finding on a node that is lost too often."""
     record, policy = transition.state.nodes[node], transition.policy
     if not _counts_as_own_loss(transition, record):
         return

@@ -14,13 +14,8 @@ from everstep_controller.core.health.maintenance import current_window, enter_ma
 from everstep_controller.core.health.offences import clear_controller_findings
 from everstep_controller.core.health.outbreaks import blocks_service
 from everstep_controller.core.health.quarantine import begin_quarantine, quarantine_before_service
+from everstep_controller.core.liveness import node_liveness
 from everstep_controller.core.liveness.correlation import add_expected, count_node, update_correlated_silence
-from everstep_controller.core.liveness.node_liveness import (
-    drop_launchers,
-    expect_launchers,
-    mark_seen,
-    schedule_silence_deadline,
-)
 from everstep_controller.core.records import NodeIdentity, NodeRecord, UnfitNode
 from everstep_controller.core.state import FleetState, HeartbeatState, NodeRuntime
 from everstep_controller.core.transition import Transition
@@ -64,12 +59,12 @@ def register(transition: Transition, message: Register) -> None:
     if reborn:
         transition.audit("node.registered", f"the agent of {node} restarted (new incarnation)", node=node)
         transition.state.node_runtime[node].heartbeats = HeartbeatState(last_seen_at=transition.now)
-        expect_launchers(transition, node)
+        node_liveness.expect_launchers(transition, node)
     _detect_repair(transition, record)
     _enter_current_window(transition, record)
-    mark_seen(transition, node)
+    node_liveness.mark_seen(transition, node)
     if rebooted:
-        drop_launchers(transition, node, f"{node} was rebooted", include_rejoined=True)
+        node_liveness.drop_launchers(transition, node, f"{node} was rebooted", include_rejoined=True)
     replace_agent_findings(transition, node, message.findings)
 
 
@@ -88,7 +83,7 @@ def _new_node(transition: Transition, message: Register) -> None:
     add_expected(transition.state, node)
     update_correlated_silence(transition)
     transition.audit("node.registered", f"{node} joined the fleet", node=node)
-    schedule_silence_deadline(transition, node)
+    node_liveness.schedule_silence_deadline(transition, node)
     _enter_current_window(transition, record)
     for finding in message.findings:
         if not blocks_service(transition.state, record, finding, transition.now):

@@ -85,7 +85,7 @@ def test_replay_shows_changed_decision(fleet: JournaledFleet, tmp_path: Path, mo
     def never(turn: Transition, node: str, finding: object, sentence: str) -> bool:
         return False
 
-    monkeypatch.setattr("everstep_controller.core.health.findings.evict", never)
+    monkeypatch.setattr("everstep_controller.core.health.eviction.evict", never)
     different = [step for step in _steps(tmp_path / "journal") if step.differs]
     assert different
     assert any(line.startswith("-verdict n2-1 (evict)") for line in different[0].difference())

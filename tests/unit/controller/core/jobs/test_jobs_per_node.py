@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from everstep_controller.core.effects import DeleteJob, Send
 from everstep_controller.core.events import OperatorAction
-from everstep_controller.core.jobs import joining, membership
+from everstep_controller.core.jobs import membership
 from everstep_controller.core.policy import CorePolicy
 from everstep_controller.core.records import JobRecord
 from everstep_controller.core.state import FleetState
@@ -211,7 +211,6 @@ def test_job_below_its_minimum_forms_in_linear_time(waited_s: float, monkeypatch
     names = [f"n{number}" for number in range(60)]
     fleet = fleet_of(*names)
     monkeypatch.setattr(membership, "unfit_reason", counted)
-    monkeypatch.setattr(joining, "unfit_reason", counted)
     fleet.join(names[0], job="a", min_nodes=60, max_nodes=60, join_wait_s=0.0)
     fleet.job("a").status.since -= waited_s
     for name in names[1:]:
