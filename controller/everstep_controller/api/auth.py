@@ -19,8 +19,6 @@ from everstep_controller.core.records import JobRecord
 from everstep_controller.runtime.rate_limits import TokenBuckets
 from everstep_controller.server.connections import CERTIFICATE_CREDENTIAL, UNKNOWN_PEER, ConnectionPeer
 
-# ---- limits
-
 log = logging.getLogger(__name__)
 
 MAX_REPORTS = 1024

@@ -159,11 +159,7 @@ class CredentialStore:
         return row is not None and row.is_valid_at(now)
 
     def page(self, role: str, subject: str, cursor: str, limit: int) -> tuple[list[CredentialRow], str]:
-        """Return a page of rows of a role and subject (empty: any), oldest first, and the cursor of the next page.
-
-        Rows of one time are ordered by id, so the order is the same in every controller. Raises MalformedMessage for an
-        invalid cursor.
-        """
+        """Return a page of a role and subject (empty: any), oldest first, and the next page's cursor."""
         place = decode_cursor(cursor, (float, str))
         begin = bisect_right(self._order, place) if place is not None else 0
         found: list[CredentialRow] = []
@@ -234,10 +230,7 @@ class CredentialStore:
         return _note("revoked", f"{context.identity.subject} revoked {_named(row)}", row, context, tx, now)
 
     def enrol(self, request: wire.Enrol, identity: Identity, trace: str, tx: Transaction, now: float) -> wire.Enrolled:
-        """Issue a node's own credential for a join token. A repeated request gets the same answer.
-
-        Raises AuthenticationError or PermissionDenied because of the token, Conflict for a node that is enrolled.
-        """
+        """Issue a node's own credential for a join token. A repeated request gets the same answer."""
         join = self._rows.get(identity.credential)
         if join is None or not join.is_valid_at(now):
             raise AuthenticationError("the join token is expired or revoked: ask an operator for another")

@@ -51,10 +51,7 @@ class TaggedAnswer(msgspec.Struct, frozen=True):
 
 
 def check_tag(request: Request, tag: Callable[[], str]) -> None:
-    """Raise Outdated if the request's If-Match names another state than ``tag``.
-
-    Call this inside the change's own stimulus, so that nothing intervenes between check and change.
-    """
+    """Raise Outdated if If-Match names another state than ``tag``; call this inside the change's stimulus."""
     wanted = request.headers.get("if-match", "*")
     # Of a combined tag, only the part before the dot matters for orders.
     if wanted != "*" and tag() not in [re.sub(r"\..*", '"', one) for one in tags(wanted)]:
@@ -197,8 +194,6 @@ def _response(request: Request, answer: Any) -> Response:
         return Response(status_code=304, headers=headers)
     return Response(responses.encode(answer.answer), media_type="application/json", headers=headers)
 
-
-# ---- errors
 
 log = logging.getLogger(__name__)
 

@@ -108,11 +108,7 @@ def _operation(name: str, route: Route, schemas: dict[Any, dict[str, Any]]) -> d
 
 
 def _for_generators(schema: Any) -> Any:
-    """Give every array an ``items`` schema.
-
-    msgspec closes a tuple by ``"items": false``, and omits ``items`` if more may follow. Code generators understand
-    neither. The tuple stays closed by its ``maxItems``.
-    """
+    """Give every array the ``items`` that code generators need; ``maxItems`` keeps tuples closed."""
     if isinstance(schema, list):
         return [_for_generators(part) for part in schema]
     if not isinstance(schema, dict):

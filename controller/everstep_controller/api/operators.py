@@ -36,8 +36,6 @@ from everstep_controller.server import responses
 from everstep_controller.store import reader
 from everstep_controller.store.threads import DatabaseStore
 
-# ---- credentials
-
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -112,9 +110,6 @@ class CredentialRoutes:
             return change(tx, now)
 
         return await self.loop.submit(stimulus)
-
-
-# ---- policies
 
 
 @dataclass(eq=False)

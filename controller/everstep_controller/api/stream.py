@@ -22,8 +22,6 @@ from everstep_controller.server.connections import CLOSE_CONNECTION_KEY
 from everstep_controller.store.reader import EventPage
 from everstep_controller.store.rows import AuditRow
 
-# ---- readers
-
 MAX_STREAMS_PER_IDENTITY = 8
 """Streams of one identity, such as a wall of displays that share a token."""
 MAX_STREAMS = 256
@@ -150,11 +148,7 @@ class AuditFeed:
 
 
 class EventStream(StreamingResponse):
-    """Sends frames as long as the client reads and ``check_allowed`` returns True, then releases the reservation.
-
-    A client that takes nothing for ``slow_s`` is cut off, and ``on_cut`` is called. It loses nothing: the events are in
-    the audit log, and it reconnects with Last-Event-ID.
-    """
+    """Sends frames while ``check_allowed`` holds; cuts off a client that takes nothing for ``slow_s``."""
 
     def __init__(
         self,

@@ -1,7 +1,4 @@
-"""Serve the operators' web page: the static files of one folder, with entity tags, compression and security headers.
-
-The files contain no data. The page asks the REST API for everything that it shows, with the reader's own token.
-"""
+"""Serve the operators' web page: static files with entity tags, compression and security headers."""
 
 from __future__ import annotations
 

@@ -107,14 +107,8 @@ async def run_trial(journal: str, policy: CorePolicy, since: float) -> PolicyTri
     return reply.result
 
 
-# ---- one trial at a time
-
-
 class PolicyTrialRunner:
-    """Runs one trial at a time, each in its own process, because a trial takes long and the event loop is busy.
-
-    ``journal`` is the journal's directory, or empty for none. ``flush`` writes pending journal data to the disk.
-    """
+    """Runs one trial at a time, each in its own process; ``journal`` is a directory, or empty for none."""
 
     def __init__(self, journal: str, flush: Callable[[], Awaitable[None]] | None = None) -> None:
         self._journal = journal

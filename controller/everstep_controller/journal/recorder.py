@@ -239,9 +239,6 @@ def _prune(directory: Path, most_bytes: int, not_before: float) -> None:
         del sizes[path]
 
 
-# ---- reading
-
-
 def read_segment(path: Path) -> tuple[SegmentStart, Iterator[JournalEntry]]:
     """Return a segment's start and its entries, as far as they were written. Both raise MalformedMessage."""
     file = path.open("rb")

@@ -66,10 +66,7 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def replay(segment: Path, policy: CorePolicy | None = None, before: FleetState | None = None) -> Recording:
-    """Decide a segment again, under ``policy`` if given. Raises MalformedMessage if it is no journal of this release.
-
-    If the segment continues the one before, ``before`` (its final state) replaces the recorded start.
-    """
+    """Decide a segment again, from ``before`` and under ``policy`` if given. Raises MalformedMessage."""
     beginning, entries = read_segment(segment)
     if before is not None and beginning.is_continuation:
         state = before
@@ -128,9 +125,6 @@ def _name(event: Event) -> str:
     if isinstance(event, HeartbeatChanged):
         return f"heartbeat of {event.node}"
     return type(event).__name__
-
-
-# ---- replay command
 
 
 class Selection(msgspec.Struct, frozen=True, kw_only=True):

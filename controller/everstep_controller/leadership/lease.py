@@ -30,11 +30,7 @@ class LeaseView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def reason_to_lead(lease: LeaseView, name: str, *, database_was_unavailable: bool) -> str:
-    """Return the reason why the controller ``name`` may take the lease, or "" if another one has it.
-
-    If ``database_was_unavailable`` a moment ago, the old leader gets time to return first, because it may hold
-    decisions in memory that nobody else knows.
-    """
+    """Return why ``name`` may take the lease ("" if not). After an outage the old leader may return first."""
     if not lease.holder:
         return "no controller has led before"
     if lease.successor not in ("", name):
@@ -121,8 +117,7 @@ part of the fleet, moving helps some nodes at the cost of others."""
 MIN_CHECKS = 4
 """Minimum number of consecutive checks that must agree, whatever time they take."""
 MAX_DOUBLINGS = 6
-"""Each further resignation within an hour doubles the delay, up to 64 times: moving did not help, so the network
-changes faster than a leader can follow."""
+"""Each resignation within an hour doubles the delay, up to 64 times, because moving did not help."""
 PARTITION_FACTOR = 2.0
 """A partition is reported after this many resignation delays: contacts from before a failover count for a while."""
 
@@ -226,8 +221,7 @@ class LeaderReachability:
 # nobody leads. An agent that does not reach the leader contacts the standby again and again.
 
 CONTACT_GAP_S = 10.0
-"""Maximum seconds between two contacts of a node that count as one streak: an agent waits some seconds for an address
-that does not answer before it tries the next one."""
+"""Maximum seconds between two contacts of a streak: agents wait some seconds for an address."""
 
 
 class StandbyContacts:

@@ -27,8 +27,7 @@ log = logging.getLogger(__name__)
 LOOK_INTERVAL_S = 0.1
 """Seconds between reads of the lease. A leader's death is noticed this soon, for ten small statements per second."""
 STARTUP_LEASE_S = 30.0
-"""Extra seconds of the first lease: restoring a large fleet keeps the event loop from renewing it. A leader that dies
-meanwhile is still noticed by its released lock."""
+"""Extra seconds of the first lease, because restoring a large fleet delays renewals."""
 OUTAGE_LOOK_INTERVAL_S = 0.5
 """Seconds between reads of the lease while the database is unavailable."""
 CONTACT_WRITE_INTERVAL_S = 2.0

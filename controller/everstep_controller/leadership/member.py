@@ -46,10 +46,7 @@ _trial_decoder = msgspec.json.Decoder(PolicyTrialRequest)
 
 
 class StandbyApp:
-    """ASGI application of a standby. It keeps no connection open, so that clients move to the leader soon.
-
-    ``leader`` returns the leader's address, or "" if unknown. ``contacts`` are agents that contacted this standby.
-    """
+    """ASGI application of a standby. It keeps no connection open, so that clients move to the leader soon."""
 
     def __init__(self, settings: ControllerSettings, keyring: Keyring, clock: Clock, leader: Callable[[], str]) -> None:
         self._settings = settings
@@ -120,18 +117,12 @@ def _is_local_trial(scope: Scope) -> bool:
     return is_trial and responses.parse_query(scope).get("local") in ("true", "1")
 
 
-# ---- roles
-
 log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class ControllerReplica:
-    """The process's ASGI application in either role. Run ``run``, and cancel it for an orderly end.
-
-    Attributes:
-        on_leadership_lost: called when this controller ceases to lead; its connections are void.
-    """
+    """The process's ASGI application in either role. Run ``run``, and cancel it for an orderly end."""
 
     settings: ControllerSettings
     keyring: Keyring
@@ -151,7 +142,7 @@ class ControllerReplica:
         self.standby = StandbyApp(self.settings, self.keyring, self.clock, self._leader)
         self.leader_known = asyncio.Event()
         self.takeover_gate = TakeoverGate()
-        self.on_leadership_lost: Callable[[], None] = lambda: None
+        self.on_leadership_lost: Callable[[], None] = lambda: None  # called at the end: all connections are void
 
     def leading(self) -> Controller | None:
         """Return the controller while this process is certain to lead, else None."""

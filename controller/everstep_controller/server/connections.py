@@ -85,8 +85,7 @@ def process_descriptors() -> DescriptorBudget:
 # refused returns after 0.2 s, and 12,500 such agents would keep the controller from restoring.
 
 WAIT_S = 0.75
-"""Seconds that an agent is held back: less than the second after which the agent would consider this controller hung
-(``connect_timeout_s`` of ``everstep_agent.config``)."""
+"""Seconds that an agent is held back; after its ``connect_timeout_s``, one second, this controller would seem hung."""
 ADMISSIONS_PER_LOOP_ITERATION = 32
 """Agents admitted per turn of the event loop: about five milliseconds of work."""
 
@@ -126,8 +125,6 @@ class TakeoverGate:
             await asyncio.sleep(0)
 
 
-# ---- peers
-
 SCOPE_KEY = "everstep.peer"
 """Key in each request's ASGI scope for the connection's ``ConnectionPeer``."""
 CLOSE_CONNECTION_KEY = "everstep.hang_up"
@@ -160,11 +157,7 @@ UNKNOWN_PEER = ConnectionPeer()
 
 
 def identity_of(certificate: Mapping[str, Any]) -> Identity | None:
-    """Return the identity in a verified certificate, as from ``ssl.SSLObject.getpeercert``; both end together.
-
-    The identity is one URI among the subject alternative names: ``everstep://agent/NODE``, ``everstep://operator/NAME``
-    or ``everstep://viewer/NAME``. Return None if there is no such name, or more than one.
-    """
+    """Return the one ``everstep://ROLE/NAME`` identity in a verified certificate, or None."""
     uris = [value for kind, value in certificate.get("subjectAltName", ()) if kind == "URI"]
     found = [identity for uri in uris if (identity := _identity(uri, certificate)) is not None]
     return found[0] if len(found) == 1 else None

@@ -207,8 +207,7 @@ class BoundedHttp(HttpToolsProtocol):
         super().on_message_complete()
 
     def pause_reading_for(self, seconds: float) -> None:
-        """Stop reading requests for ``seconds`` (at most MAX_READ_PAUSE_S) after the current one: a client that ignores
-        Retry-After then costs nothing."""
+        """Pause reading for ``seconds`` (at most MAX_READ_PAUSE_S), so that ignoring Retry-After is free."""
         self._read_pause_s = min(seconds, MAX_READ_PAUSE_S)
 
     def on_response_complete(self) -> None:

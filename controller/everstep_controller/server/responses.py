@@ -16,8 +16,6 @@ from everstep import errors
 from everstep.errors import EverstepError, MalformedMessage, TooLarge
 from everstep_controller.leadership.lease import NotLeadingError
 
-# ---- problem details
-
 MEDIA_TYPE = "application/problem+json"
 TYPE_PREFIX = "urn:everstep:error:"
 
@@ -127,11 +125,7 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
 
 
 def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
-    """Return the message in ``body``. Raises MalformedMessage with the path of the error.
-
-    A NUL in text, which PostgreSQL cannot store, is replaced: a crashed rank's output may contain one, and its report
-    must not be refused for that.
-    """
+    """Return the message in ``body``, with NULs in text replaced for PostgreSQL. Raises MalformedMessage."""
     if _NUL_ESCAPE in body:
         body = _NUL.sub(rb"\1\\ufffd", body)
     try:

@@ -34,8 +34,6 @@ from everstep_controller.server.connections import WAIT_S, ConnectionPeer, Descr
 if TYPE_CHECKING:
     from everstep_controller.leadership.member import ControllerReplica
 
-# ---- pushed directives
-
 
 class _Directives(msgspec.Struct, frozen=True):
     """``DirectivesAnswer`` with encoded directives."""
@@ -85,11 +83,7 @@ _BEATS_LANE = (FrameKind.HEARTBEAT, FrameKind.ONE_WAY_HEARTBEAT, FrameKind.REGIS
 
 @dataclass(eq=False, slots=True)
 class AgentSession(asyncio.Protocol):
-    """One agent's session, on a connection whose upgrade was accepted.
-
-    Every frame is charged to ``_identity`` while it is valid. ``incarnation`` is the node's incarnation, from the first
-    frame; 0 until then.
-    """
+    """One agent's session; ``incarnation`` is the node's incarnation from the first frame, 0 until then."""
 
     _service: AgentService
     _authenticator: Authenticator

@@ -23,8 +23,6 @@ from everstep_controller.store.database_errors import diagnose, redacted_url
 from everstep_controller.store.table_access import COPY_EPOCH_GAP
 from everstep_controller.store.tables import HEAD
 
-# ---- migration
-
 
 def upgrade(connection: Connection) -> None:
     """Run the missing migrations in the connection's transaction."""
@@ -160,11 +158,7 @@ def _postgresql_engine(url: URL, most_idle_s: float, name: str) -> Engine:
 
 
 def engine_of(url: URL, *, most_idle_s: float = 0.0, name: str = "") -> Engine:
-    """Return an engine with configured connections; nothing is connected yet.
-
-    PostgreSQL ends a session that is idle in a transaction for ``most_idle_s`` (0: no limit), so that a paused
-    controller does not hold locks forever.
-    """
+    """Return an engine. PostgreSQL ends sessions idle in a transaction for ``most_idle_s`` (0: no limit)."""
     return _sqlite_engine(url) if url.drivername == "sqlite" else _postgresql_engine(url, most_idle_s, name)
 
 
@@ -229,9 +223,6 @@ def open_database(database: str, *, migrate: bool = True, check: bool = False) -
         engine.dispose()
         raise
     return engine
-
-
-# ---- backup
 
 
 def back_up(database: str, target: Path) -> int:

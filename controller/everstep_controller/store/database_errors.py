@@ -14,8 +14,6 @@ from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 
 from everstep.errors import Unavailable
 
-# ---- errors
-
 _READ_ONLY = "25006"
 """SQLSTATE of a PostgreSQL server that was demoted to a standby: its successor will answer at the same address."""
 
@@ -84,9 +82,6 @@ def diagnose(error: Exception, url: URL) -> str:
     found = (advice for pattern, advice in _CAUSES.items() if re.search(pattern, message.lower()))
     advice = next(found, "see the driver's message")
     return f"the database at {redacted_url(url)} cannot be used: {advice} ({type(cause).__name__}: {message[:400]})"
-
-
-# ---- aborting
 
 
 def abort_connection(connection: Connection) -> None:

@@ -95,11 +95,7 @@ def claim(holder: str, address: str, lease_s: float, *, is_lock_free: bool) -> C
 
 
 class LeaseSession:
-    """A dedicated database session, outside any transaction, that lives as long as its process.
-
-    Every method raises DatabaseUnavailable if the database cannot be used. The next call then opens a new session, and
-    the old locks are gone.
-    """
+    """A dedicated database session, outside any transaction; after DatabaseUnavailable the next call opens another."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -131,11 +127,7 @@ class LeaseSession:
         self._execute(_PING)
 
     def end_sessions_of(self, holder: str) -> None:
-        """End the database sessions of a controller whose lease is over.
-
-        A controller that was paused inside a transaction holds a lock that its successor needs. No server timeout ends
-        a session that is inside a pipeline.
-        """
+        """End the sessions of a controller whose lease is over: if paused, it may hold a lock."""
         self._execute(_END_SESSIONS, application=application_name(holder))
 
     def end_silent_holder(self, epoch: int, silent_s: float) -> None:

@@ -49,8 +49,6 @@ def changed_nodes(connection: Connection, row_versions: RowVersions) -> NodeChan
     return NodeChanges(server, same, rows.all())
 
 
-# ---- history
-
 HistoryRow = dict[str, Any]
 Page = tuple[list[HistoryRow], str]
 """Rows, and the cursor of the next page (empty if there is none)."""
@@ -131,9 +129,6 @@ def find_verdict(connection: Connection, verdict: str) -> str | None:
     return doc
 
 
-# ---- audit log
-
-
 class EventPage(NamedTuple):
     """The oldest events after an id."""
 
@@ -160,11 +155,7 @@ def _ids_of_kinds(
 
 
 def _first_at(connection: Connection, at: float) -> int:
-    """Return an id that all events at or after ``at`` reach or exceed, and no earlier event does.
-
-    Times rise with ids (``SteadyTime``), so some twenty lookups of the primary key find it by bisection. If the time
-    was set back, times rise separately before and after that event.
-    """
+    """Return an id that only events at or after ``at`` reach, by bisection, since times rise with ids."""
     audit = tables.audit.c
     low, newest = connection.execute(select(func.min(audit.id), func.max(audit.id))).one()
     if newest is None:
@@ -225,8 +216,6 @@ def events_after(connection: Connection, after: int, limit: int) -> EventPage:
     newest = connection.execute(select(func.max(tables.audit.c.id))).scalar() or 0
     return EventPage(rows, pruned, max(pruned, newest))
 
-
-# ---- starting state
 
 VERSIONS_LOADED = 64
 """Versions per job that a controller starts with."""

@@ -70,10 +70,7 @@ ChooseBatch = Callable[[Connection], DeleteBatch | None]
 
 
 def prune_events(connection: Connection, keep: RetentionLimits) -> int:
-    """Delete the oldest audit entries that no person wrote, and return the number of ids passed.
-
-    The newest entry stays, because it holds the newest time. A result of DELETE_BATCH_ROWS means there may be more.
-    """
+    """Delete old audit entries that no person wrote, except the newest, and return the number of ids passed."""
     audit, meta = tables.audit.c, tables.meta.c
     pruned = func.coalesce(select(meta.value).where(meta.key == "audit_pruned").scalar_subquery(), 0)
     beyond = select(func.min(audit.id), func.max(audit.id)).where(audit.id > pruned)
@@ -177,8 +174,6 @@ def _delete_batch(table: Table, rows: Sequence[Any], may_go: ColumnElement[bool]
     keys = [tuple(row) for row in rows]
     return DeleteBatch(table, keys, may_go) if keys else None
 
-
-# ---- background task
 
 log = logging.getLogger(__name__)
 

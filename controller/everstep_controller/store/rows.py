@@ -159,10 +159,7 @@ class AlertRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Batch(msgspec.Struct, kw_only=True):
-    """Everything that one transaction writes: the complete outcome of one or more events.
-
-    Deletions of ``forgotten_nodes`` and ``forgotten_jobs`` come first; anything written about them is newer.
-    """
+    """Everything that one transaction writes. Deletions of forgotten nodes and jobs come first."""
 
     number: int = 0  # assigned by the store in sequence, so that no batch is applied twice
 

@@ -160,9 +160,6 @@ def _compiled(
     return str(compiled), lambda rows: [pick(row) for row in rows]
 
 
-# ---- upsert
-
-
 def upsert(
     connection: Connection, table: Table, rows: list[dict[str, Any]], *, overwrite_with_none: bool = False
 ) -> None:
@@ -205,9 +202,6 @@ def write_alerts(connection: Connection, notified: Collection[AlertRow], resolve
     execute_many(connection, _DELETE_ALERT, [{"of": fingerprint} for fingerprint in resolved])
 
 
-# ---- credentials
-
-
 def load_credentials(connection: Connection) -> list[CredentialRow]:
     """Return every row, oldest first."""
     table = tables.credentials
@@ -227,8 +221,6 @@ def write_credentials(connection: Connection, rows: Collection[CredentialRow]) -
     connection.execute(delete(table).where(died_at < bindparam("then")), {"then": now - DEAD_CREDENTIAL_KEPT_S})
 
 
-# ---- remediations
-
 OPEN_STATES = (RemediationState.REQUESTED, RemediationState.STARTED)
 
 
@@ -245,8 +237,6 @@ def write_remediations(connection: Connection, rows: Collection[RemediationRow])
     """Insert or update rows by id."""
     upsert(connection, tables.remediations, [msgspec.structs.asdict(row) for row in rows])
 
-
-# ---- findings
 
 _TABLE = tables.findings
 _COLUMNS = ("node", "key", "kind", "at", "doc")

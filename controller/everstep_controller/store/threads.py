@@ -76,10 +76,7 @@ class DatabaseThread:
 
 
 class DatabaseStore:
-    """Async access to the tables. The writing connection has its own thread, so commits never wait for reads.
-
-    A transaction is aborted after ``commit_timeout_s``: a hanging database counts as unavailable.
-    """
+    """Async access to the tables; commits have their own thread and connection, and a time limit."""
 
     def __init__(self, engine: Engine, *, commit_timeout_s: float = 3.0) -> None:
         self._engine = engine

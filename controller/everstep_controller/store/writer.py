@@ -15,7 +15,7 @@ from everstep_controller.store.database import FOR_WRITING
 from everstep_controller.store.database_errors import DatabaseUnavailable, LeadershipLost
 from everstep_controller.store.reader import NO_ROW_VERSIONS, RowVersions, load_state
 from everstep_controller.store.rows import Batch, LoadedState
-from everstep_controller.store.table_access import COPY_EPOCH_GAP, execute_many, skip_used_ids, upsert
+from everstep_controller.store.table_access import execute_many, skip_used_ids, upsert
 
 T = TypeVar("T")
 
@@ -54,19 +54,15 @@ class DatabaseWriter:
     def take_over(
         self, *, expected: int | None = None, claim: Claim | None = None, known: RowVersions = NO_ROW_VERSIONS
     ) -> LoadedState:
-        """Fence off every earlier controller and load the state, in one transaction.
-
-        Raises LeadershipLost if ``expected`` is not the current epoch. ``known`` records are not read again.
-        """
+        """Fence off every earlier controller and load the state, except ``known`` records, in one transaction."""
         with self._transaction() as connection:
             found = _lock_meta(connection)
             if expected is not None and found[EPOCH] != expected:
                 raise LeadershipLost(f"another controller was first: the epoch is {found[EPOCH]}, not {expected}")
             epoch = found[EPOCH] + 1
-            _set_meta(connection, EPOCH, epoch)
-            last = table_access.meta_value(connection, LAST_WRITING_EPOCH)
-            if last is not None and found[EPOCH] - last >= COPY_EPOCH_GAP:  # the database is a copy
+            if table_access.is_copy(connection):
                 skip_used_ids(connection)
+            _set_meta(connection, EPOCH, epoch)
             upsert(connection, tables.meta, [{"key": LAST_WRITING_EPOCH, "value": epoch}])
             if claim is not None:
                 claim(connection, epoch)
