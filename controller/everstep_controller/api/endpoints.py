@@ -90,11 +90,7 @@ def invalid_path_reason(path_params: Mapping[str, str]) -> str | None:
 
 
 def check_parameters(route: Route, request: Request) -> None:
-    """Raise NotFound for an invalid path parameter, MalformedMessage for an invalid query.
-
-    An unknown query parameter is refused: an answer without the intended filter looks right, and orders may follow from
-    it.
-    """
+    """Raise NotFound for an invalid path parameter, MalformedMessage for an invalid or unknown query parameter."""
     if (why := invalid_path_reason(request.path_params)) is not None:
         raise NotFound(why)
     for name, value in responses.parse_query(request.scope).items():

@@ -173,10 +173,7 @@ def count_bad_reports(reports: ReportHistory) -> int:
 
 
 def next_ladder_step(rule: VerdictRule, finding: Finding, steps: LadderHistory, now: float) -> int:
-    """Return the index of the ladder step that is due: the finding's own action, or the step after the latest one.
-
-    Within ``coalesce_s`` the latest step is repeated.
-    """
+    """Return the index of the due step: the finding's own action, or the one after the latest unless that is new."""
     due = [_first_ladder_step(rule, finding.action)]
     for at, ladder_action in steps:
         if at > now - rule.step_memory_s and ladder_action in rule.ladder:
@@ -185,12 +182,9 @@ def next_ladder_step(rule: VerdictRule, finding: Finding, steps: LadderHistory, 
 
 
 def _first_ladder_step(rule: VerdictRule, action: Action) -> int:
-    """Return the index at which the ladder begins for a finding that names ``action``.
-
-    Agents report a needed power cycle as ``drain``; a ladder without ``drain`` begins at ``reboot_node`` instead.
-    """
+    """Return the index at which the ladder begins for a finding that names ``action``."""
     if action is Action.DRAIN and action not in rule.ladder:
-        action = Action.REBOOT_NODE
+        action = Action.REBOOT_NODE  # agents report a needed power cycle as ``drain``
     if action in rule.ladder:
         return rule.ladder.index(action)
     if action not in LADDER_ACTIONS:

@@ -80,11 +80,7 @@ _CLAIM = text(
 
 
 def claim(holder: str, address: str, lease_s: float, *, is_lock_free: bool) -> Claim:
-    """Return a function that takes the lease for ``lease_s`` seconds within a take-over's transaction.
-
-    Unless ``is_lock_free`` (the old holder's session is gone), the lease must have expired; if it was renewed
-    meanwhile, the function raises LeadershipLost.
-    """
+    """Return a function that takes an expired lease, or any if ``is_lock_free``, and else raises LeadershipLost."""
 
     def write(connection: Connection, epoch: int) -> None:
         values = {"epoch": epoch, "holder": holder, "address": address, "lease_s": lease_s, "free": is_lock_free}
