@@ -202,7 +202,7 @@ def node(tmp_path: Path) -> Iterator[Node]:
 
 
 @pytest.mark.nightly
-def test_trainer_in_a_container_survives_kills_stops_and_a_new_agent_pod(node: Node) -> None:
+def test_trainer_in_container_survives_kills_and_a_new_agent(node: Node) -> None:
     agent = node.start_agent()
     trainer = node.start_trainer()
     node.wait_for(1, 10)

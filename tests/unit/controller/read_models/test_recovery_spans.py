@@ -77,7 +77,7 @@ def test_first_start_of_a_run_is_no_recovery() -> None:
     assert spans_of(formed) == []
 
 
-def test_recovery_begun_under_another_leader_starts_with_the_decision() -> None:
+def test_recovery_of_an_earlier_leader_starts_with_the_decision() -> None:
     (recovery,) = spans_of(eviction()[-1:])
     assert (recovery.whole.start, recovery.whole.end) == (100.3, 101.3)
     assert [part.end - part.start for part in recovery.parts[:2]] == [0.0, 0.0]
