@@ -22,7 +22,7 @@ from everstep.wire.v1 import enrolment as wire
 from tests.support.controllers import OPERATOR, ControllerProcess, controller_process
 from tests.support.forked import ForkPool
 
-EXAMPLES = 6
+EXAMPLES = 3
 """Of each route and kind of data, besides what schemathesis derives from the description's own boundaries."""
 ENDLESS = "/v1/events/stream"
 

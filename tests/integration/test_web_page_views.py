@@ -264,6 +264,7 @@ def test_views_fit_the_screen_in_the_dark(live: Live, browser: Any, width: int) 
             assert page.evaluate("document.querySelector('main').scrollWidth") <= width, view
 
 
+@pytest.mark.nightly  # bench/web_page.py measures the same
 def test_ten_thousand_nodes_are_shown_and_scroll(browser: Any, tmp_path: Path) -> None:
     """The canvas stays small, and holds the first and the last node at either end of the grid."""
     controller = Controller(

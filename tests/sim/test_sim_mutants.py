@@ -13,7 +13,14 @@ from tests.sim.mutants.surgery import mistaken
 
 @pytest.mark.promise("simulation")
 @pytest.mark.slow
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name.replace(" ", "_"))
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        # every fourth in every suite, the others at night
+        pytest.param(mutant, id=mutant.name.replace(" ", "_"), marks=[pytest.mark.nightly] if place % 4 else [])
+        for place, mutant in enumerate(MUTANTS)
+    ],
+)
 def test_mutant_is_detected(mutant: Mutant) -> None:
     sighting = hunt(mutant)
     assert sighting.outcome is not None, f"{mutant.name}: nobody saw it in {sighting.worlds} worlds"

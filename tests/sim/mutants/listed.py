@@ -367,7 +367,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("seals of an older generation count", _stale_seals, seeds=(7,)),
     Mutant(
         "a version is committed before every rank keeps it",
-        lambda: mistaken(commits._settle_version, "ballot.safe_ranks == ballot.sealed_ranks\n        and", ""),
+        lambda: mistaken(commits._settle_version, "ballot.safe_ranks == ballot.sealed_ranks and", ""),
         seeds=(3,),
     ),
     Mutant(

@@ -27,6 +27,10 @@ OF_WINDOWS: tuple[Mutant, ...] = (
         lambda: mistaken(maintenance.cancel_maintenance, "if not _is_planned(one, command)", ""),
         seeds=(38, 49),
     ),
-    Mutant("a window begins, and the jobs stay", lambda: swapped(maintenance._leave, nothing), seeds=(0, 14)),
+    Mutant(
+        "a window begins, and the jobs stay",
+        lambda: mistaken(maintenance._begin_windows, "regroup(transition, job, cause)", "pass"),
+        seeds=(0, 14),
+    ),
     Mutant("maintenance never ends", lambda: swapped(maintenance.end_if_due, nothing), seeds=(0, 14)),
 )
