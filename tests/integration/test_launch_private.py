@@ -53,9 +53,10 @@ def gated(*gates: int) -> str:
 class Run:
     """A launcher with private services, and what its ranks wrote down."""
 
-    def __init__(self, directory: Path, launcher: Launched) -> None:
+    def __init__(self, directory: Path, launcher: Launched, state: Path | None = None) -> None:
         self.directory = directory
         self.launcher = launcher
+        self.state = state or directory / "state"
 
     def lines(self) -> list[tuple[int, int, int, int]]:
         """(rank, restart count, step, pid) of every step that any rank made."""
@@ -74,7 +75,7 @@ class Run:
 
     def segments(self) -> list[Path]:
         """Segment directories in shared memory of this test's services."""
-        runs = {path.name for path in (self.directory / "state").glob("run-*")}
+        runs = {path.name for path in self.state.glob("run-*")}
         return [path for path in Path(f"/dev/shm/everstep-{os.getuid()}").glob("run-*") if path.name in runs]
 
 
@@ -94,30 +95,15 @@ def run(short_path: Path) -> Iterator[Run]:
         yield Run(short_path, launcher)
 
 
-def test_a_killed_rank_is_replaced_and_the_job_ends_well(run: Run) -> None:
-    victim = run.pid_at(rank=1, step=20)
-    services = run.launcher.descendants()
-    segments = run.segments()
-    assert segments
-    os.kill(victim, signal.SIGKILL)
-    assert run.launcher.wait() == 0, run.launcher.err
-    lines = run.lines()
-    assert {pid for rank, _, _, pid in lines if rank == 1} > {victim}
-    assert {step for rank, _, step, _ in lines if rank == 0} == set(range(1, 61))
-    assert {restarts for _, restarts, _, _ in lines} == {0, 1}
-    assert sorted(run.launcher.out.splitlines()) == ["saved by rank 0", "saved by rank 1"]
-    assert not any(map(is_running, services))
-    assert not any(path.exists() for path in segments)
-    assert {path.name for path in (run.directory / "state").iterdir()} == {".lock", "logs", "cache"}
-
-
-def test_private_run_is_found_without_address_and_summarized(short_path: Path) -> None:
+def test_killed_rank_is_replaced_and_the_run_summarized(short_path: Path) -> None:
     """``everstep status`` finds the run's private controller; at its end the launcher says what failures cost."""
     (short_path / "train.py").write_text(gated(60))
     argv = ["--nproc-per-node", "2", "--standby-delay-s", "0.1", *PATIENT, "train.py"]
     with launched(short_path, *argv) as launcher:
-        run = Run(short_path, launcher)
-        os.kill(run.pid_at(rank=1, step=20), signal.SIGKILL)
+        run = Run(short_path, launcher, short_path / "state" / "everstep")
+        victim = run.pid_at(rank=1, step=20)
+        services, segments = launcher.descendants(), run.segments()
+        os.kill(victim, signal.SIGKILL)
         run.pid_at(rank=0, step=60)
         environment = {**os.environ, "XDG_STATE_HOME": str(short_path / "state")}
         for name in ("EVERSTEP_CONTROLLER", "EVERSTEP_TOKEN_FILE"):
@@ -126,6 +112,15 @@ def test_private_run_is_found_without_address_and_summarized(short_path: Path) -
         told = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
         (short_path / "go-60").touch()
         assert launcher.wait() == 0, launcher.err
+    lines = run.lines()
+    assert {pid for rank, _, _, pid in lines if rank == 1} > {victim}
+    assert {step for rank, _, step, _ in lines if rank == 0} == set(range(1, 61))
+    assert {restarts for _, restarts, _, _ in lines} == {0, 1}
+    assert sorted(launcher.out.splitlines()) == ["saved by rank 0", "saved by rank 1"]
+    assert segments
+    assert not any(map(is_running, services))
+    assert not any(path.exists() for path in segments)
+    assert {path.name for path in run.state.iterdir()} == {".lock", "logs", "cache"}
     assert told.returncode == 0, told.stderr
     assert "1 healthy" in told.stdout
     assert "train-" in told.stdout

@@ -117,7 +117,7 @@ def test_restored_run_is_bit_identical_on_as_many_ranks(fleet: Fleet, layout: st
 
 
 @pytest.mark.promise("same-state-other-world-size")
-@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("layout", [pytest.param("ddp", marks=pytest.mark.nightly), "fsdp2"])
 def test_state_survives_four_ranks_becoming_three_and_four(fleet: Fleet, layout: str) -> None:
     four = fleet.run(1, 3, layout=layout)
     three = fleet.run(2, 5, layout=layout, nodes=NODES[:3])

@@ -383,7 +383,7 @@ def test_models_of_earlier_generations_are_freed(forks):
             assert scene.finish() == [0, 0]
 
 
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.nightly), 2])
 def test_ten_losses_in_a_row_leak_no_thread_or_socket(forks, victim):
     with stage(forks, training.train_replicas) as scene:
         scene.start(0, 1, 2)
