@@ -8,8 +8,8 @@ STAMP := $(VENV)/.installed
 # Where torch comes from besides the package index. PyPI's needs gigabytes of CUDA; a machine without a GPU can do with
 # make demo TORCH_INDEX=... and the address of PyTorch's index of CPU builds, which its installation page gives.
 TORCH_INDEX ?=
-# Processes that share the tests, a file at a time. Much of a test is waiting, so three keep two cores busy. 0: one alone.
-WORKERS ?= 3
+# Processes that share the tests, a file at a time. Much of a test is waiting, so four keep two cores busy. 0: one alone.
+WORKERS ?= 4
 # Images of containers like to set it; then each process compiles everything anew, and tests start hundreds of them.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -35,7 +35,7 @@ PYTEST := $(BIN)/python -m pytest
 SHARED := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: test
-test: $(STAMP) ## all tests but the nightly ones, three files at a time (WORKERS=0: one after another)
+test: $(STAMP) ## all tests but the nightly ones, four files at a time (WORKERS=0: one after another)
 	$(PYTEST) -m "not nightly" $(SHARED)
 
 .PHONY: test-fast

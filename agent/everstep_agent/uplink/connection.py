@@ -7,11 +7,11 @@ the standard library's 3.
 from __future__ import annotations
 
 import asyncio
-import http.client
 import math
 import socket
 import ssl
 from collections.abc import Callable
+from http import HTTPStatus
 from urllib.parse import urlsplit
 
 import msgspec
@@ -22,6 +22,7 @@ from everstep.wire.v1.agent import MAX_AGENT_FRAME_BYTES, PREFIX_BYTES, UPGRADE,
 
 # Refusals: convert an HTTP answer or a frame to an error.
 
+_PHRASES = {status.value: status.phrase for status in HTTPStatus}
 MAX_MESSAGE_LENGTH = 1000
 
 MAX_RETRY_AFTER_S = 5.0
@@ -52,7 +53,7 @@ def error_from_response(status: int, body: bytes, retry_after: str, url: str) ->
         problem = msgspec.json.decode(body, type=_Problem)
     except DECODE_ERRORS:
         problem = _Problem()
-    reason = problem.detail[:MAX_MESSAGE_LENGTH] or http.client.responses.get(status, "no reason given")
+    reason = problem.detail[:MAX_MESSAGE_LENGTH] or _PHRASES.get(status, "no reason given")
     message = f"{url}: {reason} ({status})"
     after_s = problem.retry_after_s
     if after_s is None and retry_after.isascii() and retry_after.isdigit():
