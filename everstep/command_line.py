@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from everstep import __version__
-from everstep.errors import ConfigurationError, EverstepError
 from everstep.settings import FILE, Program, Setting
-
-EXIT_FAILED = 1
-EXIT_UNUSABLE = 2
-"""Exit status for settings that a person must correct; a service manager should not retry."""
 
 Flags = dict[str, Any]
 """The settings given on the command line, by name, for ``Program.read``."""
@@ -105,14 +98,3 @@ def default_text(setting: Setting) -> str:
     if value is None or value is False:
         return ""
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
-@contextmanager
-def exit_on_errors(program: str, unusable: tuple[type[Exception], ...] = (ConfigurationError,)) -> Iterator[None]:
-    """Print an error as one sentence and exit, with EXIT_UNUSABLE for errors of the kinds ``unusable``."""
-    handled: tuple[type[Exception], ...] = (EverstepError, OSError, *unusable)
-    try:
-        yield
-    except handled as error:
-        print(f"{program}: {error}", file=sys.stderr)
-        raise typer.Exit(EXIT_UNUSABLE if isinstance(error, unusable) else EXIT_FAILED) from None

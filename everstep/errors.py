@@ -5,10 +5,16 @@ Every class has the HTTP status that the controller answers with, and a stable `
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import ClassVar
 
 import msgspec
 
+EXIT_FAILED = 1
+EXIT_UNUSABLE = 2
+"""Exit status for settings that a person must correct; a service manager should not retry."""
 DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """Errors of msgspec for bytes that are no message of the expected type, or nested without end."""
 
@@ -113,3 +119,14 @@ def _classes(kind: type[EverstepError]) -> dict[str, type[EverstepError]]:
 
 BY_CODE = _classes(EverstepError)
 """The class of each code; of several with one code, their base class."""
+
+
+@contextmanager
+def exit_on_errors(program: str, unusable: tuple[type[Exception], ...] = (ConfigurationError,)) -> Iterator[None]:
+    """Print an error as one sentence and exit, with EXIT_UNUSABLE for errors of the kinds ``unusable``."""
+    handled: tuple[type[Exception], ...] = (EverstepError, OSError, *unusable)
+    try:
+        yield
+    except handled as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        raise SystemExit(EXIT_UNUSABLE if isinstance(error, unusable) else EXIT_FAILED) from None

@@ -6,13 +6,16 @@ import asyncio
 import logging
 import os
 import signal
+import sys
+import traceback
+from typing import Any
 
-import typer
+import msgspec
 
-from everstep.command_line import Flags, Version, exit_on_errors, make_app, takes_settings
+from everstep.errors import exit_on_errors
 from everstep.parent_process import die_with_parent, parent_pid
 from everstep.system_clock import SYSTEM_CLOCK
-from everstep_agent.config import PROGRAM, AgentSettings, load_settings
+from everstep_agent.config import AgentSettings, load_settings
 from everstep_agent.lifecycle import log_to_stderr
 from everstep_agent.supervisor import Supervisor
 
@@ -45,22 +48,44 @@ async def serve(settings: AgentSettings, parent: int) -> None:
         await Supervisor(settings, SYSTEM_CLOCK, orphaned).run(stop)
 
 
-app = make_app()
+def read_flags() -> dict[str, Any]:
+    """Return the settings given on the command line, by name. Ends the process if there is nothing to run.
 
+    A child reads them and ends: the daemon would keep the 12 MiB that Typer loads.
+    """
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        status: Any = 1
+        try:
+            from everstep_agent.command import app
 
-@app.command()
-@takes_settings(PROGRAM)
-def agent(context: typer.Context, flags: Flags, _version: Version = False) -> None:
-    """Run the daemon of one node: it watches the GPUs, keeps checkpoints in memory, and reports to the controller."""
-    with exit_on_errors("everstep-agent"):
-        settings = load_settings(flags, os.environ)
-        log_to_stderr(settings.log_format, settings.log_level)
-        asyncio.run(serve(settings, context.obj))
+            app(prog_name="everstep-agent", obj=writing)
+        except SystemExit as ended:
+            status = ended.code or 0
+        finally:
+            if isinstance(sys.exc_info()[1], Exception):
+                traceback.print_exc()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status if isinstance(status, int) else 1)  # the parent's cleanup is not the child's
+    os.close(writing)
+    with open(reading, "rb") as pipe:
+        flags = pipe.read()
+    _, wait_status = os.waitpid(child, 0)
+    if not flags:
+        sys.exit(os.waitstatus_to_exitcode(wait_status))
+    return msgspec.json.decode(flags, type=dict[str, Any])
 
 
 def main() -> None:
     """Run the command and end the process."""
-    app(prog_name="everstep-agent", obj=parent_pid())
+    parent = parent_pid()
+    flags = read_flags()
+    with exit_on_errors("everstep-agent"):
+        settings = load_settings(flags, os.environ)
+        log_to_stderr(settings.log_format, settings.log_level)
+        asyncio.run(serve(settings, parent))
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ import msgspec
 import typer
 
 from everstep.bearer_tokens import TokenRole, mint
-from everstep.command_line import Flags, Version, exit_on_errors, make_app, takes_settings
-from everstep.errors import ConfigurationError, EverstepError
+from everstep.command_line import Flags, Version, make_app, takes_settings
+from everstep.errors import ConfigurationError, EverstepError, exit_on_errors
 from everstep.log_lines import PlainLineFormatter
 from everstep.parent_process import die_with_parent, parent_pid
 from everstep_controller.config import PROGRAM, ControllerSettings, load_settings, read_secrets

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import typer
+from everstep_agent import command as agent_command
 from everstep_agent import config as agent_config
-from everstep_agent import main as agent_main
 from everstep_controller import config as controller_config
 from everstep_controller import main as controller_main
 from everstep_trainer.launch import command as launch_command
@@ -19,7 +19,7 @@ from everstep.settings import FILE, Program
 
 PROGRAMS: dict[str, tuple[typer.Typer, Program]] = {
     "everstep": (cli_main.app, cli_context.PROGRAM),
-    "everstep-agent": (agent_main.app, agent_config.PROGRAM),
+    "everstep-agent": (agent_command.app, agent_config.PROGRAM),
     "everstep-controller": (controller_main.app, controller_config.PROGRAM),
     "everstep-launch": (launch_command.app, launch_options.PROGRAM),
 }

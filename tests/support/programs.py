@@ -29,7 +29,12 @@ MODULES = (
     "sqlalchemy.dialects.postgresql.psycopg",
     "sqlalchemy.dialects.sqlite.pysqlite",
 )
-OF_NODES = ("everstep_agent.main", "everstep_agent.sensors.sampler", "everstep_trainer.launch.command")
+OF_NODES = (
+    "everstep_agent.main",
+    "everstep_agent.command",
+    "everstep_agent.sensors.sampler",
+    "everstep_trainer.launch.command",
+)
 
 
 class Forked:

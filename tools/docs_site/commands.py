@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 from everstep_agent import config as agent_config
-from everstep_agent import main as agent_main
+from everstep_agent.command import app as agent_app
 from everstep_controller import config as controller_config
 from everstep_controller import main as controller_main
 from everstep_trainer.launch import command as launch_command
@@ -25,7 +25,7 @@ _HEADINGS = ("Argument", "Default", "Variable", "Meaning")
 def agent_page() -> str:
     """Return the page of ``everstep-agent``."""
     note = "[Agent settings](../settings/agent.md) has more about each setting."
-    return _page(agent_main.app, agent_config.PROGRAM, note)
+    return _page(agent_app, agent_config.PROGRAM, note)
 
 
 def controller_page() -> str:

@@ -14,8 +14,8 @@ from typing import Annotated, Any
 
 import typer
 
-from everstep.command_line import CONTEXT_SETTINGS, Flags, Version, exit_on_errors, make_app, takes_settings
-from everstep.errors import ConfigurationError
+from everstep.command_line import CONTEXT_SETTINGS, Flags, Version, make_app, takes_settings
+from everstep.errors import ConfigurationError, exit_on_errors
 from everstep.parent_process import die_with_parent
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep_trainer.launch.launcher import LauncherOutcome, launch

@@ -1,0 +1,23 @@
+"""The command line of ``everstep-agent``. ``main`` reads it in a child, because Typer loads 12 MiB."""
+
+from __future__ import annotations
+
+import os
+
+import msgspec
+import typer
+
+from everstep.command_line import Flags, Version, make_app, takes_settings
+from everstep.errors import exit_on_errors
+from everstep_agent.config import PROGRAM, load_settings
+
+app = make_app()
+
+
+@app.command()
+@takes_settings(PROGRAM)
+def agent(context: typer.Context, flags: Flags, _version: Version = False) -> None:
+    """Run the daemon of one node: it watches the GPUs, keeps checkpoints in memory, and reports to the controller."""
+    with exit_on_errors("everstep-agent"):
+        load_settings(flags, os.environ)  # which says what is wrong
+    os.write(context.obj, msgspec.json.encode(flags, enc_hook=str))
