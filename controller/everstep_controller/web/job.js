@@ -265,7 +265,7 @@ function RankHeat({ job }) {
   </div>`;
 }
 
-// ---- recoveries
+// ---- recoveries; there is room for four from the start, so that the first ones move nothing below
 
 const ROW = 24;
 
@@ -308,7 +308,7 @@ export const PhaseKeys = ({ recoveries }) => html`<p class="keys">${PHASES.filte
 
 function Recoveries({ recoveries }) {
   const [box, width] = useWidth();
-  return html`<div class="drawing"><div ref=${box} style=${{ minHeight: "64px" }}>${width > 0 && html`<${Gantt} recoveries=${recoveries} width=${width} />`}</div><${PhaseKeys} recoveries=${recoveries} /></div>`;
+  return html`<div class="drawing"><div ref=${box} style=${{ minHeight: `${4 * ROW + 40}px` }}>${width > 0 && html`<${Gantt} recoveries=${recoveries} width=${width} />`}</div><${PhaseKeys} recoveries=${recoveries} /></div>`;
 }
 
 // ---- what recoveries cost, and what restarts would have cost
@@ -464,7 +464,7 @@ export function Job({ name }) {
     <${Section} id="progress" title="Progress" note="dashed lines are regroups; drag to zoom, double-click to return"><${Progress} job=${one} samples=${progress.value} /><//>
     <${Section} id="ranks" title="Ranks" note="share of each step in which the rank computes"><${RankHeat} job=${one} /><//>
     <${Section} id="costs" title="What failures cost"><${Costs} job=${one} samples=${progress.value} now=${now} /><//>
-    <${Section} id="recoveries" title="Recoveries" note=${real.length ? "phases of the slowest rank; a row opens its incident" : "none yet"}>${real.length > 0 && html`<${Recoveries} recoveries=${real} />`}<//>
+    <${Section} id="recoveries" title="Recoveries" note=${real.length ? "phases of the slowest rank; a row opens its incident" : "none yet"}><${Recoveries} recoveries=${real} /><//>
     <${Section} id="checkpoints" title="Checkpoints"><div class="two"><${Exposure} restorability=${restorability} /><${Versions} checkpoints=${checkpoints} /></div><//>
     <${Section} id="hangs" title="Stacks of hangs"><${Hangs} events=${hangs} /><//>
     <${Section} id="events" title="Events"><${EventRows} events=${events} /><//>
