@@ -32,7 +32,8 @@ demo: $(STAMP) ## a real training run through seven faults, on this machine (FAS
 	$(BIN)/python -m examples.demo $(if $(FAST),--fast) $(if $(LAYOUT),--layout $(LAYOUT))
 
 PYTEST := $(BIN)/python -m pytest
-SHARED := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+BY_FILE := --dist loadfile --no-loadscope-reorder
+SHARED := --numprocesses $(WORKERS) $(BY_FILE)
 
 .PHONY: test
 test: $(STAMP) ## all tests but the nightly ones, four files at a time (WORKERS=0: one after another)
@@ -40,7 +41,7 @@ test: $(STAMP) ## all tests but the nightly ones, four files at a time (WORKERS=
 
 .PHONY: test-fast
 test-fast: $(STAMP) ## the tests that start no training run and take no seconds, in about a minute
-	$(PYTEST) -m "not slow and not nightly" $(SHARED) tests/unit tests/contract tests/model tests/scenarios tests/sim
+	$(PYTEST) -m "not slow and not nightly" --numprocesses 2 $(BY_FILE) tests/unit tests/contract tests/model tests/scenarios tests/sim
 
 .PHONY: test-for
 test-for: $(STAMP) ## the tests that depend on files, nearest first (FILES="a.py b.py", DISTANCE=2: at most two imports away)

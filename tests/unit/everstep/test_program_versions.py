@@ -10,6 +10,8 @@ import pytest
 
 from everstep import __version__
 
+pytestmark = pytest.mark.slow  # starts processes
+
 SCRIPTS = ("everstep", "everstep-agent", "everstep-controller", "everstep-launch")
 MODULES = ("everstep.cli.main", "everstep_agent.main", "everstep_controller.main", "everstep_trainer.launch")
 

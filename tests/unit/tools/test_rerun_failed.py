@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow  # starts processes
+
 TOOL = Path(__file__).parents[3] / "tools" / "rerun_failed.py"
 FAKE_SUITE = """
 import pathlib
@@ -42,7 +44,6 @@ def failing(name: str, times: int) -> str:
 
 
 @pytest.mark.parametrize("options", [(), ("-p", "xdist", "--numprocesses", "2")], ids=["alone", "xdist"])
-@pytest.mark.slow
 def test_flaky_test_is_named_in_the_last_lines(tmp_path: Path, options: tuple[str, ...]) -> None:
     status, lines, ran = run(tmp_path, failing("once", 1), failing("again", 1), options=options)
     assert status == 0
@@ -53,7 +54,6 @@ def test_flaky_test_is_named_in_the_last_lines(tmp_path: Path, options: tuple[st
     assert sorted(ran) == ["again", "again", "good", "once", "once"]  # what passed does not run again
 
 
-@pytest.mark.slow
 def test_test_that_fails_twice_fails_the_command(tmp_path: Path) -> None:
     status, lines, ran = run(tmp_path, failing("once", 1), failing("ever", 9))
     assert status == 1
@@ -70,7 +70,6 @@ def test_four_failures_are_not_run_again(tmp_path: Path) -> None:
     assert lines[-1] == "4 tests failed; nothing is run again (exit status 1)"
 
 
-@pytest.mark.slow
 def test_error_in_a_fixture_counts_as_a_failure(tmp_path: Path) -> None:
     fixture = "@pytest.fixture\ndef late():\n    fails('late', 1)\n    yield\n\n"
     status, lines, _ = run(tmp_path, fixture, "def test_with_fixture(late):\n    pass\n")

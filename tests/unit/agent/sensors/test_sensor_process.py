@@ -20,6 +20,8 @@ from everstep.vocabulary import Action, Severity
 from tests.support.processes import is_running
 from tests.support.sensing import BUS, DEADLINE_S, FELL_OFF, Control, Watched, watched
 
+pytestmark = pytest.mark.slow  # starts processes
+
 XID_79 = f"gpu.xid/{BUS}/79"
 
 
@@ -111,7 +113,6 @@ def test_control_file_sets_xid_loss_and_boot_id(settings: SensorSettings, contro
 
 
 @pytest.mark.promise("sensor-failure")
-@pytest.mark.slow
 def test_hung_driver_is_reported_and_sensor_process_replaced(settings: SensorSettings, control: Control) -> None:
     async def scene(sensing: Watched) -> None:
         first = sensing.process.pid
@@ -127,7 +128,6 @@ def test_hung_driver_is_reported_and_sensor_process_replaced(settings: SensorSet
     play(settings, scene)
 
 
-@pytest.mark.slow
 def test_repeatedly_hung_driver_is_critical(settings: SensorSettings, control: Control) -> None:
     async def scene(sensing: Watched) -> None:
         control.write(gpus={"3": {"hang": True}})
@@ -139,7 +139,6 @@ def test_repeatedly_hung_driver_is_critical(settings: SensorSettings, control: C
 
 
 @pytest.mark.promise("sensor-failure")
-@pytest.mark.slow
 def test_stopped_sensor_process_is_reported_and_replaced(settings: SensorSettings) -> None:
     async def scene(sensing: Watched) -> None:
         pid = sensing.process.pid
@@ -152,7 +151,6 @@ def test_stopped_sensor_process_is_reported_and_replaced(settings: SensorSetting
     play(settings, scene)
 
 
-@pytest.mark.slow
 def test_log_is_read_while_the_driver_hangs(settings: SensorSettings, control: Control) -> None:
     async def scene(sensing: Watched) -> None:
         control.write(gpus={"3": {"hang": True}})

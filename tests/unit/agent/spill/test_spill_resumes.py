@@ -28,6 +28,8 @@ from tests.support.killed_spill import contents
 from tests.support.spilling import fill_slots
 from tests.support.vaults import map_segment
 
+pytestmark = pytest.mark.slow  # starts processes
+
 VERSION = Version(2, 7)
 ROOT = Path(__file__).parents[4]
 
@@ -47,7 +49,6 @@ def slot_of(order: SpillOrder, rank: int) -> SegmentView:
     return map_segment(Path(order.sources[rank].path))
 
 
-@pytest.mark.slow
 def test_writer_killed_at_any_write_leaves_no_trace(tmp_path: Path) -> None:
     order = small_job(tmp_path)
     written_to(order, tmp_path / "whole")

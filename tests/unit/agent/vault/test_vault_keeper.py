@@ -31,6 +31,8 @@ from tests.support.processes import is_running
 from tests.support.vaults import RankMemory, VaultClient
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.slow  # starts processes
+
 
 class Place:
     """Directories for the vaults of one test, and keepers over them."""
@@ -117,7 +119,6 @@ def test_stop_keeps_slots_of_a_vault_never_started(place: Place) -> None:
     play(story())
 
 
-@pytest.mark.slow
 def test_starting_or_ending_vault_is_waited_for(place: Place) -> None:
     """That of an agent that was killed while it started one, say."""
 
@@ -177,7 +178,6 @@ def test_slowly_adopting_vault_is_kept(place: Place, monkeypatch: pytest.MonkeyP
     play(asyncio.wait_for(story(), 60.0))
 
 
-@pytest.mark.slow
 def test_vault_never_serving_is_reported(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vault_keeper, "READY_TIMEOUT_S", 0.5)
 

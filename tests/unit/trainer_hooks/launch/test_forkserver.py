@@ -15,6 +15,8 @@ from tests.support.forked import ROOT, ChildFailed, ForkPool, fork_pool
 from tests.support.processes import is_running
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.slow  # starts processes
+
 
 def add(a: int, b: int) -> int:
     return a + b
@@ -141,7 +143,6 @@ def test_server_and_children_end_when_the_client_closes(bare: ForkPool) -> None:
     until(lambda: not is_running(pid), "its end")
 
 
-@pytest.mark.slow
 def test_ended_server_has_no_living_child(bare: ForkPool, tmp_path: Path) -> None:
     """Also one that takes a while to die, since its memory is freed first."""
     child = bare.start(hold_memory, str(tmp_path / "held"))

@@ -24,6 +24,8 @@ from everstep.errors import ConfigurationError, Unavailable
 from everstep.layout.vault_status import LOCK_FILE
 from everstep.system_clock import SYSTEM_CLOCK
 
+pytestmark = pytest.mark.slow  # starts processes
+
 READY = """
 import json, os, pathlib, signal, sys
 path = pathlib.Path(sys.argv[1])
