@@ -70,7 +70,9 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
             (node.folder / "token").write_text(mint(world.secret, TokenRole.VIEWER, "prometheus"))
         with Prometheus(folder, targets, dict.fromkeys(targets, viewer), hold="0s") as prometheus:
             wait_for(prometheus.has_scraped, "all targets are scraped", DEADLINE_S)
-            yield Scene(job, prometheus)
+            made = Scene(job, prometheus)
+            live_through_faults(made)
+            yield made
 
 
 def live_through_faults(scene: Scene) -> None:
@@ -98,7 +100,6 @@ def asked() -> dict[str, Kind]:
 
 
 def test_every_query_has_data_while_faults_happen(scene: Scene) -> None:
-    live_through_faults(scene)
     missing = asked()
 
     def all_have_data() -> bool:
