@@ -303,6 +303,8 @@ class SensorMonitor:
             if self._read_kernel_log(log):
                 await asyncio.sleep(LOG_BURST_PAUSE_S)
             elif log.wait_descriptor is None:
+                # Before the first look too: a log that cannot be read always has news.
+                await asyncio.sleep(self._settings.kernel_log_poll_s)
                 while not log.has_new_data():
                     await asyncio.sleep(self._settings.kernel_log_poll_s)
             else:

@@ -221,6 +221,36 @@ def test_unreadable_kernel_log_is_a_finding(settings: SensorSettings, tmp_path: 
     play(msgspec.structs.replace(settings, kernel_log=str(tmp_path / "later.log")), scene)
 
 
+class RefusedLog:
+    """A kernel log that may not be opened: nothing comes of it, and it may always hold something new."""
+
+    wait_descriptor = None
+    error = "permission denied"
+    reads = 0
+
+    def read(self) -> list[str]:
+        self.reads += 1
+        assert self.reads < 100, "read again and again without a pause"
+        return []
+
+    def has_new_data(self) -> bool:
+        return True
+
+
+def test_refused_kernel_log_leaves_the_event_loop_free(settings: SensorSettings) -> None:
+    log, patient = RefusedLog(), msgspec.structs.replace(settings, kernel_log_poll_s=3600.0)
+
+    async def scene() -> None:
+        monitor = SensorMonitor(patient, SYSTEM_CLOCK, lambda _: None)
+        following = asyncio.create_task(monitor._follow_kernel_log(log))  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+
+    asyncio.run(scene())
+    assert log.reads == 1
+
+
 def test_sensor_process_ends_with_its_supervisor(settings: SensorSettings, tmp_path: Path) -> None:
     script = (
         "import asyncio, sys, msgspec\n"
