@@ -8,8 +8,7 @@ import msgspec
 import typer
 
 from everstep.command_line import Flags, Version, make_app, takes_settings
-from everstep.errors import exit_on_errors
-from everstep_agent.config import PROGRAM, load_settings
+from everstep_agent.config import PROGRAM
 
 app = make_app()
 
@@ -18,6 +17,4 @@ app = make_app()
 @takes_settings(PROGRAM)
 def agent(context: typer.Context, flags: Flags, _version: Version = False) -> None:
     """Run the daemon of one node: it watches the GPUs, keeps checkpoints in memory, and reports to the controller."""
-    with exit_on_errors("everstep-agent"):
-        load_settings(flags, os.environ)  # which says what is wrong
-    os.write(context.obj, msgspec.json.encode(flags, enc_hook=str))
+    os.write(context.obj, msgspec.msgpack.encode(flags, enc_hook=str))  # unlike JSON, it keeps inf

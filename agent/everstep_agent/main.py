@@ -75,7 +75,7 @@ def read_flags() -> dict[str, Any]:
     _, wait_status = os.waitpid(child, 0)
     if not flags:
         sys.exit(os.waitstatus_to_exitcode(wait_status))
-    return msgspec.json.decode(flags, type=dict[str, Any])
+    return msgspec.msgpack.decode(flags, type=dict[str, Any])
 
 
 def main() -> None:

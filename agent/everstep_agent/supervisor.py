@@ -81,6 +81,7 @@ class Supervisor:
     def __init__(self, settings: AgentSettings, clock: Clock, parent_exited: asyncio.Event) -> None:
         read_token(settings.token_file, "agent token")  # before any write, so that a wrong path leaves no files behind
         self._settings = settings
+        self._domain = Domain(rack=settings.rack, switch=settings.switch, power=settings.power_domain)
         self._clock = clock
         self._parent_exited = parent_exited
         self._directory = AgentRunDirectory(settings.run_dir)
@@ -288,7 +289,7 @@ class Supervisor:
             vault=self._vault.address,
             boot_id=poll.boot_id,
             driver_version=poll.driver_version,
-            domain=Domain(rack=self._settings.rack, switch=self._settings.switch, power=self._settings.power_domain),
+            domain=self._domain,
             labels=parse_labels(self._settings),
             gpus=poll.known_gpus,
             host=poll.host_identity,
@@ -358,7 +359,7 @@ class Supervisor:
         return AgentMetrics(
             node=self._settings.node,
             version=__version__,
-            domain=Domain(rack=self._settings.rack, switch=self._settings.switch, power=self._settings.power_domain),
+            domain=self._domain,
             sensor_report=self._sensor_report,
             findings=self._findings.findings,
             spool_reports=len(self._spool),

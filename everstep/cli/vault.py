@@ -70,7 +70,9 @@ def _base(directory: Path | None) -> Path:
 
 
 def _vault_directories(directory: Path | None) -> list[Path]:
-    return sorted(path for path in _base(directory).glob("*") if path.is_dir() and not path.is_symlink())
+    base = _base(directory)
+    found = base.iterdir() if base.is_dir() else ()  # unlike glob, it raises if the directory cannot be read
+    return sorted(path for path in found if path.is_dir() and not path.is_symlink())
 
 
 def _memory(path: Path) -> VaultMemory:

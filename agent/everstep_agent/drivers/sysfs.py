@@ -202,7 +202,8 @@ def memory_bytes(root: Path) -> tuple[int, int]:
 def network_mounts(root: Path) -> list[str]:
     """Return the mount points of network file systems. Raises OSError."""
     network = ("nfs", "cifs", "ceph", "lustre", "gpfs", "beegfs", "fuse.juicefs")
-    mounts = (line.split(" ") for line in (root / "self/mounts").read_text().splitlines())
+    with (root / "self/mounts").open() as file:  # names may hold what str.splitlines takes for the end of a line
+        mounts = [line.split(" ") for line in file]
     return [place.replace("\\040", " ") for _, place, kind, *_ in mounts if kind.startswith(network)]
 
 

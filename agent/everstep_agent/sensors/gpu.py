@@ -47,8 +47,10 @@ class GpuSensor:
         listed = {device.identity.pci_bus_id: device for device in self._library.devices}
         samples = []
         for bus_id, identity in self.known_gpus.items():
-            lost = _unreadable_sample(identity, "NVML no longer lists this GPU", lost=True)
-            samples.append(self._read(listed[bus_id]) if bus_id in listed else lost)
+            if bus_id in listed:
+                samples.append(self._read(listed[bus_id]))
+            else:
+                samples.append(_unreadable_sample(identity, "NVML no longer lists this GPU", lost=True))
         is_broken = bool(self.error) or any(sample.lost or sample.error for sample in samples)
         if is_broken and self._polls % REOPEN_EVERY == 0:
             self.close()

@@ -77,7 +77,8 @@ class PathSensor:
         except (OSError, ValueError):
             self._network = frozenset()
         local = [path for path in self._local if path not in self._pending_since]
-        for paths in (local, *([path] for path in self._network - self._pending_since.keys())):
+        remote = self._network - self._pending_since.keys() - set(local)
+        for paths in (local, *([path] for path in remote)):
             if paths:
                 self._pending_since |= dict.fromkeys(paths, now)
                 threading.Thread(target=self._check_paths, args=(paths,), daemon=True).start()

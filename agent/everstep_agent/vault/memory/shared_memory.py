@@ -124,10 +124,11 @@ class MemoryBudget:
             raise _creation_error(error, description, advice) from error
         finally:
             with self._lock:
-                if sizes := self._reserved_sizes.get(path):  # none after ``rename``
+                sizes = self._reserved_sizes.get(path, [])
+                if size in sizes:  # not after ``rename``, when the path may be reserved again with another size
                     sizes.remove(size)
-                    if not sizes:
-                        del self._reserved_sizes[path]
+                if not sizes:
+                    self._reserved_sizes.pop(path, None)
 
     def rename(self, draft: Path, path: Path) -> None:
         """Give a finished file its name, atomically, so that it is not counted under both."""

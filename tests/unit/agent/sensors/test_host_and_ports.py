@@ -135,6 +135,22 @@ def test_network_mounts_are_found_by_their_kind(tmp_path: Path) -> None:
     assert sysfs.network_mounts(tmp_path) == ["/data 1"]
 
 
+def test_network_mounts_stand_beside_odd_names(tmp_path: Path) -> None:
+    tree(tmp_path, **{"self/mounts": "fuse /a\x0bb fuse rw 0 0\nsrv:/x /data nfs4 rw 0 0\n"})
+    assert sysfs.network_mounts(tmp_path) == ["/data"]
+
+
+def test_path_on_a_network_mount_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree(tmp_path, **{"self/mounts": "srv:/x / nfs4 rw 0 0\n"})
+    asked: list[list[str]] = []
+    monkeypatch.setattr(PathSensor, "_check_paths", lambda _, paths: asked.append(paths))
+    PathSensor(("/",), tmp_path, ManualClock(monotonic=100.0)).poll()
+    for thread in threading.enumerate():
+        if thread.daemon and thread is not threading.current_thread():
+            thread.join(60)
+    assert asked == [["/"]]
+
+
 def test_hung_mount_is_timed_and_blocks_no_poll(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tree(tmp_path, **{"self/mounts": "srv:/x /dead nfs4 rw 0 0\n"})
     answer = threading.Event()

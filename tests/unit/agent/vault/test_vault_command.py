@@ -107,3 +107,12 @@ def test_foreign_vault_note_ends_no_process(tmp_path: Path) -> None:
         finally:
             ours.kill()
     os.close(lock)
+
+
+def test_unreadable_directory_is_no_empty_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(folder: Path) -> list[Path]:
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    said = command.invoke(app, ["vault", "list", "--dir", str(tmp_path)])
+    assert isinstance(said.exception, PermissionError)

@@ -119,6 +119,18 @@ def test_concurrent_parts_of_one_file_count_as_one_file(tmp_path: Path) -> None:
     assert budget.free_bytes() == 20_000
 
 
+def test_path_reserved_again_after_its_rename_is_released(tmp_path: Path) -> None:
+    budget, draft = MemoryBudget(tmp_path, 100_000), tmp_path / "draft"
+    with budget.reserve(draft, 30_000, "the first"):
+        draft.write_bytes(b"")
+        budget.rename(draft, tmp_path / "slots")
+        again = budget.reserve(draft, 50_000, "the second")
+        again.__enter__()
+    assert budget.free_bytes() == 50_000
+    again.__exit__(None, None, None)
+    assert budget.free_bytes() == 100_000
+
+
 def test_directory_over_the_limit_has_nothing_free(tmp_path: Path) -> None:
     (tmp_path / "slots").write_bytes(bytes(60_000))
     budget = MemoryBudget(tmp_path, 50_000)
