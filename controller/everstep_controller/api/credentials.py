@@ -341,6 +341,8 @@ def _note(audit_kind: str, sentence: str, row: CredentialRow, order: ChangeConte
     sentence = f"{sentence}: {order.reason}"
     data = {"actor": order.identity.subject, "reason": order.reason, "credential": row.id}
     node = row.subject if row.role == TokenRole.AGENT else None
+    job = row.subject if row.role == TokenRole.TRAINER else None
     kind = f"credential.{audit_kind}"
-    tx.add_audit_entry(AuditEntry(kind=kind, sentence=sentence, at=now, trace=order.trace, node=node, data=data))
+    entry = AuditEntry(kind=kind, sentence=sentence, at=now, trace=order.trace, node=node, job=job, data=data)
+    tx.add_audit_entry(entry)
     return sentence

@@ -52,8 +52,8 @@ def replay_with_policy(journal: Path, policy: CorePolicy, since: float) -> Polic
                 now += [(verdict.node, verdict) for verdict in step.verdicts if verdict.decision is Decision.EVICT]
                 then += [(evicted_node(line), line) for line in step.recorded if _evicts(line)]
         state = segment.state
-        if newest >= since:
-            spans.append(RecordedSpan(begins_at=max(begins_at, since), ends_at=newest, epoch=state.epoch))
+        spans.append(RecordedSpan(begins_at=begins_at, ends_at=newest, epoch=state.epoch))
+    spans = [msgspec.structs.replace(one, begins_at=max(one.begins_at, since)) for one in spans if one.ends_at >= since]
     counts_now, counts_then = Counter(node for node, _ in now), Counter(node for node, _ in then)
     result = PolicyTrialResult(
         since=began or 0.0,

@@ -54,7 +54,7 @@ class StandbyApp:
         self._clock = clock
         self._leader = leader
         self.update_credentials(())
-        self.contacts = self.start()
+        self.start()
         self._trials = PolicyTrialRunner(settings.journal_dir)
         self._registry = standby_registry(lambda: self.contacts.count_persistent())
 

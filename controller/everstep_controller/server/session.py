@@ -81,7 +81,7 @@ _REPORTS_LANE = (FrameKind.REPORTS,)
 _BEATS_LANE = (FrameKind.HEARTBEAT, FrameKind.ONE_WAY_HEARTBEAT, FrameKind.REGISTER)
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, repr=False, slots=True)  # event loops log a failed protocol by its repr
 class AgentSession(asyncio.Protocol):
     """One agent's session; ``incarnation`` is the node's incarnation from the first frame, 0 until then."""
 
@@ -421,7 +421,7 @@ _ACCEPTED = b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade
 MakeHttp = Callable[[], asyncio.Protocol]
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, repr=False, slots=True)
 class ConnectionRouter(asyncio.Protocol):
     """A connection until its purpose is known. ``_make_http`` makes uvicorn's protocol for all but sessions."""
 

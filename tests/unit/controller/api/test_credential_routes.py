@@ -70,6 +70,12 @@ def test_issued_credential_is_limited_to_role_and_audited(client: TestClient) ->
     assert event.sentence == f"olga issued viewer credential {issued.credential.id} of grafana: the wall display"
 
 
+def test_trainer_credential_is_audited_with_its_job(client: TestClient) -> None:
+    issue(client, wire.IssueTrainer(subject="llama", reason="a notebook"))
+    (event,) = audit(client, "credential.issued")
+    assert (event.job, event.node) == ("llama", "")
+
+
 def test_agent_credential_covers_only_its_node(client: TestClient) -> None:
     issued = issue(client, wire.IssueAgent(subject="n1", reason="by hand"))
     own, other = Speaker(client, "n1"), Speaker(client, "n2")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 from everstep_controller.core.events import OperatorAction
 from everstep_controller.core.policy import CorePolicy
+from everstep_controller.journal import policy_replay
 from everstep_controller.journal.policy_replay import replay_with_policy
 from everstep_controller.journal.recorder import Journal, segments
 
@@ -66,6 +68,24 @@ def test_trial_carries_diverging_state_across_segments(tmp_path: Path) -> None:
     assert told.added_evictions == ()
     assert [line.split()[1] for line in told.avoided_evictions] == ["n3-1"]
     assert told.gaps == ()
+
+
+def test_span_begins_at_since_after_a_quiet_end_of_segment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A segment whose newest event is older than ``since`` is continued by the next: nothing between was missed."""
+
+    def segment(begins_at: float, *events: float, is_continuation: bool) -> SimpleNamespace:
+        steps = [SimpleNamespace(at=at, is_operator_order=True) for at in events]
+        state = SimpleNamespace(epoch=1)
+        return SimpleNamespace(begins_at=begins_at, is_continuation=is_continuation, events=steps, state=state)
+
+    recorded = {
+        "000000000050000": segment(50.0, 50.0, 100.0, is_continuation=False),
+        "000000000160000": segment(160.0, 170.0, is_continuation=True),
+    }
+    monkeypatch.setattr(policy_replay, "segments", lambda folder: [folder / name for name in recorded])
+    monkeypatch.setattr(policy_replay, "replay", lambda path, *_: recorded[path.name])
+    told = replay_with_policy(tmp_path, CorePolicy(), 150.0)
+    assert [(span.begins_at, span.ends_at) for span in told.spans] == [(150.0, 170.0)]
 
 
 def test_trial_reports_gap_between_controller_runs(tmp_path: Path) -> None:

@@ -585,3 +585,12 @@ def test_directives_wait_for_heartbeat_of_released_agent(controller: Served, dia
     urgent.close()
     (directive,) = dial().beat().directives
     assert isinstance(directive.body, NewGeneration)
+
+
+# --- logs --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("protocol", [sessions.AgentSession, sessions.ConnectionRouter])
+def test_protocol_shows_nothing_of_the_controller(protocol: type[asyncio.Protocol]) -> None:
+    """Event loops log a protocol that fails by its repr, and these two hold the fleet's state and the settings."""
+    assert protocol.__repr__ is object.__repr__
