@@ -116,15 +116,13 @@ class VerdictRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def counts_against_node(self, finding: Finding) -> bool:
         """Return whether the finding counts against its node."""
-        grave = SEVERITY_RANK[finding.severity] >= SEVERITY_RANK[self.min_severity]
+        grave = finding.severity.gravity >= self.min_severity.gravity
         return grave and (not self.actions or finding.action in self.actions)
 
     def effective_mode(self, finding: Finding) -> Mode:
         """Return what may follow automatically from the finding."""
         return self.mode if self.n_of_m[0] > 1 else Mode.weakest(self.mode, finding.mode)
 
-
-SEVERITY_RANK = {severity: gravity for gravity, severity in enumerate(Severity)}
 
 MIN_CORRELATED_NODES = 3
 """Minimum number of nodes that ``correlated_share`` can call correlated. Two nodes of a fleet are two faults, which the

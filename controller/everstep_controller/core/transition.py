@@ -292,7 +292,6 @@ class Transition:
         """Emit a verdict on ``node``, with an entry in its history and in the audit log."""
         record = self.state.nodes[node]
         record.history.verdict_count += 1
-        self.mark_node_changed(node)
         verdict = Verdict(
             id=f"{node}-{record.history.verdict_count}",
             node=node,
@@ -338,7 +337,7 @@ class Transition:
     def append_history(
         self, node: NodeId, kind: HistoryKind, sentence: str, detail: dict[str, str] | None = None
     ) -> None:
-        """Append an entry to the node's history."""
+        """Append an entry to the node's history, which changes its record."""
         history = self.state.nodes[node].history
         entry = HistoryEntry(at=self.now, kind=kind, sentence=sentence, detail=detail or {})
         history.entries = [*history.entries[1 - MAX_HISTORY_ENTRIES :], entry]

@@ -17,7 +17,7 @@ import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from everstep.ids import NodeId, Rank
-from everstep.vocabulary import Action, NodeState, Severity
+from everstep.vocabulary import Action, NodeState
 from everstep_controller.core.records import JobRecord, NodeRecord
 from everstep_controller.core.state import FleetState
 from everstep_controller.read_models.fleet_views import IN_OUTBREAK, ProbeTracker, ReadModels, effective_state
@@ -96,8 +96,7 @@ def _rule(record: NodeRecord) -> str:
     """Return the rule that took the node out of service, or that of its gravest finding; "" if there is none."""
     if record.quarantine.plan is not None and record.quarantine.plan.rule_id:
         return record.quarantine.plan.rule_id
-    order = list(Severity)
-    gravest = max(record.all_findings(), key=lambda finding: order.index(finding.severity), default=None)
+    gravest = max(record.all_findings(), key=lambda finding: finding.severity.gravity, default=None)
     return (gravest.rule or str(gravest.kind)) if gravest is not None else ""
 
 

@@ -23,12 +23,11 @@ from everstep_controller.core import events as ev
 from everstep_controller.core.health.outbreaks import active_outbreaks
 from everstep_controller.core.state import FleetState, Ignored
 from everstep_controller.read_models import bounded_families, fleet_views
-from everstep_controller.read_models.bounded_families import LateRanks
+from everstep_controller.read_models.bounded_families import PREFIX, LateRanks
 from everstep_controller.runtime.intake import Urgency
 from everstep_controller.runtime.push import Outbox
 from everstep_controller.store.rows import AuditRow
 
-_PREFIX = "everstep_controller_"
 _FAST = (0.00001, 0.0000316, 0.0001, 0.000316, 0.001, 0.00316, 0.01, 0.0316, 0.1, 1.0)
 _COMMIT = (0.0001, 0.000316, 0.001, 0.00316, 0.01, 0.0316, 0.1, 0.316, 1.0, 10.0)
 _RECOVERY = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0, 15.0, 60.0, 300.0)
@@ -95,13 +94,13 @@ class Metrics:
         self._gauge("event_streams_buffered_bytes", text, lambda: streams.buffered_bytes)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(_PREFIX + name, text, labels, registry=self.registry)
+        return Counter(PREFIX + name, text, labels, registry=self.registry)
 
     def _gauge(self, name: str, text: str, value: Callable[[], float]) -> None:
-        Gauge(_PREFIX + name, text, registry=self.registry).set_function(value)
+        Gauge(PREFIX + name, text, registry=self.registry).set_function(value)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
-        return Histogram(_PREFIX + name, text, labels, buckets=buckets, registry=self.registry)
+        return Histogram(PREFIX + name, text, labels, buckets=buckets, registry=self.registry)
 
     def over_limit(self, limit: str) -> None:
         """Count a request that was refused for one of LIMITS."""
@@ -160,7 +159,7 @@ _PERSISTENT_NODES = (
 
 
 def _export_version(registry: CollectorRegistry) -> None:
-    Gauge(_PREFIX + "info", "The program.", ["version"], registry=registry).labels(__version__).set(1)
+    Gauge(PREFIX + "info", "The program.", ["version"], registry=registry).labels(__version__).set(1)
 
 
 def standby_registry(persistent_nodes: Callable[[], int]) -> CollectorRegistry:
@@ -168,7 +167,7 @@ def standby_registry(persistent_nodes: Callable[[], int]) -> CollectorRegistry:
     registry = CollectorRegistry()
     _export_version(registry)
     for (name, text), value in ((_LEADER, lambda: 0), (_PERSISTENT_NODES, persistent_nodes)):
-        Gauge(_PREFIX + name, text, registry=registry).set_function(value)
+        Gauge(PREFIX + name, text, registry=registry).set_function(value)
     return registry
 
 
@@ -199,7 +198,7 @@ class FleetCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         context, state = self._context, self._context.state
         # From a plain integer: a Counter's lock costs as much as the work it counts.
-        yield CounterMetricFamily(_PREFIX + "heartbeats", "Heartbeats answered.", value=self._metrics.heartbeats)
+        yield CounterMetricFamily(PREFIX + "heartbeats", "Heartbeats answered.", value=self._metrics.heartbeats)
         yield _gauge("epoch", "Leader terms on this database.", context.epoch)
         yield _gauge("loop_lag_seconds", "Maximum lag of the event loop in the last second.", context.lag_s())
         yield _gauge(
@@ -208,7 +207,7 @@ class FleetCollector(Collector):
         yield _gauge(*_LEADER, 1)
         yield _gauge("queue_depth", "Requests waiting for their transaction.", context.queued())
         gaps = context.journal_gaps()
-        yield CounterMetricFamily(_PREFIX + "journal_gaps", "Gaps in the journal.", value=gaps)
+        yield CounterMetricFamily(PREFIX + "journal_gaps", "Gaps in the journal.", value=gaps)
         yield _gauge("remediations_open", "Remediations that have not ended.", context.open_remediations())
         report = context.standby_report()
         yield _gauge(*_PERSISTENT_NODES, 0)
@@ -259,14 +258,14 @@ def _fleet(state: FleetState, outbox: Outbox) -> Iterator[Metric]:
     yield _gauge("outbreak_nodes", "Nodes with a finding that is an outbreak.", affected)
     found = Tally(finding.severity for node in state.nodes.values() for finding in node.all_findings())
     yield _gauge_by("node_findings", "Active findings.", "severity", {s.value: found[s] for s in Severity})
-    ignored = CounterMetricFamily(_PREFIX + "reports_ignored", "Reports the core ignored.", labels=["reason"])
+    ignored = CounterMetricFamily(PREFIX + "reports_ignored", "Reports the core ignored.", labels=["reason"])
     for reason in get_args(Ignored):
         ignored.add_metric([reason], state.ignored_counts.get(reason, 0))
     yield ignored
 
 
 def _jobs(summaries: list[JobSummary]) -> Iterator[Metric]:
-    info = GaugeMetricFamily(_PREFIX + "job_state", "1 for the job's state.", labels=["run", "state"])
+    info = GaugeMetricFamily(PREFIX + "job_state", "1 for the job's state.", labels=["run", "state"])
     for one in summaries:
         for state in JobState:
             info.add_metric([one.job, state.value], one.state is state)
@@ -305,11 +304,11 @@ def _storage_and_parity(state: FleetState) -> Iterator[Metric]:
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:
-    return GaugeMetricFamily(_PREFIX + name, text, value=value)
+    return GaugeMetricFamily(PREFIX + name, text, value=value)
 
 
 def _gauge_by(name: str, text: str, label: str, values: Mapping[str, float | None]) -> Metric:
-    family = GaugeMetricFamily(_PREFIX + name, text, labels=[label])
+    family = GaugeMetricFamily(PREFIX + name, text, labels=[label])
     for key, value in values.items():
         if value is not None:
             family.add_metric([key], value)

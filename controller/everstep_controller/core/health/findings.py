@@ -298,7 +298,7 @@ def _drop_mildest(record: NodeRecord) -> None:
 
 def _retention_key(record: NodeRecord, key: str) -> tuple[bool, int]:
     is_kept = key in record.quarantine.causes or key == record.health.deferred_eviction_key
-    return is_kept, policy.SEVERITY_RANK[record.health.agent_findings[key].severity]
+    return is_kept, record.health.agent_findings[key].severity.gravity
 
 
 def clear_agent_finding(transition: Transition, node: str, key: str) -> None:

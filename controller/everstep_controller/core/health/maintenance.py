@@ -26,7 +26,6 @@ def hold_node(transition: Transition, node: str, sentence: str) -> None:
     """Keep the node out until it is released or readmitted. Remediation and readmission of an ill node stop."""
     record = transition.state.nodes[node]
     record.scheduling.hold_reason = sentence
-    transition.mark_node_changed(node)
     transition.append_history(node, HistoryKind.ACTION, sentence)
     if record.state in QUARANTINE_STATES:
         node_state.cordon(transition, node, sentence)  # no effect if the cordon still stands
@@ -42,7 +41,6 @@ def hold_node(transition: Transition, node: str, sentence: str) -> None:
 def release_hold(transition: Transition, node: str, sentence: str) -> None:
     """End the hold; other reasons may still keep the node out."""
     transition.state.nodes[node].scheduling.hold_reason = ""
-    transition.mark_node_changed(node)
     transition.append_history(node, HistoryKind.ACTION, sentence)
     try_return_to_probation(transition, node, sentence)
 
@@ -59,7 +57,6 @@ def handle_scheduler_change(transition: Transition, event: SchedulerStateChanged
     if record.scheduling.external_cordon_by == event.cordoned_by:
         return
     before, record.scheduling.external_cordon_by = record.scheduling.external_cordon_by, event.cordoned_by
-    transition.mark_node_changed(event.node)
     if event.cordoned_by:
         because = f" ({event.reason})" if event.reason else ""
         sentence = (
@@ -77,7 +74,6 @@ def handle_scheduler_change(transition: Transition, event: SchedulerStateChanged
 def _note_missing_cordon(transition: Transition, record: NodeRecord) -> None:
     """Note that Everstep's cordon has vanished. It is not set again, since its removal may be intended."""
     record.scheduling.cordon_id, record.scheduling.cordon_failed = "", False
-    transition.mark_node_changed(record.node)
     sentence = (
         f"{record.node} is out of service ({record.state}), but Everstep's cordon is missing in the scheduler, which "
         "may give the node work; run `everstep node hold` to cordon it again, or `everstep node readmit` to return it"
@@ -231,7 +227,6 @@ def enter_maintenance(transition: Transition, node: str, window: MaintenanceWind
     """Put the node into the window. The caller regroups the jobs that have seats on it."""
     record = transition.state.nodes[node]
     record.scheduling.maintenance_until = max(record.scheduling.maintenance_until, window.until)
-    transition.mark_node_changed(node)
     transition.schedule_treatment(record.scheduling.maintenance_until, node)
     transition.append_history(node, HistoryKind.ACTION, window.sentence)
     if record.state in IN_SERVICE:

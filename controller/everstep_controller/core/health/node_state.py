@@ -127,7 +127,6 @@ def _request_remediation(
     state, record = transition.state, transition.state.nodes[node]
     state.fleet.remediation_count += 1
     transition.mark_fleet_changed()
-    transition.mark_node_changed(node)
     name = f"remediation-{state.epoch}-{state.fleet.remediation_count}"
     findings = record.all_findings()
     gpus = (suspect_gpus(record, findings) or record.identity.gpus) if kind is RemediationKind.RESET_GPU else ()
@@ -246,7 +245,6 @@ def _waits_for_rollback_window(transition: Transition, node: str, *, goes_to_ope
 def _advance_ladder(transition: Transition, node: str, plan: ReadmissionPlan, reason: str) -> None:
     record, action = transition.state.nodes[node], plan.ladder[plan.ladder_step]
     plan.settle_deadline = 0.0
-    transition.mark_node_changed(node)
     sentence = f"{describe_action(action)} of {node} {reason}"
     transition.audit("remediation.failed", sentence, node=node)
     transition.append_history(node, HistoryKind.ACTION, sentence)

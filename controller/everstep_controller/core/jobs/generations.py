@@ -250,8 +250,9 @@ def update_paused_reason(transition: Transition, job: JobRecord) -> None:
 
 def _kill_left_out(transition: Transition, job: JobRecord, cause: RegroupCause, seats: list[str]) -> None:
     """Kill the running ranks on nodes that had to leave, since no generation announces the change to them."""
-    running, killed = job.running_generation, transition.state.reachable_nodes - set(seats)
+    running = job.running_generation
     if running is not None:
+        killed = (running.seated_nodes & transition.state.reachable_nodes) - set(seats)
         for member in running.roster:
             if member.node in killed:
                 send_kill(transition, job, member, running.number, cause.sentence, cause.trace)

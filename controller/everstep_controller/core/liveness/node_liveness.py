@@ -196,14 +196,13 @@ def handle_disconnected(transition: Transition, node: str) -> None:
     live.disconnected_at = transition.now
     correlation.set_silent(transition, node, True)
     sentence = f"the connection of {node} closed"
+    grace_s = transition.policy.disconnect_grace_s
     if record.state is NodeState.HEALTHY:
-        grace_s = transition.policy.disconnect_grace_s
         why = f"{sentence}; it is lost unless it reconnects within {grace_s:g} s"
         set_state(transition, node, NodeState.SUSPECT, why)
     _audit_unless_correlated(transition, "node.disconnected", node, sentence)
-    grace_s = transition.policy.disconnect_grace_s + transition.state.observer_lag_s
     transition.schedule_node(transition.now + transition.policy.collective_settle_s, node)
-    transition.schedule_node(transition.now + grace_s, node)
+    transition.schedule_node(transition.now + (grace_s + transition.state.observer_lag_s), node)
     _regroup_with_evidence(transition, node)
 
 
