@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dashboards.panels import ONE, A, C, Dashboard, Panel, above, never
+from dashboards.panels import ONE, A, C, Dashboard, Panel, above, never, top
 
 OF_CONTROLLERS = f"and on (instance) {C}leader"
 
@@ -142,7 +142,7 @@ AGENTS = (
     Panel(
         "Reports waiting at agents",
         "Unacknowledged reports of the ten fullest spools. A spool that is full drops reports.",
-        ((f"topk(10, {A}spool_reports)", "{{node}}"),),
+        ((top(f"{A}spool_reports"), "{{node}}"),),
         "bargauge",
         thresholds=above(1000, 5000),
     ),
@@ -228,7 +228,7 @@ RESOURCES = (
     Panel(
         "Agent memory",
         "Resident memory of the ten largest agent processes.",
-        ((f"topk(10, {A}resident_memory_bytes)", "{{node}} {{process}}"),),
+        ((top(f"{A}resident_memory_bytes"), "{{node}} {{process}}"),),
         "bargauge",
         "bytes",
         above(512 << 20, 2 << 30),
@@ -236,7 +236,7 @@ RESOURCES = (
     Panel(
         "Sensor polls",
         "Duration of the newest sensor poll, for the ten slowest nodes. Seconds: a driver call hangs.",
-        ((f"topk(10, {A}sensor_poll_seconds)", "{{node}}"),),
+        ((top(f"{A}sensor_poll_seconds"), "{{node}}"),),
         "bargauge",
         "s",
         above(1, 5),

@@ -14,11 +14,13 @@ from dashboards.panels import (
     Panel,
     above,
     below,
+    bottom,
     busiest,
     here,
     highest,
     lowest,
     never,
+    top,
 )
 
 GPU = "{{node}} GPU {{gpu}}"
@@ -102,7 +104,7 @@ HEAT = (
     Panel(
         "Power by rack",
         "Power of all GPUs, for the ten racks that draw most. Compare with what the rack may draw.",
-        ((f"topk(10, sum by (rack) ({G}power_watts * on (node) group_left (rack) {IN_RACK}))", "{{rack}}"),),
+        ((top(f"sum by (rack) ({G}power_watts * on (node) group_left (rack) {IN_RACK})"), "{{rack}}"),),
         unit="watt",
         thresholds=INFORMATIVE,
     ),
@@ -149,7 +151,7 @@ SPEED = (
     Panel(
         "Nodes with slowed GPUs",
         "Nodes with the most GPUs that slow down for heat, a power brake or a hardware reason.",
-        ((f"topk(10, sum by (node) ({INVOLUNTARY}))", "{{node}}"),),
+        ((top(f"sum by (node) ({INVOLUNTARY})"), "{{node}}"),),
         "bargauge",
         thresholds=above(1, 4),
     ),
@@ -158,7 +160,7 @@ SPEED = (
         "Share of memory in use on the ten fullest GPUs. Near 100 %: the next larger batch fails.",
         (
             (
-                f"topk(10, ({here(f'{G}memory_used_bytes')}) / on (node, gpu) {G}memory_total_bytes)",
+                top(f"({here(f'{G}memory_used_bytes')}) / on (node, gpu) {G}memory_total_bytes"),
                 GPU,
             ),
         ),
@@ -172,7 +174,7 @@ ERRORS = (
     Panel(
         "XIDs per hour",
         "XID errors of the last hour, for the ten nodes and XIDs with the most. The first one of a GPU counts too.",
-        ((f"topk(10, sum by (node, xid) ({here(XIDS)}) > 0)", "{{node}} XID {{xid}}"),),
+        ((top(f"sum by (node, xid) ({here(XIDS)}) > 0"), "{{node}} XID {{xid}}"),),
         thresholds=above(1, 5),
         no_value="No XID",
     ),
@@ -206,7 +208,7 @@ ERRORS = (
     Panel(
         "Lost GPUs by node",
         "GPUs that are lost or cannot be read, for the ten nodes with the most.",
-        ((f"topk(10, sum by (node) (1 - ({here(f'{G}up')})))", "{{node}}"),),
+        ((top(f"sum by (node) (1 - ({here(f'{G}up')}))"), "{{node}}"),),
         "bargauge",
         thresholds=never(),
     ),
@@ -216,7 +218,7 @@ LINKS = (
     Panel(
         "NVLinks down by node",
         "The ten nodes with the most. Reset the GPUs; a link that stays down needs service.",
-        ((f"topk(10, sum by (node) ({here(f'{G}nvlinks_down')}))", "{{node}}"),),
+        ((top(f"sum by (node) ({here(f'{G}nvlinks_down')})"), "{{node}}"),),
         "bargauge",
         thresholds=never(),
     ),
@@ -257,14 +259,14 @@ NETWORK = (
         "Ports down by node",
         "InfiniBand and Ethernet ports that are not active, for the ten nodes with the most. A port that was active "
         "before also makes a finding.",
-        ((f"topk(10, sum by (node) (1 - ({here(f'{P}up')})))", "{{node}}"),),
+        ((top(f"sum by (node) (1 - ({here(f'{P}up')}))"), "{{node}}"),),
         "bargauge",
         thresholds=never(),
     ),
     Panel(
         "Slowest ports",
         "Negotiated rate of the ten slowest active ports. Lower than its neighbours: cable or transceiver.",
-        ((f"bottomk(10, ({here(f'{P}rate_bits_per_second')}) and on (node, port) {P}up == 1)", PORT),),
+        ((bottom(f"({here(f'{P}rate_bits_per_second')}) and on (node, port) {P}up == 1"), PORT),),
         "bargauge",
         "bps",
         below(1e10, 1e11),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dashboards.panels import RUN, C, Dashboard, G, Panel, V, above, below, never, of_run
+from dashboards.panels import RUN, C, Dashboard, G, Panel, V, above, below, bottom, never, of_run, top
 
-LATE = f"topk(10, {of_run('job_rank_lateness_seconds')})"
+LATE = top(of_run("job_rank_lateness_seconds"))
 
 NOW = (
     Panel(
@@ -246,7 +246,7 @@ CHECKPOINTS = (
         "Least free vault memory",
         "Free memory for checkpoint slots, for the ten nodes with the least. At 0 no new slot fits: raise "
         "`vault_memory_limit_bytes`, or give the node more memory.",
-        ((f"bottomk(10, {V}free_bytes)", "{{node}}"),),
+        ((bottom(f"{V}free_bytes"), "{{node}}"),),
         "bargauge",
         "bytes",
         below(1 << 30, 8 << 30),
@@ -256,8 +256,8 @@ CHECKPOINTS = (
         "Slots and transfers whose bytes did not hash to their digest, per hour. Repeats on one node: suspect its "
         "memory.",
         (
-            (f"topk(10, increase({V}corrupt_slots_total[1h]))", "slots {{node}}"),
-            (f"topk(10, increase({V}corrupt_transfers_total[1h]))", "transfers {{node}}"),
+            (top(f"increase({V}corrupt_slots_total[1h])"), "slots {{node}}"),
+            (top(f"increase({V}corrupt_transfers_total[1h])"), "transfers {{node}}"),
         ),
         thresholds=above(1, 3),
     ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dashboards.panels import INFORMATIVE, NODE, ONE, RACK, A, C, Dashboard, Panel, V, above, below, here, never
+from dashboards.panels import INFORMATIVE, NODE, ONE, RACK, A, C, Dashboard, Panel, V, above, below, here, never, top
 
 GRAVE = here(f"{A}findings", 'severity!="info"')
 FIRING = 'ALERTS{alertname=~"Everstep.*", alertstate="firing"}'
@@ -154,7 +154,7 @@ HISTORY = (
     Panel(
         "Racks with unhealthy nodes",
         "The ten racks with the most unhealthy nodes. Several in one rack: check its power, cooling and switch first.",
-        ((f'topk(10, max by (rack) ({C}rack_unfit_nodes{{rack=~"$rack"}}))', "{{rack}}"),),
+        ((top(f'max by (rack) ({C}rack_unfit_nodes{{rack=~"$rack"}})'), "{{rack}}"),),
         "bargauge",
         thresholds=above(1, 3),
     ),
@@ -167,7 +167,7 @@ HISTORY = (
     Panel(
         "Nodes with the most findings",
         "Warnings and critical findings of the ten nodes with the most. `everstep node show NODE` has the evidence.",
-        ((f"topk(10, sum by (node) ({GRAVE}))", "{{node}}"),),
+        ((top(f"sum by (node) ({GRAVE})"), "{{node}}"),),
         "bargauge",
         thresholds=above(1, 3),
     ),
@@ -195,7 +195,7 @@ DECIDING = (
     Panel(
         "Agents without an answer",
         "Seconds since a controller answered, for the ten longest. One node: its network. All: the controller.",
-        ((f"topk(10, {here(f'{A}controller_silent_seconds')})", "{{node}}"),),
+        ((top(here(f"{A}controller_silent_seconds")), "{{node}}"),),
         "bargauge",
         "s",
         above(5, 30),

@@ -111,8 +111,18 @@ RACK = Variable("rack", "Rack", f"label_values({A}domain_info, rack)")
 NODE = Variable("node", "Node", f'label_values({A}domain_info{{rack=~"$rack"}}, node)')
 
 CHOSEN = 10
-"""Series that ``highest`` and ``lowest`` choose."""
+"""Series that a panel shows of many."""
 IN_RACK = f'{A}domain_info{{rack=~"$rack"}}'
+
+
+def top(expression: str) -> str:
+    """Return the series with the highest values at each moment."""
+    return f"topk({CHOSEN}, {expression})"
+
+
+def bottom(expression: str) -> str:
+    """Return the series with the lowest values at each moment."""
+    return f"bottomk({CHOSEN}, {expression})"
 
 
 def of_run(metric: str) -> str:
