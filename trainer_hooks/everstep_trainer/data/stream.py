@@ -170,7 +170,7 @@ class StreamReader:
         elif hasattr(self._dataset, "set_epoch"):
             self._dataset.set_epoch(self._epoch)
         if not self.is_seekable:
-            seed_loading("epoch", self._seed, self._epoch)
+            seed_loading("epoch", self._seed, self._epoch, 0)
         return iter(self._dataset)
 
 

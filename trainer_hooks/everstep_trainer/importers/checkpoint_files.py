@@ -74,7 +74,7 @@ class CheckpointReader:
         except (FileNotFoundError, NotADirectoryError) as error:
             raise DamagedCheckpoint(f"{self.url}: {name} is missing") from error
         if len(data) < length:
-            raise DamagedCheckpoint(f"{self._folder}/{name} is too short: it ends {length - len(data)} bytes early")
+            raise DamagedCheckpoint(f"{self.url}/{name} is too short: it ends {length - len(data)} bytes early")
         return data
 
 

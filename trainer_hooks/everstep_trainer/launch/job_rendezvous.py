@@ -156,11 +156,11 @@ def rendezvous_host(local_addr: str | None, *, several_nodes: bool) -> str:
     return next((one for one in candidates if one is not None and not _is_loopback(one)), LOOPBACK)
 
 
-def _own_address(endpoint: Endpoint, *, is_first: bool) -> str | None:
+def _own_address(endpoint: Endpoint, addresses: Iterable[str], *, is_first: bool) -> str | None:
     """Return this node's address towards the other nodes; None if only the caller's own search can tell."""
     if endpoint.is_loopback:
         return LOOPBACK
-    reachable = [one for one in endpoint.resolve() if not _is_loopback(one)]
+    reachable = [one for one in addresses if not _is_loopback(one)]
     if not reachable:
         return None
     return reachable[0] if is_first else _source_address(reachable[0], endpoint.port)
@@ -391,7 +391,7 @@ def meet(
     if claim is not None:
         stack.enter_context(claim)
     addresses = endpoint.resolve()
-    found = options.local_addr or _own_address(endpoint, is_first=claim is not None)
+    found = options.local_addr or _own_address(endpoint, addresses, is_first=claim is not None)
     address = found or rendezvous_host(None, several_nodes=True)
     listen = None
     if claim is not None:

@@ -197,12 +197,20 @@ class LaunchOptions(LaunchSettings, frozen=True, kw_only=True):
 
     @property
     def endpoint_notice(self) -> str | None:
-        """Why a given ``rdzv_endpoint`` has no effect; None if it has, or was not given."""
-        if self.rdzv_endpoint is None or self.meets_at_endpoint:
+        """Why given flags for a meeting of launchers have no effect; None if they have, or were not given."""
+        flags = {
+            "--rdzv-endpoint": self.rdzv_endpoint,
+            "--node-rank": self.node_rank,
+            "--job-secret-file": self.job_secret_file,
+        }
+        given = [flag for flag, value in flags.items() if value is not None]
+        if not given or self.meets_at_endpoint:
             return None
         if self.agent_socket is None:
-            return "--rdzv-endpoint has no effect: a job of one node has no other launcher to meet"
-        return "--rdzv-endpoint has no effect: launchers meet through their agents and the controller"
+            reason = "a job of one node has no other launcher to meet"
+        else:
+            reason = "launchers meet through their agents and the controller"
+        return f"{', '.join(given)} {'has' if len(given) == 1 else 'have'} no effect: {reason}"
 
     def validate(self) -> LaunchOptions:
         """Return these options if they are valid. Raises ConfigurationError, which says how to fix them."""

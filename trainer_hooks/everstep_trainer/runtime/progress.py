@@ -164,15 +164,16 @@ class CollectiveTimer:
             self._on_wait(perf_counter() - began)
             return
         stream = torch.cuda.current_stream(device)
-        began_at = stream.record_event(_timed_event())
+        began_at = stream.record_event(timed_event())
         yield
-        self._pending.append((began_at, stream.record_event(_timed_event())))
+        self._pending.append((began_at, stream.record_event(timed_event())))
         while self._pending and self._pending[0][1].query():
             first, last = self._pending.popleft()
             self._on_wait(first.elapsed_time(last) / 1000.0)
 
 
-def _timed_event() -> torch.cuda.Event:
+def timed_event() -> torch.cuda.Event:
+    """Return an event that records when its stream reaches it."""
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 

@@ -25,6 +25,7 @@ from everstep.errors import DECODE_ERRORS, MalformedMessage, Unavailable
 from everstep_trainer.state.layout import Layout, content_digest, decode_layout, encode
 from everstep_trainer.state.python_state import FIELDS
 from everstep_trainer.state.python_value_codec import Blob
+from everstep_trainer.state.tensors import list_names
 
 # ---- messages between ranks through their generation's store
 
@@ -252,13 +253,12 @@ class PythonStateComparison:
                 self._warn_different(step, different)
 
     def _warn_different(self, step: int, different: list[str]) -> None:
-        named = ", ".join(different[:5]) + (f" and {len(different) - 5} more" if len(different) > 5 else "")
         objects = sorted({name.partition(".")[0] for name in different})
         log.warning(
             "tracked state differs between ranks: %s of rank %d at step %d differs from a rank with the same tensors; "
             "after a node loss one may be restored in place of the other. Derive it from the step, or name it in "
             "run.track(..., per_rank=%s). If any rank's state will do, ignore this warning",
-            named,
+            list_names(different, 5),
             self._rank,
             step,
             objects,

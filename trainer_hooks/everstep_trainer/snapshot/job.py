@@ -16,6 +16,7 @@ from everstep_trainer.sdc.digest import to_unsigned
 from everstep_trainer.snapshot.copy import SnapshotSources
 from everstep_trainer.snapshot.planner import ActivePlan, TensorScan
 from everstep_trainer.state.python_value_codec import Blob
+from everstep_trainer.state.tensors import list_names
 
 
 class SnapshotPhase(enum.Enum):
@@ -145,13 +146,11 @@ class MutationGuard:
         if self._changes_unannounced:
             return
         self._changes_unannounced = True
-        more = f" and {len(changed) - MAX_NAMED} more" if len(changed) > MAX_NAMED else ""
         log.warning(
-            "%s%s was modified without notice while the snapshot of step %d was copied: the snapshot is discarded, and "
+            "%s was modified without notice while the snapshot of step %d was copied: the snapshot is discarded, and "
             "from now on training blocks during each copy. Track every optimizer, and call run.before_update() before "
             "any other update",
-            ", ".join(changed[:MAX_NAMED]),
-            more,
+            list_names(changed, MAX_NAMED),
             step,
             extra=self._log_fields,
         )

@@ -23,6 +23,7 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from everstep.clock import Clock
+from everstep_trainer.runtime.progress import timed_event
 
 # ---- stopwatch: duration of steps, and how long snapshots block training in them
 #
@@ -32,10 +33,6 @@ from everstep.clock import Clock
 
 TimePoint = Any  # seconds, or a torch.cuda.Event of each GPU; their methods carry no types
 OnStep = Callable[[float, float | None], None]
-
-
-def _timed_event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 class _Step(msgspec.Struct):
@@ -81,7 +78,7 @@ class StepStopwatch:
         """Return a time point between the work so far, of this thread or of the GPUs' streams, and later work."""
         if not self._gpus:
             return self._clock.monotonic()
-        return [torch.cuda.current_stream(gpu).record_event(_timed_event()) for gpu in self._gpus]
+        return [torch.cuda.current_stream(gpu).record_event(timed_event()) for gpu in self._gpus]
 
     def _seconds_between(self, first: TimePoint, last: TimePoint) -> float:
         """Return the seconds between two time points that have passed; of several streams, the slowest's."""

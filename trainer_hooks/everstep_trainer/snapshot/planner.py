@@ -38,7 +38,7 @@ from everstep_trainer.snapshot.shares import (
     unify_sharing,
 )
 from everstep_trainer.state.layout import ALIGN, Layout
-from everstep_trainer.state.tensors import TrackedTensor, describe_layout_change
+from everstep_trainer.state.tensors import TrackedTensor, describe_layout_change, list_names
 
 log = logging.getLogger(__name__)
 
@@ -401,8 +401,7 @@ class PlanManager:
         absent = self._planner.exchange.missing_ranks()
         if any(rank not in absent for rank in range(self._member.rank)):
             return
-        more = f" and {len(absent) - MAX_SHOWN} more" if len(absent) > MAX_SHOWN else ""
-        ranks = f"; ranks {', '.join(map(str, absent[:MAX_SHOWN]))}{more} have not reported their tensors"
+        ranks = f"; ranks {list_names([*map(str, absent)], MAX_SHOWN)} have not reported their tensors"
         message = (
             f"no checkpoint of {self._spec.job} has been stored for {now - self._unplanned_since:.0f} s; a loss costs "
             f"the steps since then: {error}{ranks if absent else ''}"

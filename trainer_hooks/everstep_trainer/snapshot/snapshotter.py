@@ -101,7 +101,7 @@ class Snapshotter:
         clock: Clock = SYSTEM_CLOCK,
         is_over: Callable[[], bool] = bool,
     ) -> None:
-        self._vault, self._is_over, self._state = vault, is_over, state
+        self._is_over, self._state = is_over, state
         self._spec, self._member = spec, member
         self._reports = SealReporter(vault, spec, member, send_report, clock)
         self._options, self._clock = options, clock

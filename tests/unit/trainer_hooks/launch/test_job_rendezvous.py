@@ -29,6 +29,7 @@ from everstep_trainer.launch.job_rendezvous import (
 )
 from everstep_trainer.launch.options import LaunchOptions
 
+from bench.peers.run import free_port
 from everstep.bearer_tokens import TokenRole, verify_with_secret
 from everstep.clock import ManualClock
 from everstep.errors import ConfigurationError, Unavailable
@@ -49,12 +50,6 @@ def secret_file(tmp_path: Path) -> Path:
 def stack() -> Iterator[contextlib.ExitStack]:
     with contextlib.ExitStack() as made:
         yield made
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def options(endpoint: str, **given: Any) -> LaunchOptions:

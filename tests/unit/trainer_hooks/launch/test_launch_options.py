@@ -64,6 +64,8 @@ def test_endpoint_without_effect_says_why(script: str) -> None:
     assert "through their agents" in str(with_agent.endpoint_notice)
     assert not alone.meets_at_endpoint
     assert not with_agent.meets_at_endpoint
+    numbered = launch_settings(["--agent-socket=/a.sock", "--node-rank=1", "--job-secret-file=/s", script], {})
+    assert str(numbered.endpoint_notice).startswith("--node-rank, --job-secret-file have no effect: ")
 
 
 def test_no_python_is_refused_with_advice(capsys: pytest.CaptureFixture[str]) -> None:
