@@ -27,7 +27,7 @@ MODULES: tuple[ModuleType, ...] = tuple(
 def module_schema(module: ModuleType) -> dict[str, Any]:
     """Return one document with every message of the module, and all referenced types, under ``$defs``."""
     classes = (kind for _, kind in inspect.getmembers(module, inspect.isclass) if kind.__module__ == module.__name__)
-    messages = [kind for kind in classes if issubclass(kind, Message)]
+    messages = [kind for kind in classes if issubclass(kind, Message) and not kind.__name__.startswith("_")]
     _, components = msgspec.json.schema_components(messages, ref_template="#/$defs/{name}")
     name = module.__name__.removeprefix("everstep.wire.")
     return {

@@ -123,15 +123,14 @@ def select_removable(stored: list[SpilledCheckpoint], keep: int, protected: Coll
     """Return the removable versions: all whole ones but the ``protected`` ones and the ``keep`` written last. The one
     written last is the newest: a job that starts again from storage counts its generations from 1 again. An incomplete
     one is removable if its step is not after the newest whole one's: no writer will complete it."""
-    found = list(stored)
-    complete = sorted((s.completed_at, s.version) for s in found if s.completed_at is not None)
+    complete = sorted((s.completed_at, s.version) for s in stored if s.completed_at is not None)
     if not complete:
         return []
     kept = {version for _, version in complete[-max(keep, 1) :]} | set(protected)
     newest = complete[-1][1]
     return sorted(
         s.version
-        for s in found
+        for s in stored
         if s.version not in kept and (s.completed_at is not None or s.version.step <= newest.step)
     )
 

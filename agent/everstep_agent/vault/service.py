@@ -359,10 +359,7 @@ class Vault:
             return segment
 
         segment = await self._run_in_thread(make)
-        view = segment.view
-        return local.SegmentOpened(
-            request=message.request, path=str(segment.path), slot_bytes=view.slot_bytes, slots=view.slots
-        )
+        return local.SegmentOpened(request=message.request, path=str(segment.path))
 
     async def _handle_slot_sealed(self, message: local.SlotSealed) -> local.Replicated:
         segment, header = self._replicator.find_slot(message)

@@ -254,8 +254,6 @@ class SegmentOpened(_Exchange, frozen=True, kw_only=True, tag=True):
     """The location of a segment: a file in a shared-memory file system, laid out by ``everstep.layout.slots``."""
 
     path: str
-    slot_bytes: int
-    slots: int
 
 
 class SegmentRequirement(Message, frozen=True, kw_only=True, array_like=True):
