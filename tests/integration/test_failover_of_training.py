@@ -14,6 +14,7 @@ from everstep.bearer_tokens import TokenRole, mint
 from everstep.vocabulary import GenerationReason
 from everstep.wire.v1 import operator as op
 from everstep.wire.v1.training import GenerationSpec
+from tests.support import step_log
 from tests.support.agents import agent_process
 from tests.support.controllers import PATIENT, SECRET, VIEWER, ControllerProcess
 from tests.support.forked import ForkPool
@@ -70,10 +71,7 @@ class Training:
 
     def made(self) -> list[tuple[int, int, int, int]]:
         """(rank, generation, step, pid) of every step that any rank made, in the order of time."""
-        path = self.folder / "steps"
-        text = path.read_text() if path.exists() else ""
-        rows = [[int(word) for word in line.split()] for line in text.splitlines(True) if line.endswith("\n")]
-        return [(rank, generation, step, pid) for rank, generation, step, pid in rows]
+        return [(rank, generation, step, pid) for rank, generation, step, pid in step_log.rows(self.folder)]
 
     def newest(self, generation: int) -> int:
         """The last step of rank 0 in ``generation``; 0 before it has one."""
@@ -91,8 +89,7 @@ class Training:
     def end(self) -> int:
         """Lets the job come to its end; its last step."""
         last = max(step for _, _, step, _ in self.made()) + MORE_STEPS
-        (self.folder / "draft").write_text(str(last))
-        (self.folder / "draft").rename(self.folder / "goal")
+        step_log.set_goal(self.folder, last)
         assert self.launcher.wait() == 0, self.launcher.err
         return last
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import step_log
 from tests.support.launched import ROOT, Launched, launched
 from tests.support.processes import comm, command_line, is_running
 
@@ -60,10 +61,7 @@ class Run:
 
     def lines(self) -> list[tuple[int, int, int, int]]:
         """(rank, restart count, step, pid) of every step that any rank made."""
-        path = self.directory / "steps"
-        text = path.read_text() if path.exists() else ""
-        rows = [[int(word) for word in line.split()] for line in text.splitlines(True) if line.endswith("\n")]
-        return [(rank, restarts, step, pid) for rank, restarts, step, pid in rows]
+        return [(rank, restarts, step, pid) for rank, restarts, step, pid in step_log.rows(self.directory)]
 
     def pid_at(self, rank: int, step: int) -> int:
         """The process of ``rank`` once it has passed ``step``."""

@@ -6,7 +6,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack
@@ -14,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from bench.peers.run import free_port
+from tests.support import step_log
 from tests.support.launched import Launched, launched
 from tests.support.processes import is_running
 
@@ -51,9 +52,7 @@ class TwoNodes:
     def __init__(self, folder: Path) -> None:
         (folder / "train.py").write_text(TRAIN)
         self.folder = folder
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            self.endpoint = f"127.0.0.1:{found.getsockname()[1]}"
+        self.endpoint = f"127.0.0.1:{free_port()}"
 
     def launch(self, node: int, *flags: str, namespace: str = "") -> AbstractContextManager[Launched]:
         directory = self.folder / f"node{node}"
@@ -65,10 +64,7 @@ class TwoNodes:
 
     def rows(self) -> list[tuple[int, int, int, int]]:
         """(rank, restart count, step, pid) of every step that any rank made."""
-        path = self.folder / "steps"
-        text = path.read_text() if path.exists() else ""
-        rows = [[int(word) for word in line.split()] for line in text.splitlines(True) if line.endswith("\n")]
-        return [(rank, restarts, step, pid) for rank, restarts, step, pid in rows]
+        return [(rank, restarts, step, pid) for rank, restarts, step, pid in step_log.rows(self.folder)]
 
     def pid_at(self, launcher: Launched, rank: int, step: int) -> int:
         """The newest process of ``rank`` once it has passed ``step``."""
@@ -106,6 +102,8 @@ def test_two_launchers_survive_a_rank_and_a_node(nodes: TwoNodes) -> None:
         first.eventually(lambda: not is_running(victim), "the end of the second node's ranks")
         again = stack.enter_context(nodes.launch(1))
         again.eventually(lambda: "generation" in again.err, "the second node's return")
+        segments = nodes.segments()
+        assert segments
         nodes.go(40)
         assert again.wait() == 0, again.err
         assert first.wait() == 0, first.err
@@ -113,7 +111,7 @@ def test_two_launchers_survive_a_rank_and_a_node(nodes: TwoNodes) -> None:
     assert "this is the first node of job two: its controller listens at https://" in first.err
     assert {step for rank, _, step, _ in nodes.rows() if rank == 0} == set(range(1, 61))
     assert {step for rank, _, step, _ in nodes.rows() if rank == 1} == set(range(1, 61))
-    assert not nodes.segments()
+    assert not any(path.exists() for path in segments)
     assert not list((nodes.folder / "state").glob("*/run-*"))
 
 

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import slurm
+from tests.support import slurm, step_log
 from tests.support.processes import command_line, is_running, state_and_parent
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -75,10 +76,7 @@ class SlurmJob:
 
     def rows(self) -> list[tuple[int, int, int]]:
         """(rank, step, pid) of every step that any rank made."""
-        path = self.folder / "steps"
-        text = path.read_text() if path.exists() else ""
-        rows = [[int(word) for word in line.split()] for line in text.splitlines(True) if line.endswith("\n")]
-        return [(rank, step, pid) for rank, step, pid in rows]
+        return [(rank, step, pid) for rank, step, pid in step_log.rows(self.folder)]
 
     def launcher_of(self, pid: int) -> int:
         """The launcher above a rank's process."""
@@ -199,9 +197,6 @@ def test_cancelled_batch_job_ends_in_order(job: SlurmJob) -> None:
 
 def test_more_spares_than_nodes_are_refused(cluster: slurm.Cluster, short_path: Path) -> None:
     number = cluster.submit(["--nodes", "1", str(SCRIPT), "train.py"], short_path, SPARES="1")
-    deadline = time.perf_counter() + DEADLINE_S
-    while cluster.job_state(number) != "FAILED":
-        assert time.perf_counter() < deadline, cluster.logs()
-        time.sleep(0.05)
+    until(lambda: cluster.job_state(number) == "FAILED", "the job's refusal", DEADLINE_S)
     output = (short_path / f"everstep-{number}.out").read_text()
     assert output == "everstep.sbatch: SPARES=1 leaves none of the 1 nodes to train on: ask for more with --nodes\n"

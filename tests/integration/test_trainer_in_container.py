@@ -22,6 +22,7 @@ import pytest
 import yaml
 
 from everstep.bearer_tokens import TokenRole, mint
+from tests.support import step_log
 from tests.support.controllers import PATIENT, SECRET, ControllerProcess
 from tests.support.processes import is_running
 from tests.support.waiting import until
@@ -152,9 +153,7 @@ class Node:
 
     def steps(self) -> list[tuple[int, int, int]]:
         """(rank, generation, step) of every finished step."""
-        file = self.work / "steps"
-        lines = file.read_text().splitlines() if file.exists() else []
-        return [(int(rank), int(generation), int(step)) for rank, generation, step in map(str.split, lines)]
+        return [(rank, generation, step) for rank, generation, step in step_log.rows(self.work)]
 
     def wait_for(self, generation: int, steps: int) -> int:
         """Waits until both ranks have done ``steps`` steps in a generation; returns the generation's first step."""
@@ -224,5 +223,5 @@ def test_trainer_in_container_survives_kills_and_a_new_agent(node: Node) -> None
     (node.work / "again").touch()
     assert node.wait_for(before + 1, 5) > 10, "the next agent's vault took over the checkpoints"
 
-    (node.work / "goal").write_text(str(node.newest()[1] + 10))
+    step_log.set_goal(node.work, node.newest()[1] + 10)
     assert trainer.wait(DEADLINE_S) == 0, node.log("trainer")
