@@ -24,6 +24,11 @@ $(STAMP): pyproject.toml constraints.txt hatch_build.py everstep/native/copy_has
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $(STAMP)
 
+FRAMEWORKS := $(VENV)/.frameworks
+$(FRAMEWORKS): $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,frameworks]'
+	touch $(FRAMEWORKS)
+
 .PHONY: setup
 setup: $(STAMP) ## make .venv with everything pinned by constraints.txt
 
@@ -36,12 +41,17 @@ SHARED = --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: test
 test: $(STAMP) ## all tests but the nightly ones, four files at a time (WORKERS=0: one after another)
-	$(PYTEST) -m "not nightly" $(SHARED)
+	$(PYTEST) -m "not nightly and not frameworks" $(SHARED)
 
 .PHONY: test-fast
 test-fast: WORKERS = 2  # each process collects all tests, which takes as long as an eighth of them
 test-fast: $(STAMP) ## the tests that start no training run and take no seconds, in about a minute
-	$(PYTEST) -m "not slow and not nightly" $(SHARED) tests/unit tests/contract tests/model tests/scenarios tests/sim
+	$(PYTEST) -m "not slow and not nightly and not frameworks" $(SHARED) tests/unit tests/contract tests/model tests/scenarios tests/sim
+
+.PHONY: test-frameworks
+test-frameworks: WORKERS = 2  # each of these tests trains on two to four ranks
+test-frameworks: $(FRAMEWORKS) ## kills under DeepSpeed, torchtitan, Megatron, JAX and Ray, which it installs (gigabytes)
+	$(PYTEST) -m "frameworks and not nightly" $(SHARED)
 
 .PHONY: test-for
 test-for: $(STAMP) ## the tests that depend on files, nearest first (FILES="a.py b.py", DISTANCE=2: at most two imports away)
@@ -50,7 +60,7 @@ test-for: $(STAMP) ## the tests that depend on files, nearest first (FILES="a.py
 .PHONY: test-nightly
 test-nightly: $(STAMP) ## the longest tests: torture, all pairs of layouts, 2,000 simulated worlds (SEEDS, FIRST)
 	$(PYTEST) -m nightly
-	EVERSTEP_EXAMPLES=20 $(PYTEST) -m "not slow and not nightly" --timeout 3600 $(SHARED) tests/unit tests/model
+	EVERSTEP_EXAMPLES=20 $(PYTEST) -m "not slow and not nightly and not frameworks" --timeout 3600 $(SHARED) tests/unit tests/model
 	$(BIN)/python -m tests.sim --seeds $(or $(SEEDS),2000) --first $(or $(FIRST),0)
 
 .PHONY: lint
