@@ -25,6 +25,8 @@ SHOWN = [(page, number) for page in PAGES for number in range(len(scripts(page))
 RANKS = {"docs/how-to/hsdp.md": 4, "docs/how-to/tensor-pipeline-parallel.md": 4}
 """Ranks for the scripts of a page, where two do not show what the page is about."""
 LAUNCHED = [shown for shown in SHOWN if shown[0] != "README.md"]
+AT_NIGHT = {*RANKS}
+"""Pages whose scripts take four ranks; test_three_dimensions.py and test_restore_ranks.py train in their layouts."""
 
 
 @pytest.fixture
@@ -68,7 +70,11 @@ def test_pages_show_complete_scripts() -> None:
     assert {page for page, _ in LAUNCHED} >= {"docs/start/tutorial.md", *RANKS}
 
 
-@pytest.mark.parametrize(("script", "page"), [(shown, shown[0]) for shown in LAUNCHED], indirect=["script"])
+@pytest.mark.parametrize(
+    ("script", "page"),
+    [pytest.param(shown, shown[0], marks=[pytest.mark.nightly] if shown[0] in AT_NIGHT else []) for shown in LAUNCHED],
+    indirect=["script"],
+)
 def test_script_on_page_trains(script: Path, page: str) -> None:
     argv = ["--nproc-per-node", str(RANKS.get(page, 2)), "--state-dir", str(script.parent / "state"), "train.py"]
     with launched(script.parent, *argv, GLOO_SOCKET_IFNAME="lo", STEPS="8") as launcher:

@@ -15,7 +15,7 @@ from examples.demo.world import descendants
 ROOT = Path(__file__).parents[2]
 FAULTS_S, SEED = 60, 11
 
-pytestmark = [pytest.mark.slow, pytest.mark.nightly]  # test_torture.py is the smaller one
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]  # test_exactness.py is the smaller one
 
 
 @pytest.mark.promise("soak")

@@ -212,6 +212,7 @@ everstep.main(train)
 """
 
 
+@pytest.mark.nightly
 def test_several_nodes_spill_one_shared_checkpoint(short_path: Path, elsewhere: Elsewhere) -> None:
     script = short_path / "sharded.py"
     script.write_text(SHARDED)

@@ -119,6 +119,7 @@ def started_from(url: str) -> tuple[int, set[float]]:
 
 
 @pytest.mark.promise("storage-checkpoints")
+@pytest.mark.nightly  # tests/unit/agent/spill/test_spill_resumes.py is the smaller one
 def test_object_store_checkpoints_are_whole_or_absent(
     server: ObjectServer, program_forks: ForkPool, tmp_path: Path
 ) -> None:

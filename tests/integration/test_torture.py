@@ -1,9 +1,9 @@
 """Random processes of a training run are killed at random moments, round after round; the run is, to the last bit, the
 run that nothing happened to.
 
-Every suite plays six rounds of the seed ``EVERSTEP_TORTURE_SEED`` (1; it is printed). The nightly test plays
-``EVERSTEP_TORTURE_ROUNDS`` (30). A failure prints the rounds that led to it:
-``EVERSTEP_TORTURE_PLAN="4:vault+rank1 0:launcher"`` plays just these instead.
+The nightly test plays ``EVERSTEP_TORTURE_ROUNDS`` (30) of the seed ``EVERSTEP_TORTURE_SEED`` (1; it is printed);
+test_exactness.py and test_commit_protocol.py are the smaller ones of every suite. A failure prints the rounds that
+led to it: ``EVERSTEP_TORTURE_PLAN="4:vault+rank1 0:launcher"`` plays just these instead.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.support.exact_training import SAMPLES, read_diaries
 from tests.support.torture import KINDS, STEPS_A_ROUND, WORLD, Round, draw_plan, lost_or_repeated, tortured
 
 SEED = int(os.environ.get("EVERSTEP_TORTURE_SEED") or 1)
-FEW, MANY = 6, int(os.environ.get("EVERSTEP_TORTURE_ROUNDS", "30"))
+ROUNDS = int(os.environ.get("EVERSTEP_TORTURE_ROUNDS", "30"))
 PLAN = os.environ.get("EVERSTEP_TORTURE_PLAN", "")
 LAST_STEPS = 20
 Row = dict[str, Any]
@@ -52,15 +52,10 @@ def told(row: Row) -> Row:
 
 
 @pytest.mark.promise("torture")
-@pytest.mark.parametrize(
-    "rounds",
-    [
-        pytest.param(FEW, marks=pytest.mark.timeout(240 + 40 * FEW)),
-        pytest.param(MANY, marks=[pytest.mark.nightly, pytest.mark.timeout(240 + 40 * MANY)]),
-    ],
-)
-def test_run_after_random_kills_matches_undisturbed_run(rounds: int) -> None:
-    plan = [*map(Round.parse, PLAN.split())] if PLAN else draw_plan(SEED, rounds)
+@pytest.mark.nightly
+@pytest.mark.timeout(240 + 40 * ROUNDS)
+def test_run_after_random_kills_matches_undisturbed_run() -> None:
+    plan = [*map(Round.parse, PLAN.split())] if PLAN else draw_plan(SEED, ROUNDS)
     print(_again(plan))
     until = STEPS_A_ROUND * len(plan) + LAST_STEPS
     undisturbed = {(row["rank"], row["step"]): told(row) for row in run_through([], until)}

@@ -18,7 +18,8 @@ WATCH_LAYOUT = """
 window.shifted = [];
 new PerformanceObserver((list) => {
   for (const one of list.getEntries()) {
-    const moved = one.sources.map((source) => source.node?.className ?? "");
+    const nameOf = (node) => node?.id || node?.className || node?.textContent?.slice(0, 80) || "";
+    const moved = one.sources.map((it) => `${nameOf(it.node)} ${it.previousRect.y} -> ${it.currentRect.y}`);
     if (!one.hadRecentInput) window.shifted.push([one.value, moved]);
   }
 }).observe({ type: "layout-shift", buffered: true });

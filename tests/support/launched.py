@@ -88,7 +88,7 @@ class Launched:
         while not (result := condition()):
             if time.perf_counter() > deadline:
                 raise AssertionError(f"never: {what}; the launcher said:\n{self.err}\n{self.out}")
-            time.sleep(0.01)
+            time.sleep(0.02)
         return int(result) if isinstance(result, int) else 0
 
 

@@ -459,8 +459,8 @@ export function Job({ name }) {
       <${Figure} name="Committed" value=${version(one.committed)} note="generation:step" />
       <${Figure} name="Verified" value=${version(one.verified)} note="digests agree" />
     </div>
-    ${Object.keys(one.ineligible).length > 0 && html`<details class="stack"><summary>${plural(Object.keys(one.ineligible).length, "node")} may not take a seat</summary>
-      <ul>${Object.entries(one.ineligible).slice(0, 50).map(([node, why]) => html`<li key=${node}><${NodeLink} name=${node} />: ${why}</li>`)}</ul></details>`}
+    <details class="stack"><summary>${Object.keys(one.ineligible).length ? `${plural(Object.keys(one.ineligible).length, "node")} may not take a seat` : "Every node that joined may take a seat"}</summary>
+      <ul>${Object.entries(one.ineligible).slice(0, 50).map(([node, why]) => html`<li key=${node}><${NodeLink} name=${node} />: ${why}</li>`)}</ul></details>
     <${Section} id="progress" title="Progress" note="dashed lines are regroups; drag to zoom, double-click to return"><${Progress} job=${one} samples=${progress.value} /><//>
     <${Section} id="ranks" title="Ranks" note="share of each step in which the rank computes"><${RankHeat} job=${one} /><//>
     <${Section} id="costs" title="What failures cost"><${Costs} job=${one} samples=${progress.value} now=${now} /><//>

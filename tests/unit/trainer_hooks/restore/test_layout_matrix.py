@@ -113,6 +113,7 @@ def test_each_layout_is_restored_into_another_to_the_bit(forks: ForkPool, fleet:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_layouts_are_restored_from_the_memory_of_other_nodes(forks: ForkPool, fleet: Vaults) -> None:
     layouts = layouts_of(4)
     names = sorted(layouts)

@@ -103,7 +103,9 @@ def fleet(forks: ForkPool) -> Iterator[Fleet]:
 
 
 @pytest.mark.promise("exact-recovery")
-@pytest.mark.parametrize(("layout", "model"), [("ddp", "counting"), ("fsdp2", "uneven")])
+@pytest.mark.parametrize(
+    ("layout", "model"), [pytest.param("ddp", "counting", marks=pytest.mark.nightly), ("fsdp2", "uneven")]
+)
 def test_restored_run_is_bit_identical_on_as_many_ranks(fleet: Fleet, layout: str, model: str) -> None:
     uninterrupted = fleet.run(1, 8, layout=layout, model=model, rule=RestoreRule(from_scratch=True), save=False)
     first = fleet.run(2, 5, layout=layout, model=model)
@@ -164,7 +166,7 @@ def test_state_survives_a_node_lost_with_its_memory(fleet: Fleet) -> None:
     [
         pytest.param("ddp", "copying", NODES, id="ddp-copying-four-nodes", marks=pytest.mark.nightly),
         pytest.param("ddp", "finished", ONE_NODE, id="ddp-finished-one-node"),
-        pytest.param("fsdp2", "finished", NODES, id="fsdp2-finished-four-nodes"),
+        pytest.param("fsdp2", "finished", NODES, id="fsdp2-finished-four-nodes", marks=pytest.mark.nightly),
     ],
 )
 def test_finished_step_survives_the_death_of_a_process(

@@ -37,7 +37,7 @@ def go_on(scene: Stage, number: int, ranks: range) -> None:
 
 @pytest.mark.promise("exact-mode", "exact-mode-sharded")
 @pytest.mark.slow
-@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_four_three_two_and_one_ranks_compute_the_same_bits(forks, tmp_path, sharded):
     alone, together = tmp_path / "alone", tmp_path / "together"
     alone.mkdir()

@@ -102,6 +102,7 @@ def test_kill_at_any_point_ends_in_one_consistent_version(forks, tmp_path, calm,
 
 
 @pytest.mark.promise("no-torn-step")
+@pytest.mark.nightly
 def test_kill_of_exclusive_shard_holders_ends_consistently(forks, tmp_path):
     """Who was not killed has gone on to a step that the others never finished, and goes back by one."""
     for folder in (alone := tmp_path / "calm", killed := tmp_path / "killed"):
