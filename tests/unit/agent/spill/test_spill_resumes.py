@@ -256,8 +256,8 @@ def test_command_prints_the_refusal_and_exits_with_1(tmp_path: Path, change: Any
 
 
 def test_missing_store_package_is_refused_with_install_hint() -> None:
-    with pytest.raises(ConfigurationError, match="its package for hdfs://, or obstore, on every node"):
-        open_target("hdfs://cluster/x")
+    with pytest.raises(ConfigurationError, match="its package for oss://, or obstore, on every node"):
+        open_target("oss://bucket/x")
 
 
 def test_malformed_order_is_refused() -> None:
