@@ -523,6 +523,7 @@ class Run:
             until: The last step.
             seed: Seed of the random streams.
         """
+        self._session.plan_steps(until)
         for step in range(self._finished_step + 1, until + 1):
             self.seed_step(step, seed=seed)
             yield step

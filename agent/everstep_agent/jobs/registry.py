@@ -101,6 +101,7 @@ class JobRegistry:
                 loss=tick.loss,
                 busy_s=tick.busy_s,
                 started_step=tick.started_step,
+                until_step=tick.until_step,
             )
             for process in self._ranks.values()
             if (tick := process.last_tick) is not None

@@ -206,7 +206,7 @@ class ReadModels:
             self.probes.record_result(node, body)
 
 
-_STEP, _STEP_S = attrgetter("step"), attrgetter("step_s")
+_STEP, _STEP_S, _UNTIL_STEP = attrgetter("step"), attrgetter("step_s"), attrgetter("until_step")
 
 MAX_PAGE_SIZE = 1000  # entries in an answer
 IN_OUTBREAK = "outbreak"
@@ -429,6 +429,7 @@ def job_summary(state: FleetState, job: JobRecord) -> op.JobSummary:
         committed=live.commits.committed_version if live else None,
         verified=live.commits.verified_version if live else None,
         reason=job.status.sentence,
+        until_step=max(map(_UNTIL_STEP, known), default=0),
     )
 
 

@@ -177,6 +177,7 @@ class RankHeartbeat(Message, frozen=True, kw_only=True, tag=True):
     Attributes:
         snapshot_every: Steps between its snapshots; 0 if only versions to be committed are stored.
         started_step: The last step that the rank has begun in ``generation``; 0 before the first.
+        until_step: The last step that ``Run.steps`` was asked for; 0 in a custom loop.
     """
 
     generation: GenerationNumber
@@ -188,6 +189,7 @@ class RankHeartbeat(Message, frozen=True, kw_only=True, tag=True):
     busy_s: float | None = None
     snapshot_every: Annotated[int, msgspec.Meta(ge=0)] = 1
     started_step: Annotated[int, msgspec.Meta(ge=0)] = 0
+    until_step: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 class Goodbye(Message, frozen=True, kw_only=True, tag=True):

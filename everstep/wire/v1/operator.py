@@ -154,7 +154,8 @@ class RankStatus(Message, frozen=True, kw_only=True):
 
 
 class JobSummary(Message, frozen=True, kw_only=True):
-    """One line about a job. ``step`` is the newest that all ranks finished."""
+    """One line about a job. ``step`` is the newest that all ranks finished; ``until_step`` the last one that they will
+    make, 0 if it is not known."""
 
     job: JobId
     state: JobState
@@ -168,6 +169,7 @@ class JobSummary(Message, frozen=True, kw_only=True):
     committed: Version | None = None
     verified: Version | None = None
     reason: str = ""
+    until_step: int = 0
 
 
 class JobDetail(Message, frozen=True, kw_only=True):

@@ -420,6 +420,7 @@ class RankProgress(Message, frozen=True, kw_only=True, array_like=True, gc=False
         busy_s: Of these, the seconds in which the rank did not wait for others (median), if measured. In lock step all
             ranks take equally long; this tells which of them the others wait for.
         started_step: The last step that the rank has begun in this generation; 0 before the first.
+        until_step: The last step that its training function asked for; 0 if it is not known.
     """
 
     job: Annotated[str, msgspec.Meta(max_length=63)]
@@ -430,3 +431,4 @@ class RankProgress(Message, frozen=True, kw_only=True, array_like=True, gc=False
     loss: float | None = None
     busy_s: float | None = None
     started_step: SafeInt = 0
+    until_step: SafeInt = 0

@@ -242,6 +242,7 @@ class DirectiveListener:
             busy_s=progress.median_busy_s,
             snapshot_every=progress.snapshot_every,
             started_step=self._begun(spec),
+            until_step=progress.until_step,
         )
 
     def _begun(self, spec: GenerationSpec) -> int:

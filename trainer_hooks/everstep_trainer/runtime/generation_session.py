@@ -64,6 +64,9 @@ class TrainingSession:
     def before_update(self) -> None:
         """Wait until an optimizer may change tracked state. May raise Regroup."""
 
+    def plan_steps(self, until: int) -> None:
+        """Record the last step that the training function asks for."""
+
     def on_step_begun(self, step: int) -> None:
         """Record that a step begins."""
 
@@ -181,6 +184,9 @@ class GenerationSession(TrainingSession):
             with self.interrupter.atomic():  # shares a condition with the copier's thread
                 self._snapshotter.wait()
         self._raise_if_over()
+
+    def plan_steps(self, until: int) -> None:
+        self.progress.until_step = max(0, until)
 
     def on_step_begun(self, step: int) -> None:
         self.progress.begin_step(step)

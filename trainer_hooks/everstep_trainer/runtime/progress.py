@@ -80,6 +80,7 @@ class StepProgress:
         self.finished_step = 0  # steps count from 1
         self.begun_step = 0  # in this generation; before the first, the restored step or 0
         self.finished_steps_here = 0
+        self.until_step = 0  # the last step that the training function asked for; 0 if it did not say
         self.snapshot_every = 1  # 0 if only versions to be committed are stored
         self.loss = LatestLoss()
         self._durations: deque[float] = deque(maxlen=window)
