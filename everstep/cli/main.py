@@ -17,7 +17,7 @@ from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from everstep.cli import events, files, history, nodes, policy, tables, tokens, vault
+from everstep.cli import events, files, history, nodes, policy, runs, tables, tokens, vault
 from everstep.cli.client import ControllerClient, path
 from everstep.cli.context import (
     PROGRAM,
@@ -40,7 +40,7 @@ MAX_LISTED_NODES = 20
 """Nodes that ``status`` names; `everstep nodes` lists the others."""
 
 app = make_app("Inspect and control an Everstep fleet.")
-job_app = make_app("Show, stop or resize a job.")
+job_app = make_app("Show, stop or resize a job; print its receipt.")
 verdict_app = make_app("Explain the verdicts on nodes.")
 app.add_typer(nodes.app, name="node")
 app.add_typer(job_app, name="job")
@@ -48,11 +48,13 @@ app.add_typer(verdict_app, name="verdict")
 app.add_typer(tokens.app, name="token")
 app.add_typer(policy.app, name="policy")
 app.add_typer(vault.app, name="vault")
+app.add_typer(runs.app, name="runs")
 _commands: list[Callable[..., None]] = [history.findings, history.verdicts, history.checkpoints, history.remediations]
 _commands += [history.probes, history.budget, history.evidence, events.events, events.audit, nodes.nodes, files.files]
 for _command in _commands:
     app.command()(_command)
 job_app.command()(history.loss_forecast)
+job_app.command("receipt")(runs.job_receipt)
 
 JobName = Annotated[str, typer.Argument(metavar="JOB")]
 

@@ -6,6 +6,7 @@ import math
 from html import escape
 from pathlib import Path
 
+from everstep.receipts.page import STYLE
 from examples.demo.story import FaultRecord, Run
 from examples.demo.verify import Verified
 
@@ -20,7 +21,7 @@ LAYOUTS = {
     "fsdp2": "Every rank holds a shard of its own, of which another node's vault has a copy; there is nobody to vote.",
 }
 
-STYLE = Path(__file__).with_name("report.css")
+PICTURE_STYLE = Path(__file__).with_name("report.css")
 
 
 def _seconds(value: float | None) -> str:
@@ -181,7 +182,7 @@ def write_report(
     head += "<th class=n>next step</th><th class=n>steps again</th><th>evicted</th><th></th>"
     path.write_text(
         f"<!doctype html><html lang=en><meta charset=utf-8><title>Everstep demo</title>"
-        f"<style>{STYLE.read_text()}</style>"
+        f"<style>{STYLE.read_text()}{PICTURE_STYLE.read_text()}</style>"
         f"<h1>A training run that would not stop</h1>"
         f"<p class=lead>Four nodes and a spare on one machine; the faults are real signals to real processes. "
         f"{LAYOUTS[layout]}</p>"

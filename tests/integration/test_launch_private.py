@@ -10,8 +10,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from everstep.cli.runs import ListedRun
+from everstep.receipts.files import stored_receipts
 from tests.support import step_log
 from tests.support.launched import ROOT, Launched, launched
 from tests.support.processes import comm, command_line, is_running
@@ -33,7 +36,9 @@ def train(run):
     run.track(model=model, optimizer=optimizer)
     for step in run.steps(until=60):
         optimizer.zero_grad()
-        model(torch.ones(2, 8)).pow(2).sum().backward()
+        loss = model(torch.ones(2, 8)).pow(2).sum()
+        run.report(loss=loss)
+        loss.backward()
         with STEPS.open("a") as file:  # before it counts as made: who dies in between makes it again
             file.write(f"{os.environ['RANK']} {os.environ['TORCHELASTIC_RESTART_COUNT']} {step} {os.getpid()}\\n")
         optimizer.step()
@@ -94,20 +99,30 @@ def run(short_path: Path) -> Iterator[Run]:
 
 
 def test_killed_rank_is_replaced_and_the_run_summarized(short_path: Path) -> None:
-    """``everstep status`` finds the run's private controller; at its end the launcher says what failures cost."""
+    """``everstep status`` and ``runs`` find the private controller; what failures cost stays in a receipt."""
     (short_path / "train.py").write_text(gated(60))
-    argv = ["--nproc-per-node", "2", "--standby-delay-s", "0.1", *PATIENT, "train.py"]
+    argv = ["--nproc-per-node", "2", "--standby-delay-s", "0.1", *PATIENT, "--progress-interval-s", "0.1", "train.py"]
     with launched(short_path, *argv) as launcher:
         run = Run(short_path, launcher, short_path / "state" / "everstep")
         victim = run.pid_at(rank=1, step=20)
         services, segments = launcher.descendants(), run.segments()
         os.kill(victim, signal.SIGKILL)
         run.pid_at(rank=0, step=60)
+        launcher.eventually(lambda: "everstep-launch: step 59/60 (98 %), " in launcher.err, "its progress")
         environment = {**os.environ, "XDG_STATE_HOME": str(short_path / "state")}
         for name in ("EVERSTEP_CONTROLLER", "EVERSTEP_TOKEN_FILE"):
             environment.pop(name, None)
-        command = [sys.executable, "-m", "everstep.cli.main", "status"]
-        told = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
+        asked = {
+            name: subprocess.Popen(
+                [sys.executable, "-m", "everstep.cli.main", *name.split()],
+                env=environment,
+                cwd=ROOT,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for name in ("status", "runs --json")
+        }
+        told = {name: process.communicate(timeout=120)[0] for name, process in asked.items()}
         (short_path / "go-60").touch()
         assert launcher.wait() == 0, launcher.err
     lines = run.lines()
@@ -118,10 +133,13 @@ def test_killed_rank_is_replaced_and_the_run_summarized(short_path: Path) -> Non
     assert segments
     assert not any(map(is_running, services))
     assert not any(path.exists() for path in segments)
-    assert {path.name for path in run.state.iterdir()} == {".lock", "logs", "cache"}
-    assert told.returncode == 0, told.stderr
-    assert "1 healthy" in told.stdout
-    assert "train-" in told.stdout
+    assert {path.name for path in run.state.iterdir()} == {".lock", "logs", "cache", "receipts"}
+    assert "1 healthy" in told["status"]
+    assert "train-" in told["status"]
+    (listed,) = msgspec.json.decode(told["runs --json"], type=list[ListedRun])
+    assert listed.receipt is not None
+    assert (listed.number, listed.receipt.result, listed.receipt.recovery_count) == (0, "running", 1)
+    assert listed.receipt.until_step == 60
     link = (
         r"to watch in a browser: http://127\.0\.0\.1:\d+/#token=operator%3Alauncher%3A[0-9a-f]+&to=%2Fjob%2Ftrain-\w+"
     )
@@ -129,6 +147,16 @@ def test_killed_rank_is_replaced_and_the_run_summarized(short_path: Path) -> Non
     (line,) = re.findall(r"job train-\w+ finished at step 60: 1 recovery, ([0-9.]+) s lost", launcher.err)
     assert float(line) > 0
     assert re.search(rf"generation 2: {line} s, rank_lost: ", launcher.err)
+    (stored,) = stored_receipts(run.state)
+    assert f"receipt: {stored.page}" in launcher.err
+    receipt = stored.receipt
+    assert (receipt.result, receipt.steps, receipt.until_step, receipt.ranks) == ("finished", 60, 60, 2)
+    assert receipt.loss is not None
+    assert receipt.costs.lost_s >= float(line) - 0.01
+    assert receipt.costs.saved_rank_s > 100
+    (recovery,) = receipt.recoveries
+    assert set(recovery.phases_s) >= {"rendezvous", "restore", "first_step"}
+    assert receipt.job in stored.page.read_text()
 
 
 @pytest.mark.promise("clean-exit")
@@ -137,6 +165,7 @@ def test_ctrl_c_leaves_no_process_no_socket_and_no_segment(run: Run) -> None:
     services, segments = run.launcher.descendants(), run.segments()
     os.killpg(run.launcher.pid, signal.SIGINT)
     assert run.launcher.wait() == 130
+    assert [one.receipt.result for one in stored_receipts(run.state)] == ["interrupted"]
     assert not any(map(is_running, services))
     assert not any(path.exists() for path in segments)
     assert not list((run.directory / "state").glob("run-*"))

@@ -32,9 +32,10 @@ def parse(name: str, arguments: Sequence[str]) -> tuple[str, dict[str, Any]]:
     words = list(arguments)
     while True:
         context = command.make_context(name, words)
-        if not hasattr(command, "commands"):
+        left = [*context._protected_args, *context.args]
+        if not hasattr(command, "commands") or (not left and command.invoke_without_command):
             return name, {key: value for key, value in context.params.items() if value is not None}
-        name, command, words = command.resolve_command(context, [*context._protected_args, *context.args])
+        name, command, words = command.resolve_command(context, left)
 
 
 def flags(name: str, arguments: Sequence[str]) -> dict[str, Any]:

@@ -68,7 +68,9 @@ def _page(app: typer.Typer, program: Program, note: str) -> str:
 
 
 def leaves(command: Any, *path: str) -> Iterator[tuple[str, Any]]:
-    """Yield every command of a program with its full name."""
+    """Yield every command of a program with its full name, and groups that are commands themselves."""
+    if getattr(command, "invoke_without_command", False):
+        yield " ".join(path), command
     for name, child in getattr(command, "commands", {}).items():
         yield from leaves(child, *path, name)
     if not hasattr(command, "commands"):

@@ -19,6 +19,7 @@ from everstep.wire.v1 import operator as op
 from everstep.wire.v1 import operator_history
 from everstep.wire.v1.directives import RunProbe
 from everstep.wire.v1.operator_history import JobCheckpoints
+from everstep.wire.v1.receipts import JobReceipt
 from everstep_controller import rulebook
 from everstep_controller.api import endpoints
 from everstep_controller.api.credentials import ChangeContext, CredentialStore, public_credential
@@ -30,6 +31,7 @@ from everstep_controller.core.checkpoints.restore_points import compute_restorab
 from everstep_controller.journal.policy_replay import PolicyTrialRunner
 from everstep_controller.read_models import fleet_views
 from everstep_controller.read_models.fleet_views import MAX_PAGE_SIZE, ProgressRecorder
+from everstep_controller.read_models.receipts import EVICTIONS, RestartModel, make_receipt
 from everstep_controller.runtime.loop import FleetLoop
 from everstep_controller.runtime.transaction import Transaction, new_trace
 from everstep_controller.server import responses
@@ -148,6 +150,8 @@ class PolicyRoutes:
 NODES_PER_SLICE = 100
 """Nodes per slice: about a millisecond of work."""
 MAX_RECOVERIES_IN_DETAIL = 200
+MAX_RECOVERIES_IN_RECEIPT = 1000
+"""Recoveries whose costs a receipt adds up: the newest."""
 MAX_VERDICTS_IN_DETAIL = 20
 MAX_WINDOW_S = 366 * 86400.0
 """Maximum seconds from now to the end of a maintenance window. It catches times given in milliseconds."""
@@ -218,14 +222,42 @@ class OperatorRoutes:
 
     async def job(self, request: Request, _who: Identity) -> endpoints.TaggedAnswer:
         job = request.path_params["job"]
-        detail, tag = fleet_views.job_detail(self.context, job), endpoints.job_tag(self.context.job(job))
-        docs = await self.store.query(lambda held: reader.newest_recoveries(held, job, MAX_RECOVERIES_IN_DETAIL))
+        tag = endpoints.job_tag(self.context.job(job))
+        answer = await self._job_detail(job, MAX_RECOVERIES_IN_DETAIL)
+        return endpoints.TaggedAnswer(answer, tag, endpoints.job_display_tag(answer))
+
+    async def _job_detail(self, job: str, max_recoveries: int) -> op.JobDetail:
+        """Return the job with its newest recoveries, the last of which may not be complete."""
+        detail = fleet_views.job_detail(self.context, job)
+        docs = await self.store.query(lambda held: reader.newest_recoveries(held, job, max_recoveries))
         recoveries = [msgspec.json.decode(doc, type=op.GenerationRecovery) for doc in docs]
         current = self.loop.read_models.recoveries.current(self.context.job(job))
         if current is not None and current.duration_s is None:
             recoveries.append(current)
-        answer = msgspec.structs.replace(detail, recoveries=tuple(recoveries))
-        return endpoints.TaggedAnswer(answer, tag, endpoints.job_display_tag(answer))
+        return msgspec.structs.replace(detail, recoveries=tuple(recoveries))
+
+    async def receipt(self, request: Request, _who: Identity) -> JobReceipt:
+        job, query = request.path_params["job"], responses.parse_query(request.scope)
+        until = float(query.get("until", self.context.now()))
+        names = RestartModel.__struct_fields__
+        model = RestartModel(**{name: float(query[name]) for name in names if name in query})
+        detail = await self._job_detail(job, MAX_RECOVERIES_IN_RECEIPT)
+        traces = {one.trace for one in detail.recoveries if one.decided_at <= until}
+        decisions = [str(decision) for decision in EVICTIONS]
+        docs = await self.store.query(
+            lambda held: reader.verdicts_of_traces(held, traces, decisions, since=detail.created_at, until=until)
+        )
+        await endpoints.yield_to_agents(request)
+        record, nodes = self.context.job(job), self.context.state.nodes
+        return make_receipt(
+            detail,
+            [sample for sample in self.recorder.history(job).samples if sample.at <= until],
+            [msgspec.json.decode(doc, type=Verdict) for doc in docs],
+            list_checkpoints(self.context.state, record).versions,
+            until=until,
+            gpus=sum(len(nodes[name].identity.gpus) for name in record.seats if name in nodes),
+            model=model,
+        )
 
     async def progress(self, request: Request, _who: Identity) -> op.ProgressHistory:
         job = self.context.job(request.path_params["job"]).job

@@ -13,6 +13,7 @@ from everstep.vocabulary import Decision, JobState, NodeState, Verdict
 from everstep.wire.v1 import enrolment
 from everstep.wire.v1 import operator as op
 from everstep.wire.v1 import operator_history as history
+from everstep.wire.v1.receipts import JobReceipt
 
 
 class RouteAccess(StrEnum):
@@ -59,7 +60,8 @@ QUERY_PARAMETERS: dict[str, Any] = {
     **dict.fromkeys(("node", "job", "kind", "rack", "switch", "gpu_model", "driver"), ShortParameter),
     **dict.fromkeys(("newest", "active", "verified", "local"), bool),
     **dict.fromkeys(("after", "limit"), NonNegativeInt),
-    **dict.fromkeys(("since", "until"), Seconds),
+    **dict.fromkeys(("since", "until", "restart_s"), Seconds),
+    "checkpoint_interval_s": Annotated[float, msgspec.Meta(ge=1, le=1e12)],
     "trace": TraceId,
     "cursor": Annotated[str, msgspec.Meta(max_length=256)],
     "state": _some_of(NodeState),
@@ -142,6 +144,13 @@ OPERATOR_ROUTES: dict[str, Route] = {
         history.JobCheckpoints,
         "Versions the job could restore: in memory, by parity, on storage.",
         access=JOB,
+    ),
+    "receipt": _read(
+        "/v1/jobs/{job}/receipt",
+        JobReceipt,
+        "What the job did and what failures cost, compared with restarts from checkpoints.",
+        "until checkpoint_interval_s restart_s",
+        JOB,
     ),
     "probes": _tagged("/v1/probes", op.ProbeList, "The newest probes, in pages.", "node limit cursor"),
     "probe": _read("/v1/probes/{probe}", op.ProbeStatus, "One probe."),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 from sqlalchemy import Column, ColumnElement, Connection, Row, Table, asc, desc, func, select, tuple_, union_all
@@ -121,6 +121,15 @@ def newest_verdicts(connection: Connection, node: str, limit: int) -> list[str]:
     columns = tables.verdicts.c
     statement = select(columns.doc).where(columns.node == node).order_by(desc(columns.at)).limit(limit)
     return list(connection.execute(statement).scalars())
+
+
+def verdicts_of_traces(
+    connection: Connection, traces: Collection[str], decisions: Collection[str], *, since: float, until: float
+) -> list[str]:
+    """Return the verdicts (JSON) with one of the traces and decisions, given in this time, oldest first."""
+    columns = tables.verdicts.c
+    wanted = (columns.at >= since, columns.at <= until, columns.trace.in_(traces), columns.decision.in_(decisions))
+    return list(connection.execute(select(columns.doc).where(*wanted).order_by(columns.at)).scalars())
 
 
 def find_verdict(connection: Connection, verdict: str) -> str | None:

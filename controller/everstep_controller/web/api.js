@@ -288,6 +288,19 @@ export const progress = (name, since) =>
     })),
   }));
 
+// `everyS` and `restartS`: the restarts that the run is compared with.
+export const receipt = (name, everyS, restartS) =>
+  get(`/v1/jobs/${encode(name)}/receipt`, { checkpoint_interval_s: everyS, restart_s: restartS }, (body) => ({
+    ranks: body.ranks || 0,
+    count: body.recovery_count || 0,
+    wall: body.costs.stepping_s || 0,
+    lost: body.costs.lost_s || 0,
+    lostGpuS: body.costs.lost_rank_s || 0,
+    restart: body.costs.restart_lost_s || 0,
+    restartGpuS: body.costs.restart_lost_rank_s || 0,
+    share: body.costs.effective_share ?? null,
+  }));
+
 export const restorability = (name) =>
   get(`/v1/jobs/${encode(name)}/restorability`, {}, (body) => ({
     sentence: body.sentence,

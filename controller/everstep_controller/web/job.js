@@ -311,48 +311,26 @@ function Recoveries({ recoveries }) {
   return html`<div class="drawing"><div ref=${box} style=${{ minHeight: `${4 * ROW + 40}px` }}>${width > 0 && html`<${Gantt} recoveries=${recoveries} width=${width} />`}</div><${PhaseKeys} recoveries=${recoveries} /></div>`;
 }
 
-// ---- what recoveries cost, and what restarts would have cost
+// ---- what recoveries cost, and what restarts would have cost: the controller adds it up, in read_models/receipts.py
 
-// Steps that were made again after a recovery, as far as the history of progress shows them.
-function repeatedSteps(recovery, samples) {
-  if (!recovery.restored || !samples.length || samples[0].at > recovery.decidedAt) return 0;
-  let newest = 0;
-  for (const one of samples) if (one.at <= recovery.decidedAt) newest = Math.max(newest, one.step);
-  return Math.max(0, newest - recovery.restored.step);
-}
+const NO_COSTS = { ranks: 0, count: 0, wall: 0, lost: 0, lostGpuS: 0, restart: 0, restartGpuS: 0, share: null };
 
-export function costs(job, samples, now, everyS, restartS) {
-  const end = job.state === "finished" || job.state === "failed" ? job.since : now;
-  const formed = job.recoveries.find((one) => one.reason === "formed");
-  const begin = formed ? formed.decidedAt + (formed.durationS || 0) : job.createdAt;
-  const wall = Math.max(0, end - begin);
-  let lost = 0;
-  let lostGpuS = 0;
-  let restart = 0;
-  let restartGpuS = 0;
-  const real = job.recoveries.filter((one) => one.reason !== "formed" && one.decidedAt >= begin);
-  for (const one of real) {
-    const took = (one.durationS ?? Math.max(0, now - one.decidedAt)) + repeatedSteps(one, samples) * job.stepS;
-    const again = restartS + ((one.decidedAt - begin) % everyS);
-    lost += took;
-    lostGpuS += took * one.ranks;
-    restart += again;
-    restartGpuS += again * one.ranks;
-  }
-  return { wall, lost, lostGpuS, restart, restartGpuS, count: real.length, share: wall > 0 ? Math.max(0, 1 - lost / wall) : null };
-}
-
-function Costs({ job, samples, now }) {
+function Costs({ job, pace, concerns }) {
   const [every, setEvery] = useState(30);
   const [restart, setRestart] = useState(60);
-  const told = costs(job, samples, now, Math.max(1, every) * 60, Math.max(0, restart));
+  const ask = () => api.receipt(job.name, Math.max(1, every) * 60, Math.max(0, restart));
+  const { value, error } = usePolled(ask, pace, ["receipt", job.name, every, restart], concerns);
+  const shown = useRef(NO_COSTS);
+  shown.current = value || shown.current; // while other restarts are asked for, the last figures stay
+  const told = shown.current;
   const hours = (gpuS) => (gpuS < 7200 ? seconds(gpuS) : `${figure(gpuS / 3600)} h`);
   return html`<div>
+    <${Problem} error=${error} />
     <div class="figures">
       <${Figure} name="Effective time" value=${told.share === null ? "–" : `${(100 * told.share).toFixed(told.share > 0.999 ? 3 : 2)} %`} note="of ${seconds(told.wall)} since the first step" kind=${told.share > 0.99 ? "good" : ""} />
       <${Figure} name="Recoveries" value=${told.count} note=${told.count ? `${seconds(told.lost / told.count)} each` : ""} />
       <${Figure} name="Time lost" value=${seconds(told.lost)} note="with repeated steps" />
-      <${Figure} name="GPU time lost" value=${hours(told.lostGpuS)} note=${plural(job.ranks, "GPU")} />
+      <${Figure} name="GPU time lost" value=${hours(told.lostGpuS)} note=${plural(told.ranks, "GPU")} />
       <${Figure} name="GPU time saved" value=${hours(Math.max(0, told.restartGpuS - told.lostGpuS))} note="against restarts" kind="good" />
     </div>
     <div class="inline-fields" style=${{ marginTop: "10px" }}>
@@ -463,7 +441,7 @@ export function Job({ name }) {
       <ul>${Object.entries(one.ineligible).slice(0, 50).map(([node, why]) => html`<li key=${node}><${NodeLink} name=${node} />: ${why}</li>`)}</ul></details>
     <${Section} id="progress" title="Progress" note="dashed lines are regroups; drag to zoom, double-click to return"><${Progress} job=${one} samples=${progress.value} /><//>
     <${Section} id="ranks" title="Ranks" note="share of each step in which the rank computes"><${RankHeat} job=${one} /><//>
-    <${Section} id="costs" title="What failures cost"><${Costs} job=${one} samples=${progress.value} now=${now} /><//>
+    <${Section} id="costs" title="What failures cost"><${Costs} job=${one} pace=${pace} concerns=${concerns} /><//>
     <${Section} id="recoveries" title="Recoveries" note=${real.length ? "phases of the slowest rank; a row opens its incident" : "none yet"}><${Recoveries} recoveries=${real} /><//>
     <${Section} id="checkpoints" title="Checkpoints"><div class="two"><${Exposure} restorability=${restorability} /><${Versions} checkpoints=${checkpoints} /></div><//>
     <${Section} id="hangs" title="Stacks of hangs"><${Hangs} events=${hangs} /><//>

@@ -35,6 +35,8 @@ from everstep_trainer.launch.options import LaunchOptions
 from everstep_trainer.launch.private_services import PrivateServices, resolve_state_dir
 from everstep_trainer.launch.process_setup import NOTICE_SIGNALS
 from everstep_trainer.launch.processes import STORE_SERIAL, ProcessEvent, WorkerProcesses, WorkerReachedMain
+from everstep_trainer.launch.progress_display import showing_progress
+from everstep_trainer.launch.run_receipt import report_run
 from everstep_trainer.launch.worker_pool import (
     AwaitJobEnd,
     GiveUp,
@@ -143,17 +145,22 @@ async def launch(options: LaunchOptions, clock: Clock, environ: Mapping[str, str
             stack.callback(asyncio.create_task(watch(), name="first node").cancel)
         spec = options.job_spec(await processes.count_ranks())
         launcher = Launcher(options, clock, spec, agent_socket, processes, events, labels)
-        detail = "interrupted"
+        exit_status, detail = None, "interrupted"
         try:
-            outcome = await launcher.run()
-            detail = outcome.sentence
+            interval_s = options.progress_interval_s if options.progress else None
+            async with showing_progress(private, options.job, clock, interval_s, environ):
+                outcome = await launcher.run()
+            exit_status, detail = outcome.exit_status, outcome.sentence
             if options.agent_socket is not None:  # asking a fleet's controller takes a token
                 log.info("steps and recoveries of job %s: everstep job show %s", options.job, options.job)
-            for line in await private.summary():
-                log.info("%s", line)
+                log.info("what failures cost: everstep job receipt %s --html FILE", options.job)
             return outcome
         finally:
-            await launcher.leave(detail)
+            try:
+                now = clock.wall()
+                await report_run(private, options.job, state_dir, exit_status=exit_status, sentence=detail, now=now)
+            finally:
+                await launcher.leave(detail)
             if network is not None and private.has_controller:  # the other nodes must know of the end before it goes
                 if not launcher.is_job_over:
                     await private.stop_job(f"the first node's launcher ended: {detail}"[:1000])

@@ -131,7 +131,11 @@ class LaunchSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Checkpoint to start from if none is in memory, as a path or URL: a ``torch.save`` file, a
     ``torch.distributed.checkpoint`` folder, weights as safetensors, or a folder that Everstep wrote."""
     state_dir: str | None = None
-    """Directory for logs and for files of private services. Default: ``$XDG_STATE_HOME/everstep``."""
+    """Directory for logs, receipts and files of private services. Default: ``$XDG_STATE_HOME/everstep``."""
+    progress: bool = True
+    """Without an agent, show the progress of the job: a live line on a terminal, log lines elsewhere."""
+    progress_interval_s: float = 60.0
+    """Seconds between lines of progress where the launcher's output is not a terminal."""
     vault_linger_s: float | None = None
     """Without an agent: seconds that checkpoints survive in memory if this launcher is killed. Default: 600 with
     ``job``; otherwise they do not survive."""
@@ -258,6 +262,8 @@ class LaunchOptions(LaunchSettings, frozen=True, kw_only=True):
             yield f"--block-nodes {self.block_nodes}: must be at least 1, and at most the maximum of --nnodes"
         if not -1000 <= self.priority <= 1000:
             yield f"--priority {self.priority}: must be between -1000 and 1000"
+        if self.progress_interval_s <= 0:
+            yield "--progress-interval-s must be more than 0; --no-progress shows none"
         if self.hang_threshold_s is not None and self.hang_threshold_s <= 0:
             yield "--hang-threshold-s must be positive; omit it to follow the job's step time"
         if self.tee != "0" and self.log_dir is None:

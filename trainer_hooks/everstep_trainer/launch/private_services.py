@@ -35,8 +35,7 @@ from everstep.clock import Clock
 from everstep.errors import DECODE_ERRORS, ConfigurationError, EverstepError, Unavailable
 from everstep.layout.vault_status import Pid, is_locked, read_status
 from everstep.parent_process import PARENT_VARIABLE
-from everstep.vocabulary import GenerationReason, JobState
-from everstep.wire.v1.operator import ChangeResult, JobDetail, NodeList, ReasonOnlyRequest
+from everstep.wire.v1.operator import ChangeResult, NodeList, ReasonOnlyRequest
 from everstep_trainer.launch.fork_client import wait_for_exit
 from everstep_trainer.launch.job_rendezvous import (
     AUTHORITY_FILE,
@@ -286,25 +285,29 @@ class PrivateServices:
         self._serves = True
         return run_dir / "agent" / "agent.sock"
 
-    async def summary(self) -> list[str]:
-        """Return lines for people that summarize the job; empty if there is no controller to ask."""
-        detail = await _ask(lambda: self._client().get(path("jobs", self._name), JobDetail)) if self._serves else None
-        return [] if detail is None else summary(detail)
+    async def ask(self, request: Callable[[ControllerClient], T]) -> T | None:
+        """Return the controller's answer to a request, made in a thread; None if there is none to ask, or it failed."""
+        if not self._serves:
+            return None
+        try:
+            return await asyncio.to_thread(lambda: request(self._client()))
+        except EverstepError:
+            return None
 
     async def stop_job(self, reason: str) -> None:
         """Order the end of the job, since this launcher's controller is about to end; other launchers are told."""
         order, request = path("jobs", self._name, "stop"), ReasonOnlyRequest(reason=reason)
-        await _ask(lambda: self._client().post(order, request, ChangeResult))
+        await self.ask(lambda client: client.post(order, request, ChangeResult))
 
     async def wait_for_other_nodes(self) -> None:
         """Wait until the other nodes' agents have left, which know of the job's end then; END_NOTICE_WAIT_S at most."""
 
-        def others() -> bool:
-            nodes = self._client().get(f"/v1/nodes?{urlencode({'limit': 1000})}", NodeList).nodes
+        def others(client: ControllerClient) -> bool:
+            nodes = client.get(f"/v1/nodes?{urlencode({'limit': 1000})}", NodeList).nodes
             return any(one.connected and one.node != self._network.node for one in nodes)
 
         deadline = self._clock.monotonic() + END_NOTICE_WAIT_S
-        while await _ask(others) and self._clock.monotonic() < deadline:
+        while await self.ask(others) and self._clock.monotonic() < deadline:
             await asyncio.sleep(0.1)
 
     def _client(self) -> ControllerClient:
@@ -487,39 +490,3 @@ def _prune(logs: Path) -> None:
     by_age = sorted(logs.glob("*.log"), key=lambda path: path.stat().st_mtime, reverse=True)
     for old in by_age[MAX_LOGS:]:
         old.unlink(missing_ok=True)
-
-
-# ---- summary of a run: how far it came, what failed and what that cost
-
-MAX_LISTED_RECOVERIES = 20  # the newest; all that the controller knows are counted
-MAX_REASON_CHARS = 160  # of a recovery's sentence
-
-
-async def _ask(request: Callable[[], T]) -> T | None:
-    """Return the answer to a request, made in a thread; None if it failed."""
-    try:
-        return await asyncio.to_thread(request)
-    except EverstepError:
-        return None
-
-
-def summary(detail: JobDetail) -> list[str]:
-    """Return the lines for people: steps, recoveries with the seconds of each, and seconds lost in all.
-
-    A recovery takes from the decision to regroup until the last rank has finished its first step after it.
-    """
-    job = detail.summary
-    recoveries = [one for one in detail.recoveries if one.reason is not GenerationReason.FORMED]
-    lost_s = sum(one.duration_s or 0.0 for one in recoveries)
-    counted = f"{len(recoveries)} recover{'y' if len(recoveries) == 1 else 'ies'}"
-    over = "finished" if job.state is JobState.FINISHED else str(job.state)
-    lines = [f"job {job.job} {over} at step {job.step}: {counted}, {lost_s:.2f} s lost to them"]
-    if len(recoveries) > MAX_LISTED_RECOVERIES:
-        lines.append(f"  the last {MAX_LISTED_RECOVERIES} of them:")
-    for one in recoveries[-MAX_LISTED_RECOVERIES:]:
-        took = "not completed" if one.duration_s is None else f"{one.duration_s:.2f} s"
-        reason = " ".join(one.sentence.split())
-        if len(reason) > MAX_REASON_CHARS:
-            reason = reason[: MAX_REASON_CHARS - 3] + "..."
-        lines.append(f"  generation {one.generation}: {took}, {one.reason}: {reason}")
-    return lines

@@ -1,0 +1,191 @@
+"""Make a job's receipt: what failures cost, and what restarts from checkpoints would have cost.
+
+This module has the only formula of these costs; the web page, the commands and the launcher ask for its result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import msgspec
+
+from everstep import __version__
+from everstep.vocabulary import Decision, GenerationReason, JobState, Verdict
+from everstep.wire.v1.operator import GenerationRecovery, JobDetail, ProgressSample
+from everstep.wire.v1.operator_history import CheckpointCopy
+from everstep.wire.v1.receipts import (
+    RECEIPT_FORMAT,
+    FailureCosts,
+    JobReceipt,
+    ReceiptEviction,
+    ReceiptRecovery,
+    ReceiptResult,
+    WorldSize,
+)
+
+CHECKPOINT_INTERVAL_S = 1800.0
+"""Interval of the checkpoints of the restarts that a run is compared with, unless a request names another."""
+RESTART_S = 60.0
+"""Seconds of such a restart: scheduling, imports, reading the checkpoint, the first step."""
+LISTED_RECOVERIES = 200
+LISTED_VERSIONS = 12
+EVICTIONS = (Decision.EVICT, Decision.QUARANTINE, Decision.REPAIR)
+"""Decisions after which a node leaves its job."""
+
+_RESULTS: dict[JobState, ReceiptResult] = {JobState.FINISHED: "finished", JobState.FAILED: "failed"}
+
+
+class RestartModel(msgspec.Struct, frozen=True):
+    """The restarts that a run is compared with."""
+
+    checkpoint_interval_s: float = CHECKPOINT_INTERVAL_S
+    restart_s: float = RESTART_S
+
+    def lost_s(self, running_s: float) -> float:
+        """Return the seconds that a restart loses ``running_s`` after the first step, with the work it repeats."""
+        return self.restart_s + running_s % self.checkpoint_interval_s
+
+
+def repeated_steps(recovery: GenerationRecovery, samples: Sequence[ProgressSample]) -> int | None:
+    """Return how many finished steps were computed again after a recovery; None if the samples do not reach back."""
+    if recovery.restored is None or not samples or samples[0].at > recovery.decided_at:
+        return None
+    newest = max(sample.step for sample in samples if sample.at <= recovery.decided_at)
+    return max(0, newest - recovery.restored.step)
+
+
+def first_step_at(created_at: float, recoveries: Iterable[GenerationRecovery]) -> float:
+    """Return when the first generation began to step, from which on time counts as lost."""
+    formed = next((one for one in recoveries if one.reason is GenerationReason.FORMED), None)
+    return created_at if formed is None else formed.decided_at + (formed.duration_s or 0.0)
+
+
+def priced_recoveries(
+    recoveries: Iterable[GenerationRecovery],
+    samples: Sequence[ProgressSample],
+    *,
+    began_at: float,
+    ended_at: float,
+    step_s: float,
+    model: RestartModel,
+) -> Iterator[ReceiptRecovery]:
+    """Yield each recovery after ``began_at`` with its costs. One that is not complete lasts until ``ended_at``."""
+    for one in recoveries:
+        if one.reason is GenerationReason.FORMED or one.decided_at < began_at:
+            continue
+        took_s = max(0.0, ended_at - one.decided_at) if one.duration_s is None else one.duration_s
+        again = repeated_steps(one, samples)
+        yield ReceiptRecovery(
+            generation=one.generation,
+            reason=one.reason,
+            sentence=one.sentence,
+            decided_at=one.decided_at,
+            ranks=one.world_size,
+            trace=one.trace,
+            duration_s=one.duration_s,
+            restored=one.restored,
+            phases_s=one.phases_s,
+            repeated_steps=again,
+            lost_s=took_s + (again or 0) * step_s,
+            restart_lost_s=model.lost_s(one.decided_at - began_at),
+        )
+
+
+def failure_costs(
+    recoveries: Sequence[ReceiptRecovery], *, began_at: float, ended_at: float, model: RestartModel
+) -> FailureCosts:
+    """Return the sums over all recoveries, and the share of time that was not lost."""
+    stepping_s = max(0.0, ended_at - began_at)
+    lost_s = sum(one.lost_s for one in recoveries)
+    return FailureCosts(
+        checkpoint_interval_s=model.checkpoint_interval_s,
+        restart_s=model.restart_s,
+        stepping_s=stepping_s,
+        lost_s=lost_s,
+        lost_rank_s=sum(one.lost_s * one.ranks for one in recoveries),
+        restart_lost_s=sum(one.restart_lost_s for one in recoveries),
+        restart_lost_rank_s=sum(one.restart_lost_s * one.ranks for one in recoveries),
+        effective_share=max(0.0, 1.0 - lost_s / stepping_s) if stepping_s else None,
+    )
+
+
+def world_sizes(recoveries: Iterable[GenerationRecovery]) -> Iterator[WorldSize]:
+    """Yield the number of ranks wherever it changes."""
+    last = 0
+    for one in recoveries:
+        if one.world_size and one.world_size != last:
+            last = one.world_size
+            yield WorldSize(at=one.decided_at, generation=one.generation, ranks=last)
+
+
+def evictions(verdicts: Iterable[Verdict]) -> Iterator[ReceiptEviction]:
+    """Yield the verdicts that removed a node, each with the rule and the finding that it rests on."""
+    for one in verdicts:
+        finding = next((each for each in one.evidence if each.rule), one.evidence[0] if one.evidence else None)
+        yield ReceiptEviction(
+            node=one.node,
+            decision=one.decision,
+            at=one.at,
+            sentence=one.sentence,
+            rule="" if finding is None else finding.rule,
+            evidence="" if finding is None else finding.message,
+            verdict=one.id,
+            trace=one.trace,
+        )
+
+
+def make_receipt(
+    detail: JobDetail,
+    samples: Sequence[ProgressSample],
+    verdicts: Iterable[Verdict],
+    versions: Sequence[CheckpointCopy],
+    *,
+    until: float,
+    gpus: int,
+    model: RestartModel,
+) -> JobReceipt:
+    """Return the receipt of a job as of ``until``, or of its end if that is earlier.
+
+    Args:
+        detail: The job, with its recoveries, oldest first.
+        samples: Its progress, oldest first.
+        verdicts: The verdicts that removed nodes from it, oldest first.
+        versions: Versions that it could restore.
+        until: Wall seconds; what was decided later is left out.
+        gpus: Number of GPUs on its nodes.
+        model: The restarts to compare with.
+    """
+    job = detail.summary
+    result = _RESULTS.get(job.state, "running")
+    ended_at = until if result == "running" else min(detail.since, until)
+    generations = [one for one in detail.recoveries if detail.created_at <= one.decided_at <= until]
+    began_at = first_step_at(detail.created_at, generations)
+    step_s = job.step_s or next((one.step_s for one in reversed(samples) if one.step_s), 0.0)
+    loss = next((one.loss for one in reversed(samples) if one.loss is not None), None) if job.loss is None else job.loss
+    priced = tuple(
+        priced_recoveries(generations, samples, began_at=began_at, ended_at=ended_at, step_s=step_s, model=model)
+    )
+    return JobReceipt(
+        format=RECEIPT_FORMAT,
+        job=job.job,
+        result=result,
+        sentence=job.reason,
+        began_at=detail.created_at,
+        ended_at=ended_at,
+        costs=failure_costs(priced, began_at=began_at, ended_at=ended_at, model=model),
+        steps=job.step,
+        until_step=job.until_step,
+        step_s=step_s,
+        loss=loss,
+        ranks=job.world_size,
+        nodes=job.nodes,
+        gpus=gpus,
+        sizes=tuple(world_sizes(generations)),
+        recovery_count=len(priced),
+        recoveries=priced[-LISTED_RECOVERIES:],
+        evictions=tuple(evictions(verdicts)),
+        committed=job.committed,
+        verified=job.verified,
+        versions=tuple(versions[:LISTED_VERSIONS]),
+        release=__version__,
+    )

@@ -1,0 +1,80 @@
+"""The lines of a receipt, and its figures in words."""
+
+from __future__ import annotations
+
+import pytest
+
+from everstep.receipts import text
+from everstep.receipts.text import MAX_LISTED_RECOVERIES, format_span, format_work, summary_lines
+from everstep.wire.v1.receipts import WorldSize
+from tests.support.receipts import full_receipt, receipt, recovery
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0.0, "0 ms"),
+        (0.83, "830 ms"),
+        (0.9999, "1.00 s"),
+        (12.34, "12.3 s"),
+        (119.99, "2 min"),
+        (250.0, "4 min 10 s"),
+        (7384.0, "2 h 3 min"),
+        (5 * 86400.0 + 3 * 3600 + 59, "5 d 3 h"),
+    ],
+)
+def test_span_is_shown_in_the_units_that_fit(seconds: float, words: str) -> None:
+    assert format_span(seconds) == words
+
+
+def test_work_is_in_gpu_hours_only_where_there_are_gpus() -> None:
+    assert format_work(receipt(), 7200.0) == "2.00 GPU-hours"
+    assert format_work(receipt(gpus=0), 7200.0) == "2.00 rank-hours"
+    assert format_work(receipt(), 3600 * 12345.6) == "12,346 GPU-hours"
+    assert format_work(receipt(), 12.0) == "12.0 GPU-seconds"
+
+
+def test_undisturbed_run_lost_nothing() -> None:
+    assert summary_lines(receipt()) == [
+        "job llama finished at step 900: 0 recoveries, 0.00 s lost to them",
+        "  66 min 40 s on 8 ranks, last loss 2.25, effective time 100.000 %",
+    ]
+
+
+def test_each_recovery_is_listed_with_its_seconds() -> None:
+    lines = summary_lines(receipt(recovery(2, 9.0, 0.25, repeated_steps=0), recovery(3, 99.0, None), result="failed"))
+    assert lines[:3] == [
+        "job llama failed at step 900: 2 recoveries, 0.25 s lost to them",
+        "  generation 2: 0.25 s, rank_lost: rank 1 was killed",
+        "  generation 3: not completed, rank_lost: rank 1 was killed; 1 step computed again",
+    ]
+    assert "saved against restarts of 60 s from a checkpoint every 30 min" in lines[4]
+
+
+def test_many_recoveries_are_counted_and_the_last_listed() -> None:
+    lines = summary_lines(receipt(*(recovery(2 + n, 1.0 + n, 1.0) for n in range(MAX_LISTED_RECOVERIES + 5))))
+    assert "25 recoveries, 25.00 s lost" in lines[0]
+    assert sum("generation" in line for line in lines) == MAX_LISTED_RECOVERIES
+
+
+def test_long_reason_is_cut() -> None:
+    assert len(summary_lines(receipt(recovery(2, 1.0, 1.0, sentence="x" * 4000)))[1]) < 250
+
+
+def test_eviction_names_rule_and_evidence() -> None:
+    lines = summary_lines(full_receipt())
+    assert "  node-3: evict by rule gpu.xid.79: XID 79: GPU has fallen off the bus" in lines
+    assert "  kept: version 3:800 at /data/llama/step-800" in lines
+    assert any("on 8 -> 6 ranks" in line for line in lines)
+
+
+def test_many_world_sizes_are_shortened() -> None:
+    sizes = tuple(WorldSize(at=1.0, generation=number, ranks=number) for number in range(1, 21))
+    assert text.format_sizes(receipt(sizes=sizes)) == "1 -> 2 -> 3 -> ... -> 17 -> 18 -> 19 -> 20"
+
+
+def test_repeated_steps_are_unknown_if_known_of_none() -> None:
+    assert text.repeated_steps(receipt(recovery(2, 1.0, 1.0, repeated_steps=None))) is None
+    assert text.repeated_steps(receipt()) == 0
+    known = receipt(recovery(2, 1.0, 1.0, repeated_steps=None), recovery(3, 2.0, 1.0, repeated_steps=4))
+    assert text.repeated_steps(known) == 4

@@ -1,0 +1,181 @@
+"""Show a run's progress while it trains: one live line on a terminal, else a log line now and then.
+
+The private controller knows the progress from heartbeats, so ranks do nothing for it. Ranks write to the same terminal
+as the launcher. The live line therefore has the terminal's last row for itself, below the region that scrolls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections import deque
+from collections.abc import AsyncIterator, Mapping
+
+from everstep.cli.client import ControllerClient, path
+from everstep.clock import Clock
+from everstep.receipts.text import format_count, format_rough, format_span
+from everstep.vocabulary import GenerationReason, JobState
+from everstep.wire.v1.operator import GenerationRecovery, JobDetail
+from everstep_trainer.launch.private_services import PrivateServices
+
+log = logging.getLogger(__name__)
+
+REFRESH_S = 2.0
+"""Seconds between two updates of the live line."""
+RATE_WINDOW_S = 30.0
+"""Seconds over which steps per second are counted."""
+MIN_ROWS = 4
+"""Rows of a terminal that has room for a line of its own."""
+STDERR = 2
+
+
+class ProgressText:
+    """Describes a job's progress in one line, from its newest and its earlier states."""
+
+    def __init__(self, window_s: float = RATE_WINDOW_S) -> None:
+        self._rate = StepRate(window_s)
+        self._until_step = 0  # not known while ranks regroup
+
+    def update(self, detail: JobDetail, monotonic: float, now: float) -> str:
+        """Return the line. ``monotonic`` is for rates, ``now`` in wall seconds of the controller."""
+        job, recovery = detail.summary, _last_recovery(detail)
+        until = self._until_step = job.until_step or self._until_step
+        rate = self._rate.update(monotonic, job.step)
+        if rate is None and job.step_s:
+            rate = 1 / job.step_s
+        parts = [_state_text(detail)]
+        if until:
+            parts.append(f"step {job.step}/{until} ({100 * job.step // until} %)")
+        elif job.step:
+            parts.append(f"step {job.step}")
+        if rate is not None:
+            parts.append(f"{rate:.3g} steps/s")
+        if job.loss is not None:
+            parts.append(f"loss {job.loss:.5g}")
+        parts.append(f"{format_count(job.world_size, 'rank')} on {format_count(job.nodes, 'node')}")
+        if rate and until > job.step and job.state is JobState.RUNNING:
+            parts.append(f"ETA {format_rough((until - job.step) / rate)}")
+        if recovery is not None and recovery.duration_s is not None:
+            took, ago = format_span(recovery.duration_s), format_rough(max(0.0, now - recovery.decided_at))
+            parts.append(f"last recovery {took}, {ago} ago ({recovery.reason.replace('_', ' ')})")
+        return ", ".join(filter(None, parts))
+
+
+class StepRate:
+    """Steps per second over the last seconds; a step that is computed again does not count."""
+
+    def __init__(self, window_s: float) -> None:
+        self._window_s = window_s
+        self._points: deque[tuple[float, int]] = deque()
+
+    def update(self, now: float, step: int) -> float | None:
+        """Record the newest step; return the rate, or None while it is not known."""
+        newest = max(step, self._points[-1][1]) if self._points else step
+        self._points.append((now, newest))
+        while len(self._points) > 2 and self._points[1][0] <= now - self._window_s:
+            self._points.popleft()
+        (since, first), (until, last) = self._points[0], self._points[-1]
+        return (last - first) / (until - since) if until > since and last > first else None
+
+
+def _last_recovery(detail: JobDetail) -> GenerationRecovery | None:
+    newest = detail.recoveries[-1] if detail.recoveries else None
+    return None if newest is None or newest.reason is GenerationReason.FORMED else newest
+
+
+def _state_text(detail: JobDetail) -> str:
+    """Return what the job does unless it trains."""
+    if detail.summary.state is not JobState.RUNNING:
+        return str(detail.summary.state)
+    last = _last_recovery(detail)
+    if last is None or last.duration_s is not None:
+        return ""
+    return f"recovering ({last.resumed_ranks}/{last.world_size} ranks resumed)"
+
+
+class TerminalLine:
+    """A line on the last row of a terminal. Other output scrolls above it and is not touched.
+
+    Every change is one write, so that output of other processes cannot come between its parts.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._rows = 0
+
+    def show(self, text: str) -> None:
+        """Replace the line, unless the launcher is in the background or the terminal is too small."""
+        if os.tcgetpgrp(self._descriptor) != os.getpgrp():
+            return
+        columns, rows = os.get_terminal_size(self._descriptor)
+        if rows < MIN_ROWS:
+            return
+        written = ""
+        if rows != self._rows:
+            # The line feed moves the cursor off the last row. Setting the region moves it home, hence 7 and 8, which
+            # save and restore its place.
+            written = f"\n\x1b7\x1b[1;{rows - 1}r\x1b8\x1b[1A"
+            self._rows = rows
+        written += f"\x1b7\x1b[{rows};1H\x1b[2K\x1b[2m{text[: max(0, columns - 1)]}\x1b[0m\x1b8"
+        os.write(self._descriptor, written.encode("utf-8", "replace"))
+
+    def close(self) -> None:
+        """Remove the line, and let the whole terminal scroll again."""
+        if self._rows:
+            os.write(self._descriptor, f"\x1b7\x1b[r\x1b[{self._rows};1H\x1b[2K\x1b8".encode())
+            self._rows = 0
+
+
+def has_terminal(descriptor: int, environ: Mapping[str, str]) -> bool:
+    """Return whether a descriptor is a terminal that can keep a line of its own."""
+    return os.isatty(descriptor) and environ.get("TERM", "dumb") not in ("", "dumb", "unknown")
+
+
+@contextlib.asynccontextmanager
+async def showing_progress(
+    private: PrivateServices, job: str, clock: Clock, interval_s: float | None, environ: Mapping[str, str]
+) -> AsyncIterator[None]:
+    """Show the progress of a job inside the block, if its controller runs here.
+
+    Args:
+        private: The run's services.
+        job: Name of the job.
+        clock: For rates and times.
+        interval_s: Seconds between log lines where there is no terminal; None shows nothing at all.
+        environ: For ``TERM``.
+    """
+    if interval_s is None or not private.has_controller:
+        yield
+        return
+    line = TerminalLine(STDERR) if has_terminal(STDERR, environ) else None
+    task = asyncio.create_task(_show(private, job, clock, interval_s, line), name="progress")
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+        if line is not None:
+            with contextlib.suppress(OSError):  # the terminal is gone
+                line.close()
+
+
+async def _show(private: PrivateServices, job: str, clock: Clock, interval_s: float, line: TerminalLine | None) -> None:
+    def ask(client: ControllerClient) -> JobDetail:
+        return client.get(path("jobs", job), JobDetail)
+
+    text = ProgressText(max(RATE_WINDOW_S, interval_s))
+    while True:
+        await asyncio.sleep(interval_s if line is None else REFRESH_S)
+        detail = await private.ask(ask)
+        if detail is None:
+            continue
+        words = text.update(detail, clock.monotonic(), clock.wall())
+        if line is None:
+            log.info("%s", words)
+            continue
+        try:
+            await asyncio.to_thread(line.show, words)  # a terminal that is stopped (Ctrl-S) blocks its writers
+        except OSError:
+            return
