@@ -287,6 +287,9 @@ def test_rank_stopping_early_alone_fails_the_job(short_path: Path) -> None:
     argv = ["--nproc-per-node", "3", "--state-dir", str(short_path / "state"), "train.py", "one"]
     with launched(short_path, *argv) as launcher:
         assert launcher.wait() == 1, launcher.err
+    (stored,) = stored_receipts(short_path / "state")
+    assert (stored.receipt.result, stored.receipt.until_step) == ("failed", 100000)
+    assert "rank 1 returned" in stored.receipt.sentence
     others = "(ranks 0 and 2|rank 0|rank 2) began step 7"  # as far as was reported before the end
     assert re.search(f"rank 1 returned from the training function after step 6, but {others}", launcher.err), (
         launcher.err

@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from everstep.ids import GenerationNumber, JobId, NodeId, Rank, Version
+from everstep.ids import GenerationNumber, JobId, NodeId, NonNegativeInt, Rank, Version
 from everstep.wire.v1.base import Message, ShortText
 from everstep.wire.v1.directives import KillRank, NewGeneration, StopJob, VersionNotice
 from everstep.wire.v1.training import (
@@ -177,7 +177,7 @@ class RankHeartbeat(Message, frozen=True, kw_only=True, tag=True):
     Attributes:
         snapshot_every: Steps between its snapshots; 0 if only versions to be committed are stored.
         started_step: The last step that the rank has begun in ``generation``; 0 before the first.
-        until_step: The last step that ``Run.steps`` was asked for; 0 in a custom loop.
+        until_step: The last step that ``Run.steps`` was asked for; 0 in a custom loop, and in one without end.
     """
 
     generation: GenerationNumber
@@ -189,7 +189,7 @@ class RankHeartbeat(Message, frozen=True, kw_only=True, tag=True):
     busy_s: float | None = None
     snapshot_every: Annotated[int, msgspec.Meta(ge=0)] = 1
     started_step: Annotated[int, msgspec.Meta(ge=0)] = 0
-    until_step: Annotated[int, msgspec.Meta(ge=0)] = 0
+    until_step: NonNegativeInt = 0
 
 
 class Goodbye(Message, frozen=True, kw_only=True, tag=True):

@@ -176,6 +176,10 @@ def test_begun_steps_are_reported_and_foreign_seeds_are_not():
     class Told(TrainingSession):
         def __init__(self) -> None:
             self.begun: list[int] = []
+            self.planned: list[int] = []
+
+        def plan_steps(self, until: int) -> None:
+            self.planned.append(until)
 
         def on_step_begun(self, step: int) -> None:
             self.begun.append(step)
@@ -187,6 +191,7 @@ def test_begun_steps_are_reported_and_foreign_seeds_are_not():
             break
     run.seed_step(1000)  # for an evaluation, say
     assert keeper.begun == [1, 2]
+    assert keeper.planned == [9]
 
 
 def test_optimizer_calls_before_update_each_time():

@@ -186,7 +186,7 @@ class GenerationSession(TrainingSession):
         self._raise_if_over()
 
     def plan_steps(self, until: int) -> None:
-        self.progress.until_step = max(0, until)
+        self.progress.plan(until)
 
     def on_step_begun(self, step: int) -> None:
         self.progress.begin_step(step)

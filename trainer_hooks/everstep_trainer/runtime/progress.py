@@ -72,6 +72,10 @@ class LatestLoss:
         return self._value
 
 
+MAX_PLANNED_STEP = 10**12
+"""Last steps beyond this number stand for a loop without end."""
+
+
 class StepProgress:
     """Steps of one rank in one generation; written by the main thread, read by the signal thread."""
 
@@ -113,6 +117,10 @@ class StepProgress:
     def record_wait(self, seconds: float) -> None:
         """Record seconds of the running step that this rank waited for others in a collective of all ranks."""
         self._waited_s = (self._waited_s or 0.0) + seconds
+
+    def plan(self, until: int) -> None:
+        """Record the last step; a number without meaning, such as ``sys.maxsize``, counts as not known."""
+        self.until_step = int(until) if 0 < until <= MAX_PLANNED_STEP else 0
 
     def begin_step(self, step: int) -> None:
         self.begun_step = max(self.begun_step, step)

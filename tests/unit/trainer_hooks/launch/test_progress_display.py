@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
+import logging
 import os
 import pty
 import re
 import struct
 import termios
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-from everstep_trainer.launch.progress_display import ProgressText, StepRate, TerminalLine, has_terminal
+from everstep_trainer.launch import progress_display
+from everstep_trainer.launch.private_services import PrivateServices
+from everstep_trainer.launch.progress_display import (
+    ProgressText,
+    StepRate,
+    TerminalLine,
+    has_terminal,
+    showing_progress,
+)
 
+from everstep.clock import ManualClock
 from everstep.vocabulary import GenerationReason, JobState
 from everstep.wire.v1.operator import GenerationRecovery, JobDetail, JobSummary
 from everstep.wire.v1.training import JobSpec
@@ -139,6 +151,56 @@ def test_small_terminal_and_background_show_nothing(terminal: Terminal, monkeypa
     line.close()
     os.write(terminal.writing, b".")
     assert terminal.shown() == b"."
+
+
+class Services(PrivateServices):
+    """Services whose controller knows a job that makes a step at each question."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory, "j", ManualClock(), None)
+        self.steps, self.enough = 0, asyncio.Event()
+
+    @property
+    def has_controller(self) -> bool:
+        return True
+
+    async def ask(self, _request: Any) -> Any:
+        self.steps += 1
+        if self.steps == 4:
+            self.enough.set()
+        return job(self.steps) if self.steps > 1 else None  # nobody has joined yet
+
+
+def show(directory: Path, interval_s: float | None, environ: dict[str, str]) -> None:
+    async def play() -> None:
+        services = Services(directory)
+        async with showing_progress(services, "j", ManualClock(), interval_s, environ):
+            if interval_s is not None:
+                await services.enough.wait()
+
+    asyncio.run(play())
+
+
+def test_terminal_shows_the_newest_state(
+    terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(progress_display, "STDERR", terminal.writing)
+    monkeypatch.setattr(progress_display, "REFRESH_S", 0.001)
+    show(tmp_path, 60.0, {"TERM": "xterm"})
+    shown = terminal.shown()
+    assert b"step 2/200 (1 %), 2 ranks on 1 node" in shown
+    assert OWN_LINE.sub(b"", shown) == b""
+    assert shown.endswith(b"\x1b[24;1H\x1b[2K\x1b8")
+    assert caplog.text == ""
+
+
+def test_pipe_gets_log_lines_or_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    show(tmp_path, None, {})
+    assert caplog.text == ""
+    show(tmp_path, 0.001, {})
+    assert "step 2/200 (1 %), 2 ranks on 1 node" in caplog.messages
 
 
 def test_plain_output_and_dumb_terminals_have_no_line(terminal: Terminal) -> None:

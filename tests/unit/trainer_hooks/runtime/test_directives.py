@@ -62,6 +62,7 @@ def test_tick_reports_the_begun_step_of_its_generation_only() -> None:
     progress = StepProgress(settings.step_window)
     progress.enter(1, lambda: 0)
     progress.begin_step(8)
+    progress.plan(300)
     presence = SimpleNamespace(state=MembershipState.NOT_A_MEMBER, abort=lambda: None)
     rank = DirectiveListener(ReceivedDirectives(), presence, progress, lambda _: None, settings, ManualClock())  # type: ignore[arg-type]
     for number, begun in ((1, 8), (2, 0)):
@@ -69,7 +70,7 @@ def test_tick_reports_the_begun_step_of_its_generation_only() -> None:
         rank.enter(spec, spec.roster[0])
         tick = rank.make_tick()
         assert tick is not None
-        assert (tick.generation, tick.started_step) == (number, begun)
+        assert (tick.generation, tick.started_step, tick.until_step) == (number, begun, 300)
     progress.enter(2, lambda: 0)
     assert progress.begun_step == 0
     progress.resume_from(5)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+
+import msgspec
+import numpy as np
 import pytest
 from everstep_trainer.runtime import progress
 from everstep_trainer.runtime.progress import StepProgress
@@ -35,3 +39,12 @@ def test_step_time_of_the_previous_generation_is_used_at_first(monkeypatch: pyte
     assert noted.median_step_s == 3.0
     noted.enter(3, int)
     assert noted.median_step_s == 3.0, "also after a generation without a step"
+
+
+@pytest.mark.parametrize(
+    ("until", "planned"), [(300, 300), (np.int64(300), 300), (0, 0), (-5, 0), (sys.maxsize, 0), (1 << 80, 0)]
+)
+def test_last_step_is_a_number_that_heartbeats_can_carry(until: int, planned: int) -> None:
+    steps = StepProgress(5)
+    steps.plan(until)
+    assert msgspec.json.encode(steps.until_step) == str(planned).encode()
