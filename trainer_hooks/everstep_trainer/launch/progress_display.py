@@ -29,6 +29,8 @@ RATE_WINDOW_S = 30.0
 MIN_ROWS = 4
 """Rows of a terminal that has room for a line of its own."""
 STDERR = 2
+NOTEBOOK_VARIABLE = "JPY_PARENT_PID"
+"""Set in Jupyter's kernels, whose commands have a terminal that understands colours only."""
 
 
 class ProgressText:
@@ -129,8 +131,13 @@ class TerminalLine:
 
 
 def has_terminal(descriptor: int, environ: Mapping[str, str]) -> bool:
-    """Return whether a descriptor is a terminal that can keep a line of its own."""
-    return os.isatty(descriptor) and environ.get("TERM", "dumb") not in ("", "dumb", "unknown")
+    """Return whether a descriptor is this process's terminal and can keep a line of its own; notebooks cannot."""
+    if environ.get("TERM", "dumb") in ("", "dumb", "unknown") or NOTEBOOK_VARIABLE in environ:
+        return False
+    try:
+        return os.isatty(descriptor) and os.tcgetpgrp(descriptor) >= 0
+    except OSError:  # another session's terminal
+        return False
 
 
 @contextlib.asynccontextmanager

@@ -203,8 +203,11 @@ def test_pipe_gets_log_lines_or_nothing(tmp_path: Path, caplog: pytest.LogCaptur
     assert "step 2/200 (1 %), 2 ranks on 1 node" in caplog.messages
 
 
-def test_plain_output_and_dumb_terminals_have_no_line(terminal: Terminal) -> None:
+def test_plain_output_and_dumb_terminals_have_no_line(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     assert has_terminal(terminal.writing, {"TERM": "xterm"})
+    assert not has_terminal(terminal.writing, {"TERM": "xterm", "JPY_PARENT_PID": "1"})
+    monkeypatch.undo()
+    assert not has_terminal(terminal.writing, {"TERM": "xterm"}), "it is nobody's controlling terminal"
     assert not has_terminal(terminal.writing, {"TERM": "dumb"})
     assert not has_terminal(terminal.writing, {})
     reading, writing = os.pipe()
