@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.recoveries import Recovered, read, recoveries
-from everstep.cli.client import ControllerClient
-from everstep.wire.v1.operator import GenerationRecovery, JobDetail
+from everstep.client import Client
+from everstep.wire.v1.operator import GenerationRecovery
 from examples.demo.world import World, wait_for
 
 JOB, WORLD, FIRST, APART = "bench", 4, 30, 20
@@ -115,7 +115,7 @@ class Fleet:
         launcher = self.world.nodes["n1"].launcher
         assert launcher is not None
         wait_for(lambda: launcher.poll() is not None, f"the workload ends (logs in {self.world.logs})", deadline_s)
-        job = ControllerClient(self.world.url, self.world.operator_token).get(f"/v1/jobs/{JOB}", JobDetail)
+        job = Client(self.world.url, self.world.operator_token).job(JOB)
         return Outcome(recoveries(self.folder / "steps", self._place.world - 1), list(job.recoveries))
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from bench.soak.fleet import FEWEST, Fleet, end, named
+from everstep.client import calls
 from examples.demo.faults import flip_in_slots
 from examples.demo.world import Node
 
@@ -192,7 +193,7 @@ def drained(fleet: Fleet, draw: random.Random) -> str:
     if victim is None:
         return ""
     fleet.down.add(victim.name)
-    said = fleet.ask(victim, "drain")
+    said = fleet.ask(victim, calls.drain)
     away_s = draw.uniform(0.5, 3.0)
     fleet.later(away_s, partial(fleet.readmit, victim))
     return f"{victim.name} ({said}), readmitted after {away_s:.2f} s"

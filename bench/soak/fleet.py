@@ -15,11 +15,11 @@ from pathlib import Path
 
 import msgspec
 
-from everstep.cli.client import ControllerClient
+from everstep.client import Call, Client, calls
 from everstep.errors import EverstepError
 from everstep.ids import Version
 from everstep.vocabulary import JobState, NodeState
-from everstep.wire.v1.operator import ChangeResult, ReasonOnlyRequest
+from everstep.wire.v1.operator import ChangeResult
 from examples.demo.story import Run
 from examples.demo.watch import Watch
 from examples.demo.world import Node, World, descendants, wait_for
@@ -67,8 +67,8 @@ class Fleet:
         self._number = itertools.count()
         self._lost: Losses | None = None
 
-    def client(self) -> ControllerClient:
-        return ControllerClient(self.world.url, self.world.operator_token)
+    def client(self) -> Client:
+        return Client(self.world.url, self.world.operator_token)
 
     # --- beginning and end ---------------------------------------------------------------------------------------
 
@@ -273,17 +273,16 @@ class Fleet:
     def controller_back(self) -> None:
         self.world.spawn_controller()
 
-    def ask(self, node: Node, what: str) -> str:
+    def ask(self, node: Node, order: Callable[..., Call[ChangeResult]]) -> str:
         """An operator's order; returns what became of it."""
         try:
-            body = ReasonOnlyRequest(reason="the soak says so")
-            return self.client().post(f"/v1/nodes/{node.name}/{what}", body, ChangeResult).sentence
+            return self.client().send(order(node.name, reason="the soak says so")).sentence
         except EverstepError as error:
             return f"refused: {error}"
 
     def readmit(self, node: Node) -> None:
         """Asks until the controller is there to hear it."""
-        if self.watch.state(node.name) is NodeState.HEALTHY or "refused" not in self.ask(node, "readmit"):
+        if self.watch.state(node.name) is NodeState.HEALTHY or "refused" not in self.ask(node, calls.readmit):
             self.down.discard(node.name)
         else:
             self.later(0.3, lambda: self.readmit(node))

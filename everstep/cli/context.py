@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import ssl
 import stat
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
 
 import msgspec
 import typer
@@ -18,13 +17,17 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
-from everstep.cli.client import ControllerClient, path, read_token
+from everstep.client import Call, Client, read_token
 from everstep.errors import AuthenticationError, ConfigurationError, EverstepError, Unavailable
 from everstep.ids import check_name, split_address
 from everstep.log_lines import escape_control
 from everstep.settings import Program
 from everstep.wire.v1 import operator as op
 
+if TYPE_CHECKING:
+    import ssl
+
+P = ParamSpec("P")
 PIPE_WIDTH = 10_000
 
 
@@ -100,6 +103,8 @@ class ConnectionOptions(msgspec.Struct, frozen=True):
         """Return the TLS context, or None without TLS files. Raises ConfigurationError for unusable files."""
         if not self.ca_file and not self.client_certificate:
             return None
+        import ssl
+
         try:
             context = ssl.create_default_context(cafile=self.ca_file or None)
             if self.client_certificate:
@@ -110,12 +115,13 @@ class ConnectionOptions(msgspec.Struct, frozen=True):
 
 
 @contextmanager
-def connected_client(context: typer.Context) -> Iterator[ControllerClient]:
+def connected_client(context: typer.Context) -> Iterator[Client]:
     """Yield a client; print errors as a sentence and exit with a code."""
     given: ConnectionOptions = context.obj
     with reporting_errors():
         access = given.resolved(os.environ)
-        yield ControllerClient(access.controller, access.token(), tls=access.tls())
+        with Client(access.controller, access.token(), tls=access.tls()) as client:
+            yield client
 
 
 @contextmanager
@@ -136,10 +142,12 @@ def print_error(prefix: str, error: Exception) -> None:
     error_console.print(Text.assemble((prefix, "bold red"), str(error)), soft_wrap=True)
 
 
-def send_order(context: typer.Context, body: Any, *path_parts: str) -> None:
-    """Send an order to the path of these parts, and print its consequence."""
+def send_order(
+    context: typer.Context, order: Callable[P, Call[op.ChangeResult]], *args: P.args, **kwargs: P.kwargs
+) -> None:
+    """Send the order that ``order`` makes of the other arguments, and print its consequence."""
     with connected_client(context) as client:
-        changed = client.post(path(*path_parts), body, op.ChangeResult)
+        changed = client.send(order(*args, **kwargs))
         print_change(changed.sentence, changed.trace)
 
 

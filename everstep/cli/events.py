@@ -5,20 +5,20 @@ from __future__ import annotations
 import datetime
 import re
 import sys
-import time
-from typing import Annotated
+from collections import deque
+from typing import Annotated, Any
 
 import msgspec
 import typer
 
 from everstep.cli import tables
-from everstep.cli.client import ControllerClient
 from everstep.cli.context import Json, connected_client, console
-from everstep.errors import ConfigurationError, Unavailable
+from everstep.client import Client, Pages
+from everstep.client.exchange import PAGE_SIZE
+from everstep.errors import ConfigurationError
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1 import operator as op
 
-PAGE_SIZE = 1000
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
 
@@ -44,9 +44,12 @@ def events(
     """List events and decisions, newest last."""
     wanted = {"trace": trace, "node": node, "job": job, "kind": kind}
     with connected_client(context) as client:
-        newest = client.get("/v1/status", op.FleetStatus).newest_event if follow else 0
-        wanted_number = sys.maxsize if trace else limit
-        found = _fetch(client, "/v1/events", wanted_number, **wanted, **_time_range(since, until))
+        newest = client.status().newest_event if follow else 0
+        within: dict[str, Any] = wanted | _time_range(since, until)
+        if trace or limit > PAGE_SIZE:
+            found = _newest(client.events(**within), sys.maxsize if trace else limit)
+        else:
+            found = client.newest_events(limit, **within).events
         if trace and not as_json and not follow:
             console.print(tables.trace_table(found) if found else f"no events of trace {trace}")
             return
@@ -67,7 +70,13 @@ def audit(
 ) -> None:
     """List the orders of people and their reasons, newest last."""
     with connected_client(context) as client:
-        for event in _fetch(client, "/v1/audit", limit, node=node, job=job, **_time_range(since, until)):
+        within: dict[str, Any] = {"node": node, "job": job, **_time_range(since, until)}
+        found = (
+            client.newest_audit(limit, **within).events
+            if limit <= PAGE_SIZE
+            else _newest(client.audit(**within), limit)
+        )
+        for event in found:
             _print(event, as_json)
 
 
@@ -90,21 +99,13 @@ def parse_time(text: str) -> float:
         raise ConfigurationError(f"{text!r} is no time: use 90s, 30m, 2h or 7d (ago), or 2026-11-20T12:00") from error
 
 
-def _time_range(since: str, until: str) -> dict[str, str]:
-    return {name: repr(parse_time(text)) for name, text in (("since", since), ("until", until)) if text}
+def _time_range(since: str, until: str) -> dict[str, float]:
+    return {name: parse_time(text) for name, text in (("since", since), ("until", until)) if text}
 
 
-def _fetch(client: ControllerClient, path: str, limit: int, **wanted: str) -> list[op.Event]:
-    """Return the newest matching events, oldest first. Beyond one page, all pages from the first match are read."""
-    if limit <= PAGE_SIZE:
-        return list(client.get(path, op.EventList, limit=limit, newest="true", **wanted).events)
-    found: list[op.Event] = []
-    while True:
-        after = found[-1].id if found else 0
-        page = client.get(path, op.EventList, limit=PAGE_SIZE, after=after, **wanted).events
-        found = [*found, *page][-limit:]
-        if len(page) < PAGE_SIZE:
-            return found
+def _newest(found: Pages[op.EventList, op.Event], limit: int) -> tuple[op.Event, ...]:
+    """Return the newest ``limit`` of all events, oldest first; a page has the oldest ones."""
+    return tuple(deque(found, maxlen=None if limit == sys.maxsize else limit))
 
 
 def _print(event: op.Event, as_json: bool) -> None:
@@ -115,24 +116,15 @@ def _print(event: op.Event, as_json: bool) -> None:
         console.print(tables.event_line(event), soft_wrap=True)
 
 
-def _follow(client: ControllerClient, after: int, as_json: bool, *, kind: str, **wanted: str) -> None:
+def _follow(client: Client, after: int, as_json: bool, *, kind: str, **wanted: str) -> None:
     """Print new events, across restarts of the controller, until interrupted."""
     try:
-        while True:
-            try:
-                for name, data in client.stream(f"/v1/events/stream?after={after}"):
-                    if name == "gap":
-                        gap = msgspec.json.decode(data, type=op.EventGap)
-                        after = gap.through
-                        sys.stderr.write(gap.sentence + "\n")
-                        continue
-                    event = msgspec.json.decode(data, type=op.Event)
-                    after = event.id
-                    same = all(not text or getattr(event, name) == text for name, text in wanted.items())
-                    if same and event.kind.startswith(kind):
-                        _print(event, as_json)
-            except Unavailable:
-                pass  # the controller restarts; the next stream begins after the last event seen
-            time.sleep(0.5)
+        for event in client.follow(after):
+            if isinstance(event, op.EventGap):
+                sys.stderr.write(event.sentence + "\n")
+                continue
+            same = all(not text or getattr(event, name) == text for name, text in wanted.items())
+            if same and event.kind.startswith(kind):
+                _print(event, as_json)
     except KeyboardInterrupt:
         return

@@ -5,37 +5,20 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated
 
 import msgspec
 import typer
 from rich.text import Text
 
-from everstep.cli.client import ControllerClient, path
 from everstep.cli.context import Json, connected_client, console, show
 from everstep.cli.tables import age, ago, size, table
+from everstep.client import Client
 from everstep.errors import ConfigurationError
 from everstep.system_clock import SYSTEM_CLOCK
-from everstep.wire.v1 import operator as op
-from everstep.wire.v1 import operator_history as history
-
-T = TypeVar("T", bound=msgspec.Struct)
-PAGE_SIZE = 1000
 
 Node = Annotated[str, typer.Option(help="Show only entries of this node.")]
 LimitOption = Annotated[int, typer.Option("--limit", min=1, help="Maximum number of entries: the newest.")]
-
-
-def fetch_list(client: ControllerClient, url_path: str, kind: type[T], limit: int = sys.maxsize, /, **query: str) -> T:
-    """Return a list as one answer: the entries, at most ``limit``, of as many pages as they take."""
-    entries: list[Any] = []
-    name, cursor = kind.__struct_fields__[0], ""
-    while True:
-        page: Any = client.get(url_path, kind, **query, limit=min(limit - len(entries), PAGE_SIZE), cursor=cursor)
-        entries += getattr(page, name)
-        cursor = page.next
-        if not cursor or len(entries) >= limit:
-            return kind(**msgspec.structs.asdict(page) | {name: tuple(entries), "next": ""})
 
 
 def findings(
@@ -48,8 +31,8 @@ def findings(
 ) -> None:
     """List findings on nodes, newest first."""
     with connected_client(context) as client:
-        wanted = {"node": node, "kind": kind, "active": "true" if active else ""}
-        seen, now = fetch_list(client, "/v1/findings", history.FindingList, limit, **wanted), SYSTEM_CLOCK.wall()
+        listed = client.findings(node=node, kind=kind, active=active or None)
+        seen, now = listed.collect(limit), SYSTEM_CLOCK.wall()
         view = table("node", "severity", "finding", "seen", "cleared")
         for one in seen.findings:
             found = one.finding
@@ -66,7 +49,7 @@ def verdicts(
 ) -> None:
     """List verdicts on nodes, newest first."""
     with connected_client(context) as client:
-        given = fetch_list(client, "/v1/verdicts", history.VerdictList, limit, node=node, decision=decision)
+        given = client.verdicts(node=node, decision=decision).collect(limit)
         now, view = SYSTEM_CLOCK.wall(), table("verdict", "decision", "when", "why")
         for one in given.verdicts:
             view.add_row(one.id, one.decision, ago(one.at, now), one.sentence)
@@ -88,8 +71,8 @@ def checkpoints(
             _show_committed(client, of, limit, as_json)
 
 
-def _show_job_checkpoints(client: ControllerClient, job: str, as_json: bool) -> None:
-    told, now = client.get(path("jobs", job, "checkpoints"), history.JobCheckpoints), SYSTEM_CLOCK.wall()
+def _show_job_checkpoints(client: Client, job: str, as_json: bool) -> None:
+    told, now = client.job_checkpoints(job), SYSTEM_CLOCK.wall()
     view = table("version", "where", "since", "size", "restorable", "why, or where", right=("size",))
     for one in told.versions:
         where = one.storage_tier if one.state == "complete" else f"to {one.storage_tier}"
@@ -104,8 +87,8 @@ def _show_job_checkpoints(client: ControllerClient, job: str, as_json: bool) -> 
     show(told, as_json, view)
 
 
-def _show_committed(client: ControllerClient, job: str, limit: int, as_json: bool) -> None:
-    kept = fetch_list(client, "/v1/checkpoints", history.CheckpointList, limit, job=job)
+def _show_committed(client: Client, job: str, limit: int, as_json: bool) -> None:
+    kept = client.checkpoints(job=job).collect(limit)
     now, view = SYSTEM_CLOCK.wall(), table("job", "version", "committed", "verified", "size", right=("size",))
     for one in kept.checkpoints:
         committed, verified = ago(one.committed_at, now), ago(one.verified_at, now)
@@ -122,8 +105,7 @@ def remediations(
 ) -> None:
     """List actions requested from Slurm, Kubernetes or the webhook, and their outcomes."""
     with connected_client(context) as client:
-        wanted = {"node": node, "remediation_state": state}
-        asked = fetch_list(client, "/v1/remediations", history.RemediationList, limit, **wanted)
+        asked = client.remediations(node=node, remediation_state=state).collect(limit)
         now, view = SYSTEM_CLOCK.wall(), table("node", "action", "state", "asked", "why")
         for one in asked.remediations:
             why = f"{one.sentence} ({one.detail})" if one.detail else one.sentence
@@ -134,7 +116,7 @@ def remediations(
 def probes(context: typer.Context, node: Node = "", limit: LimitOption = 50, as_json: Json = False) -> None:
     """List probes since this controller became leader, newest first."""
     with connected_client(context) as client:
-        known = fetch_list(client, "/v1/probes", op.ProbeList, limit, node=node)
+        known = client.probes(node=node).collect(limit)
         now, view = SYSTEM_CLOCK.wall(), table("probe", "nodes", "begun", "outcome")
         for one in known.probes:
             outcome = {None: "running", True: "passed", False: "failed"}[one.ok]
@@ -145,7 +127,7 @@ def probes(context: typer.Context, node: Node = "", limit: LimitOption = 50, as_
 def budget(context: typer.Context, as_json: Json = False) -> None:
     """Show the eviction budget, and nodes whose eviction is deferred."""
     with connected_client(context) as client:
-        now, left = SYSTEM_CLOCK.wall(), client.get("/v1/budget", history.BudgetStatus)
+        now, left = SYSTEM_CLOCK.wall(), client.budget()
         numbers = ("left", "limit", "used", "nodes")
         view = table("of", *numbers, "frees in", right=numbers)
         for one in left.scopes:
@@ -169,7 +151,7 @@ def evidence(
 ) -> None:
     """Collect the evidence against a node in one JSON document, for its vendor."""
     with connected_client(context) as client:
-        bundle = client.get(path("nodes", node, "evidence"), history.Evidence)
+        bundle = client.evidence(node)
         text = msgspec.json.format(msgspec.json.encode(bundle), indent=2) + b"\n"
         if output is None:
             sys.stdout.buffer.write(text)
@@ -187,7 +169,7 @@ def loss_forecast(
 ) -> None:
     """Show what the job could restore after the loss of each node, rack or switch."""
     with connected_client(context) as client:
-        told = client.get(path("jobs", job, "restorability"), op.Restorability)
+        told = client.restorability(job)
         view = table("loss", "checkpoint", "nodes left", "what follows", right=("nodes left",))
         for one in told.loss_forecasts:
             name = one.name or "+".join(one.nodes)

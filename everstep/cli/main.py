@@ -18,7 +18,6 @@ from rich.live import Live
 from rich.text import Text
 
 from everstep.cli import events, files, history, nodes, policy, runs, tables, tokens, vault
-from everstep.cli.client import ControllerClient, path
 from everstep.cli.context import (
     PROGRAM,
     ConnectionOptions,
@@ -30,10 +29,10 @@ from everstep.cli.context import (
     send_order,
     show,
 )
+from everstep.client import Client, calls
 from everstep.command_line import Flags, Version, make_app, takes_settings
 from everstep.errors import Unavailable
 from everstep.system_clock import SYSTEM_CLOCK
-from everstep.vocabulary import Verdict
 from everstep.wire.v1 import operator as op
 
 MAX_LISTED_NODES = 20
@@ -70,20 +69,19 @@ def everstep(context: typer.Context, flags: Flags, _version: Version = False) ->
 def status(context: typer.Context, as_json: Json = False) -> None:
     """Show a summary of the fleet, and the nodes that need attention."""
     with connected_client(context) as client:
-        fleet = client.get("/v1/status", op.FleetStatus)
+        fleet = client.status()
         named = () if as_json else _unfit(client, fleet)
         view = tables.status(fleet)
         show(fleet, as_json, Group(view, tables.attention(fleet, named)) if named else view)
 
 
-def _unfit(client: ControllerClient, fleet: op.FleetStatus) -> tuple[op.NodeSummary, ...]:
+def _unfit(client: Client, fleet: op.FleetStatus) -> tuple[op.NodeSummary, ...]:
     """Return the first of the unhealthy nodes; those that need a person come first."""
     found: list[op.NodeSummary] = []
     for state in tables.BY_URGENCY:
         wanted = min(fleet.nodes.get(state, 0), MAX_LISTED_NODES - len(found))
         if wanted > 0:
-            page = client.get("/v1/nodes", op.NodeList, state=str(state), limit=wanted)
-            found += page.nodes
+            found += client.nodes(state=str(state)).collect(wanted).nodes
     return tuple(found)
 
 
@@ -120,9 +118,9 @@ def top(
             return
 
 
-def _fleet_view(client: ControllerClient) -> RenderableType:
-    fleet = client.get("/v1/status", op.FleetStatus)
-    return tables.top(fleet, history.fetch_list(client, "/v1/nodes", op.NodeList).nodes, SYSTEM_CLOCK.wall())
+def _fleet_view(client: Client) -> RenderableType:
+    fleet = client.status()
+    return tables.top(fleet, client.nodes().collect().nodes, SYSTEM_CLOCK.wall())
 
 
 @app.command()
@@ -133,7 +131,7 @@ def jobs(
 ) -> None:
     """List all jobs and their progress."""
     with connected_client(context) as client:
-        found = history.fetch_list(client, "/v1/jobs", op.JobList, job_state=state)
+        found = client.jobs(job_state=state).collect()
         show(found, as_json, tables.jobs(found.jobs))
 
 
@@ -141,14 +139,14 @@ def jobs(
 def job_show(context: typer.Context, job: JobName, as_json: Json = False) -> None:
     """Show the ranks, versions and recoveries of a job."""
     with connected_client(context) as client:
-        detail = client.get(path("jobs", job), op.JobDetail)
+        detail = client.job(job)
         show(detail, as_json, tables.job(detail, SYSTEM_CLOCK.wall()))
 
 
 @job_app.command()
 def stop(context: typer.Context, job: JobName, reason: Reason) -> None:
     """Stop a job."""
-    send_order(context, op.ReasonOnlyRequest(reason=reason), "jobs", job, "stop")
+    send_order(context, calls.stop_job, job, reason=reason)
 
 
 @job_app.command()
@@ -159,13 +157,13 @@ def resize(
     reason: Reason,
 ) -> None:
     """Limit the number of a job's nodes, from its next step boundary on."""
-    send_order(context, op.Resize(size=size, reason=reason), "jobs", job, "resize")
+    send_order(context, calls.resize_job, job, size, reason=reason)
 
 
 @app.command("reset-breaker")
 def reset_breaker(context: typer.Context, reason: Reason) -> None:
     """Allow automatic evictions again. Earlier verdicts have no consequences."""
-    send_order(context, op.ReasonOnlyRequest(reason=reason), "breaker", "reset")
+    send_order(context, calls.reset_breaker, reason=reason)
 
 
 @verdict_app.command("explain")
@@ -174,7 +172,7 @@ def verdict_explain(
 ) -> None:
     """Explain a verdict: its reason, its action and its evidence."""
     with connected_client(context) as client:
-        found = client.get(path("verdicts", verdict), Verdict)
+        found = client.verdict(verdict)
         show(found, as_json, tables.verdict(found, SYSTEM_CLOCK.wall()))
 
 
@@ -189,12 +187,11 @@ def probe(
 ) -> None:
     """Run an all-reduce between nodes, and show latency and bus bandwidth by message size."""
     with connected_client(context) as client:
-        body = op.StartProbe(nodes=tuple(between), backend=backend, reason=reason)
-        found = client.post("/v1/probes", body, op.ProbeStatus)
+        found = client.start_probe(between, backend=backend, reason=reason)
         deadline = SYSTEM_CLOCK.monotonic() + timeout_s
         while found.ok is None and SYSTEM_CLOCK.monotonic() < deadline:
             time.sleep(0.2)
-            found = client.get(path("probes", found.probe), op.ProbeStatus)
+            found = client.probe(found.probe)
         show(found, as_json, tables.probe(found))
         if not found.ok:
             raise typer.Exit(1)

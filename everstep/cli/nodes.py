@@ -7,14 +7,13 @@ from typing import Annotated
 
 import typer
 
-from everstep.cli import history, tables
-from everstep.cli.client import path
+from everstep.cli import tables
 from everstep.cli.context import Json, Reason, connected_client, print_change, print_error, send_order, show
+from everstep.client import Call, calls
 from everstep.command_line import make_app
 from everstep.errors import AuthenticationError, EverstepError, Unavailable
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1 import operator as op
-from everstep.wire.v1 import operator_history
 
 app = make_app("Show a node, or change its state.")
 
@@ -38,7 +37,7 @@ def nodes(
     with connected_client(context) as client:
         wanted = {"state": state, "rack": rack, "switch": switch, "job": job}
         wanted |= {"gpu_model": gpu_model, "driver": driver, "gpu": gpu, "label": label}
-        found = history.fetch_list(client, "/v1/nodes", op.NodeList, **wanted)
+        found = client.nodes(**wanted).collect()
         show(found, as_json, tables.nodes(found.nodes, SYSTEM_CLOCK.wall()))
 
 
@@ -46,19 +45,19 @@ def nodes(
 def node_show(context: typer.Context, node: Node, as_json: Json = False) -> None:
     """Show the state, findings, GPUs and verdicts of a node."""
     with connected_client(context) as client:
-        detail = client.get(path("nodes", node), op.NodeDetail)
+        detail = client.node(node)
         show(detail, as_json, tables.node(detail, SYSTEM_CLOCK.wall()))
 
 
-def _order(kind: str) -> Callable[..., None]:
+def _order(make: Callable[..., Call[op.ChangeResult]]) -> Callable[..., None]:
     """Return the command that sends this order to each node in turn; a refusal does not stop the others."""
 
     def order(context: typer.Context, nodes: Nodes, reason: Reason) -> None:
         refused = 0
         with connected_client(context) as client:
-            for place in [path("nodes", node, kind) for node in dict.fromkeys(nodes)]:
+            for one in [make(node, reason=reason) for node in dict.fromkeys(nodes)]:
                 try:
-                    changed = client.post(place, op.ReasonOnlyRequest(reason=reason), op.ChangeResult)
+                    changed = client.send(one)
                 except (AuthenticationError, Unavailable):
                     raise  # the other orders would fail too
                 except EverstepError as error:
@@ -72,16 +71,16 @@ def _order(kind: str) -> Callable[..., None]:
     return order
 
 
-for _kind, _help in {
-    "drain": "Remove nodes from their jobs at a step boundary, and hold them out of service.",
-    "hold": "Keep nodes out of new generations. Running ranks continue; nodes out of service get no remediation.",
-    "release": "End a hold or a drain. The node returns through a probe, or its remediation continues.",
-    "readmit": "Return nodes to service, through a probe and probation.",
-    "evict": "Remove nodes from all jobs at once, regardless of the eviction budget.",
-    "repair": "Take nodes out of service until a person readmits them.",
-    "forget": "Delete nodes that no longer exist, with their records.",
+for _make, _help in {
+    calls.drain: "Remove nodes from their jobs at a step boundary, and hold them out of service.",
+    calls.hold: "Keep nodes out of new generations. Running ranks continue; nodes out of service get no remediation.",
+    calls.release: "End a hold or a drain. The node returns through a probe, or its remediation continues.",
+    calls.readmit: "Return nodes to service, through a probe and probation.",
+    calls.evict: "Remove nodes from all jobs at once, regardless of the eviction budget.",
+    calls.repair: "Take nodes out of service until a person readmits them.",
+    calls.forget: "Delete nodes that no longer exist, with their records.",
 }.items():
-    app.command(_kind, help=_help)(_order(_kind))
+    app.command(_make.__name__, help=_help)(_order(_make))
 
 
 @app.command()
@@ -95,14 +94,15 @@ def maintenance(
 ) -> None:
     """Take nodes out of service for some hours. Findings in that time do not count; they return by probation."""
     begins = SYSTEM_CLOCK.wall() + starts_in_hours * 3600
-    window = operator_history.MaintenanceRequest(
+    send_order(
+        context,
+        calls.plan_maintenance,
         starts_at=begins if starts_in_hours else None,
         until=begins + hours * 3600,
         reason=reason,
         node=node or None,
         rack=rack or None,
     )
-    send_order(context, window, "maintenance")
 
 
 @app.command("cancel-maintenance")
@@ -113,5 +113,4 @@ def cancel_maintenance(
     rack: Annotated[str, typer.Option(help="Cancel the window of this rack instead.")] = "",
 ) -> None:
     """Cancel planned maintenance. To end maintenance that has begun, use readmit."""
-    plan = operator_history.CancelMaintenance(reason=reason, node=node or None, rack=rack or None)
-    send_order(context, plan, "maintenance", "cancel")
+    send_order(context, calls.cancel_maintenance, reason=reason, node=node or None, rack=rack or None)

@@ -10,15 +10,12 @@ import msgspec
 import typer
 
 from everstep.cli import tables
-from everstep.cli.client import ControllerClient
 from everstep.cli.context import Json, connected_client, console, show
+from everstep.client import Client, calls
 from everstep.command_line import make_app
 from everstep.errors import ConfigurationError, Conflict
 from everstep.policy_trial_results import merge_results
 from everstep.wire.v1 import operator_history as history
-
-TRIAL_TIMEOUT_S = 600.0
-"""Seconds that a controller may take to repeat its decisions of a month."""
 
 app = make_app("Show the decision policy, and check or try a change of it.")
 
@@ -53,7 +50,7 @@ def show_(
 ) -> None:
     """Show the policy in force."""
     with connected_client(context) as client:
-        policy = client.get("/v1/policy", history.PolicyDocument)
+        policy = client.policy()
         if rules:
             view = tables.table("rule", "mode", "ladder", "n of m", "source")
             for rule in policy.rules:
@@ -72,7 +69,7 @@ def show_(
 def check(context: typer.Context, file: Change, as_json: Json = False) -> None:
     """Check that a change is valid, and show what it changes."""
     with connected_client(context) as client:
-        checked = client.post("/v1/policy/check", _read(file), history.PolicyCheckResult)
+        checked = client.check_policy(_read(file))
         view = tables.table("what", "change")
         for name, change in checked.changes.items():
             view.add_row(name, change)
@@ -91,7 +88,7 @@ def try_(
 ) -> None:
     """Decide the recorded past again with a change, and show the evictions that differ."""
     with connected_client(context) as client:
-        told = _run_trial(client, history.PolicyTrialRequest(change=_read(file), hours=hours))
+        told = _run_trial(client, _read(file), hours)
         view = tables.table("would have been evicted", "why")
         for verdict in told.added_evictions:
             view.add_row(verdict.node, verdict.sentence)
@@ -102,9 +99,8 @@ def try_(
                 console.print(f"avoided eviction: {line}")
 
 
-def _run_trial(client: ControllerClient, request: history.PolicyTrialRequest) -> history.PolicyTrialResult:
+def _run_trial(client: Client, change: history.PolicyChange, hours: float) -> history.PolicyTrialResult:
     """Try the change; with several controllers ask each, since each recorded the decisions of its own lead."""
-    if not client.has_several_controllers:
-        return client.post("/v1/policy/try", request, history.PolicyTrialResult, timeout_s=TRIAL_TIMEOUT_S)
-    url_path, kind = "/v1/policy/try?local=true", history.PolicyTrialResult
-    return merge_results(client.post_to_all(url_path, request, kind, timeout_s=TRIAL_TIMEOUT_S))
+    if len(client.controllers) == 1:
+        return client.try_policy(change, hours=hours)
+    return merge_results(client.send_to_all(calls.try_policy(change, hours=hours, local=True)))

@@ -13,16 +13,15 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from everstep.bearer_tokens import TokenRole
-from everstep.cli import history, tables
-from everstep.cli.client import path
+from everstep.cli import tables
 from everstep.cli.context import Json, Reason, connected_client, console, send_order, show
 from everstep.cli.events import parse_duration
 from everstep.cli.tables import age
+from everstep.client import calls
 from everstep.command_line import make_app
 from everstep.errors import ConfigurationError, EverstepError
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1 import enrolment as wire
-from everstep.wire.v1 import operator as op
 
 app = make_app("Issue, list, revoke and rotate credentials.")
 
@@ -43,7 +42,7 @@ def list_(
 ) -> None:
     """List credentials. Their tokens are not stored and cannot be shown."""
     with connected_client(context) as client:
-        listed = history.fetch_list(client, "/v1/credentials", wire.CredentialList, role=role, subject=subject)
+        listed = client.credentials(role=role, subject=subject).collect()
         now = SYSTEM_CLOCK.wall()
         living = [one for one in listed.credentials if everything or _is_valid(one, now)]
         show(wire.CredentialList(credentials=tuple(living)), as_json, _table(living, now))
@@ -53,7 +52,7 @@ def list_(
 def show_(context: typer.Context, id: CredentialId, as_json: Json = False) -> None:
     """Show one credential, valid or not."""
     with connected_client(context) as client:
-        found = client.get(path("credentials", id), wire.Credential)
+        found = client.credential(id)
         show(found, as_json, _table([found], SYSTEM_CLOCK.wall()))
 
 
@@ -81,21 +80,21 @@ def issue(
             subjects = {"agent": "the node", "trainer": "the job"}
             raise ConfigurationError(f"--role {role} needs --subject: {subjects.get(role, 'the person')}")
         body = _KINDS[role](**about)
-        _output_token(out, partial(client.post, "/v1/credentials", body, wire.Issued))
+        _output_token(out, partial(client.issue_credential, body))
 
 
 @app.command()
 def revoke(context: typer.Context, id: CredentialId, reason: Reason) -> None:
     """Revoke a credential at once."""
-    send_order(context, op.ReasonOnlyRequest(reason=reason), "credentials", id, "revoke")
+    send_order(context, calls.revoke_credential, id, reason=reason)
 
 
 @app.command()
 def rotate(context: typer.Context, id: CredentialId, reason: Reason, grace: Duration = "1h", out: Out = "") -> None:
     """Issue a new credential for the same subject. The old one stays valid for the grace period."""
     with connected_client(context) as client:
-        body = wire.Rotate(reason=reason, grace_s=parse_duration(grace))
-        _output_token(out, partial(client.post, path("credentials", id, "rotate"), body, wire.Issued))
+        grace_s = parse_duration(grace)
+        _output_token(out, partial(client.rotate_credential, id, reason=reason, grace_s=grace_s))
 
 
 _KINDS: dict[str, type[wire.IssueRequest]] = {

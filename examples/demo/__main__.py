@@ -17,7 +17,7 @@ import msgspec
 from rich.console import Console
 from rich.live import Live
 
-from everstep.cli.client import ControllerClient
+from everstep.client import Client
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1.operator import Event
 from examples.demo import faults
@@ -219,7 +219,7 @@ def main(argv: list[str]) -> int:
             if kind:
                 view.say(event.at, kind, event.sentence)
 
-        watch = Watch(lambda: ControllerClient(world.url, world.operator_token), JOB, on_event)
+        watch = Watch(lambda: Client(world.url, world.operator_token), JOB, on_event)
         stage = Stage(world, watch, view, lambda node: launcher(world, options, node), options.steps)
         watch.start()
         problem = ""

@@ -6,10 +6,10 @@ import threading
 import time
 from collections.abc import Callable
 
-from everstep.cli.client import ControllerClient
+from everstep.client import Client
 from everstep.errors import EverstepError
 from everstep.vocabulary import NodeState
-from everstep.wire.v1.operator import Event, EventList, JobDetail, NodeList, NodeSummary
+from everstep.wire.v1.operator import Event, JobDetail, NodeSummary
 
 POLL_S = 0.1
 
@@ -20,7 +20,7 @@ class Watch:
     ``on_event`` is called for every line of the audit log, once, in order, from that thread.
     """
 
-    def __init__(self, client: Callable[[], ControllerClient], job: str, on_event: Callable[[Event], None]) -> None:
+    def __init__(self, client: Callable[[], Client], job: str, on_event: Callable[[Event], None]) -> None:
         self._client = client
         self._job = job
         self._on_event = on_event
@@ -67,10 +67,10 @@ class Watch:
 
     def _poll(self) -> None:
         client = self._client()
-        answer = client.get(f"/v1/events?after={self._after}&limit=500", EventList)
-        self.nodes = client.get("/v1/nodes", NodeList).nodes
+        answer = client.events(after=self._after).collect(500)
+        self.nodes = client.nodes().collect().nodes
         if any(event.job for event in (*self.events, *answer.events)):
-            self.job = client.get(f"/v1/jobs/{self._job}", JobDetail)
+            self.job = client.job(self._job)
         self._after = answer.next_after  # only now: had a request failed, these events would never have been seen
         for event in answer.events:
             self.events.append(event)

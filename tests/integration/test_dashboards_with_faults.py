@@ -19,7 +19,6 @@ from dashboards.panels import Kind
 from everstep.bearer_tokens import TokenRole, mint
 from everstep.errors import NotFound
 from everstep.vocabulary import NodeState
-from everstep.wire.v1 import operator as op
 from examples.demo.world import Node, wait_for
 from tests.support.prometheus import Prometheus, needs_prometheus
 from tests.support.sharded_job import JOB, NODES, ShardedJob
@@ -42,7 +41,7 @@ class Scene:
         self.prometheus = prometheus
 
     def node_state(self, node: Node) -> NodeState:
-        return self.job.client.get(f"/v1/nodes/{node.name}", op.NodeDetail).summary.state
+        return self.job.client.node(node.name).summary.state
 
     def kill_rank(self, node: Node) -> None:
         """SIGKILL to the node's newest rank, whose log has its pid."""
@@ -85,7 +84,7 @@ def live_through_faults(scene: Scene) -> None:
     world.nodes["n4"].set_gpu(xid=79)
     wait_for(lambda: scene.node_state(world.nodes["n4"]) is not NodeState.HEALTHY, "n4 is evicted", DEADLINE_S)
     with suppress(NotFound):
-        scene.job.client.get("/v1/nodes/nobody", op.NodeDetail)
+        scene.job.client.node("nobody")
 
 
 def asked() -> dict[str, Kind]:

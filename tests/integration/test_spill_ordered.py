@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from everstep.cli.client import ControllerClient
+from everstep.client import Client
 from everstep.errors import NotFound
-from everstep.wire.v1 import operator as op
-from everstep.wire.v1.operator_history import CheckpointCopy, JobCheckpoints
+from everstep.wire.v1.operator_history import CheckpointCopy
 from examples.demo.world import wait_for
 from tests.support.launched import Launched, launched
 from tests.support.warm_launcher import WarmWorld
@@ -165,7 +164,7 @@ def test_stopped_job_resumes_from_storage_automatically(short_path: Path) -> Non
         world.start_controller()
         world.boot_nodes()
         node = world.nodes["n1"]
-        client = ControllerClient(world.url, world.operator_token)
+        client = Client(world.url, world.operator_token)
 
         def launch() -> None:
             command = ["-m", "everstep_trainer.launch", "--job", "spilled", "--agent-socket", str(node.agent_socket)]
@@ -174,14 +173,14 @@ def test_stopped_job_resumes_from_storage_automatically(short_path: Path) -> Non
 
         def stored() -> list[CheckpointCopy]:
             try:
-                told = client.get("/v1/jobs/spilled/checkpoints", JobCheckpoints)
+                told = client.job_checkpoints("spilled")
             except NotFound:  # its launcher is not there yet
                 return []
             return [one for one in told.versions if one.storage_tier == "storage" and one.restorable]
 
         launch()
         wait_for(lambda: bool(stored()), "a checkpoint on storage")
-        client.post("/v1/jobs/spilled/stop", op.ReasonOnlyRequest(reason="to go on later"), op.ChangeResult)
+        client.stop_job("spilled", reason="to go on later")
         assert node.launcher is not None
         node.launcher.wait(60)
         steps, newest = short_path / "steps-0", stored()[0]

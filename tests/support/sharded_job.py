@@ -6,10 +6,9 @@ import json
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from everstep.cli.client import ControllerClient
+from everstep.client import Client
 from everstep.errors import NotFound
-from everstep.wire.v1 import operator as op
-from everstep.wire.v1.operator_history import CheckpointCopy, JobCheckpoints
+from everstep.wire.v1.operator_history import CheckpointCopy
 from everstep.wire.v1.training import GenerationSpec
 from examples.demo.world import World
 
@@ -40,7 +39,7 @@ class ShardedJob:
     ) -> None:
         self.world = world
         world.start_controller()
-        self.client = ControllerClient(world.url, world.operator_token)
+        self.client = Client(world.url, world.operator_token)
         world.boot_nodes(deadline_s=DEADLINE_S)
         for node in world.nodes.values():
             command = ["-m", "everstep_trainer.launch", "--job", JOB, "--nnodes", f"2:{len(world.nodes)}"]
@@ -50,7 +49,7 @@ class ShardedJob:
     def versions(self) -> tuple[CheckpointCopy, ...]:
         """What is kept of it, wherever."""
         try:
-            return self.client.get(f"/v1/jobs/{JOB}/checkpoints", JobCheckpoints).versions
+            return self.client.job_checkpoints(JOB).versions
         except NotFound:  # its launchers are not there yet
             return ()
 
@@ -59,7 +58,7 @@ class ShardedJob:
         return self.spec().number
 
     def spec(self) -> GenerationSpec:
-        return self.client.get("/v1/generations", op.GenerationList, job=JOB).generations[-1]
+        return next(iter(self.client.generations(job=JOB)))
 
     def digests(self, did: str, generation: int, step: int) -> set[str]:
         """Of all ranks that did so."""

@@ -15,13 +15,17 @@ import random
 import secrets
 import ssl
 from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from everstep.bearer_tokens import hash_secret, stored_token
-from everstep.cli.client import ControllerClient
 from everstep.clock import Backoff, Clock
 from everstep.errors import ConfigurationError, EverstepError, Unavailable
-from everstep.wire.v1.enrolment import Enrol, Enrolled
+from everstep.wire.v1.enrolment import Enrolled
 from everstep_agent.config import AgentSettings, read_token, tls_context
+
+if TYPE_CHECKING:
+    from everstep.client.exchange import Call
 
 log = logging.getLogger(__name__)
 
@@ -67,26 +71,43 @@ async def renew_token(settings: AgentSettings, refused_token: str) -> str:
 def enrol(settings: AgentSettings) -> None:
     """Request a credential and overwrite the token file. Blocks for one request at each controller. Raises Unavailable,
     ConfigurationError, EverstepError."""
+    from everstep.client import calls, exchange  # most agents have their token and never enrol
+
     assert settings.token_file is not None
     join_token = read_token(settings.join_token_file, "join token")
     secret_file = settings.token_file.with_name(f".{settings.token_file.name}.enrolling")
     secret = _load_or_create_secret(secret_file)
-    request = Enrol(node=settings.node, secret_hash=hash_secret(secret))
-    enrolled = _request_enrolment(settings, join_token, request)
+    call = calls.enrol(settings.node, hash_secret(secret))
+    tls = tls_context(settings)
+    controllers = exchange.Controllers(settings.controllers)
+    enrolled = exchange.send_to_leader(controllers, lambda url: _send(url, call, join_token, tls))
     write_private(settings.token_file, stored_token(enrolled.credential, secret))
     secret_file.unlink(missing_ok=True)
     log.info("enrolled as node %s, credential %s", settings.node, enrolled.credential, extra={"node": settings.node})
 
 
-def _request_enrolment(settings: AgentSettings, join_token: str, request: Enrol) -> Enrolled:
-    """Return the first controller's answer. Raises its refusal, or Unavailable if none answers."""
-    tls, failure = tls_context(settings), Unavailable("no controller is configured")
-    for url in settings.controllers:
+def _send(url: str, call: Call[Enrolled], token: str, tls: ssl.SSLContext | None) -> Enrolled:
+    """Return the answer of one controller. Raises its refusal, or NoAnswer, since enrolment may be repeated.
+
+    The standard library serves one request in an agent's life. httpx would take 12 MiB for it.
+    """
+    from http.client import HTTPConnection, HTTPException, HTTPSConnection
+
+    from everstep.client.exchange import no_answer
+
+    place = urlsplit(url)
+    host, timeout_s = place.hostname or "", call.timeout_s
+    if place.scheme == "https":
+        connection: HTTPConnection = HTTPSConnection(host, place.port, timeout=timeout_s, context=tls)
+    else:
+        connection = HTTPConnection(host, place.port, timeout=timeout_s)
+    with contextlib.closing(connection):
         try:
-            return ControllerClient(url, join_token, tls=tls).post("/v1/enrol", request, Enrolled)
-        except Unavailable as error:
-            failure = error
-    raise failure
+            connection.request(call.method, call.target, call.content, call.headers(token))
+            response = connection.getresponse()
+            return call.read(response.status, response.read(), url)
+        except (OSError, HTTPException) as error:
+            raise no_answer(url, error) from error
 
 
 def _load_or_create_secret(file: Path) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from everstep.client import Call, Client
 from everstep.errors import Unavailable
 from everstep.wire.v1.operator import Event, EventList, NodeList
 from examples.demo.watch import Watch
@@ -17,20 +17,21 @@ EVICTED = Event(id=7, at=1.0, kind="verdict.evict", sentence="n1 is out", node="
 def test_watch_keeps_events_after_a_failed_request() -> None:
     failing, asked = [True], []
 
-    def get(path: str, _kind: Any) -> Any:
-        asked.append(path)
-        if path.startswith("/v1/events"):
-            new = path.endswith("after=0&limit=500")
-            return EventList(events=(EVICTED,) if new else (), next_after=7)
-        if failing.pop() if failing else False:
-            raise Unavailable("busy")
-        return NodeList(nodes=(), total=0)
+    class Played(Client):
+        def send(self, call: Call[Any]) -> Any:
+            asked.append(call.target)
+            if call.path == "/v1/events":
+                new = call.query["after"] == 0
+                return EventList(events=(EVICTED,) if new else (), next_after=7)
+            if failing.pop() if failing else False:
+                raise Unavailable("busy")
+            return NodeList(nodes=(), total=0)
 
     seen: list[Event] = []
-    watch = Watch(lambda: SimpleNamespace(get=get), "demo", seen.append)  # type: ignore[arg-type, return-value]
+    watch = Watch(lambda: Played("http://c:1"), "demo", seen.append)
     with pytest.raises(Unavailable):
         watch._poll()
     watch._poll()
     watch._poll()
     assert seen == watch.events == [EVICTED]
-    assert asked[-2] == "/v1/events?after=7&limit=500"
+    assert asked[-2] == "/v1/events?limit=500&after=7"

@@ -24,10 +24,9 @@ from everstep_agent.drivers.kmsg import KernelLog
 from everstep_controller.config import read_password, read_secret
 
 from everstep.bearer_tokens import Identity, TokenRole, hash_secret, verify_with_secret
-from everstep.cli.client import ControllerClient
+from everstep.client import Client
 from everstep.errors import Unavailable
-from everstep.wire.v1.enrolment import Credential, Enrol, Enrolled, Issued, IssueJoin
-from everstep.wire.v1.operator import NodeList
+from everstep.wire.v1.enrolment import Credential, Issued, IssueJoin
 from tests.support.controllers import SECRET, ControllerProcess
 from tests.support.helm import CHART, Manifest, containers, render
 
@@ -102,15 +101,15 @@ class Leader:
 
     def __init__(self, away: int = 0) -> None:
         self.away = away
-        self.asked: list[tuple[str, IssueJoin]] = []
+        self.asked: list[IssueJoin] = []
 
-    def post(self, path: str, body: IssueJoin, kind: type[Issued]) -> Issued:
+    def issue_credential(self, body: IssueJoin) -> Issued:
         if self.away:
             self.away -= 1
             raise Unavailable("no controller answers")
-        self.asked.append((path, body))
+        self.asked.append(body)
         credential = Credential(id="0" * 16, role=TokenRole.JOIN, subject="*", created_at=0.0, created_by="helm-chart")
-        return kind(credential=credential, token="es1.join.secret", trace="0" * 16)
+        return Issued(credential=credential, token="es1.join.secret", trace="0" * 16)
 
 
 def options(**given: Any) -> argparse.Namespace:
@@ -152,12 +151,11 @@ def test_another_job_that_was_first_wins(api: SecretsApi) -> None:
 
 def test_join_token_waits_for_a_leader(api: SecretsApi, monkeypatch: pytest.MonkeyPatch) -> None:
     leader = Leader(away=2)
-    monkeypatch.setattr(make_secrets, "ControllerClient", lambda *_, **__: leader)
+    monkeypatch.setattr(make_secrets, "Client", lambda *_, **__: leader)
     monkeypatch.setattr(make_secrets, "RETRY_S", 0.001)
     make_secrets.run(options(join="join", join_replaces=True), api.store())
     assert api.data("join") == {"token": "es1.join.secret"}
-    ((path, body),) = leader.asked
-    assert path == "/v1/credentials"
+    (body,) = leader.asked
     assert (body.subject, body.uses, body.replace) == ("*", None, True)
 
 
@@ -169,11 +167,9 @@ def test_join_token_of_a_real_controller_enrols_nodes(api: SecretsApi, tmp_path:
         make_secrets.run(options(join="join", controllers=controller.url), api.store())
         token = api.data("join")["token"]
         for node in ("n1", "n2"):
-            enrolled = ControllerClient(controller.url, token).post(
-                "/v1/enrol", Enrol(node=node, secret_hash=hash_secret("s" * 64)), Enrolled
-            )
+            enrolled = Client(controller.url, token).enrol(node, hash_secret("s" * 64))
             assert enrolled.node == node
-        ControllerClient(controller.url, api.data("metrics")["controller"]).get("/v1/nodes", NodeList)
+        Client(controller.url, api.data("metrics")["controller"]).nodes().collect()
     finally:
         controller.terminate()
 

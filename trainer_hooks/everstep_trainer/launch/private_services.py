@@ -30,12 +30,11 @@ from urllib.parse import urlencode
 
 import msgspec
 
-from everstep.cli.client import ControllerClient, path, read_token
+from everstep.client import Client, read_token
 from everstep.clock import Clock
 from everstep.errors import DECODE_ERRORS, ConfigurationError, EverstepError, Unavailable
 from everstep.layout.vault_status import Pid, is_locked, read_status
 from everstep.parent_process import PARENT_VARIABLE
-from everstep.wire.v1.operator import ChangeResult, NodeList, ReasonOnlyRequest
 from everstep_trainer.launch.fork_client import wait_for_exit
 from everstep_trainer.launch.job_rendezvous import (
     AUTHORITY_FILE,
@@ -285,7 +284,7 @@ class PrivateServices:
         self._serves = True
         return run_dir / "agent" / "agent.sock"
 
-    async def ask(self, request: Callable[[ControllerClient], T]) -> T | None:
+    async def ask(self, request: Callable[[Client], T]) -> T | None:
         """Return the controller's answer to a request, made in a thread; None if there is none to ask, or it failed."""
         if not self._serves:
             return None
@@ -296,24 +295,22 @@ class PrivateServices:
 
     async def stop_job(self, reason: str) -> None:
         """Order the end of the job, since this launcher's controller is about to end; other launchers are told."""
-        order, request = path("jobs", self._name, "stop"), ReasonOnlyRequest(reason=reason)
-        await self.ask(lambda client: client.post(order, request, ChangeResult))
+        await self.ask(lambda client: client.stop_job(self._name, reason=reason))
 
     async def wait_for_other_nodes(self) -> None:
         """Wait until the other nodes' agents have left, which know of the job's end then; END_NOTICE_WAIT_S at most."""
 
-        def others(client: ControllerClient) -> bool:
-            nodes = client.get(f"/v1/nodes?{urlencode({'limit': 1000})}", NodeList).nodes
-            return any(one.connected and one.node != self._network.node for one in nodes)
+        def others(client: Client) -> bool:
+            return any(one.connected and one.node != self._network.node for one in client.nodes())
 
         deadline = self._clock.monotonic() + END_NOTICE_WAIT_S
         while await self.ask(others) and self._clock.monotonic() < deadline:
             await asyncio.sleep(0.1)
 
-    def _client(self) -> ControllerClient:
+    def _client(self) -> Client:
         assert self._run_directory is not None
         url, tls = self.controller()
-        return ControllerClient(url, read_token(str(self._run_directory.path / "operator.token")), tls=tls)
+        return Client(url, read_token(str(self._run_directory.path / "operator.token")), tls=tls)
 
     async def end(self) -> None:
         """End the agent, then the controller, and remove the run directory.

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from everstep.bearer_tokens import TokenRole, mint, split_secrets
-from everstep.cli.client import ControllerClient
+from everstep.client import Client
 from everstep.errors import EverstepError
-from everstep.wire.v1.enrolment import Issued, IssueJoin
+from everstep.wire.v1.enrolment import IssueJoin
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 NAME = "helm-chart"
@@ -103,13 +103,13 @@ def self_signed(names: list[str]) -> Data:
         return {"tls.crt": certificate.read_bytes(), "tls.key": key.read_bytes(), "ca.crt": certificate.read_bytes()}
 
 
-def issue_join_token(client: ControllerClient, replace: bool) -> str:
+def issue_join_token(client: Client, replace: bool) -> str:
     """Return a join token for any number of nodes. Waits for a controller that leads. Raises EverstepError."""
     body = IssueJoin(subject="*", uses=None, replace=replace, reason="installed by Helm", note="the chart's agents")
     end = time.monotonic() + WAIT_FOR_CONTROLLER_S  # noqa: TID251 - a program of its own
     while True:
         try:
-            return client.post("/v1/credentials", body, Issued).token
+            return client.issue_credential(body).token
         except EverstepError as error:
             if time.monotonic() > end:  # noqa: TID251
                 raise
@@ -134,7 +134,7 @@ def run(options: argparse.Namespace, store: SecretStore) -> None:
         pair = store.ensure(options.tls, lambda: self_signed(options.tls_names.split(",")), "kubernetes.io/tls")
         tls = ssl.create_default_context(cadata=pair["ca.crt"].decode())
     if options.join:
-        client = ControllerClient(options.controllers, mint(secret, TokenRole.OPERATOR, NAME), tls=tls)
+        client = Client(options.controllers, mint(secret, TokenRole.OPERATOR, NAME), tls=tls)
         store.ensure(options.join, lambda: {"token": issue_join_token(client, options.join_replaces).encode()})
 
 

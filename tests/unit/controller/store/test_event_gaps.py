@@ -15,8 +15,8 @@ from everstep_controller.store.retention import RetentionLimits, prune_events
 from everstep_controller.store.table_access import AUDIT_ID_GAP, RESTORED
 from everstep_controller.store.writer import DatabaseWriter
 
-from everstep.cli.client import ControllerClient
 from everstep.cli.events import _follow
+from everstep.client import Client
 from everstep.wire.v1 import operator as op
 from tests.support.controllers import VIEWER, ControllerProcess, controller_process, registration
 from tests.support.forked import ForkPool
@@ -108,26 +108,23 @@ def test_client_reports_gap_left_by_retention(program_forks: ForkPool, tmp_path:
         writer.close()
         engine.dispose()
         process.start()
-        client = ControllerClient(process.url, VIEWER["Authorization"].removeprefix("Bearer "))
-        with closing(client.stream("/v1/events/stream?after=1")) as stream:
-            name, data = next(stream)
-    gap = msgspec.json.decode(data, type=op.EventGap)
-    assert (name, gap.after, gap.through, gap.reason) == ("gap", 1, newest - 1, "deleted")
+        client = Client(process.url, VIEWER["Authorization"].removeprefix("Bearer "))
+        with closing(client.stream(1)) as stream:
+            gap = next(stream)
+    assert isinstance(gap, op.EventGap)
+    assert (gap.after, gap.through, gap.reason) == (1, newest - 1, "deleted")
 
 
 def test_events_command_prints_gap_and_continues(capsys: pytest.CaptureFixture[str]) -> None:
-    asked: list[str] = []
+    asked: list[int | None] = []
 
-    class Played(ControllerClient):
-        def stream(self, path: str) -> Iterator[tuple[str, bytes]]:
-            asked.append(path)
+    class Played(Client):
+        def stream(self, after: int | None = None) -> Iterator[op.Event | op.EventGap]:
+            asked.append(after)
             if len(asked) > 1:
                 raise KeyboardInterrupt
-            yield (
-                "gap",
-                msgspec.json.encode(op.EventGap(after=3, through=7, reason="deleted", sentence="4 to 7 are gone")),
-            )
+            yield op.EventGap(after=3, through=7, reason="deleted", sentence="4 to 7 are gone")
 
     _follow(Played("http://c:1", ""), 3, True, kind="")
-    assert asked == ["/v1/events/stream?after=3", "/v1/events/stream?after=7"]
+    assert asked == [3, 7]
     assert capsys.readouterr() == ("", "4 to 7 are gone\n")

@@ -17,9 +17,9 @@ from rich.text import Text
 from typer.testing import CliRunner, Result
 
 from everstep.cli import context, tables
-from everstep.cli.client import path
 from everstep.cli.events import parse_time
 from everstep.cli.main import app
+from everstep.client.exchange import path
 from everstep.errors import ConfigurationError
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1 import operator as op
@@ -184,7 +184,7 @@ def test_budget_shows_time_until_free(monkeypatch: pytest.MonkeyPatch, tmp_path:
     )
 
     class Told:
-        def get(self, *_: Any) -> operator_history.BudgetStatus:
+        def budget(self) -> operator_history.BudgetStatus:
             return operator_history.BudgetStatus(window_s=300.0, scopes=(scope,))
 
     drawn: list[Any] = []
@@ -202,7 +202,7 @@ def test_budget_shows_no_time_while_breaker_is_tripped(monkeypatch: pytest.Monke
     scope = operator_history.BudgetScope(kind="fleet", name="", limit=1, used=1, remaining=0, nodes=6)
 
     class Told:
-        def get(self, *_: Any) -> operator_history.BudgetStatus:
+        def budget(self) -> operator_history.BudgetStatus:
             return operator_history.BudgetStatus(window_s=300.0, breaker="the budget is used up", scopes=(scope,))
 
     drawn: list[Any] = []

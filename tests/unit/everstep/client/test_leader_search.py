@@ -1,0 +1,145 @@
+"""Both clients find the leader, retry what may be retried, and say why nobody answers."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from everstep.client import AsyncClient, Call, Client, exchange, read_token
+from everstep.errors import ConfigurationError, EverstepError, MalformedMessage, PermissionDenied, Unavailable
+from tests.support.played_controllers import NOBODY, PlayedControllers, leads, stands_by
+
+QUERY: Call[dict[str, int]] = Call(method="GET", path="/", kind=dict)
+ORDER: Call[dict[str, int]] = Call(method="POST", path="/", kind=dict, body={})
+LEADER = {"who": 1}
+
+Send = Callable[[Call[Any]], Any]
+
+
+def blocking(addresses: str, **more: Any) -> Send:
+    return Client(addresses, "token", **more).send
+
+
+def concurrent(addresses: str, **more: Any) -> Send:
+    client = AsyncClient(addresses, "token", **more)
+    return lambda call: asyncio.run(client.send(call))
+
+
+@pytest.fixture
+def controllers() -> Iterator[PlayedControllers]:
+    made = PlayedControllers()
+    yield made
+    made.close()
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "LEADER_PAUSE_S", 0.0)
+
+
+@pytest.fixture(params=[blocking, concurrent])
+def client(request: pytest.FixtureRequest) -> Callable[..., Send]:
+    made: Callable[..., Send] = request.param
+    return made
+
+
+@pytest.mark.promise("single-leader")
+def test_client_finds_leader_among_several_controllers(
+    client: Callable[..., Send], controllers: PlayedControllers
+) -> None:
+    send = client(",".join([NOBODY, controllers.add(stands_by()), controllers.add(leads)]))
+    assert send(QUERY) == LEADER
+    assert send(QUERY) == LEADER
+    assert controllers.asked == ["c0", "c1", "c1"]
+
+
+def test_client_follows_leader_named_by_standby(client: Callable[..., Send], controllers: PlayedControllers) -> None:
+    leader = controllers.add(leads)
+    assert client(controllers.add(stands_by(leader)))(ORDER) == LEADER
+    assert controllers.asked == ["c1", "c0"]
+
+
+def test_client_does_not_follow_downgrade_to_http(client: Callable[..., Send], controllers: PlayedControllers) -> None:
+    with pytest.raises(Unavailable, match="no controller answers"):
+        client("https://127.0.0.1:1")(QUERY)
+    plain = controllers.add(stands_by("https://127.0.0.1:1"))
+    with pytest.raises(Unavailable, match="stands by"):
+        client(plain)(QUERY)
+
+
+def test_client_retries_for_a_while_without_leader(client: Callable[..., Send], controllers: PlayedControllers) -> None:
+    answers = iter([stands_by(), stands_by(), leads])
+    assert client(controllers.add(lambda: next(answers)()))(QUERY) == LEADER
+    with pytest.raises(Unavailable, match="stands by"):
+        client(controllers.add(stands_by()))(QUERY)
+    assert controllers.asked.count("c1") == exchange.LEADER_ROUNDS
+
+
+def test_client_does_not_repeat_a_possibly_accepted_order(
+    client: Callable[..., Send], controllers: PlayedControllers
+) -> None:
+    addresses = ",".join([controllers.add(lambda: None), controllers.add(leads)])
+    with pytest.raises(Unavailable, match="check before you repeat it"):
+        client(addresses)(ORDER)
+    assert controllers.asked == ["c0"]
+    assert client(addresses)(QUERY) == LEADER
+
+
+def test_client_names_first_address_when_none_answers(client: Callable[..., Send]) -> None:
+    with pytest.raises(Unavailable, match=r"no controller answers at http://127\.0\.0\.1:1 \(.+\): check that it runs"):
+        client(f"{NOBODY}, http://127.0.0.1:2")(QUERY)
+
+
+def test_client_explains_controller_without_tls(client: Callable[..., Send], controllers: PlayedControllers) -> None:
+    plain = controllers.add(leads)
+    with pytest.raises(Unavailable, match="does not use TLS"):
+        client(plain.replace("http://", "https://"), tls=ssl.create_default_context())(QUERY)
+
+
+def test_refusal_is_raised_as_its_class(client: Callable[..., Send], controllers: PlayedControllers) -> None:
+    refused = controllers.add(lambda: (403, {"code": "forbidden", "detail": "viewers may not"}))
+    with pytest.raises(PermissionDenied, match="viewers may not"):
+        client(refused)(ORDER)
+    with pytest.raises(EverstepError, match="but not as a controller"):
+        client(controllers.add(lambda: (502, {"message": "bad gateway"})))(QUERY)
+
+
+def test_answer_of_another_program_is_refused(client: Callable[..., Send], controllers: PlayedControllers) -> None:
+    number: Call[int] = Call(method="GET", path="/", kind=int)
+    with pytest.raises(MalformedMessage, match="check that it is a controller of this release"):
+        client(controllers.add(leads))(number)
+
+
+def test_call_to_all_reports_each_controller(controllers: PlayedControllers) -> None:
+    addresses = [controllers.add(leads), NOBODY]
+    said = Client(addresses, "token").send_to_all(ORDER)
+    assert said == asyncio.run(AsyncClient(addresses).send_to_all(ORDER)) | {NOBODY: said[NOBODY]}
+    assert said[addresses[0]] == LEADER
+    assert isinstance(said[NOBODY], Unavailable)
+
+
+def test_proxy_settings_are_ignored(
+    client: Callable[..., Send], controllers: PlayedControllers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HTTP_PROXY", NOBODY)
+    assert client(controllers.add(leads))(QUERY) == LEADER
+
+
+@pytest.mark.parametrize("address", ["controller:7700", "ftp://c:1", "http://", "http://c:port", "http://c:99999", ""])
+def test_malformed_address_is_refused(address: str) -> None:
+    with pytest.raises(ConfigurationError, match="is not a controller's address"):
+        Client(address, "token")
+
+
+def test_invalid_token_file_is_refused_without_showing_content(tmp_path: Path) -> None:
+    for text in ("-----BEGIN KEY-----\nsecret\n", "two words", "t\u00f6ken", "\x1b[2J"):
+        file = tmp_path / "token"
+        file.write_text(text)
+        with pytest.raises(ConfigurationError, match="does not contain a token") as refused:
+            read_token(str(file))
+        assert text.strip() not in str(refused.value)
