@@ -201,7 +201,7 @@ def page_bytes() -> list[Row]:
     """Bytes of everything that is served, with and without compression."""
     from everstep_controller.api import web_page
 
-    files = [web_page.load(name) for name in web_page.FILES]
+    files = [web_page.load(name) for name in web_page.FILES if not name.startswith("docs.")]
     return [
         Row("bytes of the page", sum(len(one.plain) for one in files) / 1000, "kB", floor=300.0, aim=250.0),
         Row("bytes of the page, as sent", sum(len(one.gzipped) for one in files) / 1000, "kB"),

@@ -69,7 +69,7 @@ class Watched:
 
     def open(self, link: str) -> Any:
         """Open a link from a blank page, as a person would."""
-        self._home = link.partition("/#")[0]
+        self._home = "/".join(link.split("/")[:3])
         self.page.goto("about:blank")
         self.page.goto(link)
         return self.page

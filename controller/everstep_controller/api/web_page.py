@@ -1,4 +1,4 @@
-"""Serve the operators' web page: static files with entity tags, compression and security headers."""
+"""Serve the operators' page and the interactive API page: static files with entity tags and security headers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from fastapi import FastAPI, Request, Response
 from everstep_controller.api import endpoints
 
 FOLDER = Path(__file__).parent.parent / "web"
-INDEX = "index.html"
+PAGES = {"/": "index.html", "/docs": "docs.html"}
+"""Files with a path of their own: the operators' page and the interactive API page."""
 MEDIA_TYPES = {
     "html": "text/html; charset=utf-8",
     "css": "text/css; charset=utf-8",
@@ -66,6 +67,6 @@ def _endpoint(name: str) -> Callable[[Request], Awaitable[Response]]:
 
 
 def install(app: FastAPI) -> None:
-    """Add the page at ``/`` and each of its files below ``/web/``. They need no token, like the health checks."""
-    for path, name in [("/", INDEX), *((f"/web/{name}", name) for name in FILES)]:
+    """Add the pages, and each of their files below ``/web/``. They need no token, like the health checks."""
+    for path, name in [*PAGES.items(), *((f"/web/{name}", name) for name in FILES)]:
         app.add_api_route(path, _endpoint(name), methods=endpoints.READING, include_in_schema=False)

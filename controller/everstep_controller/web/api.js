@@ -73,6 +73,26 @@ async function post(path, body, etag) {
   return response.json();
 }
 
+// ---- any route, as the interactive API page sends it
+
+export const description = () => get("/openapi.json");
+
+export async function raw({ method, path, headers, body }) {
+  const json = method === "POST" && { "Content-Type": "application/json" };
+  const response = await send(path, { method, headers: headersOf({ ...headers, ...json }), ...(json && { body }) });
+  const media = response.headers.get("content-type") || "";
+  const text = await response.text();
+  return { status: response.status, media, text: media.includes("json") && text ? pretty(text) : text };
+}
+
+function pretty(text) {
+  try {
+    return JSON.stringify(JSON.parse(text), null, 2);
+  } catch {
+    return text;
+  }
+}
+
 const encode = encodeURIComponent;
 
 // ---- shapes

@@ -209,7 +209,7 @@ def test_rest_page_has_the_routes_of_the_application(tmp_path: Path) -> None:
         assert controller.controller is not None
         served = routes_of(controller.controller.app)
     written = set(re.findall(r"^\| ([A-Z]+) \| \[`(.+?)`\]", rest.routes_page(), re.MULTILINE))
-    page = {("GET", "/"), *(("GET", f"/web/{name}") for name in web_page.FILES)}
+    page = {*(("GET", path) for path in web_page.PAGES), *(("GET", f"/web/{name}") for name in web_page.FILES)}
     assert written | {("GET", "/openapi.json")} | page == served  # it describes neither itself nor the web page
 
 
