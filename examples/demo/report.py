@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from html import escape
 from pathlib import Path
+
+import jinja2
+from markupsafe import Markup
 
 from everstep.receipts.page import STYLE
 from examples.demo.story import FaultRecord, Run
@@ -21,7 +23,7 @@ LAYOUTS = {
     "fsdp2": "Every rank holds a shard of its own, of which another node's vault has a copy; there is nobody to vote.",
 }
 
-PICTURE_STYLE = Path(__file__).with_name("report.css")
+FOLDER = Path(__file__).parent
 
 
 def _seconds(value: float | None) -> str:
@@ -134,21 +136,6 @@ def difference_picture(run: Run, reference: Run) -> str:
     return f'<svg viewBox="{size}" role="img" aria-label="difference of the loss by step">{"".join(parts)}</svg>'
 
 
-def _fault_rows(faults: list[FaultRecord]) -> str:
-    rows = []
-    for number, fault in enumerate(faults, 1):
-        verdict = '<b class="ok">recovered</b>' if fault.ok else f'<b class="no">{escape(fault.problem or "no")}</b>'
-        rows.append(
-            f"<tr><td class=n>{number}</td>"
-            f"<td>{escape(fault.title)}<br><span class=why>{escape(fault.sentence)}</span></td>"
-            f"<td class=n>{fault.step}</td><td class=n>{_seconds(fault.since(fault.found_at))}</td>"
-            f"<td class=n>{_seconds(fault.since(fault.decided_at))}</td>"
-            f"<td class=n>{_seconds(fault.since(fault.first_step_at))}</td><td class=n>{fault.steps_lost}</td>"
-            f"<td>{escape(fault.evicted_node or '–')}</td><td>{verdict}</td></tr>"
-        )
-    return "".join(rows)
-
-
 def write_report(
     path: Path,
     *,
@@ -172,26 +159,18 @@ def write_report(
             ("equal to the bit through step", str(verified.exact_through)),
             ("samples seen / repeated / skipped", f"{verified.seen} / {verified.repeated} / {verified.skipped}"),
         ]
-    card_html = "".join(f'<div class="card"><span>{escape(k)}</span><b>{escape(v)}</b></div>' for k, v in cards)
-    lines = "".join(
-        f"<tr><td class=n>{at:.3f} s</td><td>{escape(kind)}</td><td>{escape(sentence)}</td></tr>"
-        for at, kind, sentence in timeline
+    pages = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(FOLDER), autoescape=True, undefined=jinja2.StrictUndefined
     )
-    wrong = "".join(f'<p class="no">{escape(problem)}</p>' for problem in problems)
-    head = "<th class=n>#</th><th>what was done</th><th class=n>step</th><th class=n>found</th><th class=n>decided</th>"
-    head += "<th class=n>next step</th><th class=n>steps again</th><th>evicted</th><th></th>"
-    path.write_text(
-        f"<!doctype html><html lang=en><meta charset=utf-8><title>Everstep demo</title>"
-        f"<style>{STYLE.read_text()}{PICTURE_STYLE.read_text()}</style>"
-        f"<h1>A training run that would not stop</h1>"
-        f"<p class=lead>Four nodes and a spare on one machine; the faults are real signals to real processes. "
-        f"{LAYOUTS[layout]}</p>"
-        f"<div class=cards>{card_html}</div>{wrong}"
-        f"<h2>Loss</h2><p class=why><span style='color:var(--ours)'>━</span> this run &nbsp; "
-        f"<span style='color:var(--theirs)'>┅</span> the same seed, uninterrupted &nbsp; "
-        f"<span style='color:var(--bad)'>●</span> a fault, as numbered below</p>{loss_picture(run, reference, faults)}"
-        f"<p class=why>How far the two are apart. After a fault the ranks may be fewer, and add in another order.</p>"
-        f"{difference_picture(run, reference)}"
-        f"<h2>Recoveries</h2><table><tr>{head}</tr>{_fault_rows(faults)}</table>"
-        f"<h2>Timeline</h2><table>{lines}</table></html>\n"
+    pages.filters["seconds"] = _seconds
+    page = pages.get_template("report.html.jinja").render(
+        style=Markup(STYLE.read_text() + (FOLDER / "report.css").read_text()),
+        lead=LAYOUTS[layout],
+        cards=cards,
+        problems=problems,
+        loss=Markup(loss_picture(run, reference, faults)),
+        difference=Markup(difference_picture(run, reference)),
+        faults=faults,
+        timeline=timeline,
     )
+    path.write_text(page + "\n")
