@@ -120,6 +120,8 @@ def connected_client(context: typer.Context) -> Iterator[Client]:
     given: ConnectionOptions = context.obj
     with reporting_errors():
         access = given.resolved(os.environ)
+        # httpx imports its own command line with click and pygments where they are: as long as all the rest of it.
+        sys.modules.setdefault("httpx._main", None)  # type: ignore[arg-type]
         with Client(access.controller, access.token(), tls=access.tls()) as client:
             yield client
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager, closing, contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 
@@ -17,7 +17,7 @@ import msgspec
 
 from everstep.client import calls, exchange
 from everstep.client.exchange import Call, Controllers, Listing, PageWalk
-from everstep.errors import EverstepError, MalformedMessage, Unavailable
+from everstep.errors import ConfigurationError, EverstepError, MalformedMessage, Unavailable
 from everstep.wire.v1.operator import Event, EventGap
 
 if TYPE_CHECKING:
@@ -184,7 +184,9 @@ def _failures(url: str, call: Call[Any]) -> Iterator[None]:
 
     try:
         yield
-    except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+    except httpx.InvalidURL as error:
+        raise ConfigurationError(f"{url!r} is not a controller's address ({error}): use http://HOST:PORT") from error
+    except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
         raise exchange.no_answer(url, _root(error)) from error
     except httpx.DecodingError as error:
         raise MalformedMessage(f"cannot decode the answer of {url} ({error})") from error
@@ -302,7 +304,7 @@ class Client(_Base):
             response = http.request(**self._request(url, call))
         return call.read(response.status_code, response.content, url)
 
-    def stream(self, after: int | None = None) -> Iterator[Event | EventGap]:
+    def stream(self, after: int | None = None) -> Generator[Event | EventGap, None, None]:
         """Yield events as they happen, until the controller ends the stream.
 
         Args:
@@ -333,7 +335,7 @@ class Client(_Base):
                     response.close()
             return response
 
-    def follow(self, after: int | None = None) -> Iterator[Event | EventGap]:
+    def follow(self, after: int | None = None) -> Generator[Event | EventGap, None, None]:
         """Yield events as they happen, for ever: across restarts of the controller and changes of the leader.
 
         Args:
@@ -347,9 +349,10 @@ class Client(_Base):
         seen = self.status().newest_event if after is None else after
         while True:
             try:
-                for event in self.stream(seen):
-                    seen = event.through if isinstance(event, EventGap) else event.id
-                    yield event
+                with closing(self.stream(seen)) as events:
+                    for event in events:
+                        seen = event.through if isinstance(event, EventGap) else event.id
+                        yield event
             except Unavailable:
                 pass  # the controller restarts; the next stream begins after the last event seen
             time.sleep(RECONNECT_PAUSE_S)
@@ -469,7 +472,7 @@ class AsyncClient(_Base):
             response = await http.request(**self._request(url, call))
         return call.read(response.status_code, response.content, url)
 
-    async def stream(self, after: int | None = None) -> AsyncIterator[Event | EventGap]:
+    async def stream(self, after: int | None = None) -> AsyncGenerator[Event | EventGap, None]:
         """Yield events as they happen, until the controller ends the stream. Arguments and errors as in ``Client``."""
         call = _stream_call(after)
         async with self._session() as http:
@@ -495,16 +498,17 @@ class AsyncClient(_Base):
                     await response.aclose()
             return response
 
-    async def follow(self, after: int | None = None) -> AsyncIterator[Event | EventGap]:
+    async def follow(self, after: int | None = None) -> AsyncGenerator[Event | EventGap, None]:
         """Yield events as they happen, for ever: across restarts of the controller and changes of the leader."""
         import asyncio
 
         seen = (await self.status()).newest_event if after is None else after
         while True:
             try:
-                async for event in self.stream(seen):
-                    seen = event.through if isinstance(event, EventGap) else event.id
-                    yield event
+                async with aclosing(self.stream(seen)) as events:
+                    async for event in events:
+                        seen = event.through if isinstance(event, EventGap) else event.id
+                        yield event
             except Unavailable:
                 pass  # the controller restarts; the next stream begins after the last event seen
             await asyncio.sleep(RECONNECT_PAUSE_S)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -316,13 +317,13 @@ class LeaderSearch:
 
 
 def _leader_retries() -> dict[str, Any]:
-    """Return the arguments of tenacity's ``Retrying`` and ``AsyncRetrying`` while only standby controllers answer."""
+    """Return the arguments of tenacity's ``Retrying`` and ``AsyncRetrying`` after a first round without a leader."""
     import tenacity
 
     return {
         "retry": tenacity.retry_if_exception_type(NotLeader),
         "wait": tenacity.wait_fixed(LEADER_PAUSE_S),
-        "stop": tenacity.stop_after_attempt(LEADER_ROUNDS),
+        "stop": tenacity.stop_after_attempt(LEADER_ROUNDS - 1),
         "reraise": True,
     }
 
@@ -333,7 +334,6 @@ def send_to_leader(controllers: Controllers, attempt: Callable[[str], T]) -> T:
     ``attempt`` raises NotLeader or NoAnswer where the next controller should be asked. Raises Unavailable if no
     controller leads within some seconds.
     """
-    import tenacity
 
     def one_round() -> T:
         search = controllers.search()
@@ -347,12 +347,17 @@ def send_to_leader(controllers: Controllers, attempt: Callable[[str], T]) -> T:
                 return found
         raise search.refusal()
 
-    return tenacity.Retrying(**_leader_retries())(one_round)
+    try:
+        return one_round()
+    except NotLeader:
+        import tenacity  # an import of its own: few requests need it
+
+        time.sleep(LEADER_PAUSE_S)
+        return tenacity.Retrying(**_leader_retries())(one_round)
 
 
 async def send_to_leader_async(controllers: Controllers, attempt: Callable[[str], Awaitable[T]]) -> T:
     """Do the same as ``send_to_leader`` with a coroutine."""
-    import tenacity
 
     async def one_round() -> T:
         search = controllers.search()
@@ -366,4 +371,12 @@ async def send_to_leader_async(controllers: Controllers, attempt: Callable[[str]
                 return found
         raise search.refusal()
 
-    return await tenacity.AsyncRetrying(**_leader_retries())(one_round)
+    try:
+        return await one_round()
+    except NotLeader:
+        import asyncio
+
+        import tenacity
+
+        await asyncio.sleep(LEADER_PAUSE_S)
+        return await tenacity.AsyncRetrying(**_leader_retries())(one_round)

@@ -136,6 +136,11 @@ def test_malformed_address_is_refused(address: str) -> None:
         Client(address, "token")
 
 
+def test_host_that_no_url_may_have_is_refused(client: Callable[..., Send]) -> None:
+    with pytest.raises(ConfigurationError, match="is not a controller's address"):
+        client("http://\u2603..c:1")(QUERY)
+
+
 def test_invalid_token_file_is_refused_without_showing_content(tmp_path: Path) -> None:
     for text in ("-----BEGIN KEY-----\nsecret\n", "two words", "t\u00f6ken", "\x1b[2J"):
         file = tmp_path / "token"
