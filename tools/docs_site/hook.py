@@ -12,10 +12,11 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from tools.docs_site import commands, events, findings, metrics, python_api, rest, scenarios, settings
+from tools.docs_site import client_methods, commands, events, findings, metrics, python_api, rest, scenarios, settings
 
 PAGES: dict[str, Callable[[], str]] = {
     "reference/python.md": python_api.page,
+    "reference/client-methods.md": client_methods.page,
     "reference/cli/everstep.md": commands.everstep_page,
     "reference/cli/everstep-agent.md": commands.agent_page,
     "reference/cli/everstep-controller.md": commands.controller_page,
