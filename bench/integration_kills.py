@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.table import Row, finish, parser_of
-from everstep.cli.client import ControllerClient, path, read_token
 from everstep.cli.context import local_runs, state_dir
+from everstep.client import Client, read_token
 from everstep.errors import EverstepError
 from everstep.vocabulary import JobState
 from everstep.wire.v1.operator import JobDetail
@@ -133,8 +133,8 @@ class Process:
         """Return the job as the run's own controller knows it; None while it has none."""
         for run in local_runs(state_dir(self._environment)):
             try:
-                client = ControllerClient(run.url, read_token(run.token_file))
-                return client.get(path("jobs", run.job), JobDetail)
+                with Client(run.url, read_token(run.token_file)) as client:
+                    return client.job(run.job)
             except EverstepError:
                 continue
         return None

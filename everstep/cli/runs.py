@@ -13,7 +13,6 @@ import msgspec
 import typer
 
 from everstep.cli import tables
-from everstep.cli.client import ControllerClient, path, read_token
 from everstep.cli.context import (
     Json,
     LocalRun,
@@ -24,6 +23,7 @@ from everstep.cli.context import (
     show,
     state_dir,
 )
+from everstep.client import Client, read_token
 from everstep.command_line import make_app
 from everstep.errors import ConfigurationError, EverstepError
 from everstep.receipts.files import StoredReceipt, find_receipt, receipt_json, stored_receipts, write_private
@@ -91,8 +91,7 @@ def job_receipt(
 ) -> None:
     """Show what a job did, and what failures cost compared with restarts from checkpoints."""
     with connected_client(context) as client:
-        model = {"checkpoint_interval_s": str(60 * checkpoint_every_min), "restart_s": str(restart_s)}
-        receipt = client.get(path("jobs", job, "receipt"), JobReceipt, **model)
+        receipt = client.receipt(job, checkpoint_interval_s=60 * checkpoint_every_min, restart_s=restart_s)
         if html is not None:
             try:
                 write_private(html, render_page(receipt).encode())
@@ -134,8 +133,8 @@ def _past(number: int, stored: StoredReceipt) -> ListedRun:
 def _ask(run: LocalRun) -> JobReceipt | None:
     """Return the receipt so far; None before the first launcher has joined, or if the controller does not answer."""
     try:
-        client = ControllerClient(run.url, read_token(run.token_file))
-        return client.get(path("jobs", run.job, "receipt"), JobReceipt)
+        with Client(run.url, read_token(run.token_file)) as client:
+            return client.receipt(run.job)
     except EverstepError:
         return None
 

@@ -16,6 +16,7 @@ from everstep.vocabulary import Verdict
 from everstep.wire.v1 import enrolment
 from everstep.wire.v1 import operator as op
 from everstep.wire.v1 import operator_history as history
+from everstep.wire.v1.receipts import JobReceipt
 from everstep.wire.v1.training import GenerationSpec
 
 T = TypeVar("T")
@@ -212,6 +213,30 @@ def job(job: str) -> Call[op.JobDetail]:
 def progress(job: str, *, since: float | None = None) -> Call[op.ProgressHistory]:
     """Return steps, step time and loss over the job's life, since a time in wall seconds."""
     return _get(path("jobs", job, "progress"), op.ProgressHistory, since=since)
+
+
+def receipt(
+    job: str,
+    *,
+    until: float | None = None,
+    checkpoint_interval_s: float | None = None,
+    restart_s: float | None = None,
+) -> Call[JobReceipt]:
+    """Return what a job did, and what failures cost compared with restarts from checkpoints.
+
+    Args:
+        job: Name of the job.
+        until: Wall seconds; later decisions are left out. Default: now.
+        checkpoint_interval_s: Seconds between the checkpoints of the comparison. Default: 1,800.
+        restart_s: Seconds of a restart of the comparison. Default: 60.
+    """
+    return _get(
+        path("jobs", job, "receipt"),
+        JobReceipt,
+        until=until,
+        checkpoint_interval_s=checkpoint_interval_s,
+        restart_s=restart_s,
+    )
 
 
 def restorability(job: str) -> Call[op.Restorability]:

@@ -288,8 +288,13 @@ class PrivateServices:
         """Return the controller's answer to a request, made in a thread; None if there is none to ask, or it failed."""
         if not self._serves:
             return None
+
+        def asked() -> T:
+            with self._client() as client:
+                return request(client)
+
         try:
-            return await asyncio.to_thread(lambda: request(self._client()))
+            return await asyncio.to_thread(asked)
         except EverstepError:
             return None
 

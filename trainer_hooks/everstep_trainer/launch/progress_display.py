@@ -13,7 +13,6 @@ import os
 from collections import deque
 from collections.abc import AsyncIterator, Mapping
 
-from everstep.cli.client import ControllerClient, path
 from everstep.clock import Clock
 from everstep.receipts.text import format_count, format_rough, format_span
 from everstep.vocabulary import GenerationReason, JobState
@@ -169,13 +168,10 @@ async def showing_progress(
 
 
 async def _show(private: PrivateServices, job: str, clock: Clock, interval_s: float, line: TerminalLine | None) -> None:
-    def ask(client: ControllerClient) -> JobDetail:
-        return client.get(path("jobs", job), JobDetail)
-
     text = ProgressText(max(RATE_WINDOW_S, interval_s))
     while True:
         await asyncio.sleep(interval_s if line is None else REFRESH_S)
-        detail = await private.ask(ask)
+        detail = await private.ask(lambda client: client.job(job))
         if detail is None:
             continue
         words = text.update(detail, clock.monotonic(), clock.wall())

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import msgspec
 
-from everstep.cli.client import ControllerClient, path
 from everstep.receipts.files import store_receipt
 from everstep.receipts.text import summary_lines
 from everstep.wire.v1.receipts import JobReceipt, ReceiptResult
@@ -31,12 +30,8 @@ async def report_run(
     """
     if exit_status is None and not private.has_controller:
         return
-    query = {} if exit_status is not None else {"until": str(now)}
-
-    def ask(client: ControllerClient) -> JobReceipt:
-        return client.get(path("jobs", job, "receipt"), JobReceipt, **query)
-
-    receipt = await private.ask(ask)
+    until = None if exit_status is not None else now
+    receipt = await private.ask(lambda client: client.receipt(job, until=until))
     if receipt is None:
         return
     receipt = concluded(receipt, exit_status, sentence)

@@ -86,16 +86,20 @@ class Client:
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
-    def get(self, path: str, _kind: type, /, **query: str) -> Any:
-        assert path == "/v1/jobs/llama/receipt"
-        assert query == {"checkpoint_interval_s": "3600.0", "restart_s": "60.0"}
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def receipt(self, job: str, **model: float) -> Any:
+        assert (job, model) == ("llama", {"checkpoint_interval_s": 3600.0, "restart_s": 60.0})
         return full_receipt()
 
 
 def test_job_receipt_is_written_as_a_page(
     environ: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("everstep.cli.context.ControllerClient", Client)
+    monkeypatch.setattr("everstep.cli.context.Client", Client)
     (tmp_path / "token").write_text("a.token")
     known = {**environ, "EVERSTEP_CONTROLLER": "http://127.0.0.1:9", "EVERSTEP_TOKEN_FILE": str(tmp_path / "token")}
     words = ["job", "receipt", "llama", "--checkpoint-every-min", "60"]

@@ -12,7 +12,7 @@ import pytest
 from everstep_trainer.launch.private_services import PrivateServices
 from everstep_trainer.launch.run_receipt import concluded, report_run
 
-from everstep.cli.client import ControllerClient
+from everstep.client import Client
 from everstep.clock import ManualClock
 from everstep.receipts.files import stored_receipts
 from everstep.wire.v1.receipts import JobReceipt
@@ -35,8 +35,8 @@ class Services(PrivateServices):
         request(self)
         return self.answer
 
-    def get(self, _path: str, _kind: type, /, **query: str) -> None:
-        self.asked = {"path": _path, **query}
+    def receipt(self, job: str, **query: Any) -> None:
+        self.asked = {"job": job, **query}
 
 
 def play(services: Services, directory: Path, exit_status: int | None, sentence: str = "over") -> None:
@@ -47,7 +47,7 @@ def test_receipt_is_printed_and_kept(tmp_path: Path, caplog: pytest.LogCaptureFi
     caplog.set_level(logging.INFO)
     services = Services(tmp_path, full_receipt())
     play(services, tmp_path, 0)
-    assert services.asked == {"path": "/v1/jobs/llama/receipt"}
+    assert services.asked == {"job": "llama", "until": None}
     (stored,) = stored_receipts(tmp_path)
     assert (stored.receipt.result, stored.receipt.sentence) == ("finished", "over")
     assert "job llama finished at step 900: 2 recoveries" in caplog.text
@@ -57,7 +57,7 @@ def test_receipt_is_printed_and_kept(tmp_path: Path, caplog: pytest.LogCaptureFi
 def test_interruption_leaves_out_what_follows_from_it(tmp_path: Path) -> None:
     services = Services(tmp_path, receipt(result="running"))
     play(services, tmp_path, None, "interrupted")
-    assert services.asked["until"] == "5.0"
+    assert services.asked["until"] == 5.0
     assert [one.receipt.result for one in stored_receipts(tmp_path)] == ["interrupted"]
 
 
@@ -73,12 +73,12 @@ def test_unresponsive_controller_costs_only_the_receipt(tmp_path: Path) -> None:
     assert stored_receipts(tmp_path) == []
 
     class Unreachable(PrivateServices):
-        def _client(self) -> ControllerClient:
-            return ControllerClient("http://127.0.0.1:9", "a.token")
+        def _client(self) -> Client:
+            return Client("http://127.0.0.1:9", "a.token")
 
     services = Unreachable(tmp_path, "llama", ManualClock(), None)
     services._serves = True
-    assert asyncio.run(services.ask(lambda client: client.get("/v1/jobs/llama/receipt", JobReceipt))) is None
+    assert asyncio.run(services.ask(lambda client: client.receipt("llama"))) is None
 
 
 def test_unwritable_folder_costs_only_the_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
