@@ -7,7 +7,7 @@ not, and neither are parameters that an optimizer trains but no tracked module h
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -111,7 +111,10 @@ def check_untracked(objects: Mapping[str, object]) -> None:
 
 
 def _untracked_names(root: nn.Module) -> Iterator[str]:
-    """Yield names in a custom ``state_dict()`` whose values share no memory with stored tensors."""
+    """Yield names in a custom ``state_dict()`` whose values share no memory with stored tensors.
+
+    Copies that replace stored tensors are none of them: a module may fuse projections and save them one by one.
+    """
     if not any(map(_has_custom_state_dict, root.modules())):
         return
     try:
@@ -120,11 +123,29 @@ def _untracked_names(root: nn.Module) -> Iterator[str]:
         log.info("the state_dict() of a %s cannot be checked now", type(root).__qualname__, exc_info=True)
         return
     stored = {_memory(tensor) for tensor in (*root.parameters(), *root.buffers())}
-    for name, value in state.items():
-        if name.endswith(_EXTRA_STATE_KEY_SUFFIX):
-            continue
-        if not isinstance(value, torch.Tensor) or (value.numel() and _memory(value) not in stored):
-            yield strip_wrapper_names(name)
+    unknown = {
+        name: value
+        for name, value in state.items()
+        if not name.endswith(_EXTRA_STATE_KEY_SUFFIX)
+        and (not isinstance(value, torch.Tensor) or (value.numel() and _memory(value) not in stored))
+    }
+    if not _replace_stored(unknown.values(), root, state.values()):
+        yield from map(strip_wrapper_names, unknown)
+
+
+def _replace_stored(unknown: Collection[object], root: nn.Module, values: Iterable[object]) -> bool:
+    """Return whether ``unknown`` values have as many elements as the stored tensors that are not among ``values``."""
+    present = {_memory(value) for value in values if isinstance(value, torch.Tensor)}
+    persistent = (
+        tensor
+        for module in root.modules()
+        for key, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None and key not in module._non_persistent_buffers_set
+    )
+    absent = {id(tensor): tensor.numel() for tensor in persistent if _memory(tensor) not in present}
+    if not all(isinstance(value, torch.Tensor) for value in unknown):
+        return False
+    return sum(value.numel() for value in unknown if isinstance(value, torch.Tensor)) == sum(absent.values())
 
 
 def _has_custom_state_dict(module: nn.Module) -> bool:

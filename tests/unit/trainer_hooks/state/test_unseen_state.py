@@ -85,12 +85,25 @@ class Renaming(nn.Linear):
         pass
 
 
+def fused() -> nn.Module:
+    """A projection whose parts are copied into the state dict, since they are interleaved in the whole."""
+    model = nn.Linear(2, 4)
+    model.register_buffer("cache", torch.zeros(3), persistent=False)
+
+    def split(module: nn.Module, said: dict[str, Any], prefix: str, _: Any) -> None:
+        weight = said.pop(f"{prefix}weight")
+        said |= {f"{prefix}query": weight[::2].clone(), f"{prefix}key": weight[1::2].clone()}
+
+    model.register_state_dict_post_hook(split)
+    return model
+
+
 class Raising(nn.Linear):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         raise RuntimeError("not now")
 
 
-@pytest.mark.parametrize("model", [Renaming(), nn.Sequential(Renaming()), Raising(2, 2), nn.BatchNorm1d(2)])
+@pytest.mark.parametrize("model", [Renaming(), nn.Sequential(Renaming()), fused(), Raising(2, 2), nn.BatchNorm1d(2)])
 def test_renamed_state_dict_entries_cause_no_warning(model: nn.Module, caplog: pytest.LogCaptureFixture) -> None:
     track(model=model)
     assert "state_dict" not in caplog.text

@@ -1,0 +1,82 @@
+"""torchtitan's Trainer in a training function; ranks write down what each step had, and die where told.
+
+python -m everstep_trainer.launch --nproc-per-node 2 -m tests.support.torchtitan_training FOLDER UNTIL [RANK:STEP:POINT
+...]
+
+TITAN_OPTIONS: further settings of torchtitan's. TITAN_SHARED: let ranks share one stream of data. TITAN_GATE: the step
+in which ranks wait until the folder has a file ``go``.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from everstep_trainer.integrations.torchtitan import build_trainer
+from torchtitan.config import ConfigManager
+
+import everstep
+from examples.train_torchtitan import RECIPE, ByteTokenizer, LastLoss, digest
+from tests.support.exact_training import Diary, Fault, Faults, fingerprint, main
+
+LAYERS = 2
+"""Of the debug model's six: the others make the test slower and hold nothing else."""
+
+
+class Recorder(LastLoss):
+    """Writes a step down once it is computed: its loss, its samples and the tokens so far."""
+
+    def __init__(self, run: everstep.Run, folder: Path, faults: Sequence[Fault]) -> None:
+        super().__init__(0.0)
+        self.diary, self.dying, self.folder = Diary(folder, run), Faults(faults, folder, run.rank), folder
+        self.samples: list[str] = []
+
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        super().log(metrics, step)
+        rates = {key: value for key, value in metrics.items() if key.startswith("lr/")}
+        seen = int(metrics["n_tokens_seen"])
+        self.diary.write(step, loss=self.loss.hex(), samples=self.samples, tokens=seen, **rates)
+        self.samples = []
+        self.dying.at("updated")
+
+
+def train(run: everstep.Run, folder: str, until: int, faults: Sequence[Fault]) -> None:
+    torch.set_num_threads(1)
+    options = shlex.split(os.environ.get("TITAN_OPTIONS", ""))
+    steps = ["--training.steps", str(until), "--dump_folder", folder]
+    config = ConfigManager().parse_args([*RECIPE, *steps, *options])
+    config.tokenizer = ByteTokenizer.Config()
+    del config.model_spec.model.layers[LAYERS:]
+    recorder = Recorder(run, Path(folder), faults)
+    trainer = build_trainer(config, run, shared_stream="TITAN_SHARED" in os.environ, recorder=recorder)
+    trainer.metrics_processor.logger = recorder
+    inputs_of = trainer.post_dataloading_process
+
+    def process(inputs: dict[str, torch.Tensor], labels: torch.Tensor) -> Any:
+        if str(trainer.step) == os.environ.get("TITAN_GATE"):
+            while not (Path(folder) / "go").exists() and run.world_size > 1:
+                time.sleep(0.01)
+        recorder.samples.append(fingerprint([inputs["input"], labels]))
+        recorder.dying.step = trainer.step
+        return inputs_of(inputs, labels)
+
+    trainer.post_dataloading_process = process
+    trainer.model_parts[0].layers["1"].register_forward_pre_hook(lambda *_: recorder.dying.at("forward"))
+    trainer.model_parts[0].layers["0"].register_full_backward_hook(lambda *_: recorder.dying.at("backward"))
+    try:
+        trainer.train()
+        parameters = digest(trainer.model_parts)
+    finally:
+        trainer.close()
+    if run.rank == 0:
+        (Path(folder) / "final").write_text(f"{trainer.step} {recorder.loss.hex()} {parameters}")
+
+
+if __name__ == "__main__":
+    main(train, sys.argv[1:])
