@@ -4,7 +4,7 @@ python -m everstep_trainer.launch --nproc-per-node 2 -m tests.support.torchtitan
 ...]
 
 TITAN_OPTIONS: further settings of torchtitan's. TITAN_SHARED: let ranks share one stream of data. TITAN_GATE: the step
-in which ranks wait until the folder has a file ``go``.
+in which ranks wait until the folder has a file ``go``; a file ``gate-WORLD-RANK`` tells that one waits.
 """
 
 from __future__ import annotations
@@ -46,6 +46,18 @@ class Recorder(LastLoss):
         self.dying.at("updated")
 
 
+class MicrobatchedSchedule:
+    """A schedule of torch 2.13 that takes microbatches as torchtitan 0.3 gives them, as later schedules do."""
+
+    def __init__(self, schedule: Any) -> None:
+        self._schedule = schedule
+
+    def step(self, **options: Any) -> None:
+        self._schedule._stage.has_backward = True
+        self._schedule._stage.clear_runtime_states()
+        self._schedule._step_microbatches(**options)
+
+
 def train(run: everstep.Run, folder: str, until: int, faults: Sequence[Fault]) -> None:
     torch.set_num_threads(1)
     options = shlex.split(os.environ.get("TITAN_OPTIONS", ""))
@@ -56,26 +68,29 @@ def train(run: everstep.Run, folder: str, until: int, faults: Sequence[Fault]) -
     recorder = Recorder(run, Path(folder), faults)
     trainer = build_trainer(config, run, shared_stream="TITAN_SHARED" in os.environ, recorder=recorder)
     trainer.metrics_processor.logger = recorder
+    if trainer.parallel_dims.pp_enabled and torch.__version__ < "2.14":
+        trainer.pp_schedule = MicrobatchedSchedule(trainer.pp_schedule)
     inputs_of = trainer.post_dataloading_process
 
     def process(inputs: dict[str, torch.Tensor], labels: torch.Tensor) -> Any:
         if str(trainer.step) == os.environ.get("TITAN_GATE"):
-            while not (Path(folder) / "go").exists() and run.world_size > 1:
+            (Path(folder) / f"gate-{run.world_size}-{run.rank}").touch()
+            while not (Path(folder) / "go").exists():
                 time.sleep(0.01)
         recorder.samples.append(fingerprint([inputs["input"], labels]))
         recorder.dying.step = trainer.step
         return inputs_of(inputs, labels)
 
     trainer.post_dataloading_process = process
-    trainer.model_parts[0].layers["1"].register_forward_pre_hook(lambda *_: recorder.dying.at("forward"))
-    trainer.model_parts[0].layers["0"].register_full_backward_hook(lambda *_: recorder.dying.at("backward"))
+    block = next(iter(trainer.model_parts[0].layers.values()))
+    block.register_forward_pre_hook(lambda *_: recorder.dying.at("forward"))
+    block.register_full_backward_hook(lambda *_: recorder.dying.at("backward"))
     try:
         trainer.train()
         parameters = digest(trainer.model_parts)
     finally:
         trainer.close()
-    if run.rank == 0:
-        (Path(folder) / "final").write_text(f"{trainer.step} {recorder.loss.hex()} {parameters}")
+    (Path(folder) / f"final-{run.rank}").write_text(f"{trainer.step} {recorder.loss.hex()} {parameters}")
 
 
 if __name__ == "__main__":
