@@ -1,10 +1,11 @@
-"""Trains torchtitan's Llama 3 debug model on sentences that the script makes; further arguments are torchtitan's.
+"""Trains two layers of torchtitan's Llama 3 debug model on sentences that the script makes.
 
     torchrun --nproc-per-node 2 examples/train_torchtitan.py --steps 50
     everstep-launch --nproc-per-node 2 examples/train_torchtitan.py --steps 50   survives lost ranks
     ... --parallelism.tensor_parallel_degree 2
 
-The lines of Everstep are marked. At the end rank 0 prints the last loss and a digest of the parameters.
+Further arguments are torchtitan's. The lines of Everstep are marked. At the end rank 0 prints the last loss and a
+digest of the parameters.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from torchtitan.hf_datasets.text_datasets import DATASETS
 
 import everstep  # everstep
 
-LENGTH, BATCH = 32, 4
+LAYERS, LENGTH, BATCH = 2, 32, 4  # small enough for CPUs
 RECIPE = ["--module", "llama3", "--config", "llama3_debugmodel", "--dataloader.dataset", "sentences"]
 RECIPE += ["--training.seq_len", str(LENGTH), "--training.local_batch_size", "1"]
 RECIPE += ["--training.global_batch_size", str(BATCH), "--debug.seed", "1", "--debug.no-enable-structured-logging"]
@@ -92,6 +93,7 @@ def digest(parts: list[torch.nn.Module]) -> str:
 def train(run: everstep.Run) -> None:  # everstep
     config = ConfigManager().parse_args([*RECIPE, "--training.steps", str(ARGS.steps), *REST])
     config.tokenizer = ByteTokenizer.Config()
+    del config.model_spec.model.layers[LAYERS:]
     last = LastLoss(ARGS.pace)
     trainer = build_trainer(config, run, shared_stream=True, last=last)  # everstep, instead of config.build()
     trainer.metrics_processor.logger = last

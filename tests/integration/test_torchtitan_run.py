@@ -23,16 +23,16 @@ pytestmark = [pytest.mark.slow, pytest.mark.frameworks]
 
 
 def trained(
-    folder: Path, *faults: Fault, until: int = STEPS, options: str = "", **environment: str
+    folder: Path, *faults: Fault, until: int = STEPS, world: int = WORLD, options: str = "", **environment: str
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """The diaries of ranks in a folder of their own, and what each rank had at the end."""
     folder.mkdir(exist_ok=True)
-    argv = ["--nproc-per-node", str(WORLD), "--standby-delay-s", "0.1", *COMMON, "--state-dir"]
+    argv = ["--nproc-per-node", str(world), "--standby-delay-s", "0.1", *COMMON, "--state-dir"]
     argv += [str(folder / f"s{until}"), *TRAINING, str(folder), str(until), *map(str, faults)]
     with launched(folder, *argv, **ENVIRONMENT, TITAN_OPTIONS=options, **environment) as launcher:
         assert launcher.wait() == 0, launcher.err
     assert "not alike on all ranks" not in launcher.err + launcher.out
-    return read_diaries(folder), [(folder / f"final-{rank}").read_text() for rank in range(WORLD)]
+    return read_diaries(folder), [(folder / f"final-{rank}").read_text() for rank in range(world)]
 
 
 def last_of_each(rows: list[dict[str, Any]]) -> dict[tuple[int, int], dict[str, Any]]:
@@ -73,9 +73,28 @@ def test_killed_ranks_change_no_loss_and_parameter(short_path: Path, options: st
     assert final_killed == final
 
 
+COMBINED = {
+    "hsdp": "--parallelism.data_parallel_replicate_degree 2",
+    "fsdp-and-tensor-parallel": LAYOUTS["tensor-parallel"],
+    "fsdp-and-pipeline": LAYOUTS["pipeline"],
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("options", COMBINED.values(), ids=COMBINED)
+def test_combined_layouts_survive_kills(short_path: Path, options: str) -> None:
+    undisturbed, final = trained(short_path / "u", world=4, options=options)
+    killed, final_killed = trained(
+        short_path / "k", Fault(3, 3, "forward"), Fault(0, 6, "updated"), world=4, options=options
+    )
+    assert max(row["generation"] for row in killed) == 3, "every fault has struck"
+    assert last_of_each(killed) == last_of_each(undisturbed)
+    assert final_killed == final
+
+
 def test_lost_node_leaves_each_step_its_samples(short_path: Path) -> None:
     """One of two nodes is lost, and no spare takes its place: the other one continues with all samples of a step."""
-    options = "--training.mixed_precision_param float32"  # in bfloat16 another order of sums shows in the third digit
+    options = "--training.mixed_precision_param float32"  # in bfloat16 another order of sums shows in the fourth digit
     undisturbed, _ = trained(short_path / "u", options=options, TITAN_SHARED="1")
     folder, gate = short_path / "k", 5
     argv = ["--nnodes", "1:2", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--job", "titan", *COMMON]

@@ -22,11 +22,8 @@ from everstep_trainer.integrations.torchtitan import build_trainer
 from torchtitan.config import ConfigManager
 
 import everstep
-from examples.train_torchtitan import RECIPE, ByteTokenizer, LastLoss, digest
+from examples.train_torchtitan import LAYERS, RECIPE, ByteTokenizer, LastLoss, digest
 from tests.support.exact_training import Diary, Fault, Faults, fingerprint, main
-
-LAYERS = 2
-"""Of the debug model's six: the others make the test slower and hold nothing else."""
 
 
 class Recorder(LastLoss):
