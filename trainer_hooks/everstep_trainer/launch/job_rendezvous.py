@@ -405,11 +405,28 @@ def meet(
         address=address,
         controller=f"https://{endpoint}",
         listen=listen,
-        preset="lab" if endpoint.is_loopback else "production",
+        preset=_preset(endpoint),
         secret=derive(secret, options.job, "tokens").hex(),
         authority_seed=derive(secret, options.job, "authority", 48),
         names=tuple(dict.fromkeys(names)),
     )
+
+
+def controller_network(secret: bytes, job: str, endpoint: Endpoint) -> ServiceNetwork:
+    """Return the network of a job's controller that runs at ``endpoint`` without a launcher beside it."""
+    return ServiceNetwork(
+        address=endpoint.host,
+        controller=f"https://{endpoint}",
+        listen=str(endpoint),
+        preset=_preset(endpoint),
+        secret=derive(secret, job, "tokens").hex(),
+        authority_seed=derive(secret, job, "authority", 48),
+        names=(endpoint.host,),
+    )
+
+
+def _preset(endpoint: Endpoint) -> Literal["lab", "production"]:
+    return "lab" if endpoint.is_loopback else "production"
 
 
 def _node_name(options: LaunchOptions, endpoint: Endpoint, *, is_first: bool) -> str:

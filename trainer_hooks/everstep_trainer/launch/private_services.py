@@ -275,7 +275,7 @@ class PrivateServices:
             listen, log_file = network.listen, logs / f"{self._name}.controller.log"
             controller = PrivateService("controller", log_file, run_dir / "controller.json", self._clock)
             self._services.append(controller)
-            address = await controller.start(lambda last: _controller_command(run_dir, last or listen, network))
+            address = await controller.start(lambda last: controller_command(run_dir, last or listen, network))
             self._url = self._url or f"http://{address}"
         self._log_addresses(run_dir)
         agent = PrivateService("agent", logs / f"{self._name}.agent.log", run_dir / "agent" / "agent.json", self._clock)
@@ -455,7 +455,8 @@ class PrivateService:
 # -P below: a user's directory may have modules named "agent" and "controller" too.
 
 
-def _controller_command(run_dir: Path, listen: str, network: ServiceNetwork) -> list[str]:
+def controller_command(run_dir: Path, listen: str, network: ServiceNetwork) -> list[str]:
+    """Return the command of a controller that listens at ``listen``, with the credentials in ``run_dir``."""
     command = [sys.executable, "-P", "-m", "everstep_controller.main", "serve", "--listen", listen]
     command += ["--database", f"sqlite:///{run_dir / 'controller.db'}", "--secret-file", str(run_dir / "secret")]
     if network.controller is not None:
