@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,8 @@ class Driver:
 
     def __init__(self, folder: Path, kind: str, workers: int, ranks: int, *faults: Fault, **options: int) -> None:
         self.folder = folder
-        command = [sys.executable, "-m", "tests.support.ray_training", str(folder), kind, str(STEPS)]
+        steps = str(options.get("steps", STEPS))
+        command = [sys.executable, "-m", "tests.support.ray_training", str(folder), kind, steps]
         command += map(str, (workers, ranks, options.get("min_workers", workers), *faults))
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("EVERSTEP_", "RAY_"))}
         environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -59,6 +61,12 @@ class Driver:
 
         until(met, what, DEADLINE_S)
 
+    def set_gate(self, step: int) -> None:
+        """Lets no rank begin a later step."""
+        draft = self.folder / "draft"
+        draft.write_text(str(step))
+        draft.rename(self.folder / "gate")
+
     def below(self, pid: int | None = None) -> list[int]:
         """Everything below a process, by default the driver, the nearest first."""
         parents = parents_of_all()
@@ -68,7 +76,7 @@ class Driver:
         return found[1:]
 
     def actors(self) -> dict[int, int]:
-        """The pid of each Ray worker that hosts a rank 0 to 9, by the rank's process."""
+        """The pid of the Ray worker above each process of a rank, by the rank's own."""
         workers = [pid for pid in self.below() if comm(pid).startswith("ray::RayTrain")]
         return {rank: pid for pid in workers for rank in self.below(pid) if comm(rank).startswith("everstep-rank")}
 
@@ -125,7 +133,8 @@ def test_lost_ranks_are_replaced_without_ray(started: Callable[..., Driver], und
 
 
 def test_lost_actor_returns_beside_living_ranks(started: Callable[..., Driver], undisturbed: Any) -> None:
-    (driver := started("exact", 2, 1, max_failures=1)).folder.joinpath("gate").write_text("12")
+    driver = started("exact", 2, 1, max_failures=1)
+    driver.set_gate(12)
     driver.until(lambda: reached(driver.folder, 1, 12, ranks=2), "both ranks at the gate")
     survivor, victim = driver.actors()
     os.kill(driver.actors()[victim], signal.SIGKILL)
@@ -139,3 +148,40 @@ def test_lost_actor_returns_beside_living_ranks(started: Callable[..., Driver], 
     found = last(driver.folder)
     assert found == {place: undisturbed[place] for place in found}
     assert {(rank, STEPS) for rank in (0, 1)} <= found.keys()
+
+
+def test_survivor_goes_on_alone_until_actor_returns(started: Callable[..., Driver]) -> None:
+    steps, opened_at = 600, 0.0
+    driver = started("exact", 2, 1, max_failures=1, min_workers=1, steps=steps)
+    driver.set_gate(4)
+    driver.until(lambda: reached(driver.folder, 1, 4, ranks=2), "both ranks at the gate")
+    _, victim = driver.actors()
+    os.kill(driver.actors()[victim], signal.SIGKILL)
+
+    def is_complete_again() -> bool:
+        """Lets the survivor make a few steps in a second, since the actor's return takes many."""
+        nonlocal opened_at
+        newest: dict[tuple[int, int], set[int]] = {}
+        for row in read_diaries(driver.folder):
+            newest.setdefault((row["generation"], row["step"]), set()).add(row["rank"])
+        if time.perf_counter() > opened_at + 0.2:
+            driver.set_gate(max(step for _, step in newest) + 1)
+            opened_at = time.perf_counter()
+        return any(generation > 1 and ranks == {0, 1} for (generation, _), ranks in newest.items())
+
+    driver.until(is_complete_again, "a later generation with both ranks")
+    (driver.folder / "gate").unlink()
+    driver.wait()
+    rows = read_diaries(driver.folder)
+    assert {row["rank"] for row in rows if row["generation"] == 2} == {0}, "the survivor alone"
+    assert {row["rank"] for row in rows if row["step"] == steps} == {0, 1}
+    assert {row["step"] for row in rows if row["rank"] == 0} == set(range(1, steps + 1))
+
+
+def test_reports_of_rank_zero_reach_ray(started: Callable[..., Driver]) -> None:
+    driver = started("reporting", 1, 2, Fault(0, 15, "begun"), max_failures=0)
+    found = driver.wait()
+    assert found["metrics"]["step"] == STEPS
+    assert found["state"] == found["metrics"]["state"], "of the reported checkpoint"
+    reported = [n for n in (10, 20) if f"metrics={{'step': {n}, 'rank': 0}}" in driver.out]
+    assert reported == [10, 20], driver.out

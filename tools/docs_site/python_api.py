@@ -9,6 +9,7 @@ _MODULES = {
     "Checkpoints by torch.distributed.checkpoint": "everstep_trainer.memory_tier.dcp",
     "PyTorch Lightning": "everstep_trainer.integrations.lightning",
     "Hugging Face Transformers": "everstep_trainer.integrations.transformers",
+    "Ray Train": "everstep_trainer.integrations.ray",
 }
 _BARE = "\n    options:\n      show_root_heading: false\n      show_root_toc_entry: false\n      heading_level: 3"
 """Options of a module whose heading stands above it already."""

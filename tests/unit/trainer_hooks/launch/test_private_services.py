@@ -223,7 +223,7 @@ def services(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Priv
     def agent(run_dir: Path, address: str, linger_s: float | None, network: ServiceNetwork) -> list[str]:
         return [sys.executable, "-c", READY, str(run_dir / "agent" / "agent.json"), address]
 
-    monkeypatch.setattr(private_services, "_controller_command", controller)
+    monkeypatch.setattr(private_services, "controller_command", controller)
     monkeypatch.setattr(private_services, "_agent_command", agent)
     monkeypatch.setattr(private_services, "SEGMENT_ROOT", short_path / "shm")
     monkeypatch.setattr(private_services, "REQUIRED_MODULES", {})
@@ -348,7 +348,7 @@ def test_stubborn_service_of_an_earlier_launcher_is_killed(
 def test_starting_agent_of_an_earlier_launcher_is_awaited(
     services: PrivateServices, short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    left, started = Left(short_path), private_services._controller_command
+    left, started = Left(short_path), private_services.controller_command
     held = (left.run_dir / "agent" / "agent.lock").open("w")
     fcntl.flock(held, fcntl.LOCK_EX)
     looked: list[Path] = []
@@ -365,7 +365,7 @@ def test_starting_agent_of_an_earlier_launcher_is_awaited(
 
     run_directory_is_held = private_services.is_locked
     monkeypatch.setattr(private_services, "is_locked", is_held)
-    monkeypatch.setattr(private_services, "_controller_command", controller)
+    monkeypatch.setattr(private_services, "controller_command", controller)
     assert started_in(services) == left.run_dir
 
 
@@ -374,7 +374,7 @@ def test_taken_over_state_stays_if_services_fail_to_start(
 ) -> None:
     left = Left(short_path)
     monkeypatch.setattr(
-        private_services, "_controller_command", lambda run_dir, listen, network: [sys.executable, "-c", FAILING]
+        private_services, "controller_command", lambda run_dir, listen, network: [sys.executable, "-c", FAILING]
     )
     with pytest.raises(Unavailable, match="the disk is full"):
         started_in(services)
@@ -462,7 +462,7 @@ def test_services_across_nodes_use_tls_and_own_addresses(tmp_path: Path) -> None
         preset="production",
         authority_seed=b"seed" * 12,
     )
-    controller = " ".join(private_services._controller_command(tmp_path, "192.0.2.8:29400", network))
+    controller = " ".join(private_services.controller_command(tmp_path, "192.0.2.8:29400", network))
     agent = " ".join(private_services._agent_command(tmp_path, "https://192.0.2.8:29400", None, network))
     assert f"--tls-certificate {tmp_path}/controller.pem --tls-key {tmp_path}/controller.key" in controller
     assert "--advertise 192.0.2.8:29400 --preset production" in controller
