@@ -37,7 +37,12 @@ class Driver:
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("EVERSTEP_", "RAY_"))}
         environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         environment |= {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5", "RAY_USAGE_STATS_ENABLED": "0"}
-        environment |= {"HOME": str(folder), "MAX_FAILURES": str(options.get("max_failures", 0))}
+        environment |= {
+            "HOME": str(folder),
+            "TMPDIR": str(folder / "t"),
+            "MAX_FAILURES": str(options.get("max_failures", 0)),
+        }
+        (folder / "t").mkdir()
         self._out = folder / "driver.out"
         with self._out.open("wb") as out:
             self._process = subprocess.Popen(
@@ -49,8 +54,10 @@ class Driver:
         return self._out.read_text()
 
     def wait(self) -> dict[str, Any]:
-        """What ``fit`` returned."""
+        """What ``fit`` returned. Nothing of the job is left then."""
         assert self._process.wait(DEADLINE_S) == 0, self.out
+        left = [path for pattern in ("s/*/run-*", "s/ray/*-*", "t/everstep-*") for path in self.folder.glob(pattern)]
+        assert left == []
         found: dict[str, Any] = json.loads((self.folder / "driver.json").read_text())
         return found
 

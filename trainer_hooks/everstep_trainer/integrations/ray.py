@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import hashlib
 import logging
 import os
@@ -171,6 +172,8 @@ class _EverstepBackend(Backend):
         plan = self._ensure_services(worker_group, backend_config, LOOPBACK if is_local else here)
         _require_reports_of_first_worker(worker_group)
         context = worker_group.get_worker_group_context()
+        if not hasattr(context, "train_fn_ref"):
+            raise ConfigurationError(f"Ray {ray.__version__} is not supported: install Ray 2.60")
         hosted = _HostedLoop(plan, self._services, context.train_fn_ref)
         object.__setattr__(context, "train_fn_ref", ObjectRefWrapper(hosted))  # frozen, and read once workers start
 
@@ -257,6 +260,18 @@ class PendingReports:
         self._waiting.pop(number, None)
 
 
+_SERVE = """
+import os, runpy, shutil, sys
+parent, folder = os.getppid(), sys.argv.pop(1)
+try:
+    runpy.run_module("everstep_controller.main", run_name="__main__", alter_sys=True)
+finally:
+    if os.getppid() != parent:
+        shutil.rmtree(folder, ignore_errors=True)
+"""
+"""A controller that removes its files if its actor was killed."""
+
+
 class JobServices:
     """Runs the job's controller, and holds the reports of rank 0 until Ray's worker 0 passes them on."""
 
@@ -275,7 +290,9 @@ class JobServices:
         await asyncio.to_thread(network.write_credentials, self._folder)
         ready = self._folder / "controller.json"
         self._controller = PrivateService("controller", self._folder / "controller.log", ready, SYSTEM_CLOCK)
-        await self._controller.start(lambda last: controller_command(self._folder, str(endpoint), network))
+        python, *module = controller_command(self._folder, str(endpoint), network)
+        command = [python, "-P", "-c", _SERVE, str(self._folder), *module[module.index("serve") :]]
+        await self._controller.start(lambda _: command)
         return str(endpoint)
 
     async def is_running(self) -> bool:
@@ -350,17 +367,30 @@ def _host(plan: JobPlan, services: Any, loop: Any) -> None:
 def _private_folder(plan: JobPlan, number: int) -> Iterator[Path]:
     """Make this worker's folder (mode 0700), instead of one that a killed predecessor left, and remove it at the end.
 
-    Its name is short, since a socket's path has at most 107 bytes.
+    Its name is short, since a socket's path has at most 107 bytes. Folders that other killed actors left are removed.
     """
     name = hashlib.sha256(plan.job.encode()).hexdigest()[:12]
-    folder = resolve_state_dir(plan.settings.get("state_dir"), os.environ) / "ray" / f"{name}-{number}"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True, mode=0o700)
-    try:
+    parent = resolve_state_dir(plan.settings.get("state_dir"), os.environ) / "ray"
+    parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    folder = parent / f"{name}-{number}"
+    with contextlib.ExitStack() as stack:
+        with _lock(parent / ".lock"):
+            for left in parent.glob("*-*"):
+                with contextlib.suppress(BlockingIOError), _lock(left / "lock", fcntl.LOCK_NB):
+                    shutil.rmtree(left, ignore_errors=True)
+            folder.mkdir(mode=0o700)
+            stack.enter_context(_lock(folder / "lock"))
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
         write_private(folder / "secret", plan.secret)
         yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _lock(path: Path, flags: int = 0) -> Iterator[None]:
+    """Hold a lock that ends with this process. With LOCK_NB raises BlockingIOError if another process holds it."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | flags)
+        yield
 
 
 def _run_launcher(flags: list[str]) -> int:
