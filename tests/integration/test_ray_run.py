@@ -157,6 +157,20 @@ def test_lost_actor_returns_beside_living_ranks(started: Callable[..., Driver], 
     assert {(rank, STEPS) for rank in (0, 1)} <= found.keys()
 
 
+def test_all_actors_lost_at_once_continue_in_memory(started: Callable[..., Driver], undisturbed: Any) -> None:
+    driver = started("exact", 2, 1, max_failures=2)
+    driver.set_gate(12)
+    driver.until(lambda: reached(driver.folder, 1, 12, ranks=2), "both ranks at the gate")
+    for actor in set(driver.actors().values()):
+        os.kill(actor, signal.SIGKILL)
+    (driver.folder / "gate").unlink()
+    driver.wait()
+    later = {row["step"] for row in read_diaries(driver.folder) if row["generation"] > 1}
+    assert min(later) > 1, "from the killed launchers' vaults"
+    found = last(driver.folder)
+    assert found == {place: undisturbed[place] for place in found}
+
+
 def test_survivor_goes_on_alone_until_actor_returns(started: Callable[..., Driver]) -> None:
     steps, opened_at = 600, 0.0
     driver = started("exact", 2, 1, max_failures=1, min_workers=1, steps=steps)
