@@ -25,6 +25,7 @@ from everstep_trainer.state.layout import Sharing, TensorPart
 from everstep_trainer.state.optimizer_state import to_live
 from everstep_trainer.state.python_state import MergedState, PythonState, decode, describe_difference
 from everstep_trainer.state.python_value_codec import as_bytes, dtype_name
+from everstep_trainer.state.sharded_state import ShardedState
 from everstep_trainer.state.tensors import TrackedTensor
 from everstep_trainer.state.tracked_objects import TrackedObjects, named_modules, strip_wrapper_names
 from everstep_trainer.state.tracked_state import Aliases, TrackedState
@@ -339,6 +340,7 @@ class CheckpointImport:
         modules, optimizers = _by_key(tracked.modules), _by_key(tracked.optimizers)
         self._keys = CheckpointKeys(reader)
         self._tops = frozenset(modules)
+        self._sharded = frozenset(key for key, one in tracked.others.items() if isinstance(one, ShardedState))
         self._modules = StoredModules(reader, self._keys, modules)
         self._optimizers = StoredOptimizers(reader, self._keys, optimizers)
         self._step = 0
@@ -394,6 +396,10 @@ class CheckpointImport:
                 catalog[first] = msgspec.structs.replace(known, aliases=(*known.aliases, moment.full_name))
             else:
                 catalog.append(tensor)
+        for key, (dtype, shape) in self._checkpoint.tensors.items():
+            if key.partition(".")[0] in self._sharded:  # only Everstep's own checkpoints have them
+                keys[key] = key
+                catalog.append(TensorInfo(key, dtype_name(dtype), dtype.itemsize, shape, False))
         for index, target in self._state.restore_targets(tuple(catalog)):
             self._fill(target, catalog[index], keys[catalog[index].name])
 

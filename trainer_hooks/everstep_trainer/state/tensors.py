@@ -121,6 +121,10 @@ UNCOUNTED = -1
 ALWAYS_COMPARED_BYTES = 1 << 20  # buffers up to this size are compared at every step, at about 10 GB/s
 
 
+Holder = Mapping[Any, Any] | Sequence[Any]
+"""What a tensor is found in, by a key."""
+
+
 class TrackedTensor(msgspec.Struct, frozen=True):
     """One box of a tensor that this rank holds; a tensor with several boxes has one of these for each."""
 
@@ -130,7 +134,7 @@ class TrackedTensor(msgspec.Struct, frozen=True):
     local: torch.Tensor  # view of the live memory with the size of ``box``
     sharing: Sharing
     is_parameter: bool  # whether it takes part in the digest that replicas compare
-    container: Mapping[Any, Any]  # ``container[key]`` is the tensor itself
+    container: Holder  # ``container[key]`` is the tensor itself, or what ``local`` is a view of
     key: Any
     location: TensorPlacement
     original: torch.Tensor  # the tensor found in ``container`` when the state was searched
@@ -312,7 +316,7 @@ class StateFingerprint:
         self._lengths: list[int] = []
         self._members: list[Any] = []
         self._walked: list[Iterable[Any]] = []
-        self._places: list[Mapping[Any, Any]] = []
+        self._places: list[Holder] = []
         self._keys: list[Any] = []
         self._values: list[Any] = []
         self._attributes: list[tuple[object, str, object]] = []
@@ -359,7 +363,7 @@ class StateFingerprint:
         self._size_of(state)
         self._scalars += [(state, key) for key, value in state.items() if not isinstance(value, torch.Tensor)]
 
-    def add_tensor(self, owner: Mapping[Any, Any], key: Any, tensor: torch.Tensor, *, check_shape: bool = True) -> None:
+    def add_tensor(self, owner: Holder, key: Any, tensor: torch.Tensor, *, check_shape: bool = True) -> None:
         """Record a tensor whose memory is copied as found. ``check_shape``: detect another shape at the same address
         too, as pruning by ``p.data = p.data[:n]`` makes; it costs as much as all other checks together."""
         memory = tensor
@@ -374,6 +378,15 @@ class StateFingerprint:
             self._shaped.append(memory)
             self._sizes.append(memory.size())
             self._strides.append(memory.stride())
+
+    def add_sharded(self, owner: Holder, key: Any) -> None:
+        """Record a tensor that holds shards, and the number of tensors beside it."""
+        self._size_of(owner)
+        self.add_tensor(owner, key, owner[key])
+
+    def add_states_of(self, optimizer: torch.optim.Optimizer) -> None:
+        """Record how many parameters have state, of an optimizer inside a sharded object."""
+        self._size_of(optimizer.state)
 
     def add_volatile(self, container: Mapping[Any, Any], key: Any, tensor: torch.Tensor) -> None:
         """Record a tensor that is looked up each time; another of the same form may replace it."""
@@ -390,7 +403,7 @@ class StateFingerprint:
         self._walked.append(container)
         self._members += container
 
-    def _entry(self, container: Mapping[Any, Any], key: Any, value: object) -> None:
+    def _entry(self, container: Holder, key: Any, value: object) -> None:
         self._places.append(container)
         self._keys.append(key)
         self._values.append(value)

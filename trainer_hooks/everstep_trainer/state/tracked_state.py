@@ -25,8 +25,9 @@ from everstep_trainer.state import optimizer_state, python_state, supported
 from everstep_trainer.state.layout import Layout, Sharing
 from everstep_trainer.state.optimizer_state import allocate_state, has_full_state, location_of
 from everstep_trainer.state.python_state import MergedState, ParameterGroup, PythonState, StateName
-from everstep_trainer.state.python_value_codec import MAX_BLOB_BYTES, Blob
-from everstep_trainer.state.supported import unsupported_reason
+from everstep_trainer.state.python_value_codec import MAX_BLOB_BYTES, Blob, dtype_of
+from everstep_trainer.state.sharded_state import Shard, ShardedState
+from everstep_trainer.state.supported import require_dense, unsupported_reason
 from everstep_trainer.state.tensors import (
     BufferRecord,
     Exclusions,
@@ -127,6 +128,7 @@ class TrackedState:
         self._exclude = Exclusions(exclude)
         tracked = TrackedObjects(objects)
         self._modules, self._optimizers, self._others = tracked.modules, tracked.optimizers, tracked.others
+        self._sharded = {key: one for key, one in tracked.others.items() if isinstance(one, ShardedState)}
         self._broadcast = tuple(f"{name}." for name in tracked.broadcast_modules)
         self._fqns = self._names()
         self._identity = StateFingerprint()
@@ -178,7 +180,10 @@ class TrackedState:
             self._add(found, name, place, key, buffer, self._sharing_of(name, buffer), parameter=False)
         for name, place, key, moment in self._moments():
             self._add(found, name, place, key, moment, Sharing.EQUAL, parameter=False, location=self._locations[name])
+        for name, shard in self._shards():
+            self._add_shard(found, name, shard)
         to_come = [top for top, optimizer in self._optimizers if not has_full_state(optimizer)]
+        to_come += [key for key, sharded in self._sharded.items() if not sharded.is_complete()]
         self._exclude.require_used([tensor.name for tensor in found.values()], to_come)
         for name, mark in self._rank_markers.items():
             self._add(found, name, self._rank_markers, name, mark, Sharing.PER_RANK, parameter=False)
@@ -191,11 +196,14 @@ class TrackedState:
 
     def is_complete(self) -> bool:
         """Return whether every optimizer has state for every parameter it trains, as after a step or a restore."""
-        return all(has_full_state(optimizer) for _, optimizer in self._optimizers)
+        full = all(has_full_state(optimizer) for _, optimizer in self._optimizers)
+        return full and all(sharded.is_complete() for sharded in self._sharded.values())
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        return [optimizer for _, optimizer in self._optimizers]
+        """All optimizers, including those inside sharded objects."""
+        inside = (optimizer for sharded in self._sharded.values() for optimizer in sharded.optimizers)
+        return [*(optimizer for _, optimizer in self._optimizers), *inside]
 
     def is_unchanged(self) -> bool:
         """Return whether the tensors are those that ``tensors`` found, in the same memory. Fast: called every step."""
@@ -239,6 +247,22 @@ class TrackedState:
                 found[identity] = here
             elif location is not None and name != first.name:
                 self._tied[first.name][name] = None
+
+    def _add_shard(self, found: dict[Any, TrackedTensor], name: str, shard: Shard) -> None:
+        require_dense(name, shard.local)
+        self._identity.add_sharded(shard.container, shard.key)
+        found["shard", name, shard.box] = TrackedTensor(
+            name,
+            shard.shape,
+            shard.box,
+            shard.local.detach(),
+            Sharing.EQUAL,
+            False,
+            shard.container,
+            shard.key,
+            TensorPlacement.UNKNOWN,
+            shard.container[shard.key],
+        )
 
     def _sharing_of(self, name: str, buffer: torch.Tensor) -> Sharing:
         """Return how ranks share a buffer: one that training changes is rank 0's under DDP, else each rank's own."""
@@ -295,6 +319,15 @@ class TrackedState:
                     self._locations[name] = location_of(parameter, value)
                     yield name, state, key, value
 
+    def _shards(self) -> Iterator[tuple[str, Shard]]:
+        for key, sharded in self._sharded.items():
+            for optimizer in sharded.optimizers:
+                self._identity.add_states_of(optimizer)
+            for shard in sharded.shards():
+                name = f"{key}.{shard.name}"
+                if not self._exclude.excludes(name):
+                    yield name, shard
+
     def _trained(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:
         """Yield parameters with their names and groups; one in no tracked module is named by its position."""
         for _, index, group in self._all_groups():
@@ -325,6 +358,9 @@ class TrackedState:
         index_of = self._stored.index_of
         self._changing.update(tensor.name for tensor in catalog if tensor.per_rank)
         self._create_moments(catalog)
+        for key, sharded in self._sharded.items():
+            here = ((t.name.removeprefix(f"{key}."), t) for t in catalog if t.name.startswith(f"{key}."))
+            sharded.create_missing({name: dtype_of(tensor.dtype) for name, tensor in here})
         live = [t for t in self.tensors() if t.name in index_of or t.name not in self._rank_markers]
         refuse_other_model(live, index_of, catalog)
         refuse_other_groups(live, index_of, catalog, self._groups(), {top for top, _ in self._optimizers})

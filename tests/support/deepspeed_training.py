@@ -1,0 +1,120 @@
+"""A DeepSpeed engine in a training function; ranks write down what each step had.
+
+python -m everstep_trainer.launch --nproc-per-node 3 -m tests.support.deepspeed_training FOLDER UNTIL [RANK:STEP:POINT
+...]
+
+DEEPSPEED_CONFIG: JSON, merged over the configuration below. A STEP is an update, of two micro-batches by default.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from everstep_trainer.integrations.deepspeed import EngineState, micro_batches, reset_deepspeed, track_engine
+from torch import nn
+
+import everstep
+from tests.support.exact_training import (
+    SAMPLES,
+    SEED,
+    WIDTH,
+    Diary,
+    Fault,
+    Faults,
+    data,
+    fingerprint,
+    main,
+    wait_at_gate,
+)
+
+BATCH = 11
+CONFIG: dict[str, Any] = {
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 0.5,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 30}},
+    "zero_optimization": {"stage": 2, "stage3_param_persistence_threshold": 60},
+    "zero_allow_untested_optimizer": True,
+    "steps_per_print": None,
+} | json.loads(os.environ.get("DEEPSPEED_CONFIG", "{}"))
+
+
+class Net(nn.Module):
+    """Two layers with dropout between, a frozen part and a buffer; no size divides by three."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(WIDTH, WIDTH)
+        self.frozen.requires_grad_(False)
+        self.first = nn.Linear(WIDTH, 50)
+        self.norm = nn.LayerNorm(50)
+        self.second = nn.Linear(50, 1)
+        self.register_buffer("offset", torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.frozen(x.to(self.frozen.weight.dtype)) + self.offset
+        hidden = nn.functional.dropout(torch.tanh(self.norm(self.first(x.to(self.first.bias.dtype)))), 0.2, True)
+        out: torch.Tensor = self.second(hidden)
+        return out
+
+
+def fingerprint_of_parameters(engine: Any) -> str:
+    """Of the full parameters; a collective under ZeRO-3, on every rank the same."""
+    parameters = list(engine.module.parameters())
+    with deepspeed.zero.GatheredParameters(parameters):
+        return fingerprint(parameter.detach().float() for parameter in parameters)
+
+
+def shard_fingerprint(state: EngineState) -> str:
+    """Of this rank's master weights, optimizer state and frozen shards."""
+    return fingerprint(shard.local.float() for shard in sorted(state.shards(), key=lambda shard: shard.name))
+
+
+def train(run: everstep.Run, folder: str, until: int, faults: Sequence[Fault]) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(SEED)
+    config = reset_deepspeed(run, CONFIG, global_batch=BATCH)
+    model = Net()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=trained, config=config)
+    data_set = torch.utils.data.TensorDataset(*data(), torch.arange(SAMPLES))
+    loader = run.loader(data_set, global_batch=BATCH, seed=SEED)
+    track_engine(run, engine)
+    state, diary, dying = EngineState(engine), Diary(Path(folder), run), Faults(faults, Path(folder), run.rank)
+    for step in run.steps(until=until, seed=SEED):
+        wait_at_gate(Path(folder), step)
+        dying.step = step
+        dying.at("begun")
+        losses, seen = [], []
+        for micro, ((inputs, targets, samples), weight) in enumerate(micro_batches(engine, loader, step)):
+            loss = (engine(inputs).float() - targets).square().mean()
+            if micro:
+                dying.at("forward")
+            engine.backward(loss * weight)
+            if micro:
+                dying.at("reduced")
+            engine.step()
+            losses.append(run.mean(loss, weight).item().hex())
+            seen += samples.tolist()
+        dying.at("updated")
+        diary.write(
+            step,
+            losses=losses,
+            samples=seen,
+            rate=engine.get_lr()[0].hex(),
+            scale=engine.optimizer.loss_scale if engine.fp16_enabled() and engine.zero_optimization() else None,
+            counters=[engine.global_steps, engine.micro_steps, engine.skipped_steps],
+            parameters=fingerprint_of_parameters(engine),
+            shards=shard_fingerprint(state),
+        )
+
+
+if __name__ == "__main__":
+    main(train, sys.argv[1:])

@@ -1,0 +1,144 @@
+"""Tracked objects that list their shards themselves, as frameworks without DTensors need it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+from everstep_trainer.restore.fetch import NeededBox, plan_reads
+from everstep_trainer.restore.restorer import StateBackup
+from everstep_trainer.snapshot.shares import build_manifest, divide_state
+from everstep_trainer.state.sharded_state import Shard, ShardedState
+from everstep_trainer.state.tracked_state import TrackedState
+
+from everstep.errors import NotRestorable
+from everstep.layout.manifests import Box, TensorInfo
+
+LENGTH = 10  # divides neither by 3 nor by 4
+
+
+class Sliced(ShardedState):
+    """A rank's slice of a flat tensor of master weights, which an optimizer trains."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.size = -(-LENGTH // world)
+        self.start = min(rank * self.size, LENGTH)
+        self.master = [torch.arange(self.start, self.start + self.size, dtype=torch.float32).requires_grad_()]
+        self.optimizer = torch.optim.Adam(self.master)
+
+    def shards(self) -> Iterator[Shard]:
+        length = min(self.size, LENGTH - self.start)
+        moments = self.optimizer.state.get(self.master[0], {})
+        held: list[tuple[str, Any, Any]] = [("master", self.master, 0)]
+        held += [(key, moments, key) for key in moments if key != "step"]
+        for name, container, key in held if length else ():
+            local = container[key].detach().narrow(0, 0, length)
+            yield Shard(name, (LENGTH,), Box((self.start,), (length,)), local, container, key)
+
+    def is_complete(self) -> bool:
+        return bool(self.optimizer.state)
+
+    def create_missing(self, stored: Mapping[str, torch.dtype]) -> None:
+        for key, dtype in stored.items():
+            if key != "master":
+                self.optimizer.state[self.master[0]][key] = torch.zeros(self.size, dtype=dtype)
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return [self.optimizer]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"lr": self.optimizer.param_groups[0]["lr"]}
+
+    def load_state_dict(self, stored: Mapping[str, Any]) -> None:
+        self.optimizer.param_groups[0]["lr"] = stored["lr"]
+
+    def update(self) -> None:
+        self.master[0].grad = torch.ones(self.size)
+        self.optimizer.step()
+
+
+def tracked(rank: int = 0, world: int = 1, *, exclude: tuple[str, ...] = ()) -> tuple[Sliced, TrackedState]:
+    sliced = Sliced(rank, world)
+    return sliced, TrackedState({"zero": sliced}, exclude)
+
+
+def catalog_of(world: int) -> tuple[TensorInfo, ...]:
+    """What a version of ranks that have made an update lists."""
+    states = []
+    for rank in range(world):
+        sliced, state = tracked(rank, world)
+        sliced.update()
+        states.append(state.layout(state.tensors(), rank, world))
+    shares = divide_state(states, [f"n{rank}" for rank in range(world)], 1)
+    return build_manifest(0, states, shares[0], 0).catalog
+
+
+def test_shards_are_named_below_the_object() -> None:
+    sliced, state = tracked(1, 3)
+    (only,) = state.tensors()
+    assert (only.name, only.shape, only.box) == ("zero.master", (LENGTH,), Box((4,), (4,)))
+    assert not state.is_complete()
+    sliced.update()
+    assert {tensor.name for tensor in state.tensors()} == {"zero.master", "zero.exp_avg", "zero.exp_avg_sq"}
+    assert state.is_complete()
+
+
+def test_shards_can_be_excluded() -> None:
+    _, state = tracked(exclude=("zero.master",))
+    assert state.tensors() == []
+    trained = Sliced(0, 1)
+    trained.update()
+    with pytest.raises(ValueError, match="matches none"):
+        TrackedState({"zero": trained}, ["zero.masters"])
+
+
+def test_new_state_of_a_shard_is_detected() -> None:
+    sliced, state = tracked()
+    state.tensors()
+    assert state.is_unchanged()
+    sliced.update()
+    assert not state.is_unchanged()
+    state.tensors()
+    assert state.is_unchanged()
+    sliced.optimizer.state[sliced.master[0]]["exp_avg"] = torch.zeros(LENGTH)
+    assert not state.is_unchanged()
+
+
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3), (4, 1), (1, 4)])
+def test_shards_are_found_at_another_world_size(before: int, after: int) -> None:
+    layouts = []
+    for rank in range(before):
+        sliced, state = tracked(rank, before)
+        sliced.update()
+        layouts.append(state.layout(state.tensors(), rank, before))
+    shares = divide_state(layouts, [f"n{rank}" for rank in range(before)], 1)
+    manifests = [build_manifest(rank, layouts, share, 0) for rank, share in enumerate(shares)]
+    for rank in range(after):
+        sliced, state = tracked(rank, after)
+        targets = state.restore_targets(manifests[0].catalog)
+        names = {target.name for _, target in targets}
+        assert names == ({"zero.master", "zero.exp_avg", "zero.exp_avg_sq"} if sliced.start < LENGTH else set())
+        reads = plan_reads([NeededBox(index, target.box) for index, target in targets], manifests)
+        assert sum(read.box.volume for read in reads) == len(targets) * min(sliced.size, LENGTH - sliced.start)
+
+
+def test_missing_shard_refuses_a_version_without_it() -> None:
+    sliced, state = tracked()
+    sliced.update()
+    stored = tuple(tensor for tensor in catalog_of(1) if tensor.name == "zero.master")
+    with pytest.raises(NotRestorable, match="2 tensors are new"):
+        state.restore_targets(stored)
+
+
+def test_failed_restore_leaves_no_state_behind() -> None:
+    sliced, state = tracked()
+    backup = StateBackup(state, with_values=True)
+    for _, target in state.restore_targets(catalog_of(1)):
+        target.local.fill_(-1.0)
+    assert sliced.optimizer.state
+    backup.undo()
+    assert not sliced.optimizer.state
+    assert torch.equal(sliced.master[0], torch.arange(10.0))
