@@ -11,12 +11,15 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from everstep_trainer.integrations.deepspeed import EngineState, micro_batches, reset_deepspeed, track_engine
 from torch import nn
 
@@ -65,21 +68,26 @@ class Net(nn.Module):
         return out
 
 
-def fingerprint_of_parameters(engine: Any) -> str:
-    """Of the full parameters; a collective under ZeRO-3, on every rank the same."""
+def fingerprint_of_state(engine: Any, state: EngineState) -> str:
+    """Of full parameters, master weights and optimizer state: the same on every rank and at every world size."""
     parameters = list(engine.module.parameters())
     with deepspeed.zero.GatheredParameters(parameters):
-        return fingerprint(parameter.detach().float() for parameter in parameters)
-
-
-def shard_fingerprint(state: EngineState) -> str:
-    """Of this rank's master weights, optimizer state and frozen shards."""
-    return fingerprint(shard.local.float() for shard in sorted(state.shards(), key=lambda shard: shard.name))
+        whole = fingerprint(parameter.detach().float() for parameter in parameters)
+    mine = [(shard.name, shard.box.offset[0], shard.local.float().tolist()) for shard in state.shards()]
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    values: dict[str, dict[int, float]] = defaultdict(dict)
+    for name, start, elements in (shard for of_rank in every for shard in of_rank):
+        values[name].update(enumerate(elements, start))
+    held = [torch.tensor([of[at] for at in range(len(of))]) for _, of in sorted(values.items())]
+    return whole + fingerprint(held)
 
 
 def train(run: everstep.Run, folder: str, until: int, faults: Sequence[Fault]) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
+    if "fp16" in CONFIG:  # torch computes it on a CPU, but DeepSpeed refuses to
+        get_accelerator().is_fp16_supported = lambda: True
     config = reset_deepspeed(run, CONFIG, global_batch=BATCH)
     model = Net()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -88,6 +96,8 @@ def train(run: everstep.Run, folder: str, until: int, faults: Sequence[Fault]) -
     loader = run.loader(data_set, global_batch=BATCH, seed=SEED)
     track_engine(run, engine)
     state, diary, dying = EngineState(engine), Diary(Path(folder), run), Faults(faults, Path(folder), run.rank)
+    if run.last_finished_step:
+        diary.write(run.last_finished_step, restored=fingerprint_of_state(engine, state), world=run.world_size)
     for step in run.steps(until=until, seed=SEED):
         wait_at_gate(Path(folder), step)
         dying.step = step
@@ -111,8 +121,7 @@ def train(run: everstep.Run, folder: str, until: int, faults: Sequence[Fault]) -
             rate=engine.get_lr()[0].hex(),
             scale=engine.optimizer.loss_scale if engine.fp16_enabled() and engine.zero_optimization() else None,
             counters=[engine.global_steps, engine.micro_steps, engine.skipped_steps],
-            parameters=fingerprint_of_parameters(engine),
-            shards=shard_fingerprint(state),
+            state=fingerprint_of_state(engine, state),
         )
 
 

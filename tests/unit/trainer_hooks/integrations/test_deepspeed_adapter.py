@@ -1,0 +1,107 @@
+"""The adapter for DeepSpeed where no rank is needed: pieces of parameters, batch sizes, process-wide state."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from everstep_trainer.parallel.replicas import RankContext
+from everstep_trainer.run import Run
+from everstep_trainer.runtime.generation_session import TrainingSession
+from torch import nn
+
+from tests.support.forked import ForkPool
+
+pytest.importorskip("deepspeed")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.frameworks,
+    pytest.mark.filterwarnings("ignore"),  # DeepSpeed's own: torch's deprecations
+]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 7])
+def test_pieces_hold_each_element_once(world: int) -> None:
+    from everstep_trainer.integrations.deepspeed import _cut, _in_sequence
+
+    parameters = [nn.Parameter(torch.empty(size)) for size in (5, 1, 12, 3)]
+    names = {parameter: f"p{number}" for number, parameter in enumerate(parameters)}
+    size = -(-sum(p.numel() for p in parameters) // world)
+    found = [
+        (piece.name, piece.start + at, rank, piece.offset + at)
+        for rank in range(world)
+        for piece in _cut(_in_sequence(parameters, names), rank * size, (rank + 1) * size)
+        for at in range(piece.length)
+    ]
+    elements = [(names[p], at) for p in parameters for at in range(p.numel())]
+    assert [(name, at) for name, at, _, _ in found] == elements
+    assert [rank * size + offset for _, _, rank, offset in found] == list(range(len(elements)))
+
+
+def test_configuration_fits_every_world_size() -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+    from everstep_trainer.integrations.deepspeed import reset_deepspeed
+
+    given = {"train_batch_size": 24, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 2}}
+    for world, share in ((1, 12), (3, 4), (5, 3)):
+        run = Run(RankContext(world_size=world), TrainingSession())
+        config = reset_deepspeed(run, given, global_batch=12)
+        config["zero_optimization"]["stage"] = 3
+        assert config["train_micro_batch_size_per_gpu"] == share
+        assert "train_batch_size" not in config
+        assert given["zero_optimization"] == {"stage": 2}, "the given one is not changed"
+        assert DeepSpeedConfig(config, mesh_device=SimpleNamespace(size=lambda _=None, n=world: n))
+
+
+def test_micro_batches_refuse_a_step_without_update() -> None:
+    from everstep_trainer.integrations.deepspeed import micro_batches
+
+    engine: Any = SimpleNamespace(gradient_accumulation_steps=lambda: 2, global_steps=0)
+    loader: Any = SimpleNamespace(batch=lambda number: number, loss_weight=lambda number: number / 10)
+    batches = micro_batches(engine, loader, 3)
+    assert list(itertools.islice(batches, 2)) == [(5, 0.5), (6, 0.6)]
+    with pytest.raises(RuntimeError, match="made 0 updates instead of one"):
+        next(batches)
+
+
+def test_unknown_optimizer_is_refused() -> None:
+    from everstep_trainer.integrations.deepspeed import EngineState
+
+    engine: Any = SimpleNamespace(optimizer=object())
+    with pytest.raises(TypeError, match="whose layout is not known"):
+        EngineState(engine)
+
+
+def reset_after_interrupt() -> tuple[bool, int, int, int]:
+    """Interrupt the building of a model under zero.Init, reset, and tell what is left of it."""
+    from deepspeed import comm
+    from deepspeed.runtime.zero import parameter_offload, partition_parameters
+    from everstep_trainer.integrations.deepspeed import reset_process_state
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    os.environ["LOCAL_RANK"] = "0"
+    original = nn.Linear.__init__
+    comm.comm.init_distributed("gloo")
+    partition_parameters.Init(dtype=torch.float32).__enter__()
+    assert nn.Linear.__init__ is not original
+    partition_parameters.Init.param_id = 7
+    parameter_offload.FWD_MODULE_STACK.append(None)
+    comm.comm.timers("all_reduce").start()
+    reset_process_state()
+    comm.comm.timers("all_reduce").start()
+    return (
+        nn.Linear.__init__ is original,
+        partition_parameters.zero_init_context,
+        partition_parameters.Init.param_id,
+        len(parameter_offload.FWD_MODULE_STACK),
+    )
+
+
+def test_reset_ends_an_interrupted_zero_init(forks: ForkPool) -> None:
+    assert forks.start(reset_after_interrupt).result() == (True, 0, 0, 0)
