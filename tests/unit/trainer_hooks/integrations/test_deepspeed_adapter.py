@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -85,7 +84,7 @@ def reset_after_interrupt() -> tuple[bool, int, int, int]:
     from everstep_trainer.integrations.deepspeed import reset_process_state
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    os.environ["LOCAL_RANK"] = "0"
+    reset_process_state()  # without it DeepSpeed compiles its collectives in shared memory
     original = nn.Linear.__init__
     comm.comm.init_distributed("gloo")
     partition_parameters.Init(dtype=torch.float32).__enter__()
