@@ -10,6 +10,7 @@ _MODULES = {
     "PyTorch Lightning": "everstep_trainer.integrations.lightning",
     "Hugging Face Transformers": "everstep_trainer.integrations.transformers",
     "Ray Train": "everstep_trainer.integrations.ray",
+    "DeepSpeed": "everstep_trainer.integrations.deepspeed",
 }
 _BARE = "\n    options:\n      show_root_heading: false\n      show_root_toc_entry: false\n      heading_level: 3"
 """Options of a module whose heading stands above it already."""

@@ -22,13 +22,13 @@ The private parts of DeepSpeed used here were read in version 0.19.8.
 
 from __future__ import annotations
 
-import itertools
-import logging
+import gc
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
-from functools import partial
-from typing import Any, NamedTuple
+from functools import _lru_cache_wrapper, partial
+from typing import Any
 
 import deepspeed
 import torch
@@ -36,28 +36,42 @@ import torch.distributed as dist
 from deepspeed.runtime import engine as engine_module
 from deepspeed.runtime import torch_autocast
 from deepspeed.runtime.activation_checkpointing import checkpointing
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
-from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero import parameter_offload, partition_parameters
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups
 
 from everstep.layout.manifests import Box
 from everstep_trainer.data.loader import Loader
+from everstep_trainer.integrations.deepspeed_partitions import Flat, flats_of, stage_3_length
 from everstep_trainer.run import Run
 from everstep_trainer.state.optimizer_state import map_tensors
 from everstep_trainer.state.python_state import group_options, load_options
 from everstep_trainer.state.sharded_state import Shard, ShardedState
 
-log = logging.getLogger(__name__)
-
 # ---- what DeepSpeed keeps for the whole process
 
 SHARED_MEMORY_OP = "deepspeed_shm_comm"
+
+
+def _destroy_engines() -> None:
+    """Free the engines of the previous generation, which hooks on gradients keep alive where no collector sees them.
+
+    Called in the next generation, since destroying an engine asks the process group for its rank, and waits for the
+    device, where a collective could still hang. An interrupt may have left an engine half built.
+    """
+    kinds = (DeepSpeedEngine, DeepSpeedOptimizer)
+    for leftover in [one for one in gc.get_objects() if issubclass(type(one), kinds) and hasattr(type(one), "destroy")]:
+        with suppress(Exception):  # it is half built
+            leftover.destroy()
+    for method in vars(PartitionedParameterCoordinator).values():
+        for cell in getattr(method, "__closure__", None) or ():
+            if isinstance(cell.cell_contents, _lru_cache_wrapper):  # the cache of a decorated method keeps its objects
+                cell.cell_contents.cache_clear()
+    gc.collect()
 
 
 def reset_process_state() -> None:
@@ -67,6 +81,8 @@ def reset_process_state() -> None:
     zero, so all ranks must. Collectives in shared memory are switched off: they spin until all peers answer, and
     nothing can end that when a peer is lost.
     """
+    if dist.is_initialized() and deepspeed.comm.comm.cdb is not None:
+        _destroy_engines()
     # torch is patched while a model is built under zero.Init; an interrupt may have hit the exit of that context
     partition_parameters.shutdown_init_context()
     partition_parameters.zero_init_context = 0
@@ -116,128 +132,7 @@ def reset_deepspeed(run: Run, config: Mapping[str, Any], *, global_batch: int) -
     return sized
 
 
-# ---- where the optimizers have a parameter's master weights
-
-
-class _Piece(NamedTuple):
-    """The elements of a parameter from ``start`` on lie at ``offset`` of a flat tensor."""
-
-    name: str
-    numel: int  # of the whole parameter
-    start: int
-    offset: int
-    length: int
-
-
-class _Flat(NamedTuple):
-    """A tensor ``holder[at]`` that the basic optimizer updates for the parameters of group ``group``."""
-
-    holder: Sequence[torch.Tensor]
-    at: int
-    group: int
-    pieces: tuple[_Piece, ...]
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        return self.holder[self.at]
-
-    def shards(self, key: str, container: Any, at: Any) -> Iterator[Shard]:
-        """Yield the pieces of ``container[at]``, a tensor of this one's size, as shards ``key`` of their parameters."""
-        whole = container[at].detach().view(-1)
-        for piece in self.pieces:
-            local = whole.narrow(0, piece.offset, piece.length)
-            box = Box((piece.start,), (piece.length,))
-            yield Shard(f"{piece.name}.{key}", (piece.numel,), box, local, container, at)
-
-
-_Names = Mapping[torch.Tensor, str]
-_Placed = tuple[str, int, int]
-"""A parameter's name, number of elements, and offset in the flat tensor of all ranks."""
-
-
-def _cut(parameters: Iterable[_Placed], low: int, high: int) -> tuple[_Piece, ...]:
-    """Return the pieces of a group's parameters in elements ``low`` to ``high`` of its flat tensor."""
-    found = []
-    for name, numel, at in parameters:
-        start, end = max(at, low), min(at + numel, high)
-        if start < end:
-            found.append(_Piece(name, numel, start - at, start - low, end - start))
-    return tuple(found)
-
-
-def _in_sequence(group: Sequence[torch.Tensor], names: _Names) -> list[_Placed]:
-    """Place a group's parameters one behind the other."""
-    sizes = [parameter.numel() for parameter in group]
-    offsets = itertools.accumulate(sizes[:-1], initial=0)
-    return [(names[p], size, at) for p, size, at in zip(group, sizes, offsets, strict=True)]
-
-
-def _stage_1_and_2_flats(optimizer: Any, names: _Names, rank: int) -> Iterator[_Flat]:
-    for i, group in enumerate(optimizer.round_robin_bit16_groups):
-        sizes = [meta.numel() for meta in optimizer.round_robin_bit16_meta[i]]
-        placed = zip((names[p] for p in group), sizes, optimizer.round_robin_bit16_offsets[i], strict=True)
-        low = rank * optimizer.partition_size[i]
-        pieces = _cut(placed, low, low + optimizer.partition_size[i])
-        yield _Flat(optimizer.single_partition_of_fp32_groups, i, i, pieces)
-
-
-def _stage_3_flats(optimizer: Any, names: _Names, rank: int) -> Iterator[_Flat]:
-    for i, group in enumerate(optimizer.fp16_groups):
-        pieces, at = list[_Piece](), 0
-        for parameter in group:
-            if (length := _stage_3_length(parameter, rank)) > 0:
-                start = rank * parameter.partition_numel()
-                pieces.append(_Piece(names[parameter], parameter.ds_numel, start, at, length))
-            at += parameter.partition_numel()
-        yield _Flat(optimizer.fp32_partitioned_groups_flat, i, optimizer.sub_group_to_group_id[i], tuple(pieces))
-
-
-def _bf16_flats(optimizer: Any, names: _Names, rank: int) -> Iterator[_Flat]:
-    for i, group in enumerate(optimizer.bf16_groups):
-        size = optimizer.fp32_groups_flat_partition[i].numel()
-        pieces = _cut(_in_sequence(group, names), rank * size, (rank + 1) * size)
-        yield _Flat(optimizer.fp32_groups_flat_partition, i, i, pieces)
-
-
-def _fp16_flats(optimizer: Any, names: _Names, rank: int) -> Iterator[_Flat]:
-    for i, group in enumerate(optimizer.fp16_groups):
-        pieces = _cut(_in_sequence(group, names), 0, optimizer.fp32_groups_flat[i].numel())
-        yield _Flat(optimizer.fp32_groups_flat, i, i, pieces)
-
-
-def _fp16_unfused_flats(optimizer: Any, names: _Names, rank: int) -> Iterator[_Flat]:
-    for i, group in enumerate(optimizer.fp16_groups):
-        for j, parameter in enumerate(group):
-            pieces = _cut(_in_sequence([parameter], names), 0, parameter.numel())
-            yield _Flat(optimizer.fp32_groups[i], j, i, pieces)
-
-
-_LAYOUTS: dict[type, Callable[[Any, _Names, int], Iterator[_Flat]]] = {
-    DeepSpeedZeroOptimizer: _stage_1_and_2_flats,
-    DeepSpeedZeroOptimizer_Stage3: _stage_3_flats,
-    BF16_Optimizer: _bf16_flats,  # ZeRO-1 in bfloat16 with gradients in float32
-    FP16_Optimizer: _fp16_flats,  # no ZeRO, with DeepSpeed's fused Adam
-    FP16_UnfusedOptimizer: _fp16_unfused_flats,  # no ZeRO, with any other optimizer
-}
-
-
-def _flats(engine: DeepSpeedEngine) -> list[_Flat]:
-    """Return the flat tensors of an engine's optimizer; none if it is the basic one. Raises TypeError for another."""
-    kind = type(engine.optimizer)
-    if kind in _LAYOUTS:
-        return list(_LAYOUTS[kind](engine.optimizer, engine.param_names, dist.get_rank()))
-    if isinstance(engine.optimizer, torch.optim.Optimizer):
-        return []
-    raise TypeError(
-        f"the engine's optimizer is a {kind.__qualname__}, whose layout is not known: use ZeRO stages 0 to 3 "
-        "without ZenFlow and SuperOffload"
-    )
-
-
-def _stage_3_length(parameter: Any, rank: int) -> int:
-    """Return how many elements of a parameter, without padding, this rank has; not above zero if it has none."""
-    size = int(parameter.partition_numel())
-    return min(size, int(parameter.ds_numel) - rank * size)
+# ---- the engine's state
 
 
 def _refuse_unsupported(engine: DeepSpeedEngine) -> None:
@@ -266,8 +161,6 @@ def _partitioned(engine: DeepSpeedEngine) -> list[Any]:
     return [parameter for parameter in engine.module.parameters() if hasattr(parameter, "ds_tensor")]
 
 
-# ---- the engine's state
-
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 _MASTER, _FROZEN = "master", "weight"  # keys of shards that are no optimizer state
 
@@ -277,7 +170,7 @@ class EngineState(ShardedState):
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
         self._engine = engine
-        self._flats = _flats(engine)
+        self._flats = flats_of(engine)
         self._wrapped = bool(self._flats)
         self._basic: torch.optim.Optimizer = engine.optimizer.optimizer if self._wrapped else engine.optimizer
         self._frozen = [
@@ -304,12 +197,12 @@ class EngineState(ShardedState):
                     yield from flat.shards(key, state, key)
         rank = dist.get_rank() if self._frozen else 0
         for name, parameter in self._frozen:
-            if (length := _stage_3_length(parameter, rank)) > 0:
+            if (length := stage_3_length(parameter, rank)) > 0:
                 local = parameter.ds_tensor.detach().narrow(0, 0, length)
                 box = Box((rank * parameter.partition_numel(),), (length,))
                 yield Shard(f"{name}.{_FROZEN}", (parameter.ds_numel,), box, local, vars(parameter), "ds_tensor")
 
-    def _is_sharded(self, flat: _Flat, key: str, value: Any) -> bool:
+    def _is_sharded(self, flat: Flat, key: str, value: Any) -> bool:
         """Return whether optimizer state has one element per element of the parameters. Raises TypeError if neither
         that nor one number."""
         if not isinstance(value, torch.Tensor) or key == "step":
@@ -415,7 +308,7 @@ def _update_stage_3_weights(optimizer: DeepSpeedZeroOptimizer_Stage3) -> None:
 
 
 class _WithoutParameters(torch.nn.Module):
-    """Children and buffers of a module as they are, without its parameters: ZeRO-3 leaves those empty."""
+    """The children and buffers of a module as they are, without its parameters: ZeRO-3 leaves those empty."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import os
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +30,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("world", [1, 2, 3, 7])
 def test_pieces_hold_each_element_once(world: int) -> None:
-    from everstep_trainer.integrations.deepspeed import _cut, _in_sequence
+    from everstep_trainer.integrations.deepspeed_partitions import cut, in_sequence
 
     parameters = [nn.Parameter(torch.empty(size)) for size in (5, 1, 12, 3)]
     names = {parameter: f"p{number}" for number, parameter in enumerate(parameters)}
@@ -35,7 +38,7 @@ def test_pieces_hold_each_element_once(world: int) -> None:
     found = [
         (piece.name, piece.start + at, rank, piece.offset + at)
         for rank in range(world)
-        for piece in _cut(_in_sequence(parameters, names), rank * size, (rank + 1) * size)
+        for piece in cut(in_sequence(parameters, names), rank * size, (rank + 1) * size)
         for at in range(piece.length)
     ]
     elements = [(names[p], at) for p in parameters for at in range(p.numel())]
@@ -84,6 +87,7 @@ def reset_after_interrupt() -> tuple[bool, int, int, int]:
     from everstep_trainer.integrations.deepspeed import reset_process_state
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    os.environ["LOCAL_RANK"] = "0"
     reset_process_state()  # without it DeepSpeed compiles its collectives in shared memory
     original = nn.Linear.__init__
     comm.comm.init_distributed("gloo")
@@ -104,3 +108,41 @@ def reset_after_interrupt() -> tuple[bool, int, int, int]:
 
 def test_reset_ends_an_interrupted_zero_init(forks: ForkPool) -> None:
     assert forks.start(reset_after_interrupt).result() == (True, 0, 0, 0)
+
+
+def engines_left(stages: list[int]) -> list[bool]:
+    """Build, train and leave an engine of each stage; tell whether its module is still there after the next reset."""
+    import deepspeed
+    from everstep_trainer.integrations.deepspeed import reset_process_state, tracked_objects
+
+    def train(stage: int) -> weakref.ref[nn.Module]:
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
+            "zero_optimization": {"stage": stage},
+            "steps_per_print": None,
+        }
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+        engine.backward(engine(torch.ones(2, 8)).sum())
+        engine.step()
+        assert len(list(tracked_objects(engine)["deepspeed"].shards())) == 4 * 3
+        return weakref.ref(model)
+
+    os.environ["LOCAL_RANK"] = "0"
+    left = []
+    for stage in stages:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        reset_process_state()
+        trained = train(stage)
+        dist.destroy_process_group()
+        gc.collect()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        reset_process_state()
+        left.append(trained() is not None)
+        dist.destroy_process_group()
+    return left
+
+
+def test_reset_frees_engines_of_the_generation_before(forks: ForkPool) -> None:
+    assert forks.start(engines_left, [1, 2, 3]).result() == [False, False, False]
