@@ -19,6 +19,7 @@ import torch
 
 from everstep.errors import EverstepError
 from everstep_trainer.data.loader import is_stateful_loader
+from everstep_trainer.state.arrays import ArraySource
 from everstep_trainer.state.python_state import MergedState, decode
 from everstep_trainer.state.python_value_codec import Blob
 from everstep_trainer.state.tensors import TrackedTensor
@@ -265,6 +266,8 @@ class LossGuard:
             raise ValueError("the run's guard is tracked under the name guard: track your object under another name")
         again = self._options.rollback_copies > 0 or self._options.policy == "replay"
         for key, tracked in objects.items():
+            if isinstance(tracked, ArraySource):
+                raise ValueError(f"{key} holds arrays that are replaced in each step, which run.guard cannot roll back")
             # its iterator would go on while its stored state went back
             if again and is_stateful_loader(tracked):
                 raise ValueError(

@@ -337,7 +337,9 @@ class CheckpointImport:
         self._state, self._rank = state, rank
         tracked = TrackedObjects(objects)
         self._others = tracked.others
+        self._arrays = frozenset(key for key, _ in tracked.arrays)
         modules, optimizers = _by_key(tracked.modules), _by_key(tracked.optimizers)
+        modules |= {key: [] for key in self._arrays}  # their tensors are found by names alike
         self._keys = CheckpointKeys(reader)
         self._tops = frozenset(modules)
         self._sharded = frozenset(key for key, one in tracked.others.items() if isinstance(one, ShardedState))
@@ -453,7 +455,10 @@ class CheckpointImport:
         loads = self._deferred_loads
         loads += [partial(module.set_extra_state, value) for module, value in self._modules.extra_states()]
         loads += [partial(group.update, options) for group, options in self._optimizers.group_options()]
+        loads.append(self._state.adopt_arrays)
         for key, tracked in self._others.items():
+            if key in self._arrays:
+                continue
             stored = (self._keys.read_under(prefix.rstrip(".")) for prefix in candidate_prefixes(key, None))
             state = next((state for state in stored if state is not None), None)
             if state is not None:

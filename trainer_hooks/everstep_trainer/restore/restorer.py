@@ -73,7 +73,7 @@ class StateBackup:
     def __init__(self, state: TrackedState, *, with_values: bool) -> None:
         self._state = state
         self._states = [(o, {parameter: dict(of) for parameter, of in o.state.items()}) for o in state.optimizers]
-        live = state.tensors() if with_values else []
+        live = [tensor for tensor in state.tensors() if not tensor.is_replaced] if with_values else []
         self._values = [(tensor.local, tensor.local.to("cpu", copy=True)) for tensor in live]
 
     def undo(self) -> None:

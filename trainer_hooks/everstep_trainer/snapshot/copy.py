@@ -204,7 +204,7 @@ class SnapshotSources:
         self._volatile = [(i, t) for i, t in enumerate(tensors) if t.is_volatile and (wanted is None or i in wanted)]
         self._staged = {i: torch.empty_like(t.local) for i, t in self._volatile}
         self._tensors = tensors
-        self.writes = WriteCounts(t for t in tensors if t.is_parameter)
+        self.writes = WriteCounts(t for t in tensors if t.is_parameter and not t.is_replaced)
         gpus = gpus_of(tensors)
         self.mover = DeviceMover(gpus) if gpus else HostMover()
         self._views: list[torch.Tensor] | None = None

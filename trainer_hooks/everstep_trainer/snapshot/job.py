@@ -115,9 +115,11 @@ MAX_NAMED = 3
 
 
 class MutationGuard:
-    """The guard of one rank in one generation; ``is_announced``: an optimizer, which announces updates, is tracked."""
+    """The guard of one rank in one generation; ``is_announced``: an optimizer, which announces updates, is tracked;
+    ``is_needed``: False if the state never changes in place."""
 
-    def __init__(self, is_announced: bool, log_fields: Mapping[str, object]) -> None:
+    def __init__(self, is_announced: bool, log_fields: Mapping[str, object], *, is_needed: bool = True) -> None:
+        self._is_needed = is_needed
         self._is_announced = is_announced
         self._changes_unannounced = False
         self._log_fields = dict(log_fields)
@@ -125,7 +127,7 @@ class MutationGuard:
     def must_block(self) -> bool:
         """Return whether the copy that begins now must complete before training continues; once for each copy."""
         announced, self._is_announced = self._is_announced, False
-        return self._changes_unannounced or not announced
+        return self._is_needed and (self._changes_unannounced or not announced)
 
     def allow_changes(self, job: SnapshotJob | None) -> None:
         """Allow the state that ``job`` copies to change; from the training thread."""

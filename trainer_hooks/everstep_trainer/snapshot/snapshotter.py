@@ -112,7 +112,7 @@ class Snapshotter:
         self._queued: SnapshotJob | None = None
         self._last: SnapshotJob | None = None
         self._unchanged_job: SnapshotJob | None = None
-        self._mutation_guard = MutationGuard(bool(state.optimizers), self._log_fields)
+        self._mutation_guard = MutationGuard(bool(state.optimizers), self._log_fields, is_needed=state.changes_in_place)
         self._closing = False
         self._retention = VersionRetention(spec.number, spec.restore, restored)
         self._pace = SnapshotPace(store, member.rank, 1 if options.candidates_only else options.interval)

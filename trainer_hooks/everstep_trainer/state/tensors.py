@@ -138,6 +138,7 @@ class TrackedTensor(msgspec.Struct, frozen=True):
     key: Any
     location: TensorPlacement
     original: torch.Tensor  # the tensor found in ``container`` when the state was searched
+    is_replaced: bool = False  # an array of an ArraySource: its memory never changes
 
     @property
     def is_volatile(self) -> bool:

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from everstep_trainer.data.loader import Loader
 from everstep_trainer.data.sampler import ElasticSampler
+from everstep_trainer.state.arrays import ArraySource
 from everstep_trainer.state.supported import refuse_zero
 
 # ---- module names, as if nothing were wrapped
@@ -48,6 +49,7 @@ class TrackedObjects:
         self.modules: list[tuple[str, torch.nn.Module]] = []
         self.broadcast_modules: set[str] = set()  # names of modules whose buffers DDP broadcasts from rank 0
         self.optimizers: list[tuple[str, torch.optim.Optimizer]] = []
+        self.arrays: list[tuple[str, ArraySource]] = []  # which are among the others, too
         self.others: dict[str, Any] = {}
         for key, tracked in objects.items():
             for one in as_list(tracked):
@@ -64,6 +66,8 @@ class TrackedObjects:
             self.optimizers.append((key, tracked))
         elif hasattr(tracked, "state_dict") and hasattr(tracked, "load_state_dict"):
             self.others[key] = tracked
+            if isinstance(tracked, ArraySource):
+                self.arrays.append((key, tracked))
         else:
             raise TypeError(f"{key} is a {type(tracked).__qualname__}, {_fix_hint(tracked)}")
 

@@ -9,7 +9,7 @@ changes.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -20,8 +20,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from everstep.errors import NotRestorable
-from everstep.layout.manifests import TensorInfo, TensorPlacement
+from everstep.layout.manifests import Box, TensorInfo, TensorPlacement
 from everstep_trainer.state import optimizer_state, python_state, supported
+from everstep_trainer.state.arrays import ArrayPart, ArraySource
 from everstep_trainer.state.layout import Layout, Sharing
 from everstep_trainer.state.optimizer_state import allocate_state, has_full_state, location_of
 from everstep_trainer.state.python_state import MergedState, ParameterGroup, PythonState, StateName
@@ -129,6 +130,8 @@ class TrackedState:
         tracked = TrackedObjects(objects)
         self._modules, self._optimizers, self._others = tracked.modules, tracked.optimizers, tracked.others
         self._sharded = {key: one for key, one in tracked.others.items() if isinstance(one, ShardedState)}
+        self._arrays: list[tuple[str, ArraySource]] = tracked.arrays
+        self._array_parts: list[Sequence[ArrayPart]] = []  # of each of them, when the state was searched
         self._broadcast = tuple(f"{name}." for name in tracked.broadcast_modules)
         self._fqns = self._names()
         self._identity = StateFingerprint()
@@ -182,6 +185,10 @@ class TrackedState:
             self._add(found, name, place, key, moment, Sharing.EQUAL, parameter=False, location=self._locations[name])
         for name, shard in self._shards():
             self._add_shard(found, name, shard)
+        self._array_parts = [source.array_parts() for _, source in self._arrays]
+        for (top, _), array_parts in zip(self._arrays, self._array_parts, strict=True):
+            for array_part in array_parts:
+                self._add_array(found, f"{top}.{array_part.name}", array_part)
         to_come = [top for top, optimizer in self._optimizers if not has_full_state(optimizer)]
         to_come += [key for key, sharded in self._sharded.items() if not sharded.is_complete()]
         self._exclude.require_used([tensor.name for tensor in found.values()], to_come)
@@ -205,12 +212,18 @@ class TrackedState:
         inside = (optimizer for sharded in self._sharded.values() for optimizer in sharded.optimizers)
         return [*(optimizer for _, optimizer in self._optimizers), *inside]
 
+    @property
+    def changes_in_place(self) -> bool:
+        """False if all tensors are arrays, which are replaced instead."""
+        return bool(self._modules or self._optimizers or self._sharded)
+
     def is_unchanged(self) -> bool:
         """Return whether the tensors are those that ``tensors`` found, in the same memory. Fast: called every step."""
         return (
             self._has_searched
             and self._identity.is_unchanged()
             and all(still.is_unchanged(still.buffer) for still in self._buffer_records)
+            and all(source.array_parts() is of for (_, source), of in zip(self._arrays, self._array_parts, strict=True))
         )
 
     def _names(self) -> dict[int, str]:
@@ -263,6 +276,22 @@ class TrackedState:
             TensorPlacement.UNKNOWN,
             shard.container[shard.key],
         )
+    def _add_array(self, found: dict[Any, TrackedTensor], name: str, part: ArrayPart) -> None:
+        """Add an array's part; two arrays are never tied, even if they are one object at present."""
+        if not self._exclude.excludes(name):
+            found[name, part.box] = TrackedTensor(
+                name,
+                part.shape,
+                part.box,
+                part.local,
+                Sharing.EQUAL,
+                is_parameter=True,
+                container={name: part.local},
+                key=name,
+                location=TensorPlacement.UNKNOWN,
+                original=part.local,
+                is_replaced=True,
+            )
 
     def _sharing_of(self, name: str, buffer: torch.Tensor) -> Sharing:
         """Return how ranks share a buffer: one that training changes is rank 0's under DDP, else each rank's own."""
@@ -365,10 +394,27 @@ class TrackedState:
         refuse_other_model(live, index_of, catalog)
         refuse_other_groups(live, index_of, catalog, self._groups(), {top for top, _ in self._optimizers})
         self._separately_stored = self._stored.separately_stored(live, find_aliases(self._modules, live))
+        live = list(self._with_fresh_arrays(live))
         return [
             *((index_of[t.name], t) for t in live),
             *((index_of[name], beside) for name, _, beside in self._separately_stored),
         ]
+
+    def _with_fresh_arrays(self, live: Sequence[TrackedTensor]) -> Iterator[TrackedTensor]:
+        """Yield the tensors, arrays with fresh memory: the object itself gets other arrays by ``adopt_arrays``."""
+        fresh: dict[tuple[str, Box], torch.Tensor] = {}
+        names = {tensor.name for tensor in live if tensor.is_replaced}
+        for (top, source), parts in zip(self._arrays, self._array_parts, strict=True):
+            mine = {part.name for part in parts if f"{top}.{part.name}" in names}
+            fresh |= {(f"{top}.{part.name}", part.box): part.local for part in source.make_restore_parts(mine)}
+        for tensor in live:
+            is_fresh = tensor.is_replaced
+            yield msgspec.structs.replace(tensor, local=fresh[tensor.name, tensor.box]) if is_fresh else tensor
+
+    def adopt_arrays(self) -> None:
+        """Make arrays of the memory that was filled."""
+        for _, source in self._arrays:
+            source.adopt_restored()
 
     def _create_moments(self, catalog: tuple[TensorInfo, ...]) -> None:
         wanted: dict[str, list[tuple[str, TensorInfo]]] = {}
@@ -457,6 +503,7 @@ class TrackedState:
             top = next((top for top, one in self._optimizers if getattr(tracked, "optimizer", None) is one), "")
             alone = [key for key, _ in self._optimizers].count(top) == 1
             tracked.load_state_dict(stored.schedule(key, top, members[top]) if alone else stored.objects[key])
+        self.adopt_arrays()
 
     def _all_groups(self) -> Iterator[tuple[str, int, dict[str, Any]]]:
         """Yield every parameter group, with its optimizer's key and its number among the groups under that key."""
