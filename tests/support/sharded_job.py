@@ -28,12 +28,12 @@ class Line(NamedTuple):
 
 class ShardedJob:
     """Trains on every node that lives, with copies on other nodes. ``options``: the launchers', beside those.
-    ``widths``: of the layers. ``script``: the module that trains."""
+    ``widths``: of the layers, or other arguments of ``script``, the module that trains."""
 
     def __init__(
         self,
         world: World,
-        *widths: int,
+        *widths: int | str,
         options: tuple[str, ...] = (),
         script: str = "tests.support.sharded_training",
     ) -> None:

@@ -1,0 +1,103 @@
+"""A training with JAX in a training function; ranks write down what each step had, and die where told.
+
+    python -m everstep_trainer.launch --nproc-per-node 2 -m tests.support.jax_training FOLDER UNTIL [RANK:STEP:POINT
+    ...]
+
+Parameters and moments are sharded over all processes, the counter and the random key are replicated. A rank dies where
+a step has ``begun``, or after it was ``updated``. FOLDER/gate may name a step that no process goes beyond.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from everstep_trainer.integrations.jax import Pytree, distributed
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import everstep
+from tests.support.exact_training import SEED, Diary, Fault, Faults, main, wait_at_gate
+
+ROWS, WIDTH, SAMPLES, BATCH = 24, 6, 480, 24
+
+
+def initial_state(mesh: Mesh) -> dict[str, Any]:
+    def whole(value: Any) -> jax.Array:
+        return jax.device_put(value, NamedSharding(mesh, PartitionSpec()))
+
+    def sharded(value: np.ndarray) -> jax.Array:
+        return jax.device_put(value, NamedSharding(mesh, PartitionSpec("data")))
+
+    numbers = np.random.default_rng(SEED).standard_normal((ROWS, WIDTH), dtype=np.float32)
+    return {
+        "weights": sharded(numbers),
+        "mean": sharded(np.zeros_like(numbers)),
+        "half": sharded(numbers.astype(jnp.bfloat16)),
+        "count": whole(jnp.zeros((), jnp.int32)),
+        "key": jax.jit(jax.random.key, out_shardings=NamedSharding(mesh, PartitionSpec()))(SEED),
+        "seen": np.zeros((1,), np.int64),
+        "note": "begun",
+    }
+
+
+@jax.jit
+def update(arrays: dict[str, jax.Array], inputs: jax.Array) -> tuple[dict[str, jax.Array], jax.Array]:
+    key, drawn = jax.random.split(arrays["key"])
+
+    def loss_of(weights: jax.Array) -> jax.Array:
+        noisy = inputs + 0.1 * jax.random.normal(drawn, inputs.shape)
+        return jnp.mean((jnp.tanh(noisy @ weights) - inputs[:, :WIDTH]) ** 2)
+
+    loss, gradient = jax.value_and_grad(loss_of)(arrays["weights"])
+    mean = 0.9 * arrays["mean"] + gradient
+    weights = arrays["weights"] - 0.1 * mean
+    half = weights.astype(jnp.bfloat16)
+    return {"weights": weights, "mean": mean, "half": half, "count": arrays["count"] + 1, "key": key}, loss
+
+
+def jax_arrays(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in state.items() if isinstance(value, jax.Array)}
+
+
+def fingerprint(arrays: dict[str, Any]) -> str:
+    """Of all arrays, whole; a collective."""
+    numbers = {**arrays, "key": jax.random.key_data(arrays["key"])}
+    whole = multihost_utils.process_allgather(numbers, tiled=True)
+    return hashlib.sha256(b"".join(np.asarray(whole[name]).tobytes() for name in sorted(whole))).hexdigest()[:16]
+
+
+def train(run: everstep.Run, folder: str, until: int, faults: Sequence[Fault]) -> None:
+    diary, dying = Diary(Path(folder), run), Faults(faults, Path(folder), run.rank)
+    with distributed(run):
+        assert (jax.process_index(), jax.process_count()) == (run.rank, run.world_size)
+        mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+        inputs = np.random.default_rng(SEED + 1).standard_normal((SAMPLES, ROWS), dtype=np.float32)
+        sampler = run.sampler(SAMPLES, global_batch=BATCH, seed=SEED)
+        state = Pytree(initial_state(mesh))
+        run.track(state=state)
+        if run.last_finished_step:
+            diary.write(run.last_finished_step, restored=fingerprint(jax_arrays(state.value)))
+        for step in run.steps(until=until, seed=SEED):
+            wait_at_gate(Path(folder), step)
+            dying.step = step
+            dying.at("begun")
+            batch = jax.make_array_from_process_local_data(
+                NamedSharding(mesh, PartitionSpec("data")), inputs[np.asarray(sampler.indices(step))]
+            )
+            others = {"seen": state.value["seen"] + BATCH, "note": f"after {step}"}
+            arrays, loss = update(jax_arrays(state.value), batch)
+            state.value = {**arrays, **others}
+            dying.at("updated")
+            assert (int(state.value["count"]), int(state.value["seen"][0])) == (step, step * BATCH)
+            diary.write(step, loss=float(loss).hex(), state=fingerprint(arrays), note=state.value["note"])
+
+
+if __name__ == "__main__":
+    main(train, sys.argv[1:])
