@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -36,7 +37,7 @@ def arguments() -> argparse.Namespace:
 ARGS = arguments()
 
 
-def initial_state(mesh: jax.sharding.Mesh) -> dict[str, Any]:
+def initial_state() -> dict[str, Any]:
     keys = jax.random.split(jax.random.key(17), 3)
     shapes = {"first": (8, WIDTH), "second": (WIDTH, WIDTH), "last": (WIDTH, 1)}
     parameters = {
@@ -44,14 +45,17 @@ def initial_state(mesh: jax.sharding.Mesh) -> dict[str, Any]:
         for key, (name, shape) in zip(keys, shapes.items(), strict=True)
     }
     zeros = jax.tree.map(jnp.zeros_like, parameters)
-    state = {"parameters": parameters, "mean": zeros, "square": zeros, "count": jnp.zeros((), jnp.int32)}
-    size = mesh.devices.size
+    return {"parameters": parameters, "mean": zeros, "square": zeros, "count": jnp.zeros((), jnp.int32)}
 
-    def place(array: jax.Array) -> jax.Array:
-        is_divisible = array.ndim > 0 and array.shape[0] % size == 0
-        return jax.device_put(array, NamedSharding(mesh, PartitionSpec("data") if is_divisible else PartitionSpec()))
 
-    return jax.tree.map(place, state)
+def sharded(make: Callable[[], Any], mesh: jax.sharding.Mesh) -> Any:
+    """Return what ``make`` returns, with rows divided among all devices where that leaves no rest."""
+
+    def place(leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+        is_divisible = leaf.ndim > 0 and leaf.shape[0] % mesh.devices.size == 0
+        return NamedSharding(mesh, PartitionSpec("data") if is_divisible else PartitionSpec())
+
+    return jax.jit(make, out_shardings=jax.tree.map(place, jax.eval_shape(make)))()
 
 
 def loss_of(parameters: dict[str, jax.Array], inputs: jax.Array, targets: jax.Array) -> jax.Array:
@@ -91,7 +95,7 @@ def train(run: everstep.Run) -> None:  # everstep
         by_sample = NamedSharding(mesh, PartitionSpec("data"))
         inputs, targets = data()
         sampler = run.sampler(SAMPLES, global_batch=BATCH, seed=3)  # everstep
-        state = Pytree(initial_state(mesh))  # everstep
+        state = Pytree(sharded(initial_state, mesh))  # everstep
         run.track(state=state)  # everstep
         loss = jnp.zeros(())
         for step in run.steps(until=ARGS.steps):  # everstep

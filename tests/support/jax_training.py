@@ -29,19 +29,18 @@ ROWS, WIDTH, SAMPLES, BATCH = 24, 6, 480, 24
 
 
 def initial_state(mesh: Mesh) -> dict[str, Any]:
-    def whole(value: Any) -> jax.Array:
-        return jax.device_put(value, NamedSharding(mesh, PartitionSpec()))
-
     def sharded(value: np.ndarray) -> jax.Array:
-        return jax.device_put(value, NamedSharding(mesh, PartitionSpec("data")))
+        sharding = NamedSharding(mesh, PartitionSpec("data"))
+        return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
+    whole = NamedSharding(mesh, PartitionSpec())
     numbers = np.random.default_rng(SEED).standard_normal((ROWS, WIDTH), dtype=np.float32)
     return {
         "weights": sharded(numbers),
         "mean": sharded(np.zeros_like(numbers)),
         "half": sharded(numbers.astype(jnp.bfloat16)),
-        "count": whole(jnp.zeros((), jnp.int32)),
-        "key": jax.jit(jax.random.key, out_shardings=NamedSharding(mesh, PartitionSpec()))(SEED),
+        "count": jax.jit(lambda: jnp.zeros((), jnp.int32), out_shardings=whole)(),
+        "key": jax.jit(jax.random.key, out_shardings=whole)(SEED),
         "seen": np.zeros((1,), np.int64),
         "note": "begun",
     }

@@ -75,10 +75,13 @@ def _local_data(array: Any) -> Iterator[tuple[Any, Box]]:
         yield data, boxes[next(iter(data.devices()))]
 
 
+_SHORT_INTEGER = re.compile(r"u?int[1-7]")  # which JAX keeps in a byte each
+
+
 def _torch_dtype(dtype: Any) -> torch.dtype:
-    """Return torch's dtype of the same elements; bytes for those that torch lacks, such as int4."""
+    """Return torch's dtype of the same elements; bytes for those that torch lacks or cannot copy, such as int4."""
     known = getattr(torch, np.dtype(dtype).name, None)
-    if isinstance(known, torch.dtype):
+    if isinstance(known, torch.dtype) and not _SHORT_INTEGER.fullmatch(np.dtype(dtype).name):
         return known
     if np.dtype(dtype).itemsize != 1:
         raise TypeError(f"arrays of {dtype} cannot be stored: torch has no such elements")
@@ -230,8 +233,8 @@ def _leaf_name(path: Any) -> str:
 # A coordination service, in rank 0, tells processes of each other. JAX ends every process whose connection to it breaks
 # (see tcp_forwarder.py), which must not happen when rank 0 is lost. So each process connects through a forwarder of its
 # own, and rank 0's service is reached through another one, which is cut before the service ends: its last answers would
-# end the other processes as well. Clients and services are made directly, since ``jax.distributed.initialize`` sets
-# neither ``recoverable`` nor ``shutdown_on_destruction``, whose default waits for lost peers.
+# end the other processes as well. Clients and services are made directly, since ``jax.distributed.initialize`` does
+# not set ``shutdown_on_destruction``, whose default waits for lost peers.
 
 logger = logging.getLogger(__name__)
 
@@ -305,7 +308,6 @@ class _Service:
                     world_size,
                     heartbeat_timeout=HEARTBEAT_TIMEOUT_S,
                     shutdown_timeout=1,
-                    recoverable=True,
                 )
                 break
             except RuntimeError:  # somebody took the port

@@ -28,27 +28,27 @@ def filled(targets: Iterable[Any], sources: Iterable[Any]) -> None:
         assert volume == target.box.volume, target.name
 
 
-def leaves_of_all_kinds(devices: int) -> dict[str, Any]:
-    """Sharded over this number of four devices."""
+def leaves_of_all_kinds(devices: int, number: int) -> dict[str, Any]:
+    """Sharded over this number of four devices; ``number`` is in all values."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     mesh = Mesh(np.array(jax.devices()[:devices]), ("x",))
-    grid = np.arange(64, dtype=np.float32).reshape(8, 8)
+    grid = np.arange(64, dtype=np.float32).reshape(8, 8) + number
     kinds = ("float32", "bfloat16", "float16", "float8_e4m3fn", "int8", "uint32", "int4", "bool")
     return {
         "rows": jax.device_put(grid, NamedSharding(mesh, PartitionSpec("x"))),
         "columns": jax.device_put(grid, NamedSharding(mesh, PartitionSpec(None, "x"))),
         "whole": jax.device_put(grid, NamedSharding(mesh, PartitionSpec())),
-        "kinds": [jnp.arange(4).astype(kind) for kind in kinds],
+        "kinds": [(jnp.arange(4) % (number + 1)).astype(kind) for kind in kinds],
         "empty": jnp.zeros((0, 3)),
-        "scalar": jnp.float32(2.5),
-        "weak": jax.jit(lambda: 1.5)(),
-        "keys": jax.random.split(jax.random.key(3), 2),
+        "scalar": jnp.float32(number + 0.5),
+        "weak": jax.jit(lambda: number + 1.5)(),
+        "keys": jax.random.split(jax.random.key(number), 2),
         "numpy": grid[::2],
-        "number": 7,
-        "text": "seven",
+        "number": number,
+        "text": str(number),
         "nothing": None,
     }
 
@@ -72,17 +72,15 @@ def restore_into_another_sharding(before: int, after: int) -> bool:
     from everstep_trainer.integrations.jax import Pytree
 
     jax.config.update("jax_num_cpu_devices", 4)
-    stored = Pytree(leaves_of_all_kinds(before))
-    blank = leaves_of_all_kinds(after)
-    zeros = jax.tree.map(lambda leaf: leaf if isinstance(leaf, int | str) else leaf * 0, blank | {"keys": None})
-    restored = Pytree(zeros | {"keys": jax.random.split(jax.random.key(4), 2), "number": 0, "text": ""})
+    stored, before_it = Pytree(leaves_of_all_kinds(before, 3)), leaves_of_all_kinds(after, 1)
+    restored = Pytree(before_it)
     parts = restored.make_restore_parts({part.name for part in stored.array_parts()})
     filled(parts, stored.array_parts())
     restored.load_state_dict(stored.state_dict())
     restored.adopt_restored()
     assert facts(restored.value) == facts(stored.value)
     for name in ("rows", "columns", "whole"):
-        assert restored.value[name].sharding == blank[name].sharding
+        assert restored.value[name].sharding == before_it[name].sharding
     assert restored.value["scalar"].committed is stored.value["scalar"].committed is False
     jax.block_until_ready(
         jax.jit(lambda tree: tree["rows"] * tree["scalar"])({name: restored.value[name] for name in ("rows", "scalar")})
