@@ -71,7 +71,7 @@ EXAMPLES = {
     "torchtitan": Example(preload="torchtitan"),
     "megatron": Example(preload="megatron.core"),
     "jax": Example(),
-    "ray": Example(starts_ranks=True),
+    "ray": Example(starts_ranks=True, arguments=("--workers", "1", "--ranks", "2")),
     "dcp": Example(),
 }
 
@@ -99,11 +99,14 @@ class Process:
             "XDG_STATE_HOME": str(folder),
             "GLOO_SOCKET_IFNAME": "lo",
             "OMP_NUM_THREADS": "1",
+            "EVERSTEP_LAUNCH_MAX_RESTARTS": "1000",
+            "EVERSTEP_LAUNCH_STANDBY_DELAY_S": "0.1",
+            "EVERSTEP_LAUNCH_HANG_THRESHOLD_S": "60",
         }
         script = [f"examples/train_{name}.py", "--steps", str(steps), "--pace", str(example.pace_s)]
         script += example.arguments
-        launch = ["-m", "everstep_trainer.launch", "--nproc-per-node", str(example.ranks), "--max-restarts", "1000"]
-        launch += ["--standby-delay-s", "0.1", "--hang-threshold-s", "60", "--preload", example.preload]
+        launch = ["-m", "everstep_trainer.launch", "--nproc-per-node", str(example.ranks)]
+        launch += ["--preload", example.preload]
         self._command = [sys.executable, *([] if example.starts_ranks else launch), *script]
         self._log = folder / f"{name}.log"
 

@@ -276,6 +276,7 @@ class TrackedState:
             TensorPlacement.UNKNOWN,
             shard.container[shard.key],
         )
+
     def _add_array(self, found: dict[Any, TrackedTensor], name: str, part: ArrayPart) -> None:
         """Add an array's part; two arrays are never tied, even if they are one object at present."""
         if not self._exclude.excludes(name):
