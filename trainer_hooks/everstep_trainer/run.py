@@ -30,6 +30,7 @@ from everstep_trainer.parallel.replicas import (
 )
 from everstep_trainer.runtime.generation_session import TrainingSession
 from everstep_trainer.runtime.progress import CollectiveTimer
+from everstep_trainer.sdc.injected_flip import flip_if_requested
 from everstep_trainer.snapshot.slot_negotiation import SnapshotOptions
 from everstep_trainer.state.python_state import wrap_per_rank
 from everstep_trainer.state.tracked_objects import as_list
@@ -91,6 +92,7 @@ class OptimizerHooks:
 
         def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             self._before_update()
+            flip_if_requested(optimizer)
             self._updated = True
             if next(steps) == STEPS_UNTIL_STATE_CHECK and not optimizer.state and optimizer.state_dict().get("state"):
                 log.warning(

@@ -130,6 +130,9 @@ class LaunchSettings(msgspec.Struct, frozen=True, kw_only=True):
     start_from: str | None = None
     """Checkpoint to start from if none is in memory, as a path or URL: a ``torch.save`` file, a
     ``torch.distributed.checkpoint`` folder, weights as safetensors, or a folder that Everstep wrote."""
+    allow_chaos: bool | None = None
+    """Let ``everstep chaos flip`` change a bit of a rank's parameters. Default: only without an agent, in a private
+    run."""
     state_dir: str | None = None
     """Directory for logs, receipts and files of private services. Default: ``$XDG_STATE_HOME/everstep``."""
     progress: bool = True
@@ -193,6 +196,11 @@ class LaunchOptions(LaunchSettings, frozen=True, kw_only=True):
     @property
     def max_nodes(self) -> int:
         return self.node_range[1]
+
+    @property
+    def allows_chaos(self) -> bool:
+        """True if a rank changes a bit of its parameters when it is asked to."""
+        return self.agent_socket is None if self.allow_chaos is None else self.allow_chaos
 
     @property
     def meets_at_endpoint(self) -> bool:

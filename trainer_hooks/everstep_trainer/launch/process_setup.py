@@ -14,6 +14,8 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+from everstep.processes import status_field
+
 # ---- process: name, signals and group
 
 _PR_SET_NAME = 15
@@ -50,20 +52,6 @@ def notices_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def has_signal_handler(pid: int, number: int) -> bool:
-    """Return whether a process has a handler for a signal; False if it is gone."""
-    return bool(int(_status_field(pid, "SigCgt"), 16) >> (number - 1) & 1)
-
-
-def _status_field(pid: int, name: str) -> str:
-    """Return a number in /proc/PID/status; "0" if the process is gone."""
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith(name):
-                return line.split()[1]
-    return "0"
 
 
 def signal_group(pid: int, number: int) -> None:
@@ -138,7 +126,7 @@ def pretouch_heap(nbytes: int) -> int:
 
 def anonymous_bytes(pid: int) -> int:
     """Return the resident anonymous memory of a process; 0 if it is gone."""
-    return int(_status_field(pid, "RssAnon")) * 1024
+    return int(status_field(pid, "RssAnon")) * 1024
 
 
 def largest_rank_bytes() -> int:

@@ -14,17 +14,17 @@ from typing import BinaryIO
 
 import msgspec
 
+from everstep.chaos.targets import AGENT_SOCKET_VARIABLE, JOB_VARIABLE
 from everstep.errors import ConfigurationError, Unavailable
+from everstep.processes import has_signal_handler
 from everstep_trainer.launch.fork_client import ForkServerLink, ForkServerLost
 from everstep_trainer.launch.fork_messages import ControlChannel, FromForkServer, Promote, ReachedMain, make_socket_pair
 from everstep_trainer.launch.forkserver import PRELOAD_VARIABLE
 from everstep_trainer.launch.job_cache import cache_environment
 from everstep_trainer.launch.options import LaunchOptions
 from everstep_trainer.launch.private_services import resolve_state_dir
-from everstep_trainer.launch.process_setup import has_signal_handler
 from everstep_trainer.runtime.assignment import (
-    AGENT_SOCKET_VARIABLE,
-    JOB_VARIABLE,
+    ALLOW_CHAOS_VARIABLE,
     LOCAL_RANK_VARIABLE,
     START_FROM_VARIABLE,
 )
@@ -43,6 +43,9 @@ def fork_server_environment(options: LaunchOptions, environ: Mapping[str, str]) 
     name = options.cache_name or options.job
     environment = {**environ, **cache_environment(resolve_state_dir(options.state_dir, environ), name, environ)}
     environment[PRELOAD_VARIABLE] = ",".join(options.preload)
+    environment[JOB_VARIABLE] = options.job  # by these two `everstep chaos` finds the processes of a job
+    if options.agent_socket is not None:
+        environment[AGENT_SOCKET_VARIABLE] = options.agent_socket
     if options.nproc_per_node != 1 and "OMP_NUM_THREADS" not in environ:
         environment["OMP_NUM_THREADS"] = "1"
         log.info("OMP_NUM_THREADS is not set: each rank gets 1 thread, so that ranks do not compete for cores")
@@ -62,6 +65,7 @@ def worker_environment(
         AGENT_SOCKET_VARIABLE: agent_socket,
         LOCAL_RANK_VARIABLE: None if local_rank is None else rank,
         START_FROM_VARIABLE: options.start_from,
+        ALLOW_CHAOS_VARIABLE: "1" if options.allows_chaos else None,
         "LOCAL_WORLD_SIZE": world,
         "TORCHELASTIC_RUN_ID": options.job,
         "TORCHELASTIC_MAX_RESTARTS": str(options.max_restarts),

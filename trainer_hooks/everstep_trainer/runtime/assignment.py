@@ -15,19 +15,19 @@ import sys
 
 import msgspec
 
+from everstep.chaos.targets import AGENT_SOCKET_VARIABLE, JOB_VARIABLE
 from everstep.ids import split_address
 from everstep.wire.v1.training import GenerationSpec, Member
 from everstep_trainer.launch.fork_messages import ControlChannel, Promote, ReachedMain
 from everstep_trainer.launch.job_cache import RecordedImportLoader, cache_folder
 from everstep_trainer.launch.process_setup import StandbyMemory, set_process_name, warm_up_torch
 
-JOB_VARIABLE = "EVERSTEP_JOB"
-AGENT_SOCKET_VARIABLE = "EVERSTEP_LAUNCH_AGENT_SOCKET"
 CONTROL_FD_VARIABLE = "EVERSTEP_CONTROL_FD"
 WORKER_PID_VARIABLE = "EVERSTEP_WORKER_PID"
 STARTED_AT_VARIABLE = "EVERSTEP_WORKER_STARTED_AT"
 START_FROM_VARIABLE = "EVERSTEP_START_FROM"
 LOCAL_RANK_VARIABLE = "LOCAL_RANK"
+ALLOW_CHAOS_VARIABLE = "EVERSTEP_ALLOW_CHAOS"
 STANDBY_POLL_S = 1.0
 
 

@@ -39,6 +39,7 @@ from everstep_trainer.runtime.interrupt import Interrupter, Regroup
 from everstep_trainer.runtime.link import RankLink
 from everstep_trainer.runtime.process_group import GenerationGroup, Rendezvous
 from everstep_trainer.runtime.progress import StepProgress
+from everstep_trainer.sdc import injected_flip
 
 # ---- error attribution: a lost peer shows as an error of the training function
 
@@ -178,6 +179,7 @@ class Worker:
         self._directives = ReceivedDirectives()
         self._progress = StepProgress(settings.step_window)
         self._interrupter = Interrupter()
+        injected_flip.accept_requests()
         backend = make_backend(settings.backend)
         backend.prepare()
         self._rendezvous = Rendezvous(backend, settings)
