@@ -76,8 +76,8 @@ def require_allowed(fault: Fault, target: Target, detail: JobDetail, *, confirme
             f"{node.name} is the only node of job {job.job}: nothing would be left to recover. Give the job another "
             "node (--nnodes), or use kill"
         )
-    if fault in (Fault.NODE, Fault.PARTITION) and node.agent is None:
-        raise Conflict("the agent of this node is not known: run the command as the agent's user")
+    if fault in (Fault.NODE, Fault.PARTITION) and (node.agent is None or node.agent.user != node.launcher.user):
+        raise Conflict("the agent of this node runs as another user, or is not known: run the command as that user")
     if fault is Fault.NODE and node.has_controller:
         raise Conflict(
             f"the launcher of {node.name} runs the job's controller, and the job would end with it: choose a rank of "
@@ -110,7 +110,7 @@ def describe(fault: Fault, target: Target) -> str:
 def run_experiment(
     fault: Fault,
     watch: JobWatch,
-    nodes: Iterable[LocalNode],
+    nodes: list[LocalNode],
     *,
     rank: int | None = None,
     seconds: float = 0.0,
@@ -125,6 +125,8 @@ def run_experiment(
     job = watch.detail.summary
     if job.state is not JobState.RUNNING:
         raise Conflict(f"job {job.job} is {job.state}: a fault needs a running job")
+    if fault is Fault.NODE and rank is None:  # a private run does not survive the node with its controller
+        nodes = [node for node in nodes if not node.has_controller] or nodes
     target = find_target(watch.detail, nodes, rank, random.choice)
     require_allowed(fault, target, watch.detail, confirmed=confirmed)
     struck, process, agent = describe(fault, target), target.process, target.node.agent

@@ -12,64 +12,12 @@ import stat
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path, PurePath, PurePosixPath
+from pathlib import Path, PurePath
 from typing import NamedTuple
 
+from everstep.cgroups import cgroup_available_bytes
 from everstep.errors import ConfigurationError, OutOfSlotMemory, PermissionDenied, Unavailable
 from everstep.layout.vault_status import LOCK_FILE
-
-# Control group: memory left to a container, a Slurm job or a service. Pages of a memory file system are charged to the
-# group of the process that makes them, the vault. Beyond the group's limit the kernel kills in that group.
-
-CGROUP_ROOT = Path("/sys/fs/cgroup")
-OWN_CGROUP_FILE = Path("/proc/self/cgroup")
-UNLIMITED_BYTES = 1 << 60
-"""Limits from here on mean no limit: version 1 writes nearly 2^63 where version 2 writes ``max``."""
-
-
-class _CgroupFiles(NamedTuple):
-    """File names of a control group version, and the prefix of the counters that include groups below."""
-
-    limits: tuple[str, ...]
-    used: str
-    prefix: str
-
-
-_CGROUP_V1 = _CgroupFiles(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_")
-_CGROUP_V2 = _CgroupFiles(("memory.max", "memory.high"), "memory.current", "")
-
-
-def cgroup_available_bytes(cgroups: Path = CGROUP_ROOT, own_cgroup_file: Path = OWN_CGROUP_FILE) -> int | None:
-    """Return the fewest bytes left in a group around this process, cached pages included; None without limits."""
-    found = (_cgroup_available(group, files) for group, files in _enclosing_cgroups(cgroups, own_cgroup_file))
-    return min((available for available in found if available is not None), default=None)
-
-
-def _enclosing_cgroups(cgroups: Path, own: Path) -> Iterator[tuple[Path, _CgroupFiles]]:
-    """Yield this process's group and those around it; in a container whose path is the machine's, only the root."""
-    try:
-        entries = [line.split(":", 2)[1:] for line in own.read_text().splitlines() if line.count(":") > 1]
-    except OSError:
-        return
-    paths = {name: path for names, path in entries for name in names.split(",")}
-    root, files = (cgroups / "memory", _CGROUP_V1) if "memory" in paths else (cgroups, _CGROUP_V2)
-    path = PurePosixPath(paths.get("memory", paths.get("", "/")))
-    inside = () if ".." in path.parts else path.parts[1:]
-    for depth in range(len(inside), -1, -1):
-        yield root.joinpath(*inside[:depth]), files
-
-
-def _cgroup_available(group: Path, files: _CgroupFiles) -> int | None:
-    try:
-        limits = ((group / name).read_text().strip() for name in files.limits)
-        limit = min(UNLIMITED_BYTES if text == "max" else int(text) for text in limits)
-        used = int((group / files.used).read_text())
-        counters = dict(line.split(maxsplit=1) for line in (group / "memory.stat").read_text().splitlines())
-        cached = sum(int(counters.get(f"{files.prefix}{kind}_file", 0)) for kind in ("inactive", "active"))
-    except (OSError, ValueError):
-        return None
-    return None if limit >= UNLIMITED_BYTES else limit - used + cached
-
 
 MADV_POPULATE_WRITE = 23
 """Makes writable pages without changing their content (Linux 5.14 and later). Python 3.11 has no name for it."""

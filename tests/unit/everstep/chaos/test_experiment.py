@@ -17,8 +17,8 @@ from everstep.wire.v1 import operator as op
 from everstep.wire.v1.training import JobSpec, Member
 
 
-def process(pid: int) -> Process:
-    return Process(pid=pid, parent=1, user=1000, name="p", state="S", started=1)
+def process(pid: int, user: int = 1000) -> Process:
+    return Process(pid=pid, parent=1, user=user, name="p", state="S", started=1)
 
 
 def local(name: str = "b", **changed: Any) -> LocalNode:
@@ -91,6 +91,7 @@ def test_fleets_job_needs_consent_and_is_described(fault: Fault) -> None:
         (local(), detail(("b",)), "only node"),
         (local(has_controller=True), detail(), "job's controller"),
         (local(agent=None), detail(), "agent of this node"),
+        (local(agent=process(9, user=0)), detail(), "runs as another user"),
     ],
 )
 def test_fatal_node_losses_are_refused(node: LocalNode, job: op.JobDetail, words: str) -> None:
