@@ -19,6 +19,8 @@ T = TypeVar("T")
 POLL_S = 0.1
 SETTLE_STEPS = 3
 """Steps that all ranks finish after a recovery before its loss is read."""
+LOSS_WAIT_S = 2.0
+"""Ranks send their progress about once a second."""
 DETECTING = ("rank.", "node.", "finding", "corruption.", "launcher.left", "peer.lost", "fleet.correlated", "user_error")
 """Beginnings of the kinds of events that show that a fault was noticed."""
 
@@ -157,7 +159,14 @@ class JobWatch:
             self.poll()
             if self.is_over or self._has_recovered(regroups):
                 break
+        self._await_loss()
         return self.detail.summary.state is JobState.FINISHED or self._has_recovered(regroups)
+
+    def _await_loss(self) -> None:
+        """Poll for a moment until a loss of the newest generation has come; scripts need not report one."""
+        end = self._clock.monotonic() + LOSS_WAIT_S
+        while self.detail.summary.loss is None and not self.is_over and self._clock.monotonic() < end:
+            self.poll()
 
     @property
     def is_over(self) -> bool:
