@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Generator, Iterator
+from importlib.util import find_spec
 from multiprocessing.util import Finalize
 from pathlib import Path
 
@@ -86,6 +87,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if starts_processes(item):
             item.add_marker("slow")
+        if absent := [name for mark in item.iter_markers("frameworks") for name in mark.args if not find_spec(name)]:
+            item.add_marker(pytest.mark.skip(reason=f"not installed: {', '.join(absent)}"))
     if hasattr(config, "workerinput"):
         slow = {item.path for item in items if item.get_closest_marker("slow")}
         items.sort(key=lambda item: item.path not in slow)

@@ -105,7 +105,8 @@ class ChaosReport(msgspec.Struct, frozen=True, kw_only=True):
 class JobWatch:
     """Polls one job. A controller that is away is asked again; its absence may follow from the fault.
 
-    ``get`` is ``ControllerClient.get``, ``url`` the job's path, ``pause`` waits for some seconds. Raises as ``get``.
+    ``get(path, kind)`` asks the controller, ``url`` is the job's path, ``pause`` waits for some seconds. Raises as
+    ``get``.
     """
 
     def __init__(

@@ -18,17 +18,18 @@ from everstep.chaos.experiment import LASTING_S, run_experiment
 from everstep.chaos.faults import Fault
 from everstep.chaos.recovery import ChaosReport, FaultReport, JobWatch, Progress, Regroup
 from everstep.chaos.targets import LocalNode, find_nodes
-from everstep.cli.client import path
 from everstep.cli.context import (
     ConnectionOptions,
     Json,
     connected_client,
     console,
+    get_function,
     local_runs,
     reporting_errors,
     show,
     state_dir,
 )
+from everstep.client.exchange import path
 from everstep.errors import ConfigurationError
 from everstep.processes import read_processes
 from everstep.system_clock import SYSTEM_CLOCK
@@ -69,7 +70,7 @@ def chaos(
                 time.sleep(every_s)
             report = run_experiment(
                 fault,
-                JobWatch(client.get, path("jobs", name), SYSTEM_CLOCK),
+                JobWatch(get_function(client), path("jobs", name), SYSTEM_CLOCK),
                 [node for node in find_nodes(read_processes()) if node.job == name],
                 rank=rank,
                 seconds=LASTING_S.get(fault, 0.0) if seconds is None else seconds,

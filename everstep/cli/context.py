@@ -161,6 +161,15 @@ def show(message: Any, as_json: bool, view: RenderableType) -> None:
         console.print(view)
 
 
+def get_function(client: Client) -> Callable[..., Any]:
+    """Return a function that gets a path as a given type: ``get("/v1/status", FleetStatus)``."""
+
+    def get(url_path: str, kind: type[Any], **query: Any) -> Any:
+        return client.send(Call(method="GET", path=url_path, kind=kind, query=query))
+
+    return get
+
+
 def print_change(sentence: str, trace: str) -> None:
     """Print an order's consequence, and the command to follow it."""
     console.print(sentence or "done")

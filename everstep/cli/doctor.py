@@ -15,9 +15,9 @@ import typer
 from rich.text import Text
 
 import everstep.native as native
-from everstep.cli.client import ControllerClient
-from everstep.cli.context import ConnectionOptions, Json, choose, reporting_errors, show, state_dir
+from everstep.cli.context import ConnectionOptions, Json, choose, get_function, reporting_errors, show, state_dir
 from everstep.cli.tables import table
+from everstep.client import Client
 from everstep.doctor import accelerators, access, limits, memory, network
 from everstep.doctor.results import Check, CheckResult, Status, ok, run_checks
 from everstep.errors import ConfigurationError
@@ -116,9 +116,11 @@ def _controller(given: ConnectionOptions) -> Iterator[CheckResult]:
         return
     resolved = given.resolved(os.environ)
     try:
-        client = ControllerClient(resolved.controller, resolved.token(), tls=resolved.tls())
+        client = Client(resolved.controller, resolved.token(), tls=resolved.tls())
     except ConfigurationError as error:
         yield CheckResult(check="controller", status=Status.FAIL, sentence=str(error))
         return
-    facts = access.read_access(client.get, resolved.controller, SYSTEM_CLOCK, "local" if resolved != given else "")
+    node = "local" if resolved != given else ""
+    with client:
+        facts = access.read_access(get_function(client), resolved.controller, SYSTEM_CLOCK, node)
     yield from access.check_access(facts, now)

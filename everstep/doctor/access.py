@@ -41,7 +41,7 @@ class AccessFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_access(get: Callable[..., Any], url: str, clock: Clock, node: str = "") -> AccessFacts:
-    """Return what the controller at ``url`` says. ``get`` is ``ControllerClient.get``."""
+    """Return what the controller at ``url`` says. ``get(path, kind)`` asks it."""
     try:
         get("/v1/identity", op.CallerIdentity)  # the first request also connects
         began, before = clock.monotonic(), clock.wall()

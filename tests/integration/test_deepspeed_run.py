@@ -16,9 +16,7 @@ from bench.peers.run import free_port
 from tests.support.exact_training import Fault, reached, read_diaries
 from tests.support.launched import Launched, launched
 
-pytest.importorskip("deepspeed")
-
-pytestmark = [pytest.mark.slow, pytest.mark.frameworks]
+pytestmark = [pytest.mark.slow, pytest.mark.frameworks("deepspeed")]
 
 STEPS, WORLD = 9, 3
 FAULTS = [Fault(1, 3, "forward"), Fault(0, 6, "reduced")]

@@ -13,8 +13,7 @@ from tests.support.launched import launched
 from tests.support.sharded_job import DEADLINE_S, ShardedJob
 from tests.support.warm_launcher import WarmWorld
 
-pytest.importorskip("jax")
-pytestmark = [pytest.mark.slow, pytest.mark.frameworks]
+pytestmark = [pytest.mark.slow, pytest.mark.frameworks("jax")]
 
 STEPS, WORLD = 14, 2
 ENDLESS = 1_000_000

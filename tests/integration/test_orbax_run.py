@@ -10,9 +10,7 @@ import pytest
 from tests.support.exact_training import Fault, read_diaries
 from tests.support.launched import launched
 
-pytest.importorskip("jax")
-pytest.importorskip("orbax.checkpoint")
-pytestmark = [pytest.mark.slow, pytest.mark.frameworks]
+pytestmark = [pytest.mark.slow, pytest.mark.frameworks("jax", "orbax")]
 
 WORLD = 2
 

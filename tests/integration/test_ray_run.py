@@ -20,8 +20,7 @@ from tests.support.launched import ROOT, launched
 from tests.support.processes import comm, is_running, parents_of_all
 from tests.support.waiting import until
 
-pytest.importorskip("ray")
-pytestmark = [pytest.mark.slow, pytest.mark.frameworks, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.frameworks("ray"), pytest.mark.timeout(600)]
 
 STEPS, DEADLINE_S = 24, 300.0
 

@@ -19,11 +19,9 @@ from torch import nn
 
 from tests.support.forked import ForkPool
 
-pytest.importorskip("deepspeed")
-
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.frameworks,
+    pytest.mark.frameworks("deepspeed"),
     pytest.mark.filterwarnings("ignore"),  # DeepSpeed's own: torch's deprecations
 ]
 

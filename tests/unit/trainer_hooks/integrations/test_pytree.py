@@ -11,8 +11,7 @@ import pytest
 from everstep.errors import NotRestorable
 from tests.support.forked import ForkPool
 
-pytest.importorskip("jax")
-pytestmark = [pytest.mark.slow, pytest.mark.frameworks]
+pytestmark = [pytest.mark.slow, pytest.mark.frameworks("jax")]
 
 
 def filled(targets: Iterable[Any], sources: Iterable[Any]) -> None:

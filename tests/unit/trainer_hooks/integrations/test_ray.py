@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("ray")
-pytestmark = [pytest.mark.slow, pytest.mark.frameworks, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.slow, pytest.mark.frameworks("ray"), pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture

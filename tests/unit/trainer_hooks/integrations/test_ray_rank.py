@@ -10,8 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-pytest.importorskip("ray")
-pytestmark = [pytest.mark.slow, pytest.mark.frameworks, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.slow, pytest.mark.frameworks("ray"), pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture

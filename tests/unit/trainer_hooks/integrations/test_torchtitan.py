@@ -12,10 +12,9 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-pytest.importorskip("torchtitan")
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.frameworks,
+    pytest.mark.frameworks("torchtitan"),
     pytest.mark.filterwarnings("ignore"),  # torchtitan is imported by the first test
 ]
 
