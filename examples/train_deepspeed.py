@@ -15,10 +15,10 @@ import deepspeed
 import torch
 import xxhash
 from corpus import Windows, standard_library
-from everstep_trainer.integrations.deepspeed import micro_batches, reset_deepspeed, track_engine
+from everstep_trainer.integrations.deepspeed import micro_batches, reset_deepspeed, track_engine  # everstep
 from gpt import GPT, GPTConfig, next_byte_loss
 
-import everstep
+import everstep  # everstep
 
 
 def arguments() -> argparse.Namespace:
@@ -28,11 +28,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", default="fp32", choices=["fp32", "bf16", "fp16"])
     parser.add_argument("--batch", type=int, default=12, help="samples of a micro-batch, over all ranks")
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of an update")
-    parser.add_argument("--seed", type=int, default=17)
-    parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--context", type=int, default=32)
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads of a rank")
     parser.add_argument("--pace", type=float, default=0.0, help="seconds to sleep in each step")
     return parser.parse_args()
 
@@ -51,6 +48,7 @@ class Samples(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return inputs[0], targets[0]
 
 
+SEED = 17
 ARGS = arguments()
 DATASET = Samples(Windows(standard_library(), ARGS.context))  # out here: read once, not in each generation
 CONFIG = {
@@ -84,15 +82,15 @@ def digest(engine: deepspeed.DeepSpeedEngine) -> str:
 
 
 def train(run: everstep.Run) -> None:  # everstep
-    torch.manual_seed(ARGS.seed)
-    torch.set_num_threads(ARGS.threads)
+    torch.manual_seed(SEED)
+    torch.set_num_threads(1)
     config = reset_deepspeed(run, CONFIG, global_batch=ARGS.batch)  # everstep
-    model = GPT(GPTConfig(layers=ARGS.layers, width=ARGS.width, context=ARGS.context))
+    model = GPT(GPTConfig(layers=2, width=ARGS.width, context=ARGS.context))
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    loader = run.loader(DATASET, global_batch=ARGS.batch, seed=ARGS.seed)  # everstep
+    loader = run.loader(DATASET, global_batch=ARGS.batch, seed=SEED)  # everstep
     last = LastLoss()
     track_engine(run, engine, last=last)  # everstep
-    for step in run.steps(until=ARGS.steps, seed=ARGS.seed):  # everstep
+    for step in run.steps(until=ARGS.steps, seed=SEED):  # everstep
         losses = []
         for (inputs, targets), weight in micro_batches(engine, loader, step):  # everstep
             loss = next_byte_loss(engine(inputs.to(run.device)).float(), targets.to(run.device))

@@ -58,7 +58,7 @@ SHARED_MEMORY_OP = "deepspeed_shm_comm"
 
 
 def _destroy_engines() -> None:
-    """Free the engines of the previous generation, which hooks on gradients keep alive where no collector sees them.
+    """Release the engines of the previous generation, which hooks on gradients keep alive where no collector sees them.
 
     Called in the next generation, since destroying an engine asks the process group for its rank, and waits for the
     device, where a collective could still hang. An interrupt may have left an engine half built.
@@ -71,7 +71,6 @@ def _destroy_engines() -> None:
         for cell in getattr(method, "__closure__", None) or ():
             if isinstance(cell.cell_contents, _lru_cache_wrapper):  # the cache of a decorated method keeps its objects
                 cell.cell_contents.cache_clear()
-    gc.collect()
 
 
 def reset_process_state() -> None:
@@ -106,6 +105,7 @@ def reset_process_state() -> None:
     checkpointing.mp_rank, checkpointing.mp_size = 0, 1
     checkpointing.deepspeed_checkpointing_enabled = False
     checkpointing._CUDA_RNG_STATE_TRACKER.reset()
+    gc.collect()  # engines are cycles
 
 
 def reset_deepspeed(run: Run, config: Mapping[str, Any], *, global_batch: int) -> dict[str, Any]:
