@@ -46,6 +46,7 @@ def restored(rows: list[dict[str, Any]], generation: int) -> set[tuple[int, str]
     return {(row["step"], row["restored"]) for row in rows if "restored" in row and row["generation"] == generation}
 
 
+@pytest.mark.promise("jax")
 def test_jax_survives_kills_bit_for_bit(short_path: Path) -> None:
     undisturbed = by_step(trained(short_path / "u"))
     assert sorted(undisturbed) == [*range(1, STEPS + 1)]

@@ -11,6 +11,8 @@ _MODULES = {
     "Hugging Face Transformers": "everstep_trainer.integrations.transformers",
     "Ray Train": "everstep_trainer.integrations.ray",
     "DeepSpeed": "everstep_trainer.integrations.deepspeed",
+    "JAX": "everstep_trainer.integrations.jax",
+    "Orbax": "everstep_trainer.integrations.orbax",
 }
 _BARE = "\n    options:\n      show_root_heading: false\n      show_root_toc_entry: false\n      heading_level: 3"
 """Options of a module whose heading stands above it already."""

@@ -282,17 +282,19 @@ def distributed(run: Run) -> Iterator[None]:
         run: The run of the training function.
     """
     _clear()  # arrays of the generation before are gone by now
-    forwarder = service = None
+    runtime = _Runtime()
     try:
         if run.world_size > 1:
-            forwarder, service = _join(run)
+            with run.atomic():  # an interrupt in between would lose the service, whose end shows in other processes
+                runtime.join(run)
         yield
     except (RuntimeError, ValueError) as error:
         if run.generation == 0 or not is_lost_peer(error):
             raise
         raise dist.DistBackendError(f"a collective of JAX failed: {error}") from error
     finally:
-        _leave(forwarder, service)
+        with run.atomic():
+            runtime.leave()
 
 
 class _Service:
@@ -321,40 +323,41 @@ class _Service:
         self._service.shutdown()
 
 
-def _join(run: Run) -> tuple[TcpForwarder, _Service | None]:
-    host = _own_host()
-    service = _Service(host, run.world_size) if run.rank == 0 else None
-    try:
-        address = _broadcast("" if service is None else service.address)
-        forwarder = TcpForwarder("127.0.0.1", split_address(address), hold=True)
-    except BaseException:
-        if service is not None:
-            service.close()
-        raise
-    state = jax_distributed.global_state
-    state.process_id, state.num_processes, state.coordinator_address = run.rank, run.world_size, address
-    state.client = _jax.get_distributed_runtime_client(
-        f"127.0.0.1:{forwarder.port}",
-        run.rank,
-        init_timeout=INITIALIZATION_TIMEOUT_S,
-        shutdown_timeout=1,
-        heartbeat_timeout=HEARTBEAT_TIMEOUT_S,
-        shutdown_on_destruction=False,
-        use_compression=False,
-    )
-    state.client.connect()
-    _advertise(host)
-    return forwarder, service
+class _Runtime:
+    """This process's part in JAX's distributed runtime of one generation."""
 
+    def __init__(self) -> None:
+        self._service: _Service | None = None
+        self._forwarder: TcpForwarder | None = None
 
-def _leave(forwarder: TcpForwarder | None, service: _Service | None) -> None:
-    state = jax_distributed.global_state
-    state.client, state.process_id, state.num_processes, state.coordinator_address = None, 0, 1, None
-    if service is not None:
-        service.close()
-    if forwarder is not None:
-        forwarder.close_when_idle()  # the client lives as long as arrays of its devices do
-    _clear()
+    def join(self, run: Run) -> None:
+        host = _own_host()
+        if run.rank == 0:
+            self._service = _Service(host, run.world_size)
+        address = _broadcast("" if self._service is None else self._service.address)
+        self._forwarder = TcpForwarder("127.0.0.1", split_address(address), hold=True)
+        state = jax_distributed.global_state
+        state.process_id, state.num_processes, state.coordinator_address = run.rank, run.world_size, address
+        state.client = _jax.get_distributed_runtime_client(
+            f"127.0.0.1:{self._forwarder.port}",
+            run.rank,
+            init_timeout=INITIALIZATION_TIMEOUT_S,
+            shutdown_timeout=1,
+            heartbeat_timeout=HEARTBEAT_TIMEOUT_S,
+            shutdown_on_destruction=False,
+            use_compression=False,
+        )
+        state.client.connect()
+        _advertise(host)
+
+    def leave(self) -> None:
+        state = jax_distributed.global_state
+        state.client, state.process_id, state.num_processes, state.coordinator_address = None, 0, 1, None
+        if self._service is not None:
+            self._service.close()
+        if self._forwarder is not None:
+            self._forwarder.close_when_idle()  # the client lives as long as arrays of its devices do
+        _clear()
 
 
 def _clear() -> None:
