@@ -6,9 +6,11 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
+from everstep_agent.spill.__main__ import execute
 from everstep_trainer.loss_guard import LossGuard
 from everstep_trainer.memory_tier.vault_client import VaultClient
 from everstep_trainer.parallel.replicas import RankContext
@@ -25,6 +27,7 @@ from everstep.layout.manifests import Box
 from everstep.wire.v1.training import RestoreRule
 from tests.support.forked import ForkPool
 from tests.support.generations import generation
+from tests.support.spilling import fill_slots, start_alone
 from tests.support.vaults import vaults
 
 ROWS = 8
@@ -137,3 +140,20 @@ def test_guard_refuses_arrays() -> None:
     guard: LossGuard = run.guard()
     with pytest.raises(ValueError, match="grid holds arrays"):
         guard.require_compatible({"grid": Grid()})
+
+
+def test_arrays_start_from_checkpoint_on_storage(tmp_path: Path) -> None:
+    stored, url = Grid(), str(tmp_path / "stored")
+    stored.replace(9, 3.0)
+    order = fill_slots(tmp_path / "slots", TrackedState({"grid": stored}), Version(1, 40), world=2)
+    execute(msgspec.structs.replace(order, url=url))
+    grid = Grid(2)
+    assert start_alone(url, {"grid": grid}, TrackedState({"grid": grid})) == 40
+    assert (grid.step, grid.rows.unique().tolist()) == (9, [3.0])
+
+
+def test_arrays_start_from_ordinary_checkpoint(tmp_path: Path) -> None:
+    path, grid = tmp_path / "model.pt", Grid(4)
+    torch.save({"grid": {"rows": torch.full((ROWS, 4), 5.0)}}, path)
+    assert start_alone(path, {"grid": grid}, TrackedState({"grid": grid})) == 0
+    assert (grid.step, grid.rows.unique().tolist()) == (0, [5.0])
