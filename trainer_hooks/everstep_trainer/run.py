@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import count
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
+from everstep_trainer.data.epochs import (
+    EpochLoader,
+    EpochSampler,
+    IndexedBatches,
+    SequentialBatches,
+    is_indexed,
+    loading_options,
+    order_of,
+)
 from everstep_trainer.data.loader import Loader, PerRankLoader, is_stateful_loader, is_stream
 from everstep_trainer.data.rng import seed_step
 from everstep_trainer.data.sampler import ElasticSampler, Sampler, StepPart
@@ -107,6 +116,30 @@ class OptimizerHooks:
         return outside  # counting updates is no part of a compiled step
 
 
+_generation_hooks: list[Callable[[], None]] = []
+
+
+def before_each_generation(hook: Callable[[], None]) -> None:
+    """Call ``hook`` before the training function in each generation from the next on, however often it is registered.
+
+    For integrations: a library's process-wide state would otherwise describe the ranks of the previous generation.
+    """
+    if hook not in _generation_hooks:
+        _generation_hooks.append(hook)
+
+
+def call_generation_hooks() -> None:
+    """Call the hooks of ``before_each_generation``. For `main` only."""
+    for hook in _generation_hooks:
+        hook()
+
+
+class Closable(Protocol):
+    """A resource of one generation."""
+
+    def close(self) -> None: ...
+
+
 class Run:
     """One call of the training function: one rank in one generation.
 
@@ -135,7 +168,7 @@ class Run:
         device = context.device if self.distributed else None
         self._replicas = ReplicaAssignment(context.rank, context.world_size, device)
         self._parallelism = StepParallelism(context, self._replicas, session.record_wait)
-        self._loaders: list[Loader | PerRankLoader] = []
+        self._loaders: list[Closable] = []
         self._tier: MemoryTier | None = None
         self._guard: LossGuard | None = None
         self._updates = OptimizerHooks(session.before_update, {"generation": context.generation, "rank": context.rank})
@@ -307,6 +340,75 @@ class Run:
         made = Loader(dataset, sampler, self._parallelism.assigned_ranks, seed, options, fetch_together=fetch_together)
         self._loaders.append(made)
         return made
+
+    def epoch_loader(
+        self,
+        loader: Any,
+        *,
+        global_batch: int | None = None,
+        seed: int = 0,
+        accumulates: int = 1,
+        place: Callable[[Any], Any] | None = None,
+    ) -> EpochLoader:
+        """Return the epochs of the script's own DataLoader, which continue at the next batch after a restore.
+
+        Each epoch's order depends on (seed, epoch) alone, and each global batch is split over the ranks. The loader's
+        sampler, batch size, collate function and workers are kept. A batch may be smaller at the end of an epoch, as in
+        torch; ranks whose shares differ have different values of ``loss_weight``. An iterable data set, or an iterable
+        that is no DataLoader, is read again up to the next batch, and splits itself over the ranks.
+
+        Example::
+
+            loader = run.epoch_loader(DataLoader(dataset, batch_size=8, shuffle=True))
+            run.track(model=model, optimizer=optimizer)
+            for epoch in loader.epochs(3):
+                for batch in loader:
+                    loss = model(batch).mean()
+                    (loss * loader.loss_weight).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+        Args:
+            loader: A DataLoader, as for one rank of the whole job, or another iterable of batches.
+            global_batch: Samples of a batch over all ranks; default: the loader's batch on each rank.
+            seed: Seed of the shuffle and of the random streams of steps.
+            accumulates: Batches of one update. The last update of an epoch may have fewer.
+            place: Called with each batch, such as to move it to a device.
+
+        Raises:
+            ValueError: The number of ranks may change and no ``global_batch`` is given, or the data make no batch.
+        """
+        if not is_indexed(loader):
+            sequential = SequentialBatches(loader, seed)
+            self._loaders.append(sequential)
+            batches: IndexedBatches | SequentialBatches = sequential
+        else:
+            replica = self._replicas.replica_for("run.epoch_loader")
+            if global_batch is None and self._context.is_elastic:
+                raise ValueError(
+                    "the number of ranks of this job may change, so the batch size of one rank does not determine the "
+                    "samples of a step: give global_batch, the samples over all ranks"
+                )
+            order = order_of(loader, global_batch, replica.count, seed)
+            sampler = EpochSampler(order, rank=replica.index, world_size=replica.count)
+            made = Loader(loader.dataset, sampler, self._parallelism.assigned_ranks, seed, loading_options(loader))
+            self._loaders.append(made)
+            batches = IndexedBatches(made, sampler, order.batches)
+        dataset = getattr(loader, "dataset", None)
+        return EpochLoader(self, batches, dataset, seed=seed, accumulates=accumulates, place=place)
+
+    def exact_gradients(self, model: nn.Module) -> None:
+        """Add the gradients of a DistributedDataParallel that a framework has built in the order of ranks.
+
+        ``run.replicate`` does it already. Without it the results after a regroup differ by rounding.
+
+        Args:
+            model: The wrapped model, before the first backward pass. Parts with a hook of their own are left alone.
+
+        Raises:
+            TypeError: A part has sparse gradients.
+        """
+        self._parallelism.make_exact(model)
 
     def replicate(
         self, model: nn.Module, *, exact: bool = True, virtual_ranks: int | None = None, **options: Any

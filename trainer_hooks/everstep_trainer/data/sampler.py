@@ -162,8 +162,8 @@ class ElasticSampler:
         start, end = self.batch_range()
         return (end - start) * self._world / self._global_batch
 
-    def batch_range(self) -> tuple[int, int]:
-        """Return where this rank's samples begin and end in the global batch."""
+    def batch_range(self, step: int = 1) -> tuple[int, int]:
+        """Return where this rank's samples begin and end in the global batch of the step; here, of any step."""
         batch, world = self._global_batch, self._world
         if batch < world:
             raise ValueError(

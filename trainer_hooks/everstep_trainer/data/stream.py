@@ -47,7 +47,7 @@ class BatchRequests:
     def __iter__(self) -> Iterator[BatchRequest]:
         parts = ((step, share) for step in count(self.first_step) for share in self.samplers)
         for step, share in islice(parts, self.first_part, None):
-            yield BatchRequest(step, share.batch_range()[0], tuple(share.indices(step).tolist()))
+            yield BatchRequest(step, share.batch_range(step)[0], tuple(share.indices(step).tolist()))
 
 
 Collate = Callable[[list[Any]], Any]

@@ -84,3 +84,10 @@ def replicate(
     if exact:
         replicas.register_comm_hook((process_group, CollectiveTimer(on_wait)), mean_in_rank_order)
     return replicas
+
+
+def add_in_rank_order(replicas: DistributedDataParallel, on_wait: Callable[[float], object]) -> None:
+    """Make replicas that a framework has built exact, as ``replicate`` does. Raises TypeError for sparse gradients."""
+    refuse_sparse(replicas, "be added in the order of ranks: take sparse=False, or exact=False")
+    if dist.get_world_size(replicas.process_group) > 1:
+        replicas.register_comm_hook((replicas.process_group, CollectiveTimer(on_wait)), mean_in_rank_order)

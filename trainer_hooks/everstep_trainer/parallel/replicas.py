@@ -27,7 +27,7 @@ from everstep_trainer.loss_guard import Loss
 from everstep_trainer.memory_tier.tier import MemoryTier
 from everstep_trainer.parallel.exact.summation import VirtualMean, all_gather
 from everstep_trainer.parallel.exact.virtual_ranks import ExactMode
-from everstep_trainer.parallel.gradients import replicate
+from everstep_trainer.parallel.gradients import add_in_rank_order, replicate
 from everstep_trainer.runtime.progress import CollectiveTimer
 from everstep_trainer.state.tracked_objects import as_list
 from everstep_trainer.state.untracked_state import ReplicaSync
@@ -36,7 +36,10 @@ from everstep_trainer.state.untracked_state import ReplicaSync
 
 
 class RankContext(msgspec.Struct, frozen=True, kw_only=True):
-    """Place of a rank in its generation. ``will_restore``: a version will be restored for certain."""
+    """Place of a rank in its generation.
+
+    ``will_restore``: a version will be restored for certain. ``is_elastic``: generations may differ in world size.
+    """
 
     rank: int = 0
     world_size: int = 1
@@ -45,6 +48,7 @@ class RankContext(msgspec.Struct, frozen=True, kw_only=True):
     generation: int = 0
     device: torch.device = torch.device("cpu")
     will_restore: bool = False
+    is_elastic: bool = False
     mesh: Callable[[], DeviceMesh] | None = None
     tier: Callable[[], MemoryTier] | None = None
 
@@ -261,6 +265,12 @@ class StepParallelism:
         replicas = replicate(model, exact=exact, equal_already=self._equal_already, on_wait=self._on_wait, **options)
         self._replica_sync.add_model(model, replicas.process_group, ignored=replicas.parameters_to_ignore)
         return replicas
+
+    def make_exact(self, model: nn.Module) -> None:
+        """See ``Run.exact_gradients``."""
+        for module in model.modules():
+            if isinstance(module, DistributedDataParallel) and not module._comm_hooks:
+                add_in_rank_order(module, self._on_wait)
 
     def _replicate_virtually(self, model: nn.Module, count: int, exact: bool, options: dict[str, Any]) -> nn.Module:
         if options or not exact:

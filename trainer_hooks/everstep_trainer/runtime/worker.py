@@ -29,7 +29,7 @@ from everstep_trainer.launch.job_cache import ImportRecorder, cache_folder
 from everstep_trainer.memory_tier.tier import MemoryTier
 from everstep_trainer.memory_tier.vault_client import VaultClient
 from everstep_trainer.parallel.replicas import RankContext
-from everstep_trainer.run import Run
+from everstep_trainer.run import Run, call_generation_hooks
 from everstep_trainer.runtime import interrupt
 from everstep_trainer.runtime.abort import make_backend
 from everstep_trainer.runtime.assignment import WorkerAssignment, torchrun_environment
@@ -308,6 +308,7 @@ class Worker:
         self._listener.on_versions = session.handle_versions
         self._membership.enter()
         run = Run(self._make_rank_context(group), session)
+        call_generation_hooks()
         failure = self._interrupter.run(partial(train, run))
         if os.getpid() != self._pid:
             _end_child(failure)
@@ -339,6 +340,7 @@ class Worker:
             generation=spec.number,
             device=group.device,
             will_restore=spec.restore.floor is not None,
+            is_elastic=spec.spec.min_nodes < spec.spec.max_nodes,
             mesh=lambda: group.mesh,
             tier=lambda: MemoryTier(self._vault, spec, member, group.store),
         )

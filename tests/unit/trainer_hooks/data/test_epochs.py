@@ -1,0 +1,179 @@
+"""The epochs of a DataLoader: order, shares of ranks, and the place after a restore."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from everstep_trainer.data.epochs import EpochLoader, EpochSampler, order_of
+from everstep_trainer.parallel.replicas import RankContext
+from everstep_trainer.run import Run
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from tests.support.recorded_session import RecordedSession
+
+SIZE, BATCH = 22, 3
+DATA = TensorDataset(torch.arange(SIZE))
+
+
+def loader(**options: Any) -> DataLoader[Any]:
+    return DataLoader(DATA, **({"batch_size": BATCH} | options))
+
+
+def samples_by_rank(given: DataLoader[Any], ranks: int, epoch: int, *, meant_for: int = 2) -> list[list[int]]:
+    """The samples of each rank in the epoch, of batches that were meant for two ranks."""
+    order = order_of(given, None, meant_for, 7)
+    first = epoch * order.batches + 1
+    samplers = [EpochSampler(order, rank=rank, world_size=ranks) for rank in range(ranks)]
+    return [[i for step in range(first, first + order.batches) for i in s.indices(step).tolist()] for s in samplers]
+
+
+LOADERS = {
+    "in-order": lambda: loader(),
+    "shuffled": lambda: loader(shuffle=True),
+    "subset": lambda: loader(sampler=SubsetRandomSampler(range(SIZE), torch.Generator())),
+    "distributed": lambda: loader(sampler=DistributedSampler(DATA, num_replicas=2, rank=1)),
+    "batches": lambda: DataLoader(DATA, batch_sampler=Buckets(SubsetRandomSampler(range(SIZE)), BATCH, False)),
+}
+
+
+class Buckets(BatchSampler):
+    """A batch sampler of the script's own."""
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_epoch_has_each_sample_once(kind: str, ranks: int) -> None:
+    given = LOADERS[kind]()
+    seen = [sorted(chain.from_iterable(samples_by_rank(given, ranks, epoch))) for epoch in range(3)]
+    assert seen == [[*range(SIZE)]] * 3
+
+
+def test_epoch_orders_differ_and_repeat_themselves() -> None:
+    orders = [samples_by_rank(loader(shuffle=True), 1, epoch) for epoch in (0, 1, 0)]
+    assert orders[0] == orders[2] != orders[1]
+
+
+def test_random_sampler_does_not_move_random_streams() -> None:
+    given = loader(sampler=WeightedRandomSampler([1.0] * SIZE, SIZE))
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    assert samples_by_rank(given, 2, 1) == samples_by_rank(given, 2, 1)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_short_batch_weights_add_up_to_mean() -> None:
+    order = order_of(loader(), None, 2, 0)
+    last = order.batches
+    assert len(EpochSampler(order).global_indices(last)) == SIZE % (2 * BATCH) == 4
+    for ranks in (2, 3, 4):
+        samplers = [EpochSampler(order, rank=rank, world_size=ranks) for rank in range(ranks)]
+        losses = [s.indices(last).double().mean() * s.loss_weight(last) for s in samplers]
+        assert sum(losses) / ranks == pytest.approx(sum(range(18, 22)) / 4)
+
+
+def test_batch_smaller_than_world_gives_each_rank_a_sample() -> None:
+    order = order_of(loader(batch_size=7), None, 3, 0)
+    shares = [EpochSampler(order, rank=rank, world_size=3).indices(2).tolist() for rank in range(3)]
+    assert shares == [[21], [21], [21]]
+
+
+def test_drop_last_ends_epoch_at_whole_batch() -> None:
+    assert order_of(loader(drop_last=True), None, 2, 0).batches == 3
+    with pytest.raises(ValueError, match="do not make a batch"):
+        order_of(loader(drop_last=True), 23, 2, 0)
+
+
+def test_batch_sampler_refuses_global_batch() -> None:
+    with pytest.raises(ValueError, match="determines the batches"):
+        order_of(LOADERS["batches"](), 6, 2, 0)
+
+
+def test_sampler_with_other_length_is_refused() -> None:
+    class Short(SubsetRandomSampler):
+        def __iter__(self) -> Iterator[int]:
+            return iter([*super().__iter__()][:-1])
+
+    with pytest.raises(ValueError, match="yields 21 items"):
+        order_of(loader(sampler=Short(range(SIZE))), None, 1, 0).samples(0, 0)
+
+
+def test_elastic_job_needs_global_batch() -> None:
+    run = Run(RankContext(is_elastic=True), RecordedSession())
+    with pytest.raises(ValueError, match="give global_batch"):
+        run.epoch_loader(loader())
+    assert len(run.epoch_loader(loader(), global_batch=11)) == 2
+
+
+class Counting(IterableDataset[int]):
+    """Numbers with a random part, in sequence."""
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        return ((number, float(torch.rand(()))) for number in range(SIZE))
+
+    def __len__(self) -> int:
+        return SIZE
+
+
+def train(session: RecordedSession, given: DataLoader[Any], *, accumulates: int = 1, epochs: int = 3) -> list[Any]:
+    """Iterate as a script does; return the batches with their epochs and random numbers, and where epochs ended."""
+    run = Run(RankContext(), session)
+    batches = run.epoch_loader(given, seed=7, accumulates=accumulates)
+    model = torch.nn.Linear(1, 1)
+    run.track(model=model)
+    seen: list[Any] = []
+    for epoch in batches.epochs(epochs):
+        seen += [(epoch, [part.tolist() for part in batch], float(torch.rand(()))) for batch in batches]
+        seen.append(("end of", epoch))
+    run.close()
+    return seen
+
+
+@pytest.mark.parametrize("accumulates", [1, 3])
+@pytest.mark.parametrize(
+    "given", [loader(shuffle=True), DataLoader(Counting(), batch_size=BATCH)], ids=["indexed", "iterable"]
+)
+def test_epochs_continue_at_next_batch(given: DataLoader[Any], accumulates: int) -> None:
+    session = RecordedSession()
+    whole = train(session, given, accumulates=accumulates)
+    ends = [place for place, seen in enumerate(whole) if seen[0] == "end of"]
+    batches = ends[0]
+    updates = -(-batches // accumulates)
+    assert sorted(session.versions) == [*range(1, 3 * updates + 1)]
+    for step in session.versions:
+        epoch, done = divmod(step, updates)
+        rest = whole[epoch * (batches + 1) + done * accumulates :]
+        assert train(RecordedSession(session.versions, step), given, accumulates=accumulates) == rest
+
+
+def test_plain_loop_over_epochs_skips_finished_ones() -> None:
+    def passes(restored: int) -> list[int]:
+        run = Run(RankContext(), session if not restored else RecordedSession(session.versions, restored))
+        batches = run.epoch_loader(loader())
+        run.track(model=torch.nn.Linear(1, 1))
+        return [sum(1 for _ in batches) for _ in range(2)]
+
+    session = RecordedSession()
+    assert passes(0) == [8, 8]
+    assert passes(11) == [0, 5]
+
+
+def test_epoch_left_early_is_refused() -> None:
+    run = Run(RankContext(), RecordedSession())
+    batches: EpochLoader = run.epoch_loader(loader())
+    epochs = batches.epochs(2)
+    next(epochs)
+    next(iter(batches))
+    with pytest.raises(RuntimeError, match="epoch 0 was left"):
+        next(epochs)
