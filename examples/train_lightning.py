@@ -12,8 +12,8 @@ import argparse
 import time
 
 import torch
-import xxhash
 from everstep_trainer.integrations.lightning import everstep_strategy  # everstep
+from final_line import print_final
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -77,15 +77,7 @@ def train(run: everstep.Run) -> None:  # everstep
         enable_model_summary=False,
     )
     trainer.fit(model, DataLoader(data(1), batch_size=BATCH, shuffle=True), DataLoader(data(2), batch_size=BATCH))
-    report(run, trainer.global_step, model.loss, model)
-
-
-def report(run: everstep.Run, step: int, loss: torch.Tensor, model: torch.nn.Module) -> None:
-    digest = xxhash.xxh64()
-    for _, parameter in sorted(model.named_parameters()):
-        digest.update(parameter.detach().contiguous().numpy().tobytes())
-    if run.rank == 0:
-        print(f"final step={step} loss={loss.item():.9g} parameters={digest.hexdigest()}", flush=True)
+    print_final(run.rank, trainer.global_step, model.loss, model)
 
 
 if __name__ == "__main__":

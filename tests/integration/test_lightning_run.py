@@ -68,12 +68,28 @@ def test_lightning_trainer_resumes_from_last_batch(short_path: Path, package: st
     assert len({row["rate"] for row in rows}) == STEPS, "the schedule went on"
 
 
+def last(rows: list[dict[str, Any]]) -> dict[tuple[int, int, bool], dict[str, Any]]:
+    """The last row of each step, rank and kind, without its generation."""
+    whole = sorted(rows, key=lambda row: int(row["generation"]))
+    return {
+        (row["step"], row["rank"], "validated" in row): {k: v for k, v in row.items() if k != "generation"}
+        for row in whole
+    }
+
+
+@pytest.mark.promise("lightning")
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp2", marks=pytest.mark.nightly)])
+def test_lightning_epochs_equal_undisturbed_run(short_path: Path, kind: str) -> None:
+    undisturbed = trained(short_path / "u", LIGHTNING_EPOCHS=kind)
+    steps = [row["step"] for row in undisturbed if row["rank"] == 0 and "samples" in row]
+    assert steps == [*range(1, 19)], "three epochs of six batches"
+    assert sorted(row["step"] for row in undisturbed if row["rank"] == 0 and "validated" in row) == [6, 12, 18]
+    faults = [Fault(1, 7, "forward"), Fault(0, 12, "updated")]
+    assert last(trained(short_path / "k", *faults, LIGHTNING_EPOCHS=kind)) == last(undisturbed)
+
+
 @pytest.mark.promise("lightning")
 def test_kill_during_accumulation_keeps_gradient_and_scale(short_path: Path) -> None:
-    def last(rows: list[dict[str, Any]]) -> dict[tuple[int, int], dict[str, Any]]:
-        whole = sorted(rows, key=lambda row: int(row["generation"]))
-        return {(row["step"], row["rank"]): {k: v for k, v in row.items() if k != "generation"} for row in whole}
-
     undisturbed = last(trained(short_path / "u", LIGHTNING_ACCUMULATES="4"))
     assert len({row["scale"] for row in undisturbed.values()}) > 2, "the scaler has something to lose"
     faults = [Fault(1, 7, "forward"), Fault(0, 14, "updated")]
@@ -83,15 +99,18 @@ def test_kill_during_accumulation_keeps_gradient_and_scale(short_path: Path) -> 
 def fitting() -> dict[str, bool]:
     """Tell for each package whether its Trainer takes the integration's classes."""
     warnings.simplefilter("ignore")
-    from everstep_trainer.integrations.lightning import EverstepCallback, EverstepEnvironment
+    from everstep_trainer.integrations.lightning import EverstepCallback, EverstepEnvironment, everstep_strategy
 
     fits = {}
+    run = Run(RankContext(), TrainingSession())
     for name in ("lightning.pytorch", "pytorch_lightning"):
         package = importlib.import_module(name)
         environments = importlib.import_module(f"{name}.plugins.environments")
         fits[name] = issubclass(EverstepCallback, package.Callback) and issubclass(
             EverstepEnvironment, environments.ClusterEnvironment
         )
+        strategies = importlib.import_module(f"{name}.strategies")
+        fits[name] &= isinstance(everstep_strategy(run), strategies.DDPStrategy)
     return fits
 
 
@@ -140,3 +159,11 @@ def test_epoch_ending_during_accumulation_repeats_no_batch() -> None:
     trainer.fit(Module(), RemainingBatches(run, loader))
     assert seen == [int(loader.indices(step)) for step in range(1, 16)]
     assert run.last_finished_step == trainer.global_step == 9, "the last batch of an epoch ends an update"
+
+
+def test_fsdp1_strategy_is_refused() -> None:
+    from everstep_trainer.integrations.lightning import everstep_strategy
+    from pytorch_lightning.strategies import FSDPStrategy
+
+    with pytest.raises(TypeError, match="take ModelParallelStrategy"):
+        everstep_strategy(Run(RankContext(), TrainingSession()), FSDPStrategy)

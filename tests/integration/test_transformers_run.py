@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from everstep_trainer.data.epochs import EpochSampler, order_of
 from everstep_trainer.data.sampler import ElasticSampler
 from everstep_trainer.state.tracked_state import TrackedState
 
@@ -40,7 +41,9 @@ def trained(folder: Path, *faults: Fault, **environment: str) -> list[dict[str, 
 
 @pytest.mark.promise("transformers")
 @pytest.mark.parametrize(
-    ("accumulates", "environment"), [(3, {}), (1, {"TRANSFORMERS_FSDP": "1"})], ids=["accumulated", "fsdp2"]
+    ("accumulates", "environment"),
+    [(3, {}), (3, {"TRANSFORMERS_EPOCHS": "1"}), (1, {"TRANSFORMERS_FSDP": "1"})],
+    ids=["accumulated", "epochs", "fsdp2"],
 )
 def test_transformers_trainer_resumes_from_last_update(
     short_path: Path, accumulates: int, environment: dict[str, str]
@@ -48,6 +51,9 @@ def test_transformers_trainer_resumes_from_last_update(
     faults = [Fault(1, 4, "forward"), Fault(0, 8, "updated")]
     rows = trained(short_path / "killed", *faults, TRANSFORMERS_ACCUMULATES=str(accumulates), **environment)
     sampler = ElasticSampler(SAMPLES, global_batch=BATCH, seed=SEED)
+    if environment.get("TRANSFORMERS_EPOCHS"):
+        texts: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(range(44), batch_size=BATCH, shuffle=True)  # type: ignore[arg-type]
+        sampler = EpochSampler(order_of(texts, None, 1, SEED))
     for step in range(1, STEPS + 1):
         of_step = sorted((r for r in rows if r["step"] == step), key=lambda r: (r["generation"], r["rank"]))
         last = [row for row in of_step if row["generation"] == of_step[-1]["generation"]]

@@ -4,7 +4,8 @@ python -m everstep_trainer.launch --nproc-per-node 2 -m tests.support.lightning_
 ...]
 
 A STEP is a batch. LIGHTNING_ACCUMULATES: batches for an update, in half precision with a loss scaler that grows; else
-one, in single precision. LIGHTNING_PACKAGE: which of the two distributions to use.
+one, in single precision. LIGHTNING_PACKAGE: which of the two distributions to use. LIGHTNING_EPOCHS: the script's own
+DataLoader and epochs, by the strategy "ddp" or, sharded, "fsdp2".
 """
 
 from __future__ import annotations
@@ -17,16 +18,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from everstep_trainer.integrations.lightning import EverstepCallback, EverstepEnvironment, RemainingBatches
+from everstep_trainer.integrations.lightning import (
+    EverstepCallback,
+    EverstepEnvironment,
+    RemainingBatches,
+    everstep_strategy,
+)
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import everstep
 from tests.support.exact_training import SAMPLES, SEED, Diary, Fault, Faults, Net, data, fingerprint, main
 
 LIGHTNING = importlib.import_module(os.environ.get("LIGHTNING_PACKAGE", "pytorch_lightning"))
+LIGHTNING_STRATEGIES = importlib.import_module(f"{LIGHTNING.__name__}.strategies")
 MixedPrecision = importlib.import_module(f"{LIGHTNING.__name__}.plugins.precision").MixedPrecision
 
 BATCH = 8
 ACCUMULATES = int(os.environ.get("LIGHTNING_ACCUMULATES", "1"))
+EPOCHS = os.environ.get("LIGHTNING_EPOCHS", "")
+FEW = 44
+"""Samples of an epoch where the script has its own: five batches and a half."""
 
 
 class Module(LIGHTNING.LightningModule):
@@ -49,13 +61,23 @@ class Module(LIGHTNING.LightningModule):
         assert self.trainer.global_step == self._number // ACCUMULATES
         rate = self.optimizers().param_groups[0]["lr"].hex()
         scale = self.trainer.precision_plugin.state_dict().get("scale")
-        state = fingerprint(self.net.parameters())
+        whole = (p.full_tensor() if isinstance(p, DTensor) else p for p in self.net.parameters())
+        state = fingerprint(whole)
         diary.write(self._number, samples=self.samples.tolist(), rate=rate, scale=scale, state=state)
 
     @property
     def _number(self) -> int:
         """Of the batch, from 1."""
         return self.trainer.fit_loop.epoch_loop.batch_progress.total.completed + 1
+
+    def configure_model(self) -> None:
+        if EPOCHS == "fsdp2":
+            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+    def validation_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+        if EPOCHS and batch_idx == 0:
+            diary, _ = self._with
+            diary.write(self._number - 1, validated=self.current_epoch)
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-2)
@@ -68,6 +90,9 @@ def train(run: everstep.Run, folder: str, until: int, faults: Sequence[Fault]) -
     data_set = torch.utils.data.TensorDataset(*data(), torch.arange(SAMPLES))
     loader = run.loader(data_set, global_batch=BATCH, seed=SEED)
     module = Module(Diary(Path(folder), run), Faults(faults, Path(folder), run.rank))
+    if EPOCHS:
+        train_epochs(run, module, data_set)
+        return
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4, growth_interval=2)
     mixed = [MixedPrecision("16-mixed", "cpu", scaler=scaler)] if ACCUMULATES > 1 else []
     trainer = LIGHTNING.Trainer(
@@ -84,6 +109,22 @@ def train(run: everstep.Run, folder: str, until: int, faults: Sequence[Fault]) -
         logger=False,
     )
     trainer.fit(module, RemainingBatches(run, loader))
+
+
+def train_epochs(run: everstep.Run, module: Module, data_set: torch.utils.data.Dataset[Any]) -> None:
+    data_set = torch.utils.data.Subset(data_set, range(FEW))
+    kind = LIGHTNING_STRATEGIES.ModelParallelStrategy if EPOCHS == "fsdp2" else None
+    trainer = LIGHTNING.Trainer(
+        max_epochs=3,
+        num_sanity_val_steps=0,
+        strategy=everstep_strategy(run, kind, seed=SEED),
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        logger=False,
+    )
+    loader = torch.utils.data.DataLoader(data_set, batch_size=BATCH // run.world_size, shuffle=True)
+    trainer.fit(module, loader, torch.utils.data.DataLoader(data_set, batch_size=11))
 
 
 if __name__ == "__main__":

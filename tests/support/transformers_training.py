@@ -3,6 +3,7 @@
     everstep-launch --nproc-per-node 2 -m tests.support.transformers_training FOLDER UNTIL [RANK:STEP:POINT ...]
 
 A STEP is an update, of TRANSFORMERS_ACCUMULATES batches. With TRANSFORMERS_FSDP the model is sharded by accelerate.
+With TRANSFORMERS_EPOCHS the Trainer takes its own batches, of EPOCH_SAMPLES in each epoch.
 """
 
 from __future__ import annotations
@@ -25,14 +26,19 @@ from tests.support.exact_training import SAMPLES, SEED, Diary, Fault, Faults, fi
 
 BATCH, WORDS, LENGTH = 8, 37, 6
 FSDP = bool(os.environ.get("TRANSFORMERS_FSDP"))
+EPOCHS = bool(os.environ.get("TRANSFORMERS_EPOCHS"))
+EPOCH_SAMPLES = 44
 ACCUMULATES = int(os.environ.get("TRANSFORMERS_ACCUMULATES", "1"))
 
 
 class Texts(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """Each a function of its number."""
 
+    def __init__(self, samples: int = SAMPLES) -> None:
+        self._samples = samples
+
     def __len__(self) -> int:
-        return SAMPLES
+        return self._samples
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         words = (torch.arange(LENGTH) * 7 + int(index)) % WORDS
@@ -87,6 +93,8 @@ def train(run: everstep.Run, folder: str, until: int, faults: Sequence[Fault]) -
     arguments = TrainingArguments(
         f"{folder}/out",
         max_steps=until,
+        per_device_train_batch_size=BATCH // run.world_size,
+        remove_unused_columns=False,
         gradient_accumulation_steps=ACCUMULATES,
         learning_rate=1e-2,
         lr_scheduler_type="cosine",
@@ -100,10 +108,10 @@ def train(run: everstep.Run, folder: str, until: int, faults: Sequence[Fault]) -
     )
     torch.manual_seed(SEED)
     model = GPT2LMHeadModel(GPT2Config(vocab_size=WORDS, n_positions=LENGTH, n_embd=8, n_layer=1, n_head=2))
-    trainer = Told(model, arguments)
+    trainer = Told(model, arguments, train_dataset=Texts(EPOCH_SAMPLES) if EPOCHS else None)
     if FSDP:
         shard(trainer)
-    loader = run.loader(Texts(), global_batch=BATCH, seed=SEED)
+    loader = None if EPOCHS else run.loader(Texts(), global_batch=BATCH, seed=SEED)
     trainer.tell(Diary(Path(folder), run), Faults(faults, Path(folder), run.rank))
     attach(trainer, run, loader, seed=SEED)
     trainer.train()

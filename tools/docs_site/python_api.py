@@ -8,11 +8,13 @@ _FIRST = ("main", "Run")
 _MODULES = {
     "Checkpoints by torch.distributed.checkpoint": "everstep_trainer.memory_tier.dcp",
     "PyTorch Lightning": "everstep_trainer.integrations.lightning",
+    "Lightning Fabric": "everstep_trainer.integrations.fabric",
     "Hugging Face Transformers": "everstep_trainer.integrations.transformers",
     "Ray Train": "everstep_trainer.integrations.ray",
     "DeepSpeed": "everstep_trainer.integrations.deepspeed",
     "JAX": "everstep_trainer.integrations.jax",
     "Orbax": "everstep_trainer.integrations.orbax",
+    "Hugging Face Accelerate": "everstep_trainer.integrations.accelerate",
 }
 _BARE = "\n    options:\n      show_root_heading: false\n      show_root_toc_entry: false\n      heading_level: 3"
 """Options of a module whose heading stands above it already."""

@@ -7,8 +7,10 @@ epochs continues at the next batch after a restore, without reading what came be
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -55,36 +57,33 @@ class SamplerOrder:
     """Samples in the order of a torch sampler, which is read whole once in each epoch, alike on all ranks."""
 
     def __init__(self, sampler: Any, global_batch: int, seed: int, *, drop_last: bool) -> None:
-        self._sampler, self._global_batch, self._seed = sampler, global_batch, seed
-        self._size = len(sampler)
-        self._epoch = -1
-        self._order = np.empty(0, np.int64)
-        self.batches = _count_batches(self._size, global_batch, drop_last)
+        self._global_batch = global_batch
+        self._order = _keep_two(lambda epoch: np.asarray(_draw(sampler, "the sampler", seed, epoch), np.int64))
+        self.batches = _count_batches(len(sampler), global_batch, drop_last)
 
     def samples(self, epoch: int, index: int) -> Samples:
-        if epoch != self._epoch:
-            self._order = np.asarray(_draw(self._sampler, self._seed, epoch), np.int64)
-            _require_length("the sampler", len(self._order), self._size)
-            self._epoch = epoch
-        return self._order[index * self._global_batch :][: self._global_batch]
+        return self._order(epoch)[index * self._global_batch :][: self._global_batch]
 
 
 class BatchOrder:
     """Batches of a torch batch sampler; ``together`` consecutive ones form a global batch."""
 
     def __init__(self, sampler: Any, together: int, seed: int, *, drop_last: bool) -> None:
-        self._sampler, self._together, self._seed = sampler, together, seed
-        self._size = len(sampler)
-        self._epoch = -1
-        self._order: list[Samples] = []
-        self.batches = _count_batches(self._size, together, drop_last)
+        self._together = together
+        self._order = _keep_two(lambda epoch: _draw(sampler, "the batch sampler", seed, epoch))
+        self.batches = _count_batches(len(sampler), together, drop_last)
 
     def samples(self, epoch: int, index: int) -> Samples:
-        if epoch != self._epoch:
-            self._order = [np.asarray(batch, np.int64) for batch in _draw(self._sampler, self._seed, epoch)]
-            _require_length("the batch sampler", len(self._order), self._size)
-            self._epoch = epoch
-        return np.concatenate(self._order[index * self._together :][: self._together])
+        batches = self._order(epoch)[index * self._together :][: self._together]
+        return np.concatenate([np.asarray(batch, np.int64) for batch in batches])
+
+
+_T = TypeVar("_T")
+
+
+def _keep_two(compute: Callable[[int], _T]) -> Callable[[int], _T]:
+    """Keep the results of two epochs: loading ahead crosses the border between them."""
+    return lru_cache(maxsize=2)(compute)
 
 
 def _count_batches(size: int, batch: int, drop_last: bool) -> int:
@@ -94,15 +93,7 @@ def _count_batches(size: int, batch: int, drop_last: bool) -> int:
     return batches
 
 
-def _require_length(noun: str, length: int, announced: int) -> None:
-    if length != announced:
-        raise ValueError(
-            f"{noun} yields {length} items in this epoch, but its length is {announced}: steps could not be assigned "
-            "to epochs. Make its length the same in all epochs"
-        )
-
-
-def _draw(sampler: Any, seed: int, epoch: int) -> list[Any]:
+def _draw(sampler: Any, noun: str, seed: int, epoch: int) -> list[Any]:
     """Read a sampler whole, with random streams that depend on (seed, epoch) alone."""
     parts: tuple[Any, ...] = (sampler, getattr(sampler, "sampler", None))
     for one in parts:
@@ -113,9 +104,15 @@ def _draw(sampler: Any, seed: int, epoch: int) -> list[Any]:
     before = get_host_rng_state()
     try:
         seed_loading("epoch", seed, epoch)
-        return list(sampler)
+        drawn = list(sampler)
     finally:
         set_host_rng_state(before)
+    if len(drawn) != len(sampler):
+        raise ValueError(
+            f"{noun} yields {len(drawn)} items in epoch {epoch}, but its length is {len(sampler)}: steps could not be "
+            "assigned to epochs. Make its length the same in all epochs"
+        )
+    return drawn
 
 
 def order_of(loader: DataLoader[Any], global_batch: int | None, ranks: int, seed: int) -> EpochOrder:
@@ -297,6 +294,7 @@ class EpochLoader:
         self._run, self._batches, self.dataset = run, batches, dataset
         self._seed, self._accumulates, self._place = seed, accumulates, place
         self._passes = 0
+        self._max_steps = sys.maxsize
         self._epoch: int | None = None  # of the loop over ``epochs``, if there is one
         self._unfinished = False  # the epoch's last step waits for the end of the epoch
         self.loss_weight = 1.0
@@ -330,22 +328,30 @@ class EpochLoader:
             self.loss_weight, self.is_last_batch = weight, number == length
             yield batch if self._place is None else self._place(batch)
 
-    def epochs(self, until: int) -> Iterator[int]:
-        """Yield the numbers of the epochs still to do, up to ``until`` in all.
+    def epochs(self, until: int | None = None, *, max_steps: int | None = None) -> Iterator[int]:
+        """Yield the numbers of the epochs still to do.
 
         The last step of an epoch is finished when the loop asks for the next epoch. A rank that is lost while an epoch
         is evaluated at its end costs that step, and the evaluation is done again.
 
+        Args:
+            until: Number of epochs in all; None: as many as ``max_steps`` needs.
+            max_steps: Number of steps in all, in whose last one the batches of the last epoch end.
+
         Raises:
             RuntimeError: A loop over the batches of an epoch was left before its end.
         """
-        for epoch in range(self._position()[0], until):
+        self._max_steps = sys.maxsize if max_steps is None else max_steps
+        for epoch in range(self._position()[0], sys.maxsize if until is None else until):
+            if self._run.last_finished_step >= self._max_steps:
+                break
             self._epoch = epoch
             yield epoch
             if self._unfinished:
                 self._unfinished = False
                 self._run.step_finished()
-            self._require_epoch(epoch + 1)
+            if self._run.last_finished_step < self._max_steps:
+                self._require_epoch(epoch + 1)
         self._epoch = None
 
     def __iter__(self) -> Iterator[Any]:
@@ -357,18 +363,28 @@ class EpochLoader:
             return
         self._require_epoch(epoch)
         length, size = len(self), self._accumulates
-        for index, batch in enumerate(self.take(epoch, updates * size), updates * size):
-            if index % size == 0:
+        for number, batch in enumerate(self.take(epoch, updates * size), updates * size + 1):
+            if number % size == 1 or size == 1:
                 self._run.seed_step(self._run.last_finished_step + 1, seed=self._seed)
             yield batch
-            if index + 1 == length and self._epoch is not None:
+            if number < length and number % size:
+                continue
+            is_last_step = self._run.last_finished_step + 1 == self._max_steps
+            if self._epoch is not None and (number == length or is_last_step):
                 self._unfinished = True
-            elif index + 1 == length or (index + 1) % size == 0:
-                self._run.step_finished()
+                return
+            self._run.step_finished()
 
     def _position(self) -> tuple[int, int]:
         """Return the first unfinished step's epoch, and the steps of that epoch that are finished."""
-        return divmod(self._run.last_finished_step, -(-len(self) // self._accumulates))
+        try:
+            length = len(self)
+        except TypeError as error:
+            raise ValueError(
+                "the length of the data is unknown, so no epoch can be found again: give the data set a __len__, or "
+                "take batches by the step from run.loader"
+            ) from error
+        return divmod(self._run.last_finished_step, -(-length // self._accumulates))
 
     def _require_epoch(self, epoch: int) -> None:
         if epoch > self._position()[0]:

@@ -250,7 +250,6 @@ class _TrainerStrategy(RunStrategyMixin):
 
     everstep_options: Mapping[str, Any]
     _callback: EverstepCallback | None = None
-    _batches: _FitBatches | None = None
 
     def setup_environment(self) -> None:
         """Add the callback in front of all others, which then see the restored state."""
@@ -264,6 +263,9 @@ class _TrainerStrategy(RunStrategyMixin):
             trainer.callbacks.insert(0, self._callback)
 
     def _setup_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        if not self.run.distributed:
+            wrapped: torch.nn.Module = super()._setup_model(model)  # type: ignore[misc]  # the strategy's
+            return wrapped
         options = {"device_ids": self.determine_ddp_device_ids()} | self._ddp_kwargs  # type: ignore[attr-defined]
         return self.run.replicate(model, exact=self.everstep_options["exact"], **options)
 
@@ -277,13 +279,13 @@ class _TrainerStrategy(RunStrategyMixin):
             return dataloader
         options = self.everstep_options
         loader = self.run.epoch_loader(dataloader, global_batch=options["global_batch"], seed=options["seed"])
-        batches = _FitBatches(trainer, loader)
-        self._batches = self._batches or batches
-        return batches
+        return _FitBatches(trainer, loader)
 
     def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Weight the loss where ranks have shares of different sizes."""
-        weight = 1.0 if self._batches is None else self._batches.loader.loss_weight
+        combined = self.lightning_module.trainer.fit_loop._combined_loader  # type: ignore[attr-defined]
+        first = combined.flattened[0] if combined is not None and combined.flattened else None
+        weight = first.loader.loss_weight if isinstance(first, _FitBatches) else 1.0
         return super().backward(closure_loss if weight == 1.0 else closure_loss * weight, *args, **kwargs)  # type: ignore[misc]
 
     def on_train_end(self) -> None:

@@ -53,16 +53,17 @@ def base(packages: tuple[str, ...], module: str, name: str) -> Any:
 
 def package_in_use(packages: tuple[str, ...]) -> str:
     """Return the one of ``packages`` whose names the calling script uses; the first if there is no sign of any."""
-    frame = sys._getframe(1)
     by_root = {package.partition(".")[0]: package for package in packages}
-    while len(by_root) > 1 and frame is not None:
+    if "pytorch_lightning" in by_root:
+        by_root["lightning_fabric"] = by_root["pytorch_lightning"]
+    frame: types.FrameType | None = sys._getframe(1)
+    while len(packages) > 1 and frame is not None:
         if not frame.f_globals.get("__name__", "").startswith("everstep_trainer."):
             for value in chain(frame.f_locals.values(), frame.f_globals.values()):
                 name = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
-                root = name.partition(".")[0] if isinstance(name, str) else ""
-                if root.replace("lightning_fabric", "pytorch_lightning") in by_root or root in by_root:
-                    return by_root.get(root) or by_root[root.replace("lightning_fabric", "pytorch_lightning")]
-        frame = frame.f_back  # type: ignore[assignment]  # None at the end
+                if isinstance(name, str) and (root := name.partition(".")[0]) in by_root:
+                    return by_root[root]
+        frame = frame.f_back
     return packages[0]
 
 

@@ -3,61 +3,82 @@
 Example::
 
     def train(run):
-        reset_accelerate()
-        arguments = TrainingArguments("out", max_steps=10_000, save_strategy="no", ...)
-        trainer = Trainer(AutoModelForCausalLM.from_pretrained(...), arguments)
+        arguments = TrainingArguments("out", num_train_epochs=3, save_strategy="no", ...)
+        trainer = Trainer(AutoModelForCausalLM.from_pretrained(...), arguments, train_dataset=dataset)
+        attach(trainer, run)
+        trainer.train()
+
+The Trainer takes its own batches, and continues at the next one of the right epoch after a restore. A script that has
+batches by the step gives them to ``attach`` instead of a data set::
+
         loader = run.loader(dataset, global_batch=64, seed=1, collate_fn=collate, num_workers=2)
         attach(trainer, run, loader, seed=1)
-        trainer.train()
 
 A step of the run ends with an update by the Trainer (``state.global_step``), after one batch or
 ``gradient_accumulation_steps`` batches; a restored run computes all batches of an update again. accelerate uses the
-generation's process group. Needs the distributions ``transformers`` and ``accelerate``.
+generation's process group. Needs the distributions ``transformers`` and ``accelerate``. Private names were read in
+transformers 5.23.
 """
 
 from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from accelerate.state import AcceleratorState, GradientState
+import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
 
-from everstep_trainer.data.loader import Loader
+from everstep_trainer.data.epochs import EpochLoader
+from everstep_trainer.data.loader import Loader, is_stream
+from everstep_trainer.integrations.accelerate import reset_accelerate, unprepared
 from everstep_trainer.run import Run
 
-
-def reset_accelerate() -> None:
-    """Drop accelerate's process-wide state: the ranks and devices of the previous generation.
-
-    Call it first in the training function, before TrainingArguments reads that state.
-    """
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+__all__ = ["attach", "reset_accelerate"]
 
 
-def attach(trainer: Trainer, run: Run, loader: Loader, *, seed: int = 0, **extra_objects: Any) -> None:
-    """Make a Trainer continue from the run's last update, with the batches of ``loader``.
-
-    Batches have no end, and their sizes are the loader's, so the Trainer's arguments must set ``max_steps``.
+def attach(
+    trainer: Trainer,
+    run: Run,
+    loader: Loader | None = None,
+    *,
+    seed: int | None = None,
+    global_batch: int | None = None,
+    exact: bool = True,
+    **extra_objects: Any,
+) -> None:
+    """Make a Trainer continue from the run's last update, with its own batches or those of ``loader``.
 
     Args:
         trainer: The Trainer, before ``train``.
         run: The run of the training function.
-        loader: A loader made by ``run.loader``.
-        seed: Seed of the random streams, as for ``Run.steps``.
+        loader: A loader made by ``run.loader``; default: the Trainer's own DataLoader. The batches of a loader have no
+            end, and their sizes are the loader's, so the Trainer's arguments must set ``max_steps``.
+        seed: Seed of the random streams, as for ``Run.steps``; default: 0 with a loader, else the Trainer's seed.
+        global_batch: Samples of a batch over all ranks, without a loader; default: the Trainer's on each rank.
+        exact: Add the gradients of a DistributedDataParallel in the order of ranks; see ``Run.exact_gradients``.
         extra_objects: Further objects to track by name, such as callbacks with ``state_dict``.
 
     Raises:
-        ValueError: The Trainer's arguments have no positive ``max_steps``.
+        ValueError: A loader is given, and the Trainer's arguments have no positive ``max_steps``.
     """
-    if trainer.args.max_steps <= 0:
-        raise ValueError("set TrainingArguments(max_steps=...): the batches of an attached Trainer have no end")
-    accumulated = trainer.args.gradient_accumulation_steps
-    trainer.get_train_dataloader = lambda: _remaining_batches(run, loader, accumulated)
-    trainer.add_callback(_EverstepCallback(trainer, run, seed, extra_objects))
+    if loader is None:
+        if seed is None:
+            seed = trainer.args.seed
+        epochs = _Epochs(trainer, run, seed, global_batch)
+        callback: _EverstepCallback = _EpochCallback(trainer, run, seed, exact, extra_objects, epochs)
+    else:
+        if trainer.args.max_steps <= 0:
+            raise ValueError("set TrainingArguments(max_steps=...): the batches of an attached Trainer have no end")
+        accumulated = trainer.args.gradient_accumulation_steps
+        trainer.get_train_dataloader = lambda: _remaining_batches(run, loader, accumulated)
+        callback = _EverstepCallback(trainer, run, seed or 0, exact, extra_objects)
+    trainer.add_callback(callback)
+    callbacks = trainer.callback_handler.callbacks
+    callbacks.insert(0, callbacks.pop())  # before all others, which then see the restored state
 
 
 def _remaining_batches(run: Run, loader: Loader, accumulated: int) -> Iterator[Any]:
@@ -68,10 +89,11 @@ def _remaining_batches(run: Run, loader: Loader, accumulated: int) -> Iterator[A
 class _EverstepCallback(TrainerCallback):
     """Tracks model, optimizer, schedule and loss scaler, and finishes a step of the run with each update."""
 
-    def __init__(self, trainer: Trainer, run: Run, seed: int, extra_objects: dict[str, Any]) -> None:
+    def __init__(self, trainer: Trainer, run: Run, seed: int, exact: bool, extra_objects: dict[str, Any]) -> None:
         self._trainer, self._run = trainer, run
-        self._seed, self._extra_objects = seed, extra_objects
+        self._seed, self._exact, self._extra_objects = seed, exact, extra_objects
         self._steps: Iterator[int] = iter(())
+        self._updates = -1  # the Trainer's update count when the running step began; -1 equals none of them
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Track the objects: all are made and wrapped, and nothing is loaded yet."""
@@ -79,14 +101,186 @@ class _EverstepCallback(TrainerCallback):
         named = {"schedule": trainer.lr_scheduler}
         if trainer.accelerator.scaler is not None:
             named["scaler"] = trainer.accelerator.scaler
+        if self._exact:
+            self._run.exact_gradients(trainer.model_wrapped)
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # inside accelerate's wrapper
         self._run.track(model=trainer.model_wrapped, optimizer=optimizer, **named, **self._extra_objects)
-        self._steps = self._run.steps(until=sys.maxsize, seed=self._seed)
+        self._steps, self._updates = self._run.steps(until=sys.maxsize, seed=self._seed), -1
         finished = self._run.last_finished_step
         state.global_step = trainer._initial_global_step = trainer._globalstep_last_logged = finished
         if state.global_step >= state.max_steps:
             control.should_training_stop = True
-        next(self._steps)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        next(self._steps)
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Finish the step before: evaluation and saving after its update belong to it."""
+        self._finish_step(state)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._finish_step(state)
+
+    def _finish_step(self, state: TrainerState) -> None:
+        if state.global_step != self._updates:
+            self._updates = state.global_step
+            next(self._steps)
+
+
+# ---- epochs of the Trainer's own DataLoader
+
+
+class _Place:
+    """The first epoch to train, which the Trainer's loop reads only after the restore."""
+
+    def __init__(self) -> None:
+        self.epoch = self.updates = 0
+
+    def __index__(self) -> int:
+        return self.epoch
+
+
+class _TrainingLoader:
+    """The batches of the Trainer's own DataLoader, one epoch in each iteration."""
+
+    def __init__(self, loader: EpochLoader) -> None:
+        self._loader, self.dataset = loader, loader.dataset
+        self.epoch = self.first = 0
+        self.weights: deque[float] = deque()  # of batches taken; the Trainer takes those of an update ahead
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.weights.clear()
+        for batch in self._loader.take(self.epoch, self.first):
+            self.weights.append(self._loader.loss_weight)
+            yield batch
+
+
+class _Epochs:
+    """Leads a Trainer's loop to the first unfinished batch, by replacing three methods of this Trainer.
+
+    It is a tracked object, too: the place in the epochs, and what decides about the end of training.
+    """
+
+    def __init__(self, trainer: Trainer, run: Run, seed: int, global_batch: int | None) -> None:
+        self._trainer, self._run = trainer, run
+        self._seed, self._global_batch = seed, global_batch
+        self._begin, self._now = _Place(), _Place()
+        self._loader: _TrainingLoader | None = None
+        self._batches_of_epoch = 0
+        self._make_loader: Callable[[], Any] = trainer.get_train_dataloader
+        self._init_state: Callable[..., tuple[int, int]] = trainer._init_training_state
+        self._epoch_loop: Callable[..., None] = trainer._run_epoch
+        trainer.get_train_dataloader = self.make_loader
+        trainer._init_training_state = self.init_state
+        trainer._run_epoch = self.run_epoch
+        self._backward: Callable[..., None] = trainer.accelerator.backward
+        if not self._counts_tokens():
+            trainer.accelerator.backward = self.backward
+
+    def _counts_tokens(self) -> bool:
+        """Return whether the Trainer itself weights losses, by the number of tokens on all ranks."""
+        normalized = self._trainer.model_accepts_loss_kwargs or self._trainer.compute_loss_func is not None
+        return bool(normalized and self._trainer.args.average_tokens_across_devices)
+
+    def make_loader(self) -> _TrainingLoader:
+        """Return the batches of the Trainer's DataLoader, taken before accelerate splits it over the ranks.
+
+        Raises:
+            ValueError: The data have no length, or the sampler splits by rank itself.
+        """
+        trainer = self._trainer
+        if trainer.train_dataset is not None and is_stream(trainer.train_dataset):
+            given, whole = self._make_loader(), None
+        else:
+            trainer.accelerator.prepare = lambda made: made
+            try:
+                given, whole = unprepared(self._make_loader())
+            finally:
+                del trainer.accelerator.prepare
+        if type(getattr(given, "batch_sampler", None)).__name__ == "BatchRebalanceSampler":
+            raise ValueError('train_sampling_strategy="batch_rebalance" splits by rank: take "group_by_length"')
+        batch = self._global_batch or whole
+        order = trainer.args.data_seed
+        seed = self._seed if order is None else order
+        self._loader = _TrainingLoader(self._run.epoch_loader(given, global_batch=batch, seed=seed))
+        try:
+            len(self._loader)
+        except TypeError as error:
+            raise ValueError(
+                "the training data have no length, so no epoch can be found again: give the data set a __len__, or "
+                "batches by the step: attach(trainer, run, run.loader(dataset, ...))"
+            ) from error
+        return self._loader
+
+    def init_state(self, *arguments: Any, **options: Any) -> tuple[_Place, int]:
+        """Return a place in the epochs that is read after the restore."""
+        self._init_state(*arguments, **options)
+        self._begin, self._now = _Place(), _Place()
+        return self._begin, 0
+
+    def run_epoch(self, *, epoch: int, steps_in_epoch: int, num_update_steps_per_epoch: int, **options: Any) -> None:
+        """Run what remains of an epoch."""
+        done = self._begin.updates if epoch == self._begin.epoch else 0
+        state, control = self._trainer.state, self._trainer.control
+        if control.should_training_stop or state.global_step >= state.max_steps or done >= num_update_steps_per_epoch:
+            return
+        assert self._loader is not None
+        self._now.epoch, self._now.updates = epoch, done
+        self._batches_of_epoch = steps_in_epoch
+        self._loader.epoch, self._loader.first = epoch, done * self._trainer.args.gradient_accumulation_steps
+        self._epoch_loop(
+            epoch=epoch,
+            steps_in_epoch=steps_in_epoch - self._loader.first,
+            num_update_steps_per_epoch=num_update_steps_per_epoch - done,
+            **options,
+        )
+
+    def count_update(self, state: TrainerState) -> None:
+        """Count an update, and correct the epoch that the Trainer computed from the remaining batches."""
+        self._now.updates += 1
+        batches = self._now.updates * self._trainer.args.gradient_accumulation_steps
+        state.epoch = self._now.epoch + min(batches, self._batches_of_epoch) / self._batches_of_epoch
+
+    def backward(self, loss: torch.Tensor, **options: Any) -> None:
+        """Weight the loss where ranks have shares of different sizes."""
+        weights = self._loader.weights if self._loader is not None else None
+        weight = weights.popleft() if weights else 1.0
+        self._backward(loss if weight == 1.0 else loss * weight, **options)
+
+    def state_dict(self) -> dict[str, Any]:
+        state = self._trainer.state
+        return {
+            "epoch": self._now.epoch,
+            "updates": self._now.updates,
+            "best": [state.best_metric, state.best_global_step, state.best_model_checkpoint],
+            "tokens": int(state.num_input_tokens_seen),
+            "stops": self._trainer.control.should_training_stop,
+            "callbacks": [callback.state()["attributes"] for callback in self._callbacks()],
+        }
+
+    def load_state_dict(self, stored: dict[str, Any]) -> None:
+        state = self._trainer.state
+        for place in (self._begin, self._now):
+            place.epoch, place.updates = stored["epoch"], stored["updates"]
+        state.best_metric, state.best_global_step, state.best_model_checkpoint = stored["best"]
+        state.num_input_tokens_seen = stored["tokens"]
+        self._trainer.control.should_training_stop = stored["stops"]
+        for callback, attributes in zip(self._callbacks(), stored["callbacks"], strict=True):
+            vars(callback).update(attributes)
+
+    def _callbacks(self) -> list[Any]:
+        """Return the callbacks with a state, such as EarlyStoppingCallback."""
+        return [one for one in self._trainer.callback_handler.callbacks if isinstance(one, ExportableState)]
+
+
+class _EpochCallback(_EverstepCallback):
+    """Also tracks the place in the epochs."""
+
+    def __init__(
+        self, trainer: Trainer, run: Run, seed: int, exact: bool, extra_objects: dict[str, Any], epochs: _Epochs
+    ) -> None:
+        super().__init__(trainer, run, seed, exact, {"epochs": epochs} | extra_objects)
+        self._epochs = epochs
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._epochs.count_update(state)

@@ -157,6 +157,18 @@ def test_epochs_continue_at_next_batch(given: DataLoader[Any], accumulates: int)
         assert train(RecordedSession(session.versions, step), given, accumulates=accumulates) == rest
 
 
+def test_epochs_end_with_last_step() -> None:
+    def taken(restored: int) -> list[tuple[int, int]]:
+        run = Run(RankContext(), session if not restored else RecordedSession(session.versions, restored))
+        batches = run.epoch_loader(loader(), accumulates=2)
+        run.track(model=torch.nn.Linear(1, 1))
+        return [(epoch, sum(1 for _ in batches)) for epoch in batches.epochs(max_steps=6)]
+
+    session = RecordedSession()
+    assert taken(0) == [(0, 8), (1, 4)]
+    assert [taken(step) for step in (3, 4, 5, 6)] == [[(0, 2), (1, 4)], [(1, 4)], [(1, 2)], []]
+
+
 def test_plain_loop_over_epochs_skips_finished_ones() -> None:
     def passes(restored: int) -> list[int]:
         run = Run(RankContext(), session if not restored else RecordedSession(session.versions, restored))
