@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-from everstep_trainer.integrations.transformers import attach, reset_accelerate
+from everstep_trainer.integrations.transformers import attach
 from torch.distributed.tensor import DTensor
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
@@ -89,7 +89,6 @@ def shard(trainer: Trainer) -> None:
 
 def train(run: everstep.Run, folder: str, until: int, faults: Sequence[Fault]) -> None:
     torch.set_num_threads(1)
-    reset_accelerate()
     arguments = TrainingArguments(
         f"{folder}/out",
         max_steps=until,
