@@ -126,9 +126,9 @@ def test_checkpoints_of_a_killed_run_continue_in_another(short_path: Path) -> No
     _, final = trained(short_path / "u", options=options)
     options += " --checkpoint.enable --checkpoint.interval 4 --checkpoint.no-last-save-model-only"
     folder = short_path / "k"
-    trained(folder, Fault(1, 4, "updated"), until=4, options=options)
+    earlier, _ = trained(folder, Fault(1, 4, "updated"), until=4, options=options)
     saved = sorted(path.name for path in (folder / "checkpoint").iterdir())
     rows, final_killed = trained(folder, Fault(0, 6, "forward"), options=options)
     assert saved == ["step-4"]
     assert final_killed == final
-    assert [step for step, rank in last_of_each(rows) if rank == 0] == [*range(1, STEPS + 1)]
+    assert {row["step"] for row in rows if row not in earlier} == {5, 6, 7, 8}
