@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import signal
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ import pytest
 from bench.peers.run import free_port
 from tests.support.exact_training import Fault, read_diaries
 from tests.support.launched import launched
+from tests.support.processes import is_running
 
 STEPS, WORLD = 8, 2
 TOKENS = 4 * 32  # of a step, as examples/train_torchtitan.py says
@@ -106,10 +110,16 @@ def test_lost_node_leaves_each_step_its_samples(short_path: Path) -> None:
             first.eventually((folder / f"gate-2-{rank}").exists, "both nodes in the step")
         for earlier in folder.glob("gate-1-*"):  # of a node that began alone
             earlier.unlink()
+        below = second.descendants()
         second.process.kill()
         first.eventually((folder / "gate-1-0").exists, "the other node in the step again")
         (folder / "go").touch()
         assert first.wait() == 0, first.err
+    for pid in filter(is_running, below):  # the vault of a killed launcher waits for the next one
+        os.kill(pid, signal.SIGTERM)
+    first.eventually(lambda: not any(map(is_running, below)), "the end of the killed launcher's vault")
+    for left in (folder / "s").glob("*/run-*"):
+        shutil.rmtree(Path(f"/dev/shm/everstep-{os.getuid()}") / left.name, ignore_errors=True)
     rows = last_generations(read_diaries(folder))
     assert [len(rows[step]) for step in (gate - 1, gate, STEPS)] == [2, 1, 1], "the world has shrunk"
     for step, calm in last_generations(undisturbed).items():
