@@ -65,10 +65,10 @@ class Example:
 EXAMPLES = {
     "lightning": Example(preload="lightning.pytorch"),
     "fabric": Example(preload="lightning.fabric"),
-    "transformers": Example(preload="transformers"),
+    "transformers": Example(preload="transformers.trainer"),
     "accelerate": Example(preload="accelerate"),
     "deepspeed": Example(preload="deepspeed"),
-    "torchtitan": Example(preload="torchtitan"),
+    "torchtitan": Example(preload="everstep_trainer.integrations.torchtitan"),
     "megatron": Example(preload="megatron.core"),
     "jax": Example(),
     "ray": Example(starts_ranks=True, arguments=("--workers", "1", "--ranks", "2")),

@@ -27,10 +27,7 @@ PACKAGES = [
     "pytorch_lightning",
     pytest.param(
         "lightning.pytorch",
-        marks=[
-            pytest.mark.nightly,
-            pytest.mark.skipif(find_spec("lightning") is None, reason="the package lightning is not installed"),
-        ],
+        marks=pytest.mark.skipif(find_spec("lightning") is None, reason="the package lightning is not installed"),
     ),
 ]
 
@@ -51,6 +48,7 @@ def trained(folder: Path, *faults: Fault, **environment: str) -> list[dict[str, 
 
 @pytest.mark.promise("lightning")
 @pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.nightly  # the test below kills ranks of the strategy
 def test_lightning_trainer_resumes_from_last_batch(short_path: Path, package: str) -> None:
     faults = [Fault(1, 5, "forward"), Fault(0, 10, "updated")]
     rows = trained(short_path / "killed", *faults, LIGHTNING_PACKAGE=package)
@@ -89,6 +87,7 @@ def test_lightning_epochs_equal_undisturbed_run(short_path: Path, kind: str) -> 
 
 
 @pytest.mark.promise("lightning")
+@pytest.mark.nightly
 def test_kill_during_accumulation_keeps_gradient_and_scale(short_path: Path) -> None:
     undisturbed = last(trained(short_path / "u", LIGHTNING_ACCUMULATES="4"))
     assert len({row["scale"] for row in undisturbed.values()}) > 2, "the scaler has something to lose"

@@ -42,7 +42,11 @@ def trained(folder: Path, *faults: Fault, **environment: str) -> list[dict[str, 
 @pytest.mark.promise("transformers")
 @pytest.mark.parametrize(
     ("accumulates", "environment"),
-    [(3, {}), (3, {"TRANSFORMERS_EPOCHS": "1"}), (1, {"TRANSFORMERS_FSDP": "1"})],
+    [
+        pytest.param(3, {}, marks=pytest.mark.nightly),
+        (3, {"TRANSFORMERS_EPOCHS": "1"}),
+        pytest.param(1, {"TRANSFORMERS_FSDP": "1"}, marks=pytest.mark.nightly),
+    ],
     ids=["accumulated", "epochs", "fsdp2"],
 )
 def test_transformers_trainer_resumes_from_last_update(

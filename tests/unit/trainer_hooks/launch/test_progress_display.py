@@ -88,6 +88,9 @@ def test_repeated_steps_do_not_count_in_the_rate() -> None:
     assert rate.update(20.0, 150) == 4.0
 
 
+END = b"<end>"
+
+
 class Terminal:
     """A terminal of 24 rows and 40 columns, without the settings that would change what is written to it."""
 
@@ -102,8 +105,11 @@ class Terminal:
         fcntl.ioctl(self.writing, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
     def shown(self) -> bytes:
-        os.set_blocking(self.reading, False)
-        return os.read(self.reading, 1 << 16)
+        os.write(self.writing, END)
+        read = b""
+        while not read.endswith(END):  # a kernel thread carries it over, piece by piece
+            read += os.read(self.reading, 1 << 16)
+        return read.removesuffix(END)
 
 
 @pytest.fixture
