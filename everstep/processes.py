@@ -125,3 +125,4 @@ def continued_at_end(process: Process) -> Iterator[None]:
     finally:
         os.close(writing)
         os.waitpid(guard, 0)
+        send_signal(process, signal.SIGCONT)  # should the guard have been killed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import StrEnum
 
 from everstep.chaos.targets import FLIP_SIGNAL, LocalNode
@@ -51,8 +51,11 @@ def require_flips(rank: Process) -> None:
 def kill_node(node: LocalNode) -> None:
     """Send SIGKILL to a node's launcher and all below it, and to the node's agent. Raises Conflict if none was left."""
     agent = () if node.agent is None else (node.agent,)
-    killed = [send_signal(process, signal.SIGKILL) for process in (*node.processes, *agent)]
-    if not any(killed):
+    killed = 0
+    for process in (*node.processes, *agent):
+        with suppress(PermissionError):  # a child that changed its user
+            killed += send_signal(process, signal.SIGKILL)
+    if not killed:
         raise Conflict(f"the processes of node {node.name} have ended meanwhile")
 
 

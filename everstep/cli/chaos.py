@@ -64,29 +64,32 @@ def chaos(
         name = job or _only_job(find_nodes(read_processes()))
         context.obj = _access(context.obj, name)
     reports: list[FaultReport] = []
-    with connected_client(context) as client:
-        while len(reports) < count:
-            if reports:
-                time.sleep(every_s)
-            report = run_experiment(
-                fault,
-                JobWatch(get_function(client), path("jobs", name), SYSTEM_CLOCK),
-                [node for node in find_nodes(read_processes()) if node.job == name],
-                rank=rank,
-                seconds=LASTING_S.get(fault, 0.0) if seconds is None else seconds,
-                timeout_s=timeout_s,
-                confirmed=yes,
-            )
-            reports.append(report)
-            if not as_json:
-                console.print(view(report))
-            if not report.recovered or report.state is not JobState.RUNNING:
-                break
-    result = ChaosReport(recovered=all(report.recovered for report in reports), faults=tuple(reports))
-    if as_json:
-        show(result, True, "")
-    if html is not None:
-        _write_page(html, Group(*map(view, reports)))
+    try:
+        with connected_client(context) as client:
+            while len(reports) < count:
+                if reports:
+                    time.sleep(every_s)
+                report = run_experiment(
+                    fault,
+                    JobWatch(get_function(client), path("jobs", name), SYSTEM_CLOCK),
+                    [node for node in find_nodes(read_processes()) if node.job == name],
+                    rank=rank,
+                    seconds=LASTING_S.get(fault, 0.0) if seconds is None else seconds,
+                    timeout_s=timeout_s,
+                    confirmed=yes,
+                )
+                reports.append(report)
+                if not as_json:
+                    console.print(view(report))
+                if not report.recovered or report.state is not JobState.RUNNING:
+                    break
+    finally:  # also tell of the faults before one that could not be brought about
+        if reports:
+            result = ChaosReport(recovered=all(report.recovered for report in reports), faults=tuple(reports))
+            if as_json:
+                show(result, True, "")
+            if html is not None:
+                _write_page(html, Group(*map(view, reports)))
     if not result.recovered:
         raise typer.Exit(1)
 

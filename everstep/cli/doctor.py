@@ -7,7 +7,7 @@ import re
 import resource
 import socket
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated
 
@@ -53,20 +53,22 @@ def doctor(
     given: ConnectionOptions = context.obj
     with reporting_errors():
         state_bytes = parse_size(model_bytes) if model_bytes else None
-    driver = accelerators.read_driver()
+    driver = cache(accelerators.read_driver)
     checks: dict[str, Check] = {
         "memory": lambda: memory.check_memory(memory.read_memory(), state_bytes, nodes),
         "ports": lambda: network.check_ports({one: network.bind_error(one) for one in (0, *(port or ()))}),
         "interfaces": lambda: network.check_interfaces(os.environ, [name for _, name in socket.if_nameindex()]),
         "host name": partial(_host_name, nodes),
         "limits": _limits,
-        "threads": lambda: limits.check_threads(os.environ, len(os.sched_getaffinity(0)), ranks or driver.devices or 1),
+        "threads": lambda: limits.check_threads(
+            os.environ, len(os.sched_getaffinity(0)), ranks or driver().devices or 1
+        ),
         "/proc": lambda: limits.check_proc(INIT_STATUS.exists()),
         "state directory": lambda: limits.check_state_dir(state_dir(os.environ)),
         "native library": _native,
         "agent": _agent,
-        "GPU driver": lambda: accelerators.check_driver(driver),
-        "torch": lambda: accelerators.check_torch(accelerators.read_torch(), driver),
+        "GPU driver": lambda: accelerators.check_driver(driver()),
+        "torch": lambda: accelerators.check_torch(accelerators.read_torch(), driver()),
         "controller": partial(_controller, given),
     }
     report = run_checks(checks)
@@ -100,8 +102,9 @@ def _native() -> Iterator[CheckResult]:
 
 
 def _agent() -> Iterator[CheckResult]:
-    path = Path(os.environ.get("EVERSTEP_LAUNCH_AGENT_SOCKET") or AGENT_SOCKET)
-    exists = path.exists()
+    named = os.environ.get("EVERSTEP_LAUNCH_AGENT_SOCKET")
+    path = Path(named or AGENT_SOCKET)
+    exists = bool(named) or path.exists()  # the launcher waits at a socket that was named
     return limits.check_agent(path, exists, limits.connect_error(path) if exists else "")
 
 
@@ -120,7 +123,7 @@ def _controller(given: ConnectionOptions) -> Iterator[CheckResult]:
     except ConfigurationError as error:
         yield CheckResult(check="controller", status=Status.FAIL, sentence=str(error))
         return
-    node = "local" if resolved != given else ""
+    node = "local" if resolved.token_file != given.token_file else ""  # a private run's
     with client:
         facts = access.read_access(get_function(client), resolved.controller, SYSTEM_CLOCK, node)
     yield from access.check_access(facts, now)

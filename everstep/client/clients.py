@@ -17,7 +17,7 @@ import msgspec
 
 from everstep.client import calls, exchange
 from everstep.client.exchange import Call, Controllers, Listing, PageWalk
-from everstep.errors import ConfigurationError, EverstepError, MalformedMessage, Unavailable
+from everstep.errors import DECODE_ERRORS, ConfigurationError, EverstepError, MalformedMessage, Unavailable
 from everstep.wire.v1.operator import Event, EventGap
 
 if TYPE_CHECKING:
@@ -220,9 +220,10 @@ def _stream_call(after: int | None) -> Call[str]:
 
 
 def _decode_event(name: str, data: bytes) -> Event | EventGap:
-    if name == "gap":
-        return msgspec.json.decode(data, type=EventGap)
-    return msgspec.json.decode(data, type=Event)
+    try:
+        return msgspec.json.decode(data, type=EventGap if name == "gap" else Event)
+    except DECODE_ERRORS as error:
+        raise MalformedMessage(f"cannot decode an event of the stream ({error})") from error
 
 
 class Client(_Base):

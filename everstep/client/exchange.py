@@ -272,13 +272,15 @@ def address(url: str) -> str:
 class Controllers:
     """The addresses of the controllers, and which of them answered last as the leader.
 
-    Raises ConfigurationError for a malformed address.
+    Raises ConfigurationError for a malformed address, or if there is none.
     """
 
     def __init__(self, urls: Sequence[str]) -> None:
         self.urls = [url.strip() for url in urls]
         for url in self.urls:
             address(url)
+        if not self.urls:
+            raise ConfigurationError("no controller's address is given")
         self.leader = self.urls[0]
 
     def search(self) -> LeaderSearch:

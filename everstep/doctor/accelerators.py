@@ -50,7 +50,7 @@ class DriverFacts(msgspec.Struct, frozen=True, kw_only=True):
 def read_torch(timeout_s: float = TORCH_TIMEOUT_S) -> TorchFacts:
     """Return the facts about torch, from a child process."""
     if importlib.util.find_spec("torch") is None:
-        return TorchFacts(error="torch is not installed in this environment")
+        return TorchFacts(error="torch is not installed in this environment (pip install 'everstep[trainer]')")
     command = [sys.executable, "-P", "-m", "everstep_trainer.torch_facts"]
     try:
         ended = subprocess.run(command, capture_output=True, timeout=timeout_s, check=False)
@@ -98,7 +98,7 @@ def check_driver(driver: DriverFacts) -> Iterator[CheckResult]:
 def check_torch(torch: TorchFacts, driver: DriverFacts) -> Iterator[CheckResult]:
     """Check that torch is new enough and fits the machine's GPUs."""
     if torch.error:
-        yield fail("torch", f"{torch.error}: install it with pip install 'everstep[trainer]'")
+        yield fail("torch", f"{torch.error}: try `python -c 'import torch'`")
         return
     build = f"CUDA {torch.cuda}" if torch.cuda else f"ROCm {torch.hip}" if torch.hip else "for CPUs"
     name = f"torch {torch.version}, {build}"

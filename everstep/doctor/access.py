@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import socket
-import ssl
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -128,6 +127,8 @@ def check_secret_file(check: str, file: str) -> Iterator[CheckResult]:
 
 def read_end(certificate: str) -> float:
     """Return when a certificate in a PEM file ends, in wall seconds. Raises OSError or ValueError."""
+    import ssl  # only here, and below: as long as the imports of all other commands
+
     decoded = ssl._ssl._test_decode_cert(certificate)  # type: ignore[attr-defined]  # the module has no public way
     return float(ssl.cert_time_to_seconds(decoded["notAfter"]))
 
@@ -142,8 +143,10 @@ def check_tls(ca_file: str, certificate: str, key: str, now: float) -> Iterator[
                 yield fail(check, f"{file} is no certificate that can be read: {error}")
     if not certificate:
         return
+    import ssl
+
     try:
-        ssl.create_default_context().load_cert_chain(certificate, key or None)
+        ssl.create_default_context().load_cert_chain(certificate, key or None, password="")
     except OSError as error:
         yield fail("private key", f"{key or certificate} does not fit the certificate: {error}")
         return

@@ -38,7 +38,8 @@ def check_ports(errors: Mapping[int, int]) -> Iterator[CheckResult]:
             )
         elif number == errno.EADDRINUSE:
             yield fail(
-                name, f"another process listens there: end it (`ss -ltnp 'sport = :{port}'`), or take another port"
+                name,
+                f"another process listens there: find it (`ss -ltnp 'sport = :{port}'`) and end it, or take another port",
             )
         elif number == errno.EACCES:
             yield fail(name, "ports below 1024 are root's: take a larger one")

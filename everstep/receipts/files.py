@@ -50,7 +50,8 @@ def store_receipt(state_dir: Path, receipt: JobReceipt) -> StoredReceipt:
     stored = StoredReceipt(path, receipt)
     write_private(stored.page, render_page(receipt).encode())
     write_private(path, receipt_json(receipt))
-    _prune(folder)
+    with contextlib.suppress(FileNotFoundError):  # another launcher removes old ones too
+        _prune(folder)
     return stored
 
 
@@ -58,7 +59,9 @@ def write_private(path: Path, content: bytes) -> None:
     """Write a file that only its owner may read, complete or not at all. Raises OSError."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:
+        with os.fdopen(
+            os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "wb"
+        ) as file:
             file.write(content)
         draft.rename(path)
     finally:

@@ -110,9 +110,9 @@ def summary_lines(receipt: JobReceipt) -> list[str]:
 
 
 def _headline(receipt: JobReceipt) -> str:
-    took_s = sum(one.duration_s or 0.0 for one in receipt.recoveries)
     counted = format_count(receipt.recovery_count, "recovery", "recoveries")
-    return f"job {receipt.job} {receipt.result} at step {receipt.steps}: {counted}, {took_s:.2f} s lost to them"
+    lost = f"{receipt.costs.lost_s:.2f} s lost to them"
+    return f"job {receipt.job} {receipt.result} at step {receipt.steps}: {counted}, {lost}"
 
 
 def _recovery_lines(receipt: JobReceipt) -> list[str]:

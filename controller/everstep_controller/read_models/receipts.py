@@ -50,7 +50,8 @@ def repeated_steps(recovery: GenerationRecovery, samples: Sequence[ProgressSampl
     """Return how many finished steps were computed again after a recovery; None if the samples do not reach back."""
     if recovery.restored is None or not samples or samples[0].at > recovery.decided_at:
         return None
-    newest = max(sample.step for sample in samples if sample.at <= recovery.decided_at)
+    # The newest, not the furthest: an earlier recovery may have gone back.
+    newest = [sample.step for sample in samples if sample.at <= recovery.decided_at][-1]
     return max(0, newest - recovery.restored.step)
 
 

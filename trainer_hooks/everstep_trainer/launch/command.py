@@ -76,6 +76,7 @@ def everstep_launch(
     status of its first failed process.
     """
     logging.basicConfig(level=logging.INFO, format="everstep-launch: %(message)s", stream=sys.stderr)
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs each request of the progress and of the receipt
     with exit_on_errors("everstep-launch"):
         if no_python:
             raise ConfigurationError(

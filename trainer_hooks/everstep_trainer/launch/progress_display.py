@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import threading
 from collections import deque
 from collections.abc import AsyncIterator, Mapping
 
@@ -105,11 +106,16 @@ class TerminalLine:
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._rows = 0
+        self._lock = threading.Lock()  # a thread may still show a line when it is closed
+        self._is_closed = False
 
     def show(self, text: str) -> None:
         """Replace the line, unless the launcher is in the background or the terminal is too small."""
-        if os.tcgetpgrp(self._descriptor) != os.getpgrp():
-            return
+        with self._lock:
+            if not self._is_closed and os.tcgetpgrp(self._descriptor) == os.getpgrp():
+                self._show(text)
+
+    def _show(self, text: str) -> None:
         columns, rows = os.get_terminal_size(self._descriptor)
         if rows < MIN_ROWS:
             return
@@ -124,6 +130,11 @@ class TerminalLine:
 
     def close(self) -> None:
         """Remove the line, and let the whole terminal scroll again."""
+        with self._lock:
+            self._is_closed = True
+            self._clear()
+
+    def _clear(self) -> None:
         if self._rows:
             os.write(self._descriptor, f"\x1b7\x1b[r\x1b[{self._rows};1H\x1b[2K\x1b8".encode())
             self._rows = 0

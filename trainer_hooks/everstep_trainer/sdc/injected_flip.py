@@ -60,7 +60,8 @@ def flip_bit(tensor: torch.Tensor) -> str:
     The element is doubled or halved, so that no rounding of an update hides the change. ``tensor`` must be contiguous.
     """
     flat = tensor.view(-1)
-    index = int(flat.abs().argmax())
+    # Of the largest and the smallest: abs() would copy the whole tensor.
+    index = max(int(flat.argmax()), int(flat.argmin()), key=lambda one: abs(float(flat[one])))
     before = float(flat[index])
     bit = round(-math.log2(torch.finfo(tensor.dtype).eps))  # the mantissa's bits are below it
     with torch.no_grad():

@@ -75,6 +75,12 @@ def test_repeated_steps_cost_their_time() -> None:
     assert (one.repeated_steps, one.lost_s) == (6, 2.0 + 6 * 0.5)
 
 
+def test_steps_of_an_earlier_recovery_count_once() -> None:
+    told = detail(recovery(2, 1110.0, 2.0, restored=Version(1, 40)), recovery(3, 1130.0, 2.0, restored=Version(2, 44)))
+    _, second = made(told, (1050.0, 20), (1109.0, 46), (1129.0, 45), (1140.0, 46)).recoveries
+    assert second.repeated_steps == 1
+
+
 def test_repeated_steps_are_unknown_without_earlier_samples() -> None:
     late = [ProgressSample(at=2000.0, generation=2, step=50, world_size=4)]
     assert repeated_steps(recovery(2, 1110.0, 2.0, restored=Version(1, 40)), late) is None

@@ -64,12 +64,13 @@ def test_client_follows_leader_named_by_standby(client: Callable[..., Send], con
     assert controllers.asked == ["c1", "c0"]
 
 
-def test_client_does_not_follow_downgrade_to_http(client: Callable[..., Send], controllers: PlayedControllers) -> None:
-    with pytest.raises(Unavailable, match="no controller answers"):
-        client("https://127.0.0.1:1")(QUERY)
-    plain = controllers.add(stands_by("https://127.0.0.1:1"))
-    with pytest.raises(Unavailable, match="stands by"):
-        client(plain)(QUERY)
+@pytest.mark.parametrize(("first", "named"), [("https://a:1", "http://b:1"), ("http://a:1", "https://b:1")])
+def test_named_leader_with_another_scheme_is_not_asked(first: str, named: str) -> None:
+    search, asked = exchange.LeaderSearch({first: None}), []
+    for url in search:
+        asked.append(url)
+        search.failed(url, exchange.NotLeader("stands by", named))
+    assert asked == [first]
 
 
 def test_client_retries_for_a_while_without_leader(client: Callable[..., Send], controllers: PlayedControllers) -> None:
