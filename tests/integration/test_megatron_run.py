@@ -1,0 +1,106 @@
+"""Megatron-core on ranks that are killed: parameters and optimizer shards come back from memory, in other layouts too.
+
+Megatron's tensors lie on the host here (examples/megatron_on_cpu.py); its code is its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from contextlib import ExitStack
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.peers.run import free_port
+from tests.support.exact_training import Fault, reached, read_diaries
+from tests.support.launched import Launched, launched
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.frameworks,
+    pytest.mark.skipif(find_spec("megatron") is None, reason="Megatron-core is not installed"),
+]
+
+STEPS, WORLD = 7, 2
+FAULTS = [Fault(1, 3, "reduced"), Fault(0, 5, "updated")]
+LAYOUTS = {
+    "replicas": {"distributed": True},
+    "replicas-bf16": {"distributed": True, "bf16": True},
+    "tensor-bf16": {"tp": 2, "bf16": True, "distributed": False},
+    "pipeline": {"pp": 2, "distributed": False},
+}
+Row = dict[str, Any]
+
+
+def environment(layout: Row) -> dict[str, str]:
+    return {"MEGATRON_LAYOUT": json.dumps(layout), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def trained(folder: Path, layout: Row, *faults: Fault) -> list[Row]:
+    """The diaries of ranks in a folder of their own, those of later generations last."""
+    folder.mkdir()
+    argv = ["--nproc-per-node", str(WORLD), "--standby-delay-s", "0.1", "--hang-threshold-s", "60"]
+    argv += ["--preload", "megatron.core", "--state-dir", str(folder / "s")]
+    argv += ["-m", "tests.support.megatron_training", str(folder), str(STEPS), *map(str, faults)]
+    with launched(folder, *argv, **environment(layout)) as launcher:
+        assert launcher.wait() == 0, launcher.err
+    rows = sorted(read_diaries(folder), key=lambda row: int(row["generation"]))
+    assert {row["generation"] for row in rows} == {*range(1, len(faults) + 2)}, launcher.err
+    return rows
+
+
+def computed(rows: list[Row]) -> dict[tuple[int, int], Row]:
+    """What ranks computed, by step and rank."""
+    return {
+        (row["step"], row["rank"]): {key: value for key, value in row.items() if key != "generation"}
+        for row in rows
+        if "restored" not in row
+    }
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_killed_ranks_continue_bit_for_bit(short_path: Path, layout: str) -> None:
+    undisturbed = computed(trained(short_path / "u", LAYOUTS[layout]))
+    assert len(undisturbed) == STEPS * WORLD
+    assert len({row["state"] for row in undisturbed.values()}) == STEPS
+    rows = trained(short_path / "k", LAYOUTS[layout], *FAULTS)
+    assert computed(rows) == undisturbed
+    assert any(row["step"] for row in rows if "restored" in row), "a version was restored"
+
+
+def launch_node(stack: ExitStack, folder: Path, node: int, endpoint: str) -> Launched:
+    """One of up to three nodes on loopback, with one rank."""
+    directory = folder / f"node{node}"
+    directory.mkdir()
+    argv = ["--nnodes", "2:3", "--rdzv-endpoint", endpoint, "--job", "three"]
+    argv += ["--node-rank", str(node), "--join-wait-s", "60"]
+    argv += ["--state-dir", str(folder / "state"), "--replicas", "2", "--hang-threshold-s", "60"]
+    argv += ["--preload", "megatron.core", "-m", "tests.support.megatron_training", str(folder), str(STEPS)]
+    return stack.enter_context(launched(directory, *argv, **environment({"distributed": True, "bf16": True})))
+
+
+def test_lost_node_reshards_distributed_optimizer(short_path: Path) -> None:
+    gate, endpoint = short_path / "gate", f"127.0.0.1:{free_port()}"
+    gate.write_text("4")
+    with ExitStack() as stack:
+        first, *others = [launch_node(stack, short_path, node, endpoint) for node in range(3)]
+        first.eventually(lambda: reached(short_path, 1, 4, ranks=3), "step 4 on three ranks")
+        below = others[-1].descendants()
+        others[-1].process.kill()
+        for pid in below:
+            os.kill(pid, signal.SIGKILL)
+        gate.write_text(str(STEPS))
+        for launcher in (first, others[0]):
+            assert launcher.wait() == 0, launcher.err
+    rows = read_diaries(short_path)
+    restored = [row for row in rows if "restored" in row]
+    assert {row["world"] for row in restored} == {2}, "three ranks, then two"
+    before = {row["step"]: row["state"] for row in rows if row["generation"] == 1}
+    assert {row["restored"] for row in restored} == {before[restored[0]["step"]]}, "the same state in other shards"
+    last = [row for row in rows if row["step"] == STEPS]
+    assert len({row["state"] for row in last}) == 1
+    assert len({i for row in last for i in row["samples"]}) == 12
