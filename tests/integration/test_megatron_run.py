@@ -36,17 +36,17 @@ LAYOUTS = {
 Row = dict[str, Any]
 
 
-def environment(layout: Row) -> dict[str, str]:
-    return {"MEGATRON_LAYOUT": json.dumps(layout), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+def environment(*layouts: Row) -> dict[str, str]:
+    return {"MEGATRON_LAYOUTS": json.dumps(layouts), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
-def trained(folder: Path, layout: Row, *faults: Fault) -> list[Row]:
-    """The diaries of ranks in a folder of their own, those of later generations last."""
+def trained(folder: Path, layouts: list[Row], *faults: Fault) -> list[Row]:
+    """The diaries of ranks in a folder of their own, those of later generations last. Layouts go by generation."""
     folder.mkdir()
     argv = ["--nproc-per-node", str(WORLD), "--standby-delay-s", "0.1", "--hang-threshold-s", "60"]
     argv += ["--preload", "megatron.core", "--state-dir", str(folder / "s")]
     argv += ["-m", "tests.support.megatron_training", str(folder), str(STEPS), *map(str, faults)]
-    with launched(folder, *argv, **environment(layout)) as launcher:
+    with launched(folder, *argv, **environment(*layouts)) as launcher:
         assert launcher.wait() == 0, launcher.err
     rows = sorted(read_diaries(folder), key=lambda row: int(row["generation"]))
     assert {row["generation"] for row in rows} == {*range(1, len(faults) + 2)}, launcher.err
@@ -64,12 +64,23 @@ def computed(rows: list[Row]) -> dict[tuple[int, int], Row]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_killed_ranks_continue_bit_for_bit(short_path: Path, layout: str) -> None:
-    undisturbed = computed(trained(short_path / "u", LAYOUTS[layout]))
+    undisturbed = computed(trained(short_path / "u", [LAYOUTS[layout]]))
     assert len(undisturbed) == STEPS * WORLD
     assert len({row["state"] for row in undisturbed.values()}) == STEPS
-    rows = trained(short_path / "k", LAYOUTS[layout], *FAULTS)
+    rows = trained(short_path / "k", [LAYOUTS[layout]], *FAULTS)
     assert computed(rows) == undisturbed
     assert any(row["step"] for row in rows if "restored" in row), "a version was restored"
+
+
+def test_other_parallel_sizes_take_over_state(short_path: Path) -> None:
+    layouts = [{**sizes, "bf16": True} for sizes in ({"tp": 2}, {"pp": 2}, {})]
+    rows = trained(short_path / "r", layouts, *FAULTS)
+    restored = [row for row in rows if "restored" in row]
+    assert {row["generation"] for row in restored} == {2, 3}, "tensor parallelism, then a pipeline, then replicas"
+    for row in restored:
+        before = [other for other in rows if "state" in other and other["generation"] < row["generation"]]
+        assert row["restored"] in {other["state"] for other in before if other["step"] == row["step"]}
+    assert len({row["loss"] for row in rows if row.get("step") == STEPS and "loss" in row}) == 1
 
 
 def launch_node(stack: ExitStack, folder: Path, node: int, endpoint: str) -> Launched:

@@ -3,7 +3,8 @@
 python -m everstep_trainer.launch --nproc-per-node 2 -m tests.support.megatron_training FOLDER UNTIL [RANK:STEP:POINT
 ...]
 
-MEGATRON_LAYOUT: JSON with "tp", "pp", "bf16" and "distributed" (the optimizer). Megatron's tensors lie on the host.
+MEGATRON_LAYOUTS: JSON, a list of layouts with "tp", "pp", "bf16" and "distributed" (the optimizer): those of the first,
+second ... generation, the last one of all later ones. Megatron's tensors lie on the host.
 """
 
 from __future__ import annotations
@@ -32,14 +33,18 @@ from examples import megatron_on_cpu  # noqa: F401 - has Megatron's tensors on t
 from tests.support.exact_training import SEED, Diary, Fault, Faults, fingerprint, main, wait_at_gate
 
 BATCH, MICRO, LENGTH, VOCABULARY = 12, 2, 8, 64
-LAYOUT: dict[str, Any] = {"tp": 1, "pp": 1, "bf16": False, "distributed": True}
-LAYOUT |= json.loads(os.environ.get("MEGATRON_LAYOUT", "{}"))
+Layout = dict[str, Any]
+LAYOUTS: list[Layout] = json.loads(os.environ.get("MEGATRON_LAYOUTS", "[{}]"))
 
 
-def build() -> DistributedDataParallel:
+def layout_of(generation: int) -> Layout:
+    return {"tp": 1, "pp": 1, "bf16": False, "distributed": True} | LAYOUTS[min(generation, len(LAYOUTS)) - 1]
+
+
+def build(layout: Layout) -> DistributedDataParallel:
     """This rank's part of a gated GPT, whose embeddings are tied over the stages of a pipeline."""
     torch.manual_seed(SEED)
-    dtype = torch.bfloat16 if LAYOUT["bf16"] else torch.float32
+    dtype = torch.bfloat16 if layout["bf16"] else torch.float32
     config = TransformerConfig(
         num_layers=2,
         hidden_size=16,
@@ -49,9 +54,9 @@ def build() -> DistributedDataParallel:
         use_cpu_initialization=True,
         params_dtype=dtype,
         pipeline_dtype=dtype,
-        bf16=LAYOUT["bf16"],
-        tensor_model_parallel_size=LAYOUT["tp"],
-        pipeline_model_parallel_size=LAYOUT["pp"],
+        bf16=layout["bf16"],
+        tensor_model_parallel_size=layout["tp"],
+        pipeline_model_parallel_size=layout["pp"],
         finalize_model_grads_func=finalize_model_grads,
     )
     model = GPTModel(
@@ -64,7 +69,7 @@ def build() -> DistributedDataParallel:
         share_embeddings_and_output_weights=True,
     ).to(dtype)
     data_parallel = DistributedDataParallelConfig(
-        use_distributed_optimizer=LAYOUT["distributed"], grad_reduce_in_fp32=True
+        use_distributed_optimizer=layout["distributed"], grad_reduce_in_fp32=True
     )
     return DistributedDataParallel(config, data_parallel, model)
 
@@ -96,10 +101,11 @@ def fingerprint_of_state(state: MegatronState) -> str:
 
 def train(run: everstep.Run, folder: str, until: int, faults: Sequence[Fault]) -> None:
     torch.set_num_threads(1)
-    initialize_megatron(run, tensor_model_parallel_size=LAYOUT["tp"], pipeline_model_parallel_size=LAYOUT["pp"])
-    model = build()
+    layout = layout_of(run.generation)
+    initialize_megatron(run, tensor_model_parallel_size=layout["tp"], pipeline_model_parallel_size=layout["pp"])
+    model = build(layout)
     options = OptimizerConfig(
-        lr=1e-2, min_lr=1e-4, clip_grad=0.5, bf16=LAYOUT["bf16"], use_distributed_optimizer=LAYOUT["distributed"]
+        lr=1e-2, min_lr=1e-4, clip_grad=0.5, bf16=layout["bf16"], use_distributed_optimizer=layout["distributed"]
     )
     optimizer = get_megatron_optimizer(options, [model])
     decay = {"start_wd": 0.01, "end_wd": 0.1, "wd_incr_steps": 30, "wd_incr_style": "linear"}
