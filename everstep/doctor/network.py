@@ -39,7 +39,8 @@ def check_ports(errors: Mapping[int, int]) -> Iterator[CheckResult]:
         elif number == errno.EADDRINUSE:
             yield fail(
                 name,
-                f"another process listens there: find it (`ss -ltnp 'sport = :{port}'`) and end it, or take another port",
+                f"another process listens there: find it (`ss -ltnp 'sport = :{port}'`) and end it, or take another "
+                "port",
             )
         elif number == errno.EACCES:
             yield fail(name, "ports below 1024 are root's: take a larger one")
