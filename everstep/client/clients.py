@@ -221,7 +221,9 @@ def _stream_call(after: int | None) -> Call[str]:
 
 def _decode_event(name: str, data: bytes) -> Event | EventGap:
     try:
-        return msgspec.json.decode(data, type=EventGap if name == "gap" else Event)
+        if name == "gap":
+            return msgspec.json.decode(data, type=EventGap)
+        return msgspec.json.decode(data, type=Event)
     except DECODE_ERRORS as error:
         raise MalformedMessage(f"cannot decode an event of the stream ({error})") from error
 

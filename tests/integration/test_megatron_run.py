@@ -9,7 +9,6 @@ import json
 import os
 import signal
 from contextlib import ExitStack
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,7 @@ from tests.support.launched import Launched, launched
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.frameworks,
-    pytest.mark.skipif(find_spec("megatron") is None, reason="Megatron-core is not installed"),
+    pytest.mark.frameworks("megatron"),
 ]
 
 STEPS, WORLD = 7, 2

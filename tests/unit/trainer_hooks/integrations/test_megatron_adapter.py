@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +10,7 @@ import torch
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.frameworks,
-    pytest.mark.skipif(find_spec("megatron") is None, reason="Megatron-core is not installed"),
+    pytest.mark.frameworks("megatron"),
     pytest.mark.filterwarnings("ignore"),  # Megatron's own: packages that are not installed
 ]
 
