@@ -97,7 +97,7 @@ def train(run: everstep.Run) -> None:  # everstep
         sampler = run.sampler(SAMPLES, global_batch=BATCH, seed=3)  # everstep
         state = Pytree(sharded(initial_state, mesh))  # everstep
         run.track(state=state)  # everstep
-        loss = jnp.zeros(())
+        loss = jnp.full((), jnp.nan)  # if a restored run has no step left
         for step in run.steps(until=ARGS.steps):  # everstep
             mine = np.asarray(sampler.indices(step))
             batch = [jax.make_array_from_process_local_data(by_sample, part[mine]) for part in (inputs, targets)]
@@ -110,4 +110,4 @@ def train(run: everstep.Run) -> None:  # everstep
 
 
 if __name__ == "__main__":
-    everstep.main(train)  # everstep
+    everstep.main(train, settings=everstep.HookSettings(backend="gloo"))  # everstep: JAX has the GPUs

@@ -39,6 +39,7 @@ def loop(config: dict[str, float]) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         sampler = run.sampler(len(dataset), global_batch=8, seed=17)  # everstep
         run.track(model=replicas, optimizer=optimizer)  # everstep
+        loss = torch.tensor(float("nan"))  # if a restored run has no step left
         for step in run.steps(until=steps, seed=17):  # everstep
             inputs, targets = (part.to(run.device) for part in dataset[sampler.indices(step)])
             optimizer.zero_grad()

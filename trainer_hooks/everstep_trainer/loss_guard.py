@@ -22,6 +22,7 @@ from everstep_trainer.data.loader import is_stateful_loader
 from everstep_trainer.state.arrays import ArraySource
 from everstep_trainer.state.python_state import MergedState, decode
 from everstep_trainer.state.python_value_codec import Blob
+from everstep_trainer.state.sharded_state import ShardedState
 from everstep_trainer.state.tensors import TrackedTensor
 from everstep_trainer.state.tracked_state import TrackedState
 
@@ -268,6 +269,8 @@ class LossGuard:
         for key, tracked in objects.items():
             if isinstance(tracked, ArraySource):
                 raise ValueError(f"{key} holds arrays that are replaced in each step, which run.guard cannot roll back")
+            if isinstance(tracked, ShardedState):
+                raise ValueError(f"{key} belongs to an engine that owns its gradients: leave out run.guard")
             # its iterator would go on while its stored state went back
             if again and is_stateful_loader(tracked):
                 raise ValueError(

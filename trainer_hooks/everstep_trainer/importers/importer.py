@@ -458,6 +458,8 @@ class CheckpointImport:
         loads.append(self._state.adopt_arrays)
         for key, tracked in self._others.items():
             if key in self._arrays:
+                if tracked.state_dict():
+                    log.warning("%s has only arrays of %s: its other values stay initial", self._checkpoint.url, key)
                 continue
             stored = (self._keys.read_under(prefix.rstrip(".")) for prefix in candidate_prefixes(key, None))
             state = next((state for state in stored if state is not None), None)

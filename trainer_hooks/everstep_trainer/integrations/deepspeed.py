@@ -9,7 +9,7 @@ Example::
         track_engine(run, engine)
         for step in run.steps(until=10_000, seed=1):
             for batch, weight in micro_batches(engine, loader, step):
-                engine.backward(engine(batch) * weight)
+                engine.backward(engine(batch.to(run.device)) * weight)
                 engine.step()
 
 ZeRO stages 0 to 3 with data parallelism over all ranks, in float32, bfloat16 or float16. Master weights and optimizer

@@ -110,7 +110,10 @@ def track(
     epochs = run.epoch_loader(
         loader, global_batch=global_batch, seed=seed, accumulates=accumulates, place=fabric.to_device
     )
-    run.track(**{name: _unwrapped(tracked) for name, tracked in objects.items()})
+    named = {name: _unwrapped(tracked) for name, tracked in objects.items()}
+    if fabric.strategy.precision.state_dict():  # a loss scaler
+        named.setdefault("precision", fabric.strategy.precision)
+    run.track(**named)
     fabric.strategy.loader = epochs
     return epochs
 

@@ -353,11 +353,13 @@ class _Runtime:
     def leave(self) -> None:
         state = jax_distributed.global_state
         state.client, state.process_id, state.num_processes, state.coordinator_address = None, 0, 1, None
-        if self._service is not None:
-            self._service.close()
-        if self._forwarder is not None:
-            self._forwarder.close_when_idle()  # the client lives as long as arrays of its devices do
-        _clear()
+        try:
+            if self._service is not None:
+                self._service.close()
+        finally:
+            if self._forwarder is not None:
+                self._forwarder.close_when_idle()  # the client lives as long as arrays of its devices do
+            _clear()
 
 
 def _clear() -> None:

@@ -147,8 +147,11 @@ class JobPlan:
         modules = preload.split(",") if isinstance(preload, str) else [*preload]
         flags += ["--preload", ",".join([__name__, *modules])]
         for name, value in given.items():
-            if value is not None and value is not False:
-                flags += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+            flag = name.replace("_", "-")
+            if isinstance(value, bool):
+                flags.append(f"--{flag}" if value else f"--no-{flag}")
+            elif value is not None:
+                flags += [f"--{flag}", str(value)]
         return flags
 
 
@@ -284,15 +287,19 @@ class JobServices:
     async def start(self, job: str, secret: str, address: str) -> str:
         """Start the controller on a free port of ``address``; return its endpoint."""
         self._folder = Path(tempfile.mkdtemp(prefix="everstep-ray-"))
-        with socket.create_server((address, 0)) as free:
-            endpoint = Endpoint(*free.getsockname()[:2])
-        network = controller_network(secret.encode(), job, endpoint)
-        await asyncio.to_thread(network.write_credentials, self._folder)
-        ready = self._folder / "controller.json"
-        self._controller = PrivateService("controller", self._folder / "controller.log", ready, SYSTEM_CLOCK)
-        python, *module = controller_command(self._folder, str(endpoint), network)
-        command = [python, "-P", "-c", _SERVE, str(self._folder), *module[module.index("serve") :]]
-        await self._controller.start(lambda _: command)
+        try:
+            with socket.create_server((address, 0)) as free:
+                endpoint = Endpoint(*free.getsockname()[:2])
+            network = controller_network(secret.encode(), job, endpoint)
+            await asyncio.to_thread(network.write_credentials, self._folder)
+            ready = self._folder / "controller.json"
+            self._controller = PrivateService("controller", self._folder / "controller.log", ready, SYSTEM_CLOCK)
+            python, *module = controller_command(self._folder, str(endpoint), network)
+            command = [python, "-P", "-c", _SERVE, str(self._folder), *module[module.index("serve") :]]
+            await self._controller.start(lambda _: command)
+        except BaseException:
+            await self.end()
+            raise
         return str(endpoint)
 
     async def is_running(self) -> bool:
@@ -302,6 +309,7 @@ class JobServices:
         """End the controller and remove its files."""
         if self._controller is not None:
             await self._controller.end()
+        if self._folder.name:  # empty before the start: the working directory stays
             shutil.rmtree(self._folder, ignore_errors=True)
 
     async def add_report(self, metrics: dict[str, Any], checkpoint: Any) -> None:
@@ -369,14 +377,15 @@ def _private_folder(plan: JobPlan, number: int) -> Iterator[Path]:
 
     Its name is short, since a socket's path has at most 107 bytes. Folders that other killed actors left are removed.
     """
-    name = hashlib.sha256(plan.job.encode()).hexdigest()[:12]
+    name = hashlib.sha256(plan.job.encode()).hexdigest()[:8]
     parent = resolve_state_dir(plan.settings.get("state_dir"), os.environ) / "ray"
     parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    folder = parent / f"{name}-{number}"
+    host = hashlib.sha256(socket.gethostname().encode()).hexdigest()[:6]  # a home may be shared by machines
+    folder = parent / f"{host}-{name}-{number}"
     with contextlib.ExitStack() as stack:
         with _lock(parent / ".lock"):
-            for left in parent.glob("*-*"):
-                with contextlib.suppress(BlockingIOError), _lock(left / "lock", fcntl.LOCK_NB):
+            for left in parent.glob(f"{host}-*"):  # living ones hold their lock
+                with contextlib.suppress(OSError), _lock(left / "lock", fcntl.LOCK_NB):
                     shutil.rmtree(left, ignore_errors=True)
             folder.mkdir(mode=0o700)
             stack.enter_context(_lock(folder / "lock"))
@@ -467,7 +476,10 @@ def _pass_on_reports(services: Any, *, is_first: bool) -> Iterator[None]:
                 continue
             number, metrics, checkpoint = found
             mode = CheckpointUploadMode.SYNC if checkpoint is None else CheckpointUploadMode.NO_UPLOAD
-            ray.train.report(metrics, checkpoint=checkpoint, checkpoint_upload_mode=mode)
+            try:
+                ray.train.report(metrics, checkpoint=checkpoint, checkpoint_upload_mode=mode)
+            except Exception:
+                log.exception("Ray Train did not take a report: %s", metrics)
             ray.get(services.remove_report.remote(number))
 
     thread = threading.Thread(target=pass_on, name="everstep reports to Ray", daemon=True)

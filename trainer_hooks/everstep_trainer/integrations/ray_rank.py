@@ -35,12 +35,14 @@ class RankTrainFnUtils(TrainFnUtils):
         self._experiment, self._checkpoint, self._reports = experiment, checkpoint, reports
 
     def report(
-        self, metrics: dict[str, Any], checkpoint: Any = None, checkpoint_dir_name: str | None = None, **_: Any
+        self, metrics: dict[str, Any], checkpoint: Any = None, checkpoint_dir_name: str | None = None, **options: Any
     ) -> None:
         """Report metrics, and optionally a local checkpoint folder, if this is rank 0; else do nothing.
 
         Returns once the Ray worker has taken the report, and copied the checkpoint to Ray's storage.
         """
+        if refused := [name for name in ("checkpoint_upload_fn", "validation") if options.get(name)]:
+            raise RuntimeError(f"ray.train.report takes no {' or '.join(refused)} in a rank of everstep-launch")
         if _number("RANK", 0) != 0:
             return
         path = None

@@ -82,6 +82,7 @@ class TcpForwarder:
             self._selector.close()
             self._listener.close()
             self._wake_receiver.close()
+            self._wake_sender.close()
 
     def _accept(self) -> None:
         try:

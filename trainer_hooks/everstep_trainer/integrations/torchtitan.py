@@ -170,7 +170,9 @@ class _StepKeeper(BaseCheckpointManager):
             end_workers(getattr(self._trainer.dataloader.inner, "_iterator", None))
 
     def _begin_step(self) -> None:
-        self._run.seed_step(self._run.last_finished_step + 1, seed=self._seed)
+        # A checkpoint of torchtitan that was loaded may be ahead of the run's steps.
+        step = max(self._trainer.step, self._run.last_finished_step)
+        self._run.seed_step(step + 1, seed=self._seed)
 
     def _track(self) -> None:
         trainer, run = self._trainer, self._run
