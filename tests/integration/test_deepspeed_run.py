@@ -14,7 +14,7 @@ import pytest
 
 from bench.peers.run import free_port
 from tests.support.exact_training import Fault, reached, read_diaries
-from tests.support.launched import Launched, launched
+from tests.support.launched import PATIENT, Launched, launched
 
 pytestmark = [pytest.mark.slow, pytest.mark.frameworks("deepspeed")]
 
@@ -53,7 +53,7 @@ def trained(folder: Path, config: Row, *faults: Fault) -> list[Row]:
 
 
 def environment(config: Row) -> dict[str, str]:
-    return {"DEEPSPEED_CONFIG": json.dumps(config), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    return {"DEEPSPEED_CONFIG": json.dumps(config), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **PATIENT}
 
 
 def computed(rows: list[Row]) -> dict[tuple[int, int], Row]:

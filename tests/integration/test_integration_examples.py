@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launched import ROOT, launched
+from tests.support.launched import PATIENT, ROOT, launched
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
@@ -26,7 +26,7 @@ def final_line(folder: Path, name: str, faults: str) -> str:
     argv = ["--nproc-per-node", "2", "--standby-delay-s", "0.1", "--state-dir", str(folder / "s")]
     argv += ["--preload", EXAMPLES[name], "-m", "tests.support.killed_example", str(folder)]
     argv += [str(ROOT / "examples" / f"train_{name}.py"), faults, "--steps", "40"]
-    with launched(folder, *argv, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo") as launcher:
+    with launched(folder, *argv, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", **PATIENT) as launcher:
         assert launcher.wait() == 0, launcher.err
     assert "not alike on all ranks" not in launcher.err + launcher.out
     struck = {path.name.removeprefix("struck-") for path in folder.glob("struck-*")}

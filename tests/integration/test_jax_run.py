@@ -9,7 +9,7 @@ import pytest
 
 from examples.demo.world import wait_for
 from tests.support.exact_training import Fault, read_diaries
-from tests.support.launched import launched
+from tests.support.launched import PATIENT, launched
 from tests.support.sharded_job import DEADLINE_S, ShardedJob
 from tests.support.warm_launcher import WarmWorld
 
@@ -25,7 +25,7 @@ def trained(folder: Path, *faults: Fault) -> list[dict[str, Any]]:
     folder.mkdir()
     argv = ["--nproc-per-node", str(WORLD), "--standby-delay-s", "0.1", "--hang-threshold-s", "60"]
     argv += ["--state-dir", str(folder / "s"), "-m", "tests.support.jax_training", str(folder), str(STEPS)]
-    with launched(folder, *argv, *map(str, faults), OMP_NUM_THREADS="1") as launcher:
+    with launched(folder, *argv, *map(str, faults), OMP_NUM_THREADS="1", **PATIENT) as launcher:
         assert launcher.wait() == 0, launcher.err
     rows = read_diaries(folder)
     assert {row["generation"] for row in rows} == {*range(1, len(faults) + 2)}, launcher.err

@@ -16,7 +16,7 @@ import pytest
 
 from bench.peers.run import free_port
 from tests.support.exact_training import Fault, reached, read_diaries
-from tests.support.launched import Launched, launched
+from tests.support.launched import PATIENT, Launched, launched
 
 pytestmark = [
     pytest.mark.slow,
@@ -35,7 +35,7 @@ Row = dict[str, Any]
 
 
 def environment(*layouts: Row) -> dict[str, str]:
-    return {"MEGATRON_LAYOUTS": json.dumps(layouts), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    return {"MEGATRON_LAYOUTS": json.dumps(layouts), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **PATIENT}
 
 
 def trained(folder: Path, layouts: list[Row], *faults: Fault) -> list[Row]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.exact_training import Fault, read_diaries
-from tests.support.launched import launched
+from tests.support.launched import PATIENT, launched
 
 pytestmark = [pytest.mark.slow, pytest.mark.frameworks("jax", "orbax")]
 
@@ -20,7 +20,7 @@ def trained(folder: Path, until: int, *faults: Fault) -> list[dict[str, Any]]:
     folder.mkdir(exist_ok=True)
     argv = ["--nproc-per-node", str(WORLD), "--standby-delay-s", "0.1", "--hang-threshold-s", "60"]
     argv += ["--state-dir", str(folder / f"s{until}"), "-m", "tests.support.orbax_training", str(folder), str(until)]
-    with launched(folder, *argv, *map(str, faults), OMP_NUM_THREADS="1") as launcher:
+    with launched(folder, *argv, *map(str, faults), OMP_NUM_THREADS="1", **PATIENT) as launcher:
         assert launcher.wait() == 0, launcher.err
     return read_diaries(folder)
 

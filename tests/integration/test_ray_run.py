@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.support.exact_training import Fault, reached, read_diaries
-from tests.support.launched import ROOT, launched
+from tests.support.launched import PATIENT, ROOT, launched
 from tests.support.processes import comm, is_running, parents_of_all
 from tests.support.waiting import until
 
@@ -34,7 +34,7 @@ class Driver:
         command = [sys.executable, "-m", "tests.support.ray_training", str(folder), kind, steps]
         command += map(str, (workers, ranks, options.get("min_workers", workers), *faults))
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("EVERSTEP_", "RAY_"))}
-        environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **PATIENT}
         environment |= {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5", "RAY_USAGE_STATS_ENABLED": "0"}
         environment |= {
             "HOME": str(folder),
@@ -117,7 +117,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int
     """What two ranks of one launcher compute, without Ray."""
     folder = tmp_path_factory.mktemp("calm")
     argv = ["--nproc-per-node", "2", "-m", "tests.support.exact_training", str(folder), str(STEPS)]
-    with launched(folder, *argv, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo") as launcher:
+    with launched(folder, *argv, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", **PATIENT) as launcher:
         assert launcher.wait() == 0, launcher.err
     return last(folder)
 

@@ -13,14 +13,14 @@ import pytest
 
 from bench.peers.run import free_port
 from tests.support.exact_training import Fault, read_diaries
-from tests.support.launched import launched
+from tests.support.launched import PATIENT, launched
 from tests.support.processes import is_running
 
 STEPS, WORLD = 8, 2
 TOKENS = 4 * 32  # of a step, as examples/train_torchtitan.py says
 COMMON = ("--hang-threshold-s", "60", "--preload", "everstep_trainer.integrations.torchtitan")
 TRAINING = ("-m", "tests.support.torchtitan_training")
-ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **PATIENT}
 pytestmark = [pytest.mark.slow, pytest.mark.frameworks("torchtitan")]
 
 

@@ -17,6 +17,8 @@ from tests.support.warm_launcher import WarmProgram
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 120.0
 LAUNCH = ("-m", "everstep_trainer.launch")
+PATIENT = {"EVERSTEP_AGENT_UNRESPONSIVE_AFTER_S": "60"}
+"""Environment for ranks whose imports keep the interpreter for seconds on a busy machine."""
 
 
 class Launched:

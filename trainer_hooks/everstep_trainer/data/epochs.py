@@ -131,8 +131,8 @@ def order_of(loader: DataLoader[Any], global_batch: int | None, ranks: int, seed
     if type(batch_sampler) is not BatchSampler:
         if global_batch is not None:
             raise ValueError(
-                "global_batch cannot be combined with a batch sampler, which determines the batches: take batch_size and "
-                "a sampler, or a fixed number of nodes (--nnodes N)"
+                "global_batch cannot be combined with a batch sampler, which determines the batches: take batch_size "
+                "and a sampler, or a fixed number of nodes (--nnodes N)"
             )
         return BatchOrder(batch_sampler, ranks, seed, drop_last=bool(getattr(batch_sampler, "drop_last", False)))
     sampler, drop_last = _strip(batch_sampler.sampler), batch_sampler.drop_last
