@@ -43,8 +43,8 @@ def require_flips(rank: Process) -> None:
     """Raise Conflict if the rank does not flip bits on request."""
     if not has_signal_handler(rank.pid, FLIP_SIGNAL):
         raise Conflict(
-            f"process {rank.pid} does not flip bits on request: start the job with everstep-launch --allow-chaos, and "
-            "call everstep.main in the script's main thread"
+            f"process {rank.pid} does not flip bits on request: start the job with everstep-launch --allow-bit-flips, "
+            "and call everstep.main in the script's main thread"
         )
 
 

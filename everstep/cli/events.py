@@ -13,7 +13,7 @@ import typer
 
 from everstep.cli import tables
 from everstep.cli.context import Json, connected_client, console
-from everstep.client import Client, Pages
+from everstep.client import Client, PagedList
 from everstep.client.exchange import PAGE_SIZE
 from everstep.errors import ConfigurationError
 from everstep.system_clock import SYSTEM_CLOCK
@@ -103,7 +103,7 @@ def _time_range(since: str, until: str) -> dict[str, float]:
     return {name: parse_time(text) for name, text in (("since", since), ("until", until)) if text}
 
 
-def _newest(found: Pages[op.EventList, op.Event], limit: int) -> tuple[op.Event, ...]:
+def _newest(found: PagedList[op.EventList, op.Event], limit: int) -> tuple[op.Event, ...]:
     """Return the newest ``limit`` of all events, oldest first; a page has the oldest ones."""
     return tuple(deque(found, maxlen=None if limit == sys.maxsize else limit))
 

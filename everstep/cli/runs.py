@@ -155,7 +155,7 @@ def _row(one: ListedRun) -> dict[str, str]:
     receipt = one.receipt
     if receipt is None:
         row = dict.fromkeys(("began", "duration", "steps", "recoveries", "lost", "saved"), "-")
-        return {**row, "#": number, "job": one.job, "result": "no answer yet"}
+        return {**row, "#": number, "job": one.job, "result": "unknown"}
     began = datetime.datetime.fromtimestamp(receipt.began_at).astimezone()
     return {
         "#": number,

@@ -13,8 +13,8 @@ as tables and the texts of its options, does not belong here.
 """
 
 from everstep.client.calls import Health
-from everstep.client.clients import AsyncClient, AsyncPages, Client, Pages
+from everstep.client.clients import AsyncClient, AsyncPagedList, Client, PagedList
 from everstep.client.exchange import Call
 from everstep.client.token_files import read_token
 
-__all__ = ["AsyncClient", "AsyncPages", "Call", "Client", "Health", "Pages", "read_token"]
+__all__ = ["AsyncClient", "AsyncPagedList", "Call", "Client", "Health", "PagedList", "read_token"]

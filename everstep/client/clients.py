@@ -38,7 +38,7 @@ RECONNECT_PAUSE_S = 0.5
 # ---- lists
 
 
-class Pages(Generic[Page, Entry]):
+class PagedList(Generic[Page, Entry]):
     """A list of any length. Iterate over its entries; pages are requested as they are needed.
 
     Example::
@@ -68,8 +68,8 @@ class Pages(Generic[Page, Entry]):
         return self._listing.join(list(self.pages(limit)))
 
 
-class AsyncPages(Generic[Page, Entry]):
-    """A list of any length, as ``Pages``, for ``async for``.
+class AsyncPagedList(Generic[Page, Entry]):
+    """A list of any length, as ``PagedList``, for ``async for``.
 
     Example::
 
@@ -116,9 +116,9 @@ def _call(build: Callable[P, Call[T]]) -> Callable[Concatenate[Client, P], T]:
     return _as_method(method, build)  # type: ignore[no-any-return]
 
 
-def _list(build: Callable[P, Listing[Page, Entry]]) -> Callable[Concatenate[Client, P], Pages[Page, Entry]]:
-    def method(self: Client, *args: P.args, **kwargs: P.kwargs) -> Pages[Page, Entry]:
-        return Pages(self.send, build(*args, **kwargs))
+def _list(build: Callable[P, Listing[Page, Entry]]) -> Callable[Concatenate[Client, P], PagedList[Page, Entry]]:
+    def method(self: Client, *args: P.args, **kwargs: P.kwargs) -> PagedList[Page, Entry]:
+        return PagedList(self.send, build(*args, **kwargs))
 
     return _as_method(method, build)  # type: ignore[no-any-return]
 
@@ -132,9 +132,9 @@ def _async_call(build: Callable[P, Call[T]]) -> Callable[Concatenate[AsyncClient
 
 def _async_list(
     build: Callable[P, Listing[Page, Entry]],
-) -> Callable[Concatenate[AsyncClient, P], AsyncPages[Page, Entry]]:
-    def method(self: AsyncClient, *args: P.args, **kwargs: P.kwargs) -> AsyncPages[Page, Entry]:
-        return AsyncPages(self.send, build(*args, **kwargs))
+) -> Callable[Concatenate[AsyncClient, P], AsyncPagedList[Page, Entry]]:
+    def method(self: AsyncClient, *args: P.args, **kwargs: P.kwargs) -> AsyncPagedList[Page, Entry]:
+        return AsyncPagedList(self.send, build(*args, **kwargs))
 
     return _as_method(method, build)  # type: ignore[no-any-return]
 

@@ -42,6 +42,7 @@ class Progress:
     def __init__(self) -> None:
         self.generation = self.rank = self.finished_step = self.begun_step = self.finished_steps_here = 0
         self.collective_count, self.snapshot_every, self.median_step_s = 0, 1, 0.0
+        self.until_step = 0
         self.median_busy_s: float | None = None
         self.loss = self._Loss()
 

@@ -11,10 +11,10 @@ from tools.docs_site import markdown
 _HEADER = """# Methods of the Python client
 
 [Python client](client.md) explains how to use them. Each method sends one call of the [REST API](rest.md). A method
-that returns a message returns it from `Client`, and is a coroutine of `AsyncClient`. A list of entries is a `Pages` or
-`AsyncPages`. Messages are described in the [REST models](rest-models.md).
+that returns a message returns it from `Client`, and is a coroutine of `AsyncClient`. A list of entries is a `PagedList`
+or `AsyncPagedList`. Messages are described in the [REST models](rest-models.md).
 """
-_CLASSES = ("Client", "AsyncClient", "Pages", "AsyncPages", "Call", "Health", "read_token")
+_CLASSES = ("Client", "AsyncClient", "PagedList", "AsyncPagedList", "Call", "Health", "read_token")
 _PARAMETERS = """## Parameters
 
 Each function below builds the call that the method of the same name sends.

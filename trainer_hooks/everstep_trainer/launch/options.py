@@ -130,7 +130,7 @@ class LaunchSettings(msgspec.Struct, frozen=True, kw_only=True):
     start_from: str | None = None
     """Checkpoint to start from if none is in memory, as a path or URL: a ``torch.save`` file, a
     ``torch.distributed.checkpoint`` folder, weights as safetensors, or a folder that Everstep wrote."""
-    allow_chaos: bool | None = None
+    allow_bit_flips: bool | None = None
     """Let ``everstep chaos flip`` change a bit of a rank's parameters. Default: only without an agent, in a private
     run."""
     state_dir: str | None = None
@@ -198,9 +198,9 @@ class LaunchOptions(LaunchSettings, frozen=True, kw_only=True):
         return self.node_range[1]
 
     @property
-    def allows_chaos(self) -> bool:
+    def allows_bit_flips(self) -> bool:
         """True if a rank changes a bit of its parameters when it is asked to."""
-        return self.agent_socket is None if self.allow_chaos is None else self.allow_chaos
+        return self.agent_socket is None if self.allow_bit_flips is None else self.allow_bit_flips
 
     @property
     def meets_at_endpoint(self) -> bool:

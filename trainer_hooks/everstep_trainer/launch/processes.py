@@ -24,7 +24,7 @@ from everstep_trainer.launch.job_cache import cache_environment
 from everstep_trainer.launch.options import LaunchOptions
 from everstep_trainer.launch.private_services import resolve_state_dir
 from everstep_trainer.runtime.assignment import (
-    ALLOW_CHAOS_VARIABLE,
+    ALLOW_BIT_FLIPS_VARIABLE,
     LOCAL_RANK_VARIABLE,
     START_FROM_VARIABLE,
 )
@@ -65,7 +65,7 @@ def worker_environment(
         AGENT_SOCKET_VARIABLE: agent_socket,
         LOCAL_RANK_VARIABLE: None if local_rank is None else rank,
         START_FROM_VARIABLE: options.start_from,
-        ALLOW_CHAOS_VARIABLE: "1" if options.allows_chaos else None,
+        ALLOW_BIT_FLIPS_VARIABLE: "1" if options.allows_bit_flips else None,
         "LOCAL_WORLD_SIZE": world,
         "TORCHELASTIC_RUN_ID": options.job,
         "TORCHELASTIC_MAX_RESTARTS": str(options.max_restarts),

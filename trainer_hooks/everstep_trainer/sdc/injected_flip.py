@@ -17,7 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from everstep.chaos.targets import FLIP_SIGNAL
-from everstep_trainer.runtime.assignment import ALLOW_CHAOS_VARIABLE
+from everstep_trainer.runtime.assignment import ALLOW_BIT_FLIPS_VARIABLE
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ _is_requested = False
 
 def accept_requests() -> bool:
     """Install the signal's handler if the job allows it; return whether it is installed. For the main thread."""
-    allowed = os.environ.get(ALLOW_CHAOS_VARIABLE) == "1"
+    allowed = os.environ.get(ALLOW_BIT_FLIPS_VARIABLE) == "1"
     if not allowed or threading.current_thread() is not threading.main_thread():
         return False
     signal.signal(FLIP_SIGNAL, _request)

@@ -108,7 +108,7 @@ def test_pausing_node_loss_needs_consent() -> None:
 
 
 def test_flip_needs_the_ranks_consent_and_digests(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(Conflict, match="--allow-chaos"):
+    with pytest.raises(Conflict, match="--allow-bit-flips"):
         require_allowed(Fault.FLIP, target(), detail(), confirmed=True)
     monkeypatch.setattr(faults, "has_signal_handler", lambda pid, number: True)
     require_allowed(Fault.FLIP, target(), detail(), confirmed=False)

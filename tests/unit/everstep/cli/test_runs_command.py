@@ -54,7 +54,7 @@ def test_runs_lists_present_runs_first(environ: dict[str, Any], monkeypatch: pyt
     listed = json.loads(everstep(environ, "runs", "--json").stdout)
     assert [(one["number"], one["job"]) for one in listed] == [(0, "now"), (1, "llama"), (2, "gpt")]
     assert listed[0]["receipt"] is None
-    assert "no answer yet" in everstep(environ, "runs").stdout
+    assert "unknown" in everstep(environ, "runs").stdout
 
 
 @pytest.mark.parametrize("name", ["llama", "1"])

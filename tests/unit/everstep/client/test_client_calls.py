@@ -110,7 +110,15 @@ def test_clients_have_a_method_for_every_call() -> None:
 
 
 def test_public_names_are_pinned() -> None:
-    assert everstep.client.__all__ == ["AsyncClient", "AsyncPages", "Call", "Client", "Health", "Pages", "read_token"]
+    assert everstep.client.__all__ == [
+        "AsyncClient",
+        "AsyncPagedList",
+        "Call",
+        "Client",
+        "Health",
+        "PagedList",
+        "read_token",
+    ]
     assert all(getattr(everstep.client, name) is not None for name in everstep.client.__all__)
 
 

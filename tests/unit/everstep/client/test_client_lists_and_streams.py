@@ -46,7 +46,7 @@ def test_list_reads_pages_as_needed() -> None:
         asked.append(call)
         return numbers_of(call)
 
-    pages = clients.Pages(send, clients.calls.events(after=2))
+    pages = clients.PagedList(send, clients.calls.events(after=2))
     assert [event.id for event in pages] == list(range(3, 26))
     assert [call.query["after"] for call in asked] == [2, 12, 22]
     asked.clear()
@@ -61,7 +61,7 @@ def test_async_list_reads_the_same_pages() -> None:
         return numbers_of(call)
 
     async def read() -> tuple[list[int], op.EventList]:
-        pages = clients.AsyncPages(send, clients.calls.events())
+        pages = clients.AsyncPagedList(send, clients.calls.events())
         return [event.id async for event in pages], await pages.collect()
 
     ids, whole = asyncio.run(read())

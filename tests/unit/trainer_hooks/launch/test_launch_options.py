@@ -226,12 +226,12 @@ def test_invalid_storage_option_is_refused_without_secrets(script: str, argv: li
     ("flags", "allowed"),
     [
         ([], True),
-        (["--no-allow-chaos"], False),
+        (["--no-allow-bit-flips"], False),
         (["--agent-socket=/a.sock"], False),
-        (["--agent-socket=/a.sock", "--allow-chaos"], True),
+        (["--agent-socket=/a.sock", "--allow-bit-flips"], True),
     ],
 )
 def test_ranks_of_a_private_run_accept_flips(script: str, flags: list[str], allowed: bool) -> None:
     options = launch_settings([*flags, script], {})
     environment = worker_environment(options, agent_socket="/a.sock", nproc=1, local_rank=0, store=("h", 1))
-    assert environment["EVERSTEP_ALLOW_CHAOS"] == ("1" if allowed else None)
+    assert environment["EVERSTEP_ALLOW_BIT_FLIPS"] == ("1" if allowed else None)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from everstep_trainer.runtime.assignment import ALLOW_CHAOS_VARIABLE
+from everstep_trainer.runtime.assignment import ALLOW_BIT_FLIPS_VARIABLE
 from everstep_trainer.sdc.injected_flip import accept_requests, flip_bit, flip_if_requested
 
 from everstep.chaos.targets import FLIP_SIGNAL
@@ -23,7 +23,7 @@ def own_handler() -> Iterator[None]:
 
 @pytest.mark.usefixtures("own_handler")
 def test_request_flips_one_bit_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setenv(ALLOW_CHAOS_VARIABLE, "1")
+    monkeypatch.setenv(ALLOW_BIT_FLIPS_VARIABLE, "1")
     model = torch.nn.Linear(8, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = model.weight.detach().clone()
@@ -39,7 +39,7 @@ def test_request_flips_one_bit_once(monkeypatch: pytest.MonkeyPatch, caplog: pyt
 
 @pytest.mark.usefixtures("own_handler")
 def test_job_without_consent_installs_no_handler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(ALLOW_CHAOS_VARIABLE, raising=False)
+    monkeypatch.delenv(ALLOW_BIT_FLIPS_VARIABLE, raising=False)
     before = signal.getsignal(FLIP_SIGNAL)
     assert not accept_requests()
     assert signal.getsignal(FLIP_SIGNAL) is before
@@ -56,7 +56,7 @@ def test_flipped_element_is_doubled_or_halved(kind: torch.dtype) -> None:
 
 @pytest.mark.usefixtures("own_handler")
 def test_optimizer_without_floats_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(ALLOW_CHAOS_VARIABLE, "1")
+    monkeypatch.setenv(ALLOW_BIT_FLIPS_VARIABLE, "1")
     assert accept_requests()
     os.kill(os.getpid(), FLIP_SIGNAL)
     assert not flip_if_requested(torch.optim.SGD([torch.zeros(0)], lr=0.1))
