@@ -39,6 +39,7 @@ from everstep_trainer.parallel.replicas import (
 )
 from everstep_trainer.runtime.generation_session import TrainingSession
 from everstep_trainer.runtime.progress import CollectiveTimer
+from everstep_trainer.runtime.regroup_record import OnRegroup, OnReport, RunCallbacks
 from everstep_trainer.sdc.injected_flip import flip_if_requested
 from everstep_trainer.snapshot.slot_negotiation import SnapshotOptions
 from everstep_trainer.state.python_state import wrap_per_rank
@@ -171,7 +172,9 @@ class Run:
         self._loaders: list[Closable] = []
         self._tier: MemoryTier | None = None
         self._guard: LossGuard | None = None
-        self._updates = OptimizerHooks(session.before_update, {"generation": context.generation, "rank": context.rank})
+        log_fields = {"generation": context.generation, "rank": context.rank}
+        self._updates = OptimizerHooks(session.before_update, log_fields)
+        self._callbacks = RunCallbacks(log_fields)
 
     @property
     def rank(self) -> int:
@@ -192,6 +195,11 @@ class Run:
     def local_world_size(self) -> int:
         """Number of this generation's ranks on this node."""
         return self._context.local_world_size
+
+    @property
+    def job(self) -> str:
+        """Name of the job; empty without Everstep."""
+        return self._context.job
 
     @property
     def generation(self) -> int:
@@ -661,7 +669,10 @@ class Run:
         if self.rank == 0:
             self._updates.step_finished()
         self._finished_step += 1
-        self._session.on_step_finished(self._finished_step)
+        try:
+            self._session.on_step_finished(self._finished_step)
+        finally:  # the step is finished, even if a regroup ends the generation now
+            self._pass_on_regroup()
         if not self._has_tracked and self._tier is None:
             self._has_tracked = True  # warn once
             if self.rank == 0:
@@ -686,6 +697,40 @@ class Run:
             ValueError: The loss is not a single number.
         """
         self._session.report_loss(loss)
+        if self._callbacks.on_report:
+            with self._session.atomic():
+                self._callbacks.reported(self._finished_step + 1, loss)
+
+    def on_regroup(self, callback: OnRegroup) -> None:
+        """Call ``callback(record)`` on this rank after the first finished step that follows a regroup.
+
+        Register it in each generation before the first step, on all ranks: a new process then learns from the others
+        when the last step was finished. The callback runs on the training thread and delays the step, so it must be
+        quick. If it raises an exception, it is logged and not called again in this generation.
+
+        Example::
+
+            run.on_regroup(lambda regroup: print(regroup.cause, regroup.lost_s))
+
+        Args:
+            callback: Receives an `everstep_trainer.runtime.regroup_record.RegroupRecord`.
+        """
+        self._session.share_tally()
+        self._callbacks.on_regroup.append(callback)
+
+    def on_report(self, callback: OnReport) -> None:
+        """Call ``callback(step, loss)`` on this rank for each loss passed to ``report``; as for ``on_regroup``.
+
+        Args:
+            callback: Receives the running step and the loss as it was reported; a tensor may still be on its device.
+        """
+        self._callbacks.on_report.append(callback)
+
+    def _pass_on_regroup(self) -> None:
+        record = self._session.take_regroup_record()
+        if record is not None and self._callbacks.on_regroup:
+            with self._session.atomic():
+                self._callbacks.regrouped(record)
 
     def mean(self, value: Loss | None, weight: float = 1.0) -> torch.Tensor:
         """Return the mean of ``value`` over all samples. A collective.
@@ -714,6 +759,7 @@ class Run:
     def close(self) -> None:
         """Release hooks, loader workers and the memory tier after the training function was left. For `main` only."""
         self._updates.close()
+        self._callbacks.close()
         for loader in self._loaders:
             loader.close()
         if self._tier is not None:

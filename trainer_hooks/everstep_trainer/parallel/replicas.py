@@ -39,6 +39,7 @@ class RankContext(msgspec.Struct, frozen=True, kw_only=True):
     """Place of a rank in its generation.
 
     ``will_restore``: a version will be restored for certain. ``is_elastic``: generations may differ in world size.
+    ``job``: its name, empty without Everstep.
     """
 
     rank: int = 0
@@ -49,6 +50,7 @@ class RankContext(msgspec.Struct, frozen=True, kw_only=True):
     device: torch.device = torch.device("cpu")
     will_restore: bool = False
     is_elastic: bool = False
+    job: str = ""
     mesh: Callable[[], DeviceMesh] | None = None
     tier: Callable[[], MemoryTier] | None = None
 

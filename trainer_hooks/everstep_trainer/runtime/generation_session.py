@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, field
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,12 +23,16 @@ from everstep_trainer.runtime.directives import ReceivedDirectives
 from everstep_trainer.runtime.interrupt import Interrupter, Regroup
 from everstep_trainer.runtime.process_group import GenerationGroup
 from everstep_trainer.runtime.progress import StepProgress, total_compile_s
+from everstep_trainer.runtime.regroup_record import RecoveryTally, RegroupRecord
 from everstep_trainer.snapshot.slot_negotiation import SnapshotOptions
 from everstep_trainer.snapshot.snapshotter import Snapshotter
 from everstep_trainer.state.tracked_state import TrackedState
 
 if TYPE_CHECKING:
     from everstep_trainer.importers.importer import CheckpointImport
+
+TALLY_KEY = "tally"  # in the generation's store
+TALLIES = 64  # about as many ranks share theirs: all know nearly the same
 
 # ---- timeline of a regrouping
 
@@ -82,6 +86,13 @@ class TrainingSession:
     def report_loss_refused(self, data_step: int, message: str) -> None:
         """Report once that the loss guard refused an update, on all ranks."""
 
+    def share_tally(self) -> None:
+        """Tell other ranks the last finished step and lost seconds that this process knows of."""
+
+    def take_regroup_record(self) -> RegroupRecord | None:
+        """Return the record of this generation's regroup once, after its first finished step; else None."""
+        return None
+
     def record_wait(self, seconds: float) -> None:
         """Record seconds of the running step that this rank waited for others in a collective."""
 
@@ -104,12 +115,16 @@ class GenerationSession(TrainingSession):
     clock: Clock
     start_from: str = ""  # checkpoint on storage, used if nothing else is restorable; empty for none
     on_first_step: Callable[[], object] = bool  # called once, after the first finished step was reported
+    tally: RecoveryTally = field(default_factory=RecoveryTally)  # of the process, over all its generations
 
     def __post_init__(self) -> None:
         self._spec = self.group.spec
         self._compiled_before_s = total_compile_s()
         self._snapshotter: Snapshotter | None = None
         self._restored: Version | None = None
+        self._restored_step = 0
+        self._shares_tally = False
+        self._regroup_record: RegroupRecord | None = None
         self._restoration: Restoration | None = None
         if self._spec.restore.floor is not None:  # a committed version is restored for certain
             self._restoration = self._new_restoration()
@@ -140,6 +155,7 @@ class GenerationSession(TrainingSession):
             is_over=self._is_over,
         )
         self.progress.resume_from(step)
+        self._restored_step = step
         self._snapshotter.first_plan.wait()
         self._end_phase("plan")
         return step
@@ -201,7 +217,10 @@ class GenerationSession(TrainingSession):
                 self._snapshotter.begin(step)
                 self.progress.snapshot_every = self._snapshotter.interval_at(step)
             if self.timeline is not None:
-                self._report_resumed(step)
+                phases_s = self._report_resumed(step)
+                if self._spec.number > 1:
+                    self._record_regroup(step, phases_s)
+            self.tally.finish_step(step, self.clock.wall())
         self._raise_if_over()
 
     def report_loss(self, loss: torch.Tensor | float) -> None:
@@ -221,6 +240,20 @@ class GenerationSession(TrainingSession):
                 evidence={"data_step": str(data_step)},
             )
             self.send(FindingRaised(finding=finding, job=spec.job))
+
+    def share_tally(self) -> None:
+        rank, apart = self.group.member.rank, max(1, self._spec.world_size // TALLIES)
+        if self._spec.number == 1 or self._shares_tally:
+            return
+        self._shares_tally = True
+        if self.tally.last_step and rank % apart == 0:
+            store: Any = self.group.store  # its stub lacks ``append``
+            with suppress(RuntimeError, AttributeError):  # the store is gone, and this generation with it
+                store.append(TALLY_KEY, self.tally.entry())
+
+    def take_regroup_record(self) -> RegroupRecord | None:
+        record, self._regroup_record = self._regroup_record, None
+        return record
 
     def record_wait(self, seconds: float) -> None:
         self.progress.record_wait(seconds)
@@ -256,8 +289,18 @@ class GenerationSession(TrainingSession):
         if self.timeline is not None:
             self.timeline.end(phase)
 
-    def _report_resumed(self, step: int) -> None:
-        """Report the end of the regrouping, with the first finished step."""
+    def _record_regroup(self, step: int, phases_s: Mapping[str, float]) -> None:
+        """Record the regroup for callbacks; every rank has shared its tally before it began the step."""
+        store = self.group.store
+        if self._shares_tally and (self.group.member.rank == 0 or not self.tally.last_step):
+            with suppress(RuntimeError):  # as in share_tally
+                if store.check([TALLY_KEY]):  # a missing key would be waited for
+                    self.tally.merge(store.get(TALLY_KEY).decode())
+        now = self.clock.wall()
+        self._regroup_record = self.tally.record(self._spec, self._restored_step, step, now, phases_s)
+
+    def _report_resumed(self, step: int) -> dict[str, float]:
+        """Report the end of the regrouping, with the first finished step; return its phases."""
         self._end_phase("first_step")
         assert self.timeline is not None
         compiled_s = total_compile_s()
@@ -279,3 +322,4 @@ class GenerationSession(TrainingSession):
             )
         )
         self.on_first_step()
+        return phases

@@ -71,6 +71,12 @@ class LatestLoss:
             self._value, self._pending = float(pending), None
         return self._value
 
+    def wait(self) -> float | None:
+        """Return the value after a wait for the device, for a thread that may wait."""
+        if self._pending is not None and self._ready is not None:
+            self._ready.synchronize()
+        return self.value()
+
 
 MAX_PLANNED_STEP = 10**12
 """Last steps beyond this number stand for a loop without end."""

@@ -39,6 +39,7 @@ from everstep_trainer.runtime.interrupt import Interrupter, Regroup
 from everstep_trainer.runtime.link import RankLink
 from everstep_trainer.runtime.process_group import GenerationGroup, Rendezvous
 from everstep_trainer.runtime.progress import StepProgress
+from everstep_trainer.runtime.regroup_record import RecoveryTally
 from everstep_trainer.sdc import injected_flip
 
 # ---- error attribution: a lost peer shows as an error of the training function
@@ -178,6 +179,7 @@ class Worker:
         self._pid = os.getpid()
         self._directives = ReceivedDirectives()
         self._progress = StepProgress(settings.step_window)
+        self._tally = RecoveryTally()
         self._interrupter = Interrupter()
         injected_flip.accept_requests()
         backend = make_backend(settings.backend)
@@ -304,6 +306,7 @@ class Worker:
             clock=self._clock,
             start_from=self._start_from,
             on_first_step=self._imports.record if self._imports is not None else bool,  # for standbys
+            tally=self._tally,
         )
         self._listener.on_versions = session.handle_versions
         self._membership.enter()
@@ -341,6 +344,7 @@ class Worker:
             device=group.device,
             will_restore=spec.restore.floor is not None,
             is_elastic=spec.spec.min_nodes < spec.spec.max_nodes,
+            job=spec.job,
             mesh=lambda: group.mesh,
             tier=lambda: MemoryTier(self._vault, spec, member, group.store),
         )
