@@ -40,7 +40,7 @@ def chaos(directory: Path, *arguments: str) -> tuple[int, Any, str]:
     """Run the command as a user would, beside the launcher; return its exit status, report and errors."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("EVERSTEP_")}
     environment["XDG_STATE_HOME"] = str(directory / "state")
-    command = [sys.executable, "-m", "everstep.cli.main", "chaos", *arguments, "--json"]
+    command = [sys.executable, "-m", "everstep.cli.main", "chaos", *arguments, "--job", "shaken", "--json"]
     ended = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
     return ended.returncode, json.loads(ended.stdout) if ended.stdout else None, ended.stderr
 
@@ -61,7 +61,7 @@ def test_killed_rank_and_flipped_bit_are_recovered_from(short_path: Path) -> Non
         status, refused, errors = chaos(short_path, "node")
         assert (status, refused) == (1, None)
         assert "the only node of job shaken" in errors
-        status, flipped, errors = chaos(short_path, "flip", "--rank", "2", "--job", "shaken")
+        status, flipped, errors = chaos(short_path, "flip", "--rank", "2")
         assert status == 0, errors
         (report,) = flipped["faults"]
         assert report["detection"]["kind"] == "finding"

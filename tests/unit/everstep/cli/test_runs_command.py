@@ -36,7 +36,12 @@ def test_runs_lists_receipts_newest_first(environ: dict[str, Any]) -> None:
     rows = [line.split() for line in result.stdout.splitlines() if line.strip()]
     assert [row[:2] for row in rows[2:]] == [["1", "llama"], ["2", "gpt"]]
     assert rows[2][-1] == "finished"
-    assert rows[3][-2:] == ["-", "failed"], "nothing was saved where nothing failed"
+    assert rows[3][-1] == "failed"
+
+
+def test_run_without_recoveries_has_saved_nothing(tmp_path: Path) -> None:
+    stored = store_receipt(tmp_path, receipt())
+    assert runs._row(runs._past(1, stored))["saved"] == "-"
 
 
 def test_runs_as_json_has_receipts_and_their_files(environ: dict[str, Any]) -> None:
