@@ -36,7 +36,7 @@ KILLS, QUICK_KILLS = 30, 3
 STEPS_APART = (3, 12)
 """Fewest and most steps between a recovery and the next kill."""
 STEPS_PER_KILL = 40
-PATIENCE_S = 300.0
+PATIENCE_S = 900.0
 """Longest wait for a recovery, and for a run to start or end."""
 MARK = "EVERSTEP_BENCH_RUN"
 """Variable in the environment of all processes of a run: the ranks of Ray's actors are no descendants of its driver."""
