@@ -35,7 +35,9 @@ from everstep.wire.v1.operator import JobDetail
 KILLS, QUICK_KILLS = 30, 3
 STEPS_APART = (3, 12)
 """Fewest and most steps between a recovery and the next kill."""
-STEPS_PER_KILL = 40
+STEPS_PER_KILL = 80
+MIN_APART_S = 2.5
+"""Seconds between two kills: a node that loses 30 ranks within 60 s is given up."""
 PATIENCE_S = 900.0
 """Longest wait for a recovery, and for a run to start or end."""
 MARK = "EVERSTEP_BENCH_RUN"
@@ -179,7 +181,7 @@ def _text(pid: int, file: str) -> str:
 def kill_ranks(run: Process, kills: int, chance: random.Random) -> int:
     """Kill random ranks, one after another, and return after how many kills the run regrouped and stepped on."""
     survived, generation, first_step, changed = -1, 0, 0, time.monotonic()
-    apart, is_killed = chance.randint(*STEPS_APART), False
+    apart, is_killed, killed_at = chance.randint(*STEPS_APART), False, 0.0
     while not run.ended and time.monotonic() - changed < PATIENCE_S:
         time.sleep(0.05)
         job = run.job()
@@ -189,14 +191,15 @@ def kill_ranks(run: Process, kills: int, chance: random.Random) -> int:
             survived, generation, first_step = survived + 1, job.summary.generation, job.summary.step
             changed = time.monotonic()
             is_killed = False
-        if is_killed or job.summary.step < first_step + apart:
+        is_due = job.summary.step >= first_step + apart and time.monotonic() >= killed_at + MIN_APART_S
+        if is_killed or not is_due:
             continue
         if survived >= kills:
             break
         victims = run.ranks()
         if victims:
             os.kill(chance.choice(victims), signal.SIGKILL)
-            is_killed, apart = True, chance.randint(*STEPS_APART)
+            is_killed, killed_at, apart = True, time.monotonic(), chance.randint(*STEPS_APART)
             print(f"{run.name}: kill {survived + 1} of {kills} after step {job.summary.step}", flush=True)
     return max(survived, 0)
 
