@@ -29,6 +29,8 @@ from bench.table import Row, finish, parser_of
 from everstep.cli.context import local_runs, state_dir
 from everstep.client import Client, read_token
 from everstep.errors import EverstepError
+from everstep.processes import Process as ProcessOnMachine
+from everstep.processes import read_environment, read_processes, send_signal
 from everstep.vocabulary import JobState
 from everstep.wire.v1.operator import JobDetail
 
@@ -124,9 +126,8 @@ class Process:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(30)
-        for pid in self._marked():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for process in self._marked():
+            send_signal(process, signal.SIGKILL)
         self._process.wait()
 
     @property
@@ -146,7 +147,7 @@ class Process:
 
     def ranks(self) -> list[int]:
         """Return the pids of the processes that are ranks now."""
-        return [pid for pid in self._marked() if _text(pid, "comm").startswith("everstep-rank")]
+        return [process.pid for process in self._marked() if process.name.startswith("everstep-rank")]
 
     def result(self, kills: int) -> Result:
         """Wait for the end and return what the run printed. Raises RuntimeError if it failed."""
@@ -160,22 +161,13 @@ class Process:
         step, loss, parameters = found[-1]
         return Result(int(step), loss, parameters, kills)
 
-    def _marked(self) -> Iterator[int]:
-        wanted = f"{MARK}={self._mark}"
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit() and wanted in _text(int(entry.name), "environ").split("\0"):
-                yield int(entry.name)
+    def _marked(self) -> Iterator[ProcessOnMachine]:
+        for pid, process in read_processes().items():
+            if read_environment(pid).get(MARK) == self._mark:
+                yield process
 
     def _tail(self) -> str:
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-30:])
-
-
-def _text(pid: int, file: str) -> str:
-    """Return a file of a process; empty once it has ended."""
-    try:
-        return Path(f"/proc/{pid}/{file}").read_text(errors="replace")
-    except OSError:
-        return ""
 
 
 def kill_ranks(run: Process, kills: int, chance: random.Random) -> int:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,7 +11,7 @@ from typing import Any
 import pytest
 
 from bench.peers.run import free_port
-from tests.support.exact_training import Fault, reached, read_diaries
+from tests.support.exact_training import Fault, computed, reached, read_diaries
 from tests.support.launched import PATIENT, Launched, launched
 
 pytestmark = [pytest.mark.slow, pytest.mark.frameworks("deepspeed")]
@@ -56,15 +54,6 @@ def environment(config: Row) -> dict[str, str]:
     return {"DEEPSPEED_CONFIG": json.dumps(config), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **PATIENT}
 
 
-def computed(rows: list[Row]) -> dict[tuple[int, int], Row]:
-    """What ranks computed, by step and rank."""
-    return {
-        (row["step"], row["rank"]): {key: value for key, value in row.items() if key != "generation"}
-        for row in rows
-        if "restored" not in row
-    }
-
-
 @pytest.mark.parametrize("engine", ENGINES)
 def test_killed_ranks_continue_bit_for_bit(short_path: Path, engine: str) -> None:
     undisturbed = computed(trained(short_path / "u", ENGINES[engine]))
@@ -104,10 +93,7 @@ def test_lost_node_reshards_over_the_others(short_path: Path, stage: int) -> Non
     with ExitStack() as stack:
         first, *others = [nodes.launch(stack, node) for node in range(3)]
         first.eventually(lambda: reached(short_path, 1, 4, ranks=3), "step 4 on three ranks")
-        below = others[-1].descendants()
-        others[-1].process.kill()
-        for pid in below:
-            os.kill(pid, signal.SIGKILL)
+        others[-1].kill_all()
         gate.write_text(str(STEPS))
         for launcher in (first, others[0]):
             assert launcher.wait() == 0, launcher.err

@@ -6,8 +6,6 @@ Megatron's tensors lie on the host here (examples/megatron_on_cpu.py); its code 
 from __future__ import annotations
 
 import json
-import os
-import signal
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from typing import Any
 import pytest
 
 from bench.peers.run import free_port
-from tests.support.exact_training import Fault, reached, read_diaries
+from tests.support.exact_training import Fault, computed, reached, read_diaries
 from tests.support.launched import PATIENT, Launched, launched
 
 pytestmark = [
@@ -49,15 +47,6 @@ def trained(folder: Path, layouts: list[Row], *faults: Fault) -> list[Row]:
     rows = sorted(read_diaries(folder), key=lambda row: int(row["generation"]))
     assert {row["generation"] for row in rows} == {*range(1, len(faults) + 2)}, launcher.err
     return rows
-
-
-def computed(rows: list[Row]) -> dict[tuple[int, int], Row]:
-    """What ranks computed, by step and rank."""
-    return {
-        (row["step"], row["rank"]): {key: value for key, value in row.items() if key != "generation"}
-        for row in rows
-        if "restored" not in row
-    }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -98,10 +87,7 @@ def test_lost_node_reshards_distributed_optimizer(short_path: Path) -> None:
     with ExitStack() as stack:
         first, *others = [launch_node(stack, short_path, node, endpoint) for node in range(3)]
         first.eventually(lambda: reached(short_path, 1, 4, ranks=3), "step 4 on three ranks")
-        below = others[-1].descendants()
-        others[-1].process.kill()
-        for pid in below:
-            os.kill(pid, signal.SIGKILL)
+        others[-1].kill_all()
         gate.write_text(str(STEPS))
         for launcher in (first, others[0]):
             assert launcher.wait() == 0, launcher.err

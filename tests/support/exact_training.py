@@ -96,6 +96,15 @@ def read_diaries(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
+def computed(rows: list[dict[str, Any]]) -> dict[tuple[int, int], dict[str, Any]]:
+    """What ranks computed, by step and rank; a later row replaces an earlier one. Rows about a restore are left out."""
+    return {
+        (row["step"], row["rank"]): {key: value for key, value in row.items() if key != "generation"}
+        for row in rows
+        if "restored" not in row
+    }
+
+
 def reached(folder: Path, generation: int, step: int, ranks: int) -> bool:
     """Whether so many ranks of the generation have computed the step."""
     rows = (row for row in read_diaries(folder) if (row["generation"], row["step"]) == (generation, step))

@@ -76,6 +76,13 @@ class Launched:
             found += [child for child, parent in parents.items() if parent == pid]
         return found[1:]
 
+    def kill_all(self) -> None:
+        """Kill the launcher and everything below it, as the loss of its machine does."""
+        below = self.descendants()
+        self.process.kill()
+        for pid in below:
+            os.kill(pid, signal.SIGKILL)
+
     def child_named(self, name: str) -> int:
         """The pid of the descendant that calls itself ``name`` (see ``call_process``), once there is one."""
 

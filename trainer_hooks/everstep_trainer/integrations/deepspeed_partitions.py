@@ -1,4 +1,4 @@
-"""Where DeepSpeed's optimizers keep the master weights of a parameter: as pieces of flat tensors.
+"""Find the master weights of each parameter in the flat tensors of DeepSpeed's optimizers.
 
 ZeRO 1 and 2 lay the parameters of a group one behind the other and give each rank an equal part. ZeRO 3 cuts each
 parameter. Without ZeRO every rank has all of them. The attributes read here are private, of DeepSpeed 0.19.8.

@@ -1,4 +1,4 @@
-"""What a rank knows of a regroup, and the callbacks of a training function that are told of it."""
+"""Record what a rank knows of a regroup, and pass it to the callbacks of a training function."""
 
 from __future__ import annotations
 
