@@ -50,7 +50,7 @@ test-fast: $(STAMP) ## the tests that start no training run and take no seconds,
 
 .PHONY: test-frameworks
 test-frameworks: WORKERS = 2  # each of these tests trains on two to four ranks
-test-frameworks: $(FRAMEWORKS) ## kills under DeepSpeed, torchtitan, Megatron, JAX and Ray, which it installs (gigabytes)
+test-frameworks: $(FRAMEWORKS) ## kills under Lightning, transformers, DeepSpeed, torchtitan, Megatron, JAX and Ray; installs gigabytes
 	$(PYTEST) -m "frameworks and not nightly" $(SHARED)
 
 .PHONY: test-for
@@ -58,7 +58,7 @@ test-for: $(STAMP) ## the tests that depend on files, nearest first (FILES="a.py
 	tests=$$($(BIN)/python tools/tests_for.py $(if $(DISTANCE),--distance $(DISTANCE)) $(FILES)) && $(PYTEST) -m "not nightly" $$tests
 
 .PHONY: test-nightly
-test-nightly: $(STAMP) ## the longest tests: torture, all pairs of layouts, 2,000 simulated worlds (SEEDS, FIRST)
+test-nightly: $(FRAMEWORKS) ## the longest tests: torture, all pairs of layouts, 2,000 simulated worlds (SEEDS, FIRST)
 	$(PYTEST) -m nightly
 	EVERSTEP_EXAMPLES=20 $(PYTEST) -m "not slow and not nightly and not frameworks" --timeout 3600 $(SHARED) tests/unit tests/model
 	$(BIN)/python -m tests.sim --seeds $(or $(SEEDS),2000) --first $(or $(FIRST),0)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from tests.support.launched import PATIENT, ROOT, launched
 
-pytestmark = [pytest.mark.slow, pytest.mark.nightly]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.nightly,
+    pytest.mark.frameworks("lightning", "accelerate", "transformers"),
+]
 
 EXAMPLES = {
     "lightning": "lightning.pytorch",
@@ -37,7 +40,5 @@ def final_line(folder: Path, name: str, faults: str) -> str:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_killed_example_ends_as_undisturbed(short_path: Path, name: str) -> None:
-    if find_spec(EXAMPLES[name].partition(".")[0]) is None:
-        pytest.skip("not installed here")
     undisturbed = final_line(short_path / "u", name, "")
     assert final_line(short_path / "k", name, "1:3:updated,0:16:updated,0:33:updated") == undisturbed

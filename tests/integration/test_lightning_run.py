@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +19,7 @@ from tests.support.forked import ForkPool
 from tests.support.launched import launched
 
 STEPS, WORLD, BATCH, SAMPLES = 16, 2, 8, 500
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("pytorch_lightning") is None, reason="no Lightning here")]
-
-
-PACKAGES = [
-    "pytorch_lightning",
-    pytest.param(
-        "lightning.pytorch",
-        marks=pytest.mark.skipif(find_spec("lightning") is None, reason="the package lightning is not installed"),
-    ),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.frameworks("pytorch_lightning", "lightning")]
 
 
 def trained(folder: Path, *faults: Fault, **environment: str) -> list[dict[str, Any]]:
@@ -47,7 +37,7 @@ def trained(folder: Path, *faults: Fault, **environment: str) -> list[dict[str, 
 
 
 @pytest.mark.promise("lightning")
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("package", ["pytorch_lightning", "lightning.pytorch"])
 @pytest.mark.nightly  # the test below kills ranks of the strategy
 def test_lightning_trainer_resumes_from_last_batch(short_path: Path, package: str) -> None:
     faults = [Fault(1, 5, "forward"), Fault(0, 10, "updated")]
@@ -113,7 +103,6 @@ def fitting() -> dict[str, bool]:
     return fits
 
 
-@pytest.mark.skipif(find_spec("lightning") is None, reason="the package lightning is not installed")
 def test_lightning_classes_fit_both_packages(forks: ForkPool) -> None:
     """Two packages hold the same classes, and a Trainer refuses those of the other one."""
     assert forks.start(fitting).result() == {"lightning.pytorch": True, "pytorch_lightning": True}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,7 @@ from tests.support.launched import launched
 from tests.support.spilling import start_alone
 
 STEPS, WORLD, BATCH, SAMPLES = 12, 2, 8, 500
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(find_spec("transformers") is None or find_spec("accelerate") is None, reason="not here"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.frameworks("transformers", "accelerate")]
 
 
 def trained(folder: Path, *faults: Fault, **environment: str) -> list[dict[str, Any]]:

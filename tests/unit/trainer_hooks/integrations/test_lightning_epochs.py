@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.support.forked import ForkPool
 from tests.support.recorded_session import RecordedSession
 
-pytestmark = pytest.mark.skipif(find_spec("pytorch_lightning") is None, reason="no Lightning here")
+pytestmark = [pytest.mark.slow, pytest.mark.frameworks("pytorch_lightning")]
 
 SAMPLES, BATCH, EPOCHS = 22, 4, 3
 Trace = list[tuple[Any, ...]]
@@ -138,7 +137,6 @@ def found(session_forks: ForkPool) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_lightning_restore_repeats_no_event(found: dict[str, Any], case: str) -> None:
     _, batches, steps = CASES[case]

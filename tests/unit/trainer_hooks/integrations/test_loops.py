@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.support.forked import ForkPool
 from tests.support.recorded_session import RecordedSession
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.frameworks("accelerate", "lightning_fabric")]
 
 SAMPLES, BATCH, EPOCHS, ACCUMULATES = 22, 4, 3, 4
 Trace = list[Any]
@@ -98,10 +97,6 @@ def differences(loop: Any) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("package", "loop"), [("accelerate", loop_over_accelerate), ("lightning_fabric", loop_over_fabric)]
-)
-def test_loop_continues_at_next_update(forks: ForkPool, package: str, loop: Any) -> None:
-    if find_spec(package) is None:
-        pytest.skip(f"no {package} here")
+@pytest.mark.parametrize("loop", [loop_over_accelerate, loop_over_fabric])
+def test_loop_continues_at_next_update(forks: ForkPool, loop: Any) -> None:
     assert forks.start(differences, loop).result() == {"steps": 6, "updates": 6, "epochs": 3}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -15,10 +14,7 @@ from torch.utils.data import Dataset
 from tests.support.forked import ForkPool
 from tests.support.recorded_session import RecordedSession
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(find_spec("transformers") is None or find_spec("accelerate") is None, reason="not here"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.frameworks("transformers", "accelerate")]
 
 SAMPLES, BATCH, EPOCHS = 22, 4, 3
 Trace = list[tuple[Any, ...]]
