@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -10,7 +9,6 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.request import Request, urlopen
 
 import pytest
 
@@ -20,6 +18,7 @@ from examples.demo.world import World, descendants
 from tests.support.browser import chromium, link_of, require_browser, watched
 from tests.support.processes import comm
 from tests.support.waiting import until
+from tests.support.warm_launcher import WarmWorld
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -57,19 +56,15 @@ class Live:
     def link(self, to: str = "/fleet", role: TokenRole = TokenRole.OPERATOR) -> str:
         return link_of(self.world.url, mint(self.world.secret, role, "olga"), to)
 
-    def seated_rank(self) -> int:
-        """The process of rank 0. One of the three launchers is a spare, and its rank waits outside the job."""
-        authorization = f"Bearer {mint(self.world.secret, TokenRole.VIEWER, 'olga')}"
-        request = Request(f"{self.world.url}/v1/jobs/gpt", headers={"Authorization": authorization})
+    def kill_rank(self) -> None:
+        """Kill the rank of n1 with SIGKILL, once it has one."""
+        launcher = self.world.nodes["n1"].launcher
+        assert launcher is not None
 
-        def process() -> int:
-            with urlopen(request, timeout=10) as answer:
-                ranks = json.load(answer)["ranks"]
-            launcher = self.world.nodes[ranks[0]["node"]].launcher if ranks else None
-            found = descendants(launcher.pid) if launcher is not None else []
-            return next((pid for pid in found if comm(pid).startswith("everstep-rank")), 0)
+        def rank() -> int:
+            return next((pid for pid in descendants(launcher.pid) if comm(pid).startswith("everstep-rank")), 0)
 
-        return until(process, "rank 0 of the job")
+        os.kill(until(rank, "the rank of n1"), signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")
@@ -79,11 +74,11 @@ def live() -> Iterator[Live]:
         folder = Path(name)
         script = folder / "train.py"
         script.write_text(TRAIN)
-        with World(folder / "out", ["n1", "n2", "n3"]) as world:
+        with WarmWorld(folder / "out", ["n1", "n2", "n3"]) as world:
             world.settings = f'journal_dir = "{folder / "journal"}"\n'
             world.start_controller()
             world.boot_nodes()
-            for node in world.nodes.values():
+            for node in (world.nodes["n1"], world.nodes["n2"]):
                 flags = ["--nnodes", "2:2", "--nproc-per-node", "1", "--job", "gpt", "--standbys", "1"]
                 flags += ["--local-addr", "127.0.0.1", "--agent-socket", str(node.agent_socket), "--die-with-parent"]
                 node.join(["-m", "everstep_trainer.launch", *flags, str(script)])
@@ -147,12 +142,12 @@ def test_viewer_is_offered_no_order(live: Live, browser: Any) -> None:
 
 
 def test_tabs_of_one_browser_share_a_stream(live: Live, browser: Any) -> None:
-    """Eight tabs work although a browser keeps six connections to a host; the next one reads when the reader goes."""
+    """Seven tabs work although a browser keeps six connections to a host; the next one reads when the reader goes."""
     context = browser.new_context()
     streams: list[str] = []
     context.on("request", lambda asked: "/v1/events/stream" in asked.url and streams.append(asked.url))
     try:
-        pages = [context.new_page() for _ in range(8)]
+        pages = [context.new_page() for _ in range(7)]
         for page in pages:
             page.goto(live.link("/fleet", TokenRole.VIEWER))
             page.locator(".live.on").wait_for()
@@ -195,7 +190,7 @@ def test_job_view_marks_a_regroup_as_it_happens(live: Live, browser: Any) -> Non
         seated = page.locator(".heat canvas")
         seated.wait_for()
         one.check()
-        os.kill(live.seated_rank(), signal.SIGKILL)
+        live.kill_rank()
         page.locator("#recoveries a").nth(before).wait_for(timeout=60_000)
         page.locator("#events").get_by_text("resumed").nth(1).wait_for()
         page.locator("#costs .figure", has_text="Recoveries").locator("b", has_text=re.compile("[1-9]")).wait_for()
@@ -204,7 +199,7 @@ def test_job_view_marks_a_regroup_as_it_happens(live: Live, browser: Any) -> Non
 
 
 def test_incident_is_shown_and_downloaded(live: Live, browser: Any, tmp_path: Path) -> None:
-    os.kill(live.seated_rank(), signal.SIGKILL)
+    live.kill_rank()
     with watched(browser) as one:
         page = one.open(live.link("/incident"))
         row = page.locator("a.row", has_text="rank").filter(has_text="stepping after").first

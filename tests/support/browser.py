@@ -38,7 +38,7 @@ def require_browser() -> Any:
 def chromium() -> Iterator[Any]:
     """A browser, gone at the end."""
     with require_browser().sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox"])
+        browser = playwright.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox", "--disable-gpu"])
         try:
             yield browser
         finally:
