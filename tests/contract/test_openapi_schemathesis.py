@@ -12,11 +12,9 @@ from typing import Any
 
 import msgspec
 import pytest
-import schemathesis
-from everstep_controller.api import openapi
 from everstep_controller.api.routes import ROUTES, RouteAccess
+from everstep_controller.app import openapi_document
 from hypothesis import HealthCheck, Phase, settings
-from schemathesis.config import SchemathesisConfig
 
 from everstep.wire.v1 import enrolment as wire
 from tests.support.controllers import OPERATOR, ControllerProcess, controller_process
@@ -32,22 +30,28 @@ REFUSALS = ["400", "401", "403", "404", "405", "409", "412", "413", "415", "422"
 ACCEPTED = ["2xx", "304", "401", "403", "404", "409", "412", "426"]
 CONTRADICTABLE = ("POST /v1/maintenance", "POST /v1/maintenance/cancel", "POST /v1/policy/check", "POST /v1/policy/try")
 """Routes whose messages can be well formed and contradict themselves: a window for nothing, a knob out of bounds."""
-CONFIG = SchemathesisConfig.from_dict(
-    {
-        "checks": {
-            "positive_data_acceptance": {"expected-statuses": ACCEPTED},
-            "negative_data_rejection": {"expected-statuses": REFUSALS},
-        },
-        "operations": [
-            {
-                "include-name": name,
-                "checks": {"positive_data_acceptance": {"expected-statuses": [*ACCEPTED, "422"]}},
-            }
-            for name in CONTRADICTABLE
-        ],
-    }
-)
-schema = schemathesis.openapi.from_dict(openapi.document(), config=CONFIG).exclude(path=ENDLESS)
+CONFIG = {
+    "checks": {
+        "positive_data_acceptance": {"expected-statuses": ACCEPTED},
+        "negative_data_rejection": {"expected-statuses": REFUSALS},
+    },
+    "operations": [
+        {
+            "include-name": name,
+            "checks": {"positive_data_acceptance": {"expected-statuses": [*ACCEPTED, "422"]}},
+        }
+        for name in CONTRADICTABLE
+    ],
+}
+LABELS = [f"{method.upper()} {path}" for path, methods in openapi_document()["paths"].items() for method in methods]
+
+
+@pytest.fixture(scope="module")
+def schema() -> Any:
+    import schemathesis  # here: each worker imports what this module does
+    from schemathesis.config import SchemathesisConfig
+
+    return schemathesis.openapi.from_dict(openapi_document(), config=SchemathesisConfig.from_dict(CONFIG))
 
 
 @pytest.fixture(scope="module")
@@ -86,22 +90,40 @@ def as_written(value: Any) -> Any:
     return [as_written(inner) for inner in value] if isinstance(value, list) else value
 
 
-@pytest.mark.promise("robust-port")
-@schema.parametrize()
-@settings(
-    max_examples=max(1, EXAMPLES),
-    derandomize=True,
-    deadline=None,
-    database=None,
-    phases=(Phase.explicit, Phase.generate) if EXAMPLES else (Phase.explicit,),
-    suppress_health_check=list(HealthCheck),
-)
-def test_every_route_conforms_to_its_openapi_description(
-    case: Any, process: ControllerProcess, join: dict[str, str]
-) -> None:
+def conforms(case: Any, process: ControllerProcess, join: dict[str, str]) -> None:
+    """Send one request, and check the answer."""
     registers = case.operation.definition.raw["operationId"] == "register"
     if registers and isinstance(case.body, dict) and {"node"} <= {*case.body} & {*case.path_parameters}:
         case.body["node"] = case.path_parameters["node"]  # the two must agree, which no schema can say
     case.query.pop("cursor", None)  # only an answer's own are taken, which no schema can say
     case.body = as_written(case.body)
     case.call_and_validate(base_url=process.url, headers=headers_for(case, join), timeout=120)
+
+
+@pytest.mark.promise("robust-port")
+@pytest.mark.parametrize("label", [label for label in LABELS if ENDLESS not in label])
+def test_every_route_conforms_to_its_openapi_description(
+    schema: Any, process: ControllerProcess, join: dict[str, str], label: str
+) -> None:
+    """The examples are made here: schemathesis would make those of all routes while each worker collects tests."""
+    from schemathesis.generation.feedback import FeedbackSources
+    from schemathesis.pytest._test_builder import build_operation_test
+
+    method, path = label.split()
+    chosen = settings(
+        max_examples=max(1, EXAMPLES),
+        derandomize=True,
+        deadline=None,
+        database=None,
+        phases=(Phase.explicit, Phase.generate) if EXAMPLES else (Phase.explicit,),
+        suppress_health_check=list(HealthCheck),
+    )
+    test = build_operation_test(
+        config=schema.config,
+        operation=schema[path][method],
+        test_func=conforms,
+        given_kwargs={},
+        feedback=FeedbackSources(),
+        explicit_settings=chosen,
+    )
+    test(process=process, join=join)
