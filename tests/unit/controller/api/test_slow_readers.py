@@ -131,7 +131,6 @@ def resumed(process: ControllerProcess, last: int) -> list[int]:
     with closing(process.connection(DEADLINE_S)) as stream:
         stream.request("GET", "/v1/events/stream", headers={**VIEWER, "Last-Event-ID": str(last)})
         response: http.client.HTTPResponse = stream.getresponse()
-        while b"id: %d\n" % EVENTS not in came:
+        while b"id: %d\n" % EVENTS not in came or not came.endswith(b"\n\n"):
             came += response.read1()
-        came += response.readline() + response.readline() + response.readline()
     return [number for number in ids(bytes(came)) if number <= EVENTS]
