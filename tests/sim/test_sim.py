@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import os
-import subprocess
-import sys
-from collections.abc import Callable
-from pathlib import Path
+import logging
 
 import pytest
 
@@ -15,8 +12,8 @@ from tests.sim.campaign import outcomes, shorten
 from tests.sim.minimize import shortest
 from tests.sim.plan import make
 from tests.sim.run import Outcome, play
+from tests.support.forked import ForkPool
 
-ROOT = Path(__file__).parents[2]
 WORLDS = (*range(10), 12, 18, 21, 27, 28, 30, 33, 36, 39, 45, 49)
 """Worlds of every suite: the first ten, and others until each event below is seen twice; ``make test-nightly`` plays
 2,000."""
@@ -81,22 +78,22 @@ def test_default_worlds_cover_the_expected_events(played: list[Outcome]) -> None
     assert seen >= SEEN_IN_DEFAULT_WORLDS, sorted(SEEN_IN_DEFAULT_WORLDS - seen)
 
 
+@functools.cache
+def trace() -> tuple[tuple[float, str, str], ...]:
+    """Return everything that one world prints."""
+    logging.disable(logging.CRITICAL)  # in a forked process too
+    lines: list[tuple[float, str, str]] = []
+    play(make(2), lambda *words: lines.append(words))
+    return tuple(lines)
+
+
 def trace_digest() -> str:
-    """Digest of everything that one world prints."""
-    digest = hashlib.sha256()
-    play(make(2), lambda *words: digest.update(repr(words).encode()))
-    return digest.hexdigest()
+    return hashlib.sha256(repr(trace()).encode()).hexdigest()
 
 
-@pytest.mark.slow
-def test_world_replays_identically_from_its_seed() -> None:
-    """Also in another process, whose hashes of strings are others."""
-    script = "import logging; logging.disable(50); from tests.sim.test_sim import trace_digest; print(trace_digest())"
-    environment = {"PYTHONHASHSEED": "1", "PATH": "", "PYTHONPATH": os.pathsep.join(sys.path)}
-    told = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, check=True, text=True, cwd=ROOT
-    )
-    assert told.stdout.strip() == trace_digest()
+def test_world_replays_identically_from_its_seed(forks: ForkPool) -> None:
+    """In a process of another interpreter, whose hashes of strings are others."""
+    assert forks.start(trace_digest).result() == trace_digest()
 
 
 def test_plan_keeps_only_the_selected_faults() -> None:
@@ -124,8 +121,5 @@ def test_world_without_faults_keeps_every_guarantee() -> None:
 
 
 def test_trace_lists_faults_and_decisions() -> None:
-    lines: list[str] = []
-    tell: Callable[[float, str, str], None] = lambda at, who, words: lines.append(f"{who}: {words}")  # noqa: E731
-    play(make(2), tell)
-    assert any(line.startswith("fault: ") for line in lines)
-    assert any("generation: " in line for line in lines)
+    assert any(who == "fault" for _, who, _ in trace())
+    assert any("generation: " in f"{who}: {words}" for _, who, words in trace())
