@@ -30,7 +30,7 @@ def train(run):
         loss.backward()
         optimizer.step()
         run.report(loss=loss)
-        time.sleep(0.02)
+        time.sleep(0.05)
 
 everstep.main(train)
 """

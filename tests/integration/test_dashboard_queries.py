@@ -21,6 +21,7 @@ from tests.support.controllers import bearer, joined
 from tests.support.eventful import EventfulFleet
 from tests.support.prometheus import Prometheus, needs_prometheus
 from tests.support.sessions import Door
+from tests.support.warm_launcher import WarmWorld
 
 pytestmark = [pytest.mark.slow, needs_prometheus]
 
@@ -40,7 +41,7 @@ def tell(world: World, method: str, path: str, body: Any, headers: dict[str, str
 def scraping(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Prometheus, EventfulFleet]]:
     """A Prometheus that has scraped both, and then sees a fleet live through something."""
     folder = tmp_path_factory.mktemp("prometheus")
-    with World(folder / "out", ["n1"]) as world:
+    with WarmWorld(folder / "out", ["n1"]) as world:
         world.start_controller()
         world.boot_nodes()
         node = world.nodes["n1"]

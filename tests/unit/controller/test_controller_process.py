@@ -2,12 +2,11 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 import signal
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -31,6 +30,7 @@ from tests.support.controllers import (
 )
 from tests.support.forked import ForkPool
 from tests.support.processes import is_running
+from tests.support.programs import Forked
 from tests.support.report_stream import EVERY_FINDING, events, reporting
 from tests.support.sessions import AgentSession, tell
 from tests.support.waiting import until
@@ -240,19 +240,30 @@ def test_broken_database_connection_is_transparent(
         assert events(process, "database.unavailable") == []
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "everstep_controller.main", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ}, check=False)
+Run = Callable[..., tuple[int, str]]
 
 
-def test_invalid_certificate_is_refused_at_start(tmp_path: Path) -> None:
+@pytest.fixture
+def run(program_forks: ForkPool, tmp_path: Path) -> Run:
+    """Run ``everstep-controller``; return its exit status and what it printed."""
+
+    def ran(*arguments: str) -> tuple[int, str]:
+        output = tmp_path / "output"
+        output.unlink(missing_ok=True)
+        status = Forked(program_forks, "everstep_controller.main", arguments, output).wait()
+        return status, output.read_text()
+
+    return ran
+
+
+def test_invalid_certificate_is_refused_at_start(run: Run, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_bytes(SECRET)
     secret.chmod(0o600)
     arguments = ("--secret-file", str(secret), "--database", f"sqlite:///{tmp_path / 'c.db'}")
-    refused = run("serve", *arguments, "--tls-certificate", str(secret), "--tls-key", str(secret))
-    assert refused.returncode == 2
-    assert "cannot be used" in refused.stderr
+    status, said = run("serve", *arguments, "--tls-certificate", str(secret), "--tls-key", str(secret))
+    assert status == 2
+    assert "cannot be used" in said
 
 
 def test_unreadable_stored_state_is_refused_at_start(program_forks: ForkPool, tmp_path: Path) -> None:
@@ -280,26 +291,26 @@ def test_database_password_is_read_from_file_and_not_logged(
         assert "correct horse" not in log
 
 
-def test_configuration_error_exits_with_status_2(tmp_path: Path) -> None:
+def test_configuration_error_exits_with_status_2(run: Run, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_bytes(SECRET)
     secret.chmod(0o644)
-    refused = run("serve", "--secret-file", str(secret), "--database", f"sqlite:///{tmp_path / 'c.db'}")
-    assert refused.returncode == 2
-    assert f"`chmod 600 {secret}`" in refused.stderr
-    assert "Traceback" not in refused.stderr
+    status, said = run("serve", "--secret-file", str(secret), "--database", f"sqlite:///{tmp_path / 'c.db'}")
+    assert status == 2
+    assert f"`chmod 600 {secret}`" in said
+    assert "Traceback" not in said
     secret.chmod(0o600)
-    gone = run("serve", "--secret-file", str(secret), "--database", "postgresql://nobody@127.0.0.1:1/none")
-    assert gone.returncode == 2
-    assert "start PostgreSQL" in gone.stderr
+    status, said = run("serve", "--secret-file", str(secret), "--database", "postgresql://nobody@127.0.0.1:1/none")
+    assert status == 2
+    assert "start PostgreSQL" in said
 
 
-def test_address_in_use_is_reported(process: ControllerProcess, tmp_path: Path) -> None:
+def test_address_in_use_is_reported(process: ControllerProcess, run: Run, tmp_path: Path) -> None:
     other = tmp_path / "other.db"
     arguments = ("--secret-file", str(process.secret_file), "--database", f"sqlite:///{other}")
-    refused = run("serve", "--listen", process.listen, *arguments)
-    assert refused.returncode == 2
-    assert f"cannot listen on {process.listen}" in refused.stderr
+    status, said = run("serve", "--listen", process.listen, *arguments)
+    assert status == 2
+    assert f"cannot listen on {process.listen}" in said
 
 
 def test_events_command_follows_across_controller_restart(process: ControllerProcess, tmp_path: Path) -> None:
@@ -323,11 +334,11 @@ def test_events_command_follows_across_controller_restart(process: ControllerPro
             following.kill()
 
 
-def test_token_command_prints_a_valid_token(tmp_path: Path) -> None:
+def test_token_command_prints_a_valid_token(run: Run, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_bytes(SECRET)
     secret.chmod(0o600)
-    printed = run("token", "--role", "agent", "--subject", "n1", "--secret-file", str(secret)).stdout.strip()
+    printed = run("token", "--role", "agent", "--subject", "n1", "--secret-file", str(secret))[1].strip()
     assert printed == mint(SECRET, TokenRole.AGENT, "n1")
     assert verify_with_secret((SECRET,), printed)[0].subject == "n1"
 

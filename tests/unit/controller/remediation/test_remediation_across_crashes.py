@@ -172,7 +172,13 @@ def test_remediation_runs_once_across_controller_crash(
 
 @pytest.mark.promise("remediation-once")
 @pytest.mark.parametrize(
-    ("what", "does"), [("cordon", False), ("EverstepCordon", True), ("reboot", True), ("EverstepReboot", False)]
+    ("what", "does"),
+    [
+        pytest.param("cordon", False, marks=pytest.mark.nightly),
+        pytest.param("EverstepCordon", True, marks=pytest.mark.nightly),
+        ("reboot", True),
+        ("EverstepReboot", False),
+    ],
 )
 def test_kubernetes_changes_and_events_occur_once_across_crash(
     program_forks: ForkPool, what: str, does: bool, tmp_path: Path
