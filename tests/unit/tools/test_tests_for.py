@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tools.tests_for import ROOT, dependent_tests, main, module_name, references
+from tools.tests_for import ROOT, dependent_tests, main, module_name, references, repository_files
 
 FILES = {
     "agent/everstep_agent/__init__.py": "",
@@ -72,7 +72,14 @@ def test_relative_imports_are_resolved() -> None:
     assert references("pkg.sub", True, source)[0] >= {"pkg.sub.a", "pkg.sub.b", "pkg.d"}
 
 
-@pytest.mark.slow
+@pytest.fixture
+def tools_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the command know the files of the tools alone: to parse the whole repository takes four seconds."""
+    files = {path: text for path, text in repository_files(ROOT).items() if "tools/" in path}
+    monkeypatch.setattr("tools.tests_for.repository_files", lambda root: files)
+
+
+@pytest.mark.usefixtures("tools_only")
 def test_command_prints_this_file_for_the_tool(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(ROOT / "tools" / "tests_for.py")]) == 0
     assert capsys.readouterr().out.splitlines()[0] == "tests/unit/tools/test_tests_for.py"
@@ -84,7 +91,7 @@ def test_command_refuses_an_unknown_file(capsys: pytest.CaptureFixture[str]) -> 
     assert "no/such.py is not a file" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("tools_only")
 def test_command_fails_when_no_test_depends_on_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(ROOT / "tools" / "tests_for.py"), "--distance", "0"]) == 1
     assert capsys.readouterr() == ("", "no test depends on tools/tests_for.py\n")

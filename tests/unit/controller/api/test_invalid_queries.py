@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -19,9 +18,9 @@ from everstep.wire.v1.agent import Gpu
 from tests.support.controllers import OPERATOR, VIEWER, InProcess, Speaker, get, post
 
 
-@pytest.fixture
-def client(tmp_path: Path) -> Iterator[TestClient]:
-    app = InProcess(f"sqlite:///{tmp_path / 'c.db'}", clock=ManualClock())
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
+    app = InProcess(f"sqlite:///{tmp_path_factory.mktemp('controller') / 'c.db'}", clock=ManualClock())
     with TestClient(app, follow_redirects=False) as client:
         for node, driver in (("n1", "570.1"), ("n2", "570.2"), ("n3", "570.1")):
             gpu = Gpu(index=0, uuid=f"GPU-{node}", name="H200", pci_bus_id="1", memory_bytes=1, serial=f"S-{node}")

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any, get_args
 
 import pytest
-from everstep_controller.api import openapi
 from everstep_controller.api.routes import PLAIN_ROUTES, ROUTES
+from everstep_controller.app import openapi_document
 
 import everstep.client
 from everstep.client import AsyncClient, Call, Client, calls
@@ -51,7 +51,7 @@ def build(name: str) -> Call[Any] | Listing[Any, Any]:
 def operation_of(call: Call[Any] | Listing[Any, Any]) -> str:
     """Return the operationId of the route in the OpenAPI document; a path without parameters comes first."""
     method = call.method.lower() if isinstance(call, Call) else "get"
-    for template, operations in sorted(openapi.document()["paths"].items(), key=lambda item: item[0].count("{")):
+    for template, operations in sorted(openapi_document()["paths"].items(), key=lambda item: item[0].count("{")):
         if method in operations and re.fullmatch(re.sub(r"\{\w+\}", "[^/]+", template), call.path):
             found: str = operations[method]["operationId"]
             return found
@@ -59,7 +59,7 @@ def operation_of(call: Call[Any] | Listing[Any, Any]) -> str:
 
 
 def operations() -> dict[str, dict[str, Any]]:
-    paths = openapi.document()["paths"].values()
+    paths = openapi_document()["paths"].values()
     return {operation["operationId"]: operation for methods in paths for operation in methods.values()}
 
 
