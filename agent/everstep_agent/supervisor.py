@@ -23,7 +23,7 @@ from everstep.clock import Clock
 from everstep.errors import ConfigurationError
 from everstep.vocabulary import Finding
 from everstep.wire.framing import SUPPORTED_VERSIONS
-from everstep.wire.v1.agent import Domain
+from everstep.wire.v1.agent import Domain, GpuGauges
 from everstep.wire.v1.directives import Directive, ProtectVersion, RunProbe, SpillVersion, VersionNotice
 from everstep.wire.v1.local import Welcome
 from everstep.wire.v1.training import AnyReport, FindingCleared, FindingRaised, RankProgress
@@ -33,6 +33,7 @@ from everstep_agent.jobs.local_processes import LocalJob
 from everstep_agent.jobs.registry import JobRegistry
 from everstep_agent.jobs.socket import AgentSocketServer
 from everstep_agent.lifecycle import AgentRunDirectory, write_atomically
+from everstep_agent.sensors.gauges import gpu_gauges
 from everstep_agent.sensors.monitor import SensorMonitor, SensorSettings
 from everstep_agent.sensors.sensor_messages import SensorReport
 from everstep_agent.uplink.client import Uplink
@@ -300,6 +301,9 @@ class Supervisor:
 
     def rank_progress(self) -> tuple[RankProgress, ...]:
         return self._jobs.rank_progress()
+
+    def gpu_gauges(self) -> tuple[GpuGauges, ...]:
+        return gpu_gauges(self._sensor_report or SensorReport(), self._clock.wall())
 
     def is_busy(self) -> bool:
         return self._jobs.is_busy()

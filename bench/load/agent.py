@@ -19,6 +19,7 @@ from bench.load.messages import BeatForm
 from everstep.wire.v1.agent import (
     ANSWER_INTERVAL_S,
     DIRECTIVE_NUMBER_BYTES,
+    GAUGE_INTERVAL_S,
     PREFIX_BYTES,
     FrameKind,
     FrameRefused,
@@ -94,6 +95,7 @@ class Agent:
         "_ask_at",
         "_asked",
         "_form",
+        "_gauges_at",
         "_head",
         "_host",
         "_later",
@@ -140,6 +142,7 @@ class Agent:
         self._later: bytes | None = None
         self._after = 0
         self._ask_at = 0.0
+        self._gauges_at = 0.0
         self._asked: list[AnyReport] = []
         self._spool: deque[AnyReport] = deque()
         self._form = _IDLE
@@ -216,11 +219,15 @@ class Agent:
 
     def beat(self, interval_s: float) -> None:
         """The next one. As the real agent it asks for an answer every few seconds, where it waits for one, and where it
-        does not hold its session; and it shows its picture to who comes after a controller that died."""
+        does not hold its session; it shows its picture to who comes after a controller that died; and its GPUs' gauges
+        change all the time."""
         self.seq += 1
         now = time.time()
         asks = self.away or bool(self._asked) or not self.hold or now + 0.5 * interval_s >= self._ask_at
-        frame = self._form.fill(self.seq, now, self._after, asks=asks, shows=self.away)
+        measures = now >= self._gauges_at > 0.0
+        if measures or not self._gauges_at:
+            self._gauges_at = now + GAUGE_INTERVAL_S * (measures + random.random())
+        frame = self._form.fill(self.seq, now, self._after, asks=asks, shows=self.away, measures=measures)
         if asks:
             self._ask_at = now + ANSWER_INTERVAL_S * (1.0 if self._ask_at else random.random())
             self.beat_sent_at = time.time()

@@ -12,6 +12,7 @@ from everstep.wire.v1.agent import (
     Domain,
     FrameKind,
     Gpu,
+    GpuGauges,
     Heartbeat,
     NumberedReport,
     Register,
@@ -78,6 +79,31 @@ def picture() -> bytes:
     return encode_frame(FrameKind.HEARTBEAT, msgspec.json.encode(beat))
 
 
+def gauges() -> str:
+    """The field of a beat that has the gauges of eight busy GPUs."""
+    made = tuple(
+        GpuGauges(
+            index=number,
+            temperature_c=61 + number,
+            memory_temperature_c=72,
+            power_w=644.5 - number,
+            power_limit_w=700.0,
+            utilization=0.98,
+            memory_used_bytes=(112 << 30) + number,
+            sm_clock_mhz=1755,
+            memory_clock_mhz=2619,
+            throttled_by=("power_cap",),
+            ecc_corrected=0,
+            ecc_uncorrected=0,
+        )
+        for number in range(RANKS)
+    )
+    return f'"gpu_gauges":{msgspec.json.encode(made).decode()},'
+
+
+GAUGES = gauges()
+
+
 class BeatForm:
     """A heartbeat of a node whose ranks are in ``generation`` of ``job``, but for its numbers.
 
@@ -90,30 +116,31 @@ class BeatForm:
             f'["{job}",{generation},{first_rank + local},%(step)d,{STEP_S},2.3125]' for local in range(RANKS) if job
         )
         self._text = (
-            f'{{"incarnation":{INCARNATION},"seq":%(seq)d,"sent_at":%(at).6f,%(findings)s"ranks":[{ranks}],'
+            f'{{"incarnation":{INCARNATION},"seq":%(seq)d,"sent_at":%(at).6f,%(more)s"ranks":[{ranks}],'
             '"directives_through":%(directives)d}'
         )
-        read = msgspec.json.decode(self._body(7, 1.5, 3, 5), type=Heartbeat)
+        read = msgspec.json.decode(self._body(7, 1.5, 3, 5, GAUGES), type=Heartbeat)
+        assert len(read.gpu_gauges) == RANKS
         assert len(read.ranks) == (RANKS if job else 0), "the form is not a heartbeat"
         assert not job or read.ranks[-1] == RankProgress(
             job=job, generation=generation, rank=first_rank + RANKS - 1, step=3, step_s=STEP_S, loss=2.3125
         )
 
-    def _body(self, seq: int, at: float, step: int, directives: int, findings: str = "") -> bytes:
+    def _body(self, seq: int, at: float, step: int, directives: int, more: str = "") -> bytes:
         values = {
             "seq": seq,
             "at": at,
             "step": step,
             "directives": directives,
-            "findings": findings,
+            "more": more,
         }
         return (self._text % values).encode()
 
-    def fill(self, seq: int, at: float, directives: int, *, asks: bool, shows: bool) -> bytes:
-        """The frame of one beat; ``asks``: whether it is to be answered, ``shows``: with the picture (all is well).
-        Ranks step all the time."""
-        findings = '"findings":[],' if shows else ""
-        body = self._body(seq, at, int(at / STEP_S) & 0xFFFFFF, directives, findings)
+    def fill(self, seq: int, at: float, directives: int, *, asks: bool, shows: bool, measures: bool) -> bytes:
+        """The frame of one beat; ``asks``: whether it is to be answered, ``shows``: with the picture (all is well),
+        ``measures``: with the GPUs' gauges. Ranks step all the time."""
+        more = ('"findings":[],' if shows else "") + (GAUGES if measures else "")
+        body = self._body(seq, at, int(at / STEP_S) & 0xFFFFFF, directives, more)
         return encode_frame(FrameKind.HEARTBEAT if asks else FrameKind.ONE_WAY_HEARTBEAT, body)
 
 

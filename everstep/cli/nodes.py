@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Annotated
 
@@ -11,7 +12,7 @@ from everstep.cli import tables
 from everstep.cli.context import Json, Reason, connected_client, print_change, print_error, send_order, show
 from everstep.client import Call, calls
 from everstep.command_line import make_app
-from everstep.errors import AuthenticationError, EverstepError, Unavailable
+from everstep.errors import AuthenticationError, EverstepError, NotFound, Unavailable
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1 import operator as op
 
@@ -45,8 +46,11 @@ def nodes(
 def node_show(context: typer.Context, node: Node, as_json: Json = False) -> None:
     """Show the state, findings, GPUs and verdicts of a node."""
     with connected_client(context) as client:
-        detail = client.node(node)
-        show(detail, as_json, tables.node(detail, SYSTEM_CLOCK.wall()))
+        detail, gpus = client.node(node), None
+        if not as_json:
+            with contextlib.suppress(NotFound):  # by a controller of an earlier release
+                gpus = client.node_gpus(node)
+        show(detail, as_json, tables.node(detail, SYSTEM_CLOCK.wall(), gpus))
 
 
 def _order(make: Callable[..., Call[op.ChangeResult]]) -> Callable[..., None]:

@@ -199,7 +199,7 @@ def _node_row(one: op.NodeSummary, now: float) -> dict[str, RenderableType]:
     }
 
 
-def node(detail: op.NodeDetail, now: float) -> RenderableType:
+def node(detail: op.NodeDetail, now: float, gpus: op.NodeGpus | None = None) -> RenderableType:
     one = detail.summary
     head = _pairs(
         ("node", Text(one.node, style="bold")),
@@ -228,12 +228,41 @@ def node(detail: op.NodeDetail, now: float) -> RenderableType:
         for gpu in detail.gpus:
             made.add_row(str(gpu.index), gpu.name, size(gpu.memory_bytes), gpu.pci_bus_id, gpu.uuid, gpu.serial or "-")
         parts.append(made)
+    if gpus is not None and gpus.received_at is not None:
+        parts.append(_gauges(gpus, gpus.received_at, now))
     if detail.verdicts:
         made = table("verdict", "decision", "ago", "why")
         for verdict in detail.verdicts:
             made.add_row(verdict.id, styled_state(verdict.decision), age(now - verdict.at), verdict.sentence)
         parts.append(made)
     return Group(*parts)
+
+
+def _gauges(found: op.NodeGpus, received_at: float, now: float) -> RenderableType:
+    """Render the newest gauges of a node's GPUs."""
+    right = ("gpu", "temperature", "power", "use", "memory used", "clock", "ECC")
+    made = table("gpu", *right[1:], "throttled by", right=right)
+    for gpu in found.gpus:
+        values = (
+            _measured(gpu.temperature_c, "{:.0f} C"),
+            _measured(gpu.power_w, "{:.0f} W", gpu.power_limit_w, " of {:.0f}"),
+            "-" if gpu.utilization is None else f"{gpu.utilization:.0%}",
+            "-" if gpu.memory_used_bytes is None else size(gpu.memory_used_bytes),
+            _measured(gpu.sm_clock_mhz, "{:.0f} MHz"),
+            _measured(gpu.ecc_uncorrected, "{:.0f} uncorrected", gpu.ecc_corrected, ", {:.0f} corrected"),
+            ", ".join(gpu.throttled_by).replace("_", " ") or "-",
+        )
+        made.add_row(str(gpu.index), *(("lost", *values[1:]) if gpu.is_lost else values))
+    made.caption = f"gauges received {ago(received_at, now)}"
+    made.caption_justify = "left"
+    return made
+
+
+def _measured(value: float | None, form: str, other: float | None = None, other_form: str = "") -> str:
+    """Format a value, and another one behind it if there is one; ``-`` if the first is not known."""
+    if value is None:
+        return "-"
+    return form.format(value) + ("" if other is None else other_form.format(other))
 
 
 def _maintenance(detail: op.NodeDetail, now: float) -> str:

@@ -129,6 +129,11 @@ def node(node: str) -> Call[op.NodeDetail]:
     return _get(path("nodes", node), op.NodeDetail)
 
 
+def node_gpus(node: str) -> Call[op.NodeGpus]:
+    """Return the newest gauges of a node's GPUs: temperature, power, utilization, memory, clocks. Raises NotFound."""
+    return _get(path("nodes", node, "gpus"), op.NodeGpus)
+
+
 def evidence(node: str) -> Call[history.Evidence]:
     """Return all evidence of a node's faults, for its vendor."""
     return _get(path("nodes", node, "evidence"), history.Evidence)

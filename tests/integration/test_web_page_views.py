@@ -141,6 +141,16 @@ def test_viewer_is_offered_no_order(live: Live, browser: Any) -> None:
         assert page.locator(".panel button:not(.close)").count() == 0
 
 
+def test_node_panel_shows_gauges_of_its_gpus(live: Live, browser: Any) -> None:
+    with watched(browser) as one:
+        page = one.open(live.link("/fleet/n2", TokenRole.VIEWER))
+        gpu = page.locator(".panel .gauges tbody tr").first
+        gpu.wait_for(timeout=60_000)
+        assert "°C" in gpu.inner_text()
+        assert "W" in gpu.inner_text()
+        one.forget_shifts()  # they come once the agent has sent them
+
+
 def test_tabs_of_one_browser_share_a_stream(live: Live, browser: Any) -> None:
     """Seven tabs work although a browser keeps six connections to a host; the next one reads when the reader goes."""
     context = browser.new_context()

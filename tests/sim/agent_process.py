@@ -18,7 +18,7 @@ from everstep_agent.vault.manager import VaultOrderRunner
 from everstep.clock import Backoff
 from everstep.errors import EverstepError
 from everstep.vocabulary import Finding
-from everstep.wire.v1.agent import PREFIX_BYTES, FrameKind, ReportsAnswer, encode_frame
+from everstep.wire.v1.agent import PREFIX_BYTES, FrameKind, GpuGauges, ReportsAnswer, encode_frame
 from everstep.wire.v1.directives import Directive, ProtectVersion, RunProbe, SpillVersion
 from everstep.wire.v1.training import AnyReport, FindingRaised, ProbeFinished, RankProgress
 from tests.sim import facts
@@ -181,6 +181,9 @@ class AgentProcess:
 
     def rank_progress(self) -> tuple[RankProgress, ...]:
         return self.jobs.rank_progress()
+
+    def gpu_gauges(self) -> tuple[GpuGauges, ...]:
+        return ()
 
     def is_busy(self) -> bool:
         return self.jobs.is_busy()

@@ -13,7 +13,7 @@ from everstep.bearer_tokens import TokenRole
 from everstep.ids import Version
 from everstep.vocabulary import Action, Finding, FindingKind, Severity
 from everstep.wire.v1 import operator_history
-from everstep.wire.v1.agent import Domain, Gpu, Heartbeat, NumberedReport, Register, Reports
+from everstep.wire.v1.agent import Domain, Gpu, GpuGauges, Heartbeat, NumberedReport, Register, Reports
 from everstep.wire.v1.training import AnyReport, FindingRaised, RankLost, RankProgress, Resumed, VersionSealed
 from tests.support import spoken
 from tests.support.controllers import SECRET, bearer, joined, registration
@@ -34,6 +34,20 @@ WORN_OUT = Finding(
     source="NVIDIA GPU memory error management",
     since=1.0,
     trace="rows-5",
+)
+
+
+GAUGES = GpuGauges(
+    index=0,
+    temperature_c=61,
+    power_w=644.5,
+    power_limit_w=700.0,
+    utilization=0.98,
+    memory_used_bytes=112 << 30,
+    sm_clock_mhz=1755,
+    throttled_by=("power_cap",),
+    ecc_corrected=0,
+    ecc_uncorrected=0,
 )
 
 
@@ -100,7 +114,7 @@ class EventfulFleet:
             node, gpus=(gpu,), domain=Domain(rack=RACKS[node]), labels={"pool": "train"}, agent_version="0.1.0"
         )
         self._tell(node, words)
-        self._tell(node, Heartbeat(incarnation=1, seq=1, sent_at=0.0, findings=()))
+        self._tell(node, Heartbeat(incarnation=1, seq=1, sent_at=0.0, findings=(), gpu_gauges=(GAUGES,)))
 
     def _resumed(self, generation: int, *nodes: str) -> None:
         restored = Version(1, 1) if generation > 1 else None

@@ -17,6 +17,7 @@ from everstep_agent.uplink.spool import Spool
 from everstep.errors import EverstepError
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.vocabulary import Finding
+from everstep.wire.v1.agent import GpuGauges
 from everstep.wire.v1.directives import Directive, StopJob
 from everstep.wire.v1.training import RankLost, RankProgress
 from tests.support.controller_stub import DEADLINE_S, ControllerStub
@@ -44,6 +45,9 @@ class FakeNode:
 
     def rank_progress(self) -> tuple[RankProgress, ...]:
         return (RankProgress(job="j", generation=1, rank=0, step=3, step_s=0.1),)
+
+    def gpu_gauges(self) -> tuple[GpuGauges, ...]:
+        return ()
 
     def is_busy(self) -> bool:
         return True

@@ -24,6 +24,7 @@ from everstep.wire.v1 import agent as wire
 from everstep.wire.v1.directives import AnyDirective, Directive
 from everstep.wire.v1.training import RankProgress
 from everstep_agent.uplink.connection import AnswerTimeout, error_from_frame, retry_after_s
+from everstep_agent.uplink.gauge_pacing import GaugePacer
 from everstep_agent.uplink.heartbeat import (
     DirectiveInbox,
     HeartbeatProtocol,
@@ -66,6 +67,7 @@ class AgentCallbacks(Protocol):
     def describe_node(self) -> NodeDescription: ...
     def findings(self) -> tuple[Finding, ...]: ...
     def rank_progress(self) -> tuple[RankProgress, ...]: ...
+    def gpu_gauges(self) -> tuple[wire.GpuGauges, ...]: ...
     def is_busy(self) -> bool:
         """Return whether a job is on the node, so that an absent controller is worth asking often."""
 
@@ -82,6 +84,7 @@ class UplinkState(msgspec.Struct, kw_only=True):
     heartbeat_protocol: HeartbeatProtocol
     spool: Spool
     inbox: DirectiveInbox = msgspec.field(default_factory=DirectiveInbox)
+    gauge_pacer: GaugePacer = msgspec.field(default_factory=GaugePacer)
     outcomes: Counter[tuple[str, str]] = msgspec.field(
         default_factory=lambda: Counter({(line, "ok"): 0 for line in REQUEST_KINDS})
     )
@@ -164,6 +167,9 @@ class ControllerSession:
         )
         if self.succession is not None and isinstance(message, wire.Heartbeat):
             message, self.succession = msgspec.structs.replace(message, leadership_proof=self.succession), None
+        if isinstance(message, wire.Heartbeat) and message.findings is None:
+            gauges = state.gauge_pacer.take_due(self.agent.gpu_gauges, now, self.uniform)
+            message = msgspec.structs.replace(message, gpu_gauges=gauges) if gauges else message
         kind = self._choose_heartbeat_kind(message, now)
         if kind is wire.FrameKind.ONE_WAY_HEARTBEAT:
             state.outcomes["heartbeat", "quiet"] += 1
@@ -259,6 +265,7 @@ class ControllerSession:
         if answer.resend:
             self.next_beat_at = self.clock.monotonic()
         if known:
+            self.state.gauge_pacer.handle_new_controller()
             self.agent.on_new_controller({progress.job for progress in sent.message.ranks})
 
     def _handle_registered(self, sent: _PendingFrame, answer: wire.Registered) -> None:
@@ -267,6 +274,7 @@ class ControllerSession:
         state.inbox.start_at(answer.next_directive)
         self.is_kept_open = answer.keep_open
         self.next_beat_at = self.clock.monotonic() + state.heartbeat_protocol.interval_s * self.uniform()
+        state.gauge_pacer.handle_new_controller()
         log.info("registered with controller %s at %s", answer.controller, self.url, extra={"node": sent.message.node})
         self.agent.on_new_controller(())
 

@@ -203,6 +203,9 @@ class OperatorRoutes:
         verdicts = tuple(msgspec.json.decode(doc, type=Verdict) for doc in docs)
         return endpoints.TaggedAnswer(msgspec.structs.replace(detail, verdicts=verdicts), tag)
 
+    async def node_gpus(self, request: Request, _who: Identity) -> op.NodeGpus:
+        return self.loop.read_models.gpu_gauges.of_node(self.context.node(request.path_params["node"]))
+
     async def jobs(self, request: Request, _who: Identity) -> op.JobList:
         query = responses.parse_query(request.scope)
         wanted, jobs = query.get("job_state"), self.context.state.jobs.items()

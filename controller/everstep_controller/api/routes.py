@@ -128,6 +128,7 @@ OPERATOR_ROUTES: dict[str, Route] = {
         "/v1/nodes", op.NodeList, "Nodes, in pages.", "state rack switch job gpu_model driver gpu label limit cursor"
     ),
     "node": _tagged("/v1/nodes/{node}", op.NodeDetail, "One node, with findings and newest verdicts."),
+    "node_gpus": _read("/v1/nodes/{node}/gpus", op.NodeGpus, "The newest gauges of a node's GPUs."),
     "jobs": _read("/v1/jobs", op.JobList, "Jobs, in pages.", "job_state limit cursor"),
     "job": _tagged("/v1/jobs/{job}", op.JobDetail, "One job, with its ranks and recoveries.", access=JOB),
     "progress": _read(

@@ -30,6 +30,7 @@ from everstep_controller.core.jobs import membership
 from everstep_controller.core.records import IN_SERVICE, JobRecord, NodeRecord
 from everstep_controller.core.state import FleetState
 from everstep_controller.leadership.lease import StandbyReport
+from everstep_controller.read_models.gpu_gauges import GpuGaugeTable
 from everstep_controller.read_models.run_totals import RunTotals
 from everstep_controller.runtime.commit_buffer import DatabaseOutage
 from everstep_controller.runtime.push import Outbox
@@ -191,12 +192,13 @@ def _slowest(answers: Iterable[ProbeFinished]) -> tuple[ProbeRow, ...]:
 
 
 class ReadModels:
-    """Both trackers, fed by the same reports, and the totals of each run."""
+    """Both trackers, fed by the same reports, the totals of each run, and the gauges of GPUs."""
 
     def __init__(self, jobs: Iterable[JobRecord] = ()) -> None:
         self.recoveries = RecoveryTracker(jobs)
         self.probes = ProbeTracker()
         self.totals = RunTotals()
+        self.gpu_gauges = GpuGaugeTable()
 
     def record_report(self, node: str, body: AnyReport) -> None:
         """Record a report that the core has taken."""

@@ -228,6 +228,7 @@ class Transaction:
                 self._batch.forget_node(node)
                 self.finding_delta.forget(node)
                 self.outbox.forget(node)
+                self.read_models.gpu_gauges.forget(node)
             case fx.DeleteJob(job=job):
                 self._documents.pop(("jobs", job), None)
                 self._batch.forget_job(job)

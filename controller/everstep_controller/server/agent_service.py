@@ -92,6 +92,7 @@ class AgentService:
         self.outbox = self.loop.outbox
         self.wall: Callable[[], float] = self.clock.wall
         self._state = self.loop.state
+        self._gpu_gauges = self.loop.read_models.gpu_gauges
         self._now = self.loop.now
 
     def should_keep_open(self, node: str) -> bool:
@@ -139,6 +140,8 @@ class AgentService:
             result = engine.apply_heartbeat(self._state, node, beat.incarnation, self._now(), beat.ranks)
         if result is not engine.HeartbeatResult.UNEVENTFUL:
             self.requests.check_incarnation(node, beat.incarnation)
+        if beat.gpu_gauges and node in self._state.nodes:
+            self._gpu_gauges.record(node, beat.gpu_gauges, self.wall())
         if beat.directives_through:
             self.outbox.acknowledge(node, beat.directives_through)
         if result is not engine.HeartbeatResult.UNEVENTFUL:

@@ -269,6 +269,29 @@ export const node = (name) =>
     deferredBy: body.eviction_deferred_by || "",
   }));
 
+// What the node's GPUs measured last. receivedAt is null before anything came.
+export const gauges = (name) =>
+  get(`/v1/nodes/${encode(name)}/gpus`, {}, (body) => ({
+    receivedAt: body.received_at ?? null,
+    gpus: (body.gpus || []).map((gpu) => ({
+      index: gpu.index,
+      uuid: gpu.uuid,
+      memoryBytes: gpu.memory_bytes,
+      lost: gpu.is_lost || false,
+      temperature: gpu.temperature_c ?? null,
+      memoryTemperature: gpu.memory_temperature_c ?? null,
+      power: gpu.power_w ?? null,
+      powerLimit: gpu.power_limit_w ?? null,
+      use: gpu.utilization ?? null,
+      memoryUsed: gpu.memory_used_bytes ?? null,
+      clock: gpu.sm_clock_mhz ?? null,
+      memoryClock: gpu.memory_clock_mhz ?? null,
+      throttledBy: gpu.throttled_by || [],
+      corrected: gpu.ecc_corrected ?? null,
+      uncorrected: gpu.ecc_uncorrected ?? null,
+    })),
+  }));
+
 export const order = (name, kind, reason, etag) => post(`/v1/nodes/${encode(name)}/${kind}`, { reason }, etag);
 
 export const resetBreaker = (reason) => post("/v1/breaker/reset", { reason });

@@ -123,16 +123,39 @@ function Ladder({ node, policy }) {
   </div>`;
 }
 
+const OLD_S = 120; // agents send gauges at least once a minute
+
+const measured = (value, unit) => (value === null ? "–" : `${Math.round(value)}${unit}`);
+
+function Gauges({ gauges, suspects }) {
+  const { receivedAt, gpus } = gauges;
+  if (receivedAt === null || !gpus.length) return null;
+  const isOld = Date.now() / 1000 - receivedAt > OLD_S;
+  return html`<div class="scroll-x"><table class="plain gauges ${isOld ? "old" : ""}">
+    <thead><tr><th>#</th><th class="n">Temperature</th><th class="n">Power</th><th class="n">Use</th><th class="n">Memory used</th><th class="n">Clock</th><th class="n">ECC errors</th><th>Throttled by</th></tr></thead>
+    <tbody>${gpus.map((gpu) => html`<tr key=${gpu.uuid} class=${gpu.lost || suspects.has(gpu.uuid) ? "suspect" : ""}>
+      <td>${gpu.index}${gpu.lost ? " lost" : ""}</td>
+      <td class="n" title="Memory: ${measured(gpu.memoryTemperature, " °C")}">${measured(gpu.temperature, " °C")}</td>
+      <td class="n" title="Limit: ${measured(gpu.powerLimit, " W")}">${measured(gpu.power, " W")}</td>
+      <td class="n">${gpu.use === null ? "–" : measured(100 * gpu.use, " %")}</td>
+      <td class="n" title="Of ${bytes(gpu.memoryBytes)}">${gpu.memoryUsed === null ? "–" : bytes(gpu.memoryUsed)}</td>
+      <td class="n" title="Memory: ${measured(gpu.memoryClock, " MHz")}">${measured(gpu.clock, " MHz")}</td>
+      <td class="n" title="${number(gpu.corrected)} corrected, ${number(gpu.uncorrected)} uncorrected since the driver was loaded">${number(gpu.uncorrected)}${gpu.corrected ? html` <small>+ ${number(gpu.corrected)}</small>` : ""}</td>
+      <td>${gpu.throttledBy.join(", ").replace(/_/g, " ") || "–"}</td></tr>`)}</tbody></table></div>
+    <p class="dim">Measured <time>${clock(receivedAt)}</time>${isOld ? ": the agent has sent nothing newer." : "."}</p>`;
+}
+
 function NodePanel({ name, onClose }) {
   const ask = async () => {
-    const [node, events, findings, remediations, policy] = await Promise.all([
+    const [node, gauges, events, findings, remediations, policy] = await Promise.all([
       api.node(name),
+      api.gauges(name),
       api.events({ node: name, newest: true, limit: 40 }),
       api.findings(name),
       api.remediations(name),
       api.policy(),
     ]);
-    return { node, events: [...events].reverse(), past: findings.filter((one) => one.clearedAt), remediations, policy };
+    return { node, gauges, events: [...events].reverse(), past: findings.filter((one) => one.clearedAt), remediations, policy };
   };
   const { value, error, refresh } = usePolled(ask, 20, [name], (event) => event.node === name);
   const heading = useRef(null);
@@ -169,6 +192,7 @@ function NodePanel({ name, onClose }) {
       ${node.gpuList.length > 0 && html`<div class="scroll-x"><table class="plain"><thead><tr><th>#</th><th>Model</th><th class="n">Memory</th><th>Bus</th><th>Serial</th></tr></thead>
         <tbody>${node.gpuList.map((gpu) => html`<tr key=${gpu.uuid} class=${suspects.has(gpu.uuid) ? "suspect" : ""} title=${gpu.uuid}>
           <td>${gpu.index}${suspects.has(gpu.uuid) ? " !" : ""}</td><td>${gpu.name}</td><td class="n">${bytes(gpu.memoryBytes)}</td><td><code>${gpu.bus}</code></td><td>${gpu.serial || "–"}</td></tr>`)}</tbody></table></div>`}
+      <${Gauges} gauges=${value.gauges} suspects=${suspects} />
       <h3>Verdicts <small>${node.verdicts.length || "none"}</small></h3>
       ${node.verdicts.map((one, index) => html`<${Verdict} key=${one.id} one=${one} open=${index === 0} />`)}
       <h3>Remediation</h3>

@@ -37,6 +37,12 @@ MAX_AGENT_FRAME_BYTES = 16 << 20
 ANSWER_INTERVAL_S = 4.0
 """Seconds after which an agent asks for an answer again, to notice a controller that no longer receives."""
 
+GAUGE_INTERVAL_S = 10.0
+"""Least seconds between two heartbeats with GPU gauges. A random share of the same length is added to each pause, so
+that a fleet that started at once does not send them at once."""
+MAX_GAUGED_GPUS = 64
+"""Most GPUs of a node whose gauges a heartbeat carries; an agent leaves out the others."""
+
 
 class FrameKind(IntEnum):
     """The kind of a frame."""
@@ -196,6 +202,33 @@ class Registered(Message, frozen=True, kw_only=True):
     keep_open: bool = True
 
 
+class GpuGauges(Message, frozen=True, kw_only=True, array_like=True, gc=False):
+    """A GPU's newest gauges, for people. No decision depends on them. None: the device does not offer the value, or it
+    could not be read.
+
+    Attributes:
+        index: As in ``Gpu``.
+        is_lost: NVML reports the GPU as gone.
+        utilization: Share of the time that a kernel was running, 0 to 1.
+        throttled_by: NVML's reasons for which the GPU is slower than it could be.
+        ecc_corrected: Corrected memory errors since the driver was loaded; ``ecc_uncorrected`` likewise.
+    """
+
+    index: SafeInt
+    is_lost: bool = False
+    temperature_c: SafeInt | None = None
+    memory_temperature_c: SafeInt | None = None
+    power_w: float | None = None
+    power_limit_w: float | None = None
+    utilization: float | None = None
+    memory_used_bytes: SafeInt | None = None
+    sm_clock_mhz: SafeInt | None = None
+    memory_clock_mhz: SafeInt | None = None
+    throttled_by: Annotated[tuple[HardwareText, ...], msgspec.Meta(max_length=8)] = ()
+    ecc_corrected: SafeInt | None = None
+    ecc_uncorrected: SafeInt | None = None
+
+
 class LeadershipProof(Message, frozen=True, kw_only=True):
     """Proof that a controller has led in ``epoch``, from its ``/readyz``. Only a holder of the fleet's secret can make
     the ``proof`` (``everstep.bearer_tokens.epoch_proof``), so its carrier need not be trusted."""
@@ -212,6 +245,8 @@ class Heartbeat(Message, frozen=True, kw_only=True):
         directives_through: Number of the last accepted directive (0: none in this life). Acknowledges directives for an
             agent without a session, or one that hangs up between heartbeats.
         leadership_proof: Another controller's proof, if the last answer asked for it.
+        gpu_gauges: Of all GPUs, if they have changed (see ``GAUGE_INTERVAL_S``). The controller keeps the newest in
+            memory.
     """
 
     incarnation: Incarnation
@@ -221,6 +256,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     ranks: tuple[RankProgress, ...] = ()
     directives_through: NonNegativeInt = 0
     leadership_proof: LeadershipProof | None = None
+    gpu_gauges: Annotated[tuple[GpuGauges, ...], msgspec.Meta(max_length=MAX_GAUGED_GPUS)] = ()
 
 
 class HeartbeatAnswer(Message, frozen=True, kw_only=True):

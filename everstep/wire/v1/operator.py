@@ -109,6 +109,47 @@ class NodeDetail(Message, frozen=True, kw_only=True):
     eviction_deferred_by: str = ""
 
 
+class GpuStatus(Message, frozen=True, kw_only=True):
+    """A GPU's newest gauges. None: the device does not offer the value, or nothing was received yet.
+
+    Attributes:
+        memory_bytes: Its whole memory.
+        is_lost: NVML reports the GPU as gone.
+        utilization: Share of the time that a kernel was running, 0 to 1.
+        throttled_by: NVML's reasons for which the GPU is slower than it could be.
+        ecc_corrected: Corrected memory errors since the driver was loaded; ``ecc_uncorrected`` likewise.
+    """
+
+    index: int
+    uuid: str
+    name: str
+    memory_bytes: int
+    is_lost: bool = False
+    temperature_c: int | None = None
+    memory_temperature_c: int | None = None
+    power_w: float | None = None
+    power_limit_w: float | None = None
+    utilization: float | None = None
+    memory_used_bytes: int | None = None
+    sm_clock_mhz: int | None = None
+    memory_clock_mhz: int | None = None
+    throttled_by: tuple[str, ...] = ()
+    ecc_corrected: int | None = None
+    ecc_uncorrected: int | None = None
+
+
+class NodeGpus(Message, frozen=True, kw_only=True):
+    """The GPUs of a node's registration with their newest gauges.
+
+    An agent sends gauges that have changed every 10 to 20 s, and all of them at least once a minute. The controller
+    keeps the newest in memory. ``received_at``: when they came, in wall seconds; None: none came since it leads.
+    """
+
+    node: NodeId
+    received_at: float | None = None
+    gpus: tuple[GpuStatus, ...] = ()
+
+
 class NodeList(Message, frozen=True, kw_only=True):
     """Nodes in the order of their names.
 

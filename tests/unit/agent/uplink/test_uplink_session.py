@@ -22,6 +22,7 @@ from everstep.wire.v1.agent import (
     DirectivesAnswer,
     FrameKind,
     FrameRefused,
+    GpuGauges,
     Heartbeat,
     HeartbeatAnswer,
     LeadershipProof,
@@ -59,6 +60,7 @@ class Talk:
         self.directives: list[Directive] = []
         self.registrations = 0
         self.vault = "127.0.0.1:1"
+        self.gauges: tuple[GpuGauges, ...] = ()
         self._said: list[tuple[FrameKind, bytes]] = []
         self.session = ControllerSession(
             self.words,
@@ -80,6 +82,9 @@ class Talk:
 
     def rank_progress(self) -> tuple[RankProgress, ...]:
         return ()
+
+    def gpu_gauges(self) -> tuple[GpuGauges, ...]:
+        return self.gauges
 
     def is_busy(self) -> bool:
         return True
@@ -450,3 +455,32 @@ def test_outdated_finding_of_an_earlier_agent_is_corrected(tmp_path: Path, refus
         talk.hears(FrameKind.REPORTS_ANSWER, ReportsAnswer(through=1))
     spool.close()
     assert talk.beat().findings == ()
+
+
+def gauged(talk: Talk, count: int) -> list[tuple[Heartbeat, FrameKind]]:
+    """Those of the next beats that carry gauges, and their kinds; every question is answered."""
+    found = []
+    for _ in range(count):
+        beat, kind = talk.beat(), talk.kinds[0]
+        if kind is FrameKind.HEARTBEAT:
+            talk.answered()
+        if beat.gpu_gauges:
+            found.append((beat, kind))
+    return found
+
+
+def test_gauges_go_with_few_beats_and_ask_for_nothing(talk: Talk) -> None:
+    talk.gauges = (GpuGauges(index=0, temperature_c=60),)
+    ((beat, _),) = gauged(talk, 30)
+    assert (beat.gpu_gauges, beat.findings) == (talk.gauges, None)
+    talk.gauges = (GpuGauges(index=0, temperature_c=90),)
+    assert [one.gpu_gauges for one, _ in gauged(talk, 30)] == [talk.gauges]
+
+
+def test_gauges_are_sent_again_after_resend(talk: Talk) -> None:
+    talk.gauges = (GpuGauges(index=0, temperature_c=60),)
+    assert len(gauged(talk, 30)) == 1
+    talk.asks()
+    talk.answered(resend=True)
+    talk.answered()
+    assert len(gauged(talk, 12)) == 1

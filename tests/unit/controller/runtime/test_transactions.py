@@ -14,6 +14,7 @@ from everstep_controller.runtime.transaction import DecideFunction
 from everstep_controller.store.rows import Batch
 
 from everstep.ids import Version
+from everstep.wire.v1.agent import GpuGauges
 from everstep.wire.v1.directives import AnyDirective, ProtectVersion, SpillVersion, StopJob, VersionNotice
 from tests.support.controllers import joined
 from tests.support.running_loop import Running, scenario
@@ -88,7 +89,10 @@ def test_forgotten_record_is_not_written_in_same_transaction(kind: str) -> None:
     drop: Any = fx.DeleteNode("n1") if kind == "node" else fx.DeleteJob("j")
 
     async def body(running: Running) -> None:
+        gauges = running.loop.read_models.gpu_gauges
+        gauges.record("n1", (GpuGauges(index=0),), 1.0)
         batch = await of_one_report(running)
+        assert bool(gauges._newest) is (kind == "job")
         if kind == "node":
             assert (batch.nodes, list(batch.forgotten_nodes)) == ({}, ["n1"])
             assert batch.outbox == []

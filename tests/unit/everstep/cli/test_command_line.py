@@ -23,7 +23,7 @@ from everstep.ids import Version
 from everstep.vocabulary import JobState, NodeState, Verdict
 from everstep.wire.v1 import operator as op
 from everstep.wire.v1 import operator_history
-from everstep.wire.v1.agent import Domain, Gpu, Heartbeat, NumberedReport, Register, Reports
+from everstep.wire.v1.agent import Domain, Gpu, GpuGauges, Heartbeat, NumberedReport, Register, Reports
 from everstep.wire.v1.operator_history import Evidence
 from everstep.wire.v1.training import AnyReport, FindingRaised, JobSpec, ProbeFinished, RankLost, RankProgress, Resumed
 from tests.support.controllers import (
@@ -48,7 +48,8 @@ class Fleet:
         for node in ("n1", "n2", "n3"):
             gpu = Gpu(index=0, uuid=f"GPU-{node}", name="H200", pci_bus_id="0000:01:00.0", memory_bytes=141 << 30)
             self.tell(node, registration(node, gpus=(gpu,), domain=Domain(rack="r1")))
-            self.tell(node, Heartbeat(incarnation=1, seq=1, sent_at=0.0, findings=()))
+            gauges = (GpuGauges(index=0, temperature_c=61, power_w=644.5, power_limit_w=700.0, utilization=0.98),)
+            self.tell(node, Heartbeat(incarnation=1, seq=1, sent_at=0.0, findings=(), gpu_gauges=gauges))
             self.report(node, joined("gpt", 1.0, nodes=2))
         self.resumed(1)
         self.report(
@@ -160,7 +161,7 @@ def test_nodes_lists_state_and_reason(run: Any) -> None:
 def test_node_show_lists_gpus_findings_and_verdicts(run: Any) -> None:
     result = run("node", "show", "n1")
     assert result.exit_code == 0, result.output
-    for word in ("GPU-n1", "141 GiB", "XID 79", "NVIDIA XID catalogue", "evict", "r1"):
+    for word in ("GPU-n1", "141 GiB", "XID 79", "NVIDIA XID catalogue", "evict", "r1", "61 C", "644 W of 700"):
         assert word in result.output
 
 

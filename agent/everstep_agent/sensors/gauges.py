@@ -1,0 +1,40 @@
+"""Choose the gauges of a poll that the controller shows to people."""
+
+from __future__ import annotations
+
+from everstep.wire.v1.agent import MAX_GAUGED_GPUS, GpuGauges
+from everstep_agent.sensors.samples import THROTTLE_REASONS, GpuSample
+from everstep_agent.sensors.sensor_messages import SensorReport
+
+MAX_POLL_AGE_S = 10.0
+"""Seconds after which a poll is too old to be sent: the sensors hang, and the controller shows when it heard last."""
+
+
+def gpu_gauges(report: SensorReport, now: float) -> tuple[GpuGauges, ...]:
+    """Return the gauges of the newest poll, or none if it is too old; ``now`` in wall seconds."""
+    if now - report.polled_at > MAX_POLL_AGE_S:
+        return ()
+    return tuple(_gauges(sample) for sample in report.poll.gpus[:MAX_GAUGED_GPUS])
+
+
+def _gauges(sample: GpuSample) -> GpuGauges:
+    reasons = sample.throttle_reasons or 0
+    return GpuGauges(
+        index=sample.index,
+        is_lost=sample.lost,
+        temperature_c=sample.temperature_c,
+        memory_temperature_c=sample.memory_temperature_c,
+        power_w=_rounded(sample.power_w, 1),
+        power_limit_w=_rounded(sample.power_limit_w, 1),
+        utilization=_rounded(sample.gpu_utilization, 3),
+        memory_used_bytes=sample.memory_used_bytes,
+        sm_clock_mhz=sample.sm_clock_mhz,
+        memory_clock_mhz=sample.memory_clock_mhz,
+        throttled_by=tuple(name for name, bits in THROTTLE_REASONS.items() if reasons & bits),
+        ecc_corrected=sample.ecc_corrected,
+        ecc_uncorrected=sample.ecc_uncorrected,
+    )
+
+
+def _rounded(value: float | None, digits: int) -> float | None:
+    return None if value is None else round(value, digits)

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import msgspec
+from everstep_agent.sensors.gauges import MAX_POLL_AGE_S, gpu_gauges
+from everstep_agent.sensors.samples import GpuSample
+from everstep_agent.sensors.sensor_messages import PollResult, SensorReport
+
+from everstep.wire.v1.agent import MAX_GAUGED_GPUS, GpuGauges
+
+SAMPLE = GpuSample(
+    index=3,
+    pci_bus_id="0000:1b:00.0",
+    uuid="GPU-3",
+    temperature_c=61,
+    power_w=644.4567,
+    gpu_utilization=0.98765,
+    throttle_reasons=0x4 | 0x40,
+    ecc_corrected=2,
+)
+
+
+def report(*samples: GpuSample) -> SensorReport:
+    return SensorReport(poll=PollResult(is_full=True, gpus=samples), polled_at=100.0)
+
+
+def test_gauges_are_rounded_and_name_throttling() -> None:
+    assert gpu_gauges(report(SAMPLE), 101.0) == (
+        GpuGauges(
+            index=3,
+            temperature_c=61,
+            power_w=644.5,
+            utilization=0.988,
+            throttled_by=("power_cap", "hardware_thermal"),
+            ecc_corrected=2,
+        ),
+    )
+
+
+def test_gauges_of_a_hanging_sensor_are_not_sent() -> None:
+    assert gpu_gauges(report(SAMPLE), 100.0 + MAX_POLL_AGE_S)
+    assert gpu_gauges(report(SAMPLE), 100.1 + MAX_POLL_AGE_S) == ()
+    assert gpu_gauges(SensorReport(), 1e9) == ()
+
+
+def test_gauges_of_many_gpus_are_bounded() -> None:
+    samples = [msgspec.structs.replace(SAMPLE, index=number) for number in range(2 * MAX_GAUGED_GPUS)]
+    assert len(gpu_gauges(report(*samples), 100.0)) == MAX_GAUGED_GPUS
