@@ -1,6 +1,7 @@
 """The operators' web page in Chromium: first paint, scrolling, and what open pages cost the controller.
 
-    python -m bench.web_page [--nodes 10000] [--fleet 12500] [--pages 50] [--seconds 60] [--quick] [--json FILE]
+    python -m bench.web_page [--only paint|scroll|cost] [--nodes 10000] [--fleet 12500] [--pages 50] [--seconds 60]
+                             [--quick] [--json FILE]
 
 First paint is measured on the private controller of a launcher, in a new browser profile each time. Frames are
 measured while the grid of --nodes simulated nodes scrolls from end to end. The cost is the processor time of a
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -216,6 +217,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--fleet", type=int, default=12_500, help="nodes of the controller with open pages")
     parser.add_argument("--pages", type=int, default=50)
     parser.add_argument("--seconds", type=float, default=60.0, help="of each measurement of cost")
+    parser.add_argument("--only", choices=("paint", "scroll", "cost"), help="measure this part alone")
     options = parser.parse_args(argv)
     if options.quick:
         options.rounds, options.fleet, options.pages, options.seconds = 3, 2_000, 5, 20.0
@@ -231,11 +233,14 @@ def main(argv: list[str]) -> int:
     rows = page_bytes()
     launch: dict[str, Any] = {"executable_path": options.browser, "args": ["--no-sandbox"]}
     with sync_playwright() as playwright:
-        for measure in (
-            lambda browser: first_paint(browser, options.rounds),
-            lambda browser: scrolling(browser, options.nodes, 5.0),
-            lambda browser: open_pages(browser, options.fleet, options.pages, options.seconds),
-        ):
+        parts: dict[str, Callable[[Browser], list[Row]]] = {
+            "paint": lambda browser: first_paint(browser, options.rounds),
+            "scroll": lambda browser: scrolling(browser, options.nodes, 5.0),
+            "cost": lambda browser: open_pages(browser, options.fleet, options.pages, options.seconds),
+        }
+        for name, measure in parts.items():
+            if options.only not in (None, name):
+                continue
             browser = playwright.chromium.launch(**launch)
             try:
                 rows += measure(browser)

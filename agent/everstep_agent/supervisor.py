@@ -137,6 +137,8 @@ class Supervisor:
             node=settings.node,
             vault_socket=str(settings.vault_socket.absolute()),
             rank_heartbeat_interval_s=settings.tick_interval_s,
+            controllers=settings.controllers,
+            ca_file=str(settings.ca_file.absolute()) if settings.ca_file is not None else "",
         )
         self._socket_server = AgentSocketServer(settings.agent_socket, welcome, self._jobs, settings.max_connections)
 

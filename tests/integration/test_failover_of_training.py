@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -132,7 +133,9 @@ def training(short_path: Path, controllers: list[ControllerProcess]) -> Iterator
         agent.token_file.write_text(mint(SECRET, TokenRole.AGENT, "n1"))
         agent.start()
         argv = ["--agent-socket", str(agent.run_dir / "agent.sock"), "--job", "j", "--nproc-per-node", "2"]
-        with launched(short_path, *argv, "--standby-delay-s", "0.1", "train.py") as launcher:
+        with launched(
+            short_path, *argv, "--standby-delay-s", "0.1", "--progress-interval-s", "1", "train.py"
+        ) as launcher:
             yield Training(short_path, controllers, launcher)
 
 
@@ -168,3 +171,7 @@ def test_training_loses_no_step_across_leader_failovers(training: Training) -> N
     assert len({pid for rank, _, _, pid in training.made() if rank == 1}) == 3
     assert events(third, "node.lost") == []
     assert not any(map(is_running, below))
+    said = training.launcher.err
+    assert "2 ranks on 1 node" in said
+    assert re.search(r"job j finished at step \d+: 2 recoveries", said), said
+    assert "receipt as a page: everstep job receipt j --html FILE" in said

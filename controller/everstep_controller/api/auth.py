@@ -98,6 +98,9 @@ Headers = Iterable[tuple[bytes, bytes]]
 
 MAX_CACHED_TOKENS = 1 << 18
 """Maximum cached tokens, some 0.4 KiB each: more than the nodes of a million GPUs, which may reconnect at once."""
+TRAINER_GRACE_S = 600.0
+"""Seconds after a job's end in which its trainers may still read it: their launcher prints the receipt, after the ranks
+have finished what follows training."""
 MAX_TOKEN_CHARS = 512
 _BEARER = b"bearer "
 _BY_JOB = "job-"
@@ -203,7 +206,7 @@ class Authenticator:
         if len(token) > MAX_TOKEN_CHARS:
             raise AuthenticationError(f"a token of {len(token)} characters is invalid: at most {MAX_TOKEN_CHARS}")
         if token.startswith(JOB_PREFIX):
-            return self._trainer(token)  # not cached: a job's secret ends with the job
+            return self._trainer(token)  # not cached: a job's secret ends soon after the job
         if token.startswith(STORED_PREFIX):
             identity, end = self._credentials.verify(token, self._now())
         else:
@@ -215,7 +218,9 @@ class Authenticator:
 
     def _job_secret(self, job: str) -> str | None:
         record = self._jobs.get(job)
-        return record.secret if record is not None and not record.is_ended else None
+        if record is None or (record.is_ended and self._now() > record.status.since + TRAINER_GRACE_S):
+            return None
+        return record.secret
 
     def _trainer(self, token: str) -> Identity:
         job = claimed_job(token)

@@ -163,12 +163,18 @@ class Hello(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Welcome(Message, frozen=True, kw_only=True, tag=True):
-    """The agent's answer: which node this is, and where its vault listens."""
+    """The agent's answer: which node this is, and where its vault listens.
+
+    ``controllers`` are the URLs of the fleet's controllers, and ``ca_file`` the PEM file of the authority that signed
+    their certificates (empty: the system's), for a launcher that reads its own job.
+    """
 
     protocol: int
     node: NodeId
     vault_socket: str
     rank_heartbeat_interval_s: float
+    controllers: tuple[str, ...] = ()
+    ca_file: str = ""
 
 
 class RankHeartbeat(Message, frozen=True, kw_only=True, tag=True):

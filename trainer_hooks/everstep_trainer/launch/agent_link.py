@@ -50,6 +50,7 @@ class LauncherLink:
         self._writer: asyncio.StreamWriter | None = None
         self._unsent: deque[RankExited] = deque(maxlen=MAX_UNSENT_REPORTS)
         self.node: str | None = None
+        self.welcome: Welcome | None = None
 
     @property
     def connected(self) -> bool:
@@ -121,7 +122,7 @@ class LauncherLink:
     def _begin(self, welcome: FromAgent, writer: asyncio.StreamWriter) -> None:
         if not isinstance(welcome, Welcome):
             raise MalformedMessage(f"its first message was {type(welcome).__name__} instead of Welcome")
-        self.node, self._writer = welcome.node, writer
+        self.welcome, self.node, self._writer = welcome, welcome.node, writer
         writer.write(encode_frame(self._make_joined()))
         while self._unsent:
             self.report(self._unsent.popleft())

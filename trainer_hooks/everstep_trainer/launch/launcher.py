@@ -22,6 +22,7 @@ from everstep.wire.v1.directives import KillRank, NewGeneration, StopJob
 from everstep.wire.v1.local import RankExited
 from everstep.wire.v1.training import JobSpec, LauncherJoined
 from everstep_trainer.launch.agent_link import Directive, LauncherLink
+from everstep_trainer.launch.fleet_access import FleetAccess
 from everstep_trainer.launch.fork_client import ForkServerLost
 from everstep_trainer.launch.fork_messages import Exited, Forked, ForkServerReady
 from everstep_trainer.launch.job_rendezvous import (
@@ -36,7 +37,7 @@ from everstep_trainer.launch.private_services import PrivateServices, resolve_st
 from everstep_trainer.launch.process_setup import NOTICE_SIGNALS
 from everstep_trainer.launch.processes import STORE_SERIAL, ProcessEvent, WorkerProcesses, WorkerReachedMain
 from everstep_trainer.launch.progress_display import showing_progress
-from everstep_trainer.launch.run_receipt import report_run
+from everstep_trainer.launch.run_receipt import report_fleet_run, report_run
 from everstep_trainer.launch.worker_pool import (
     AwaitJobEnd,
     GiveUp,
@@ -144,16 +145,16 @@ async def launch(options: LaunchOptions, clock: Clock, environ: Mapping[str, str
 
             stack.callback(asyncio.create_task(watch(), name="first node").cancel)
         spec = options.job_spec(await processes.count_ranks())
-        launcher = Launcher(options, clock, spec, agent_socket, processes, events, labels)
+        fleet = FleetAccess(options.job) if options.agent_socket is not None else None
+        launcher = Launcher(options, clock, spec, agent_socket, processes, events, labels, fleet)
         exit_status, detail = None, "interrupted"
         try:
             interval_s = options.progress_interval_s if options.progress else None
-            async with showing_progress(private, options.job, clock, interval_s, environ):
+            async with showing_progress(fleet or private, options.job, clock, interval_s, environ):
                 outcome = await launcher.run()
             exit_status, detail = outcome.exit_status, outcome.sentence
-            if options.agent_socket is not None:  # asking a fleet's controller takes a token
-                log.info("steps and recoveries of job %s: everstep job show %s", options.job, options.job)
-                log.info("what failures cost: everstep job receipt %s --html FILE", options.job)
+            if fleet is not None:
+                await report_fleet_run(fleet, options.job)
             return outcome
         finally:
             try:
@@ -179,6 +180,7 @@ class Launcher:
         processes: WorkerProcesses,
         events: asyncio.Queue[LauncherEvent],
         labels: dict[int, str],
+        fleet: FleetAccess | None = None,
     ) -> None:
         self._options = options
         self._clock = clock
@@ -187,6 +189,7 @@ class Launcher:
         self._processes = processes
         self._events = events
         self._labels = labels
+        self._fleet = fleet
         self._pool = WorkerPool(
             spec.nproc_per_node,
             standbys=options.standbys,
@@ -324,6 +327,8 @@ class Launcher:
         if spec.job != self._options.job or spec.number < self._pool.generation or self._stopping is not None:
             return None
         self._global_ranks = {member.local_rank: member.rank for member in spec.members_on(self._link.node)}
+        if self._fleet is not None and self._link.welcome is not None:
+            self._fleet.update(self._link.welcome, spec)
         if spec.number > self._pool.generation:
             context = {"job": spec.job, "generation": spec.number, "trace": spec.trace, "node": self._link.node}
             log.info("generation %d, %d ranks: %s", spec.number, spec.world_size, spec.sentence, extra=context)

@@ -136,7 +136,8 @@ class LaunchSettings(msgspec.Struct, frozen=True, kw_only=True):
     state_dir: str | None = None
     """Directory for logs, receipts and files of private services. Default: ``$XDG_STATE_HOME/everstep``."""
     progress: bool = True
-    """Without an agent, show the progress of the job: a live line on a terminal, log lines elsewhere."""
+    """Show the progress of the job: a live line on a terminal, log lines elsewhere. With an agent, only the launcher of
+    rank 0 does."""
     progress_interval_s: float = 60.0
     """Seconds between lines of progress where the launcher's output is not a terminal."""
     vault_linger_s: float | None = None

@@ -246,6 +246,14 @@ class PrivateServices:
         """True if the controller runs, and runs here."""
         return self._serves and self._network.listen is not None
 
+    @property
+    def may_show(self) -> bool:
+        """True if this launcher shows the job's progress: the one where the controller runs."""
+        return self.has_controller
+
+    min_pause_s = 0.0
+    """Least seconds between two questions: this controller has nothing else to do."""
+
     def controller(self) -> tuple[str, ssl.SSLContext | None]:
         """Return the controller's URL and the context to connect with, once the services have started."""
         assert self._run_directory is not None

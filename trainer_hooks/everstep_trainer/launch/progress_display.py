@@ -1,6 +1,6 @@
 """Show a run's progress while it trains: one live line on a terminal, else a log line now and then.
 
-The private controller knows the progress from heartbeats, so ranks do nothing for it. Ranks write to the same terminal
+The controller knows the progress from heartbeats, so ranks do nothing for it. Ranks write to the same terminal
 as the launcher. The live line therefore has the terminal's last row for itself, below the region that scrolls.
 """
 
@@ -12,13 +12,14 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Protocol
 
+from everstep.client import Client
 from everstep.clock import Clock
 from everstep.receipts.text import format_count, format_rough, format_span
 from everstep.vocabulary import GenerationReason, JobState
 from everstep.wire.v1.operator import GenerationRecovery, JobDetail
-from everstep_trainer.launch.private_services import PrivateServices
 
 log = logging.getLogger(__name__)
 
@@ -150,24 +151,34 @@ def has_terminal(descriptor: int, environ: Mapping[str, str]) -> bool:
         return False
 
 
+class JobReader(Protocol):
+    """Where to ask for the job. ``may_show``: whether this launcher shows the job at all."""
+
+    @property
+    def may_show(self) -> bool: ...
+    @property
+    def min_pause_s(self) -> float: ...
+    async def ask(self, request: Callable[[Client], JobDetail]) -> JobDetail | None: ...
+
+
 @contextlib.asynccontextmanager
 async def showing_progress(
-    private: PrivateServices, job: str, clock: Clock, interval_s: float | None, environ: Mapping[str, str]
+    reader: JobReader, job: str, clock: Clock, interval_s: float | None, environ: Mapping[str, str]
 ) -> AsyncIterator[None]:
-    """Show the progress of a job inside the block, if its controller runs here.
+    """Show the progress of a job inside the block, as far as the reader may ask for it.
 
     Args:
-        private: The run's services.
+        reader: The run's own services, or the access to a fleet's controllers.
         job: Name of the job.
         clock: For rates and times.
         interval_s: Seconds between log lines where there is no terminal; None shows nothing at all.
         environ: For ``TERM``.
     """
-    if interval_s is None or not private.has_controller:
+    if interval_s is None or not reader.may_show:
         yield
         return
     line = TerminalLine(STDERR) if has_terminal(STDERR, environ) else None
-    task = asyncio.create_task(_show(private, job, clock, interval_s, line), name="progress")
+    task = asyncio.create_task(_show(reader, job, clock, interval_s, line), name="progress")
     try:
         yield
     finally:
@@ -178,11 +189,11 @@ async def showing_progress(
                 line.close()
 
 
-async def _show(private: PrivateServices, job: str, clock: Clock, interval_s: float, line: TerminalLine | None) -> None:
+async def _show(reader: JobReader, job: str, clock: Clock, interval_s: float, line: TerminalLine | None) -> None:
     text = ProgressText(max(RATE_WINDOW_S, interval_s))
     while True:
-        await asyncio.sleep(interval_s if line is None else REFRESH_S)
-        detail = await private.ask(lambda client: client.job(job))
+        await asyncio.sleep(max(interval_s if line is None else REFRESH_S, reader.min_pause_s))
+        detail = await reader.ask(lambda client: client.job(job))
         if detail is None:
             continue
         words = text.update(detail, clock.monotonic(), clock.wall())

@@ -1,4 +1,4 @@
-"""Print and keep the receipt of a run with a private controller, before that controller ends."""
+"""Print the receipt of a run, and keep it if its private controller is about to end."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import msgspec
 from everstep.receipts.files import store_receipt
 from everstep.receipts.text import summary_lines
 from everstep.wire.v1.receipts import JobReceipt, ReceiptResult
+from everstep_trainer.launch.fleet_access import FleetAccess
 from everstep_trainer.launch.private_services import PrivateServices
 
 log = logging.getLogger(__name__)
@@ -45,6 +46,23 @@ async def report_run(
         log.warning("the receipt cannot be written: %s", error)
     else:
         log.info("receipt: %s (everstep runs lists all)", stored.page)
+
+
+async def report_fleet_run(fleet: FleetAccess, job: str) -> None:
+    """Print what a fleet's job did and what failures cost, if it is over and rank 0 was here; else how to ask for it.
+
+    Args:
+        fleet: The access to the fleet's controllers, which keep the receipt.
+        job: Name of the job.
+    """
+    receipt = await fleet.ask(lambda client: client.receipt(job))
+    if receipt is None or receipt.result == "running":
+        log.info("steps and recoveries of job %s: everstep job show %s", job, job)
+        log.info("what failures cost: everstep job receipt %s --html FILE", job)
+        return
+    for line in summary_lines(receipt):
+        log.info("%s", line)
+    log.info("receipt as a page: everstep job receipt %s --html FILE", job)
 
 
 def concluded(receipt: JobReceipt, exit_status: int | None, sentence: str) -> JobReceipt:

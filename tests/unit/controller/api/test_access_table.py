@@ -8,10 +8,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from everstep_controller.api.auth import TRAINER_GRACE_S
 from everstep_controller.api.routes import PLAIN_ROUTES, ROUTES, Route, RouteAccess
 from starlette.testclient import TestClient
 
 from everstep.bearer_tokens import TokenRole, job_token
+from everstep.clock import ManualClock
 from everstep.vocabulary import JobState
 from everstep.wire.v1 import enrolment as wire
 from everstep.wire.v1 import operator as op
@@ -117,8 +119,9 @@ def test_operator_change_routes_require_a_reason() -> None:
                 assert "reason" in required, f"{name} can be ordered without saying why"
 
 
-def test_trainer_token_expires_when_its_job_ends(tmp_path: Path) -> None:
-    app = InProcess(f"sqlite:///{tmp_path / 'c.db'}")
+def test_trainer_token_expires_soon_after_its_job(tmp_path: Path) -> None:
+    clock = ManualClock(wall=1e9)
+    app = InProcess(f"sqlite:///{tmp_path / 'c.db'}", clock=clock)
     with TestClient(app) as client:
         Speaker(client, "n1").register()
         Speaker(client, "n1").report(joined("j", 1.0))
@@ -130,6 +133,9 @@ def test_trainer_token_expires_when_its_job_ends(tmp_path: Path) -> None:
         identity = gate.authorize(RouteAccess.JOB, sent, None, job="j")
         assert gate.is_valid(identity)
         post(client, "/v1/jobs/j/stop", op.ReasonOnlyRequest(reason="x"), op.ChangeResult)
+        clock.advance(TRAINER_GRACE_S - 10.0)
+        assert client.get("/v1/jobs/j/receipt", headers=own).status_code == 200  # the launcher prints it at the end
+        clock.advance(20.0)
         assert client.get("/v1/jobs/j", headers=own).status_code == 401
         assert not gate.is_valid(identity)
         jobs["j"].status.state, jobs["j"].secret = JobState.FORMING, "that of another run by this name"
