@@ -61,6 +61,12 @@ def check_tag(request: Request, tag: Callable[[], str]) -> None:
         )
 
 
+def is_known(request: Request, etag: str) -> bool:
+    """Return whether the client has the answer with this tag already, so that its content is not needed."""
+    known = tags(request.headers.get("if-none-match", ""))
+    return etag in known or known == ["*"]
+
+
 def tags(header: str) -> list[str]:
     return [tag.strip().removeprefix("W/") for tag in header.split(",")]
 
@@ -185,8 +191,7 @@ def _response(request: Request, answer: Any) -> Response:
     if not isinstance(answer, TaggedAnswer):
         return Response(responses.encode(answer), media_type="application/json")
     headers = {"etag": answer.etag, "cache-control": "no-cache"}
-    known = tags(request.headers.get("if-none-match", ""))
-    if answer.etag in known or known == ["*"]:
+    if is_known(request, answer.etag):
         return Response(status_code=304, headers=headers)
     return Response(responses.encode(answer.answer), media_type="application/json", headers=headers)
 

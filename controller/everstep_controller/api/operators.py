@@ -199,6 +199,8 @@ class OperatorRoutes:
         detail = fleet_views.node_detail(self.context, node)
         # Before the store is read, so that the tag fits the detail shown.
         tag = endpoints.node_tag(self.context, self.context.node(node))
+        if endpoints.is_known(request, tag):
+            return endpoints.TaggedAnswer(detail, tag)
         docs = await self.store.query(lambda held: reader.newest_verdicts(held, node, MAX_VERDICTS_IN_DETAIL))
         verdicts = tuple(msgspec.json.decode(doc, type=Verdict) for doc in docs)
         return endpoints.TaggedAnswer(msgspec.structs.replace(detail, verdicts=verdicts), tag)

@@ -25,7 +25,7 @@ from everstep_controller.store.rows import AuditRow
 MAX_STREAMS_PER_IDENTITY = 8
 """Streams of one identity, such as a wall of displays that share a token."""
 MAX_STREAMS = 256
-"""Streams of all identities. Each event is encoded for each stream; a stuck one holds some 0.2 MiB."""
+"""Streams of all identities. A stuck one holds some 0.2 MiB."""
 RETRY_AFTER_S = 10.0
 """Seconds after which a reader that does not read has been cut off."""
 
@@ -103,12 +103,18 @@ def event_of(row: AuditRow) -> Event:
     return Event(**(msgspec.structs.asdict(row) | {"detail": detail}))
 
 
+def frame_of(row: AuditRow) -> bytes:
+    """Return the row's frame."""
+    return b"id: %d\nevent: audit\ndata: %s\n\n" % (row.id, msgspec.json.encode(event_of(row)))
+
+
 class AuditFeed:
     """The newest committed rows, and a signal for more."""
 
     def __init__(self, newest: int) -> None:
         self.newest = newest
         self._rows: deque[AuditRow] = deque(maxlen=ROWS_IN_MEMORY)
+        self._frames: dict[int, bytes] = {}
         self._more = asyncio.Event()
         self.closed = False
 
@@ -119,6 +125,15 @@ class AuditFeed:
         self._rows.extend(rows)
         self.newest = rows[-1].id
         self._wake()
+
+    def frame(self, row: AuditRow) -> bytes:
+        """Return a row's frame, which is encoded once for all streams that follow closely."""
+        frame = self._frames.get(row.id)
+        if frame is None:
+            frame = self._frames[row.id] = frame_of(row)
+            if len(self._frames) > FRAME_ROWS:
+                del self._frames[next(iter(self._frames))]
+        return frame
 
     def close(self) -> None:
         """End every stream."""
@@ -191,14 +206,19 @@ class EventStream(StreamingResponse):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def joined_frames(rows: Iterable[AuditRow], after: int = 0, deleted_through: int = 0) -> Iterator[bytes]:
+def joined_frames(
+    rows: Iterable[AuditRow],
+    after: int = 0,
+    deleted_through: int = 0,
+    encode: Callable[[AuditRow], bytes] = frame_of,
+) -> Iterator[bytes]:
     """Yield the rows' frames, joined up to FRAME_BYTES and FRAME_ROWS, with a gap wherever rows were deleted."""
     joined, count = bytearray(), 0
     for row in rows:
         if after < row.id - 1 and after < deleted_through:
             text = f"events {after + 1} to {row.id - 1} have been deleted: the stream continues with event {row.id}"
             joined += _gap(after, row.id - 1, "deleted", text)
-        joined += b"id: %d\nevent: audit\ndata: %s\n\n" % (row.id, msgspec.json.encode(event_of(row)))
+        joined += encode(row)
         after = row.id
         count += 1
         if count == FRAME_ROWS or len(joined) >= FRAME_BYTES:
@@ -233,7 +253,7 @@ async def _following(feed: AuditFeed, after: int, read: Read) -> AsyncIterator[b
             after = known.newest
     while not feed.closed:
         rows = feed.since(after)
-        frames_of = joined_frames(rows or ())
+        frames_of = joined_frames(rows or (), encode=feed.frame)
         if rows is None:
             found = await read(after)
             rows, frames_of = found.rows, joined_frames(found.rows, after, found.deleted_through)

@@ -208,7 +208,7 @@ class ReadModels:
             self.probes.record_result(node, body)
 
 
-_STEP, _STEP_S, _UNTIL_STEP = attrgetter("step"), attrgetter("step_s"), attrgetter("until_step")
+_STATE = attrgetter("state")
 
 MAX_PAGE_SIZE = 1000  # entries in an answer
 IN_OUTBREAK = "outbreak"
@@ -293,6 +293,8 @@ def effective_state(state: FleetState, record: NodeRecord) -> str:
 
 def node_counts(state: FleetState) -> dict[str, int]:
     """Return the number of nodes by ``effective_state``."""
+    if not state.outbreaks:
+        return {str(name): count for name, count in Tally(map(_STATE, state.nodes.values())).items()}
     return dict(Tally(effective_state(state, record) for record in state.nodes.values()))
 
 
@@ -414,10 +416,9 @@ def job_summary(state: FleetState, job: JobRecord) -> op.JobSummary:
     spec, live = job.generation, state.job_runtime.get(job.job)
     progress = live.progress.by_rank if live is not None else {}
     number = spec.number if spec is not None else 0
-    known = [one for one in progress.values() if one.generation == number]
     newest = (live.progress.furthest_step or 0) if live is not None else 0
-    step = max(job.progress.ended_step, newest) if job.is_ended else min(map(_STEP, known), default=newest)
-    step_s = max(map(_STEP_S, known), default=0.0)
+    finished, step_s, until_step = _extremes(progress, number)
+    step = max(job.progress.ended_step, newest) if job.is_ended else newest if finished is None else finished
     return op.JobSummary(
         job=job.job,
         state=job.status.state,
@@ -431,8 +432,26 @@ def job_summary(state: FleetState, job: JobRecord) -> op.JobSummary:
         committed=live.commits.committed_version if live else None,
         verified=live.commits.verified_version if live else None,
         reason=job.status.sentence,
-        until_step=max(map(_UNTIL_STEP, known), default=0),
+        until_step=until_step,
     )
+
+
+def _extremes(progress: Mapping[Rank, RankProgress], number: int) -> tuple[int | None, float, int]:
+    """Return the least step, the longest step time and the last asked-for step of the ranks of a generation.
+
+    It is one pass, since reading 10,000 ranks from memory takes longer than comparing them.
+    """
+    step, step_s, until_step = None, 0.0, 0
+    for one in progress.values():
+        if one.generation != number:
+            continue
+        if step is None or one.step < step:
+            step = one.step
+        if one.step_s > step_s:
+            step_s = one.step_s
+        if one.until_step > until_step:
+            until_step = one.until_step
+    return step, step_s, until_step
 
 
 def _loss(progress: Mapping[Rank, RankProgress], spec: GenerationSpec | None) -> float | None:

@@ -300,7 +300,10 @@ def _is_eviction_deferred(state: FleetState, node: str) -> bool:
 
 def spares(state: FleetState, job: JobRecord) -> list[str]:
     """Return eligible nodes outside the current roster."""
-    return eligible_nodes(state, job, without=job.generation.seated_nodes if job.generation is not None else ())
+    seated = job.generation.seated_nodes if job.generation is not None else frozenset()
+    if job.membership.launchers.keys() <= seated:  # the usual case, and asked for by every look at the fleet
+        return []
+    return eligible_nodes(state, job, without=seated)
 
 
 def next_seats(

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from everstep_controller.api import stream
 from everstep_controller.api.stream import (
     FRAME_BYTES,
     FRAME_ROWS,
@@ -17,12 +18,14 @@ from everstep_controller.api.stream import (
     StreamReservation,
     StreamReservations,
     event_frames,
+    event_of,
 )
 from everstep_controller.store.reader import EventPage
 from everstep_controller.store.rows import AuditRow
 
 from everstep.bearer_tokens import Identity, TokenRole
 from everstep.errors import RateLimited, Unavailable
+from everstep.wire.v1.operator import Event
 
 VERA = Identity(TokenRole.VIEWER, "vera", "")
 SCOPE = {"type": "http", "asgi": {"spec_version": "2.4"}}
@@ -54,9 +57,51 @@ def test_stream_resumes_after_the_last_read_event() -> None:
         if b"id: 50\n" in got:
             feed.close()
 
-    stream = EventStream(event_frames(feed, 20, read), place(), lambda: None)
-    asyncio.run(stream(SCOPE, _nothing_more, send))
+    reader = EventStream(event_frames(feed, 20, read), place(), lambda: None)
+    asyncio.run(reader(SCOPE, _nothing_more, send))
     assert [f"id: {i}\n".encode() in got for i in (20, 21, 50)] == [False, True, True]
+
+
+def test_event_is_encoded_once_for_all_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    feed, encoded, done = AuditFeed(0), list[int](), list[bytes]()
+
+    def counted(row: AuditRow) -> Event:
+        encoded.append(row.id)
+        return event_of(row)
+
+    async def read(_after: int) -> EventPage:
+        raise AssertionError("memory reaches back that far")
+
+    async def follow() -> None:
+        got = bytearray()
+
+        async def send(message: dict[str, Any]) -> None:
+            got.extend(message.get("body", b""))
+            if b"id: 3\n" in message.get("body", b""):
+                done.append(bytes(got))
+                if len(done) == 20:
+                    feed.close()
+
+        await EventStream(event_frames(feed, 0, read), place(), lambda: None)(SCOPE, _nothing_more, send)
+
+    async def follow_all() -> None:
+        readers = [asyncio.create_task(follow()) for _ in range(20)]
+        await asyncio.sleep(0)
+        feed.publish(_rows(1, 3))
+        async with asyncio.timeout(60):
+            await asyncio.gather(*readers)
+
+    monkeypatch.setattr(stream, "event_of", counted)
+    asyncio.run(follow_all())
+    assert encoded == [1, 2, 3]
+    assert len(set(done)) == 1
+
+
+def test_feed_keeps_a_bounded_number_of_frames() -> None:
+    feed = AuditFeed(0)
+    for row in _rows(1, 3 * FRAME_ROWS):
+        feed.frame(row)
+    assert len(feed._frames) == FRAME_ROWS
 
 
 def test_stream_cuts_off_and_counts_stalled_reader() -> None:
@@ -93,8 +138,8 @@ def test_stream_ends_when_reader_loses_access() -> None:
 
     async def bounded() -> None:
         async with asyncio.timeout(60):
-            stream = EventStream(event_frames(feed, 0, read), place(), lambda: None, lambda: rights[0])
-            await stream(SCOPE, _nothing_more, send)
+            reader = EventStream(event_frames(feed, 0, read), place(), lambda: None, lambda: rights[0])
+            await reader(SCOPE, _nothing_more, send)
 
     asyncio.run(bounded())
     assert b"id: 4\n" not in b"".join(message.get("body", b"") for message in sent)

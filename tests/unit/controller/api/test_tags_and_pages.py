@@ -155,6 +155,13 @@ def test_tagged_route_answers_304_for_known_tag(client: TestClient, name: str) -
         assert (again.status_code, again.content, again.headers["etag"]) == (304, b"", tag(client, path))
 
 
+def test_known_node_is_answered_without_the_database(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    running_job(client, "n1", "n2")
+    known = tag(client, "/v1/nodes/n1")
+    monkeypatch.setattr("everstep_controller.store.reader.newest_verdicts", lambda *_: 1 / 0)
+    assert client.get("/v1/nodes/n1", headers=OPERATOR | {"If-None-Match": known}).status_code == 304
+
+
 def test_policy_tag_follows_origins_of_values(client: TestClient, tmp_path: Path) -> None:
     origins = {"eviction_count": "environment, EVERSTEP_CONTROLLER_POLICY_EVICTION_COUNT"}
     app = InProcess(f"sqlite:///{tmp_path / 'd.db'}", clock=ManualClock(), policy=ONE_EVICTION, policy_origins=origins)
