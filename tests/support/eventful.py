@@ -14,6 +14,7 @@ from everstep.ids import Version
 from everstep.vocabulary import Action, Finding, FindingKind, Severity
 from everstep.wire.v1 import operator_history
 from everstep.wire.v1.agent import Domain, Gpu, GpuGauges, Heartbeat, NumberedReport, Register, Reports
+from everstep.wire.v1.operator import ProgressHistory
 from everstep.wire.v1.training import AnyReport, FindingRaised, RankLost, RankProgress, Resumed, VersionSealed
 from tests.support import spoken
 from tests.support.controllers import SECRET, bearer, joined, registration
@@ -147,13 +148,21 @@ class EventfulFleet:
             )
             self._tell(node, Heartbeat(incarnation=1, seq=generation, sent_at=0.0, ranks=(done,)))
 
+    def wait_for_progress(self) -> None:
+        """Wait until the controller has taken a sample of the job's progress, which it does twice a second."""
+        self._wait_for("/v1/jobs/llama/progress", lambda body: msgspec.json.decode(body, type=ProgressHistory).samples)
+
     def _wait_for_cordon(self) -> None:
         """Remedies are carried out beside the loop; what follows from them comes when it comes."""
+        path, kind = "/v1/remediations?remediation_state=confirmed", operator_history.RemediationList
+        self._wait_for(path, lambda body: msgspec.json.decode(body, type=kind).remediations)
+
+    def _wait_for(self, path: str, found: Callable[[bytes], object]) -> None:
+        """Wait until there is something in the answer to a question."""
         deadline = time.perf_counter() + 60.0
         while True:
-            headers = bearer(TokenRole.VIEWER, "vera", self._secret)
-            _, body = self._ask("GET", "/v1/remediations?remediation_state=confirmed", None, headers)
-            if msgspec.json.decode(body, type=operator_history.RemediationList).remediations:
+            _, body = self._ask("GET", path, None, bearer(TokenRole.VIEWER, "vera", self._secret))
+            if found(body):
                 return
             assert time.perf_counter() < deadline, body
             time.sleep(0.01)

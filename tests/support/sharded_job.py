@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -46,6 +49,15 @@ class ShardedJob:
             command += ["--agent-socket", str(node.agent_socket), "--join-wait-s", "60", "--replicas", "2", *options]
             node.join([*command, "-m", script, *map(str, widths)])
 
+    def kill(self, *names: str) -> None:
+        """Kill nodes at the same moment. One after the other, the job could regroup between them on a busy machine."""
+        nodes = [self.world.nodes[name] for name in names]
+        for pid in [pid for node in nodes for pid in node.processes()]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for node in nodes:
+            node.kill()
+
     def versions(self) -> tuple[CheckpointCopy, ...]:
         """What is kept of it, wherever."""
         try:
@@ -76,6 +88,10 @@ class ShardedJob:
         return max(
             (line.step for line in self.lines() if (line.generation, line.did) == (generation, "stepped")), default=0
         )
+
+    def newest_generation(self, did: str) -> int:
+        """The newest generation in which a rank did so; 0 before there is one."""
+        return max((line.generation for line in self.lines() if line.did == did), default=0)
 
     def lines(self) -> Iterator[Line]:
         for path in self.world.steps.glob("*.jsonl"):

@@ -145,7 +145,7 @@ class Reading:
 def reading(program_forks: ForkPool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reading]:
     folder = tmp_path_factory.mktemp("examples")
     with controller_process(folder, program_forks, arguments=("--settings", str(write_settings(folder)))) as process:
-        EventfulFleet(process.ask, process)
+        EventfulFleet(process.ask, process).wait_for_progress()
         home = folder / "olga"
         home.mkdir()
         terminal = Terminal(home, process.url)

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any
 from unittest.mock import MagicMock
 
 import msgspec
@@ -450,13 +451,25 @@ def test_session_accepts_frame_byte_by_byte(dial: Dial) -> None:
     assert not session.answer(HeartbeatAnswer).resend
 
 
+def shrink_buffers(controller: Served, session: AgentSession) -> None:
+    """Make both ends hold little, or the kernel takes megabytes before the controller sees that nobody reads."""
+    session.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+
+    def shrink() -> None:
+        receiver: Any = controller.controller.outbox._receivers[session.node]
+        connection: socket.socket = receiver._transport.get_extra_info("socket")
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+
+    controller.on_loop(shrink)
+
+
 def test_session_with_unread_pushes_is_cut_and_counted(
     controller: Served, dial: Dial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sessions, "MAX_UNREAD_BYTES", 1 << 16)
     monkeypatch.setattr("everstep_controller.runtime.push.DEFLATE_MIN_BYTES", 1 << 30)
     session = ready(dial)
-    session.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    shrink_buffers(controller, session)
     session.report(joined("j", 1.0))
     outbox, metrics = controller.controller.outbox, controller.controller.metrics
 
@@ -477,11 +490,15 @@ def test_session_with_unread_refusals_is_cut_and_counted(
     """A frame of six bytes is refused with two hundred."""
     monkeypatch.setattr(sessions, "MAX_UNREAD_BYTES", 1 << 16)
     session, metrics = ready(dial), controller.controller.metrics
-    session.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    shrink_buffers(controller, session)
+    session.sock.setblocking(False)  # the controller's loop runs below, and must read what is sent
+
+    unsent = bytearray()
 
     def talk() -> bool:
+        unsent.extend(b"" if unsent else encode_frame(FrameKind.HEARTBEAT, b"{") * 1000)
         with suppress(OSError):
-            session.sock.sendall(encode_frame(FrameKind.HEARTBEAT, b"{") * 1000)
+            del unsent[: session.sock.send(unsent)]
         return metrics.registry.get_sample_value("everstep_controller_agent_sessions_cut_total") == 1.0
 
     controller.until(talk)
