@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import StrEnum
+from itertools import chain
 
 import msgspec
 
@@ -225,3 +226,13 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     evidence: tuple[Finding, ...]
     at: float
     trace: TraceId
+
+
+RECOVERY_STAGES = {
+    "regroup": ("start", "abort", "teardown", "wait", "rendezvous"),
+    "restore": ("build", "restore", "plan"),
+    "first_step": ("compile", "first_step"),
+}
+"""Stages of a recovery after the directives, with their phases (``Resumed.phases_s``), all in sequence."""
+RECOVERY_PHASES = tuple(chain.from_iterable(RECOVERY_STAGES.values()))
+"""All phases in sequence. The web page has the same list (``web/job.js``), and a test compares them."""

@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
 import xxhash
-from torch.distributed.tensor import DTensor
+
+if TYPE_CHECKING:
+    import torch
 
 
 def print_final(rank: int, step: int, loss: torch.Tensor, model: torch.nn.Module) -> None:
     """Print step, loss, and a digest of the whole parameters in the order of their names, on rank 0; a collective."""
-    digest = xxhash.xxh64()
-    for _, parameter in sorted(model.named_parameters()):
-        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-        digest.update(whole.detach().cpu().contiguous().numpy().tobytes())
+    print_line(rank, step, loss.item(), digest(model.named_parameters()))
+
+
+def digest(named: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """Return a hash of tensors in the order of their names; of DTensors the whole is hashed, which is a collective."""
+    import torch  # not at the top: an example without torch prints the line alone
+    from torch.distributed.tensor import DTensor
+
+    hashed = xxhash.xxh64()
+    for _, tensor in sorted(named, key=lambda one: one[0]):
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        hashed.update(whole.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return hashed.hexdigest()
+
+
+def print_line(rank: int, step: int, loss: float, parameters: str) -> None:
+    """Print the line on rank 0; ``parameters`` is the digest."""
     if rank == 0:
-        print(f"final step={step} loss={loss.item():.9g} parameters={digest.hexdigest()}", flush=True)
+        print(f"final step={step} loss={loss:.9g} parameters={parameters}", flush=True)

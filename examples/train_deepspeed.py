@@ -13,9 +13,9 @@ import time
 
 import deepspeed
 import torch
-import xxhash
 from corpus import Windows, standard_library
 from everstep_trainer.integrations.deepspeed import micro_batches, reset_deepspeed, track_engine  # everstep
+from final_line import digest, print_line
 from gpt import GPT, GPTConfig, next_byte_loss
 
 import everstep  # everstep
@@ -73,14 +73,6 @@ class LastLoss:
         self.value = stored["value"]
 
 
-def digest(engine: deepspeed.DeepSpeedEngine) -> str:
-    """Return a hash of the full parameters, in the order of their names."""
-    named = sorted(engine.module.named_parameters())
-    with deepspeed.zero.GatheredParameters([parameter for _, parameter in named]):
-        bits = b"".join(parameter.detach().cpu().view(torch.uint8).numpy().tobytes() for _, parameter in named)
-    return xxhash.xxh64_hexdigest(bits)
-
-
 def train(run: everstep.Run) -> None:  # everstep
     torch.manual_seed(SEED)
     torch.set_num_threads(1)
@@ -100,9 +92,8 @@ def train(run: everstep.Run) -> None:  # everstep
         last.value = torch.stack(losses).mean().item()
         run.report(loss=last.value)
         time.sleep(ARGS.pace)
-    parameters = digest(engine)
-    if run.rank == 0:
-        print(f"final step={ARGS.steps} loss={last.value:.9g} parameters={parameters}", flush=True)
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        print_line(run.rank, ARGS.steps, last.value, digest(engine.module.named_parameters()))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import xxhash
 from everstep_trainer.integrations.jax import Pytree, distributed  # everstep
+from final_line import print_line
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -104,9 +105,7 @@ def train(run: everstep.Run) -> None:  # everstep
             state.value, loss = update(state.value, *batch)
             run.report(loss=loss)
             time.sleep(ARGS.pace)
-        whole = digest(state.value["parameters"])
-        if run.rank == 0:
-            print(f"final step={ARGS.steps} loss={float(loss):.9g} parameters={whole}", flush=True)
+        print_line(run.rank, ARGS.steps, float(loss), digest(state.value["parameters"]))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import torch.distributed as dist
 import xxhash
 from corpus import Windows, standard_library
 from everstep_trainer.integrations.megatron import initialize_megatron, seeded_steps, track_megatron
+from final_line import print_line
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
@@ -177,9 +178,7 @@ def train(run: everstep.Run) -> None:  # everstep
         last.value = run.mean(torch.stack(losses).mean() if losses else None).item()  # everstep
         run.report(loss=last.value)
         time.sleep(ARGS.pace)
-    parameters = digest(model)
-    if run.rank == 0:
-        print(f"final step={ARGS.steps} loss={last.value:.9g} parameters={parameters}", flush=True)
+    print_line(run.rank, ARGS.steps, last.value, digest(model))
 
 
 if __name__ == "__main__":

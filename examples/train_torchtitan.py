@@ -18,10 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import xxhash
 from datasets import Dataset
 from everstep_trainer.integrations.torchtitan import build_trainer  # everstep
-from torch.distributed.tensor import DTensor
+from final_line import digest, print_line
 from torchtitan.components.metrics import BaseLogger
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import ConfigManager
@@ -80,16 +79,6 @@ class LastLoss(BaseLogger):
         self.loss = state["loss"]
 
 
-def digest(parts: list[torch.nn.Module]) -> str:
-    """xxhash64 of all parameters' bytes, in the order of their names; a collective."""
-    named = sorted((name, tensor.detach()) for part in parts for name, tensor in part.named_parameters())
-    hashed = xxhash.xxh64()
-    for _, tensor in named:
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        hashed.update(whole.cpu().contiguous().view(torch.uint8).numpy())
-    return hashed.hexdigest()
-
-
 def train(run: everstep.Run) -> None:  # everstep
     config = ConfigManager().parse_args([*RECIPE, "--training.steps", str(ARGS.steps), *REST])
     config.tokenizer = ByteTokenizer.Config()
@@ -99,11 +88,10 @@ def train(run: everstep.Run) -> None:  # everstep
     trainer.metrics_processor.logger = last
     try:
         trainer.train()
-        parameters = digest(trainer.model_parts)
+        parameters = digest(named for part in trainer.model_parts for named in part.named_parameters())
     finally:
         trainer.close()
-    if torch.distributed.get_rank() == 0:
-        print(f"final step={trainer.step} loss={last.loss:.9g} parameters={parameters}", flush=True)
+    print_line(torch.distributed.get_rank(), trainer.step, last.loss, parameters)
 
 
 DATASETS["sentences"] = DatasetConfig(path="", loader=sentences, sample_processor=lambda sample: sample["text"])

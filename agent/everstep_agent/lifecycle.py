@@ -21,6 +21,7 @@ import msgspec
 
 from everstep.errors import ConfigurationError
 from everstep.log_lines import PlainLineFormatter
+from everstep.private_files import write_private
 
 
 def private_directory(path: Path) -> Path:
@@ -53,11 +54,7 @@ def _check_parent_owners(path: Path) -> None:
 
 def write_atomically(path: Path, content: Any) -> None:
     """Write ``content`` as JSON, mode 0600; a reader sees either the whole new file or the previous one."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(msgspec.json.encode(content) + b"\n")
-    draft.rename(path)
+    write_private(path, msgspec.json.encode(content) + b"\n")
 
 
 def acquire_lock(lock_file: Path, error_message: str) -> int:

@@ -11,7 +11,6 @@ import logging
 import os
 import socket
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import uvicorn
@@ -20,6 +19,7 @@ from sqlalchemy import Engine
 from sqlalchemy.exc import SQLAlchemyError
 
 from everstep.errors import ConfigurationError, EverstepError
+from everstep.private_files import write_private
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep_controller.api.credentials import Keyring
 from everstep_controller.config import ControllerSettings, read_password
@@ -147,15 +147,6 @@ def _advertised(settings: ControllerSettings, address: str) -> str:
     return f"{scheme}://{settings.advertise or address}"
 
 
-def write_atomically(path: Path, content: Any) -> None:
-    """Write ``content`` as JSON, readable by its owner only; a reader sees the whole file or none."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(msgspec.json.encode(content) + b"\n")
-    draft.rename(path)
-
-
 async def _log_when_serving(server: uvicorn.Server, settings: ControllerSettings, *addresses: str) -> None:
     while not server.started:
         await asyncio.sleep(0.002)  # uvicorn offers no event to wait for
@@ -163,7 +154,8 @@ async def _log_when_serving(server: uvicorn.Server, settings: ControllerSettings
     log.info("serving on %s, database %s", " and ".join(addresses), database)
     if settings.ready_file:
         places = zip(("address", "operators_address"), addresses, strict=False)
-        write_atomically(Path(settings.ready_file), {"pid": os.getpid(), **dict(places)})
+        content = msgspec.json.encode({"pid": os.getpid(), **dict(places)})
+        write_private(Path(settings.ready_file), content + b"\n")
 
 
 async def _end(running: asyncio.Task[None], settings: ControllerSettings) -> int:

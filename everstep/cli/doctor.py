@@ -22,8 +22,8 @@ from everstep.doctor import accelerators, access, limits, memory, network
 from everstep.doctor.results import Check, CheckResult, Status, ok, run_checks
 from everstep.errors import ConfigurationError
 from everstep.system_clock import SYSTEM_CLOCK
+from everstep.wire.v1.local import DEFAULT_AGENT_SOCKET
 
-AGENT_SOCKET = Path("/run/everstep/agent.sock")
 INFINIBAND = Path("/sys/class/infiniband")
 INIT_STATUS = Path("/proc/1/stat")
 STYLES = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "bold red"}
@@ -103,7 +103,7 @@ def _native() -> Iterator[CheckResult]:
 
 def _agent() -> Iterator[CheckResult]:
     named = os.environ.get("EVERSTEP_LAUNCH_AGENT_SOCKET")
-    path = Path(named or AGENT_SOCKET)
+    path = Path(named or DEFAULT_AGENT_SOCKET)
     exists = bool(named) or path.exists()  # the launcher waits at a socket that was named
     return limits.check_agent(path, exists, limits.connect_error(path) if exists else "")
 

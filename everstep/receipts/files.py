@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
 from everstep.errors import DECODE_ERRORS, ConfigurationError
+from everstep.private_files import write_private
 from everstep.receipts.page import render_page
 from everstep.wire.v1.receipts import JobReceipt
 
@@ -53,19 +53,6 @@ def store_receipt(state_dir: Path, receipt: JobReceipt) -> StoredReceipt:
     with contextlib.suppress(FileNotFoundError):  # another launcher removes old ones too
         _prune(folder)
     return stored
-
-
-def write_private(path: Path, content: bytes) -> None:
-    """Write a file that only its owner may read, complete or not at all. Raises OSError."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with os.fdopen(
-            os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "wb"
-        ) as file:
-            file.write(content)
-        draft.rename(path)
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def receipt_json(receipt: JobReceipt) -> bytes:

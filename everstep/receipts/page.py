@@ -17,23 +17,11 @@ from everstep.receipts.text import (
     format_work,
     repeated_steps,
 )
+from everstep.vocabulary import RECOVERY_PHASES
 from everstep.wire.v1.receipts import JobReceipt, ReceiptRecovery
 
 STYLE = Path(__file__).with_name("page.css")
 """Style of reports: this page, and that of the demo."""
-PHASES = (
-    "start",
-    "abort",
-    "teardown",
-    "wait",
-    "rendezvous",
-    "build",
-    "restore",
-    "plan",
-    "compile",
-    "first_step",
-)
-"""Phases of a recovery in their sequence, as the controller's web page colours them."""
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
@@ -122,9 +110,9 @@ def _recoveries(receipt: JobReceipt) -> str:
         return '<h2>Recoveries</h2><p class="why">None.</p>'
     longest = max([one.duration_s or 0.0 for one in receipt.recoveries] + [1e-9])
     rows = [_recovery_row(one, receipt, longest) for one in receipt.recoveries]
-    used = [phase for phase in PHASES if any(one.phases_s.get(phase) for one in receipt.recoveries)]
+    used = [phase for phase in RECOVERY_PHASES if any(one.phases_s.get(phase) for one in receipt.recoveries)]
     keys = "".join(
-        f'<span><i style="background:var(--p-{PHASES.index(phase)})"></i>{phase.replace("_", " ")}</span>'
+        f'<span><i style="background:var(--p-{RECOVERY_PHASES.index(phase)})"></i>{phase.replace("_", " ")}</span>'
         for phase in used
     )
     hidden = receipt.recovery_count - len(receipt.recoveries)
@@ -147,12 +135,12 @@ def _recovery_row(one: ReceiptRecovery, receipt: JobReceipt, longest: float) -> 
 
 
 def _phase_bar(one: ReceiptRecovery, longest: float) -> str:
-    known = [(phase, one.phases_s[phase]) for phase in PHASES if one.phases_s.get(phase)]
+    known = [(phase, one.phases_s[phase]) for phase in RECOVERY_PHASES if one.phases_s.get(phase)]
     rest = max(0.0, (one.duration_s or 0.0) - sum(seconds for _, seconds in known))
     # Phases are by ranks' clocks, and may be longer than the recovery.
     scale = 100 / max(longest, rest + sum(seconds for _, seconds in known))
     parts = [
-        f'<i style="width:{seconds * scale:.2f}%;background:var(--p-{PHASES.index(phase)})" '
+        f'<i style="width:{seconds * scale:.2f}%;background:var(--p-{RECOVERY_PHASES.index(phase)})" '
         f'title="{phase.replace("_", " ")}: {format_span(seconds)}"></i>'
         for phase, seconds in known
     ]

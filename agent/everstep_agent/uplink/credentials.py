@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import random
 import secrets
 import ssl
@@ -21,6 +20,7 @@ from urllib.parse import urlsplit
 from everstep.bearer_tokens import hash_secret, stored_token
 from everstep.clock import Backoff, Clock
 from everstep.errors import ConfigurationError, EverstepError, Unavailable
+from everstep.private_files import write_private
 from everstep.wire.v1.enrolment import Enrolled
 from everstep_agent.config import AgentSettings, read_token, tls_context
 
@@ -81,7 +81,7 @@ def enrol(settings: AgentSettings) -> None:
     tls = tls_context(settings)
     controllers = exchange.Controllers(settings.controllers)
     enrolled = exchange.send_to_leader(controllers, lambda url: _send(url, call, join_token, tls))
-    write_private(settings.token_file, stored_token(enrolled.credential, secret))
+    _write_line(settings.token_file, stored_token(enrolled.credential, secret))
     secret_file.unlink(missing_ok=True)
     log.info("enrolled as node %s, credential %s", settings.node, enrolled.credential, extra={"node": settings.node})
 
@@ -118,21 +118,14 @@ def _load_or_create_secret(file: Path) -> str:
         secret = ""
     if len(secret) != _SECRET_CHARACTERS:
         secret = secrets.token_hex(_SECRET_CHARACTERS // 2)
-        write_private(file, secret)
+        _write_line(file, secret)
     return secret
 
 
-def write_private(file: Path, text: str) -> None:
-    """Write one line, mode 0600, durably and atomically. Raises ConfigurationError if the file cannot be written."""
-    draft = file.with_name(f".{file.name}.{os.getpid()}")
+def _write_line(file: Path, text: str) -> None:
+    """Write one line durably. Raises ConfigurationError if the file cannot be written."""
     try:
-        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        with os.fdopen(descriptor, "w") as out:
-            os.fchmod(out.fileno(), 0o600)
-            out.write(text + "\n")
-            out.flush()
-            os.fsync(out.fileno())
-        draft.rename(file)
+        write_private(file, text.encode() + b"\n", durable=True)
     except OSError as error:
         raise ConfigurationError(f"the token file {file} cannot be written: {error.strerror}") from error
 

@@ -87,6 +87,11 @@ class FleetRecord(msgspec.Struct, kw_only=True):
     outbreaks: dict[str, float] = {}
     """Start of each standing outbreak, by signature (``core.health.outbreaks``)."""
 
+    @property
+    def breaker_since(self) -> float:
+        """When the eviction breaker was latched; 0 while evictions are allowed."""
+        return self.breaker_tripped_at if self.breaker_reason else 0.0
+
 
 class HistoryKind(StrEnum):
     """Kind of an entry in a node's history."""

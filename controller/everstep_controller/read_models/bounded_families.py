@@ -10,25 +10,22 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from heapq import nlargest, nsmallest
-from itertools import chain
 from operator import attrgetter
 
 import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from everstep.ids import NodeId, Rank
-from everstep.vocabulary import Action, NodeState
+from everstep.vocabulary import RECOVERY_PHASES, Action, NodeState
 from everstep_controller.core.records import JobRecord, NodeRecord
 from everstep_controller.core.state import FleetState
 from everstep_controller.read_models.fleet_views import IN_OUTBREAK, ProbeTracker, ReadModels, effective_state
-from everstep_controller.read_models.recovery_spans import STAGES
 
 PREFIX = "everstep_controller_"
 _BUSY_S = attrgetter("busy_s")
 NODES_SHOWN = 100  # nodes out of service that have a series; those that changed last come first
 RACKS_SHOWN = 50  # racks that have a series; those with the most nodes out of service come first
 RANKS_SHOWN = 10  # ranks of a run that have a series; those that work longest on a step come first
-RECOVERY_PHASES = tuple(chain.from_iterable(STAGES.values()))  # any others are summed as ``other``
 REASON_CHARACTERS = 200  # of the sentence that explains a node's state, in a label
 
 

@@ -507,7 +507,7 @@ def fleet_status(context: ViewContext, jobs: Iterable[op.JobSummary]) -> op.Flee
         budget_left=context.budget_left(),
         breaker=state.fleet.breaker_reason,
         newest_event=context.newest_event(),
-        breaker_at=state.fleet.breaker_tripped_at if state.fleet.breaker_reason else 0.0,
+        breaker_at=state.fleet.breaker_since,
         database_outage=state.database_outage,
         outbreaks=outbreaks(state),
     )
@@ -518,7 +518,7 @@ def budget_status(context: ViewContext) -> operator_history.BudgetStatus:
     return operator_history.BudgetStatus(
         window_s=state.policy.eviction_window_s,
         breaker=fleet.breaker_reason,
-        breaker_at=fleet.breaker_tripped_at if fleet.breaker_reason else 0.0,
+        breaker_at=fleet.breaker_since,
         scopes=tuple(
             operator_history.BudgetScope(
                 kind=one.kind,

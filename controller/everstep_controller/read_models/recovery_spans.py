@@ -11,18 +11,11 @@ from itertools import pairwise
 
 import msgspec
 
-from everstep.vocabulary import GenerationReason
+from everstep.vocabulary import RECOVERY_STAGES, GenerationReason
 from everstep_controller.store.rows import AuditRow
 
 MAX_TRACES = 512  # remembered until their recovery ends; the oldest are forgotten
 MAX_ROWS = 32  # first audit rows that are remembered of a trace; of an outbreak, the first say enough
-
-STAGES = {
-    "regroup": ("start", "abort", "teardown", "wait", "rendezvous"),
-    "restore": ("build", "restore", "plan"),
-    "first_step": ("compile", "first_step"),
-}
-"""Spans after the directives, with their phases in sequence (``Resumed.phases_s``)."""
 
 
 class Span(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,7 +95,9 @@ def build_spans(before: list[AuditRow], resumed: AuditRow) -> RecoverySpans | No
 
 def _stages(detail: dict[str, str], decided_at: float, resumed_at: float) -> Iterator[tuple[str, float]]:
     """Yield the start of each stage. Phases that are longer than the recovery, by other clocks, are shortened."""
-    seconds = {name: sum(float(detail.get(f"{phase}_s", 0.0)) for phase in phases) for name, phases in STAGES.items()}
+    seconds = {
+        name: sum(float(detail.get(f"{phase}_s", 0.0)) for phase in phases) for name, phases in RECOVERY_STAGES.items()
+    }
     total, room = sum(seconds.values()), max(0.0, resumed_at - decided_at)
     scale = min(1.0, room / total) if total else 0.0
     start = resumed_at - scale * total
@@ -131,8 +126,8 @@ def _attributes(
 def _own_attributes(name: str, decision: AuditRow | None, detail: dict[str, str]) -> dict[str, str | int | float]:
     if name == "decision" and decision is not None:
         return {"everstep.sentence": decision.sentence}
-    slowest = {"everstep.slowest_rank": detail.get("slowest_rank", "")} if name in STAGES else {}
-    phases = {f"everstep.phase.{one}_s": float(detail.get(f"{one}_s", 0.0)) for one in STAGES.get(name, ())}
+    slowest = {"everstep.slowest_rank": detail.get("slowest_rank", "")} if name in RECOVERY_STAGES else {}
+    phases = {f"everstep.phase.{one}_s": float(detail.get(f"{one}_s", 0.0)) for one in RECOVERY_STAGES.get(name, ())}
     return {**slowest, **phases}
 
 

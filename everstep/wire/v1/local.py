@@ -147,6 +147,10 @@ class VaultFinding(Message, frozen=True, kw_only=True, tag=True):
 MAX_FRAME_BYTES = 16 << 20
 
 
+DEFAULT_AGENT_SOCKET = "/run/everstep/agent.sock"
+"""Socket of a node's agent, unless a setting names another one."""
+
+
 class ConnectionRole(StrEnum):
     LAUNCHER = "launcher"
     RANK = "rank"

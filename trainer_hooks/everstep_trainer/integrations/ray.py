@@ -67,8 +67,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from everstep.errors import ConfigurationError
 from everstep.parent_process import PARENT_VARIABLE
+from everstep.private_files import write_private
 from everstep.system_clock import SYSTEM_CLOCK
-from everstep_trainer.launch.job_rendezvous import LOOPBACK, Endpoint, controller_network, write_private
+from everstep_trainer.launch.job_rendezvous import LOOPBACK, Endpoint, controller_network
 from everstep_trainer.launch.options import LaunchSettings
 from everstep_trainer.launch.private_services import PrivateService, controller_command, resolve_state_dir
 
@@ -390,7 +391,7 @@ def _private_folder(plan: JobPlan, number: int) -> Iterator[Path]:
             folder.mkdir(mode=0o700)
             stack.enter_context(_lock(folder / "lock"))
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        write_private(folder / "secret", plan.secret)
+        write_private(folder / "secret", plan.secret.encode())
         yield folder
 
 

@@ -33,6 +33,7 @@ from everstep.bearer_tokens import TokenRole, mint
 from everstep.clock import Clock
 from everstep.errors import ConfigurationError, Unavailable
 from everstep.ids import check_name
+from everstep.private_files import write_private
 from everstep_trainer.launch.options import LaunchOptions
 
 LOOPBACK = "127.0.0.1"
@@ -234,7 +235,7 @@ def _machine_secret(state_dir: Path) -> bytes:
         state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not path.exists():
             draft = state_dir / f".loopback.secret.{secrets.token_hex(4)}"
-            write_private(draft, secrets.token_hex(32))
+            write_private(draft, secrets.token_hex(32).encode())
             with contextlib.suppress(FileExistsError):
                 path.hardlink_to(draft)  # the first of several launchers that start at once
             draft.unlink()
@@ -252,13 +253,6 @@ def derive(secret: bytes, job: str, purpose: str, nbytes: int = 32) -> bytes:
         block = hmac.new(pseudorandom, block + info + bytes([index]), hashlib.sha256).digest()
         key, index = key + block, index + 1
     return key[:nbytes]
-
-
-def write_private(path: Path, text: str) -> None:
-    """Write a file with mode 0600 that replaces an earlier one."""
-    path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
-        file.write(text)
 
 
 # ---- certificates, made by the openssl program
@@ -302,7 +296,7 @@ def write_certificates(directory: Path, seed: bytes, hosts: Iterable[str] | None
     configuration, key = directory / "openssl.cnf", directory / "authority.key"
     names = ",".join(f"{'IP' if _ip_address(host) else 'DNS'}:{host}" for host in hosts or ("localhost",))
     configuration.write_text(_OPENSSL_CONFIGURATION.format(names=names))
-    write_private(key, authority_key(seed))
+    write_private(key, authority_key(seed).encode())
     authority, request = directory / AUTHORITY_FILE, directory / "controller.csr"
     days = ("-days", str(_CERTIFICATE_DAYS))
     new = ("req", "-new", "-config", str(configuration))
@@ -311,7 +305,7 @@ def write_certificates(directory: Path, seed: bytes, hosts: Iterable[str] | None
         if hosts is not None:
             curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
             own_key = directory / KEY_FILE
-            write_private(own_key, "")
+            write_private(own_key, b"")
             _openssl(*new, *curve, "-subj", "/CN=everstep controller", "-keyout", str(own_key), "-out", str(request))
             signer = ("-CA", str(authority), "-CAkey", str(key), "-set_serial", f"0x{secrets.token_hex(8)}")
             extensions = ("-extfile", str(configuration), "-extensions", "controller")
@@ -356,9 +350,10 @@ class ServiceNetwork(msgspec.Struct, frozen=True, kw_only=True):
 
     def write_credentials(self, run_dir: Path) -> None:
         """Write the secret, tokens and certificates. Raises ConfigurationError, Unavailable, OSError."""
-        write_private(run_dir / "secret", self.secret)
-        write_private(run_dir / "agent.token", mint(self.secret.encode(), TokenRole.AGENT, self.node))
-        write_private(run_dir / "operator.token", mint(self.secret.encode(), TokenRole.OPERATOR, "launcher"))
+        secret = self.secret.encode()
+        write_private(run_dir / "secret", secret)
+        write_private(run_dir / "agent.token", mint(secret, TokenRole.AGENT, self.node).encode())
+        write_private(run_dir / "operator.token", mint(secret, TokenRole.OPERATOR, "launcher").encode())
         if self.authority_seed is not None:
             write_certificates(run_dir, self.authority_seed, self.names if self.listen is not None else None)
 

@@ -15,6 +15,7 @@ import msgspec
 from everstep.errors import ConfigurationError
 from everstep.ids import check_name, storage_url_error
 from everstep.settings import Program
+from everstep.wire.v1.local import DEFAULT_AGENT_SOCKET
 from everstep.wire.v1.training import JobSpec, SpillPlan
 
 # ---- flags: torchrun's and Everstep's own
@@ -22,7 +23,6 @@ from everstep.wire.v1.training import JobSpec, SpillPlan
 # Every flag of torchrun is accepted in both of its spellings, so that command lines can be reused. As with torchrun,
 # the variable PET_<FLAG> replaces a missing flag.
 
-DEFAULT_AGENT_SOCKET = "/run/everstep/agent.sock"
 
 IGNORED_FLAGS = {
     "rdzv_backend": "the controller is the rendezvous; there is no other backend",

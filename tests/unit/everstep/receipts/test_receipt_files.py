@@ -14,7 +14,8 @@ import pytest
 from everstep.errors import ConfigurationError
 from everstep.receipts import files
 from everstep.receipts.files import find_receipt, store_receipt, stored_receipts
-from everstep.receipts.page import PHASES, render_page
+from everstep.receipts.page import render_page
+from everstep.vocabulary import RECOVERY_PHASES
 from everstep.wire.v1.receipts import JobReceipt
 from tests.support.receipts import BEGAN_AT, full_receipt, receipt, recovery
 
@@ -121,8 +122,8 @@ def test_phases_have_the_colours_of_the_web_page() -> None:
     root = Path(__file__).parents[4] / "controller" / "everstep_controller" / "web"
     named = re.search(r"export const PHASES = \[(.*?)\]", (root / "job.js").read_text())
     assert named is not None
-    assert tuple(re.findall(r'"(\w+)"', named[1])) == PHASES
+    assert tuple(re.findall(r'"(\w+)"', named[1])) == RECOVERY_PHASES
     style, ours = (root / "style.css").read_text(), files.render_page(receipt(recovery(2, 1.0, 1.0)))
     colours = dict(re.findall(r"(--p-\d): (#\w+);", style.split("@media")[0]))
-    assert len(colours) == len(PHASES)
+    assert len(colours) == len(RECOVERY_PHASES)
     assert all(f"{name}:{colour}" in ours for name, colour in colours.items())
