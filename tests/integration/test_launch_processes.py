@@ -18,7 +18,7 @@ from everstep.wire.v1.directives import KillRank, NewGeneration, StopJob
 from everstep.wire.v1.local import Goodbye, RankExited
 from everstep.wire.v1.training import GenerationSpec, JobSpec, LauncherJoined, RestoreRule
 from tests.support.fake_agent import FakeAgent, fake_agent
-from tests.support.launched import Launched, launched
+from tests.support.launched import ROOT, Launched, launched
 from tests.support.processes import is_running
 
 pytestmark = pytest.mark.slow
@@ -51,9 +51,9 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def start(agent: FakeAgent, script: Path, *flags: str, warm: bool = True) -> AbstractContextManager[Launched]:
+def start(agent: FakeAgent, script: Path, *flags: str, **environment: str) -> AbstractContextManager[Launched]:
     argv = ["--agent-socket", str(agent.path), "--job", "j", "--nproc-per-node", "2", "--standby-delay-s", "0.05"]
-    return launched(script.parent, *argv, *flags, str(script), str(script.parent), warm=warm)
+    return launched(script.parent, *argv, *flags, str(script), str(script.parent), **environment)
 
 
 def holder(launcher: Launched, directory: Path, local_rank: int, *, not_in: tuple[int, ...] = ()) -> int:
@@ -253,22 +253,41 @@ def test_lost_fork_server_restarts_with_its_workers(agent: FakeAgent, script: Pa
         assert {agent.heard(RankExited, lambda m, n=n: m.local_rank == n).pid for n in range(2)} == set(before)
 
 
+IMPORTED = """
+import os, pathlib, time
+HERE = pathlib.Path(__file__).parent
+(HERE / f"imports-{os.getpid()}").touch()
+while (HERE / "held").exists():
+    time.sleep(0.01)
+"""
+
+
 @pytest.mark.promise("fork-server")
 def test_fork_server_is_replaced_from_its_zygote(agent: FakeAgent, script: Path) -> None:
-    """Torch is imported once: the zygote outlives the fork servers. A zygote that dies, also during its imports, is
-    replaced with them."""
-    with start(agent, script, "--max-restarts", "5", warm=False) as launcher:
+    """Everything is imported once: the zygote outlives the fork servers. A zygote that dies, also during its imports,
+    is replaced with them."""
+    (script.parent / "slow_import.py").write_text(IMPORTED)
+    held = script.parent / "held"
+
+    def imported() -> set[int]:
+        return {int(path.name.rpartition("-")[2]) for path in script.parent.glob("imports-*")}
+
+    flags, path = ("--max-restarts", "5", "--preload", "slow_import"), f"{ROOT}:{script.parent}"
+    with start(agent, script, *flags, PYTHONPATH=path) as launcher:
         first = tuple(holder(launcher, script.parent, n) for n in range(2))
         zygote = launcher.child_named("everstep-zygote")
         os.kill(launcher.child_named("everstep-forks"), signal.SIGKILL)
         second = tuple(holder(launcher, script.parent, n, not_in=first) for n in range(2))
-        assert launcher.child_named("everstep-zygote") == zygote
+        assert imported() == {zygote}
+        held.touch()
         os.kill(zygote, signal.SIGKILL)
-        launcher.eventually(lambda: launcher.child_named("everstep-zygote") != zygote, "another zygote, which imports")
-        os.kill(launcher.child_named("everstep-zygote"), signal.SIGKILL)
+        launcher.eventually(lambda: len(imported()) == 2, "another zygote, which imports")
+        (importing,) = imported() - {zygote}
+        os.kill(importing, signal.SIGKILL)
+        held.unlink()
         third = [holder(launcher, script.parent, n, not_in=(*first, *second)) for n in range(2)]
         assert all(map(is_running, third))
-        assert launcher.child_named("everstep-zygote") != zygote
+        assert launcher.child_named("everstep-zygote") not in (zygote, importing)
         below = launcher.descendants()
     launcher.eventually(lambda: not any(map(is_running, below)), "the end of all")
 
@@ -286,11 +305,13 @@ def test_output_goes_to_files_and_tee_shows_the_rank(agent: FakeAgent, script: P
         assert (script.parent / "logs" / "j" / "worker-2.out").read_text() == "hello from 1\n"
 
 
-def test_plain_script_gets_torchrun_environment(agent: FakeAgent, tmp_path: Path) -> None:
-    """Also where the current directory has modules of the names that launcher and script import."""
-    for name in ("numpy", "torch", "xxhash"):
-        (tmp_path / f"{name}.py").write_text("raise SystemExit('shadowed')")
-    script = tmp_path / "scripts" / "plain.py"
+def test_plain_script_gets_torchrun_environment(short_path: Path) -> None:
+    """Also where the current directory has modules of the names that launcher and script import, and PYTHONPATH has
+    modules of the names that Everstep's packages once had."""
+    for name in ("numpy", "torch", "xxhash", "own/agent", "own/controller", "own/trainer_hooks"):
+        (module := short_path / f"{name}.py").parent.mkdir(exist_ok=True)
+        module.write_text("raise SystemExit('shadowed')")
+    script = short_path / "scripts" / "plain.py"
     script.parent.mkdir()
     (script.parent / "beside.py").write_text("NAME = 'beside the script'")
     script.write_text(
@@ -302,8 +323,9 @@ def test_plain_script_gets_torchrun_environment(agent: FakeAgent, tmp_path: Path
         "os.write(1, f'{line} {__name__}{chr(10)}'.encode())\n"  # whole, whatever the other rank writes meanwhile
         "dist.destroy_process_group()\n"
     )
-    argv = ["--agent-socket", str(agent.path), "--nproc-per-node", "2", "scripts/plain.py", "--x"]
-    with launched(tmp_path, *argv, warm=False) as launcher:
+    argv = ["--nproc-per-node", "2", "--standbys", "0", "--state-dir", str(short_path / "state")]
+    path = str(short_path / "own")
+    with launched(short_path, *argv, "scripts/plain.py", "--x", warm=False, PYTHONPATH=path) as launcher:
         assert launcher.wait() == 0, launcher.err
         said = "of 2: 3.0 ['--x'] beside the script __main__"
         assert sorted(launcher.out.splitlines()) == [f"0 {said}", f"1 {said}"]
@@ -328,7 +350,7 @@ def test_launcher_shows_script_exception_and_exit_status(agent: FakeAgent, tmp_p
 def test_a_launcher_under_nohup_survives_its_terminal(agent: FakeAgent, script: Path) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # inherited by the launcher
     try:
-        with start(agent, script, warm=False) as launcher:
+        with start(agent, script) as launcher:
             worker = holder(launcher, script.parent, 0)
             os.killpg(launcher.pid, signal.SIGHUP)
             os.kill(worker, signal.SIGKILL)

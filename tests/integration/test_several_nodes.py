@@ -57,10 +57,9 @@ class TwoNodes:
     def launch(self, node: int, *flags: str, namespace: str = "") -> AbstractContextManager[Launched]:
         directory = self.folder / f"node{node}"
         directory.mkdir(exist_ok=True)
-        prefix = ("ip", "netns", "exec", namespace) if namespace else ()
         argv = ["--nnodes", "2", "--rdzv-endpoint", self.endpoint, "--job", "two", "--hang-threshold-s", "120"]
         argv += ["--state-dir", str(self.folder / "state"), "--standby-delay-s", "0.1", *flags]
-        return launched(directory, *argv, str(self.folder / "train.py"), warm=not namespace, prefix=prefix)
+        return launched(directory, *argv, str(self.folder / "train.py"), namespace=namespace)
 
     def rows(self) -> list[tuple[int, int, int, int]]:
         """(rank, restart count, step, pid) of every step that any rank made."""
@@ -89,6 +88,7 @@ def nodes(short_path: Path) -> TwoNodes:
 
 def test_two_launchers_survive_a_rank_and_a_node(nodes: TwoNodes) -> None:
     with nodes.launch(0) as first, ExitStack() as stack:
+        first.eventually(lambda: "this is the first node of job two" in first.err, "the first node has the endpoint")
         second = stack.enter_context(nodes.launch(1))
         pids = [nodes.pid_at(second, rank, step=20) for rank in (0, 1)]
         of_second = 0 if pids[0] in second.descendants() else 1

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tests.support.processes import comm, is_running, parents_of_all
@@ -31,7 +31,7 @@ class Launched:
         environment: dict[str, str],
         *,
         warm: bool = True,
-        prefix: Sequence[str] = (),
+        namespace: str = "",
     ) -> None:
         self._out, self._err = directory / "launcher.out", directory / "launcher.err"
         ours = ("EVERSTEP_", "PET_", "OMP_NUM_THREADS")  # the last is the launcher's to set
@@ -41,10 +41,12 @@ class Launched:
         self._err.write_bytes(b"")
         self.process: subprocess.Popen[bytes] | WarmProgram
         if warm:
-            self.process = WarmProgram([*LAUNCH, *argv], directory, inherited, self._out, self._err)
+            self.process = WarmProgram(
+                [*LAUNCH, *argv], directory, inherited, self._out, self._err, namespace=namespace
+            )
             return
         with self._out.open("ab") as out, self._err.open("ab") as err:
-            command = [*prefix, sys.executable, *LAUNCH, *argv]
+            command = [sys.executable, *LAUNCH, *argv]
             self.process = subprocess.Popen(
                 command, env=inherited, stdout=out, stderr=err, cwd=directory, start_new_session=True
             )
@@ -103,14 +105,14 @@ class Launched:
 
 @contextlib.contextmanager
 def launched(
-    directory: Path, *argv: str, warm: bool = True, prefix: Sequence[str] = (), **environment: str
+    directory: Path, *argv: str, warm: bool = True, namespace: str = "", **environment: str
 ) -> Iterator[Launched]:
     """Starts ``everstep-launch`` with these arguments in ``directory``; kills it and its children at the end.
 
-    ``warm``: forked, and all below it, with what that imports (tests/support/warm_launcher.py); else by its command,
-    after ``prefix``.
+    ``warm``: forked, and all below it, with what that imports (tests/support/warm_launcher.py), in the network
+    namespace; else by its command.
     """
-    launcher = Launched(directory, list(argv), environment, warm=warm, prefix=prefix)
+    launcher = Launched(directory, list(argv), environment, warm=warm, namespace=namespace)
     try:
         yield launcher
     finally:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import ctypes
 import functools
 import gc
 import importlib
@@ -17,14 +18,15 @@ import inspect
 import logging
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from everstep_trainer.launch.process_setup import reset_signals
+from everstep_trainer.launch.process_setup import reset_signals, set_process_name
 
 from examples.demo.world import World
 from tests.support import dying
@@ -41,20 +43,28 @@ PROGRAMS = {
 }
 """What is forked, by the modules that command lines name. A spill's writer is not: it must hold nothing of its vault's,
 and a probe's process is one that imports torch."""
+INHERITED = (signal.SIGHUP,)
+"""Signals that a program goes on ignoring if its parent does."""
 
 
 class WarmProgram(Forked):
     """What Popen has, of ``python COMMAND``, where the command begins with ``-m``."""
 
     def __init__(
-        self, command: Sequence[str], folder: Path, environment: Mapping[str, str], out: Path, err: Path
+        self,
+        command: Sequence[str],
+        folder: Path,
+        environment: Mapping[str, str],
+        out: Path,
+        err: Path,
+        *,
+        namespace: str = "",
     ) -> None:
-        """``out`` and ``err``: files that it writes to."""
+        """``out`` and ``err``: files that it writes to. ``namespace``: the name of its network namespace."""
         self.args = [sys.executable, *command]
-        forks = torch_forks()
         paths = (str(folder), str(out), str(err))
-        changed = forks.changed_environment(environment)
-        self._child = forks.start(run_command, list(command), *paths, environment=changed)
+        ignored = [number for number in INHERITED if signal.getsignal(number) is signal.SIG_IGN]
+        self._child = torch_forks().start(run_command, list(command), *paths, dict(environment), ignored, namespace)
 
     def wait(self, timeout: float = 60.0) -> int:
         try:
@@ -74,9 +84,25 @@ class WarmWorld(World):
         return process
 
 
-def run_command(command: Sequence[str], folder: str, out: str, err: str) -> None:
+def run_command(
+    command: Sequence[str],
+    folder: str,
+    out: str,
+    err: str,
+    environment: Mapping[str, str],
+    ignored: Sequence[signal.Signals],
+    namespace: str,
+) -> None:
     """In a forked process: what ``python COMMAND`` does."""
+    os.environ.clear()  # some of the modules that the fork server imports set variables
+    os.environ.update(environment)
+    paths = environment.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:0] = [path for path in paths if path and path not in sys.path]
     os.chdir(folder)
+    _ignore(ignored)
+    if namespace:
+        _enter(namespace)
+    set_process_name("python")
     show_command(sys.executable, *command)
     show_environment()
     for path, descriptor in ((os.devnull, 0), (out, 1), (err, 2)):
@@ -89,6 +115,18 @@ def run_command(command: Sequence[str], folder: str, out: str, err: str) -> None
     dying.install()
     subprocess.Popen._execute_child = execute_child  # type: ignore[attr-defined]
     sys.exit(_main_of(command[1])())
+
+
+def _ignore(numbers: Iterable[signal.Signals]) -> None:
+    for number in numbers:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _enter(namespace: str) -> None:
+    """Move this process into a network namespace of ``ip netns``."""
+    with open(f"/run/netns/{namespace}") as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0) != 0:
+            raise OSError(ctypes.get_errno(), f"no entry into the namespace {namespace}")
 
 
 def _main_of(name: str) -> Callable[[], Any]:
@@ -134,7 +172,10 @@ def _become(command: list[str], call: Mapping[str, Any]) -> NoReturn:
         logging.root.removeHandler(handler)
     if call["start_new_session"]:
         os.setsid()
+    ignored = [number for number in INHERITED if signal.getsignal(number) is signal.SIG_IGN]
     reset_signals()
+    _ignore(ignored)
+    set_process_name("python")
     for name, descriptor in (("p2cread", 0), ("c2pwrite", 1), ("errwrite", 2)):
         if call[name] != -1:
             os.dup2(call[name], descriptor)
