@@ -1,4 +1,5 @@
-"""An agent as its own process, with virtual GPUs and a vault, in directories that go with the test."""
+"""An agent as its own process (tests/support/warm_launcher.py), with virtual GPUs and a vault, in directories that go
+with the test."""
 
 from __future__ import annotations
 
@@ -7,8 +8,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 from tests.support.processes import is_running
 from tests.support.waiting import until
+from tests.support.warm_launcher import WarmProgram
 
 DEADLINE_S = 60.0
 TOKEN = "agent:n1:mac"
@@ -33,11 +33,12 @@ class AgentProcess:
         self.token_file = base / "token"
         self.token_file.write_text(TOKEN)
         self.controller = controller
-        self.lives: list[subprocess.Popen[str]] = []
+        self.lives: list[WarmProgram] = []
+        self._log = base / "log"
         self.pids: set[int] = set()
 
     @property
-    def process(self) -> subprocess.Popen[str]:
+    def process(self) -> WarmProgram:
         return self.lives[-1]
 
     @property
@@ -49,13 +50,13 @@ class AgentProcess:
             return said
         return {}
 
-    def launch(self, *options: str) -> subprocess.Popen[str]:
+    def launch(self, *options: str) -> WarmProgram:
         """Starts another life without waiting for it."""
-        command = [sys.executable, "-m", "everstep_agent.main", "--node", self.node, "--controller", self.controller]
+        command = ["-m", "everstep_agent.main", "--node", self.node, "--controller", self.controller]
         command += ["--token-file", str(self.token_file), "--run-dir", str(self.run_dir)]
         command += ["--segment-dir", str(self.segments), "--kernel-log", str(self.kernel_log)]
         command += ["--virtual", "default:2", *options]
-        self.lives.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
+        self.lives.append(WarmProgram(command, Path.cwd(), os.environ, self._log, self._log))
         return self.process
 
     def start(self, *options: str) -> dict[str, Any]:
@@ -73,9 +74,8 @@ class AgentProcess:
         self.process.wait()
 
     def said(self) -> str:
-        """What an ended agent wrote to its log."""
-        assert self.process.stderr is not None
-        return self.process.stderr.read()
+        """What the agents wrote to their log."""
+        return self._log.read_text()
 
     def clean_up(self) -> None:
         for pid in self.pids:
@@ -85,8 +85,6 @@ class AgentProcess:
         for life in self.lives:
             life.kill()
             life.wait()
-            assert life.stderr is not None
-            life.stderr.close()
 
 
 @contextlib.contextmanager

@@ -36,6 +36,7 @@ from tests.support.controller_stub import ControllerStub
 from tests.support.processes import is_running
 from tests.support.vaults import VaultClient
 from tests.support.waiting import until
+from tests.support.warm_launcher import WarmProgram
 
 pytestmark = pytest.mark.slow
 
@@ -109,15 +110,12 @@ def join(peer: Peer) -> None:
     peer.say(offer)
 
 
-def rank_process(agent: AgentProcess, generation: int = 1) -> subprocess.Popen[str]:
+def rank_process(agent: AgentProcess, generation: int = 1) -> WarmProgram:
+    said = agent.run_dir.parent / "rank"
     arguments = [str(agent.run_dir / "agent.sock"), "j", "0", str(generation), "0"]
-    child = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.local_peer", *arguments], stdout=subprocess.PIPE, text=True
-    )
+    child = WarmProgram(["-m", "tests.support.local_peer", *arguments], Path.cwd(), os.environ, said, said)
     agent.lives.insert(0, child)
-    child.stderr = child.stdout  # closed with the others
-    assert child.stdout is not None
-    assert child.stdout.readline().strip() == "ready"
+    until(lambda: "ready" in said.read_text() if said.exists() else False, "the rank is ready")
     return child
 
 
