@@ -6,7 +6,7 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,16 +27,20 @@ def probe(*nodes: str, name: str = "probe-1", store: str = "127.0.0.1:0", **valu
     return RunProbe(probe=name, nodes=nodes, store=store, **settings)
 
 
-def play(count: int, scene: Callable[..., Awaitable[Any]]) -> Any:
-    async def act() -> Any:
-        probers = [Prober() for _ in range(count)]
-        try:
-            return await scene(*probers)
-        finally:
-            for prober in probers:
-                await prober.close()
+@pytest.fixture(scope="module")
+def runner() -> Iterator[asyncio.Runner]:
+    """One loop for all tests: what a prober waits for is bound to it."""
+    with asyncio.Runner() as runner:
+        yield runner
 
-    return asyncio.run(act())
+
+@pytest.fixture(scope="module")
+def probers(runner: asyncio.Runner) -> Iterator[tuple[Prober, Prober]]:
+    """Two nodes', each with a process that loads torch once, at its first probe."""
+    one, two = Prober(), Prober()
+    yield one, two
+    runner.run(one.close())
+    runner.run(two.close())
 
 
 def test_bus_bandwidth_is_the_rate_of_each_link() -> None:
@@ -53,7 +57,7 @@ def test_members_derive_one_port_per_probe() -> None:
     assert store_address(probe("n1", "n2", store="10.0.0.1:7800")) == ("10.0.0.1", 7800)
 
 
-def test_two_nodes_both_report_times_for_every_size() -> None:
+def test_two_nodes_both_report_times_for_every_size(runner: asyncio.Runner, probers: tuple[Prober, Prober]) -> None:
     async def scene(one: Prober, two: Prober) -> None:
         for name in ("probe-1", "probe-2"):
             asked = probe("n1", "n2", name=name)
@@ -67,10 +71,10 @@ def test_two_nodes_both_report_times_for_every_size() -> None:
                 warm = one.pid
         assert one.pid == warm
 
-    play(2, scene)
+    runner.run(scene(*probers))
 
 
-def test_probe_failure_is_an_answer_with_its_cause() -> None:
+def test_probe_failure_is_an_answer_with_its_cause(runner: asyncio.Runner, probers: tuple[Prober, Prober]) -> None:
     async def scene(prober: Prober) -> None:
         alone = await prober.run(probe("n1"), "n1")
         assert alone.ok, alone.detail
@@ -99,11 +103,15 @@ def test_probe_failure_is_an_answer_with_its_cause() -> None:
         assert absent.detail
         assert absent.started, "it could have exchanged with whoever was there"
 
-    play(1, scene)
+    runner.run(scene(probers[0]))
 
 
-def test_dead_probe_process_is_an_answer_and_is_replaced() -> None:
-    async def scene(prober: Prober) -> ProbeFinished:
+def test_dead_probe_process_is_an_answer_and_is_replaced(
+    runner: asyncio.Runner, probers: tuple[Prober, Prober]
+) -> None:
+    """Its successor has begun no probe before it is ready."""
+
+    async def scene(prober: Prober) -> None:
         assert (await prober.run(probe("n1"), "n1")).ok
         pid = prober.pid
         assert pid is not None
@@ -113,51 +121,45 @@ def test_dead_probe_process_is_an_answer_and_is_replaced() -> None:
                 await asyncio.sleep(0.01)
         os.kill(pid, signal.SIGKILL)
         answer = await waiting
-        assert (await prober.run(probe("n1"), "n1")).ok
-        assert prober.pid != pid
-        return answer
+        assert (answer.ok, answer.started) == (False, False)
+        assert "exit status -9" in answer.detail
 
-    answer = play(1, scene)
-    assert not answer.ok
-    assert "exit status -9" in answer.detail
-    assert not answer.started
+        cold = await prober.run(probe("n1", "n2", timeout_s=0.01), "n1")
+        assert (cold.ok, cold.started) == (False, False)
+        second = prober.pid
+        assert second not in (None, pid)
+        assert (await prober.run(probe("n1"), "n1")).ok
+        assert prober.pid == second, "it went on loading torch"
+        child = prober._child
+        assert child is not None
+
+        async def stop_when_it_waits() -> None:
+            while "other nodes" not in child.stage:
+                await asyncio.sleep(0.01)
+            os.kill(child.pid, signal.SIGSTOP)
+
+        stopped = asyncio.create_task(stop_when_it_waits())
+        late = await prober.run(probe("n1", "n2", timeout_s=5.0), "n1")
+        await stopped
+        assert late.detail == "no result within 5 s at: connecting to the other nodes"
+        assert (late.ok, late.started) == (False, True)
+
+    runner.run(scene(probers[1]))
 
 
 def test_a_node_without_torch_has_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
 
-    async def scene(prober: Prober) -> ProbeFinished:
-        return await prober.run(probe("n1", "n2"), "n1")
+    async def scene() -> ProbeFinished:
+        prober = Prober()
+        try:
+            return await prober.run(probe("n1", "n2"), "n1")
+        finally:
+            await prober.close()
 
-    answer = play(1, scene)
+    answer = asyncio.run(scene())
     assert answer.detail == "the probe process ended (exit status 1) at: loading torch"
     assert (answer.ok, answer.started) == (False, False)
-
-
-def test_probe_has_begun_only_once_its_process_is_ready() -> None:
-    async def scene(prober: Prober) -> tuple[ProbeFinished, ProbeFinished]:
-        cold = await prober.run(probe("n1", "n2", timeout_s=0.01), "n1")
-        first = prober.pid
-        assert (await prober.run(probe("n1"), "n1")).ok
-        assert prober.pid == first is not None, "it went on loading torch"
-        child = prober._child
-        assert child is not None
-
-        async def stop_when_it_waits() -> int:
-            while "other nodes" not in child.stage:
-                await asyncio.sleep(0.01)
-            os.kill(child.pid, signal.SIGSTOP)
-            return child.pid
-
-        stopped = asyncio.create_task(stop_when_it_waits())
-        late = await prober.run(probe("n1", "n2", timeout_s=5.0), "n1")
-        await stopped
-        return cold, late
-
-    cold, late = play(1, scene)
-    assert (cold.ok, cold.started) == (False, False)
-    assert late.detail == "no result within 5 s at: connecting to the other nodes"
-    assert (late.ok, late.started) == (False, True)
 
 
 def test_probe_process_failing_to_load_torch_is_ended() -> None:
@@ -172,22 +174,23 @@ def test_probe_process_failing_to_load_torch_is_ended() -> None:
     asyncio.run(act())
 
 
-def test_idle_probe_process_is_released() -> None:
-    async def act() -> None:
-        prober = Prober(idle_timeout_s=0.01)
-        try:
-            assert (await prober.run(probe("n1"), "n1")).ok
-            async with asyncio.timeout(60):
-                while prober.pid is not None:
-                    await asyncio.sleep(0.01)
-        finally:
-            await prober.close()
+def test_idle_probe_process_is_released(
+    runner: asyncio.Runner, probers: tuple[Prober, Prober], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prober = probers[0]
+    monkeypatch.setattr(prober, "_idle_s", 0.01)
 
-    asyncio.run(act())
+    async def act() -> None:
+        assert (await prober.run(probe("n1"), "n1")).ok
+        async with asyncio.timeout(60):
+            while prober.pid is not None:
+                await asyncio.sleep(0.01)
+
+    runner.run(act())
 
 
 @pytest.mark.gpu
-def test_every_gpu_of_a_node_computes_the_same() -> None:
+def test_every_gpu_of_a_node_computes_the_same(runner: asyncio.Runner, probers: tuple[Prober, Prober]) -> None:
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device here")
@@ -197,4 +200,4 @@ def test_every_gpu_of_a_node_computes_the_same() -> None:
         assert answer.ok, answer.detail
         assert len(answer.rows) == torch.cuda.device_count()
 
-    play(1, scene)
+    runner.run(scene(probers[0]))

@@ -16,8 +16,6 @@ from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
 
-BIG = 40 * CHUNK_BYTES
-
 
 def statistics(client: VaultClient) -> local.StatisticsAnswer:
     answer = client.ask(local.Statistics)
@@ -35,10 +33,10 @@ def opened(slot: local.SlotInfo) -> tuple[SegmentView, int]:
     return map_segment(Path(slot.path)), slot.slot
 
 
-def big_rank(fleet: Vaults, node: int = 0, payload: bytes = b"") -> RankMemory:
+def big_rank(fleet: Vaults, chunks: int) -> RankMemory:
     """A rank with a slot that takes a while to send."""
-    rank = RankMemory(fleet.all[node].client(), rank=0, slot_bytes=slot_bytes_for(64, BIG))
-    rank.fill(0, Version(1, 1), payload or bytes(BIG))
+    rank = RankMemory(fleet.all[0].client(), rank=0, slot_bytes=slot_bytes_for(64, chunks * CHUNK_BYTES))
+    rank.fill(0, Version(1, 1), noise(CHUNK_BYTES) * chunks)
     return rank
 
 
@@ -245,15 +243,15 @@ def test_larger_slot_grows_the_copy_segment_and_keeps_copies(fleet: Vaults) -> N
 def test_corrupt_sender_bytes_are_found_by_receiver_and_owner(fleet: Vaults) -> None:
     fleet.start("n1"), fleet.start("n2")
     clients = fleet.configure()
-    rank = big_rank(fleet)
-    rank.view.payload(0)[17 * CHUNK_BYTES + 3] ^= 1
+    rank = big_rank(fleet, chunks=3)
+    rank.view.payload(0)[CHUNK_BYTES + 3] ^= 1
     answer = rank.sealed(0, Version(1, 1), ["n2"])
     assert answer.nodes == ()
-    assert answer.failed["n2"].startswith("digest_mismatch: n2: chunk 17")
+    assert answer.failed["n2"].startswith("digest_mismatch: n2: chunk 1")
     at_receiver = clients["n2"].finding().finding
     assert at_receiver.job == JOB
     assert (at_receiver.finding.kind, at_receiver.finding.subject) == (FindingKind.TRANSFER_CORRUPT, "n1")
-    assert "chunk 17" in at_receiver.finding.message
+    assert "chunk 1" in at_receiver.finding.message
     at_sender = clients["n1"].finding().finding.finding
     assert (at_sender.kind, at_sender.subject) == (FindingKind.SLOT_CORRUPT, "job/rank0/1:1")
     assert at_sender.severity is Severity.WARNING
@@ -265,7 +263,7 @@ def test_corrupt_sender_bytes_are_found_by_receiver_and_owner(fleet: Vaults) -> 
 def test_slot_refilled_while_being_sent_causes_no_finding(fleet: Vaults) -> None:
     fleet.start("n1"), fleet.start("n2")
     clients = fleet.configure()
-    rank = big_rank(fleet, payload=noise(CHUNK_BYTES) * 40)
+    rank = big_rank(fleet, chunks=4)
     fleet.all[1].stop()
     request = rank.post_sealed(0, Version(1, 1), ["n2"])
     statistics(clients["n1"])  # the request before it on the loop has been taken up
@@ -281,7 +279,7 @@ def test_slot_refilled_while_being_sent_causes_no_finding(fleet: Vaults) -> None
 def test_sender_killed_in_a_transfer_leaves_no_partial_copy(fleet: Vaults) -> None:
     fleet.start("n1"), fleet.start("n2"), fleet.start("n3")
     clients = fleet.configure()
-    big_rank(fleet).post_sealed(0, Version(1, 1), ["n2"])
+    big_rank(fleet, chunks=16).post_sealed(0, Version(1, 1), ["n2"])
     copies = fleet.all[1].segment_dir / JOB / "replica-0"
     until(lambda: copies.exists() and map_segment(copies).header(0), "the transfer is under way")
     fleet.all[0].kill()
@@ -299,7 +297,7 @@ def test_sender_killed_in_a_transfer_leaves_no_partial_copy(fleet: Vaults) -> No
 def test_receiver_killed_in_a_fill_discards_the_partial_copy(fleet: Vaults) -> None:
     fleet.start("n1"), fleet.start("n2")
     fleet.configure()
-    rank = big_rank(fleet)
+    rank = big_rank(fleet, chunks=16)
     request = rank.post_sealed(0, Version(1, 1), ["n2"])
     copies = fleet.all[1].segment_dir / JOB / "replica-0"
     until(lambda: copies.exists() and map_segment(copies).header(0), "the transfer is under way")
