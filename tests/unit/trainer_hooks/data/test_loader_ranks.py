@@ -40,7 +40,15 @@ def samples_of_steps(kind: str) -> list[list[int]]:
 
 
 @pytest.mark.promise("loader-deterministic")
-@pytest.mark.parametrize("kind", loaded_training.KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "map-style",
+        "stream",
+        pytest.param("stream that jumps", marks=pytest.mark.nightly),
+        pytest.param("packed", marks=pytest.mark.nightly),
+    ],
+)
 def test_kills_and_resizes_skip_and_repeat_no_sample(forks, tmp_path, kind):
     faults = (Fault(2, 9, "forward"), Fault(0, 17, "reduced"))
     train = partial(
