@@ -1,4 +1,4 @@
-"""Ranks that train, snapshot and restore: one stage is one generation, in processes of its own."""
+"""Ranks that train, snapshot and restore, in one generation after another."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -89,7 +89,7 @@ def hsdp(model: nn.Module) -> nn.Module:
 
 
 LAYOUTS: dict[str, Callable[[nn.Module], nn.Module]] = {"ddp": ddp, "fsdp2": fsdp2, "hsdp": hsdp}
-MODELS: dict[str, type[nn.Module]] = {"uneven": Uneven, "counting": Counting, "wide": Wide, "reading": Wide}
+MODELS: dict[str, type[nn.Module]] = {"uneven": Uneven, "counting": Counting, "wide": Wide, "reading": Uneven}
 
 
 class Cursor:
@@ -155,64 +155,43 @@ class Training:
         return digest.hexdigest()
 
 
-def stage(
-    spec: GenerationSpec,
-    rank: int,
-    vault_socket: str,
-    model: str,
-    layout: str,
-    until: int,
-    save: bool = True,
-    dies: str = "",
-) -> dict[str, Any]:
-    """Restores, trains to step ``until`` with a snapshot of every step, and says what came of it.
+@dataclass(frozen=True)
+class Part:
+    """A process's part in a generation: it trains as ``rank`` to step ``until``, and saves every step or none.
 
     ``dies``: by SIGKILL, the moment the last step is "finished", or while it is "copying" that. The others close as
     soon as they have finished it, which is "survives".
     """
-    host, port = spec.store.split(":")
-    base = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=30), wait_for_workers=False)
-    store = dist.PrefixStore(f"g{spec.number}", base)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=spec.world_size)
-    vault = VaultClient(vault_socket)
-    try:
-        return _train(spec, rank, vault, store, Training(model, layout), until, save, dies)
-    finally:
-        vault.close()
-        dist.destroy_process_group()
+
+    spec: GenerationSpec
+    rank: int
+    until: int
+    save: bool
+    dies: str
 
 
-def stages(
-    parts: Sequence[tuple[GenerationSpec, int, int]], vault_socket: str, model: str, layout: str
-) -> list[dict[str, Any]]:
-    """Generation after generation in one process: of each its spec, the rank to play in it, and its last step."""
+def play(parts: Sequence[Part], vault_socket: str, model: str, layout: str) -> list[dict[str, Any]]:
+    """Restore and train in one generation after another, all in this process; what came of each."""
     rendezvous = Rendezvous(make_backend("gloo"), HookSettings())
     vault = VaultClient(vault_socket)
     said = []
     try:
-        for spec, rank, until in parts:
-            rendezvous.join(spec, spec.roster[rank], lambda: False)
+        for part in parts:
+            rendezvous.join(part.spec, part.spec.roster[part.rank], lambda: False)
             assert rendezvous.group is not None
-            store = rendezvous.group.store
-            said.append(_train(spec, rank, vault, store, Training(model, layout), until, save=True, dies=False))
-            rendezvous.leave(must_abort=False)
+            said.append(_train(part, vault, rendezvous.group.store, Training(model, layout)))
+            if not part.dies:
+                dist.barrier()  # who has no part in the next generation has sealed its share by now
+            rendezvous.leave(must_abort=bool(part.dies))
         return said
     finally:
         vault.close()
         rendezvous.close()
 
 
-def _train(
-    spec: GenerationSpec,
-    rank: int,
-    vault: VaultClient,
-    store: dist.Store,
-    training: Training,
-    until: int,
-    save: bool,
-    dies: str,
-) -> dict[str, Any]:
-    member = spec.roster[rank]
+def _train(part: Part, vault: VaultClient, store: dist.Store, training: Training) -> dict[str, Any]:
+    spec, until, save, dies = part.spec, part.until, part.save, part.dies
+    member = spec.roster[part.rank]
     findings: list[FindingRaised] = []
     state = TrackedState(training.tracked)
     result = Restoration(vault, spec, member, store, on_finding=findings.append).fill(state)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch.distributed as dist
@@ -14,13 +14,39 @@ from everstep.vocabulary import FindingKind
 from everstep.wire.v1.training import GenerationSpec, JobSpec, RestoreRule
 from tests.support.forked import ChildFailed, ForkedChild, ForkPool
 from tests.support.generations import JOB, generation
-from tests.support.saving import stage, stages
+from tests.support.saving import Part, play
 from tests.support.vaults import Vaults, map_segment, vaults
 
 NODES = ("n1", "n2", "n3", "n4")
 ONE_NODE = ("n1",) * 4
 
 pytestmark = pytest.mark.slow
+
+
+Seat = tuple[str, int]
+"""A node, and a number among its processes."""
+
+
+class Generation(NamedTuple):
+    """One generation of ranks on ``nodes``. The rank ``dying`` dies as ``how`` says; the others then leave at once."""
+
+    number: int
+    until: int
+    nodes: Sequence[str] = NODES
+    rule: RestoreRule = RestoreRule()
+    save: bool = True
+    dying: int = -1
+    how: str = ""
+
+    @property
+    def seats(self) -> list[Seat]:
+        """By rank."""
+        return [(node, self.nodes[:rank].count(node)) for rank, node in enumerate(self.nodes)]
+
+
+def undisturbed(number: int, until: int, nodes: Sequence[str] = NODES) -> Generation:
+    """A generation that begins anew and leaves nothing behind."""
+    return Generation(number, until, nodes, RestoreRule(from_scratch=True), save=False)
 
 
 class Fleet:
@@ -32,14 +58,12 @@ class Fleet:
         self.by_node = {node: fleet.start(node) for node in NODES}
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
-    def spec(
-        self, number: int, nodes: Sequence[str], rule: RestoreRule | None = None, replicas: int = 2
-    ) -> GenerationSpec:
+    def spec(self, number: int, nodes: Sequence[str], rule: RestoreRule, replicas: int) -> GenerationSpec:
         plain = generation(
             number,
             ranks=[(node, nodes[:rank].count(node)) for rank, node in enumerate(nodes)],
             store=f"127.0.0.1:{self.store.port}",
-            restore=rule or RestoreRule(),
+            restore=rule,
             spec=JobSpec(job=JOB, max_nodes=4, replicas=replicas, nproc_per_node=len(nodes) // len(set(nodes))),
         )
         ring = {node: tuple(nodes[(i + k) % len(nodes)] for k in range(1, replicas)) for i, node in enumerate(nodes)}
@@ -50,50 +74,30 @@ class Fleet:
             replica_nodes=ring,
         )
 
-    def run(self, number: int, until: int, **options: Any) -> list[dict[str, Any]]:
-        """One generation, as ``start`` has it; what each rank says."""
-        return [rank.result() for rank in self.start(number, until, **options)]
+    def run(
+        self, *generations: Generation, model: str = "uneven", layout: str = "ddp", replicas: int = 2
+    ) -> list[list[dict[str, Any]]]:
+        """Generation after generation in the same processes; what each rank of each says."""
+        started = self.start(*generations, model=model, layout=layout, replicas=replicas)
+        said = {seat: iter(process.result()) for seat, process in started.items()}
+        return [[next(said[seat]) for seat in generation.seats] for generation in generations]
 
     def start(
-        self,
-        number: int,
-        until: int,
-        *,
-        nodes: Sequence[str] = NODES,
-        model: str = "uneven",
-        layout: str = "ddp",
-        rule: RestoreRule | None = None,
-        save: bool = True,
-        replicas: int = 2,
-        dying: int = -1,
-        how: str = "",
-    ) -> list[ForkedChild]:
-        """One generation on ``nodes``. The rank ``dying`` dies as ``how`` says; the others then leave at once."""
-        spec = self.spec(number, nodes, rule, replicas)
-        alive = [self.by_node[node] for node in self.by_node if self.by_node[node].process.poll() is None]
-        self.vaults.configure(*alive, generation=number)
-        other = "survives" if how else ""
-        sockets = [str(self.by_node[node].run_dir / "vault.sock") for node in nodes]
-        return [
-            self.forks.start(stage, spec, rank, socket, model, layout, until, save, how if rank == dying else other)
-            for rank, socket in enumerate(sockets)
-        ]
-
-    def run_on(self, rosters: Sequence[tuple[Sequence[str], int]], layout: str) -> list[list[dict[str, Any]]]:
-        """A generation of each roster until its step, all in the same processes; what each process says of each."""
-        specs = [self.spec(number, nodes) for number, (nodes, _) in enumerate(rosters, 2)]
-        self.vaults.configure(generation=specs[0].number)
-        processes = [
-            self.forks.start(
-                stages,
-                [(spec, nodes.index(node), until) for spec, (nodes, until) in zip(specs, rosters, strict=True)],
-                str(vault.run_dir / "vault.sock"),
-                "uneven",
-                layout,
-            )
-            for node, vault in self.by_node.items()
-        ]
-        return [process.result() for process in processes]
+        self, *generations: Generation, model: str = "uneven", layout: str = "ddp", replicas: int = 2
+    ) -> dict[Seat, ForkedChild]:
+        """The processes of all seats."""
+        alive = [vault for vault in self.by_node.values() if vault.process.poll() is None]
+        self.vaults.configure(*alive, generation=generations[0].number)
+        parts: dict[Seat, list[Part]] = {}
+        for made in generations:
+            spec = self.spec(made.number, made.nodes, made.rule, replicas)
+            for rank, seat in enumerate(made.seats):
+                dies = made.how if rank == made.dying else "survives" if made.how else ""
+                parts.setdefault(seat, []).append(Part(spec, rank, made.until, made.save, dies))
+        return {
+            seat: self.forks.start(play, mine, str(self.by_node[seat[0]].run_dir / "vault.sock"), model, layout)
+            for seat, mine in parts.items()
+        }
 
 
 @pytest.fixture
@@ -107,10 +111,8 @@ def fleet(forks: ForkPool) -> Iterator[Fleet]:
     ("layout", "model"), [pytest.param("ddp", "counting", marks=pytest.mark.nightly), ("fsdp2", "uneven")]
 )
 def test_restored_run_is_bit_identical_on_as_many_ranks(fleet: Fleet, layout: str, model: str) -> None:
-    uninterrupted = fleet.run(1, 8, layout=layout, model=model, rule=RestoreRule(from_scratch=True), save=False)
-    first = fleet.run(2, 5, layout=layout, model=model)
-    second = fleet.run(3, 8, layout=layout, model=model)
-    for whole, before, after in zip(uninterrupted, first, second, strict=True):
+    generations = undisturbed(1, 8), Generation(2, 5), Generation(3, 8)
+    for whole, before, after in zip(*fleet.run(*generations, layout=layout, model=model), strict=True):
         assert after["restored"].version == Version(2, 5)
         if (layout, model) != ("ddp", "counting"):  # there rank 0's running statistics are the truth
             assert after["restored_as"] == before["fingerprint"]
@@ -121,9 +123,7 @@ def test_restored_run_is_bit_identical_on_as_many_ranks(fleet: Fleet, layout: st
 @pytest.mark.promise("same-state-other-world-size")
 @pytest.mark.parametrize("layout", [pytest.param("ddp", marks=pytest.mark.nightly), "fsdp2"])
 def test_state_survives_four_ranks_becoming_three_and_four(fleet: Fleet, layout: str) -> None:
-    four = fleet.run(1, 3, layout=layout)
-    three = fleet.run(2, 5, layout=layout, nodes=NODES[:3])
-    again = fleet.run(3, 6, layout=layout)
+    four, three, again = fleet.run(Generation(1, 3), Generation(2, 5, NODES[:3]), Generation(3, 6), layout=layout)
     digests = [[dict(version.digests) for version in rank["sealed"]] for rank in four]
     if layout == "ddp":
         assert all(of_rank == digests[0] for of_rank in digests), "replicas agree"
@@ -142,9 +142,10 @@ def test_state_survives_four_ranks_becoming_three_and_four(fleet: Fleet, layout:
 @pytest.mark.promise("rank-reassignment")
 @pytest.mark.parametrize("layout", [pytest.param("ddp", marks=pytest.mark.nightly), "hsdp"])
 def test_process_with_another_rank_continues_bit_identically(fleet: Fleet, layout: str) -> None:
-    uninterrupted = fleet.run(1, 8, layout=layout, rule=RestoreRule(from_scratch=True), save=False)[0]
     turned = (*NODES[1:], NODES[0])
-    for first, second, third in fleet.run_on([(NODES, 3), (turned, 6), (NODES, 8)], layout):
+    generations = undisturbed(1, 8), Generation(2, 3), Generation(3, 6, turned), Generation(4, 8)
+    (uninterrupted, *_), firsts, seconds, thirds = fleet.run(*generations, layout=layout)
+    for first, second, third in zip(firsts, (seconds[-1], *seconds[:-1]), thirds, strict=True):
         assert second["restored_as"] == first["fingerprint"]
         assert third["restored_as"] == second["fingerprint"]
         assert first["losses"] + second["losses"] + third["losses"] == uninterrupted["losses"]
@@ -153,10 +154,10 @@ def test_process_with_another_rank_continues_bit_identically(fleet: Fleet, layou
 
 @pytest.mark.promise("node-loss")
 def test_state_survives_a_node_lost_with_its_memory(fleet: Fleet) -> None:
-    four = fleet.run(1, 3, layout="fsdp2")
+    (four,) = fleet.run(Generation(1, 3), layout="fsdp2")
     assert all(r["sealed"][-1].durable for r in four)
     fleet.by_node["n2"].kill()
-    three = fleet.run(2, 4, layout="fsdp2", nodes=("n1", "n3", "n4"))
+    (three,) = fleet.run(Generation(2, 4, ("n1", "n3", "n4")), layout="fsdp2")
     assert {r["restored_as"] for r in three} == {r["fingerprint"] for r in four}
 
 
@@ -172,11 +173,10 @@ def test_state_survives_a_node_lost_with_its_memory(fleet: Fleet) -> None:
 def test_finished_step_survives_the_death_of_a_process(
     fleet: Fleet, layout: str, how: str, nodes: Sequence[str]
 ) -> None:
-    ranks = fleet.start(1, 4, layout=layout, model="wide", nodes=nodes, dying=2, how=how)
-    assert [rank.wait().signal for rank in ranks] == [None, None, signal.SIGKILL, None]
-    after = fleet.run(2, 5, layout=layout, model="wide", nodes=nodes)
+    ranks = fleet.start(Generation(1, 4, nodes, dying=2, how=how), layout=layout, model="wide")
+    assert [rank.wait().signal for rank in ranks.values()] == [None, None, signal.SIGKILL, None]
+    after, whole = fleet.run(Generation(2, 5, nodes), undisturbed(3, 5, nodes), layout=layout, model="wide")
     assert [r["restored"].version for r in after] == [Version(1, 4)] * 4
-    whole = fleet.run(3, 5, layout=layout, model="wide", nodes=nodes, rule=RestoreRule(from_scratch=True), save=False)
     assert [r["fingerprint"] for r in after] == [r["fingerprint"] for r in whole]
 
 
@@ -191,28 +191,28 @@ def test_finished_step_survives_the_death_of_a_process(
 def test_version_lacking_per_rank_state_is_not_restored(
     fleet: Fleet, how: str, newest: int, nodes: Sequence[str]
 ) -> None:
-    fleet.run(1, 3, model="reading", nodes=nodes)
-    for rank in fleet.start(2, 4, model="reading", nodes=nodes, dying=2, how=how):
+    generations = Generation(1, 3, nodes), Generation(2, 4, nodes, dying=2, how=how)
+    for rank in fleet.start(*generations, model="reading").values():
         rank.wait()
-    after = fleet.run(3, 5, model="reading", nodes=nodes)
+    (after,) = fleet.run(Generation(3, 5, nodes), model="reading")
     assert {r["restored"].step for r in after} == {newest}
     assert [r["read"] for r in after] == [5 * (rank + 1) for rank in range(4)]
 
 
 @pytest.mark.promise("per-rank-state")
 def test_per_rank_state_survives_its_node(fleet: Fleet) -> None:
-    fleet.run(1, 3, model="reading")
+    fleet.run(Generation(1, 3), model="reading")
     fleet.by_node["n2"].kill()
-    after = fleet.run(2, 3, model="reading", nodes=("n1", "n1", "n3", "n3"))
+    (after,) = fleet.run(Generation(2, 3, ("n1", "n1", "n3", "n3")), model="reading")
     assert [r["read"] for r in after] == [3 * (rank + 1) for rank in range(4)]
 
 
 def test_damaged_slot_costs_no_version_with_another_holder(fleet: Fleet) -> None:
-    four = fleet.run(1, 3, layout="ddp")
+    (four,) = fleet.run(Generation(1, 3))
     view = map_segment(fleet.vaults.segments / "n2" / JOB / "own-0")
     slot = next(slot for slot, header in view.sealed_slots() if header.version == Version(1, 3))
     view.payload(slot)[-100] ^= 1
-    again = fleet.run(2, 3, layout="ddp")
+    (again,) = fleet.run(Generation(2, 3))
     assert {r["restored"].version for r in again} == {Version(1, 3)}
     assert {r["restored_as"] for r in again} == {r["fingerprint"] for r in four}
     assert [f.finding.kind for r in again for f in r["findings"]] == [FindingKind.SLOT_CORRUPT]
@@ -220,36 +220,35 @@ def test_damaged_slot_costs_no_version_with_another_holder(fleet: Fleet) -> None
 
 def test_damaged_slot_is_used_by_no_rank_of_the_node(fleet: Fleet) -> None:
     nodes = ("n1",) * 3
-    first = fleet.run(1, 3, nodes=nodes)
+    (first,) = fleet.run(Generation(1, 3, nodes))
     view = map_segment(fleet.vaults.segments / "n1" / JOB / "own-1")
     slot = next(slot for slot, header in view.sealed_slots() if header.version == Version(1, 3))
     view.payload(slot)[0] ^= 1
-    second = fleet.run(2, 3, nodes=nodes)
+    (second,) = fleet.run(Generation(2, 3, nodes))
     assert {r["restored"].version for r in second} == {Version(1, 2)}
     assert {r["fingerprint"] for r in second} == {r["fingerprint"] for r in first}
     assert [[f.finding.kind for f in r["findings"]] for r in second] == [[], [FindingKind.SLOT_CORRUPT], []]
 
 
 def test_node_outside_the_roster_supplies_its_unique_slot(fleet: Fleet) -> None:
-    four = fleet.run(1, 3, layout="fsdp2", replicas=1)
-    three = fleet.run(2, 3, layout="fsdp2", nodes=NODES[:3], replicas=1)
+    four, three = fleet.run(Generation(1, 3), Generation(2, 3, NODES[:3]), layout="fsdp2", replicas=1)
     assert {r["restored"].version for r in three} == {Version(1, 3)}
     assert {r["restored_as"] for r in three} == {r["fingerprint"] for r in four}
 
 
 def test_missing_shard_is_reported_to_every_rank(fleet: Fleet) -> None:
-    fleet.run(1, 3, layout="fsdp2", replicas=1)
+    fleet.run(Generation(1, 3), layout="fsdp2", replicas=1)
     fleet.by_node["n4"].kill()
     with pytest.raises(ChildFailed, match=r"NotRestorable: version 1:3 was committed.*slots of ranks \[0, 1, 2\] of 4"):
-        fleet.run(2, 3, layout="fsdp2", nodes=NODES[:3], replicas=1, rule=RestoreRule(floor=Version(1, 3)))
+        fleet.run(Generation(2, 3, NODES[:3], RestoreRule(floor=Version(1, 3))), layout="fsdp2", replicas=1)
 
 
 def test_hybrid_shards_vote_in_pairs_and_survive_a_lost_node(fleet: Fleet) -> None:
-    four = fleet.run(1, 3, layout="hsdp")
+    (four,) = fleet.run(Generation(1, 3), layout="hsdp")
     digests = [r["sealed"][-1].digests for r in four]
     assert [set(d) for d in digests] == [{"replicated-0"}, {"replicated-1"}] * 2
     assert digests[:2] == digests[2:]
     assert all(r["sealed"][-1].full_copies == () and r["sealed"][-1].durable for r in four)
     fleet.by_node["n2"].kill()
-    three = fleet.run(2, 4, layout="ddp", nodes=("n1", "n3", "n4"))
+    (three,) = fleet.run(Generation(2, 4, ("n1", "n3", "n4")))
     assert {r["restored_as"] for r in three} == {r["fingerprint"] for r in four}
