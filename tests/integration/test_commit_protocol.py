@@ -21,9 +21,10 @@ from typing import Any
 import pytest
 
 from examples.demo.world import Node, World, wait_for
+from tests.support import shared_training
 from tests.support.dying import FOLDER, POINTS, Point, file_name, is_installed
 from tests.support.exact_training import read_diaries
-from tests.support.forked import fork_pool
+from tests.support.forked import ForkPool, fork_pool, torchrun
 from tests.support.processes import comm
 from tests.support.torture import Progress
 from tests.support.warm_launcher import WarmWorld
@@ -156,15 +157,14 @@ def test_fork_server_started_here_passes_no_points(
         assert pool.start(is_installed, environment={FOLDER: None}).result() is False
 
 
-def run_through(rounds: Sequence[Round], monkeypatch: pytest.MonkeyPatch, at_least: int = 0) -> list[dict[str, Any]]:
-    """What the ranks wrote down of a run of ``at_least`` so many steps."""
+def run_through(rounds: Sequence[Round], monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What the ranks wrote down of a run."""
     with tempfile.TemporaryDirectory(prefix="everstep-") as name, WarmWorld(Path(name) / "out", NODES) as world:
         monkeypatch.setenv(FOLDER, name)
         world.settings = "[policy]\nrank_flap_count = 1000\n"  # ranks of one node die every second here
         run = Run(Path(name), world)
         for victims in rounds:
             run.strike(victims)
-        run.reach(at_least, "steps")
         return run.finish()
 
 
@@ -182,15 +182,15 @@ MANY = draw(SEED, 1, "all") + draw(SEED, 2, PAIRS)
     ids=["few", "many"],
 )
 def test_restore_yields_one_whole_version_after_any_death(
-    undisturbed: None, monkeypatch: pytest.MonkeyPatch, rounds: list[Round]
+    undisturbed: None, monkeypatch: pytest.MonkeyPatch, forks: ForkPool, tmp_path: Path, rounds: list[Round]
 ) -> None:
     rows = run_through(rounds, monkeypatch)
     steps = {row["step"] for row in rows}
     assert steps == set(range(1, max(steps) + 1))
     assert len({row["generation"] for row in rows}) > len(rounds)
-    calm = {
-        (row["rank"], row["step"]): (row["state"], row["samples"]) for row in run_through([], monkeypatch, max(steps))
-    }
+    (tmp_path / "last").write_text(str(max(steps)))
+    torchrun(forks, len(NODES), shared_training.main, [str(tmp_path)])  # without Everstep
+    calm = {(row["rank"], row["step"]): (row["state"], row["samples"]) for row in read_diaries(tmp_path)}
     torn = [
         (row["generation"], row["step"], row["rank"])
         for row in rows

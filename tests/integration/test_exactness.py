@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
+from tests.support import exact_training
 from tests.support.exact_training import BATCH, OVERFLOW_EVERY, POINTS, SAMPLES, Fault, read_diaries
+from tests.support.forked import ForkPool, torchrun
 from tests.support.launched import launched
 
 pytestmark = pytest.mark.slow
 
-STEPS, WORLD, KILLS = 120, 3, 3
+STEPS, WORLD, KILLS = 60, 3, 3
 Row = dict[str, Any]
 
 
@@ -49,9 +51,11 @@ def run_under_launcher(*faults: Fault) -> list[Row]:
 
 
 @pytest.fixture(scope="module")
-def calm() -> list[Row]:
-    """A run that nothing happens to."""
-    return run_under_launcher()
+def calm(session_forks: ForkPool, tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
+    """A run that nothing happens to, without Everstep."""
+    folder = tmp_path_factory.mktemp("calm")
+    torchrun(session_forks, WORLD, exact_training.main, exact_training.train, [str(folder), str(STEPS)])
+    return read_diaries(folder)
 
 
 def told(row: Row) -> Row:

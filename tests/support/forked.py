@@ -268,6 +268,20 @@ def leave(code: object) -> NoReturn:
     os._exit(code if isinstance(code, int) else int(code is not None))
 
 
+def torchrun(forks: ForkPool, world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Call the function in as many processes, each with what torchrun sets for its rank; what they return."""
+    from torch.distributed import TCPStore  # most tests that fork need no torch
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(world)}
+    common |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [
+        forks.start(function, *arguments, environment={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(world)
+    ]
+    return [rank.result() for rank in ranks]
+
+
 @functools.cache
 def torch_forks() -> ForkPool:
     """The session's one fork server with torch and every program imported; it ends with this process."""

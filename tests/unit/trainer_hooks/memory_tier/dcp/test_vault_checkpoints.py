@@ -18,7 +18,7 @@ from tests.support.layouts import Layout
 from tests.support.vaults import VaultProcess, Vaults, map_segment, vaults
 
 DEADLINE_S = 60.0
-FSDP = Layout(shard=4)
+FSDP, TP, HYBRID = Layout(shard=4), Layout(tp=4), Layout(replicate=2, shard=2)
 
 
 class Fleet:
@@ -30,13 +30,16 @@ class Fleet:
         self.nodes = {node: running.start(node) for node in ("n1", "n2", "n3", "n4")}
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
-    def run(self, number: int, nodes: Sequence[str], *orders: Order) -> list[Any]:
-        """One generation; what was gathered after each order."""
-        spec = self.spec(number, nodes)
+    def run(self, first: int, nodes: Sequence[str], *generations: Sequence[Order]) -> list[Any]:
+        """Generations from number ``first`` on, each on as many of the nodes as its layouts have ranks, all in the same
+        processes; what was gathered after each order."""
         alive = [vault for vault in self.nodes.values() if vault.process.poll() is None]
-        self.vaults.configure(*alive, generation=number)
+        self.vaults.configure(*alive, generation=first)
+        parts = [
+            (self.spec(number, nodes[: orders[0][2].world]), orders) for number, orders in enumerate(generations, first)
+        ]
         processes = [
-            self.forks.start(play, [(spec, orders)], rank, str(self.nodes[node].run_dir / "vault.sock"))
+            self.forks.start(play, parts, rank, str(self.nodes[node].run_dir / "vault.sock"))
             for rank, node in enumerate(nodes)
         ]
         results: list[list[Any]] = [process.result(DEADLINE_S) for process in processes]
@@ -76,55 +79,51 @@ def equal(one: Any, other: Any) -> bool:
 @pytest.mark.promise("memory-tier")
 @pytest.mark.slow
 def test_checkpoint_loads_into_other_layouts_and_fewer_ranks(fleet: Fleet) -> None:
-    tp, hybrid = Layout(tp=4), Layout(replicate=2, shard=2)
-    orders: list[Order] = [("save", 3, FSDP), ("load", None, FSDP), ("load", 3, tp), ("load", None, hybrid)]
-    saved, *loaded = fleet.run(1, FOUR, *orders)
+    first: list[Order] = [("save", 3, FSDP), *(("load", None, layout) for layout in (FSDP, HYBRID)), ("load", 3, TP)]
+    fewer: list[Order] = [("load", None, Layout(shard=3)), ("save", 4, Layout(replicate=3))]
+    saved, *loaded, again, newer, newest, older = fleet.run(
+        1, FOUR, first, fewer, [("load", None, FSDP), ("load", 3, FSDP)]
+    )
     assert saved[1] == NOTES
-    assert all(equal(one, saved) for one in loaded)
-    fewer = fleet.run(2, FOUR[:3], ("load", None, Layout(shard=3)), ("save", 4, Layout(replicate=3)))
-    assert equal(fewer[0], saved)
-    more = fleet.run(3, FOUR, ("load", None, FSDP), ("load", 3, FSDP))
-    assert equal(more[0], fewer[1])
-    assert equal(more[1], saved)
+    assert all(equal(one, saved) for one in (*loaded, again, older))
+    assert equal(newest, newer)
 
 
 @pytest.mark.promise("memory-tier")
 @pytest.mark.slow
 def test_checkpoint_survives_a_lost_node_and_a_corrupt_slot(fleet: Fleet) -> None:
-    (saved,) = fleet.run(1, FOUR, ("save", 2, FSDP))
+    (saved,) = fleet.run(1, FOUR, [("save", 2, FSDP)])
     view = map_segment(fleet.vaults.segments / "n1" / JOB / "own-32")
     ((slot, header),) = view.sealed_slots()
     assert header.version == Version(1, 2)
     view.payload(slot)[0] ^= 1
     fleet.nodes["n3"].kill()
-    (loaded,) = fleet.run(2, ("n1", "n2", "n4"), ("load", None, Layout(shard=3)))
+    (loaded,) = fleet.run(2, ("n1", "n2", "n4"), [("load", None, Layout(shard=3))])
     assert equal(loaded, saved)
 
 
 @pytest.mark.slow
 def test_two_checkpoints_are_kept_and_older_ones_are_missing(fleet: Fleet) -> None:
     saves: list[Order] = [("save", step, Layout(replicate=2)) for step in (1, 2, 3, 4)]
-    fleet.run(1, FOUR[:2], *saves, ("load", 3, Layout(tp=2)))
     with pytest.raises(ChildFailed, match="hold no such complete checkpoint"):
-        fleet.run(2, FOUR[:2], ("load", 1, Layout(tp=2)))
+        fleet.run(1, FOUR[:2], [*saves, ("load", 3, Layout(tp=2))], [("load", 1, Layout(tp=2))])
 
 
 @pytest.mark.promise("memory-tier-newest")
 @pytest.mark.slow
 def test_newest_whole_checkpoint_survives_torn_ones(fleet: Fleet) -> None:
     split, torn = Layout(shard=2), [("torn", step, Layout(shard=2)) for step in (2, 3, 4)]
-    saved, *_, loaded = fleet.run(1, FOUR[:2], ("save", 1, split), *torn, ("load", None, split))
-    assert equal(loaded, saved)
-    loaded, *_ = fleet.run(2, FOUR[:2], ("load", None, split), *torn)
-    assert equal(loaded, saved)
-    (loaded,) = fleet.run(3, FOUR[:2], ("load", None, split))
-    assert equal(loaded, saved)
+    load: Order = ("load", None, split)
+    said = fleet.run(1, FOUR[:2], [("save", 1, split), *torn, load], [load, *torn], [load])
+    saved, *loaded = filter(None, said)
+    assert len(loaded) == 3
+    assert all(equal(one, saved) for one in loaded)
 
 
 @pytest.mark.promise("memory-tier")
 @pytest.mark.slow
 def test_pickles_require_explicit_permission(fleet: Fleet) -> None:
-    saved, loaded = fleet.run(1, FOUR[:2], ("pickle", 1, Layout(tp=2)), ("unpickle", 1, Layout(tp=2)))
+    saved, loaded = fleet.run(1, FOUR[:2], [("pickle", 1, Layout(tp=2)), ("unpickle", 1, Layout(tp=2))])
     assert equal(loaded, saved)
     with pytest.raises(ChildFailed, match="was stored as a pickle"):
-        fleet.run(2, FOUR[:2], ("load", 1, Layout(tp=2)))
+        fleet.run(2, FOUR[:2], [("load", 1, Layout(tp=2))])
