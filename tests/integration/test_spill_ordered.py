@@ -6,15 +6,17 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
 from everstep.client import Client
 from everstep.errors import NotFound
 from everstep.wire.v1.operator_history import CheckpointCopy
 from examples.demo.world import wait_for
+from tests.support.forked import ForkPool
 from tests.support.launched import Launched, launched
 from tests.support.warm_launcher import WarmWorld
 
@@ -37,60 +39,21 @@ def train(run):
         optimizer.zero_grad()
         model(torch.ones(2, WIDTH)).pow(2).mean().backward()
         optimizer.step()
-        time.sleep(0.01)
+        time.sleep(0.03)
 
 everstep.main(train)
 """
 
-LOADED = """
-import sys, torch, torch.distributed.checkpoint as dcp
-for line in sys.stdin:
-    width, folder = line.rstrip().split(" ", 1)
-    width = int(width)
+
+def load(folder: str, width: int) -> None:
+    """In a process of its own: read a checkpoint as a program does that has never heard of Everstep."""
+    ours = ("everstep", "everstep_agent", "everstep_controller", "everstep_trainer")
+    for name in [name for name in sys.modules if name.partition(".")[0] in ours]:
+        sys.modules[name] = None  # type: ignore[assignment] # an import of it fails
+    sys.modules.update(dict.fromkeys(ours))  # type: ignore[arg-type]
     state = {"model": {"weight": torch.zeros(width, width), "bias": torch.zeros(width)}}
     dcp.load(state, checkpoint_id=folder)
     assert state["model"]["weight"].abs().sum() > 0
-    assert not any(name.split(".")[0] in ("everstep", "trainer_hooks", "agent") for name in sys.modules)
-    print("loaded", flush=True)
-"""
-
-
-class Elsewhere:
-    """A process that has never heard of Everstep."""
-
-    def __init__(self, folder: Path) -> None:
-        clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        self._errors = folder / "errors"
-        with self._errors.open("wb") as errors:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", LOADED],
-                cwd=folder,
-                env=clean,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-            )
-
-    def load(self, folder: Path, width: int) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(f"{width} {folder}\n")
-        self._process.stdin.flush()
-        assert self._process.stdout.readline() == "loaded\n", self._errors.read_text()
-
-    def end(self) -> None:
-        self._process.kill()
-        self._process.communicate()
-
-
-@pytest.fixture(scope="module")
-def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Elsewhere]:
-    process = Elsewhere(tmp_path_factory.mktemp("elsewhere"))
-    try:
-        yield process
-    finally:
-        process.end()
 
 
 class Stored:
@@ -112,11 +75,6 @@ def _script(short_path: Path, width: int) -> str:
     return str(path)
 
 
-def _argv(short_path: Path, *more: str, every: int = 30) -> list[str]:
-    spill = ["--spill-to", str(short_path / "stored"), "--spill-every", str(every), *more]
-    return ["--nproc-per-node", "2", "--job", "spilled", "--state-dir", str(short_path / "state"), *spill]
-
-
 def _named(launcher: Launched, words: str) -> int:
     """The pid of the first process below the launcher with these words in its command line; 0 for none."""
     for pid in launcher.descendants():
@@ -130,19 +88,10 @@ def _named(launcher: Launched, words: str) -> int:
 
 
 @pytest.mark.promise("storage-checkpoints")
-def test_spill_writes_checkpoints_and_removes_old_ones(short_path: Path, elsewhere: Elsewhere) -> None:
+def test_spill_write_continues_after_its_requester_dies(short_path: Path, forks: ForkPool) -> None:
     stored = Stored(short_path / "stored", "spilled")
-    with launched(short_path, *_argv(short_path, "--spill-keep", "2"), _script(short_path, 64)) as launcher:
-        launcher.eventually(lambda: len(stored.whole()) == 2, "two checkpoints")
-        first = stored.whole()[0]
-        launcher.eventually(lambda: first not in stored.begun(), "the first goes when the third is there")
-    elsewhere.load(stored.folder / stored.whole()[-1], 64)  # with nobody there any more who removes it
-
-
-@pytest.mark.promise("storage-checkpoints")
-def test_spill_write_continues_after_its_requester_dies(short_path: Path, elsewhere: Elsewhere) -> None:
-    stored = Stored(short_path / "stored", "spilled")
-    argv = _argv(short_path, "--spill-keep", "0", every=20)
+    argv = ["--nproc-per-node", "2", "--job", "spilled", "--state-dir", str(short_path / "state"), "--spill-keep", "0"]
+    argv += ["--spill-to", str(short_path / "stored"), "--spill-every", "10"]
     with launched(short_path, *argv, _script(short_path, 1024)) as launcher:
 
         def caught() -> int:
@@ -154,12 +103,14 @@ def test_spill_write_continues_after_its_requester_dies(short_path: Path, elsewh
             (name,) = set(stored.begun()) - set(stored.whole())
             os.kill(_named(launcher, victim), signal.SIGKILL)
             launcher.eventually(lambda name=name: name in stored.whole(), f"{name} whole after the death of {victim}")
-            elsewhere.load(stored.folder / name, 1024)
+            forks.start(load, str(stored.folder / name), 1024).result()
             launcher.eventually(lambda victim=victim: _named(launcher, victim), f"another {victim}")
 
 
-def test_stopped_job_resumes_from_storage_automatically(short_path: Path) -> None:
-    script = _script(short_path, 64)
+@pytest.mark.promise("storage-checkpoints")
+def test_stopped_job_resumes_from_storage_automatically(short_path: Path, forks: ForkPool) -> None:
+    """Old checkpoints are removed meanwhile, and the last ones stay."""
+    script, on_storage = _script(short_path, 64), Stored(short_path / "stored", "spilled")
     with WarmWorld(short_path / "out", ["n1"]) as world:
         world.start_controller()
         world.boot_nodes()
@@ -168,7 +119,7 @@ def test_stopped_job_resumes_from_storage_automatically(short_path: Path) -> Non
 
         def launch() -> None:
             command = ["-m", "everstep_trainer.launch", "--job", "spilled", "--agent-socket", str(node.agent_socket)]
-            command += ["--spill-to", str(short_path / "stored"), "--spill-every", "20", script]
+            command += ["--spill-to", str(short_path / "stored"), "--spill-every", "10", "--spill-keep", "2", script]
             node.join(command, {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
 
         def stored() -> list[CheckpointCopy]:
@@ -179,11 +130,14 @@ def test_stopped_job_resumes_from_storage_automatically(short_path: Path) -> Non
             return [one for one in told.versions if one.storage_tier == "storage" and one.restorable]
 
         launch()
-        wait_for(lambda: bool(stored()), "a checkpoint on storage")
+        wait_for(lambda: len(on_storage.whole()) == 2, "two checkpoints")
+        first = on_storage.whole()[0]
+        wait_for(lambda: first not in on_storage.begun(), "the first goes when the third is there")
         client.stop_job("spilled", reason="to go on later")
         assert node.launcher is not None
         node.launcher.wait(60)
         steps, newest = short_path / "steps-0", stored()[0]
+        forks.start(load, str(on_storage.folder / on_storage.whole()[-1]), 64).result()
         steps.unlink()
         launch()
         wait_for(lambda: steps.exists() and bool(steps.read_text()), "the first step of the second run")
@@ -212,7 +166,7 @@ everstep.main(train)
 
 
 @pytest.mark.nightly
-def test_several_nodes_spill_one_shared_checkpoint(short_path: Path, elsewhere: Elsewhere) -> None:
+def test_several_nodes_spill_one_shared_checkpoint(short_path: Path, forks: ForkPool) -> None:
     script = short_path / "sharded.py"
     script.write_text(SHARDED)
     stored = Stored(short_path / "stored", "sharded")
@@ -235,4 +189,4 @@ def test_several_nodes_spill_one_shared_checkpoint(short_path: Path, elsewhere: 
         assert "storage" in said.stdout
     newest = stored.folder / stored.whole()[-1]
     assert sorted(path.name for path in newest.glob("*.distcp")) == ["__0_0.distcp", "__1_0.distcp"]
-    elsewhere.load(newest, 64)
+    forks.start(load, str(newest), 64).result()

@@ -44,7 +44,7 @@ def train(run: everstep.Run, widths: Sequence[int]) -> None:
             model(torch.ones(4, widths[0])).pow(2).mean().backward()
             optimizer.step()
             print(json.dumps([run.generation, step, digest(model), "stepped"]), file=log, flush=True)
-            time.sleep(0.02)
+            time.sleep(0.05)
 
 
 if __name__ == "__main__":
