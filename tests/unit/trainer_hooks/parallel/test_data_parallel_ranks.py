@@ -16,7 +16,7 @@ from tests.support.tensor_parallel_training import BATCH, SAMPLES, SEED, SPLIT, 
 from tests.support.vaults import vaults
 from tests.support.waiting import until
 
-STEPS = 36
+STEPS = 20
 Row = dict[str, Any]
 
 
@@ -28,7 +28,7 @@ def form(scene: Stage, number: int, *ranks: int) -> None:
 @pytest.mark.promise("replica-groups")
 @pytest.mark.slow
 def test_replicas_of_two_ranks_match_a_single_process(forks, tmp_path):
-    train = training(tmp_path, STEPS, Fault(3, 12, "forward"), last_steps={2: 24})
+    train = training(tmp_path, STEPS, Fault(3, 7, "forward"), last_steps={2: 13})
     with vaults(forks) as fleet:
         vault = fleet.start("n1")
         fleet.configure(vault)
@@ -37,7 +37,7 @@ def test_replicas_of_two_ranks_match_a_single_process(forks, tmp_path):
             form(scene, 1, 0, 1, 2, 3)
             scene.ranks.pop(3).wait()
             form(scene, 2, 0, 1)
-            until(lambda: reached(tmp_path, 2, 24, ranks=2), "step 24")
+            until(lambda: reached(tmp_path, 2, 13, ranks=2), "step 13")
             scene.start(3)
             form(scene, 3, 0, 1, 2, 3)
             scene.heard(RankFinished, 4, where=lambda m: m.generation == 3)

@@ -25,8 +25,8 @@ from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
 
-MANY = 25_000
-PATH = "module_of_" * 70
+MANY = 2500
+PATH = "module_of_" * 700
 """A prefix so long that the names and shapes of ``MANY`` tensors are more than a frame may have."""
 
 
