@@ -35,8 +35,8 @@ from tests.support.sensing import Judge
 from tests.unit.agent.sensors.test_sensor_memory import _live
 judge = Judge()
 tracemalloc.start()
-weeks = _live(judge, 200)
-print(_live(judge, 600) - weeks)
+days = _live(judge, 100)
+print(_live(judge, 200) - days)
 """
 """In a process of its own: what else runs in the test's would be counted too."""
 

@@ -73,13 +73,11 @@ RANGES = (
 
 
 @pytest.mark.parametrize("by", [0, 1], ids=["from another node", "from this node"])
-@pytest.mark.parametrize("ranges", RANGES, ids=["all", "scattered", "chunks", "turned", "many", "none"])
-def test_ranges_arrive_in_the_requested_order(
-    fleet: Vaults, owner: RankMemory, ranges: tuple[tuple[int, int], ...], by: int
-) -> None:
-    for unhashed in (False, True):
+def test_ranges_arrive_in_the_requested_order(fleet: Vaults, owner: RankMemory, by: int) -> None:
+    for ranges in RANGES:
         expected = b"".join(PAYLOAD[at : at + count] for at, count in ranges)
-        assert bring(fleet, ranges, by, unhashed=unhashed) == expected
+        for unhashed in (False, True):
+            assert bring(fleet, ranges, by, unhashed=unhashed) == expected, ranges[:5]
 
 
 def test_manifest_lands_at_the_requested_offset_only(fleet: Vaults, owner: RankMemory) -> None:
@@ -135,14 +133,11 @@ def test_missing_slot_is_not_found(fleet: Vaults, owner: RankMemory, by: int) ->
 
 
 @pytest.mark.parametrize("by", [0, 1], ids=["from another node", "from this node"])
-@pytest.mark.parametrize("bad", [(SIZE, 1), (0, SIZE + 1), (-1, 2), (1, -1), (1 << 61, 1 << 61)])
-def test_ranges_outside_the_payload_are_refused(
-    fleet: Vaults, owner: RankMemory, by: int, bad: tuple[int, int]
-) -> None:
-    with pytest.raises(MalformedMessage):
-        bring(fleet, ((0, 4), bad), by)
-    with pytest.raises(MalformedMessage):
-        bring(fleet, ((0, 4), bad), by, unhashed=True)
+def test_ranges_outside_the_payload_are_refused(fleet: Vaults, owner: RankMemory, by: int) -> None:
+    for bad in ((SIZE, 1), (0, SIZE + 1), (-1, 2), (1, -1), (1 << 61, 1 << 61)):
+        for unhashed in (False, True):
+            with pytest.raises(MalformedMessage):
+                bring(fleet, ((0, 4), bad), by, unhashed=unhashed)
     assert bring(fleet, ((0, 4),), by) == PAYLOAD[:4]
 
 

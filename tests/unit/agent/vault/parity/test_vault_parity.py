@@ -48,7 +48,7 @@ def counter(group: Group, node: str, name: str) -> int:
     return answer.counters[name]
 
 
-@pytest.mark.parametrize("gone", [("n1", "n2"), ("n3", "p")], ids=" and ".join)
+@pytest.mark.parametrize("gone", [("n1", "n2"), pytest.param(("n3", "p"), marks=pytest.mark.nightly)], ids=" and ".join)
 def test_two_nodes_are_killed_and_every_shard_is_read_back(program_forks: ForkPool, gone: tuple[str, str]) -> None:
     with started(program_forks) as fleet:
         group = Group(fleet)
