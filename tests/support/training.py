@@ -12,7 +12,7 @@ import torch.distributed as dist
 from everstep_trainer.run import Run
 
 STEPS = 100_000
-PACE_S = 0.002
+PACE_S = 0.01
 """Leaves the machine's few cores to what is being tested."""
 
 

@@ -287,8 +287,7 @@ def _workers_since(before: set[Any]) -> list[Any]:
 @pytest.mark.promise("loader-worker-killed")
 @OF_KILLED_WORKERS
 @pytest.mark.usefixtures("interrupted")
-@pytest.mark.parametrize("make", ["map-style", "stream that workers split"], indirect=True)
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(("make", "victim"), [("map-style", 0), ("stream that workers split", 1)], indirect=["make"])
 def test_worker_killed_between_steps_costs_no_sample(make, victim):
     before, run = set(multiprocessing.active_children()), run_of()
     loader = run.loader(make(), global_batch=BATCH, seed=SEED, collate_fn=as_tuple, num_workers=2)

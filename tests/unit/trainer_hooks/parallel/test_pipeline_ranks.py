@@ -13,7 +13,7 @@ from tests.support.pipeline_training import BATCH, training
 from tests.support.stage import stage
 from tests.support.vaults import vaults
 
-STEPS, WORLD = 24, 4
+STEPS, WORLD = 14, 4
 SPEC = JobSpec(job=JOB, replicas=1, nproc_per_node=WORLD)
 
 
@@ -25,7 +25,7 @@ def numbers(row: dict[str, Any]) -> tuple[Any, ...]:
 @pytest.mark.slow
 def test_pipelines_continue_exactly_after_losing_a_stage(forks, tmp_path):
     """One of the first stages dies between two micro-batches, one of the last before it updates."""
-    faults = (Fault(1, 8, "forward"), Fault(2, 16, "reduced"))
+    faults = (Fault(1, 5, "forward"), Fault(2, 10, "reduced"))
     with vaults(forks) as fleet:
         vault = fleet.start("n1")
         fleet.configure(vault)

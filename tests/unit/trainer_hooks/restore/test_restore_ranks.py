@@ -120,7 +120,7 @@ def test_restored_run_is_bit_identical_on_as_many_ranks(fleet: Fleet, layout: st
         assert after["fingerprint"] == whole["fingerprint"]
 
 
-@pytest.mark.promise("same-state-other-world-size")
+@pytest.mark.promise("same-state-other-world-size", "node-loss")
 @pytest.mark.parametrize("layout", [pytest.param("ddp", marks=pytest.mark.nightly), "fsdp2"])
 def test_state_survives_four_ranks_becoming_three_and_four(fleet: Fleet, layout: str) -> None:
     four, three, again = fleet.run(Generation(1, 3), Generation(2, 5, NODES[:3]), Generation(3, 6), layout=layout)
@@ -137,6 +137,10 @@ def test_state_survives_four_ranks_becoming_three_and_four(fleet: Fleet, layout:
     for rank in (*three, *again):
         read = sum(rank["restored"].bytes_by_source.values())
         assert read == rank["held"], "each reads what it holds: of shards never the whole"
+    assert all(rank["sealed"][-1].durable for rank in again)
+    fleet.by_node["n2"].kill()
+    (left,) = fleet.run(Generation(4, 7, ("n1", "n3", "n4")), layout=layout)
+    assert {r["restored_as"] for r in left} == {r["fingerprint"] for r in again}, "a node lost with its memory"
 
 
 @pytest.mark.promise("rank-reassignment")
@@ -150,15 +154,6 @@ def test_process_with_another_rank_continues_bit_identically(fleet: Fleet, layou
         assert third["restored_as"] == second["fingerprint"]
         assert first["losses"] + second["losses"] + third["losses"] == uninterrupted["losses"]
         assert third["fingerprint"] == uninterrupted["fingerprint"]
-
-
-@pytest.mark.promise("node-loss")
-def test_state_survives_a_node_lost_with_its_memory(fleet: Fleet) -> None:
-    (four,) = fleet.run(Generation(1, 3), layout="fsdp2")
-    assert all(r["sealed"][-1].durable for r in four)
-    fleet.by_node["n2"].kill()
-    (three,) = fleet.run(Generation(2, 4, ("n1", "n3", "n4")), layout="fsdp2")
-    assert {r["restored_as"] for r in three} == {r["fingerprint"] for r in four}
 
 
 @pytest.mark.promise("finished-step-survives")
@@ -231,16 +226,13 @@ def test_damaged_slot_is_used_by_no_rank_of_the_node(fleet: Fleet) -> None:
 
 
 def test_node_outside_the_roster_supplies_its_unique_slot(fleet: Fleet) -> None:
+    """Where that node is lost too, every rank is told which shards there are."""
     four, three = fleet.run(Generation(1, 3), Generation(2, 3, NODES[:3]), layout="fsdp2", replicas=1)
     assert {r["restored"].version for r in three} == {Version(1, 3)}
     assert {r["restored_as"] for r in three} == {r["fingerprint"] for r in four}
-
-
-def test_missing_shard_is_reported_to_every_rank(fleet: Fleet) -> None:
-    fleet.run(Generation(1, 3), layout="fsdp2", replicas=1)
     fleet.by_node["n4"].kill()
     with pytest.raises(ChildFailed, match=r"NotRestorable: version 1:3 was committed.*slots of ranks \[0, 1, 2\] of 4"):
-        fleet.run(Generation(2, 3, NODES[:3], RestoreRule(floor=Version(1, 3))), layout="fsdp2", replicas=1)
+        fleet.run(Generation(3, 3, NODES[:3], RestoreRule(floor=Version(1, 3))), layout="fsdp2", replicas=1)
 
 
 def test_hybrid_shards_vote_in_pairs_and_survive_a_lost_node(fleet: Fleet) -> None:

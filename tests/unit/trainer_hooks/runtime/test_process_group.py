@@ -131,7 +131,7 @@ def test_all_ranks_leave_at_the_same_boundary_step(forks):
         scene.form(1, 0, 1)
         resumed(scene, 1, 2)
         step = scene.heard(RankHeartbeat, 1, where=lambda t: t.step > 0)[0].step
-        boundary = step + 300
+        boundary = step + 100
         scene.form(2, 0, 1, 2, after_step=boundary)
         resumed(scene, 2, 3)
         last = [
@@ -178,7 +178,7 @@ def test_restarted_store_at_the_same_address_is_reconnected(forks):
         scene.kill_store(scene.store)
         assert scene.new_store(int(scene.store.rpartition(":")[2])) == scene.store
         step = max(t.step for t in scene.heard(RankHeartbeat, 1, where=lambda t: t.step > 0))
-        scene.form(2, 0, 1, after_step=step + 300)  # left in order, so nobody cuts what it waits on
+        scene.form(2, 0, 1, after_step=step + 100)  # left in order, so nobody cuts what it waits on
         resumed(scene, 2, 2)
         assert not [m for p in scene.agent.peers for m in p.messages if isinstance(m, CollectiveFailed)]
         assert scene.finish() == [0, 0]
@@ -195,7 +195,7 @@ def test_newcomer_waits_longer_at_a_boundary_than_for_members(forks):
         told = len([m for m in scene.peer(2).messages if isinstance(m, RankHeartbeat)])
         scene.heard(RankHeartbeat, told + 15, where=scene.peer(2).messages.__contains__)  # ten in a second
         step = max(t.step for t in scene.heard(RankHeartbeat, 1, where=lambda t: t.step > 0))
-        scene.form(2, 0, 1, 2, after_step=step + 300)
+        scene.form(2, 0, 1, 2, after_step=step + 100)
         resumed(scene, 2, 3)
         assert not [m for p in scene.agent.peers for m in p.messages if isinstance(m, CollectiveFailed)]
         assert scene.finish() == [0, 0, 0]
