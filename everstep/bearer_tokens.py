@@ -1,4 +1,4 @@
-"""Mint, parse and verify bearer tokens, which have three forms.
+"""Mint, parse and verify bearer tokens, which have four forms.
 
 ========================  ==========================================================================================
 ``role:subject:mac``      minted from the fleet's secret (HMAC-SHA256), without a table; for a private controller,
@@ -6,6 +6,7 @@
 ``es1.id.secret``         a stored credential: 256 bits, of which the controller keeps the SHA-256; can be listed,
                           expire, and be revoked and rotated individually
 ``job.job.mac``           a job's trainers: HMAC-SHA256 of a fixed text under the job's own secret
+``login.claims.mac``      a person's login on the web page: role, name and end under the fleet's secret, without a table
 ========================  ==========================================================================================
 
 Give an agent only its own token: whoever holds the fleet's secret can mint any token of the first form.
@@ -16,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import math
+from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Iterable
 from enum import StrEnum
 
@@ -26,6 +28,7 @@ from everstep.errors import AuthenticationError, ConfigurationError
 MINIMUM_SECRET_BYTES = 16
 STORED_PREFIX = "es1."
 JOB_PREFIX = "job."
+LOGIN_PREFIX = "login."
 _JOB_TEXT = b"everstep/1 a token of this job's trainers"
 
 
@@ -50,7 +53,7 @@ class Identity(msgspec.Struct, frozen=True):
     role: TokenRole
     subject: str  # a node, a job, or a pattern of node names, by role; otherwise the name of a person or program
     credential: str = ""  # id of a stored one, fingerprint of the fleet's secret, or ``certificate``; if asked for
-    ends_at: float = math.inf  # wall seconds, of a certificate (``notAfter``); stored ones are looked up
+    ends_at: float = math.inf  # wall seconds, of a certificate (``notAfter``) or a login; stored ones are looked up
 
 
 def looks_like_token(text: str) -> bool:
@@ -114,6 +117,36 @@ def verify_with_secret(secrets: Iterable[bytes], token: str) -> tuple[Identity, 
         return Identity(TokenRole(role), subject), matching[0]
     except ValueError:
         raise AuthenticationError(f"the token's role {role!r} is not known here") from None
+
+
+class _LoginClaims(msgspec.Struct, frozen=True):
+    role: TokenRole
+    subject: str
+    ends_at: float
+
+
+def mint_login(secret: bytes, role: TokenRole, subject: str, ends_at: float) -> str:
+    """Return a token for a person who has logged in, valid until ``ends_at`` (wall seconds)."""
+    claims = urlsafe_b64encode(msgspec.json.encode(_LoginClaims(role, subject, ends_at))).decode().rstrip("=")
+    return f"{LOGIN_PREFIX}{claims}.{_mac(check_secret(secret), 'login', claims)}"
+
+
+def verify_login(secrets: Iterable[bytes], token: str) -> tuple[Identity, bytes]:
+    """Return the identity of a login's token, whose end is not checked, and the secret it was minted under. Raises
+    AuthenticationError."""
+    claims, _, mac = token[len(LOGIN_PREFIX) :].rpartition(".")
+    given = mac.encode()
+    matching = [one for one in secrets if hmac.compare_digest(given, _mac(one, "login", claims).encode())]
+    if not matching:
+        raise AuthenticationError("the token does not verify: log in again")
+    found = msgspec.json.decode(urlsafe_b64decode(claims + "=" * (-len(claims) % 4)), type=_LoginClaims)
+    return Identity(found.role, found.subject, ends_at=found.ends_at), matching[0]
+
+
+def login_proof(secret: bytes, purpose: str, login: str) -> str:
+    """Return a text for one purpose of one login in progress, 64 characters that only holders of the secret can tell.
+    No token's role has this name."""
+    return _mac(secret, f"login-{purpose}", login)
 
 
 def job_token(job: str, secret: str) -> str:

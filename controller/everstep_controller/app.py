@@ -18,6 +18,7 @@ from everstep_controller.api.admission import AdmissionControl
 from everstep_controller.api.auth import Authenticator
 from everstep_controller.api.credentials import CredentialStore, Keyring
 from everstep_controller.api.history import HistoryRoutes
+from everstep_controller.api.identity_provider import IdentityProvider
 from everstep_controller.api.operators import CredentialRoutes, OperatorRoutes, PolicyRoutes
 from everstep_controller.api.stream import AuditFeed, StreamReservations
 from everstep_controller.config import ControllerSettings
@@ -72,6 +73,7 @@ class Controller:
         state: FleetState,
         clock: Clock,
         make_remediator: MakeRemediator,
+        provider: IdentityProvider | None = None,
     ) -> None:
         loaded, _, tenure = elected
         self.tenure = tenure
@@ -134,7 +136,7 @@ class Controller:
         self._gauges = FleetCollector(self.view_context, self.metrics, self.loop.read_models)
         self.metrics.registry.register(self._gauges)
         self.credentials = CredentialStore(loaded.credentials)
-        gate = Authenticator(settings, keyring, self.credentials, state.jobs, clock, self.loop.now)
+        gate = Authenticator(settings, keyring, self.credentials, state.jobs, clock, self.loop.now, provider)
         self.authenticator = gate
         self.agent_service = AgentService(
             loop=self.loop,
@@ -161,10 +163,12 @@ class Controller:
         elected: ElectedState,
         clock: Clock,
         make_remediator: MakeRemediator,
+        provider: IdentityProvider | None = None,
     ) -> Controller:
         """Restore the state loaded from a database that was taken over, and handle the first event.
 
-        Requests may be served when this method returns. Raises the errors of the database.
+        ``provider``: of the people who may log in. Requests may be served when this method returns. Raises the errors
+        of the database.
         """
         rules = with_rules(settings.policy)
         wall = clock.wall()
@@ -177,7 +181,7 @@ class Controller:
             elected = elected._replace(loaded=moved, known_records=startup_state.NO_RECORDS)
         # Runs in a thread so that the event loop still answers.
         state = await asyncio.to_thread(startup_state.restore_state, rules, elected.loaded, elected.known_records)
-        controller = cls(settings, keyring, store, elected, state, clock, make_remediator)
+        controller = cls(settings, keyring, store, elected, state, clock, make_remediator, provider)
         task = controller.loop_task = asyncio.create_task(controller.loop.run(), name="fleet loop")
         started = asyncio.create_task(controller.loop.started.wait())
         await asyncio.wait({task, started}, return_when=asyncio.FIRST_COMPLETED)
@@ -296,7 +300,7 @@ class Controller:
 
         @app.api_route("/metrics", methods=endpoints.READING, include_in_schema=False)
         async def metrics(request: Request) -> Response:
-            identity = endpoints.authorize(gate, routes.PLAIN_ROUTES["metrics"].access, request)
+            identity = await endpoints.authorize(gate, routes.PLAIN_ROUTES["metrics"].access, request)
 
             async def shown() -> Response:
                 await self._gauges.refresh(lambda: endpoints.yield_to_agents(request))

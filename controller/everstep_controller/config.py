@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
 import msgspec
 
-from everstep.bearer_tokens import check_secret, split_secrets
+from everstep import oidc
+from everstep.bearer_tokens import TokenRole, check_secret, split_secrets
 from everstep.errors import ConfigurationError
 from everstep.ids import split_address
 from everstep.settings import Program
@@ -33,6 +34,91 @@ def is_http_url(url: str) -> bool:
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         return False
+
+
+LOGIN_CALLBACK = "/v1/login/callback"
+"""Path of the redirect URI of the web page's login."""
+
+
+class OidcSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Login of people by an OpenID Connect provider. Without an issuer nothing of it exists."""
+
+    issuer: str = ""
+    """URL of the OpenID Connect provider whose tokens people may use, exactly as in its metadata. https, or http on
+    loopback. It needs the packages of ``everstep[oidc]``. Empty: tokens and certificates only."""
+    client_id: str = ""
+    """Client of the provider that stands for this controller. Tokens must be made for it."""
+    client_secret_file: str = ""
+    """File with the client's secret, readable by its owner only. Empty: a public client, which has none."""
+    command_client_id: str = ""
+    """Public client with which ``everstep login`` logs in. Empty: ``oidc_client_id``, if that has no secret."""
+    audiences: tuple[str, ...] = ()
+    """Further audiences for which tokens are accepted, such as that of an API. The clients are always accepted."""
+    redirect_uri: str = ""
+    """URL to which the provider sends browsers back, registered there: the address at which people open the web page,
+    and ``/v1/login/callback``. https, or http on loopback. Empty: no login on the web page."""
+    scopes: tuple[str, ...] = ("openid", "profile", "email")
+    """Scopes that logins ask for. Some providers need one more for groups, or ``offline_access`` to refresh tokens."""
+    role_claim: str = "groups"
+    """Claim of tokens that decides the role: a text or a list. A dot leads into an object: ``realm_access.roles``."""
+    roles: tuple[str, ...] = ()
+    """Roles by value of that claim, as ``VALUE=ROLE`` with the role ``viewer`` or ``operator``. Of several roles a
+    person has the stronger one, and nobody without one is let in."""
+    name_claim: str = "preferred_username"
+    """Claim with a readable name, shown before the subject and the issuer. Empty: none."""
+    clock_skew_s: float = 60.0
+    """Seconds that the provider's clock may differ from this machine's."""
+    session_s: float = 3600.0
+    """Seconds that a login on the web page lasts. A role that is taken away at the provider holds so long."""
+    ca_file: str = ""
+    """PEM file of the authority that signed the provider's certificate. Empty: the system's authorities."""
+
+    def role_of(self, values: Iterable[str]) -> TokenRole | None:
+        """Return the strongest role of the claim's values, or None."""
+        given = set(values)
+        found = {role for value, _, role in (one.rpartition("=") for one in self.roles) if value in given}
+        return next((role for role in (TokenRole.OPERATOR, TokenRole.VIEWER) if role in found), None)
+
+    def token_audiences(self) -> tuple[str, ...]:
+        """Return all accepted audiences."""
+        return tuple(filter(None, (self.client_id, self.command_client_id, *self.audiences)))
+
+    def command_client(self) -> str:
+        """Return the public client for commands; empty if there is none."""
+        return self.command_client_id or ("" if self.client_secret_file else self.client_id)
+
+    def contradictions(self) -> Iterator[str]:
+        """Yield a message for each value that is invalid or contradicts another."""
+        if not self.issuer:
+            changed = (name for name in self.__struct_fields__ if getattr(self, name) != getattr(OidcSettings(), name))
+            yield from (f"oidc_{name} needs oidc_issuer" for name in changed)
+            return
+        for name in ("issuer", "redirect_uri"):
+            try:
+                oidc.check_url(getattr(self, name) or self.issuer, f"oidc_{name}")
+            except ConfigurationError as error:
+                yield str(error)
+        if urlsplit(self.issuer).query:
+            yield "oidc_issuer must not have a query"
+        if self.redirect_uri and (urlsplit(self.redirect_uri).path, urlsplit(self.redirect_uri).query) != (
+            LOGIN_CALLBACK,
+            "",
+        ):
+            yield f"oidc_redirect_uri must end in {LOGIN_CALLBACK}"
+        if not self.client_id:
+            yield "oidc_client_id is missing: register a client for this controller with the provider"
+        if "openid" not in self.scopes:
+            yield "oidc_scopes must contain openid"
+        mapped = [one.rpartition("=") for one in self.roles]
+        if not mapped or any(not value or role not in _LOGIN_ROLES for value, _, role in mapped):
+            yield f"oidc_roles must be a list of VALUE=ROLE with a role of {', '.join(_LOGIN_ROLES)}"
+        if not self.role_claim:
+            yield "oidc_role_claim is missing"
+        if not 0 <= self.clock_skew_s <= 600 or not 60 <= self.session_s <= 86400:
+            yield "oidc_clock_skew_s must be 0 to 600, and oidc_session_s 60 to 86400"
+
+
+_LOGIN_ROLES = (TokenRole.VIEWER, TokenRole.OPERATOR)
 
 
 class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -184,6 +270,8 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True):
     policy_dir: str = ""
     """Directory with the site's own verdict rules (``*.toml``), which override the shipped ones key by key. Empty:
     none."""
+    oidc: OidcSettings = OidcSettings()
+    """Login of people by an OpenID Connect provider."""
     policy: CorePolicy = CorePolicy()
     """Settings of the decision core."""
     policy_origins: dict[str, str] = {}
@@ -288,6 +376,7 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("webhook_url", "alert_url", "otlp_endpoint"):
             if (value := getattr(self, name)) and not is_http_url(value):
                 yield f"{name} must be http or https, with a host, not {value!r}"
+        yield from self.oidc.contradictions()
 
 
 PROGRAM = Program("everstep-controller", ControllerSettings, excluded=("policy_rules", "policy_origins"))
@@ -312,7 +401,8 @@ def load_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Contr
         if group == "policy":
             origins[field[0]] = one.source
     policy = msgspec.structs.replace(chosen, **values.pop("policy", {}))
-    settings = msgspec.structs.replace(preset, **values)
+    login = msgspec.structs.replace(preset.oidc, **values.pop("oidc", {}))
+    settings = msgspec.structs.replace(preset, oidc=login, **values)
     site_rules = read_rules(Path(settings.policy_dir)) if settings.policy_dir else {}
     rules = override_rules(shipped_rulebook(), site_rules.values())
     for rule, table in site_rules.items():

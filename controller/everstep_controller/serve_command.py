@@ -22,6 +22,7 @@ from everstep.errors import ConfigurationError, EverstepError
 from everstep.private_files import write_private
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep_controller.api.credentials import Keyring
+from everstep_controller.api.identity_provider import IdentityProvider
 from everstep_controller.config import ControllerSettings, read_password
 from everstep_controller.leadership.member import ControllerReplica
 from everstep_controller.read_models.otlp_traces import check_installed
@@ -61,6 +62,7 @@ async def _serve(settings: ControllerSettings) -> int:
     listener.check_certificate(settings)
     if settings.otlp_endpoint:
         check_installed()
+    provider = IdentityProvider(settings.oidc, SYSTEM_CLOCK) if settings.oidc.issuer else None
     engine = await asyncio.to_thread(
         open_database, _database(settings), migrate=settings.migrate, check=settings.check_database
     )
@@ -81,6 +83,7 @@ async def _serve(settings: ControllerSettings) -> int:
         lambda: create_remediator(settings, SYSTEM_CLOCK),
         database=_database(settings),
         address=_advertised(settings, address),
+        provider=provider,
     )
     running = asyncio.create_task(member.run(), name="member")
     await _wait_until_leader_known(running, member, settings)

@@ -117,7 +117,7 @@ def _changed(preset: msgspec.Struct, default: msgspec.Struct) -> str:
     rows = [
         (code(name), code(getattr(preset, name)), code(getattr(default, name)))
         for name in default.__struct_fields__
-        if name not in ("policy", "rules", "preset") and getattr(preset, name) != getattr(default, name)
+        if name not in ("policy", "oidc", "rules", "preset") and getattr(preset, name) != getattr(default, name)
     ]
     return "\n## Preset lab\n\n" + table(("Setting", "With `lab`", "Default"), rows)
 
@@ -128,9 +128,24 @@ def controller_page() -> str:
     introduction = (
         f"`everstep-controller serve` {_SOURCES} How the controller decides is set by the [decision policy](policy.md)."
     )
-    settings = [one for one in settings_of(kind) if one.name not in ("policy", *controller_config.PROGRAM.excluded)]
+    elsewhere = ("policy", "oidc", *controller_config.PROGRAM.excluded)
+    settings = [one for one in settings_of(kind) if one.name not in elsewhere]
     page = _page("Controller settings", introduction, settings, _names(controller_config.PROGRAM))
-    return page + _changed(kind.from_preset("lab"), kind())
+    return page + _login_section() + _changed(kind.from_preset("lab"), kind())
+
+
+def _login_section() -> str:
+    """Return a section with the settings of people's login, by their names on the command line."""
+    names = _names(controller_config.PROGRAM, "oidc")
+    parts = [
+        "\n## Login of people\n\nSee [Log in with the site's accounts](../../how-to/login.md). In a settings file "
+        "these settings may also be in a table `[oidc]`, without `oidc_`.\n"
+    ]
+    for one in settings_of(controller_config.OidcSettings):
+        facts = [("Type", code(one.type)), ("Default", code(one.default) or "none"), *names(one.name)]
+        line = " · ".join(f"{label}: {value}" for label, value in facts)
+        parts.append(f"### `oidc_{one.name}`\n\n{line}\n\n{sentence(one.description)}\n")
+    return "\n".join(parts)
 
 
 def policy_page() -> str:

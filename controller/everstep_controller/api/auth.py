@@ -9,10 +9,21 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 
-from everstep.bearer_tokens import JOB_PREFIX, STORED_PREFIX, Identity, TokenRole, claimed_job, hash_secret, job_token
+from everstep import oidc
+from everstep.bearer_tokens import (
+    JOB_PREFIX,
+    LOGIN_PREFIX,
+    STORED_PREFIX,
+    Identity,
+    TokenRole,
+    claimed_job,
+    hash_secret,
+    job_token,
+)
 from everstep.clock import Clock
 from everstep.errors import AuthenticationError, PermissionDenied, RateLimited
 from everstep_controller.api.credentials import CredentialStore, Keyring
+from everstep_controller.api.identity_provider import PROVIDER_CREDENTIAL, IdentityProvider
 from everstep_controller.api.routes import RouteAccess
 from everstep_controller.config import ControllerSettings
 from everstep_controller.core.records import JobRecord
@@ -102,6 +113,8 @@ TRAINER_GRACE_S = 600.0
 """Seconds after a job's end in which its trainers may still read it: their launcher prints the receipt, after the ranks
 have finished what follows training."""
 MAX_TOKEN_CHARS = 512
+MAX_LOGIN_CHARS = 2048
+"""Maximum characters of a token of a login, which contains the person's name and the issuer."""
 _BEARER = b"bearer "
 _BY_JOB = "job-"
 
@@ -123,7 +136,8 @@ class Authenticator:
     Every method raises the error for the client: AuthenticationError, PermissionDenied or RateLimited. A verified token
     is cached until it expires, so its next request costs one dictionary lookup. (The lookup is not in constant time,
     but uses a hash keyed per process: a timing attack would need the token.)
-    ``now`` returns the wall seconds by which credentials expire.
+    ``now`` returns the wall seconds by which credentials expire. ``provider``: whose tokens people may use; call
+    ``prepare`` first, because verifying them may need keys that are not here yet.
     """
 
     def __init__(
@@ -134,6 +148,7 @@ class Authenticator:
         jobs: Mapping[str, JobRecord],
         clock: Clock,
         now: Callable[[], float],
+        provider: IdentityProvider | None = None,
     ) -> None:
         self.limits = RequestLimits(settings, clock.monotonic)
         self._failures = FailedAuthentications(
@@ -144,6 +159,7 @@ class Authenticator:
         self._jobs = jobs
         self._clock = clock
         self._now = now
+        self._provider = provider
         self._known: dict[bytes, tuple[Identity, float]] = {}
         self._keyring_changes = keyring.changes
         credentials.on_invalidated = self._known.clear
@@ -158,6 +174,11 @@ class Authenticator:
         self.limits.charge(identity)
         _check(access, identity, node, job)
         return identity
+
+    async def prepare(self, headers: Headers) -> None:
+        """Get the provider's keys if a request's token needs them. Raises Unavailable, or RateLimited."""
+        if self._provider is not None and (token := _bearer_token(headers)) and oidc.looks_like_jwt(token):
+            await self._provider.prepare(token)
 
     def authorize_agent(self, headers: Headers, node: str, peer: ConnectionPeer | None = None) -> Identity:
         """Return the identity if it is the agent of ``node``."""
@@ -203,12 +224,20 @@ class Authenticator:
         if value[: len(_BEARER)].lower() != _BEARER:
             raise AuthenticationError("the Authorization header must be `Bearer TOKEN`")
         token = value[len(_BEARER) :].strip().decode("latin-1")
-        if len(token) > MAX_TOKEN_CHARS:
-            raise AuthenticationError(f"a token of {len(token)} characters is invalid: at most {MAX_TOKEN_CHARS}")
+        if self._provider is not None and oidc.looks_like_jwt(token):
+            return self._provider.verify(token)  # which has a cache of its own: they are long
+        is_login = self._provider is not None and token.startswith(LOGIN_PREFIX)
+        if len(token) > (most := MAX_LOGIN_CHARS if is_login else MAX_TOKEN_CHARS):
+            raise AuthenticationError(f"a token of {len(token)} characters is invalid: at most {most}")
         if token.startswith(JOB_PREFIX):
             return self._trainer(token)  # not cached: a job's secret ends soon after the job
         if token.startswith(STORED_PREFIX):
             identity, end = self._credentials.verify(token, self._now())
+        elif is_login:
+            identity = self._keyring.verify_login(token)
+            end = identity.ends_at
+            if end <= self._now():
+                raise AuthenticationError("this login has ended: log in again")
         else:
             identity, end = self._keyring.verify(token), math.inf
         if len(self._known) >= MAX_CACHED_TOKENS:
@@ -235,6 +264,8 @@ class Authenticator:
         if not self.is_valid(identity):
             if identity.credential == CERTIFICATE_CREDENTIAL:
                 raise AuthenticationError("the client certificate has expired: connect with a new one")
+            if identity.ends_at < math.inf:
+                raise AuthenticationError(f"the login of {identity.subject} has ended: log in again")
             raise AuthenticationError(f"credential {identity.credential} is revoked or expired: use another one")
 
     def is_valid(self, identity: Identity) -> bool:
@@ -244,10 +275,21 @@ class Authenticator:
             return secret is not None and identity.credential == _by_job(secret)
         if identity.credential == CERTIFICATE_CREDENTIAL:
             return self._clock.wall() < identity.ends_at
+        if identity.credential.startswith(PROVIDER_CREDENTIAL):
+            return self._provider is not None and self._provider.is_valid(identity)
+        if identity.ends_at <= self._now():
+            return False
         self._follow_keyring()
         return identity.credential in self._keyring.names or self._credentials.is_valid(
             identity.credential, self._now()
         )
+
+
+def _bearer_token(headers: Headers) -> str:
+    """Return the token of the Authorization header, or ""."""
+    value = next((value for name, value in headers if name == b"authorization"), b"")
+    is_bearer = value[: len(_BEARER)].lower() == _BEARER
+    return value[len(_BEARER) :].strip().decode("latin-1") if is_bearer else ""
 
 
 def _by_job(secret: str) -> str:

@@ -82,6 +82,12 @@ class Keyring:
         identity, secret = bearer_tokens.verify_with_secret(self.secrets, token)
         return Identity(identity.role, identity.subject, self._names[secret])
 
+    def verify_login(self, token: str) -> Identity:
+        """Return the identity in the token of a login on the web page. Raises AuthenticationError.
+        The caller checks its end."""
+        identity, secret = bearer_tokens.verify_login(self.secrets, token)
+        return msgspec.structs.replace(identity, credential=self._names[secret])
+
     def refresh(self, clock: Clock) -> int:
         """Reread the file if it has changed, checking at most once per second. Return ``changes``."""
         if self._path and clock.monotonic() >= self._look_at:

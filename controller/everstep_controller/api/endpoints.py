@@ -113,8 +113,9 @@ def check_parameters(route: Route, request: Request) -> None:
             raise MalformedMessage(f"query parameter {name} {reason}") from error
 
 
-def authorize(authenticator: Authenticator, access: RouteAccess, request: Request) -> Identity:
-    """Return the sender. Raises AuthenticationError, PermissionDenied or RateLimited."""
+async def authorize(authenticator: Authenticator, access: RouteAccess, request: Request) -> Identity:
+    """Return the sender. Raises AuthenticationError, PermissionDenied, RateLimited, or Unavailable."""
+    await authenticator.prepare(request.scope["headers"])
     job = ""
     if access is RouteAccess.JOB:
         job = request.path_params.get("job") or responses.parse_query(request.scope).get("job", "")
@@ -135,7 +136,7 @@ def _endpoint(
     gate: Authenticator, admission: AdmissionControl, route: Route, answer: Handler
 ) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
-        identity = authorize(gate, route.access, request)
+        identity = await authorize(gate, route.access, request)
         check_parameters(route, request)
 
         async def respond() -> Response:

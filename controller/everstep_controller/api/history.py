@@ -80,7 +80,7 @@ class HistoryRoutes:
 
     async def stream(self, request: Request) -> Response:
         """Send server-sent events after ``Last-Event-ID`` (or ``?after=``); without either, from now on."""
-        who = endpoints.authorize(self.authenticator, PLAIN_ROUTES["stream"].access, request)
+        who = await endpoints.authorize(self.authenticator, PLAIN_ROUTES["stream"].access, request)
         endpoints.check_parameters(PLAIN_ROUTES["stream"], request)
         after = responses.int_parameter(responses.parse_query(request.scope), "after", self.feed.newest)
         if "last-event-id" in request.headers:

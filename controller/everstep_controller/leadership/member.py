@@ -24,7 +24,8 @@ from everstep.wire.v1.agent import MAX_BODY_BYTES
 from everstep.wire.v1.operator_history import PolicyTrialRequest
 from everstep_controller.api.auth import Authenticator, Headers
 from everstep_controller.api.credentials import CredentialStore, Keyring
-from everstep_controller.api.routes import PLAIN_ROUTES, POLICY_ROUTES
+from everstep_controller.api.identity_provider import IdentityProvider
+from everstep_controller.api.routes import PLAIN_ROUTES, POLICY_ROUTES, RouteAccess
 from everstep_controller.app import Controller, MakeRemediator, openapi_document
 from everstep_controller.config import ControllerSettings
 from everstep_controller.journal.policy_replay import PolicyTrialRunner
@@ -48,7 +49,15 @@ _trial_decoder = msgspec.json.Decoder(PolicyTrialRequest)
 class StandbyApp:
     """ASGI application of a standby. It keeps no connection open, so that clients move to the leader soon."""
 
-    def __init__(self, settings: ControllerSettings, keyring: Keyring, clock: Clock, leader: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        settings: ControllerSettings,
+        keyring: Keyring,
+        clock: Clock,
+        leader: Callable[[], str],
+        provider: IdentityProvider | None = None,
+    ) -> None:
+        self._provider = provider
         self._settings = settings
         self._keyring = keyring
         self._clock = clock
@@ -61,7 +70,8 @@ class StandbyApp:
     def update_credentials(self, credentials: Iterable[CredentialRow]) -> None:
         """Replace the stored credentials, which decide who may read the metrics."""
         store = CredentialStore(credentials)
-        self._authenticator = Authenticator(self._settings, self._keyring, store, {}, self._clock, self._clock.wall)
+        clock = self._clock
+        self._authenticator = Authenticator(self._settings, self._keyring, store, {}, clock, clock.wall, self._provider)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope.get("path", "")
@@ -72,7 +82,7 @@ class StandbyApp:
                 body = msgspec.json.encode({"ok": False, "role": "standby", "leader": self._leader()})
                 await responses.send_answer(send, body, 503)
             elif path == "/metrics":
-                self._authenticator.authorize(PLAIN_ROUTES["metrics"].access, scope["headers"], scope.get(SCOPE_KEY))
+                await self._authorize(PLAIN_ROUTES["metrics"].access, scope)
                 text = CONTENT_TYPE_LATEST.encode()
                 await responses.send_answer(send, generate_latest(self._registry), media_type=text)
             elif _is_local_trial(scope):
@@ -97,9 +107,13 @@ class StandbyApp:
             self._authenticator.authorize_agent(headers, node, peer)
             self.contacts.record(node)
 
+    async def _authorize(self, access: RouteAccess, scope: Scope) -> None:
+        await self._authenticator.prepare(scope["headers"])
+        self._authenticator.authorize(access, scope["headers"], scope.get(SCOPE_KEY))
+
     async def _run_policy_trial(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Try a policy change on the journal that this controller recorded while it led."""
-        self._authenticator.authorize(POLICY_ROUTES["try_policy"].access, scope["headers"], scope.get(SCOPE_KEY))
+        await self._authorize(POLICY_ROUTES["try_policy"].access, scope)
         wanted = responses.decode(_trial_decoder, await responses.read_body(scope, receive, MAX_BODY_BYTES))
         result = await self._trials.run(with_rules(self._settings.policy), wanted, self._clock.wall())
         await responses.send_answer(send, responses.encode(result), headers=[(b"connection", b"close")])
@@ -131,6 +145,7 @@ class ControllerReplica:
     _: KW_ONLY
     database: InitVar[str]  # URL of the database, with the password
     address: str = ""  # where others reach this controller, ``http://HOST:PORT``; empty if they cannot
+    provider: IdentityProvider | None = None  # of the people who may log in
 
     def __post_init__(self, database: str) -> None:
         self._url = parse_url(database)
@@ -139,7 +154,7 @@ class ControllerReplica:
         self._known_records = NO_RECORDS
         self._resigned = False
         openapi_document()
-        self.standby = StandbyApp(self.settings, self.keyring, self.clock, self._leader)
+        self.standby = StandbyApp(self.settings, self.keyring, self.clock, self._leader, self.provider)
         self.leader_known = asyncio.Event()
         self.takeover_gate = TakeoverGate()
         self.on_leadership_lost: Callable[[], None] = lambda: None  # called at the end: all connections are void
@@ -222,7 +237,7 @@ class ControllerReplica:
         """Lead until an error. After LeadershipLost the process stands by again."""
         try:
             controller = await Controller.lead(
-                self.settings, self.keyring, store, won, self.clock, self.make_remediator
+                self.settings, self.keyring, store, won, self.clock, self.make_remediator, self.provider
             )
             self._controller, self._candidate = controller, None
             self.leader_known.set()

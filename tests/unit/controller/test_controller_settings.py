@@ -5,10 +5,11 @@ import inspect
 from pathlib import Path
 
 import pytest
-from everstep_controller.config import ControllerSettings, load_settings, read_password, read_secret
+from everstep_controller.config import ControllerSettings, OidcSettings, load_settings, read_password, read_secret
 from everstep_controller.core.policy import CorePolicy
 from everstep_controller.rulebook import with_rules
 
+from everstep.bearer_tokens import TokenRole
 from everstep.errors import ConfigurationError
 from everstep.vocabulary import FindingKind, Mode
 
@@ -194,3 +195,59 @@ def test_password_file_is_refused_for_unsuitable_database(database: str, why: st
     given = {**GIVEN, "database": database, "database_password_file": "password"}
     with pytest.raises(ConfigurationError, match=why):
         load_settings(given, {})
+
+
+LOGIN = {
+    **GIVEN,
+    "oidc_issuer": "https://id.example.com/realms/ai",
+    "oidc_client_id": "everstep",
+    "oidc_roles": "admins=operator,gpu=users=viewer",
+}
+
+
+def test_login_settings_have_one_name_everywhere(tmp_path: Path) -> None:
+    file = tmp_path / "s.toml"
+    file.write_text('[oidc]\nrole_claim = "roles"\nroles = ["a,b=viewer"]\n')
+    login = load_settings(
+        {**LOGIN, "settings": str(file), "oidc_roles": "admins=operator,gpu=users=viewer"},
+        {"EVERSTEP_CONTROLLER_OIDC_SCOPES": "openid,groups"},
+    ).oidc
+    assert (login.role_claim, login.scopes) == ("roles", ("openid", "groups"))
+    assert login.role_of(["gpu=users"]) is TokenRole.VIEWER
+    assert login.role_of(["gpu=users", "admins"]) is TokenRole.OPERATOR
+    assert login.role_of(["users", "gpu", "admins=operator", "operator", ""]) is None
+    assert load_settings(GIVEN, {}).oidc == OidcSettings()
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"oidc_issuer": ""}, "oidc_client_id needs oidc_issuer"),
+        ({"oidc_issuer": "http://id.example.com"}, "oidc_issuer must be https unless its host is loopback"),
+        ({"oidc_issuer": "https://id.example.com?x=1"}, "must not have a query"),
+        ({"oidc_issuer": "id.example.com"}, "oidc_issuer must be an https URL"),
+        ({"oidc_client_id": ""}, "oidc_client_id is missing"),
+        ({"oidc_roles": ""}, "list of VALUE=ROLE"),
+        ({"oidc_roles": "admins=agent"}, "list of VALUE=ROLE"),
+        ({"oidc_roles": "=viewer"}, "list of VALUE=ROLE"),
+        ({"oidc_roles": "operator"}, "list of VALUE=ROLE"),
+        ({"oidc_role_claim": ""}, "oidc_role_claim is missing"),
+        ({"oidc_scopes": "profile"}, "must contain openid"),
+        ({"oidc_redirect_uri": "https://c.example.com/"}, "must end in /v1/login/callback"),
+        ({"oidc_redirect_uri": "https://c.example.com/v1/login/callback?x=1"}, "must end in"),
+        ({"oidc_redirect_uri": "http://c.example.com/v1/login/callback"}, "oidc_redirect_uri must be https"),
+        ({"oidc_clock_skew_s": 1000}, "oidc_clock_skew_s"),
+        ({"oidc_session_s": 1e6}, "oidc_session_s"),
+    ],
+)
+def test_invalid_login_setting_is_refused(given: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        load_settings({**LOGIN, **given}, {})
+    load_settings({**LOGIN, "oidc_redirect_uri": "http://127.0.0.1:7700/v1/login/callback"}, {})
+
+
+def test_commands_use_a_client_without_secret() -> None:
+    assert load_settings(LOGIN, {}).oidc.command_client() == "everstep"
+    secret = {**LOGIN, "oidc_client_secret_file": "f"}
+    assert load_settings(secret, {}).oidc.command_client() == ""
+    assert load_settings({**secret, "oidc_command_client_id": "cli"}, {}).oidc.command_client() == "cli"

@@ -13,7 +13,7 @@ import yaml
 from everstep_agent.config import AgentSettings
 from everstep_agent.findings.rules import load_policy
 from everstep_controller.api.openapi import document
-from everstep_controller.config import ControllerSettings
+from everstep_controller.config import ControllerSettings, OidcSettings
 from everstep_controller.core.policy import CorePolicy
 from everstep_controller.rulebook import shipped_rulebook
 from everstep_trainer.config import HookSettings
@@ -56,10 +56,18 @@ def test_program_page_has_every_command_and_flag(name: str) -> None:
 )
 def test_settings_page_describes_every_setting(page: Any, struct: type[msgspec.Struct]) -> None:
     text = page()
-    for name in set(struct.__struct_fields__) - {"policy", "policy_origins", "rules"}:
+    for name in set(struct.__struct_fields__) - {"policy", "policy_origins", "rules", "oidc"}:
         section = text.split(f"### `{name}`\n", 1)[1].split("\n### ", 1)[0].split("\n## ", 1)[0]
         assert "Default: " in section
         assert len(section.strip().split("\n\n", 1)[1]) > 10, f"{name} has no description"
+
+
+def test_controller_page_describes_settings_of_logins() -> None:
+    text = settings.controller_page()
+    for name in OidcSettings.__struct_fields__:
+        section = text.split(f"### `oidc_{name}`\n", 1)[1].split("\n### ", 1)[0]
+        assert f"`--oidc-{name.replace('_', '-')}`" in section
+        assert f"`EVERSTEP_CONTROLLER_OIDC_{name.upper()}`" in section
 
 
 def test_settings_page_names_flag_and_variable() -> None:
