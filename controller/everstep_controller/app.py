@@ -13,7 +13,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from everstep import __version__
 from everstep.clock import Clock
-from everstep_controller.api import endpoints, openapi, routes, web_page
+from everstep_controller.api import endpoints, login, openapi, routes, web_page
 from everstep_controller.api.admission import AdmissionControl
 from everstep_controller.api.auth import Authenticator
 from everstep_controller.api.credentials import CredentialStore, Keyring
@@ -78,6 +78,8 @@ class Controller:
         loaded, _, tenure = elected
         self.tenure = tenure
         self._settings = settings
+        self._keyring = keyring
+        self._provider = provider
         self._clock = clock
         self.epoch_check = EpochCheck(tenure, keyring, clock, loaded.epoch) if tenure is not None else None
         self.metrics = Metrics()
@@ -280,6 +282,7 @@ class Controller:
         ):
             endpoints.install_routes(app, gate, admission, table, handlers)
         self._open_routes(app, gate, admission)
+        login.install(app, self._provider, self._keyring, self._clock, self.loop.now, self.metrics.count_refused)
         web_page.install(app)
         return app
 

@@ -88,6 +88,11 @@ def ready() -> Call[Health]:
     return Call(method="GET", path="/readyz", kind=Health, accepted_statuses=(503,))
 
 
+def login_options() -> Call[op.LoginOptions]:
+    """Return how people log in with accounts of the site's provider. It needs no token."""
+    return _get("/v1/login/options", op.LoginOptions)
+
+
 # ---- nodes
 
 

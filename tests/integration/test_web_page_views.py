@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -16,6 +18,9 @@ from bench.load.fleet import Controller, Fleet
 from everstep.bearer_tokens import TokenRole, mint
 from examples.demo.world import World, descendants
 from tests.support.browser import chromium, link_of, require_browser, watched
+from tests.support.controllers import ControllerProcess
+from tests.support.forked import ForkPool
+from tests.support.openid_provider import login_settings, openid_provider
 from tests.support.processes import comm
 from tests.support.waiting import until
 from tests.support.warm_launcher import WarmWorld
@@ -132,6 +137,39 @@ def test_typed_token_opens_the_page_and_a_wrong_one_does_not(live: Live, browser
         page.get_by_role("button", name="Leave").click()
         page.get_by_label("Token").wait_for()
         assert page.evaluate("sessionStorage.length") == 0
+
+
+def test_person_logs_in_with_an_account_of_the_site(program_forks: ForkPool, tmp_path: Path, browser: Any) -> None:
+    with openid_provider() as provider, socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+        redirect_uri = f"http://{address}/v1/login/callback"
+        provider.redirect_uris = {redirect_uri}
+        settings = login_settings(tmp_path, provider, redirect_uri)
+        process = ControllerProcess(tmp_path, program_forks, arguments=("--settings", str(settings)))
+        process.listen = address
+        free.close()
+        try:
+            process.start()
+            with watched(browser) as one:
+                page = one.open(f"{process.url}/#/policy")
+                page.get_by_role("link", name=f"Log in with 127.0.0.1:{urlsplit(provider.issuer).port}").click()
+                page.locator(".who b", has_text="olga").wait_for()
+                assert page.url == f"{process.url}/#/policy"
+                page.get_by_text("operator", exact=True).wait_for()
+                assert page.context.cookies() == []
+                page.get_by_role("button", name="Leave").click()
+                provider.agrees = False
+                page.get_by_role("link", name="Log in with").click()
+                page.get_by_role("heading", name="Not logged in").wait_for()
+                assert "access_denied" in page.get_by_role("alert").inner_text()
+                page.get_by_role("link", name="use a token").click()
+                page.get_by_label("Token").wait_for()
+                one.complaints[:] = [said for said in one.complaints if "401" not in said]
+                assert all(url.startswith(provider.issuer) for url in one.foreign)
+                one.foreign.clear()
+        finally:
+            process.end()
 
 
 def test_viewer_is_offered_no_order(live: Live, browser: Any) -> None:

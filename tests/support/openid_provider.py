@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlencode, urlsplit
 
@@ -210,3 +211,21 @@ def openid_provider() -> Iterator[OpenidProvider]:
         yield provider
     finally:
         provider.stop()
+
+
+def login_settings(folder: Path, provider: OpenidProvider, redirect_uri: str = "") -> Path:
+    """A controller's settings file for logins by this provider."""
+    secret = folder / "client-secret"
+    secret.write_text(CLIENT_SECRET)
+    secret.chmod(0o600)
+    lines = [
+        f'issuer = "{provider.issuer}"',
+        f'client_id = "{CLIENT}"',
+        f'client_secret_file = "{secret}"',
+        f'command_client_id = "{COMMANDS}"',
+        f'redirect_uri = "{redirect_uri}"',
+        'roles = ["gpu-admins=operator", "staff=viewer"]',
+    ]
+    file = folder / "login.toml"
+    file.write_text("\n".join(["[oidc]", *lines]) + "\n")
+    return file

@@ -270,5 +270,8 @@ PLAIN_ROUTES: dict[str, Route] = {
     "metrics": _read("/metrics", None, "Metrics in Prometheus' text format."),
     "health": _read("/healthz", None, "Whether the process runs.", access=RouteAccess.OPEN),
     "ready": _read("/readyz", None, "Whether the controller serves.", access=RouteAccess.OPEN),
+    "login_options": _read(
+        "/v1/login/options", op.LoginOptions, "How people log in, if they can.", access=RouteAccess.OPEN
+    ),
 }
-"""Routes whose answers are not messages."""
+"""Routes whose answers are not messages, and those that anybody may ask."""

@@ -22,6 +22,13 @@ export function setToken(text) {
   tags.clear();
 }
 
+// How people log in with accounts of the site's provider: the address at which that begins, or "".
+export const loginOptions = () =>
+  get("/v1/login/options", {}, (body) => ({
+    page: body.page || "",
+    issuer: body.issuer || "",
+  }));
+
 function headersOf(more) {
   return token ? { Authorization: `Bearer ${token}`, ...more } : { ...more };
 }
@@ -197,10 +204,12 @@ const recoveryOf = (one) => ({
 
 // ---- queries
 
+// The name of a person who logged in ends with subject and issuer, which identify but are long.
 export const identity = () =>
   get("/v1/identity", {}, (body) => ({
     role: body.role,
-    name: body.subject,
+    name: body.subject.split(/ (?:\(|at )/)[0],
+    fullName: body.subject,
     mayOrder: body.role === "operator",
   }));
 

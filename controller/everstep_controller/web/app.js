@@ -9,13 +9,16 @@ import { Policy } from "./policy.js";
 import { Chip, link, Problem } from "./parts.js";
 import { start, stop, useFleet } from "./store.js";
 
+const VIEW_KEY = "everstep.view"; // the view from which a person left for a login
+
 // A link may carry the token in its fragment, which browsers do not send. It leaves the address bar and the history.
 function readFragment() {
   const fragment = new URLSearchParams(location.hash.slice(1));
   const token = fragment.get("token");
   if (!token) return;
   api.setToken(token);
-  const to = fragment.get("to") || "/fleet";
+  const to = fragment.get("to") || sessionStorage.getItem(VIEW_KEY) || "/fleet";
+  sessionStorage.removeItem(VIEW_KEY);
   history.replaceState(null, "", `${location.pathname}#${to.startsWith("/") ? to : "/fleet"}`);
 }
 
@@ -48,16 +51,21 @@ const VIEWS = {
 
 function Login({ error, onToken }) {
   const [text, setText] = useState("");
+  const [options, setOptions] = useState(null); // null until they are known, so that nothing moves afterwards
   const input = useRef(null);
-  useEffect(() => input.current.focus(), []);
+  useEffect(() => void api.loginOptions().then(setOptions, () => setOptions({ page: "" })), []);
+  useEffect(() => input.current?.focus(), [options]);
+  const leave = () => sessionStorage.setItem(VIEW_KEY, location.hash.slice(1) || "/fleet");
   const submit = (event) => {
     event.preventDefault();
     if (text.trim()) onToken(text);
   };
+  if (options === null) return html`<main class="login"></main>`;
   return html`<main class="login">
     <form onSubmit=${submit}>
       <h1>Everstep</h1>
-      <p>Paste a viewer's or an operator's token. It stays in this tab and is forgotten when the tab closes.</p>
+      ${options.page && html`<a class="button primary" href=${options.page} onClick=${leave}>Log in with ${new URL(options.issuer).host}</a>`}
+      <p>${options.page ? "Or paste" : "Paste"} a viewer's or an operator's token. It stays in this tab and is forgotten when the tab closes.</p>
       <label>Token
         <input ref=${input} type="password" autocomplete="off" spellcheck="false" value=${text} onInput=${(event) => setText(event.target.value)} />
       </label>
@@ -105,7 +113,7 @@ function App() {
       <nav aria-label="Views">${TABS.map(([name, label]) => html`<a key=${name} href=${link(name)} aria-current=${view === name ? "page" : undefined}>${label}</a>`)}</nav>
       <span class="who">
         ${fleet.identity && html`<span class="live ${fleet.live ? "on" : ""}" title=${fleet.live ? "Events arrive as they happen" : "Not connected"}>${fleet.live ? "live" : "waits"}</span>
-          <span title="The token's name and role"><b>${fleet.identity.name}</b> <${Chip} kind=${fleet.identity.mayOrder ? "note" : ""}>${fleet.identity.mayOrder ? "operator" : "read only"}<//></span>
+          <span title=${`The token's name and role: ${fleet.identity.fullName}`}><b>${fleet.identity.name}</b> <${Chip} kind=${fleet.identity.mayOrder ? "note" : ""}>${fleet.identity.mayOrder ? "operator" : "read only"}<//></span>
           <button class="small" onClick=${leave}>Leave</button>`}
       </span>
     </header>

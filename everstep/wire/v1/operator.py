@@ -262,6 +262,22 @@ class CallerIdentity(Message, frozen=True, kw_only=True):
     expires_at: float | None = None
 
 
+class LoginOptions(Message, frozen=True, kw_only=True):
+    """How people log in with accounts of an OpenID Connect provider. All fields are empty if they cannot.
+
+    Attributes:
+        issuer: URL of the provider.
+        page: URL at which a browser begins a login on the web page; empty if there is none.
+        command_client_id: Public client with which commands log in; empty if they cannot.
+        scopes: Scopes to ask for.
+    """
+
+    issuer: str = ""
+    page: str = ""
+    command_client_id: str = ""
+    scopes: tuple[str, ...] = ()
+
+
 class LossForecast(Message, frozen=True, kw_only=True):
     """The job's loss if ``nodes`` were lost with their memory, all at once.
 

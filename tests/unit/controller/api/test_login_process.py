@@ -1,10 +1,9 @@
-"""A controller process and a provider on loopback: orders with the provider's tokens, and logins of the web page."""
+"""A controller process and a provider on loopback: orders with the provider's tokens."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from everstep.wire.v1 import enrolment as wire
 from everstep.wire.v1 import operator as op
 from tests.support.controllers import OPERATOR, ControllerProcess, controller_process
 from tests.support.forked import ForkPool
-from tests.support.openid_provider import CLIENT, CLIENT_SECRET, COMMANDS, OpenidProvider, new_key, openid_provider
+from tests.support.openid_provider import COMMANDS, OpenidProvider, login_settings, new_key, openid_provider
 
 pytestmark = pytest.mark.slow
 
@@ -22,24 +21,6 @@ pytestmark = pytest.mark.slow
 def provider() -> Iterator[OpenidProvider]:
     with openid_provider() as one:
         yield one
-
-
-def login_settings(folder: Path, provider: OpenidProvider, redirect_uri: str = "") -> Path:
-    """A settings file for logins by this provider."""
-    secret = folder / "client-secret"
-    secret.write_text(CLIENT_SECRET)
-    secret.chmod(0o600)
-    file = folder / "login.toml"
-    lines = [
-        f'issuer = "{provider.issuer}"',
-        f'client_id = "{CLIENT}"',
-        f'client_secret_file = "{secret}"',
-        f'command_client_id = "{COMMANDS}"',
-        f'redirect_uri = "{redirect_uri}"',
-        'roles = ["gpu-admins=operator", "staff=viewer"]',
-    ]
-    file.write_text("\n".join(["[oidc]", *lines]) + "\n")
-    return file
 
 
 @pytest.fixture(scope="module")
