@@ -96,8 +96,16 @@ class ConnectionOptions(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, controller=DEFAULT_CONTROLLER)
 
     def token(self) -> str:
-        """Return the token; "" with a certificate and no token. Raises ConfigurationError without either."""
-        return "" if self.client_certificate and not self.token_file else read_token(self.token_file)
+        """Return the token of the file, else that of a login to the controller; "" with a certificate and no token.
+        Raises ConfigurationError without any, and AuthenticationError or Unavailable for a login that has ended."""
+        if self.token_file:
+            return read_token(self.token_file)
+        if self.client_certificate:
+            return ""
+        from everstep.cli.login import stored
+
+        controllers = (self.controller or DEFAULT_CONTROLLER).split(",")
+        return stored.current_token(state_dir(os.environ), controllers, self.ca_file) or read_token("")
 
     def tls(self) -> ssl.SSLContext | None:
         """Return the TLS context, or None without TLS files. Raises ConfigurationError for unusable files."""

@@ -20,7 +20,7 @@ from everstep.cli.tables import table
 from everstep.client import Client
 from everstep.doctor import accelerators, access, limits, memory, network
 from everstep.doctor.results import Check, CheckResult, Status, ok, run_checks
-from everstep.errors import ConfigurationError
+from everstep.errors import ConfigurationError, EverstepError
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1.local import DEFAULT_AGENT_SOCKET
 
@@ -120,7 +120,7 @@ def _controller(given: ConnectionOptions) -> Iterator[CheckResult]:
     resolved = given.resolved(os.environ)
     try:
         client = Client(resolved.controller, resolved.token(), tls=resolved.tls())
-    except ConfigurationError as error:
+    except EverstepError as error:
         yield CheckResult(check="controller", status=Status.FAIL, sentence=str(error))
         return
     node = "local" if resolved.token_file != given.token_file else ""  # a private run's

@@ -29,6 +29,7 @@ from everstep.cli.context import (
     send_order,
     show,
 )
+from everstep.cli.login.commands import log_in, log_out
 from everstep.client import Client, calls
 from everstep.command_line import Flags, Version, make_app, takes_settings
 from everstep.errors import Unavailable
@@ -53,6 +54,8 @@ _commands += [history.probes, history.budget, history.evidence, events.events, e
 _commands += [chaos.chaos, doctor.doctor]
 for _command in _commands:
     app.command()(_command)
+app.command("login")(log_in)
+app.command("logout")(log_out)
 job_app.command()(history.loss_forecast)
 job_app.command("receipt")(runs.job_receipt)
 

@@ -125,7 +125,7 @@ def test_dockerfile_builds_the_images_that_the_chart_names() -> None:
 
 def test_controller_image_can_remediate_through_kubernetes() -> None:
     dockerfile = (ROOT / "deploy" / "docker" / "Dockerfile").read_text()
-    assert "everstep[controller,kubernetes]" in dockerfile
+    assert "everstep[controller,kubernetes,oidc]" in dockerfile
 
 
 def test_stages_of_images_exist_before_they_are_used() -> None:

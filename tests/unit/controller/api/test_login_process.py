@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -76,3 +78,10 @@ def test_refused_tokens_are_answered_as_problems(process: ControllerProcess, pro
         {"Authorization": f"Bearer {provider.token(groups=['staff'])}"},
     )
     assert status == 403
+
+
+def test_programs_without_an_issuer_load_no_login_library() -> None:
+    code = "import sys, everstep_controller.serve_command, everstep.cli.main, everstep_controller.main\n"
+    code += "print([name for name in ('authlib', 'joserfc', 'httpx') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "[]"
