@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Collection, Mapping, Sequence
+from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
@@ -18,21 +19,24 @@ from everstep.errors import DECODE_ERRORS, AuthenticationError, ConfigurationErr
 
 if TYPE_CHECKING:
     from joserfc.jwk import Key
+    from joserfc.jws import JWSRegistry
 
 T = TypeVar("T")
 
-ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "Ed25519")
+ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512")
 """Accepted signatures, all with public keys: ``none`` and shared secrets (``HS256``) prove nothing here."""
 TOKEN_TYPES = ("jwt", "at+jwt", "application/at+jwt")
 """Accepted ``typ`` headers. Providers also sign other documents with these keys, such as logout requests."""
-MAX_TOKEN_CHARS = 8192
-"""Maximum characters of a token: it must fit into a request's head."""
+MAX_TOKEN_CHARS = 12 << 10
+"""Maximum characters of a token, below the 16 KiB of a request's head; with 200 groups it may have 10 KiB."""
+MAX_HEADER_CHARS = 4096
+"""Maximum characters of its header, which may contain a certificate."""
 MAX_DOCUMENT_BYTES = 256 << 10
 """Maximum bytes of an answer of the provider."""
 REQUEST_TIMEOUT_S = 5.0
 """Seconds for which a provider may be silent."""
 MIN_RSA_BITS = 2048
-_KEY_TYPES = ("RSA", "EC", "OKP")  # pairs of keys; not "oct", a shared secret
+_KEY_TYPES = ("RSA", "EC")  # pairs of keys; not "oct", a shared secret
 MAX_SUBJECT_CHARS = 255
 """Maximum characters of a subject, by OpenID Connect."""
 _SHOWN_CHARS = 200
@@ -228,6 +232,16 @@ def looks_like_jwt(token: str) -> bool:
     return token.startswith("eyJ") and token.count(".") == 2
 
 
+@cache
+def _registry() -> JWSRegistry:
+    """Return the rules for signatures. Header fields that no standard has are ignored, unless they are critical."""
+    from joserfc.jws import JWSRegistry
+
+    registry = JWSRegistry(algorithms=ALGORITHMS, strict_check_header=False)
+    registry.max_header_length = MAX_HEADER_CHARS
+    return registry
+
+
 def _header(token: str) -> dict[str, Any]:
     """Return a token's header without proof. Raises AuthenticationError for one that is not acceptable."""
     from joserfc import jws
@@ -236,7 +250,7 @@ def _header(token: str) -> dict[str, Any]:
     if len(token) > MAX_TOKEN_CHARS:
         raise AuthenticationError(f"a token of {len(token)} characters is invalid: at most {MAX_TOKEN_CHARS}")
     try:
-        header = jws.extract_compact(token.encode()).headers()
+        header = jws.extract_compact(token.encode(), registry=_registry()).headers()
     except (JoseError, ValueError, TypeError, RecursionError) as error:
         raise AuthenticationError("the token is damaged: log in again") from error
     algorithm, kind = header.get("alg"), header.get("typ", "JWT")
@@ -287,7 +301,7 @@ def verify(
         sub={"essential": True},
     )
     try:
-        claims = jwt.decode(token, key, algorithms=[header["alg"]]).claims
+        claims = jwt.decode(token, key, registry=_registry()).claims
         registry.validate(claims)
     except ExpiredTokenError as error:
         raise AuthenticationError("the token has expired: log in again") from error
@@ -342,6 +356,13 @@ class FormRequest(msgspec.Struct, frozen=True):
     url: str
     content: str
     headers: dict[str, str]
+
+
+def http_arguments(request: FormRequest | str) -> dict[str, Any]:
+    """Return the arguments of httpx for the POST of a form, or for the GET of a URL."""
+    if isinstance(request, str):
+        return {"method": "GET", "url": request, "headers": {"Accept": "application/json"}}
+    return {"method": "POST", "url": request.url, "content": request.content, "headers": request.headers}
 
 
 def authorization_url(

@@ -251,7 +251,7 @@ class _Sender:
             async with (
                 asyncio.timeout(2 * oidc.REQUEST_TIMEOUT_S),
                 httpx.AsyncClient(verify=self._tls, timeout=oidc.REQUEST_TIMEOUT_S, trust_env=proxies) as client,
-                client.stream(**_arguments(request)) as response,
+                client.stream(**oidc.http_arguments(request)) as response,
             ):
                 async for piece in response.aiter_bytes():
                     body += piece
@@ -261,9 +261,3 @@ class _Sender:
             why = str(error) or type(error).__name__
             raise Unavailable(f"the identity provider does not answer at {url} ({why})", REFETCH_INTERVAL_S) from error
         return response.status_code, bytes(body)
-
-
-def _arguments(request: oidc.FormRequest | str) -> dict[str, Any]:
-    if isinstance(request, str):
-        return {"method": "GET", "url": request, "headers": {"Accept": "application/json"}}
-    return {"method": "POST", "url": request.url, "content": request.content, "headers": request.headers}

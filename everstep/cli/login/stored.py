@@ -12,7 +12,6 @@ from base64 import urlsafe_b64decode
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -213,9 +212,6 @@ def send(request: oidc.FormRequest | str, ca_file: str = "") -> tuple[int, bytes
     import httpx
 
     url = request if isinstance(request, str) else request.url
-    arguments: dict[str, Any] = {"method": "GET", "url": url, "headers": {"Accept": "application/json"}}
-    if not isinstance(request, str):
-        arguments = {"method": "POST", "url": url, "content": request.content, "headers": request.headers}
     tls = ssl.create_default_context()
     if ca_file:
         tls.load_verify_locations(ca_file)
@@ -224,7 +220,7 @@ def send(request: oidc.FormRequest | str, ca_file: str = "") -> tuple[int, bytes
     try:
         with (
             httpx.Client(verify=tls, timeout=oidc.REQUEST_TIMEOUT_S, trust_env=proxies) as client,
-            client.stream(**arguments) as response,
+            client.stream(**oidc.http_arguments(request)) as response,
         ):
             for piece in response.iter_bytes():
                 body += piece

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from joserfc import jwt
 from joserfc.jwk import ECKey, OctKey, RSAKey
+from joserfc.jws import JWSRegistry
 
 from everstep import oidc
 from everstep.errors import AuthenticationError, ConfigurationError, Unavailable
@@ -123,7 +124,7 @@ def test_other_documents_of_issuer_are_refused(provider: OpenidProvider, keys: o
 
 @pytest.mark.parametrize(
     "token",
-    ["eyJ..", "eyJ.a.b", "eyJ" + "[" * 400 + ".e30.AAAA", "eyJ" + "x" * 9000 + "..", "\xff.\xff.\xff", "..", ""],
+    ["eyJ..", "eyJ.a.b", "eyJ" + "[" * 400 + ".e30.AAAA", "eyJ" + "x" * 13_000 + "..", "\xff.\xff.\xff", "..", ""],
     ids=range(7),
 )
 def test_damaged_token_is_refused(provider: OpenidProvider, keys: oidc.Keys, token: str) -> None:
@@ -169,6 +170,15 @@ def test_token_of_unknown_key_is_told_apart(provider: OpenidProvider, keys: oidc
     )
     with pytest.raises(oidc.UnknownKey):
         two.find("")
+
+
+def test_header_may_have_private_fields_and_a_certificate(provider: OpenidProvider, keys: oidc.Keys) -> None:
+    claims = {"iss": provider.issuer, "aud": CLIENT, "sub": "x", "exp": NOW + 60, "groups": ["g" * 36] * 180}
+    loose = JWSRegistry(strict_check_header=False)
+    head = {"alg": "RS256", "kid": "k1", "pi.atm": "3", "x5c": ["A" * 1000]}
+    token = jwt.encode(head, claims, provider.keys[0], registry=loose)
+    assert len(token) > 10_000
+    assert verify(provider, keys, token)["sub"] == "x"
 
 
 def test_elliptic_curve_key_verifies(provider: OpenidProvider) -> None:
