@@ -130,7 +130,9 @@ def connected_client(context: typer.Context) -> Iterator[Client]:
         access = given.resolved(os.environ)
         # httpx imports its own command line with click and pygments where they are: as long as all the rest of it.
         sys.modules.setdefault("httpx._main", None)  # type: ignore[arg-type]
-        with Client(access.controller, access.token(), tls=access.tls()) as client:
+        token = access.token()
+        # A login is refreshed during long commands too, such as `everstep top`.
+        with Client(access.controller, token if access.token_file else access.token, tls=access.tls()) as client:
             yield client
 
 

@@ -145,7 +145,13 @@ def _async_list(
 class _Base:
     """What both clients share: addresses, credentials, and the settings of httpx."""
 
-    def __init__(self, controllers: str | Sequence[str], token: str = "", *, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self,
+        controllers: str | Sequence[str],
+        token: str | Callable[[], str] = "",
+        *,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         urls = controllers.split(",") if isinstance(controllers, str) else controllers
         self._controllers = Controllers(urls)
         self._token = token
@@ -172,7 +178,7 @@ class _Base:
             "method": call.method,
             "url": exchange.address(url) + call.target,
             "content": call.content,
-            "headers": call.headers(self._token),
+            "headers": call.headers(self._token() if callable(self._token) else self._token),
             "timeout": call.timeout_s,
         }
 
@@ -236,7 +242,8 @@ class Client(_Base):
 
     Args:
         controllers: URLs of the controllers, as a sequence or separated by commas.
-        token: A bearer token; empty if the certificate in ``tls`` identifies the user.
+        token: A bearer token, or a function that returns the one for the next request, such as one that refreshes it;
+            empty if the certificate in ``tls`` identifies the user.
         tls: For https. Default: trust the system's authorities.
 
     Every method raises the controller's refusal as an ``EverstepError`` (``NotFound``, ``Conflict``,

@@ -14,6 +14,8 @@ from everstep_controller.api.credentials import CredentialStore, Keyring
 from everstep_controller.api.identity_provider import KEYS_LIFETIME_S, REFETCH_INTERVAL_S, IdentityProvider
 from everstep_controller.api.routes import RouteAccess
 from everstep_controller.config import ControllerSettings, OidcSettings
+from everstep_controller.leadership.member import StandbyApp
+from starlette.testclient import TestClient
 
 from everstep import oidc
 from everstep.bearer_tokens import LOGIN_PREFIX, Identity, TokenRole, mint_login
@@ -225,3 +227,12 @@ def test_login_token_ends_and_needs_a_provider(provider: OpenidProvider, gate: G
     assert not gate.gate.is_valid(identity)
     with pytest.raises(AuthenticationError, match="has ended"):
         gate(token)
+
+
+def test_standby_takes_the_provider_tokens_too(provider: OpenidProvider, gate: Gate) -> None:
+    """A trial of a policy asks all controllers with the person's token."""
+    settings = ControllerSettings(oidc=gate.settings)
+    standby = StandbyApp(settings, Keyring((SECRET,)), gate.clock, lambda: "", gate.verifier)
+    client = TestClient(standby)
+    for token, status in ((provider.token(), 200), (provider.token("another"), 401), (provider.token(groups=[]), 403)):
+        assert client.get("/metrics", headers={"Authorization": f"Bearer {token}"}).status_code == status

@@ -11,15 +11,17 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from urllib.parse import parse_qs, urlencode, urlsplit
 
 import httpx
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from everstep.bearer_tokens import TokenRole, mint
-from everstep.cli.context import state_dir
+from everstep.cli.context import ConnectionOptions, connected_client, state_dir
 from everstep.cli.login import flows, stored
 from everstep.cli.main import app
 from everstep.errors import AuthenticationError, ConfigurationError, Unavailable
@@ -156,6 +158,17 @@ def test_token_is_refreshed_before_its_end(run: Run, provider: OpenidProvider, f
     asked = len(provider.asked)
     assert run("status").exit_code == 0
     assert len(provider.asked) == asked
+
+
+def test_long_command_refreshes_its_login(run: Run, provider: OpenidProvider, process: ControllerProcess) -> None:
+    provider.lifetime_s = stored.REFRESH_BEFORE_S - 10
+    assert run("login", "--browser").exit_code == 0
+    context = SimpleNamespace(obj=ConnectionOptions(process.url))
+    with connected_client(cast(typer.Context, context)) as client:
+        before = provider.asked.count("/token")
+        for _ in range(2):
+            client.status()
+    assert provider.asked.count("/token") == before + 2
 
 
 def test_commands_side_by_side_refresh_once(
