@@ -68,7 +68,7 @@ def _read(folder: Path) -> tuple[StoredLogin, ...]:
 
 
 def _write(folder: Path, logins: Sequence[StoredLogin]) -> None:
-    from everstep.receipts.files import write_private
+    from everstep.private_files import write_private
 
     write_private(folder / FILE, msgspec.json.encode(_File(tuple(logins))) + b"\n")
 
