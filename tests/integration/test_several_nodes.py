@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -61,6 +61,13 @@ class TwoNodes:
         argv += ["--state-dir", str(self.folder / "state"), "--standby-delay-s", "0.1", *flags]
         return launched(directory, *argv, str(self.folder / "train.py"), namespace=namespace)
 
+    @contextmanager
+    def launch_first(self, *flags: str) -> Iterator[Launched]:
+        """The launcher of node 0, once it is the first node; else the other could have the endpoint before it."""
+        with self.launch(0, *flags) as first:
+            first.eventually(lambda: "this is the first node of job two" in first.err, "the first node")
+            yield first
+
     def rows(self) -> list[tuple[int, int, int, int]]:
         """(rank, restart count, step, pid) of every step that any rank made."""
         return [(rank, restarts, step, pid) for rank, restarts, step, pid in step_log.rows(self.folder)]
@@ -87,8 +94,7 @@ def nodes(short_path: Path) -> TwoNodes:
 
 
 def test_two_launchers_survive_a_rank_and_a_node(nodes: TwoNodes) -> None:
-    with nodes.launch(0) as first, ExitStack() as stack:
-        first.eventually(lambda: "this is the first node of job two" in first.err, "the first node has the endpoint")
+    with nodes.launch_first() as first, ExitStack() as stack:
         second = stack.enter_context(nodes.launch(1))
         pids = [nodes.pid_at(second, rank, step=20) for rank in (0, 1)]
         of_second = 0 if pids[0] in second.descendants() else 1
@@ -117,7 +123,7 @@ def test_two_launchers_survive_a_rank_and_a_node(nodes: TwoNodes) -> None:
 
 @pytest.mark.nightly
 def test_first_node_ending_in_order_ends_the_job_for_all(nodes: TwoNodes) -> None:
-    with nodes.launch(0) as first, nodes.launch(1) as second:
+    with nodes.launch_first() as first, nodes.launch(1) as second:
         nodes.pid_at(second, rank=1, step=5)
         first.process.send_signal(signal.SIGTERM)
         assert first.wait() == 128 + signal.SIGTERM
@@ -127,7 +133,7 @@ def test_first_node_ending_in_order_ends_the_job_for_all(nodes: TwoNodes) -> Non
 
 @pytest.mark.nightly
 def test_first_launcher_that_comes_back_continues(nodes: TwoNodes) -> None:
-    with nodes.launch(0) as first, nodes.launch(1) as second, ExitStack() as stack:
+    with nodes.launch_first() as first, nodes.launch(1) as second, ExitStack() as stack:
         nodes.pid_at(second, rank=1, step=20)
         below = [*first.descendants()]
         first.process.kill()
@@ -143,7 +149,7 @@ def test_first_launcher_that_comes_back_continues(nodes: TwoNodes) -> None:
 @pytest.mark.nightly
 def test_loss_of_the_first_node_ends_the_job_with_a_sentence(nodes: TwoNodes) -> None:
     timeout = ("--first-node-timeout-s", "3", "--vault-linger-s", "0.5")
-    with nodes.launch(0, *timeout) as first, nodes.launch(1, *timeout) as second:
+    with nodes.launch_first(*timeout) as first, nodes.launch(1, *timeout) as second:
         nodes.pid_at(second, rank=1, step=5)
         first.process.kill()
         assert second.wait() == 1

@@ -23,6 +23,7 @@ import everstep
 from tests.support.forked import torchrun
 
 ROOT = Path(__file__).resolve().parents[3]
+MODULE = "tests.unit.trainer_hooks.test_run"
 
 
 def draws() -> tuple[float, float, float]:
@@ -250,20 +251,10 @@ def test_under_torchrun_the_group_comes_from_the_environment(forks):
 
 @pytest.mark.slow
 @pytest.mark.nightly
-def test_torchrun_itself_runs_a_script_of_two_ranks(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import torch, torch.distributed as dist, everstep\n"
-        "def train(run):\n"
-        "    assert run.mean(torch.tensor(float(run.rank))) == 0.5\n"
-        "    steps = list(run.steps(until=2))\n"
-        "    open(f'{__file__}.{run.rank}', 'w').write(str(steps))\n"
-        "everstep.main(train, settings=everstep.HookSettings(backend='gloo'))\n"
-    )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+def test_torchrun_itself_starts_two_ranks():
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", MODULE]
     finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert finished.returncode == 0, finished.stderr
-    assert [Path(f"{script}.{rank}").read_text() for rank in (0, 1)] == ["[1, 2]"] * 2
 
 
 def take_existing_group(rank: int, store: str) -> None:
@@ -287,3 +278,7 @@ def test_existing_process_group_is_used_and_left_alone(forks, tmp_path, monkeypa
     changed = forks.changed_environment()
     ranks = [forks.start(take_existing_group, n, str(tmp_path / "store"), environment=changed) for n in (0, 1)]
     assert [rank.result() for rank in ranks] == [None, None]
+
+
+if __name__ == "__main__":
+    assert steps_under_torchrun() == [1, 2]

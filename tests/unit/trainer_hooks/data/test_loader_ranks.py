@@ -22,6 +22,7 @@ from tests.support.vaults import vaults
 from tests.support.waiting import until
 
 STEPS = 40
+AT_NIGHT = [pytest.param(kind, marks=pytest.mark.nightly) for kind in ("stream that jumps", "packed")]
 pytestmark = pytest.mark.slow
 
 
@@ -40,15 +41,7 @@ def samples_of_steps(kind: str) -> list[list[int]]:
 
 
 @pytest.mark.promise("loader-deterministic")
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "map-style",
-        "stream",
-        pytest.param("stream that jumps", marks=pytest.mark.nightly),
-        pytest.param("packed", marks=pytest.mark.nightly),
-    ],
-)
+@pytest.mark.parametrize("kind", ["map-style", "stream", *AT_NIGHT])
 def test_kills_and_resizes_skip_and_repeat_no_sample(forks, tmp_path, kind):
     faults = (Fault(2, 9, "forward"), Fault(0, 17, "reduced"))
     train = partial(
