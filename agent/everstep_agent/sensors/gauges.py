@@ -9,6 +9,8 @@ from everstep_agent.sensors.sensor_messages import SensorReport
 MAX_POLL_AGE_S = 10.0
 """Seconds after which a poll is too old to be sent: the sensors hang, and the controller shows when it heard last."""
 
+_LEAST_IMPLAUSIBLE = 1 << 53  # of ``SafeInt``
+
 
 def gpu_gauges(report: SensorReport, now: float) -> tuple[GpuGauges, ...]:
     """Return the gauges of the newest poll, or none if it is too old; ``now`` in wall seconds."""
@@ -27,13 +29,18 @@ def _gauges(sample: GpuSample) -> GpuGauges:
         power_w=_rounded(sample.power_w, 1),
         power_limit_w=_rounded(sample.power_limit_w, 1),
         utilization=_rounded(sample.gpu_utilization, 3),
-        memory_used_bytes=sample.memory_used_bytes,
+        memory_used_bytes=_plausible(sample.memory_used_bytes),
         sm_clock_mhz=sample.sm_clock_mhz,
         memory_clock_mhz=sample.memory_clock_mhz,
         throttled_by=tuple(name for name, bits in THROTTLE_REASONS.items() if reasons & bits),
-        ecc_corrected=sample.ecc_corrected,
-        ecc_uncorrected=sample.ecc_uncorrected,
+        ecc_corrected=_plausible(sample.ecc_corrected),
+        ecc_uncorrected=_plausible(sample.ecc_uncorrected),
     )
+
+
+def _plausible(value: int | None) -> int | None:
+    """Return a number of 64 bits, or None if a heartbeat cannot have it: a broken GPU may answer with all bits set."""
+    return value if value is not None and value < _LEAST_IMPLAUSIBLE else None
 
 
 def _rounded(value: float | None, digits: int) -> float | None:

@@ -42,6 +42,14 @@ def test_gauges_of_a_hanging_sensor_are_not_sent() -> None:
     assert gpu_gauges(SensorReport(), 1e9) == ()
 
 
+def test_number_that_no_heartbeat_may_have_is_left_out() -> None:
+    """A broken GPU may answer with all bits set, and must not make the controller refuse its node's heartbeats."""
+    broken = msgspec.structs.replace(SAMPLE, ecc_corrected=(1 << 64) - 1, memory_used_bytes=(1 << 64) - 1)
+    (gauges,) = gpu_gauges(report(broken), 101.0)
+    assert (gauges.ecc_corrected, gauges.memory_used_bytes, gauges.temperature_c) == (None, None, 61)
+    assert msgspec.json.decode(msgspec.json.encode(gauges), type=GpuGauges) == gauges
+
+
 def test_gauges_of_many_gpus_are_bounded() -> None:
     samples = [msgspec.structs.replace(SAMPLE, index=number) for number in range(2 * MAX_GAUGED_GPUS)]
     assert len(gpu_gauges(report(*samples), 100.0)) == MAX_GAUGED_GPUS
