@@ -27,5 +27,16 @@ def write_private(path: Path, content: bytes, *, durable: bool = False) -> None:
                 file.flush()
                 os.fsync(file.fileno())
         draft.rename(path)
+        if durable:
+            _sync_directory(path.parent)
     finally:
         draft.unlink(missing_ok=True)
+
+
+def _sync_directory(directory: Path) -> None:
+    """Make the names in a directory survive a loss of power."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

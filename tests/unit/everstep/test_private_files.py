@@ -20,6 +20,15 @@ def test_file_is_replaced_and_private(tmp_path: Path, durable: bool) -> None:
     assert list(tmp_path.iterdir()) == [file]
 
 
+def test_durable_file_has_its_name_on_the_disk_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[bool] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(stat.S_ISDIR(os.fstat(descriptor).st_mode)))
+    write_private(tmp_path / "token", b"new", durable=True)
+    assert synced == [False, True]
+    write_private(tmp_path / "token", b"newer")
+    assert synced == [False, True]
+
+
 def test_draft_of_a_killed_process_is_not_reused(tmp_path: Path) -> None:
     draft, other = tmp_path / f".token.{os.getpid()}", tmp_path / "other"
     other.write_text("of somebody else")
