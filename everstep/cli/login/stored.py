@@ -10,7 +10,7 @@ import fcntl
 import os
 from base64 import urlsafe_b64decode
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import msgspec
@@ -75,14 +75,16 @@ def _write(folder: Path, logins: Sequence[StoredLogin]) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold the file's lock, which only this user can take."""
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    descriptor = os.open(folder / f"{FILE}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
+    """Hold the file's lock, which only this user can take. Raises ConfigurationError if files cannot be written."""
+    with ExitStack() as stack:
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            descriptor = os.open(folder / f"{FILE}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            stack.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        except OSError as error:
+            raise ConfigurationError(f"logins cannot be kept in {folder}: {error}") from error
 
 
 def _addresses(controllers: Sequence[str]) -> set[str]:
@@ -97,16 +99,13 @@ def _find(logins: Sequence[StoredLogin], controllers: Sequence[str]) -> StoredLo
 
 def store(folder: Path, login: StoredLogin) -> None:
     """Keep a login, in place of others for any of its controllers. Raises ConfigurationError if it cannot be kept."""
-    try:
-        with _locked(folder):
-            others = [one for one in _read(folder) if not set(one.controllers) & set(login.controllers)]
-            _write(folder, [*others, login])
-    except OSError as error:
-        raise ConfigurationError(f"the login cannot be kept in {folder}: {error}") from error
+    with _locked(folder):
+        others = [one for one in _read(folder) if not set(one.controllers) & set(login.controllers)]
+        _write(folder, [*others, login])
 
 
 def remove(folder: Path, controllers: Sequence[str]) -> list[StoredLogin]:
-    """Remove the logins for any of these controllers, and return them."""
+    """Remove the logins for any of these controllers, and return them. Raises ConfigurationError."""
     with _locked(folder):
         logins, wanted = _read(folder), _addresses(controllers)
         removed = [one for one in logins if wanted & set(one.controllers)]
@@ -206,6 +205,7 @@ def send(request: oidc.FormRequest | str, ca_file: str = "") -> tuple[int, bytes
 
     Raises:
         Unavailable: The provider does not answer.
+        ConfigurationError: The authorities' file is unusable.
     """
     import ssl
 
@@ -214,7 +214,10 @@ def send(request: oidc.FormRequest | str, ca_file: str = "") -> tuple[int, bytes
     url = request if isinstance(request, str) else request.url
     tls = ssl.create_default_context()
     if ca_file:
-        tls.load_verify_locations(ca_file)
+        try:
+            tls.load_verify_locations(ca_file)
+        except OSError as error:
+            raise ConfigurationError(f"the authorities in {ca_file} cannot be used: {error}") from error
     proxies = not oidc.is_loopback(url)
     body = bytearray()
     try:

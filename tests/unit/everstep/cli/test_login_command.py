@@ -20,6 +20,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from everstep import oidc
 from everstep.bearer_tokens import TokenRole, mint
 from everstep.cli.context import ConnectionOptions, connected_client, state_dir
 from everstep.cli.login import flows, stored
@@ -318,6 +319,26 @@ def test_file_that_others_could_change_is_refused(folder: Path, tmp_path: Path, 
         file.chmod(0o644 if damage == "mode" else 0o600)
     with pytest.raises(ConfigurationError):
         stored.current_token(folder, ["http://127.0.0.1:1"])
+
+
+def test_folder_that_cannot_be_used_is_told(folder: Path) -> None:
+    folder.parent.mkdir(parents=True)
+    folder.write_text("no folder")
+    login = stored.StoredLogin(
+        controllers=("http://127.0.0.1:1",),
+        client_id="c",
+        provider=oidc.Provider(issuer="https://id.example.com", jwks_uri="https://id.example.com/keys"),
+        id_token="t",
+        ends_at=0.0,
+    )
+    for change in (lambda: stored.store(folder, login), lambda: stored.remove(folder, ["http://127.0.0.1:1"])):
+        with pytest.raises(ConfigurationError, match="cannot be"):
+            change()
+
+
+def test_authority_that_cannot_be_read_is_told() -> None:
+    with pytest.raises(ConfigurationError, match="/missing"):
+        stored.send("https://id.example.com", "/missing")
 
 
 def test_answer_without_end_is_refused(monkeypatch: pytest.MonkeyPatch, provider: OpenidProvider) -> None:
