@@ -193,7 +193,8 @@ class Keys:
         from joserfc.jwk import JWKRegistry
 
         found: dict[str, Key] = {}
-        for data in _decode(body, dict[str, Any], url).get("keys") or ():
+        given = _decode(body, dict[str, Any], url).get("keys")
+        for data in given if isinstance(given, list) else ():
             if not _can_verify(data):
                 continue
             try:

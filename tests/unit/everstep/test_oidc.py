@@ -157,7 +157,7 @@ def test_keys_leave_out_what_cannot_sign(provider: OpenidProvider) -> None:
     assert keys.has("k1")
     assert keys.has("")
     assert not any(keys.has(name) for name in "eswxy")
-    for empty in ({"keys": others}, {"keys": []}, {}):
+    for empty in ({"keys": others}, {"keys": []}, {"keys": 7}, {}):
         with pytest.raises(Unavailable, match="no key"):
             oidc.Keys.read(json.dumps(empty).encode(), "keys")
 
