@@ -26,7 +26,8 @@ log = logging.getLogger(__name__)
 PROVIDER_CREDENTIAL = "oidc:"
 """Begins the credential of an identity that the provider's token proves; the id of the key follows."""
 KEYS_LIFETIME_S = 3600.0
-"""Seconds after which keys are fetched again. A key that the provider withdraws is refused after that time."""
+"""Seconds after which keys are fetched again. A key that the provider withdraws is refused after that time, unless the
+provider cannot be asked."""
 REFETCH_INTERVAL_S = 10.0
 """Minimum seconds between two fetches."""
 MAX_WAITING = 64
@@ -80,8 +81,9 @@ class IdentityProvider:
         return self._metadata
 
     async def _fetch_unless(self, is_enough: Callable[[], bool]) -> None:
-        """Fetch metadata and keys, unless they are enough or were fetched just now. Outdated ones stay in use."""
-        if is_enough():
+        """Fetch metadata and keys, unless they are enough or were fetched just now. Outdated ones stay in use while the
+        provider is away, but the first request after a long time waits for the provider's answer."""
+        if is_enough() and not self._is_long_ago():
             if self._clock.monotonic() >= max(self._stale_at, self._refetch_at) and not self._lock.locked():
                 self._refresh = asyncio.create_task(self._fetch_alone(lambda: False), name="identity provider")
             return
@@ -89,9 +91,13 @@ class IdentityProvider:
             raise Unavailable("too many requests wait for the identity provider: retry", REFETCH_INTERVAL_S)
         self._waiting += 1
         try:
-            await self._fetch_alone(is_enough)
+            await self._fetch_alone(lambda: is_enough() and not self._is_long_ago())
         finally:
             self._waiting -= 1
+
+    def _is_long_ago(self) -> bool:
+        """Return whether nobody has tried to fetch keys for as long as they last."""
+        return self._clock.monotonic() >= self._refetch_at - REFETCH_INTERVAL_S + KEYS_LIFETIME_S
 
     async def _fetch_alone(self, is_enough: Callable[[], bool]) -> None:
         async with self._lock:

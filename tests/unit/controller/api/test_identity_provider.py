@@ -145,6 +145,15 @@ def test_new_key_is_fetched_once_it_is_used(provider: OpenidProvider, gate: Gate
         gate(old)
 
 
+def test_withdrawn_key_is_refused_after_an_hour_without_requests(provider: OpenidProvider, gate: Gate) -> None:
+    token = provider.token(exp=gate.clock.wall() + 9 * KEYS_LIFETIME_S)
+    gate(token)
+    provider.keys[:] = [new_key("k2")]
+    gate.clock.advance(KEYS_LIFETIME_S)
+    with pytest.raises(oidc.UnknownKey):
+        gate(token)
+
+
 def test_unknown_keys_cause_few_fetches(provider: OpenidProvider, gate: Gate) -> None:
     gate(provider.token())
     for number in range(50):
