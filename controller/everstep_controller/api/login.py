@@ -22,6 +22,7 @@ from everstep import oidc
 from everstep.bearer_tokens import login_proof, mint_login
 from everstep.clock import Clock
 from everstep.errors import AuthenticationError, EverstepError, RateLimited
+from everstep.log_lines import LogThrottle
 from everstep.wire.v1 import operator as op
 from everstep_controller.api import endpoints, web_page
 from everstep_controller.api.auth import network_of
@@ -40,7 +41,8 @@ LOGIN_TIMEOUT_S = 600.0
 """Seconds from the begin of a login to its end: time for a password, a second factor, and a forgotten tab."""
 LOGINS_PER_S = 1.0
 LOGINS_BURST_S = 30.0
-"""Logins per second of one network, and seconds' worth of them at once. Each costs a request to the provider."""
+"""Logins per second that one network may begin, and seconds' worth of them at once; as many may be finished. A finished
+one costs a request to the provider."""
 MAX_LOGINS = 32
 """Logins that may wait for the provider at the same time."""
 MAX_CODE_CHARS = 4096
@@ -91,9 +93,10 @@ class LoginRoutes:
         self._clock = clock
         self._now = now
         self._on_refused = on_refused
-        self._attempts: TokenBuckets[str] = TokenBuckets(LOGINS_PER_S, LOGINS_BURST_S)
+        self._log = LogThrottle(log, clock.monotonic)  # strangers can cause these lines
+        self._attempts: TokenBuckets[tuple[str, str]] = TokenBuckets(LOGINS_PER_S, LOGINS_BURST_S)
         self._running = 0
-        self._is_secure = self._settings.redirect_uri.startswith("https:")
+        self._is_secure = urlsplit(self._settings.redirect_uri).scheme == "https"
         # The prefix makes browsers accept the cookie over https and from this host only.
         self._cookie = "__Host-everstep-login" if self._is_secure else "everstep-login"
 
@@ -105,7 +108,7 @@ class LoginRoutes:
     async def begin(self, request: Request) -> Response:
         """Send the browser to the provider."""
         try:
-            self._count(request)
+            self._count(LOGIN_PATH, request)
             metadata = await self._provider.metadata()
         except EverstepError as error:
             return self._failed(LOGIN_PATH, error)
@@ -130,7 +133,7 @@ class LoginRoutes:
     async def finish(self, request: Request) -> Response:
         """Log the person in whom the provider sends back, and open the page with a token."""
         try:
-            self._count(request)
+            self._count(LOGIN_CALLBACK, request)
             target = await self._finish(request)
         except EverstepError as error:
             response = self._failed(LOGIN_CALLBACK, error)
@@ -165,9 +168,9 @@ class LoginRoutes:
         token = mint_login(self._keyring.secrets[0], identity.role, identity.subject, end)
         return f"/#{urlencode({'token': token})}"
 
-    def _count(self, request: Request) -> None:
+    def _count(self, route: str, request: Request) -> None:
         peer: ConnectionPeer = request.scope.get(SCOPE_KEY) or UNKNOWN_PEER
-        wait_s = self._attempts.take(network_of(peer.address), self._clock.monotonic())
+        wait_s = self._attempts.take((route, network_of(peer.address)), self._clock.monotonic())
         if wait_s:
             raise RateLimited(f"too many logins from {peer.address}: try again in {wait_s:.0f} s", wait_s)
 
@@ -197,7 +200,7 @@ class LoginRoutes:
     def _failed(self, route: str, error: EverstepError) -> Response:
         """Return a page that says why a person is not logged in."""
         self._on_refused(route, error.code)
-        log.info("a login on the web page failed: %s", error)
+        self._log(logging.INFO, "a login on the web page failed: %s", error)
         headers = {**web_page.HEADERS, **_HEADERS}
         headers |= {name.decode(): value.decode() for name, value in responses.error_headers(error)}
         body = _FAILED_PAGE.format(why=html.escape(str(error)), again=LOGIN_PATH)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from starlette.testclient import TestClient
 
 from everstep.bearer_tokens import LOGIN_PREFIX, TokenRole, login_proof
 from everstep.clock import ManualClock
+from everstep.log_lines import BURST
 from everstep.system_clock import SYSTEM_CLOCK
 from tests.support.openid_provider import CLIENT, CLIENT_SECRET, OpenidProvider, openid_provider
 
@@ -227,6 +229,22 @@ def test_logins_of_one_network_are_bounded(site: Site) -> None:
     assert found.count(429) == 10
     site.clock.advance(1)
     assert site.browser.get("/v1/login").status_code == 303
+
+
+def test_begun_logins_can_be_finished(site: Site) -> None:
+    """As many people may come back from the provider as were sent there."""
+    for _ in range(30):
+        address = site.begin()
+    back = site.agree(address)
+    assert site.finish(back).status_code == 303
+    assert [site.finish(back).status_code for _ in range(30)] == [401] * 29 + [429]
+
+
+def test_refused_logins_fill_no_log(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, login.__name__)
+    for _ in range(60):
+        site.browser.get("/v1/login/callback")
+    assert 1 <= len(caplog.records) <= BURST
 
 
 def test_options_name_the_page_and_no_secret(site: Site, provider: OpenidProvider) -> None:
