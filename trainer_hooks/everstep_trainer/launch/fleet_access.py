@@ -6,6 +6,7 @@ Only the launcher of rank 0 asks: a job may have a thousand launchers.
 from __future__ import annotations
 
 import asyncio
+import logging
 import ssl
 from collections.abc import Callable
 from typing import TypeVar
@@ -15,6 +16,8 @@ from everstep.client import Client
 from everstep.errors import EverstepError
 from everstep.wire.v1.local import Welcome
 from everstep.wire.v1.training import GenerationSpec
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -59,7 +62,9 @@ class FleetAccess:
 
         try:
             answer = await asyncio.to_thread(asked)
-        except (EverstepError, OSError):
+        except (EverstepError, OSError) as error:
+            if not self._has_failed:
+                log.info("job %s cannot be read from the fleet's controllers: %s", self._job, error)
             self._has_failed = True
             return None
         self._has_failed = False

@@ -88,8 +88,14 @@ def test_pauses_grow_with_ranks_and_after_failures(client: type[FakeClient], mon
     assert fleet.min_pause_s == 5.0
 
 
-def test_unreadable_authority_costs_only_the_answer(tmp_path: Path) -> None:
-    assert ask(access(msgspec.structs.replace(WELCOME, ca_file=str(tmp_path / "no.pem")))) is None
+def test_unreadable_authority_costs_only_the_answer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    fleet = access(msgspec.structs.replace(WELCOME, ca_file=str(tmp_path / "no.pem")))
+    for _ in range(3):
+        assert ask(fleet) is None
+    assert [one.getMessage() for one in caplog.records] == [
+        f"job {JOB} cannot be read from the fleet's controllers: [Errno 2] No such file or directory"
+    ]
 
 
 @pytest.mark.parametrize(
