@@ -22,8 +22,11 @@ from everstep_trainer.integrations.torchtitan import build_trainer
 from torchtitan.config import ConfigManager
 
 import everstep
-from examples.train_torchtitan import LAYERS, RECIPE, ByteTokenizer, LastLoss, digest
+from examples.final_line import digest
 from tests.support.exact_training import Diary, Fault, Faults, fingerprint, main
+
+sys.path.append(str(Path(__file__).parents[2] / "examples"))  # the example imports its neighbours, as a script does
+from examples.train_torchtitan import LAYERS, RECIPE, ByteTokenizer, LastLoss
 
 
 class Recorder(LastLoss):
@@ -84,7 +87,7 @@ def train(run: everstep.Run, folder: str, until: int, faults: Sequence[Fault]) -
     block.register_full_backward_hook(lambda *_: recorder.dying.at("backward"))
     try:
         trainer.train()
-        parameters = digest(trainer.model_parts)
+        parameters = digest(named for part in trainer.model_parts for named in part.named_parameters())
     finally:
         trainer.close()
     (Path(folder) / f"final-{run.rank}").write_text(f"{trainer.step} {recorder.loss.hex()} {parameters}")
