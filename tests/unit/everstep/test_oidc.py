@@ -71,7 +71,6 @@ def test_token_of_issuer_is_accepted(provider: OpenidProvider, keys: oidc.Keys) 
         ({"sub": "x" * 256}, "subject"),
         ({"events": {"http://schemas.openid.net/event/backchannel-logout": {}}}, "security event"),
     ],
-    ids=str,
 )
 def test_token_with_wrong_claim_is_refused(
     provider: OpenidProvider, keys: oidc.Keys, claims: dict[str, Any], says: str
