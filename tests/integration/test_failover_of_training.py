@@ -173,5 +173,7 @@ def test_training_loses_no_step_across_leader_failovers(training: Training) -> N
     assert not any(map(is_running, below))
     said = training.launcher.err
     assert "2 ranks on 1 node" in said
-    assert re.search(r"job j finished at step \d+: 2 recoveries", said), said
+    assert re.search(r"job j finished at step \d+: [12] recover", said), (
+        said
+    )  # the first one's end may die with a leader
     assert "receipt as a page: everstep job receipt j --html FILE" in said

@@ -202,7 +202,7 @@ class ControllerProcess:
         self.now = self._steady.now
         self.outbox = Outbox(loaded.epoch, loaded.outbox)
         self._numbers = AuditNumbers(loaded.newest_audit)
-        self._boards = ReadModels(self.state.jobs.values())
+        self.read_models = ReadModels(self.state.jobs.values())
         self._desk = AgentService(
             loop=self,  # type: ignore[arg-type]
             requests=AgentRequests(self, METRICS, loaded.acknowledged_reports, loaded.poisoned),  # type: ignore[arg-type]
@@ -249,7 +249,9 @@ class ControllerProcess:
             life = self.life
             self.world.timeline.after(UNSURE_S, lambda: self.do(life, self._turn))
             return
-        tx = Transaction(self.state, self.outbox, self._numbers, METRICS, self._boards, self._standing, self._decide)
+        tx = Transaction(
+            self.state, self.outbox, self._numbers, METRICS, self.read_models, self._standing, self._decide
+        )
         self._tell_of_store(tx)
         taken = [self._queue.popleft() for _ in range(min(GROUP, len(self._queue)))]
         results = [self._apply(waiting, tx) for waiting in taken]

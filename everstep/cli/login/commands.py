@@ -50,7 +50,8 @@ def log_in(
             me = client.identity()
         login = stored.make(controllers, options.command_client_id, provider, tokens)
         stored.store(state_dir(os.environ), login)
-        console.print(f"logged in to {', '.join(login.controllers)} as {me.subject}, with the role {me.role}")
+        where = ", ".join(login.controllers)
+        console.print(f"logged in to {where} as {me.subject}, with the role {me.role}", soft_wrap=True)
         if given.token_file:
             console.print(f"commands use the token file {given.token_file} all the same, until it is no longer named")
         if not tokens.refresh_token:

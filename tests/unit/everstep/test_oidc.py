@@ -22,6 +22,7 @@ NOW = SYSTEM_CLOCK.wall()
 @pytest.fixture(scope="module")
 def provider() -> Any:
     one = OpenidProvider()
+    one.claims |= {"iat": NOW, "exp": NOW + one.lifetime_s}  # the tests' time stands still at NOW
     yield one
     one._server.server_close()
 

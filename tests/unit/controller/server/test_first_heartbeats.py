@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from everstep_controller.core.events import NodeSeen
+from everstep_controller.read_models.fleet_views import ReadModels
 from everstep_controller.read_models.prometheus import Metrics
 from everstep_controller.runtime.agent_requests import AgentRequests
 from everstep_controller.runtime.push import Outbox
@@ -24,6 +25,7 @@ class Waiting:
     def __init__(self, fleet: CoreFleet) -> None:
         self.state, self.outbox, self.stimuli = fleet.state, Outbox(1), list[Any]()
         self.now = lambda: fleet.now
+        self.read_models = ReadModels()
 
     def check_leading(self) -> None: ...
 
