@@ -63,7 +63,7 @@ def test_operator_requests_overtake_a_returning_fleet(program_forks: ForkPool, t
         waited = [answered_at(visitor, b"200") for visitor in visitors]
         came = [answered_at(agent, b"101") for agent in agents]
         later = [sum(at > mine for at in came) for mine in waited]
-    assert min(later) > AGENTS / 2
+    assert min(later) > AGENTS / 5, "in line, they would come last"
 
 
 def backlog_of(listener: socket.socket) -> int:
