@@ -52,6 +52,7 @@ class FindingKind(StrEnum):
     MEMORY_LOW = "vault.memory_low"
     NO_CHECKPOINT = "vault.no_checkpoint"
     DIGEST_MISMATCH = "sdc.digest_mismatch"
+    AUDIT_MISMATCH = "sdc.audit_mismatch"
     PROBE_FAILED = "probe.failed"
     COMPUTE_WRONG = "probe.compute_wrong"
     MEMORY_WRONG = "probe.memory_wrong"
@@ -99,6 +100,37 @@ class Mode(StrEnum):
     @staticmethod
     def weakest(*modes: Mode) -> Mode:
         return next((mode for mode in Mode if mode in modes), Mode.ENFORCE)
+
+
+class AuditLink(StrEnum):
+    """A check of the work of training, one link of the chain against silent corruption.
+
+    RECOMPUTE: a block's output in the forward pass and in activation recomputation. MATMUL: rows of a matrix product.
+    GRADIENT_NORM: a rank's gradients beside those of other ranks. COLLECTIVE: gradients before and after they are
+    added. PEER_REPLAY: a block's passes on another rank. UPDATE: a part of the optimizer's update. STATE: parameters
+    and moments between updates. CHECKPOINT: the copies of a version.
+    """
+
+    RECOMPUTE = "recompute"
+    MATMUL = "matmul"
+    GRADIENT_NORM = "gradient_norm"
+    COLLECTIVE = "collective"
+    PEER_REPLAY = "peer_replay"
+    UPDATE = "update"
+    STATE = "state"
+    CHECKPOINT = "checkpoint"
+
+
+class AuditRole(StrEnum):
+    """A rank's part in an audit.
+
+    OWNER: its work is checked. PEER: it did the work again. ARBITER: a third rank, which did it again after the first
+    two differed.
+    """
+
+    OWNER = "owner"
+    PEER = "peer"
+    ARBITER = "arbiter"
 
 
 class ProbeKind(StrEnum):

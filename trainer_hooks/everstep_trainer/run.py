@@ -40,7 +40,11 @@ from everstep_trainer.parallel.replicas import (
 from everstep_trainer.runtime.generation_session import TrainingSession
 from everstep_trainer.runtime.progress import CollectiveTimer
 from everstep_trainer.runtime.regroup_record import OnRegroup, OnReport, RunCallbacks
+from everstep_trainer.sdc.audit import AuditSetup, Mismatch
+from everstep_trainer.sdc.build import build_chain
+from everstep_trainer.sdc.chain import AuditChain
 from everstep_trainer.sdc.injected_flip import flip_if_requested
+from everstep_trainer.sdc.options import SdcPreset, link_options
 from everstep_trainer.snapshot.slot_negotiation import SnapshotOptions
 from everstep_trainer.state.python_state import wrap_per_rank
 from everstep_trainer.state.tracked_objects import as_list
@@ -173,8 +177,9 @@ class Run:
         self._tier: MemoryTier | None = None
         self._guard: LossGuard | None = None
         log_fields = {"generation": context.generation, "rank": context.rank}
-        self._updates = OptimizerHooks(session.before_update, log_fields)
+        self._updates = OptimizerHooks(self._before_tracked_update, log_fields)
         self._callbacks = RunCallbacks(log_fields)
+        self._audits: AuditChain | None = None
 
     @property
     def rank(self) -> int:
@@ -555,6 +560,8 @@ class Run:
         slots: int | None = None,
         snapshot_every: int | None = None,
         require_checkpoints: bool = False,
+        sdc: SdcPreset | None = None,
+        sdc_links: Mapping[str, Mapping[str, float] | None] | None = None,
         **objects: object,
     ) -> None:
         """Name the objects that must survive failures, and restore them to the version that the generation agreed on.
@@ -582,6 +589,10 @@ class Run:
             require_checkpoints: Raise OutOfSlotMemory if a node has no memory for checkpoints, instead of training
                 without. The error comes from ``track`` or, if an optimizer has no state yet, before the second step
                 changes anything.
+            sdc: How thoroughly the ranks check each other's work for silent corruption: "off", "light" (0.5 % of a
+                step), "standard" (2 %) or "paranoid" (20 %). Default: as ``everstep-launch --sdc`` says.
+            sdc_links: Changes to single links of that preset, such as ``{"peer_replay": {"interval": 10}}``, which
+                audits every 10 steps, ``{"matmul": {"share": 0.01}}`` or ``{"state": None}`` (off).
             objects: The objects, by name.
 
         Raises:
@@ -619,6 +630,37 @@ class Run:
         if self._guard is not None:
             self._guard.track_objects(wrapped, exclude)
         self._updates.watch(objects)
+        self._start_audits(sdc, sdc_links, objects)
+
+    def _start_audits(
+        self,
+        preset: SdcPreset | None,
+        links: Mapping[str, Mapping[str, float] | None] | None,
+        objects: Mapping[str, object],
+    ) -> None:
+        options = link_options(preset or self._session.sdc_preset, links)
+        if not options:
+            return
+        setup = AuditSetup(
+            rank=self.rank,
+            world_size=self.world_size if self.distributed else 1,
+            nodes=self._session.nodes,
+            device=self.device,
+            objects=objects,
+            has_replica_per_rank=self._replicas.has_replica_per_rank,
+            report=self._report_mismatch,
+        )
+        self._audits = build_chain(options, setup, self._finished_step + 1, self._session.report_clean_audits)
+
+    def _report_mismatch(self, mismatch: Mismatch) -> None:
+        if self._audits is not None:
+            self._audits.record_mismatch()
+        self._session.report_mismatch(mismatch)
+
+    def _before_tracked_update(self) -> None:
+        if self._audits is not None:  # first: they run while the last snapshot is copied
+            self._audits.before_update(self._finished_step + 1)
+        self._session.before_update()
 
     def steps(self, until: int, *, seed: int = 0) -> Iterator[int]:
         """Yield the steps still to do, up to and including ``until``.
@@ -647,6 +689,8 @@ class Run:
         self._seed = seed
         if step == self._finished_step + 1:  # an evaluation may ask for the streams of other steps
             self._session.on_step_begun(step)
+            if self._audits is not None:
+                self._audits.begin_step(step)
         seed_step(seed, step, *self._parallelism.rng_stream())
 
     def step_finished(self) -> None:
@@ -668,6 +712,8 @@ class Run:
             self._guard.step_finished()
         if self.rank == 0:
             self._updates.step_finished()
+        if self._audits is not None:
+            self._audits.step_finished(self._finished_step + 1)
         self._finished_step += 1
         try:
             self._session.on_step_finished(self._finished_step)
@@ -760,6 +806,8 @@ class Run:
         """Release hooks, loader workers and the memory tier after the training function was left. For `main` only."""
         self._updates.close()
         self._callbacks.close()
+        if self._audits is not None:
+            self._audits.close()
         for loader in self._loaders:
             loader.close()
         if self._tier is not None:

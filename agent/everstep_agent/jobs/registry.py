@@ -17,6 +17,8 @@ from everstep.errors import MalformedMessage
 from everstep.wire.v1.directives import KillRank, NewGeneration, StopJob, VersionNotice
 from everstep.wire.v1.local import ConnectionRole, Goodbye, Hello, LauncherLost, RankExited, RankHeartbeat, ToAgent
 from everstep.wire.v1.training import (
+    AuditsClean,
+    AuditStatement,
     CollectiveFailed,
     FindingRaised,
     GenerationSpec,
@@ -41,7 +43,9 @@ from everstep_agent.jobs.local_processes import (
 
 log = logging.getLogger(__name__)
 
-RankReport = CollectiveFailed | RankStalled | VersionSealed | Resumed | UserError | RankFinished
+RankReport = (
+    CollectiveFailed | RankStalled | VersionSealed | AuditStatement | AuditsClean | Resumed | UserError | RankFinished
+)
 
 
 MAX_REMEMBERED_JOBS = 64
@@ -198,7 +202,16 @@ class JobRegistry:
                 process.has_said_goodbye = True
             case FindingRaised():
                 self._callbacks.report_finding(message)
-            case CollectiveFailed() | RankStalled() | VersionSealed() | Resumed() | UserError() | RankFinished():
+            case (
+                CollectiveFailed()
+                | RankStalled()
+                | VersionSealed()
+                | AuditStatement()
+                | AuditsClean()
+                | Resumed()
+                | UserError()
+                | RankFinished()
+            ):
                 self._forward(process, message)
             case _:
                 raise MalformedMessage(f"a rank may not send {type(message).__name__}")

@@ -21,6 +21,8 @@ from everstep.ids import GenerationNumber, JobId, NodeId, NonNegativeInt, Rank, 
 from everstep.wire.v1.base import Message, ShortText
 from everstep.wire.v1.directives import KillRank, NewGeneration, StopJob, VersionNotice
 from everstep.wire.v1.training import (
+    AuditsClean,
+    AuditStatement,
     CollectiveFailed,
     FindingRaised,
     Holder,
@@ -235,6 +237,8 @@ ToAgent = (
     | CollectiveFailed
     | RankStalled
     | VersionSealed
+    | AuditStatement
+    | AuditsClean
     | Resumed
     | UserError
     | RankFinished

@@ -19,7 +19,7 @@ from everstep.ids import (
     TraceId,
     Version,
 )
-from everstep.vocabulary import Finding, GenerationReason
+from everstep.vocabulary import AuditLink, AuditRole, Finding, GenerationReason
 from everstep.wire.v1.base import Message, Report, Request, ShortText
 from everstep.wire.v1.vault_reports import Protection, VersionProtected, VersionSpilled
 
@@ -50,6 +50,7 @@ class JobSpec(Request, frozen=True, kw_only=True):
             has passed.
         replicas: Number of failure domains that hold each byte of a version.
         digest_interval: Steps between parameter digests (0: none).
+        sdc: How thoroughly the ranks audit each other's work (`everstep_trainer.sdc.options`).
         max_user_retries: How often a training function that raised is called again.
         block_nodes: Nodes that form one tensor x pipeline block. A roster is a whole number of blocks, whose nodes have
             consecutive seats; the bounds are rounded inwards to whole blocks.
@@ -66,6 +67,7 @@ class JobSpec(Request, frozen=True, kw_only=True):
     join_wait_s: Annotated[float, msgspec.Meta(ge=0)] = 30.0
     replicas: Annotated[int, msgspec.Meta(ge=1, le=8)] = 2
     digest_interval: NonNegativeInt = 1
+    sdc: Literal["off", "light", "standard", "paranoid"] = "off"
     hang_threshold_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
     max_user_retries: NonNegativeInt = 0
     block_nodes: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
@@ -307,6 +309,47 @@ class VersionSealed(Report, frozen=True, kw_only=True, tag=True):
     partial_copies: tuple[NodeId, ...] = ()
 
 
+class AuditStatement(Report, frozen=True, kw_only=True, tag=True):
+    """What one rank computed for an audit that found a difference. Each rank states only its own results.
+
+    Attributes:
+        step: The step whose work was checked.
+        link: The check.
+        unit: The part of the work, such as ``layers.3 backward, micro-batch 0``.
+        owner: The rank whose work is checked.
+        role: The reporter's part.
+        original: For the owner, the digest of what training used, in hex; empty for others.
+        digest: The digest of what the reporter computed when it did the work again, in hex; empty if the work cannot be
+            done again, as for bytes in memory.
+        expects_arbiter: An arbiter does the work again, so its statement follows.
+        difference: The bits that differ, in words; empty if the reporter has not seen both results.
+    """
+
+    generation: GenerationNumber
+    rank: Rank
+    step: SafeInt
+    link: AuditLink
+    unit: ShortText
+    owner: Rank
+    role: AuditRole
+    original: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    digest: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    expects_arbiter: bool = False
+    difference: ShortText = ""
+
+
+class AuditsClean(Report, frozen=True, kw_only=True, tag=True):
+    """All audited parts of a rank's work were checked once in the steps after ``step``, and no check failed.
+
+    A fault that was there at ``step`` would have been found since, so versions up to it count as verified once all
+    ranks say so.
+    """
+
+    generation: GenerationNumber
+    rank: Rank
+    step: SafeInt
+
+
 class Resumed(Report, frozen=True, kw_only=True, tag=True):
     """A rank finished its first step in a generation, which ends the recovery from a failure.
 
@@ -397,6 +440,8 @@ AnyReport = (
     | RankStalled
     | RankUnresponsive
     | VersionSealed
+    | AuditStatement
+    | AuditsClean
     | Resumed
     | UserError
     | RankFinished

@@ -115,6 +115,9 @@ class LaunchSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Number of versions kept at ``spill_to``. 0: all."""
     digest_interval: int = 50
     """Steps between digests of the parameters, besides those of versions to be committed. 0: no digests."""
+    sdc: Literal["off", "light", "standard", "paranoid"] = "off"
+    """How thoroughly the ranks check each other's work for silent corruption: light takes up to 0.5 % of a step,
+    standard 2 %, paranoid 20 %. standard and paranoid keep two more versions in memory."""
     hang_threshold_s: float | None = None
     """Seconds without progress before a rank counts as hung. Default: follows the step time of the job."""
     user_retries: int = 0
@@ -290,6 +293,7 @@ class LaunchOptions(LaunchSettings, frozen=True, kw_only=True):
             join_wait_s=self.join_wait_s,
             replicas=self.replicas,
             digest_interval=self.digest_interval,
+            sdc=self.sdc,
             hang_threshold_s=self.hang_threshold_s,
             max_user_retries=self.user_retries,
             block_nodes=self.block_nodes,

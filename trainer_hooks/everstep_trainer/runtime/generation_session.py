@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 
 from everstep.clock import Clock
@@ -15,7 +17,7 @@ from everstep.ids import Version
 from everstep.vocabulary import Finding, FindingKind, Mode, Severity
 from everstep.wire.v1.directives import VersionNotice
 from everstep.wire.v1.local import ToAgent
-from everstep.wire.v1.training import FindingRaised, Resumed
+from everstep.wire.v1.training import AuditsClean, AuditStatement, FindingRaised, Resumed
 from everstep_trainer.importers.source_agreement import SourceAgreement
 from everstep_trainer.memory_tier.vault_client import VaultClient
 from everstep_trainer.restore.restorer import Restoration, make_restore_finding
@@ -24,12 +26,16 @@ from everstep_trainer.runtime.interrupt import Interrupter, Regroup
 from everstep_trainer.runtime.process_group import GenerationGroup
 from everstep_trainer.runtime.progress import StepProgress, total_compile_s
 from everstep_trainer.runtime.regroup_record import RecoveryTally, RegroupRecord
+from everstep_trainer.sdc.audit import Mismatch
+from everstep_trainer.sdc.options import SdcPreset
 from everstep_trainer.snapshot.slot_negotiation import SnapshotOptions
 from everstep_trainer.snapshot.snapshotter import Snapshotter
 from everstep_trainer.state.tracked_state import TrackedState
 
 if TYPE_CHECKING:
     from everstep_trainer.importers.importer import CheckpointImport
+
+log = logging.getLogger(__name__)
 
 TALLY_KEY = "tally"  # in the generation's store
 TALLIES = 64  # about as many ranks share theirs: all know nearly the same
@@ -95,6 +101,22 @@ class TrainingSession:
 
     def record_wait(self, seconds: float) -> None:
         """Record seconds of the running step that this rank waited for others in a collective."""
+
+    @property
+    def sdc_preset(self) -> SdcPreset:
+        """How thoroughly the job audits its work, unless the training function says otherwise."""
+        return "off"
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The node of each rank; empty without Everstep."""
+        return ()
+
+    def report_mismatch(self, mismatch: Mismatch) -> None:
+        """Report what this rank computed for an audit that found a difference."""
+
+    def report_clean_audits(self, step: int) -> None:
+        """Report that all parts of this rank's work were checked once in the steps after ``step``."""
 
     def atomic(self) -> AbstractContextManager[None]:
         """Return a section in which no Regroup is raised from outside."""
@@ -257,6 +279,38 @@ class GenerationSession(TrainingSession):
 
     def record_wait(self, seconds: float) -> None:
         self.progress.record_wait(seconds)
+
+    @property
+    def sdc_preset(self) -> SdcPreset:
+        return self._spec.spec.sdc
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        return tuple(self._spec.node_of(rank) for rank in range(self._spec.world_size))
+
+    def report_mismatch(self, mismatch: Mismatch) -> None:
+        log.error(
+            "audit %s of step %d: %s of rank %d differs%s",
+            mismatch.link,
+            mismatch.step,
+            mismatch.unit,
+            mismatch.owner,
+            f" ({mismatch.difference})" if mismatch.difference else "",
+            extra={"generation": self._spec.number, "rank": self.group.member.rank},
+        )
+        self.send(
+            AuditStatement(
+                job=self._spec.job,
+                at=self.clock.wall(),
+                generation=self._spec.number,
+                rank=self.group.member.rank,
+                **msgspec.structs.asdict(mismatch),
+            )
+        )
+
+    def report_clean_audits(self, step: int) -> None:
+        spec, rank = self._spec, self.group.member.rank
+        self.send(AuditsClean(job=spec.job, at=self.clock.wall(), generation=spec.number, rank=rank, step=step))
 
     def atomic(self) -> AbstractContextManager[None]:
         return self.interrupter.atomic()

@@ -1,0 +1,83 @@
+"""Define what all links of the chain share: what they may know of a run, when they are called, what they report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from time import perf_counter
+from typing import ClassVar
+
+import msgspec
+import torch
+
+from everstep.vocabulary import AuditLink, AuditRole
+
+
+class Mismatch(msgspec.Struct, frozen=True, kw_only=True):
+    """This rank's own statement about work whose results differ; see `everstep.wire.v1.training.AuditStatement`."""
+
+    link: AuditLink
+    step: int
+    unit: str
+    owner: int
+    role: AuditRole
+    original: str = ""
+    digest: str = ""
+    expects_arbiter: bool = False
+    difference: str = ""
+
+
+class AuditSetup(msgspec.Struct, frozen=True, kw_only=True):
+    """What an audit may know of its generation. ``nodes``: the node of each rank, by number."""
+
+    rank: int
+    world_size: int
+    nodes: tuple[str, ...]
+    device: torch.device
+    objects: Mapping[str, object]
+    """The tracked objects by name."""
+    has_replica_per_rank: bool
+    """Every rank computes the whole model, on its own samples."""
+    report: Callable[[Mismatch], None]
+
+
+class Audit:
+    """One link of the chain on one rank in one generation. All ranks call the same methods in the same order.
+
+    A subclass overrides what it needs. ``due``: an audit was planned for this step, on all ranks. The methods run on
+    the training thread, so their time counts as the link's cost, and they may call collectives of the default group
+    except in ``begin_step``. Work inside the forward or backward pass goes under ``with self.cost():``.
+    """
+
+    link: ClassVar[AuditLink]
+
+    def __init__(self, setup: AuditSetup) -> None:
+        self.setup = setup
+        self.cost_s = 0.0
+        """Seconds that this link has taken so far."""
+
+    @property
+    def rounds(self) -> int:
+        """Due audits after which each part of this rank's work was checked once; 0: the link promises no such thing."""
+        return 0
+
+    def begin_step(self, step: int, *, due: bool) -> None:
+        """Prepare before the forward pass."""
+
+    def before_update(self, step: int, *, due: bool) -> None:
+        """Check after the backward pass, before the first optimizer changes parameters."""
+
+    def after_update(self, step: int, *, due: bool) -> None:
+        """Check after the step's last optimizer has changed parameters, before the snapshot of the state is taken."""
+
+    def close(self) -> None:
+        """Remove all hooks."""
+
+    @contextmanager
+    def cost(self) -> Iterator[None]:
+        """Count the time of a ``with`` block as this link's cost."""
+        began = perf_counter()
+        try:
+            yield
+        finally:
+            self.cost_s += perf_counter() - began

@@ -1,0 +1,99 @@
+"""Define how thoroughly a run audits its own work: presets, the share of a step that each link may take, intervals."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+
+from everstep.vocabulary import AuditLink
+
+SdcPreset = Literal["off", "light", "standard", "paranoid"]
+
+MAX_INTERVAL = 1024
+"""Most steps between two audits of a link, however little it may cost."""
+
+
+class LinkOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The switch and the rate of one link."""
+
+    share: float = 0.0
+    """Largest share of the step time that the link may take; 0 switches the link off. The interval follows from it and
+    from the measured cost of an audit."""
+    interval: int | None = None
+    """Fixed number of steps from one audit to the next; None: chosen by ``share``."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.share <= 1.0:
+            raise ValueError(f"the share of a step is {self.share}: give a number from 0 (off) to 1")
+        if self.interval is not None and not 1 <= self.interval <= MAX_INTERVAL:
+            raise ValueError(f"the interval of audits is {self.interval}: give 1 to {MAX_INTERVAL} steps")
+
+    @property
+    def is_on(self) -> bool:
+        return self.share > 0.0 or self.interval is not None
+
+
+OFF = LinkOptions()
+
+# The shares of a preset add up to what it may cost: 0.5, 2 and 20 % of a step. CHECKPOINT runs beside training.
+PRESETS: Mapping[SdcPreset, Mapping[AuditLink, LinkOptions]] = {
+    "off": {},
+    "light": {
+        AuditLink.GRADIENT_NORM: LinkOptions(share=0.002),
+        AuditLink.PEER_REPLAY: LinkOptions(share=0.003),
+    },
+    "standard": {
+        AuditLink.RECOMPUTE: LinkOptions(share=0.002),
+        AuditLink.MATMUL: LinkOptions(share=0.002),
+        AuditLink.GRADIENT_NORM: LinkOptions(share=0.002),
+        AuditLink.COLLECTIVE: LinkOptions(share=0.003),
+        AuditLink.PEER_REPLAY: LinkOptions(share=0.007),
+        AuditLink.UPDATE: LinkOptions(share=0.002),
+        AuditLink.STATE: LinkOptions(share=0.002),
+        AuditLink.CHECKPOINT: LinkOptions(share=0.001),
+    },
+    "paranoid": {
+        AuditLink.RECOMPUTE: LinkOptions(share=0.02),
+        AuditLink.MATMUL: LinkOptions(share=0.02),
+        AuditLink.GRADIENT_NORM: LinkOptions(share=0.01),
+        AuditLink.COLLECTIVE: LinkOptions(share=0.03),
+        AuditLink.PEER_REPLAY: LinkOptions(share=0.07),
+        AuditLink.UPDATE: LinkOptions(share=0.02),
+        AuditLink.STATE: LinkOptions(share=0.02),
+        AuditLink.CHECKPOINT: LinkOptions(share=0.01),
+    },
+}
+
+
+def link_options(
+    preset: SdcPreset, links: Mapping[str, LinkOptions | Mapping[str, float] | None] | None = None
+) -> dict[AuditLink, LinkOptions]:
+    """Return the options of each link that is on.
+
+    Args:
+        preset: The preset to begin with.
+        links: Changes to it by the link's name, such as ``{"peer_replay": {"interval": 10}, "matmul": None}``.
+
+    Raises:
+        ValueError: There is no such preset or link, or a value is out of range.
+    """
+    if preset not in PRESETS:
+        raise ValueError(f"sdc is {preset!r}: choose one of {', '.join(PRESETS)}")
+    chosen = dict(PRESETS[preset])
+    for name, change in (links or {}).items():
+        try:
+            link = AuditLink(name)
+        except ValueError:
+            raise ValueError(f"there is no audit link {name!r}: choose from {', '.join(AuditLink)}") from None
+        if isinstance(change, Mapping):
+            unknown = set(change) - {"share", "interval"}
+            if unknown:
+                raise ValueError(f"{name} has no option {', '.join(sorted(unknown))}: give share or interval")
+            interval = change.get("interval")
+            change = LinkOptions(
+                share=float(change.get("share", 0.0)), interval=None if interval is None else int(interval)
+            )
+        chosen[link] = change or OFF
+    return {link: options for link, options in chosen.items() if options.is_on}
