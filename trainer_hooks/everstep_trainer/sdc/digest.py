@@ -1,9 +1,12 @@
-"""Compute the digest that equal replicas must agree on: a position-weighted sum modulo 2^64 with odd random weights.
+"""Compute digests of tensors: position-weighted sums modulo 2^64 of their raw bits, with odd random weights.
 
 Odd weights detect every single flipped bit. Random weights detect the structured patterns of broken hardware that XOR
-fingerprints miss (even counts of the same bit, lane swaps, stuck tiles). The sum does not depend on the order of
-summation. As an integer matrix-vector product it runs near memory speed without Python's lock. The digest covers
-parameters: a corrupted moment reaches its parameter at the next step.
+fingerprints miss (even counts of the same bit, lane swaps, stuck tiles). A word of 8 bytes at position ``n`` of a flat
+tensor has the weight ``row_key[n // ROW_WORDS] * column_weight[n % ROW_WORDS]``. The sum does not depend on the order
+of summation, and the sums of consecutive ranges add up to the digest of the whole, wherever they are cut.
+
+On the CPU the sum is an integer matrix-vector product, which runs near memory speed without Python's lock. On a GPU it
+is a product and a sum.
 """
 
 from __future__ import annotations
@@ -12,48 +15,215 @@ from collections.abc import Sequence
 from functools import cache
 
 import torch
+from torch.distributed.tensor import DTensor
 
 WORD_BYTES = 8
 ROW_WORDS = 32768  # a row of weights is 256 KiB: it stays in the second-level cache while the data streams past
 ROW_BYTES = ROW_WORDS * WORD_BYTES
 BLOCK_ROWS = 1024  # rows multiplied at once, 256 MiB: bounds the intermediate product on a GPU
 SMALL_BYTES = 64 << 10  # smaller tensors are gathered first: a product has a fixed cost of some microseconds
+STAGED_BYTES = 1 << 20
+"""Bytes staged at once where a tensor's bytes cannot be read in place as aligned words."""
+CACHED_ROWS = 4096  # keys of the first rows are kept on each device: those of 1 GiB
 _SEED = 0x45565253544550
 _MASK = (1 << 64) - 1
 
 
 @cache
-def _row_weights(device: torch.device) -> torch.Tensor:
+def column_weights(device: torch.device) -> torch.Tensor:
+    """Return the odd weights of a row's words."""
     generator = torch.Generator().manual_seed(_SEED)
     draws = torch.randint(-(1 << 63), (1 << 63) - 1, (ROW_WORDS,), generator=generator)
     return (draws | 1).to(device)
 
 
-def _mix(n: int) -> int:
-    """Return the weight of row ``n``: splitmix64, made odd."""
-    z = (n + 1) * 0x9E3779B97F4A7C15 & _MASK
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & _MASK
-    return (z ^ (z >> 31)) | 1
+def row_keys(first: int, count: int, device: torch.device) -> torch.Tensor:
+    """Return the odd keys of ``count`` rows from ``first`` on."""
+    if first + count <= CACHED_ROWS:
+        return _first_row_keys(device)[first : first + count]
+    return _made_row_keys(first, count).to(device)
+
+
+@cache
+def _first_row_keys(device: torch.device) -> torch.Tensor:
+    return _made_row_keys(0, CACHED_ROWS).to(device)
+
+
+def _made_row_keys(first: int, count: int) -> torch.Tensor:
+    """Return splitmix64 of the rows' numbers, made odd."""
+    z = torch.arange(first + 1, first + 1 + count) * _signed(0x9E3779B97F4A7C15)
+    z = (z ^ _shifted_right(z, 30)) * _signed(0xBF58476D1CE4E5B9)
+    z = (z ^ _shifted_right(z, 27)) * _signed(0x94D049BB133111EB)
+    return (z ^ _shifted_right(z, 31)) | 1
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _shifted_right(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return a logical shift; torch shifts signed numbers arithmetically."""
+    return (words >> bits) & ((1 << (64 - bits)) - 1)
+
+
+# ---- digests of one tensor and of several
+
+
+def tensor_digest(tensor: torch.Tensor, *, offset: int = 0) -> torch.Tensor:
+    """Return the digest of a tensor's raw bits as one signed 64-bit number on its device; on a GPU only enqueued.
+
+    Args:
+        tensor: Of any dtype and layout; of a DTensor, this rank's part.
+        offset: The place of the tensor's first element in a larger flat tensor. The digests of consecutive ranges of
+            one flat tensor then add up, modulo 2^64, to the digest of the whole.
+    """
+    if torch.compiler.is_compiling():
+        result: torch.Tensor = weighted_digest(tensor, offset * tensor.element_size())
+        return result
+    return _digest_at(tensor, offset * tensor.element_size())
+
+
+def combined_digest(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return one digest of several tensors in their order, on the first one's device; see `tensor_digest`.
+
+    Small tensors are gathered first, so that a long list of them costs little more than their bytes.
+    """
+    with torch.no_grad():
+        parts = [_local(tensor) for tensor in tensors]
+        device = parts[0].device if parts else torch.device("cpu")
+        total = torch.zeros((), dtype=torch.int64, device=device)
+        row, small = 0, []
+        for part in parts:
+            if part.nbytes > SMALL_BYTES:
+                total += _digest_at(part, row * ROW_BYTES).to(device)
+                row += -(-part.nbytes // ROW_BYTES)
+            elif part.nbytes:
+                small.append(part)
+        if small:
+            total += _digest_at(_gathered(small, device), row * ROW_BYTES)
+        return total
+
+
+def _gathered(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return the bytes of small tensors, each one padded to whole words."""
+    padding = torch.zeros(WORD_BYTES, dtype=torch.uint8, device=device)
+    pieces = []
+    for tensor in tensors:
+        pieces.append(_bytes_of(tensor.to(device)))
+        if tensor.nbytes % WORD_BYTES:
+            pieces.append(padding[: -tensor.nbytes % WORD_BYTES])
+    return torch.cat(pieces)
+
+
+def to_unsigned(digest: torch.Tensor) -> int:
+    """Return an enqueued digest as a number from 0 to 2^64 - 1. Waits for the GPU."""
+    return int(digest.item()) & _MASK
+
+
+def to_hex(digest: torch.Tensor) -> str:
+    """Return an enqueued digest as 16 hexadecimal digits. Waits for the GPU."""
+    return f"{to_unsigned(digest):016x}"
+
+
+@torch.library.custom_op("everstep::weighted_digest", mutates_args=())
+def weighted_digest(tensor: torch.Tensor, start: int) -> torch.Tensor:
+    """Return the digest of a tensor that begins at byte ``start`` of a larger one; torch.compile keeps the call."""
+    return _digest_at(tensor, start)
+
+
+@weighted_digest.register_fake
+def _fake_digest(tensor: torch.Tensor, start: int) -> torch.Tensor:
+    return torch.empty((), dtype=torch.int64, device=tensor.device)
+
+
+def _digest_at(tensor: torch.Tensor, start: int) -> torch.Tensor:
+    with torch.no_grad():
+        flat = _bytes_of(tensor)
+        total = torch.zeros((), dtype=torch.int64, device=flat.device)
+        add_bytes(total, flat, start)
+        return total
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor's bytes, in place if it is contiguous."""
+    detached = _local(tensor).detach().resolve_conj().resolve_neg()
+    return detached.contiguous().reshape(-1).view(torch.uint8)
+
+
+# ---- sums of bytes at a position
+
+
+def add_bytes(total: torch.Tensor, flat: torch.Tensor, start: int) -> None:
+    """Add the weighted sum of contiguous bytes, which begin at byte ``start``, to ``total``, an int64 beside them."""
+    size = flat.numel()
+    is_readable = flat.data_ptr() % WORD_BYTES == 0 and flat.storage_offset() % WORD_BYTES == 0
+    if start % WORD_BYTES == 0 and is_readable:
+        words = size // WORD_BYTES
+        _add_words(total, flat[: words * WORD_BYTES].view(torch.int64), start // WORD_BYTES)
+        flat, start = flat[words * WORD_BYTES :], start + words * WORD_BYTES
+    if not flat.numel():
+        return
+    # The bytes of a word that belong to another range are zero here: they add nothing.
+    before = start % WORD_BYTES
+    staged = torch.zeros(min(STAGED_BYTES, _up_to_words(before + flat.numel())), dtype=torch.uint8, device=flat.device)
+    while flat.numel():
+        count = min(flat.numel(), staged.numel() - before)
+        used = _up_to_words(before + count)
+        staged[before : before + count] = flat[:count]
+        staged[before + count : used] = 0
+        _add_words(total, staged[:used].view(torch.int64), (start - before) // WORD_BYTES)
+        staged[:WORD_BYTES] = 0
+        flat, start, before = flat[count:], start + count, 0
+
+
+def _up_to_words(count: int) -> int:
+    return -(-count // WORD_BYTES) * WORD_BYTES
+
+
+def _add_words(total: torch.Tensor, words: torch.Tensor, first: int) -> None:
+    """Add the weighted sum of words, which begin at word ``first``."""
+    weights = column_weights(words.device)
+    row, column = divmod(first, ROW_WORDS)
+    head = min(words.numel(), ROW_WORDS - column) if column else 0
+    rows = (words.numel() - head) // ROW_WORDS
+    if head:
+        total += (words[:head] * weights[column : column + head]).sum() * row_keys(row, 1, words.device)[0]
+        row += 1
+    for begin in range(0, rows, BLOCK_ROWS):
+        count = min(BLOCK_ROWS, rows - begin)
+        some = words[head + begin * ROW_WORDS : head + (begin + count) * ROW_WORDS].view(count, ROW_WORDS)
+        # CUDA has no integer matrix product
+        sums = torch.mv(some, weights) if some.device.type == "cpu" else (some * weights).sum(dim=1)
+        total += (sums * row_keys(row + begin, count, words.device)).sum()
+    tail = words[head + rows * ROW_WORDS :]
+    if tail.numel():
+        total += (tail * weights[: tail.numel()]).sum() * row_keys(row + rows, 1, words.device)[0]
+
+
+# ---- digests of the same tensors again and again
 
 
 class WeightedDigest:
-    """The digest of a fixed list of tensors; its buffers are on the first one's device. For one thread at a time."""
+    """The `combined_digest` of a fixed list of tensors; its buffers are on the first one's device.
+
+    For one thread at a time.
+    """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         device = tensors[0].device if tensors else torch.device("cpu")
         small = [t for t in tensors if 0 < t.nbytes <= SMALL_BYTES]
         large = [t for t in tensors if t.nbytes > SMALL_BYTES]
-        self._weights = _row_weights(device)
         buffer, places = _gather_buffer(small, device)
         self._copies = list(zip(places, small, strict=True))
-        self._flat = [self._as_uint32_words(t, device) for t in large] + [buffer]
-        rows = sum(-(-flat.numel() // ROW_BYTES) for flat in self._flat)
-        keys = torch.tensor([_mix(n) for n in range(rows)], dtype=torch.uint64)
-        self._row_keys = keys.view(torch.int64).to(device)
-        self._sums = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._flat = [self._as_bytes(t, device) for t in large] + [buffer]
+        self._total = torch.zeros((), dtype=torch.int64, device=device)
+        column_weights(device)
 
-    def _as_uint32_words(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    def _as_bytes(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Return the tensor's bytes in place, or a buffer to copy them to if they cannot be read there as words."""
         if tensor.device == device and tensor.is_contiguous() and tensor.data_ptr() % WORD_BYTES == 0:
             return tensor.detach().reshape(-1).view(torch.uint8)
@@ -66,36 +236,15 @@ class WeightedDigest:
         with torch.no_grad():
             if self._copies:
                 torch._foreach_copy_([to for to, _ in self._copies], [of for _, of in self._copies])
-            row = 0
+            total, row = torch.zeros_like(self._total), 0
             for flat in self._flat:
-                row = self._add_rows(flat, row)
-            return (self._sums * self._row_keys).sum()
+                add_bytes(total, flat, row * ROW_BYTES)
+                row += -(-flat.numel() // ROW_BYTES)
+            return total
 
     def value(self) -> int:
         """Return the digest, 0 to 2^64 - 1."""
         return to_unsigned(self.enqueue())
-
-    def _add_rows(self, flat: torch.Tensor, row: int) -> int:
-        """Write the weighted sums of ``flat``'s rows from ``row`` on; return the row after them."""
-        words = flat[: flat.numel() // WORD_BYTES * WORD_BYTES].view(torch.int64)
-        full = words.numel() // ROW_WORDS
-        for first in range(0, full, BLOCK_ROWS):
-            some = words[first * ROW_WORDS : min(first + BLOCK_ROWS, full) * ROW_WORDS].view(-1, ROW_WORDS)
-            # CUDA has no integer matrix product
-            sums = torch.mv(some, self._weights) if some.device.type == "cpu" else (some * self._weights).sum(dim=1)
-            self._sums[row + first : row + first + len(some)] = sums
-        rest, tail = words[full * ROW_WORDS :], flat[words.numel() * WORD_BYTES :]
-        if rest.numel() or tail.numel():
-            self._sums[row + full] = self._weighted(rest) + self._weighted(tail.to(torch.int64), rest.numel())
-        return row + -(-flat.numel() // ROW_BYTES)
-
-    def _weighted(self, words: torch.Tensor, first: int = 0) -> torch.Tensor:
-        return (words * self._weights[first : first + words.numel()]).sum()
-
-
-def to_unsigned(digest: torch.Tensor) -> int:
-    """Return an enqueued digest as a number from 0 to 2^64 - 1. Waits for the GPU."""
-    return int(digest.item()) & _MASK
 
 
 def _gather_buffer(tensors: list[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -103,7 +252,7 @@ def _gather_buffer(tensors: list[torch.Tensor], device: torch.device) -> tuple[t
     starts, at = [], 0
     for tensor in tensors:
         starts.append(at)
-        at += -(-tensor.nbytes // WORD_BYTES) * WORD_BYTES
+        at += _up_to_words(tensor.nbytes)
     buffer = torch.zeros(at, dtype=torch.uint8, device=device)
     places = [buffer[at : at + t.nbytes].view(t.dtype).view(t.shape) for at, t in zip(starts, tensors, strict=True)]
     return buffer, places

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
-from everstep_trainer.sdc.digest import ROW_BYTES, SMALL_BYTES, WeightedDigest
+from everstep_trainer.sdc.digest import (
+    CACHED_ROWS,
+    ROW_BYTES,
+    ROW_WORDS,
+    SMALL_BYTES,
+    WeightedDigest,
+    column_weights,
+    combined_digest,
+    row_keys,
+    tensor_digest,
+    to_hex,
+    to_unsigned,
+    weighted_digest,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.examples import examples
 
+CPU = torch.device("cpu")
+MASK = (1 << 64) - 1
 SIZES = (3, 1000, SMALL_BYTES // 4, SMALL_BYTES // 4 + 1, ROW_BYTES // 4 + 5, 3 * ROW_BYTES // 4)
 
 
@@ -85,3 +102,72 @@ def test_any_dtype_is_digested(dtype: torch.dtype) -> None:
 
 def test_empty_tensor_list_has_a_digest() -> None:
     assert WeightedDigest([]).value() == 0
+
+
+def reference(data: bytes, start: int = 0) -> int:
+    """The digest word by word, in Python's integers."""
+    weights = [one & MASK for one in column_weights(CPU).tolist()]
+    total = 0
+    for at, byte in enumerate(data, start):
+        word = at // 8
+        key = int(row_keys(word // ROW_WORDS, 1, CPU)[0]) & MASK
+        total += (byte << 8 * (at % 8)) * weights[word % ROW_WORDS] * key
+    return total & MASK
+
+
+@settings(max_examples=examples(30), deadline=None)
+@given(st.binary(max_size=70), st.integers(0, 3 * ROW_BYTES), st.integers(0, 9))
+def test_digest_is_the_weighted_sum_of_words(data: bytes, start: int, shift: int) -> None:
+    flat = torch.zeros(shift + len(data), dtype=torch.uint8)[shift:]
+    flat.copy_(torch.tensor(list(data), dtype=torch.uint8))
+    assert to_unsigned(tensor_digest(flat, offset=start)) == reference(data, start)
+
+
+@settings(max_examples=examples(30), deadline=None)
+@given(st.data(), st.sampled_from([torch.float32, torch.bfloat16, torch.int8, torch.complex64]))
+def test_digests_of_ranges_add_up(data: st.DataObject, dtype: torch.dtype) -> None:
+    whole = torch.randn(2 * ROW_BYTES // dtype.itemsize + 1003).to(dtype)
+    cuts = sorted({0, len(whole), *data.draw(st.lists(st.integers(0, len(whole)), max_size=4))})
+    offset = data.draw(st.integers(0, 1 << 40))
+    parts = [tensor_digest(whole[a:b], offset=offset + a) for a, b in pairwise(cuts)]
+    assert to_unsigned(torch.stack(parts).sum()) == to_unsigned(tensor_digest(whole, offset=offset))
+
+
+def test_row_keys_are_the_same_beyond_the_cache() -> None:
+    assert row_keys(CACHED_ROWS - 2, 4, CPU)[:2].equal(row_keys(CACHED_ROWS - 2, 2, CPU))
+    assert (row_keys(0, CACHED_ROWS, CPU) & 1).all()
+    assert row_keys(0, CACHED_ROWS, CPU).unique().numel() == CACHED_ROWS
+
+
+def test_combined_digest_equals_that_of_a_fixed_list() -> None:
+    for parts in (tensors(), tensors(torch.bfloat16), [], [torch.ones(2, 3).T, torch.tensor(True), torch.empty(0)]):
+        assert to_unsigned(combined_digest(parts)) == WeightedDigest(parts).value()
+
+
+def test_combined_digest_sees_the_order() -> None:
+    for size in (5, SMALL_BYTES):
+        parts = [torch.randn(size), torch.randn(size)]
+        assert to_hex(combined_digest(parts)) != to_hex(combined_digest(parts[::-1]))
+
+
+def test_hex_digest_has_16_digits() -> None:
+    assert to_hex(torch.tensor(-1)) == "f" * 16
+    assert to_hex(torch.tensor(10)) == "000000000000000a"
+
+
+def test_gradients_and_parameters_are_digested_as_they_are() -> None:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    assert not tensor_digest(parameter).requires_grad
+    assert tensor_digest(parameter).equal(tensor_digest(torch.ones(3)))
+    assert tensor_digest(torch.ones(3, dtype=torch.complex64).conj()).item()
+
+
+def test_compiled_function_keeps_the_digest() -> None:
+    def digested(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        doubled = tensor * 2
+        return doubled, tensor_digest(doubled, offset=1)
+
+    compiled = torch.compile(digested, backend="aot_eager", fullgraph=True)
+    value, digest = compiled(torch.ones(5))
+    assert digest.equal(tensor_digest(value, offset=1))
+    torch.library.opcheck(weighted_digest, (torch.ones(5), 3))
