@@ -8,8 +8,8 @@ rank adds them, and an all-gather returns the sums. The traffic equals a ring's.
 No ``from __future__ import annotations`` here: DistributedDataParallel compares the hook's annotations as objects.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,31 @@ from everstep_trainer.runtime.progress import CollectiveTimer
 GradientExchange = tuple[dist.ProcessGroup | None, CollectiveTimer]
 """State of the hook: the group (None: the default one), and a timer of its collectives."""
 
+SLICE_ALIGNMENT = 4
+"""Elements of which each rank's slice of a bucket is a multiple: so it is made of whole 64-bit words in any dtype."""
+
+
+class ExchangeObserver(Protocol):
+    """Reads gradients at the steps of their exchange, and changes nothing."""
+
+    def on_local(self, gradients: Sequence[torch.Tensor], slices: torch.Tensor) -> None:
+        """Read this rank's gradients before the exchange. Row ``r`` of ``slices`` goes to rank ``r``."""
+
+    def on_received(self, slices: torch.Tensor) -> None:
+        """Read what this rank received: row ``r`` came from rank ``r``."""
+
+    def on_sum(self, total: torch.Tensor) -> None:
+        """Read this rank's slice of the sum over all ranks."""
+
+
+_observer: ExchangeObserver | None = None
+
+
+def observe_exchanges(observer: ExchangeObserver | None) -> None:
+    """Let ``observer`` read all exchanges of this process from now on; None: nobody."""
+    global _observer  # DistributedDataParallel keeps the hook's state, which cannot be exchanged later
+    _observer = observer
+
 
 def mean_in_rank_order(
     exchange: GradientExchange,
@@ -30,15 +55,22 @@ def mean_in_rank_order(
     """Return the mean over ranks in their order: a DDP hook. Blocks: gloo's callbacks must start no collectives."""
     buffer, (group, timer) = bucket.buffer(), exchange
     world = dist.get_world_size(group)
-    padding = -buffer.numel() % world
+    padding = -buffer.numel() % (world * SLICE_ALIGNMENT)
     padded = nn.functional.pad(buffer, (0, padding)) if padding else buffer
     everybodys = torch.empty_like(padded)
+    observer = _observer
+    if observer is not None:
+        observer.on_local(bucket.gradients(), padded.view(world, -1))
     with timer.measure(buffer.device):
         dist.all_to_all_single(everybodys, padded, group=group)
     parts = everybodys.view(world, -1)
+    if observer is not None:
+        observer.on_received(parts)
     mine = parts[0]
     for other in parts[1:]:
         mine += other
+    if observer is not None:
+        observer.on_sum(mine)
     mine /= world
     with timer.measure(buffer.device):
         all_gather(padded, mine, group=group)

@@ -40,6 +40,10 @@ class AuditSetup(msgspec.Struct, frozen=True, kw_only=True):
     """Every rank computes the whole model, on its own samples."""
     report: Callable[[Mismatch], None]
 
+    def on_same_node(self, rank: int, other: int) -> bool:
+        """Return whether both ranks are known to be on one node."""
+        return bool(self.nodes) and self.nodes[rank] == self.nodes[other]
+
 
 class Audit:
     """One link of the chain on one rank in one generation. All ranks call the same methods in the same order.

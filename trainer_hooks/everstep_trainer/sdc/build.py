@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from everstep.vocabulary import AuditLink
 from everstep_trainer.sdc.audit import Audit, AuditSetup
 from everstep_trainer.sdc.chain import AuditChain
+from everstep_trainer.sdc.collectives import Collectives
+from everstep_trainer.sdc.gradient_exchange import GradientTap
+from everstep_trainer.sdc.gradient_norms import GradientNorms
 from everstep_trainer.sdc.options import LinkOptions
 
 AUDITS: dict[AuditLink, Callable[[AuditSetup], Audit]] = {}
-"""The links that check work on the training thread, in the order in which they are called."""
+"""The links that check work on the training thread and need nothing else; all are called in the order of AuditLink."""
 
 
 def build_chain(
     options: Mapping[AuditLink, LinkOptions], setup: AuditSetup, first_step: int, on_clean: Callable[[int], None]
 ) -> AuditChain | None:
     """Return the chain; None if no link of it is on."""
-    audits = [make(setup) for link, make in AUDITS.items() if link in options]
+    makers = dict(AUDITS)
+    if setup.world_size > 1 and {AuditLink.GRADIENT_NORM, AuditLink.COLLECTIVE} & options.keys():
+        tap = GradientTap(setup.objects.values(), setup.world_size)
+        makers[AuditLink.GRADIENT_NORM] = partial(GradientNorms, tap=tap)
+        makers[AuditLink.COLLECTIVE] = partial(Collectives, tap=tap)
+    audits = [makers[link](setup) for link in AuditLink if link in options and link in makers]
     return AuditChain(audits, options, setup, first_step, on_clean) if audits else None

@@ -1,0 +1,158 @@
+"""Train a small model on real ranks under audits, with faults of one rank's gradients; return what the ranks state."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from everstep_trainer.parallel.replicas import RankContext
+from everstep_trainer.run import Run
+from everstep_trainer.runtime.generation_session import TrainingSession
+from everstep_trainer.sdc import gradient_norms
+from everstep_trainer.sdc.audit import Mismatch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+FAULTY_RANK = 2
+FAULTY_STEP = 30
+STEPS = 36
+REPEATED_FROM = FAULTY_STEP - 3
+_kept: dict[str, Any] = {}
+"""The state before step REPEATED_FROM in this process."""
+
+
+class RecordingSession(TrainingSession):
+    """Keeps statements, begins at ``first_step``."""
+
+    def __init__(self, world: int, first_step: int = 1) -> None:
+        self._world, self._first_step = world, first_step
+        self.mismatches: list[Mismatch] = []
+        self.clean_since: list[int] = []
+
+    def track(self, objects: Any, options: Any) -> int:
+        return self._first_step - 1
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        return tuple(f"node-{rank}" for rank in range(self._world))
+
+    def report_mismatch(self, mismatch: Mismatch) -> None:
+        self.mismatches.append(mismatch)
+
+    def report_clean_audits(self, step: int) -> None:
+        self.clean_since.append(step)
+
+
+def join(rank: int, world: int, port: int) -> None:
+    """Join the group of a test."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+
+
+def tiny_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
+
+
+def batch_of(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step * 1000 + rank)
+    data = torch.randn(8, 16, generator=generator)
+    return data, data[:, :4].sin()
+
+
+class FaultyAt:
+    """Whether a fault of this rank is active now."""
+
+    def __init__(self, rank: int) -> None:
+        self.is_on = rank == FAULTY_RANK
+        self.step = 0
+
+    def __bool__(self) -> bool:
+        return self.is_on and self.step == FAULTY_STEP
+
+
+def train_with_fault(rank: int, world: int, port: int, layout: str, fault: str, links: Any) -> dict[str, Any]:
+    """Train on one rank. Under the fault "gradient", a suspected step is trained once more, in another run."""
+    torch.set_num_threads(1)
+    join(rank, world, port)
+    active, session = FaultyAt(rank), RecordingSession(world)
+    if fault == "transport":
+        _spoil_transport(active)
+    trained = _train(rank, world, layout, fault, session, active, links, 1)
+    repeated = None
+    if fault in ("gradient", "odd batch"):
+        active.is_on = False
+        repeated = RecordingSession(world, REPEATED_FROM)
+        _train(rank, world, layout, fault, repeated, active, links, REPEATED_FROM)
+    dist.destroy_process_group()
+    gradient_norms._suspected.clear()
+    return {
+        "mismatches": session.mismatches,
+        "clean_since": session.clean_since,
+        "repeated": repeated.mismatches if repeated is not None else [],
+        "parameters": trained,
+    }
+
+
+def _spoil_transport(active: FaultyAt) -> None:
+    """Flip a bit of what this process receives of others' gradients, while the fault is active."""
+    all_to_all = dist.all_to_all_single
+
+    def flipping(output: torch.Tensor, input: torch.Tensor, **more: Any) -> Any:
+        work = all_to_all(output, input, **more)
+        if active:
+            output.view(torch.int32)[5] ^= 1
+        return work
+
+    dist.all_to_all_single = flipping
+
+
+def _train(
+    rank: int, world: int, layout: str, fault: str, session: RecordingSession, active: FaultyAt, links: Any, first: int
+) -> list[torch.Tensor]:
+    run = Run(RankContext(rank=rank, world_size=world, mesh=lambda: init_device_mesh("cpu", (world,))), session)
+    model: nn.Module = tiny_model()
+    if layout == "fsdp2":
+        for layer in (model[0], model[2], model[4]):
+            fully_shard(layer)
+        fully_shard(model)
+    else:
+        model = run.replicate(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    parameters = list(model.parameters())
+    layers: Any = model.module if layout == "ddp" else model
+    if fault == "gradient":
+        layers[2].register_forward_hook(partial(_spoil_backward, active))
+    if first > 1:
+        model.load_state_dict(_kept["model"])
+        optimizer.load_state_dict(_kept["optimizer"])
+    run.track(model=model, optimizer=optimizer, sdc="off", sdc_links=links)
+    for step in run.steps(until=first + STEPS - 1 if first == 1 else FAULTY_STEP + 1):
+        active.step = step
+        if first == 1 and step == REPEATED_FROM:
+            _kept.update(copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()}))
+        data, target = batch_of(rank, step)
+        if fault == "odd batch" and rank == FAULTY_RANK and step == FAULTY_STEP:
+            target = target * 1e4
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(data), target).backward()
+        if active and fault == "result":
+            parameters[0].grad.view(torch.int32).view(-1)[0] ^= 1  # type: ignore[union-attr]
+        optimizer.step()
+    run.close()
+    return [parameter.detach().clone() for parameter in parameters] if layout == "ddp" else []
+
+
+def _spoil_backward(active: FaultyAt, _: nn.Module, __: Any, output: torch.Tensor) -> None:
+    if active:
+        output.register_hook(_spoil)
+
+
+def _spoil(gradient: torch.Tensor) -> torch.Tensor:
+    spoiled = gradient.clone()
+    spoiled.view(-1)[3] = 1e6
+    return spoiled

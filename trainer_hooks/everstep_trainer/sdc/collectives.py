@@ -1,0 +1,238 @@
+"""Check that gradients are added and distributed correctly by the collective between ranks.
+
+Three checks, each for another place where bytes or sums may go wrong:
+
+* Transport: the digest of each slice at the sender equals its digest at the receiver. A difference accuses both.
+* Sum: a weighted sum over a rank's slice equals the total of the weighted sums of what it received, up to rounding.
+  Random weights make sure that no pattern of errors cancels out. A difference is the rank's own.
+* Result: all replicas hold equal gradients before the update. A strict majority names the rank that differs.
+
+Under ``fully_shard`` nothing of this is visible, and no two ranks hold equal gradients, so the link is off there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+import torch.distributed as dist
+
+from everstep.vocabulary import AuditLink, AuditRole
+from everstep_trainer.parallel.exact.summation import all_gather
+from everstep_trainer.sdc.audit import Audit, AuditSetup, Mismatch
+from everstep_trainer.sdc.digest import combined_digest, to_hex
+from everstep_trainer.sdc.gradient_exchange import GradientReader, GradientTap
+
+log = logging.getLogger(__name__)
+
+COLUMNS = 32768
+"""Elements of a slice that are weighted at once: the weights stay in the second-level cache."""
+ROUNDING_SIGMAS = 8.0
+"""Standard deviations of rounding that a sum may be off. Each of the W - 1 additions of an element rounds by at most
+eps / sqrt(12) of its result in the mean, and no partial sum is larger than the addends and the total together."""
+MAX_BUCKETS = 64
+"""Most buckets of one step that are checked."""
+
+
+class Collectives(Audit, GradientReader):
+    """AuditLink.COLLECTIVE on one rank."""
+
+    link = AuditLink.COLLECTIVE
+
+    def __init__(self, setup: AuditSetup, tap: GradientTap) -> None:
+        super().__init__(setup)
+        self._tap = tap
+        self._is_on = setup.has_replica_per_rank and setup.world_size > 1 and bool(tap.replicas)
+        if not self._is_on and setup.rank == 0:
+            log.info("sums of gradients are not checked: this needs DistributedDataParallel")
+        self._sent: list[torch.Tensor] = []  # digests of slices, by receiver
+        self._received: list[torch.Tensor] = []  # the same, by sender
+        self._sums: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # got, expected, tolerance
+        self._parts = torch.zeros(2, dtype=torch.float64)
+        self._is_reading = False
+
+    @property
+    def rounds(self) -> int:
+        return 1 if self._is_on else 0
+
+    def begin_step(self, step: int, *, due: bool) -> None:
+        if self._is_on and due:
+            for kept in (self._sent, self._received, self._sums):
+                kept.clear()
+            self._is_reading = True
+            self._tap.open(self)
+
+    def on_local(self, gradients: Sequence[torch.Tensor], slices: torch.Tensor) -> None:
+        if self._tap.sees_sums and len(self._sent) < MAX_BUCKETS:
+            with self.cost():
+                self._sent.append(row_digests(slices))
+
+    def on_received(self, slices: torch.Tensor) -> None:
+        if len(self._received) < MAX_BUCKETS:
+            with self.cost():
+                self._received.append(row_digests(slices))
+                self._parts = weighted_sums(slices)
+
+    def on_sum(self, total: torch.Tensor) -> None:
+        if len(self._sums) < len(self._received):
+            with self.cost():
+                got, squares_of_total = weighted_sums(total[None])[0]
+                expected = self._parts[:, 0].sum()
+                squares = (len(self._parts) - 1) * (squares_of_total + self._parts[:, 1].sum())
+                tolerance = ROUNDING_SIGMAS * torch.finfo(total.dtype).eps * (squares / 12).sqrt()
+                self._sums.append((got, expected, tolerance))
+
+    def before_update(self, step: int, *, due: bool) -> None:
+        if not self._is_reading:
+            return
+        self._is_reading = False
+        self._tap.close(self)
+        self._check_sums(step)
+        self._check_transport(step)
+        self._check_results(step)
+
+    def close(self) -> None:
+        self._tap.close(self)
+
+    def _check_sums(self, step: int) -> None:
+        for bucket, (got, expected, tolerance) in enumerate(self._sums):
+            error = abs(float(got) - float(expected))
+            if error <= float(tolerance) or not torch.isfinite(expected):  # infinite gradients are the model's
+                continue
+            self.setup.report(
+                Mismatch(
+                    link=self.link,
+                    step=step,
+                    unit=f"sum of bucket {bucket}",
+                    owner=self.setup.rank,
+                    role=AuditRole.OWNER,
+                    original=_float_hex(got),
+                    digest=_float_hex(expected),
+                    difference=f"the sum is off by {error:.3g}, rounding explains {float(tolerance):.3g}",
+                )
+            )
+
+    def _check_transport(self, step: int) -> None:
+        """Compare the digests of slices at senders and receivers."""
+        setup, world = self.setup, self.setup.world_size
+        if not self._tap.sees_sums:
+            return
+        buckets = torch.tensor([len(self._sent)], device=setup.device)
+        dist.all_reduce(buckets, op=dist.ReduceOp.MAX)
+        number = int(buckets.item())
+        mine = torch.zeros(2, number, world, dtype=torch.int64, device=setup.device)
+        for place, (sent, received) in enumerate(zip(self._sent, self._received, strict=True)):
+            mine[0, place], mine[1, place] = sent, received
+        if not number:
+            return
+        everyones = mine.new_empty(world, 2, number, world)
+        all_gather(everyones.view(-1), mine.view(-1))
+        sent, received = everyones[:, 0], everyones[:, 1]  # sender x bucket x receiver; receiver x bucket x sender
+        for sender, bucket, receiver in (sent != received.permute(2, 1, 0)).nonzero().tolist():
+            self._report_transport(step, sender, bucket, receiver, sent, received)
+
+    def _report_transport(
+        self, step: int, sender: int, bucket: int, receiver: int, sent: torch.Tensor, received: torch.Tensor
+    ) -> None:
+        unit = f"slice of bucket {bucket} sent to rank {receiver}"
+        if self.setup.rank == sender:
+            digest = to_hex(sent[sender, bucket, receiver])
+            mismatch = Mismatch(
+                link=self.link, step=step, unit=unit, owner=sender, role=AuditRole.OWNER, original=digest
+            )
+            self.setup.report(mismatch)
+        elif self.setup.rank == receiver:
+            digest = to_hex(received[receiver, bucket, sender])
+            self.setup.report(
+                Mismatch(link=self.link, step=step, unit=unit, owner=sender, role=AuditRole.PEER, digest=digest)
+            )
+
+    def _check_results(self, step: int) -> None:
+        """Compare the gradients that the ranks are about to use."""
+        if not self._tap.replicas:
+            return
+        setup = self.setup
+        gradients = [p.grad for module in self._tap.replicas for p in module.parameters() if p.grad is not None]
+        mine = combined_digest(gradients).reshape(1).to(setup.device)
+        everyones = mine.new_empty(setup.world_size)
+        all_gather(everyones, mine)
+        digests = everyones.tolist()
+        (common, count), *others = Counter(digests).most_common()
+        if not others:
+            return
+        if 2 * count <= setup.world_size and setup.world_size > 2:
+            log.error("step %d: gradients differ between ranks without a majority", step)
+            return
+        agreeing = [rank for rank, digest in enumerate(digests) if digest == common]
+        for owner in (rank for rank, digest in enumerate(digests) if digest != common):
+            self._report_result(step, owner, agreeing, everyones)
+
+    def _report_result(self, step: int, owner: int, agreeing: list[int], digests: torch.Tensor) -> None:
+        """Report if this rank is the owner or one of its two witnesses, on different nodes if there are such."""
+        setup = self.setup
+        peer = min(agreeing, key=lambda rank: (setup.on_same_node(rank, owner), rank))
+        rest = [rank for rank in agreeing if rank != peer]
+        arbiter = min(
+            rest, key=lambda rank: (setup.on_same_node(rank, owner), setup.on_same_node(rank, peer), rank), default=None
+        )
+        roles = {owner: AuditRole.OWNER, peer: AuditRole.PEER, arbiter: AuditRole.ARBITER}
+        role = roles.get(setup.rank)
+        if role is None:
+            return
+        digest = to_hex(digests[setup.rank])
+        setup.report(
+            Mismatch(
+                link=self.link,
+                step=step,
+                unit="gradients after the collective",
+                owner=owner,
+                role=role,
+                original=digest if role is AuditRole.OWNER else "",
+                digest="" if role is AuditRole.OWNER else digest,
+                expects_arbiter=arbiter is not None,
+            )
+        )
+
+
+@cache
+def _integer_weights(device: torch.device) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(20)
+    return (torch.randint(-(1 << 63), (1 << 63) - 1, (COLUMNS,), generator=generator) | 1).to(device)
+
+
+@cache
+def _real_weights(device: torch.device) -> torch.Tensor:
+    """Return random weights of either sign with magnitudes from 0.5 to 1: no equal errors cancel out."""
+    generator = torch.Generator().manual_seed(21)
+    magnitudes = torch.rand(COLUMNS, generator=generator) / 2 + 0.5
+    return (magnitudes.double() * (torch.randint(0, 2, (COLUMNS,), generator=generator) * 2 - 1)).to(device)
+
+
+def row_digests(rows: torch.Tensor) -> torch.Tensor:
+    """Return a digest of each row's bits, as int64. A row must have a multiple of 8 bytes."""
+    words = rows.contiguous().view(torch.int64)
+    total = words.new_zeros(len(words))
+    for number, first in enumerate(range(0, words.shape[1], COLUMNS)):
+        block = words[:, first : first + COLUMNS]
+        weights = _integer_weights(words.device)[: block.shape[1]]
+        # CUDA has no integer matrix product
+        sums = torch.mv(block, weights) if words.device.type == "cpu" else (block * weights).sum(dim=1)
+        total = total * 0x5851F42D4C957F2D + sums + number  # an odd multiplier gives each block a weight of its own
+    return total
+
+
+def weighted_sums(rows: torch.Tensor) -> torch.Tensor:
+    """Return (weighted sum, sum of squares) of each row, in float64."""
+    result = torch.zeros(len(rows), 2, dtype=torch.float64, device=rows.device)
+    for first in range(0, rows.shape[1], COLUMNS):
+        block = rows[:, first : first + COLUMNS].double()  # float32 would round more than the sums that are checked
+        result[:, 0] += torch.mv(block, _real_weights(rows.device)[: block.shape[1]])
+        result[:, 1] += block.square().sum(dim=1)
+    return result
+
+
+def _float_hex(value: torch.Tensor) -> str:
+    return int(value.double().view(torch.int64).item()).to_bytes(8, "big", signed=True).hex()
