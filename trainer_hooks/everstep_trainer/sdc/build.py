@@ -11,9 +11,14 @@ from everstep_trainer.sdc.chain import AuditChain
 from everstep_trainer.sdc.collectives import Collectives
 from everstep_trainer.sdc.gradient_exchange import GradientTap
 from everstep_trainer.sdc.gradient_norms import GradientNorms
+from everstep_trainer.sdc.matmul import Matmul
 from everstep_trainer.sdc.options import LinkOptions
+from everstep_trainer.sdc.recompute import Recompute
 
-AUDITS: dict[AuditLink, Callable[[AuditSetup], Audit]] = {}
+AUDITS: dict[AuditLink, Callable[[AuditSetup], Audit]] = {
+    AuditLink.RECOMPUTE: Recompute,
+    AuditLink.MATMUL: Matmul,
+}
 """The links that check work on the training thread and need nothing else; all are called in the order of AuditLink."""
 
 

@@ -179,4 +179,5 @@ class GradientNorms(Audit, GradientReader):
 
 
 def _norm_hex(norms: torch.Tensor) -> str:
-    return torch.linalg.vector_norm(norms).view(torch.int64).item().to_bytes(8, "big", signed=True).hex()
+    bits = int(torch.linalg.vector_norm(norms).view(torch.int64).item())
+    return bits.to_bytes(8, "big", signed=True).hex()
