@@ -129,7 +129,7 @@ class _SampledLinear:
         self._input = args[0].detach()
         if not args[0].requires_grad:
             return None
-        return (_Tap.apply(args[0], self), *args[1:])
+        return (_Tap.apply(args[0], self), *args[1:])  # type: ignore[no-untyped-call]
 
     def _after_forward(self, module: nn.Linear, args: tuple[Any, ...], output: torch.Tensor) -> None:
         if self._input is None or self._calls > 1 or torch._C._current_graph_task_id() != -1:
@@ -145,9 +145,9 @@ class _SampledLinear:
                 right = torch.cat([right, bias[None]])
             self._checks.append(("forward", result[rows].clone(), left, right.clone()))
         if output.requires_grad:
-            output.register_hook(self._on_output_gradient)
+            output.register_hook(self._on_output_gradient)  # type: ignore[no-untyped-call]
             if module.weight.requires_grad:
-                self._hooks.append(module.weight.register_hook(self._on_weight_gradient))
+                self._hooks.append(module.weight.register_hook(self._on_weight_gradient))  # type: ignore[no-untyped-call]
 
     def _on_output_gradient(self, gradient: torch.Tensor) -> None:
         if self._output_gradient is None:
