@@ -6,64 +6,24 @@ tensor has the weight ``row_key[n // ROW_WORDS] * column_weight[n % ROW_WORDS]``
 of summation, and the sums of consecutive ranges add up to the digest of the whole, wherever they are cut.
 
 On the CPU the sum is an integer matrix-vector product, which runs near memory speed without Python's lock. On a GPU it
-is a product and a sum.
+is one Triton kernel, or a product and a sum where Triton is missing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
 from torch.distributed.tensor import DTensor
 
-WORD_BYTES = 8
-ROW_WORDS = 32768  # a row of weights is 256 KiB: it stays in the second-level cache while the data streams past
-ROW_BYTES = ROW_WORDS * WORD_BYTES
-BLOCK_ROWS = 1024  # rows multiplied at once, 256 MiB: bounds the intermediate product on a GPU
+from everstep_trainer.sdc.digest_weights import ROW_BYTES, ROW_WORDS, WORD_BYTES, column_weights, row_keys
+
+BLOCK_ROWS = 1024  # rows multiplied at once, 256 MiB: bounds the intermediate product on a GPU without Triton
 SMALL_BYTES = 64 << 10  # smaller tensors are gathered first: a product has a fixed cost of some microseconds
 STAGED_BYTES = 1 << 20
 """Bytes staged at once where a tensor's bytes cannot be read in place as aligned words."""
-CACHED_ROWS = 4096  # keys of the first rows are kept on each device: those of 1 GiB
-_SEED = 0x45565253544550
 _MASK = (1 << 64) - 1
-
-
-@cache
-def column_weights(device: torch.device) -> torch.Tensor:
-    """Return the odd weights of a row's words."""
-    generator = torch.Generator().manual_seed(_SEED)
-    draws = torch.randint(-(1 << 63), (1 << 63) - 1, (ROW_WORDS,), generator=generator)
-    return (draws | 1).to(device)
-
-
-def row_keys(first: int, count: int, device: torch.device) -> torch.Tensor:
-    """Return the odd keys of ``count`` rows from ``first`` on."""
-    if first + count <= CACHED_ROWS:
-        return _first_row_keys(device)[first : first + count]
-    return _made_row_keys(first, count).to(device)
-
-
-@cache
-def _first_row_keys(device: torch.device) -> torch.Tensor:
-    return _made_row_keys(0, CACHED_ROWS).to(device)
-
-
-def _made_row_keys(first: int, count: int) -> torch.Tensor:
-    """Return splitmix64 of the rows' numbers, made odd."""
-    z = torch.arange(first + 1, first + 1 + count) * _signed(0x9E3779B97F4A7C15)
-    z = (z ^ _shifted_right(z, 30)) * _signed(0xBF58476D1CE4E5B9)
-    z = (z ^ _shifted_right(z, 27)) * _signed(0x94D049BB133111EB)
-    return (z ^ _shifted_right(z, 31)) | 1
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >> 63 else value
-
-
-def _shifted_right(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return a logical shift; torch shifts signed numbers arithmetically."""
-    return (words >> bits) & ((1 << (64 - bits)) - 1)
 
 
 # ---- digests of one tensor and of several
@@ -159,6 +119,25 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def add_bytes(total: torch.Tensor, flat: torch.Tensor, start: int) -> None:
     """Add the weighted sum of contiguous bytes, which begin at byte ``start``, to ``total``, an int64 beside them."""
+    kernel = _kernel() if flat.is_cuda else None
+    if kernel is None:
+        add_bytes_by_rows(total, flat, start)
+    else:
+        kernel(total, flat, start)
+
+
+@cache
+def _kernel() -> Callable[[torch.Tensor, torch.Tensor, int], None] | None:
+    """Return `add_bytes` of the Triton kernel; None where Triton is missing."""
+    try:
+        from everstep_trainer.sdc import digest_kernel
+    except ImportError:
+        return None
+    return digest_kernel.add_bytes
+
+
+def add_bytes_by_rows(total: torch.Tensor, flat: torch.Tensor, start: int) -> None:
+    """Add the weighted sum as `add_bytes` does, in plain torch."""
     size = flat.numel()
     is_readable = flat.data_ptr() % WORD_BYTES == 0 and flat.storage_offset() % WORD_BYTES == 0
     if start % WORD_BYTES == 0 and is_readable:

@@ -7,19 +7,15 @@ from itertools import pairwise
 import pytest
 import torch
 from everstep_trainer.sdc.digest import (
-    CACHED_ROWS,
-    ROW_BYTES,
-    ROW_WORDS,
     SMALL_BYTES,
     WeightedDigest,
-    column_weights,
     combined_digest,
-    row_keys,
     tensor_digest,
     to_hex,
     to_unsigned,
     weighted_digest,
 )
+from everstep_trainer.sdc.digest_weights import CACHED_ROWS, ROW_BYTES, ROW_WORDS, column_weights, row_keys
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
