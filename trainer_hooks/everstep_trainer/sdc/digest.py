@@ -11,16 +11,18 @@ is one Triton kernel, or a product and a sum where Triton is missing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 
 import torch
+from torch._utils import _flatten_dense_tensors
 from torch.distributed.tensor import DTensor
 
 from everstep_trainer.sdc.digest_weights import ROW_BYTES, ROW_WORDS, WORD_BYTES, column_weights, row_keys
 
 BLOCK_ROWS = 1024  # rows multiplied at once, 256 MiB: bounds the intermediate product on a GPU without Triton
 SMALL_BYTES = 64 << 10  # smaller tensors are gathered first: a product has a fixed cost of some microseconds
+GROUP_BYTES = 16  # gathered tensors of one dtype begin at a multiple of this
 STAGED_BYTES = 1 << 20
 """Bytes staged at once where a tensor's bytes cannot be read in place as aligned words."""
 _MASK = (1 << 64) - 1
@@ -46,33 +48,48 @@ def tensor_digest(tensor: torch.Tensor, *, offset: int = 0) -> torch.Tensor:
 def combined_digest(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return one digest of several tensors in their order, on the first one's device; see `tensor_digest`.
 
-    Small tensors are gathered first, so that a long list of them costs little more than their bytes.
+    Small tensors of one dtype are gathered first, so that a long list of them costs little more than their bytes.
     """
     with torch.no_grad():
         parts = [_local(tensor) for tensor in tensors]
         device = parts[0].device if parts else torch.device("cpu")
         total = torch.zeros((), dtype=torch.int64, device=device)
-        row, small = 0, []
+        at = 0
+        small: list[torch.Tensor] = []
         for part in parts:
             if part.nbytes > SMALL_BYTES:
-                total += _digest_at(part, row * ROW_BYTES).to(device)
-                row += -(-part.nbytes // ROW_BYTES)
-            elif part.nbytes:
+                total += _digest_at(part, at).to(device)
+                at += _up_to(ROW_BYTES, part.nbytes)
+            else:
                 small.append(part)
-        if small:
-            total += _digest_at(_gathered(small, device), row * ROW_BYTES)
+        for group in _by_dtype(small):
+            for gathered in _gathered(group, device):
+                add_bytes(total, gathered, at)
+                at += gathered.numel()
+            at = _up_to(GROUP_BYTES, at)
         return total
 
 
-def _gathered(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return the bytes of small tensors, each one padded to whole words."""
-    padding = torch.zeros(WORD_BYTES, dtype=torch.uint8, device=device)
-    pieces = []
+def _gathered(tensors: list[torch.Tensor], device: torch.device) -> Iterator[torch.Tensor]:
+    """Yield the bytes of small tensors of one dtype, many at once. On the CPU as many as its caches hold."""
+    count, nbytes = len(tensors), sum(tensor.nbytes for tensor in tensors)
+    if device.type == "cpu":
+        count = max(1, count * STAGED_BYTES // max(nbytes, 1))
+    for first in range(0, len(tensors), count):
+        some = [_plain(t if t.device == device else t.to(device)) for t in tensors[first : first + count]]
+        flat: torch.Tensor = _flatten_dense_tensors(some)  # type: ignore[no-untyped-call]
+        yield flat.view(torch.uint8)
+
+
+def _by_dtype(tensors: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
+    groups: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
-        pieces.append(_bytes_of(tensor.to(device)))
-        if tensor.nbytes % WORD_BYTES:
-            pieces.append(padding[: -tensor.nbytes % WORD_BYTES])
-    return torch.cat(pieces)
+        groups.setdefault(tensor.dtype, []).append(tensor)
+    return groups.values()
+
+
+def _up_to(multiple: int, count: int) -> int:
+    return -(-count // multiple) * multiple
 
 
 def to_unsigned(digest: torch.Tensor) -> int:
@@ -110,8 +127,12 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor's bytes, in place if it is contiguous."""
-    detached = _local(tensor).detach().resolve_conj().resolve_neg()
-    return detached.contiguous().reshape(-1).view(torch.uint8)
+    return _plain(_local(tensor).detach()).contiguous().view(-1).view(torch.uint8)
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose bytes are its values: torch conjugates and negates complex numbers lazily."""
+    return tensor.resolve_conj().resolve_neg() if tensor.is_complex() or tensor.is_neg() else tensor
 
 
 # ---- sums of bytes at a position
@@ -148,19 +169,16 @@ def add_bytes_by_rows(total: torch.Tensor, flat: torch.Tensor, start: int) -> No
         return
     # The bytes of a word that belong to another range are zero here: they add nothing.
     before = start % WORD_BYTES
-    staged = torch.zeros(min(STAGED_BYTES, _up_to_words(before + flat.numel())), dtype=torch.uint8, device=flat.device)
+    room = min(STAGED_BYTES, _up_to(WORD_BYTES, before + flat.numel()))
+    staged = torch.zeros(room, dtype=torch.uint8, device=flat.device)
     while flat.numel():
         count = min(flat.numel(), staged.numel() - before)
-        used = _up_to_words(before + count)
+        used = _up_to(WORD_BYTES, before + count)
         staged[before : before + count] = flat[:count]
         staged[before + count : used] = 0
         _add_words(total, staged[:used].view(torch.int64), (start - before) // WORD_BYTES)
         staged[:WORD_BYTES] = 0
         flat, start, before = flat[count:], start + count, 0
-
-
-def _up_to_words(count: int) -> int:
-    return -(-count // WORD_BYTES) * WORD_BYTES
 
 
 def _add_words(total: torch.Tensor, words: torch.Tensor, first: int) -> None:
@@ -194,10 +212,10 @@ class WeightedDigest:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         device = tensors[0].device if tensors else torch.device("cpu")
-        small = [t for t in tensors if 0 < t.nbytes <= SMALL_BYTES]
         large = [t for t in tensors if t.nbytes > SMALL_BYTES]
+        small = [t for group in _by_dtype(t for t in tensors if t.nbytes <= SMALL_BYTES) for t in group]
         buffer, places = _gather_buffer(small, device)
-        self._copies = list(zip(places, small, strict=True))
+        self._copies = [(place, tensor) for place, tensor in zip(places, small, strict=True) if tensor.nbytes]
         self._flat = [self._as_bytes(t, device) for t in large] + [buffer]
         self._total = torch.zeros((), dtype=torch.int64, device=device)
         column_weights(device)
@@ -215,10 +233,10 @@ class WeightedDigest:
         with torch.no_grad():
             if self._copies:
                 torch._foreach_copy_([to for to, _ in self._copies], [of for _, of in self._copies])
-            total, row = torch.zeros_like(self._total), 0
+            total, at = torch.zeros_like(self._total), 0
             for flat in self._flat:
-                add_bytes(total, flat, row * ROW_BYTES)
-                row += -(-flat.numel() // ROW_BYTES)
+                add_bytes(total, flat, at)
+                at += _up_to(ROW_BYTES, flat.numel())
             return total
 
     def value(self) -> int:
@@ -227,11 +245,13 @@ class WeightedDigest:
 
 
 def _gather_buffer(tensors: list[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return one buffer for the small tensors, each aligned to a word, and their views in it."""
-    starts, at = [], 0
+    """Return one buffer for small tensors in the order of their dtypes, and their views in it."""
+    starts, at, last = [], 0, None
     for tensor in tensors:
+        if tensor.dtype != last:
+            at, last = _up_to(GROUP_BYTES, at), tensor.dtype
         starts.append(at)
-        at += _up_to_words(tensor.nbytes)
+        at += tensor.nbytes
     buffer = torch.zeros(at, dtype=torch.uint8, device=device)
     places = [buffer[at : at + t.nbytes].view(t.dtype).view(t.shape) for at, t in zip(starts, tensors, strict=True)]
     return buffer, places
