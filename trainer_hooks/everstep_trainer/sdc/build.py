@@ -14,10 +14,14 @@ from everstep_trainer.sdc.gradient_norms import GradientNorms
 from everstep_trainer.sdc.matmul import Matmul
 from everstep_trainer.sdc.options import LinkOptions
 from everstep_trainer.sdc.recompute import Recompute
+from everstep_trainer.sdc.state_digests import StateAudit
+from everstep_trainer.sdc.updates import UpdateAudit
 
 AUDITS: dict[AuditLink, Callable[[AuditSetup], Audit]] = {
     AuditLink.RECOMPUTE: Recompute,
     AuditLink.MATMUL: Matmul,
+    AuditLink.UPDATE: UpdateAudit,
+    AuditLink.STATE: StateAudit,
 }
 """The links that check work on the training thread and need nothing else; all are called in the order of AuditLink."""
 

@@ -1,0 +1,118 @@
+"""Audits of memory: every changed bit is found, and what the program writes is not reported."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from everstep_trainer.sdc import state_digests
+from everstep_trainer.sdc.audit import AuditSetup, Mismatch
+from everstep_trainer.sdc.state_digests import StateAudit
+from torch import nn, optim
+
+from everstep.vocabulary import AuditLink
+
+
+class Loop:
+    """A model that is trained with an audit of its memory in each step."""
+
+    def __init__(self) -> None:
+        self.model = nn.Sequential(nn.Linear(150, 200), nn.BatchNorm1d(200), nn.Linear(200, 1))
+        self.optimizer = optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.reported: list[Mismatch] = []
+        setup = AuditSetup(
+            rank=0,
+            world_size=1,
+            nodes=("node-0",),
+            device=torch.device("cpu"),
+            objects={"model": self.model, "optimizer": self.optimizer},
+            has_replica_per_rank=True,
+            report=self.reported.append,
+        )
+        self.audit = StateAudit(setup)
+        self.step = 0
+
+    def run(self, steps: int = 1) -> None:
+        for _ in range(steps):
+            self.step += 1
+            self.audit.begin_step(self.step, due=True)
+            self.model(torch.randn(8, 150)).square().mean().backward()
+            self.audit.before_update(self.step, due=True)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.audit.after_update(self.step, due=True)
+
+    def tensors(self) -> list[torch.Tensor]:
+        moments = (value for state in self.optimizer.state.values() for value in state.values())
+        return [*self.model.parameters(), *moments]
+
+
+def corrupt(tensor: torch.Tensor) -> None:
+    """Change a bit past torch's count of writes, as broken memory does."""
+    tensor.detach().numpy().reshape(-1).view("uint8")[0] ^= 1
+
+
+def test_clean_state_is_not_reported() -> None:
+    loop = Loop()
+    loop.run(6)
+    assert not loop.reported
+
+
+@pytest.mark.parametrize("number", range(18))
+def test_changed_bit_of_any_tensor_is_found(number: int) -> None:
+    loop = Loop()
+    loop.run(2)
+    tensors = loop.tensors()
+    assert len(tensors) == 6 * 4
+    corrupt(tensors[number])
+    loop.run()
+    (found,) = loop.reported
+    assert found.link is AuditLink.STATE
+    assert found.step == 2
+    assert found.original != found.digest
+    loop.run(3)
+    assert len(loop.reported) == 1
+
+
+def test_small_tensor_is_named_with_its_bits() -> None:
+    loop = Loop()
+    loop.run(2)
+    corrupt(loop.model[2].bias)
+    loop.run()
+    (found,) = loop.reported
+    assert found.unit == "model.2.bias in memory"
+    assert "1 of 1 elements differ, in 1 bits" in found.difference
+
+
+def test_counted_writes_are_not_reported() -> None:
+    loop = Loop()
+    loop.run(2)
+    with torch.no_grad():
+        loop.model[0].weight.mul_(0.5)
+    loop.run(2)
+    assert not loop.reported
+
+
+def test_uncounted_writes_to_many_tensors_are_the_programs(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    loop = Loop()
+    for _ in range(3):
+        loop.run(2)
+        for tensor in loop.tensors():
+            corrupt(tensor)
+    loop.run(2)
+    assert not loop.reported
+    assert caplog.text.count("the program writes past it") == 1
+
+
+def test_parts_cover_the_state_within_the_promised_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(state_digests.PART_BYTES, "cpu", 100 << 10)
+    loop = Loop()
+    promised = loop.audit.rounds
+    loop.run(2)
+    parts = loop.audit._plan()
+    covered = sum(piece.bits().nbytes for part in parts for unit in part for piece in unit)
+    buffers = sum(buffer.nbytes for buffer in loop.model.buffers())
+    assert covered == buffers + sum(tensor.nbytes for tensor in loop.tensors())
+    assert 2 < len(parts) + 1 <= promised
