@@ -78,7 +78,8 @@ def _show_job_checkpoints(client: Client, job: str, as_json: bool) -> None:
         where = one.storage_tier if one.state == "complete" else f"to {one.storage_tier}"
         bytes_held = size(one.bytes) if one.bytes else "-"
         can = Text("yes", style="green") if one.restorable else Text("no", style="yellow")
-        why = ", ".join(filter(None, (one.sentence, "verified" if one.verified else "", one.url)))
+        checks = "verified" if one.verified else "", "audited" if one.audited else ""
+        why = ", ".join(filter(None, (one.sentence, *checks, one.url)))
         view.add_row(str(one.version), where, ago(one.since, now), bytes_held, can, why)
     if not as_json:
         console.print(told.sentence)
@@ -89,10 +90,11 @@ def _show_job_checkpoints(client: Client, job: str, as_json: bool) -> None:
 
 def _show_committed(client: Client, job: str, limit: int, as_json: bool) -> None:
     kept = client.checkpoints(job=job).collect(limit)
-    now, view = SYSTEM_CLOCK.wall(), table("job", "version", "committed", "verified", "size", right=("size",))
+    now, columns = SYSTEM_CLOCK.wall(), ("job", "version", "committed", "verified", "audited", "size")
+    view = table(*columns, right=("size",))
     for one in kept.checkpoints:
-        committed, verified = ago(one.committed_at, now), ago(one.verified_at, now)
-        view.add_row(one.job, str(one.version), committed, verified, size(one.bytes))
+        times = (ago(at, now) for at in (one.committed_at, one.verified_at, one.audited_at))
+        view.add_row(one.job, str(one.version), *times, size(one.bytes))
     show(kept, as_json, view)
 
 

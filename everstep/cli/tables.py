@@ -398,7 +398,14 @@ def verdict(one: Verdict, now: float) -> RenderableType:
         ("given", ago(one.at, now)),
         ("trace", one.trace),
     )
-    return Group(head, findings(one.evidence, now)) if one.evidence else head
+    if not one.evidence:
+        return head
+    facts = [
+        _pairs(*((name.replace("_", " "), value) for name, value in found.evidence.items()))
+        for found in one.evidence
+        if found.evidence
+    ]
+    return Group(head, findings(one.evidence, now), *facts)
 
 
 def probe(one: op.ProbeStatus) -> RenderableType:

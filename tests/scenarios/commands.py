@@ -25,7 +25,7 @@ from everstep_controller.runtime.clock import SteadyTime
 
 from everstep.clock import ManualClock
 from everstep.ids import Version
-from everstep.vocabulary import Action, Finding, FindingKind, Severity
+from everstep.vocabulary import Action, AuditLink, Finding, FindingKind, Severity
 from everstep.wire.v1.agent import Domain, Gpu
 from everstep.wire.v1.training import ProbeFinished
 from tests.support.core_fleet import CoreFleet
@@ -173,6 +173,24 @@ def _seal(fleet: CoreFleet, words: Words, options: Options) -> None:
     """``seal 5 digests=a,a,b``: the version after step 5 by all ranks, with a digest for each."""
     digests = dict(enumerate(options.pop("digests").split(","))) if "digests" in options else None
     fleet.seal(int(words[0]), *map(int, words[1:]), digests=digests, copied=True, **_numbers(options))
+
+
+def _audit(fleet: CoreFleet, words: Words, options: Options) -> None:
+    """``audit 2 step=12 used=a again=a others=b,b``: an audit of rank 2's work found a difference.
+
+    ``used`` and ``again`` are the owner's results, ``others`` those of the peer and the arbiter. ``link`` and ``unit``
+    name the work, ``difference`` the bits.
+    """
+    others = options.pop("others", "").split(",")
+    more: dict[str, Any] = {name: options[name] for name in ("unit", "difference", "job") if name in options}
+    if "unit" in more:
+        more["unit"] = more["unit"].replace("_", " ")
+    if "difference" in more:
+        more["difference"] = more["difference"].replace("_", " ")
+    if "link" in options:
+        more["link"] = AuditLink(options["link"])
+    used, again = options.get("used", ""), options.get("again", "")
+    fleet.audit(int(words[0]), int(options["step"]), used, again, *filter(None, others), **more)
 
 
 def _resume(fleet: CoreFleet, words: Words, options: Options) -> None:
@@ -346,6 +364,8 @@ COMMANDS: dict[str, Callable[[CoreFleet, Words, Options], object]] = {
     "stall": _stall,
     "unresponsive": lambda fleet, words, _: fleet.unresponsive(int(words[0])),
     "seal": _seal,
+    "audit": _audit,
+    "audited": lambda fleet, words, options: fleet.audited(*map(int, words), **_numbers(options)),
     "resume": _resume,
     "progress": lambda fleet, words, options: fleet.progress(int(words[0]), **_numbers(options)),
     "train": _train,

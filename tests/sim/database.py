@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-import msgspec
 from everstep_controller.leadership.lease import StandbyReport
 from everstep_controller.store.leases import CONTACTS_VALID_S, RESIGNATION_SERIES_S, SUCCESSOR_WAIT_S
 from everstep_controller.store.rows import (
@@ -174,9 +173,7 @@ class Database:
             self.generations[row.job, row.number] = row
         for key, version in batch.versions.items():
             known = self._versions.get(key)
-            if known is not None and version.verified_at is None:
-                version = msgspec.structs.replace(version, verified_at=known.verified_at)
-            self._versions[key] = version
+            self._versions[key] = version if known is None else version.after(known)
         for verdict in batch.verdicts:
             if verdict.id in self._verdicts:
                 raise NotUnique(f"verdict {verdict.id} was given already")

@@ -26,10 +26,12 @@ from everstep_controller.core.state import FleetState
 from everstep_controller.rulebook import with_rules
 
 from everstep.ids import Version
-from everstep.vocabulary import Finding, JobState, NodeState
+from everstep.vocabulary import AuditLink, AuditRole, Finding, JobState, NodeState
 from everstep.wire.v1.agent import Domain, Gpu, Register
 from everstep.wire.v1.directives import RunProbe
 from everstep.wire.v1.training import (
+    AuditsClean,
+    AuditStatement,
     CollectiveFailed,
     FindingCleared,
     FindingRaised,
@@ -345,6 +347,57 @@ class CoreFleet:
             job=job, at=self.now, generation=number, rank=rank, version=Version(number, step), **fields
         )
         return self.report(spec.roster[rank].node, words)
+
+    def state_result(
+        self,
+        rank: int,
+        owner: int,
+        step: int,
+        *,
+        original: str = "",
+        digest: str = "",
+        job: str = "job",
+        spec: GenerationSpec | None = None,
+        role: AuditRole | None = None,
+        node: str = "",
+        **more: Any,
+    ) -> list[Effect]:
+        """A rank states what it computed for an audit of ``owner``'s work; the peer is the rank after it."""
+        spec = spec or self.running(job)
+        guess = AuditRole.PEER if rank == (owner + 1) % spec.world_size else AuditRole.ARBITER
+        fields = {"link": AuditLink.PEER_REPLAY, "unit": "layers.3 backward", "generation": spec.number} | more
+        words = AuditStatement(
+            job=job,
+            at=self.now,
+            rank=rank,
+            step=step,
+            owner=owner,
+            role=role or (AuditRole.OWNER if rank == owner else guess),
+            original=original,
+            digest=digest,
+            **fields,
+        )
+        return self.report(node or spec.node_of(rank), words)
+
+    def audit(
+        self, owner: int, step: int, original: str, again: str, *others: str, job: str = "job", **more: Any
+    ) -> list[Effect]:
+        """An audit that found a difference: what the owner used and got again, what its peer and an arbiter got."""
+        spec, before = self.running(job), len(self.effects)
+        fields = {"job": job, "spec": spec, "expects_arbiter": len(others) > 1} | more
+        self.state_result(owner, owner, step, original=original, digest=again, **fields)
+        for at, digest in enumerate(others):
+            self.state_result((owner + 1 + at) % spec.world_size, owner, step, digest=digest, **fields)
+        return self.effects[before:]
+
+    def audited(self, step: int, *ranks: int, job: str = "job") -> list[Effect]:
+        """``ranks`` (default: all) had all their work since ``step`` audited."""
+        spec, before = self.running(job), len(self.effects)
+        for member in spec.roster:
+            if not ranks or member.rank in ranks:
+                words = AuditsClean(job=job, at=self.now, generation=spec.number, rank=member.rank, step=step)
+                self.report(member.node, words)
+        return self.effects[before:]
 
     def lose_rank(
         self, rank: int, job: str = "job", replacement: bool = True, generation: int | None = None

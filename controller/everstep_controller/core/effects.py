@@ -60,7 +60,7 @@ class PutGeneration(msgspec.Struct, frozen=True, tag=True):
 
 
 class PutVersion(msgspec.Struct, frozen=True, tag=True):
-    """Write a version by (job, generation, step), at its commit and again at its verification."""
+    """Write a version by (job, generation, step), at its commit and again when audits have verified it."""
 
     doc: VersionRecord
 
@@ -192,7 +192,8 @@ def describe(effects: Iterable[Effect]) -> Iterator[str]:
             yield f"verdict {effect.verdict.id} ({effect.verdict.decision}): {effect.verdict.sentence}"
         elif isinstance(effect, PutVersion):
             clean = ", verified" if effect.doc.verified_at is not None else ""
-            yield f"version {effect.doc.version} committed{clean}"
+            audited = f"version {effect.doc.version} verified by audits"
+            yield audited if effect.doc.audited_at is not None else f"version {effect.doc.version} committed{clean}"
         elif isinstance(effect, RequestRemediation):
             one = effect.remediation
             yield f"remediation {one.id} ({one.kind} {one.node}): {one.sentence}"

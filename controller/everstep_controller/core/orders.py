@@ -177,6 +177,7 @@ def _readmit(transition: Transition, node: str, sentence: str) -> None:
     was_kept = record.scheduling.maintenance_until > transition.now
     record.quarantine.needs_operator, record.quarantine.probe_failures = False, 0
     record.health.defective_gpus, record.health.digest_tie_nodes, record.liveness.loss_times = [], [], []
+    record.audits.strikes = []
     clear_controller_findings(transition, node)
     record.scheduling.hold_reason, record.health.undecided_findings = "", {}
     record.health.accepted_findings = list(record.health.agent_findings)

@@ -315,6 +315,19 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     digest_tie_count: int = 3
     """Digest votes of a job without an eviction (no majority, or deferred by the budget) inside
     ``job_failure_window_s`` after which the job is stopped. It would only compute the same wrong steps again."""
+    audit_case_s: float = 5.0
+    """Seconds to wait for the statements of all ranks that took part in an audit with a difference. Ranks state their
+    results within one step; longer waits for agents without a connection, and commits nothing meanwhile."""
+    audit_strike_count: int = 2
+    """Wrong results of a node inside ``audit_strike_window_s`` that convict it although it did not repeat any of them
+    (a strike each). 1 evicts for a single flipped bit, which a cosmic ray can cause; more lets a GPU that computes
+    wrongly now and then do so more often."""
+    audit_strike_window_s: float = 7 * 86400.0
+    """Seconds for which a strike counts. All faulty GPUs of a published census (AEGIS, OSDI'26) erred again."""
+    audit_candidate_max_s: float = 3600.0
+    """Seconds after which a version that audits have not verified gives its place to a newer one: some runs audit too
+    little to verify any. Before the first verified version, a job goes back to this candidate, so it also bounds the
+    work that is lost then."""
     commit_interval_per_rank_s: float = 0.0005
     """Minimum seconds between commits per rank of a job; holds where it exceeds ``commit_interval_s``. Every rank
     reports each candidate that it keeps, so shorter costs this controller more. 10,000 ranks commit every 5 s and cost
@@ -496,6 +509,7 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             offender_half_life_s=60.0,
             offender_repair_score=12.0,
             parity_interval_s=0.5,
+            audit_case_s=2.0,
             vault_order_retry_s=1.0,
             vault_order_retry_max_s=20.0,
         )

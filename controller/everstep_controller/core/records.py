@@ -237,6 +237,23 @@ class NodeHealth(msgspec.Struct, kw_only=True):
     of them is left."""
 
 
+class AuditStrike(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A wrong result of the node in an audit that alone does not convict it."""
+
+    at: float
+    job: JobId
+    generation: GenerationNumber
+    sentence: str
+    """What was wrong, for the sentence of the strike that convicts."""
+
+
+class NodeAudits(msgspec.Struct, kw_only=True):
+    """Results of audits of training that speak against the node."""
+
+    strikes: list[AuditStrike] = []
+    """Strikes inside ``audit_strike_window_s``, oldest first."""
+
+
 class NodeQuarantine(msgspec.Struct, kw_only=True):
     """Conditions under which a node that is out of service returns."""
 
@@ -316,6 +333,7 @@ class NodeRecord(msgspec.Struct, kw_only=True):
     identity: NodeIdentity
     liveness: NodeLiveness = msgspec.field(default_factory=NodeLiveness)
     health: NodeHealth = msgspec.field(default_factory=NodeHealth)
+    audits: NodeAudits = msgspec.field(default_factory=NodeAudits)
     quarantine: NodeQuarantine = msgspec.field(default_factory=NodeQuarantine)
     scheduling: NodeScheduling = msgspec.field(default_factory=NodeScheduling)
     history: NodeHistory = msgspec.field(default_factory=NodeHistory)
@@ -509,6 +527,29 @@ class JobFailures(msgspec.Struct, kw_only=True):
     rank_loss_times: dict[NodeId, list[float]] = {}
     """Rank losses per node inside ``job_failure_window_s``."""
     digest_tie_times: list[float] = []
+    recomputed_steps: dict[int, GenerationNumber] = {}
+    """Steps that the job went back to compute again without a culprit, with the generation that ended for it. Each is
+    computed again once: a second time the data is the likely cause. The newest ``MAX_RECOMPUTED_STEPS``."""
+
+
+MAX_RECOMPUTED_STEPS = 64
+"""Maximum number of entries in ``JobFailures.recomputed_steps``."""
+
+
+class VersionRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A committed version."""
+
+    job: JobId
+    version: Version
+    committed_at: float
+    """Time since which the version is durable."""
+    verified_at: float | None = None
+    """Time at which the digests of all replicas agreed; None if they were not compared."""
+    audited_at: float | None = None
+    """Time at which audits had checked all ranks' work once since the version and found no difference; None before."""
+    bytes: int = 0
+    rank_count: int = 0
+    """Number of ranks that sealed the version."""
 
 
 class JobCommits(msgspec.Struct, kw_only=True):
@@ -517,6 +558,11 @@ class JobCommits(msgspec.Struct, kw_only=True):
     restore_ceiling: Version | None = None
     """Newest version that may be restored after corruption; None once a later version is committed."""
     locations: VersionLocations | None = None
+    audited: VersionRecord | None = None
+    """Newest committed version that audits have verified. Ranks keep it, because the job goes back to it after an audit
+    found wrong work."""
+    audit_candidate: VersionRecord | None = None
+    """Committed version that audits verify next. Ranks keep it, too."""
 
 
 class JobSpills(msgspec.Struct, kw_only=True):
@@ -620,20 +666,6 @@ class JobRecord(msgspec.Struct, kw_only=True):
         return self.has_seat(node) or (
             self.outgoing_generation is not None and node in self.outgoing_generation.seated_nodes
         )
-
-
-class VersionRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A committed version."""
-
-    job: JobId
-    version: Version
-    committed_at: float
-    """Time since which the version is durable."""
-    verified_at: float | None = None
-    """Time at which the digests of all replicas agreed; None if they were not compared."""
-    bytes: int = 0
-    rank_count: int = 0
-    """Number of ranks that sealed the version."""
 
 
 MAX_HISTORY_ENTRIES = 48

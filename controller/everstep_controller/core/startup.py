@@ -53,6 +53,10 @@ def restore_state(
         restore_job(state, job)
     for version in versions:
         _restore_version(state, version)
+    for job in state.jobs.values():
+        for kept in (job.commits.audited, job.commits.audit_candidate):
+            if kept is not None:
+                _restore_version(state, kept)
     return state
 
 

@@ -7,13 +7,13 @@ version's commit, and heartbeats bring it back.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from everstep.ids import GenerationNumber, JobId, NodeId, Rank, TraceId, Version
-from everstep.vocabulary import Finding, GenerationReason, ProbeKind
-from everstep.wire.v1.training import RankProgress
+from everstep.vocabulary import AuditLink, Finding, GenerationReason, ProbeKind
+from everstep.wire.v1.training import AuditStatement, GenerationSpec, RankProgress
 from everstep_controller.core.policy import BlameIsolationMethod, CorePolicy
 from everstep_controller.core.records import FleetRecord, JobRecord, NodeRecord
 
@@ -45,6 +45,12 @@ class ScopeKind(StrEnum):
 
 
 Ignored = Literal[
+    "audit_statement.not_a_member",
+    "audit_statement.stale",
+    "audit_statement.surplus",
+    "audit_statement.wrong_role",
+    "audits_clean.not_a_member",
+    "audits_clean.stale",
     "remediation_finished.unknown",
     "collective_failed.not_a_member",
     "collective_failed.stale",
@@ -275,6 +281,60 @@ class CommitRuntime(msgspec.Struct):
     """Replica nodes that receive no copies, with the time until which they are skipped."""
 
 
+class AuditKey(NamedTuple):
+    """The work that an audit case is about."""
+
+    generation: GenerationNumber
+    owner: Rank
+    step: int
+    link: AuditLink
+    unit: str
+
+
+class AuditCase(msgspec.Struct):
+    """Statements about work whose results differ, until all are there."""
+
+    key: AuditKey
+    spec: GenerationSpec
+    """Generation of the work. It may be over: its witnesses still count."""
+    due: float
+    """Time at which the case is judged by the statements that have arrived."""
+    trace: TraceId
+    """Trace id of the first statement."""
+    statements: dict[Rank, AuditStatement] = {}
+    """First statement of each rank."""
+
+    @property
+    def is_about_parameters(self) -> bool:
+        """Whether the wrong result may have reached the parameters; a wrong copy of a version has not."""
+        return self.key.link is not AuditLink.CHECKPOINT
+
+    @property
+    def first_bad_step(self) -> int:
+        """First step whose version may hold the wrong result. State in memory may have changed before the version of
+        the step before was copied."""
+        return self.key.step - (self.key.link is AuditLink.STATE)
+
+
+class AuditRuntime(msgspec.Struct):
+    """Audits of a job's work."""
+
+    cases: dict[AuditKey, AuditCase] = {}
+    """Open cases."""
+    judged: dict[AuditKey, None] = {}
+    """Newest judged cases; further statements about them change nothing."""
+    clean_steps: dict[Rank, int] = {}
+    """Step by rank of the running generation: all of its work since was checked once, without a difference."""
+    counted_version: Version | None = None
+    """The candidate of verification for which ``clean_ranks`` counts."""
+    clean_ranks: set[Rank] = set()
+    """Ranks whose work since that version was checked."""
+
+    def restart_counts(self) -> None:
+        """Forget what ranks of a generation that is over said of their work."""
+        self.clean_steps, self.counted_version, self.clean_ranks = {}, None, set()
+
+
 class StragglerRuntime(msgspec.Struct):
     """Windows in which the ranks' own times are compared."""
 
@@ -305,6 +365,7 @@ class JobRuntime(msgspec.Struct):
     resume: ResumeRuntime = msgspec.field(default_factory=ResumeRuntime)
     regroup: RegroupRuntime = msgspec.field(default_factory=RegroupRuntime)
     commits: CommitRuntime = msgspec.field(default_factory=CommitRuntime)
+    audits: AuditRuntime = msgspec.field(default_factory=AuditRuntime)
     stragglers: StragglerRuntime = msgspec.field(default_factory=StragglerRuntime)
     vault_orders: VaultOrderRuntime = msgspec.field(default_factory=VaultOrderRuntime)
     nodes: dict[NodeId, None] = {}
@@ -436,3 +497,5 @@ class FleetState(msgspec.Struct, kw_only=True):
     """Running job whose roster, or outgoing roster, contains the node."""
     ignored_counts: dict[str, int] = {}
     """Number of dropped events, by reason."""
+    audit_counts: dict[tuple[AuditLink, str], int] = {}
+    """Number of judged audit cases, by link and outcome (``core.health.audits``)."""

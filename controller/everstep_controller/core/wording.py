@@ -28,3 +28,11 @@ def ranks_named(ranks: Collection[int]) -> str:
 def format_node_count(count: int) -> str:
     """Return ``1 node`` or ``2 nodes``."""
     return "1 node" if count == 1 else f"{count} nodes"
+
+
+def format_span(seconds: float) -> str:
+    """Return ``7 days``, or seconds for spans of no whole number of days."""
+    days, rest = divmod(seconds, 86400.0)
+    if days >= 1 and not rest:
+        return "1 day" if days == 1 else f"{days:.0f} days"
+    return f"{seconds:g} s"

@@ -433,6 +433,7 @@ def job_summary(state: FleetState, job: JobRecord) -> op.JobSummary:
         verified=live.commits.verified_version if live else None,
         reason=job.status.sentence,
         until_step=until_step,
+        audited=job.commits.audited.version if job.commits.audited is not None else None,
     )
 
 

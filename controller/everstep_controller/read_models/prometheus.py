@@ -15,11 +15,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from everstep import __version__
-from everstep.vocabulary import Decision, GenerationReason, JobState, NodeState, Severity, Verdict
+from everstep.vocabulary import AuditLink, Decision, GenerationReason, JobState, NodeState, Severity, Verdict
 from everstep.wire.v1.operator import JobSummary
 from everstep_controller.api.admission import LIMITS, AdmissionControl
 from everstep_controller.api.stream import StreamReservations
 from everstep_controller.core import events as ev
+from everstep_controller.core.health.audits import OUTCOMES
 from everstep_controller.core.health.outbreaks import active_outbreaks
 from everstep_controller.core.state import FleetState, Ignored
 from everstep_controller.read_models import bounded_families, fleet_views
@@ -219,6 +220,7 @@ class FleetCollector(Collector):
         yield from _fleet(state, context.outbox)
         yield from self._evictions(state)
         yield from _jobs(self._summaries)
+        yield from _audits(state, self._summaries)
         yield from _storage_and_parity(state)
         yield from bounded_families.node_families(state)
         yield from bounded_families.run_families(state, self._read_models, self._late, context.now())
@@ -283,6 +285,23 @@ def _jobs(summaries: list[JobSummary]) -> Iterator[Metric]:
     yield _gauge_by("job_committed_step", "Step of the newest committed version; 0 before the first.", "run", committed)
     verified = {one.job: one.verified.step if one.verified else 0 for one in summaries}
     yield _gauge_by("job_verified_step", "Step of the newest verified version; 0 before the first.", "run", verified)
+
+
+def _audits(state: FleetState, summaries: list[JobSummary]) -> Iterator[Metric]:
+    jobs = {name for name, job in state.jobs.items() if job.spec.keeps_audited_version}
+    audited = {one.job: one.audited.step if one.audited else 0 for one in summaries if one.job in jobs}
+    text = "Step of the newest version verified by audits; 0 before the first."
+    yield _gauge_by("job_audited_step", text, "run", audited)
+    lag = {one.job: max(0, one.step - audited[one.job]) for one in summaries if one.job in jobs}
+    text = "Steps since the newest version verified by audits, which are computed again after a conviction."
+    yield _gauge_by("job_audited_step_lag", text, "run", lag)
+    cases = CounterMetricFamily(
+        PREFIX + "audit_cases", "Differences found by audits of training.", labels=["link", "outcome"]
+    )
+    for link in AuditLink:
+        for outcome in OUTCOMES.values():
+            cases.add_metric([link, outcome], state.audit_counts.get((link, outcome), 0))
+    yield cases
 
 
 def _storage_and_parity(state: FleetState) -> Iterator[Metric]:

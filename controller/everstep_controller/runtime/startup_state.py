@@ -68,6 +68,7 @@ def restore_state(policy: CorePolicy, loaded: LoadedState, known: KnownRecords =
                 version=Version(row.generation, row.step),
                 committed_at=row.committed_at,
                 verified_at=row.verified_at,
+                audited_at=row.audited_at,
                 bytes=row.bytes,
                 rank_count=row.ranks,
             )
@@ -97,6 +98,7 @@ HISTORY = (
     tables.generations.c.issued_at,
     tables.versions.c.committed_at,
     tables.versions.c.verified_at,
+    tables.versions.c.audited_at,
 )
 """Columns by which history is sorted and deleted by age. The audit log is append-only, and keeps its times."""
 

@@ -238,7 +238,8 @@ class Transaction:
                 row = _documented(rows.GenerationRow, spec, "job number reason trace", issued_at=opened_at)
                 self._batch.generations.append(row)
             case fx.PutVersion(doc=record):
-                self.read_models.totals.record_version(record)
+                if record.audited_at is None:  # else it was counted at its commit
+                    self.read_models.totals.record_version(record)
                 key = (record.job, record.version.generation, record.version.step)
                 self._batch.versions[key] = rows.VersionRow(
                     job=key[0],
@@ -246,6 +247,7 @@ class Transaction:
                     step=key[2],
                     committed_at=record.committed_at,
                     verified_at=record.verified_at,
+                    audited_at=record.audited_at,
                     bytes=record.bytes,
                     ranks=record.rank_count,
                 )

@@ -45,8 +45,15 @@ class VersionRow(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     committed_at: float
     verified_at: float | None = None
+    audited_at: float | None = None
     bytes: int = 0
     ranks: int = 0
+
+    def after(self, before: VersionRow) -> VersionRow:
+        """Return the row with what ``before`` says of the same version and this one does not."""
+        verified_at = before.verified_at if self.verified_at is None else self.verified_at
+        audited_at = before.audited_at if self.audited_at is None else self.audited_at
+        return msgspec.structs.replace(self, verified_at=verified_at, audited_at=audited_at)
 
 
 class RecoveryRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -197,9 +204,7 @@ class Batch(msgspec.Struct, kw_only=True):
             getattr(self, name).extend(getattr(later, name))
         for place, row in later.versions.items():
             before = self.versions.get(place)
-            if before is not None and row.verified_at is None:
-                row = msgspec.structs.replace(row, verified_at=before.verified_at)
-            self.versions[place] = row
+            self.versions[place] = row if before is None else row.after(before)
         for name in _REPLACED:
             getattr(self, name).update(getattr(later, name))
         dropped, through = set(self.superseded), self.acknowledged

@@ -57,6 +57,7 @@ versions = Table(
     *_columns(_INTEGER, "generation", "step", "bytes", "ranks"),
     *_columns(_TIME, "committed_at"),
     Column("verified_at", Float(53)),
+    Column("audited_at", Float(53)),
     PrimaryKeyConstraint("job", "generation", "step", name="one_row_per_version"),
 )
 

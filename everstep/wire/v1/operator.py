@@ -196,7 +196,7 @@ class RankStatus(Message, frozen=True, kw_only=True):
 
 class JobSummary(Message, frozen=True, kw_only=True):
     """One line about a job. ``step`` is the newest that all ranks finished; ``until_step`` the last one that they will
-    make, 0 if it is not known."""
+    make, 0 if it is not known. ``audited``: the newest version that audits have verified."""
 
     job: JobId
     state: JobState
@@ -211,6 +211,7 @@ class JobSummary(Message, frozen=True, kw_only=True):
     verified: Version | None = None
     reason: str = ""
     until_step: int = 0
+    audited: Version | None = None
 
 
 class JobDetail(Message, frozen=True, kw_only=True):

@@ -77,7 +77,9 @@ class CheckpointCopy(Message, frozen=True, kw_only=True):
         state: Complete there, or in progress.
         restorable: The job could go back to it now; ``sentence`` says why, or why not.
         since: When it was complete there, or begun.
+        verified: All replicas agreed on its digests.
         url: The folder on storage, which any program can load with torch.distributed.checkpoint.
+        audited: Audits have checked all ranks' work once since, without a difference.
     """
 
     version: Version
@@ -89,6 +91,7 @@ class CheckpointCopy(Message, frozen=True, kw_only=True):
     verified: bool = False
     bytes: int = 0
     url: str = ""
+    audited: bool = False
 
 
 class JobCheckpoints(Message, frozen=True, kw_only=True):
@@ -127,12 +130,18 @@ class VerdictList(Message, frozen=True, kw_only=True):
 
 
 class Checkpoint(Message, frozen=True, kw_only=True):
-    """A version that was committed (durable in as many places as its job asks for), and perhaps verified (clean)."""
+    """A version that was committed (durable in as many places as its job asks for), and perhaps verified (clean).
+
+    Attributes:
+        verified_at: When all replicas had agreed on its digests; None if they were not compared.
+        audited_at: When audits had checked all ranks' work once since, without a difference; None before that.
+    """
 
     job: JobId
     version: Version
     committed_at: float
     verified_at: float | None = None
+    audited_at: float | None = None
     bytes: int = 0
     ranks: int = 0
 

@@ -79,8 +79,14 @@ class JobSpec(Request, frozen=True, kw_only=True):
     @property
     def pinned_slots(self) -> int:
         """Slots that a rank needs besides the usual ones. One for the version on its way to storage; two for the
-        version kept by parity, and the next while its parity is made."""
-        return (self.spill is not None) + 2 * (self.parity_group_size > 0)
+        version kept by parity, and the next while its parity is made; two for the version that audits have verified,
+        and the one that they verify next."""
+        return (self.spill is not None) + 2 * (self.parity_group_size > 0) + 2 * self.keeps_audited_version
+
+    @property
+    def keeps_audited_version(self) -> bool:
+        """Whether the ranks keep the newest version that audits have verified, to go back to it."""
+        return self.sdc in ("standard", "paranoid")
 
 
 class Member(Message, frozen=True, kw_only=True, gc=False):

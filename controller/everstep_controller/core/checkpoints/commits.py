@@ -132,7 +132,8 @@ def _settle_version(
         live.commits.verified_version = version
     # past a boundary, ranks keep the earlier commit
     is_candidate = live.commits.candidate_step in (None, version.step) and job.outgoing_generation is None
-    if is_candidate and ballot.safe_ranks == ballot.sealed_ranks and not transition.state.database_outage:
+    may_commit = not (transition.state.database_outage or live.audits.cases)
+    if is_candidate and ballot.safe_ranks == ballot.sealed_ranks and may_commit:
         _commit(transition, job, version, ballot, verified=verified)
     elif is_candidate and job.generation is not None:
         _count_missing_copies(transition, job.generation, live, ballot)
@@ -162,21 +163,44 @@ def _commit(transition: Transition, job: JobRecord, version: Version, ballot: Ve
     if job.commits.restore_ceiling is not None or job.commits.locations != locations:
         job.commits.restore_ceiling, job.commits.locations = None, locations
         transition.mark_job_changed(job.job)
-    transition.emit(
-        PutVersion(
-            VersionRecord(
-                job=job.job,
-                version=version,
-                committed_at=transition.now,
-                verified_at=transition.now if verified else None,
-                bytes=sum(ballot.bytes_by_rank.values()),
-                rank_count=len(ballot.sealed_ranks),
-            )
-        )
+    record = VersionRecord(
+        job=job.job,
+        version=version,
+        committed_at=transition.now,
+        verified_at=transition.now if verified else None,
+        bytes=sum(ballot.bytes_by_rank.values()),
+        rank_count=len(ballot.sealed_ranks),
     )
+    transition.emit(PutVersion(record))
+    _choose_audit_candidate(transition, job, record)
     consider_spill(transition, job, version, sum(ballot.bytes_by_rank.values()))
     consider_protection(transition, job, version)
     _announce_next(transition, job, live)
+
+
+def _choose_audit_candidate(transition: Transition, job: JobRecord, record: VersionRecord) -> None:
+    """Let audits verify the committed version next, unless they are at work on an earlier one. Ranks keep it."""
+    commits = job.commits
+    if not job.spec.keeps_audited_version:
+        if commits.audited is not None or commits.audit_candidate is not None:
+            commits.audited = commits.audit_candidate = None
+            transition.mark_job_changed(job.job)
+        return
+    waits = commits.audit_candidate
+    if waits is None or transition.now - waits.committed_at > transition.policy.audit_candidate_max_s:
+        commits.audit_candidate = record
+        transition.mark_job_changed(job.job)
+
+
+def verify_audit_candidate(transition: Transition, job: JobRecord) -> None:
+    """Verify the candidate, if there is one: audits have checked all work since once."""
+    candidate = job.commits.audit_candidate
+    if candidate is None:
+        return
+    audited = msgspec.structs.replace(candidate, audited_at=transition.now)
+    job.commits.audited, job.commits.audit_candidate = audited, None
+    transition.mark_job_changed(job.job)
+    transition.emit(PutVersion(audited))
 
 
 def start_commits(transition: Transition, job: JobRecord) -> None:
@@ -282,6 +306,68 @@ def roll_back_to_clean(transition: Transition, job: JobRecord) -> str:
     if clean is None:
         return "no version was ever committed, so the job restarts from scratch"
     return f"nothing newer than version {clean}, the newest known to be clean, is restored"
+
+
+def roll_back_before(transition: Transition, job: JobRecord, step: int, *, to_audited: bool = True) -> str:
+    """After audits found wrong work, forbid versions from ``step`` on, and return this as a phrase.
+
+    With ``to_audited`` nothing newer than the version verified by audits is restored, because the fault may be older
+    than its first sign. Before the first such version, it is the one that audits were to verify next, if it is older
+    than ``step``.
+    """
+    live, commits = transition.state.job_runtime[job.job], job.commits
+    live.commits.seals = {}
+    kept = [one for one in (commits.audited, commits.audit_candidate) if one is not None and one.version.step < step]
+    if to_audited and kept:
+        ceiling = kept[0].version
+    else:
+        known = (live.commits.committed_version, live.commits.verified_version, *(one.version for one in kept))
+        ceiling = max((v for v in known if v is not None and v.step < step), default=NO_VERSION)
+    if commits.restore_ceiling is not None:
+        ceiling = min(ceiling, commits.restore_ceiling)
+    record = next((one for one in kept if one.version == ceiling), None)
+    _forget_newer(job, live, ceiling, record)
+    clean = ceiling if ceiling != NO_VERSION else None
+    mark_stored_corrupt(transition, job, clean)
+    drop_corrupt_protection(transition, job, clean)
+    transition.mark_job_changed(job.job)
+    if clean is None:
+        return f"no version from before step {step} is known, so the job restarts from scratch"
+    audited = commits.audited is not None and clean <= commits.audited.version
+    why = "the newest that audits have verified" if audited else f"committed before step {step}"
+    return f"nothing newer than version {clean}, {why}, is restored"
+
+
+def _forget_newer(job: JobRecord, live: JobRuntime, ceiling: Version, record: VersionRecord | None) -> None:
+    """Set the ceiling, and forget versions above it. ``record``: the version at the ceiling, if it was committed."""
+    commits = job.commits
+    commits.restore_ceiling = ceiling
+    if commits.audited is not None and commits.audited.version > ceiling:
+        commits.audited = None
+    if commits.audit_candidate is not None and commits.audit_candidate.version > ceiling:
+        commits.audit_candidate = None
+    if live.commits.committed_version is not None and live.commits.committed_version > ceiling:
+        live.commits.committed_version = record.version if record is not None else None
+        live.commits.committed_at = record.committed_at if record is not None else 0.0
+    if live.commits.verified_version is not None and live.commits.verified_version > ceiling:
+        is_verified = record is not None and record.verified_at is not None
+        live.commits.verified_version = ceiling if is_verified else None
+
+
+def roll_back_open_cases(transition: Transition, job: JobRecord) -> None:
+    """Before a regroup, forbid versions that may hold work whose audit has found a difference and is not judged yet."""
+    cases, spec = transition.state.job_runtime[job.job].audits.cases.values(), job.running_generation
+    steps = [
+        case.first_bad_step
+        for case in cases
+        if spec is not None and case.key.generation == spec.number and case.is_about_parameters
+    ]
+    ceiling = job.commits.restore_ceiling
+    if not steps or (ceiling is not None and ceiling.step < min(steps)):
+        return
+    words = roll_back_before(transition, job, min(steps))
+    sentence = f"results of step {min(steps)} differ in an audit that a regrouping cuts short; {words}"
+    transition.audit("corruption.unresolved_audit", sentence, job=job.job, generation=job.progress.last_number)
 
 
 def roll_back_open_votes(transition: Transition, job: JobRecord) -> None:

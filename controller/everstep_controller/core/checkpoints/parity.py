@@ -208,8 +208,9 @@ def lost_shards(groups: Collection[NodeGroup], gone: Collection[str]) -> tuple[s
 
 
 def pinned_versions(job: JobRecord) -> tuple[Version, ...]:
-    """Return the versions that ranks must keep, because they are being read or parity depends on them."""
+    """Return the versions that ranks must keep: they are being read, parity depends on them, or audits verify them."""
     held = [job.spills.pending.version] if job.spills.pending is not None else []
+    held += [one.version for one in (job.commits.audited, job.commits.audit_candidate) if one is not None]
     held += [one.protection.version for one in (job.parity.active, job.parity.pending) if one is not None]
     return tuple(sorted(set(held)))
 

@@ -17,7 +17,7 @@ from everstep_controller.core.checkpoints.commits import NO_VERSION
 from everstep_controller.core.checkpoints.parity import groups_by_parity_node, lost_protected_nodes, still_holds_data
 from everstep_controller.core.jobs.membership import domain_of, eligible_nodes
 from everstep_controller.core.records import JobRecord, ShareLocations
-from everstep_controller.core.state import FleetState, JobRuntime
+from everstep_controller.core.state import FleetState
 from everstep_controller.core.wording import format_node_count, join_names
 
 MAX_LISTED_RANKS = 64
@@ -32,7 +32,7 @@ def compute_restorability(state: FleetState, job: JobRecord) -> Restorability:
     """Return the version that would be restored now, and the effect of losing each node, domain and pair."""
     live = state.job_runtime[job.job]
     version, verified = live.commits.committed_version, live.commits.verified_version
-    shares = _VersionShares(state, job, live)
+    shares = _VersionShares(state, job, version, live.commits.committed_at)
     outlook = _RosterForecast(state, job)
     missing = shares.lost(())
     forecasts = []
@@ -55,16 +55,16 @@ def compute_restorability(state: FleetState, job: JobRecord) -> Restorability:
 
 
 class _VersionShares:
-    """Holders of the committed version's shares."""
+    """Holders of the shares of a version that was committed at ``since``."""
 
-    def __init__(self, state: FleetState, job: JobRecord, live: JobRuntime) -> None:
+    def __init__(self, state: FleetState, job: JobRecord, version: Version | None, since: float) -> None:
         self._replicas = job.spec.replicas
         self._per_node = job.spec.nproc_per_node
-        self._homes = _locations_of(job, live.commits.committed_version)
+        self._homes = _locations_of(job, version)
         holders = {
             other for node, share in self._homes.items() for other in (node, *share.full_copies, *share.partial_copies)
         }
-        self._gone = {node for node in holders if not still_holds_data(state, node, live.commits.committed_at)}
+        self._gone = {node for node in holders if not still_holds_data(state, node, since)}
         self._kept_for: dict[str, list[str]] = defaultdict(list)
         for node, share in self._homes.items():
             for other in {node, *share.full_copies, *share.partial_copies}:
@@ -273,7 +273,33 @@ def _in_memory(state: FleetState, job: JobRecord) -> Iterator[CheckpointCopy]:
         sentence=why,
         since=live.commits.committed_at,
         verified=told.verified,
+        audited=_is_audited(job, live.commits.committed_version),
     )
+    audited = job.commits.audited
+    if audited is not None and audited.version < live.commits.committed_version:
+        shares = _VersionShares(state, job, audited.version, audited.committed_at)
+        known = bool(shares.nodes)
+        lost = known and bool(shares.lost(()))
+        why = "audits have verified it; it is restored after corruption"
+        if not known:
+            why = "audits have verified it; which nodes hold it is not known any more"
+        elif lost:
+            why = "audits have verified it, but some ranks' shares are on no reachable node"
+        yield CheckpointCopy(
+            version=audited.version,
+            storage_tier="memory",
+            state="complete",
+            restorable=known and not lost,
+            sentence=why,
+            since=audited.committed_at,
+            verified=audited.verified_at is not None,
+            audited=True,
+        )
+
+
+def _is_audited(job: JobRecord, version: Version) -> bool:
+    audited = job.commits.audited
+    return audited is not None and version <= audited.version
 
 
 def _by_parity(state: FleetState, job: JobRecord) -> Iterator[CheckpointCopy]:

@@ -1,20 +1,27 @@
-"""Settle differing digests by majority or by trials of all tied nodes, and conclude probes and blame cases."""
+"""Draw the consequences of differing digests, judged audits, probes and blame cases."""
 
 from __future__ import annotations
 
-from everstep.vocabulary import Action, Decision, Finding, FindingKind, GenerationReason, NodeState, Severity
-from everstep.wire.v1.training import GenerationSpec, ProbeFinished, VersionSealed
-from everstep_controller.core.checkpoints.commits import DigestVote, record_seal, roll_back_to_clean
-from everstep_controller.core.health import diagnostics, maintenance, offences, quarantine
+from everstep.vocabulary import Action, AuditRole, Decision, Finding, FindingKind, GenerationReason, NodeState, Severity
+from everstep.wire.v1.training import AuditStatement, GenerationSpec, ProbeFinished, VersionSealed
+from everstep_controller.core.checkpoints.commits import DigestVote, record_seal, roll_back_before, roll_back_to_clean
+from everstep_controller.core.health import audits, diagnostics, maintenance, offences, quarantine
 from everstep_controller.core.health.eviction import is_serving
 from everstep_controller.core.health.findings import judge_by_rule, judge_controller_findings, recheck_undecided
 from everstep_controller.core.health.node_state import CORDONED_STATES
 from everstep_controller.core.jobs import ending
 from everstep_controller.core.jobs.generations import RegroupCause, note_beyond_boundary, regroup
 from everstep_controller.core.policy import BlameIsolationMethod
-from everstep_controller.core.records import DiagnosticsStatus, JobRecord, UndecidedReason
-from everstep_controller.core.state import BlameCase
+from everstep_controller.core.records import (
+    MAX_RECOMPUTED_STEPS,
+    AuditStrike,
+    DiagnosticsStatus,
+    JobRecord,
+    UndecidedReason,
+)
+from everstep_controller.core.state import AuditCase, BlameCase
 from everstep_controller.core.transition import Transition
+from everstep_controller.core.wording import format_span
 
 
 def handle_sealed(transition: Transition, job: JobRecord, node: str, report: VersionSealed) -> None:
@@ -49,15 +56,17 @@ def _digests_differ(
         settled = _settle_tie(transition, job, tied, what)
     # the end of a job cannot be revoked, so it waits for the database
     if not settled and _record_tie(transition, job) and not transition.state.database_outage:
-        ending.fail_job(transition, job, f"{what}; {_explain_ties(transition, job)}")
+        ending.fail_job(transition, job, f"{what}; {_explain_ties(transition, job, FindingKind.DIGEST_MISMATCH)}")
         return
     cause = RegroupCause(reason=GenerationReason.CORRUPTION, sentence=f"{what}; {back}", trace=transition.trace)
     regroup(transition, job, cause)
 
 
-def _explain_ties(transition: Transition, job: JobRecord) -> str:
-    count = f"digests differed {len(job.failures.digest_tie_times)} times and no node was evicted for it"
-    if transition.state.job_runtime[job.job].commits.verified_version is None:
+def _explain_ties(transition: Transition, job: JobRecord, kind: FindingKind) -> str:
+    results = "digests" if kind is FindingKind.DIGEST_MISMATCH else "results in audits"
+    count = f"{results} differed {len(job.failures.digest_tie_times)} times and no node was evicted for it"
+    never_agreed = transition.state.job_runtime[job.job].commits.verified_version is None
+    if kind is FindingKind.DIGEST_MISMATCH and never_agreed:
         return (
             f"{count}; digests of this job never agreed, so the script is the likely cause: parameters that differ "
             "between ranks must be DTensors, or be tracked under different names"
@@ -65,13 +74,20 @@ def _explain_ties(transition: Transition, job: JobRecord) -> str:
     return f"{count}; the node that computes wrongly is still in the job"
 
 
-def _evict_divergent(transition: Transition, job: JobRecord, nodes: list[str], description: str) -> bool:
+def _evict_divergent(
+    transition: Transition,
+    job: JobRecord,
+    nodes: list[str],
+    description: str,
+    kind: FindingKind = FindingKind.DIGEST_MISMATCH,
+    evidence: dict[str, str] | None = None,
+) -> bool:
     """Evict divergent nodes at once; the caller regroups ``job``. Return False if one was kept in service."""
     transition.regroup_claimed.add(job.job)
     for node in nodes:
         if not is_serving(transition, node):
             continue
-        _raise_mismatch(transition, node, description, Severity.CRITICAL)
+        _raise_mismatch(transition, node, description, Severity.CRITICAL, kind, evidence)
         judge_controller_findings(transition)
         if not is_serving(transition, node):
             _clear_tied_nodes(transition, node)
@@ -87,24 +103,36 @@ def _clear_tied_nodes(transition: Transition, divergent_node: str) -> None:
             other.health.digest_tie_nodes = []
             transition.mark_node_changed(node)
             own = other.health.controller_findings
-            mismatches = [key for key, finding in own.items() if finding.kind is FindingKind.DIGEST_MISMATCH]
+            mismatches = [
+                key
+                for key, finding in own.items()
+                if finding.kind is FindingKind.DIGEST_MISMATCH
+                or (finding.kind is FindingKind.AUDIT_MISMATCH and finding.subject == _TIE_SUBJECT)
+            ]
             offences.clear_controller_findings(transition, node, mismatches)
     transition.state.nodes[divergent_node].health.digest_tie_nodes = []
 
 
-def _settle_tie(transition: Transition, job: JobRecord, tied: list[str], description: str) -> bool:
+def _settle_tie(
+    transition: Transition,
+    job: JobRecord,
+    tied: list[str],
+    description: str,
+    kind: FindingKind = FindingKind.DIGEST_MISMATCH,
+    evidence: dict[str, str] | None = None,
+) -> bool:
     """Handle a tie, which accuses all of its nodes. Return True if one is out, or if all are being tried."""
     if len(tied) == 1:
         return _evict_divergent(transition, job, tied, f"ranks of {tied[0]} differ among themselves")
     if any(case.job == job.job for case in transition.state.blame_cases.values()):
         return True
-    findings = {node: _raise_mismatch(transition, node, description, Severity.WARNING) for node in tied}
+    findings = {node: _raise_mismatch(transition, node, description, Severity.WARNING, kind, evidence) for node in tied}
     judge_controller_findings(transition)
     case = None
     if not all(set(_remembered_tie(transition, node)) == set(tied) - {node} for node in tied):
         case = diagnostics.open_blame_case(transition, BlameIsolationMethod.COMPUTE, findings, description, job.job)
     trying = case is not None
-    if not trying and _settle_by_history(transition, job, tied, description):
+    if not trying and _settle_by_history(transition, job, tied, description, kind):
         return True
     until = "while it runs compute tests with known results" if trying else "until another vote decides"
     for node in tied:
@@ -120,11 +148,12 @@ def settle_digest_case(transition: Transition, case: BlameCase) -> None:
     job = transition.state.jobs.get(case.job)
     if job is None:
         return
+    kind = next((finding.kind for finding in case.findings.values()), FindingKind.DIGEST_MISMATCH)
     if case.failed:
         what = f"{case.summary}; {'; '.join(case.failed.values())}"
-        out = _evict_divergent(transition, job, list(case.failed), what)
+        out = _evict_divergent(transition, job, list(case.failed), what, kind)
     else:
-        out = _settle_by_history(transition, job, list(case.suspects), case.summary)
+        out = _settle_by_history(transition, job, list(case.suspects), case.summary, kind)
     if not out:
         words = (
             f"{case.summary}; all compute tests with known results passed: {', '.join(case.suspects)} stay in service "
@@ -134,21 +163,26 @@ def settle_digest_case(transition: Transition, case: BlameCase) -> None:
     if not job.is_running:
         return
     if not out and _record_tie(transition, job):
-        ending.fail_job(transition, job, f"{case.summary}; {_explain_ties(transition, job)}")
+        ending.fail_job(transition, job, f"{case.summary}; {_explain_ties(transition, job, kind)}")
     elif out or any(job.is_seated(node) and not is_serving(transition, node) for node in case.failed):
-        cause = RegroupCause(
-            reason=GenerationReason.CORRUPTION, sentence=f"{case.summary}; the culprit is found", trace=case.trace
-        )
-        regroup(transition, job, cause)
+        sentence = f"{case.summary}; the culprit is found"
+        if kind is FindingKind.AUDIT_MISMATCH:  # it has gone on computing since the tie
+            step = min(int(finding.evidence["step"]) for finding in case.findings.values())
+            sentence += f"; {roll_back_before(transition, job, step)}"
+        regroup(transition, job, RegroupCause(GenerationReason.CORRUPTION, sentence, case.trace))
 
 
-def _settle_by_history(transition: Transition, job: JobRecord, tied: list[str], description: str) -> bool:
+def _settle_by_history(
+    transition: Transition, job: JobRecord, tied: list[str], description: str, kind: FindingKind
+) -> bool:
     """Evict a node that was tied before with other nodes, and return whether that evicts one.
 
     If digests never agreed, the vote itself may be wrong. Work with a known result finds under half of the GPUs that
     compute wrongly (SDCHunter, OSDI'26), so a pass does not clear a node.
     """
-    agreed_once = transition.state.job_runtime[job.job].commits.verified_version is not None
+    agreed_once = (
+        transition.state.job_runtime[job.job].commits.verified_version is not None or job.commits.audited is not None
+    )
     evicted_for_tie = []
     for node in tied:
         record, before = transition.state.nodes[node], _remembered_tie(transition, node)
@@ -160,7 +194,7 @@ def _settle_by_history(transition: Transition, job: JobRecord, tied: list[str], 
     if len(evicted_for_tie) != 1:
         return False
     why = f"{evicted_for_tie[0]} was already in an undecided vote with other nodes, so it is the likely culprit"
-    return _evict_divergent(transition, job, evicted_for_tie, f"{description}; {why}")
+    return _evict_divergent(transition, job, evicted_for_tie, f"{description}; {why}", kind)
 
 
 def _remembered_tie(transition: Transition, node: str) -> list[str]:
@@ -181,16 +215,193 @@ def _record_tie(transition: Transition, job: JobRecord) -> bool:
     return len(times) >= transition.policy.digest_tie_count
 
 
-def _raise_mismatch(transition: Transition, node: str, description: str, severity: Severity) -> Finding:
+_TIE_SUBJECT = "tie"
+"""Subject of the finding on nodes whose results in an audit differ, while it is unknown which are wrong."""
+
+
+def _raise_mismatch(
+    transition: Transition,
+    node: str,
+    description: str,
+    severity: Severity,
+    kind: FindingKind,
+    evidence: dict[str, str] | None = None,
+) -> Finding:
     """Raise the controller's finding. A mere suspicion expires with the tie and never replaces proof."""
     is_proven = severity is Severity.CRITICAL
     action = Action.REPAIR if is_proven else Action.NONE
-    finding = transition.make_finding(FindingKind.DIGEST_MISMATCH, "parameters", severity, description, action=action)
+    subject = "parameters" if kind is FindingKind.DIGEST_MISMATCH else "work" if is_proven else _TIE_SUBJECT
+    finding = transition.make_finding(kind, subject, severity, description, action=action, evidence=evidence)
     existing = transition.state.nodes[node].health.controller_findings.get(finding.key)
     if not is_proven and existing is not None and existing.severity is Severity.CRITICAL:
         return existing
     offences.raise_controller_finding(transition, node, finding, 0.0 if is_proven else _tie_memory_s(transition))
     return finding
+
+
+# Audits
+
+
+def handle_audit_statement(transition: Transition, job: JobRecord, node: str, report: AuditStatement) -> None:
+    """Handle what a rank computed for an audit that found a difference."""
+    case = audits.record_statement(transition, job, node, report)
+    if case is not None:
+        _settle_audit(transition, job, case)
+
+
+def check_audit_cases(transition: Transition, job: JobRecord) -> None:
+    """At a deadline, judge cases that lack statements by those that have arrived."""
+    for case in audits.close_overdue_cases(transition, job):
+        _settle_audit(transition, job, case)
+
+
+def _settle_audit(transition: Transition, job: JobRecord, case: AuditCase) -> None:
+    """Judge a case and draw its consequences."""
+    judgement = audits.judge_case(case)
+    count = case.key.link, audits.OUTCOMES[type(judgement)]
+    transition.state.audit_counts[count] = transition.state.audit_counts.get(count, 0) + 1
+    owner = case.spec.node_of(case.key.owner)
+    match judgement:
+        case audits.OwnerConvicted():
+            _convict(transition, job, case, owner, judgement.sentence)
+        case audits.OwnerStrike():
+            if not _add_strike(transition, job, case, owner, judgement.sentence):
+                _undo(transition, job, case, judgement.sentence)
+        case audits.AuditorStrike():
+            _add_strike(transition, job, case, case.spec.node_of(judgement.rank), judgement.sentence)
+        case audits.Tied():
+            _settle_audit_tie(transition, job, case, judgement)
+        case audits.Inconclusive():
+            _note_inconclusive(transition, job, case, judgement)
+        case audits.Suspicion():
+            _repeat_step(transition, job, case, judgement.sentence, to_audited=False)
+
+
+def _convict(
+    transition: Transition, job: JobRecord, case: AuditCase, node: str, description: str, earlier: str = ""
+) -> None:
+    """Evict a node that computed wrongly, and undo its work, also where it has gone on in a later generation."""
+    evidence = audits.collect_statements(case, job.job) | ({"earlier": earlier} if earlier else {})
+    nodes = [node] if node in transition.state.nodes else []
+    settled = _evict_divergent(transition, job, nodes, description, FindingKind.AUDIT_MISMATCH, evidence)
+    if not (job.is_seated(node) or _is_current(job, case)):
+        return
+    if not settled and job.is_running and not transition.state.database_outage and _record_tie(transition, job):
+        why = _explain_ties(transition, job, FindingKind.AUDIT_MISMATCH)
+        ending.fail_job(transition, job, f"{description}; {why}")
+        return
+    _go_back(transition, job, description, roll_back_before(transition, job, case.first_bad_step))
+
+
+def _add_strike(transition: Transition, job: JobRecord, case: AuditCase, node: str, description: str) -> bool:
+    """Add a strike against the node; with enough of them convict it, and return True."""
+    record, policy = transition.state.nodes.get(node), transition.policy
+    if record is None:
+        return False
+    coalesce_s = policy.rules.default_rule(FindingKind.AUDIT_MISMATCH).coalesce_s
+    strikes = [one for one in record.audits.strikes if one.at > transition.now - policy.audit_strike_window_s]
+    before, generation = strikes[-1].sentence if strikes else "", case.key.generation
+    # one fault shows in several audits; the regroup that undoes it ends the generation
+    known = any(
+        (one.job, one.generation) == (job.job, generation) and one.at > transition.now - coalesce_s for one in strikes
+    )
+    if not known:
+        strikes.append(AuditStrike(transition.now, job.job, generation, description))
+    record.audits.strikes = strikes
+    transition.mark_node_changed(node)
+    window = format_span(policy.audit_strike_window_s)
+    number = f"strike {len(strikes)} of {policy.audit_strike_count} within {window}"
+    if len(strikes) >= policy.audit_strike_count:
+        _convict(transition, job, case, node, f"{description}; this is {number}", before)
+        return True
+    finding = transition.make_finding(
+        FindingKind.AUDIT_MISMATCH,
+        "strike",
+        Severity.WARNING,
+        description,
+        evidence=audits.collect_statements(case, job.job),
+    )
+    offences.raise_controller_finding(transition, node, finding, policy.audit_strike_window_s)
+    words = f"{node}: {description}; it stays in service: this is {number}"
+    transition.add_verdict(node, Decision.NO_ACTION, words, evidence=(finding,))
+    return False
+
+
+def _settle_audit_tie(transition: Transition, job: JobRecord, case: AuditCase, judgement: audits.Tied) -> None:
+    """Try the nodes whose results differ with work whose result is known, and undo the step."""
+    tied = list(dict.fromkeys(case.spec.node_of(rank) for rank in judgement.ranks))
+    if len(tied) == 1:  # one of its GPUs is wrong, and the whole node is treated
+        if not _add_strike(transition, job, case, tied[0], judgement.sentence):
+            _undo(transition, job, case, judgement.sentence)
+        return
+    if any(node not in transition.state.nodes for node in tied):
+        _undo(transition, job, case, judgement.sentence)
+        return
+    kind, evidence = FindingKind.AUDIT_MISMATCH, audits.collect_statements(case, job.job)
+    settled = _settle_tie(transition, job, tied, judgement.sentence, kind, evidence)
+    if not settled and job.is_running and not transition.state.database_outage and _record_tie(transition, job):
+        ending.fail_job(transition, job, f"{judgement.sentence}; {_explain_ties(transition, job, kind)}")
+    else:
+        _undo(transition, job, case, judgement.sentence)
+
+
+def _note_inconclusive(transition: Transition, job: JobRecord, case: AuditCase, judgement: audits.Inconclusive) -> None:
+    """Note on the owner and its peer what no one is blamed for; undo the step once if the work may be wrong."""
+    evidence = audits.collect_statements(case, job.job)
+    finding = transition.make_finding(
+        FindingKind.AUDIT_MISMATCH, "inconclusive", Severity.INFO, judgement.sentence, evidence=evidence
+    )
+    others = (one.rank for one in case.statements.values() if one.role is AuditRole.PEER)
+    for node in dict.fromkeys(case.spec.node_of(rank) for rank in (case.key.owner, *others)):
+        if node in transition.state.nodes:
+            words = f"{node}: {judgement.sentence}; no node is blamed"
+            transition.add_verdict(node, Decision.NO_ACTION, words, evidence=(finding,))
+    nodes = {case.spec.node_of(rank) for rank in case.statements}
+    if judgement.is_incomplete and len(nodes) > 1:  # one node alone cannot send a job back
+        _repeat_step(transition, job, case, judgement.sentence, to_audited=True)
+
+
+def _repeat_step(transition: Transition, job: JobRecord, case: AuditCase, sentence: str, *, to_audited: bool) -> None:
+    """Compute the step again, once: if it stands out a second time, the fault is not in a node."""
+    repeated, step = job.failures.recomputed_steps, case.key.step
+    if not _is_current(job, case) or not case.is_about_parameters:
+        return
+    if step in repeated:
+        words = f"{sentence}; step {step} was computed again before: its data is the likely cause, and the job goes on"
+        transition.audit("audit.suspicion", words, job=job.job, generation=case.key.generation)
+        return
+    repeated[step] = case.key.generation
+    while len(repeated) > MAX_RECOMPUTED_STEPS:
+        del repeated[next(iter(repeated))]
+    transition.audit(
+        "audit.suspicion", f"{sentence}; step {step} is computed again", job=job.job, generation=case.key.generation
+    )
+    _undo(transition, job, case, sentence, to_audited=to_audited)
+
+
+def _undo(
+    transition: Transition, job: JobRecord, case: AuditCase, description: str, *, to_audited: bool = True
+) -> None:
+    """Go back before the wrong work, unless a regroup since has done so (``roll_back_open_cases``)."""
+    if _is_current(job, case) and case.is_about_parameters:
+        back = roll_back_before(transition, job, case.first_bad_step, to_audited=to_audited)
+        _go_back(transition, job, description, back)
+
+
+def _is_current(job: JobRecord, case: AuditCase) -> bool:
+    running = job.running_generation
+    return not job.is_ended and running is not None and running.number == case.key.generation
+
+
+def _go_back(transition: Transition, job: JobRecord, description: str, back: str) -> None:
+    if job.is_running:
+        cause = RegroupCause(
+            reason=GenerationReason.CORRUPTION, sentence=f"{description}; {back}", trace=transition.trace
+        )
+        regroup(transition, job, cause)
+
+
+# Probes
 
 
 def handle_probe_finished(transition: Transition, node: str, report: ProbeFinished) -> None:

@@ -18,6 +18,8 @@ from everstep_controller.core.records import DiagnosticsStatus, HistoryKind, Nod
 from everstep_controller.core.state import FindingBurst
 from everstep_controller.core.transition import Transition, defer_judgement
 
+WRONG_RESULTS = (FindingKind.DIGEST_MISMATCH, FindingKind.AUDIT_MISMATCH, FindingKind.COMPUTE_WRONG)
+"""Findings for which a job leaves the node at once: each further step would be wrong, too."""
 MAX_COUNTED_FINDINGS = 64
 """Number of a node's findings whose reports are counted; no node has so many different faults."""
 
@@ -205,7 +207,7 @@ def evict_for(transition: Transition, node: str, finding: Finding, proof: str = 
         reason=GenerationReason.NODE_EVICTED,
         sentence=f"{node} is evicted ({proof or finding.message})",
         trace=finding.trace or transition.trace,
-        at_boundary=finding.kind not in (FindingKind.DIGEST_MISMATCH, FindingKind.COMPUTE_WRONG),
+        at_boundary=finding.kind not in WRONG_RESULTS,
     )
     losses.regroup_jobs_without(transition, node, cause)
     return True

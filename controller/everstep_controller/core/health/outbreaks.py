@@ -309,7 +309,12 @@ def restore_outbreaks(transition: Transition) -> None:
 
 # Rules applied to one node
 
-NOT_SELF_CLEARING = (FindingKind.DIGEST_MISMATCH, FindingKind.COMPUTE_WRONG, FindingKind.MEMORY_WRONG)
+NOT_SELF_CLEARING = (
+    FindingKind.DIGEST_MISMATCH,
+    FindingKind.AUDIT_MISMATCH,
+    FindingKind.COMPUTE_WRONG,
+    FindingKind.MEMORY_WRONG,
+)
 """Findings that no sensor sees heal: the node stays out until an operator readmits it or its GPUs are replaced."""
 
 

@@ -55,6 +55,7 @@ def regroup(transition: Transition, job: JobRecord, cause: RegroupCause) -> None
     """Open the job's next generation with the eligible nodes, or pause the job if these are too few."""
     live = transition.state.job_runtime[job.job]
     commits.roll_back_open_votes(transition, job)
+    commits.roll_back_open_cases(transition, job)
     seats = _choose_seats(transition, job, cause)
     if len(seats) < job.min_seats:
         _pause(transition, job, cause, seats)
@@ -197,6 +198,7 @@ def resume_timeout_s(transition: Transition, live: JobRuntime) -> float:
 def reset_running(live: JobRuntime) -> None:
     """Drop progress and open votes of a generation that is over."""
     live.progress.by_rank, live.progress.furthest_step, live.commits.seals = {}, None, {}
+    live.audits.restart_counts()
     live.commits.candidate_step, live.commits.candidate_due = None, 0.0
 
 

@@ -147,7 +147,7 @@ def _detect_repair(transition: Transition, record: NodeRecord) -> None:
     condemned = record.health.defective_gpus
     if not needed or not condemned or not _are_gpus_replaced(record, condemned):
         return
-    record.quarantine.needs_operator, record.health.defective_gpus = False, []
+    record.quarantine.needs_operator, record.health.defective_gpus, record.audits.strikes = False, [], []
     offences.clear_offences(record)
     clear_controller_findings(transition, record.node)
     sentence = f"{record.node} no longer contains the GPUs that computed wrongly"

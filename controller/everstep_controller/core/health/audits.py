@@ -1,0 +1,316 @@
+"""Gather what ranks state about work whose results differ in an audit, and judge who computed wrongly.
+
+A case is about one unit of work of one rank, its owner. The owner states the result that training used, and the result
+of doing the work again. A peer, and an arbiter on another node, state what they got when they did it again. Each rank
+states only its own results, and no node is convicted on the word of one other node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import msgspec
+
+from everstep.ids import NodeId, Rank
+from everstep.vocabulary import AuditLink, AuditRole
+from everstep.wire.v1.training import AuditsClean, AuditStatement, GenerationSpec
+from everstep_controller.core.checkpoints.commits import verify_audit_candidate
+from everstep_controller.core.records import JobRecord
+from everstep_controller.core.state import AuditCase, AuditKey, AuditRuntime
+from everstep_controller.core.transition import Transition
+
+MAX_CASES = 64
+"""Maximum number of open cases of a job. An audit checks a few units of work, so that more say nothing new."""
+MAX_STATEMENTS = 8
+"""Maximum number of statements in a case; three ranks take part."""
+MAX_JUDGED = 256
+"""Number of judged cases of a job that are remembered."""
+_ON_OWN_WORD = (AuditLink.STATE, AuditLink.CHECKPOINT)
+"""Links whose work cannot be done again: the owner compares bytes with what they were."""
+
+
+# ---- judgement
+
+
+class OwnerConvicted(msgspec.Struct, frozen=True, tag=True):
+    """The owner computed wrongly: two others agree on another result, and the owner did not get theirs either."""
+
+    sentence: str
+
+
+class OwnerStrike(msgspec.Struct, frozen=True, tag=True):
+    """The owner's own results differ from each other: a fault that it did not repeat."""
+
+    sentence: str
+
+
+class AuditorStrike(msgspec.Struct, frozen=True, tag=True):
+    """The peer, ``rank``, did the work again wrongly; the owner is cleared."""
+
+    rank: Rank
+    sentence: str
+
+
+class Tied(msgspec.Struct, frozen=True, tag=True):
+    """The results of two nodes differ, and no third node decides. ``ranks``: one on each."""
+
+    ranks: tuple[Rank, Rank]
+    sentence: str
+
+
+class Inconclusive(msgspec.Struct, frozen=True, tag=True):
+    """The statements name no one. ``is_incomplete``: some did not arrive, so that the work may be wrong."""
+
+    sentence: str
+    is_incomplete: bool = False
+
+
+class Suspicion(msgspec.Struct, frozen=True, tag=True):
+    """The owner's results stand out from those of other ranks, which proves nothing."""
+
+    sentence: str
+
+
+AuditJudgement = OwnerConvicted | OwnerStrike | AuditorStrike | Tied | Inconclusive | Suspicion
+
+OUTCOMES: Mapping[type[AuditJudgement], str] = {
+    OwnerConvicted: "owner_convicted",
+    OwnerStrike: "owner_strike",
+    AuditorStrike: "auditor_strike",
+    Tied: "tied",
+    Inconclusive: "inconclusive",
+    Suspicion: "suspicion",
+}
+"""Names of the outcomes in metrics."""
+
+
+def judge(statements: Collection[AuditStatement], nodes: Mapping[Rank, NodeId]) -> AuditJudgement:
+    """Judge the statements of one case, at least one. ``nodes``: the node of each rank that made one."""
+    by_role = {one.role: one for one in reversed(list(statements))}
+    owner, peer, arbiter = (by_role.get(role) for role in (AuditRole.OWNER, AuditRole.PEER, AuditRole.ARBITER))
+    some = next(iter(statements))
+    work = f"{some.unit} of step {some.step}"
+    difference = next((f"; {one.difference}" for one in statements if one.difference), "")
+    if owner is None:
+        words = f"an audit of {work} found a difference, but rank {some.owner} has not stated its results"
+        return Inconclusive(words, is_incomplete=True)
+    if not owner.original and not owner.digest:
+        return Suspicion(f"rank {owner.rank} stands out from the other ranks in {work}{difference}")
+    if peer is not None and arbiter is not None:
+        return _Arbitration(owner, peer, arbiter, nodes, work, difference).judge()
+    if (witness := peer or arbiter) is not None:
+        return _judge_pair(owner, witness, nodes, work, difference)
+    if owner.link in _ON_OWN_WORD or owner.digest not in ("", owner.original):
+        return OwnerStrike(f"{_own_contradiction(owner, work)}{difference}")
+    words = f"an audit of {work} of rank {owner.rank} found a difference, but no other rank has stated its result"
+    return Inconclusive(words, is_incomplete=True)
+
+
+def _own_contradiction(owner: AuditStatement, work: str) -> str:
+    if owner.link is AuditLink.STATE:
+        return f"{work} of rank {owner.rank} changed in memory between two updates"
+    if owner.link is AuditLink.CHECKPOINT:
+        return f"the copy that rank {owner.rank} made of {work} differs from its state"
+    return f"rank {owner.rank} got two results for {work} (audit {owner.link})"
+
+
+def _judge_pair(
+    owner: AuditStatement, witness: AuditStatement, nodes: Mapping[Rank, NodeId], work: str, difference: str
+) -> AuditJudgement:
+    """Judge the owner and one rank that did the work again."""
+    there = f"rank {witness.rank} on {nodes[witness.rank]}"
+    if owner.original == witness.digest:
+        return Inconclusive(f"{there} got the same result for {work} as rank {owner.rank}")
+    if owner.digest == witness.digest:
+        words = f"rank {owner.rank} computed {work} wrongly once: it got another result when it computed again, as did"
+        return OwnerStrike(f"{words} {there}{difference}")
+    if owner.digest not in ("", owner.original):
+        return Inconclusive(f"{_not_repeatable(work, owner.rank, witness.rank)}{difference}")
+    words = f"rank {owner.rank} on {nodes[owner.rank]} and {there} got different results for {work}"
+    return Tied((owner.rank, witness.rank), f"{words}, and no third node decides{difference}")
+
+
+def _not_repeatable(work: str, *ranks: Rank) -> str:
+    names = ", ".join(map(str, ranks))
+    return f"ranks {names} all got different results for {work}: its kernels may not be repeatable"
+
+
+class _Arbitration(msgspec.Struct, frozen=True):
+    """The results of an owner, a peer and an arbiter."""
+
+    owner: AuditStatement
+    peer: AuditStatement
+    arbiter: AuditStatement
+    nodes: Mapping[Rank, NodeId]
+    work: str
+    difference: str
+
+    def judge(self) -> AuditJudgement:
+        owner, peer, arbiter = self.owner, self.peer, self.arbiter
+        if owner.original == peer.digest:
+            ranks = f"rank {peer.rank} got the same result for {self.work} as rank {owner.rank}"
+            return Inconclusive(ranks)
+        if peer.digest == arbiter.digest:
+            return self._against_owner()
+        if owner.original == arbiter.digest and owner.digest in ("", owner.original):
+            return self._against_peer()
+        words = _not_repeatable(self.work, owner.rank, peer.rank, arbiter.rank)
+        if owner.original == arbiter.digest:
+            words = f"rank {owner.rank} did not get its own result for {self.work} again, but rank {arbiter.rank} did"
+        return Inconclusive(f"{words}{self.difference}")
+
+    def _against_owner(self) -> AuditJudgement:
+        """Judge an owner with whose result neither of the others agrees."""
+        owner, others = self.owner, (self.peer, self.arbiter)
+        who = f"rank {owner.rank} computed {self.work} wrongly"
+        agree = f"{self._names(*others)} agree on another result"
+        if owner.digest == self.peer.digest:
+            return OwnerStrike(f"{who} once: {agree}, which it got when it computed again{self.difference}")
+        if self._speak_for_one_node(others, owner):
+            return Tied((owner.rank, self.peer.rank), self._one_node(others, owner))
+        again = " twice" if owner.digest == owner.original else ""
+        return OwnerConvicted(f"{who}{again}: {agree}{self.difference}")
+
+    def _against_peer(self) -> AuditJudgement:
+        """Judge a peer with whose result neither of the others agrees."""
+        peer, others = self.peer, (self.owner, self.arbiter)
+        if self._speak_for_one_node(others, peer):
+            return Tied((self.owner.rank, peer.rank), self._one_node(others, peer))
+        who = f"rank {peer.rank} computed {self.work} wrongly when it audited rank {self.owner.rank}"
+        return AuditorStrike(peer.rank, f"{who}: {self._names(*others)} agree on another result{self.difference}")
+
+    def _speak_for_one_node(self, witnesses: Collection[AuditStatement], accused: AuditStatement) -> bool:
+        """Return whether the witnesses share a node, which could make them all say so, and accuse another node."""
+        nodes = {self.nodes[one.rank] for one in witnesses}
+        return len(nodes) == 1 and self.nodes[accused.rank] not in nodes
+
+    def _one_node(self, witnesses: Collection[AuditStatement], accused: AuditStatement) -> str:
+        where, other = self._names(*witnesses), self.nodes[accused.rank]
+        return f"{where} and {other} got different results for {self.work}, and no third node decides{self.difference}"
+
+    def _names(self, *statements: AuditStatement) -> str:
+        return " and ".join(dict.fromkeys(self.nodes[one.rank] for one in statements))
+
+
+# ---- cases
+
+
+def record_statement(transition: Transition, job: JobRecord, node: str, report: AuditStatement) -> AuditCase | None:
+    """Record a rank's statement about its own results. Return its case once it can be judged; it is then closed."""
+    audits = transition.state.job_runtime[job.job].audits
+    key = AuditKey(report.generation, report.owner, report.step, report.link, report.unit)
+    case, running = audits.cases.get(key), job.running_generation
+    if case is None and (running is None or not job.is_running or report.generation != running.number):
+        transition.count_ignored("audit_statement.stale")
+        return None
+    spec = case.spec if case is not None else running
+    if key in audits.judged or spec is None:
+        transition.count_ignored("audit_statement.stale")
+    elif not spec.has_rank_on(node, report.rank) or report.owner >= spec.world_size:
+        transition.count_ignored("audit_statement.not_a_member")
+    elif (report.role is AuditRole.OWNER) != (report.rank == report.owner):
+        transition.count_ignored("audit_statement.wrong_role")
+    elif (case is None and len(audits.cases) >= MAX_CASES) or (
+        case is not None and (report.rank in case.statements or len(case.statements) >= MAX_STATEMENTS)
+    ):
+        transition.count_ignored("audit_statement.surplus")
+    else:
+        case = case or _open_case(transition, job, audits, key, spec)
+        case.statements[report.rank] = report
+        if _is_complete(case):
+            _close(audits, case)
+            return case
+    return None
+
+
+def _open_case(
+    transition: Transition, job: JobRecord, audits: AuditRuntime, key: AuditKey, spec: GenerationSpec
+) -> AuditCase:
+    due = transition.now + transition.policy.audit_case_s
+    case = audits.cases[key] = AuditCase(key, spec, due, transition.trace)
+    transition.schedule_job(due, job.job)
+    return case
+
+
+def _is_complete(case: AuditCase) -> bool:
+    """Return whether no further statement is to be expected."""
+    roles = {one.role for one in case.statements.values()}
+    owner = case.statements.get(case.key.owner)
+    if owner is None:
+        return False
+    if not owner.original and not owner.digest:
+        return True
+    expects_arbiter = any(one.expects_arbiter for one in case.statements.values())
+    if expects_arbiter and not {AuditRole.PEER, AuditRole.ARBITER} <= roles:
+        return False
+    if AuditRole.PEER in roles:
+        return True
+    contradicts_itself = case.key.link in _ON_OWN_WORD or owner.digest not in ("", owner.original)
+    return case.key.link is not AuditLink.PEER_REPLAY and contradicts_itself
+
+
+def _close(audits: AuditRuntime, case: AuditCase) -> None:
+    del audits.cases[case.key]
+    audits.judged[case.key] = None
+    while len(audits.judged) > MAX_JUDGED:
+        del audits.judged[next(iter(audits.judged))]
+
+
+def close_overdue_cases(transition: Transition, job: JobRecord) -> list[AuditCase]:
+    """Close and return the cases whose time is over, oldest first."""
+    audits = transition.state.job_runtime[job.job].audits
+    overdue = [case for case in audits.cases.values() if transition.now >= case.due]
+    for case in overdue:
+        _close(audits, case)
+    return overdue
+
+
+def judge_case(case: AuditCase) -> AuditJudgement:
+    """Judge a case by the statements that have arrived."""
+    statements = case.statements.values()
+    return judge(statements, {one.rank: case.spec.node_of(one.rank) for one in statements})
+
+
+def collect_statements(case: AuditCase, job: str) -> dict[str, str]:
+    """Return the case and its statements as evidence of a finding."""
+    key = case.key
+    evidence = {
+        "job": job,
+        "generation": str(key.generation),
+        "step": str(key.step),
+        "audit": str(key.link),
+        "unit": key.unit,
+    }
+    for one in sorted(case.statements.values(), key=lambda one: list(AuditRole).index(one.role)):
+        results = [f"used {one.original}"] if one.original else []
+        results += [f"computed {one.digest}{' again' if one.role is AuditRole.OWNER else ''}"] if one.digest else []
+        where = f"rank {one.rank} on {case.spec.node_of(one.rank)}"
+        evidence.setdefault(f"{one.role}_statement", f"{where}: {', '.join(results) or 'no result'}")
+    if difference := next((one.difference for one in case.statements.values() if one.difference), ""):
+        evidence["difference"] = difference
+    return evidence
+
+
+# ---- verified versions
+
+
+def handle_audits_clean(transition: Transition, job: JobRecord, node: str, report: AuditsClean) -> None:
+    """Record that a rank's work since a step was audited; with all ranks, versions up to that step are verified."""
+    spec = job.running_generation
+    if spec is None or not job.is_running or report.generation != spec.number:
+        transition.count_ignored("audits_clean.stale")
+        return
+    if not spec.has_rank_on(node, report.rank):
+        transition.count_ignored("audits_clean.not_a_member")
+        return
+    audits, candidate = transition.state.job_runtime[job.job].audits, job.commits.audit_candidate
+    audits.clean_steps[report.rank] = max(report.step, audits.clean_steps.get(report.rank, report.step))
+    if candidate is None:
+        return
+    if audits.counted_version != candidate.version:
+        audits.counted_version = candidate.version
+        audits.clean_ranks = {rank for rank, step in audits.clean_steps.items() if step >= candidate.version.step}
+    elif report.step >= candidate.version.step:
+        audits.clean_ranks.add(report.rank)
+    if len(audits.clean_ranks) == spec.world_size and not audits.cases:
+        verify_audit_candidate(transition, job)
