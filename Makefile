@@ -89,6 +89,7 @@ bench: $(STAMP) ## every bench in its quick size
 	$(BIN)/python -m bench.exactness --quick
 	$(BIN)/python -m bench.checkpoint --quick --no-peers
 	$(BIN)/python -m bench.parity --quick
+	$(BIN)/python -m bench.sdc_digest --quick
 	$(BIN)/python -m bench.web_page --quick
 
 .PHONY: gpu-bundle

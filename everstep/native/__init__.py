@@ -1,7 +1,7 @@
-"""Load the C library that copies and hashes in one pass (``copy_hash.c``).
+"""Load the C library that copies and hashes in one pass, and makes weighted sums (``copy_hash.c``).
 
 It is compiled when the package is installed (``hatch_build.py``). Without a compiler, or on a machine without AVX2,
-``copy_hash`` is None; callers then hash and copy in two passes, with the same bytes and digests.
+``copy_hash`` is None; callers then hash and copy in two passes, and add otherwise, with the same bytes and digests.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ ENV_VARIABLE = "EVERSTEP_NATIVE"
 
 _Address = ctypes.c_void_p
 _ARGUMENTS = (_Address, ctypes.c_uint64, _Address, _Address, _Address, ctypes.c_uint64, _Address)
+_WEIGH_ARGUMENTS = (_Address, _Address, ctypes.c_uint64, ctypes.c_uint64, _Address, ctypes.c_uint64, _Address)
 
 
 class CopyHash:
@@ -33,6 +34,8 @@ class CopyHash:
         self._scatter, self._gather = library.everstep_scatter, library.everstep_gather
         for call in (self._scatter, self._gather):
             call.argtypes, call.restype = _ARGUMENTS, None
+        self._weigh = library.everstep_weigh
+        self._weigh.argtypes, self._weigh.restype = _WEIGH_ARGUMENTS, ctypes.c_int64
 
     def scatter(self, source: int, length: int, offsets: int, targets: int, sizes: int, count: int) -> bytes:
         """Copy ``count`` parts out of ``length`` bytes (at least MIN_BYTES) at ``source``, and return their xxh3-128.
@@ -47,6 +50,16 @@ class CopyHash:
         digest = ctypes.create_string_buffer(DIGEST_BYTES)
         self._gather(target, length, offsets, sources, sizes, count, digest)
         return digest.raw
+
+    def weigh(self, sources: int, sizes: int, count: int, place: int, weights: int, columns: int, keys: int) -> int:
+        """Return the weighted sum, as a signed number, of ``count`` parts of memory one after the other.
+
+        Both halves of a word of 8 bytes are multiplied with the halves of its column's weight, and each row's sum with
+        its key. The parts are ``sizes`` bytes at the addresses ``sources``; the first begins at byte ``place`` of a row
+        of ``columns`` words, and ``keys`` is the address of that row's key.
+        """
+        result: int = self._weigh(sources, sizes, count, place, weights, columns, keys)
+        return result
 
 
 def _load() -> CopyHash | None:

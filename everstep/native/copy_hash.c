@@ -1,4 +1,4 @@
-/* Copies memory and makes its xxh3-128 in the same pass, at the speed of a copy.
+/* Copies memory and makes its xxh3-128 in the same pass, at the speed of a copy; and makes weighted sums of it.
  *
  * A copy of more than the caches hold waits for memory and leaves the arithmetic units idle: to hash what has just been
  * loaded costs next to nothing there, where a pass of its own reads everything once more. Where the target is aligned,
@@ -240,4 +240,74 @@ void everstep_gather(
     }
     update(&state, NULL, target + filled, length - filled);
     finish(&state, digest);
+}
+
+/* --- weighted sums --- */
+
+/* Both halves of each word, multiplied with the halves of its weight, added modulo 2^64. */
+AVX2 static uint64_t weighted(const uint8_t *data, const uint64_t *weights, uint64_t words) {
+    __m256i first = _mm256_setzero_si256(), second = _mm256_setzero_si256();
+    uint64_t i = 0, lanes[4], sum = 0;
+    for (; i + 8 <= words; i += 8) {
+        __m256i left = _mm256_loadu_si256((const __m256i *)(data + 8 * i));
+        __m256i right = _mm256_loadu_si256((const __m256i *)(data + 8 * i + 32));
+        __m256i left_weight = _mm256_loadu_si256((const __m256i *)(weights + i));
+        __m256i right_weight = _mm256_loadu_si256((const __m256i *)(weights + i + 4));
+        _mm_prefetch((const char *)data + 8 * i + PREFETCH, _MM_HINT_T0);
+        first = _mm256_add_epi64(first, _mm256_mul_epu32(left, left_weight));
+        second = _mm256_add_epi64(second, _mm256_mul_epu32(right, right_weight));
+        left = _mm256_mul_epu32(_mm256_srli_epi64(left, 32), _mm256_srli_epi64(left_weight, 32));
+        right = _mm256_mul_epu32(_mm256_srli_epi64(right, 32), _mm256_srli_epi64(right_weight, 32));
+        first = _mm256_add_epi64(first, left);
+        second = _mm256_add_epi64(second, right);
+    }
+    _mm256_storeu_si256((__m256i *)lanes, _mm256_add_epi64(first, second));
+    for (int lane = 0; lane < 4; lane++)
+        sum += lanes[lane];
+    for (; i < words; i++) {
+        uint64_t value = word(data + 8 * i);
+        sum += (value & 0xFFFFFFFFu) * (weights[i] & 0xFFFFFFFFu) + (value >> 32) * (weights[i] >> 32);
+    }
+    return sum;
+}
+
+/* The weighted sum of bytes, each at its place in its word. */
+static uint64_t weighted_bytes(const uint8_t *data, const uint64_t *weights, uint64_t place, uint64_t count) {
+    uint64_t sum = 0;
+    for (uint64_t i = 0; i < count; i++, place++) {
+        uint64_t weight = weights[place / 8] >> (place / 4 % 2 * 32) & 0xFFFFFFFFu;
+        sum += ((uint64_t)data[i] << (place % 4 * 8)) * weight;
+    }
+    return sum;
+}
+
+/* The weighted sum of count pieces of memory, one after the other, the first of which begins at byte place of a row of
+ * columns words. All rows have the weights of columns; the sum of each is multiplied with its key, of which keys[0] is
+ * the first one's. */
+uint64_t everstep_weigh(
+    const int64_t *from, const int64_t *size, uint64_t count, uint64_t place, const uint64_t *weights,
+    uint64_t columns, const uint64_t *keys) {
+    uint64_t total = 0;
+    for (uint64_t i = 0; i < count; i++) {
+        const uint8_t *data = (const uint8_t *)(uintptr_t)from[i];
+        uint64_t left = (uint64_t)size[i];
+        while (left > 0) {
+            uint64_t room = 8 * columns - place, some = room < left ? room : left;
+            uint64_t head = place % 8 == 0 ? 0 : 8 - place % 8;
+            head = head < some ? head : some;
+            uint64_t words = (some - head) / 8, tail = some - head - 8 * words;
+            uint64_t sum = weighted_bytes(data, weights, place, head);
+            sum += weighted(data + head, weights + (place + head) / 8, words);
+            sum += weighted_bytes(data + some - tail, weights, place + some - tail, tail);
+            total += *keys * sum;
+            data += some;
+            left -= some;
+            place += some;
+            if (place == 8 * columns) {
+                place = 0;
+                keys++;
+            }
+        }
+    }
+    return total;
 }

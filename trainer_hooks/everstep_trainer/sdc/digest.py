@@ -1,12 +1,12 @@
 """Compute digests of tensors: position-weighted sums modulo 2^64 of their raw bits, with odd random weights.
 
 Odd weights detect every single flipped bit. Random weights detect the structured patterns of broken hardware that XOR
-fingerprints miss (even counts of the same bit, lane swaps, stuck tiles). A word of 8 bytes at position ``n`` of a flat
-tensor has the weight ``row_key[n // ROW_WORDS] * column_weight[n % ROW_WORDS]``. The sum does not depend on the order
-of summation, and the sums of consecutive ranges add up to the digest of the whole, wherever they are cut.
+fingerprints miss (even counts of the same bit, lane swaps, stuck tiles). `digest_weights` tells the weight of each half
+of a word at each position. The sum does not depend on the order of summation, and the sums of consecutive ranges add up
+to the digest of the whole, wherever they are cut.
 
-On the CPU the sum is an integer matrix-vector product, which runs near memory speed without Python's lock. On a GPU it
-is one Triton kernel, or a product and a sum where Triton is missing.
+On the CPU the native library adds at memory speed, without Python's lock. On a GPU one Triton kernel does. Elsewhere
+plain torch adds in several passes.
 """
 
 from __future__ import annotations
@@ -14,13 +14,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 
+import numpy as np
 import torch
 from torch._utils import _flatten_dense_tensors
 from torch.distributed.tensor import DTensor
 
-from everstep_trainer.sdc.digest_weights import ROW_BYTES, ROW_WORDS, WORD_BYTES, column_weights, row_keys
+from everstep.native import CopyHash, copy_hash
+from everstep_trainer.sdc.digest_weights import (
+    ROW_BYTES,
+    ROW_WORDS,
+    WORD_BYTES,
+    column_weights,
+    high_half,
+    row_keys,
+    split_weights,
+)
 
 BLOCK_ROWS = 1024  # rows multiplied at once, 256 MiB: bounds the intermediate product on a GPU without Triton
+CPU_BLOCK_ROWS = 2  # 512 KiB: what a pass leaves in a cache, the next one finds there
 SMALL_BYTES = 64 << 10  # smaller tensors are gathered first: a product has a fixed cost of some microseconds
 GROUP_BYTES = 16  # gathered tensors of one dtype begin at a multiple of this
 STAGED_BYTES = 1 << 20
@@ -63,11 +74,19 @@ def combined_digest(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
             else:
                 small.append(part)
         for group in _by_dtype(small):
-            for gathered in _gathered(group, device):
-                add_bytes(total, gathered, at)
-                at += gathered.numel()
-            at = _up_to(GROUP_BYTES, at)
+            at = _up_to(GROUP_BYTES, _add_small(total, group, at))
         return total
+
+
+def _add_small(total: torch.Tensor, tensors: list[torch.Tensor], start: int) -> int:
+    """Add the weighted sum of small tensors of one dtype, one after the other; return the place after them."""
+    if copy_hash is not None and total.device.type == "cpu":
+        there = [_plain(t if t.device == total.device else t.to(total.device)).contiguous() for t in tensors]
+        return _add_natively(copy_hash, total, there, start)
+    for gathered in _gathered(tensors, total.device):
+        add_bytes(total, gathered, start)
+        start += gathered.numel()
+    return start
 
 
 def _gathered(tensors: list[torch.Tensor], device: torch.device) -> Iterator[torch.Tensor]:
@@ -141,10 +160,12 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 def add_bytes(total: torch.Tensor, flat: torch.Tensor, start: int) -> None:
     """Add the weighted sum of contiguous bytes, which begin at byte ``start``, to ``total``, an int64 beside them."""
     kernel = _kernel() if flat.is_cuda else None
-    if kernel is None:
-        add_bytes_by_rows(total, flat, start)
-    else:
+    if kernel is not None:
         kernel(total, flat, start)
+    elif copy_hash is not None and flat.device.type == "cpu":
+        _add_natively(copy_hash, total, [flat], start)
+    else:
+        add_bytes_by_rows(total, flat, start)
 
 
 @cache
@@ -155,6 +176,17 @@ def _kernel() -> Callable[[torch.Tensor, torch.Tensor, int], None] | None:
     except ImportError:
         return None
     return digest_kernel.add_bytes
+
+
+def _add_natively(native: CopyHash, total: torch.Tensor, tensors: Sequence[torch.Tensor], start: int) -> int:
+    """Add the weighted sum of contiguous tensors on the host, one after the other; return the place after them."""
+    parts = np.array([(tensor.data_ptr(), tensor.nbytes) for tensor in tensors], np.int64).T.copy()
+    row, place = divmod(start, ROW_BYTES)
+    end = start + int(parts[1].sum())
+    keys, weights = row_keys(row, -(-end // ROW_BYTES) - row, total.device), column_weights(total.device)
+    sources, sizes = (column.ctypes.data for column in parts)
+    total += native.weigh(sources, sizes, len(tensors), place, weights.data_ptr(), ROW_WORDS, keys.data_ptr())
+    return end
 
 
 def add_bytes_by_rows(total: torch.Tensor, flat: torch.Tensor, start: int) -> None:
@@ -183,22 +215,29 @@ def add_bytes_by_rows(total: torch.Tensor, flat: torch.Tensor, start: int) -> No
 
 def _add_words(total: torch.Tensor, words: torch.Tensor, first: int) -> None:
     """Add the weighted sum of words, which begin at word ``first``."""
-    weights = column_weights(words.device)
+    low, high = split_weights(words.device)
     row, column = divmod(first, ROW_WORDS)
     head = min(words.numel(), ROW_WORDS - column) if column else 0
     rows = (words.numel() - head) // ROW_WORDS
+    block = CPU_BLOCK_ROWS if words.device.type == "cpu" else BLOCK_ROWS
+
+    def add_row(some: torch.Tensor, at: int, row: int) -> None:
+        product = some * low[at : at + some.numel()] + high_half(some) * high[at : at + some.numel()]
+        total.add_(product.sum() * row_keys(row, 1, words.device)[0])
+
     if head:
-        total += (words[:head] * weights[column : column + head]).sum() * row_keys(row, 1, words.device)[0]
+        add_row(words[:head], column, row)
         row += 1
-    for begin in range(0, rows, BLOCK_ROWS):
-        count = min(BLOCK_ROWS, rows - begin)
+    for begin in range(0, rows, block):
+        count = min(block, rows - begin)
         some = words[head + begin * ROW_WORDS : head + (begin + count) * ROW_WORDS].view(count, ROW_WORDS)
-        # CUDA has no integer matrix product
-        sums = torch.mv(some, weights) if some.device.type == "cpu" else (some * weights).sum(dim=1)
+        if words.device.type == "cpu":
+            sums = torch.mv(some, low).addmv_(high_half(some), high)
+        else:  # CUDA has no integer matrix product
+            sums = (some * low + high_half(some) * high).sum(dim=1)
         total += (sums * row_keys(row + begin, count, words.device)).sum()
-    tail = words[head + rows * ROW_WORDS :]
-    if tail.numel():
-        total += (tail * weights[: tail.numel()]).sum() * row_keys(row + rows, 1, words.device)[0]
+    if head + rows * ROW_WORDS < words.numel():
+        add_row(words[head + rows * ROW_WORDS :], 0, row + rows)
 
 
 # ---- digests of the same tensors again and again

@@ -1,7 +1,7 @@
 """Compute the weighted sum of a tensor's bytes on a GPU in one Triton kernel, which reads each byte once.
 
-A program sums a tile: some columns over some rows. It multiplies each word with the key of its row, a scalar, and the
-sums with the weights of the columns, which it loads once.
+A program sums a tile: some columns over some rows. It multiplies both halves of each word with the key of its row, a
+scalar, and the sums with the weights of the columns, which it loads once.
 
 Triton is no dependency of Everstep: importing this module fails where it is missing.
 """
@@ -81,13 +81,23 @@ def _add_tile(  # type: ignore[no-untyped-def]  # Triton reads annotations as ty
     """Add the sum of one tile. The elements have the places ``before`` to ``end`` of ``rows`` rows."""
     column = tl.program_id(0) * columns + tl.arange(0, columns)
     first_row = tl.program_id(1).to(tl.int64) * tile_rows
-    sums = tl.zeros((columns,), dtype=tl.int64)
+    low = tl.zeros((columns,), dtype=tl.int64)
+    high = tl.zeros((columns,), dtype=tl.int64)  # the high halves of words; narrower elements are all in ``low``
     for row in range(first_row, tl.minimum(first_row + tile_rows, rows)):
         place = row * row_elements + column
         some = tl.load(elements + (place - before), mask=(place >= before) & (place < end), other=0).to(tl.int64)
-        if width < 8:
+        key = tl.load(keys + row)
+        if width == 8:
+            high += ((some >> 32) & 0xFFFFFFFF) * key
+            some = some & 0xFFFFFFFF
+        else:
             some = some & ((1 << (8 * width)) - 1)  # without the copies of the sign
-        sums += some * tl.load(keys + row)
+        low += some * key
     at = column * width
-    weight = tl.load(weights + at // 8) << ((at % 8) * 8).to(tl.int64)
-    tl.atomic_add(total, tl.sum(sums * weight, axis=0), sem="relaxed")
+    both = tl.load(weights + at // 8)
+    if width == 8:
+        sums = low * (both & 0xFFFFFFFF) + high * ((both >> 32) & 0xFFFFFFFF)
+    else:
+        half = (both >> (at // 4 % 2 * 32).to(tl.int64)) & 0xFFFFFFFF
+        sums = low * (half << (at % 4 * 8).to(tl.int64))
+    tl.atomic_add(total, tl.sum(sums, axis=0), sem="relaxed")

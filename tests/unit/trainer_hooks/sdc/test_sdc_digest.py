@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from everstep_trainer.sdc import digest
 from everstep_trainer.sdc.digest import (
     SMALL_BYTES,
     WeightedDigest,
@@ -43,22 +44,22 @@ def test_equal_bytes_have_equal_digests() -> None:
 @given(st.integers(0, len(SIZES) - 1), st.floats(0, 1, exclude_max=True), st.integers(0, 7))
 def test_every_single_flipped_bit_changes_the_digest(which: int, where: float, bit: int) -> None:
     parts = tensors()
-    digest = WeightedDigest(parts)
-    before = digest.value()
+    whole = WeightedDigest(parts)
+    before = whole.value()
     byte = int(where * parts[which].nbytes)
     flip(parts[which], byte, bit)
-    assert digest.value() != before
+    assert whole.value() != before
     flip(parts[which], byte, bit)
-    assert digest.value() == before
+    assert whole.value() == before
 
 
 def test_the_same_bit_flipped_an_even_number_of_times_is_seen() -> None:
     parts = tensors()
-    digest = WeightedDigest(parts)
-    before = digest.value()
+    whole = WeightedDigest(parts)
+    before = whole.value()
     for row in range(4):
         flip(parts[-1], row * ROW_BYTES // 2 + 8, 6)
-    assert digest.value() != before
+    assert whole.value() != before
 
 
 def test_swapped_words_rows_and_tensors_change_the_digest() -> None:
@@ -107,7 +108,8 @@ def reference(data: bytes, start: int = 0) -> int:
     for at, byte in enumerate(data, start):
         word = at // 8
         key = int(row_keys(word // ROW_WORDS, 1, CPU)[0]) & MASK
-        total += (byte << 8 * (at % 8)) * weights[word % ROW_WORDS] * key
+        half = weights[word % ROW_WORDS] >> 32 * (at // 4 % 2) & (1 << 32) - 1
+        total += (byte << 8 * (at % 4)) * half * key
     return total & MASK
 
 
@@ -167,3 +169,25 @@ def test_compiled_function_keeps_the_digest() -> None:
     value, digest = compiled(torch.ones(5))
     assert digest.equal(tensor_digest(value, offset=1))
     torch.library.opcheck(weighted_digest, (torch.ones(5), 3))
+
+
+@pytest.mark.parametrize("bit", [7, 6, 5])
+def test_even_counts_of_the_highest_bits_are_seen(bit: int) -> None:
+    """Odd weights of 64 bits would differ in nothing that is left of their products with bit 63."""
+    words = torch.zeros(4 * ROW_WORDS, dtype=torch.int64)
+    clean = to_unsigned(tensor_digest(words))
+    for first in range(200):
+        for other in (first + 1, first + 32, first + ROW_WORDS):
+            words.zero_()
+            flip(words, 8 * first + 7, bit)
+            flip(words, 8 * other + 7, bit)
+            assert to_unsigned(tensor_digest(words)) != clean
+
+
+@pytest.mark.parametrize("start", [0, 5, ROW_BYTES - 8])
+def test_digest_is_the_same_without_the_native_library(monkeypatch: pytest.MonkeyPatch, start: int) -> None:
+    data = torch.randn(3 * ROW_WORDS + 77)
+    native, many = tensor_digest(data, offset=start), combined_digest(tensors())
+    monkeypatch.setattr(digest, "copy_hash", None)
+    assert tensor_digest(data, offset=start).equal(native)
+    assert combined_digest(tensors()).equal(many)
