@@ -107,12 +107,14 @@ def _install() -> None:
         begin(self, step)
         _now.finished(step)
 
-    def moved(self: HostMover, targets: list[torch.Tensor], sources: list[torch.Tensor], *more: Any) -> Any:
+    def moved(
+        self: HostMover, targets: list[torch.Tensor], sources: list[torch.Tensor], *more: Any, **named: Any
+    ) -> Any:
         assert _now is not None
         some = len(targets) // 2
         torch._foreach_copy_(targets[:some], sources[:some])
         _now.storing("copying")
-        result = move(self, targets, sources, *more)
+        result = move(self, targets, sources, *more, **named)
         _now.storing("copied")
         return result
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
+from everstep.vocabulary import AuditLink
 from everstep_trainer.data.epochs import (
     EpochLoader,
     EpochSampler,
@@ -44,7 +45,7 @@ from everstep_trainer.sdc.audit import AuditSetup, Mismatch
 from everstep_trainer.sdc.build import build_chain
 from everstep_trainer.sdc.chain import AuditChain
 from everstep_trainer.sdc.injected_flip import flip_if_requested
-from everstep_trainer.sdc.options import SdcPreset, link_options
+from everstep_trainer.sdc.options import LinkOptions, SdcPreset, link_options
 from everstep_trainer.snapshot.slot_negotiation import SnapshotOptions
 from everstep_trainer.state.python_state import wrap_per_rank
 from everstep_trainer.state.tracked_objects import as_list
@@ -603,7 +604,9 @@ class Run:
         """
         if isinstance(exclude, str):
             raise TypeError(f"exclude takes a list of patterns: exclude=[{exclude!r}]")
+        audits = link_options(sdc or self._session.sdc_preset, sdc_links)
         choices = SnapshotOptions(
+            copy_audits=audits.get(AuditLink.CHECKPOINT),
             exclude=tuple(exclude),
             overlap=overlap,
             slots=slots,
@@ -630,15 +633,9 @@ class Run:
         if self._guard is not None:
             self._guard.track_objects(wrapped, exclude)
         self._updates.watch(objects)
-        self._start_audits(sdc, sdc_links, objects)
+        self._start_audits(audits, objects)
 
-    def _start_audits(
-        self,
-        preset: SdcPreset | None,
-        links: Mapping[str, Mapping[str, float] | None] | None,
-        objects: Mapping[str, object],
-    ) -> None:
-        options = link_options(preset or self._session.sdc_preset, links)
+    def _start_audits(self, options: Mapping[AuditLink, LinkOptions], objects: Mapping[str, object]) -> None:
         if not options:
             return
         setup = AuditSetup(

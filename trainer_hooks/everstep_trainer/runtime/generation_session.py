@@ -175,6 +175,7 @@ class GenerationSession(TrainingSession):
             options=options,
             clock=self.clock,
             is_over=self._is_over,
+            on_mismatch=self.report_mismatch,
         )
         self.progress.resume_from(step)
         self._restored_step = step

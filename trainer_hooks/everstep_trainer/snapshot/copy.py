@@ -26,7 +26,7 @@ from everstep.layout.manifests import BLOB_LENGTH_BYTES, Box, Manifest
 from everstep.layout.slots import CHUNK_BYTES, chunk_count
 from everstep.native import MIN_BYTES, CopyHash, copy_hash
 from everstep_trainer.restore.byte_moves import CopyTable, is_byte_copyable
-from everstep_trainer.sdc.digest import WeightedDigest
+from everstep_trainer.sdc.digest import WeightedDigest, combined_digest
 from everstep_trainer.snapshot.shares import RankShare
 from everstep_trainer.state.python_value_codec import dtype_of
 from everstep_trainer.state.tensors import TrackedTensor
@@ -161,10 +161,16 @@ def slot_view(payload: torch.Tensor, at: int, dtype: str, size: Sequence[int]) -
 
 
 class CopyResult(NamedTuple):
-    """The digests made by a copy: of groups of tensors, and of the payload's chunks (None: still to be hashed)."""
+    """The digests made by a copy: of groups of tensors, and of the payload's chunks (None: still to be hashed).
+
+    ``before``: the digest of all sources before an audited copy. ``after``: of the same after it, on a GPU, where they
+    may have changed since.
+    """
 
     digests: dict[str, torch.Tensor]
     chunks: list[bytes] | None = None
+    before: torch.Tensor | None = None
+    after: torch.Tensor | None = None
 
 
 _version = attrgetter("_version")
@@ -221,9 +227,17 @@ class SnapshotSources:
                 torch._foreach_copy_([*self._staged.values()], [t.current() for _, t in self._volatile])
         self.mover.mark_ready()
 
-    def copy(self, share: RankShare, targets: SlotTargets, *, digest: bool) -> CopyResult:
-        """Copy the share's pieces, and digest its groups if ``digest``; on a GPU done after ``mover.finish``."""
-        return self.mover.run(targets, self._views_of(share), partial(self._digests_of, share) if digest else dict)
+    def copy(self, share: RankShare, targets: SlotTargets, *, digest: bool, audit: bool = False) -> CopyResult:
+        """Copy the share's pieces, and digest its groups if ``digest``; on a GPU done after ``mover.finish``.
+
+        ``audit``: also digest the sources, to be compared with the bytes in the slot.
+        """
+        groups = partial(self._digests_of, share) if digest else dict
+        return self.mover.run(targets, self._views_of(share), groups, audit=audit)
+
+    def digest(self, share: RankShare) -> torch.Tensor:
+        """Return the digest of the share's pieces as they are now."""
+        return combined_digest(self._views_of(share))
 
     def _views_of(self, share: RankShare) -> list[torch.Tensor]:
         if share is self.share and self._views is not None:
@@ -263,8 +277,11 @@ class HostMover:
     def mark_ready(self) -> None:
         """Mark the state as ready to be copied; called by the training thread."""
 
-    def run(self, targets: SlotTargets, sources: list[torch.Tensor], digests: MakeDigests) -> CopyResult:
+    def run(
+        self, targets: SlotTargets, sources: list[torch.Tensor], digests: MakeDigests, *, audit: bool = False
+    ) -> CopyResult:
         chunks = None
+        before = combined_digest(sources) if audit else None
         if copy_hash is None or targets.payload is None:
             copy_all(targets, sources)
         else:  # a batch is made once for a slot; identity of the lists is a safe key while they are held here
@@ -275,7 +292,7 @@ class HostMover:
                 batch = HashingCopyBatch(targets.payload, targets, sources, copy_hash)
                 self._gathers[key] = targets, sources, batch
             chunks = self._gathers[key][2].copy()
-        return CopyResult({group: digest.enqueue() for group, digest in digests().items()}, chunks)
+        return CopyResult({group: digest.enqueue() for group, digest in digests().items()}, chunks, before)
 
     def order_before_step(self) -> None:
         """Order the copy before later changes of the state; called by the training thread."""
@@ -305,20 +322,24 @@ class DeviceMover(HostMover):
         for lane in self.lanes:
             lane.ready.record(torch.cuda.current_stream(lane.device))
 
-    def run(self, targets: SlotTargets, sources: list[torch.Tensor], digests: MakeDigests) -> CopyResult:
+    def run(
+        self, targets: SlotTargets, sources: list[torch.Tensor], digests: MakeDigests, *, audit: bool = False
+    ) -> CopyResult:
         with torch.no_grad(), ExitStack() as current:
             # each copy uses the stream that is current on its GPU, and a digest may need several GPUs
             for lane in reversed(self.lanes):  # reversed, so that the thread's current device is the first
                 current.enter_context(torch.cuda.stream(lane.stream))
                 lane.stream.wait_event(lane.ready)
             wanted = digests()  # before the copies: making them waits for the GPU
+            before = combined_digest(sources).to("cpu", non_blocking=True) if audit else None
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source, non_blocking=True)
             # copied to the host on this stream: on another they would wait for all enqueued training work
             made = {group: digest.enqueue().to("cpu", non_blocking=True) for group, digest in wanted.items()}
+            after = combined_digest(sources).to("cpu", non_blocking=True) if audit else None
             for lane in self.lanes:
                 lane.copied.record(lane.stream)
-        return CopyResult(made)
+        return CopyResult(made, before=before, after=after)
 
     def order_before_step(self) -> None:
         for lane in self.lanes:

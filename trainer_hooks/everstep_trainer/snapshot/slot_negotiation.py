@@ -14,6 +14,7 @@ import msgspec
 from everstep.errors import OutOfSlotMemory
 from everstep.layout.slots import SLOTS_PER_RANK
 from everstep.wire.v1.training import GenerationSpec, Member
+from everstep_trainer.sdc.options import LinkOptions
 from everstep_trainer.snapshot.exchange import decode_value
 
 # ---- a job's choices for its snapshots in ``run.track``; the same on all ranks
@@ -37,6 +38,8 @@ class SnapshotOptions(msgspec.Struct, frozen=True, kw_only=True):
         exclude: Patterns of names of tensors that are neither stored nor restored (everstep_trainer.state.tensors).
         require_checkpoints: Whether the training script gets an error if a node has no memory for checkpoints, instead
             of training without (everstep_trainer.snapshot.planner).
+        copy_audits: How often a copy that may be committed is compared with its sources; None: never
+            (everstep_trainer.sdc.copies).
     """
 
     overlap: bool | None = None
@@ -44,6 +47,7 @@ class SnapshotOptions(msgspec.Struct, frozen=True, kw_only=True):
     interval: int | None = None
     exclude: tuple[str, ...] = ()
     require_checkpoints: bool = False
+    copy_audits: LinkOptions | None = None
 
     def __post_init__(self) -> None:
         if self.interval is not None and self.interval < 1:

@@ -28,6 +28,8 @@ from everstep.wire.v1.training import FindingRaised, GenerationSpec, Member, Ver
 from everstep_trainer.memory_tier.vault_client import VaultClient
 from everstep_trainer.restore.local_slots import map_read_only
 from everstep_trainer.runtime.interrupt import WAIT_SLICE_S
+from everstep_trainer.sdc.audit import Mismatch
+from everstep_trainer.sdc.copies import CopyAudit
 from everstep_trainer.snapshot.copy import SnapshotSources, write_blob
 from everstep_trainer.snapshot.exchange import ROUND_CHECK_S, LayoutExchange, PythonStateComparison
 from everstep_trainer.snapshot.job import FilledSlot, MutationGuard, OneShotSignal, SnapshotJob, SnapshotPhase
@@ -85,7 +87,8 @@ COPIER_POLL_S = 0.02
 
 class Snapshotter:
     """Snapshots of one rank in one generation. ``send_report`` is called from another thread. Version ``restored`` is
-    kept until two newer ones are sealed. Once ``is_over``, errors from the store are not reported."""
+    kept until two newer ones are sealed. Once ``is_over``, errors from the store are not reported. ``on_mismatch`` is
+    called from another thread with a copy that differs from what was copied."""
 
     def __init__(
         self,
@@ -100,8 +103,12 @@ class Snapshotter:
         options: SnapshotOptions = DEFAULT_OPTIONS,
         clock: Clock = SYSTEM_CLOCK,
         is_over: Callable[[], bool] = bool,
+        on_mismatch: Callable[[Mismatch], None] | None = None,
     ) -> None:
         self._is_over, self._state = is_over, state
+        self._copy_audit: CopyAudit | None = None
+        if on_mismatch is not None and options.copy_audits is not None:
+            self._copy_audit = CopyAudit(member.rank, options.copy_audits, on_mismatch, clock)
         self._spec, self._member = spec, member
         self._reports = SealReporter(vault, spec, member, send_report, clock)
         self._options, self._clock = options, clock
@@ -360,13 +367,20 @@ class Snapshotter:
         began = self._clock.monotonic()
         if not job.sources.is_on_gpu:
             write_blob(payload, manifest, job.blob.data())  # first, since it may be hashed together with the tensors
-        copied = job.sources.copy(planned.share, planned.slot_targets(slot), digest=self._digest_due(job))
+        targets, audit = planned.slot_targets(slot), self._copy_audit if job.is_candidate else None
+        if audit is not None and not audit.begin(job.version.step, is_on_gpu=job.sources.is_on_gpu):
+            audit = None
+        sources, share = job.sources, planned.share
+        copied = sources.copy(share, targets, digest=self._digest_due(job), audit=audit is not None)
         if not self._advance(job, SnapshotPhase.COPYING, SnapshotPhase.COPIED):
             return
         if not job.blocks_training and job.sources.is_on_gpu:
             job.copied.set()  # the next step is ordered behind the copy
         job.sources.mover.finish()
         if self._mutation_guard.changed_before_allowed(job):
+            return
+        if audit is not None and not audit.is_right(job.version, copied, targets, partial(sources.digest, share)):
+            view.discard(slot)
             return
         if job.sources.is_on_gpu:
             write_blob(payload, manifest, job.blob.data())
