@@ -10,6 +10,7 @@ from everstep.errors import ConfigurationError, NotRestorable, Unavailable
 from everstep.wire.v1.local import SlotInfo
 from everstep.wire.v1.training import GenerationSpec
 from tests.sim import facts
+from tests.sim.audits import Audits
 from tests.sim.lost_shards import made_again
 from tests.sim.training_state import TrainingState, manifest_of, scratch, seen_by_all
 from tests.sim.vault_memory import Slot
@@ -35,8 +36,10 @@ class Collective:
         self.inside = False
         self._step_began = 0.0
         self._done: set[int] = set()
+        self._wrong: frozenset[str] = frozenset()
         self._next: dict[tuple[str, str], TrainingState] = {}
         self._nodes = sorted({member.node for member in spec.roster})
+        self._audits = Audits(self) if spec.spec.keeps_audited_version else None
 
     # --- in ----------------------------------------------------------------------------------------------------------
 
@@ -171,6 +174,9 @@ class Collective:
         assert some.state is not None
         step = some.state.step + 1
         step_s = self.world.timeline.now - self._step_began
+        if self._audits is not None:
+            self._audits.step(step)
+            self._wrong = self._audits.wrong()
         for member in self.members.values():
             late_s = 0.002 * self.world.rng.random()
             self.world.timeline.after(
@@ -182,14 +188,14 @@ class Collective:
         """The state after this step of a member: equal for all who were equal before and compute rightly."""
         before = process.state
         assert before is not None
-        liar = process.machine.name if process.machine.lying else ""
-        key = (before.digest, liar)
+        own = frozenset({process.machine.name}) if process.machine.lying else frozenset()
+        wrong = own if self._audits is None else self._wrong
+        key = (before.digest, ",".join(sorted(wrong)))
         if key not in self._next:
             if len(self._next) > 64:
                 self._next.clear()
             seen = seen_by_all(before.step + 1, self.spec.world_size)
-            liars = before.liars | {liar} if liar else before.liars
-            self._next[key] = TrainingState(before, before.step + 1, seen, liars)
+            self._next[key] = TrainingState(before, before.step + 1, seen, before.liars | wrong)
         return self._next[key]
 
     def finished(self, process: RankProcess, step: int) -> None:

@@ -41,7 +41,7 @@ class Crew:
             for launcher in machine.launchers.values():
                 for rank in launcher.ranks.values():
                     rank.resume()
-            if machine.lying:
+            if machine.lying or machine.misjudging:
                 machine.replace_gpus()
         self._round()
 

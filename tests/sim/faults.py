@@ -221,6 +221,13 @@ def of_breaker(rng: random.Random, plan: Plan) -> list[Fault]:
     return found
 
 
+def of_audits(rng: random.Random, plan: Plan) -> list[Fault]:
+    """Where training is audited: a GPU that computes wrongly, an auditor that does, or both on different machines."""
+    draw = _Draw(rng, plan)
+    kinds = rng.choice((("compute_wrongly",), ("audit_wrongly",), ("compute_wrongly", "audit_wrongly")))
+    return [draw.fault(kind, draw.seat()) for kind in kinds]
+
+
 def of_all_kinds(rng: random.Random, plan: Plan) -> list[Fault]:
     draw = _Draw(rng, plan)
     weights = [weight for weight, _ in _KINDS]

@@ -29,7 +29,8 @@ SEEN_BY_SYNTHETIC_WORK = 0.4
 
 
 class Machine:
-    """``slowness``: how many times as long its steps take. ``lying``: its GPUs compute wrongly, unnoticed."""
+    """``slowness``: how many times as long its steps take. ``lying``: its GPUs compute wrongly, unnoticed.
+    ``misjudging``: they do so only when they audit others."""
 
     def __init__(self, world: World, name: str, domain: Domain, clock: MachineClock, spool_dir: Path) -> None:
         self.world = world
@@ -39,7 +40,7 @@ class Machine:
         self.power = False
         self.frozen = False
         self.slowness = 1.0
-        self.lying = False
+        self.lying = self.misjudging = False
         self.probes_fail = False
         self.vault = VaultMemory()
         self.vault_process = VaultProcess(self)
@@ -177,7 +178,7 @@ class Machine:
     def replace_gpus(self) -> None:
         """What a repair does: other hardware, which computes rightly."""
         self._gpu_series += 1
-        self.lying = self.probes_fail = False
+        self.lying = self.misjudging = self.probes_fail = False
         self._findings.clear()
 
     def probe(self, body: RunProbe, done: Callable[[ProbeFinished], None]) -> None:

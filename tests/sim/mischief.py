@@ -112,6 +112,9 @@ class Mischief:
     def compute_wrongly(self, fault: Fault) -> None:
         self._machine(fault).lying = True
 
+    def audit_wrongly(self, fault: Fault) -> None:
+        self._machine(fault).misjudging = True
+
     def fill_memory(self, fault: Fault) -> None:
         """Its vault has no room for other nodes' copies."""
         machine = self._machine(fault)

@@ -15,9 +15,22 @@ from everstep_controller.rulebook import shipped_rulebook
 from everstep.vocabulary import FindingKind, Mode
 from everstep.wire.v1.agent import Domain
 from everstep.wire.v1.training import JobSpec, SpillPlan
-from tests.sim.faults import Fault, of_all_kinds, of_blame, of_breaker, of_keeping, of_leaders, of_pace, of_return
+from tests.sim.faults import (
+    Fault,
+    of_all_kinds,
+    of_audits,
+    of_blame,
+    of_breaker,
+    of_keeping,
+    of_leaders,
+    of_pace,
+    of_return,
+)
 from tests.sim.terrain import TERRAIN_SHARE, of_terrain, settle
 from tests.sim.upkeep import UPKEEP_SHARE, of_upkeep
+
+AUDITED_SHARE = 0.2
+"""Of the worlds, in which ranks audit each other's work."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +106,10 @@ def make(seed: int) -> Plan:
     faults += of_return(random.Random(seed ^ 0x2E70), plan)
     faults += of_leaders(random.Random(seed ^ 0xDEAF), plan)
     faults += of_breaker(random.Random(seed ^ 0xB125), plan)
+    audited = random.Random(seed ^ 0xA0D17)
+    if audited.random() < AUDITED_SHARE:
+        plan = _with_audits(audited, plan)
+        faults += of_audits(audited, plan)
     paced = random.Random(seed ^ 0x5200)  # and so are those in which nobody is slow for long
     if paced.random() < 0.15:
         plan = _with_pace(paced, plan)
@@ -170,6 +187,19 @@ def _protected(rng: random.Random, job: JobPlan) -> JobPlan:
         if rng.random() < 0.6:  # in place of copies
             spec = msgspec.structs.replace(spec, replicas=1, min_nodes=max(4, spec.min_nodes))
     return JobPlan(**{**job.__dict__, "spec": spec})
+
+
+def _with_audits(rng: random.Random, plan: Plan) -> Plan:
+    """All jobs are audited, and strikes are forgiven within the time of a world."""
+    jobs = tuple(
+        JobPlan(**{**job.__dict__, "spec": msgspec.structs.replace(job.spec, sdc="standard")}) for job in plan.jobs
+    )
+    policy = msgspec.structs.replace(
+        plan.policy,
+        audit_strike_window_s=rng.choice((30.0, 7 * 86400.0)),
+        audit_candidate_max_s=rng.choice((15.0, 3600.0)),
+    )
+    return Plan(**{**plan.__dict__, "jobs": jobs, "policy": policy})
 
 
 def _with_pace(rng: random.Random, plan: Plan) -> Plan:

@@ -558,11 +558,24 @@ class JobCommits(msgspec.Struct, kw_only=True):
     restore_ceiling: Version | None = None
     """Newest version that may be restored after corruption; None once a later version is committed."""
     locations: VersionLocations | None = None
+    earlier_locations: list[VersionLocations] = []
+    """Locations from earlier generations, of the versions kept for audits."""
     audited: VersionRecord | None = None
     """Newest committed version that audits have verified. Ranks keep it, because the job goes back to it after an audit
     found wrong work."""
     audit_candidate: VersionRecord | None = None
     """Committed version that audits verify next. Ranks keep it, too."""
+
+    def shares_of(self, generation: GenerationNumber) -> dict[NodeId, ShareLocations]:
+        """Return the locations of the shares of versions from ``generation``, by node; {} if they are unknown."""
+        known = [self.locations] if self.locations is not None else []
+        found = (one.shares for one in (*known, *self.earlier_locations) if one.generation == generation)
+        return next(found, {})
+
+    def counts_on(self, node: NodeId) -> bool:
+        """Return whether the node's ranks stored a share of a version that the job may restore."""
+        known = [self.locations] if self.locations is not None else []
+        return any(node in one.shares for one in (*known, *self.earlier_locations))
 
 
 class JobSpills(msgspec.Struct, kw_only=True):

@@ -53,7 +53,7 @@ def reason_to_keep(state: FleetState, node: str) -> str:
                 f"{node} is in the roster of job {job.job}, which is {job.status.state}: stop the job, or let it "
                 "continue without the node"
             )
-        if job.commits.locations is not None and node in job.commits.locations.shares:
+        if job.commits.counts_on(node):
             return f"{node} may hold a share of what {job.job} has committed: wait for its next commit, or stop the job"
     busy = (*(probe.nodes for probe in state.probes.values()), *(case.suspects for case in state.blame_cases.values()))
     if any(node in those for those in busy):
@@ -130,15 +130,15 @@ def _keep_unfit(transition: Transition, record: NodeRecord) -> None:
 def _remove_from_job(transition: Transition, job: JobRecord, node: str) -> None:
     """Remove the node from the job. An ended job that counts on the node for a version loses its locations."""
     member = job.membership
-    shares = job.commits.locations.shares if job.commits.locations is not None else {}
+    counts = job.commits.counts_on(node)
     blamed = (member.excluded_nodes, job.failures.rank_loss_times, member.replaced_stragglers)
-    if not any(node in place for place in (member.launchers, *blamed, member.former_nodes, shares)):
+    if not (counts or any(node in place for place in (member.launchers, *blamed, member.former_nodes))):
         return
     job.membership.launchers.pop(node, None)
     job_index.clear_exclusion(transition, job.job, node)
     job.membership.former_nodes = [other for other in job.membership.former_nodes if other != node]
-    if node in shares:
-        job.commits.locations = None
+    if counts:
+        job.commits.locations, job.commits.earlier_locations = None, []
     transition.mark_job_changed(job.job)
 
 

@@ -56,7 +56,13 @@ class Copies(Checker):
             place = row.job, Version(row.generation, row.step)
             if place not in self._known:
                 self._known.add(place)
-                self._committed(*place)
+                if not self._is_void(*place):
+                    self._committed(*place)
+
+    def _is_void(self, job: str, version: Version) -> bool:
+        """What audits undid before the database was back to take it down."""
+        later = (spec for (name, number), spec in self._specs.items() if name == job and number > version.generation)
+        return any(spec.restore.ceiling is not None and spec.restore.ceiling < version for spec in later)
 
     def _since(self, job: str, version: Version) -> set[str]:
         """Who was harmed since the version was made."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.sim.checkers.audits import Audits
 from tests.sim.checkers.blame import Blame
 from tests.sim.checkers.budget import Budget
 from tests.sim.checkers.checker import Checker
@@ -40,6 +41,7 @@ def all_checkers() -> list[Checker]:
         Fencing(),
         Passages(),
         Restores(),
+        Audits(),
         Copies(),
         Budget(),
         Evidence(),

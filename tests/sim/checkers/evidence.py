@@ -54,7 +54,7 @@ class Evidence(Checker):
         }
 
     def _fault(self, fact: facts.FaultBegan) -> None:
-        if fact.kind == "compute_wrongly":
+        if fact.kind in ("compute_wrongly", "audit_wrongly"):
             self._lied.add(fact.node)
 
     def _probe_answered(self, fact: facts.ProbeAnswered) -> None:
@@ -111,7 +111,7 @@ class Evidence(Checker):
             if finding.kind in PROBED:
                 if verdict.node not in self._failed:
                     raise Violation(self.name, f"{verdict.node} is evicted and failed no probe: {verdict.sentence}")
-            elif finding.kind is FindingKind.DIGEST_MISMATCH:
+            elif finding.kind in (FindingKind.DIGEST_MISMATCH, FindingKind.AUDIT_MISMATCH):
                 if verdict.node not in self._lied and not self._tied_with_two_liars(verdict):
                     raise Violation(self.name, f"{verdict.node} is evicted and never lied: {verdict.sentence}")
             elif finding.kind is FindingKind.RANK_STRAGGLER:

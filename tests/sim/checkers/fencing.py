@@ -74,7 +74,7 @@ class Fencing(Checker):
             if isinstance(effect, PutGeneration):
                 self._specs[effect.spec.job] = effect.spec
                 self._decided[effect.spec.job, effect.spec.number] = effect.spec
-            elif isinstance(effect, PutVersion):
+            elif isinstance(effect, PutVersion) and effect.doc.audited_at is None:
                 self._commit(effect.doc.job, effect.doc.version)
                 self._compared(effect.doc)
 

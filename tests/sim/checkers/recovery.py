@@ -26,8 +26,8 @@ class Recovery(Checker):
         return {facts.Durable: self._durable}
 
     def _durable(self, fact: facts.Durable) -> None:
-        for job, _, _ in fact.batch.versions:
-            self._committed[job] = self._committed.get(job, 0) + 1
+        for (job, _, _), row in fact.batch.versions.items():
+            self._committed[job] = self._committed.get(job, 0) + (row.audited_at is None)
 
     def complaint(self) -> str:
         if self._quiet is None:

@@ -14,7 +14,12 @@ from tests.sim import facts
 from tests.sim.checkers.checker import Checker, Watches
 from tests.sim.facts import Violation
 
-WRONG = (FindingKind.DIGEST_MISMATCH, FindingKind.COMPUTE_WRONG, FindingKind.MEMORY_WRONG)
+WRONG = (
+    FindingKind.DIGEST_MISMATCH,
+    FindingKind.AUDIT_MISMATCH,
+    FindingKind.COMPUTE_WRONG,
+    FindingKind.MEMORY_WRONG,
+)
 CLEARED = ("node.eviction_rolled_back", "node.repaired", "remediation.confirmed")
 """Lines of the log by which what was proved is no more: others showed it, the GPUs are others, memory was reset."""
 

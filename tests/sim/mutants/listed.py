@@ -41,6 +41,7 @@ from everstep_trainer.runtime.directives import ReceivedDirectives
 from everstep.wire.v1.agent import FrameKind, Register
 from tests.sim import training_state
 from tests.sim.mutants.mutant import Mutant, nothing
+from tests.sim.mutants.of_audits import OF_AUDITS
 from tests.sim.mutants.of_passages import OF_PASSAGES
 from tests.sim.mutants.of_places import OF_PLACES
 from tests.sim.mutants.of_windows import OF_WINDOWS
@@ -415,6 +416,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("a new controller forgets its deadlines", lambda: swapped(startup.handle_controller_started, nothing)),
     Mutant("a leader that no node reaches stays", lambda: swapped(lease.is_cut_off, _no), seeds=(4, 34)),
     Mutant("a resumed generation is not noticed", lambda: swapped(lifecycle.handle_resumed, nothing)),
+    *OF_AUDITS,
     *OF_WINDOWS,
     *OF_PLACES,
     *OF_PASSAGES,

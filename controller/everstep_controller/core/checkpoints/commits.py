@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import msgspec
 
 from everstep.ids import Version
+from everstep.vocabulary import FindingKind
 from everstep.wire.v1.directives import VersionNotice
 from everstep.wire.v1.training import GenerationSpec, RestoreRule, VersionSealed
 from everstep_controller.core.checkpoints.parity import consider_protection, drop_corrupt_protection, pinned_versions
@@ -22,6 +23,8 @@ from everstep_controller.core.records import JobRecord, ShareLocations, VersionL
 from everstep_controller.core.state import JobRuntime, VersionSeals
 from everstep_controller.core.transition import Transition
 
+AUDIT_CONVICTION_KEY = f"{FindingKind.AUDIT_MISMATCH}/work"
+"""Key of the finding on a node that audits have convicted."""
 UNKNOWN_CANDIDATE = -1
 """A candidate step that no version has."""
 NO_VERSION = Version(0, 0)
@@ -161,6 +164,7 @@ def _commit(transition: Transition, job: JobRecord, version: Version, ballot: Ve
     }
     locations = VersionLocations(version.generation, shares)  # usually equal for all versions of a generation
     if job.commits.restore_ceiling is not None or job.commits.locations != locations:
+        _keep_earlier_locations(job, version)
         job.commits.restore_ceiling, job.commits.locations = None, locations
         transition.mark_job_changed(job.job)
     record = VersionRecord(
@@ -176,6 +180,18 @@ def _commit(transition: Transition, job: JobRecord, version: Version, ballot: Ve
     consider_spill(transition, job, version, sum(ballot.bytes_by_rank.values()))
     consider_protection(transition, job, version)
     _announce_next(transition, job, live)
+
+
+def _keep_earlier_locations(job: JobRecord, version: Version) -> None:
+    """Before ``version`` is committed, keep where versions for audits are whose generation is over."""
+    commits = job.commits
+    kept = {one.version.generation for one in (commits.audited, commits.audit_candidate) if one is not None}
+    known = [commits.locations] if commits.locations is not None else []
+    commits.earlier_locations = [
+        one
+        for one in (*commits.earlier_locations, *known)
+        if one.generation in kept and one.generation != version.generation
+    ]
 
 
 def _choose_audit_candidate(transition: Transition, job: JobRecord, record: VersionRecord) -> None:
@@ -355,19 +371,34 @@ def _forget_newer(job: JobRecord, live: JobRuntime, ceiling: Version, record: Ve
 
 
 def roll_back_open_cases(transition: Transition, job: JobRecord) -> None:
-    """Before a regroup, forbid versions that may hold work whose audit has found a difference and is not judged yet."""
-    cases, spec = transition.state.job_runtime[job.job].audits.cases.values(), job.running_generation
-    steps = [
-        case.first_bad_step
-        for case in cases
-        if spec is not None and case.key.generation == spec.number and case.is_about_parameters
-    ]
-    ceiling = job.commits.restore_ceiling
-    if not steps or (ceiling is not None and ceiling.step < min(steps)):
+    """Before a regroup, forbid versions that may hold wrong work: an audit of it is not judged yet, or a convicted node
+    has stayed in the roster because its eviction is deferred."""
+    spec, ceiling = job.running_generation, job.commits.restore_ceiling
+    if spec is None:
         return
-    words = roll_back_before(transition, job, min(steps))
-    sentence = f"results of step {min(steps)} differ in an audit that a regrouping cuts short; {words}"
-    transition.audit("corruption.unresolved_audit", sentence, job=job.job, generation=job.progress.last_number)
+    open_cases = [
+        (case.first_bad_step, f"results of step {case.key.step} differ in an audit that a regrouping cuts short")
+        for case in transition.state.job_runtime[job.job].audits.cases.values()
+        if case.key.generation == spec.number and case.is_about_parameters
+    ]
+    reasons = [*open_cases, *_convicted_seats(transition, job, spec)]
+    if not reasons:
+        return
+    step, why = min(reasons)
+    if ceiling is None or ceiling.step >= step:
+        words = roll_back_before(transition, job, step)
+        sentence = f"{why}; {words}"
+        transition.audit("corruption.unresolved_audit", sentence, job=job.job, generation=job.progress.last_number)
+
+
+def _convicted_seats(transition: Transition, job: JobRecord, spec: GenerationSpec) -> list[tuple[int, str]]:
+    """Return the first wrong step of each seated node that audits of this job have convicted, and why it is wrong."""
+    found = []
+    for node in spec.seats:
+        finding = transition.state.nodes[node].health.controller_findings.get(AUDIT_CONVICTION_KEY)
+        if finding is not None and finding.evidence.get("job") == job.job:
+            found.append((int(finding.evidence["step"]), f"{node} was convicted by an audit and stayed in the job"))
+    return found
 
 
 def roll_back_open_votes(transition: Transition, job: JobRecord) -> None:

@@ -109,8 +109,8 @@ def _locations_of(job: JobRecord, committed: Version | None) -> dict[str, ShareL
     """Return the committed version's shares by node, as reported or else as its generation placed them."""
     if committed is None:
         return {}
-    if job.commits.locations is not None and job.commits.locations.generation == committed.generation:
-        return job.commits.locations.shares
+    if shares := job.commits.shares_of(committed.generation):
+        return shares
     for spec in (job.outgoing_generation, job.generation):
         if spec is not None and spec.number == committed.generation:
             return {node: ShareLocations(full_copies=spec.replica_nodes.get(node, ())) for node in spec.seats}

@@ -241,6 +241,9 @@ def _raise_mismatch(
 
 # Audits
 
+MAX_STRIKES = 16
+"""Number of strikes remembered per node: one whose eviction is deferred goes on."""
+
 
 def handle_audit_statement(transition: Transition, job: JobRecord, node: str, report: AuditStatement) -> None:
     """Handle what a rank computed for an audit that found a difference."""
@@ -307,10 +310,10 @@ def _add_strike(transition: Transition, job: JobRecord, case: AuditCase, node: s
     )
     if not known:
         strikes.append(AuditStrike(transition.now, job.job, generation, description))
-    record.audits.strikes = strikes
+    record.audits.strikes = strikes[-MAX_STRIKES:]
     transition.mark_node_changed(node)
     window = format_span(policy.audit_strike_window_s)
-    number = f"strike {len(strikes)} of {policy.audit_strike_count} within {window}"
+    number = f"strike {min(len(strikes), policy.audit_strike_count)} of {policy.audit_strike_count} within {window}"
     if len(strikes) >= policy.audit_strike_count:
         _convict(transition, job, case, node, f"{description}; this is {number}", before)
         return True
