@@ -16,7 +16,7 @@ from torch import nn
 
 from everstep.ids import Version
 from everstep.layout.slots import SegmentView
-from everstep.wire.v1.training import FindingRaised, RestoreRule, VersionSealed
+from everstep.wire.v1.training import FindingRaised, JobSpec, RestoreRule, VersionSealed
 from tests.support.forked import ForkPool
 from tests.support.generations import JOB, generation
 from tests.support.vaults import Vaults, map_segment, vaults
@@ -60,9 +60,10 @@ class LoneRank:
         hear: Callable[[VersionSealed], None] = lambda _: None,
         *,
         rule: RestoreRule | None = None,
+        job: JobSpec | None = None,
         **more: object,
     ) -> Snapshotter:
-        spec = generation(number, restore=rule)
+        spec = generation(number, restore=rule, spec=job)
         self.state = TrackedState(self.objects())
         return Snapshotter(self.client, self.state, spec, spec.roster[0], dist.HashStore(), hear, **more)  # type: ignore[arg-type]
 

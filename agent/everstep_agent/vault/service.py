@@ -227,7 +227,7 @@ def _describe_needs(job: str, needs: Sequence[local.SegmentRequirement]) -> str:
     slots = "/".join(str(count) for count in sorted({need.slots for need in needs}))
     detail = f"{slots} slots of {len(own)} ranks here: {_needed_bytes(own)} bytes"
     detail += f", copies of {len(copies)} ranks of other nodes: {_needed_bytes(copies)} bytes" if copies else ""
-    detail += f", {pinned} of these for versions being written to storage or parity" if pinned else ""
+    detail += f", {pinned} of these for versions kept for storage, parity or audits" if pinned else ""
     return f"job {job} ({detail}; without the slots that exist already)"
 
 

@@ -38,6 +38,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 TALLY_KEY = "tally"  # in the generation's store
+CLEAN_REPORT_S = 1.0
+"""Minimum seconds between reports of clean audits, one of which can verify a version; each costs the controller."""
+CLEAN_REPORT_PER_RANK_S = 0.001
+"""The same per rank of the job: 10,000 ranks report every 10 s, a thousand reports a second."""
 TALLIES = 64  # about as many ranks share theirs: all know nearly the same
 
 # ---- timeline of a regrouping
@@ -148,6 +152,7 @@ class GenerationSession(TrainingSession):
         self._shares_tally = False
         self._regroup_record: RegroupRecord | None = None
         self._restoration: Restoration | None = None
+        self._next_clean_report_at = 0.0
         if self._spec.restore.floor is not None:  # a committed version is restored for certain
             self._restoration = self._new_restoration()
             self._restoration.start()
@@ -310,7 +315,10 @@ class GenerationSession(TrainingSession):
         )
 
     def report_clean_audits(self, step: int) -> None:
-        spec, rank = self._spec, self.group.member.rank
+        spec, rank, now = self._spec, self.group.member.rank, self.clock.monotonic()
+        if now < self._next_clean_report_at:  # a later report says more
+            return
+        self._next_clean_report_at = now + max(CLEAN_REPORT_S, spec.world_size * CLEAN_REPORT_PER_RANK_S)
         self.send(AuditsClean(job=spec.job, at=self.clock.wall(), generation=spec.number, rank=rank, step=step))
 
     def atomic(self) -> AbstractContextManager[None]:

@@ -213,7 +213,7 @@ class SnapshotPlanner:
             try:
                 return self._vault.open_segment(job, local_rank, nbytes, provision.slots + pinned, keep)
             except OutOfSlotMemory as error:
-                log.warning("no memory to keep versions for parity or storage: %s", error, extra={"job": job})
+                log.warning("no memory to keep versions for parity, storage or audits: %s", error, extra={"job": job})
         return self._vault.open_segment(job, local_rank, nbytes, provision.slots, keep)
 
     def _slot_bytes(self, provision: slot_negotiation.SlotProvision, encoded: int, payload: int, whole: int) -> int:

@@ -20,7 +20,7 @@ from everstep.bearer_tokens import TokenRole, mint
 from everstep.cli import tables
 from everstep.cli.main import app
 from everstep.ids import Version
-from everstep.vocabulary import JobState, NodeState, Verdict
+from everstep.vocabulary import Action, Decision, Finding, FindingKind, JobState, NodeState, Severity, Verdict
 from everstep.wire.v1 import operator as op
 from everstep.wire.v1 import operator_history
 from everstep.wire.v1.agent import Domain, Gpu, GpuGauges, Heartbeat, NumberedReport, Register, Reports
@@ -244,6 +244,34 @@ def test_verdict_explain_shows_finding_and_rule(run: Any) -> None:
     assert result.exit_code == 0, result.output
     assert "XID 79: GPU has fallen off the bus" in result.output
     assert "xid-79 (NVIDIA XID catalogue)" in result.output
+
+
+def test_verdict_of_an_audit_shows_all_statements() -> None:
+    evidence = {
+        "step": "1204",
+        "audit": "peer_replay",
+        "owner_statement": "rank 3 on n17: used 5f1c, computed 5f1c again",
+        "peer_statement": "rank 4 on n18: computed a0a0",
+        "arbiter_statement": "rank 9 on n21: computed a0a0",
+        "difference": "3 of 65536 elements differ",
+    }
+    finding = Finding(
+        kind=FindingKind.AUDIT_MISMATCH, subject="work", severity=Severity.CRITICAL, message="wrong", evidence=evidence
+    )
+    verdict = Verdict(
+        id="n17-1",
+        node="n17",
+        decision=Decision.EVICT,
+        sentence="evicted",
+        action=Action.REPAIR,
+        evidence=(finding,),
+        at=1.0,
+        trace="t",
+    )
+    lines = drawn(tables.verdict(verdict, 2.0), 120)
+    for value in evidence.values():
+        assert any(value in line for line in lines), value
+    assert any("owner statement" in line for line in lines)
 
 
 @pytest.mark.parametrize(

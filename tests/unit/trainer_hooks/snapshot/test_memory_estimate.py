@@ -232,7 +232,7 @@ def test_existing_slots_are_not_needed_again_and_copies_count(fleet: Vaults) -> 
     assert refused.code == OutOfSlotMemory.code
     copies = (
         f"copies of 2 ranks of other nodes: {2 * one} bytes, {2 * (STATE + PAGE_BYTES)} of these for "
-        "versions being written"
+        "versions kept for storage, parity or audits"
     )
     assert f"slots of 2 ranks here: {2 * one} bytes, {copies}" in refused.message
     assert f"needs {3 * one} bytes; {one} of the memory limit {3 * one} are in use" in refused.message

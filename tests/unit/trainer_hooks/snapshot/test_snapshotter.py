@@ -69,6 +69,32 @@ def test_five_slots_keep_newest_committed_and_candidate(rank: LoneRank) -> None:
     assert {v.step for v in rank.sealed()} == {11, 20, 26, 27, 28}
 
 
+@pytest.mark.promise("restore-clean")
+def test_audited_version_stays_and_is_restored(rank: LoneRank) -> None:
+    """Later versions are committed meanwhile; a conviction bars them all."""
+    audited, job = Version(1, 1), JobSpec(job=JOB, sdc="standard")
+    snapshots = rank.snapshotter(1, job=job)
+    rank.step(snapshots, 1)
+    snapshots.wait()
+    for candidate in range(10, 60, 10):
+        committed = Version(1, max(1, candidate - 10))
+        snapshots.update_versions(committed, candidate, (audited, Version(1, 10)) if candidate > 10 else (audited,))
+        for step in range(candidate - 8, candidate + 2):
+            rank.step(snapshots, step)
+    snapshots.wait()
+    assert {audited, Version(1, 10), Version(1, 40), Version(1, 50)} <= rank.sealed()
+    snapshots.close(finish=True)
+    rule = RestoreRule(floor=audited, ceiling=audited, pinned=(audited,))
+    result = rank.restore(2, rule)
+    assert (result.version, result.step) == (audited, 1)
+    assert rank.model.weight.unique().tolist() == [1.0]
+    again = rank.snapshotter(2, job=job, rule=rule, restored=audited)
+    for step in range(2, 9):
+        rank.step(again, step)
+    again.close(finish=True)
+    assert audited in rank.sealed(), "for the next conviction"
+
+
 def test_two_slots_keep_only_committed_and_candidate(rank: LoneRank) -> None:
     reports: list[VersionSealed] = []
     snapshots = rank.snapshotter(1, reports.append, options=SnapshotOptions(slots=2))
