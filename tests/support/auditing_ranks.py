@@ -1,0 +1,187 @@
+"""Ranks that train a small model with audits by peer replay, one of which may compute wrong results."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from everstep_trainer.sdc import peer_replay
+from everstep_trainer.sdc.audit import AuditSetup, Mismatch
+from everstep_trainer.sdc.chain import AuditChain
+from everstep_trainer.sdc.digest import combined_digest, to_hex
+from everstep_trainer.sdc.options import LinkOptions
+from everstep_trainer.sdc.peer_replay import PeerReplay
+from everstep_trainer.sdc.replay import is_replaying
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from everstep.vocabulary import AuditLink
+from tests.support.audited_models import CPU, MODELS, Gpt, Model
+
+NODES = ("a", "a", "b", "c")
+
+
+@dataclass(frozen=True)
+class Training:
+    """What ranks train. ``wrap``: "ddp", "fsdp" or "root" (``fully_shard`` of the whole model alone).
+
+    ``fault``: (rank, unit, "once" | "always" | "lie" | "vary") or None.
+    """
+
+    model: str = "gpt"
+    wrap: str = "ddp"
+    steps: int = 7
+    micro_batches: int = 2
+    interval: int | None = 1
+    compiled: str = ""
+    autocast: bool = False
+    fault: tuple[int, str, str] | None = None
+    fault_step: int = 2
+
+
+def play(forks: Any, world: int, training: Training) -> list[dict[str, Any]]:
+    """Return what each rank has after training: statements, log lines, and a digest of its state."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = [forks.start(train, rank, world, store.port, asdict(training)) for rank in range(world)]
+    return [rank.result() for rank in ranks]
+
+
+@contextmanager
+def grouped(rank: int, world: int, port: int) -> Iterator[None]:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def train(rank: int, world: int, port: int, options: dict[str, Any]) -> dict[str, Any]:
+    """In a process of its own, one of ``world``."""
+    training = Training(**options)
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    peer_replay.log.addHandler(handler)
+    peer_replay.log.setLevel(logging.INFO)
+    with grouped(rank, world, port):
+        return _trained(rank, world, training, lines)  # frees the model before the group is destroyed
+
+
+def _trained(rank: int, world: int, training: Training, lines: list[str]) -> dict[str, Any]:
+    torch.manual_seed(3)
+    kind = MODELS[training.model]
+    inner = kind.build()
+    model = _wrapped(inner, training, world)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    statements: list[Mismatch] = []
+    clean: list[int] = []
+    setup = AuditSetup(
+        rank=rank,
+        world_size=world,
+        nodes=NODES[:world],
+        device=CPU,
+        objects={"model": model, "optimizer": optimizer},
+        has_replica_per_rank=True,
+        report=statements.append,
+    )
+    audit = PeerReplay(setup)
+    options_of = {AuditLink.PEER_REPLAY: LinkOptions(interval=training.interval or 1)}
+    chain = AuditChain([audit] if training.interval else [], options_of, setup, 1, clean.append)
+    fault = _Fault(inner, training, rank)
+    for step in range(1, training.steps + 1):
+        chain.begin_step(step)
+        torch.manual_seed(100 * step + rank)
+        fault.step = step
+        _passes(model, kind, training, 10 * step + rank)
+        chain.before_update(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        chain.step_finished(step)
+    chain.close()
+    held = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+    return {
+        "statements": [msgspec.structs.asdict(one) for one in statements],
+        "lines": lines,
+        "clean": clean,
+        "units": [one.unit.name for one in audit._rotations],
+        "state": to_hex(combined_digest([*held, *model.buffers(), torch.get_rng_state()])),
+    }
+
+
+def _wrapped(model: nn.Module, training: Training, world: int) -> nn.Module:
+    blocks = model.blocks if isinstance(model, Gpt) else []
+    for number, block in enumerate(blocks):
+        if training.compiled == "in place":
+            block.compile(backend="aot_eager")
+        elif training.compiled:
+            blocks[number] = torch.compile(block, backend="aot_eager")  # type: ignore[index, operator]
+    if training.wrap == "ddp":
+        return DistributedDataParallel(model)
+    mesh = init_device_mesh("cpu", (world,))
+    if training.wrap == "fsdp":
+        for block in blocks:
+            fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def _passes(model: nn.Module, kind: Model, training: Training, seed: int) -> None:
+    for number in range(training.micro_batches):
+        with torch.autocast("cpu", torch.bfloat16, enabled=training.autocast):
+            loss = model(kind.data(1000 * number + seed)).float().square().mean() / training.micro_batches
+        loss.backward()
+
+
+class _Fault:
+    """Makes one rank compute wrong outputs of a unit: in training "once", "always" when it computes, when it does
+    others' work only ("lie"), or at all ranks with random noise ("vary")."""
+
+    def __init__(self, model: nn.Module, training: Training, rank: int) -> None:
+        self.step = 0
+        if training.fault is None or training.fault[0] not in (rank, -1):
+            return
+        _, name, self._when = training.fault
+        self._at, self._own_replays = training.fault_step, 0
+        self._is_done = False
+        module = model.get_submodule(name)
+        self._forward = module.forward
+        self._noise = torch.Generator().manual_seed(rank)
+        module.forward = self  # type: ignore[assignment]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = self._forward(*args, **kwargs)
+        if self._when == "vary":
+            return outputs * (1 + 1e-6 * torch.rand(1, generator=self._noise))
+        if self.step < self._at:
+            return outputs
+        is_wrong = {
+            "once": not is_replaying() and not self._is_done,
+            "always": True,
+            "lie": is_replaying() and not self._is_done,
+        }[self._when]
+        if not is_wrong:
+            return outputs
+        self._is_done = True
+        mask = torch.ones_like(outputs)
+        mask.view(-1)[3] = 1.5
+        return outputs * mask
+
+
+def roles(ranks: Sequence[dict[str, Any]]) -> dict[tuple[int, int], dict[str, tuple[int, str, str]]]:
+    """Return by (step, owner) who stated what: rank, original and digest by role."""
+    found: dict[tuple[int, int], dict[str, tuple[int, str, str]]] = {}
+    for rank, held in enumerate(ranks):
+        for one in held["statements"]:
+            case = found.setdefault((one["step"], one["owner"]), {})
+            assert one["role"] not in case
+            case[one["role"]] = (rank, one["original"], one["digest"])
+    return found

@@ -1,0 +1,120 @@
+"""Ranks do each other's work again: clean runs give no statements, and faults give those that name the rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from everstep_trainer.sdc.peer_replay import choose_arbiter, describe_bits
+
+from tests.support.auditing_ranks import Training, play, roles
+
+
+@pytest.mark.parametrize(
+    "training",
+    [
+        Training(),
+        Training(model="convolutions", steps=9),
+        Training(model="mlp", steps=4),
+        Training(model="checkpointed", autocast=True),
+        Training(wrap="fsdp"),
+        Training(wrap="root", steps=5),
+        Training(model="checkpointed", wrap="fsdp", autocast=True),
+    ],
+    ids=lambda one: f"{one.model}-{one.wrap}",
+)
+def test_clean_training_is_audited_without_a_trace(forks: Any, training: Training) -> None:
+    audited = play(forks, 3, training)
+    plain = play(forks, 3, Training(**{**training.__dict__, "interval": None}))
+    assert [rank["statements"] for rank in audited] == [[], [], []]
+    assert [rank["lines"] for rank in audited] == [[], [], []]
+    units = len(audited[0]["units"])
+    assert [rank["clean"] for rank in audited] == [list(range(1, training.steps + 1 - units))] * 3
+    assert [rank["state"] for rank in audited] == [rank["state"] for rank in plain]
+
+
+@pytest.mark.parametrize("compiled", ["in place", "wrapped"])
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
+def test_compiled_blocks_are_audited(forks: Any, compiled: str, wrap: str) -> None:
+    ranks = play(forks, 2, Training(compiled=compiled, wrap=wrap))
+    assert [(rank["statements"], rank["lines"]) for rank in ranks] == [([], []), ([], [])]
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
+def test_one_wrong_output_is_a_transient_of_its_rank(forks: Any, wrap: str) -> None:
+    ranks = play(forks, 4, Training(wrap=wrap, fault=(1, "blocks.0", "once")))
+    ((step, owner), case), *rest = roles(ranks).items()
+    assert (step, owner, rest) == (2, 1, [])
+    (_, original, rerun), (peer, _, replayed), (arbiter, _, arbitrated) = (
+        case[role] for role in ("owner", "peer", "arbiter")
+    )
+    assert len({1, peer, arbiter}) == 3
+    assert original != rerun
+    assert rerun == replayed == arbitrated
+    (difference,) = {one["difference"] for one in ranks[arbiter]["statements"]}
+    assert difference.startswith("output 0: 1 of 192 elements differ, first [0, 0, 3]: expected ")
+    (unit,) = {one["unit"] for rank in ranks for one in rank["statements"]}
+    assert unit == "blocks.0 forward, micro-batch 0"
+
+
+def test_persistent_fault_is_repeated_by_its_rank_alone(forks: Any) -> None:
+    ranks = play(forks, 4, Training(fault=(2, "blocks.1.project", "always"), steps=3, fault_step=3))
+    cases = roles(ranks)
+    assert {owner for _, owner in cases} == {2, next(owner for _, owner in cases if owner != 2)}
+    for (step, owner), case in cases.items():
+        assert step == 3
+        (rank, original, rerun), (peer, _, replayed), (_, _, arbitrated) = (
+            case[role] for role in ("owner", "peer", "arbiter")
+        )
+        assert rank == owner
+        assert original == rerun
+        if owner == 2:
+            assert original != replayed == arbitrated
+        else:
+            assert peer == 2
+            assert original == arbitrated != replayed
+
+
+def test_lying_partner_is_contradicted(forks: Any) -> None:
+    ranks = play(forks, 3, Training(fault=(0, "words", "lie"), steps=7, fault_step=1))
+    ((_, case),) = roles(ranks).items()
+    (_, original, rerun), (peer, _, replayed), (_, _, arbitrated) = (
+        case[role] for role in ("owner", "peer", "arbiter")
+    )
+    assert peer == 0
+    assert original == rerun == arbitrated != replayed
+
+
+def test_two_ranks_report_without_an_arbiter(forks: Any) -> None:
+    ranks = play(forks, 2, Training(fault=(1, "head", "once"), steps=7, fault_step=6))
+    ((_, case),) = roles(ranks).items()
+    assert sorted(case) == ["owner", "peer"]
+    (owner, original, rerun), (_, _, replayed) = case["owner"], case["peer"]
+    assert owner == 1
+    assert original != rerun == replayed
+    (peers,) = ranks[0]["statements"]
+    assert not peers["expects_arbiter"]
+    assert "bits" in peers["difference"]
+
+
+def test_unrepeatable_unit_is_named_and_compared_by_tolerance(forks: Any) -> None:
+    ranks = play(forks, 3, Training(fault=(-1, "blocks.1.project", "vary"), steps=14))
+    assert [rank["statements"] for rank in ranks] == [[], [], []]
+    (line,) = [line for rank in ranks for line in rank["lines"]]
+    assert line.startswith("blocks.1 is not bitwise repeatable: project (output 0")
+
+
+def test_arbiter_is_on_a_third_node_if_there_is_one() -> None:
+    assert choose_arbiter(0, 1, 5, ("a", "b", "b", "a", "c")) == 4
+    assert choose_arbiter(0, 1, 4, ("a", "b", "b", "a")) == 2
+    assert choose_arbiter(3, 0, 4, ()) == 1
+
+
+def test_bits_are_described() -> None:
+    expected = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    found = expected.clone()
+    found[1, 0] = 3.5
+    assert describe_bits(expected, found.view(-1).view(torch.uint8)) == (
+        "1 of 4 elements differ, first [1, 0]: expected 3.0, training used 3.5, bits 0x200000"
+    )

@@ -1,0 +1,173 @@
+"""A captured call of a unit gives the same bits when it is done again, and leaves no trace."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from everstep_trainer.sdc.capture import Capture, PassRecord
+from everstep_trainer.sdc.replay import is_replaying, replay
+from everstep_trainer.sdc.units import Unit
+from torch import nn
+
+from tests.support.audited_models import CPU, MODELS, Model, captured_step, one_step, units_of
+
+
+def numbers(record: PassRecord) -> dict[str, list[int | None]]:
+    found: dict[str, list[int | None]] = {}
+    for item, digest in zip(record.items, record.digests, strict=True):
+        found.setdefault(item.name, []).append(None if digest is None else int(digest.item()))
+    return found
+
+
+def state(module: nn.Module) -> dict[str, torch.Tensor]:
+    held = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    grads = {f"{name}.grad": p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+    return {**held, **grads, "rng": torch.get_rng_state()}
+
+
+def assert_equal_states(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def check_replay(module: nn.Module, model: Model, unit: Unit, call: int, *, autocast: bool = False) -> PassRecord:
+    capture = captured_step(module, model, unit, call, autocast=autocast)
+    assert not capture.problem
+    assert capture.captured is not None
+    before = state(module)
+    again = replay(unit, capture.captured, CPU)
+    assert_equal_states(before, state(module))
+    assert numbers(again) == numbers(capture.captured.record)
+    return again
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_replay_equals_the_original(name: str, autocast: bool) -> None:
+    torch.manual_seed(1)
+    module = MODELS[name].build()
+    for unit in units_of(module):
+        for call in range(2):
+            record = check_replay(module, MODELS[name], unit, call, autocast=autocast)
+            if name != "reentrant" or not unit.name.startswith("blocks"):
+                expected = {f"gradient of {key}" for key, _ in unit.module.named_parameters()}
+                found = {item.name for item, one in zip(record.items, record.digests, strict=True) if one is not None}
+                assert expected <= found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_capture_does_not_change_training(name: str) -> None:
+    results = []
+    for captures in (False, True):
+        torch.manual_seed(1)
+        module = MODELS[name].build()
+        for unit in units_of(module):
+            if captures:
+                capture = captured_step(module, MODELS[name], unit, 1)
+                assert capture.captured is not None
+                replay(unit, capture.captured, CPU)
+            else:
+                one_step(module, MODELS[name])
+        results.append(state(module))
+    assert_equal_states(*results)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")  # torch.compile has its own
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("whole", [False, True])
+def test_compiled_unit_is_replayed_compiled(in_place: bool, whole: bool) -> None:
+    torch.manual_seed(1)
+    module = MODELS["gpt"].build()
+    if whole:
+        if in_place:
+            module.compile(backend="aot_eager")
+        else:
+            module = torch.compile(module, backend="aot_eager")  # type: ignore[assignment]
+    else:
+        for number, block in enumerate(module.blocks):  # type: ignore[arg-type]
+            if in_place:
+                block.compile(backend="aot_eager")
+            else:
+                module.blocks[number] = torch.compile(block, backend="aot_eager")  # type: ignore[index, operator]
+    units = units_of(module)
+    assert [unit.name for unit in units] == (
+        ["model"] if whole else ["words", "blocks.0", "blocks.1", "blocks.2", "norm", "head"]
+    )
+    for unit in units:
+        check_replay(module, MODELS["gpt"], unit, 1)
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_hooks_stay_out_of_code_compiled_meanwhile() -> None:
+    module = MODELS["gpt"].build()
+    capture = Capture(units_of(module)[1], 0, CPU)
+    capture.install()
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    one_step(compiled, MODELS["gpt"])  # type: ignore[arg-type]
+    capture.remove()
+    assert capture.captured is None
+    torch._dynamo.reset()
+
+
+def test_input_with_other_consumers_counts_this_unit_only() -> None:
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
+            self.other = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.other(x)
+            return x + self.inner(x) + self.inner(2 * x)
+
+    model = Model(Residual, lambda seed: torch.full((3, 4), 0.5 + seed))
+    module = Residual()
+    inner = Unit("inner", module.inner)
+    for call in range(4):
+        record = check_replay(module, model, inner, call)
+        assert any(item.name == "gradient of input 0" for item in record.items)
+
+
+def test_wrong_result_changes_a_digest() -> None:
+    module = MODELS["gpt"].build()
+    unit = units_of(module)[2]
+    capture = captured_step(module, MODELS["gpt"], unit, 0)
+    assert capture.captured is not None
+    original = unit.module.project.forward  # type: ignore[union-attr]
+    unit.module.project.forward = lambda x: original(x) * (1 + 2**-20)  # type: ignore[union-attr]
+    again = replay(unit, capture.captured, CPU)
+    ours, theirs = capture.captured.record.parts(), again.parts()
+    assert [bool(one == other) for one, other in zip(ours, theirs, strict=True)] == [False, False, False]
+
+
+def test_replay_restores_attributes_and_tells_hooks() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.calls = nn.Linear(4, 4), 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            self.seen = x
+            assert self.calls < 3 or is_replaying()
+            return self.layer(x)
+
+    module = Counting()
+    model = Model(Counting, lambda seed: torch.ones(1, 4))
+    check_replay(module, model, units_of(module)[0], 0)
+    assert module.calls == 2
+    assert not is_replaying()
+
+
+def test_python_random_numbers_are_refused() -> None:
+    import random
+
+    class Skipping(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * random.random()
+
+    module = Skipping(4, 4)
+    capture = captured_step(module, Model(Skipping, lambda seed: torch.ones(1, 4)), units_of(module)[0], 0)
+    assert capture.captured is None
+    assert "random numbers" in capture.problem
