@@ -1,0 +1,96 @@
+"""What the chain of audits catches of injected faults, in real training on four ranks, and what it costs.
+
+    python -m bench.sdc [--quick] [--cells PATTERN ...] [--per-cell 300] [--window 256] [--json FILE] [--plot PNG]
+
+Each cell is a model, a preset and a place of faults. A fault is put into one rank of a trained model; the bench trains
+on until the chain finds it or the window is over, and goes back to the trained state. Records are kept under out/sdc;
+another call adds what is missing. Intervals between audits are those that the chain once chose on this machine.
+Faults, their shapes and how often each occurs: `bench.sdc.injection`. Other detectors: `bench.sdc.peers`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from bench.sdc.cells import MAIN, SEEDS, Measure, choose
+from bench.sdc.models import Config
+from bench.sdc.ranks import Ranks
+from bench.sdc.report import Report
+from bench.sdc.store import Store
+from bench.table import finish, parser_of
+
+RANKS, WARM_STEPS = 4, 200
+PRESETS = ("light", "standard", "paranoid")
+Work = tuple[str, Callable[[], None]]
+
+
+def main() -> int:
+    parser = parser_of("sdc", __doc__)
+    parser.add_argument("--cells", nargs="*", default=[], metavar="PATTERN", help="CONFIG/PRESET/SITE, with * and ?")
+    parser.add_argument("--per-cell", type=int, default=300, help="injections of each cell")
+    parser.add_argument("--window", type=int, default=256, help="steps in which a fault may be found")
+    parser.add_argument("--clean", type=int, default=0, metavar="N", help="thousands of undisturbed steps to look at")
+    parser.add_argument("--overhead", type=int, default=0, metavar="BLOCKS", help="pairs of blocks of steps to time")
+    parser.add_argument("--store", type=Path, default=Path("out/sdc"), help="folder of the records")
+    parser.add_argument("--report-only", action="store_true", help="measure nothing; sum up the records")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="write a picture of coverage against overhead")
+    given = parser.parse_args()
+    if given.quick:
+        given.per_cell, given.window = min(given.per_cell, 3), min(given.window, 64)
+        given.cells = given.cells or [f"{MAIN}/standard/gemm_*"]
+    store = Store(given.store / f"window-{given.window}")
+    if not given.report_only:
+        warm_steps = 20 if given.quick else WARM_STEPS
+        with Ranks(RANKS, warm_steps, given.window) as ranks:
+            measure(Measure(ranks, store), store, given)
+    report = Report(store)
+    if given.plot:
+        report.draw(given.plot)
+    return finish("Silent corruption: faults caught", report.rows(), given.json)
+
+
+def measure(measures: Measure, store: Store, given: object) -> None:
+    """Do what the store does not have yet."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TimeRemainingColumn(), transient=True) as bar:
+        todo = list(work(measures, store, given))
+        task = bar.add_task("sdc", total=len(todo))
+        for name, do in todo:
+            bar.update(task, description=name)
+            do()
+            bar.advance(task)
+
+
+def work(measures: Measure, store: Store, given: object) -> Iterator[Work]:
+    """Yield what is missing in the store, configuration by configuration."""
+    cells = choose(given.cells)
+    for config in dict.fromkeys(cell.config for cell in cells):
+        yield f"{config.name}/seeds", lambda config=config: measures.seeds(config, 2 if given.quick else SEEDS)
+        own = [cell for cell in cells if cell.config == config]
+        for number in range(given.per_cell):  # cell by cell in turn: all grow alike
+            for cell in own:
+                if number not in store.records(cell.name):
+                    yield cell.name, lambda cell=cell, number=number: measures.injection(cell, number)
+    yield from side_work(measures, store, given)
+
+
+def side_work(measures: Measure, store: Store, given: object) -> Iterator[Work]:
+    """Yield false alarms and overhead."""
+    config = Config.parse(MAIN)
+    for number in range(-(-given.clean * 1000 // 2000)):
+        if number not in store.records(f"{MAIN}/clean/standard"):
+            yield f"{MAIN}/clean", lambda number=number: measures.clean(config, "standard", number)
+    if given.overhead:
+        for preset in PRESETS:
+            for link in ("all", *(measures.intervals(config, preset) if preset == "standard" else ())):
+                cell = f"{MAIN}/overhead-{preset}/{link}"
+                number = len(store.records(cell))
+                yield cell, lambda p=preset, link=link, n=number: measures.overhead(config, p, link, n, given.overhead)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,204 @@
+"""Name what is measured, and measure it: one record per number of a cell.
+
+A cell is ``CONFIG/KIND/WHAT``: ``gpt64-ddp-float32/standard/gemm_forward`` holds injections at a site under a preset,
+``.../peers/SITE`` the same injections before other detectors, ``.../clean/PRESET`` undisturbed steps, and
+``.../overhead/WHAT`` the time that a preset or a link takes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from everstep_trainer.sdc.options import PRESETS
+
+from bench.sdc.injection import Injection, Site, draw
+from bench.sdc.judging import Judgement, Outcome, Statement, judge_all, judge_replicas
+from bench.sdc.models import Config
+from bench.sdc.peers import Thresholds
+from bench.sdc.ranks import Ranks
+from bench.sdc.store import Store
+from bench.sdc.training import DATA_SEED, ONSET, Result
+
+MAIN = "gpt64-ddp-float32"
+OTHERS = (
+    "gpt64-ddp-bfloat16",
+    "gpt64-ddp-float32-recompute",
+    "gpt64-fsdp2-float32",
+    "mlp-ddp-float32",
+    "convnet-ddp-float32",
+)
+SITES_OF_OTHERS = (Site.GEMM_FORWARD, Site.GEMM_WEIGHT_GRADIENT, Site.ACTIVATIONS, Site.MOMENTS)
+PEER_SITES = (Site.GEMM_FORWARD, Site.GEMM_WEIGHT_GRADIENT, Site.PARAMETERS)
+CALIBRATION_STEPS = 320
+"""Steps until the chain has agreed on its intervals twice."""
+CLEAN_STEPS = 2000
+"""Undisturbed steps of one record."""
+SEEDS = 8
+
+
+@dataclass(frozen=True)
+class Cell:
+    """See the module."""
+
+    config: Config
+    kind: str
+    what: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.config.name}/{self.kind}/{self.what}"
+
+    @staticmethod
+    def parse(name: str) -> Cell:
+        """Return the cell of this name. Raises ValueError if there is no such configuration."""
+        config, kind, what = name.split("/")
+        return Cell(Config.parse(config), kind, what)
+
+
+def default_cells() -> Iterator[Cell]:
+    """Yield the cells that are measured without further choice."""
+    main = Config.parse(MAIN)
+    for site in Site:
+        yield Cell(main, "standard", site)
+    for preset in ("light", "paranoid"):
+        for site in PEER_SITES:
+            yield Cell(main, preset, site)
+    for site in PEER_SITES:
+        yield Cell(main, "peers", site)
+    for name in OTHERS:
+        for site in SITES_OF_OTHERS:
+            yield Cell(Config.parse(name), "standard", site)
+    recomputed = Config.parse("gpt64-ddp-float32-recompute")
+    for site in (Site.ACTIVATIONS, Site.GEMM_FORWARD):
+        yield Cell(recomputed, "peers", site)
+
+
+def choose(patterns: list[str]) -> list[Cell]:
+    """Return the cells whose names match one of the patterns. A whole name needs not be among the default cells."""
+    cells = list(default_cells())
+    if not patterns:
+        return cells
+    chosen = [cell for cell in cells if any(fnmatchcase(cell.name, pattern) for pattern in patterns)]
+    known = {cell.name for cell in chosen}
+    return chosen + [Cell.parse(one) for one in patterns if "*" not in one and one not in known]
+
+
+class Measure:
+    """Measures cells on the ranks, and keeps the records in the store."""
+
+    def __init__(self, ranks: Ranks, store: Store) -> None:
+        self._ranks, self._store = ranks, store
+        self._thresholds: dict[Config, Thresholds] = {}
+
+    def intervals(self, config: Config, preset: str) -> dict[str, int]:
+        """Return the intervals of a preset, as the chain once chose them on this machine."""
+        if preset not in PRESETS or preset == "off":
+            return {}
+        cell = f"{config.name}/intervals/{preset}"
+        known = self._store.records(cell)
+        if 0 not in known:
+            self._store.add(cell, 0, self._ranks.call(config, "intervals", preset, CALIBRATION_STEPS)[0])
+        return dict(known[0])
+
+    def seeds(self, config: Config, count: int = SEEDS) -> None:
+        """Record the final losses of undisturbed runs over other data."""
+        cell = f"{config.name}/seeds/loss"
+        for number in range(count):
+            if number not in self._store.records(cell):
+                losses = self._ranks.call(config, "final_loss", DATA_SEED + number)
+                self._store.add(cell, number, {"loss": losses[0]})
+
+    def injection(self, cell: Cell, number: int) -> None:
+        """Record one injection."""
+        site = Site(cell.what)
+        injection = draw(f"{cell.config.name}/{site}", site, number, self._ranks.world)  # the same under all presets
+        if cell.kind == "peers":
+            self._store.add(cell.name, number, self._before_peers(cell.config, injection))
+            return
+        intervals = self.intervals(cell.config, cell.kind)
+        phase = injection.seed % 9973 / 9973
+        results = self._ranks.call(cell.config, "run", injection, intervals, phase)
+        self._store.add(cell.name, number, outcome_of(injection, results))
+
+    def clean(self, config: Config, preset: str, number: int, steps: int = CLEAN_STEPS) -> None:
+        """Record undisturbed steps with a chain."""
+        intervals = self.intervals(config, preset)
+        results = self._ranks.call(config, "run", None, intervals, number * 0.381966 % 1.0, steps)
+        alarms = sum(len(one.statements) for one in results) + bool(results[0].replica_digests)
+        record = {"steps": results[0].steps, "alarms": alarms, "rotations": results[0].clean_audits}
+        links = sorted({str(said.link) for one in results for said in one.statements})
+        self._store.add(f"{config.name}/clean/{preset}", number, {**record, "links": links})
+
+    def overhead(self, config: Config, preset: str, link: str, number: int, blocks: int) -> None:
+        """Record the time of a step with and without a link, or with all of them (``all``)."""
+        chosen = self.intervals(config, preset)
+        if link != "all":
+            chosen = {link: chosen[link]}
+        block_steps = max(16, *chosen.values())
+        off, on = self._ranks.call(config, "time_steps", chosen, blocks, min(block_steps, 128))[0]
+        self._store.add(f"{config.name}/overhead-{preset}/{link}", number, {"off_s": off, "on_s": on})
+
+    def _before_peers(self, config: Config, injection: Injection) -> dict[str, Any]:
+        thresholds = self._thresholds.get(config)
+        if thresholds is None:
+            clean = [self._ranks.call(config, "run", None, {}, 0.0, 0, True)]
+            thresholds = self._thresholds[config] = Thresholds.fit([[one.signals for one in run] for run in clean])
+        results = self._ranks.call(config, "run", injection, {}, 0.0, 0, True)
+        alarms = thresholds.first_alarms([one.signals for one in results], results[0].differing_steps)
+        return {**_about(injection, results), "final_loss": _number(results[0].final_loss), "alarms": alarms}
+
+
+def _about(injection: Injection, results: list[Result]) -> dict[str, Any]:
+    own = results[injection.rank]
+    return {
+        "rank": injection.rank,
+        "corruption": str(injection.corruption),
+        "shape": str(injection.shape),
+        "probability": injection.probability,
+        "gate": injection.gate,
+        "stratum": own.stratum,
+        "elements": own.elements,
+        "activations": own.activations,
+        "changed_step": own.changed_step,
+        "steps": own.steps,
+    }
+
+
+def outcome_of(injection: Injection, results: list[Result]) -> dict[str, Any]:
+    """Return the record of an injection from what all ranks saw of it."""
+    statements = [Statement(rank, said) for rank, one in enumerate(results) for said in one.statements]
+    judgements = judge_all(statements)
+    own = results[injection.rank]
+    if own.replica_digests:
+        judgements.append(judge_replicas(own.replica_digests, own.steps))
+    first = _weightiest(judgements)
+    return {
+        **_about(injection, results),
+        "caught_by": first.link if first else "",
+        "latency": own.steps - ONSET if first else None,
+        "outcome": str(first.outcome) if first else "",
+        "named": first.rank if first else None,
+        "honest_convicted": [one.link for one in judgements if _is_against_honest(one, injection, Outcome.CONVICTED)],
+        "honest_strikes": [one.link for one in judgements if _is_against_honest(one, injection, *STRIKES)],
+        "final_loss": _number(own.final_loss),
+    }
+
+
+STRIKES = (Outcome.STRIKE, Outcome.AUDITOR_STRIKE)
+_WEIGHT = list(Outcome)
+
+
+def _weightiest(judgements: list[Judgement]) -> Judgement | None:
+    return min(judgements, key=lambda one: _WEIGHT.index(one.outcome), default=None)
+
+
+def _is_against_honest(judgement: Judgement, injection: Injection, *outcomes: Outcome) -> bool:
+    return judgement.outcome in outcomes and judgement.rank != injection.rank
+
+
+def _number(value: float | None) -> float | str | None:
+    return value if value is None or math.isfinite(value) else str(value)

@@ -1,0 +1,248 @@
+"""Sum up the records of a store: what was caught, how soon, by which link, at which cost; as rows and as a picture."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+from matplotlib import pyplot as plt
+
+from bench.sdc.cells import MAIN, Cell
+from bench.sdc.injection import DETECTORS, Site
+from bench.sdc.peers import PEERS
+from bench.sdc.store import Store
+from bench.table import Row
+
+COMPUTE = (
+    Site.GEMM_FORWARD,
+    Site.GEMM_INPUT_GRADIENT,
+    Site.GEMM_WEIGHT_GRADIENT,
+    Site.ATTENTION,
+    Site.LOCAL_GRADIENT,
+    Site.BEFORE_COLLECTIVE,
+    Site.AFTER_COLLECTIVE,
+    Site.ACTIVATIONS,
+)
+MEMORY = (Site.UPDATE, Site.PARAMETERS, Site.MOMENTS)
+MANY_PASSES = 6
+"""Passes of blocks in a step, roughly: a fault with as many activations a step is active in each pass."""
+Record = dict[str, Any]
+OURS, THEIRS = "#2a6f97", "#b0b7bf"
+
+
+def wilson(hits: int, of: int) -> tuple[float, float]:
+    """Return the 95 % interval of a share."""
+    if not of:
+        return 0.0, 1.0
+    z, share = 1.96, hits / of
+    middle = (share + z * z / (2 * of)) / (1 + z * z / of)
+    half = z / (1 + z * z / of) * math.sqrt(share * (1 - share) / of + z * z / (4 * of * of))
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def share_row(
+    name: str, hits: int, of: int, floor: float | None = None, aim: float | None = None, more: str = ""
+) -> Row:
+    """Return a row with a share in percent and its interval."""
+    low, high = wilson(hits, of)
+    against = f"{hits} of {of}, {100 * low:.1f} to {100 * high:.1f} %" + (f"; {more}" if more else "")
+    value = 100 * hits / of if of else None
+    judged = (floor, aim) if of else (None, None)
+    return Row(name, value, "%", *judged, against, smaller_is_better=False)
+
+
+class Report:
+    """The figures of one store."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.cells = [Cell.parse(name) for name in store.cells()]
+
+    def rows(self) -> list[Row]:
+        """Return all rows that the store has records for."""
+        rows = []
+        for preset in ("light", "standard", "paranoid"):
+            rows += self._preset_rows(preset)
+        for cell in self.cells:
+            if cell.kind in ("light", "standard", "paranoid"):
+                rows.append(self._cell_row(cell))
+        rows += self._stratum_rows() + self._link_rows() + self._harm_rows() + self._peer_rows()
+        return rows + self._clean_rows() + self._overhead_rows()
+
+    def records(self, config: str, kind: str, sites: Iterable[str]) -> list[Record]:
+        """Return the injections of these sites that changed parameters."""
+        found = (record for site in sites for record in self._store.records(f"{config}/{kind}/{site}").values())
+        return [one for one in found if one["changed_step"]]
+
+    def _preset_rows(self, preset: str) -> list[Row]:
+        judged = preset == "standard"
+        marks: Callable[[float, float], tuple[float | None, float | None]] = lambda floor, aim: (  # noqa: E731
+            (floor, aim) if judged else (None, None)
+        )
+        whole = self.records(MAIN, preset, (*COMPUTE, *MEMORY))
+        if not whole:
+            return []
+        lasting, once = [r for r in whole if r["probability"]], [r for r in whole if not r["probability"]]
+        rows = [
+            share_row(f"{preset}: permanent faults caught", _caught(lasting), len(lasting), *marks(95, 99)),
+            share_row(
+                f"{preset}: active in each pass of a block",
+                *_hits(r for r in lasting if _is_frequent(r)),
+                more="of these",
+            ),
+        ]
+        named = [r for r in lasting if r["caught_by"]]
+        right = sum(r["named"] == r["rank"] for r in named)
+        rows.append(share_row(f"{preset}: of the caught, the rank named", right, len(named), *marks(99, 100)))
+        for text, sites, floor, aim in (("passes and gradients", COMPUTE, 90, 98), ("state", MEMORY, 99.9, 100)):
+            some = [r for r in self.records(MAIN, preset, sites) if r["probability"]]
+            rows.append(share_row(f"{preset}: permanent in {text}", _caught(some), len(some), *marks(floor, aim)))
+        rows.append(share_row(f"{preset}: faults that act once", _caught(once), len(once), *marks(60, 85)))
+        everyone = [
+            record for cell in self.cells if cell.kind == preset for record in self._store.records(cell.name).values()
+        ]
+        evicted = sum(bool(r["honest_convicted"]) for r in everyone)
+        struck = sum(bool(r["honest_strikes"]) for r in everyone)
+        rows.append(Row(f"{preset}: honest ranks convicted", evicted, "", 0, 0, f"{len(everyone)} injections"))
+        rows.append(Row(f"{preset}: honest ranks with a strike", struck, "", None, None, "two within 7 days convict"))
+        return rows
+
+    def _cell_row(self, cell: Cell) -> Row:
+        records = list(self._store.records(cell.name).values())
+        if cell.what in DETECTORS:
+            reported = [one for one in records if one["caught_by"]]
+            named = sum(one["named"] == one["rank"] for one in reported)
+            return share_row(cell.name, named, len(reported), more="the liar named")
+        changed = [one for one in records if one["changed_step"]]
+        latencies = [one["latency"] for one in changed if one["caught_by"]]
+        by = Counter(one["caught_by"] for one in changed if one["caught_by"])
+        text = ", ".join(f"{link} {count}" for link, count in by.most_common())
+        late = f"median {median(latencies):.0f} steps; " if latencies else ""
+        return share_row(cell.name, *_hits(changed), more=late + text)
+
+    def _stratum_rows(self) -> list[Row]:
+        whole = self.records(MAIN, "standard", (*COMPUTE, *MEMORY))
+        rows = []
+        for field in ("stratum", "shape", "corruption"):
+            for value in sorted({one[field] for one in whole}):
+                rows.append(share_row(f"standard: {value}", *_hits(r for r in whole if r[field] == value)))
+        bounds = (0.0, 1.0, 100.0, math.inf)
+        lasting = [one for one in whole if one["probability"]]
+        for low, high in itertools.pairwise(bounds):
+            some = (one for one in lasting if low <= one["probability"] * one["elements"] < high)
+            rows.append(share_row(f"standard: {low:g} to {high:g} activations a step", *_hits(some)))
+        return rows if whole else []
+
+    def _link_rows(self) -> list[Row]:
+        whole = self.records(MAIN, "standard", (*COMPUTE, *MEMORY))
+        caught = Counter(one["caught_by"] for one in whole if one["caught_by"])
+        return [share_row(f"standard: caught first by {link}", n, len(whole)) for link, n in caught.most_common()]
+
+    def _harm_rows(self) -> list[Row]:
+        seeds = [one["loss"] for one in self._store.records(f"{MAIN}/seeds/loss").values()]
+        missed = [r for r in self.records(MAIN, "standard", (*COMPUTE, *MEMORY)) if not r["caught_by"]]
+        without = [r for site in Site for r in self.records(MAIN, "peers", (site,))]
+        if len(seeds) < 2:
+            return []
+        harmful: Callable[[Record], bool] = lambda r: not min(seeds) <= float(r["final_loss"]) <= max(seeds)  # noqa: E731
+        spread = f"loss outside {min(seeds):.4f} to {max(seeds):.4f}"
+        return [
+            share_row(f"{text}: harm after the window", sum(map(harmful, some)), len(some), more=spread)
+            for text, some in (("standard, missed", missed), ("without a chain", without))
+            if some
+        ]
+
+    def _peer_rows(self) -> list[Row]:
+        rows = []
+        for config in sorted({cell.config.name for cell in self.cells if cell.kind == "peers"}):
+            sites = [cell.what for cell in self.cells if cell.kind == "peers" and cell.config.name == config]
+            records = self.records(config, "peers", sites)
+            for peer in PEERS:
+                hits = sum(bool(one["alarms"][peer]) for one in records)
+                rows.append(share_row(f"{config}: {peer}", hits, len(records), more="peer"))
+            numbers = {site: set(self._store.records(f"{config}/peers/{site}")) for site in sites}
+            ours = [
+                one
+                for site in sites
+                for number, one in self._store.records(f"{config}/standard/{site}").items()
+                if number in numbers[site] and one["changed_step"]
+            ]
+            if ours:
+                rows.append(share_row(f"{config}: standard, on the same injections", *_hits(ours)))
+        return rows
+
+    def _clean_rows(self) -> list[Row]:
+        rows = []
+        for cell in self.cells:
+            if cell.kind == "clean":
+                records = self._store.records(cell.name).values()
+                steps, alarms = sum(one["steps"] for one in records), sum(one["alarms"] for one in records)
+                rows.append(
+                    Row(f"{cell.name}: false alarms", 1e6 * alarms / steps, "per 1e6 steps", 0, 0, f"in {steps} steps")
+                )
+        return rows
+
+    def overhead(self, config: str, preset: str, link: str) -> float | None:
+        """Return by how many percent a step takes longer; the median of paired blocks."""
+        records = self._store.records(f"{config}/overhead-{preset}/{link}").values()
+        ratios = [on / off for one in records for off, on in zip(one["off_s"], one["on_s"], strict=True)]
+        return 100 * (median(ratios) - 1) if ratios else None
+
+    def _overhead_rows(self) -> list[Row]:
+        rows = []
+        for cell in self.cells:
+            if cell.kind.startswith("overhead-"):
+                preset = cell.kind.removeprefix("overhead-")
+                judged = (5, 2) if preset == "standard" and cell.what == "all" else (None, None)
+                value = self.overhead(cell.config.name, preset, cell.what)
+                rows.append(Row(f"{cell.name}", value, "% of a step", *judged))
+        return rows
+
+    def draw(self, path: Path) -> None:
+        """Write a picture of coverage against overhead."""
+        figure, axes = plt.subplots(figsize=(7, 4.4))
+        for preset in ("light", "standard", "paranoid"):
+            sites = [cell.what for cell in self.cells if cell.kind == preset and cell.config.name == MAIN]
+            records = [r for r in self.records(MAIN, preset, sites) if r["probability"]]
+            cost = self.overhead(MAIN, preset, "all")
+            if records and cost is not None:
+                self._point(axes, max(cost, 0.0), *_hits(records), preset, OURS)
+        config_peers = [cell.what for cell in self.cells if cell.kind == "peers" and cell.config.name == MAIN]
+        records = [r for r in self.records(MAIN, "peers", config_peers) if r["probability"]]
+        for peer in PEERS if records else ():
+            self._point(axes, 0.0, sum(bool(one["alarms"][peer]) for one in records), len(records), peer, THEIRS)
+        axes.set_xlabel("time added to a step, %")
+        axes.set_ylabel("permanent faults caught, %")
+        axes.set_ylim(0, 104)
+        axes.spines[["top", "right"]].set_visible(False)
+        figure.tight_layout()
+        figure.savefig(path, dpi=130)
+        plt.close(figure)
+
+    def _point(self, axes: plt.Axes, cost: float, hits: int, of: int, name: str, colour: str) -> None:
+        share = 100 * hits / of
+        low, high = wilson(hits, of)
+        errors = [[share - 100 * low], [100 * high - share]]
+        axes.errorbar([cost], [share], yerr=errors, fmt="o", color=colour, capsize=3)
+        axes.annotate(name, (cost, share), xytext=(7, 3), textcoords="offset points", fontsize=8)
+
+
+def _caught(records: Iterable[Record]) -> int:
+    return sum(bool(one["caught_by"]) for one in records)
+
+
+def _hits(records: Iterable[Record]) -> tuple[int, int]:
+    known = list(records)
+    return _caught(known), len(known)
+
+
+def _is_frequent(record: Record) -> bool:
+    return record["probability"] * record["elements"] >= MANY_PASSES

@@ -1,0 +1,323 @@
+"""Let a fault act at its place in one rank's training: in products, gradients, collectives, memory or the detector.
+
+Without an active fault, the same kernels run on the same values, so the numbers stay as they are.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+from bench.sdc.injection import Fault, Site
+from bench.sdc.models import Stack
+
+
+class FaultySite:
+    """The place where a fault acts. ``install`` prepares it for a run of steps; the other methods are called in each
+    step where their names say."""
+
+    def __init__(self, fault: Fault, model: nn.Module, inner: Stack, optimizer: torch.optim.Optimizer) -> None:
+        self.fault, self.model, self.inner, self.optimizer = fault, model, inner, optimizer
+        self.is_in_passes = False
+
+    @contextmanager
+    def install(self) -> Iterator[None]:
+        yield
+
+    @contextmanager
+    def forward_pass(self) -> Iterator[None]:
+        yield
+
+    def before_backward(self) -> None:
+        """Called between the passes."""
+
+    def after_backward(self) -> None:
+        """Called before the audits and the update."""
+
+    def after_update(self) -> None:
+        """Called between the update and the audits after it."""
+
+    def at_rest(self) -> None:
+        """Called between two steps."""
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Return this rank's parts of all parameters."""
+        return [local(one) for one in self.inner.parameters()]
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a tensor."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+class _Tap(torch.autograd.Function):
+    """The identity, with a fault in its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, fault: Fault) -> torch.Tensor:
+        ctx.fault = fault
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return ctx.fault.corrupted(gradient), None
+
+
+class _Products(FaultySite):
+    """Products of linear layers and convolutions. They are wrong in audits, too: the same hardware does them."""
+
+    site = Site.GEMM_FORWARD
+
+    @contextmanager
+    def install(self) -> Iterator[None]:
+        with patched(functional, "linear", self._wrap), patched(functional, "conv2d", self._wrap):
+            yield
+
+    def _wrap(self, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        fault, site = self.fault, self.site
+
+        def product(x: torch.Tensor, weight: torch.Tensor, *more: Any, **options: Any) -> torch.Tensor:
+            if site is Site.GEMM_FORWARD:
+                result = original(x, weight, *more, **options)
+                fault.corrupt(result)
+                return result
+            if torch.is_autocast_enabled("cpu"):
+                x, weight = x.to(torch.bfloat16), weight.to(torch.bfloat16)
+            if site is Site.GEMM_INPUT_GRADIENT and x.requires_grad:
+                x = _Tap.apply(x, fault)
+            elif site is Site.GEMM_WEIGHT_GRADIENT and weight.requires_grad:
+                weight = _Tap.apply(weight, fault)
+            return original(x, weight, *more, **options)
+
+        return product
+
+
+class _InputGradients(_Products):
+    site = Site.GEMM_INPUT_GRADIENT
+
+
+class _WeightGradients(_Products):
+    site = Site.GEMM_WEIGHT_GRADIENT
+
+
+class _Attention(FaultySite):
+    @contextmanager
+    def install(self) -> Iterator[None]:
+        with patched(functional, "scaled_dot_product_attention", self._wrap):
+            yield
+
+    def _wrap(self, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def attention(*args: Any, **options: Any) -> torch.Tensor:
+            result = original(*args, **options)
+            self.fault.corrupt(result)
+            return result
+
+        return attention
+
+
+class _LocalGradients(FaultySite):
+    """Gradients as the backward pass leaves them, before anything reads them."""
+
+    @contextmanager
+    def install(self) -> Iterator[None]:
+        hooks = [one.register_post_accumulate_grad_hook(self._accumulated) for one in self.inner.parameters()]
+        with patched(_fsdp_param_group, "foreach_reduce", self._wrap):
+            yield
+        for hook in hooks:
+            hook.remove()
+
+    def _accumulated(self, parameter: torch.Tensor) -> None:
+        if self.is_in_passes and not isinstance(parameter, DTensor) and parameter.grad is not None:
+            self.fault.corrupt(parameter.grad)
+
+    def _wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def reduce(parameters: Any, gradients: list[torch.Tensor], *more: Any, **options: Any) -> Any:
+            for gradient in gradients:
+                self.fault.corrupt(gradient)
+            return original(parameters, gradients, *more, **options)
+
+        return reduce
+
+
+class _BeforeCollective(FaultySite):
+    """The buffer that a rank hands to the collective."""
+
+    @contextmanager
+    def install(self) -> Iterator[None]:
+        with patched(dist, "all_to_all_single", self._wrap), patched(dist, "reduce_scatter_single", self._wrap):
+            yield
+
+    def _wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def collective(*args: Any, **options: Any) -> Any:
+            if self.is_in_passes:
+                self.fault.corrupt(options["input"] if "input" in options else args[1])
+            return original(*args, **options)
+
+        return collective
+
+
+class _AfterCollective(FaultySite):
+    """The gradients that a rank has received."""
+
+    def after_backward(self) -> None:
+        for parameter in self.inner.parameters():
+            if parameter.grad is not None:
+                self.fault.corrupt(local(parameter.grad))
+
+
+class _Update(FaultySite):
+    """The parameters that the optimizer has computed."""
+
+    def after_update(self) -> None:
+        for parameter in self.parameters():
+            self.fault.corrupt(parameter)
+
+
+class _Parameters(FaultySite):
+    def at_rest(self) -> None:
+        for parameter in self.parameters():
+            self.fault.corrupt(parameter)
+
+
+class _Moments(FaultySite):
+    def at_rest(self) -> None:
+        for state in self.optimizer.state.values():
+            for name in ("exp_avg", "exp_avg_sq"):
+                self.fault.corrupt(local(state[name]))
+
+
+class _Activations(FaultySite):
+    """What is held from the forward pass to the backward pass: saved tensors, or inputs of blocks computed again."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._held: list[torch.Tensor] = []
+
+    @contextmanager
+    def install(self) -> Iterator[None]:
+        hooks = [one.register_forward_hook(self._hold) for one in self.inner.blocks] if self.inner.recompute else []
+        yield
+        for hook in hooks:
+            hook.remove()
+
+    @contextmanager
+    def forward_pass(self) -> Iterator[None]:
+        if self.inner.recompute:
+            yield
+            return
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
+            yield
+
+    def before_backward(self) -> None:
+        for tensor in self._held:
+            self.fault.corrupt(tensor)
+        self._held.clear()
+
+    def _hold(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        if self.is_in_passes and torch._C._current_graph_task_id() == -1:
+            self._held.append(output.detach())
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        is_activation = tensor.is_floating_point() and not tensor.is_leaf
+        return self.fault.corrupted(tensor.detach()) if is_activation else tensor
+
+
+class _LyingDigest(FaultySite):
+    """Digests of the chain are wrong where they are computed."""
+
+    @contextmanager
+    def install(self) -> Iterator[None]:
+        with patched_everywhere(("tensor_digest", "combined_digest"), self._wrap):
+            yield
+
+    def _wrap(self, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def digest(*args: Any, **options: Any) -> torch.Tensor:
+            result = original(*args, **options)
+            return result + 1 if self.fault.happens() else result
+
+        return digest
+
+
+class _LyingReplay(FaultySite):
+    """Work that an audit does again has wrong results, for a rank's own work and for that of others."""
+
+    @contextmanager
+    def install(self) -> Iterator[None]:
+        with patched_everywhere(("replay",), self._wrap):
+            yield
+
+    def _wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def replay(*args: Any, **options: Any) -> Any:
+            result = original(*args, **options)
+            if self.fault.happens():
+                for tensor in _tensors_in(result):
+                    tensor.data.view(-1)[:1] += 1
+            return result
+
+        return replay
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from (tensor for one in value.values() for tensor in _tensors_in(one))
+    elif isinstance(value, list | tuple):
+        yield from (tensor for one in value for tensor in _tensors_in(one))
+    elif hasattr(value, "__dict__") or hasattr(value, "__struct_fields__"):
+        names = getattr(value, "__struct_fields__", None) or vars(value)
+        yield from (tensor for name in names for tensor in _tensors_in(getattr(value, name)))
+
+
+SITES: dict[Site, type[FaultySite]] = {
+    Site.GEMM_FORWARD: _Products,
+    Site.GEMM_INPUT_GRADIENT: _InputGradients,
+    Site.GEMM_WEIGHT_GRADIENT: _WeightGradients,
+    Site.ATTENTION: _Attention,
+    Site.LOCAL_GRADIENT: _LocalGradients,
+    Site.BEFORE_COLLECTIVE: _BeforeCollective,
+    Site.AFTER_COLLECTIVE: _AfterCollective,
+    Site.UPDATE: _Update,
+    Site.PARAMETERS: _Parameters,
+    Site.MOMENTS: _Moments,
+    Site.ACTIVATIONS: _Activations,
+    Site.LYING_DIGEST: _LyingDigest,
+    Site.LYING_REPLAY: _LyingReplay,
+}
+
+
+@contextmanager
+def patched(module: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
+    """Replace ``module.name`` by ``wrap(module.name)`` for a while."""
+    original = getattr(module, name)
+    setattr(module, name, wrap(original))
+    try:
+        yield
+    finally:
+        setattr(module, name, original)
+
+
+@contextmanager
+def patched_everywhere(names: tuple[str, ...], wrap: Callable[[Any], Any]) -> Iterator[None]:
+    """Replace functions of the chain in all of its modules for a while."""
+    undo: list[tuple[Any, str, Any]] = []
+    for module in [one for name, one in sys.modules.items() if name.startswith("everstep_trainer.sdc.")]:
+        for name in names:
+            original = getattr(module, name, None)
+            if callable(original):
+                undo.append((module, name, original))
+                setattr(module, name, wrap(original))
+    try:
+        yield
+    finally:
+        for module, name, original in undo:
+            setattr(module, name, original)

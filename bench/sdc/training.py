@@ -1,0 +1,345 @@
+"""Train on one rank, with or without a fault and a chain of audits, and go back to the beginning for the next fault."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from copy import copy
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from everstep_trainer.data.rng import seed_step
+from everstep_trainer.parallel.exact.summation import all_gather
+from everstep_trainer.sdc import gradient_norms
+from everstep_trainer.sdc.audit import Audit, AuditSetup, Mismatch
+from everstep_trainer.sdc.build import build_chain
+from everstep_trainer.sdc.chain import AuditChain
+from everstep_trainer.sdc.digest import WeightedDigest
+from everstep_trainer.sdc.matmul import Matmul
+from everstep_trainer.sdc.options import LinkOptions, SdcPreset, link_options
+
+from bench.sdc.injection import DETECTORS, Fault, Injection, Site
+from bench.sdc.judging import node_of
+from bench.sdc.models import Config, batch_of, build
+from bench.sdc.peers import PeerSignals, StepSignals
+from bench.sdc.sites import SITES, FaultySite, local
+from everstep.vocabulary import AuditLink
+
+REPLICA_STEPS = 50
+"""Steps from one comparison of replicas to the next, as Everstep's default."""
+ONSET = 3
+"""The step of a run in which its fault is first active."""
+SETTLED = 3
+"""Steps after which a fault that acts once and changed no parameter will change none."""
+WARM_AUDITS = 48
+"""Audits that each link has done before a fault: it knows then what is usual."""
+DATA_SEED, EVALUATION_SEED, EVALUATIONS = 1, 10_007, 4
+
+Intervals = Mapping[str, int]
+"""Steps between two audits by link; a link that is not named is off."""
+
+
+@dataclass
+class Result:
+    """What one rank saw of one run."""
+
+    statements: list[Mismatch] = field(default_factory=list)
+    replica_digests: list[int] = field(default_factory=list)
+    """The digests of all ranks, where they had to be equal and were not."""
+    steps: int = 0
+    """The last step."""
+    changed_step: int = 0
+    """The first step after which parameters of any rank differed from the undisturbed run's; 0: none."""
+    differing_steps: list[int] = field(default_factory=list)
+    """Steps after which the parameters of replicas differed."""
+    elements: int = 0
+    """Elements that pass the fault's site in a step."""
+    activations: int = 0
+    stratum: str = ""
+    final_loss: float | None = None
+    """On fixed data, after a whole window."""
+    clean_audits: int = 0
+    """Reports of a whole rotation without a mismatch."""
+    signals: list[StepSignals] = field(default_factory=list)
+
+
+class Training:
+    """One configuration on one rank. All methods are collectives."""
+
+    def __init__(self, config: Config, rank: int, world: int, warm_steps: int, window: int) -> None:
+        self.config, self.rank, self.world, self.window = config, rank, world, window
+        self.model, self.inner, self.optimizer = build(config, world)
+        self._digest = WeightedDigest([local(one) for one in self.inner.parameters()])
+        self._elements: dict[Site, int] = {}
+        self._references: dict[tuple[int, int], list[list[int]]] = {}
+        for step in range(-warm_steps, 1):
+            self._step(step, DATA_SEED)
+        self._statements: list[Mismatch] = []
+        self._clean_steps: list[int] = []
+        self._chains: dict[tuple[tuple[str, int], ...], _WarmChain] = {}
+        self._base = [one.clone() for one in self._state()]
+
+    def reference(self, seed: int = DATA_SEED) -> list[list[int]]:
+        """Return all ranks' digests after each step of the undisturbed run."""
+        key = seed, self.window
+        if key not in self._references:
+            self.reset()
+            self._references[key] = [[]]
+            for step in range(1, ONSET + self.window + 1):
+                self._step(step, seed)
+                self._references[key].append(self._gather(0)[1])
+        return self._references[key]
+
+    def final_loss(self, seed: int) -> float:
+        """Return the loss on fixed data after an undisturbed run over other data."""
+        self.reset()
+        for step in range(1, ONSET + self.window + 1):
+            self._step(step, seed)
+        return self._evaluate()
+
+    def intervals(self, preset: SdcPreset, steps: int) -> dict[str, int]:
+        """Return the intervals that the chain chooses from the costs it measures in ``steps`` steps."""
+        self.reset()
+        chain = self._new_chain(link_options(preset), 1)
+        if chain is None:
+            return {}
+        for step in range(1, steps + 1):
+            self._step(step, DATA_SEED, chain)
+        chain.close()
+        return {str(audit.link): chain._schedule.interval(audit.link) for audit in chain._audits}
+
+    def run(
+        self, injection: Injection | None, intervals: Intervals, phase: float, steps: int = 0, signals: bool = False
+    ) -> Result:
+        """Return what happens after an injection: until the chain finds it, or to the end of the window.
+
+        Args:
+            injection: The fault; None: none.
+            intervals: The chain's; empty: no chain, and no comparison of replicas.
+            phase: Where in its interval and rotation each link begins, 0 to 1.
+            steps: Last step; 0: the window's.
+            signals: Record what other detectors read, in each step.
+        """
+        reference = self.reference() if not steps else None
+        warm = self._warm_chain(intervals)
+        fault, site = self._faulty_site(injection)
+        self.reset()
+        result = Result()
+        self._statements.clear()
+        self._clean_steps.clear()
+        first = 1 + WARM_AUDITS + int(phase * 1000)
+        chain = warm.begin(first, phase) if warm is not None else None
+        if injection is not None:
+            result.elements = self._count(injection.site)
+        peers = PeerSignals(self.inner, self.optimizer) if signals else None
+        with ExitStack() as stack:
+            if site is not None:
+                stack.enter_context(site.install())
+            if peers is not None:
+                stack.enter_context(peers.install())
+            last = steps or ONSET + self.window
+            for step in range(1, last + 1):
+                fault.is_armed = step >= ONSET
+                loss = self._step(step, DATA_SEED, chain, site, offset=first - 1, peers=peers)
+                if peers is not None:
+                    result.signals.append(peers.read(loss))
+                found, digests = self._gather(len(self._statements))
+                result.steps = step
+                if site is not None:
+                    site.at_rest()
+                changed = reference is not None and digests != reference[step]
+                if changed and not result.changed_step:
+                    result.changed_step = step
+                if self.config.parallel == "ddp" and len(set(digests)) > 1:
+                    result.differing_steps.append(step)
+                    if intervals and step % REPLICA_STEPS == 0:
+                        result.replica_digests = digests
+                if found or result.replica_digests:
+                    break
+                over = injection is not None and not injection.is_permanent and step >= ONSET + SETTLED
+                if over and not changed and injection.site not in DETECTORS:
+                    break
+            else:
+                result.final_loss = self._evaluate()
+        result.activations, result.stratum = fault.activations, fault.stratum
+        result.statements, result.clean_audits = list(self._statements), len(self._clean_steps)
+        return result
+
+    def time_steps(self, intervals: Intervals, blocks: int, block_steps: int) -> tuple[list[float], list[float]]:
+        """Return the seconds per step of alternating blocks of steps, without and with a chain."""
+        warm = self._warm_chain(intervals)
+        assert warm is not None
+        self.reset()
+        first = WARM_AUDITS + 1
+        chain = warm.begin(first, 0.0)
+        seconds: tuple[list[float], list[float]] = [], []
+        step = audited = 0
+        for block in range(2 * blocks + 2):  # the first two are not counted
+            dist.barrier()
+            began = time.perf_counter()
+            for _ in range(block_steps):
+                step += 1
+                if block % 2:
+                    self._step(step, DATA_SEED, chain, offset=first + audited - step)
+                    audited += 1
+                else:
+                    self._step(step, DATA_SEED)
+            if block > 1:
+                seconds[block % 2].append((time.perf_counter() - began) / block_steps)
+        return seconds
+
+    def reset(self) -> None:
+        """Go back to the trained state that all runs begin with."""
+        gradient_norms._suspected.clear()  # it outlives generations
+        with torch.no_grad():
+            for target, source in zip(self._state(), self._base, strict=True):
+                target.copy_(source)
+        self.optimizer.zero_grad()
+
+    def _state(self) -> list[torch.Tensor]:
+        moments = [local(one) for state in self.optimizer.state.values() for one in state.values()]
+        return [*map(local, self.inner.parameters()), *map(local, self.inner.buffers()), *moments]
+
+    def _new_chain(self, options: Mapping[AuditLink, LinkOptions], first: int) -> AuditChain | None:
+        setup = AuditSetup(
+            rank=self.rank,
+            world_size=self.world,
+            nodes=tuple(node_of(rank) for rank in range(self.world)),
+            device=torch.device("cpu"),
+            objects={"model": self.model, "optimizer": self.optimizer},
+            has_replica_per_rank=True,
+            report=self._statements.append,
+        )
+        return build_chain(options, setup, first, self._clean_steps.append) if options else None
+
+    def _warm_chain(self, intervals: Intervals) -> _WarmChain | None:
+        """Return a chain that has audited all units before, without faults."""
+        key = tuple(intervals.items())
+        if key not in self._chains:
+            self.reset()
+            every = {AuditLink(link): LinkOptions(interval=1) for link in intervals}
+            chain = self._new_chain(every, 1)
+            if chain is None:
+                return None
+            for step in range(1, WARM_AUDITS + 1):
+                self._step(step, DATA_SEED, chain)
+            self._chains[key] = _WarmChain(chain, intervals)
+        return self._chains[key]
+
+    def _faulty_site(self, injection: Injection | None) -> tuple[Fault, FaultySite | None]:
+        if injection is None:
+            return Fault(None, 0), None
+        elements = self._count(injection.site)
+        if injection.rank != self.rank:
+            return Fault(None, 0), None
+        fault = Fault(injection, elements)
+        return fault, SITES[injection.site](fault, self.model, self.inner, self.optimizer)
+
+    def _count(self, kind: Site) -> int:
+        """Return the elements that pass a site in a step of training."""
+        if kind in DETECTORS:
+            return 1  # active from its first use on
+        if kind not in self._elements:
+            fault = Fault(None, 0)
+            site = SITES[kind](fault, self.model, self.inner, self.optimizer)
+            with site.install():
+                self._step(1, DATA_SEED, site=site)
+            site.at_rest()
+            self.reset()
+            self._elements[kind] = fault.seen
+        return self._elements[kind]
+
+    def _step(
+        self,
+        step: int,
+        seed: int,
+        chain: AuditChain | None = None,
+        site: FaultySite | None = None,
+        offset: int = 0,
+        peers: PeerSignals | None = None,
+    ) -> float:
+        """Train one step; return this rank's loss. ``offset``: of the chain's step numbers."""
+        if chain is not None:
+            chain.begin_step(step + offset)
+        seed_step(seed, step, self.rank)
+        inputs, targets = batch_of(self.config.model, seed, step, self.rank)
+        with ExitStack() as stack:
+            stack.enter_context(self.config.autocast())
+            if site is not None:
+                site.is_in_passes = True
+                stack.enter_context(site.forward_pass())
+            loss: torch.Tensor = self.model(inputs, targets)
+        if site is not None:
+            site.before_backward()
+        loss.backward()
+        if site is not None:
+            site.is_in_passes = False
+            site.after_backward()
+        if peers is not None:
+            peers.after_backward()
+        if chain is not None:
+            chain.before_update(step + offset)
+        self.optimizer.step()
+        if site is not None:
+            site.after_update()
+        if chain is not None:
+            chain.step_finished(step + offset)
+        self.optimizer.zero_grad()
+        return loss.item()
+
+    def _gather(self, statements: int) -> tuple[int, list[int]]:
+        """Return how many statements all ranks have made, and the digest of each rank's parameters."""
+        mine = torch.stack([torch.tensor(statements), self._digest.enqueue()])
+        everybodys = mine.new_empty(self.world * 2)
+        all_gather(everybodys, mine)
+        return int(everybodys[::2].sum()), everybodys[1::2].tolist()
+
+    @torch.no_grad()
+    def _evaluate(self) -> float:
+        self.inner.eval()
+        total = torch.zeros(())
+        for number in range(EVALUATIONS):
+            batch = batch_of(self.config.model, EVALUATION_SEED, number, self.rank)
+            total += self.model(*batch)
+        self.inner.train()
+        dist.all_reduce(total)
+        return total.item() / EVALUATIONS / self.world
+
+
+class _WarmChain:
+    """A chain as it is after many audits, to which it returns before each run."""
+
+    def __init__(self, chain: AuditChain, intervals: Intervals) -> None:
+        self.chain, self._intervals = chain, intervals
+        self._memory = [
+            {name: copy(value) for name, value in vars(audit).items() if isinstance(value, _PLAIN)}
+            for audit in chain._audits
+        ]
+
+    def begin(self, first: int, phase: float) -> AuditChain:
+        """Return the chain before step ``first``, each link somewhere in its interval and in its rotation."""
+        chain = self.chain
+        for number, (audit, memory) in enumerate(zip(chain._audits, self._memory, strict=True)):
+            vars(audit).update({name: copy(value) for name, value in memory.items()})
+            place = (phase * 7919 + number * 0.381966) % 1.0
+            cost = chain._schedule._costs[audit.link]
+            cost.interval = self._intervals[str(audit.link)]
+            cost.options = LinkOptions(interval=cost.interval)
+            cost.since = first + int(place * cost.interval)
+            _rotate(audit, place * 7919 % 1.0)
+        for rotation in chain._rotations.values():
+            rotation.spoil()
+            rotation.clean_since = first - 1
+        chain._clean_since = first - 1
+        return chain
+
+
+_PLAIN = (int, float, str, list, set, dict, type(None))
+
+
+def _rotate(audit: Audit, place: float) -> None:
+    """Let a link begin at another of its units: ``place`` of the way through them."""
+    if isinstance(audit, Matmul):
+        audit._audits = int(place * len(audit._linears))

@@ -1,0 +1,37 @@
+"""The bench from end to end: two injections and an undisturbed run on three real ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench.sdc.cells import Cell, Measure
+from bench.sdc.models import Config
+from bench.sdc.ranks import RankFailed, Ranks
+from bench.sdc.report import Report
+from bench.sdc.store import Store
+
+CONFIG = Config("mlp")
+
+
+@pytest.mark.slow
+def test_bench_records_injections(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.add(f"{CONFIG.name}/intervals/standard", 0, {"gradient_norm": 2, "collective": 2, "matmul": 2})
+    cell = Cell(CONFIG, "standard", "gemm_forward")
+    with Ranks(world=3, warm_steps=3, window=17) as ranks:
+        measure = Measure(ranks, store)
+        for number in range(2):
+            measure.injection(cell, number)
+        measure.clean(CONFIG, "standard", 0, steps=10)
+        with pytest.raises(RankFailed, match="no_such_method"):
+            ranks.call(CONFIG, "no_such_method")
+    records = Store(tmp_path).records(cell.name)
+    assert set(records) == {0, 1}
+    for record in records.values():
+        assert record["activations"] > 0
+        assert record["changed_step"] == 3  # the fault's first step, and no audit changed anything before it
+        assert record["honest_convicted"] == []
+    assert Store(tmp_path).records(f"{CONFIG.name}/clean/standard")[0]["alarms"] == 0
+    assert any(row.name == cell.name for row in Report(store).rows())

@@ -1,0 +1,70 @@
+"""Figures from records: shares with their intervals, by link, stratum and preset."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench.sdc.cells import MAIN
+from bench.sdc.report import Report, wilson
+from bench.sdc.store import Store
+
+
+def record(caught_by: str = "", **more: object) -> dict[str, object]:
+    return {
+        "rank": 1,
+        "corruption": "one bit",
+        "shape": "single",
+        "stratum": "exponent",
+        "probability": 0.01,
+        "gate": 0.0,
+        "elements": 1000,
+        "activations": 10,
+        "changed_step": 3,
+        "steps": 20,
+        "caught_by": caught_by,
+        "latency": 17 if caught_by else None,
+        "outcome": "convicted" if caught_by else "",
+        "named": 1 if caught_by else None,
+        "honest_convicted": [],
+        "honest_strikes": [],
+        "final_loss": None if caught_by else 1.2,
+        **more,
+    }
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    store = Store(tmp_path)
+    cell = f"{MAIN}/standard/attention"
+    store.add(cell, 0, record("peer_replay"))
+    store.add(cell, 1, record("peer_replay", named=2, honest_convicted=["peer_replay"]))
+    store.add(cell, 2, record())
+    store.add(cell, 3, record(changed_step=0))  # changed nothing, so there was nothing to catch
+    for number, loss in enumerate((1.0, 1.1)):
+        store.add(f"{MAIN}/seeds/loss", number, {"loss": loss})
+    store.add(f"{MAIN}/clean/standard", 0, {"steps": 2000, "alarms": 1, "rotations": 3, "links": []})
+    store.add(f"{MAIN}/overhead-standard/all", 0, {"off_s": [1.0, 1.0, 2.0], "on_s": [1.01, 1.02, 2.06]})
+    return store
+
+
+def test_rows_sum_up_the_records(store: Store) -> None:
+    values = {row.name: row.value for row in Report(store).rows()}
+    assert values["standard: permanent faults caught"] == pytest.approx(200 / 3)
+    assert values["standard: of the caught, the rank named"] == 50
+    assert values["standard: honest ranks convicted"] == 1
+    assert values["standard, missed: harm after the window"] == 100
+    assert values[f"{MAIN}/clean/standard: false alarms"] == 500
+    assert values[f"{MAIN}/overhead-standard/all"] == pytest.approx(2)
+
+
+def test_picture_is_drawn(store: Store, tmp_path: Path) -> None:
+    Report(store).draw(tmp_path / "coverage.png")
+    assert (tmp_path / "coverage.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_interval_of_no_miss_in_300_is_about_a_percent() -> None:
+    low, high = wilson(300, 300)
+    assert low == pytest.approx(0.987, abs=0.001)
+    assert high == pytest.approx(1)
