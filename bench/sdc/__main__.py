@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from bench.sdc.cells import MAIN, SEEDS, Measure, choose
+from bench.sdc.cells import MAIN, SEEDS, TIMED, Measure, choose
 from bench.sdc.models import Config
 from bench.sdc.ranks import Ranks
 from bench.sdc.report import Report
@@ -68,6 +68,8 @@ def measure(measures: Measure, store: Store, given: object) -> None:
 def work(measures: Measure, store: Store, given: object) -> Iterator[Work]:
     """Yield what is missing in the store, configuration by configuration."""
     cells = choose(given.cells)
+    for config, kind in dict.fromkeys((cell.config, cell.kind) for cell in cells):
+        yield f"{config.timed_as.name}/intervals", lambda c=config, kind=kind: measures.intervals(c, kind)
     for config in dict.fromkeys(cell.config for cell in cells):
         yield f"{config.name}/seeds", lambda config=config: measures.seeds(config, 2 if given.quick else SEEDS)
         own = [cell for cell in cells if cell.config == config]
@@ -87,7 +89,7 @@ def side_work(measures: Measure, store: Store, given: object) -> Iterator[Work]:
     if given.overhead:
         for preset in PRESETS:
             for link in ("all", *(measures.intervals(config, preset) if preset == "standard" else ())):
-                cell = f"{MAIN}/overhead-{preset}/{link}"
+                cell = f"{TIMED}/overhead-{preset}/{link}"
                 number = len(store.records(cell))
                 yield cell, lambda p=preset, link=link, n=number: measures.overhead(config, p, link, n, given.overhead)
 

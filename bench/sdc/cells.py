@@ -24,6 +24,7 @@ from bench.sdc.store import Store
 from bench.sdc.training import DATA_SEED, ONSET, Result
 
 MAIN = "gpt64-ddp-float32"
+TIMED = Config.parse(MAIN).timed_as.name
 OTHERS = (
     "gpt64-ddp-bfloat16",
     "gpt64-ddp-float32-recompute",
@@ -98,6 +99,7 @@ class Measure:
         """Return the intervals of a preset, as the chain once chose them on this machine."""
         if preset not in PRESETS or preset == "off":
             return {}
+        config = config.timed_as
         cell = f"{config.name}/intervals/{preset}"
         known = self._store.records(cell)
         if 0 not in known:
@@ -135,6 +137,7 @@ class Measure:
 
     def overhead(self, config: Config, preset: str, link: str, number: int, blocks: int) -> None:
         """Record the time of a step with and without a link, or with all of them (``all``)."""
+        config = config.timed_as
         chosen = self.intervals(config, preset)
         if link != "all":
             chosen = {link: chosen[link]}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 import torch
@@ -16,7 +16,12 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 HEADS, BLOCKS, LENGTH, VOCABULARY = 4, 4, 64, 64
-WIDTHS = {"gpt": 128, "gpt64": 64}
+WIDTHS = {"gpt": 128, "gpt64": 64, "gpt256": 256}
+SEQUENCES = {"gpt256": 4}
+"""Sequences of a rank's batch; 1 otherwise."""
+TIMED_AS = {"gpt": "gpt256", "gpt64": "gpt256"}
+"""Models whose audits are as far apart as those of another one. A small model's step is so short that the fixed cost of
+an audit, some milliseconds of Python, would keep audits much further apart than on a model that is worth watching."""
 FEATURES, CLASSES, IMAGE = 128, 10, 16
 
 
@@ -34,6 +39,11 @@ class Config:
         """The name in cells, such as ``gpt-ddp-float32``."""
         parts = [self.model, self.parallel, self.dtype, *(["recompute"] if self.checkpointing else [])]
         return "-".join(parts)
+
+    @property
+    def timed_as(self) -> Config:
+        """The configuration whose intervals and overhead count."""
+        return replace(self, model=TIMED_AS.get(self.model, self.model))
 
     @staticmethod
     def parse(name: str) -> Config:
@@ -162,18 +172,18 @@ def batch_of(model: str, seed: int, step: int, rank: int) -> Batch:
     """Return the inputs and targets of one rank and step; the same on each call."""
     draw = torch.Generator().manual_seed((seed * 1_000_003 + step) * 1009 + rank)
     if model in WIDTHS:
-        return _sentences(draw)
+        return _sentences(draw, SEQUENCES.get(model, 1))
     labels = torch.randint(CLASSES, (16,), generator=draw)
     shape = (FEATURES,) if model == "mlp" else (3, IMAGE, IMAGE)
     patterns = torch.randn((CLASSES, *shape), generator=torch.Generator().manual_seed(7))
     return patterns[labels] * 0.5 + torch.randn((16, *shape), generator=draw), labels
 
 
-def _sentences(draw: torch.Generator) -> Batch:
+def _sentences(draw: torch.Generator, count: int) -> Batch:
     """Return characters, of which each mostly follows from the one before it."""
-    tokens = torch.randint(VOCABULARY, (1, LENGTH + 1), generator=draw)
-    is_regular = torch.rand((1, LENGTH + 1), generator=draw) < 0.8
-    for at in range(1, LENGTH + 1):
+    tokens = torch.randint(VOCABULARY, (count, LENGTH + 1), generator=draw)
+    is_regular = torch.rand((count, LENGTH + 1), generator=draw) < 0.8
+    for at in range(count, LENGTH + 1):
         tokens[:, at] = torch.where(is_regular[:, at], (5 * tokens[:, at - 1] + 1) % VOCABULARY, tokens[:, at])
     return tokens[:, :-1], tokens[:, 1:]
 

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
+from torch.optim import adam
 
 from bench.sdc.injection import Fault, Site
 from bench.sdc.models import Stack
@@ -42,9 +43,6 @@ class FaultySite:
 
     def after_backward(self) -> None:
         """Called before the audits and the update."""
-
-    def after_update(self) -> None:
-        """Called between the update and the audits after it."""
 
     def at_rest(self) -> None:
         """Called between two steps."""
@@ -175,11 +173,20 @@ class _AfterCollective(FaultySite):
 
 
 class _Update(FaultySite):
-    """The parameters that the optimizer has computed."""
+    """The parameters that the optimizer computes, also when an audit repeats its work."""
 
-    def after_update(self) -> None:
-        for parameter in self.parameters():
-            self.fault.corrupt(parameter)
+    @contextmanager
+    def install(self) -> Iterator[None]:
+        with patched(adam, "adam", self._wrap):
+            yield
+
+    def _wrap(self, original: Callable[..., None]) -> Callable[..., None]:
+        def update(parameters: list[torch.Tensor], *more: Any, **options: Any) -> None:
+            original(parameters, *more, **options)
+            for parameter in parameters:
+                self.fault.corrupt(local(parameter))
+
+        return update
 
 
 class _Parameters(FaultySite):

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from copy import copy
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,8 @@ from everstep_trainer.sdc.chain import AuditChain
 from everstep_trainer.sdc.digest import WeightedDigest
 from everstep_trainer.sdc.matmul import Matmul
 from everstep_trainer.sdc.options import LinkOptions, SdcPreset, link_options
+from everstep_trainer.sdc.state_digests import StateAudit
+from everstep_trainer.sdc.updates import UpdateAudit
 
 from bench.sdc.injection import DETECTORS, Fault, Injection, Site
 from bench.sdc.judging import node_of
@@ -35,6 +38,7 @@ SETTLED = 3
 """Steps after which a fault that acts once and changed no parameter will change none."""
 WARM_AUDITS = 48
 """Audits that each link has done before a fault: it knows then what is usual."""
+FLUSH_STEPS = 3
 DATA_SEED, EVALUATION_SEED, EVALUATIONS = 1, 10_007, 4
 
 Intervals = Mapping[str, int]
@@ -129,7 +133,7 @@ class Training:
         result = Result()
         self._statements.clear()
         self._clean_steps.clear()
-        first = 1 + WARM_AUDITS + int(phase * 1000)
+        first = 1 + WARM_AUDITS + FLUSH_STEPS + int(phase * 1000)
         chain = warm.begin(first, phase) if warm is not None else None
         if injection is not None:
             result.elements = self._count(injection.site)
@@ -172,7 +176,7 @@ class Training:
         warm = self._warm_chain(intervals)
         assert warm is not None
         self.reset()
-        first = WARM_AUDITS + 1
+        first = 1 + WARM_AUDITS + FLUSH_STEPS
         chain = warm.begin(first, 0.0)
         seconds: tuple[list[float], list[float]] = [], []
         step = audited = 0
@@ -225,6 +229,10 @@ class Training:
                 return None
             for step in range(1, WARM_AUDITS + 1):
                 self._step(step, DATA_SEED, chain)
+            for cost in chain._schedule._costs.values():
+                cost.since = WARM_AUDITS + FLUSH_STEPS + 1
+            for step in range(WARM_AUDITS + 1, WARM_AUDITS + FLUSH_STEPS + 1):
+                self._step(step, DATA_SEED, chain)  # what was begun is compared
             self._chains[key] = _WarmChain(chain, intervals)
         return self._chains[key]
 
@@ -282,8 +290,6 @@ class Training:
         if chain is not None:
             chain.before_update(step + offset)
         self.optimizer.step()
-        if site is not None:
-            site.after_update()
         if chain is not None:
             chain.step_finished(step + offset)
         self.optimizer.zero_grad()
@@ -313,16 +319,18 @@ class _WarmChain:
 
     def __init__(self, chain: AuditChain, intervals: Intervals) -> None:
         self.chain, self._intervals = chain, intervals
-        self._memory = [
-            {name: copy(value) for name, value in vars(audit).items() if isinstance(value, _PLAIN)}
-            for audit in chain._audits
-        ]
+        self._memory: list[tuple[Any, dict[str, Any]]] = []
+        for audit in chain._audits:
+            for part in (audit, *_parts_of(audit)):
+                plain = {name: copy(value) for name, value in vars(part).items() if isinstance(value, _PLAIN)}
+                self._memory.append((part, plain))
 
     def begin(self, first: int, phase: float) -> AuditChain:
         """Return the chain before step ``first``, each link somewhere in its interval and in its rotation."""
         chain = self.chain
-        for number, (audit, memory) in enumerate(zip(chain._audits, self._memory, strict=True)):
-            vars(audit).update({name: copy(value) for name, value in memory.items()})
+        for part, plain in self._memory:
+            vars(part).update({name: copy(value) for name, value in plain.items()})
+        for number, audit in enumerate(chain._audits):
             place = (phase * 7919 + number * 0.381966) % 1.0
             cost = chain._schedule._costs[audit.link]
             cost.interval = self._intervals[str(audit.link)]
@@ -336,10 +344,26 @@ class _WarmChain:
         return chain
 
 
-_PLAIN = (int, float, str, list, set, dict, type(None))
+_PLAIN = (int, float, str, list, set, dict, tuple, type(None))
+
+
+def _parts_of(audit: Audit) -> list[Any]:
+    """Return the objects in which an audit keeps its progress besides itself."""
+    kept = (one for value in vars(audit).values() if isinstance(value, list) for one in value)
+    return [one for one in kept if type(one).__module__.startswith(Audit.__module__.rpartition(".")[0])]
 
 
 def _rotate(audit: Audit, place: float) -> None:
     """Let a link begin at another of its units: ``place`` of the way through them."""
     if isinstance(audit, Matmul):
         audit._audits = int(place * len(audit._linears))
+    elif isinstance(audit, UpdateAudit):
+        for rotation in audit._rotations:
+            rotation._next = int(place * len(rotation))
+    elif isinstance(audit, StateAudit):
+        audit._parts = audit._plan()
+        del audit._parts[: int(place * len(audit._parts))]
+    elif audit.link is AuditLink.PEER_REPLAY:
+        rotations: list[Any] = vars(audit)["_rotations"]
+        for number, one in enumerate(rotations):
+            one.visits = 1 + (number < int(place * len(rotations)))
