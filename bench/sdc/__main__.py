@@ -1,6 +1,7 @@
 """What the chain of audits catches of injected faults, in real training on four ranks, and what it costs.
 
     python -m bench.sdc [--quick] [--cells PATTERN ...] [--per-cell 300] [--window 256] [--json FILE] [--plot PNG]
+    python -m bench.sdc --example PNG
 
 Each cell is a model, a preset and a place of faults. A fault is put into one rank of a trained model; the bench trains
 on until the chain finds it or the window is over, and goes back to the trained state. Records are kept under out/sdc;
@@ -17,6 +18,7 @@ from pathlib import Path
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from bench.sdc.cells import MAIN, SEEDS, TIMED, Measure, choose
+from bench.sdc.example import show
 from bench.sdc.models import Config
 from bench.sdc.ranks import Ranks
 from bench.sdc.report import Report
@@ -38,6 +40,7 @@ def main() -> int:
     parser.add_argument("--store", type=Path, default=Path("out/sdc"), help="folder of the records")
     parser.add_argument("--report-only", action="store_true", help="measure nothing; sum up the records")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="write a picture of coverage against overhead")
+    parser.add_argument("--example", type=Path, metavar="PNG", help="only draw one run with and without the chain")
     given = parser.parse_args()
     if given.quick:
         given.per_cell, given.window = min(given.per_cell, 3), min(given.window, 64)
@@ -46,7 +49,10 @@ def main() -> int:
     if not given.report_only:
         warm_steps = 20 if given.quick else WARM_STEPS
         with Ranks(RANKS, warm_steps, given.window) as ranks:
-            measure(Measure(ranks, store), store, given)
+            measures = Measure(ranks, store)
+            if given.example:
+                return finish("One rank computes wrongly", show(ranks, measures, given.example), given.json)
+            measure(measures, store, given)
     report = Report(store)
     if given.plot:
         report.draw(given.plot)

@@ -19,7 +19,7 @@ from bench.sdc.injection import Injection, Site, draw
 from bench.sdc.judging import Judgement, Outcome, Statement, judge_all, judge_replicas
 from bench.sdc.models import Config
 from bench.sdc.peers import Thresholds
-from bench.sdc.ranks import Ranks
+from bench.sdc.ranks import RankFailed, Ranks
 from bench.sdc.store import Store
 from bench.sdc.training import DATA_SEED, ONSET, Result
 
@@ -123,7 +123,12 @@ class Measure:
             return
         intervals = self.intervals(cell.config, cell.kind)
         phase = injection.seed % 9973 / 9973
-        results = self._ranks.call(cell.config, "run", injection, intervals, phase)
+        try:
+            results = self._ranks.call(cell.config, "run", injection, intervals, phase)
+        except RankFailed as failure:
+            record = {"failed": str(failure).strip().splitlines()[-1], "rank": injection.rank, "changed_step": 0}
+            self._store.add(cell.name, number, record)
+            return
         self._store.add(cell.name, number, outcome_of(injection, results))
 
     def clean(self, config: Config, preset: str, number: int, steps: int = CLEAN_STEPS) -> None:

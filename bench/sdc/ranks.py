@@ -14,6 +14,11 @@ import torch.distributed as dist
 
 from bench.sdc.models import Config
 
+ANSWER_S = 900.0
+"""Seconds after which a rank counts as hung."""
+OTHERS_S = 5.0
+"""Seconds that the others have once a rank has failed; they may wait for it in a collective."""
+
 
 class RankFailed(RuntimeError):
     """A rank raised; the message is its traceback."""
@@ -30,41 +35,67 @@ class Ranks:
 
     def __init__(self, world: int, warm_steps: int, window: int) -> None:
         self.world, self.warm_steps, self.window = world, warm_steps, window
+        self._start()
+
+    def call(self, config: Config, method: str, *args: Any, **options: Any) -> list[Any]:
+        """Return what ``method`` of `Training` returns on each rank.
+
+        Raises:
+            RankFailed: A rank raised or hung. All ranks are started anew.
+        """
+        for pipe in self._pipes:
+            pipe.send((config, method, args, options))
+        answers, failures, limit_s = dict[int, Any](), list[str](), ANSWER_S
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                is_fine, value = pipe.recv() if pipe.poll(limit_s) else (False, f"rank {rank} did not answer")
+            except EOFError:
+                is_fine, value = False, f"rank {rank} ended"
+            if is_fine:
+                answers[rank] = value
+            else:
+                failures.append(value)
+                limit_s = OTHERS_S
+        if failures:
+            self._stop()
+            self._start()
+            raise RankFailed(min(failures, key=_is_consequence))
+        return [answers[rank] for rank in range(self.world)]
+
+    def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="everstep-bench-")
         context = mp.get_context("spawn")
         self._pipes: list[Connection] = []
         self._processes = []
-        for rank in range(world):
+        for rank in range(self.world):
             ours, theirs = context.Pipe()
-            arguments = (theirs, self._folder.name, rank, world, warm_steps, window)
+            arguments = (theirs, self._folder.name, rank, self.world, self.warm_steps, self.window)
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
 
-    def call(self, config: Config, method: str, *args: Any, **options: Any) -> list[Any]:
-        """Return what ``method`` of `Training` returns on each rank. Raises RankFailed."""
+    def _stop(self) -> None:
         for pipe in self._pipes:
-            pipe.send((config, method, args, options))
-        answers = [pipe.recv() for pipe in self._pipes]
-        for is_fine, value in answers:
-            if not is_fine:
-                raise RankFailed(value)
-        return [value for _, value in answers]
+            pipe.close()  # a waiting rank leaves its loop
+        for process in self._processes:
+            process.join(OTHERS_S)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._folder.cleanup()
 
     def __enter__(self) -> Ranks:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for pipe in self._pipes:
-            pipe.close()  # a waiting rank leaves its loop
-        for process in self._processes:
-            process.join(5.0)
-            if process.is_alive():
-                process.kill()
-                process.join()
-        self._folder.cleanup()
+        self._stop()
+
+
+def _is_consequence(failure: str) -> bool:
+    """Return whether a failure rather follows from another rank's."""
+    return "did not answer" in failure or "Connection" in failure
 
 
 def _serve(pipe: Connection, folder: str, rank: int, world: int, warm_steps: int, window: int) -> None:

@@ -80,7 +80,7 @@ class Report:
     def records(self, config: str, kind: str, sites: Iterable[str]) -> list[Record]:
         """Return the injections of these sites that changed parameters."""
         found = (record for site in sites for record in self._store.records(f"{config}/{kind}/{site}").values())
-        return [one for one in found if one["changed_step"]]
+        return [one for one in found if one["changed_step"]]  # a run that failed has none
 
     def _preset_rows(self, preset: str) -> list[Row]:
         judged = preset == "standard"
@@ -93,11 +93,7 @@ class Report:
         lasting, once = [r for r in whole if r["probability"]], [r for r in whole if not r["probability"]]
         rows = [
             share_row(f"{preset}: permanent faults caught", _caught(lasting), len(lasting), *marks(95, 99)),
-            share_row(
-                f"{preset}: active in each pass of a block",
-                *_hits(r for r in lasting if _is_frequent(r)),
-                more="of these",
-            ),
+            share_row(f"{preset}: permanent, active in each pass of a block", *_hits(filter(_is_frequent, lasting))),
         ]
         named = [r for r in lasting if r["caught_by"]]
         right = sum(r["named"] == r["rank"] for r in named)
@@ -106,17 +102,19 @@ class Report:
             some = [r for r in self.records(MAIN, preset, sites) if r["probability"]]
             rows.append(share_row(f"{preset}: permanent in {text}", _caught(some), len(some), *marks(floor, aim)))
         rows.append(share_row(f"{preset}: faults that act once", _caught(once), len(once), *marks(60, 85)))
-        everyone = [
+        tried = [
             record for cell in self.cells if cell.kind == preset for record in self._store.records(cell.name).values()
         ]
+        everyone = [one for one in tried if "failed" not in one]
         evicted = sum(bool(r["honest_convicted"]) for r in everyone)
         struck = sum(bool(r["honest_strikes"]) for r in everyone)
         rows.append(Row(f"{preset}: honest ranks convicted", evicted, "", 0, 0, f"{len(everyone)} injections"))
+        rows.append(Row(f"{preset}: runs ended by an error", len(tried) - len(everyone), "", 0, 0))
         rows.append(Row(f"{preset}: honest ranks with a strike", struck, "", None, None, "two within 7 days convict"))
         return rows
 
     def _cell_row(self, cell: Cell) -> Row:
-        records = list(self._store.records(cell.name).values())
+        records = [one for one in self._store.records(cell.name).values() if "failed" not in one]
         if cell.what in DETECTORS:
             reported = [one for one in records if one["caught_by"]]
             named = sum(one["named"] == one["rank"] for one in reported)
@@ -156,8 +154,8 @@ class Report:
         spread = f"loss outside {min(seeds):.4f} to {max(seeds):.4f}"
         return [
             share_row(f"{text}: harm after the window", sum(map(harmful, some)), len(some), more=spread)
-            for text, some in (("standard, missed", missed), ("without a chain", without))
-            if some
+            for text, runs in (("standard, missed", missed), ("without a chain", without))
+            if (some := [one for one in runs if one["final_loss"] is not None])
         ]
 
     def _peer_rows(self) -> list[Row]:

@@ -39,6 +39,8 @@ SETTLED = 3
 WARM_AUDITS = 48
 """Audits that each link has done before a fault: it knows then what is usual."""
 FLUSH_STEPS = 3
+KEPT_STEPS = 10
+"""Steps from one kept state to the next, where a run may go back."""
 DATA_SEED, EVALUATION_SEED, EVALUATIONS = 1, 10_007, 4
 
 Intervals = Mapping[str, int]
@@ -67,6 +69,18 @@ class Result:
     clean_audits: int = 0
     """Reports of a whole rotation without a mismatch."""
     signals: list[StepSignals] = field(default_factory=list)
+
+
+@dataclass
+class Story:
+    """A run in which a chain may find a fault and go back. ``losses``: means over ranks by step, as last computed."""
+
+    losses: dict[int, float] = field(default_factory=dict)
+    found_step: int = 0
+    back_at: int = 0
+    statements: list[Mismatch] = field(default_factory=list)
+    digests: list[int] = field(default_factory=list)
+    """All ranks' parameters at the end."""
 
 
 class Training:
@@ -170,6 +184,48 @@ class Training:
         result.activations, result.stratum = fault.activations, fault.stratum
         result.statements, result.clean_audits = list(self._statements), len(self._clean_steps)
         return result
+
+    def tell(self, injection: Injection | None, intervals: Intervals, onset: int, steps: int) -> Story:
+        """Return the losses of a run with a fault from step ``onset`` on, and what the chain does about it.
+
+        Once the chain names a rank, that rank's node counts as replaced, and all ranks go back to the newest state
+        whose steps were audited.
+        """
+        warm = self._warm_chain(intervals)
+        fault, site = self._faulty_site(injection)
+        self.reset()
+        self._statements.clear()
+        self._clean_steps.clear()
+        first = 1 + WARM_AUDITS + FLUSH_STEPS
+        chain = warm.begin(first, 0.0) if warm is not None else None
+        story, offset = Story(), first - 1
+        kept = {0: [one.clone() for one in self._state()]}
+        step = 0
+        with ExitStack() as stack:
+            if site is not None:
+                stack.enter_context(site.install())
+            while step < steps:
+                step += 1
+                fault.is_armed = story.found_step == 0 and step >= onset
+                loss = torch.tensor(self._step(step, DATA_SEED, chain, site, offset=offset))
+                dist.all_reduce(loss)
+                story.losses[step] = loss.item() / self.world
+                found, story.digests = self._gather(len(self._statements))
+                if step % KEPT_STEPS == 0 and not found:
+                    kept[step] = [one.clone() for one in self._state()]
+                if found and chain is not None and not story.found_step:
+                    clean = torch.tensor(max(self._clean_steps, default=offset) - offset)
+                    dist.all_reduce(clean, op=dist.ReduceOp.MIN)
+                    back = max(one for one in kept if one <= clean.item())
+                    story.found_step, story.back_at = step, back
+                    story.statements = list(self._statements)
+                    with torch.no_grad():
+                        for target, source in zip(self._state(), kept[back], strict=True):
+                            target.copy_(source)
+                    self._statements.clear()
+                    offset += step - back
+                    chain, step = warm.begin(offset + back + 1, 0.0) if warm is not None else None, back
+        return story
 
     def time_steps(self, intervals: Intervals, blocks: int, block_steps: int) -> tuple[list[float], list[float]]:
         """Return the seconds per step of alternating blocks of steps, without and with a chain."""

@@ -42,6 +42,7 @@ def store(tmp_path: Path) -> Store:
     store.add(cell, 1, record("peer_replay", named=2, honest_convicted=["peer_replay"]))
     store.add(cell, 2, record())
     store.add(cell, 3, record(changed_step=0))  # changed nothing, so there was nothing to catch
+    store.add(cell, 4, {"failed": "RuntimeError: connection reset", "rank": 2, "changed_step": 0})
     for number, loss in enumerate((1.0, 1.1)):
         store.add(f"{MAIN}/seeds/loss", number, {"loss": loss})
     store.add(f"{MAIN}/clean/standard", 0, {"steps": 2000, "alarms": 1, "rotations": 3, "links": []})
@@ -54,6 +55,7 @@ def test_rows_sum_up_the_records(store: Store) -> None:
     assert values["standard: permanent faults caught"] == pytest.approx(200 / 3)
     assert values["standard: of the caught, the rank named"] == 50
     assert values["standard: honest ranks convicted"] == 1
+    assert values["standard: runs ended by an error"] == 1
     assert values["standard, missed: harm after the window"] == 100
     assert values[f"{MAIN}/clean/standard: false alarms"] == 500
     assert values[f"{TIMED}/overhead-standard/all"] == pytest.approx(2)
