@@ -17,7 +17,7 @@ from pathlib import Path
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from bench.sdc.cells import MAIN, SEEDS, TIMED, Measure, choose
+from bench.sdc.cells import CALIBRATION_STEPS, MAIN, SEEDS, TIMED, Measure, choose
 from bench.sdc.example import show
 from bench.sdc.models import Config
 from bench.sdc.ranks import Ranks
@@ -26,6 +26,8 @@ from bench.sdc.store import Store
 from bench.table import finish, parser_of
 
 RANKS, WARM_STEPS = 4, 200
+QUICK_CALIBRATION_STEPS = 44
+"""Steps until the chain has agreed on its intervals once."""
 PRESETS = ("light", "standard", "paranoid")
 Work = tuple[str, Callable[[], None]]
 
@@ -45,11 +47,12 @@ def main() -> int:
     if given.quick:
         given.per_cell, given.window = min(given.per_cell, 3), min(given.window, 64)
         given.cells = given.cells or [f"{MAIN}/standard/gemm_*"]
+        given.store /= "quick"  # its intervals are rough
     store = Store(given.store / f"window-{given.window}")
     if not given.report_only:
         warm_steps = 20 if given.quick else WARM_STEPS
         with Ranks(RANKS, warm_steps, given.window) as ranks:
-            measures = Measure(ranks, store)
+            measures = Measure(ranks, store, QUICK_CALIBRATION_STEPS if given.quick else CALIBRATION_STEPS)
             if given.example:
                 return finish("One rank computes wrongly", show(ranks, measures, given.example), given.json)
             measure(measures, store, given)

@@ -2,7 +2,7 @@
 
 A cell is ``CONFIG/KIND/WHAT``: ``gpt64-ddp-float32/standard/gemm_forward`` holds injections at a site under a preset,
 ``.../peers/SITE`` the same injections before other detectors, ``.../clean/PRESET`` undisturbed steps, and
-``.../overhead/WHAT`` the time that a preset or a link takes.
+``.../overhead-PRESET/LINK`` the time that a link or the preset takes, and ``.../checkpoint/HOP`` damaged checkpoints.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 from everstep_trainer.sdc.options import PRESETS
 
+from bench.sdc.checkpoints import Checkpoints, Hop
 from bench.sdc.injection import Injection, Site, draw
 from bench.sdc.judging import Judgement, Outcome, Statement, judge_all, judge_replicas
 from bench.sdc.models import Config
@@ -73,6 +74,8 @@ def default_cells() -> Iterator[Cell]:
     for name in OTHERS:
         for site in SITES_OF_OTHERS:
             yield Cell(Config.parse(name), "standard", site)
+    for hop in Hop:
+        yield Cell(main, "checkpoint", hop)
     recomputed = Config.parse("gpt64-ddp-float32-recompute")
     for site in (Site.ACTIVATIONS, Site.GEMM_FORWARD):
         yield Cell(recomputed, "peers", site)
@@ -91,9 +94,10 @@ def choose(patterns: list[str]) -> list[Cell]:
 class Measure:
     """Measures cells on the ranks, and keeps the records in the store."""
 
-    def __init__(self, ranks: Ranks, store: Store) -> None:
-        self._ranks, self._store = ranks, store
+    def __init__(self, ranks: Ranks, store: Store, calibration_steps: int = CALIBRATION_STEPS) -> None:
+        self._ranks, self._store, self._calibration_steps = ranks, store, calibration_steps
         self._thresholds: dict[Config, Thresholds] = {}
+        self._checkpoints: Checkpoints | None = None
 
     def intervals(self, config: Config, preset: str) -> dict[str, int]:
         """Return the intervals of a preset, as the chain once chose them on this machine."""
@@ -103,7 +107,7 @@ class Measure:
         cell = f"{config.name}/intervals/{preset}"
         known = self._store.records(cell)
         if 0 not in known:
-            self._store.add(cell, 0, self._ranks.call(config, "intervals", preset, CALIBRATION_STEPS)[0])
+            self._store.add(cell, 0, self._ranks.call(config, "intervals", preset, self._calibration_steps)[0])
         return dict(known[0])
 
     def seeds(self, config: Config, count: int = SEEDS) -> None:
@@ -116,6 +120,10 @@ class Measure:
 
     def injection(self, cell: Cell, number: int) -> None:
         """Record one injection."""
+        if cell.kind == "checkpoint":
+            self._checkpoints = self._checkpoints or Checkpoints(cell.config.model)
+            self._store.add(cell.name, number, self._checkpoints.record(Hop(cell.what), number))
+            return
         site = Site(cell.what)
         injection = draw(f"{cell.config.name}/{site}", site, number, self._ranks.world)  # the same under all presets
         if cell.kind == "peers":

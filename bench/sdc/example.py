@@ -87,7 +87,7 @@ def draw_losses(path: Path, right: Story, without: Story, audited: Story) -> Non
         axes.annotate(text, (step, axes.get_ylim()[1]), fontsize=8, va="top", ha=side)
     axes.set_xlabel("step")
     axes.set_ylabel("training loss")
-    axes.legend(frameon=False, fontsize=9)
+    axes.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, 1.14), ncol=3)
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
     figure.savefig(path, dpi=130)

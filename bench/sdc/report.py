@@ -74,7 +74,9 @@ class Report:
         for cell in self.cells:
             if cell.kind in ("light", "standard", "paranoid"):
                 rows.append(self._cell_row(cell))
-        rows += self._stratum_rows() + self._link_rows() + self._harm_rows() + self._peer_rows()
+        rows += (
+            self._checkpoint_rows() + self._stratum_rows() + self._link_rows() + self._harm_rows() + self._peer_rows()
+        )
         return rows + self._clean_rows() + self._overhead_rows()
 
     def records(self, config: str, kind: str, sites: Iterable[str]) -> list[Record]:
@@ -125,6 +127,15 @@ class Report:
         text = ", ".join(f"{link} {count}" for link, count in by.most_common())
         late = f"median {median(latencies):.0f} steps; " if latencies else ""
         return share_row(cell.name, *_hits(changed), more=late + text)
+
+    def _checkpoint_rows(self) -> list[Row]:
+        rows = []
+        for cell in self.cells:
+            if cell.kind == "checkpoint":
+                changed = [one for one in self._store.records(cell.name).values() if one["changed"]]
+                hits = sum(one["caught"] for one in changed)
+                rows.append(share_row(f"checkpoint bytes, {cell.what}", hits, len(changed), 99.9, 100))
+        return rows
 
     def _stratum_rows(self) -> list[Row]:
         whole = self.records(MAIN, "standard", (*COMPUTE, *MEMORY))
