@@ -29,7 +29,9 @@ SLICE_ALIGNMENT = 4
 class ExchangeObserver(Protocol):
     """Reads gradients at the steps of their exchange, and changes nothing."""
 
-    def on_local(self, gradients: Sequence[torch.Tensor], slices: torch.Tensor) -> None:
+    def on_local(
+        self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], slices: torch.Tensor
+    ) -> None:
         """Read this rank's gradients before the exchange. Row ``r`` of ``slices`` goes to rank ``r``."""
 
     def on_received(self, slices: torch.Tensor) -> None:
@@ -60,7 +62,7 @@ def mean_in_rank_order(
     everybodys = torch.empty_like(padded)
     observer = _observer
     if observer is not None:
-        observer.on_local(bucket.gradients(), padded.view(world, -1))
+        observer.on_local(bucket.parameters(), bucket.gradients(), padded.view(world, -1))
     with timer.measure(buffer.device):
         dist.all_to_all_single(everybodys, padded, group=group)
     parts = everybodys.view(world, -1)

@@ -1,8 +1,11 @@
 """Check that gradients are added and distributed correctly by the collective between ranks.
 
-Three checks, each for another place where bytes or sums may go wrong:
+Four checks, each for another place where bytes or sums may go wrong:
 
-* Transport: the digest of each slice at the sender equals its digest at the receiver. A difference accuses both.
+* Rest: the digest of a gradient when it was accumulated equals its digest when the exchange begins. A difference is the
+  rank's own.
+* Transport: the digest of each slice at the sender equals its digest at the receiver. A difference accuses both. Two
+  receivers that differ from one sender convict it.
 * Sum: a weighted sum over a rank's slice equals the total of the weighted sums of what it received, up to rounding.
   Random weights make sure that no pattern of errors cancels out. A difference is the rank's own.
 * Result: all replicas hold equal gradients before the update. A strict majority names the rank that differs.
@@ -19,11 +22,12 @@ from functools import cache
 
 import torch
 import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
 
 from everstep.vocabulary import AuditLink, AuditRole
 from everstep_trainer.parallel.exact.summation import all_gather
 from everstep_trainer.sdc.audit import Audit, AuditSetup, Mismatch
-from everstep_trainer.sdc.digest import combined_digest, to_hex
+from everstep_trainer.sdc.digest import combined_digest, tensor_digest, to_hex
 from everstep_trainer.sdc.gradient_exchange import GradientReader, GradientTap
 
 log = logging.getLogger(__name__)
@@ -33,6 +37,8 @@ COLUMNS = 32768
 ROUNDING_SIGMAS = 8.0
 """Standard deviations of rounding that a sum may be off. Each of the W - 1 additions of an element rounds by at most
 eps / sqrt(12) of its result in the mean, and no partial sum is larger than the addends and the total together."""
+AS_SENT, NOT_AS_SENT = "0" * 16, "f" * 16
+"""What a sender and its receivers state in place of digests, since each of them has another slice."""
 MAX_BUCKETS = 64
 """Most buckets of one step that are checked."""
 
@@ -53,6 +59,9 @@ class Collectives(Audit, GradientReader):
         self._sums: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # got, expected, tolerance
         self._parts = torch.zeros(2, dtype=torch.float64)
         self._is_reading = False
+        self._accumulated: dict[int, torch.Tensor] = {}  # digests of gradients, by the parameter's id
+        self._changed: list[tuple[torch.Tensor, torch.Tensor]] = []  # digests then and when the exchange began
+        self._hooks: list[RemovableHandle] = []
 
     @property
     def rounds(self) -> int:
@@ -60,15 +69,29 @@ class Collectives(Audit, GradientReader):
 
     def begin_step(self, step: int, *, due: bool) -> None:
         if self._is_on and due:
-            for kept in (self._sent, self._received, self._sums):
+            for kept in (self._sent, self._received, self._sums, self._changed):
                 kept.clear()
+            self._accumulated.clear()
             self._is_reading = True
             self._tap.open(self)
+            if self._tap.sees_sums:
+                parameters = (one for module in self._tap.replicas for one in module.parameters() if one.requires_grad)
+                self._hooks += [one.register_post_accumulate_grad_hook(self._on_accumulated) for one in parameters]
 
-    def on_local(self, gradients: Sequence[torch.Tensor], slices: torch.Tensor) -> None:
+    def on_local(
+        self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], slices: torch.Tensor
+    ) -> None:
         if self._tap.sees_sums and len(self._sent) < MAX_BUCKETS:
             with self.cost():
                 self._sent.append(row_digests(slices))
+                for parameter, gradient in zip(parameters, gradients, strict=True):
+                    if (before := self._accumulated.pop(id(parameter), None)) is not None:
+                        self._changed.append((before, tensor_digest(gradient)))
+
+    def _on_accumulated(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            with self.cost():
+                self._accumulated[id(parameter)] = tensor_digest(parameter.grad)
 
     def on_received(self, slices: torch.Tensor) -> None:
         if len(self._received) < MAX_BUCKETS:
@@ -89,13 +112,37 @@ class Collectives(Audit, GradientReader):
         if not self._is_reading:
             return
         self._is_reading = False
-        self._tap.close(self)
+        self.close()
+        self._check_rest(step)
         self._check_sums(step)
         self._check_transport(step)
         self._check_results(step)
 
     def close(self) -> None:
         self._tap.close(self)
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _check_rest(self, step: int) -> None:
+        """Compare gradients with what they were when they were accumulated."""
+        if not self._changed:
+            return
+        before, now = (torch.stack(each) for each in zip(*self._changed, strict=True))
+        different = (before != now).nonzero().flatten().tolist()
+        if different:
+            self.setup.report(
+                Mismatch(
+                    link=self.link,
+                    step=step,
+                    unit="gradients before the exchange",
+                    owner=self.setup.rank,
+                    role=AuditRole.OWNER,
+                    original=to_hex(now[different[0]]),
+                    digest=to_hex(before[different[0]]),
+                    difference=f"{len(different)} of {len(before)} gradients changed after they were accumulated",
+                )
+            )
 
     def _check_sums(self, step: int) -> None:
         for bucket, (got, expected, tolerance) in enumerate(self._sums):
@@ -131,8 +178,39 @@ class Collectives(Audit, GradientReader):
         everyones = mine.new_empty(world, 2, number, world)
         all_gather(everyones.view(-1), mine.view(-1))
         sent, received = everyones[:, 0], everyones[:, 1]  # sender x bucket x receiver; receiver x bucket x sender
-        for sender, bucket, receiver in (sent != received.permute(2, 1, 0)).nonzero().tolist():
-            self._report_transport(step, sender, bucket, receiver, sent, received)
+        places: list[list[int]] = (sent != received.permute(2, 1, 0)).nonzero().tolist()
+        wrong = [(sender, bucket, receiver) for sender, bucket, receiver in places]
+        receivers = {sender: sorted({to for one, _, to in wrong if one == sender}) for sender, _, _ in wrong}
+        for sender, to in receivers.items():
+            # A receiver that is wrong itself differs from several senders.
+            trusted = [rank for rank in to if rank != sender and sum(rank in each for each in receivers.values()) == 1]
+            if len(trusted) > 1:
+                self._report_sender(step, sender, trusted)
+            else:
+                bucket, receiver = next((b, r) for s, b, r in wrong if s == sender)
+                self._report_transport(step, sender, bucket, receiver, sent, received)
+
+    def _report_sender(self, step: int, sender: int, receivers: list[int]) -> None:
+        """Report a sender from whom several ranks received something else than it says it has sent."""
+        setup = self.setup
+        peer, arbiter = sorted(receivers, key=lambda rank: (setup.on_same_node(rank, sender), rank))[:2]
+        roles = {sender: AuditRole.OWNER, peer: AuditRole.PEER, arbiter: AuditRole.ARBITER}
+        if setup.rank not in roles:
+            return
+        role = roles[setup.rank]
+        setup.report(
+            Mismatch(
+                link=self.link,
+                step=step,
+                unit="gradients that it sent",
+                owner=sender,
+                role=role,
+                original=AS_SENT if role is AuditRole.OWNER else "",
+                digest="" if role is AuditRole.OWNER else NOT_AS_SENT,
+                expects_arbiter=True,
+                difference="" if role is AuditRole.OWNER else "its digest of what it sent is not that of what arrived",
+            )
+        )
 
     def _report_transport(
         self, step: int, sender: int, bucket: int, receiver: int, sent: torch.Tensor, received: torch.Tensor

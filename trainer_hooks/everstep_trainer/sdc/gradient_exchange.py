@@ -25,8 +25,16 @@ log = logging.getLogger(__name__)
 class GradientReader:
     """Receives gradients while an audit is due; the base class ignores them."""
 
-    def on_local(self, gradients: Sequence[torch.Tensor], slices: torch.Tensor) -> None:
-        """Read this rank's gradients before they are added. Row ``r`` of ``slices`` goes to rank ``r``."""
+    def on_local(
+        self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], slices: torch.Tensor
+    ) -> None:
+        """Read this rank's gradients before they are added.
+
+        Args:
+            parameters: Those of the gradients; empty under ``fully_shard``.
+            gradients: The gradients.
+            slices: The same bytes; row ``r`` goes to rank ``r``.
+        """
 
     def on_received(self, slices: torch.Tensor) -> None:
         """Read the slices that came from each rank. Not under ``fully_shard``, where they are not visible."""
@@ -84,9 +92,11 @@ class GradientTap:
                 undo()
             self._undo.clear()
 
-    def on_local(self, gradients: Sequence[torch.Tensor], slices: torch.Tensor) -> None:
+    def on_local(
+        self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], slices: torch.Tensor
+    ) -> None:
         for reader in self._open:
-            reader.on_local(gradients, slices)
+            reader.on_local(parameters, gradients, slices)
 
     def on_received(self, slices: torch.Tensor) -> None:
         for reader in self._open:
@@ -133,7 +143,7 @@ class _ObservedReduceScatter:
         **options: Any,
     ) -> Any:
         slices = input_tensor.view(group.size(), -1)
-        self._tap.on_local([input_tensor], slices)
+        self._tap.on_local((), [input_tensor], slices)
         return self._inner(output_tensor, input_tensor, group, *args, **options)
 
 

@@ -1,9 +1,10 @@
 """Compare the norms of each rank's gradients with those of the other ranks, before they are added.
 
-A large error in one rank's gradients makes a norm that no other rank has. Ranks differ in their data, so a norm is
-suspicious only if it is many times the median over ranks, and far beyond the differences seen so far. Suspicion is no
-proof: the job goes back to a version before the step and computes it again. If only the suspected rank's norms have
-changed then, its hardware erred; otherwise the batch was unusual.
+A large error in one rank's gradients makes a norm that no other rank has. Each rank takes the norms in every step,
+which needs no other rank; at a due step all ranks exchange those since the last one. Ranks differ in their data, so a
+norm is suspicious only if it is many times the median over ranks, and far beyond the differences seen so far. Suspicion
+is no proof: the job goes back to a version before the step and computes it again. If only the suspected rank's norms
+have changed then, its hardware erred; otherwise the batch was unusual.
 """
 
 from __future__ import annotations
@@ -28,11 +29,13 @@ MIN_RATIO = 16.0
 """A norm is suspicious from this multiple of the median over ranks. Ranks see different samples: in small batches the
 norms of one parameter were seen to differ by up to a factor of five."""
 SPREAD_FACTOR = 3.0
-"""A deviation (of a logarithm) is suspicious from this multiple of the largest one of the last audits."""
-REMEMBERED = 128
-"""Audits whose largest deviation is remembered."""
-WARMUP_AUDITS = 8
-"""First audits of a generation, in which only a norm that is not finite is suspicious."""
+"""A deviation (of a logarithm) is suspicious from this multiple of the largest one of the last steps."""
+REMEMBERED = 256
+"""Steps whose largest deviation is remembered."""
+WARMUP_STEPS = 8
+"""First steps of a generation, in which only a norm that is not finite is suspicious."""
+KEPT_STEPS = 64
+"""Steps after which the ranks exchange their norms in any case: those of 256 groups are 128 KiB then."""
 MIN_RANKS = 3
 """With two ranks the median does not tell which one is unusual."""
 
@@ -56,67 +59,83 @@ class GradientNorms(Audit, GradientReader):
                 "run.replicate or fully_shard",
                 MIN_RANKS,
             )
-        self._norms: list[torch.Tensor] = []
-        self._size: int | None = None  # of the vector of norms, the same on all ranks
+        self._norms: list[torch.Tensor] = []  # of the running step
+        self._kept: dict[int, torch.Tensor] = {}  # by group, of the steps since the last exchange
+        self._size: int | None = None  # of a step's vector of norms, the same on all ranks
         self._is_first = True
         self._repeated_step: int | None = None  # a suspected step that will be computed again
         self._deviations: list[float] = []
-        self._is_reading = False
 
     def begin_step(self, step: int, *, due: bool) -> None:
-        if self._is_on and (due or self._is_first or step == self._repeated_step):
+        if self._is_on:
             self._norms.clear()
-            self._is_reading = True
             self._tap.open(self)
 
-    def on_local(self, gradients: Sequence[torch.Tensor], slices: torch.Tensor) -> None:
+    def on_local(
+        self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], slices: torch.Tensor
+    ) -> None:
         with self.cost():
             self._norms += torch._foreach_norm(list(gradients), dtype=torch.float32)
 
     def before_update(self, step: int, *, due: bool) -> None:
-        if not self._is_reading:
+        if not self._is_on:
             return
-        self._is_reading = False
         self._tap.close(self)
+        if self._size is None:
+            size = torch.tensor([len(self._norms)], device=self.setup.device)
+            dist.all_reduce(size, op=dist.ReduceOp.MAX)
+            self._size = min(GROUPS, int(size.item()))
+        self._kept[step] = self._grouped()
+        if not (due or self._is_first or step == self._repeated_step or len(self._kept) == KEPT_STEPS):
+            return
+        steps = list(self._kept)
         everyones = self._exchange(step)
         self._is_first = False
-        if everyones.shape[1] == 0:
-            return
+        for place, one in enumerate(steps):
+            if self._judge(one, everyones[:, place]):
+                return  # later steps follow from this one
+
+    def _judge(self, step: int, everyones: torch.Tensor) -> bool:
+        """Judge the norms of one step, ranks x groups; return whether a rank is suspected."""
         before = _suspected.pop(step, None)
         if before is not None and before.shape == everyones.shape:
             self._compare_repetition(step, before, everyones)
-            return
+            return False
         owner = self._suspect(everyones)
-        if owner is not None:
-            _suspected[step] = everyones
-            self._report(step, owner, everyones)
+        if owner is None:
+            return False
+        _suspected[step] = everyones
+        self._report(step, owner, everyones)
+        return True
 
     def close(self) -> None:
         self._tap.close(self)
 
-    def _exchange(self, step: int) -> torch.Tensor:
-        """Return the norms of all ranks, ranks x groups, and learn in the first audit which step is repeated."""
-        setup = self.setup
-        if self._size is None:
-            size = torch.tensor([len(self._norms)], device=setup.device)
-            dist.all_reduce(size, op=dist.ReduceOp.MAX)
-            self._size = min(GROUPS, int(size.item()))
-        pending = max((known for known in _suspected if known >= step), default=_NO_STEP)
-        mine = torch.zeros(self._size + 2, dtype=torch.float64, device=setup.device)
-        mine[0], mine[1] = len(self._norms), pending
-        if self._norms:
-            squares = torch.stack(self._norms).to(device=setup.device, dtype=torch.float64).square()
-            groups = torch.arange(len(squares), device=setup.device) * self._size // len(squares)
-            mine[2:] = torch.zeros_like(mine[2:]).index_add_(0, groups, squares).sqrt()
+    def _grouped(self) -> torch.Tensor:
+        """Return the running step's norms by group; nothing waits for the device."""
+        size = self._size or 0
+        grouped = torch.zeros(size, dtype=torch.float64, device=self.setup.device)
+        if self._norms and size:
+            squares = torch.stack(self._norms).to(device=self.setup.device, dtype=torch.float64).square()
+            groups = torch.arange(len(squares), device=self.setup.device) * size // len(squares)
+            grouped.index_add_(0, groups, squares)
         self._norms.clear()
+        return grouped.sqrt()
+
+    def _exchange(self, step: int) -> torch.Tensor:
+        """Return the kept norms of all ranks, ranks x steps x groups; learn at first which step is repeated."""
+        setup, size = self.setup, self._size or 0
+        pending = max((known for known in _suspected if known >= step), default=_NO_STEP)
+        mine = torch.cat([torch.tensor([pending], dtype=torch.float64, device=setup.device), *self._kept.values()])
+        kept = len(self._kept)
+        self._kept.clear()
         everyones = mine.new_empty(setup.world_size, len(mine))
         all_gather(everyones.view(-1), mine)
         everyones = everyones.cpu()
         if self._is_first:
-            pending_step = int(everyones[:, 1].max())
+            pending_step = int(everyones[:, 0].max())
             self._repeated_step = pending_step if pending_step > step else None
-        counts = everyones[:, 0]
-        return everyones[:, 2:] if bool((counts == counts[0]).all()) else everyones[:, :0]
+        return everyones[:, 1:].reshape(setup.world_size, kept, size)
 
     def _suspect(self, everyones: torch.Tensor) -> int | None:
         """Return the rank with an unusual norm, or None."""
@@ -126,14 +145,14 @@ class GradientNorms(Audit, GradientReader):
             return int(strange_ranks[0])
         if strange_ranks:
             return None  # an overflow that several ranks share comes from the model
-        medians = everyones.median(dim=0).values
+        medians = everyones.nanmedian(dim=0).values
         used = medians > 0
         if not bool(used.any()):
             return None
         deviations = (everyones[:, used] / medians[used]).log()  # far below the median is as usual as rare tokens
         largest, rank = deviations.max(dim=1).values.max(dim=0)
         limit = max(math.log(MIN_RATIO), SPREAD_FACTOR * max(self._deviations, default=0.0))
-        is_known = len(self._deviations) >= WARMUP_AUDITS
+        is_known = len(self._deviations) >= WARMUP_STEPS
         if is_known and float(largest) > limit:
             return int(rank)
         self._deviations.append(float(largest))
@@ -143,7 +162,7 @@ class GradientNorms(Audit, GradientReader):
     def _report(self, step: int, owner: int, everyones: torch.Tensor) -> None:
         if owner != self.setup.rank:
             return
-        medians = everyones.median(dim=0).values
+        medians = everyones.nanmedian(dim=0).values
         group = int((everyones[owner] / medians.clamp_min(1e-30)).nan_to_num(math.inf).argmax())
         norm, median = float(everyones[owner, group]), float(medians[group])
         self.setup.report(

@@ -38,16 +38,17 @@ class LinkOptions(msgspec.Struct, frozen=True, kw_only=True):
 OFF = LinkOptions()
 
 # The shares of a preset add up to what it may cost: 0.5, 2 and 20 % of a step. CHECKPOINT runs beside training.
+# Norms of gradients are taken in every step, which costs one reading of them, and are exchanged at intervals.
 PRESETS: Mapping[SdcPreset, Mapping[AuditLink, LinkOptions]] = {
     "off": {},
     "light": {
-        AuditLink.GRADIENT_NORM: LinkOptions(share=0.002),
+        AuditLink.GRADIENT_NORM: LinkOptions(interval=16),
         AuditLink.PEER_REPLAY: LinkOptions(share=0.003),
     },
     "standard": {
         AuditLink.RECOMPUTE: LinkOptions(share=0.002),
         AuditLink.MATMUL: LinkOptions(share=0.002),
-        AuditLink.GRADIENT_NORM: LinkOptions(share=0.002),
+        AuditLink.GRADIENT_NORM: LinkOptions(interval=16),
         AuditLink.COLLECTIVE: LinkOptions(share=0.003),
         AuditLink.PEER_REPLAY: LinkOptions(share=0.007),
         AuditLink.UPDATE: LinkOptions(share=0.002),
@@ -57,7 +58,7 @@ PRESETS: Mapping[SdcPreset, Mapping[AuditLink, LinkOptions]] = {
     "paranoid": {
         AuditLink.RECOMPUTE: LinkOptions(share=0.02),
         AuditLink.MATMUL: LinkOptions(share=0.02),
-        AuditLink.GRADIENT_NORM: LinkOptions(share=0.01),
+        AuditLink.GRADIENT_NORM: LinkOptions(interval=4),
         AuditLink.COLLECTIVE: LinkOptions(share=0.03),
         AuditLink.PEER_REPLAY: LinkOptions(share=0.07),
         AuditLink.UPDATE: LinkOptions(share=0.02),

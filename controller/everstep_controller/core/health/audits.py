@@ -120,7 +120,7 @@ def _judge_pair(
     """Judge the owner and one rank that did the work again."""
     there = f"rank {witness.rank} on {nodes[witness.rank]}"
     if owner.original == witness.digest:
-        return Inconclusive(f"{there} got the same result for {work} as rank {owner.rank}")
+        return _judge_confirmed(owner, there, work, difference)
     if owner.digest == witness.digest:
         words = f"rank {owner.rank} computed {work} wrongly once: it got another result when it computed again, as did"
         return OwnerStrike(f"{words} {there}{difference}")
@@ -128,6 +128,14 @@ def _judge_pair(
         return Inconclusive(f"{_not_repeatable(work, owner.rank, witness.rank)}{difference}")
     words = f"rank {owner.rank} on {nodes[owner.rank]} and {there} got different results for {work}"
     return Tied((owner.rank, witness.rank), f"{words}, and no third node decides{difference}")
+
+
+def _judge_confirmed(owner: AuditStatement, witness: str, work: str, difference: str) -> AuditJudgement:
+    """Judge an owner whose result in training a witness confirms: only its own repetition may be wrong."""
+    if owner.digest not in ("", owner.original):
+        words = f"rank {owner.rank} got another result when it computed {work} again, and {witness} confirms the first"
+        return OwnerStrike(f"{words}{difference}")
+    return Inconclusive(f"{witness} got the same result for {work} as rank {owner.rank}")
 
 
 def _not_repeatable(work: str, *ranks: Rank) -> str:
@@ -148,8 +156,7 @@ class _Arbitration(msgspec.Struct, frozen=True):
     def judge(self) -> AuditJudgement:
         owner, peer, arbiter = self.owner, self.peer, self.arbiter
         if owner.original == peer.digest:
-            ranks = f"rank {peer.rank} got the same result for {self.work} as rank {owner.rank}"
-            return Inconclusive(ranks)
+            return _judge_confirmed(owner, f"rank {peer.rank}", self.work, self.difference)
         if peer.digest == arbiter.digest:
             return self._against_owner()
         if owner.original == arbiter.digest and owner.digest in ("", owner.original):
