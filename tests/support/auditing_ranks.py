@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -33,7 +34,7 @@ NODES = ("a", "a", "b", "c")
 class Training:
     """What ranks train. ``wrap``: "ddp", "fsdp" or "root" (``fully_shard`` of the whole model alone).
 
-    ``fault``: (rank, unit, "once" | "always" | "lie" | "vary") or None.
+    ``fault``: (rank, unit, "once" | "always" | "lie" | "vary" | "vary and once") or None.
     """
 
     model: str = "gpt"
@@ -74,10 +75,13 @@ def train(rank: int, world: int, port: int, options: dict[str, Any]) -> dict[str
     peer_replay.log.addHandler(handler)
     peer_replay.log.setLevel(logging.INFO)
     with grouped(rank, world, port):
-        return _trained(rank, world, training, lines)  # frees the model before the group is destroyed
+        held = _train(rank, world, training)  # whatever holds the group is gone when it is destroyed
+        gc.collect()
+        dist.barrier()
+    return {**held, "lines": lines}
 
 
-def _trained(rank: int, world: int, training: Training, lines: list[str]) -> dict[str, Any]:
+def _train(rank: int, world: int, training: Training) -> dict[str, Any]:
     torch.manual_seed(3)
     kind = MODELS[training.model]
     inner = kind.build()
@@ -111,7 +115,6 @@ def _trained(rank: int, world: int, training: Training, lines: list[str]) -> dic
     held = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
     return {
         "statements": [msgspec.structs.asdict(one) for one in statements],
-        "lines": lines,
         "clean": clean,
         "units": [one.unit.name for one in audit._rotations],
         "state": to_hex(combined_digest([*held, *model.buffers(), torch.get_rng_state()])),
@@ -142,16 +145,15 @@ def _passes(model: nn.Module, kind: Model, training: Training, seed: int) -> Non
 
 
 class _Fault:
-    """Makes one rank compute wrong outputs of a unit: in training "once", "always" when it computes, when it does
-    others' work only ("lie"), or at all ranks with random noise ("vary")."""
+    """Makes one rank compute wrong outputs of a unit from a step on: in training "once", "always" when it computes, or
+    when it does others' work ("lie"). With "vary" the outputs of all ranks vary a little from the beginning."""
 
     def __init__(self, model: nn.Module, training: Training, rank: int) -> None:
         self.step = 0
-        if training.fault is None or training.fault[0] not in (rank, -1):
+        if training.fault is None:
             return
-        _, name, self._when = training.fault
-        self._at, self._own_replays = training.fault_step, 0
-        self._is_done = False
+        wrong, name, self._kind = training.fault
+        self._is_wrong, self._first_step, self._is_done = rank == wrong, training.fault_step, False
         module = model.get_submodule(name)
         self._forward = module.forward
         self._noise = torch.Generator().manual_seed(rank)
@@ -159,21 +161,19 @@ class _Fault:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         outputs = self._forward(*args, **kwargs)
-        if self._when == "vary":
-            return outputs * (1 + 1e-6 * torch.rand(1, generator=self._noise))
-        if self.step < self._at:
-            return outputs
-        is_wrong = {
-            "once": not is_replaying() and not self._is_done,
-            "always": True,
-            "lie": is_replaying() and not self._is_done,
-        }[self._when]
-        if not is_wrong:
+        if self._kind.startswith("vary"):
+            outputs = outputs * (1 + 1e-6 * torch.rand(1, generator=self._noise))
+        if not self._is_due():
             return outputs
         self._is_done = True
         mask = torch.ones_like(outputs)
         mask.view(-1)[3] = 1.5
         return outputs * mask
+
+    def _is_due(self) -> bool:
+        if not self._is_wrong or self.step < self._first_step or self._is_done:
+            return self._is_done and self._kind == "always"
+        return {"vary": False, "always": True, "lie": is_replaying()}.get(self._kind, not is_replaying())
 
 
 def roles(ranks: Sequence[dict[str, Any]]) -> dict[tuple[int, int], dict[str, tuple[int, str, str]]]:

@@ -21,13 +21,22 @@ from everstep.vocabulary import Severity
 from everstep.wire.framing import PREFIX_BYTES, FrameDecoder, encode_frame
 from everstep.wire.v1.agent import NumberedReport
 from everstep.wire.v1.local import MAX_FRAME_BYTES
-from everstep.wire.v1.training import AnyReport, FindingCleared, FindingRaised, LauncherJoined, VersionSealed
+from everstep.wire.v1.training import (
+    AnyReport,
+    AuditsClean,
+    FindingCleared,
+    FindingRaised,
+    LauncherJoined,
+    VersionSealed,
+)
 
 log = logging.getLogger(__name__)
 
 MAX_REPORTS_PER_REQUEST = 1024
 """Limit of ``everstep.wire.v1.agent.Reports``."""
 
+_SUPERSEDED = (VersionSealed, AuditsClean)
+"""Reports after which others of the same kind follow: a lost one only delays a commit or a verification."""
 MAX_BYTES_PER_REQUEST = 512 << 10
 """Half of the controller's limit, since JSON is larger than the MessagePack counted here."""
 
@@ -51,18 +60,18 @@ class _Entry(msgspec.Struct):
 
 
 def is_urgent(report: AnyReport) -> bool:
-    """Return whether a recovery may wait for this report: all but checkpoint seals and mild findings."""
+    """Return whether a recovery may wait for this report: all but seals, clean audits and mild findings."""
     if isinstance(report, FindingRaised):
         return report.finding.severity is Severity.CRITICAL
-    return not isinstance(report, VersionSealed)
+    return not isinstance(report, _SUPERSEDED)
 
 
 class Spool:
     """Unacknowledged reports in order of their numbers.
 
-    Over the limits the oldest seals are dropped first, then the oldest mild findings, then the oldest of the rest. The
-    ``file`` keeps reports, without seals, for the next run. A report that is not urgent may wait ``batch_window_s`` to
-    be sent with others.
+    Over the limits the oldest seals and clean audits are dropped first, then the oldest mild findings, then the oldest
+    of the rest. The ``file`` keeps reports, without the first of these, for the next run. A report that is not urgent
+    may wait ``batch_window_s`` to be sent with others.
     """
 
     def __init__(self, file: Path | None, *, max_reports: int, max_bytes: int, batch_window_s: float) -> None:
@@ -105,7 +114,7 @@ class Spool:
         frame = encode_frame(_SpooledReport(self._last, report))
         self._entries[self._last] = _Entry(NumberedReport(number=self._last, body=report), len(frame), due)
         self.size_bytes += len(frame)
-        if not isinstance(report, VersionSealed):  # a lost seal costs one candidate, and another is announced
+        if not isinstance(report, _SUPERSEDED):
             self._append(frame)
         self._shrink()
         return self._last
@@ -188,7 +197,7 @@ class Spool:
         if len(self._entries) <= self._max_reports and self.size_bytes <= self._max_bytes:
             return
         reports, size = self._max_reports * 15 // 16, self._max_bytes * 15 // 16
-        for kinds in (VersionSealed, FindingRaised | FindingCleared, object):
+        for kinds in (_SUPERSEDED, (FindingRaised, FindingCleared), (object,)):
             for number, entry in list(self._entries.items()):
                 if len(self._entries) <= reports and self.size_bytes <= size:
                     break
@@ -212,6 +221,8 @@ class Spool:
     def _rewrite(self) -> None:
         self._truncate()
         for entry in self._entries.values():
+            if isinstance(entry.report.body, _SUPERSEDED):
+                continue
             self._append(encode_frame(_SpooledReport(entry.report.number, entry.report.body)))
 
     def _truncate(self) -> None:

@@ -11,7 +11,7 @@ from torch._dynamo import OptimizedModule
 from torch.utils import _pytree as pytree
 
 from everstep_trainer.sdc.capture import Capture, CapturedCall, PassRecord, UnsupportedUnit
-from everstep_trainer.sdc.replay import replay
+from everstep_trainer.sdc.replay import replay, untouched
 from everstep_trainer.sdc.units import Unit
 from everstep_trainer.state.tracked_objects import strip_wrapper_names
 
@@ -48,11 +48,12 @@ def unrepeatable_modules(model: nn.Module, *inputs: object, repeats: int = REPEA
     device = tensors[0].device if tensors else torch.device("cpu")
     whole = Unit("", model)
     capture = Capture(whole, 0, device)
-    capture.install()
-    try:
-        _run_passes(model, inputs)
-    finally:
-        capture.remove()
+    with untouched(model, dict(model.named_buffers()), device):
+        capture.install()
+        try:
+            _run_passes(model, inputs)
+        finally:
+            capture.remove()
     if capture.captured is None:
         raise ValueError(f"the model cannot be computed again: {capture.problem}")
     return find_unrepeatable(whole, capture.captured, device, repeats)

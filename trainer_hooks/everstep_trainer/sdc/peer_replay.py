@@ -159,7 +159,7 @@ class PeerReplay(Audit):
         elif len({structure for _, structure, _ in rows}) > 1:
             self._note(rotation, "the ranks call it with different arguments, or with other random numbers or modes")
         elif captured is not None:
-            if captured.record.outputs_only:
+            if captured.record.outputs_only and rotation.spread is None:
                 self._note(rotation, f"only its forward pass is audited: {captured.record.outputs_only}", skipped=False)
             with rotation.unit.gathered():
                 self._compare(step, rotation, call, captured)
@@ -249,10 +249,13 @@ class PeerReplay(Audit):
             theirs: That call.
         """
         world, rotation = self.setup.world_size, case.rotation
-        reruns = [replay(rotation.unit, case.captured, self.setup.device) for _ in range(2)]
+        reruns, failure = self._rerun(case)
         first, second = (self._parts(one) for one in reruns)
         spread = relative_spread(reruns[0].output_values(), reruns[1].output_values())
-        rows = self._gather([*first, *second, round(min(spread, 1e6) * _SPREAD_SCALE)])
+        rows = self._gather([*first, *second, round(min(spread, 1e6) * _SPREAD_SCALE), bool(failure)])
+        if any(row[7] for row in rows):
+            self._exclude(rotation, failure or "another rank cannot compute its own call again")
+            return
         varied = [rank for rank, row in enumerate(rows) if row[:3] != row[3:6]]
         if rotation.spread is None:
             if len(varied) > 1:  # a faulty rank varies alone
@@ -268,6 +271,13 @@ class PeerReplay(Audit):
         for owner in case.owners:
             self._state(case, owner, reruns[0], record, theirs)
 
+    def _rerun(self, case: _Case) -> tuple[list[PassRecord], str]:
+        """Return two results of this rank's own call done again, or its record and why that cannot be done."""
+        try:
+            return [replay(case.rotation.unit, case.captured, self.setup.device) for _ in range(2)], ""
+        except Exception as error:  # noqa: BLE001 - a module may raise anything
+            return [case.captured.record] * 2, f"{type(error).__name__}: {error}"
+
     def _tolerate(self, case: _Case, varied: Sequence[int], spread: float) -> None:
         """Compare the unit's outputs by tolerance from now on. No collective."""
         rotation = case.rotation
@@ -276,7 +286,8 @@ class PeerReplay(Audit):
             return
         try:
             found = find_unrepeatable(rotation.unit, case.captured, self.setup.device)
-        except (UnsupportedUnit, RuntimeError):
+        except Exception as error:  # noqa: BLE001 - a module may raise anything
+            log.debug("the modules of %s cannot be computed one by one: %s", rotation.unit.name, error)
             found = {}
         named = [f"{name or 'code between its modules'} ({results})" for name, results in found.items()]
         log.warning(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,7 +43,7 @@ def replay(unit: Unit, captured: CapturedCall, device: torch.device) -> PassReco
     """
     module = unit.module
     record = PassRecord(module, outputs_only=captured.record.outputs_only)
-    with _untouched(module, sorted(captured.buffers), device):
+    with untouched(module, captured.buffers, device):
         try:
             _replay_into(record, unit, captured, device)
         finally:
@@ -104,7 +104,7 @@ def _callable(unit: Unit) -> Callable[..., Any]:
 
 
 @contextmanager
-def _untouched(module: nn.Module, buffers: Sequence[str], device: torch.device) -> Iterator[None]:
+def untouched(module: nn.Module, buffers: Iterable[str], device: torch.device) -> Iterator[None]:
     """Restore what a forward pass changes: random states, the named buffers, and attributes of the modules."""
     global _replays
     host, states = get_host_rng_state(), rng_states(device)

@@ -11,9 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.ids import Version
-from everstep.vocabulary import Finding, FindingKind, Severity
+from everstep.vocabulary import AuditLink, AuditRole, Finding, FindingKind, Severity
 from everstep.wire.v1.training import (
     AnyReport,
+    AuditsClean,
+    AuditStatement,
     FindingCleared,
     FindingRaised,
     JobSpec,
@@ -33,6 +35,11 @@ def sealed(step: int, *, rank: int = 0, safe: bool = True, digests: dict[str, st
 
 def joined() -> LauncherJoined:
     return LauncherJoined(job="j", at=0.0, spec=JobSpec(job="j"), launcher=1, store="127.0.0.1:1")
+
+
+def stated() -> AuditStatement:
+    words = {"link": AuditLink.PEER_REPLAY, "unit": "layer 0", "owner": 0, "role": AuditRole.OWNER}
+    return AuditStatement(job="j", at=0.0, generation=1, rank=0, step=3, original="a", digest="b", **words)  # type: ignore[arg-type]
 
 
 def raised(severity: Severity) -> FindingRaised:
@@ -60,6 +67,7 @@ def test_urgent_report_is_due_at_once_and_seal_after_window() -> None:
 def test_losses_joins_and_critical_findings_are_urgent() -> None:
     assert is_urgent(lost())
     assert is_urgent(joined())
+    assert is_urgent(stated())
     assert is_urgent(FindingCleared(key="k"))
     assert is_urgent(raised(Severity.CRITICAL))
     assert not is_urgent(raised(Severity.WARNING))
@@ -118,6 +126,16 @@ def test_full_spool_drops_oldest_seals_before_losses() -> None:
     assert kept[0] == lost()
     assert kept[-1] == sealed(199)
     assert spool.dropped_count == 201 - len(kept)
+
+
+def test_clean_audits_wait_and_are_dropped_like_seals(tmp_path: Path) -> None:
+    spool = a_spool(tmp_path / "reports", most_reports=64)
+    spool.add(stated(), 0.0)
+    for step in range(200):
+        spool.add(AuditsClean(job="j", at=0.0, generation=1, rank=0, step=step), 0.0)
+    assert bodies(spool)[0] == stated()
+    assert len(spool) <= 64
+    assert bodies(a_spool(tmp_path / "reports")) == [stated()]
 
 
 def test_losses_alone_are_bounded_too() -> None:

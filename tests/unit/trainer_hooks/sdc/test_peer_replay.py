@@ -101,8 +101,18 @@ def test_two_ranks_report_without_an_arbiter(forks: Any) -> None:
 def test_unrepeatable_unit_is_named_and_compared_by_tolerance(forks: Any) -> None:
     ranks = play(forks, 3, Training(fault=(-1, "blocks.1.project", "vary"), steps=14))
     assert [rank["statements"] for rank in ranks] == [[], [], []]
-    (line,) = [line for rank in ranks for line in rank["lines"] if "is not bitwise repeatable: " in line]
+    (line,) = [line for rank in ranks for line in rank["lines"]]
     assert line.startswith("blocks.1 is not bitwise repeatable: project (output 0")
+
+
+def test_large_error_in_an_unrepeatable_unit_is_found(forks: Any) -> None:
+    ranks = play(forks, 4, Training(fault=(2, "blocks.1.project", "vary and once"), steps=15, fault_step=15))
+    cases = roles(ranks)
+    assert {owner for _, owner in cases} == {2}
+    (case,) = cases.values()
+    (_, original, rerun), (_, _, replayed), (_, _, arbitrated) = (case[role] for role in ("owner", "peer", "arbiter"))
+    assert original != rerun
+    assert rerun == replayed == arbitrated
 
 
 def test_arbiter_is_on_a_third_node_if_there_is_one() -> None:

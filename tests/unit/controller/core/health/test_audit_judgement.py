@@ -63,6 +63,7 @@ def _judge(
         ("one", "two", "two", "three", Inconclusive),
         ("good", "good", "good", "bad", Inconclusive),
         ("good", "good", "good", "good", Inconclusive),
+        ("good", "bad", "good", "good", OwnerStrike),
     ],
 )
 def test_three_ranks_on_three_nodes_are_judged_by_majority(

@@ -1,0 +1,103 @@
+"""Modules that do not compute the same bits twice are named, and compared by tolerance."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from everstep_trainer.sdc.determinism import are_close, relative_spread, unrepeatable_modules
+from torch import nn
+
+from tests.support.audited_models import ConvNet, Gpt, images, tokens
+
+
+class Varying(nn.Linear):
+    """Adds noise that no seed fixes, as a sum in the order of arrival does."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width)
+        self.noise = torch.Generator()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (1 + 1e-6 * torch.rand(1, generator=self.noise))
+
+
+class VaryingGradient(torch.autograd.Function):
+    noise = torch.Generator()
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0] * (1 + 1e-6 * torch.rand(1, generator=VaryingGradient.noise))
+
+
+def test_repeatable_model_has_no_such_modules() -> None:
+    model = Gpt()
+    before = torch.get_rng_state()
+    assert unrepeatable_modules(model, tokens(0)) == {}
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_looking_for_them_leaves_the_model_as_it_is() -> None:
+    model = ConvNet()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert unrepeatable_modules(model, images(0)) == {}
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_varying_modules_are_named_with_what_varies() -> None:
+    model = Gpt()
+    model.blocks[1].project = Varying(16)
+
+    class Backward(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return VaryingGradient.apply(x)
+
+    model.blocks[2].mlp.append(Backward())
+    found = unrepeatable_modules(model, tokens(0))
+    assert {name: results.split(", ")[0] for name, results in found.items()} == {
+        "blocks.1.project": "output 0",
+        "blocks.2.mlp.4": "gradient of input 0",
+    }
+    assert "gradient of weight" in found["blocks.1.project"]
+
+
+def test_varying_code_between_modules_is_reported() -> None:
+    class Between(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.noise = nn.Linear(4, 4), torch.Generator()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) + torch.rand(1, generator=self.noise)
+
+    assert unrepeatable_modules(Between(), torch.ones(2, 4)) == {"": "output 0"}
+
+
+def test_unsupported_model_is_refused() -> None:
+    class Takes(nn.Linear):
+        def forward(self, x: torch.Tensor, other: object = None) -> torch.Tensor:
+            return super().forward(x)
+
+    with pytest.raises(ValueError, match="its arguments contain a object"):
+        unrepeatable_modules(Takes(4, 4), torch.ones(1, 4), object())
+
+
+@pytest.mark.parametrize(
+    ("change", "spread", "close"),
+    [(0.0, 0.0, True), (1e-6, 0.0, True), (1e-4, 0.0, False), (1e-4, 2e-5, True), (float("nan"), 1.0, False)],
+)
+def test_tolerance_follows_the_spread_of_replays(change: float, spread: float, close: bool) -> None:
+    expected = torch.linspace(-1.0, 1.0, 9)
+    found = expected.clone()
+    found[4] += change
+    assert are_close([expected], [found], spread) == close
+
+
+def test_spread_is_relative_to_the_largest_element() -> None:
+    one = torch.tensor([4.0, 1.0])
+    assert relative_spread([one], [one + torch.tensor([0.0, 1.0])]) == 0.25
+    assert relative_spread([one.int()], [one.int()]) == 0.0

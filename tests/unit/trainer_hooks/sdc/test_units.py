@@ -1,0 +1,98 @@
+"""The parts of models that are audited one at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from everstep_trainer.sdc.units import find_units
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.support.audited_models import MODELS, ConvNet, Gpt, mlp
+from tests.support.auditing_ranks import grouped
+
+BLOCKS = ["words", "blocks.0", "blocks.1", "blocks.2", "norm", "head"]
+
+
+def names(**objects: object) -> list[str]:
+    return [unit.name for unit in find_units(objects).units]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_parameter_is_in_one_unit(name: str) -> None:
+    model = MODELS[name].build()
+    held = [p for unit in find_units({"model": model}).units for p in {*unit.module.parameters()}]
+    assert {*held} == {*model.parameters()}
+
+
+def test_blocks_are_elements_whose_class_repeats() -> None:
+    assert names(model=Gpt()) == BLOCKS
+    assert names(model=ConvNet()) == ["first", "layers.0", "layers.1", "head"]
+
+
+def test_single_layers_in_a_row_are_one_unit() -> None:
+    assert names(model=mlp()) == ["model"]
+
+
+def test_only_trained_models_are_divided() -> None:
+    teacher = Gpt().requires_grad_(False)
+    assert names(model=Gpt(), teacher=teacher, optimizer=torch.optim.SGD(Gpt().parameters())) == BLOCKS
+    assert names(model=mlp(), critic=mlp()) == ["model", "critic"]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile has its own
+def test_names_do_not_show_wrappers() -> None:
+    model = Gpt()
+    for number, block in enumerate(model.blocks):
+        model.blocks[number] = checkpoint_wrapper(block)
+    model.blocks[1] = torch.compile(model.blocks[1])  # type: ignore[assignment]
+    assert names(model=model) == BLOCKS
+
+
+def test_parts_with_collectives_are_left_out() -> None:
+    found = find_units({"model": nn.SyncBatchNorm.convert_sync_batchnorm(ConvNet())})
+    assert "layers.0.convolution" in [unit.name for unit in found.units]
+    assert found.left_out[0] == "layers.0.norm (SyncBatchNorm: its forward pass contains collectives)"
+    assert len(found.left_out) == 2
+
+
+def wrapped_names(port: int) -> dict[str, Any]:
+    """In a process of its own: units of models that are wrapped over a group of one rank."""
+    with grouped(0, 1, port):
+        mesh = init_device_mesh("cpu", (1,))
+        sharded, whole = Gpt(), fully_shard(Gpt(), mesh=mesh)
+        for block in sharded.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(sharded, mesh=mesh)
+        experts = Gpt()
+        experts.blocks[0].mlp.group = dist.group.WORLD  # type: ignore[assignment]
+        compiled = torch.compile(DistributedDataParallel(mlp()))
+        found = find_units({"model": sharded})
+        return {
+            "ddp": names(model=DistributedDataParallel(Gpt())),
+            "fsdp": [unit.name for unit in found.units],
+            "shards": [unit.shards is unit.module for unit in found.units],
+            "root": names(model=whole),
+            "group": (names(model=experts), find_units({"model": experts}).left_out),
+            "compiled": find_units({"model": compiled}).left_out,
+        }
+
+
+def test_units_are_found_below_wrappers(forks: Any) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    found = forks.start(wrapped_names, store.port).result()
+    assert found["ddp"] == found["fsdp"] == found["root"] == BLOCKS
+    assert found["shards"] == [False, True, True, True, False, False]
+    group, left_out = found["group"]
+    assert "blocks.0.attention" in group
+    assert "blocks.0.mlp.0" in group
+    assert left_out == ("blocks.0.mlp (Sequential.group is a process group: its forward pass may contain collectives)",)
+    assert found["compiled"] == (
+        "model (compiled around DistributedDataParallel: compile the model or its blocks inside)",
+    )
