@@ -76,7 +76,7 @@ class Collectives(Audit, GradientReader):
             self._tap.open(self)
             if self._tap.sees_sums:
                 parameters = (one for module in self._tap.replicas for one in module.parameters() if one.requires_grad)
-                self._hooks += [one.register_post_accumulate_grad_hook(self._on_accumulated) for one in parameters]
+                self._hooks += [one.register_post_accumulate_grad_hook(self._on_accumulated) for one in parameters]  # type: ignore[no-untyped-call]
 
     def on_local(
         self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], slices: torch.Tensor
