@@ -127,6 +127,8 @@ def _train(
     layers: Any = model.module if layout == "ddp" else model
     if fault == "gradient":
         layers[2].register_forward_hook(partial(_spoil_backward, active))
+    if fault == "rest":
+        parameters[2].register_post_accumulate_grad_hook(partial(_flip_gradient, active))
     if first > 1:
         model.load_state_dict(_kept["model"])
         optimizer.load_state_dict(_kept["optimizer"])
@@ -145,6 +147,11 @@ def _train(
         optimizer.step()
     run.close()
     return [parameter.detach().clone() for parameter in parameters] if layout == "ddp" else []
+
+
+def _flip_gradient(active: FaultyAt, parameter: torch.Tensor) -> None:
+    if active and parameter.grad is not None:
+        parameter.grad.view(torch.int32).view(-1)[7] ^= 1
 
 
 def _spoil_backward(active: FaultyAt, _: nn.Module, __: Any, output: torch.Tensor) -> None:

@@ -2,8 +2,8 @@
 
 Four checks, each for another place where bytes or sums may go wrong:
 
-* Rest: the digest of a gradient when it was accumulated equals its digest when the exchange begins. A difference is the
-  rank's own.
+* Rest: the digest of a gradient when it arrived at its parameter equals its digest when the exchange begins. A
+  difference is the rank's own.
 * Transport: the digest of each slice at the sender equals its digest at the receiver. A difference accuses both. Two
   receivers that differ from one sender convict it.
 * Sum: a weighted sum over a rank's slice equals the total of the weighted sums of what it received, up to rounding.
@@ -75,8 +75,27 @@ class Collectives(Audit, GradientReader):
             self._is_reading = True
             self._tap.open(self)
             if self._tap.sees_sums:
-                parameters = (one for module in self._tap.replicas for one in module.parameters() if one.requires_grad)
-                self._hooks += [one.register_post_accumulate_grad_hook(self._on_accumulated) for one in parameters]  # type: ignore[no-untyped-call]
+                for parameter in (one for module in self._tap.replicas for one in module.parameters()):
+                    if parameter.requires_grad:
+                        self._watch(parameter)
+
+    def _watch(self, parameter: torch.Tensor) -> None:
+        """Digest the parameter's gradient when it arrives, or when it was added to those of earlier micro-batches."""
+
+        def arrives(gradient: torch.Tensor) -> None:
+            with self.cost():
+                if parameter.grad is None and gradient.dtype == parameter.dtype:
+                    self._accumulated[id(parameter)] = tensor_digest(gradient)
+                else:
+                    self._accumulated.pop(id(parameter), None)
+
+        def is_added(parameter: torch.Tensor) -> None:
+            with self.cost():
+                if id(parameter) not in self._accumulated and parameter.grad is not None:
+                    self._accumulated[id(parameter)] = tensor_digest(parameter.grad)
+
+        self._hooks.append(parameter.register_hook(arrives))  # type: ignore[no-untyped-call]
+        self._hooks.append(parameter.register_post_accumulate_grad_hook(is_added))  # type: ignore[no-untyped-call]
 
     def on_local(
         self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], slices: torch.Tensor
@@ -87,11 +106,6 @@ class Collectives(Audit, GradientReader):
                 for parameter, gradient in zip(parameters, gradients, strict=True):
                     if (before := self._accumulated.pop(id(parameter), None)) is not None:
                         self._changed.append((before, tensor_digest(gradient)))
-
-    def _on_accumulated(self, parameter: torch.Tensor) -> None:
-        if parameter.grad is not None:
-            with self.cost():
-                self._accumulated[id(parameter)] = tensor_digest(parameter.grad)
 
     def on_received(self, slices: torch.Tensor) -> None:
         if len(self._received) < MAX_BUCKETS:
@@ -125,7 +139,7 @@ class Collectives(Audit, GradientReader):
         self._hooks.clear()
 
     def _check_rest(self, step: int) -> None:
-        """Compare gradients with what they were when they were accumulated."""
+        """Compare gradients with what they were when they arrived at their parameters."""
         if not self._changed:
             return
         before, now = (torch.stack(each) for each in zip(*self._changed, strict=True))
@@ -140,7 +154,7 @@ class Collectives(Audit, GradientReader):
                     role=AuditRole.OWNER,
                     original=to_hex(now[different[0]]),
                     digest=to_hex(before[different[0]]),
-                    difference=f"{len(different)} of {len(before)} gradients changed after they were accumulated",
+                    difference=f"{len(different)} of {len(before)} gradients changed after they had arrived",
                 )
             )
 

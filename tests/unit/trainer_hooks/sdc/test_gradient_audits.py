@@ -54,6 +54,12 @@ def test_flip_in_transport_accuses_both_ends(forks):
     assert sorted((rank, each.role) for rank, each in said) == [(0, AuditRole.OWNER), (FAULTY_RANK, AuditRole.PEER)]
 
 
+def test_gradient_changed_at_rest_is_stated_by_its_rank(forks):
+    ((rank, said),) = statements(train(forks, "ddp", "rest"))
+    assert (rank, said.owner, said.step) == (FAULTY_RANK, FAULTY_RANK, FAULTY_STEP)
+    assert said.difference == "1 of 6 gradients changed after they had arrived"
+
+
 def test_divergent_result_is_named_by_two_witnesses(forks):
     told = train(forks, "ddp", "result")
     first = [(rank, each) for rank, each in statements(told) if each.step == FAULTY_STEP]
