@@ -37,9 +37,10 @@ if TYPE_CHECKING:
     from everstep_trainer.entry_point import main
     from everstep_trainer.run import Run
     from everstep_trainer.runtime.interrupt import Regroup
+    from everstep_trainer.sdc.determinism import unrepeatable_modules
 
 __version__ = "0.1.0"
-__all__ = ["ElasticSampler", "HookSettings", "Regroup", "Run", "main"]
+__all__ = ["ElasticSampler", "HookSettings", "Regroup", "Run", "main", "unrepeatable_modules"]
 
 _DEFINED_IN = {
     "ElasticSampler": "everstep_trainer.data.sampler",
@@ -47,6 +48,7 @@ _DEFINED_IN = {
     "Regroup": "everstep_trainer.runtime.interrupt",
     "Run": "everstep_trainer.run",
     "main": "everstep_trainer.entry_point",
+    "unrepeatable_modules": "everstep_trainer.sdc.determinism",
 }
 
 

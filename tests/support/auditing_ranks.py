@@ -12,6 +12,9 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
+from everstep_trainer.parallel.replicas import RankContext
+from everstep_trainer.run import Run
+from everstep_trainer.runtime.generation_session import TrainingSession
 from everstep_trainer.sdc import peer_replay
 from everstep_trainer.sdc.audit import AuditSetup, Mismatch
 from everstep_trainer.sdc.chain import AuditChain
@@ -25,7 +28,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from everstep.vocabulary import AuditLink
-from tests.support.audited_models import CPU, MODELS, Gpt, Model
+from tests.support.audited_models import CPU, MODELS, TOKENS, WORDS, Gpt, Model
 
 NODES = ("a", "a", "b", "c")
 
@@ -119,6 +122,43 @@ def _train(rank: int, world: int, training: Training) -> dict[str, Any]:
         "units": [one.unit.name for one in audit._rotations],
         "state": to_hex(combined_digest([*held, *model.buffers(), torch.get_rng_state()])),
     }
+
+
+def train_by_run(rank: int, world: int, port: int, virtual_ranks: int | None) -> dict[str, Any]:
+    """In a process of its own, one of ``world``: training by a run that audits every step."""
+    with grouped(rank, world, port):
+        held = _train_by_run(rank, world, virtual_ranks)
+        gc.collect()
+        dist.barrier()
+    return held
+
+
+def _train_by_run(rank: int, world: int, virtual_ranks: int | None) -> dict[str, Any]:
+    mismatches: list[Mismatch] = []
+    clean: list[int] = []
+
+    class Session(TrainingSession):
+        def report_mismatch(self, mismatch: Mismatch) -> None:
+            mismatches.append(mismatch)
+
+        def report_clean_audits(self, step: int) -> None:
+            clean.append(step)
+
+    run = Run(RankContext(rank=rank, world_size=world, mesh=lambda: init_device_mesh("cpu", (world,))), Session())
+    torch.manual_seed(5)
+    inner = Gpt()
+    model = run.replicate(inner, virtual_ranks=virtual_ranks)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    words = torch.randint(WORDS, (64, TOKENS), generator=torch.Generator().manual_seed(1))
+    sampler = run.sampler(len(words), global_batch=8)
+    run.track(model=inner, optimizer=optimizer, sdc_links={"peer_replay": {"interval": 1}})
+    for step in run.steps(until=13, seed=1):
+        for part in run.parts(sampler, step):
+            (model(words[part.indices]).square().mean() * part.loss_weight).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    run.close()
+    return {"mismatches": len(mismatches), "clean": clean}
 
 
 def _wrapped(model: nn.Module, training: Training, world: int) -> nn.Module:

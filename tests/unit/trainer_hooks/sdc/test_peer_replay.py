@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from everstep_trainer.sdc.peer_replay import choose_arbiter, describe_bits
 
-from tests.support.auditing_ranks import Training, play, roles
+from tests.support.auditing_ranks import Training, play, roles, train_by_run
 
 
 @pytest.mark.parametrize(
@@ -32,6 +33,14 @@ def test_clean_training_is_audited_without_a_trace(forks: Any, training: Trainin
     units = len(audited[0]["units"])
     assert [rank["clean"] for rank in audited] == [list(range(1, training.steps + 1 - units))] * 3
     assert [rank["state"] for rank in audited] == [rank["state"] for rank in plain]
+
+
+@pytest.mark.parametrize("virtual_ranks", [None, 4])
+def test_run_audits_replicas_and_virtual_ranks(forks: Any, virtual_ranks: int | None) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = [forks.start(train_by_run, rank, 2, store.port, virtual_ranks) for rank in range(2)]
+    # One audit of each of the six units makes the steps before them clean.
+    assert [rank.result() for rank in ranks] == [{"mismatches": 0, "clean": [*range(1, 8)]}] * 2
 
 
 @pytest.mark.parametrize("compiled", ["in place", "wrapped"])
