@@ -73,15 +73,13 @@ PROGRESS = (
         unit="s",
     ),
     Panel(
-        "Step, committed, verified, audited",
+        "Step, committed, verified",
         "After a crash the newest complete version is restored, never one before the committed version. After "
-        "corruption it is the newest verified version, and after a failed audit the newest audited one. The lines "
-        "should run in parallel.",
+        "corruption it is the newest verified version. The lines should run in parallel.",
         (
             (of_run("job_step"), "step {{run}}"),
             (of_run("job_committed_step"), "committed {{run}}"),
             (of_run("job_verified_step"), "verified {{run}}"),
-            (of_run("job_audited_step"), "audited {{run}}"),
         ),
     ),
     Panel(

@@ -213,7 +213,7 @@ def _train(part: Part, vault: VaultClient, store: dist.Store, training: Training
         waited = time.perf_counter() - began
         training.update()
         if dies == "copying" and step == until:
-            HostMover.run = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign, assignment, return-value]
+            HostMover.run = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign, assignment, return-value]
         began = time.perf_counter()
         if save:
             snapshotter.update_versions(None, step)  # told of every version, as a candidate

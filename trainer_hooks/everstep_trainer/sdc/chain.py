@@ -49,6 +49,7 @@ class AuditChain:
         self._costs_before: dict[AuditLink, float] = {}
         self._step_began = 0.0
         self._updated_step = 0
+        self._mismatch_step = 0
 
     def begin_step(self, step: int) -> None:
         """Prepare the audits of ``step``. No collective."""
@@ -77,7 +78,7 @@ class AuditChain:
             due = self._schedule.is_due(audit.link, step)
             with audit.cost():
                 audit.after_update(step, due=due)
-            if due and audit.link in self._rotations:
+            if due and audit.link in self._rotations and step != self._mismatch_step:
                 self._rotations[audit.link].record(step)
         costs_s = {audit.link: audit.cost_s - self._costs_before.get(audit.link, 0.0) for audit in self._audits}
         self._schedule.record_step(step, perf_counter() - self._step_began, costs_s)
@@ -89,7 +90,8 @@ class AuditChain:
             audit.close()
 
     def record_mismatch(self) -> None:
-        """Start all rotations anew: nothing before this counts as clean."""
+        """Start all rotations anew: nothing before this counts as clean, and nothing of this step."""
+        self._mismatch_step = self._updated_step
         for rotation in self._rotations.values():
             rotation.spoil()
 
