@@ -22,9 +22,6 @@ from everstep_trainer.runtime.progress import CollectiveTimer
 GradientExchange = tuple[dist.ProcessGroup | None, CollectiveTimer]
 """State of the hook: the group (None: the default one), and a timer of its collectives."""
 
-SLICE_ALIGNMENT = 4
-"""Elements of which each rank's slice of a bucket is a multiple: so it is made of whole 64-bit words in any dtype."""
-
 
 class ExchangeObserver(Protocol):
     """Reads gradients at the steps of their exchange, and changes nothing."""
@@ -57,7 +54,7 @@ def mean_in_rank_order(
     """Return the mean over ranks in their order: a DDP hook. Blocks: gloo's callbacks must start no collectives."""
     buffer, (group, timer) = bucket.buffer(), exchange
     world = dist.get_world_size(group)
-    padding = -buffer.numel() % (world * SLICE_ALIGNMENT)
+    padding = -buffer.numel() % world
     padded = nn.functional.pad(buffer, (0, padding)) if padding else buffer
     everybodys = torch.empty_like(padded)
     observer = _observer

@@ -27,13 +27,13 @@ from torch.utils.hooks import RemovableHandle
 from everstep.vocabulary import AuditLink, AuditRole
 from everstep_trainer.parallel.exact.summation import all_gather
 from everstep_trainer.sdc.audit import Audit, AuditSetup, Mismatch
-from everstep_trainer.sdc.digest import combined_digest, tensor_digest, to_hex
+from everstep_trainer.sdc.digest import combined_digest, float_hex, tensor_digest, to_hex
 from everstep_trainer.sdc.gradient_exchange import GradientReader, GradientTap
 
 log = logging.getLogger(__name__)
 
 COLUMNS = 32768
-"""Elements of a slice that are weighted at once: the weights stay in the second-level cache."""
+"""Elements of a slice that are added up at once: the weights stay in the second-level cache."""
 ROUNDING_SIGMAS = 8.0
 """Standard deviations of rounding that a sum may be off. Each of the W - 1 additions of an element rounds by at most
 eps / sqrt(12) of its result in the mean, and no partial sum is larger than the addends and the total together."""
@@ -170,8 +170,8 @@ class Collectives(Audit, GradientReader):
                     unit=f"sum of bucket {bucket}",
                     owner=self.setup.rank,
                     role=AuditRole.OWNER,
-                    original=_float_hex(got),
-                    digest=_float_hex(expected),
+                    original=float_hex(got),
+                    digest=float_hex(expected),
                     difference=f"the sum is off by {error:.3g}, rounding explains {float(tolerance):.3g}",
                 )
             )
@@ -206,25 +206,8 @@ class Collectives(Audit, GradientReader):
 
     def _report_sender(self, step: int, sender: int, receivers: list[int]) -> None:
         """Report a sender from whom several ranks received something else than it says it has sent."""
-        setup = self.setup
-        peer, arbiter = sorted(receivers, key=lambda rank: (setup.on_same_node(rank, sender), rank))[:2]
-        roles = {sender: AuditRole.OWNER, peer: AuditRole.PEER, arbiter: AuditRole.ARBITER}
-        if setup.rank not in roles:
-            return
-        role = roles[setup.rank]
-        setup.report(
-            Mismatch(
-                link=self.link,
-                step=step,
-                unit="gradients that it sent",
-                owner=sender,
-                role=role,
-                original=AS_SENT if role is AuditRole.OWNER else "",
-                digest="" if role is AuditRole.OWNER else NOT_AS_SENT,
-                expects_arbiter=True,
-                difference="" if role is AuditRole.OWNER else "its digest of what it sent is not that of what arrived",
-            )
-        )
+        words = "its digest of what it sent is not that of what arrived"
+        self._report_witnessed(step, "gradients that it sent", sender, receivers, AS_SENT, NOT_AS_SENT, words)
 
     def _report_transport(
         self, step: int, sender: int, bucket: int, receiver: int, sent: torch.Tensor, received: torch.Tensor
@@ -259,40 +242,50 @@ class Collectives(Audit, GradientReader):
             log.error("step %d: gradients differ between ranks without a majority", step)
             return
         agreeing = [rank for rank, digest in enumerate(digests) if digest == common]
+        own = to_hex(everyones[setup.rank])
         for owner in (rank for rank, digest in enumerate(digests) if digest != common):
-            self._report_result(step, owner, agreeing, everyones)
+            self._report_witnessed(step, "gradients after the collective", owner, agreeing, own, own)
 
-    def _report_result(self, step: int, owner: int, agreeing: list[int], digests: torch.Tensor) -> None:
-        """Report if this rank is the owner or one of its two witnesses, on different nodes if there are such."""
+    def _report_witnessed(
+        self,
+        step: int,
+        unit: str,
+        owner: int,
+        candidates: Sequence[int],
+        original: str,
+        digest: str,
+        difference: str = "",
+    ) -> None:
+        """Report on the owner and on two witnesses of the candidates, on different nodes if there are such.
+
+        Args:
+            original: What the owner states.
+            digest: What a witness states.
+            difference: What a witness says of the difference.
+        """
         setup = self.setup
-        peer = min(agreeing, key=lambda rank: (setup.on_same_node(rank, owner), rank))
-        rest = [rank for rank in agreeing if rank != peer]
+        peer = min(candidates, key=lambda rank: (setup.on_same_node(rank, owner), rank))
+        rest = [rank for rank in candidates if rank != peer]
         arbiter = min(
             rest, key=lambda rank: (setup.on_same_node(rank, owner), setup.on_same_node(rank, peer), rank), default=None
         )
-        roles = {owner: AuditRole.OWNER, peer: AuditRole.PEER, arbiter: AuditRole.ARBITER}
-        role = roles.get(setup.rank)
+        role = {owner: AuditRole.OWNER, peer: AuditRole.PEER, arbiter: AuditRole.ARBITER}.get(setup.rank)
         if role is None:
             return
-        digest = to_hex(digests[setup.rank])
+        is_owner = role is AuditRole.OWNER
         setup.report(
             Mismatch(
                 link=self.link,
                 step=step,
-                unit="gradients after the collective",
+                unit=unit,
                 owner=owner,
                 role=role,
-                original=digest if role is AuditRole.OWNER else "",
-                digest="" if role is AuditRole.OWNER else digest,
+                original=original if is_owner else "",
+                digest="" if is_owner else digest,
                 expects_arbiter=arbiter is not None,
+                difference="" if is_owner else difference,
             )
         )
-
-
-@cache
-def _integer_weights(device: torch.device) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(20)
-    return (torch.randint(-(1 << 63), (1 << 63) - 1, (COLUMNS,), generator=generator) | 1).to(device)
 
 
 @cache
@@ -304,16 +297,8 @@ def _real_weights(device: torch.device) -> torch.Tensor:
 
 
 def row_digests(rows: torch.Tensor) -> torch.Tensor:
-    """Return a digest of each row's bits, as int64. A row must have a multiple of 8 bytes."""
-    words = rows.contiguous().view(torch.int64)
-    total = words.new_zeros(len(words))
-    for number, first in enumerate(range(0, words.shape[1], COLUMNS)):
-        block = words[:, first : first + COLUMNS]
-        weights = _integer_weights(words.device)[: block.shape[1]]
-        # CUDA has no integer matrix product
-        sums = torch.mv(block, weights) if words.device.type == "cpu" else (block * weights).sum(dim=1)
-        total = total * 0x5851F42D4C957F2D + sums + number  # an odd multiplier gives each block a weight of its own
-    return total
+    """Return the digest of each row."""
+    return torch.stack([tensor_digest(row) for row in rows])
 
 
 def weighted_sums(rows: torch.Tensor) -> torch.Tensor:
@@ -324,7 +309,3 @@ def weighted_sums(rows: torch.Tensor) -> torch.Tensor:
         result[:, 0] += torch.mv(block, _real_weights(rows.device)[: block.shape[1]])
         result[:, 1] += block.square().sum(dim=1)
     return result
-
-
-def _float_hex(value: torch.Tensor) -> str:
-    return int(value.double().view(torch.int64).item()).to_bytes(8, "big", signed=True).hex()

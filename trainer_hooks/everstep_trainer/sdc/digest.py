@@ -121,6 +121,11 @@ def to_hex(digest: torch.Tensor) -> str:
     return f"{to_unsigned(digest):016x}"
 
 
+def float_hex(value: torch.Tensor) -> str:
+    """Return the bits of a number in float64 as 16 hexadecimal digits. Waits for the GPU."""
+    return to_hex(value.double().view(torch.int64))
+
+
 @torch.library.custom_op("everstep::weighted_digest", mutates_args=())
 def weighted_digest(tensor: torch.Tensor, start: int) -> torch.Tensor:
     """Return the digest of a tensor that begins at byte ``start`` of a larger one; torch.compile keeps the call."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from everstep.vocabulary import AuditLink, AuditRole
 from everstep_trainer.parallel.exact.summation import all_gather
 from everstep_trainer.sdc.audit import Audit, AuditSetup, Mismatch
+from everstep_trainer.sdc.digest import float_hex
 from everstep_trainer.sdc.gradient_exchange import GradientReader, GradientTap
 
 log = logging.getLogger(__name__)
@@ -64,7 +66,7 @@ class GradientNorms(Audit, GradientReader):
         self._size: int | None = None  # of a step's vector of norms, the same on all ranks
         self._is_first = True
         self._repeated_step: int | None = None  # a suspected step that will be computed again
-        self._deviations: list[float] = []
+        self._deviations: deque[float] = deque(maxlen=REMEMBERED)
 
     def begin_step(self, step: int, *, due: bool) -> None:
         if self._is_on:
@@ -156,7 +158,6 @@ class GradientNorms(Audit, GradientReader):
         if is_known and float(largest) > limit:
             return int(rank)
         self._deviations.append(float(largest))
-        del self._deviations[:-REMEMBERED]
         return None
 
     def _report(self, step: int, owner: int, everyones: torch.Tensor) -> None:
@@ -190,13 +191,8 @@ class GradientNorms(Audit, GradientReader):
                     unit="gradients of a repeated step",
                     owner=rank,
                     role=AuditRole.OWNER,
-                    original=_norm_hex(before[rank]),
-                    digest=_norm_hex(everyones[rank]),
+                    original=float_hex(torch.linalg.vector_norm(before[rank])),
+                    digest=float_hex(torch.linalg.vector_norm(everyones[rank])),
                     difference="only this rank's gradients changed when the step was computed again",
                 )
             )
-
-
-def _norm_hex(norms: torch.Tensor) -> str:
-    bits = int(torch.linalg.vector_norm(norms).view(torch.int64).item())
-    return bits.to_bytes(8, "big", signed=True).hex()

@@ -22,6 +22,7 @@ from everstep_trainer.sdc.digest import combined_digest, to_hex
 from everstep_trainer.sdc.exchange import all_gather_numbers, decode_call, encode_call, exchange
 from everstep_trainer.sdc.replay import replay
 from everstep_trainer.sdc.units import Unit, find_units
+from everstep_trainer.sdc.witnesses import choose_arbiter
 
 log = logging.getLogger(__name__)
 
@@ -423,14 +424,6 @@ class PeerReplay(Audit):
 
     def _gather(self, numbers: Sequence[int]) -> list[list[int]]:
         return all_gather_numbers(numbers, self.setup.world_size, self.setup.device)
-
-
-def choose_arbiter(owner: int, peer: int, world_size: int, nodes: Sequence[str]) -> int:
-    """Return the next rank after the peer on a third node; without one, the next rank that is neither of the two."""
-    others = [rank for n in range(1, world_size) if (rank := (peer + n) % world_size) not in (owner, peer)]
-    if len(nodes) == world_size:
-        return next((rank for rank in others if nodes[rank] not in (nodes[owner], nodes[peer])), others[0])
-    return others[0]
 
 
 def first_difference(claims: PassRecord, record: PassRecord) -> int:

@@ -7,6 +7,7 @@ largest one. Between two agreements the interval is fixed.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping
 from statistics import median
 
@@ -30,8 +31,8 @@ class _LinkCost:
         self.options = options
         self.interval = options.interval or FIRST_INTERVAL
         self.since = 0  # step from which the interval counts
-        self.due_s: list[float] = []
-        self.idle_s: list[float] = []
+        self.due_s = deque[float](maxlen=REMEMBERED)
+        self.idle_s = deque[float](maxlen=REMEMBERED)
 
     def proposal(self, step_s: float) -> int:
         """Return the smallest interval within the share: cost(due) / n + cost(idle) <= share * step."""
@@ -52,7 +53,7 @@ class AuditSchedule:
         self._costs = {link: _LinkCost(one) for link, one in options.items()}
         for number, cost in enumerate(self._costs.values()):
             cost.since = first_step + number  # so that not all links are due in the same step
-        self._steps_s: list[float] = []
+        self._steps_s = deque[float](maxlen=REMEMBERED)
 
     def is_due(self, link: AuditLink, step: int) -> bool:
         """Return whether ``link`` audits in ``step``; the same on all ranks."""
@@ -67,10 +68,10 @@ class AuditSchedule:
         """Record the whole time of a finished step, and what each link took of it."""
         if step < self._first_step + WARMUP_STEPS:
             return
-        _remember(self._steps_s, seconds - sum(costs_s.values()))
+        self._steps_s.append(seconds - sum(costs_s.values()))
         for link, taken_s in costs_s.items():
             cost = self._costs[link]
-            _remember(cost.due_s if self.is_due(link, step) else cost.idle_s, taken_s)
+            (cost.due_s if self.is_due(link, step) else cost.idle_s).append(taken_s)
 
     def is_agreement_due(self, step: int) -> bool:
         """Return whether the ranks agree on new intervals in ``step``."""
@@ -87,8 +88,3 @@ class AuditSchedule:
         for number, (cost, interval) in enumerate(zip(self._costs.values(), intervals, strict=True)):
             if interval != cost.interval:
                 cost.interval, cost.since = interval, step + 1 + number % interval
-
-
-def _remember(values: list[float], value: float) -> None:
-    values.append(value)
-    del values[:-REMEMBERED]

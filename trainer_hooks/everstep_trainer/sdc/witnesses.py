@@ -15,15 +15,21 @@ from everstep_trainer.state.python_value_codec import dtype_of
 def witnesses_of(owner: int, nodes: Sequence[str]) -> tuple[int | None, int | None]:
     """Return the peer and the arbiter for work of rank ``owner``; None where the job has too few ranks.
 
-    The peer is the next rank. The arbiter is the first rank after it on a node of neither, or the next one.
+    The peer is the next rank.
     """
     world_size = len(nodes)
     if world_size < 2:
         return None, None
     peer = (owner + 1) % world_size
-    others = [(peer + distance) % world_size for distance in range(1, world_size - 1)]
-    elsewhere = (rank for rank in others if nodes[rank] not in (nodes[owner], nodes[peer]))
-    return peer, next(elsewhere, others[0] if others else None)
+    return peer, choose_arbiter(owner, peer, world_size, nodes) if world_size > 2 else None
+
+
+def choose_arbiter(owner: int, peer: int, world_size: int, nodes: Sequence[str]) -> int:
+    """Return the next rank after the peer on a third node; without one, the next rank that is neither of the two."""
+    others = [rank for n in range(1, world_size) if (rank := (peer + n) % world_size) not in (owner, peer)]
+    if len(nodes) == world_size:
+        return next((rank for rank in others if nodes[rank] not in (nodes[owner], nodes[peer])), others[0])
+    return others[0]
 
 
 class _TensorHeader(msgspec.Struct, frozen=True):
