@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from everstep_trainer.sdc.options import PRESETS
+from everstep_trainer.sdc.presets import PRESETS
 
 from bench.sdc.checkpoints import Checkpoints, Hop
 from bench.sdc.injection import Injection, Site, draw

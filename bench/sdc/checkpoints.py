@@ -15,7 +15,7 @@ import xxhash
 from everstep_trainer.sdc.audit import Mismatch
 from everstep_trainer.sdc.copies import CopyAudit
 from everstep_trainer.sdc.digest import combined_digest
-from everstep_trainer.sdc.options import LinkOptions
+from everstep_trainer.sdc.presets import LinkOptions
 from everstep_trainer.snapshot.copy import CopyResult
 
 from bench.sdc.injection import Fault, Injection, Site, draw

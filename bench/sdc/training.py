@@ -19,7 +19,7 @@ from everstep_trainer.sdc.build import build_chain
 from everstep_trainer.sdc.chain import AuditChain
 from everstep_trainer.sdc.digest import WeightedDigest
 from everstep_trainer.sdc.matmul import Matmul
-from everstep_trainer.sdc.options import LinkOptions, SdcPreset, link_options
+from everstep_trainer.sdc.presets import LinkOptions, link_options
 from everstep_trainer.sdc.state_digests import StateAudit
 from everstep_trainer.sdc.updates import UpdateAudit
 
@@ -29,6 +29,7 @@ from bench.sdc.models import Config, batch_of, build
 from bench.sdc.peers import PeerSignals, StepSignals
 from bench.sdc.sites import SITES, FaultySite, local
 from everstep.vocabulary import AuditLink
+from everstep.wire.v1.training import SdcPreset
 
 REPLICA_STEPS = 50
 """Steps from one comparison of replicas to the next, as Everstep's default."""

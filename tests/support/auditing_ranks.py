@@ -19,8 +19,8 @@ from everstep_trainer.sdc import peer_replay
 from everstep_trainer.sdc.audit import AuditSetup, Mismatch
 from everstep_trainer.sdc.chain import AuditChain
 from everstep_trainer.sdc.digest import combined_digest, to_hex
-from everstep_trainer.sdc.options import LinkOptions
 from everstep_trainer.sdc.peer_replay import PeerReplay
+from everstep_trainer.sdc.presets import LinkOptions
 from everstep_trainer.sdc.replay import is_replaying
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

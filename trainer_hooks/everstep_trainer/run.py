@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 from everstep.vocabulary import AuditLink
+from everstep.wire.v1.training import SdcPreset
 from everstep_trainer.data.epochs import (
     EpochLoader,
     EpochSampler,
@@ -45,7 +46,7 @@ from everstep_trainer.sdc.audit import AuditSetup, Mismatch
 from everstep_trainer.sdc.build import build_chain
 from everstep_trainer.sdc.chain import AuditChain
 from everstep_trainer.sdc.injected_flip import flip_if_requested
-from everstep_trainer.sdc.options import LinkOptions, SdcPreset, link_options
+from everstep_trainer.sdc.presets import LinkOptions, link_options
 from everstep_trainer.snapshot.slot_negotiation import SnapshotOptions
 from everstep_trainer.state.python_state import wrap_per_rank
 from everstep_trainer.state.tracked_objects import as_list

@@ -177,7 +177,10 @@ class Authenticator:
 
     async def prepare(self, headers: Headers) -> None:
         """Get the provider's keys if a request's token needs them. Raises Unavailable, or RateLimited."""
-        if self._provider is not None and (token := _bearer_token(headers)) and oidc.looks_like_jwt(token):
+        if self._provider is None:
+            return
+        value = next((value for name, value in headers if name == b"authorization"), b"")
+        if (token := _token_in(value)) and oidc.looks_like_jwt(token):
             await self._provider.prepare(token)
 
     def authorize_agent(self, headers: Headers, node: str, peer: ConnectionPeer | None = None) -> Identity:
@@ -221,9 +224,9 @@ class Authenticator:
 
     def _verify(self, value: bytes) -> Identity:
         self._known.pop(value, None)
-        if value[: len(_BEARER)].lower() != _BEARER:
+        token = _token_in(value)
+        if token is None:
             raise AuthenticationError("the Authorization header must be `Bearer TOKEN`")
-        token = value[len(_BEARER) :].strip().decode("latin-1")
         if self._provider is not None and oidc.looks_like_jwt(token):
             return self._provider.verify(token)  # which has a cache of its own: they are long
         is_login = self._provider is not None and token.startswith(LOGIN_PREFIX)
@@ -285,11 +288,10 @@ class Authenticator:
         )
 
 
-def _bearer_token(headers: Headers) -> str:
-    """Return the token of the Authorization header, or ""."""
-    value = next((value for name, value in headers if name == b"authorization"), b"")
+def _token_in(value: bytes) -> str | None:
+    """Return the bearer token of an Authorization header's value, None if it has another form."""
     is_bearer = value[: len(_BEARER)].lower() == _BEARER
-    return value[len(_BEARER) :].strip().decode("latin-1") if is_bearer else ""
+    return value[len(_BEARER) :].strip().decode("latin-1") if is_bearer else None
 
 
 def _by_job(secret: str) -> str:

@@ -23,6 +23,8 @@ from everstep.vocabulary import AuditLink, AuditRole, Finding, GenerationReason
 from everstep.wire.v1.base import Message, Report, Request, ShortText
 from everstep.wire.v1.vault_reports import Protection, VersionProtected, VersionSpilled
 
+SdcPreset = Literal["off", "light", "standard", "paranoid"]
+"""How thoroughly the ranks of a job audit each other's work."""
 LongText = Annotated[str, msgspec.Meta(max_length=65536)]
 
 
@@ -50,7 +52,7 @@ class JobSpec(Request, frozen=True, kw_only=True):
             has passed.
         replicas: Number of failure domains that hold each byte of a version.
         digest_interval: Steps between parameter digests (0: none).
-        sdc: How thoroughly the ranks audit each other's work (`everstep_trainer.sdc.options`).
+        sdc: How thoroughly the ranks audit each other's work (`everstep_trainer.sdc.presets`).
         max_user_retries: How often a training function that raised is called again.
         block_nodes: Nodes that form one tensor x pipeline block. A roster is a whole number of blocks, whose nodes have
             consecutive seats; the bounds are rounded inwards to whole blocks.
@@ -67,7 +69,7 @@ class JobSpec(Request, frozen=True, kw_only=True):
     join_wait_s: Annotated[float, msgspec.Meta(ge=0)] = 30.0
     replicas: Annotated[int, msgspec.Meta(ge=1, le=8)] = 2
     digest_interval: NonNegativeInt = 1
-    sdc: Literal["off", "light", "standard", "paranoid"] = "off"
+    sdc: SdcPreset = "off"
     hang_threshold_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
     max_user_retries: NonNegativeInt = 0
     block_nodes: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1

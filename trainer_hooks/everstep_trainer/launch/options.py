@@ -16,7 +16,7 @@ from everstep.errors import ConfigurationError
 from everstep.ids import check_name, storage_url_error
 from everstep.settings import Program
 from everstep.wire.v1.local import DEFAULT_AGENT_SOCKET
-from everstep.wire.v1.training import JobSpec, SpillPlan
+from everstep.wire.v1.training import JobSpec, SdcPreset, SpillPlan
 
 # ---- flags: torchrun's and Everstep's own
 #
@@ -115,7 +115,7 @@ class LaunchSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Number of versions kept at ``spill_to``. 0: all."""
     digest_interval: int = 50
     """Steps between digests of the parameters, besides those of versions to be committed. 0: no digests."""
-    sdc: Literal["off", "light", "standard", "paranoid"] = "off"
+    sdc: SdcPreset = "off"
     """How thoroughly the ranks check each other's work for silent corruption: light takes up to 0.5 % of a step,
     standard 2 %, paranoid 20 %. standard and paranoid keep two more versions in memory."""
     hang_threshold_s: float | None = None

@@ -17,7 +17,7 @@ from everstep.ids import Version
 from everstep.vocabulary import Finding, FindingKind, Mode, Severity
 from everstep.wire.v1.directives import VersionNotice
 from everstep.wire.v1.local import ToAgent
-from everstep.wire.v1.training import AuditsClean, AuditStatement, FindingRaised, Resumed
+from everstep.wire.v1.training import AuditsClean, AuditStatement, FindingRaised, Resumed, SdcPreset
 from everstep_trainer.importers.source_agreement import SourceAgreement
 from everstep_trainer.memory_tier.vault_client import VaultClient
 from everstep_trainer.restore.restorer import Restoration, make_restore_finding
@@ -27,7 +27,6 @@ from everstep_trainer.runtime.process_group import GenerationGroup
 from everstep_trainer.runtime.progress import StepProgress, total_compile_s
 from everstep_trainer.runtime.regroup_record import RecoveryTally, RegroupRecord
 from everstep_trainer.sdc.audit import Mismatch
-from everstep_trainer.sdc.options import SdcPreset
 from everstep_trainer.snapshot.slot_negotiation import SnapshotOptions
 from everstep_trainer.snapshot.snapshotter import Snapshotter
 from everstep_trainer.state.tracked_state import TrackedState

@@ -12,8 +12,8 @@ from everstep_trainer.sdc.collectives import Collectives
 from everstep_trainer.sdc.gradient_exchange import GradientTap
 from everstep_trainer.sdc.gradient_norms import GradientNorms
 from everstep_trainer.sdc.matmul import Matmul
-from everstep_trainer.sdc.options import LinkOptions
 from everstep_trainer.sdc.peer_replay import PeerReplay
+from everstep_trainer.sdc.presets import LinkOptions
 from everstep_trainer.sdc.recompute import Recompute
 from everstep_trainer.sdc.state_digests import StateAudit
 from everstep_trainer.sdc.updates import UpdateAudit

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from everstep.vocabulary import AuditLink
 from everstep_trainer.sdc.audit import Audit, AuditSetup
-from everstep_trainer.sdc.options import LinkOptions
+from everstep_trainer.sdc.presets import LinkOptions
 from everstep_trainer.sdc.schedule import AuditSchedule
 
 log = logging.getLogger(__name__)

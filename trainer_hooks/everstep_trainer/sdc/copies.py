@@ -17,7 +17,7 @@ from everstep.ids import Version
 from everstep.vocabulary import AuditLink, AuditRole
 from everstep_trainer.sdc.audit import Mismatch
 from everstep_trainer.sdc.digest import combined_digest, to_hex
-from everstep_trainer.sdc.options import LinkOptions
+from everstep_trainer.sdc.presets import LinkOptions
 
 if TYPE_CHECKING:
     from everstep_trainer.snapshot.copy import CopyResult

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from statistics import median
 
 from everstep.vocabulary import AuditLink
-from everstep_trainer.sdc.options import MAX_INTERVAL, LinkOptions
+from everstep_trainer.sdc.presets import MAX_INTERVAL, LinkOptions
 
 FIRST_INTERVAL = 8
 """Interval until costs are known."""

@@ -23,7 +23,7 @@ from everstep.vocabulary import AuditLink, AuditRole
 from everstep_trainer.sdc.audit import Audit, AuditSetup, Mismatch
 from everstep_trainer.sdc.digest import SMALL_BYTES, combined_digest, to_hex
 from everstep_trainer.sdc.witnesses import describe_difference
-from everstep_trainer.state.tensors import list_names
+from everstep_trainer.state.tensors import list_names, local_part
 from everstep_trainer.state.tracked_objects import TrackedObjects, named_modules
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class _Piece(NamedTuple):
     stop: int
 
     def bits(self) -> torch.Tensor:
-        local = _local_of(self.tensor)
+        local = local_part(self.tensor)
         return local.detach() if not self.stop else local.detach().view(-1)[self.start : self.stop]
 
 
@@ -77,14 +77,9 @@ class _Outcome(NamedTuple):
     """Number of ranks on which any differs."""
 
 
-def _local_of(tensor: torch.Tensor) -> torch.Tensor:
-    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return local
-
-
 def _writes_to(piece: _Piece) -> tuple[int, int]:
     """Return torch's counts of writes; a DTensor and its local tensor are counted separately."""
-    return piece.tensor._version, _local_of(piece.tensor)._version
+    return piece.tensor._version, local_part(piece.tensor)._version
 
 
 class StateAudit(Audit):
@@ -110,11 +105,11 @@ class StateAudit(Audit):
 
     @property
     def rounds(self) -> int:
-        nbytes = sum(_local_of(tensor).nbytes for _, tensor in self._tensors())
+        nbytes = sum(local_part(tensor).nbytes for _, tensor in self._tensors())
         for _, optimizer in self._tracked.optimizers:
             if not optimizer.state:
                 trained = (p for group in optimizer.param_groups for p in group["params"])
-                nbytes += ASSUMED_STATE * sum(_local_of(parameter).nbytes for parameter in trained)
+                nbytes += ASSUMED_STATE * sum(local_part(parameter).nbytes for parameter in trained)
         return -(-nbytes // self._part_bytes) + 1  # the last part is compared after its audit
 
     def before_update(self, step: int, *, due: bool) -> None:
@@ -195,7 +190,7 @@ class StateAudit(Audit):
             size += sum(piece.bits().nbytes for piece in unit)
 
         for name, tensor in self._tensors():
-            local = _local_of(tensor)
+            local = local_part(tensor)
             if not local.nbytes or local.layout is not torch.strided or local.is_inference() or name in self._written:
                 continue
             if local.nbytes <= SMALL_BYTES:

@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import optim
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import _default_to_fused_or_foreach
 from torch.utils.hooks import RemovableHandle
 
@@ -31,6 +30,7 @@ from everstep.vocabulary import AuditLink, AuditRole
 from everstep_trainer.sdc.audit import Audit, AuditSetup, Mismatch
 from everstep_trainer.sdc.digest import combined_digest, to_hex
 from everstep_trainer.sdc.witnesses import Parcel, broadcast_parcel, describe_difference, witnesses_of
+from everstep_trainer.state.tensors import local_part
 from everstep_trainer.state.tracked_objects import TrackedObjects, named_modules
 
 log = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class _Unit(NamedTuple):
 
     @property
     def is_slice(self) -> bool:
-        return self.stop - self.start < local_of(self.parameter).numel()
+        return self.stop - self.start < local_part(self.parameter).numel()
 
 
 class _Inputs(NamedTuple):
@@ -94,11 +94,6 @@ class _Kind(NamedTuple):
     dtype: torch.dtype
     device: str
     flags: tuple[object, ...]
-
-
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 # ---- an update done again
@@ -197,7 +192,7 @@ class _Rotation:
         """Return a whole parameter of each kind on which slices can be tried."""
         found: dict[_Kind, _Unit] = {}
         for number, parameter in self._parameters():
-            size = local_of(parameter).numel()
+            size = local_part(parameter).numel()
             unit = _Unit(number, parameter, 0, size)
             kind = kind_of(self._optimizer, unit)
             if 2 * ALIGNMENT < size <= MAX_TRIED_ELEMENTS and (kind not in found or size > found[kind].stop):
@@ -207,7 +202,7 @@ class _Rotation:
     def _parameters(self) -> Iterator[tuple[int, torch.Tensor]]:
         for number, group in enumerate(self._optimizer.param_groups):
             for parameter in group["params"]:
-                if parameter.requires_grad and local_of(parameter).numel():
+                if parameter.requires_grad and local_part(parameter).numel():
                     yield number, parameter
 
     def _plan(self) -> None:
@@ -216,15 +211,15 @@ class _Rotation:
             return
         self._size = size
         parameters = list(self._parameters())
-        total = sum(local_of(parameter).numel() for _, parameter in parameters)
+        total = sum(local_part(parameter).numel() for _, parameter in parameters)
         wanted = min(MAX_PART_ELEMENTS, max(MIN_PART_ELEMENTS, -(-total // PARTS)))
         wanted = -(-wanted // ALIGNMENT) * ALIGNMENT
         self._parts, room = [], 0
         for number, parameter in parameters:
-            count = local_of(parameter).numel()
+            count = local_part(parameter).numel()
             whole = _Unit(number, parameter, 0, count)
             slices = [whole]
-            if not local_of(parameter).is_contiguous() or kind_of(self._optimizer, whole) in self.whole_kinds:
+            if not local_part(parameter).is_contiguous() or kind_of(self._optimizer, whole) in self.whole_kinds:
                 if count > MAX_WHOLE_ELEMENTS:
                     continue
             elif count > wanted:
@@ -240,7 +235,7 @@ class _Rotation:
 
 def kind_of(optimizer: optim.Optimizer, unit: _Unit) -> _Kind:
     group = optimizer.param_groups[unit.group]
-    local = local_of(unit.parameter)
+    local = local_part(unit.parameter)
     flags = tuple(group.get(flag) for flag in ("foreach", "fused", "capturable"))
     return _Kind(local.dtype, local.device.type, flags)
 
@@ -269,7 +264,7 @@ def results_of(optimizer: optim.Optimizer, unit: _Unit) -> Tensors:
 
 def _part_of(tensor: torch.Tensor, unit: _Unit) -> torch.Tensor | None:
     """Return a tensor's elements of the unit; all of a tensor that is not of the parameter's shape."""
-    local, whole = local_of(tensor), local_of(unit.parameter)
+    local, whole = local_part(tensor), local_part(unit.parameter)
     if not unit.is_slice or local.shape != whole.shape or not local.ndim:
         return local
     return local.view(-1)[unit.start : unit.stop] if local.is_contiguous() else None

@@ -14,7 +14,7 @@ import msgspec
 from everstep.errors import OutOfSlotMemory
 from everstep.layout.slots import SLOTS_PER_RANK
 from everstep.wire.v1.training import GenerationSpec, Member
-from everstep_trainer.sdc.options import LinkOptions
+from everstep_trainer.sdc.presets import LinkOptions
 from everstep_trainer.snapshot.exchange import decode_value
 
 # ---- a job's choices for its snapshots in ``run.track``; the same on all ranks

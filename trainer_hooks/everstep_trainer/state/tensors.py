@@ -218,10 +218,15 @@ def refuse_duplicate_names(tensors: Iterable[TrackedTensor]) -> None:
             )
 
 
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's memory of a tensor: a DTensor's local tensor, or the tensor itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
 def local_parts(name: str, tensor: torch.Tensor) -> list[tuple[torch.Tensor, Box]]:
     """Return a tensor's live local memory and its box in the whole; several if this rank's part is not one box. Raises
     TypeError if a placement has no box, the mesh belongs to another generation, or the tensor is not dense."""
-    require_dense(name, tensor._local_tensor if isinstance(tensor, DTensor) else tensor)
+    require_dense(name, local_part(tensor))
     if not isinstance(tensor, DTensor):
         return [(tensor.detach(), full_box(tuple(tensor.shape)))]
     boxes = _boxes_of(name, tuple(tensor.shape), tensor.device_mesh, tensor.placements)

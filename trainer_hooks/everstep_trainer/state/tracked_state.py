@@ -35,6 +35,7 @@ from everstep_trainer.state.tensors import (
     StateFingerprint,
     TrackedTensor,
     has_same_values,
+    local_part,
     local_parts,
     record_buffer,
     refuse_duplicate_names,
@@ -69,7 +70,7 @@ def find_aliases(modules: Iterable[tuple[str, torch.nn.Module]], tensors: Iterab
 
 def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
     """Return a key that is equal for tied tensors."""
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    local = local_part(tensor)
     dense = not is_lazy(local) and local.layout is torch.strided and local.numel()
     return (local.data_ptr(), local.size(), local.stride(), local.dtype) if dense else (id(tensor),)
 

@@ -17,7 +17,7 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.nn.parameter import is_lazy
 
 from everstep_trainer.sdc.digest import WeightedDigest
-from everstep_trainer.state.tensors import Exclusions, list_names
+from everstep_trainer.state.tensors import Exclusions, list_names, local_part
 from everstep_trainer.state.tracked_objects import TrackedObjects, named_modules, strip_wrapper_names
 
 # ---- state of replicated models that no restore brings: excluded tensors, non-persistent buffers, untracked modules
@@ -156,7 +156,7 @@ def _has_custom_state_dict(module: nn.Module) -> bool:
 
 def _memory(tensor: torch.Tensor) -> int:
     """Return a key that a tensor shares with its views."""
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    local = local_part(tensor)
     if is_lazy(local) or local.layout is not torch.strided:
         return id(tensor)
     return local.untyped_storage().data_ptr() or id(tensor)

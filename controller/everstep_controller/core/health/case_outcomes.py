@@ -289,11 +289,8 @@ def _convict(
     settled = _evict_divergent(transition, job, nodes, description, FindingKind.AUDIT_MISMATCH, evidence)
     if not (job.is_seated(node) or _is_current(job, case)):
         return
-    if not settled and job.is_running and not transition.state.database_outage and _record_tie(transition, job):
-        why = _explain_ties(transition, job, FindingKind.AUDIT_MISMATCH)
-        ending.fail_job(transition, job, f"{description}; {why}")
-        return
-    _go_back(transition, job, description, roll_back_before(transition, job, case.first_bad_step))
+    if settled or not _fails_for_ties(transition, job, description):
+        _go_back(transition, job, description, roll_back_before(transition, job, case.first_bad_step))
 
 
 def _add_strike(transition: Transition, job: JobRecord, case: AuditCase, node: str, description: str) -> bool:
@@ -342,10 +339,17 @@ def _settle_audit_tie(transition: Transition, job: JobRecord, case: AuditCase, j
         return
     kind, evidence = FindingKind.AUDIT_MISMATCH, audits.collect_statements(case, job.job)
     settled = _settle_tie(transition, job, tied, judgement.sentence, kind, evidence)
-    if not settled and job.is_running and not transition.state.database_outage and _record_tie(transition, job):
-        ending.fail_job(transition, job, f"{judgement.sentence}; {_explain_ties(transition, job, kind)}")
-    else:
+    if settled or not _fails_for_ties(transition, job, judgement.sentence):
         _undo(transition, job, case, judgement.sentence)
+
+
+def _fails_for_ties(transition: Transition, job: JobRecord, description: str) -> bool:
+    """Record that an audit's difference evicted no node; end a running job that has had too many, and return True."""
+    if not job.is_running or transition.state.database_outage or not _record_tie(transition, job):
+        return False
+    why = _explain_ties(transition, job, FindingKind.AUDIT_MISMATCH)
+    ending.fail_job(transition, job, f"{description}; {why}")
+    return True
 
 
 def _note_inconclusive(transition: Transition, job: JobRecord, case: AuditCase, judgement: audits.Inconclusive) -> None:

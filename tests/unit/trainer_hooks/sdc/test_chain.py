@@ -6,7 +6,7 @@ import pytest
 import torch
 from everstep_trainer.sdc.audit import Audit, AuditSetup
 from everstep_trainer.sdc.chain import AuditChain
-from everstep_trainer.sdc.options import MAX_INTERVAL, LinkOptions, link_options
+from everstep_trainer.sdc.presets import MAX_INTERVAL, LinkOptions, link_options
 from everstep_trainer.sdc.schedule import FIRST_AGREEMENT_STEP, FIRST_INTERVAL, WARMUP_STEPS, AuditSchedule
 
 from everstep.vocabulary import AuditLink

@@ -12,7 +12,7 @@ from everstep_trainer.restore.restorer import Restoration
 from everstep_trainer.sdc.audit import Mismatch
 from everstep_trainer.sdc.copies import CopyAudit
 from everstep_trainer.sdc.digest import combined_digest
-from everstep_trainer.sdc.options import LinkOptions
+from everstep_trainer.sdc.presets import LinkOptions
 from everstep_trainer.snapshot.copy import CopyResult, HostMover
 from everstep_trainer.snapshot.slot_negotiation import SnapshotOptions
 from everstep_trainer.snapshot.snapshotter import Snapshotter

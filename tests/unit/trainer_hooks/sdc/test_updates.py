@@ -13,8 +13,9 @@ from everstep_trainer.sdc import updates
 from everstep_trainer.sdc.audit import AuditSetup, Mismatch
 from everstep_trainer.sdc.chain import AuditChain
 from everstep_trainer.sdc.injected_flip import flip_bit
-from everstep_trainer.sdc.options import LinkOptions
+from everstep_trainer.sdc.presets import LinkOptions
 from everstep_trainer.sdc.updates import ELEMENTWISE, UpdateAudit
+from everstep_trainer.state.tensors import local_part
 from torch import nn, optim
 from torch.distributed.fsdp import fully_shard
 
@@ -227,7 +228,7 @@ def on_ranks(rank: int, world: int, port: int, shard: bool, bad: int) -> tuple[l
         training.run(2)
         if rank == bad:
             for parameter in training.model.parameters():
-                local = updates.local_of(parameter).detach()
+                local = local_part(parameter).detach()
                 training.corrupt_next(lambda local=local: _flip(local))  # type: ignore[misc]
         training.run(3)
         described = [

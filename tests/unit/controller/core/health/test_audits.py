@@ -345,7 +345,7 @@ def test_conviction_restores_the_audited_version() -> None:
 
 
 @pytest.mark.promise("restore-clean")
-def test_nothing_of_the_wrong_step_is_restored_without_audited_version() -> None:
+def test_wrong_step_is_not_restored_without_audited_version() -> None:
     fleet = _fleet(sdc="light")
     first = _commit(fleet)
     spec = generations(fleet.audit(2, first.step, *BAD))[-1]
@@ -395,7 +395,7 @@ def test_audited_version_outlives_a_controller() -> None:
     assert fleet.job().commits.restore_ceiling == first
 
 
-def test_next_commit_lifts_the_ceiling_and_keeps_the_audited_version() -> None:
+def test_next_commit_lifts_ceiling_and_keeps_audited_version() -> None:
     fleet = _fleet()
     first = _commit(fleet)
     fleet.audited(first.step)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
 
 import msgspec
 
 from everstep.vocabulary import AuditLink
-
-SdcPreset = Literal["off", "light", "standard", "paranoid"]
+from everstep.wire.v1.training import SdcPreset
 
 MAX_INTERVAL = 1024
 """Most steps between two audits of a link, however little it may cost."""
