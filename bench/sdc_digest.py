@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from everstep_trainer.sdc.digest import combined_digest, tensor_digest, to_unsigned
+from everstep_trainer.sdc.digests.digest import combined_digest, tensor_digest, to_unsigned
 
 from bench.table import Row, finish, parser_of
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from everstep_trainer.entry_point import main
     from everstep_trainer.run import Run
     from everstep_trainer.runtime.interrupt import Regroup
-    from everstep_trainer.sdc.determinism import unrepeatable_modules
+    from everstep_trainer.sdc.replay.determinism import unrepeatable_modules
 
 __version__ = "0.1.0"
 __all__ = ["ElasticSampler", "HookSettings", "Regroup", "Run", "main", "unrepeatable_modules"]
@@ -48,7 +48,7 @@ _DEFINED_IN = {
     "Regroup": "everstep_trainer.runtime.interrupt",
     "Run": "everstep_trainer.run",
     "main": "everstep_trainer.entry_point",
-    "unrepeatable_modules": "everstep_trainer.sdc.determinism",
+    "unrepeatable_modules": "everstep_trainer.sdc.replay.determinism",
 }
 
 

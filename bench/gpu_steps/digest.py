@@ -7,9 +7,9 @@ from collections.abc import Callable
 from statistics import median
 
 import torch
-from everstep_trainer.sdc import digest as digests
-from everstep_trainer.sdc.digest import WeightedDigest
-from everstep_trainer.sdc.digest_weights import ROW_BYTES
+from everstep_trainer.sdc.digests import digest as digests
+from everstep_trainer.sdc.digests.digest import WeightedDigest
+from everstep_trainer.sdc.digests.digest_weights import ROW_BYTES
 
 from bench.gpu_steps.sheet import Sheet
 from bench.table import Row

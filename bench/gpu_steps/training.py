@@ -17,7 +17,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 from everstep_trainer.restore.restorer import Restoration
-from everstep_trainer.sdc.digest import WeightedDigest
+from everstep_trainer.sdc.digests.digest import WeightedDigest
 from everstep_trainer.snapshot.pace import StepStopwatch
 from everstep_trainer.snapshot.slot_negotiation import SnapshotOptions
 from everstep_trainer.snapshot.snapshotter import Snapshotter

@@ -14,7 +14,7 @@ import torch
 import xxhash
 from everstep_trainer.sdc.audit import Mismatch
 from everstep_trainer.sdc.copies import CopyAudit
-from everstep_trainer.sdc.digest import combined_digest
+from everstep_trainer.sdc.digests.digest import combined_digest
 from everstep_trainer.sdc.presets import LinkOptions
 from everstep_trainer.snapshot.copy import CopyResult
 

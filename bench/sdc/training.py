@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from everstep_trainer.data.rng import seed_step
 from everstep_trainer.parallel.exact.summation import all_gather
-from everstep_trainer.sdc import gradient_norms
 from everstep_trainer.sdc.audit import Audit, AuditSetup, Mismatch
 from everstep_trainer.sdc.build import build_chain
 from everstep_trainer.sdc.chain import AuditChain
-from everstep_trainer.sdc.digest import WeightedDigest
+from everstep_trainer.sdc.digests.digest import WeightedDigest
+from everstep_trainer.sdc.gradients import gradient_norms
 from everstep_trainer.sdc.matmul import Matmul
 from everstep_trainer.sdc.presets import LinkOptions, link_options
 from everstep_trainer.sdc.state_digests import StateAudit

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from everstep_trainer.sdc.capture import Capture
-from everstep_trainer.sdc.units import Unit, find_units
+from everstep_trainer.sdc.replay.capture import Capture
+from everstep_trainer.sdc.replay.units import Unit, find_units
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from everstep_trainer.parallel.replicas import RankContext
 from everstep_trainer.run import Run
 from everstep_trainer.runtime.generation_session import TrainingSession
-from everstep_trainer.sdc import gradient_norms
 from everstep_trainer.sdc.audit import Mismatch
+from everstep_trainer.sdc.gradients import gradient_norms
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

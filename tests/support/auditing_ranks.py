@@ -15,13 +15,13 @@ import torch.distributed as dist
 from everstep_trainer.parallel.replicas import RankContext
 from everstep_trainer.run import Run
 from everstep_trainer.runtime.generation_session import TrainingSession
-from everstep_trainer.sdc import peer_replay
 from everstep_trainer.sdc.audit import AuditSetup, Mismatch
 from everstep_trainer.sdc.chain import AuditChain
-from everstep_trainer.sdc.digest import combined_digest, to_hex
-from everstep_trainer.sdc.peer_replay import PeerReplay
+from everstep_trainer.sdc.digests.digest import combined_digest, to_hex
 from everstep_trainer.sdc.presets import LinkOptions
-from everstep_trainer.sdc.replay import is_replaying
+from everstep_trainer.sdc.replay import peer_replay
+from everstep_trainer.sdc.replay.call_replay import is_replaying
+from everstep_trainer.sdc.replay.peer_replay import PeerReplay
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from everstep_trainer.launch.fork_messages import (
+from everstep_trainer.launch.forking.fork_messages import (
     ControlChannel,
     Exited,
     Fork,
@@ -41,7 +41,7 @@ from everstep_trainer.launch.fork_messages import (
     StartForkServer,
     make_socket_pair,
 )
-from everstep_trainer.launch.forkserver import PRELOAD_MODULES
+from everstep_trainer.launch.forking.forkserver import PRELOAD_MODULES
 
 from tests.support import dying
 
@@ -125,7 +125,7 @@ class ForkPool:
 
     def __init__(self, modules: Sequence[str] | None = None, environment: Mapping[str, str] | None = None) -> None:
         orders, theirs = make_socket_pair()
-        command = [sys.executable, "-m", "everstep_trainer.launch.forkserver"]
+        command = [sys.executable, "-m", "everstep_trainer.launch.forking.forkserver"]
         command += ["--orders", str(theirs.fileno()), "--parent", str(os.getpid())]
         names = list(PRELOAD_MODULES if modules is None else modules)
         command += ["--preload", *names]

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from everstep_trainer.launch.fork_messages import Exited
+from everstep_trainer.launch.forking.fork_messages import Exited
 
 from tests.support.forked import DEADLINE_S, ForkPool
 

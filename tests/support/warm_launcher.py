@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from everstep_trainer.launch.process_setup import reset_signals, set_process_name
+from everstep_trainer.launch.forking.process_setup import reset_signals, set_process_name
 
 from examples.demo.world import World
 from tests.support import dying
@@ -35,7 +35,7 @@ from tests.support.programs import Forked, show_command, show_environment
 
 PROGRAMS = {
     "everstep_trainer.launch",
-    "everstep_trainer.launch.forkserver",
+    "everstep_trainer.launch.forking.forkserver",
     "everstep_controller.main",
     "everstep_agent.main",
     "everstep_agent.vault.process",

@@ -10,7 +10,12 @@ import sys
 from datetime import timedelta
 from time import perf_counter
 
-from everstep_trainer.launch.process_setup import NOTICE_SIGNALS, keep_freed_memory, raise_oom_score, set_process_name
+from everstep_trainer.launch.forking.process_setup import (
+    NOTICE_SIGNALS,
+    keep_freed_memory,
+    raise_oom_score,
+    set_process_name,
+)
 from everstep_trainer.runtime.assignment import (
     CONTROL_FD_VARIABLE,
     LOCAL_RANK_VARIABLE,

@@ -23,8 +23,9 @@ from everstep.wire.v1.local import RankExited
 from everstep.wire.v1.training import JobSpec, LauncherJoined
 from everstep_trainer.launch.agent_link import Directive, LauncherLink
 from everstep_trainer.launch.fleet_access import FleetAccess
-from everstep_trainer.launch.fork_client import ForkServerLost
-from everstep_trainer.launch.fork_messages import Exited, Forked, ForkServerReady
+from everstep_trainer.launch.forking.fork_client import ForkServerLost
+from everstep_trainer.launch.forking.fork_messages import Exited, Forked, ForkServerReady
+from everstep_trainer.launch.forking.process_setup import NOTICE_SIGNALS
 from everstep_trainer.launch.job_rendezvous import (
     Endpoint,
     collective_environment,
@@ -34,7 +35,6 @@ from everstep_trainer.launch.job_rendezvous import (
 )
 from everstep_trainer.launch.options import LaunchOptions
 from everstep_trainer.launch.private_services import PrivateServices, resolve_state_dir
-from everstep_trainer.launch.process_setup import NOTICE_SIGNALS
 from everstep_trainer.launch.processes import STORE_SERIAL, ProcessEvent, WorkerProcesses, WorkerReachedMain
 from everstep_trainer.launch.progress_display import showing_progress
 from everstep_trainer.launch.run_receipt import report_fleet_run, report_run

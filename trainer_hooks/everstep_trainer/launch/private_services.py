@@ -35,7 +35,8 @@ from everstep.clock import Clock
 from everstep.errors import DECODE_ERRORS, ConfigurationError, EverstepError, Unavailable
 from everstep.layout.vault_status import Pid, is_locked, read_status
 from everstep.parent_process import PARENT_VARIABLE
-from everstep_trainer.launch.fork_client import wait_for_exit
+from everstep_trainer.launch.forking.fork_client import wait_for_exit
+from everstep_trainer.launch.forking.process_setup import notices_blocked
 from everstep_trainer.launch.job_rendezvous import (
     AUTHORITY_FILE,
     CERTIFICATE_FILE,
@@ -44,7 +45,6 @@ from everstep_trainer.launch.job_rendezvous import (
     Endpoint,
     ServiceNetwork,
 )
-from everstep_trainer.launch.process_setup import notices_blocked
 
 log = logging.getLogger(__name__)
 

@@ -17,9 +17,15 @@ import msgspec
 from everstep.chaos.targets import AGENT_SOCKET_VARIABLE, JOB_VARIABLE
 from everstep.errors import ConfigurationError, Unavailable
 from everstep.processes import has_signal_handler
-from everstep_trainer.launch.fork_client import ForkServerLink, ForkServerLost
-from everstep_trainer.launch.fork_messages import ControlChannel, FromForkServer, Promote, ReachedMain, make_socket_pair
-from everstep_trainer.launch.forkserver import PRELOAD_VARIABLE
+from everstep_trainer.launch.forking.fork_client import ForkServerLink, ForkServerLost
+from everstep_trainer.launch.forking.fork_messages import (
+    ControlChannel,
+    FromForkServer,
+    Promote,
+    ReachedMain,
+    make_socket_pair,
+)
+from everstep_trainer.launch.forking.forkserver import PRELOAD_VARIABLE
 from everstep_trainer.launch.job_cache import cache_environment
 from everstep_trainer.launch.options import LaunchOptions
 from everstep_trainer.launch.private_services import resolve_state_dir

@@ -18,9 +18,9 @@ import msgspec
 from everstep.chaos.targets import AGENT_SOCKET_VARIABLE, JOB_VARIABLE
 from everstep.ids import split_address
 from everstep.wire.v1.training import GenerationSpec, Member
-from everstep_trainer.launch.fork_messages import ControlChannel, Promote, ReachedMain
+from everstep_trainer.launch.forking.fork_messages import ControlChannel, Promote, ReachedMain
+from everstep_trainer.launch.forking.process_setup import StandbyMemory, set_process_name, warm_up_torch
 from everstep_trainer.launch.job_cache import RecordedImportLoader, cache_folder
-from everstep_trainer.launch.process_setup import StandbyMemory, set_process_name, warm_up_torch
 
 CONTROL_FD_VARIABLE = "EVERSTEP_CONTROL_FD"
 WORKER_PID_VARIABLE = "EVERSTEP_WORKER_PID"

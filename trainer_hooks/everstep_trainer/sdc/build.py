@@ -8,13 +8,13 @@ from functools import partial
 from everstep.vocabulary import AuditLink
 from everstep_trainer.sdc.audit import Audit, AuditSetup
 from everstep_trainer.sdc.chain import AuditChain
-from everstep_trainer.sdc.collectives import Collectives
-from everstep_trainer.sdc.gradient_exchange import GradientTap
-from everstep_trainer.sdc.gradient_norms import GradientNorms
+from everstep_trainer.sdc.gradients.collectives import Collectives
+from everstep_trainer.sdc.gradients.gradient_exchange import GradientTap
+from everstep_trainer.sdc.gradients.gradient_norms import GradientNorms
 from everstep_trainer.sdc.matmul import Matmul
-from everstep_trainer.sdc.peer_replay import PeerReplay
 from everstep_trainer.sdc.presets import LinkOptions
 from everstep_trainer.sdc.recompute import Recompute
+from everstep_trainer.sdc.replay.peer_replay import PeerReplay
 from everstep_trainer.sdc.state_digests import StateAudit
 from everstep_trainer.sdc.updates import UpdateAudit
 

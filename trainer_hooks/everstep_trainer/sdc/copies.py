@@ -16,7 +16,7 @@ from everstep.clock import Clock
 from everstep.ids import Version
 from everstep.vocabulary import AuditLink, AuditRole
 from everstep_trainer.sdc.audit import Mismatch
-from everstep_trainer.sdc.digest import combined_digest, to_hex
+from everstep_trainer.sdc.digests.digest import combined_digest, to_hex
 from everstep_trainer.sdc.presets import LinkOptions
 
 if TYPE_CHECKING:

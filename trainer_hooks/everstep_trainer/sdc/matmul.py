@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from everstep.vocabulary import AuditLink, AuditRole
 from everstep_trainer.sdc.audit import Audit, AuditSetup, Mismatch
-from everstep_trainer.sdc.digest import tensor_digest, to_hex
+from everstep_trainer.sdc.digests.digest import tensor_digest, to_hex
 from everstep_trainer.sdc.recompute import eager_leaf_modules
 
 log = logging.getLogger(__name__)

@@ -2,7 +2,7 @@
 
 Activation checkpointing runs a part of the forward pass twice, so its second result costs nothing. Equal inputs must
 give equal bits. torch ends the recomputation once it has all saved tensors, so the last product of a checkpointed part
-is not seen; `everstep_trainer.sdc.matmul` and `everstep_trainer.sdc.peer_replay` check it.
+is not seen; `everstep_trainer.sdc.matmul` and `everstep_trainer.sdc.replay.peer_replay` check it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from everstep.vocabulary import AuditLink, AuditRole
 from everstep_trainer.sdc.audit import Audit, AuditSetup, Mismatch
-from everstep_trainer.sdc.digest import combined_digest, to_hex
+from everstep_trainer.sdc.digests.digest import combined_digest, to_hex
 from everstep_trainer.state.tracked_objects import as_list
 
 log = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from everstep.vocabulary import AuditLink, AuditRole
 from everstep_trainer.sdc.audit import Audit, AuditSetup, Mismatch
-from everstep_trainer.sdc.digest import SMALL_BYTES, combined_digest, to_hex
+from everstep_trainer.sdc.digests.digest import SMALL_BYTES, combined_digest, to_hex
 from everstep_trainer.sdc.witnesses import describe_difference
 from everstep_trainer.state.tensors import list_names, local_part
 from everstep_trainer.state.tracked_objects import TrackedObjects, named_modules

@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from everstep.vocabulary import AuditLink, AuditRole
 from everstep_trainer.sdc.audit import Audit, AuditSetup, Mismatch
-from everstep_trainer.sdc.digest import combined_digest, to_hex
+from everstep_trainer.sdc.digests.digest import combined_digest, to_hex
 from everstep_trainer.sdc.witnesses import Parcel, broadcast_parcel, describe_difference, witnesses_of
 from everstep_trainer.state.tensors import local_part
 from everstep_trainer.state.tracked_objects import TrackedObjects, named_modules

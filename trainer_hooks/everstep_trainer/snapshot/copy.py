@@ -26,7 +26,7 @@ from everstep.layout.manifests import BLOB_LENGTH_BYTES, Box, Manifest
 from everstep.layout.slots import CHUNK_BYTES, chunk_count
 from everstep.native import MIN_BYTES, CopyHash, copy_hash
 from everstep_trainer.restore.byte_moves import CopyTable, is_byte_copyable
-from everstep_trainer.sdc.digest import WeightedDigest, combined_digest
+from everstep_trainer.sdc.digests.digest import WeightedDigest, combined_digest
 from everstep_trainer.snapshot.shares import RankShare
 from everstep_trainer.state.python_value_codec import dtype_of
 from everstep_trainer.state.tensors import TrackedTensor

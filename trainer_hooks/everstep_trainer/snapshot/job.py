@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from everstep.ids import Version
-from everstep_trainer.sdc.digest import to_unsigned
+from everstep_trainer.sdc.digests.digest import to_unsigned
 from everstep_trainer.snapshot.copy import SnapshotSources
 from everstep_trainer.snapshot.planner import ActivePlan, TensorScan
 from everstep_trainer.state.python_value_codec import Blob

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.nn.parameter import is_lazy
 
-from everstep_trainer.sdc.digest import WeightedDigest
+from everstep_trainer.sdc.digests.digest import WeightedDigest
 from everstep_trainer.state.tensors import Exclusions, list_names, local_part
 from everstep_trainer.state.tracked_objects import TrackedObjects, named_modules, strip_wrapper_names
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from everstep_agent.vault.process import OOM_SCORE_ADJUSTMENT, lower_oom_score
-from everstep_trainer.launch.process_setup import raise_oom_score
+from everstep_trainer.launch.forking.process_setup import raise_oom_score
 
 from everstep.ids import Version
 from everstep.layout.slots import CHUNK_BYTES, SLOTS_PER_RANK, SlotState, slot_bytes_for

@@ -9,7 +9,7 @@ from everstep.chaos.targets import AGENT_SOCKET_VARIABLE, JOB_VARIABLE, LocalNod
 from everstep.processes import Process
 
 USER = 1000
-FORKS = ("python", "-m", "everstep_trainer.launch.forkserver")
+FORKS = ("python", "-m", "everstep_trainer.launch.forking.forkserver")
 
 
 def process(pid: int, parent: int, name: str, *arguments: str, user: int = USER) -> Process:

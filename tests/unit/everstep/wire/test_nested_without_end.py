@@ -11,7 +11,7 @@ import pytest
 from everstep_agent.sensors.monitor import SavedSensorState, load_sensor_state
 from everstep_agent.spill.dcp_metadata import decode_state
 from everstep_agent.vault.parity.shards import decode_parity_manifest
-from everstep_trainer.launch.fork_messages import ControlChannel
+from everstep_trainer.launch.forking.fork_messages import ControlChannel
 from everstep_trainer.state.layout import decode_layout
 from everstep_trainer.state.python_value_codec import decode_blob
 

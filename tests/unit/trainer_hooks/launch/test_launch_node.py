@@ -59,7 +59,7 @@ def test_ranks_are_counted_by_core_where_there_is_no_gpu(monkeypatch: pytest.Mon
 
 def warm_up_and_draw() -> tuple[float, float, int]:
     import torch
-    from everstep_trainer.launch.process_setup import warm_up_torch
+    from everstep_trainer.launch.forking.process_setup import warm_up_torch
 
     torch.manual_seed(7)
     expected = torch.rand(1).item()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import resource
 
-from everstep_trainer.launch.process_setup import (
+from everstep_trainer.launch.forking.process_setup import (
     TOUCH_PIECE_BYTES,
     anonymous_bytes,
     keep_freed_memory,

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from everstep_trainer.memory_tier.vault_client import MappedSegment, VaultClient
 from everstep_trainer.restore.restorer import Restoration
-from everstep_trainer.sdc.digest import WeightedDigest
+from everstep_trainer.sdc.digests.digest import WeightedDigest
 from everstep_trainer.snapshot.pace import StepStopwatch
 from everstep_trainer.snapshot.planner import page_lock
 from everstep_trainer.snapshot.snapshotter import Snapshotter

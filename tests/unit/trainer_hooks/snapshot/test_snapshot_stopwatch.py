@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from everstep_trainer.sdc.digest import WeightedDigest, to_unsigned
+from everstep_trainer.sdc.digests.digest import WeightedDigest, to_unsigned
 from everstep_trainer.snapshot.copy import DeviceMover
 from everstep_trainer.snapshot.pace import StepStopwatch, target_interval
 

@@ -10,8 +10,8 @@ import sys
 
 import pytest
 import torch
-from everstep_trainer.sdc.digest import add_bytes, add_bytes_by_rows, tensor_digest
-from everstep_trainer.sdc.digest_weights import ROW_BYTES
+from everstep_trainer.sdc.digests.digest import add_bytes, add_bytes_by_rows, tensor_digest
+from everstep_trainer.sdc.digests.digest_weights import ROW_BYTES
 
 PLACES = [(0, 0), (4, 0), (0, 8), (2, 6), (0, ROW_BYTES - 4), (3, 3 * ROW_BYTES + 1), (0, 1 << 40)]
 SIZES = [1, 13, 64 << 10, ROW_BYTES + 9]
@@ -24,7 +24,7 @@ def data() -> torch.Tensor:
 
 INTERPRETED = """
 import json, sys, torch
-from everstep_trainer.sdc.digest_kernel import add_bytes
+from everstep_trainer.sdc.digests.digest_kernel import add_bytes
 data = torch.frombuffer(bytearray(sys.stdin.buffer.read()), dtype=torch.uint8)
 for size, shift, start in json.loads(sys.argv[1]):
     total = torch.ones((), dtype=torch.int64)

@@ -13,7 +13,7 @@ from torch._dynamo import OptimizedModule
 from torch.utils import _pytree as pytree
 
 from everstep_trainer.data.rng import get_host_rng_state, set_host_rng_state
-from everstep_trainer.sdc.capture import (
+from everstep_trainer.sdc.replay.capture import (
     CapturedCall,
     PassRecord,
     TensorPlace,
@@ -21,7 +21,7 @@ from everstep_trainer.sdc.capture import (
     rng_states,
     set_rng_states,
 )
-from everstep_trainer.sdc.units import Unit
+from everstep_trainer.sdc.replay.units import Unit
 
 _replays = 0  # of this process, nested
 

@@ -16,12 +16,12 @@ import torch
 from everstep.vocabulary import AuditLink, AuditRole
 from everstep_trainer.parallel.replicas import find_model_parallelism
 from everstep_trainer.sdc.audit import Audit, AuditSetup, Mismatch
-from everstep_trainer.sdc.call_transfer import all_gather_numbers, decode_call, encode_call, exchange
-from everstep_trainer.sdc.capture import Capture, CapturedCall, PassRecord, UnsupportedUnit
-from everstep_trainer.sdc.determinism import are_close, find_unrepeatable, relative_spread
-from everstep_trainer.sdc.digest import combined_digest, to_hex
-from everstep_trainer.sdc.replay import replay
-from everstep_trainer.sdc.units import Unit, find_units
+from everstep_trainer.sdc.digests.digest import combined_digest, to_hex
+from everstep_trainer.sdc.replay.call_replay import replay
+from everstep_trainer.sdc.replay.call_transfer import all_gather_numbers, decode_call, encode_call, exchange
+from everstep_trainer.sdc.replay.capture import Capture, CapturedCall, PassRecord, UnsupportedUnit
+from everstep_trainer.sdc.replay.determinism import are_close, find_unrepeatable, relative_spread
+from everstep_trainer.sdc.replay.units import Unit, find_units
 from everstep_trainer.sdc.witnesses import choose_arbiter
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from everstep_trainer.launch.fork_messages import (
+from everstep_trainer.launch.forking.fork_messages import (
     ControlChannel,
     Fork,
     FromForkServer,
@@ -20,7 +20,7 @@ from everstep_trainer.launch.fork_messages import (
     StartForkServer,
     make_socket_pair,
 )
-from everstep_trainer.launch.process_setup import notices_blocked
+from everstep_trainer.launch.forking.process_setup import notices_blocked
 
 # ---- wait for a subprocess on the event loop, without a thread
 
@@ -91,7 +91,7 @@ class ForkServerLink:
         self._end_zygote()
         ours, theirs = make_socket_pair()
         # -P: imports must not find modules in the current directory.
-        command = [sys.executable, "-P", "-m", "everstep_trainer.launch.forkserver"]
+        command = [sys.executable, "-P", "-m", "everstep_trainer.launch.forking.forkserver"]
         command += ["--orders", str(theirs.fileno()), "--parent", str(os.getpid())]
         with theirs, notices_blocked():
             # In its own session: Ctrl-C in the terminal reaches only the launcher, which ends the children in order.

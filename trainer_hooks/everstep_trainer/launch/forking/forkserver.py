@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 from everstep.parent_process import die_with_parent
-from everstep_trainer.launch.fork_messages import (
+from everstep_trainer.launch.forking.fork_messages import (
     ControlChannel,
     Exited,
     Fork,
@@ -36,7 +36,7 @@ from everstep_trainer.launch.fork_messages import (
     StartForkServer,
     ToForkServer,
 )
-from everstep_trainer.launch.process_setup import reset_signals, set_process_name, signal_group
+from everstep_trainer.launch.forking.process_setup import reset_signals, set_process_name, signal_group
 
 # ---- preload: imports of the zygote, shared by fork servers and workers
 #

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from everstep_trainer.sdc.peer_replay import describe_bits
+from everstep_trainer.sdc.replay.peer_replay import describe_bits
 from everstep_trainer.sdc.witnesses import choose_arbiter
 
 from tests.support.auditing_ranks import Training, play, roles, train_by_run

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from everstep.vocabulary import AuditLink, AuditRole
 from everstep_trainer.parallel.exact.summation import all_gather
 from everstep_trainer.sdc.audit import Audit, AuditSetup, Mismatch
-from everstep_trainer.sdc.digest import float_hex
-from everstep_trainer.sdc.gradient_exchange import GradientReader, GradientTap
+from everstep_trainer.sdc.digests.digest import float_hex
+from everstep_trainer.sdc.gradients.gradient_exchange import GradientReader, GradientTap
 
 log = logging.getLogger(__name__)
 

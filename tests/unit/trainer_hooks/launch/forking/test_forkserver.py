@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from everstep_trainer.launch.forkserver import preload
+from everstep_trainer.launch.forking.forkserver import preload
 
 from everstep.errors import MalformedMessage
 from tests.support.forked import ROOT, ChildFailed, ForkPool, fork_pool
@@ -185,7 +185,7 @@ def test_children_draw_different_random_numbers(forks: ForkPool) -> None:
 
 
 def test_missing_package_is_an_error_missing_submodule_is_not() -> None:
-    command = "from everstep_trainer.launch.forkserver import preload; preload({modules!r})"
+    command = "from everstep_trainer.launch.forking.forkserver import preload; preload({modules!r})"
 
     def run(*modules: str) -> subprocess.CompletedProcess[str]:
         code = command.format(modules=modules)
@@ -206,7 +206,8 @@ def test_missing_package_is_an_error_missing_submodule_is_not() -> None:
 )
 def test_preload_refuses_fork_unsafe_modules(tmp_path: Path, source: str, status: int, said: str) -> None:
     (tmp_path / "mine.py").write_text(source)
-    code = "import sys; from everstep_trainer.launch.forkserver import preload_requested as p; p(); sys.modules['mine']"
+    importing = "import sys; from everstep_trainer.launch.forking.forkserver import preload_requested as p"
+    code = f"{importing}; p(); sys.modules['mine']"
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "EVERSTEP_PRELOAD": "mine"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == status, done.stderr

@@ -7,7 +7,7 @@ import socket
 
 import msgspec
 import pytest
-from everstep_trainer.launch.fork_messages import ControlChannel, make_socket_pair
+from everstep_trainer.launch.forking.fork_messages import ControlChannel, make_socket_pair
 
 from everstep.errors import MalformedMessage
 

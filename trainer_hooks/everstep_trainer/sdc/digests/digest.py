@@ -20,7 +20,7 @@ from torch._utils import _flatten_dense_tensors
 from torch.distributed.tensor import DTensor
 
 from everstep.native import CopyHash, copy_hash
-from everstep_trainer.sdc.digest_weights import (
+from everstep_trainer.sdc.digests.digest_weights import (
     ROW_BYTES,
     ROW_WORDS,
     WORD_BYTES,
@@ -177,7 +177,7 @@ def add_bytes(total: torch.Tensor, flat: torch.Tensor, start: int) -> None:
 def _kernel() -> Callable[[torch.Tensor, torch.Tensor, int], None] | None:
     """Return `add_bytes` of the Triton kernel; None where Triton is missing."""
     try:
-        from everstep_trainer.sdc import digest_kernel
+        from everstep_trainer.sdc.digests import digest_kernel
     except ImportError:
         return None
     return digest_kernel.add_bytes

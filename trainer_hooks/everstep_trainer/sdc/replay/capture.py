@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from everstep_trainer.sdc.digest import combined_digest, tensor_digest
-from everstep_trainer.sdc.units import Unit
+from everstep_trainer.sdc.digests.digest import combined_digest, tensor_digest
+from everstep_trainer.sdc.replay.units import Unit
 
 log = logging.getLogger(__name__)
 

@@ -27,8 +27,8 @@ from torch.utils.hooks import RemovableHandle
 from everstep.vocabulary import AuditLink, AuditRole
 from everstep_trainer.parallel.exact.summation import all_gather
 from everstep_trainer.sdc.audit import Audit, AuditSetup, Mismatch
-from everstep_trainer.sdc.digest import combined_digest, float_hex, tensor_digest, to_hex
-from everstep_trainer.sdc.gradient_exchange import GradientReader, GradientTap
+from everstep_trainer.sdc.digests.digest import combined_digest, float_hex, tensor_digest, to_hex
+from everstep_trainer.sdc.gradients.gradient_exchange import GradientReader, GradientTap
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from everstep_trainer.sdc.digest_weights import ROW_BYTES, WORD_BYTES, column_weights, row_keys
+from everstep_trainer.sdc.digests.digest_weights import ROW_BYTES, WORD_BYTES, column_weights, row_keys
 
 TILE_COLUMNS = 2048
 TILE_ROWS = 16

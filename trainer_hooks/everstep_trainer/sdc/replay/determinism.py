@@ -10,9 +10,9 @@ from torch import nn
 from torch._dynamo import OptimizedModule
 from torch.utils import _pytree as pytree
 
-from everstep_trainer.sdc.capture import Capture, CapturedCall, PassRecord, UnsupportedUnit
-from everstep_trainer.sdc.replay import replay, untouched
-from everstep_trainer.sdc.units import Unit
+from everstep_trainer.sdc.replay.call_replay import replay, untouched
+from everstep_trainer.sdc.replay.capture import Capture, CapturedCall, PassRecord, UnsupportedUnit
+from everstep_trainer.sdc.replay.units import Unit
 from everstep_trainer.state.tracked_objects import strip_wrapper_names
 
 REPEATS = 3

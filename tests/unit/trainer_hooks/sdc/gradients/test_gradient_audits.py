@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from everstep_trainer.sdc.audit import AuditSetup, Mismatch
-from everstep_trainer.sdc.collectives import Collectives, row_digests
-from everstep_trainer.sdc.gradient_exchange import GradientTap
+from everstep_trainer.sdc.gradients.collectives import Collectives, row_digests
+from everstep_trainer.sdc.gradients.gradient_exchange import GradientTap
 
 from everstep.vocabulary import AuditLink, AuditRole
 from tests.support.audited_training import FAULTY_RANK, FAULTY_STEP, train_with_fault

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from everstep_trainer.sdc.determinism import are_close, relative_spread, unrepeatable_modules
+from everstep_trainer.sdc.replay.determinism import are_close, relative_spread, unrepeatable_modules
 from torch import nn
 
 from tests.support.audited_models import ConvNet, Gpt, images, tokens

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from everstep_trainer.sdc.capture import Capture, PassRecord
-from everstep_trainer.sdc.replay import is_replaying, replay
-from everstep_trainer.sdc.units import Unit
+from everstep_trainer.sdc.replay.call_replay import is_replaying, replay
+from everstep_trainer.sdc.replay.capture import Capture, PassRecord
+from everstep_trainer.sdc.replay.units import Unit
 from torch import nn
 
 from tests.support.audited_models import CPU, MODELS, Model, captured_step, one_step, units_of

@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import pytest
 import torch
-from everstep_trainer.sdc import digest
-from everstep_trainer.sdc.digest import (
+from everstep_trainer.sdc.digests import digest
+from everstep_trainer.sdc.digests.digest import (
     SMALL_BYTES,
     WeightedDigest,
     combined_digest,
@@ -16,7 +16,7 @@ from everstep_trainer.sdc.digest import (
     to_unsigned,
     weighted_digest,
 )
-from everstep_trainer.sdc.digest_weights import CACHED_ROWS, ROW_BYTES, ROW_WORDS, column_weights, row_keys
+from everstep_trainer.sdc.digests.digest_weights import CACHED_ROWS, ROW_BYTES, ROW_WORDS, column_weights, row_keys
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from everstep_trainer.parallel.exact.summation import all_gather
-from everstep_trainer.sdc.capture import CapturedCall, Snapshot, TensorLayout, UnsupportedUnit
+from everstep_trainer.sdc.replay.capture import CapturedCall, Snapshot, TensorLayout, UnsupportedUnit
 
 HEADER_WORDS = 512
 """The number of tensors, and then the bytes of each one, in a message of fixed size."""

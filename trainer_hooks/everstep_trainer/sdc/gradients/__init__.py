@@ -1,0 +1,1 @@
+"""Check gradients between ranks: their norms, and the collective that adds them."""
