@@ -14,6 +14,7 @@ from everstep_controller.core.records import JobRecord, JobStatus, NodeIdentity,
 from everstep_controller.store.rows import AuditRow, Batch, VerdictRow
 
 from everstep.vocabulary import Action, Decision, GenerationReason, JobState, Verdict
+from everstep.wire.v1.agent import Domain
 from everstep.wire.v1.training import GenerationSpec, JobSpec, RestoreRule
 from tests.sim import facts
 from tests.sim.checkers.budget import Budget
@@ -33,18 +34,21 @@ POLICY = msgspec.structs.replace(
 class Days:
     """What a controller decides about two nodes of one job, and what of it is written."""
 
-    def __init__(self) -> None:
+    def __init__(self, policy: CorePolicy = POLICY) -> None:
         self.checker = Budget()
-        self.checker.world = SimpleNamespace(plan=SimpleNamespace(policy=POLICY))  # type: ignore[assignment]
+        self.checker.world = SimpleNamespace(plan=SimpleNamespace(policy=policy))  # type: ignore[assignment]
         self._watch = self.checker.watches()
-        self._watch[facts.TookOver](facts.TookOver("c1", 1, {}))
+        self.begins("c1", 1)
         nodes = [
-            NodeRecord(node=name, identity=NodeIdentity(incarnation=1, vault=f"{name}:7000"))
-            for name in ("n1", "n2", "n3")
+            NodeRecord(node=name, identity=NodeIdentity(incarnation=1, vault=f"{name}:7000", domain=Domain(rack=rack)))
+            for name, rack in (("n1", ""), ("n2", "r1"), ("n3", "r1"), ("n4", ""))
         ]
         self.decides(*(PutNode(node.node, node) for node in nodes), self.job(JobState.RUNNING, "n1", "n2"))
         documents = {node.node: msgspec.json.encode(node).decode() for node in nodes}
         self._watch[facts.Durable](facts.Durable(1, Batch(nodes=documents)))
+
+    def begins(self, controller: str, epoch: int) -> None:
+        self._watch[facts.TookOver](facts.TookOver(controller, epoch, {}))
 
     def decides(self, *effects: Effect) -> None:
         self._watch[facts.Decided](facts.Decided("c1", 1, Tick(), list(effects), 0.0))
@@ -106,6 +110,29 @@ def test_an_eviction_of_a_seat_counts_against_its_job(days: Days) -> None:
     days.decides(days.evicts("n1"))
     with pytest.raises(Violation, match="2 evictions of the job a within 20 s, 1 allowed"):
         days.written("n1", 15.0)
+
+
+def test_successor_counts_the_reachable_nodes_of_a_rack(days: Days) -> None:
+    days.begins("c2", 2)
+    days.decides(days.evicts("n2"), days.evicts("n3"))
+    days.written("n2", 10.0)
+    days.written("n3", 11.0)
+
+
+def test_successor_counts_evictions_against_their_rack() -> None:
+    days = Days(msgspec.structs.replace(POLICY, eviction_rack_count=1))
+    days.begins("c2", 2)
+    days.decides(days.evicts("n2"), days.evicts("n3"))
+    days.written("n2", 10.0)
+    with pytest.raises(Violation, match="2 evictions of the rack r1 within 20 s, 1 allowed"):
+        days.written("n3", 11.0)
+
+
+def test_nodes_without_a_rack_share_no_budget() -> None:
+    days = Days(msgspec.structs.replace(POLICY, eviction_rack_count=1))
+    days.decides(days.evicts("n1"), days.evicts("n4"))
+    days.written("n1", 10.0)
+    days.written("n4", 11.0)
 
 
 def test_eviction_after_pause_without_the_node_is_not_counted(days: Days) -> None:

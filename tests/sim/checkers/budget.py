@@ -14,7 +14,6 @@ from everstep_controller.core.records import JobRecord
 from everstep_controller.store.rows import AuditRow, VerdictRow
 
 from everstep.vocabulary import Decision, JobState, Verdict
-from everstep.wire.v1.agent import Domain
 from everstep.wire.v1.training import GenerationSpec
 from tests.sim import facts
 from tests.sim.checkers.checker import Checker, Watches
@@ -23,11 +22,6 @@ from tests.sim.facts import Violation
 
 ENDS = ("job.paused", "job.failed", "job.finished")
 LATCHED, OVER, RESET = "fleet.breaker_tripped", "fleet.breaker_reset", "operator.reset_breaker"
-
-
-class _NodeDoc(msgspec.Struct):
-    reachable: bool = False
-    domain: Domain = Domain()
 
 
 class _JobDoc(msgspec.Struct):
@@ -80,10 +74,10 @@ class Budget(Checker):
 
     def _took_over(self, _fact: facts.TookOver) -> None:
         self._store_away = False
-        nodes = self._stored.nodes(_NodeDoc)
-        self._reachable = {name for name, doc in nodes.items() if doc.reachable}
-        self._racks = {name: doc.domain.rack for name, doc in nodes.items()}
-        self._jobs = {name: _JobDoc.of(record) for name, record in self._stored.jobs(JobRecord).items()}
+        nodes = self._stored.nodes()
+        self._reachable = {name for name, record in nodes.items() if record.liveness.reachable}
+        self._racks = {name: record.identity.domain.rack for name, record in nodes.items()}
+        self._jobs = {name: _JobDoc.of(record) for name, record in self._stored.jobs().items()}
 
     def _handled(self, fact: facts.Decided) -> None:
         if isinstance(fact.event, DatabaseAvailabilityChanged):
@@ -135,15 +129,16 @@ class Budget(Checker):
                 self._jobs[effect.job] = _JobDoc.of(effect.doc)
 
     def _counted(self, node: str, without: Collection[str] = ()) -> tuple[_Count, ...]:
-        """The rack's nodes that are expected to be heard, and the seats of the jobs that compute on the node, but for
-        those that do ``without`` it."""
+        """The rack's nodes that are expected to be heard, if the node is in one, and the seats of the jobs that compute
+        on the node, but for those that do ``without`` it."""
         rack = self._racks[node]
         inside = [name for name in self._reachable if self._racks[name] == rack]
+        racks = [_Count(f"rack {rack}", len(inside))] if rack else []
         jobs = [
             _Count(f"job {name}", len(job.generation.seats) if job.generation is not None else 0)
             for name, job in self._computing(node, without).items()
         ]
-        return (_Count(f"rack {rack}", len(inside)), *jobs)
+        return (*racks, *jobs)
 
     def _computing(self, node: str, without: Collection[str] = ()) -> dict[str, _JobDoc]:
         """Jobs that compute on the node, but for those that do ``without`` it."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-import msgspec
 from everstep_controller.core.effects import Audit, DeleteNode, PutNode, PutVerdict, Send
 from everstep_controller.core.events import AgentRegistered, HeartbeatChanged, OperatorCommand, ReportArrived
 
@@ -13,6 +12,7 @@ from everstep.wire.v1.directives import RunProbe
 from everstep.wire.v1.training import FindingRaised
 from tests.sim import facts
 from tests.sim.checkers.checker import Checker, Watches
+from tests.sim.checkers.stored import Stored
 from tests.sim.facts import Violation
 
 PROBED = (
@@ -24,10 +24,6 @@ PROBED = (
 OUT = (NodeState.QUARANTINED, NodeState.REPAIR, NodeState.LOST)
 
 
-class _NodeDoc(msgspec.Struct):
-    state: NodeState
-
-
 class Evidence(Checker):
     """Follows each node's state as it is decided, and as the next controller finds it."""
 
@@ -37,7 +33,7 @@ class Evidence(Checker):
         self._told: dict[str, set[str]] = defaultdict(set)
         self._lied: set[str] = set()
         self._states: dict[str, NodeState] = {}
-        self._stored: dict[str, _NodeDoc] = {}
+        self._stored = Stored()
         self._probes: dict[str, set[str]] = defaultdict(set)
         self._members: dict[str, tuple[str, ...]] = {}
         self._passed: dict[str, set[str]] = defaultdict(set)
@@ -64,13 +60,10 @@ class Evidence(Checker):
             self._failed |= {fact.node, *self._members.get(fact.probe, ())}
 
     def _durable(self, fact: facts.Durable) -> None:
-        for node in fact.batch.forgotten_nodes:
-            self._stored.pop(node, None)
-        for node, doc in fact.batch.nodes.items():
-            self._stored[node] = msgspec.json.decode(doc, type=_NodeDoc)
+        self._stored.note(fact.batch)
 
     def _took_over(self, _fact: facts.TookOver) -> None:
-        self._states = {node: doc.state for node, doc in self._stored.items()}
+        self._states = {node: record.state for node, record in self._stored.nodes().items()}
 
     def _handled(self, fact: facts.Decided) -> None:
         self._note_findings(fact)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from everstep_controller.core.effects import Audit, DeleteJob, PutJob
-from everstep_controller.core.records import JOB_TRANSITIONS, JobRecord
+from everstep_controller.core.records import JOB_TRANSITIONS
 
 from everstep.vocabulary import JobState
 from tests.sim import facts
@@ -37,7 +37,7 @@ class JobStates(Checker):
         self._stored.note(fact.batch)
 
     def _took_over(self, _fact: facts.TookOver) -> None:
-        self._states = {name: record.status.state for name, record in self._stored.jobs(JobRecord).items()}
+        self._states = {name: record.status.state for name, record in self._stored.jobs().items()}
 
     def _decided(self, fact: facts.Decided) -> None:
         for effect in fact.effects:

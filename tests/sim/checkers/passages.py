@@ -80,7 +80,7 @@ class Passages(Checker):
         self._stored.note(fact.batch)
 
     def _took_over(self, _fact: facts.TookOver) -> None:
-        self._jobs = {name: _JobDoc.of(record) for name, record in self._stored.jobs(JobRecord).items()}
+        self._jobs = {name: _JobDoc.of(record) for name, record in self._stored.jobs().items()}
         self._over.clear()
 
     def _handled(self, fact: facts.Decided) -> None:

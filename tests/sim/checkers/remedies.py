@@ -8,11 +8,13 @@ from collections import defaultdict
 import msgspec
 from everstep_controller.core.effects import DeleteNode, PutNode, Remediation, RemediationKind, RequestRemediation
 from everstep_controller.core.events import OperatorAction, OperatorCommand, SchedulerStateChanged
+from everstep_controller.core.records import NodeScheduling
 from everstep_controller.store.rows import RemediationRow, RemediationState
 
 from everstep.vocabulary import Decision, NodeState
 from tests.sim import facts
 from tests.sim.checkers.checker import Checker, Watches
+from tests.sim.checkers.stored import Stored
 from tests.sim.checkers.window_book import WindowBook
 from tests.sim.facts import Violation
 
@@ -20,20 +22,6 @@ CURES = (RemediationKind.RESET_GPU, RemediationKind.REBOOT)
 ENDED = (RemediationState.CONFIRMED, RemediationState.FAILED, RemediationState.SUPERSEDED)
 CONVICTED = (Decision.EVICT, Decision.QUARANTINE, Decision.REPAIR)
 SERVING = (NodeState.HEALTHY, NodeState.PROBATION)
-
-
-class _NodeDoc(msgspec.Struct):
-    """What of a node's record says who keeps it out."""
-
-    state: NodeState
-    hold: str = ""
-    foreign: str = ""
-
-    def words(self) -> dict[str, float]:
-        """As in ``Remedies._kept_out``."""
-        for_ever = float("inf")
-        said = {"a person": bool(self.hold), "a cordon": bool(self.foreign)}
-        return {who: for_ever for who, is_said in said.items() if is_said}
 
 
 class Remedies(Checker):
@@ -49,7 +37,7 @@ class Remedies(Checker):
         self._asked: set[tuple[int, str]] = set()
         self._looked: set[tuple[int, str]] = set()
         self._done: set[str] = set()
-        self._docs: dict[str, _NodeDoc] = {}
+        self._stored = Stored()
         self._kept_out: dict[str, dict[str, float]] = defaultdict(dict)
         self._book = WindowBook()
 
@@ -79,7 +67,9 @@ class Remedies(Checker):
 
     def _took_over(self, _fact: facts.TookOver) -> None:
         """Of what the last one was told, whoever follows knows what was written."""
-        self._kept_out = defaultdict(dict, {node: doc.words() for node, doc in self._docs.items()})
+        self._kept_out = defaultdict(
+            dict, {node: _orders(record.scheduling) for node, record in self._stored.nodes().items()}
+        )
         self._book.took_over()
 
     def _handled(self, fact: facts.Decided) -> None:
@@ -131,10 +121,7 @@ class Remedies(Checker):
 
     def _durable(self, fact: facts.Durable) -> None:
         self._book.durable(fact)
-        for node in fact.batch.forgotten_nodes:
-            self._docs.pop(node, None)
-        for node, doc in fact.batch.nodes.items():
-            self._docs[node] = msgspec.json.decode(doc, type=_NodeDoc)
+        self._stored.note(fact.batch)
         for verdict in fact.batch.verdicts:
             self._verdicts[verdict.id] = (verdict.node, verdict.decision)
         for row in sorted(fact.batch.remediations.values(), key=lambda row: row.requested_at):
@@ -191,6 +178,12 @@ class Remedies(Checker):
         if fact.remedy in self._done:
             raise Violation(self.name, f"{fact.remedy} ({fact.kind} of {fact.node}) is done twice")
         self._done.add(fact.remedy)
-        doc = self._docs.get(fact.node)
-        if fact.kind in CURES and doc is not None and doc.state is NodeState.HEALTHY:
+        record = self._stored.node(fact.node)
+        if fact.kind in CURES and record is not None and record.state is NodeState.HEALTHY:
             raise Violation(self.name, f"{fact.remedy}: {fact.kind} of {fact.node}, which is in service")
+
+
+def _orders(scheduling: NodeScheduling) -> dict[str, float]:
+    """Who keeps a node out, until when, by its record; as in ``Remedies._kept_out``."""
+    ordered = {"a person": scheduling.hold_reason, "a cordon": scheduling.external_cordon_by}
+    return {who: float("inf") for who, words in ordered.items() if words}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 
-import msgspec
 from everstep_controller.core.effects import DeleteNode, PutNode
 from everstep_controller.core.events import OperatorAction, OperatorCommand
 from everstep_controller.core.policy import BlameIsolationMethod
@@ -18,10 +17,6 @@ from tests.sim.checkers.stored import Stored
 from tests.sim.facts import Violation
 
 SERVING = (NodeState.HEALTHY, NodeState.SUSPECT)
-
-
-class _NodeDoc(msgspec.Struct):
-    state: NodeState = NodeState.HEALTHY
 
 
 class Returns(Checker):
@@ -45,7 +40,7 @@ class Returns(Checker):
 
     def _took_over(self, _fact: facts.TookOver) -> None:
         """What was decided and not written has never been."""
-        self._states = {node: doc.state for node, doc in self._stored.nodes(_NodeDoc).items()}
+        self._states = {node: record.state for node, record in self._stored.nodes().items()}
 
     def _handled(self, fact: facts.Decided) -> None:
         for effect in fact.effects:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 import msgspec
+from everstep_controller.core.records import JobRecord, NodeRecord
 from everstep_controller.store.rows import Batch
-
-T = TypeVar("T")
 
 
 class Stored:
-    """Documents by name, as they were written; a checker decodes what it looks at."""
+    """Documents by name, as they were written. They are decoded as the core's own records when they are asked for, so
+    that no checker reads a field which records no longer have."""
 
     def __init__(self) -> None:
         self._nodes: dict[str, str] = {}
@@ -26,8 +24,13 @@ class Stored:
         self._nodes |= batch.nodes
         self._jobs |= batch.jobs
 
-    def nodes(self, kind: type[T]) -> dict[str, T]:
-        return {name: msgspec.json.decode(doc, type=kind) for name, doc in self._nodes.items()}
+    def node(self, name: str) -> NodeRecord | None:
+        """The node's record; None if there is none."""
+        doc = self._nodes.get(name)
+        return None if doc is None else msgspec.json.decode(doc, type=NodeRecord)
 
-    def jobs(self, kind: type[T]) -> dict[str, T]:
-        return {name: msgspec.json.decode(doc, type=kind) for name, doc in self._jobs.items()}
+    def nodes(self) -> dict[str, NodeRecord]:
+        return {name: msgspec.json.decode(doc, type=NodeRecord) for name, doc in self._nodes.items()}
+
+    def jobs(self) -> dict[str, JobRecord]:
+        return {name: msgspec.json.decode(doc, type=JobRecord) for name, doc in self._jobs.items()}

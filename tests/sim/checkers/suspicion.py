@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 from everstep_controller.core.effects import Audit, PutGeneration, PutNode
 from everstep_controller.core.events import ReportArrived
 
@@ -12,14 +11,6 @@ from tests.sim import facts
 from tests.sim.checkers.checker import Checker, Watches
 from tests.sim.checkers.stored import Stored
 from tests.sim.facts import Violation
-
-
-class _NodeDoc(msgspec.Struct):
-    state: NodeState
-
-
-class _JobDoc(msgspec.Struct):
-    generation: GenerationSpec | None = None
 
 
 class Suspicion(Checker):
@@ -41,11 +32,9 @@ class Suspicion(Checker):
         self._stored.note(fact.batch)
 
     def _took_over(self, _fact: facts.TookOver) -> None:
-        self._states = {node: doc.state for node, doc in self._stored.nodes(_NodeDoc).items()}
-        self._seats, self._numbers, self._witnessed = {}, {}, {}
-        for name, doc in self._stored.jobs(_JobDoc).items():
-            spec = doc.generation
-            self._seats[name] = {member.node for member in spec.roster} if spec is not None else set()
+        self._states = {node: record.state for node, record in self._stored.nodes().items()}
+        self._numbers, self._witnessed = {}, {}
+        self._seats = {name: set(record.seats) for name, record in self._stored.jobs().items()}
 
     def _handled(self, fact: facts.Decided) -> None:
         event = fact.event

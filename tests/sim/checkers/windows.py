@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 
-import msgspec
 from everstep_controller.core.effects import Audit, DeleteNode, PutGeneration, PutNode, PutVerdict
 from everstep_controller.core.events import DatabaseAvailabilityChanged, OperatorCommand, Tick
 
 from everstep.vocabulary import Decision, JobState, NodeState
 from tests.sim import facts
 from tests.sim.checkers.checker import Checker, Watches
+from tests.sim.checkers.stored import Stored
 from tests.sim.checkers.window_book import BEGUN, WindowBook
 from tests.sim.facts import Violation
 
@@ -18,10 +18,6 @@ LATE_S = 3.0
 """Seconds that a window may begin late, where somebody leads and the database is there."""
 AGAINST = (Decision.EVICT, Decision.QUARANTINE, Decision.REPAIR)
 OUT = (NodeState.QUARANTINED, NodeState.REPAIR, NodeState.LOST)
-
-
-class _NodeDoc(msgspec.Struct):
-    state: NodeState
 
 
 class Windows(Checker):
@@ -34,7 +30,7 @@ class Windows(Checker):
         self._able_since = math.inf
         self._store_away = False
         self._states: dict[str, NodeState] = {}
-        self._stored: dict[str, _NodeDoc] = {}
+        self._stored = Stored()
 
     def watches(self) -> Watches:
         return {facts.Decided: self._handled, facts.Durable: self._durable, facts.TookOver: self._took_over}
@@ -49,15 +45,12 @@ class Windows(Checker):
 
     def _durable(self, fact: facts.Durable) -> None:
         self._book.durable(fact)
-        for node in fact.batch.forgotten_nodes:
-            self._stored.pop(node, None)
-        for node, doc in fact.batch.nodes.items():
-            self._stored[node] = msgspec.json.decode(doc, type=_NodeDoc)
+        self._stored.note(fact.batch)
 
     def _took_over(self, _fact: facts.TookOver) -> None:
         self._able_since, self._store_away = math.inf, False
         self._book.took_over()
-        self._states = {node: doc.state for node, doc in self._stored.items()}
+        self._states = {node: record.state for node, record in self._stored.nodes().items()}
 
     def _handled(self, fact: facts.Decided) -> None:
         if isinstance(fact.event, DatabaseAvailabilityChanged):

@@ -112,6 +112,19 @@ def _numbers_from_before() -> AbstractContextManager[None]:
     return swapped(real, restore)
 
 
+def _orders_forgotten() -> AbstractContextManager[None]:
+    """A new controller does not know who keeps nodes out of service."""
+    real = startup.restore_state
+
+    def restore(*arguments: Any, **more: Any) -> Any:
+        state = real(*arguments, **more)
+        for node in state.nodes.values():
+            node.scheduling.hold_reason = node.scheduling.external_cordon_by = ""
+        return state
+
+    return swapped(real, restore)
+
+
 @contextmanager
 def _overlapping_shares() -> Iterator[None]:
     """Neighbouring ranks share samples. What is remembered of the real sampler is forgotten before and after."""
@@ -350,6 +363,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant("what was cordoned stays cordoned", lambda: swapped(node_state.uncordon, nothing), seeds=(1,)),
     # generations and membership
+    Mutant("a new controller forgets who keeps a node out", _orders_forgotten, seeds=(57, 4)),
     Mutant("numbers are used again after a restart", _numbers_from_before, seeds=(50,)),
     Mutant(
         "ranks ignore that their generation is over",
