@@ -27,8 +27,8 @@ from everstep.client import Client, read_token
 from everstep.command_line import make_app
 from everstep.errors import ConfigurationError, EverstepError
 from everstep.private_files import write_private
-from everstep.receipts.files import StoredReceipt, find_receipt, receipt_json, stored_receipts
 from everstep.receipts.page import render_page
+from everstep.receipts.receipt_files import StoredReceipt, find_receipt, receipt_json, stored_receipts
 from everstep.receipts.text import format_count, format_span, format_work, summary_lines
 from everstep.wire.v1.receipts import JobReceipt
 

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from everstep.cli.runs import ListedRun
-from everstep.receipts.files import stored_receipts
+from everstep.receipts.receipt_files import stored_receipts
 from tests.support import step_log
 from tests.support.launched import ROOT, Launched, launched
 from tests.support.processes import comm, command_line, is_running

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from everstep.receipts.files import store_receipt
+from everstep.receipts.receipt_files import store_receipt
 from everstep.receipts.text import summary_lines
 from everstep.wire.v1.receipts import JobReceipt, ReceiptResult
 from everstep_trainer.launch.fleet_access import FleetAccess

@@ -12,8 +12,8 @@ from typer.testing import CliRunner, Result
 from everstep.cli import runs
 from everstep.cli.context import LocalRun, state_dir
 from everstep.cli.main import app
-from everstep.receipts.files import store_receipt
 from everstep.receipts.page import render_page
+from everstep.receipts.receipt_files import store_receipt
 from tests.support.receipts import BEGAN_AT, full_receipt, receipt
 
 

@@ -12,9 +12,9 @@ import msgspec
 import pytest
 
 from everstep.errors import ConfigurationError
-from everstep.receipts import files
-from everstep.receipts.files import find_receipt, store_receipt, stored_receipts
+from everstep.receipts import receipt_files
 from everstep.receipts.page import render_page
+from everstep.receipts.receipt_files import find_receipt, store_receipt, stored_receipts
 from everstep.vocabulary import RECOVERY_PHASES
 from everstep.wire.v1.receipts import JobReceipt
 from tests.support.receipts import BEGAN_AT, full_receipt, receipt, recovery
@@ -61,7 +61,7 @@ def test_receipts_of_one_second_are_all_kept(tmp_path: Path) -> None:
 
 
 def test_only_the_newest_receipts_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "MAX_RECEIPTS", 2)
+    monkeypatch.setattr(receipt_files, "MAX_RECEIPTS", 2)
     for number in range(4):
         stored = store_receipt(tmp_path, receipt(steps=number, ended_at=BEGAN_AT + number))
         os.utime(stored.path, (number, number))
@@ -123,7 +123,7 @@ def test_phases_have_the_colours_of_the_web_page() -> None:
     named = re.search(r"export const PHASES = \[(.*?)\]", (root / "job.js").read_text())
     assert named is not None
     assert tuple(re.findall(r'"(\w+)"', named[1])) == RECOVERY_PHASES
-    style, ours = (root / "style.css").read_text(), files.render_page(receipt(recovery(2, 1.0, 1.0)))
+    style, ours = (root / "style.css").read_text(), receipt_files.render_page(receipt(recovery(2, 1.0, 1.0)))
     colours = dict(re.findall(r"(--p-\d): (#\w+);", style.split("@media")[0]))
     assert len(colours) == len(RECOVERY_PHASES)
     assert all(f"{name}:{colour}" in ours for name, colour in colours.items())

@@ -14,7 +14,7 @@ from everstep_trainer.launch.run_receipt import concluded, report_run
 
 from everstep.client import Client
 from everstep.clock import ManualClock
-from everstep.receipts.files import stored_receipts
+from everstep.receipts.receipt_files import stored_receipts
 from everstep.wire.v1.receipts import JobReceipt
 from tests.support.receipts import full_receipt, receipt, recovery
 
