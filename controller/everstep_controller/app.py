@@ -48,7 +48,7 @@ from everstep_controller.server import connections
 from everstep_controller.server.agent_service import AgentService, SerialQueue
 from everstep_controller.store import table_access
 from everstep_controller.store.retention import RetentionLimits, run_retention
-from everstep_controller.store.rows import AuditRow
+from everstep_controller.store.rows import AuditRow, LoadedState
 from everstep_controller.store.threads import DatabaseStore
 
 openapi_document = functools.cache(openapi.document)
@@ -88,51 +88,16 @@ class Controller:
         self._spans = RecoverySpanBuilder(self._traces.export) if self._traces is not None else None
         self.outbox = Outbox(loaded.epoch, loaded.outbox)
         self.store = store
-        self.journal: Journal | None = None
-        if settings.journal_dir:
-            keep_s = settings.journal_days * 86400.0
-            self.journal = Journal(Path(settings.journal_dir), max_bytes=settings.journal_bytes, keep_s=keep_s)
-        numbers = AuditNumbers(loaded.newest_audit)
+        self.journal = _open_journal(settings)
         self.steady = SteadyTime(clock, loaded.newest_at)
         self.quota = EventQuota(
             settings.audit_entries_per_node_burst,
             settings.audit_entries_per_node_per_s,
             self.metrics.events_suppressed.inc,
         )
-        self.loop = FleetLoop(
-            state=state,
-            outbox=self.outbox,
-            commit=store.commit,
-            clock=self.steady,
-            metrics=self.metrics,
-            audit_numbers=numbers,
-            read_models=ReadModels(state.jobs.values()),
-            on_audit=self._publish_audit,
-            on_remediations=lambda rows: self.remediation.executor.enqueue(rows),
-            decide=self.journal.decide if self.journal else engine.handle,
-            quota=self.quota,
-            epoch=loaded.epoch,
-            check_leading=tenure.check if tenure is not None else lambda: None,
-            max_batch=settings.max_commit_batch,
-            queue_limit=settings.queue_limit,
-            outage_buffer_bytes=settings.outage_buffer_bytes,
-        )
+        self.loop = self._fleet_loop(state, loaded)
         self.remediation = RemediationService(settings, make_remediator(), self.loop, loaded, store)
-        self.view_context = fleet_views.ViewContext(
-            state=state,
-            outbox=self.outbox,
-            epoch=loaded.epoch,
-            started_at=self.loop.now(),
-            now=self.loop.now,
-            lag_s=self.loop.lag.recent_s,
-            queued=self.loop.queued,
-            newest_event=lambda: self.feed.newest,
-            database_outage=self.database_outage,
-            open_remediations=self.remediation.executor.open_count,
-            journal_gaps=lambda: self.journal.gaps if self.journal is not None else 0,
-            standby_report=lambda: self.standby_watch.report,
-            clock_ahead_s=self.steady.ahead_s,
-        )
+        self.view_context = self._view_context(state, loaded.epoch)
         self.progress = ProgressRecorder(state, self.loop.now)
         self.standby_watch = StandbyMonitor(settings, self.loop, clock)
         self._gauges = FleetCollector(self.view_context, self.metrics, self.loop.read_models)
@@ -155,6 +120,44 @@ class Controller:
         self.app = self._operator_app(gate)
         self.loop_task: asyncio.Task[None] | None = None
         self.background: list[asyncio.Task[None]] = []
+
+    def _fleet_loop(self, state: FleetState, loaded: LoadedState) -> FleetLoop:
+        settings = self._settings
+        return FleetLoop(
+            state=state,
+            outbox=self.outbox,
+            commit=self.store.commit,
+            clock=self.steady,
+            metrics=self.metrics,
+            audit_numbers=AuditNumbers(loaded.newest_audit),
+            read_models=ReadModels(state.jobs.values()),
+            on_audit=self._publish_audit,
+            on_remediations=lambda rows: self.remediation.executor.enqueue(rows),
+            decide=self.journal.decide if self.journal else engine.handle,
+            quota=self.quota,
+            epoch=loaded.epoch,
+            check_leading=self.tenure.check if self.tenure is not None else lambda: None,
+            max_batch=settings.max_commit_batch,
+            queue_limit=settings.queue_limit,
+            outage_buffer_bytes=settings.outage_buffer_bytes,
+        )
+
+    def _view_context(self, state: FleetState, epoch: int) -> fleet_views.ViewContext:
+        return fleet_views.ViewContext(
+            state=state,
+            outbox=self.outbox,
+            epoch=epoch,
+            started_at=self.loop.now(),
+            now=self.loop.now,
+            lag_s=self.loop.lag.recent_s,
+            queued=self.loop.queued,
+            newest_event=lambda: self.feed.newest,
+            database_outage=self.database_outage,
+            open_remediations=self.remediation.executor.open_count,
+            journal_gaps=lambda: self.journal.gaps if self.journal is not None else 0,
+            standby_report=lambda: self.standby_watch.report,
+            clock_ahead_s=self.steady.ahead_s,
+        )
 
     @classmethod
     async def lead(
@@ -310,3 +313,10 @@ class Controller:
                 return Response(self.metrics.render(self.view_context.state.jobs), media_type=CONTENT_TYPE_LATEST)
 
             return await endpoints.run_admitted(admission, identity, request, shown)
+
+
+def _open_journal(settings: ControllerSettings) -> Journal | None:
+    if not settings.journal_dir:
+        return None
+    keep_s = settings.journal_days * 86400.0
+    return Journal(Path(settings.journal_dir), max_bytes=settings.journal_bytes, keep_s=keep_s)

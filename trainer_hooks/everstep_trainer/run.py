@@ -615,15 +615,8 @@ class Run:
             require_checkpoints=require_checkpoints,
         )
         replica = self._replicas.replica_for("run.track")
-        self._parallelism.require_elementwise(objects.values())
-        check_untracked(objects)
-        if self.rank == 0 and not self._replicas.is_declared:
-            warn_of_model_parallelism(objects.values(), self.world_size)
-        wrapped = {
-            key: PerRankLoader(tracked, replica.index, replica.count) if is_stateful_loader(tracked) else tracked
-            for key, tracked in wrap_per_rank(objects, per_rank, self.rank, self.world_size).items()
-        }
-        self._loaders += [loader for loader in wrapped.values() if isinstance(loader, PerRankLoader)]
+        self._check_trackable(objects)
+        wrapped = self._wrap_per_rank(objects, per_rank, replica)
         all_tracked = dict(wrapped)
         if self._guard is not None:
             self._guard.require_compatible(objects)
@@ -635,6 +628,23 @@ class Run:
             self._guard.track_objects(wrapped, exclude)
         self._updates.watch(objects)
         self._start_audits(audits, objects)
+
+    def _check_trackable(self, objects: Mapping[str, object]) -> None:
+        self._parallelism.require_elementwise(objects.values())
+        check_untracked(objects)
+        if self.rank == 0 and not self._replicas.is_declared:
+            warn_of_model_parallelism(objects.values(), self.world_size)
+
+    def _wrap_per_rank(
+        self, objects: Mapping[str, object], per_rank: Sequence[str], replica: Replica
+    ) -> dict[str, object]:
+        """Wrap the objects whose state belongs to one rank or replica: those in ``per_rank``, and stateful loaders."""
+        wrapped = {
+            key: PerRankLoader(tracked, replica.index, replica.count) if is_stateful_loader(tracked) else tracked
+            for key, tracked in wrap_per_rank(objects, per_rank, self.rank, self.world_size).items()
+        }
+        self._loaders += [loader for loader in wrapped.values() if isinstance(loader, PerRankLoader)]
+        return wrapped
 
     def _start_audits(self, options: Mapping[AuditLink, LinkOptions], objects: Mapping[str, object]) -> None:
         if not options:
