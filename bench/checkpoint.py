@@ -19,7 +19,7 @@ from pathlib import Path
 
 from rich.progress import Progress
 
-from bench.checkpoint_rows import four, gpu, losses, peers, reading, single, transfer
+from bench.checkpoint_rows import four, gpu_rows, losses, other_checkpoints, reading, single, transfer
 from bench.checkpoint_rows.curves import curves
 from bench.checkpoint_rows.processes import Crew
 from bench.checkpoint_rows.state import Size
@@ -45,10 +45,10 @@ def parts(crew: Crew, options: argparse.Namespace) -> list[tuple[str, Callable[[
         ("four shards", lambda: four.shards(crew, Size(TENSORS, each, "shards"), repeats, judged)),
         ("four shards, overlapped", lambda: four.overlapped(crew, Size(TENSORS, each, "shards"), repeats, judged)),
         ("four shards in two slots", lambda: four.short_of_memory(crew, Size(TENSORS, each, "shards"), judged)),
-        ("gpu", lambda: gpu.rows(crew, one, repeats, judged)),
+        ("gpu", lambda: gpu_rows.rows(crew, one, repeats, judged)),
     ]
     if not options.no_peers:
-        found.append(("peers", lambda: peers.rows(crew, one, repeats, slow=not options.quick)))
+        found.append(("peers", lambda: other_checkpoints.rows(crew, one, repeats, slow=not options.quick)))
     found += [(f"double kills, r = {r}", lambda r=r: losses.rows(options.kills, r)) for r in (2, 3)]  # type: ignore[misc]
     found.append(("double kills, parity", lambda: losses.parity_rows(options.kills)))
     return [part for part in found if not options.only or options.only in part[0]]

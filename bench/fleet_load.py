@@ -23,7 +23,7 @@ from pathlib import Path
 from rich.console import Console
 
 from bench.load import messages, trials
-from bench.load.curves import draw
+from bench.load.cost_curves import draw
 from bench.load.events import Follower
 from bench.load.fleet import Controller, Fleet
 from bench.load.postgres import own_postgres

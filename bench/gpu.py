@@ -21,8 +21,8 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 
-from bench.gpu_steps import report
-from bench.gpu_steps.processes import ROOT, Outcome, run
+from bench.gpu_steps import gpu_page
+from bench.gpu_steps.bounded_program import ROOT, Outcome, run
 from bench.gpu_steps.sheet import Sheet, not_run, read
 from bench.table import Row, finish, parser_of, write_json
 
@@ -138,7 +138,7 @@ def main(argv: list[str]) -> int:
     options = parse(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
     if options.from_json is not None:
-        report.write_from(options.from_json, options.docs or DOCUMENT)
+        gpu_page.write_from(options.from_json, options.docs or DOCUMENT)
         return 0
     steps = [step for step in STEPS if not options.only or options.only in step.name]
     sheet, done = run_all(steps, options.device, options.folder, options.limit_s)
@@ -151,7 +151,7 @@ def main(argv: list[str]) -> int:
         return 2
     document = options.docs or (DOCUMENT if options.device == "cuda" and sheet.machine.get("gpus") else None)
     if document is not None:
-        report.write(document, json.loads(path.read_text()))
+        gpu_page.write(document, json.loads(path.read_text()))
     return status
 
 

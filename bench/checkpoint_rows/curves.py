@@ -13,10 +13,10 @@ mpl.use("Agg")
 from everstep_trainer.snapshot.slot_negotiation import CANDIDATE_ONLY_SLOTS
 from matplotlib import pyplot as plt
 
-from bench.checkpoint_rows.fleet import Fleet
 from bench.checkpoint_rows.processes import Crew, RankFailed
 from bench.checkpoint_rows.rank import Restores, Stalls, restores, snapshots
 from bench.checkpoint_rows.state import Size
+from bench.checkpoint_rows.vault_nodes import Fleet
 from bench.table import Row
 from everstep.ids import Version
 from everstep.layout.slots import SLOTS_PER_RANK

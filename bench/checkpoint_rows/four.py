@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from statistics import median
 
 from bench.checkpoint_rows import spare
-from bench.checkpoint_rows.fleet import Fleet, MemoryWatch
 from bench.checkpoint_rows.limits import loopback
 from bench.checkpoint_rows.processes import Crew
 from bench.checkpoint_rows.rank import Restores, Stalls, lean, restores, snapshots
 from bench.checkpoint_rows.single import COMPUTE_TIMES, MEMCPY_BYTES_PER_S, MIB, marks, phases, stall_rows
 from bench.checkpoint_rows.state import Size
+from bench.checkpoint_rows.vault_nodes import Fleet, MemoryWatch
 from bench.table import Row
 from everstep.ids import Version
 

@@ -24,7 +24,7 @@ from everstep_trainer.snapshot.snapshotter import Snapshotter
 from everstep_trainer.state.tracked_state import TrackedState
 from torch import nn
 
-from bench.checkpoint_rows.fleet import Fleet
+from bench.checkpoint_rows.vault_nodes import Fleet
 from bench.table import Row
 from everstep.errors import NotRestorable
 from everstep.ids import Version

@@ -11,10 +11,10 @@ from everstep_trainer.memory_tier.vault_client import VaultClient
 from everstep_trainer.restore.byte_moves import TensorCopies, split_into_batches
 from everstep_trainer.restore.remote_slots import SlotStreams
 
-from bench.checkpoint_rows.fleet import JOB, Fleet
 from bench.checkpoint_rows.limits import loopback
 from bench.checkpoint_rows.processes import Crew
 from bench.checkpoint_rows.single import MIB, marks
+from bench.checkpoint_rows.vault_nodes import JOB, Fleet
 from bench.table import Row
 from everstep.ids import Version
 from everstep.wire.v1.local import SlotInfo

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from bench.checkpoint_rows.fleet import Fleet
 from bench.checkpoint_rows.processes import Crew
 from bench.checkpoint_rows.rank import Restores, Stalls, restores, snapshots
 from bench.checkpoint_rows.state import Size
+from bench.checkpoint_rows.vault_nodes import Fleet
 from bench.table import Row
 from everstep.ids import Version
 

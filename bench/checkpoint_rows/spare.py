@@ -11,10 +11,10 @@ from statistics import median
 from everstep_trainer.restore.restorer import Restoration
 from everstep_trainer.state.tracked_state import TrackedState
 
-from bench.checkpoint_rows.fleet import Fleet
 from bench.checkpoint_rows.processes import Crew
 from bench.checkpoint_rows.rank import Rank, Restores
 from bench.checkpoint_rows.state import Model, Size
+from bench.checkpoint_rows.vault_nodes import Fleet
 from bench.table import Row
 from everstep.ids import Version
 from everstep.wire.v1.training import GenerationSpec

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from statistics import median
 
-from bench.checkpoint_rows.fleet import Fleet
 from bench.checkpoint_rows.limits import loopback
 from bench.checkpoint_rows.processes import Crew
 from bench.checkpoint_rows.rank import replications
 from bench.checkpoint_rows.single import MIB, marks
+from bench.checkpoint_rows.vault_nodes import Fleet
 from bench.table import Row
 
 STREAMS = (1, 2, 4)

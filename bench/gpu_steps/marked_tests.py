@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
-from bench.gpu_steps.processes import ROOT
+from bench.gpu_steps.bounded_program import ROOT
 from bench.gpu_steps.sheet import Sheet, not_run
 from bench.table import Row
 

@@ -23,10 +23,10 @@ from everstep_trainer.snapshot.slot_negotiation import SnapshotOptions
 from everstep_trainer.snapshot.snapshotter import Snapshotter
 from everstep_trainer.state.tracked_state import TrackedState
 
-from bench.checkpoint_rows.fleet import Fleet
 from bench.checkpoint_rows.processes import Crew
 from bench.checkpoint_rows.rank import SEAL_S, WARM_UPS, Heard, Rank
 from bench.checkpoint_rows.single import NODE
+from bench.checkpoint_rows.vault_nodes import Fleet
 from bench.gpu_steps.gpt import Shape, Training
 from bench.gpu_steps.sheet import NotRun, Sheet
 from bench.table import Row

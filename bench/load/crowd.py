@@ -17,7 +17,7 @@ from heapq import heappop, heappush
 from pathlib import Path
 from typing import Any
 
-from bench.load import faults, messages
+from bench.load import failure_mix, messages
 from bench.load.agent import Agent, Seats, read_generation
 from bench.load.homecoming import Homecoming
 from bench.load.statistics import summary
@@ -355,7 +355,7 @@ class Crowd:
         told = {}
         for agent, kind in zip(failing, kinds, strict=True):
             told[agent.name] = SYSTEM_CLOCK.wall()
-            finding = faults.finding(kind, told[agent.name])
+            finding = failure_mix.finding(kind, told[agent.name])
             self._report(agent, FindingRaised(finding=finding, job=agent.job or None))
         return told
 

@@ -201,8 +201,8 @@ class Fleet:
         return [crowd.answer() for crowd in self.crowds]
 
     def fail(self, kinds: list[str]) -> dict[str, float]:
-        """As many nodes as ``kinds`` of faults (``bench.load.faults``), spread over the fleet, report one each at once.
-        Returns when each did, wall."""
+        """As many nodes as ``kinds`` of faults (``bench.load.failure_mix``), spread over the fleet, report one each at
+        once. Returns when each did, wall."""
         shares = [bound * len(kinds) // self.nodes for bound in self._bounds]
         for crowd, (before, through) in zip(self.crowds, itertools.pairwise(shares), strict=True):
             crowd.begin({"do": "fail", "kinds": kinds[before:through]})

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from typing import Any
 
-from bench.load import faults
+from bench.load import failure_mix
 from bench.load.events import Follower
 from bench.load.fleet import POLL_S, Controller, Fleet
 from bench.load.statistics import Distribution
@@ -183,7 +183,7 @@ def mass_failure(fleet: Fleet, follower: Follower, count: int) -> list[Row]:
     their own nobody leaves for it.
     """
     since = len(follower.seen)
-    kinds = faults.mixed(count)
+    kinds = failure_mix.mixed(count)
     told = fleet.fail(kinds)
     end = time.perf_counter() + 120
     while len(decided := follower.first_verdicts(set(told), since)) < len(told):
@@ -324,7 +324,7 @@ def _giant_memory(fleet: Fleet) -> list[Row]:
 def idle_failure(fleet: Fleet, follower: Follower) -> list[Row]:
     """One failure in a fleet that hangs up between beats: until the verdict on it."""
     since = len(follower.seen)
-    told: dict[str, float] = fleet.crowds[-1].tell({"do": "fail", "kinds": [faults.FALLEN_OFF_THE_BUS]})
+    told: dict[str, float] = fleet.crowds[-1].tell({"do": "fail", "kinds": [failure_mix.FALLEN_OFF_THE_BUS]})
     end = time.perf_counter() + 60
     while not (decided := follower.first_verdicts(set(told), since)) and time.perf_counter() < end:
         time.sleep(POLL_S)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from everstep_controller.core.checkpoints.placement import FailureDomains, place_replicas
 
-from bench.checkpoint_rows import four, gpu, losses, reading
+from bench.checkpoint_rows import four, gpu_rows, losses, reading
 from bench.checkpoint_rows.processes import Crew, RankFailed
 from bench.checkpoint_rows.state import Size
 from tests.support.waiting import until
@@ -37,7 +37,7 @@ def test_a_slot_is_read_from_a_peer() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_bench_gpu_rows_are_empty_without_a_gpu() -> None:
     with Crew() as crew:
-        rows = gpu.rows(crew, Size(3, 64 << 10), 1, judged=True)
+        rows = gpu_rows.rows(crew, Size(3, 64 << 10), 1, judged=True)
     assert [(row.value, row.against, row.met) for row in rows] == [(None, "no GPU on this machine", "aim")] * 2
 
 
@@ -46,7 +46,7 @@ def test_bench_gpu_rows_are_empty_without_a_gpu() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_bench_measures_and_restores_gpu_snapshots() -> None:
     with Crew() as crew:
-        rows = gpu.rows(crew, Size(4, 1 << 20), 2, judged=False)
+        rows = gpu_rows.rows(crew, Size(4, 1 << 20), 2, judged=False)
     assert all(row.value is not None for row in rows)
 
 

@@ -12,8 +12,8 @@ import pytest
 
 from bench import gpu
 from bench.gpu import STEPS, Step
-from bench.gpu_steps import report, sheet
-from bench.gpu_steps.processes import ROOT, run
+from bench.gpu_steps import gpu_page, sheet
+from bench.gpu_steps.bounded_program import ROOT, run
 from bench.gpu_steps.sheet import NotRun, Sheet, not_run
 from bench.table import Row
 
@@ -113,7 +113,7 @@ def test_step_time_limit_is_capped_by_remaining_time(tmp_path: Path, monkeypatch
 
 def document(tmp_path: Path) -> Path:
     path = tmp_path / "gpu.md"
-    path.write_text(f"Before.\n\n{report.BEGIN}\n\nOld figures.\n\n{report.END}\n\nAfter.\n")
+    path.write_text(f"Before.\n\n{gpu_page.BEGIN}\n\nOld figures.\n\n{gpu_page.END}\n\nAfter.\n")
     return path
 
 
@@ -167,12 +167,14 @@ def test_document_is_written_from_saved_run(tmp_path: Path, monkeypatch: pytest.
     assert docs.read_text() == first
 
 
-@pytest.mark.parametrize("text", ["no markers", f"{report.END}\n{report.BEGIN}", f"{report.BEGIN}\n{report.END}" * 2])
+@pytest.mark.parametrize(
+    "text", ["no markers", f"{gpu_page.END}\n{gpu_page.BEGIN}", f"{gpu_page.BEGIN}\n{gpu_page.END}" * 2]
+)
 def test_document_without_markers_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "gpu.md"
     path.write_text(text)
     with pytest.raises(ValueError, match="once each"):
-        report.write(path, {})
+        gpu_page.write(path, {})
     assert path.read_text() == text
 
 
@@ -215,6 +217,6 @@ def test_step_runs_as_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_docs_name_every_step_and_hold_the_markers() -> None:
     text = (ROOT / "docs" / "how-to" / "gpu.md").read_text()
-    assert [text.count(marker) for marker in (report.BEGIN, report.END)] == [1, 1]
+    assert [text.count(marker) for marker in (gpu_page.BEGIN, gpu_page.END)] == [1, 1]
     assert [step.name for step in STEPS if f"| `{step.name}` |" not in text] == []
     assert sum(step.limit_s >= gpu.LIMIT_S for step in STEPS) == 0

@@ -20,11 +20,11 @@ from everstep_trainer.snapshot.slot_negotiation import SnapshotOptions
 from everstep_trainer.snapshot.snapshotter import Snapshotter
 from everstep_trainer.state.tracked_state import TrackedState
 
-from bench.checkpoint_rows.fleet import Fleet
 from bench.checkpoint_rows.processes import Crew
 from bench.checkpoint_rows.rank import Heard, Rank, await_seal, warm
 from bench.checkpoint_rows.single import MIB, NODE, marks
 from bench.checkpoint_rows.state import Model, Size
+from bench.checkpoint_rows.vault_nodes import Fleet
 from bench.table import Row
 from everstep.ids import Version
 from everstep.layout.slots import SLOTS_PER_RANK
