@@ -57,6 +57,7 @@ class Example:
         preload: Module that the launcher imports before it forks ranks.
         arguments: Further arguments of the script.
         starts_ranks: The script starts the ranks itself, without everstep-launch.
+        script: ``FRAMEWORK`` of the script's name, where several examples share one.
     """
 
     ranks: int = 2
@@ -64,6 +65,7 @@ class Example:
     preload: str = "torch"
     arguments: tuple[str, ...] = ()
     starts_ranks: bool = False
+    script: str = ""
 
 
 EXAMPLES = {
@@ -72,6 +74,8 @@ EXAMPLES = {
     "transformers": Example(preload="transformers.trainer"),
     "accelerate": Example(preload="accelerate"),
     "deepspeed": Example(preload="deepspeed"),
+    "deepspeed_zero0": Example(preload="deepspeed", script="deepspeed", arguments=("--stage", "0")),
+    "deepspeed_zero3": Example(preload="deepspeed", script="deepspeed", arguments=("--stage", "3")),
     "torchtitan": Example(preload="everstep_trainer.integrations.torchtitan"),
     "megatron": Example(preload="megatron.core"),
     "jax": Example(),
@@ -107,7 +111,7 @@ class Process:
             "EVERSTEP_LAUNCH_STANDBY_DELAY_S": "0.1",
             "EVERSTEP_LAUNCH_HANG_THRESHOLD_S": "60",
         }
-        script = [f"examples/train_{name}.py", "--steps", str(steps), "--pace", str(example.pace_s)]
+        script = [f"examples/train_{example.script or name}.py", "--steps", str(steps), "--pace", str(example.pace_s)]
         script += example.arguments
         launch = ["-m", "everstep_trainer.launch", "--nproc-per-node", str(example.ranks)]
         launch += ["--preload", example.preload]
