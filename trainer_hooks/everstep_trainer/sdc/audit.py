@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from time import perf_counter
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import ClassVar
 
 import msgspec
 import torch
 
 from everstep.vocabulary import AuditLink, AuditRole
+from everstep_trainer.sdc.cost_meter import CostMeter
 
 
 class Mismatch(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,15 +50,16 @@ class Audit:
 
     A subclass overrides what it needs. ``due``: an audit was planned for this step, on all ranks. The methods run on
     the training thread, so their time counts as the link's cost, and they may call collectives of the default group
-    except in ``begin_step``. Work inside the forward or backward pass goes under ``with self.cost():``.
+    except in ``begin_step``. Work inside the forward or backward pass goes under ``with self.cost():``, and collectives
+    under ``with self.waiting():`` inside of it: what a rank waits there for a slower one, it would else wait for it in
+    training's next collective.
     """
 
     link: ClassVar[AuditLink]
 
     def __init__(self, setup: AuditSetup) -> None:
         self.setup = setup
-        self.cost_s = 0.0
-        """Seconds that this link has taken so far."""
+        self.meter = CostMeter(setup.device)
 
     @property
     def rounds(self) -> int:
@@ -77,11 +78,18 @@ class Audit:
     def close(self) -> None:
         """Remove all hooks."""
 
-    @contextmanager
-    def cost(self) -> Iterator[None]:
+    def cost(self) -> AbstractContextManager[None]:
         """Count the time of a ``with`` block as this link's cost."""
-        began = perf_counter()
-        try:
-            yield
-        finally:
-            self.cost_s += perf_counter() - began
+        return self.meter.count(work=1.0)
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Count the time of a ``with`` block, inside one of ``cost``, as a wait for other ranks."""
+        return self.meter.count(work=-1.0, wait=1.0)
+
+    def prepaying(self) -> AbstractContextManager[None]:
+        """Count the time of a ``with`` block once more, for equal work that a later step does."""
+        return self.meter.count(work=1.0)
+
+    def prepaid(self) -> AbstractContextManager[None]:
+        """Count the time of a ``with`` block, inside one of ``cost``, not at all: an earlier step has paid."""
+        return self.meter.count(work=-1.0)

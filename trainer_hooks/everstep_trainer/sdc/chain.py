@@ -7,14 +7,17 @@ points of each step, keeps their cost within the preset's share, and reports wha
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from everstep.vocabulary import AuditLink
 from everstep_trainer.sdc.audit import Audit, AuditSetup
+from everstep_trainer.sdc.cost_meter import StepReading
 from everstep_trainer.sdc.presets import LinkOptions
 from everstep_trainer.sdc.schedule import AuditSchedule
 
@@ -46,7 +49,8 @@ class AuditChain:
             audit.link: _Rotation(audit.rounds, first_step - 1) for audit in self._audits if audit.rounds
         }
         self._clean_since = first_step - 1
-        self._costs_before: dict[AuditLink, float] = {}
+        self._due: frozenset[AuditLink] = frozenset()  # in the running step
+        self._finished: deque[_FinishedStep] = deque()  # steps whose costs a GPU has not told yet
         self._step_began = 0.0
         self._updated_step = 0
         self._mismatch_step = 0
@@ -54,10 +58,11 @@ class AuditChain:
     def begin_step(self, step: int) -> None:
         """Prepare the audits of ``step``. No collective."""
         self._step_began = perf_counter()
-        self._costs_before = {audit.link: audit.cost_s for audit in self._audits}
+        self._due = frozenset(audit.link for audit in self._audits if self._schedule.is_due(audit.link, step))
         for audit in self._audits:
+            audit.meter.take()  # of a step without an update
             with audit.cost():
-                audit.begin_step(step, due=self._schedule.is_due(audit.link, step))
+                audit.begin_step(step, due=audit.link in self._due)
 
     def before_update(self, step: int) -> None:
         """Check after the backward pass; only the first call of a step counts. A collective."""
@@ -66,7 +71,7 @@ class AuditChain:
         self._updated_step = step
         for audit in self._audits:
             with audit.cost():
-                audit.before_update(step, due=self._schedule.is_due(audit.link, step))
+                audit.before_update(step, due=audit.link in self._due)
         if self._schedule.is_agreement_due(step):
             self._agree(step)
 
@@ -75,13 +80,15 @@ class AuditChain:
         if self._updated_step != step:  # no update: the gradients were accumulated or skipped, on all ranks
             return
         for audit in self._audits:
-            due = self._schedule.is_due(audit.link, step)
+            due = audit.link in self._due
             with audit.cost():
                 audit.after_update(step, due=due)
             if due and audit.link in self._rotations and step != self._mismatch_step:
                 self._rotations[audit.link].record(step)
-        costs_s = {audit.link: audit.cost_s - self._costs_before.get(audit.link, 0.0) for audit in self._audits}
-        self._schedule.record_step(step, perf_counter() - self._step_began, costs_s)
+        seconds = perf_counter() - self._step_began
+        readings = {audit.link: audit.meter.take() for audit in self._audits}
+        self._finished.append(_FinishedStep(step, seconds, self._due, readings))
+        self._record_costs()
         self._report_clean()
 
     def close(self) -> None:
@@ -95,6 +102,16 @@ class AuditChain:
         for rotation in self._rotations.values():
             rotation.spoil()
 
+    def _record_costs(self) -> None:
+        """Record the costs of finished steps as far as they are known."""
+        while self._finished:
+            step, seconds, due, readings = self._finished[0]
+            costs = {link: cost for link, reading in readings.items() if (cost := reading.cost()) is not None}
+            if len(costs) < len(readings):
+                return
+            self._finished.popleft()
+            self._schedule.record_step(step, seconds, costs, due)
+
     def _report_clean(self) -> None:
         if not self._rotations:
             return
@@ -104,16 +121,24 @@ class AuditChain:
             self._on_clean(clean_since)
 
     def _agree(self, step: int) -> None:
-        proposals = torch.tensor(self._schedule.proposals(), dtype=torch.int64, device=self._setup.device)
+        measures = torch.tensor(self._schedule.measures(), dtype=torch.float64, device=self._setup.device)
         if self._setup.world_size > 1:
-            dist.all_reduce(proposals, op=dist.ReduceOp.MAX)
-        agreed = proposals.tolist()
-        self._schedule.adopt(agreed, step)
+            dist.all_reduce(measures, op=dist.ReduceOp.MAX)
+        agreed = self._schedule.adopt(measures.tolist(), step)
         if self._setup.rank == 0:
             described = ", ".join(
                 f"{audit.link} every {each}" for audit, each in zip(self._audits, agreed, strict=True)
             )
             log.debug("audits by steps: %s", described)
+
+
+class _FinishedStep(NamedTuple):
+    """A step, its whole time, the links that audited in it, and what was measured of all links."""
+
+    step: int
+    seconds: float
+    due: frozenset[AuditLink]
+    readings: Mapping[AuditLink, StepReading]
 
 
 class _Rotation:

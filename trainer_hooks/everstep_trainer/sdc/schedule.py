@@ -1,17 +1,22 @@
 """Choose how often each link audits, so that its cost stays within its share of a step.
 
-All ranks must audit in the same steps. So each proposes an interval from the costs it has measured, and all take the
-largest one. Between two agreements the interval is fixed.
+All ranks must audit in the same steps. So they agree on what an audit costs by one all-reduce of what each has
+measured, and all derive the same intervals from it. Between two agreements the intervals are fixed.
+
+Work and waits are measured apart. A step is as slow as its slowest rank, so an audit's work is that of the rank on
+which it takes longest. A wait in an audit's collective is mostly no cost: the rank would wait for the same slower one
+in training's next collective. What the rank that came last has waited is the cost of the collective itself.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from statistics import median
 
 from everstep.vocabulary import AuditLink
+from everstep_trainer.sdc.cost_meter import StepCost
 from everstep_trainer.sdc.presets import MAX_INTERVAL, LinkOptions
 
 FIRST_INTERVAL = 8
@@ -24,25 +29,49 @@ WARMUP_STEPS = 3
 """First steps of a generation that are not measured: they allocate memory and compile."""
 REMEMBERED = 64
 """Last values of which the median is taken."""
+UNKNOWN = -math.inf
+"""Stands for what was not measured, in numbers of which the largest one is taken."""
 
 
 class _LinkCost:
+    """One link's interval, and its costs in the last steps."""
+
     def __init__(self, options: LinkOptions) -> None:
         self.options = options
         self.interval = options.interval or FIRST_INTERVAL
         self.since = 0  # step from which the interval counts
-        self.due_s = deque[float](maxlen=REMEMBERED)
-        self.idle_s = deque[float](maxlen=REMEMBERED)
+        self._due_s = deque[float](maxlen=REMEMBERED)
+        self._idle_s = deque[float](maxlen=REMEMBERED)
+        self._waits = [UNKNOWN] * REMEMBERED  # negated, each at the place of its audit: the same on all ranks
+        self._audits = 0
 
-    def proposal(self, step_s: float) -> int:
+    def record(self, cost: StepCost, *, due: bool) -> None:
+        if not due:
+            self._idle_s.append(cost.work_s)
+            return
+        self._due_s.append(cost.work_s)
+        self._waits[self._audits % REMEMBERED] = -cost.wait_s
+        self._audits += 1
+
+    def measures(self) -> list[float]:
+        """Return the work of an audit and of a step without one, and the negated wait in each of the last audits."""
+        return [
+            median(self._due_s) if self._due_s else UNKNOWN,
+            median(self._idle_s) if self._idle_s else 0.0,
+            *self._waits,
+        ]
+
+    def choose(self, measures: Sequence[float], step_s: float) -> int:
         """Return the smallest interval within the share: cost(due) / n + cost(idle) <= share * step."""
-        if self.options.interval is not None or not self.due_s or step_s <= 0.0:
+        work_s, idle_s, *rest = measures
+        waits_s = [-wait for wait in rest if wait != UNKNOWN]
+        if self.options.interval is not None or work_s == UNKNOWN or not waits_s or step_s <= 0.0:
             return self.interval
-        idle_s = median(self.idle_s) if self.idle_s else 0.0
         allowed_s = self.options.share * step_s - idle_s
         if allowed_s <= 0.0:
             return MAX_INTERVAL
-        return min(MAX_INTERVAL, max(1, math.ceil(max(0.0, median(self.due_s) - idle_s) / allowed_s)))
+        due_s = work_s + median(waits_s)
+        return min(MAX_INTERVAL, max(1, math.ceil(max(0.0, due_s - idle_s) / allowed_s)))
 
 
 class AuditSchedule:
@@ -64,27 +93,34 @@ class AuditSchedule:
         """Return the steps from one audit of ``link`` to the next."""
         return self._costs[link].interval
 
-    def record_step(self, step: int, seconds: float, costs_s: Mapping[AuditLink, float]) -> None:
-        """Record the whole time of a finished step, and what each link took of it."""
+    def record_step(
+        self, step: int, seconds: float, costs: Mapping[AuditLink, StepCost], due: Collection[AuditLink]
+    ) -> None:
+        """Record the whole time of a finished step, what each link took of it, and which links have audited."""
         if step < self._first_step + WARMUP_STEPS:
             return
-        self._steps_s.append(seconds - sum(costs_s.values()))
-        for link, taken_s in costs_s.items():
-            cost = self._costs[link]
-            (cost.due_s if self.is_due(link, step) else cost.idle_s).append(taken_s)
+        self._steps_s.append(seconds - sum(one.work_s for one in costs.values()))
+        for link, taken in costs.items():
+            self._costs[link].record(taken, due=link in due)
 
     def is_agreement_due(self, step: int) -> bool:
         """Return whether the ranks agree on new intervals in ``step``."""
         done = step - self._first_step
         return done == FIRST_AGREEMENT_STEP or (done > 0 and done % AGREEMENT_STEPS == 0)
 
-    def proposals(self) -> list[int]:
-        """Return this rank's interval for each link, in the order of the options."""
-        step_s = median(self._steps_s) if self._steps_s else 0.0
-        return [cost.proposal(step_s) for cost in self._costs.values()]
+    def measures(self) -> list[float]:
+        """Return what this rank has measured, for the largest value of all ranks at each place.
 
-    def adopt(self, intervals: list[int], step: int) -> None:
-        """Take the intervals that all ranks agreed on in ``step``."""
-        for number, (cost, interval) in enumerate(zip(self._costs.values(), intervals, strict=True)):
+        The time of a step is negated: the smallest one counts, as steps end together on all ranks and differ by noise.
+        """
+        step_s = median(self._steps_s) if self._steps_s else 0.0
+        return [-step_s, *(one for cost in self._costs.values() for one in cost.measures())]
+
+    def adopt(self, largest: Sequence[float], step: int) -> list[int]:
+        """Choose and return the intervals of all links in ``step`` from the largest measures of all ranks."""
+        step_s, each = -largest[0], (len(largest) - 1) // len(self._costs)
+        for number, cost in enumerate(self._costs.values()):
+            interval = cost.choose(largest[1 + number * each : 1 + (number + 1) * each], step_s)
             if interval != cost.interval:
                 cost.interval, cost.since = interval, step + 1 + number % interval
+        return [cost.interval for cost in self._costs.values()]

@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from itertools import pairwise
-from time import perf_counter
 from typing import NamedTuple
 
 import torch
@@ -101,7 +100,6 @@ class StateAudit(Audit):
         }
         self._watched: tuple[int, list[_Watched]] | None = None
         self._outcome: _Outcome | None = None
-        self._prepaid_s = 0.0
 
     @property
     def rounds(self) -> int:
@@ -117,8 +115,8 @@ class StateAudit(Audit):
         if self._watched is None:
             return
         (audited, watched), self._watched = self._watched, None
-        began = perf_counter()
-        digests = [_digest_of(one.unit) for one in watched]
+        with self.prepaid():
+            digests = [_digest_of(one.unit) for one in watched]
         device = self.setup.device
         differs = torch.zeros(len(watched), dtype=torch.bool, device=device)
         for number, (one, digest) in enumerate(zip(watched, digests, strict=True)):
@@ -129,9 +127,9 @@ class StateAudit(Audit):
                 changed = zip(one.unit, writes, one.writes, strict=True)
                 self._unstable |= {piece.name for piece, now, before in changed if now != before}
         ranks = differs.any().to(torch.int64).reshape(1)
-        self.cost_s -= min(self._prepaid_s, perf_counter() - began)
         if self.setup.world_size > 1:
-            dist.all_reduce(ranks)
+            with self.waiting():
+                dist.all_reduce(ranks)
         self._outcome = _Outcome(audited, watched, digests, differs, ranks)
         if device.type == "cpu":
             self._resolve()
@@ -142,16 +140,15 @@ class StateAudit(Audit):
         if not self._parts:
             self._parts = self._plan()
         units = self._parts.pop(0) if self._parts else []
-        began = perf_counter()
         watched = []
         for unit in units:
             is_small = sum(piece.bits().nbytes for piece in unit) <= BUNDLED_TENSORS * SMALL_BYTES
             keeps = is_small and self.setup.device.type == "cpu"
             copies = [piece.bits().clone() for piece in unit] if keeps and len(unit) > 1 else []
-            watched.append(_Watched(unit, [_writes_to(piece) for piece in unit], _digest_of(unit), copies))
+            writes = [_writes_to(piece) for piece in unit]
+            with self.prepaying():  # the next digest, in a step that is not due
+                watched.append(_Watched(unit, writes, _digest_of(unit), copies))
         self._watched = step, watched
-        self._prepaid_s = perf_counter() - began  # the next digest costs as much, in a step that is not due
-        self.cost_s += self._prepaid_s
 
     def close(self) -> None:
         self._parts, self._watched, self._outcome = [], None, None

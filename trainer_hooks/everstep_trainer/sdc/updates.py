@@ -342,7 +342,8 @@ class UpdateAudit(Audit):
                 differs[1] |= one.differs.to(differs.device)
         ranks = differs.clone()
         if self.setup.world_size > 1:
-            dist.all_reduce(ranks)
+            with self.waiting():
+                dist.all_reduce(ranks)
         self._pending = step, torch.cat([differs, ranks]), comparisons
 
     def close(self) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from everstep_trainer.sdc.audit import Audit, AuditSetup
 from everstep_trainer.sdc.chain import AuditChain
+from everstep_trainer.sdc.cost_meter import StepCost
 from everstep_trainer.sdc.presets import MAX_INTERVAL, LinkOptions, link_options
 from everstep_trainer.sdc.schedule import FIRST_AGREEMENT_STEP, FIRST_INTERVAL, WARMUP_STEPS, AuditSchedule
 
@@ -39,24 +42,45 @@ def test_wrong_link_options_are_refused(links: dict[str, dict[str, float] | None
         link_options("light", links)
 
 
+def measured(rank_costs: Sequence[StepCost], idle_s: float = 0.0, steps: int = 30) -> list[int]:
+    """Return the intervals of all ranks after steps of one second, in which an audit costs each rank something else."""
+    link = AuditLink.STATE
+    ranks = [AuditSchedule({link: LinkOptions(share=0.01)}, first_step=1) for _ in rank_costs]
+    for step in range(1, steps):
+        for schedule, due_cost in zip(ranks, rank_costs, strict=True):
+            due = [link] if schedule.is_due(link, step) else []
+            cost = due_cost if due else StepCost(idle_s, 0.0)
+            schedule.record_step(step, 1.0 + cost.work_s, {link: cost}, due)
+    largest = [max(values) for values in zip(*(schedule.measures() for schedule in ranks), strict=True)]
+    return [interval for schedule in ranks for interval in schedule.adopt(largest, steps)]
+
+
 @pytest.mark.parametrize(
     ("due_s", "idle_s", "interval"),
     [(0.01, 0.0, 1), (0.1, 0.0, 10), (0.1, 0.006, 24), (0.1, 0.02, MAX_INTERVAL), (0.0, 0.0, 1)],
 )
 def test_interval_keeps_cost_within_share(due_s: float, idle_s: float, interval: int) -> None:
+    assert measured([StepCost(due_s, 0.0)], idle_s) == [interval]
+
+
+def test_interval_follows_slowest_work_and_shortest_wait() -> None:
+    ranks = [StepCost(0.02, 0.5), StepCost(0.04, 0.01), StepCost(0.01, 0.7)]
+    assert measured(ranks) == [5, 5, 5]
+
+
+def test_wait_of_each_audit_is_that_of_its_last_rank() -> None:
     link = AuditLink.STATE
-    schedule = AuditSchedule({link: LinkOptions(share=0.01)}, first_step=1)
+    ranks = [AuditSchedule({link: LinkOptions(share=0.01)}, first_step=1) for _ in range(2)]
     for step in range(1, 30):
-        cost_s = due_s if schedule.is_due(link, step) else idle_s
-        schedule.record_step(step, 1.0 + cost_s, {link: cost_s})
-    assert schedule.proposals() == [interval]
+        for rank, schedule in enumerate(ranks):
+            wait_s = 0.0 if (step + rank) % 2 else 0.5  # the ranks come last in turn
+            schedule.record_step(step, 1.02, {link: StepCost(0.02, wait_s)}, [link])
+    largest = [max(values) for values in zip(*(schedule.measures() for schedule in ranks), strict=True)]
+    assert [schedule.adopt(largest, 30) for schedule in ranks] == [[2], [2]]
 
 
 def test_warm_up_steps_are_not_measured() -> None:
-    schedule = AuditSchedule({AuditLink.STATE: LinkOptions(share=0.01)}, first_step=1)
-    for step in range(1, 1 + WARMUP_STEPS):
-        schedule.record_step(step, 1.0, {AuditLink.STATE: 1.0})
-    assert schedule.proposals() == [FIRST_INTERVAL]
+    assert measured([StepCost(1.0, 0.0)], steps=1 + WARMUP_STEPS) == [FIRST_INTERVAL]
 
 
 class _CountingAudit(Audit):

@@ -85,7 +85,8 @@ class GradientNorms(Audit, GradientReader):
         self._tap.close(self)
         if self._size is None:
             size = torch.tensor([len(self._norms)], device=self.setup.device)
-            dist.all_reduce(size, op=dist.ReduceOp.MAX)
+            with self.waiting():
+                dist.all_reduce(size, op=dist.ReduceOp.MAX)
             self._size = min(GROUPS, int(size.item()))
         self._kept[step] = self._grouped()
         if not (due or self._is_first or step == self._repeated_step or len(self._kept) == KEPT_STEPS):
@@ -132,7 +133,8 @@ class GradientNorms(Audit, GradientReader):
         kept = len(self._kept)
         self._kept.clear()
         everyones = mine.new_empty(setup.world_size, len(mine))
-        all_gather(everyones.view(-1), mine)
+        with self.waiting():
+            all_gather(everyones.view(-1), mine)
         everyones = everyones.cpu()
         if self._is_first:
             pending_step = int(everyones[:, 0].max())

@@ -170,9 +170,11 @@ class PeerReplay(Audit):
         shift = 1 + (self._audits + self._audits // len(self._rotations)) % (world - 1)
         to, source = (self.setup.rank + shift) % world, (self.setup.rank - shift) % world
         claimed = self._parts(captured.record)
-        values = [] if rotation.spread is None else captured.record.output_values()
-        message = exchange(encode_call(captured), to=to, source=source, device=self.setup.device)
-        reference = exchange([one.reshape(-1) for one in values], to=to, source=source, device=self.setup.device)
+        message = self._exchange(encode_call(captured), to, source)
+        reference: list[torch.Tensor] = []
+        if rotation.spread is not None:
+            values = captured.record.output_values()
+            reference = self._exchange([one.reshape(-1) for one in values], to, source)
         theirs, record, failure = self._redo(rotation.unit, message, captured)
         replayed: Parts = (0, 0, 0)
         if theirs is not None and record is not None:
@@ -423,7 +425,12 @@ class PeerReplay(Audit):
             log.info(line, *values)
 
     def _gather(self, numbers: Sequence[int]) -> list[list[int]]:
-        return all_gather_numbers(numbers, self.setup.world_size, self.setup.device)
+        with self.waiting():
+            return all_gather_numbers(numbers, self.setup.world_size, self.setup.device)
+
+    def _exchange(self, tensors: Sequence[torch.Tensor], to: int, source: int) -> list[torch.Tensor]:
+        with self.waiting():
+            return exchange(tensors, to=to, source=source, device=self.setup.device)
 
 
 def first_difference(claims: PassRecord, record: PassRecord) -> int:

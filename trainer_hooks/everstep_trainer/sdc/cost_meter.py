@@ -1,0 +1,92 @@
+"""Measure what a link of the chain costs in each step: its own work, and its waits for other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+
+from everstep_trainer.runtime.progress import timed_event
+
+
+class StepCost(NamedTuple):
+    """What a link took of one step, in seconds."""
+
+    work_s: float
+    wait_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.work_s + self.wait_s
+
+
+class _Block(NamedTuple):
+    """Two events of a GPU's stream, and how many times the time between them counts as work and as a wait."""
+
+    began: Any  # torch.cuda.Event; its methods carry no types
+    ended: Any
+    work: float
+    wait: float
+
+
+class StepReading(NamedTuple):
+    """What was measured in one step. ``blocks``: on a GPU."""
+
+    host: StepCost
+    blocks: tuple[_Block, ...]
+
+    def cost(self) -> StepCost | None:
+        """Return the step's cost, or None while the GPU has not come so far. Never waits."""
+        if not self.blocks:
+            return StepCost(max(0.0, self.host.work_s), max(0.0, self.host.wait_s))
+        if not all(block.ended.query() for block in reversed(self.blocks)):
+            return None
+        work_s = wait_s = 0.0
+        for block in self.blocks:
+            seconds = block.began.elapsed_time(block.ended) / 1000.0
+            work_s += block.work * seconds
+            wait_s += block.wait * seconds
+        return StepCost(max(0.0, work_s), max(0.0, wait_s))
+
+
+class CostMeter:
+    """Measures one link: by the host's clock, or by events in the stream of a GPU.
+
+    The host's clock says little about a GPU. It misses kernels, which the host only enqueues, and it counts the rest of
+    the backward pass where the host waits for a result. Between two events lies what delays the stream: kernels, and
+    the host's work if the stream has run empty.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._work_s = self._wait_s = 0.0
+        self._blocks: list[_Block] = []
+
+    @contextmanager
+    def count(self, *, work: float, wait: float = 0.0) -> Iterator[None]:
+        """Count the time of a ``with`` block this many times as work and as a wait."""
+        started = self._mark()
+        began = perf_counter()
+        try:
+            yield
+        finally:
+            seconds = perf_counter() - began
+            self._work_s += work * seconds
+            self._wait_s += wait * seconds
+            if started is not None:
+                self._blocks.append(_Block(started, self._mark(), work, wait))
+
+    def take(self) -> StepReading:
+        """Return what was measured since the last call."""
+        reading = StepReading(StepCost(self._work_s, self._wait_s), tuple(self._blocks))
+        self._work_s = self._wait_s = 0.0
+        self._blocks.clear()
+        return reading
+
+    def _mark(self) -> Any:
+        if self._device.type != "cuda":
+            return None
+        return torch.cuda.current_stream(self._device).record_event(timed_event())
