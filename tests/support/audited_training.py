@@ -80,8 +80,8 @@ def train_with_fault(rank: int, world: int, port: int, layout: str, fault: str, 
     torch.set_num_threads(1)
     join(rank, world, port)
     active, session = FaultyAt(rank), RecordingSession(world)
-    if fault == "transport":
-        _spoil_transport(active)
+    if fault in ("transport", "sending"):
+        _spoil_transport(active, fault)
     trained = _train(rank, world, layout, fault, session, active, links, 1)
     repeated = None
     if fault in ("gradient", "odd batch"):
@@ -98,13 +98,15 @@ def train_with_fault(rank: int, world: int, port: int, layout: str, fault: str, 
     }
 
 
-def _spoil_transport(active: FaultyAt) -> None:
-    """Flip a bit of what this process receives of others' gradients, while the fault is active."""
+def _spoil_transport(active: FaultyAt, fault: str) -> None:
+    """While the fault is active, flip a bit of what this process receives of others' gradients, or of what it sends."""
     all_to_all = dist.all_to_all_single
 
     def flipping(output: torch.Tensor, input: torch.Tensor, **more: Any) -> Any:
+        if active and fault == "sending":
+            input.view(torch.int32)[5] ^= 1
         work = all_to_all(output, input, **more)
-        if active:
+        if active and fault == "transport":
             output.view(torch.int32)[5] ^= 1
         return work
 

@@ -11,10 +11,10 @@ plain torch adds in several passes.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 
-import numpy as np
 import torch
 from torch._utils import _flatten_dense_tensors
 from torch.distributed.tensor import DTensor
@@ -82,7 +82,8 @@ def _add_small(total: torch.Tensor, tensors: list[torch.Tensor], start: int) -> 
     """Add the weighted sum of small tensors of one dtype, one after the other; return the place after them."""
     if copy_hash is not None and total.device.type == "cpu":
         there = [_plain(t if t.device == total.device else t.to(total.device)).contiguous() for t in tensors]
-        return _add_natively(copy_hash, total, there, start)
+        total += _weigh_natively(copy_hash, there, start)
+        return start + sum(tensor.nbytes for tensor in there)
     for gathered in _gathered(tensors, total.device):
         add_bytes(total, gathered, start)
         start += gathered.numel()
@@ -138,20 +139,17 @@ def _fake_digest(tensor: torch.Tensor, start: int) -> torch.Tensor:
 
 
 def _digest_at(tensor: torch.Tensor, start: int) -> torch.Tensor:
+    plain = _plain(_local(tensor).detach()).contiguous()
+    if copy_hash is not None and plain.device.type == "cpu":
+        return torch.tensor(_weigh_natively(copy_hash, [plain], start))
     with torch.no_grad():
-        flat = _bytes_of(tensor)
-        total = torch.zeros((), dtype=torch.int64, device=flat.device)
-        add_bytes(total, flat, start)
+        total = torch.zeros((), dtype=torch.int64, device=plain.device)
+        add_bytes(total, plain.view(-1).view(torch.uint8), start)
         return total
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor's bytes, in place if it is contiguous."""
-    return _plain(_local(tensor).detach()).contiguous().view(-1).view(torch.uint8)
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -168,7 +166,7 @@ def add_bytes(total: torch.Tensor, flat: torch.Tensor, start: int) -> None:
     if kernel is not None:
         kernel(total, flat, start)
     elif copy_hash is not None and flat.device.type == "cpu":
-        _add_natively(copy_hash, total, [flat], start)
+        total += _weigh_natively(copy_hash, [flat], start)
     else:
         add_bytes_by_rows(total, flat, start)
 
@@ -183,15 +181,15 @@ def _kernel() -> Callable[[torch.Tensor, torch.Tensor, int], None] | None:
     return digest_kernel.add_bytes
 
 
-def _add_natively(native: CopyHash, total: torch.Tensor, tensors: Sequence[torch.Tensor], start: int) -> int:
-    """Add the weighted sum of contiguous tensors on the host, one after the other; return the place after them."""
-    parts = np.array([(tensor.data_ptr(), tensor.nbytes) for tensor in tensors], np.int64).T.copy()
+def _weigh_natively(native: CopyHash, tensors: Sequence[torch.Tensor], start: int) -> int:
+    """Return the weighted sum of contiguous tensors on the host, one after the other, as a signed number."""
+    sources = array("Q", [tensor.data_ptr() for tensor in tensors])
+    sizes = array("Q", [tensor.nbytes for tensor in tensors])
     row, place = divmod(start, ROW_BYTES)
-    end = start + int(parts[1].sum())
-    keys, weights = row_keys(row, -(-end // ROW_BYTES) - row, total.device), column_weights(total.device)
-    sources, sizes = (column.ctypes.data for column in parts)
-    total += native.weigh(sources, sizes, len(tensors), place, weights.data_ptr(), ROW_WORDS, keys.data_ptr())
-    return end
+    host = torch.device("cpu")
+    keys, weights = row_keys(row, -(-(place + sum(sizes)) // ROW_BYTES), host), column_weights(host)
+    of, size_of = sources.buffer_info()[0], sizes.buffer_info()[0]
+    return native.weigh(of, size_of, len(tensors), place, weights.data_ptr(), ROW_WORDS, keys.data_ptr())
 
 
 def add_bytes_by_rows(total: torch.Tensor, flat: torch.Tensor, start: int) -> None:

@@ -2,10 +2,10 @@
 
 Four checks, each for another place where bytes or sums may go wrong:
 
-* Rest: the digest of a gradient when it arrived at its parameter equals its digest when the exchange begins. A
-  difference is the rank's own.
-* Transport: the digest of each slice at the sender equals its digest at the receiver. A difference accuses both. Two
-  receivers that differ from one sender convict it.
+* Rest: the digests of gradients when they arrived at their parameters add up to the digest of the buffer that was
+  sent, taken after the exchange. A difference is the rank's own, and accuses no receiver.
+* Transport: the digest of each slice at the sender equals its digest at the receiver. A rank that differs from two
+  others is convicted by them. A difference between two ranks alone accuses both.
 * Sum: a weighted sum over a rank's slice equals the total of the weighted sums of what it received, up to rounding.
   Random weights make sure that no pattern of errors cancels out. A difference is the rank's own.
 * Result: all replicas hold equal gradients before the update. A strict majority names the rank that differs.
@@ -16,12 +16,12 @@ Under ``fully_shard`` nothing of this is visible, and no two ranks hold equal gr
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 
 import torch
-import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
 from everstep.vocabulary import AuditLink, AuditRole
@@ -32,15 +32,61 @@ from everstep_trainer.sdc.gradients.gradient_exchange import GradientReader, Gra
 
 log = logging.getLogger(__name__)
 
-COLUMNS = 32768
-"""Elements of a slice that are added up at once: the weights stay in the second-level cache."""
+COLUMNS = 64
+"""Elements that are added up at once, in float32: few, so that this rounds little."""
+BLOCKS = 4096
+"""Such sums of which each is weighted otherwise."""
+DOT_ROUNDINGS = COLUMNS // 4
+"""Most additions one after the other in a sum of COLUMNS: kernels add in four lanes or more."""
 ROUNDING_SIGMAS = 8.0
-"""Standard deviations of rounding that a sum may be off. Each of the W - 1 additions of an element rounds by at most
-eps / sqrt(12) of its result in the mean, and no partial sum is larger than the addends and the total together."""
+"""Standard deviations of rounding that a sum may be off. Each addition of an element rounds by at most eps / sqrt(12)
+of its result in the mean, and no partial sum is larger than the addends and the total together."""
 AS_SENT, NOT_AS_SENT = "0" * 16, "f" * 16
-"""What a sender and its receivers state in place of digests, since each of them has another slice."""
+"""What a rank and those at the other ends of its slices state in place of digests: each pair has other slices."""
 MAX_BUCKETS = 64
 """Most buckets of one step that are checked."""
+
+
+@dataclass
+class _Outgoing:
+    """Gradients that are exchanged together, until they have been sent.
+
+    Attributes:
+        slices: Row ``r`` goes to rank ``r``.
+        sizes: Elements of each gradient.
+        arrived: Digests of the gradients when they arrived, at their places in the slices; empty if one is not known.
+        before: The digest of the slices: the sum of ``arrived``, or as it was before the exchange.
+    """
+
+    slices: torch.Tensor
+    sizes: list[int]
+    arrived: list[torch.Tensor]
+    before: torch.Tensor
+
+    def describe_change(self) -> str:
+        """Return in words how many gradients have changed since they arrived."""
+        place, changed, flat = 0, 0, self.slices.view(-1)
+        for size, arrived in zip(self.sizes, self.arrived, strict=True):
+            changed += bool(tensor_digest(flat[place : place + size], offset=place) != arrived)
+            place += size
+        return f"{changed} of {len(self.sizes)} gradients changed after they had arrived"
+
+
+@dataclass(frozen=True)
+class _Exchanged:
+    """Digests of gradients that were exchanged together.
+
+    Attributes:
+        before: Of all, before the exchange.
+        sent: Of the slice for each rank, after the exchange.
+        received: Of the slice that came from each rank.
+        change: What happened before they were sent, in words.
+    """
+
+    before: torch.Tensor
+    sent: torch.Tensor
+    received: torch.Tensor
+    change: str
 
 
 class Collectives(Audit, GradientReader):
@@ -54,13 +100,13 @@ class Collectives(Audit, GradientReader):
         self._is_on = setup.has_replica_per_rank and setup.world_size > 1 and bool(tap.replicas)
         if not self._is_on and setup.rank == 0:
             log.info("sums of gradients are not checked: this needs DistributedDataParallel")
-        self._sent: list[torch.Tensor] = []  # digests of slices, by receiver
-        self._received: list[torch.Tensor] = []  # the same, by sender
+        self._outgoing: _Outgoing | None = None
+        self._exchanged: list[_Exchanged] = []
         self._sums: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # got, expected, tolerance
         self._parts = torch.zeros(2, dtype=torch.float64)
         self._is_reading = False
-        self._accumulated: dict[int, torch.Tensor] = {}  # digests of gradients, by the parameter's id
-        self._changed: list[tuple[torch.Tensor, torch.Tensor]] = []  # digests then and when the exchange began
+        self._places: dict[int, int] = {}  # of parameters in their buckets, by id, as in the last audit
+        self._arrived: dict[int, tuple[int, torch.Tensor]] = {}  # the place and the digest of gradients, by id
         self._hooks: list[RemovableHandle] = []
 
     @property
@@ -69,30 +115,31 @@ class Collectives(Audit, GradientReader):
 
     def begin_step(self, step: int, *, due: bool) -> None:
         if self._is_on and due:
-            for kept in (self._sent, self._received, self._sums, self._changed):
-                kept.clear()
-            self._accumulated.clear()
+            self._outgoing = None
+            self._exchanged.clear()
+            self._sums.clear()
+            self._arrived.clear()
             self._is_reading = True
             self._tap.open(self)
             if self._tap.sees_sums:
                 for parameter in (one for module in self._tap.replicas for one in module.parameters()):
-                    if parameter.requires_grad:
-                        self._watch(parameter)
+                    if id(parameter) in self._places:
+                        self._watch(parameter, self._places[id(parameter)])
 
-    def _watch(self, parameter: torch.Tensor) -> None:
+    def _watch(self, parameter: torch.Tensor, place: int) -> None:
         """Digest the parameter's gradient when it arrives, or when it was added to those of earlier micro-batches."""
 
         def arrives(gradient: torch.Tensor) -> None:
             with self.cost():
                 if parameter.grad is None and gradient.dtype == parameter.dtype:
-                    self._accumulated[id(parameter)] = tensor_digest(gradient)
+                    self._arrived[id(parameter)] = place, tensor_digest(gradient, offset=place)
                 else:
-                    self._accumulated.pop(id(parameter), None)
+                    self._arrived.pop(id(parameter), None)
 
         def is_added(parameter: torch.Tensor) -> None:
-            with self.cost():
-                if id(parameter) not in self._accumulated and parameter.grad is not None:
-                    self._accumulated[id(parameter)] = tensor_digest(parameter.grad)
+            if id(parameter) not in self._arrived and parameter.grad is not None:
+                with self.cost():
+                    self._arrived[id(parameter)] = place, tensor_digest(parameter.grad, offset=place)
 
         self._hooks.append(parameter.register_hook(arrives))  # type: ignore[no-untyped-call]
         self._hooks.append(parameter.register_post_accumulate_grad_hook(is_added))  # type: ignore[no-untyped-call]
@@ -100,63 +147,69 @@ class Collectives(Audit, GradientReader):
     def on_local(
         self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], slices: torch.Tensor
     ) -> None:
-        if self._tap.sees_sums and len(self._sent) < MAX_BUCKETS:
-            with self.cost():
-                self._sent.append(row_digests(slices))
-                for parameter, gradient in zip(parameters, gradients, strict=True):
-                    if (before := self._accumulated.pop(id(parameter), None)) is not None:
-                        self._changed.append((before, tensor_digest(gradient)))
+        if not self._tap.sees_sums or len(self._sums) == MAX_BUCKETS:
+            return
+        with self.cost():
+            arrived = self._arrivals(parameters, gradients)
+            before = torch.stack(arrived).sum() if arrived else row_digests(slices).sum()
+            self._outgoing = _Outgoing(slices, [one.numel() for one in gradients], arrived, before)
+
+    def _arrivals(self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the digests of gradients when they arrived; none unless all are known. Learn where each one lies."""
+        place, arrived = 0, []
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            known = self._arrived.pop(id(parameter), None)
+            is_there = gradient.is_contiguous() and gradient.storage_offset() - gradients[0].storage_offset() == place
+            if is_there:
+                self._places[id(parameter)] = place
+            else:
+                self._places.pop(id(parameter), None)
+            if known is not None and is_there and known[0] == place:
+                arrived.append(known[1])
+            place += gradient.numel()
+        return arrived if len(arrived) == len(parameters) else []
 
     def on_received(self, slices: torch.Tensor) -> None:
-        if len(self._received) < MAX_BUCKETS:
-            with self.cost():
-                self._received.append(row_digests(slices))
-                self._parts = weighted_sums(slices)
+        if len(self._sums) == MAX_BUCKETS:
+            return
+        with self.cost():
+            if (outgoing := self._outgoing) is not None:
+                self._outgoing = None
+                self._exchanged.append(self._digest_exchange(outgoing, slices))
+            self._parts = weighted_sums(slices)
+
+    def _digest_exchange(self, outgoing: _Outgoing, received: torch.Tensor) -> _Exchanged:
+        sent, place = row_digests(outgoing.slices), self.setup.rank * received.shape[1]
+        change = "they changed before they were sent"
+        if outgoing.arrived and received.device.type == "cpu" and bool(sent.sum() != outgoing.before):
+            change = outgoing.describe_change()
+        digests = torch.stack([tensor_digest(row, offset=place) for row in received])
+        return _Exchanged(outgoing.before, sent, digests, change)
 
     def on_sum(self, total: torch.Tensor) -> None:
-        if len(self._sums) < len(self._received):
-            with self.cost():
-                got, squares_of_total = weighted_sums(total[None])[0]
-                expected = self._parts[:, 0].sum()
-                squares = (len(self._parts) - 1) * (squares_of_total + self._parts[:, 1].sum())
-                tolerance = ROUNDING_SIGMAS * torch.finfo(total.dtype).eps * (squares / 12).sqrt()
-                self._sums.append((got, expected, tolerance))
+        if len(self._sums) == MAX_BUCKETS:
+            return
+        with self.cost():
+            got, squares_of_total = weighted_sums(total[None])[0]
+            squares = squares_of_total + self._parts[:, 1].sum()
+            wide = torch.promote_types(total.dtype, torch.float32)
+            roundings = (len(self._parts) - 1) * torch.finfo(total.dtype).eps ** 2
+            roundings += DOT_ROUNDINGS * torch.finfo(wide).eps ** 2
+            self._sums.append((got, self._parts[:, 0].sum(), ROUNDING_SIGMAS * (roundings * squares / 12).sqrt()))
 
     def before_update(self, step: int, *, due: bool) -> None:
         if not self._is_reading:
             return
         self._is_reading = False
         self.close()
-        self._check_rest(step)
         self._check_sums(step)
-        self._check_transport(step)
-        self._check_results(step)
+        self._check_between_ranks(step)
 
     def close(self) -> None:
         self._tap.close(self)
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-
-    def _check_rest(self, step: int) -> None:
-        """Compare gradients with what they were when they arrived at their parameters."""
-        if not self._changed:
-            return
-        before, now = (torch.stack(each) for each in zip(*self._changed, strict=True))
-        different = (before != now).nonzero().flatten().tolist()
-        if different:
-            self.setup.report(
-                Mismatch(
-                    link=self.link,
-                    step=step,
-                    unit="gradients before the exchange",
-                    owner=self.setup.rank,
-                    role=AuditRole.OWNER,
-                    original=to_hex(now[different[0]]),
-                    digest=to_hex(before[different[0]]),
-                    difference=f"{len(different)} of {len(before)} gradients changed after they had arrived",
-                )
-            )
 
     def _check_sums(self, step: int) -> None:
         for bucket, (got, expected, tolerance) in enumerate(self._sums):
@@ -176,38 +229,90 @@ class Collectives(Audit, GradientReader):
                 )
             )
 
-    def _check_transport(self, step: int) -> None:
-        """Compare the digests of slices at senders and receivers."""
-        setup, world = self.setup, self.setup.world_size
-        if not self._tap.sees_sums:
-            return
-        buckets = torch.tensor([len(self._sent)], device=setup.device)
-        dist.all_reduce(buckets, op=dist.ReduceOp.MAX)
-        number = int(buckets.item())
-        mine = torch.zeros(2, number, world, dtype=torch.int64, device=setup.device)
-        for place, (sent, received) in enumerate(zip(self._sent, self._received, strict=True)):
-            mine[0, place], mine[1, place] = sent, received
-        if not number:
-            return
-        everyones = mine.new_empty(world, 2, number, world)
-        all_gather(everyones.view(-1), mine.view(-1))
-        sent, received = everyones[:, 0], everyones[:, 1]  # sender x bucket x receiver; receiver x bucket x sender
-        places: list[list[int]] = (sent != received.permute(2, 1, 0)).nonzero().tolist()
-        wrong = [(sender, bucket, receiver) for sender, bucket, receiver in places]
-        receivers = {sender: sorted({to for one, _, to in wrong if one == sender}) for sender, _, _ in wrong}
-        for sender, to in receivers.items():
-            # A receiver that is wrong itself differs from several senders.
-            trusted = [rank for rank in to if rank != sender and sum(rank in each for each in receivers.values()) == 1]
-            if len(trusted) > 1:
-                self._report_sender(step, sender, trusted)
-            else:
-                bucket, receiver = next((b, r) for s, b, r in wrong if s == sender)
-                self._report_transport(step, sender, bucket, receiver, sent, received)
+    def _check_between_ranks(self, step: int) -> None:
+        """Compare gradients at senders and receivers, and those that the ranks are about to use."""
+        setup, world, number = self.setup, self.setup.world_size, len(self._exchanged)
+        gradients = [p.grad for module in self._tap.replicas for p in module.parameters() if p.grad is not None]
+        mine = torch.zeros(number * (2 * world + 1) + 1, dtype=torch.int64, device=setup.device)
+        for one, row in zip(self._exchanged, mine[1:].view(number, 2 * world + 1), strict=True):
+            row[:world], row[world:-1] = one.sent, one.received
+            row[-1] = one.sent.sum() != one.before
+        mine[0] = combined_digest(gradients)
+        everyones = mine.new_empty(world, len(mine))
+        with self.waiting():
+            all_gather(everyones.view(-1), mine)  # all ranks exchange the same buckets
+        everyones = everyones.cpu()
+        if number:
+            rows = everyones[:, 1:].view(world, number, -1)
+            changed = rows[:, :, -1] != 0
+            self._report_changed(step, changed[setup.rank].tolist())
+            self._check_transport(step, rows[:, :, :world], rows[:, :, world:-1], changed)
+        self._check_results(step, everyones[:, 0])
 
-    def _report_sender(self, step: int, sender: int, receivers: list[int]) -> None:
-        """Report a sender from whom several ranks received something else than it says it has sent."""
-        words = "its digest of what it sent is not that of what arrived"
-        self._report_witnessed(step, "gradients that it sent", sender, receivers, AS_SENT, NOT_AS_SENT, words)
+    def _report_changed(self, step: int, changed: Sequence[bool]) -> None:
+        """Report a buffer that differs from the gradients that had arrived."""
+        number = next((number for number, is_changed in enumerate(changed) if is_changed), None)
+        if number is None:
+            return
+        exchanged = self._exchanged[number]
+        self.setup.report(
+            Mismatch(
+                link=self.link,
+                step=step,
+                unit="gradients before the exchange",
+                owner=self.setup.rank,
+                role=AuditRole.OWNER,
+                original=to_hex(exchanged.sent.sum()),
+                digest=to_hex(exchanged.before),
+                difference=f"{exchanged.change} (bucket {number})",
+            )
+        )
+
+    def _check_transport(self, step: int, sent: torch.Tensor, received: torch.Tensor, changed: torch.Tensor) -> None:
+        """Compare the digests of slices at senders and receivers.
+
+        Args:
+            sent: Of each sender, bucket and receiver.
+            received: Of each receiver, bucket and sender.
+            changed: Of each sender and bucket, whether the sender contradicts itself: its receivers are not accused.
+        """
+        places: list[list[int]] = ((sent != received.permute(2, 1, 0)) & ~changed[:, :, None]).nonzero().tolist()
+        wrong = {(sender, receiver): bucket for sender, bucket, receiver in reversed(places)}
+        for rank in (sender for sender, receiver in wrong if sender == receiver):
+            self._report_own_slice(step, rank, wrong[rank, rank], sent, received)
+        pairs = [pair for pair in wrong if pair[0] != pair[1]]
+        others: dict[int, set[int]] = defaultdict(set)  # the ranks from which each one differs
+        for sender, receiver in pairs:
+            others[sender].add(receiver)
+            others[receiver].add(sender)
+        # A rank that differs from several others may be wrong itself, and is no witness.
+        witnesses = {rank: sorted(one for one in others[rank] if others[one] == {rank}) for rank in others}
+        named = {rank for rank, found in witnesses.items() if len(found) > 1}
+        for rank in sorted(named):
+            self._report_end(step, rank, witnesses[rank])
+        for sender, receiver in pairs:
+            if sender not in named and receiver not in named:
+                self._report_transport(step, sender, wrong[sender, receiver], receiver, sent, received)
+
+    def _report_own_slice(self, step: int, rank: int, bucket: int, sent: torch.Tensor, received: torch.Tensor) -> None:
+        """Report a slice that a rank keeps for itself and that is not what it was."""
+        if self.setup.rank == rank:
+            self.setup.report(
+                Mismatch(
+                    link=self.link,
+                    step=step,
+                    unit=f"its own slice of bucket {bucket}",
+                    owner=rank,
+                    role=AuditRole.OWNER,
+                    original=to_hex(received[rank, bucket, rank]),
+                    digest=to_hex(sent[rank, bucket, rank]),
+                )
+            )
+
+    def _report_end(self, step: int, rank: int, witnesses: list[int]) -> None:
+        """Report a rank whose digests of slices differ from those of several other ranks at the other ends."""
+        words = "its digests of slices are not those of the ranks that sent or received them"
+        self._report_witnessed(step, "gradients that it exchanged", rank, witnesses, AS_SENT, NOT_AS_SENT, words)
 
     def _report_transport(
         self, step: int, sender: int, bucket: int, receiver: int, sent: torch.Tensor, received: torch.Tensor
@@ -225,15 +330,9 @@ class Collectives(Audit, GradientReader):
                 Mismatch(link=self.link, step=step, unit=unit, owner=sender, role=AuditRole.PEER, digest=digest)
             )
 
-    def _check_results(self, step: int) -> None:
-        """Compare the gradients that the ranks are about to use."""
-        if not self._tap.replicas:
-            return
+    def _check_results(self, step: int, everyones: torch.Tensor) -> None:
+        """Compare the digests of the gradients that the ranks are about to use."""
         setup = self.setup
-        gradients = [p.grad for module in self._tap.replicas for p in module.parameters() if p.grad is not None]
-        mine = combined_digest(gradients).reshape(1).to(setup.device)
-        everyones = mine.new_empty(setup.world_size)
-        all_gather(everyones, mine)
         digests = everyones.tolist()
         (common, count), *others = Counter(digests).most_common()
         if not others:
@@ -289,23 +388,33 @@ class Collectives(Audit, GradientReader):
 
 
 @cache
-def _real_weights(device: torch.device) -> torch.Tensor:
-    """Return random weights of either sign with magnitudes from 0.5 to 1: no equal errors cancel out."""
+def _real_weights(count: int, device: torch.device) -> torch.Tensor:
+    """Return random weights of either sign with magnitudes from 0.75 to 1: no equal errors cancel out."""
     generator = torch.Generator().manual_seed(21)
-    magnitudes = torch.rand(COLUMNS, generator=generator) / 2 + 0.5
-    return (magnitudes.double() * (torch.randint(0, 2, (COLUMNS,), generator=generator) * 2 - 1)).to(device)
+    magnitudes = torch.rand(count, generator=generator) / 4 + 0.75
+    return (magnitudes * (torch.randint(0, 2, (count,), generator=generator) * 2 - 1)).to(device)
 
 
 def row_digests(rows: torch.Tensor) -> torch.Tensor:
-    """Return the digest of each row."""
-    return torch.stack([tensor_digest(row) for row in rows])
+    """Return the digest of each row, at its place in the whole: the sum is the digest of all."""
+    width = rows.shape[1]
+    return torch.stack([tensor_digest(row, offset=number * width) for number, row in enumerate(rows)])
 
 
 def weighted_sums(rows: torch.Tensor) -> torch.Tensor:
     """Return (weighted sum, sum of squares) of each row, in float64."""
     result = torch.zeros(len(rows), 2, dtype=torch.float64, device=rows.device)
-    for first in range(0, rows.shape[1], COLUMNS):
-        block = rows[:, first : first + COLUMNS].double()  # float32 would round more than the sums that are checked
-        result[:, 0] += torch.mv(block, _real_weights(rows.device)[: block.shape[1]])
-        result[:, 1] += block.square().sum(dim=1)
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    inner, outer = (_real_weights(count, rows.device) for count in (COLUMNS, BLOCKS))
+    for place, row in enumerate(rows):
+        values = row.to(wide)
+        whole = len(values) // COLUMNS
+        sums = torch.mv(values[: whole * COLUMNS].view(whole, COLUMNS), inner.to(wide)).double()
+        for first in range(0, whole, BLOCKS):
+            some = sums[first : first + BLOCKS]
+            result[place, 0] += torch.dot(some, outer[: len(some)].double())
+        rest = values[whole * COLUMNS :]
+        result[place, 0] += torch.dot(rest, inner[: len(rest)].to(wide))
+        result[place, 1] = torch.linalg.vector_norm(values).double().square()
+    result[:, 1] += rows.shape[1] * torch.finfo(wide).tiny  # squares of less are zero
     return result

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from everstep_trainer.sdc.audit import AuditSetup, Mismatch
+from everstep_trainer.sdc.digests.digest import tensor_digest
 from everstep_trainer.sdc.gradients.collectives import Collectives, row_digests
 from everstep_trainer.sdc.gradients.gradient_exchange import GradientTap
 
+from bench.sdc.judging import Outcome, Statement, judge_all
 from everstep.vocabulary import AuditLink, AuditRole
 from tests.support.audited_training import FAULTY_RANK, FAULTY_STEP, train_with_fault
 from tests.support.forked import ForkPool
@@ -54,10 +57,11 @@ def test_flip_in_transport_accuses_both_ends(forks):
     assert sorted((rank, each.role) for rank, each in said) == [(0, AuditRole.OWNER), (FAULTY_RANK, AuditRole.PEER)]
 
 
-def test_gradient_changed_at_rest_is_stated_by_its_rank(forks):
-    ((rank, said),) = statements(train(forks, "ddp", "rest"))
+@pytest.mark.parametrize("fault", ["rest", "sending"])
+def test_gradient_changed_after_its_arrival_is_stated_by_its_rank(forks, fault):
+    ((rank, said),) = statements(train(forks, "ddp", fault))
     assert (rank, said.owner, said.step) == (FAULTY_RANK, FAULTY_RANK, FAULTY_STEP)
-    assert said.difference == "1 of 6 gradients changed after they had arrived"
+    assert said.difference == "1 of 6 gradients changed after they had arrived (bucket 0)"
 
 
 def test_divergent_result_is_named_by_two_witnesses(forks):
@@ -76,10 +80,10 @@ def test_audits_leave_training_as_it_was(forks):
     assert all(torch.equal(a, b) for a, b in zip(audited[0]["parameters"], plain[0]["parameters"], strict=True))
 
 
-def setup_of(report: Any) -> AuditSetup:
+def setup_of(report: Any, rank: int = 1, world: int = 3) -> AuditSetup:
     return AuditSetup(
-        rank=1,
-        world_size=3,
+        rank=rank,
+        world_size=world,
         nodes=(),
         device=torch.device("cpu"),
         objects={},
@@ -106,6 +110,76 @@ def test_wrong_sum_is_found_and_rounding_is_not(numel, dtype):
     audit.on_sum(total)
     audit._check_sums(7)
     assert [(each.owner, each.unit) for each in said] == [(1, "sum of bucket 1")]
+
+
+def judged(wrong: Sequence[tuple[int, int]], changed: Sequence[int] = ()) -> set[tuple[Outcome, int | None]]:
+    """Return the judgements of slices (sender, receiver) of which the ends have different digests.
+
+    Args:
+        wrong: The slices.
+        changed: Senders whose buffer is not what had arrived at their parameters.
+    """
+    sent = torch.arange(WORLD * 2 * WORLD).view(WORLD, 2, WORLD)
+    received = sent.permute(2, 1, 0).clone()
+    for sender, receiver in wrong:
+        received[receiver, 1, sender] += 1000
+    flags = torch.zeros(WORLD, 2, dtype=torch.bool)
+    flags[list(changed), 1] = True
+    said: list[Statement] = []
+    for rank in range(WORLD):
+        setup = setup_of(lambda mismatch, rank=rank: said.append(Statement(rank, mismatch)), rank, WORLD)
+        Collectives(setup, GradientTap([], WORLD))._check_transport(7, sent, received, flags)
+    return {(one.outcome, one.rank) for one in judge_all(said)}
+
+
+def test_one_wrong_slice_between_two_ranks_is_a_tie():
+    assert judged([(2, 0)]) == {(Outcome.TIE, None)}
+    assert judged([(2, 0), (1, 3)]) == {(Outcome.TIE, None)}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [[(2, 0), (2, 3)], [(0, 2), (1, 2), (3, 2)], [(2, 0), (1, 2)], [(2, 0), (2, 1), (0, 2), (1, 2)]],
+    ids=["sender", "receiver", "both", "everything"],
+)
+def test_rank_at_several_wrong_slices_is_named_by_other_ends(wrong):
+    assert judged(wrong) == {(Outcome.CONVICTED, 2)}
+
+
+def test_slice_that_a_rank_keeps_is_its_own():
+    assert judged([(2, 2)]) == {(Outcome.STRIKE, 2)}
+
+
+def test_sender_that_contradicts_itself_accuses_no_receiver():
+    assert judged([(2, 0)], changed=[2]) == set()
+    assert judged([(2, 0), (2, 1), (2, 3)], changed=[2]) == set()
+
+
+def test_faulty_sender_and_receiver_do_not_accuse_each_other_s_partners():
+    found = judged([(0, 1), (0, 3), (1, 2), (3, 2)])
+    assert found == {(Outcome.TIE, None)}, "ranks 1 and 3 may be wrong as well as 0 and 2"
+
+
+def test_buffer_that_changes_while_it_is_sent_differs_from_what_arrived():
+    audit = Collectives(setup_of(print), _OrderedTap([], 3))
+    parameter, gradient = torch.nn.Parameter(torch.zeros(9)), torch.randn(9)
+    for flips in (False, False, True):  # where the gradient lies is learnt in the first exchange
+        if audit._places:
+            audit._arrived[id(parameter)] = 0, tensor_digest(gradient)
+        sent = gradient.clone()
+        audit.on_local([parameter], [sent], sent.view(3, 3))
+        if flips:
+            sent.view(torch.int32)[4] ^= 1
+        audit.on_received(torch.randn(3, 3))
+    changes = [bool(one.sent.sum() != one.before) for one in audit._exchanged]
+    assert changes == [False, False, True]
+    assert audit._exchanged[2].change == "1 of 1 gradients changed after they had arrived"
+
+
+class _OrderedTap(GradientTap):
+    @property
+    def sees_sums(self) -> bool:
+        return True
 
 
 def test_row_digests_see_swaps_and_even_flips():
