@@ -117,6 +117,8 @@ MAX_MANIFEST_BYTES = 64 << 20
 """About 500,000 tensors with long names. Each slot has a manifest, which is read as a whole and sent to readers."""
 BLOB_LENGTH_BYTES = 8
 """Size of the little-endian length before the Python state."""
+PIECE_DIGEST_BYTES = 8
+"""Size of the digest of a stored box, and of the mark before all of them: 1 if they are there, 0 if not."""
 
 
 class TensorPlacement(IntEnum):
@@ -178,6 +180,17 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
     blob_capacity: int  # the most bytes of the Python state
     payload_bytes: int
     exclusive_bytes: int  # of the payload's first part, on too few nodes; enough ranks have the rest in their slots
+    digests_offset: int = 0  # of the digests of the stored boxes, in their order, behind a mark; 0: no room for them
+
+    @property
+    def python_state_range(self) -> Range:
+        """The room for the Python state and its length."""
+        return self.blob_offset, BLOB_LENGTH_BYTES + self.blob_capacity
+
+    @property
+    def digests_range(self) -> Range:
+        """The room for the digests of the stored boxes and their mark; empty if there is none."""
+        return self.digests_offset, PIECE_DIGEST_BYTES * (1 + len(self.stored)) if self.digests_offset else 0
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -205,7 +218,9 @@ def decode_manifest(data: bytes) -> Manifest:
         raise MalformedMessage(f"a slot's manifest cannot be read: {error}") from error
     if manifest.format != LAYOUT_FORMAT:
         raise MalformedMessage(f"a slot's manifest has format {manifest.format}, this release reads {LAYOUT_FORMAT}")
-    if not all(_stored_in_bounds(manifest, s) for s in manifest.stored):
+    if not all(_stored_in_bounds(manifest, s) for s in manifest.stored) or (
+        sum(manifest.digests_range) > manifest.payload_bytes or manifest.digests_offset < 0
+    ):
         raise MalformedMessage("a slot's manifest points outside its payload or its tensors")
     return manifest
 

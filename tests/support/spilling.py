@@ -88,6 +88,7 @@ def fill_slots(
     world: int = 1,
     layout: str = "replicated",
     nodes: int = 0,
+    digests: bool = False,
 ) -> SpillOrder:
     """A sealed slot of each rank in a file of its own; an order to write them, with its URL left to the caller.
 
@@ -102,7 +103,7 @@ def fill_slots(
     folder.mkdir(parents=True, exist_ok=True)
     for rank in range(world):
         blob = states[rank].capture().data()
-        manifest = build_manifest(rank, layouts, shares[rank], 2 * len(blob))
+        manifest = build_manifest(rank, layouts, shares[rank], 2 * len(blob), digests=digests)
         body = encode(manifest)
         slot_bytes = slot_bytes_for(len(body), manifest.payload_bytes)
         path = folder / f"own-{rank}"
@@ -123,6 +124,8 @@ def fill_slots(
         copies.stage()
         copies.copy(shares[rank], SlotTargets(views), digest=False)
         write_blob(payload, manifest, blob)
+        start, length = manifest.digests_range
+        payload[start : start + length] = bytes(1 + rank for _ in range(length))
         view.seal(0)
         sources.append(SlotSource(rank=rank, path=str(path), slot=0))
         manifests[rank] = body

@@ -18,7 +18,7 @@ import xxhash
 
 from everstep.clock import Clock
 from everstep.errors import Conflict, DigestMismatch, EverstepError, MalformedMessage, NotFound
-from everstep.layout.manifests import BLOB_LENGTH_BYTES, Box, Manifest, decode_manifest
+from everstep.layout.manifests import Box, decode_manifest
 from everstep.layout.slots import CHUNK_BYTES, SlotHeader, SlotRecordPair, chunk_count
 from everstep.wire.framing import VaultChannel
 from everstep.wire.v1.vault_reports import ParityGroup
@@ -35,7 +35,7 @@ from everstep_agent.vault.transfer.peers import PeerPool, fetch_bytes, fetch_inv
 #
 # Ranks divide the state that is identical on all of them, and several ranks on different nodes store each piece
 # (docs/decisions/0005), at different offsets. One plan made all slots of a version, so that a piece is the same box in
-# each. Bytes between pieces belong to no piece and are normally zeros.
+# each. Bytes between pieces belong to no piece and are normally zeros. The digests of a slot's pieces are its own.
 
 log = logging.getLogger(__name__)
 
@@ -78,8 +78,9 @@ class ReplicaPieces:
     def rebuild_chunk(self, index: int, corrupt_chunk: memoryview) -> Iterator[tuple[bytearray, str]]:
         """Yield chunk ``index`` with more and more bytes from elsewhere, in one buffer, and the nodes of origin."""
         begin, made = index * CHUNK_BYTES, bytearray(corrupt_chunk)
-        gaps, blob = self._pieces_in(begin, len(made)), _overlap(_python_state_range(self._manifest), begin, len(made))
-        padding = _unused_gaps([*gaps.values(), *([blob] if blob else [])], len(made))
+        gaps, python_state = self._pieces_in(begin, len(made)), self._manifest.python_state_range
+        blob, digests = (_overlap(each, begin, len(made)) for each in (python_state, self._manifest.digests_range))
+        padding = _unused_gaps([*gaps.values(), *(each for each in (blob, digests) if each)], len(made))
         nodes: dict[str, None] = {}
         for supply in self._iter_sources():
             if not gaps and blob is None:
@@ -90,7 +91,7 @@ class ReplicaPieces:
                 nodes[supply.node] = None
                 gaps = {key: gap for key, gap in gaps.items() if key not in pieces}
                 yield made, ", ".join(nodes)
-            if blob is not None and supply.python_state_range[1] == _python_state_range(self._manifest)[1]:
+            if blob is not None and supply.python_state_range[1] == python_state[1]:
                 other = made.copy()  # each rank has its own Python state, and many are equal
                 if self._copy_pieces(other, supply, [(supply.python_state_range[0], blob)]):
                     yield other, ", ".join({**nodes, supply.node: None})
@@ -179,15 +180,11 @@ class ReplicaPieces:
             manifest = decode_manifest(body)
             if manifest.catalog == self._manifest.catalog:
                 offsets = {(stored.tensor, stored.box): stored.offset for stored in manifest.stored}
-                known = PieceSource(node, rank, offsets, _python_state_range(manifest))
+                known = PieceSource(node, rank, offsets, manifest.python_state_range)
             if digest:
                 self._sources_by_manifest[digest] = known
         if known is not None:
             yield msgspec.structs.replace(known, node=node, rank=rank)
-
-
-def _python_state_range(manifest: Manifest) -> ByteRange:
-    return manifest.blob_offset, BLOB_LENGTH_BYTES + manifest.blob_capacity
 
 
 def _overlap(piece: ByteRange, begin: int, length: int) -> ChunkGap | None:

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -33,6 +34,7 @@ from everstep_trainer.memory_tier.vault_client import VaultClient
 from everstep_trainer.restore.byte_moves import TensorCopies, is_byte_copyable, split_into_batches
 from everstep_trainer.restore.local_slots import BadSlot, HashScope, LocalSlots
 from everstep_trainer.restore.remote_slots import ScratchFetch, SlotStreams, make_fetch
+from everstep_trainer.sdc.digests.piece_digests import places_of
 from everstep_trainer.snapshot.copy import slot_view, view_of_box
 from everstep_trainer.state.python_value_codec import dtype_of
 from everstep_trainer.state.tensors import TrackedTensor
@@ -127,10 +129,6 @@ class ReadSource(msgspec.Struct, frozen=True):
     def tensor(self, read: PlannedRead) -> TensorInfo:
         return self.manifest.catalog[read.stored.tensor]
 
-    @property
-    def blob_range(self) -> Range:
-        return self.manifest.blob_offset, BLOB_LENGTH_BYTES + self.manifest.blob_capacity
-
 
 class RestoreTarget(msgspec.Struct, frozen=True):
     """Live memory to fill: a view with the size of ``box``, a part of the whole tensor. Parameters are read first."""
@@ -156,11 +154,36 @@ class _RemoteFetch(msgspec.Struct, frozen=True):
     moves: TensorCopies
     staged_reads: list[tuple[torch.Tensor, BufferedRead]]
     blob: torch.Tensor
+    digests: torch.Tensor
+
+
+class FilledPiece(NamedTuple):
+    """Live memory that was filled with a whole stored box.
+
+    Attributes:
+        source: The slot.
+        read: The read.
+        live: The memory.
+        place: Its place in the digest of the slot's boxes (`everstep_trainer.sdc.digests.piece_digests`).
+        digest: Its digest there, as kept in the slot.
+    """
+
+    source: ReadSource
+    read: PlannedRead
+    live: torch.Tensor
+    place: int
+    digest: int
+
+    @property
+    def name(self) -> str:
+        """The tensor's name."""
+        return self.source.tensor(self.read).name
 
 
 @dataclass(eq=False)
 class SlotLoader:
-    """Carries out a plan of reads into ``targets``, one per needed box; ``hash_scope``: local chunks hashed here."""
+    """Carries out a plan of reads into ``targets``, one per needed box; ``hash_scope``: local chunks hashed here;
+    ``reads_digests``: also of the digests that the slots keep."""
 
     _vault: VaultClient
     _job: str
@@ -168,9 +191,11 @@ class SlotLoader:
     _targets: Sequence[RestoreTarget | TrackedTensor]
     _local: LocalSlots
     _hash_scope: Callable[[SlotInfo], HashScope] = lambda _: HashScope.READ
+    reads_digests: bool = False
 
     def __post_init__(self) -> None:
         self._scratch: Path | None = None
+        self._filled: dict[tuple[int, Box], FilledPiece] = {}
         self._kept_reads: set[tuple[int, Box]] = set()
         self._kept_bytes = dict(NO_BYTES_READ)
         self.bytes_by_source = dict(NO_BYTES_READ)
@@ -179,6 +204,7 @@ class SlotLoader:
         """Fill the targets; return the Python state of source ``blob_from``, and the slots that failed. After a
         failure the targets must not be used; a repeated call does not fetch again from nodes that did not fail."""
         self.bytes_by_source = dict(self._kept_bytes)
+        self._filled = {key: piece for key, piece in self._filled.items() if key in self._kept_reads}
         by_source: dict[int, list[PlannedRead]] = defaultdict(list)
         by_source[blob_from] = []
         for read in reads:
@@ -208,6 +234,16 @@ class SlotLoader:
         failures += self._fetch_all(fetches, meanwhile=read_local)
         blobs += self._finish(fetches, failures)
         return b"".join(blobs), failures
+
+    @property
+    def filled_pieces(self) -> list[FilledPiece]:
+        """Memory filled with whole boxes whose digests are known."""
+        return list(self._filled.values())
+
+    def drop(self, slot: SlotInfo) -> None:
+        """Fetch again what came from this slot."""
+        mine = {key: piece for key, piece in self._filled.items() if piece.source.slot == slot}
+        self._kept_reads.difference_update(mine)
 
     def read_python_state(self, source: ReadSource) -> bytes:
         """Return the Python state of another slot. Raises BadSlot."""
@@ -270,16 +306,40 @@ class SlotLoader:
         moves, rest = self._sorted(source, reads)
         also = [(item.offset, item.box.volume * source.tensor(item.read).itemsize) for item in rest]
         if with_blob:
-            also.append(source.blob_range)
+            also.append(source.manifest.python_state_range)
+        digests_at, digest_bytes = self._digests_range(source, reads)
+        if digest_bytes:
+            also.append((digests_at, digest_bytes))
         try:
             payload = self._local.copy_and_check(source.slot, moves.table(), also, self._hash_scope(source.slot))
         finally:
             moves.mark_written()
         self._copy(payload, source, rest)
         blob = _blob(payload, source.manifest.blob_offset) if with_blob else b""
+        self._record_filled(source, reads, payload[digests_at : digests_at + digest_bytes])
         self._local.require_unchanged(source.slot)
         self._count(source, reads, self.bytes_by_source)
         return blob
+
+    def _digests_range(self, source: ReadSource, reads: list[PlannedRead]) -> Range:
+        return source.manifest.digests_range if self.reads_digests and reads else (0, 0)
+
+    def _record_filled(self, source: ReadSource, reads: list[PlannedRead], digests: torch.Tensor) -> None:
+        """Record the reads of whole boxes, if the slot keeps ``digests`` of them and nothing was converted."""
+        if not digests.numel():
+            return
+        is_marked, *known = digests.clone().view(torch.int64).tolist()
+        if not is_marked:
+            return
+        catalog, stored = source.manifest.catalog, source.manifest.stored
+        kinds = [(dtype_of(catalog[each.tensor].dtype), catalog[each.tensor].itemsize) for each in stored]
+        places = places_of((kind, size * each.box.volume) for (kind, size), each in zip(kinds, stored, strict=True))
+        number_of = {each: number for number, each in enumerate(stored)}
+        for read in reads:
+            number, live = number_of[read.stored], self._part(read, source.tensor(read))
+            if read.box == read.stored.box and live.dtype == kinds[number][0]:
+                piece = FilledPiece(source, read, live, places[number], known[number])
+                self._filled[read.needed_index, read.box] = piece
 
     def _sorted(self, source: ReadSource, reads: list[PlannedRead]) -> tuple[TensorCopies, list[BufferedRead]]:
         """Sort reads into byte copies, in columns, and others, which torch copies between tensors."""
@@ -312,10 +372,12 @@ class SlotLoader:
             aside = torch.empty(box.volume * itemsize, dtype=torch.uint8)
             moves.add(aside, byte_ranges(item.box, box, itemsize, item.offset))
             asides.append((aside, BufferedRead(item.read, box, 0)))
-        blob = torch.empty(source.blob_range[1] if with_blob else 0, dtype=torch.uint8)
-        if with_blob:
-            moves.add(blob, [source.blob_range])
-        return _RemoteFetch(source, reads, moves, asides, blob)
+        state, kept = source.manifest.python_state_range if with_blob else (0, 0), self._digests_range(source, reads)
+        blob, digests = (torch.empty(length, dtype=torch.uint8) for _, length in (state, kept))
+        for landing, place in ((blob, state), (digests, kept)):
+            if landing.numel():
+                moves.add(landing, [place])
+        return _RemoteFetch(source, reads, moves, asides, blob, digests)
 
     def _finish(self, fetches: Sequence[_RemoteFetch], failures: list[BadSlot]) -> list[bytes]:
         """Finish after everything arrived; return the Python states."""
@@ -328,6 +390,7 @@ class SlotLoader:
                 self._copy(aside, each.source, [item])
             self._count(each.source, each.reads, self.bytes_by_source, self._kept_bytes)
             self._kept_reads.update((read.needed_index, read.box) for read in each.reads)
+            self._record_filled(each.source, each.reads, each.digests)
             if each.blob.numel():
                 blobs.append(_blob(each.blob, 0))
         return blobs

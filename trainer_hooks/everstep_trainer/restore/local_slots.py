@@ -159,11 +159,19 @@ def as_tensor(buffer: memoryview) -> torch.Tensor:
 
 
 class BadSlot(Exception):
-    """A slot that cannot be used, and why; ``is_corrupt`` if its bytes are not those sealed."""
+    """A slot that cannot be used, and why; ``is_corrupt`` if its bytes are not those sealed. ``check`` found it."""
+
+    check = "xxh3-128 of each 8 MiB chunk"
 
     def __init__(self, slot: SlotInfo, reason: str, *, is_corrupt: bool) -> None:
         super().__init__(reason)
         self.slot, self.reason, self.is_corrupt = slot, reason, is_corrupt
+
+
+class WrongCopy(BadSlot):
+    """The slot's bytes are those sealed, and not those of the state that was copied."""
+
+    check = "digests of the tensors, kept when they were copied"
 
 
 class HashScope(Enum):

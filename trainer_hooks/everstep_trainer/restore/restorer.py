@@ -26,10 +26,20 @@ from everstep.wire.v1.local import SlotInfo
 from everstep.wire.v1.training import FindingRaised, GenerationSpec, Member
 from everstep_trainer.memory_tier.vault_client import VaultClient
 from everstep_trainer.restore.agreement import RestoreAgreement, RestoreOutcome, SlotKey, encode_live_tensors, slot_key
-from everstep_trainer.restore.fetch import NeededBox, PlannedRead, ReadSource, SlotLoader, plan_reads
-from everstep_trainer.restore.local_slots import BadSlot, HashScope, LocalSlots, threads_for
+from everstep_trainer.restore.fetch import (
+    FilledPiece,
+    NeededBox,
+    PlannedRead,
+    ReadSource,
+    RestoreTarget,
+    SlotLoader,
+    plan_reads,
+)
+from everstep_trainer.restore.local_slots import BadSlot, HashScope, LocalSlots, WrongCopy, threads_for
 from everstep_trainer.restore.remote_slots import BadTransfer
 from everstep_trainer.restore.version_choice import VersionChoice
+from everstep_trainer.sdc.audit import Mismatch
+from everstep_trainer.sdc.restored import RestoreAudit
 from everstep_trainer.state.python_state import MergedState, StateName
 from everstep_trainer.state.python_state import decode as decode_python
 from everstep_trainer.state.tensors import TrackedTensor
@@ -111,7 +121,7 @@ class SlotReporter:
         if isinstance(bad, BadTransfer):
             kind, subject = FindingKind.TRANSFER_CORRUPT, slot.node
             evidence = {"rank": str(slot.rank), "version": str(slot.version), "received_by": self._member.node}
-        elif bad.is_corrupt and slot.is_on(self._member.node):
+        elif isinstance(bad, WrongCopy) or (bad.is_corrupt and slot.is_on(self._member.node)):
             kind, subject = FindingKind.SLOT_CORRUPT, f"{self._spec.job}/rank{slot.rank}/{slot.version}"
             evidence = {"path": slot.path, "slot": str(slot.slot)}
         else:
@@ -124,7 +134,7 @@ class SlotReporter:
                 subject,
                 bad.reason,
                 fallback="another copy is used",
-                source="xxh3-128 of each 8 MiB chunk",
+                source=bad.check,
                 evidence=evidence,
             )
             self._on_finding(finding)
@@ -200,15 +210,20 @@ class Restoration:
         self._phases = dict.fromkeys(("inventory", "choose", "read", "agree"), 0.0)
         self._since = perf_counter()
         self._state_error: Exception | None = None
+        self._audit: RestoreAudit | None = None
 
     def start(self) -> None:
         """Begin the work that needs no state, in the background; otherwise ``fill`` does it."""
         if not self._spec.restore.from_scratch:
             self._agreement.begin_survey()
 
-    def fill(self, state: TrackedState) -> RestoreResult:
-        """Fill ``state``; once, together with all ranks. Raises NotRestorable on all ranks, TypeError if this rank
-        cannot store or fill an object, DistStoreError if a rank does not take part, or torch's own errors."""
+    def fill(self, state: TrackedState, on_mismatch: Callable[[Mismatch], None] | None = None) -> RestoreResult:
+        """Fill ``state``; once, together with all ranks. ``on_mismatch``: compare the filled tensors with the digests
+        that were kept with the version, and call it with tensors that this rank filled wrongly. Raises NotRestorable on
+        all ranks, TypeError if this rank cannot store or fill an object, DistStoreError if a rank does not take part,
+        or torch's own errors."""
+        if on_mismatch is not None:
+            self._audit = RestoreAudit(self._member.rank, on_mismatch)
         with _gc_paused():
             return self._fill(state)
 
@@ -291,7 +306,7 @@ class Restoration:
         slots = sorted(choice.slots, key=lambda slot: slot_distance(self._spec, self._member, slot))
         targets, wants = self._needed_boxes(state, slots)
         lives = encode_live_tensors((want.tensor_index for want in wants), len(self._catalog(slots)))
-        loader = SlotLoader(self._vault, self._spec.job, self._member, targets, self._local, self._hash_scope)
+        loader = self._loader(targets, self._hash_scope, reads_digests=self._audit is not None)
         bad: list[SlotKey] = []
         while True:
             try:
@@ -302,6 +317,10 @@ class Restoration:
             source = self._blob_source(supplies)
             blob, failures = loader.load(reads, supplies, source)
             failures += self._check_unread(slots, supplies, reads, source)
+            if self._audit is not None and not failures:
+                failures += self._audit.check(loader, self._read_again)
+                if self._audit.is_refused:
+                    return RestoreOutcome(False, tuple(map(slot_key, choice.slots))), None, {}
             if not failures:
                 try:
                     python = self._python(state, loader, slots, supplies[source].slot, blob)
@@ -314,6 +333,32 @@ class Restoration:
             if any(self._hash_scope(failure.slot) is HashScope.ALL for failure in failures):
                 return RestoreOutcome(False, tuple(bad)), None, {}  # others rely on this rank's check of the slot
             slots = [slot for slot in slots if slot_key(slot) not in bad]
+
+    def _loader(
+        self,
+        targets: Sequence[RestoreTarget | TrackedTensor],
+        hash_scope: Callable[[SlotInfo], HashScope] = lambda _: HashScope.READ,
+        *,
+        reads_digests: bool = False,
+    ) -> SlotLoader:
+        vault, job = self._vault, self._spec.job
+        return SlotLoader(vault, job, self._member, targets, self._local, hash_scope, reads_digests)
+
+    def _read_again(self, pieces: Sequence[FilledPiece]) -> list[torch.Tensor]:
+        """Return the stored bytes of pieces of one slot in fresh host memory. Raises BadSlot."""
+        source = pieces[0].source
+        fresh = [torch.empty(piece.live.shape, dtype=piece.live.dtype) for piece in pieces]
+        targets, reads = [], []
+        for number, (piece, tensor) in enumerate(zip(pieces, fresh, strict=True)):
+            box = piece.read.box
+            if source.tensor(piece.read).per_rank:
+                box = Box(box.offset[1:], box.size[1:])
+            targets.append(RestoreTarget(tensor, box))
+            reads.append(PlannedRead(number, 0, piece.read.stored, piece.read.box))
+        _, failures = self._loader(targets).load(reads, [source], 0)
+        if failures:
+            raise failures[0]
+        return fresh
 
     def _check_unread(
         self, slots: list[SlotInfo], sources: list[ReadSource], reads: list[PlannedRead], source: int

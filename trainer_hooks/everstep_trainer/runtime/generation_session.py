@@ -163,7 +163,7 @@ class GenerationSession(TrainingSession):
         self._end_phase("build")
         group, vault, state = self.group, self.connect_vault(), TrackedState(objects, options.exclude)
         restoration = self._restoration = self._restoration or self._new_restoration()
-        result = restoration.fill(state)
+        result = restoration.fill(state, self.report_mismatch if options.audits_copies else None)
         self._restored, step = result.version, result.step
         if result.version is None:
             step = self._start_from_storage(objects, state)

@@ -1,13 +1,14 @@
 """Audit the copies of versions: the bytes in a slot must be those of the state that was copied.
 
 The state is digested on its device before the copy, and the slot's bytes on the host. From then on each chunk of the
-slot has a hash, which every reader checks.
+slot has a hash, which every reader checks. The slot keeps the digest of each of its tensors. They add up to the digest
+on the device, so that a restore can compare its tensors, on their device again (`everstep_trainer.sdc.restored`).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,10 +18,11 @@ from everstep.ids import Version
 from everstep.vocabulary import AuditLink, AuditRole
 from everstep_trainer.sdc.audit import Mismatch
 from everstep_trainer.sdc.digests.digest import combined_digest, to_hex
+from everstep_trainer.sdc.digests.piece_digests import separate_digests
 from everstep_trainer.sdc.presets import LinkOptions
 
 if TYPE_CHECKING:
-    from everstep_trainer.snapshot.copy import CopyResult
+    from everstep_trainer.snapshot.copy import CopyResult, SlotTargets
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +56,7 @@ class CopyAudit:
         self,
         version: Version,
         copied: CopyResult,
-        targets: Sequence[torch.Tensor],
+        targets: SlotTargets,
         digest_again: Callable[[], torch.Tensor],
     ) -> bool:
         """Return whether the slot's bytes are those of the state. Only a change between them is reported.
@@ -63,7 +65,13 @@ class CopyAudit:
         the copy is as useless. ``digest_again`` digests the state, which nothing changes now, unless it is on a GPU.
         """
         assert copied.before is not None
-        original, digest = to_hex(copied.before), to_hex(combined_digest(targets))
+        if copied.after is None:
+            total = combined_digest(targets)  # the host's copy has kept their digests
+        else:
+            pieces = separate_digests(targets)
+            targets.keep_digests(pieces)
+            total = pieces.sum()
+        original, digest = to_hex(copied.before), to_hex(total)
         if original == digest:
             self._taken_s += self._clock.monotonic() - self._began  # with the copy itself, to be on the safe side
             return True

@@ -27,6 +27,7 @@ from everstep.layout.slots import CHUNK_BYTES, chunk_count
 from everstep.native import MIN_BYTES, CopyHash, copy_hash
 from everstep_trainer.restore.byte_moves import CopyTable, is_byte_copyable
 from everstep_trainer.sdc.digests.digest import WeightedDigest, combined_digest
+from everstep_trainer.sdc.digests.piece_digests import separate_digests
 from everstep_trainer.snapshot.shares import RankShare
 from everstep_trainer.state.python_value_codec import dtype_of
 from everstep_trainer.state.tensors import TrackedTensor
@@ -51,11 +52,24 @@ def current_gpu() -> torch.device | None:
 
 
 class SlotTargets(list[torch.Tensor]):
-    """Views into a slot. ``payload``: all bytes of the slot that are hashed, if digests are wanted."""
+    """Views into a slot. ``payload``: all bytes of the slot that are hashed, if digests are wanted. ``digests``: the
+    room for those of the views, behind their mark."""
 
-    def __init__(self, views: Iterable[torch.Tensor], payload: torch.Tensor | None = None) -> None:
+    def __init__(
+        self,
+        views: Iterable[torch.Tensor],
+        payload: torch.Tensor | None = None,
+        digests: torch.Tensor | None = None,
+    ) -> None:
         super().__init__(views)
-        self.payload = payload
+        self.payload, self._digests = payload, digests
+
+    def keep_digests(self, digests: torch.Tensor | None) -> None:
+        """Write the digest of each view into the slot, or that there are none."""
+        if self._digests is not None:
+            self._digests[0] = int(digests is not None)
+            if digests is not None:
+                self._digests[1:].copy_(digests)
 
 
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
@@ -230,7 +244,8 @@ class SnapshotSources:
     def copy(self, share: RankShare, targets: SlotTargets, *, digest: bool, audit: bool = False) -> CopyResult:
         """Copy the share's pieces, and digest its groups if ``digest``; on a GPU done after ``mover.finish``.
 
-        ``audit``: also digest the sources, to be compared with the bytes in the slot.
+        ``audit``: also digest the sources, to be compared with the bytes in the slot. On the host the slot then keeps
+        the digest of each piece.
         """
         groups = partial(self._digests_of, share) if digest else dict
         return self.mover.run(targets, self._views_of(share), groups, audit=audit)
@@ -280,8 +295,11 @@ class HostMover:
     def run(
         self, targets: SlotTargets, sources: list[torch.Tensor], digests: MakeDigests, *, audit: bool = False
     ) -> CopyResult:
-        chunks = None
-        before = combined_digest(sources) if audit else None
+        chunks = before = None
+        pieces = separate_digests(sources) if audit else None
+        if pieces is not None:
+            before = pieces.sum()
+        targets.keep_digests(pieces)  # before the copy: they are hashed with it
         if copy_hash is None or targets.payload is None:
             copy_all(targets, sources)
         else:  # a batch is made once for a slot; identity of the lists is a safe key while they are held here
@@ -330,6 +348,7 @@ class DeviceMover(HostMover):
             for lane in reversed(self.lanes):  # reversed, so that the thread's current device is the first
                 current.enter_context(torch.cuda.stream(lane.stream))
                 lane.stream.wait_event(lane.ready)
+            targets.keep_digests(None)  # until the bytes are there
             wanted = digests()  # before the copies: making them waits for the GPU
             before = combined_digest(sources).to("cpu", non_blocking=True) if audit else None
             for target, source in zip(targets, sources, strict=True):

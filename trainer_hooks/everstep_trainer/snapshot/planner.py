@@ -86,7 +86,9 @@ class ActivePlan:
                 tensor = self.manifest.catalog[stored.tensor]
                 size = stored.box.size[1:] if tensor.per_rank else stored.box.size
                 views.append(slot_view(payload, stored.offset, tensor.dtype, size))
-            self._targets[slot] = SlotTargets(views, payload)
+            start, length = self.manifest.digests_range
+            digests = payload[start : start + length].view(torch.int64) if length else None
+            self._targets[slot] = SlotTargets(views, payload, digests)
         return self._targets[slot]
 
 
@@ -128,12 +130,11 @@ class SnapshotPlanner:
             self._report_lack()
         assert self._agreement is not None
         _, _, layouts, share, since = self._agreement
-        rank, capacity = self._member.rank, _capacity(blob_bytes)
-        manifest = build_manifest(rank, layouts, share, capacity)
+        manifest = self._manifest(layouts, share, blob_bytes)
         if not share.cover_pieces or self.agreed.provision.candidates_only:
             return ActivePlan(layout, share, manifest, self._open(manifest), since)
         wide = share.including_replicated_state()
-        wide_manifest = build_manifest(rank, layouts, wide, capacity)
+        wide_manifest = self._manifest(layouts, wide, blob_bytes)
         segment = self._open(wide_manifest)
         with_covers = ActivePlan(layout, wide, wide_manifest, segment, since)
         return ActivePlan(layout, share, manifest, segment, since, with_covers)
@@ -158,13 +159,18 @@ class SnapshotPlanner:
                 layouts = unify_sharing(received.layouts)
                 nodes = [self._spec.node_of(rank) for rank in range(self._spec.world_size)]
                 shares = divide_state(layouts, nodes, self._spec.spec.replicas, self._spec.replica_nodes)
-                manifest = build_manifest(rank, layouts, shares[rank], _capacity(blob_bytes))
+                manifest = self._manifest(layouts, shares[rank], blob_bytes)
                 check_room = partial(self._check_room, layouts, shares, manifest)
                 self.agreed = self._negotiation.agree(str(received.number), check_room)
             except RoundSuperseded:
                 continue
             self._agreement = _LayoutAgreement(layout, layouts[rank], layouts, shares[rank], received.since_step)
             return
+
+    def _manifest(self, layouts: Sequence[Layout], share: RankShare, blob_bytes: int) -> Manifest:
+        return build_manifest(
+            self._member.rank, layouts, share, _capacity(blob_bytes), digests=self._options.audits_copies
+        )
 
     def _check_room(
         self,
@@ -182,7 +188,8 @@ class SnapshotPlanner:
             if share.cover_pieces and not provision.candidates_only:
                 share = share.including_replicated_state()
             # Python state and manifest of other ranks are taken to be as large as this rank's
-            payload = payload_bytes(layouts[rank], share, manifest.blob_capacity)
+            capacity, digests = manifest.blob_capacity, self._options.audits_copies
+            payload = payload_bytes(layouts[rank], share, capacity, digests=digests)
             return self._slot_bytes(provision, encoded, payload, whole)
 
         needs = segment_needs(self._member.node, self._spec, shares, provision.slots, slot_bytes)
@@ -233,7 +240,7 @@ def _capacity(blob_bytes: int) -> int:
 def _whole_bytes(manifest: Manifest) -> int:
     """Return the payload of a slot that holds everything: no share can be larger."""
     tensors = sum(math.prod(t.shape) * t.itemsize + ALIGN for t in manifest.catalog)
-    return tensors + manifest.blob_capacity + 2 * ALIGN
+    return tensors + manifest.blob_capacity + manifest.digests_range[1] + 3 * ALIGN
 
 
 class TensorScan:

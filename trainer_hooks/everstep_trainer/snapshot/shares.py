@@ -12,7 +12,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
-from everstep.layout.manifests import BLOB_LENGTH_BYTES, LAYOUT_FORMAT, Box, Manifest, StoredBox, TensorInfo
+from everstep.layout.manifests import (
+    BLOB_LENGTH_BYTES,
+    LAYOUT_FORMAT,
+    PIECE_DIGEST_BYTES,
+    Box,
+    Manifest,
+    StoredBox,
+    TensorInfo,
+)
 from everstep.layout.slots import PAGE_BYTES
 from everstep.wire.v1.local import SegmentRequirement
 from everstep.wire.v1.training import GenerationSpec
@@ -231,8 +239,13 @@ def _least_loaded(
     return chosen
 
 
-def build_manifest(rank: int, layouts: Sequence[Layout], share: RankShare, blob_capacity: int) -> Manifest:
-    """Return a share's slot layout: exclusive pieces, Python state (with ``blob_capacity`` bytes), pieces of others."""
+def build_manifest(
+    rank: int, layouts: Sequence[Layout], share: RankShare, blob_capacity: int, *, digests: bool = False
+) -> Manifest:
+    """Return a share's slot layout: exclusive pieces, Python state (with ``blob_capacity`` bytes), pieces of others.
+
+    ``digests``: with room for the digests of the pieces, behind the Python state.
+    """
     catalog, index_of = _catalog(layouts)
     stored: list[StoredBox] = []
 
@@ -244,18 +257,32 @@ def build_manifest(rank: int, layouts: Sequence[Layout], share: RankShare, blob_
         return at
 
     blob_at = place((piece for piece in share.pieces if piece.is_exclusive), 0)
-    at = aligned(blob_at + BLOB_LENGTH_BYTES + blob_capacity)
+    digests_at = aligned(blob_at + BLOB_LENGTH_BYTES + blob_capacity)
+    at = digests_at + (_digest_bytes(share) if digests else 0)
     exclusive_end = at if stored else 0
     end = place((piece for piece in share.pieces if not piece.is_exclusive), at)
     return Manifest(
-        LAYOUT_FORMAT, rank, len(layouts), catalog, tuple(stored), blob_at, blob_capacity, end, exclusive_end
+        LAYOUT_FORMAT,
+        rank,
+        len(layouts),
+        catalog,
+        tuple(stored),
+        blob_at,
+        blob_capacity,
+        end,
+        exclusive_end,
+        digests_at if digests else 0,
     )
 
 
-def payload_bytes(layout: Layout, share: RankShare, blob_capacity: int) -> int:
+def _digest_bytes(share: RankShare) -> int:
+    return aligned(PIECE_DIGEST_BYTES * (1 + len(share.pieces)))
+
+
+def payload_bytes(layout: Layout, share: RankShare, blob_capacity: int, *, digests: bool = False) -> int:
     """Return the payload size of the manifest that ``build_manifest`` would make of that share."""
     pieces = (aligned(piece.box.volume * layout.parts[piece.part].itemsize) for piece in share.pieces)
-    return sum(pieces) + aligned(BLOB_LENGTH_BYTES + blob_capacity)
+    return sum(pieces) + aligned(BLOB_LENGTH_BYTES + blob_capacity) + (_digest_bytes(share) if digests else 0)
 
 
 def _catalog(layouts: Sequence[Layout]) -> tuple[tuple[TensorInfo, ...], dict[str, int]]:

@@ -39,7 +39,7 @@ class SnapshotOptions(msgspec.Struct, frozen=True, kw_only=True):
         require_checkpoints: Whether the training script gets an error if a node has no memory for checkpoints, instead
             of training without (everstep_trainer.snapshot.planner).
         copy_audits: How often a copy that may be committed is compared with its sources; None: never
-            (everstep_trainer.sdc.copies).
+            (everstep_trainer.sdc.copies). The same on all ranks.
     """
 
     overlap: bool | None = None
@@ -61,6 +61,11 @@ class SnapshotOptions(msgspec.Struct, frozen=True, kw_only=True):
                 f"slots={self.slots}: take {SLOTS_PER_RANK} to store every step, {CANDIDATE_ONLY_SLOTS} to store only "
                 f"commit candidates in {CANDIDATE_ONLY_SLOTS}/{SLOTS_PER_RANK} of the memory, or leave it out"
             )
+
+    @property
+    def audits_copies(self) -> bool:
+        """Whether copies are compared with their sources, and restored tensors with the digests kept since then."""
+        return self.copy_audits is not None
 
     @property
     def candidates_only(self) -> bool:

@@ -110,7 +110,7 @@ def _own_contradiction(owner: AuditStatement, work: str) -> str:
     if owner.link is AuditLink.STATE:
         return f"{work} of rank {owner.rank} changed in memory between two updates"
     if owner.link is AuditLink.CHECKPOINT:
-        return f"the copy that rank {owner.rank} made of {work} differs from its state"
+        return f"{work} of rank {owner.rank} differs from the state that was copied"
     return f"rank {owner.rank} got two results for {work} (audit {owner.link})"
 
 

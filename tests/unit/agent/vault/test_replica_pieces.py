@@ -41,7 +41,8 @@ class Fleet:
     """Ranks on nodes n1, n2, ... with a sealed share each of what all hold alike; n1 is scrubbed."""
 
     def __init__(self, running: Vaults, folder: Path, nodes: tuple[str, ...]) -> None:
-        order = fill_slots(folder, TrackedState({"model": Held()}), V, world=len(nodes), nodes=len(set(nodes)))
+        state = TrackedState({"model": Held()})
+        order = fill_slots(folder, state, V, world=len(nodes), nodes=len(set(nodes)), digests=True)
         self.vaults = running
         by_node = {node: running.start(node, *(SCRUB if node == "n1" else NO_SCRUB)) for node in dict.fromkeys(nodes)}
         running.configure()
@@ -108,7 +109,8 @@ def test_python_state_is_repaired_from_equal_ranks(fleet: Fleet) -> None:
 def test_gap_between_pieces_is_repaired(fleet: Fleet) -> None:
     manifest = fleet.manifest()
     blob = (manifest.blob_offset, manifest.blob_offset + BLOB_LENGTH_BYTES + manifest.blob_capacity)
-    taken = sorted([*spots(manifest), blob])
+    digests = (manifest.digests_offset, sum(manifest.digests_range))
+    taken = sorted([*spots(manifest), blob, digests])
     gap = next(end for (_, end), (begin, _) in itertools.pairwise(taken) if end < begin)
     fleet.comes_back(gap)
 

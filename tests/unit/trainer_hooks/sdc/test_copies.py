@@ -13,7 +13,7 @@ from everstep_trainer.sdc.audit import Mismatch
 from everstep_trainer.sdc.copies import CopyAudit
 from everstep_trainer.sdc.digests.digest import combined_digest
 from everstep_trainer.sdc.presets import LinkOptions
-from everstep_trainer.snapshot.copy import CopyResult, HostMover
+from everstep_trainer.snapshot.copy import CopyResult, HostMover, SlotTargets
 from everstep_trainer.snapshot.slot_negotiation import SnapshotOptions
 from everstep_trainer.snapshot.snapshotter import Snapshotter
 from everstep_trainer.state.tracked_state import TrackedState
@@ -136,5 +136,5 @@ def test_copies_are_audited_within_the_share(options: LinkOptions, is_on_gpu: bo
             found.append(step)
             clock.advance(0.7)
             copied = CopyResult({}, before=combined_digest([tensor]))
-            assert audit.is_right(Version(1, step), copied, [tensor], lambda: tensor)
+            assert audit.is_right(Version(1, step), copied, SlotTargets([tensor]), lambda: tensor)
     assert found == audited

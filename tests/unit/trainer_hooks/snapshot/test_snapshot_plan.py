@@ -139,8 +139,10 @@ def test_the_plan_does_not_depend_on_how_names_hash() -> None:
 def test_manifest_orders_exclusive_bytes_first_without_overlap() -> None:
     layouts = sharded(10, 4)
     shares = divide_state(layouts, ["n1", "n2", "n3", "n4"], 2)
-    manifest = build_manifest(1, layouts, shares[1], blob_capacity=100)
-    spans = [(s.offset, s.offset + s.box.volume * 4) for s in manifest.stored]
+    manifest = build_manifest(1, layouts, shares[1], blob_capacity=100, digests=True)
+    start, length = manifest.digests_range
+    assert start + length <= manifest.exclusive_bytes
+    spans = [(start, start + length), *((s.offset, s.offset + s.box.volume * 4) for s in manifest.stored)]
     spans.append((manifest.blob_offset, manifest.blob_offset + 8 + 100))
     spans.sort()
     assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
@@ -346,5 +348,7 @@ def test_share_size_is_known_without_its_manifest(nodes: list[str]) -> None:
     for layouts in (replicated([1 << 16, 3, 1000], 2), sharded(1001, 2)):
         for rank, share in enumerate(divide_state(layouts, nodes, 2)):
             for stored in (share, share.including_replicated_state()):
-                made = build_manifest(rank, layouts, stored, 5000)
-                assert payload_bytes(layouts[rank], stored, 5000) == made.payload_bytes
+                for digests in (False, True):
+                    made = build_manifest(rank, layouts, stored, 5000, digests=digests)
+                    assert payload_bytes(layouts[rank], stored, 5000, digests=digests) == made.payload_bytes
+                    assert made.digests_range[1] == (8 * (1 + len(made.stored)) if digests else 0)
