@@ -15,7 +15,6 @@ from matplotlib import pyplot as plt
 
 from bench.sdc.cells import MAIN, Measure
 from bench.sdc.injection import Corruption, Shape, Site, draw
-from bench.sdc.judging import Judgement, Statement, judge_all
 from bench.sdc.models import Config
 from bench.sdc.ranks import Ranks
 from bench.sdc.training import Story
@@ -41,22 +40,25 @@ def show(ranks: Ranks, measures: Measure, path: Path, steps: int = STEPS) -> lis
     right = ranks.call(config, "tell", None, {}, ONSET, steps)
     without = ranks.call(config, "tell", FAULT, {}, ONSET, steps)
     audited = ranks.call(config, "tell", FAULT, intervals, ONSET, steps)
-    judgements = judge_all(Statement(rank, said) for rank, one in enumerate(audited) for said in one.statements)
     draw_losses(path, right[0], without[0], audited[0])
-    return rows_of(right[0], without[0], audited[0], judgements)
+    return rows_of(right[0], without[0], audited[0])
 
 
-def rows_of(right: Story, without: Story, audited: Story, judgements: list[Judgement]) -> list[Row]:
+def rows_of(right: Story, without: Story, audited: Story) -> list[Row]:
     """Return the figures of the three runs."""
+    judgements = [one for report in audited.reports for one in report.judgements]
     named = ", ".join(f"rank {one.rank} {one.outcome} by {one.link}" for one in judgements) or "nobody"
+    reported = audited.reports[0].step if audited.reports else 0
+    replaced = ", ".join(f"rank {rank}" for rank in audited.replaced) or "nobody"
     last = max(right.losses)
     is_equal = audited.digests == right.digests
     return [
         Row("loss without the fault", _smooth(right)[last], ""),
         Row("loss with the fault, no chain", _smooth(without)[last], ""),
         Row("loss with the fault and the chain", _smooth(audited)[last], "", against="equal bits" if is_equal else ""),
-        Row("steps from the fault to its report", audited.found_step - ONSET, "steps", against=named),
-        Row("steps computed again", audited.found_step - audited.back_at, "steps"),
+        Row("steps from the fault to its first report", max(0, reported - ONSET), "steps", against=named),
+        Row("replaced nodes", len(audited.replaced), "", against=replaced),
+        Row("steps computed again", sum(one.step - one.back_at for one in audited.reports), "steps"),
     ]
 
 
@@ -80,8 +82,8 @@ def draw_losses(path: Path, right: Story, without: Story, audited: Story) -> Non
         smooth = _smooth(story)
         axes.plot(list(smooth), list(smooth.values()), color=colour, linewidth=width, label=label)
     marks = [(ONSET, RIGHT, "the fault begins ", "right")]
-    if audited.found_step:
-        marks.append((audited.found_step, OURS, " found and undone", "left"))
+    if audited.replaced:
+        marks.append((max(audited.replaced.values()), OURS, " found and undone", "left"))
     for step, colour, text, side in marks:
         axes.axvline(step, color=colour, linestyle=":")
         axes.annotate(text, (step, axes.get_ylim()[1]), fontsize=8, va="top", ha=side)

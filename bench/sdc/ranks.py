@@ -6,6 +6,7 @@ import multiprocessing as mp
 import os
 import tempfile
 import traceback
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -105,16 +106,15 @@ def _serve(pipe: Connection, folder: str, rank: int, world: int, warm_steps: int
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", world), rank=rank, world_size=world)
     trainings: dict[Config, Training] = {}
-    while True:
-        try:
+    with suppress(EOFError, BrokenPipeError):  # the parent is done, or has died
+        while True:
             config, method, args, options = pipe.recv()
-        except EOFError:
-            break
-        try:
-            if config not in trainings:
-                trainings.clear()  # one model at a time
-                trainings[config] = Training(config, rank, world, warm_steps, window)
-            pipe.send((True, getattr(trainings[config], method)(*args, **options)))
-        except Exception:  # noqa: BLE001 - handed to the parent whole
-            pipe.send((False, traceback.format_exc()))
+            try:
+                if config not in trainings:
+                    trainings.clear()  # one model at a time
+                    trainings[config] = Training(config, rank, world, warm_steps, window)
+                answer = (True, getattr(trainings[config], method)(*args, **options))
+            except Exception:  # noqa: BLE001 - handed to the parent whole
+                answer = (False, traceback.format_exc())
+            pipe.send(answer)
     dist.destroy_process_group()

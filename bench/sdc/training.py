@@ -24,7 +24,7 @@ from everstep_trainer.sdc.state_digests import StateAudit
 from everstep_trainer.sdc.updates import UpdateAudit
 
 from bench.sdc.injection import DETECTORS, Fault, Injection, Site
-from bench.sdc.judging import node_of
+from bench.sdc.judging import Judgement, Outcome, Statement, judge_all, node_of
 from bench.sdc.models import Config, batch_of, build
 from bench.sdc.peers import PeerSignals, StepSignals
 from bench.sdc.sites import SITES, FaultySite, local
@@ -73,15 +73,50 @@ class Result:
 
 
 @dataclass
+class Report:
+    """What all ranks learn in one step. ``back_at``: the step that they go back to; the same one if they go on."""
+
+    step: int
+    back_at: int
+    judgements: list[Judgement]
+
+
+@dataclass
 class Story:
     """A run in which a chain may find a fault and go back. ``losses``: means over ranks by step, as last computed."""
 
     losses: dict[int, float] = field(default_factory=dict)
-    found_step: int = 0
-    back_at: int = 0
-    statements: list[Mismatch] = field(default_factory=list)
+    reports: list[Report] = field(default_factory=list)
+    replaced: dict[int, int] = field(default_factory=dict)
+    """The step by replaced rank."""
     digests: list[int] = field(default_factory=list)
     """All ranks' parameters at the end."""
+
+
+STRIKES = 2
+"""Strikes that convict, as the controller's policy has them."""
+UNDOING = (Outcome.CONVICTED, Outcome.STRIKE, Outcome.SUSPICION, Outcome.TIE)
+"""Outcomes after which work is undone."""
+
+
+class Tribunal:
+    """The controller's rule: a rank is replaced once it is convicted or has two strikes."""
+
+    def __init__(self) -> None:
+        self._strikes: dict[int, int] = {}
+
+    def replaced(self, judgements: list[Judgement]) -> list[int]:
+        """Return the ranks that these judgements replace."""
+        found = []
+        for one in judgements:
+            if one.rank is None or one.outcome not in (Outcome.CONVICTED, Outcome.STRIKE, Outcome.AUDITOR_STRIKE):
+                continue
+            strikes = self._strikes.get(one.rank, 0) + (STRIKES if one.outcome is Outcome.CONVICTED else 1)
+            self._strikes[one.rank] = strikes
+            if strikes >= STRIKES:
+                self._strikes[one.rank] = 0  # the next node begins without any
+                found.append(one.rank)
+        return found
 
 
 class Training:
@@ -189,44 +224,56 @@ class Training:
     def tell(self, injection: Injection | None, intervals: Intervals, onset: int, steps: int) -> Story:
         """Return the losses of a run with a fault from step ``onset`` on, and what the chain does about it.
 
-        Once the chain names a rank, that rank's node counts as replaced, and all ranks go back to the newest state
-        whose steps were audited.
+        The ranks follow the controller's rule: a convicted rank's node counts as replaced, and so does one with two
+        strikes. After those, a suspicion or a tie, all ranks go back to the newest state whose steps were audited.
         """
         warm = self._warm_chain(intervals)
         fault, site = self._faulty_site(injection)
         self.reset()
         self._statements.clear()
         self._clean_steps.clear()
-        first = 1 + WARM_AUDITS + FLUSH_STEPS
-        chain = warm.begin(first, 0.0) if warm is not None else None
-        story, offset = Story(), first - 1
+        offset = WARM_AUDITS + FLUSH_STEPS
+        chain = warm.begin(offset + 1, 0.0) if warm is not None else None
+        story, tribunal = Story(), Tribunal()
         kept = {0: [one.clone() for one in self._state()]}
-        step = 0
+        step = verified = 0
         with ExitStack() as stack:
             if site is not None:
                 stack.enter_context(site.install())
             while step < steps:
                 step += 1
-                fault.is_armed = story.found_step == 0 and step >= onset
+                fault.is_armed = self.rank not in story.replaced and step >= onset
                 loss = torch.tensor(self._step(step, DATA_SEED, chain, site, offset=offset))
                 dist.all_reduce(loss)
                 story.losses[step] = loss.item() / self.world
                 found, story.digests = self._gather(len(self._statements))
                 if step % KEPT_STEPS == 0 and not found:
                     kept[step] = [one.clone() for one in self._state()]
-                if found and chain is not None and not story.found_step:
-                    clean = torch.tensor(max(self._clean_steps, default=offset) - offset)
-                    dist.all_reduce(clean, op=dist.ReduceOp.MIN)
-                    back = max(one for one in kept if one <= clean.item())
-                    story.found_step, story.back_at = step, back
-                    story.statements = list(self._statements)
-                    with torch.no_grad():
-                        for target, source in zip(self._state(), kept[back], strict=True):
-                            target.copy_(source)
-                    self._statements.clear()
-                    offset += step - back
-                    chain, step = warm.begin(offset + back + 1, 0.0) if warm is not None else None, back
+                if not found or warm is None:
+                    continue
+                clean = torch.tensor(max(self._clean_steps, default=offset) - offset)
+                dist.all_reduce(clean, op=dist.ReduceOp.MIN)
+                verified = max(verified, int(clean.item()))
+                judgements = judge_all(self._all_statements())
+                replaced = tribunal.replaced(judgements)
+                story.replaced.update(dict.fromkeys(replaced, step))
+                is_undone = bool(replaced) or any(one.outcome in UNDOING for one in judgements)
+                back = max(one for one in kept if one <= verified) if is_undone else step
+                story.reports.append(Report(step, back, judgements))
+                self._statements.clear()
+                if not is_undone:
+                    continue
+                with torch.no_grad():
+                    for target, source in zip(self._state(), kept[back], strict=True):
+                        target.copy_(source)
+                kept = {one: state for one, state in kept.items() if one <= back}
+                chain, step = warm.begin(offset + back + 1, 0.0), back
         return story
+
+    def _all_statements(self) -> list[Statement]:
+        everybodys: list[list[Mismatch]] = [[] for _ in range(self.world)]
+        dist.all_gather_object(everybodys, list(self._statements))
+        return [Statement(rank, one) for rank, said in enumerate(everybodys) for one in said]
 
     def time_steps(self, intervals: Intervals, blocks: int, block_steps: int) -> tuple[list[float], list[float]]:
         """Return the seconds per step of alternating blocks of steps, without and with a chain."""
