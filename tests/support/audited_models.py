@@ -42,13 +42,14 @@ class Gpt(nn.Module):
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         self.head.weight = self.words.weight
         self.checkpointing = checkpointing
+        self.scale = 0.5
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.words(tokens)
         mask = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
         for block in self.blocks:
             if self.checkpointing is None:
-                x = block(x, scale=0.5, mask=mask)
+                x = block(x, scale=self.scale, mask=mask)
             else:
                 x = checkpoint(block, x, 0.5, mask, use_reentrant=self.checkpointing)  # type: ignore[no-untyped-call]
         return self.head(self.norm(x))

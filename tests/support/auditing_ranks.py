@@ -37,7 +37,8 @@ NODES = ("a", "a", "b", "c")
 class Training:
     """What ranks train. ``wrap``: "ddp", "fsdp" or "root" (``fully_shard`` of the whole model alone).
 
-    ``fault``: (rank, unit, "once" | "always" | "lie" | "vary" | "vary and once") or None.
+    ``fault``: (rank, unit, "once" | "always" | "lie" | "vary" | "vary and once") or None. ``odd_steps``: those in which
+    rank 1 calls the blocks with another argument than the others do.
     """
 
     model: str = "gpt"
@@ -49,6 +50,7 @@ class Training:
     autocast: bool = False
     fault: tuple[int, str, str] | None = None
     fault_step: int = 2
+    odd_steps: tuple[int, ...] = ()
 
 
 def play(forks: Any, world: int, training: Training) -> list[dict[str, Any]]:
@@ -109,6 +111,7 @@ def _train(rank: int, world: int, training: Training) -> dict[str, Any]:
         chain.begin_step(step)
         torch.manual_seed(100 * step + rank)
         fault.step = step
+        inner.scale = 0.25 if rank == 1 and step in training.odd_steps else 0.5  # type: ignore[assignment]
         _passes(model, kind, training, 10 * step + rank)
         chain.before_update(step)
         optimizer.step()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from typing import ClassVar
 
@@ -65,6 +65,19 @@ class Audit:
     def rounds(self) -> int:
         """Due audits after which each part of this rank's work was checked once; 0: the link promises no such thing."""
         return 0
+
+    def compared_part(self, turn: int) -> int | None:
+        """Return which of the ``rounds`` parts the due audit of this step has compared; None: it compared nothing.
+
+        Args:
+            turn: The part, if the link audits all parts in turn.
+        """
+        return turn
+
+    @property
+    def left_out(self) -> Collection[int]:
+        """Parts that cannot be audited in this generation, as the log has said."""
+        return ()
 
     def begin_step(self, step: int, *, due: bool) -> None:
         """Prepare before the forward pass."""

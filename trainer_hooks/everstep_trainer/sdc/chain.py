@@ -45,9 +45,7 @@ class AuditChain:
     ) -> None:
         self._audits, self._setup, self._on_clean = list(audits), setup, on_clean
         self._schedule = AuditSchedule({audit.link: options[audit.link] for audit in self._audits}, first_step)
-        self._rotations = {
-            audit.link: _Rotation(audit.rounds, first_step - 1) for audit in self._audits if audit.rounds
-        }
+        self._rotations = {audit.link: _Rotation(audit, first_step - 1) for audit in self._audits if audit.rounds}
         self._clean_since = first_step - 1
         self._due: frozenset[AuditLink] = frozenset()  # in the running step
         self._finished: deque[_FinishedStep] = deque()  # steps whose costs a GPU has not told yet
@@ -113,9 +111,10 @@ class AuditChain:
             self._schedule.record_step(step, seconds, costs, due)
 
     def _report_clean(self) -> None:
-        if not self._rotations:
+        found = [rotation.clean_since for rotation in self._rotations.values() if rotation.parts]
+        if not found:
             return
-        clean_since = min(rotation.clean_since for rotation in self._rotations.values())
+        clean_since = min(found)
         if clean_since > self._clean_since:
             self._clean_since = clean_since
             self._on_clean(clean_since)
@@ -142,20 +141,28 @@ class _FinishedStep(NamedTuple):
 
 
 class _Rotation:
-    """The progress of one link through all parts of a rank's work. ``clean_since``: the step after which the last whole
-    rotation began."""
+    """The progress of one link through all parts of a rank's work. ``clean_since``: the step after which each part was
+    audited; parts that cannot be audited are left out."""
 
-    def __init__(self, rounds: int, begin: int) -> None:
-        self._rounds = rounds
-        self._audited: list[int] = []
+    def __init__(self, audit: Audit, begin: int) -> None:
+        self._audit, self._rounds = audit, audit.rounds
+        self._audits = 0
+        self._audited: dict[int, int] = {}  # the last step in which each part was
         self.clean_since = begin
 
+    @property
+    def parts(self) -> set[int]:
+        return set(range(self._rounds)).difference(self._audit.left_out)
+
     def record(self, step: int) -> None:
-        self._audited.append(step)
-        if len(self._audited) > self._rounds:
-            del self._audited[0]
-        if len(self._audited) == self._rounds:
-            self.clean_since = max(self.clean_since, self._audited[0] - 1)
+        """Record the due audit of ``step``, unless it compared nothing."""
+        part = self._audit.compared_part(self._audits % self._rounds)
+        if part is not None:
+            self._audits += 1
+            self._audited[part] = step
+        parts = self.parts
+        if parts and parts <= self._audited.keys():
+            self.clean_since = max(self.clean_since, min(self._audited[part] for part in parts) - 1)
 
     def spoil(self) -> None:
         self._audited.clear()

@@ -90,6 +90,16 @@ class _CountingAudit(Audit):
         super().__init__(SETUP)
         self._rounds = rounds
         self.calls: list[tuple[str, int, bool]] = []
+        self.skips: set[int] = set()
+        self.out: set[int] = set()
+
+    def compared_part(self, turn: int) -> int | None:
+        step = self.calls[-1][1]
+        return None if step in self.skips else turn
+
+    @property
+    def left_out(self) -> set[int]:
+        return self.out
 
     @property
     def rounds(self) -> int:
@@ -132,6 +142,27 @@ def test_clean_rotations_are_reported_by_their_start() -> None:
     assert clean == [2]
     _run(chain, range(13, 14))
     assert clean == [2, 8]
+
+
+def test_audit_that_compared_nothing_is_not_clean() -> None:
+    clean: list[int] = []
+    audit = _CountingAudit(rounds=2)
+    audit.skips = {2, 3, 5}
+    chain = AuditChain([audit], {AuditLink.STATE: LinkOptions(interval=1)}, SETUP, 1, clean.append)
+    _run(chain, range(1, 7))  # compared in 1, 4 and 6
+    assert clean == [3]
+
+
+def test_part_that_cannot_be_audited_is_not_waited_for() -> None:
+    clean: list[int] = []
+    audit = _CountingAudit(rounds=2)
+    chain = AuditChain([audit], {AuditLink.STATE: LinkOptions(interval=1)}, SETUP, 1, clean.append)
+    audit.out = {1}
+    _run(chain, range(1, 4))
+    assert clean == [2], "the first part was compared in steps 1 and 3"
+    audit.out = {0, 1}
+    _run(chain, range(4, 7))
+    assert clean == [2], "nothing vouches for later steps"
 
 
 def test_ranks_adopt_an_interval_at_the_agreement() -> None:

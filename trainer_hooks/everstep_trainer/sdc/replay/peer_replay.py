@@ -8,7 +8,7 @@ differ, a third rank does that call again, and each rank states what it computed
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 MAX_NAMED = 8
 """Most modules named in a log line."""
+MAX_SKIPS = 8
+"""Audits of a unit in a row that compared nothing; it is then audited no more, and no longer waited for."""
 _SPREAD_SCALE = 1e12  # a spread travels as a whole number
 _CAPTURED, _NOT_CALLED, _UNSUPPORTED = range(3)
 
@@ -40,15 +42,19 @@ class _Rotation:
     """A unit and what is known about it, the same on all ranks.
 
     Attributes:
+        number: Its place among all units.
         calls: Its calls in a step.
-        visits: Audits so far.
+        visits: Audits so far, with those that were skipped.
+        skips: Audits that were skipped since the last one that was not.
         spread: Relative difference of two replays, if it is not bitwise repeatable.
         noted: Reasons of skipped audits that were logged.
     """
 
     unit: Unit
+    number: int
     calls: int = 1
     visits: int = 0
+    skips: int = 0
     spread: float | None = None
 
     def __post_init__(self) -> None:
@@ -95,6 +101,8 @@ class PeerReplay(Audit):
     def __init__(self, setup: AuditSetup) -> None:
         super().__init__(setup)
         self._rotations: list[_Rotation] = []
+        self._left_out: set[int] = set()
+        self._compared: int | None = None  # in this step
         self._audits = 0
         self._current: tuple[_Rotation, Capture] | None = None
         if setup.world_size == 1:
@@ -104,7 +112,7 @@ class PeerReplay(Audit):
             self._log("audit peer_replay is off: %s", sign)
             return
         found = find_units(setup.objects)
-        self._rotations = [_Rotation(unit) for unit in found.units]
+        self._rotations = [_Rotation(unit, number) for number, unit in enumerate(found.units)]
         if found.left_out:
             self._log("audit peer_replay does not cover %s", "; ".join(found.left_out))
         if not found.units:
@@ -112,10 +120,18 @@ class PeerReplay(Audit):
 
     @property
     def rounds(self) -> int:
-        return len(self._rotations)
+        return len(self._rotations) + len(self._left_out)
+
+    def compared_part(self, turn: int) -> int | None:
+        return self._compared
+
+    @property
+    def left_out(self) -> Collection[int]:
+        return self._left_out
 
     def begin_step(self, step: int, *, due: bool) -> None:
         self._drop()
+        self._compared = None
         if not due or not self._rotations:
             return
         rotation = min(self._rotations, key=lambda one: one.visits)
@@ -196,8 +212,11 @@ class PeerReplay(Audit):
             claimed=tuple(_as_parts(row[2:5]) for row in rows),
             replayed=tuple(_as_parts(row[5:8]) for row in by_owner),
         )
+        rotation.skips = 0
         if case.owners:
             self._investigate(case, record, theirs)
+        else:
+            self._compared = rotation.number
 
     def _redo(
         self, unit: Unit, message: Sequence[torch.Tensor], own: CapturedCall
@@ -414,11 +433,15 @@ class PeerReplay(Audit):
         """Audit the unit no more in this generation, on all ranks."""
         self._log("audit peer_replay does not cover %s: %s", rotation.unit.name, reason)
         self._rotations.remove(rotation)
+        self._left_out.add(rotation.number)
 
     def _note(self, rotation: _Rotation, reason: str, *, skipped: bool = True) -> None:
         if reason not in rotation.noted:
             rotation.noted.add(reason)
             self._log("audit peer_replay%s: %s: %s", " was skipped" if skipped else "", rotation.unit.name, reason)
+        rotation.skips += skipped
+        if rotation.skips == MAX_SKIPS:
+            self._exclude(rotation, f"{reason} ({MAX_SKIPS} audits in a row were skipped)")
 
     def _log(self, line: str, *values: object) -> None:
         if self.setup.rank == 0:

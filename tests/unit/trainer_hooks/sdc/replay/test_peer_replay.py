@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from everstep_trainer.sdc.replay.peer_replay import describe_bits
+from everstep_trainer.sdc.replay.peer_replay import MAX_SKIPS, describe_bits
 from everstep_trainer.sdc.witnesses import choose_arbiter
 
 from tests.support.auditing_ranks import Training, play, roles, train_by_run
@@ -123,6 +123,27 @@ def test_large_error_in_an_unrepeatable_unit_is_found(forks: Any) -> None:
     (_, original, rerun), (_, _, replayed), (_, _, arbitrated) = (case[role] for role in ("owner", "peer", "arbiter"))
     assert original != rerun
     assert rerun == replayed == arbitrated
+
+
+def test_skipped_unit_is_tried_again_before_steps_are_clean(forks: Any) -> None:
+    ranks = play(forks, 2, Training(steps=12, odd_steps=(2,)))
+    assert len(ranks[0]["units"]) == 6
+    # Step 2 was to compare the second unit, and step 8 did.
+    assert [rank["clean"] for rank in ranks] == [[2, 3, 4, 5, 6]] * 2
+    (line,) = ranks[0]["lines"]
+    assert line.startswith("audit peer_replay was skipped: blocks.0: the ranks call it with different arguments")
+
+
+def test_unit_that_is_always_skipped_is_left_out(forks: Any) -> None:
+    steps = 6 * MAX_SKIPS
+    ranks = play(forks, 2, Training(steps=steps, odd_steps=tuple(range(1, 1 + steps))))
+    left_out = [line for line in ranks[0]["lines"] if "does not cover" in line]
+    assert [line.split(":")[0] for line in left_out] == [
+        f"audit peer_replay does not cover blocks.{n}" for n in range(3)
+    ]
+    assert all(line.endswith(f"({MAX_SKIPS} audits in a row were skipped)") for line in left_out)
+    # From then on the other three units alone make steps clean.
+    assert ranks[0]["clean"] == ranks[1]["clean"] == [steps - 8, steps - 7, steps - 6]
 
 
 def test_arbiter_is_on_a_third_node_if_there_is_one() -> None:
