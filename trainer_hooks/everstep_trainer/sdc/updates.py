@@ -29,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 from everstep.vocabulary import AuditLink, AuditRole
 from everstep_trainer.sdc.audit import Audit, AuditSetup, Mismatch
 from everstep_trainer.sdc.digests.digest import combined_digest, to_hex
-from everstep_trainer.sdc.witnesses import Parcel, broadcast_parcel, describe_difference, witnesses_of
+from everstep_trainer.sdc.witnesses import Parcel, describe_difference, exchange_parcel, witnesses_of
 from everstep_trainer.state.tensors import local_part
 from everstep_trainer.state.tracked_objects import TrackedObjects, named_modules
 
@@ -512,14 +512,17 @@ class UpdateAudit(Audit):
         """Let the owner's witnesses do its update. A collective."""
         setup = self.setup
         peer, arbiter = witnesses_of(owner, setup.nodes)
-        parcel, text = None, ""
+        sent: Parcel | None = None
         if case is not None:
             inputs = case[0].inputs[case[1]]
-            text = self._unit_text(inputs.unit)
-            parcel = Parcel((case[0].number, inputs.unit.group), inputs.tensors, text)
+            sent = Parcel((case[0].number, inputs.unit.group), inputs.tensors, self._unit_text(inputs.unit))
             self._report_own(step, case, expects_arbiter=arbiter is not None)
-        parcel = broadcast_parcel(parcel, owner, setup.device)
-        if setup.rank not in (peer, arbiter):
+        parcel: Parcel | None = None
+        for witness in (peer, arbiter):
+            to = witness if setup.rank == owner else None
+            source = owner if setup.rank == witness else None
+            parcel = exchange_parcel(sent, to=to, source=source, device=setup.device) or parcel
+        if parcel is None:
             return
         number, group = parcel.numbers
         record = next((one.record for one in comparisons if one.number == number), None)

@@ -1,14 +1,14 @@
-"""Choose the ranks that do a rank's work again, and bring them its tensors, after two results of it differed."""
+"""Choose the ranks that do a rank's work again, bring them its tensors, and say in words how results differ."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import msgspec
-import numpy as np
 import torch
 import torch.distributed as dist
 
+from everstep_trainer.parallel.exact.summation import all_gather
 from everstep_trainer.state.python_value_codec import dtype_of
 
 
@@ -32,6 +32,62 @@ def choose_arbiter(owner: int, peer: int, world_size: int, nodes: Sequence[str])
     return others[0]
 
 
+# ---- tensors from rank to rank
+
+HEADER_WORDS = 512
+"""The number of tensors, and then the bytes of each one, in a message of fixed size."""
+
+
+def exchange(
+    tensors: Sequence[torch.Tensor] | None, *, to: int | None, source: int | None, device: torch.device
+) -> list[torch.Tensor]:
+    """Send the bytes of flat tensors to rank ``to`` and return those that rank ``source`` sends, on ``device``.
+
+    Args:
+        tensors: Of one dimension each, at most 511.
+        to: None: send nothing.
+        source: None: receive nothing.
+        device: The one that the default group communicates from.
+    """
+    payload = [_bytes(tensor, device) for tensor in tensors or ()]
+    header = torch.tensor([len(payload), *(one.numel() for one in payload)], dtype=torch.int64)
+    header = torch.nn.functional.pad(header, (0, HEADER_WORDS - header.numel())).to(device)
+    announced = torch.zeros_like(header)
+    _transfer([header], to, [announced], source)
+    received: list[torch.Tensor] = []
+    if source is not None:
+        count, *sizes = announced.tolist()
+        received = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes[:count]]
+    _transfer(payload, to, received, source)
+    return received
+
+
+def _bytes(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).to(device)
+
+
+def _transfer(
+    sent: Sequence[torch.Tensor], to: int | None, received: Sequence[torch.Tensor], source: int | None
+) -> None:
+    """Transfer between pairs of ranks; empty tensors are skipped on both sides."""
+    operations = []
+    if to is not None:
+        operations += [dist.P2POp(dist.isend, one, to) for one in sent if one.numel()]
+    if source is not None:
+        operations += [dist.P2POp(dist.irecv, one, source) for one in received if one.numel()]
+    for work in dist.batch_isend_irecv(operations) if operations else ():
+        work.wait()
+
+
+def all_gather_numbers(numbers: Sequence[int], world_size: int, device: torch.device) -> list[list[int]]:
+    """Return the signed 64-bit numbers of each rank."""
+    own = torch.tensor(numbers, dtype=torch.int64, device=device)
+    gathered = own.new_empty(world_size * len(numbers))
+    all_gather(gathered, own)
+    found: list[list[int]] = gathered.view(world_size, -1).tolist()
+    return found
+
+
 class _TensorHeader(msgspec.Struct, frozen=True):
     name: str
     dtype: str
@@ -53,64 +109,53 @@ class _Header(msgspec.Struct, frozen=True):
     text: str
 
 
-def broadcast_parcel(parcel: Parcel | None, source: int, device: torch.device) -> Parcel:
-    """Return the parcel of rank ``source`` on all ranks. A collective of the default group.
-
-    Args:
-        parcel: The parcel; None on the other ranks.
-        source: The rank that has it.
-        device: This rank's device, for tensors that are not on the host.
-    """
-    header, payload = b"", torch.empty(0, dtype=torch.uint8, device=device)
+def exchange_parcel(
+    parcel: Parcel | None, *, to: int | None, source: int | None, device: torch.device
+) -> Parcel | None:
+    """Send a parcel to rank ``to`` and return the one that rank ``source`` sends; see `exchange`."""
+    message: list[torch.Tensor] = []
     if parcel is not None:
         headers = tuple(
             _TensorHeader(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), not tensor.is_cuda)
             for name, tensor in parcel.tensors.items()
         )
-        header = msgspec.json.encode(_Header(parcel.numbers, headers, parcel.text))
-        flat = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in parcel.tensors.values()]
-        payload = torch.cat([piece.to(device) for piece in flat]) if flat else payload
-    sizes = torch.tensor([len(header), payload.numel()], device=device)
-    dist.broadcast(sizes, src=source)
-    header_bytes, payload_bytes = (int(size) for size in sizes.tolist())
-    if parcel is None:
-        payload = torch.empty(payload_bytes, dtype=torch.uint8, device=device)
-        head = torch.empty(header_bytes, dtype=torch.uint8, device=device)
-    else:
-        head = torch.from_numpy(np.frombuffer(header, np.uint8).copy()).to(device)
-    dist.broadcast(head, src=source)
-    if payload_bytes:
-        dist.broadcast(payload, src=source)
-    if parcel is not None:
-        return parcel
-    decoded = msgspec.json.decode(head.cpu().numpy().tobytes(), type=_Header)
-    tensors, at = {}, 0
-    for one in decoded.tensors:
-        made = torch.empty(one.shape, dtype=dtype_of(one.dtype), device="cpu" if one.on_host else device)
-        made.view(-1).view(torch.uint8).copy_(payload[at : at + made.nbytes])
-        tensors[one.name] = made
-        at += made.nbytes
-    return Parcel(decoded.numbers, tensors, decoded.text)
+        words = bytearray(msgspec.msgpack.encode(_Header(parcel.numbers, headers, parcel.text)))
+        message = [torch.frombuffer(words, dtype=torch.uint8), *parcel.tensors.values()]
+    received = exchange(message, to=to, source=source, device=device)
+    if not received:
+        return None
+    header = msgspec.msgpack.decode(bytes(received[0].tolist()), type=_Header)
+    tensors = {
+        one.name: flat.to("cpu" if one.on_host else device).view(dtype_of(one.dtype)).view(one.shape)
+        for one, flat in zip(header.tensors, received[1:], strict=True)
+    }
+    return Parcel(header.numbers, tensors, header.text)
 
 
 # ---- differences in words
 
 
 def describe_difference(found: torch.Tensor, expected: torch.Tensor) -> str:
-    """Return a sentence about the elements and bits in which two tensors of equal shape and dtype differ."""
-    one, other = (tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy() for tensor in (found, expected))
-    size = found.element_size()
-    changed = (one ^ other).reshape(-1, size)
-    where = np.flatnonzero(changed.any(axis=1))
-    if not len(where):
+    """Return in words how ``found`` differs from a tensor of equal dtype; empty if no bit does.
+
+    Args:
+        found: The tensor, or its bytes.
+        expected: What it should be.
+    """
+    size = expected.element_size()
+    flat = expected.detach().cpu().contiguous().reshape(-1)
+    got = found.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    if got.numel() != flat.nbytes:
+        return "its size differs"
+    changed = (got ^ flat.view(torch.uint8)).view(-1, size)
+    where = changed.any(dim=1).nonzero().reshape(-1)
+    if not where.numel():
         return ""
-    bits, first = int(np.unpackbits(changed).sum()), int(where[0])
-    pattern = changed[first][::-1].tobytes().hex()
+    first = int(where[0])
+    place = [int(n) for n in torch.unravel_index(torch.tensor(first), expected.shape)] if expected.ndim else []
+    is_, was = got.view(flat.dtype)[first].item(), flat[first].item()
+    bits = changed[first].flip(0).numpy().tobytes().hex()
     return (
-        f"{len(where)} of {found.numel()} elements differ, in {bits} bits; the first is element {first}: "
-        f"{_shown(one, first, size)} instead of {_shown(other, first, size)}, bits 0x{pattern}"
+        f"{where.numel()} of {flat.numel()} elements differ, the first at {place}: {is_!r} instead of {was!r}, "
+        f"bits 0x{bits}"
     )
-
-
-def _shown(data: np.ndarray[tuple[int], np.dtype[np.uint8]], index: int, size: int) -> str:
-    return "0x" + data[index * size : (index + 1) * size][::-1].tobytes().hex()

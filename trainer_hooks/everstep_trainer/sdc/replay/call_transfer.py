@@ -1,4 +1,4 @@
-"""Send tensors and captured calls from rank to rank."""
+"""Turn captured calls into tensors that go from rank to rank, and back."""
 
 from __future__ import annotations
 
@@ -6,66 +6,8 @@ from collections.abc import Sequence
 
 import msgspec
 import torch
-import torch.distributed as dist
 
-from everstep_trainer.parallel.exact.summation import all_gather
 from everstep_trainer.sdc.replay.capture import CapturedCall, Snapshot, TensorLayout, UnsupportedUnit
-
-HEADER_WORDS = 512
-"""The number of tensors, and then the bytes of each one, in a message of fixed size."""
-
-
-def exchange(
-    tensors: Sequence[torch.Tensor] | None, *, to: int | None, source: int | None, device: torch.device
-) -> list[torch.Tensor]:
-    """Send the bytes of flat tensors to rank ``to`` and return those that rank ``source`` sends, on ``device``.
-
-    Args:
-        tensors: Of one dimension each, at most 511.
-        to: None: send nothing.
-        source: None: receive nothing.
-        device: The one that the default group communicates from.
-    """
-    payload = [_bytes(tensor, device) for tensor in tensors or ()]
-    header = torch.tensor([len(payload), *(one.numel() for one in payload)], dtype=torch.int64)
-    header = torch.nn.functional.pad(header, (0, HEADER_WORDS - header.numel())).to(device)
-    announced = torch.zeros_like(header)
-    _transfer([header], to, [announced], source)
-    received: list[torch.Tensor] = []
-    if source is not None:
-        count, *sizes = announced.tolist()
-        received = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes[:count]]
-    _transfer(payload, to, received, source)
-    return received
-
-
-def _bytes(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).to(device)
-
-
-def _transfer(
-    sent: Sequence[torch.Tensor], to: int | None, received: Sequence[torch.Tensor], source: int | None
-) -> None:
-    """Transfer between pairs of ranks; empty tensors are skipped on both sides."""
-    operations = []
-    if to is not None:
-        operations += [dist.P2POp(dist.isend, one, to) for one in sent if one.numel()]
-    if source is not None:
-        operations += [dist.P2POp(dist.irecv, one, source) for one in received if one.numel()]
-    for work in dist.batch_isend_irecv(operations) if operations else ():
-        work.wait()
-
-
-def all_gather_numbers(numbers: Sequence[int], world_size: int, device: torch.device) -> list[list[int]]:
-    """Return the signed 64-bit numbers of each rank."""
-    own = torch.tensor(numbers, dtype=torch.int64, device=device)
-    gathered = own.new_empty(world_size * len(numbers))
-    all_gather(gathered, own)
-    found: list[list[int]] = gathered.view(world_size, -1).tolist()
-    return found
-
-
-# ---- captured calls
 
 
 class _CallHeader(msgspec.Struct, frozen=True):

@@ -18,11 +18,11 @@ from everstep_trainer.parallel.replicas import find_model_parallelism
 from everstep_trainer.sdc.audit import Audit, AuditSetup, Mismatch
 from everstep_trainer.sdc.digests.digest import combined_digest, to_hex
 from everstep_trainer.sdc.replay.call_replay import replay
-from everstep_trainer.sdc.replay.call_transfer import all_gather_numbers, decode_call, encode_call, exchange
+from everstep_trainer.sdc.replay.call_transfer import decode_call, encode_call
 from everstep_trainer.sdc.replay.capture import Capture, CapturedCall, PassRecord, UnsupportedUnit
 from everstep_trainer.sdc.replay.determinism import are_close, find_unrepeatable, relative_spread
 from everstep_trainer.sdc.replay.units import Unit, find_units
-from everstep_trainer.sdc.witnesses import choose_arbiter
+from everstep_trainer.sdc.witnesses import all_gather_numbers, choose_arbiter, describe_difference, exchange
 
 log = logging.getLogger(__name__)
 
@@ -425,7 +425,7 @@ class PeerReplay(Audit):
         held = examined.values[number]
         if not found or held is None:
             return f"{name} differs; its bits were not kept"
-        return f"{name}: {describe_bits(held[0], found[0])}"
+        return f"{name}: {describe_difference(found[0], held[0]) or 'the bits kept are equal'}"
 
     # ---- coverage
 
@@ -462,26 +462,6 @@ def first_difference(claims: PassRecord, record: PassRecord) -> int:
         if one is not None and other is not None and int(one.item()) != int(other.item()):
             return number
     return -1
-
-
-def describe_bits(expected: torch.Tensor, found: torch.Tensor) -> str:
-    """Return in words how the bytes ``found`` differ from the tensor ``expected``."""
-    flat = expected.detach().contiguous().reshape(-1)
-    got = found.to(flat.device).view(flat.dtype)
-    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(flat.element_size())
-    if width is None or got.shape != flat.shape:
-        return "it differs"
-    flips = flat.view(width) ^ got.view(width)
-    differing = flips.nonzero().reshape(-1)
-    if not differing.numel():
-        return "the bits kept are equal"
-    first = int(differing[0])
-    mask = int(flips[first].item()) & ((1 << 8 * flat.element_size()) - 1)
-    place = [int(n) for n in torch.unravel_index(torch.tensor(first), expected.shape)] if expected.ndim else []
-    return (
-        f"{differing.numel()} of {flat.numel()} elements differ, first {place}: expected {flat[first].item()!r}, "
-        f"training used {got[first].item()!r}, bits {mask:#x}"
-    )
 
 
 def _describe_pass(original: Parts, replayed: Parts) -> str:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from everstep_trainer.sdc.replay.peer_replay import MAX_SKIPS, describe_bits
-from everstep_trainer.sdc.witnesses import choose_arbiter
+from everstep_trainer.sdc.replay.peer_replay import MAX_SKIPS
+from everstep_trainer.sdc.witnesses import choose_arbiter, describe_difference
 
 from tests.support.auditing_ranks import Training, play, roles, train_by_run
 
@@ -63,7 +63,7 @@ def test_one_wrong_output_is_a_transient_of_its_rank(forks: Any, wrap: str) -> N
     assert original != rerun
     assert rerun == replayed == arbitrated
     (difference,) = {one["difference"] for one in ranks[arbiter]["statements"]}
-    assert difference.startswith("output 0: 1 of 192 elements differ, first [0, 0, 3]: expected ")
+    assert difference.startswith("output 0: 1 of 192 elements differ, the first at [0, 0, 3]: ")
     (unit,) = {one["unit"] for rank in ranks for one in rank["statements"]}
     assert unit == "blocks.0 forward, micro-batch 0"
 
@@ -156,6 +156,7 @@ def test_bits_are_described() -> None:
     expected = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     found = expected.clone()
     found[1, 0] = 3.5
-    assert describe_bits(expected, found.view(-1).view(torch.uint8)) == (
-        "1 of 4 elements differ, first [1, 0]: expected 3.0, training used 3.5, bits 0x200000"
-    )
+    words = "1 of 4 elements differ, the first at [1, 0]: 3.5 instead of 3.0, bits 0x00200000"
+    assert describe_difference(found, expected) == words
+    assert describe_difference(found.view(-1).view(torch.uint8), expected) == words
+    assert describe_difference(expected, expected) == ""
