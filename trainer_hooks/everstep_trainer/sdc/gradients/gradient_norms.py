@@ -41,7 +41,6 @@ KEPT_STEPS = 64
 MIN_RANKS = 3
 """With two ranks the median does not tell which one is unusual."""
 
-_NO_STEP = -1.0
 _suspected: dict[int, torch.Tensor] = {}
 """All ranks' norms in suspected steps, by step. It outlives the generation, so that the repetition is compared."""
 
@@ -64,8 +63,6 @@ class GradientNorms(Audit, GradientReader):
         self._norms: list[torch.Tensor] = []  # of the running step
         self._kept: dict[int, torch.Tensor] = {}  # by group, of the steps since the last exchange
         self._size: int | None = None  # of a step's vector of norms, the same on all ranks
-        self._is_first = True
-        self._repeated_step: int | None = None  # a suspected step that will be computed again
         self._deviations: deque[float] = deque(maxlen=REMEMBERED)
 
     def begin_step(self, step: int, *, due: bool) -> None:
@@ -89,11 +86,10 @@ class GradientNorms(Audit, GradientReader):
                 dist.all_reduce(size, op=dist.ReduceOp.MAX)
             self._size = min(GROUPS, int(size.item()))
         self._kept[step] = self._grouped()
-        if not (due or self._is_first or step == self._repeated_step or len(self._kept) == KEPT_STEPS):
+        if not (due or len(self._kept) == KEPT_STEPS):
             return
         steps = list(self._kept)
-        everyones = self._exchange(step)
-        self._is_first = False
+        everyones = self._exchange()
         for place, one in enumerate(steps):
             if self._judge(one, everyones[:, place]):
                 return  # later steps follow from this one
@@ -125,21 +121,14 @@ class GradientNorms(Audit, GradientReader):
         self._norms.clear()
         return grouped.sqrt()
 
-    def _exchange(self, step: int) -> torch.Tensor:
-        """Return the kept norms of all ranks, ranks x steps x groups; learn at first which step is repeated."""
-        setup, size = self.setup, self._size or 0
-        pending = max((known for known in _suspected if known >= step), default=_NO_STEP)
-        mine = torch.cat([torch.tensor([pending], dtype=torch.float64, device=setup.device), *self._kept.values()])
-        kept = len(self._kept)
+    def _exchange(self) -> torch.Tensor:
+        """Return the kept norms of all ranks, ranks x steps x groups."""
+        mine = torch.stack([*self._kept.values()])
         self._kept.clear()
-        everyones = mine.new_empty(setup.world_size, len(mine))
+        everyones = mine.new_empty(self.setup.world_size, *mine.shape)
         with self.waiting():
-            all_gather(everyones.view(-1), mine)
-        everyones = everyones.cpu()
-        if self._is_first:
-            pending_step = int(everyones[:, 0].max())
-            self._repeated_step = pending_step if pending_step > step else None
-        return everyones[:, 1:].reshape(setup.world_size, kept, size)
+            all_gather(everyones.view(-1), mine.view(-1))
+        return everyones.cpu()
 
     def _suspect(self, everyones: torch.Tensor) -> int | None:
         """Return the rank with an unusual norm, or None."""
