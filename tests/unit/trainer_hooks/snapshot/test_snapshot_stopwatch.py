@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from everstep_trainer.sdc.digests.digest import WeightedDigest, to_unsigned
-from everstep_trainer.snapshot.copy import DeviceMover
+from everstep_trainer.snapshot.copy import DeviceMover, SlotTargets
 from everstep_trainer.snapshot.pace import StepStopwatch, target_interval
 
 from everstep.clock import ManualClock
@@ -132,7 +132,7 @@ def test_digests_arrive_with_the_copy_without_extra_waiting(cuda: PretendedCuda)
 
     mover = DeviceMover((GPU,))
     mover.mark_ready()
-    digests = mover.run([], [], lambda: {"replicated": Digest()}).digests  # type: ignore[arg-type]
+    digests = mover.run(SlotTargets([]), [], lambda: {"replicated": Digest()}).digests
     work(cuda, STEP_S)  # the next step, already enqueued
     mover.finish()
     assert to_unsigned(digests["replicated"]) == 5
