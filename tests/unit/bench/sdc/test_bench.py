@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from bench.sdc.cells import Cell, Measure
+from bench.sdc.example import FAULT
 from bench.sdc.models import Config
 from bench.sdc.ranks import RankFailed, Ranks
 from bench.sdc.report import Report
@@ -25,6 +27,10 @@ def test_bench_records_injections(tmp_path: Path) -> None:
         for number in range(2):
             measure.injection(cell, number)
         measure.clean(CONFIG, "standard", 0, steps=10)
+        right, story = (
+            ranks.call(CONFIG, "tell", fault, intervals, 3, 40)[0]
+            for fault, intervals in ((None, {}), (replace(FAULT, rank=2, probability=0.01), {"matmul": 1}))
+        )
         with pytest.raises(RankFailed, match="no_such_method"):
             ranks.call(CONFIG, "no_such_method")
     records = Store(tmp_path).records(cell.name)
@@ -34,4 +40,7 @@ def test_bench_records_injections(tmp_path: Path) -> None:
         assert record["changed_step"] == 3  # the fault's first step, and no audit changed anything before it
         assert record["honest_convicted"] == []
     assert Store(tmp_path).records(f"{CONFIG.name}/clean/standard")[0]["alarms"] == 0
+    assert list(story.replaced) == [2]
+    assert len(story.reports) == 2, "a strike goes back, and a second one replaces the node"
+    assert story.digests == right.digests
     assert any(row.name == cell.name for row in Report(store).rows())
