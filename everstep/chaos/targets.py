@@ -10,8 +10,9 @@ import itertools
 import os
 import re
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -40,6 +41,7 @@ class LocalNode(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         name: Name of the node; "" if it cannot be found out.
         is_private: The launcher runs the agent, and perhaps the controller, for this job alone.
+        controller: Address of a private agent's controller; "" for a fleet's agent.
         has_controller: The launcher runs the job's controller.
         processes: The launcher and everything below it, with a private agent and its vault.
         ranks: Processes of ranks by local rank.
@@ -48,6 +50,7 @@ class LocalNode(msgspec.Struct, frozen=True, kw_only=True):
     job: str
     name: str
     is_private: bool
+    controller: str
     has_controller: bool
     launcher: Process
     agent: Process | None
@@ -73,6 +76,17 @@ def find_nodes(
     return sorted(found, key=lambda node: (node.job, node.name, node.launcher.pid))
 
 
+def nodes_of(nodes: Iterable[LocalNode], job: str, controllers: str) -> list[LocalNode]:
+    """Return the nodes of the job that one of ``controllers`` runs. Another private run may have a job of that name.
+
+    Ports are compared: a private controller is on this machine, and nodes may know it by other addresses of it.
+    """
+    ports = {urlsplit(one).port for one in controllers.split(",")}
+    return [
+        node for node in nodes if node.job == job and (not node.controller or urlsplit(node.controller).port in ports)
+    ]
+
+
 def _node(
     job: str, agent_socket: str, launcher: Process, zygote: Process, processes: Mapping[int, Process]
 ) -> LocalNode:
@@ -84,6 +98,7 @@ def _node(
         job=job,
         name=name,
         is_private=own is not None,
+        controller="" if own is None else _argument(own, "--controller"),
         has_controller=any("everstep_controller.main" in process.arguments for process in services),
         launcher=launcher,
         agent=agent,

@@ -17,7 +17,7 @@ from rich.text import Text
 from everstep.chaos.experiment import LASTING_S, run_experiment
 from everstep.chaos.faults import Fault
 from everstep.chaos.recovery import ChaosReport, FaultReport, JobWatch, Progress, Regroup
-from everstep.chaos.targets import LocalNode, find_nodes
+from everstep.chaos.targets import LocalNode, find_nodes, nodes_of
 from everstep.cli.context import (
     ConnectionOptions,
     Json,
@@ -62,7 +62,7 @@ def chaos(
         if seconds is not None and fault not in LASTING_S:
             raise ConfigurationError(f"--seconds has no meaning for {fault}, which happens at once")
         name = job or _only_job(find_nodes(read_processes()))
-        context.obj = _access(context.obj, name)
+        context.obj = access = _access(context.obj, name).resolved(os.environ)
     reports: list[FaultReport] = []
     try:
         with connected_client(context) as client:
@@ -72,7 +72,7 @@ def chaos(
                 report = run_experiment(
                     fault,
                     JobWatch(get_function(client), path("jobs", name), SYSTEM_CLOCK),
-                    [node for node in find_nodes(read_processes()) if node.job == name],
+                    nodes_of(find_nodes(read_processes()), name, access.controller),
                     rank=rank,
                     seconds=LASTING_S.get(fault, 0.0) if seconds is None else seconds,
                     timeout_s=timeout_s,

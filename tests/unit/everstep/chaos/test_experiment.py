@@ -22,7 +22,7 @@ def process(pid: int, user: int = 1000) -> Process:
 
 
 def local(name: str = "b", **changed: Any) -> LocalNode:
-    known: dict[str, Any] = {"is_private": True, "has_controller": False, "agent": process(9)}
+    known: dict[str, Any] = {"is_private": True, "controller": "", "has_controller": False, "agent": process(9)}
     return LocalNode(
         job="llama",
         name=name,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from everstep.chaos.targets import AGENT_SOCKET_VARIABLE, JOB_VARIABLE, LocalNode, find_nodes
+from everstep.chaos.targets import AGENT_SOCKET_VARIABLE, JOB_VARIABLE, LocalNode, find_nodes, nodes_of
 from everstep.processes import Process
 
 USER = 1000
@@ -29,9 +29,9 @@ def launcher(first: int, *, user: int = USER, ranks: int = 2) -> list[Process]:
     ]
 
 
-def services(first: int, node: str) -> list[Process]:
+def services(first: int, node: str, controller: str = "http://127.0.0.1:1") -> list[Process]:
     """A launcher's private controller and agent, and the agent's vault."""
-    agent = ("python", "-P", "-m", "everstep_agent.main", "--node", node, "--controller", "http://127.0.0.1:1")
+    agent = ("python", "-P", "-m", "everstep_agent.main", "--node", node, "--controller", controller)
     return [
         process(first + 30, first, "python", "python", "-P", "-m", "everstep_controller.main", "serve"),
         process(first + 31, first, "python", *agent),
@@ -78,3 +78,11 @@ def test_several_launchers_are_told_apart() -> None:
     environments = {101: {JOB_VARIABLE: "llama"}, 201: {JOB_VARIABLE: "gpt"}}
     nodes = found([*launcher(100), *services(100, "a"), *launcher(200, ranks=1), *services(200, "b")], environments)
     assert [(node.job, node.name, sorted(node.ranks)) for node in nodes] == [("gpt", "b", [0]), ("llama", "a", [0, 1])]
+
+
+def test_runs_of_one_job_name_are_told_apart() -> None:
+    environments = {101: {JOB_VARIABLE: "gpt"}, 201: {JOB_VARIABLE: "gpt"}, 301: {JOB_VARIABLE: "gpt"}}
+    first, second = (services(pid, "local", f"http://127.0.0.1:{pid}") for pid in (100, 200))
+    nodes = found([*launcher(100), *first, *launcher(200), *second, *launcher(300)], environments)
+    assert {node.launcher.pid for node in nodes_of(nodes, "gpt", "http://10.0.0.1:200")} == {200, 300}
+    assert nodes_of(nodes, "llama", "http://10.0.0.1:200") == []
