@@ -175,6 +175,7 @@ class _EverstepBackend(Backend):
         is_local = all(worker.metadata.node_ip == here for worker in worker_group.get_workers())
         plan = self._ensure_services(worker_group, backend_config, LOOPBACK if is_local else here)
         _require_reports_of_first_worker(worker_group)
+        _Replacements(worker_group)
         context = worker_group.get_worker_group_context()
         if not hasattr(context, "train_fn_ref"):
             raise ConfigurationError(f"Ray {ray.__version__} is not supported: install Ray 2.60")
@@ -230,6 +231,55 @@ def _require_reports_of_first_worker(worker_group: Any) -> None:
     for callback in worker_group._callbacks:
         if isinstance(callback, ReportCallbackHandler):
             callback.set_required_ranks([0])
+
+
+class _Replacements:
+    """Replaces a worker group's failed workers, together with those that died since Ray looked.
+
+    Ray's own replacement calls all other workers, and the run ends at the first of them that is dead.
+    """
+
+    def __init__(self, worker_group: Any) -> None:
+        self._group, self._replace = worker_group, worker_group.replace_replica_group
+        self._status: Any = None
+        self._replaced: set[int] = set()
+        """Replica groups replaced after the poll that ``_status`` is of."""
+        worker_group.replace_replica_group = self.replace
+
+    def replace(self, index: int) -> None:
+        """Replace a replica group, and others that are dead. Raises RayActorError if new workers die."""
+        status = self._group.get_latest_poll_status()
+        if status is not self._status:
+            self._status, self._replaced = status, set()
+        if index in self._replaced:
+            return
+        failed = [index, *self._shut_down_dead(index)]
+        while failed:
+            try:
+                self._replace(failed[0])
+            except ray.exceptions.RayActorError:
+                dead = self._shut_down_dead(*failed)
+                if not dead:
+                    raise
+                failed += dead
+            else:
+                self._replaced.add(failed.pop(0))
+
+    def _shut_down_dead(self, *known: int) -> list[int]:
+        groups = dict(enumerate(self._group._replica_groups))
+        found = [n for n, one in groups.items() if n not in known and one.is_active() and _is_dead(one)]
+        for number in found:
+            groups[number].shutdown()
+        return found
+
+
+def _is_dead(group: Any) -> bool:
+    """Return whether one of the actors of a replica group has died."""
+    try:
+        ray.get([worker.actor.clear_result_queue.remote() for worker in group.get_workers()])
+    except ray.exceptions.RayActorError:
+        return True
+    return False
 
 
 # ---- the job's services, in an actor on the node of Ray Train's controller

@@ -74,3 +74,56 @@ def test_plan_of_one_worker_meets_nobody(integration: Any, tmp_path: Path) -> No
 @pytest.mark.parametrize(("run", "job"), [("my run/1", "my-run-1-0123abcd"), ("___", "ray-0123abcd")])
 def test_job_is_named_after_the_run(integration: Any, run: str, job: str) -> None:
     assert integration._job_name(run, "0123abcdef") == job
+
+
+class Group:
+    """A replica group, of which ``dead`` may be set, and the worker group around it."""
+
+    def __init__(self) -> None:
+        self.dead, self.shut = False, False
+
+    def is_active(self) -> bool:
+        return not self.shut
+
+    def shutdown(self) -> None:
+        self.shut = True
+
+
+class WorkerGroup:
+    """Fails as Ray does while it replaces one of three, if another is dead."""
+
+    def __init__(self, integration: Any) -> None:
+        self._error = integration.ray.exceptions.RayActorError
+        self._replica_groups = [Group() for _ in range(3)]
+        self.status, self.replaced, self.dies_meanwhile = object(), list[int](), -1
+
+    def get_latest_poll_status(self) -> object:
+        return self.status
+
+    def replace_replica_group(self, index: int) -> None:
+        if self.dies_meanwhile >= 0:
+            self._replica_groups[self.dies_meanwhile].dead, self.dies_meanwhile = True, -1
+        if any(one.dead and one.is_active() for n, one in enumerate(self._replica_groups) if n != index):
+            raise self._error
+        self._replica_groups[index] = Group()
+        self.replaced.append(index)
+
+
+@pytest.mark.parametrize("meanwhile", [False, True])
+def test_actor_that_died_later_is_replaced_too(
+    integration: Any, monkeypatch: pytest.MonkeyPatch, meanwhile: bool
+) -> None:
+    monkeypatch.setattr(integration, "_is_dead", lambda group: group.dead)
+    workers = WorkerGroup(integration)
+    integration._Replacements(workers)
+    workers._replica_groups[0].dead = True
+    if meanwhile:
+        workers.dies_meanwhile = 2
+    else:
+        workers._replica_groups[2].dead = True
+    for known in (0, 2):  # Ray may know of both
+        workers.replace_replica_group(known)
+    assert workers.replaced == [0, 2]
+    workers.status = object()
+    workers.replace_replica_group(2)
+    assert workers.replaced == [0, 2, 2]
