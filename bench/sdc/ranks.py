@@ -8,6 +8,7 @@ import tempfile
 import traceback
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -42,8 +43,10 @@ class Ranks:
         """Return what ``method`` of `Training` returns on each rank.
 
         Raises:
-            RankFailed: A rank raised or hung. All ranks are started anew.
+            RankFailed: A rank raised or hung. The next call starts all ranks anew.
         """
+        if not self._processes:
+            self._start()
         for pipe in self._pipes:
             pipe.send((config, method, args, options))
         answers, failures, limit_s = dict[int, Any](), list[str](), ANSWER_S
@@ -59,15 +62,15 @@ class Ranks:
                 limit_s = OTHERS_S
         if failures:
             self._stop()
-            self._start()
             raise RankFailed(min(failures, key=_is_consequence))
         return [answers[rank] for rank in range(self.world)]
 
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="everstep-bench-")
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload([_serve.__module__, "bench.sdc.training"])
         self._pipes: list[Connection] = []
-        self._processes = []
+        self._processes: list[BaseProcess] = []
         for rank in range(self.world):
             ours, theirs = context.Pipe()
             arguments = (theirs, self._folder.name, rank, self.world, self.warm_steps, self.window)
@@ -85,6 +88,7 @@ class Ranks:
             if process.is_alive():
                 process.kill()
                 process.join()
+        self._processes.clear()
         self._folder.cleanup()
 
     def __enter__(self) -> Ranks:
