@@ -20,6 +20,7 @@ from hypothesis import Phase, settings
 from tests.support import programs
 from tests.support.examples import examples
 from tests.support.forked import ForkPool, fork_pool, torch_forks
+from tests.support.kept_ranks import KeptRanks
 
 # No bound on wall time; and no tracing of each line of what fails: shrinking takes minutes with it before Python 3.12
 settings.register_profile(
@@ -113,6 +114,14 @@ def forks(session_forks: ForkPool) -> Iterator[ForkPool]:
     """Processes with torch imported, in milliseconds (tests/support/forked.py); killed at the end of the test."""
     yield session_forks
     session_forks.release()
+
+
+@pytest.fixture(scope="module")
+def kept_ranks(session_forks: ForkPool) -> Iterator[KeptRanks]:
+    """Ranks for all tests of a module, which must not use ``forks`` besides: it kills all that was forked."""
+    ranks = KeptRanks(session_forks)
+    yield ranks
+    ranks.close()
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -47,12 +49,6 @@ class RecordingSession(TrainingSession):
         self.clean_since.append(step)
 
 
-def join(rank: int, world: int, port: int) -> None:
-    """Join the group of a test."""
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-
-
 def tiny_model() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
@@ -75,20 +71,17 @@ class FaultyAt:
         return self.is_on and self.step == FAULTY_STEP
 
 
-def train_with_fault(rank: int, world: int, port: int, layout: str, fault: str, links: Any) -> dict[str, Any]:
+def train_with_fault(rank: int, world: int, layout: str, fault: str, links: Any) -> dict[str, Any]:
     """Train on one rank. Under the fault "gradient", a suspected step is trained once more, in another run."""
-    torch.set_num_threads(1)
-    join(rank, world, port)
     active, session = FaultyAt(rank), RecordingSession(world)
-    if fault in ("transport", "sending"):
-        _spoil_transport(active, fault)
-    trained = _train(rank, world, layout, fault, session, active, links, 1)
+    with _spoiled_transport(active, fault) if fault in ("transport", "sending") else nullcontext():
+        trained = _train(rank, world, layout, fault, session, active, links, 1)
     repeated = None
     if fault in ("gradient", "odd batch"):
         active.is_on = False
         repeated = RecordingSession(world, REPEATED_FROM)
         _train(rank, world, layout, fault, repeated, active, links, REPEATED_FROM)
-    dist.destroy_process_group()
+    _kept.clear()
     gradient_norms._suspected.clear()
     return {
         "mismatches": session.mismatches,
@@ -98,7 +91,8 @@ def train_with_fault(rank: int, world: int, port: int, layout: str, fault: str, 
     }
 
 
-def _spoil_transport(active: FaultyAt, fault: str) -> None:
+@contextmanager
+def _spoiled_transport(active: FaultyAt, fault: str) -> Iterator[None]:
     """While the fault is active, flip a bit of what this process receives of others' gradients, or of what it sends."""
     all_to_all = dist.all_to_all_single
 
@@ -111,6 +105,10 @@ def _spoil_transport(active: FaultyAt, fault: str) -> None:
         return work
 
     dist.all_to_all_single = flipping
+    try:
+        yield
+    finally:
+        dist.all_to_all_single = all_to_all
 
 
 def _train(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from everstep.vocabulary import AuditLink
 from tests.support.audited_models import CPU, MODELS, TOKENS, WORDS, Gpt, Model
+from tests.support.kept_ranks import KeptRanks
 
 NODES = ("a", "a", "b", "c")
 
@@ -53,11 +53,9 @@ class Training:
     odd_steps: tuple[int, ...] = ()
 
 
-def play(forks: Any, world: int, training: Training) -> list[dict[str, Any]]:
+def play(ranks: KeptRanks, world: int, training: Training) -> list[dict[str, Any]]:
     """Return what each rank has after training: statements, log lines, and a digest of its state."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks = [forks.start(train, rank, world, store.port, asdict(training)) for rank in range(world)]
-    return [rank.result() for rank in ranks]
+    return ranks.call(world, train, asdict(training))
 
 
 @contextmanager
@@ -71,19 +69,20 @@ def grouped(rank: int, world: int, port: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def train(rank: int, world: int, port: int, options: dict[str, Any]) -> dict[str, Any]:
-    """In a process of its own, one of ``world``."""
+def train(rank: int, world: int, options: dict[str, Any]) -> dict[str, Any]:
+    """On one of the kept ranks."""
     training = Training(**options)
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     peer_replay.log.addHandler(handler)
     peer_replay.log.setLevel(logging.INFO)
-    with grouped(rank, world, port):
-        held = _train(rank, world, training)  # whatever holds the group is gone when it is destroyed
-        gc.collect()
-        dist.barrier()
-    return {**held, "lines": lines}
+    try:
+        return {**_train(rank, world, training), "lines": lines}
+    finally:
+        peer_replay.log.removeHandler(handler)
+        if training.compiled:
+            torch._dynamo.reset()
 
 
 def _train(rank: int, world: int, training: Training) -> dict[str, Any]:
@@ -127,16 +126,8 @@ def _train(rank: int, world: int, training: Training) -> dict[str, Any]:
     }
 
 
-def train_by_run(rank: int, world: int, port: int, virtual_ranks: int | None) -> dict[str, Any]:
-    """In a process of its own, one of ``world``: training by a run that audits every step."""
-    with grouped(rank, world, port):
-        held = _train_by_run(rank, world, virtual_ranks)
-        gc.collect()
-        dist.barrier()
-    return held
-
-
-def _train_by_run(rank: int, world: int, virtual_ranks: int | None) -> dict[str, Any]:
+def train_by_run(rank: int, world: int, virtual_ranks: int | None) -> dict[str, Any]:
+    """On one of the kept ranks: training by a run that audits every step."""
     mismatches: list[Mismatch] = []
     clean: list[int] = []
 

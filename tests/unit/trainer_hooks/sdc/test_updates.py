@@ -20,7 +20,7 @@ from torch import nn, optim
 from torch.distributed.fsdp import fully_shard
 
 from everstep.vocabulary import AuditLink, AuditRole
-from tests.support.forked import ForkPool
+from tests.support.kept_ranks import KeptRanks
 
 OPTIONS = {AuditLink.UPDATE: LinkOptions(interval=1)}
 
@@ -219,37 +219,25 @@ def _flip(local: torch.Tensor) -> None:
         flip_bit(local)
 
 
-def on_ranks(rank: int, world: int, port: int, shard: bool, bad: int) -> tuple[list[dict[str, Any]], list[int]]:
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    try:
-        training = Training(lambda p: optim.AdamW(p, lr=1e-2), shard=shard)
-        training.run(2)
-        if rank == bad:
-            for parameter in training.model.parameters():
-                local = local_part(parameter).detach()
-                training.corrupt_next(lambda local=local: _flip(local))  # type: ignore[misc]
-        training.run(3)
-        described = [
-            {"role": one.role, "original": one.original, "digest": one.digest, "unit": one.unit, "step": one.step}
-            | {"owner": one.owner, "arbiter": one.expects_arbiter, "difference": one.difference}
-            for one in training.reported
-        ]
-        return described, training.clean
-    finally:
-        dist.destroy_process_group()
-
-
-def ranks(forks: ForkPool, world: int, *, shard: bool, bad: int) -> list[tuple[list[dict[str, Any]], list[int]]]:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    started = [forks.start(on_ranks, rank, world, store.port, shard, bad) for rank in range(world)]
-    return [one.result() for one in started]
+def on_ranks(rank: int, world: int, shard: bool, bad: int) -> tuple[list[dict[str, Any]], list[int]]:
+    training = Training(lambda p: optim.AdamW(p, lr=1e-2), shard=shard)
+    training.run(2)
+    if rank == bad:
+        for parameter in training.model.parameters():
+            local = local_part(parameter).detach()
+            training.corrupt_next(lambda local=local: _flip(local))  # type: ignore[misc]
+    training.run(3)
+    described = [
+        {"role": one.role, "original": one.original, "digest": one.digest, "unit": one.unit, "step": one.step}
+        | {"owner": one.owner, "arbiter": one.expects_arbiter, "difference": one.difference}
+        for one in training.reported
+    ]
+    return described, training.clean
 
 
 @pytest.mark.parametrize("shard", [False, True])
-def test_two_ranks_do_a_wrong_update_again(forks: ForkPool, shard: bool) -> None:
-    (peerless, _), (owner, _), (peer, _) = ranks(forks, 3, shard=shard, bad=BAD)
+def test_two_ranks_do_a_wrong_update_again(kept_ranks: KeptRanks, shard: bool) -> None:
+    (peerless, _), (owner, _), (peer, _) = kept_ranks.call(3, on_ranks, shard, BAD)
     (own,), (second,), (third,) = owner, peer, peerless
     assert (own["role"], second["role"], third["role"]) == (AuditRole.OWNER, AuditRole.PEER, AuditRole.ARBITER)
     assert own["original"] != own["digest"] == second["digest"] == third["digest"]
@@ -258,5 +246,5 @@ def test_two_ranks_do_a_wrong_update_again(forks: ForkPool, shard: bool) -> None
     assert "elements differ" in own["difference"]
 
 
-def test_sharded_updates_repeat(forks: ForkPool) -> None:
-    assert all(not reported and clean for reported, clean in ranks(forks, 2, shard=True, bad=-1))
+def test_sharded_updates_repeat(kept_ranks: KeptRanks) -> None:
+    assert all(not reported and clean for reported, clean in kept_ranks.call(3, on_ranks, True, -1))

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from everstep_trainer.sdc.audit import AuditSetup, Mismatch
 from everstep_trainer.sdc.digests.digest import tensor_digest
 from everstep_trainer.sdc.gradients.collectives import Collectives, row_digests
@@ -16,16 +15,14 @@ from everstep_trainer.sdc.gradients.gradient_exchange import GradientTap
 from bench.sdc.judging import Outcome, Statement, judge_all
 from everstep.vocabulary import AuditLink, AuditRole
 from tests.support.audited_training import FAULTY_RANK, FAULTY_STEP, train_with_fault
-from tests.support.forked import ForkPool
+from tests.support.kept_ranks import KeptRanks
 
 WORLD = 4
 LINKS = {"gradient_norm": {"interval": 1}, "collective": {"interval": 1}}
 
 
-def train(forks: ForkPool, layout: str, fault: str, links: Any = LINKS) -> list[dict[str, Any]]:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks = [forks.start(train_with_fault, rank, WORLD, store.port, layout, fault, links) for rank in range(WORLD)]
-    return [rank.result() for rank in ranks]
+def train(ranks: KeptRanks, layout: str, fault: str, links: Any = LINKS) -> list[dict[str, Any]]:
+    return ranks.call(WORLD, train_with_fault, layout, fault, links)
 
 
 def statements(told: list[dict[str, Any]], key: str = "mismatches") -> list[tuple[int, Mismatch]]:
@@ -33,8 +30,8 @@ def statements(told: list[dict[str, Any]], key: str = "mismatches") -> list[tupl
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
-def test_outlying_gradient_is_suspected_and_repeated(forks, layout):
-    told = train(forks, layout, "gradient")
+def test_outlying_gradient_is_suspected_and_repeated(kept_ranks, layout):
+    told = train(kept_ranks, layout, "gradient")
     ((rank, suspicion),) = [said for said in statements(told) if said[1].link is AuditLink.GRADIENT_NORM]
     assert (rank, suspicion.owner, suspicion.step) == (FAULTY_RANK, FAULTY_RANK, FAULTY_STEP)
     assert not suspicion.original
@@ -44,28 +41,28 @@ def test_outlying_gradient_is_suspected_and_repeated(forks, layout):
     assert proof.original != proof.digest
 
 
-def test_unusual_batch_is_no_fault_once_repeated(forks):
-    told = train(forks, "ddp", "odd batch")
+def test_unusual_batch_is_no_fault_once_repeated(kept_ranks):
+    told = train(kept_ranks, "ddp", "odd batch")
     assert [rank for rank, _ in statements(told)] == [FAULTY_RANK]
     assert not statements(told, "repeated")
 
 
-def test_flip_in_transport_accuses_both_ends(forks):
-    told = train(forks, "ddp", "transport")
+def test_flip_in_transport_accuses_both_ends(kept_ranks):
+    told = train(kept_ranks, "ddp", "transport")
     said = statements(told)
     assert {each.owner for _, each in said} == {0}, "it flipped a bit of what came from rank 0"
     assert sorted((rank, each.role) for rank, each in said) == [(0, AuditRole.OWNER), (FAULTY_RANK, AuditRole.PEER)]
 
 
 @pytest.mark.parametrize("fault", ["rest", "sending"])
-def test_gradient_changed_after_its_arrival_is_stated_by_its_rank(forks, fault):
-    ((rank, said),) = statements(train(forks, "ddp", fault))
+def test_gradient_changed_after_its_arrival_is_stated_by_its_rank(kept_ranks, fault):
+    ((rank, said),) = statements(train(kept_ranks, "ddp", fault))
     assert (rank, said.owner, said.step) == (FAULTY_RANK, FAULTY_RANK, FAULTY_STEP)
     assert said.difference == "1 of 6 gradients changed after they had arrived (bucket 0)"
 
 
-def test_divergent_result_is_named_by_two_witnesses(forks):
-    told = train(forks, "ddp", "result")
+def test_divergent_result_is_named_by_two_witnesses(kept_ranks):
+    told = train(kept_ranks, "ddp", "result")
     first = [(rank, each) for rank, each in statements(told) if each.step == FAULTY_STEP]
     assert {each.owner for _, each in first} == {FAULTY_RANK}
     assert sorted(each.role for _, each in first) == [AuditRole.ARBITER, AuditRole.OWNER, AuditRole.PEER]
@@ -73,8 +70,8 @@ def test_divergent_result_is_named_by_two_witnesses(forks):
     assert digests[AuditRole.PEER] == digests[AuditRole.ARBITER] != ""
 
 
-def test_audits_leave_training_as_it_was(forks):
-    audited, plain = train(forks, "ddp", "none"), train(forks, "ddp", "none", {})
+def test_audits_leave_training_as_it_was(kept_ranks):
+    audited, plain = train(kept_ranks, "ddp", "none"), train(kept_ranks, "ddp", "none", {})
     assert not statements(audited)
     assert max(audited[0]["clean_since"]) > FAULTY_STEP
     assert all(torch.equal(a, b) for a, b in zip(audited[0]["parameters"], plain[0]["parameters"], strict=True))

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-import torch.distributed as dist
 from everstep_trainer.sdc.replay.peer_replay import MAX_SKIPS
 from everstep_trainer.sdc.witnesses import choose_arbiter, describe_difference
 
 from tests.support.auditing_ranks import Training, play, roles, train_by_run
+from tests.support.kept_ranks import KeptRanks
 
 
 @pytest.mark.parametrize(
@@ -26,9 +24,9 @@ from tests.support.auditing_ranks import Training, play, roles, train_by_run
     ],
     ids=lambda one: f"{one.model}-{one.wrap}",
 )
-def test_clean_training_is_audited_without_a_trace(forks: Any, training: Training) -> None:
-    audited = play(forks, 3, training)
-    plain = play(forks, 3, Training(**{**training.__dict__, "interval": None}))
+def test_clean_training_is_audited_without_a_trace(kept_ranks: KeptRanks, training: Training) -> None:
+    audited = play(kept_ranks, 3, training)
+    plain = play(kept_ranks, 3, Training(**{**training.__dict__, "interval": None}))
     assert [rank["statements"] for rank in audited] == [[], [], []]
     assert [rank["lines"] for rank in audited] == [[], [], []]
     units = len(audited[0]["units"])
@@ -37,23 +35,29 @@ def test_clean_training_is_audited_without_a_trace(forks: Any, training: Trainin
 
 
 @pytest.mark.parametrize("virtual_ranks", [None, 4])
-def test_run_audits_replicas_and_virtual_ranks(forks: Any, virtual_ranks: int | None) -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks = [forks.start(train_by_run, rank, 2, store.port, virtual_ranks) for rank in range(2)]
+def test_run_audits_replicas_and_virtual_ranks(kept_ranks: KeptRanks, virtual_ranks: int | None) -> None:
+    ranks = kept_ranks.call(2, train_by_run, virtual_ranks)
     # One audit of each of the six units makes the steps before them clean.
-    assert [rank.result() for rank in ranks] == [{"mismatches": 0, "clean": [*range(1, 8)]}] * 2
+    assert ranks == [{"mismatches": 0, "clean": [*range(1, 8)]}] * 2
 
 
-@pytest.mark.parametrize("compiled", ["in place", "wrapped"])
-@pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
-def test_compiled_blocks_are_audited(forks: Any, compiled: str, wrap: str) -> None:
-    ranks = play(forks, 2, Training(compiled=compiled, wrap=wrap))
+@pytest.mark.parametrize(
+    ("compiled", "wrap"),
+    [
+        ("in place", "fsdp"),
+        ("wrapped", "ddp"),
+        pytest.param("in place", "ddp", marks=pytest.mark.nightly),
+        pytest.param("wrapped", "fsdp", marks=pytest.mark.nightly),
+    ],
+)
+def test_compiled_blocks_are_audited(kept_ranks: KeptRanks, compiled: str, wrap: str) -> None:
+    ranks = play(kept_ranks, 2, Training(compiled=compiled, wrap=wrap))
     assert [(rank["statements"], rank["lines"]) for rank in ranks] == [([], []), ([], [])]
 
 
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
-def test_one_wrong_output_is_a_transient_of_its_rank(forks: Any, wrap: str) -> None:
-    ranks = play(forks, 4, Training(wrap=wrap, fault=(1, "blocks.0", "once")))
+def test_one_wrong_output_is_a_transient_of_its_rank(kept_ranks: KeptRanks, wrap: str) -> None:
+    ranks = play(kept_ranks, 4, Training(wrap=wrap, fault=(1, "blocks.0", "once")))
     ((step, owner), case), *rest = roles(ranks).items()
     assert (step, owner, rest) == (2, 1, [])
     (_, original, rerun), (peer, _, replayed), (arbiter, _, arbitrated) = (
@@ -68,8 +72,8 @@ def test_one_wrong_output_is_a_transient_of_its_rank(forks: Any, wrap: str) -> N
     assert unit == "blocks.0 forward, micro-batch 0"
 
 
-def test_persistent_fault_is_repeated_by_its_rank_alone(forks: Any) -> None:
-    ranks = play(forks, 4, Training(fault=(2, "blocks.1.project", "always"), steps=3, fault_step=3))
+def test_persistent_fault_is_repeated_by_its_rank_alone(kept_ranks: KeptRanks) -> None:
+    ranks = play(kept_ranks, 4, Training(fault=(2, "blocks.1.project", "always"), steps=3, fault_step=3))
     cases = roles(ranks)
     assert {owner for _, owner in cases} == {2, next(owner for _, owner in cases if owner != 2)}
     for (step, owner), case in cases.items():
@@ -86,8 +90,8 @@ def test_persistent_fault_is_repeated_by_its_rank_alone(forks: Any) -> None:
             assert original == arbitrated != replayed
 
 
-def test_lying_partner_is_contradicted(forks: Any) -> None:
-    ranks = play(forks, 3, Training(fault=(0, "words", "lie"), steps=7, fault_step=1))
+def test_lying_partner_is_contradicted(kept_ranks: KeptRanks) -> None:
+    ranks = play(kept_ranks, 3, Training(fault=(0, "words", "lie"), steps=7, fault_step=1))
     ((_, case),) = roles(ranks).items()
     (_, original, rerun), (peer, _, replayed), (_, _, arbitrated) = (
         case[role] for role in ("owner", "peer", "arbiter")
@@ -96,8 +100,8 @@ def test_lying_partner_is_contradicted(forks: Any) -> None:
     assert original == rerun == arbitrated != replayed
 
 
-def test_two_ranks_report_without_an_arbiter(forks: Any) -> None:
-    ranks = play(forks, 2, Training(fault=(1, "head", "once"), steps=7, fault_step=6))
+def test_two_ranks_report_without_an_arbiter(kept_ranks: KeptRanks) -> None:
+    ranks = play(kept_ranks, 2, Training(fault=(1, "head", "once"), steps=7, fault_step=6))
     ((_, case),) = roles(ranks).items()
     assert sorted(case) == ["owner", "peer"]
     (owner, original, rerun), (_, _, replayed) = case["owner"], case["peer"]
@@ -108,15 +112,15 @@ def test_two_ranks_report_without_an_arbiter(forks: Any) -> None:
     assert "bits" in peers["difference"]
 
 
-def test_unrepeatable_unit_is_named_and_compared_by_tolerance(forks: Any) -> None:
-    ranks = play(forks, 3, Training(fault=(-1, "blocks.1.project", "vary"), steps=14))
+def test_unrepeatable_unit_is_named_and_compared_by_tolerance(kept_ranks: KeptRanks) -> None:
+    ranks = play(kept_ranks, 3, Training(fault=(-1, "blocks.1.project", "vary"), steps=14))
     assert [rank["statements"] for rank in ranks] == [[], [], []]
     (line,) = [line for rank in ranks for line in rank["lines"]]
     assert line.startswith("blocks.1 is not bitwise repeatable: project (output 0")
 
 
-def test_large_error_in_an_unrepeatable_unit_is_found(forks: Any) -> None:
-    ranks = play(forks, 4, Training(fault=(2, "blocks.1.project", "vary and once"), steps=15, fault_step=15))
+def test_large_error_in_an_unrepeatable_unit_is_found(kept_ranks: KeptRanks) -> None:
+    ranks = play(kept_ranks, 4, Training(fault=(2, "blocks.1.project", "vary and once"), steps=15, fault_step=15))
     cases = roles(ranks)
     assert {owner for _, owner in cases} == {2}
     (case,) = cases.values()
@@ -125,8 +129,8 @@ def test_large_error_in_an_unrepeatable_unit_is_found(forks: Any) -> None:
     assert rerun == replayed == arbitrated
 
 
-def test_skipped_unit_is_tried_again_before_steps_are_clean(forks: Any) -> None:
-    ranks = play(forks, 2, Training(steps=12, odd_steps=(2,)))
+def test_skipped_unit_is_tried_again_before_steps_are_clean(kept_ranks: KeptRanks) -> None:
+    ranks = play(kept_ranks, 2, Training(steps=12, odd_steps=(2,)))
     assert len(ranks[0]["units"]) == 6
     # Step 2 was to compare the second unit, and step 8 did.
     assert [rank["clean"] for rank in ranks] == [[2, 3, 4, 5, 6]] * 2
@@ -134,9 +138,9 @@ def test_skipped_unit_is_tried_again_before_steps_are_clean(forks: Any) -> None:
     assert line.startswith("audit peer_replay was skipped: blocks.0: the ranks call it with different arguments")
 
 
-def test_unit_that_is_always_skipped_is_left_out(forks: Any) -> None:
+def test_unit_that_is_always_skipped_is_left_out(kept_ranks: KeptRanks) -> None:
     steps = 6 * MAX_SKIPS
-    ranks = play(forks, 2, Training(steps=steps, odd_steps=tuple(range(1, 1 + steps))))
+    ranks = play(kept_ranks, 2, Training(steps=steps, odd_steps=tuple(range(1, 1 + steps))))
     left_out = [line for line in ranks[0]["lines"] if "does not cover" in line]
     assert [line.split(":")[0] for line in left_out] == [
         f"audit peer_replay does not cover blocks.{n}" for n in range(3)
