@@ -37,14 +37,13 @@ demo: $(STAMP) ## a real training run through seven faults, on this machine (FAS
 	$(BIN)/python -m examples.demo $(if $(FAST),--fast) $(if $(LAYOUT),--layout $(LAYOUT))
 
 PYTEST := $(BIN)/python -m pytest
-SHARED = --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+SHARED = --workers $(WORKERS)
 
 .PHONY: test
 test: $(STAMP) ## all tests but the nightly ones, four files at a time (WORKERS=0: one after another)
 	$(PYTEST) -m "not nightly and not frameworks" $(SHARED)
 
 .PHONY: test-fast
-test-fast: WORKERS = 2  # each process collects all tests, which takes as long as an eighth of them
 test-fast: $(STAMP) ## the tests that start no training run and take no seconds, in about a minute
 	$(PYTEST) -m "not slow and not nightly and not frameworks" $(SHARED) tests/unit tests/contract tests/model tests/scenarios tests/sim
 

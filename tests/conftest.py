@@ -31,7 +31,7 @@ settings.register_profile(
 )
 settings.load_profile("everstep")
 
-pytest_plugins = ["tests.support.promises"]
+pytest_plugins = ["tests.support.promises", "tests.support.workers"]
 
 PROCESS_FIXTURES = {"forks", "session_forks", "program_forks", "postgres", "own_postgres", "real_slurm"}
 SERVER_VARIANTS = {"postgresql", "slurm"}
@@ -49,9 +49,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
     # As launchers set it for ranks. Two processes whose torch computes in two threads each wait for one another.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    if not hasattr(config, "workerinput"):  # xdist's workers are started later, and inherit it
-        own_temporary_directory()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    own_temporary_directory()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -79,9 +78,8 @@ def own_temporary_directory() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Refuse two tests of one name, of which xdist would run one. Mark tests that start processes as slow. Where files
-    are shared among workers, put those with slow tests first, so that no worker begins a long file while the others
-    have nothing left to do."""
+    """Refuse two tests of one name. Mark tests that start processes as slow. Where workers share the files, put those
+    with slow tests first, so that no worker begins a long file while the others have nothing left to do."""
     twice = [name for name, times in Counter(item.nodeid for item in items).items() if times > 1]
     if twice:
         raise pytest.UsageError(f"tests must have names of their own: {', '.join(twice)}")
@@ -90,7 +88,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("slow")
         if absent := [name for mark in item.iter_markers("frameworks") for name in mark.args if not find_spec(name)]:
             item.add_marker(pytest.mark.skip(reason=f"not installed: {', '.join(absent)}"))
-    if hasattr(config, "workerinput"):
+    if config.getoption("workers"):
         slow = {item.path for item in items if item.get_closest_marker("slow")}
         items.sort(key=lambda item: item.path not in slow)
 

@@ -21,6 +21,7 @@ import os
 import pickle
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -120,20 +121,74 @@ class ForkedChild:
         return outcome
 
 
+def server_environment(changes: Mapping[str, str]) -> dict[str, str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", ROOM: "." * LONGEST_COMMAND, **changes}
+    environment.pop(dying.FOLDER, None)  # a server that outlives the test must not pass its points of death
+    return environment
+
+
+def start_server(
+    module: str, orders: socket.socket, names: Sequence[str], environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """Start a program with the arguments of a fork server's."""
+    command = [sys.executable, "-m", module, "--orders", str(orders.fileno()), "--parent", str(os.getpid())]
+    command += ["--preload", *names, *names[:1] * (LONGEST_COMMAND // 10)]  # room for those of what is forked
+    return subprocess.Popen(command, cwd=ROOT, env=environment, pass_fds=[orders.fileno()])
+
+
+class SharedImports:
+    """A process with imports (tests/support/zygotes.py), for the pools of all workers that are forked after this."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.environment = server_environment({})
+        orders, theirs = make_socket_pair()
+        with theirs:
+            self._process = start_server("tests.support.zygotes", theirs, names, self.environment)
+        self._orders: ControlChannel[StartForkServer] = ControlChannel(orders, StartForkServer)
+
+    def start_zygote(self, orders: socket.socket) -> None:
+        """Have a zygote that gets its orders there, and says what it has to say where this process does."""
+        self._orders.send(StartForkServer(), (orders.fileno(), 1, 2))
+
+    def close(self) -> None:
+        self._orders.close()
+        self._process.wait(DEADLINE_S)
+
+
+_shared: dict[tuple[str, ...], SharedImports] = {}
+
+
+@contextlib.contextmanager
+def shared_imports() -> Iterator[None]:
+    """Import what the pools of a session's workers need once for all of them."""
+    from tests.support import programs
+
+    for names in (of_torch_forks(), programs.MODULES):
+        _shared[names] = SharedImports(names)
+    try:
+        yield
+    finally:
+        for shared in _shared.values():
+            shared.close()
+        _shared.clear()
+
+
 class ForkPool:
     """A fork server for tests. Not thread-safe."""
 
     def __init__(self, modules: Sequence[str] | None = None, environment: Mapping[str, str] | None = None) -> None:
+        names = tuple(PRELOAD_MODULES if modules is None else modules)
+        shared = None if environment else _shared.get(names)
         orders, theirs = make_socket_pair()
-        command = [sys.executable, "-m", "everstep_trainer.launch.forking.forkserver"]
-        command += ["--orders", str(theirs.fileno()), "--parent", str(os.getpid())]
-        names = list(PRELOAD_MODULES if modules is None else modules)
-        command += ["--preload", *names]
-        command += names[:1] * (LONGEST_COMMAND // 10)  # room for those of what is forked
-        self._inherited = {**os.environ, "OMP_NUM_THREADS": "1", ROOM: "." * LONGEST_COMMAND, **(environment or {})}
-        self._inherited.pop(dying.FOLDER, None)  # a server that outlives the test must not pass its points of death
+        self._server: subprocess.Popen[bytes] | None = None
         with theirs:
-            self._server = subprocess.Popen(command, cwd=ROOT, env=self._inherited, pass_fds=[theirs.fileno()])
+            if shared is not None:
+                self._inherited = shared.environment
+                shared.start_zygote(theirs)
+            else:
+                self._inherited = server_environment(environment or {})
+                module = "everstep_trainer.launch.forking.forkserver"
+                self._server = start_server(module, theirs, names, self._inherited)
         self._orders: ControlChannel[StartForkServer] = ControlChannel(orders, StartForkServer)
         self._channel = self._order_server()
         self._serial = 0
@@ -203,7 +258,8 @@ class ForkPool:
         """Kills what still runs."""
         self._channel.close()
         self._orders.close()
-        self._server.wait(DEADLINE_S)
+        if self._server is not None:
+            self._server.wait(DEADLINE_S)
         for child in self._children:
             child.close()
 
@@ -285,11 +341,15 @@ def torchrun(forks: ForkPool, world: int, function: Callable[..., Any], *argumen
 @functools.cache
 def torch_forks() -> ForkPool:
     """The session's one fork server with torch and every program imported; it ends with this process."""
-    from tests.support import programs
-
-    pool = ForkPool((*PRELOAD_MODULES, *programs.MODULES, *programs.OF_NODES))
+    pool = ForkPool(of_torch_forks())
     atexit.register(pool.close)
     return pool
+
+
+def of_torch_forks() -> tuple[str, ...]:
+    from tests.support import programs
+
+    return (*PRELOAD_MODULES, *programs.MODULES, *programs.OF_NODES)
 
 
 @contextlib.contextmanager

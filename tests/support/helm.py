@@ -12,8 +12,6 @@ import kubernetes_validate
 import pytest
 import yaml
 
-helm_python = pytest.importorskip("helm_python", reason="Helm's engine is packaged for x86-64 only")
-
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "deploy" / "helm" / "everstep"
 RELEASE, NAMESPACE = "everstep", "everstep-system"
@@ -23,10 +21,15 @@ CUSTOM = ("monitoring.coreos.com/v1",)
 Manifest = dict[str, Any]
 
 
+def engine() -> Any:
+    """Helm's engine, or skip the test. Importing it starts threads, which workers that are forked later would lack."""
+    return pytest.importorskip("helm_python", reason="Helm's engine is packaged for x86-64 only")
+
+
 @cache
 def chart() -> Any:
     """The chart, loaded."""
-    return helm_python.Chart.load(CHART)
+    return engine().Chart.load(CHART)
 
 
 def render(values: Mapping[str, Any] | None = None, release: str = RELEASE) -> list[Manifest]:

@@ -46,6 +46,6 @@ SETS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="session")
 def releases() -> dict[str, list[dict[str, Any]]]:
-    from tests.support.helm import render  # skips where Helm's engine is missing, and a conftest cannot be skipped
+    from tests.support.helm import render  # not for tests of other folders
 
     return {name: render(values) for name, values in SETS.items()}

@@ -17,7 +17,7 @@ from tests.support.helm import (
     Manifest,
     check_schema,
     containers,
-    helm_python,
+    engine,
     of_kind,
     pod_specs,
     the,
@@ -45,7 +45,7 @@ def test_schema_check_refuses_unknown_fields(releases: Releases) -> None:
 
 def test_helm_lints_the_chart() -> None:
     values = {"image": {"registry": "registry.example/ml"}}
-    report = helm_python.lint(CHART, values, strict=True, skip_schema_validation=False)
+    report = engine().lint(CHART, values, strict=True, skip_schema_validation=False)
     assert report["errors"] == []
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.helm import CHART, chart, helm_python, notes, of_kind, render
+from tests.support.helm import CHART, chart, engine, notes, of_kind, render
 
 VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
 SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text())
@@ -44,7 +44,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 def test_wrong_values_are_refused_with_the_correction() -> None:
     for values, message in REFUSED:
-        with pytest.raises(helm_python.HelmError, match=message):
+        with pytest.raises(engine().HelmError, match=message):
             render(values)
 
 

@@ -33,6 +33,7 @@ def run(folder: Path, *tests: str, options: tuple[str, ...] = ()) -> tuple[int, 
     (folder / "pytest.ini").write_text("[pytest]\n")
     (folder / "test_fake.py").write_text(FAKE_SUITE + "\n".join(tests))
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment["PYTHONPATH"] = str(TOOL.parents[1])
     environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # the suite's plugins take a second of imports
     command = [sys.executable, TOOL, sys.executable, "-m", "pytest", *options]
     ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
@@ -43,7 +44,7 @@ def failing(name: str, times: int) -> str:
     return f"def test_{name}():\n    fails('{name}', {times})\n"
 
 
-@pytest.mark.parametrize("options", [(), ("-p", "xdist", "--numprocesses", "2")], ids=["alone", "xdist"])
+@pytest.mark.parametrize("options", [(), ("-p", "tests.support.workers", "--workers", "2")], ids=["alone", "workers"])
 def test_flaky_test_is_named_in_the_last_lines(tmp_path: Path, options: tuple[str, ...]) -> None:
     status, lines, ran = run(tmp_path, failing("once", 1), failing("again", 1), options=options)
     assert status == 0
