@@ -252,6 +252,7 @@ class Budget(RuleBasedStateMachine):
 
 
 @pytest.mark.promise("eviction-budget")
+@pytest.mark.slow
 def test_eviction_budget_matches_recount() -> None:
     most = settings(max_examples=examples(12), stateful_step_count=25, suppress_health_check=[HealthCheck.too_slow])
     run_state_machine_as_test(Budget, settings=most)

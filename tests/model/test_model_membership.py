@@ -215,6 +215,7 @@ class Membership(RuleBasedStateMachine):
 
 
 @pytest.mark.promise("rosters-whole")
+@pytest.mark.slow
 def test_rosters_match_membership_model() -> None:
     run_state_machine_as_test(
         Membership,

@@ -23,7 +23,8 @@ def test_promises_and_marked_tests_agree() -> None:
     page = PAGE.read_text(encoding="utf-8")
     marked: set[str] = set()
     for file in (ROOT / "tests").rglob("test_*.py"):
-        marked |= promises_marked_in(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
+        marked |= promises_marked_in(text) if "promise(" in text else set()
     listed = set(LISTED.findall(page))
     assert listed, "the page lists no promise"
     assert not listed - marked, f"no test is marked with {sorted(listed - marked)}"

@@ -69,6 +69,7 @@ def test_torch_must_fit_the_machine(torch: TorchFacts, driver: DriverFacts, stat
     assert words in sentence
 
 
+@pytest.mark.slow
 def test_torch_is_read_in_a_child() -> None:
     facts = accelerators.read_torch()
     assert facts.error == ""

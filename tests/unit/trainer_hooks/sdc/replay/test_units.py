@@ -46,6 +46,7 @@ def test_only_trained_models_are_divided() -> None:
     assert names(model=mlp(), critic=mlp()) == ["model", "critic"]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile has its own
 def test_names_do_not_show_wrappers() -> None:
     model = Gpt()
