@@ -18,7 +18,6 @@ from everstep_trainer.sdc.build import build_chain
 from everstep_trainer.sdc.chain import AuditChain
 from everstep_trainer.sdc.digests.digest import WeightedDigest
 from everstep_trainer.sdc.gradients import gradient_norms
-from everstep_trainer.sdc.matmul import Matmul
 from everstep_trainer.sdc.presets import LinkOptions, link_options
 from everstep_trainer.sdc.state_digests import StateAudit
 from everstep_trainer.sdc.updates import UpdateAudit
@@ -459,9 +458,7 @@ def _parts_of(audit: Audit) -> list[Any]:
 
 def _rotate(audit: Audit, place: float) -> None:
     """Let a link begin at another of its units: ``place`` of the way through them."""
-    if isinstance(audit, Matmul):
-        audit._audits = int(place * len(audit._linears))
-    elif isinstance(audit, UpdateAudit):
+    if isinstance(audit, UpdateAudit):
         for rotation in audit._rotations:
             rotation._next = int(place * len(rotation))
     elif isinstance(audit, StateAudit):

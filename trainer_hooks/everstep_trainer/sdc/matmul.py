@@ -1,35 +1,60 @@
-"""Compute rows of a sampled matrix product again, in higher precision: forward, input gradient and weight gradient.
+"""Check the matrix products of linear layers: forward, input gradient and weight gradient.
 
-In each due step one `torch.nn.Linear` of the model is taken, and ROWS random rows of its three products. The product of
-the same rows in float64 must agree within the rounding of the original. Two rules keep a wrong comparison from accusing
-anybody. A difference counts only if the rows' product in the original precision agrees with float64, so the tolerance
-fits. And it counts only if the same product agreed in an earlier audit: a penalty on the weights in the loss, for
-example, adds to their gradient from the first step on.
+In a due step all products of all eager `torch.nn.Linear` layers are screened by checksums (`checksums`), in each call.
+Where the sums look wrong, elements are compared with float64. Two rules keep a wrong comparison from accusing anybody.
+A difference counts only if the elements' product in the original precision agrees with float64, so the tolerance fits.
+And it counts only if the same product agreed in an earlier audit, even where its sums fit worst.
+
+Nothing is kept that autograd does not keep. The weight's gradient needs the layer's input. A call refers to it as long
+as its graph does. Under activation checkpointing the input is taken from the recomputation.
 """
 
 from __future__ import annotations
 
 import logging
-import math
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
+from torch.autograd.graph import Node
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from everstep.vocabulary import AuditLink, AuditRole
 from everstep_trainer.sdc.audit import Audit, AuditSetup, Mismatch
+from everstep_trainer.sdc.checksums import (
+    Patch,
+    Product,
+    compare_rows,
+    product_of,
+    residuals,
+    screen,
+    worst_patch,
+)
 from everstep_trainer.sdc.digests.digest import tensor_digest, to_hex
 from everstep_trainer.sdc.recompute import eager_leaf_modules
 
 log = logging.getLogger(__name__)
 
-ROWS = 64
-ERROR_SIGMAS = 16.0
-"""Tolerance in standard deviations of the rounding error of an inner product of K terms, which is about
-eps * sqrt(K) * (root of the sum of squared terms); kernels may add in blocks, with smaller errors."""
+MAX_REPORTS = 3
+"""Most products that are reported for one step."""
+SMALL = 1 / 12
+"""Part of the allowed residual below which all residuals of a product must lie before what is allowed is found anew."""
+GRAPH_DEPTH = 8
+"""Most nodes of the autograd graph from a layer's output to its weight."""
+
+
+class _Suspect(msgspec.Struct, frozen=True):
+    """Where a product's sums fit worst. ``is_suspicious``: a tensor, so that nothing waits for the GPU."""
+
+    unit: str
+    is_suspicious: torch.Tensor
+    patch: Patch
 
 
 class Matmul(Audit):
@@ -40,189 +65,300 @@ class Matmul(Audit):
     def __init__(self, setup: AuditSetup) -> None:
         super().__init__(setup)
         self._linears = [
-            (name, module)
+            _Linear(self, name, module)
             for name, module in eager_leaf_modules(setup.objects)
             if type(module) is nn.Linear and not isinstance(module, FSDPModule)
         ]
-        self._audits = 0
-        self._sampled: _SampledLinear | None = None
         self._agreed: set[str] = set()
         """Products that agreed before."""
+        self._allowed: dict[str, torch.Tensor] = {}
+        """The last allowed residual of each column, by product."""
+        self._suspects: list[_Suspect] = []
+        self._doubted: set[str] = set()
 
     def begin_step(self, step: int, *, due: bool) -> None:
-        if due and self._linears:
-            name, module = self._linears[self._audits % len(self._linears)]
-            self._audits += 1
-            self._sampled = _SampledLinear(self, name, module, step)
+        self.close()
+        if due:
+            for linear in self._linears:
+                linear.watch()
 
     def before_update(self, step: int, *, due: bool) -> None:
-        if self._sampled is not None:
-            self._sampled.finish()
-            self._sampled = None
+        suspects = self._suspects
+        self.close()
+        if not suspects:
+            return
+        flags = torch.stack([one.is_suspicious.to(self.setup.device) for one in suspects]).tolist()
+        reports = 0
+        for one, is_suspicious in zip(suspects, flags, strict=True):
+            if reports < MAX_REPORTS and (is_suspicious or one.unit not in self._agreed):
+                reports += self._judge(step, one.unit, one.patch)
 
     def close(self) -> None:
-        if self._sampled is not None:
-            self._sampled.remove()
-            self._sampled = None
+        for linear in self._linears:
+            linear.leave()
+        self._suspects = []
 
-    def judge(self, step: int, unit: str, rows: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-        """Report rows that are not those of the product of ``left`` and ``right``."""
-        difference = compare_rows(rows, left, right)
+    def check(self, unit: str, product: Product) -> None:
+        """Screen a product. What looks wrong is judged before the update."""
+        if product.result.numel() and product.left.numel():
+            with _no_autocast(product.result.device.type):
+                self._screen(unit, product)
+
+    def _screen(self, unit: str, product: Product) -> None:
+        residual = residuals(product)
+        allowed = self._allowed.get(unit)
+        is_known = not residual.is_cuda and unit in self._agreed
+        if is_known and allowed is not None and len(allowed) == residual.shape[1]:
+            largest = float((residual / allowed).abs_().max())
+            if SMALL <= largest <= 1.0:
+                return
+        screening = screen(product, residual)
+        if not residual.is_cuda:
+            self._allowed[unit] = screening.allowed
+            if unit in self._agreed and not bool(screening.is_suspicious):
+                return
+        self._suspects.append(_Suspect(unit, screening.is_suspicious, worst_patch(product, screening.place)))
+
+    def _judge(self, step: int, unit: str, patch: Patch) -> bool:
+        """Report elements that are not those of their product; return whether they were reported."""
+        with _no_autocast(patch.rows.device.type):
+            difference = compare_rows(patch.rows, patch.left, patch.right)
         if difference is None:
-            self._agreed.add(unit)
-        elif unit in self._agreed:
-            self.setup.report(
-                Mismatch(
-                    link=self.link,
-                    step=step,
-                    unit=unit,
-                    owner=self.setup.rank,
-                    role=AuditRole.OWNER,
-                    original=to_hex(tensor_digest(rows)),
-                    digest=to_hex(tensor_digest(product(left, right, rows.dtype))),
-                    difference=difference,
-                )
+            if bool(torch.isfinite(patch.rows).all()):
+                self._agreed.add(unit)
+            return False
+        if unit not in self._agreed:
+            if unit not in self._doubted:
+                log.info("%s never agreed with its product, so it is not what it seems: this counts as no fault", unit)
+            self._doubted.add(unit)
+            return False
+        self.setup.report(
+            Mismatch(
+                link=self.link,
+                step=step,
+                unit=unit,
+                owner=self.setup.rank,
+                role=AuditRole.OWNER,
+                original=to_hex(tensor_digest(patch.rows)),
+                digest=to_hex(tensor_digest(product_of(patch.left, patch.right, patch.rows.dtype))),
+                difference=difference,
             )
-        else:
-            log.info("%s never agreed with its product, so it is not what it seems: this counts as no fault", unit)
+        )
+        return True
 
 
-class _SampledLinear:
-    """The first call of one linear layer in one step, with its backward pass."""
+class _Linear:
+    """One linear layer, and its calls in a due step."""
 
-    def __init__(self, audit: Matmul, name: str, module: nn.Linear, step: int) -> None:
-        self._audit, self._name, self._module, self._step = audit, name, module, step
-        self._generator = torch.Generator().manual_seed(step)
-        self._is_taken = False
-        self._calls = 0  # forward calls so far
-        self._is_input_checked = self._is_weight_checked = False
-        self._input: torch.Tensor | None = None
-        self._output_gradient: torch.Tensor | None = None
-        self._checks: list[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]] = []
-        self._hooks: list[RemovableHandle] = [
-            module.register_forward_pre_hook(self._before_forward),
-            module.register_forward_hook(self._after_forward),
+    def __init__(self, audit: Matmul, name: str, module: nn.Linear) -> None:
+        self.audit, self.name, self.module = audit, name, module
+        self._hooks: list[RemovableHandle] = []
+        self._call: _Call | None = None  # between the hooks around a forward pass
+        self._recomputed: list[torch.Tensor] = []  # inputs of recomputed calls whose backward pass is to come
+        self._weight_node: Node | None = None  # through which the last call's weight gradient passes
+        self._last_call: Callable[[], _Call | None] = lambda: None
+
+    @property
+    def is_watched(self) -> bool:
+        return bool(self._hooks)
+
+    def watch(self) -> None:
+        self._hooks = [
+            self.module.register_forward_pre_hook(self._before_forward),
+            self.module.register_forward_hook(self._after_forward),
         ]
 
-    def finish(self) -> None:
-        """Judge the rows, and forget them."""
-        self.remove()
-        for unit, rows, left, right in self._checks:
-            self._audit.judge(self._step, f"{self._name} {unit}", rows, left, right)
-        self._checks.clear()
-        self._input = self._output_gradient = None
-
-    def remove(self) -> None:
+    def leave(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._hooks.clear()
+        self._hooks, self._call, self._recomputed, self._weight_node = [], None, [], None
+
+    def take_recomputed(self) -> torch.Tensor | None:
+        """Return the input of the only recomputed call; None if there are several, as they may come in any order."""
+        found, self._recomputed = self._recomputed, []
+        return found[0] if len(found) == 1 else None
 
     def _before_forward(self, module: nn.Linear, args: tuple[Any, ...]) -> Any:
-        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+        self._call = None
+        weight = module.weight
+        if not torch.is_grad_enabled() or not args or not _is_plain(args[0]) or not _is_plain(weight):
             return None
-        self._calls += 1
-        if self._is_taken:
-            return None
-        if not isinstance(args[0], torch.Tensor) or isinstance(args[0], DTensor) or isinstance(module.weight, DTensor):
-            return None
-        self._is_taken = True
-        self._input = args[0].detach()
-        if not args[0].requires_grad:
-            return None
-        return (_Tap.apply(args[0], self), *args[1:])  # type: ignore[no-untyped-call]
+        with self.audit.cost():
+            x, are_saved_elsewhere = args[0], _are_saved_elsewhere()
+            if are_saved_elsewhere and _is_in_backward():
+                if weight.requires_grad:
+                    self._recomputed.append(x.detach())
+                return None
+            self._call = call = _Call(self)
+            dtype = _dtype_under_autocast(x)
+            tapped: torch.Tensor = _Tap.apply(x, dtype, call)  # type: ignore[no-untyped-call]
+            call.tap = tapped.grad_fn
+            if weight.requires_grad and not are_saved_elsewhere:
+                call.input = tapped.detach()
+            return (tapped, *args[1:])
 
-    def _after_forward(self, module: nn.Linear, args: tuple[Any, ...], output: torch.Tensor) -> None:
-        if self._input is None or self._calls > 1 or torch._C._current_graph_task_id() != -1:
+    def _after_forward(self, module: nn.Linear, args: tuple[Any, ...], output: Any) -> None:
+        call, self._call = self._call, None
+        is_recomputed = call is None and _is_in_backward() and torch.is_grad_enabled()
+        if (call is None and not is_recomputed) or not args or not _is_plain(args[0]) or not _is_plain(output):
             return
-        with self._audit.cost(), torch.no_grad():
-            self._input = self._input.reshape(-1, self._input.shape[-1]).to(output.dtype)  # as autocast does
-            result = output.detach().reshape(-1, output.shape[-1])
-            rows = self._some_rows(len(result))
-            left, right = self._input[rows], module.weight.detach().to(output.dtype).t()
-            if module.bias is not None:  # as one more column of ones
-                bias = module.bias.detach().to(output.dtype)
-                left = torch.cat([left, left.new_ones(len(left), 1)], dim=1)
-                right = torch.cat([right, bias[None]])
-            self._checks.append(("forward", result[rows].clone(), left, right.clone()))
-        if output.requires_grad:
-            output.register_hook(self._on_output_gradient)  # type: ignore[no-untyped-call]
-            if module.weight.requires_grad:
-                self._hooks.append(module.weight.register_hook(self._on_weight_gradient))  # type: ignore[no-untyped-call]
+        with self.audit.cost(), torch.no_grad():
+            bias = None if module.bias is None else module.bias.detach()
+            left, result = _matrix(args[0]), _matrix(output)
+            self.audit.check(f"{self.name} forward", Product(result, left, module.weight.detach().t(), bias))
+            if call is not None and output.requires_grad:
+                origin = _origin(output)
+                number, node = origin.output_nr, origin.grad_fn
+                if node is not None:
+                    node.register_prehook(lambda gradients: call.on_output_gradient(gradients[number]))
+                    self._watch_weight(call, node)
 
-    def _on_output_gradient(self, gradient: torch.Tensor) -> None:
-        if self._output_gradient is None:
-            self._output_gradient = gradient.detach().reshape(-1, gradient.shape[-1])
+    def _watch_weight(self, call: _Call, output: Node) -> None:
+        """Have a call see its weight gradient, only what this call adds to it. ``output``: the output's node."""
+        if not self.module.weight.requires_grad:
+            return
+        found = _edges_to(self.module.weight, output, call.tap)
+        if len(found) != 1:
+            call.input = None
+            return
+        node, index = found[0]
+        call.awaits_weight = True
+        last = self._last_call()
+        if node is self._weight_node and last is not None and not last.is_weight_judged:
+            # Autocast casts a weight once, so the gradients of several calls meet before they can be seen.
+            last.awaits_weight = call.awaits_weight = False
+            last.input = call.input = None
+        own = weakref.ref(call)
+
+        def hook(gradients: tuple[torch.Tensor | None, ...], _: tuple[torch.Tensor | None, ...]) -> None:
+            one, gradient = own(), gradients[index]
+            if one is not None and gradient is not None:
+                one.on_weight_gradient(gradient)
+
+        node.register_hook(hook)
+        self._weight_node, self._last_call = node, own
+
+
+class _Call:
+    """One call of a layer. ``tap``: the node of the autograd graph before its input."""
+
+    def __init__(self, linear: _Linear) -> None:
+        self._linear = linear
+        self.tap: Node | None = None
+        self.input: torch.Tensor | None = None
+        self.awaits_weight = self.is_weight_judged = self._is_input_judged = False
+        self._output_gradient: torch.Tensor | None = None
+
+    def on_output_gradient(self, gradient: torch.Tensor | None) -> None:
+        if gradient is not None and self._linear.is_watched and not (self.is_weight_judged or self._is_input_judged):
+            self._output_gradient = _matrix(gradient)
 
     def on_input_gradient(self, gradient: torch.Tensor) -> None:
-        """Take rows of the input gradient. Runs in the backward pass, before the weight may be sharded again."""
-        weight, outer = self._module.weight, self._output_gradient
-        if outer is None or isinstance(weight, DTensor) or self._is_input_checked:
-            return
-        self._is_input_checked = True
-        with self._audit.cost(), torch.no_grad():
-            flat = gradient.detach().reshape(-1, gradient.shape[-1])
-            rows = self._some_rows(len(flat))
-            left, right = outer[rows], weight.detach().to(outer.dtype)
-            self._checks.append(("input gradient", flat[rows].to(outer.dtype), left, right.clone()))
+        """Check the input's gradient. Runs in the backward pass, before the weight may be sharded again."""
+        outer, weight = self._output_gradient, self._linear.module.weight
+        if outer is not None and not self._is_input_judged and self._linear.is_watched and _is_plain(weight):
+            self._is_input_judged = True
+            with self._linear.audit.cost(), torch.no_grad():
+                result = _matrix(gradient).to(outer.dtype)
+                self._linear.audit.check(f"{self._linear.name} input gradient", Product(result, outer, weight.detach()))
+        self._release()
 
-    def _on_weight_gradient(self, gradient: torch.Tensor) -> None:
-        outer, inner = self._output_gradient, self._input
-        if self._is_weight_checked or outer is None or inner is None or self._calls > 1:
-            return  # the gradient of several calls at once, or of a later micro-batch
-        self._is_weight_checked = True
-        with self._audit.cost(), torch.no_grad():
-            flat = gradient.detach()
-            rows = self._some_rows(len(flat))
-            self._checks.append(("weight gradient", flat[rows].to(outer.dtype), outer.t()[rows], inner.to(outer.dtype)))
+    def on_weight_gradient(self, gradient: torch.Tensor) -> None:
+        """Check what this call adds to the weight's gradient."""
+        outer = self._output_gradient
+        if outer is not None and self.awaits_weight and not self.is_weight_judged and self._linear.is_watched:
+            self.is_weight_judged = True
+            with self._linear.audit.cost(), torch.no_grad():
+                inner = self.input if self.input is not None else self._linear.take_recomputed()
+                if inner is not None and _is_plain(gradient):
+                    self._check_weight_gradient(gradient.detach().to(outer.dtype), outer, _matrix(inner))
+        self._release()
 
-    def _some_rows(self, count: int) -> torch.Tensor:
-        if count <= ROWS:
-            return torch.arange(count)
-        return torch.randint(count, (ROWS,), generator=self._generator)
+    def _check_weight_gradient(self, gradient: torch.Tensor, outer: torch.Tensor, inner: torch.Tensor) -> None:
+        if len(gradient) <= gradient.shape[1]:
+            product = Product(gradient, outer.t(), inner)
+        else:  # the shorter side is added up
+            product = Product(gradient.t(), inner.t(), outer)
+        self._linear.audit.check(f"{self._linear.name} weight gradient", product)
+
+    def _release(self) -> None:
+        """Forget tensors that no check needs any more."""
+        is_done = self._is_input_judged or self.tap is None
+        if not self._linear.is_watched or (is_done and (self.is_weight_judged or not self.awaits_weight)):
+            self.input = self._output_gradient = None
 
 
 class _Tap(torch.autograd.Function):
-    """The identity; shows the gradient that passes back through it."""
+    """Casts as autocast does, else the identity; shows the gradient that passes back through it."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, sampled: _SampledLinear) -> torch.Tensor:
-        ctx.sampled = sampled
-        return tensor.view_as(tensor)
+    def forward(ctx: Any, tensor: torch.Tensor, dtype: torch.dtype, call: _Call) -> torch.Tensor:
+        ctx.call, ctx.dtype = call, tensor.dtype
+        return tensor.view_as(tensor) if tensor.dtype is dtype else tensor.to(dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        ctx.sampled.on_input_gradient(gradients[0])
-        return gradients[0], None
+        ctx.call.on_input_gradient(gradients[0])
+        return gradients[0].to(ctx.dtype), None, None
 
 
-def product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the product, computed in float64 and rounded to ``dtype``."""
-    return (left.double() @ right.double()).to(dtype)
+def _matrix(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's rows, of all its dimensions but the last."""
+    return tensor.detach().reshape(-1, tensor.shape[-1])
 
 
-def compare_rows(rows: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> str | None:
-    """Return how ``rows`` differ from ``left @ right`` beyond rounding; None if they agree or nothing can be said."""
-    exact = left.double() @ right.double()
-    if not bool(torch.isfinite(exact).all()):
-        return None
-    tolerance = _tolerance(rows, left, right, exact)
-    wrong = ~((rows.double() - exact).abs() <= tolerance)
-    if not bool(wrong.any()):
-        return None
-    again = left @ right
-    if bool(((again.double() - exact).abs() > tolerance).any()):
-        return None  # these operands need a larger tolerance
-    row, column = wrong.nonzero()[0].tolist()
-    got, expected = float(rows[row, column]), float(exact[row, column])
-    return f"{int(wrong.sum())} of {rows.numel()} elements differ, the first: got {got:.9g}, expected {expected:.9g}"
+def _is_plain(tensor: object) -> bool:
+    return (
+        isinstance(tensor, torch.Tensor)
+        and not isinstance(tensor, DTensor)
+        and tensor.ndim > 0
+        and tensor.is_floating_point()
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    )
 
 
-def _tolerance(rows: torch.Tensor, left: torch.Tensor, right: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    """Return the largest error of each element that rounding explains."""
-    accumulated = torch.finfo(torch.float32).eps if rows.dtype != torch.float64 else torch.finfo(torch.float64).eps
-    if rows.is_cuda and torch.backends.cuda.matmul.allow_tf32 and rows.dtype is torch.float32:
-        accumulated = 2.0**-10  # TF32 has 10 bits of mantissa
-    terms = (left.double().square() @ right.double().square()).sqrt()
-    summed = ERROR_SIGMAS * accumulated * max(1.0, math.sqrt(left.shape[1]) / 4) * terms
-    tolerance: torch.Tensor = summed + torch.finfo(rows.dtype).eps * exact.abs()
-    return tolerance
+def _is_in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _are_saved_elsewhere() -> bool:
+    """Return whether hooks decide what autograd saves, as those of activation checkpointing and offloading do."""
+    top: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return top is None or top(True) is not None
+
+
+def _no_autocast(device: str) -> AbstractContextManager[Any]:
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+
+
+def _dtype_under_autocast(tensor: torch.Tensor) -> torch.dtype:
+    """Return the dtype in which a product multiplies a tensor."""
+    device = tensor.device.type
+    if tensor.dtype is torch.float64 or not torch.is_autocast_enabled(device):
+        return tensor.dtype
+    return torch.get_autocast_dtype(device)
+
+
+def _origin(output: torch.Tensor) -> torch.Tensor:
+    """Return the tensor whose node stays in the graph if ``output`` is changed in place, as by a ReLU."""
+    base = output._base
+    is_same = base is not None and base.numel() == output.numel() and base.is_contiguous() and output.is_contiguous()
+    return base if base is not None and is_same and base.grad_fn is not None else output
+
+
+def _edges_to(leaf: torch.Tensor, output: Node, end: Node | None) -> list[tuple[Node, int]]:
+    """Return the nodes that pass a gradient of ``output`` to ``leaf``, without those beyond ``end``."""
+    found: list[tuple[Node, int]] = []
+    nodes = [output]
+    for _ in range(GRAPH_DEPTH):
+        following: list[Node] = []
+        for node in nodes:
+            for index, (child, _number) in enumerate(node.next_functions):
+                if child is None or child is end:
+                    continue
+                if not hasattr(child, "variable"):
+                    following.append(child)
+                elif child.variable is leaf:
+                    found.append((node, index))
+        nodes = following
+    return found

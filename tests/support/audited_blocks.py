@@ -1,0 +1,65 @@
+"""Train small models with one audit of one rank, in this process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from everstep_trainer.sdc.audit import Audit, AuditSetup, Mismatch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+class Block(nn.Module):
+    """Two layers with a residual, checkpointed."""
+
+    def __init__(self, checkpointed: bool = True) -> None:
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(16, 64), nn.ReLU(inplace=True), nn.Linear(64, 16)
+        self.drop = nn.Dropout(0.1)
+        self.checkpointed = checkpointed
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return checkpoint(self._inner, x, use_reentrant=False) if self.checkpointed else self._inner(x)
+
+    def _inner(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(self.down(self.act(self.up(x))))
+
+
+def fresh(checkpointed: bool = True) -> nn.Sequential:
+    """Return two blocks, the same on each call."""
+    torch.manual_seed(0)
+    return nn.Sequential(Block(checkpointed), Block(checkpointed))
+
+
+def audit_of(kind: type[Audit], model: nn.Module) -> tuple[Audit, list[Mismatch]]:
+    """Return an audit of a model, and the list of what it will report."""
+    said: list[Mismatch] = []
+    setup = AuditSetup(
+        rank=1,
+        world_size=4,
+        nodes=(),
+        device=torch.device("cpu"),
+        objects={"model": model},
+        has_replica_per_rank=True,
+        report=said.append,
+    )
+    return kind(setup), said
+
+
+def train(model: nn.Module, audit: Audit | None, steps: int, micro_batches: int = 1, dtype: Any = None) -> torch.Tensor:
+    """Train from the same data on each call; return all parameters. ``dtype``: of autocast."""
+    torch.manual_seed(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(1, steps + 1):
+        optimizer.zero_grad()
+        if audit is not None:
+            audit.begin_step(step, due=True)
+        for _ in range(micro_batches):
+            with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
+                loss = model(torch.randn(4, 8, 16)).float().square().mean()
+            loss.backward()
+        if audit is not None:
+            audit.before_update(step, due=True)
+        optimizer.step()
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])

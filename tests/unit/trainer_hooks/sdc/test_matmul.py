@@ -1,0 +1,221 @@
+"""Checks of the products of linear layers by checksums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from everstep_trainer.sdc import matmul
+from everstep_trainer.sdc.matmul import Matmul
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from tests.support.audited_blocks import Block, audit_of, fresh, train
+
+PRODUCTS = ["forward", "input gradient", "weight gradient"]
+DTYPES = [None, torch.bfloat16]
+
+
+class _Spoiled(torch.autograd.Function):
+    """The identity, with one wrong element in its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return spoil(gradients[0].clone())
+
+
+def spoil(tensor: torch.Tensor) -> torch.Tensor:
+    """Make the largest element three times as large."""
+    flat = tensor.detach().view(-1)
+    flat[flat.abs().argmax()] *= 3
+    return tensor
+
+
+@contextmanager
+def faulty(layer: nn.Linear, product: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Have one element of one product of a layer be wrong in each call."""
+    original: Callable[..., torch.Tensor] = functional.linear
+
+    def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if weight is not layer.weight:
+            return original(x, weight, bias)
+        if product == "forward":
+            return spoil(original(x, weight, bias))
+        if product == "input gradient":
+            return original(_Spoiled.apply(x), weight, bias)
+        return original(x, _Spoiled.apply(weight), bias)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(functional, "linear", linear)
+        yield
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_clean_training_is_left_alone(checkpointed, dtype, micro_batches):
+    model = fresh(checkpointed)
+    audit, said = audit_of(Matmul, model)
+    trained = train(model, audit, 8, micro_batches, dtype)
+    assert not said
+    assert torch.equal(trained, train(fresh(checkpointed), None, 8, micro_batches, dtype))
+    layers = ["model.0.up", "model.0.down", "model.1.up", "model.1.down"]
+    products = {f"{layer} {product}" for layer in layers for product in PRODUCTS}
+    assert audit._agreed == products - {"model.0.up input gradient"}  # data needs no gradient
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("layer", ["1.up", "1.down"])
+def test_one_wrong_element_is_found(product, dtype, checkpointed, layer, monkeypatch):
+    model = fresh(checkpointed)
+    audit, said = audit_of(Matmul, model)
+    train(model, audit, 4, 2, dtype)
+    with faulty(model.get_submodule(layer), product, monkeypatch):
+        train(model, audit, 1, 2, dtype)
+    assert {each.unit for each in said} == {f"model.{layer} {product}"}
+    assert said[0].difference.startswith("1 of ")
+    assert said[0].original != said[0].digest
+
+
+def test_wrong_element_in_recomputation_is_found(monkeypatch):
+    model = nn.Sequential(nn.Linear(16, 16), Block())
+    audit, said = audit_of(Matmul, model)
+    train(model, audit, 4)
+    original = functional.linear
+
+    def linear(*args: Any) -> torch.Tensor:
+        result = original(*args)
+        is_wrong = args[1] is model[1].up.weight and torch._C._current_graph_task_id() != -1
+        return spoil(result) if is_wrong else result
+
+    monkeypatch.setattr(functional, "linear", linear)
+    train(model, audit, 1)
+    assert {each.unit for each in said} == {"model.1.up forward"}
+
+
+def test_product_that_never_agreed_accuses_nobody(monkeypatch):
+    model = fresh(checkpointed=False)
+    audit, said = audit_of(Matmul, model)
+    with faulty(model[1].down, "weight gradient", monkeypatch):
+        train(model, audit, 4)
+    assert not said
+
+
+class _Awkward(nn.Module):
+    """Values of all magnitudes, a shared weight, a layer that is called twice, and dead units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(32, 24)
+        self.first, self.twice, self.small = nn.Linear(24, 300), nn.Linear(300, 300), nn.Linear(300, 24)
+        self.head = nn.Linear(24, 32, bias=False)
+        self.head.weight = self.tokens.weight
+        with torch.no_grad():
+            self.first.weight[::100] *= 1000  # outlying features
+            self.first.bias[50:150] = -1e4  # units that never fire
+            self.small.weight *= 1e-12
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = functional.relu(self.first(self.tokens(tokens)))
+        x = checkpoint(lambda y: functional.relu(self.twice(self.twice(y))), x, use_reentrant=False)
+        return self.head(self.small(x) * 1e9)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_awkward_model_is_left_alone(dtype):
+    def trained(audited: bool) -> tuple[torch.Tensor, list[Any]]:
+        torch.manual_seed(0)
+        model = _Awkward()
+        audit, said = audit_of(Matmul, model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        for step in range(1, 13):
+            if audited:
+                audit.begin_step(step, due=True)
+            for length in (40, 7, 300):
+                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype is not None):
+                    tokens = torch.randint(32, (2, length))
+                    output = model(tokens).float()
+                loss = functional.cross_entropy(output.flatten(0, 1), tokens.flatten())
+                (loss + 0.1 * model.twice.weight.square().sum() * (step % 3 == 0)).backward()
+            if audited:
+                audit.before_update(step, due=True)
+            optimizer.step()
+            optimizer.zero_grad()
+        return torch.cat([p.detach().flatten() for p in model.parameters()]), said
+
+    parameters, said = trained(audited=True)
+    assert not said
+    assert torch.equal(parameters, trained(audited=False)[0])
+
+
+def test_penalty_in_the_loss_is_no_wrong_product():
+    torch.manual_seed(0)
+    model = nn.Linear(16, 16)
+    audit, said = audit_of(Matmul, model)
+    for step in range(1, 7):
+        audit.begin_step(step, due=True)
+        penalty = model.weight.square().sum() * (step % 2)  # in some steps only
+        (model(torch.randn(8, 16)).square().mean() + penalty).backward()
+        audit.before_update(step, due=True)
+    assert not said
+    assert "model weight gradient" in audit._agreed
+
+
+def test_nothing_is_kept_after_the_step():
+    model = fresh(checkpointed=False)
+    audit, _ = audit_of(Matmul, model)
+    train(model, audit, 2)
+    audit.begin_step(3, due=True)
+    loss = model(torch.randn(4, 8, 16)).square().mean()
+    calls = [linear._last_call() for linear in audit._linears]
+    loss.backward()
+    assert all(one is not None and one.input is None and one._output_gradient is None for one in calls)
+    audit.before_update(3, due=True)
+    assert not any(linear._hooks or linear._recomputed for linear in audit._linears)
+    assert not model[0].up._forward_hooks
+
+
+def test_backward_pass_after_the_update_still_works():
+    model = fresh()
+    audit, said = audit_of(Matmul, model)
+    train(model, audit, 2)
+    audit.begin_step(3, due=True)
+    first, second = (model(torch.randn(4, 8, 16)).square().mean() for _ in range(2))
+    first.backward()
+    audit.before_update(3, due=True)
+    second.backward()  # recomputes without hooks
+    audit.begin_step(4, due=True)
+    third = model(torch.randn(4, 8, 16)).square().mean()
+    third.backward(retain_graph=True)
+    third.backward()
+    audit.before_update(4, due=True)
+    assert not said
+
+
+def test_clean_products_are_seldom_suspicious(monkeypatch):
+    flags: list[bool] = []
+    original = matmul.screen
+
+    def counted(*args: Any) -> Any:
+        screening = original(*args)
+        flags.append(bool(screening.is_suspicious))
+        return screening
+
+    monkeypatch.setattr(matmul, "screen", counted)
+    monkeypatch.setattr(matmul, "SMALL", 2.0)  # screen all, always
+    model = fresh()
+    audit, _ = audit_of(Matmul, model)
+    train(model, audit, 30, dtype=torch.bfloat16)
+    train(model, audit, 30)
+    assert len(flags) > 700
+    assert sum(flags) == 0
