@@ -98,23 +98,25 @@ UNDOING = (Outcome.CONVICTED, Outcome.STRIKE, Outcome.SUSPICION, Outcome.TIE)
 """Outcomes after which work is undone."""
 
 
-class Tribunal:
+class StrikeRule:
     """The controller's rule: a rank is replaced once it is convicted or has two strikes."""
 
     def __init__(self) -> None:
         self._strikes: dict[int, int] = {}
 
     def replaced(self, judgements: list[Judgement]) -> list[int]:
-        """Return the ranks that these judgements replace."""
-        found = []
+        """Return the ranks that the judgements of one step replace. Several strikes of one step count as one."""
+        added: dict[int, int] = {}
         for one in judgements:
             if one.rank is None or one.outcome not in (Outcome.CONVICTED, Outcome.STRIKE, Outcome.AUDITOR_STRIKE):
                 continue
-            strikes = self._strikes.get(one.rank, 0) + (STRIKES if one.outcome is Outcome.CONVICTED else 1)
-            self._strikes[one.rank] = strikes
-            if strikes >= STRIKES:
-                self._strikes[one.rank] = 0  # the next node begins without any
-                found.append(one.rank)
+            added[one.rank] = max(added.get(one.rank, 0), STRIKES if one.outcome is Outcome.CONVICTED else 1)
+        found = []
+        for rank, strikes in added.items():
+            self._strikes[rank] = self._strikes.get(rank, 0) + strikes
+            if self._strikes[rank] >= STRIKES:
+                self._strikes[rank] = 0  # the next node begins without any
+                found.append(rank)
         return found
 
 
@@ -233,7 +235,7 @@ class Training:
         self._clean_steps.clear()
         offset = WARM_AUDITS + FLUSH_STEPS
         chain = warm.begin(offset + 1, 0.0) if warm is not None else None
-        story, tribunal = Story(), Tribunal()
+        story, tribunal = Story(), StrikeRule()
         kept = {0: [one.clone() for one in self._state()]}
         step = verified = 0
         with ExitStack() as stack:

@@ -35,7 +35,7 @@ class LinkOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 OFF = LinkOptions()
 
-# The shares of a preset and the norms of gradients add up to less than it may cost: 0.5, 2 and 20 % of a step. An audit
+# The shares of a preset and the norms of gradients add up to less than it may cost: 0.5, 3 and 20 % of a step. An audit
 # of COLLECTIVE was seen to delay a step by half as much again as its own work takes. Norms are taken in every step,
 # which costs one reading of the gradients, and are exchanged at intervals. CHECKPOINT runs beside training.
 PRESETS: Mapping[SdcPreset, Mapping[AuditLink, LinkOptions]] = {
@@ -46,9 +46,9 @@ PRESETS: Mapping[SdcPreset, Mapping[AuditLink, LinkOptions]] = {
     },
     "standard": {
         AuditLink.RECOMPUTE: LinkOptions(share=0.001),
-        AuditLink.MATMUL: LinkOptions(share=0.005),
+        AuditLink.MATMUL: LinkOptions(share=0.01),
         AuditLink.GRADIENT_NORM: LinkOptions(interval=16),
-        AuditLink.COLLECTIVE: LinkOptions(share=0.003),
+        AuditLink.COLLECTIVE: LinkOptions(share=0.008),
         AuditLink.PEER_REPLAY: LinkOptions(share=0.005),
         AuditLink.UPDATE: LinkOptions(share=0.001),
         AuditLink.STATE: LinkOptions(share=0.002),
