@@ -177,14 +177,16 @@ class Process:
 def kill_ranks(run: Process, kills: int, chance: random.Random) -> int:
     """Kill random ranks, one after another, and return after how many kills the run regrouped and stepped on."""
     survived, generation, first_step, changed = -1, 0, 0, time.monotonic()
-    apart, is_killed, killed_at = chance.randint(*STEPS_APART), False, 0.0
+    apart, is_killed, killed_at, killed_step = chance.randint(*STEPS_APART), False, 0.0, 0
     while not run.ended and time.monotonic() - changed < PATIENCE_S:
         time.sleep(0.05)
         job = run.job()
         if job is None or job.summary.state is not JobState.RUNNING:
             continue
         if job.summary.generation > generation:
-            survived, generation, first_step = survived + 1, job.summary.generation, job.summary.step
+            # A new generation may show no step until its first one, so the kill's step counts as well.
+            survived, generation = survived + 1, job.summary.generation
+            first_step = max(killed_step, job.summary.step)
             changed = time.monotonic()
             is_killed = False
         is_due = job.summary.step >= first_step + apart and time.monotonic() >= killed_at + MIN_APART_S
@@ -195,7 +197,8 @@ def kill_ranks(run: Process, kills: int, chance: random.Random) -> int:
         victims = run.ranks()
         if victims:
             os.kill(chance.choice(victims), signal.SIGKILL)
-            is_killed, killed_at, apart = True, time.monotonic(), chance.randint(*STEPS_APART)
+            is_killed, killed_at, killed_step = True, time.monotonic(), job.summary.step
+            apart = chance.randint(*STEPS_APART)
             print(f"{run.name}: kill {survived + 1} of {kills} after step {job.summary.step}", flush=True)
     return max(survived, 0)
 
