@@ -297,6 +297,9 @@ class Training:
                     self._step(step, DATA_SEED)
             if block > 1:
                 seconds[block % 2].append((time.perf_counter() - began) / block_steps)
+            for audit in chain._audits:
+                if isinstance(audit, StateAudit):  # the next steps update without the chain
+                    audit._watched = audit._outcome = None
         return seconds
 
     def reset(self) -> None:
