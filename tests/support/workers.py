@@ -148,13 +148,14 @@ class Workers:
                 self._config.hook.pytest_runtest_logreport(report=report)
 
     def _bury(self, worker: Worker) -> None:
-        """Fail the test in which a worker died, and give what is left of the file to another worker."""
+        """Fail the test in which a worker died, and give what is left of the file to another worker. A test may end it
+        with any status, also 0; without a test, a worker ends after it was told that no file is left."""
         status = worker.end()
         if status == INTERRUPTED:
             raise KeyboardInterrupt
-        if status and worker.running is None:
+        if worker.running is None and (status or worker.left):
             raise RuntimeError(f"a worker ended with status {status} outside of tests")
-        if status and worker.running is not None:
+        if worker.running is not None:
             sentence = f"the worker ended with status {status} in this test"
             report = pytest.TestReport(*worker.running, {}, "failed", sentence, "call")
             self._config.hook.pytest_runtest_logreport(report=report)

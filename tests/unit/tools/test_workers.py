@@ -69,6 +69,14 @@ def test_each_test_has_its_outcome(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("ended-*"))) == 1, "the session's fixture of the one that did not die"
 
 
+def test_exit_without_error_fails_its_test(tmp_path: Path) -> None:
+    leaves = "import os\n\ndef test_leaves():\n    os._exit(0)\n\ndef test_after():\n    pass\n"
+    status, said = run(tmp_path, first=leaves)
+    assert status == 1
+    assert "1 failed, 1 passed" in said
+    assert "the worker ended with status 0 in this test" in said
+
+
 def test_session_ends_at_the_first_failure(tmp_path: Path) -> None:
     status, said = run(tmp_path, "-x", first=FIRST)
     assert status == 1
