@@ -31,8 +31,8 @@ class KeptRanks:
             self._groups[world] = _Group(self._forks, world)
         try:
             return self._groups[world].call(function, *arguments)
-        except ChildFailed:
-            self._groups.pop(world).kill()  # some ranks may wait for the one that failed
+        except BaseException:
+            self._groups.pop(world).kill()  # some ranks may wait for the one that failed, or for this call
             raise
 
     def close(self) -> None:
@@ -67,8 +67,12 @@ class _Group:
         rank: ForkedChild = self._ranks[number]
         deadline = time.perf_counter() + DEADLINE_S
         while not self._store.check([key]):
-            if ended := rank.ended():
-                return False, f"rank {number} ended with code {ended.code}, signal {ended.signal}"
+            if rank.ended():
+                try:
+                    rank.result()
+                except ChildFailed as error:
+                    return False, f"rank {number}: {error}"
+                return False, f"rank {number} ended"
             if time.perf_counter() > deadline:
                 return False, f"no answer from rank {number} within {DEADLINE_S} s"
             time.sleep(0.005)
@@ -90,6 +94,7 @@ def _serve(rank: int, world: int, port: int) -> None:
             outcome = True, getattr(importlib.import_module(module), name)(rank, world, *arguments)
             gc.collect()  # of models that hold their hooks
             dist.barrier()
+            answer = pickle.dumps(outcome)
         except Exception:  # noqa: BLE001 - handed to the test whole
-            outcome = False, traceback.format_exc()
-        calls.set(f"answer/{number}/{rank}", pickle.dumps(outcome))
+            answer = pickle.dumps((False, traceback.format_exc()))
+        calls.set(f"answer/{number}/{rank}", answer)
