@@ -196,14 +196,15 @@ class SlotLoader:
     def __post_init__(self) -> None:
         self._scratch: Path | None = None
         self._filled: dict[tuple[int, Box], FilledPiece] = {}
-        self._kept_reads: set[tuple[int, Box]] = set()
-        self._kept_bytes = dict(NO_BYTES_READ)
+        self._kept_reads: dict[tuple[int, Box], tuple[ReadSource, PlannedRead]] = {}
         self.bytes_by_source = dict(NO_BYTES_READ)
 
     def load(self, reads: list[PlannedRead], sources: list[ReadSource], blob_from: int) -> tuple[bytes, list[BadSlot]]:
         """Fill the targets; return the Python state of source ``blob_from``, and the slots that failed. After a
         failure the targets must not be used; a repeated call does not fetch again from nodes that did not fail."""
-        self.bytes_by_source = dict(self._kept_bytes)
+        self.bytes_by_source = dict(NO_BYTES_READ)
+        for source, read in self._kept_reads.values():
+            self._count(source, [read])
         self._filled = {key: piece for key, piece in self._filled.items() if key in self._kept_reads}
         by_source: dict[int, list[PlannedRead]] = defaultdict(list)
         by_source[blob_from] = []
@@ -241,9 +242,8 @@ class SlotLoader:
         return list(self._filled.values())
 
     def drop(self, slot: SlotInfo) -> None:
-        """Fetch again what came from this slot."""
-        mine = {key: piece for key, piece in self._filled.items() if piece.source.slot == slot}
-        self._kept_reads.difference_update(mine)
+        """Fetch again all that came from this slot, also what has no digest."""
+        self._kept_reads = {key: kept for key, kept in self._kept_reads.items() if kept[0].slot != slot}
 
     def read_python_state(self, source: ReadSource) -> bytes:
         """Return the Python state of another slot. Raises BadSlot."""
@@ -292,14 +292,12 @@ class SlotLoader:
             elif pairs:
                 torch._foreach_copy_(targets, sources)
 
-    def _count(self, source: ReadSource, reads: list[PlannedRead], *totals: dict[str, int]) -> None:
+    def _count(self, source: ReadSource, reads: list[PlannedRead]) -> None:
         slot = source.slot
         kind = "node" if slot.is_on(self._member.node) else "parity" if slot.parity_group else "remote"
         if kind == "node" and slot.rank == self._member.rank and not slot.replica:
             kind = "own"
-        nbytes = sum(r.box.volume * source.tensor(r).itemsize for r in reads)
-        for total in totals:
-            total[kind] += nbytes
+        self.bytes_by_source[kind] += sum(r.box.volume * source.tensor(r).itemsize for r in reads)
 
     def _read_local(self, source: ReadSource, reads: list[PlannedRead], with_blob: bool) -> bytes:
         """Fill the reads' targets; return the Python state if it is wanted. Raises BadSlot."""
@@ -318,7 +316,7 @@ class SlotLoader:
         blob = _blob(payload, source.manifest.blob_offset) if with_blob else b""
         self._record_filled(source, reads, payload[digests_at : digests_at + digest_bytes])
         self._local.require_unchanged(source.slot)
-        self._count(source, reads, self.bytes_by_source)
+        self._count(source, reads)
         return blob
 
     def _digests_range(self, source: ReadSource, reads: list[PlannedRead]) -> Range:
@@ -388,8 +386,8 @@ class SlotLoader:
                 continue
             for aside, item in each.staged_reads:
                 self._copy(aside, each.source, [item])
-            self._count(each.source, each.reads, self.bytes_by_source, self._kept_bytes)
-            self._kept_reads.update((read.needed_index, read.box) for read in each.reads)
+            self._count(each.source, each.reads)
+            self._kept_reads |= {(read.needed_index, read.box): (each.source, read) for read in each.reads}
             self._record_filled(each.source, each.reads, each.digests)
             if each.blob.numel():
                 blobs.append(_blob(each.blob, 0))

@@ -320,6 +320,8 @@ class Restoration:
             if self._audit is not None and not failures:
                 failures += self._audit.check(loader, self._read_again)
                 if self._audit.is_refused:
+                    for failure in failures:
+                        self._report(failure)
                     return RestoreOutcome(False, tuple(map(slot_key, choice.slots))), None, {}
             if not failures:
                 try:

@@ -210,16 +210,24 @@ def test_digests_come_with_the_bytes_of_another_node() -> None:
     size = len(payload) + mark.nbytes
     manifest = Manifest(LAYOUT_FORMAT, 1, 2, catalog, stored, 3072, 0, size, 0, len(payload))
     slot = SlotInfo(node="n2", rank=1, version=Version(1, 1), path="", slot=0, replica=True, manifest_digest="")
-    targets = [RestoreTarget(torch.zeros(256), full_box((256,))) for _ in parts]
-    reads = plan_reads([NeededBox(number, full_box((256,))) for number in range(3)], [manifest])
+    boxes = [full_box((length,)) for length in (256, 256, 128)]  # of the last a part, which has no digest
+    targets = [RestoreTarget(torch.zeros(box.size), box) for box in boxes]
+    reads = plan_reads([NeededBox(number, box) for number, box in enumerate(boxes)], [manifest])
     with lending({1: payload + mark.numpy().tobytes()}) as vault:
         member = Member(rank=0, node="n1", local_rank=0)
         loader = SlotLoader(vault, "job", member, targets, LocalSlots(), reads_digests=True)  # type: ignore[arg-type]
         _, failures = loader.load(reads, [ReadSource(slot, manifest)], 0)
-    assert not failures
-    assert [piece.digest for piece in loader.filled_pieces] == digests.tolist()
+        first = dict(loader.bytes_by_source)
+        loader.drop(slot)
+        for target in targets:
+            target.local.fill_(9)
+        _, again = loader.load(reads, [ReadSource(slot, manifest)], 0)
+    assert not failures + again
+    assert loader.bytes_by_source == first
+    assert all(
+        torch.equal(target.local, part[: len(target.local)]) for target, part in zip(targets, parts, strict=True)
+    )
+    assert [piece.digest for piece in loader.filled_pieces] == digests[:2].tolist()
     assert not restored.find_wrong(loader.filled_pieces)
     flip(targets[1].local)
     assert [piece.name for piece in restored.find_wrong(loader.filled_pieces)] == ["b"]
-    loader.drop(slot)
-    assert not loader._kept_reads
