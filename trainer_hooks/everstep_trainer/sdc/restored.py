@@ -60,20 +60,25 @@ class RestoreAudit:
         for pieces in by_slot.values():
             slot = pieces[0].source.slot
             try:
-                self._resolve(pieces, read_again(pieces))
+                for number, portion in enumerate(_batches(pieces)):  # bounds the host memory for what is read again
+                    self._resolve(portion, read_again(portion), is_first=not number)
+                    if self.is_refused:
+                        break
             except BadSlot as bad:
                 failures.append(bad)
                 loader.drop(slot)
         return failures
 
-    def _resolve(self, pieces: Sequence[FilledPiece], stored: Sequence[torch.Tensor]) -> None:
-        """Find out whether the slot or this rank is wrong. Raises WrongCopy if it is the slot."""
+    def _resolve(self, pieces: Sequence[FilledPiece], stored: Sequence[torch.Tensor], *, is_first: bool) -> None:
+        """Find out whether the slot or this rank is wrong. Raises WrongCopy if it is the slot. The rank is reported
+        once, with the ``is_first`` pieces of the slot."""
         for piece, tensor in zip(pieces, stored, strict=True):
             if to_unsigned(digest_at(tensor, piece.place)) != _unsigned(piece):
                 reason = f"{piece.name} is not what was copied into it: its digest is another one"
                 raise WrongCopy(piece.source.slot, reason, is_corrupt=True)
         version = pieces[0].source.slot.version
-        self._state(pieces[0], stored[0], f"restore of version {version}")
+        if is_first:
+            self._state(pieces[0], stored[0], f"restore of version {version}")
         with torch.no_grad():
             for piece, tensor in zip(pieces, stored, strict=True):
                 piece.live.copy_(tensor)

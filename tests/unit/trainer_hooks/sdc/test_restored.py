@@ -151,6 +151,32 @@ def test_tensor_restored_wrongly_once_is_restored_again(rank: LoneRank, monkeypa
     assert mismatch.difference.startswith(f"{NAMED}: 1 of 300000 elements differ")
 
 
+def test_many_wrong_tensors_are_read_again_in_portions(rank: LoneRank, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = store(rank)
+    monkeypatch.setattr(restored, "BATCH_BYTES", 1)
+    read, again = SlotLoader._read_local, Restoration._read_again
+    portions: list[int] = []
+
+    def wrong(loader: SlotLoader, source: ReadSource, reads: Any, with_blob: bool) -> bytes:
+        result = read(loader, source, reads, with_blob)
+        if not portions:
+            for one in reads:
+                loader._targets[one.needed_index].local.detach().fill_(7)
+        return result
+
+    def counted(restoration: Restoration, pieces: Any) -> list[torch.Tensor]:
+        portions.append(len(pieces))
+        return again(restoration, pieces)
+
+    monkeypatch.setattr(SlotLoader, "_read_local", wrong)
+    monkeypatch.setattr(Restoration, "_read_again", counted)
+    found = Restored(rank)
+    assert found.version == Version(1, 2)
+    assert found.equals(model)
+    assert portions == [1, 1, 1, 1]
+    assert [one.unit for one in found.mismatches] == ["restore of version 1:2"]
+
+
 def test_tensor_that_stays_wrong_refuses_the_version(rank: LoneRank, monkeypatch: pytest.MonkeyPatch) -> None:
     store(rank)
     lost: list[int] = []
