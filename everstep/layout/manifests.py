@@ -218,8 +218,9 @@ def decode_manifest(data: bytes) -> Manifest:
         raise MalformedMessage(f"a slot's manifest cannot be read: {error}") from error
     if manifest.format != LAYOUT_FORMAT:
         raise MalformedMessage(f"a slot's manifest has format {manifest.format}, this release reads {LAYOUT_FORMAT}")
-    if not all(_stored_in_bounds(manifest, s) for s in manifest.stored) or (
-        sum(manifest.digests_range) > manifest.payload_bytes or manifest.digests_offset < 0
+    rooms = (manifest.python_state_range, manifest.digests_range)
+    if not all(_stored_in_bounds(manifest, s) for s in manifest.stored) or not all(
+        offset >= 0 and size >= 0 and offset + size <= manifest.payload_bytes for offset, size in rooms
     ):
         raise MalformedMessage("a slot's manifest points outside its payload or its tensors")
     return manifest

@@ -254,12 +254,14 @@ class _Replacements:
         if index in self._replaced:
             return
         failed = [index, *self._shut_down_dead(index)]
+        refusals = 0
         while failed:
             try:
                 self._replace(failed[0])
             except ray.exceptions.RayActorError:
+                refusals += 1
                 dead = self._shut_down_dead(*failed)
-                if not dead:
+                if not dead or refusals > len(self._group._replica_groups):
                     raise
                 failed += dead
             else:

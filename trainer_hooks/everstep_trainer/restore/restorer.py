@@ -313,7 +313,8 @@ class Restoration:
                 reads, supplies = self._plan(wants, slots)
             except NotRestorable as error:
                 log.warning("version %s cannot be read: %s", choice.version, error, extra=self._log_fields)
-                return RestoreOutcome(False, tuple(bad)), None, {}
+                # Without a slot to leave out, the same version would be proposed again, without end.
+                return RestoreOutcome(False, tuple(bad), error="" if bad else f"{choice.version}: {error}"), None, {}
             source = self._blob_source(supplies)
             blob, failures = loader.load(reads, supplies, source)
             failures += self._check_unread(slots, supplies, reads, source)
