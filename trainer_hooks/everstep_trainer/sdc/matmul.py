@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -22,7 +21,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
 from everstep.vocabulary import AuditLink, AuditRole
@@ -155,8 +154,6 @@ class _Linear:
         self._hooks: list[RemovableHandle] = []
         self._call: _Call | None = None  # between the hooks around a forward pass
         self._recomputed: list[torch.Tensor] = []  # inputs of recomputed calls whose backward pass is to come
-        self._weight_node: Node | None = None  # through which the last call's weight gradient passes
-        self._last_call: Callable[[], _Call | None] = lambda: None
 
     @property
     def is_watched(self) -> bool:
@@ -171,7 +168,7 @@ class _Linear:
     def leave(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._call, self._recomputed, self._weight_node = [], None, [], None
+        self._hooks, self._call, self._recomputed = [], None, []
 
     def take_recomputed(self) -> torch.Tensor | None:
         """Return the input of the only recomputed call; None if there are several, as they may come in any order."""
@@ -190,9 +187,11 @@ class _Linear:
                     self._recomputed.append(x.detach())
                 return None
             self._call = call = _Call(self)
-            dtype = _dtype_under_autocast(x)
-            tapped: torch.Tensor = _Tap.apply(x, dtype, call)  # type: ignore[no-untyped-call]
-            call.tap = tapped.grad_fn
+            dtype, tapped = _dtype_under_autocast(x), x
+            # Autocast casts a leaf once for several layers, so a cast of its own would add up gradients otherwise.
+            if dtype is x.dtype or not (x.is_leaf and x.requires_grad):
+                tapped = _Tap.apply(x, dtype, call)  # type: ignore[no-untyped-call]
+                call.is_tapped = tapped.requires_grad
             if weight.requires_grad and not are_saved_elsewhere:
                 call.input = tapped.detach()
             return (tapped, *args[1:])
@@ -202,7 +201,7 @@ class _Linear:
         is_recomputed = call is None and _is_in_backward() and torch.is_grad_enabled()
         if (call is None and not is_recomputed) or not args or not _is_plain(args[0]) or not _is_plain(output):
             return
-        with self.audit.cost(), torch.no_grad():
+        with self.audit.cost(), torch.no_grad(), _no_dispatch_modes():
             bias = None if module.bias is None else module.bias.detach()
             left, result = _matrix(args[0]), _matrix(output)
             self.audit.check(f"{self.name} forward", Product(result, left, module.weight.detach().t(), bias))
@@ -211,23 +210,24 @@ class _Linear:
                 number, node = origin.output_nr, origin.grad_fn
                 if node is not None:
                     node.register_prehook(lambda gradients: call.on_output_gradient(gradients[number]))
-                    self._watch_weight(call, node)
+                    self._watch_weight(call, args[0].grad_fn, node)
 
-    def _watch_weight(self, call: _Call, output: Node) -> None:
-        """Have a call see its weight gradient, only what this call adds to it. ``output``: the output's node."""
+    def _watch_weight(self, call: _Call, tap: Node | None, output: Node) -> None:
+        """Have a call see its weight gradient, only what this call adds to it.
+
+        Args:
+            call: The call.
+            tap: The node before its input.
+            output: The node of its output.
+        """
         if not self.module.weight.requires_grad:
             return
-        found = _edges_to(self.module.weight, output, call.tap)
+        found = _edges_to(self.module.weight, output, tap)
         if len(found) != 1:
             call.input = None
             return
         node, index = found[0]
         call.awaits_weight = True
-        last = self._last_call()
-        if node is self._weight_node and last is not None and not last.is_weight_judged:
-            # Autocast casts a weight once, so the gradients of several calls meet before they can be seen.
-            last.awaits_weight = call.awaits_weight = False
-            last.input = call.input = None
         own = weakref.ref(call)
 
         def hook(gradients: tuple[torch.Tensor | None, ...], _: tuple[torch.Tensor | None, ...]) -> None:
@@ -236,26 +236,29 @@ class _Linear:
                 one.on_weight_gradient(gradient)
 
         node.register_hook(hook)
-        self._weight_node, self._last_call = node, own
 
 
 class _Call:
-    """One call of a layer. ``tap``: the node of the autograd graph before its input."""
+    """One call of a layer. ``is_tapped``: the gradient of its input will be seen."""
 
     def __init__(self, linear: _Linear) -> None:
         self._linear = linear
-        self.tap: Node | None = None
+        self.is_tapped = False
         self.input: torch.Tensor | None = None
         self.awaits_weight = self.is_weight_judged = self._is_input_judged = False
         self._output_gradient: torch.Tensor | None = None
+        self._pass: int | None = None
 
     def on_output_gradient(self, gradient: torch.Tensor | None) -> None:
-        if gradient is not None and self._linear.is_watched and not (self.is_weight_judged or self._is_input_judged):
-            self._output_gradient = _matrix(gradient)
+        """Begin to watch the first backward pass. Later ones may bring other gradients, or only a part of them."""
+        if gradient is not None and self._linear.is_watched and self._pass is None:
+            self._pass, self._output_gradient = _current_pass(), _matrix(gradient)
+        else:
+            self._output_gradient = None
 
     def on_input_gradient(self, gradient: torch.Tensor) -> None:
         """Check the input's gradient. Runs in the backward pass, before the weight may be sharded again."""
-        outer, weight = self._output_gradient, self._linear.module.weight
+        outer, weight = self._gradient_of_pass(), self._linear.module.weight
         if outer is not None and not self._is_input_judged and self._linear.is_watched and _is_plain(weight):
             self._is_input_judged = True
             with self._linear.audit.cost(), torch.no_grad():
@@ -265,7 +268,7 @@ class _Call:
 
     def on_weight_gradient(self, gradient: torch.Tensor) -> None:
         """Check what this call adds to the weight's gradient."""
-        outer = self._output_gradient
+        outer = self._gradient_of_pass()
         if outer is not None and self.awaits_weight and not self.is_weight_judged and self._linear.is_watched:
             self.is_weight_judged = True
             with self._linear.audit.cost(), torch.no_grad():
@@ -281,9 +284,15 @@ class _Call:
             product = Product(gradient.t(), inner.t(), outer)
         self._linear.audit.check(f"{self._linear.name} weight gradient", product)
 
+    def _gradient_of_pass(self) -> torch.Tensor | None:
+        """Return the output's gradient; None if another backward pass brought it."""
+        if self._pass != _current_pass():
+            self._output_gradient = None
+        return self._output_gradient
+
     def _release(self) -> None:
         """Forget tensors that no check needs any more."""
-        is_done = self._is_input_judged or self.tap is None
+        is_done = self._is_input_judged or not self.is_tapped
         if not self._linear.is_watched or (is_done and (self.is_weight_judged or not self.awaits_weight)):
             self.input = self._output_gradient = None
 
@@ -294,7 +303,10 @@ class _Tap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, dtype: torch.dtype, call: _Call) -> torch.Tensor:
         ctx.call, ctx.dtype = call, tensor.dtype
-        return tensor.view_as(tensor) if tensor.dtype is dtype else tensor.to(dtype)
+        if tensor.dtype is not dtype:
+            return tensor.to(dtype)
+        with _no_dispatch_modes():
+            return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
@@ -310,21 +322,33 @@ def _matrix(tensor: torch.Tensor) -> torch.Tensor:
 def _is_plain(tensor: object) -> bool:
     return (
         isinstance(tensor, torch.Tensor)
-        and not isinstance(tensor, DTensor)
+        and type(tensor) in (torch.Tensor, nn.Parameter)  # no DTensor, for instance
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
         and tensor.ndim > 0
         and tensor.is_floating_point()
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     )
 
 
+def _current_pass() -> int:
+    """Return the number of the backward pass that this thread is in, or -1."""
+    return int(torch._C._current_graph_task_id())
+
+
 def _is_in_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)
+    return _current_pass() != -1
 
 
 def _are_saved_elsewhere() -> bool:
     """Return whether hooks decide what autograd saves, as those of activation checkpointing and offloading do."""
     top: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return top is None or top(True) is not None
+
+
+def _no_dispatch_modes() -> AbstractContextManager[Any]:
+    """Hide operations from modes that count or keep them, as those of selective activation checkpointing do."""
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
 
 
 def _no_autocast(device: str) -> AbstractContextManager[Any]:
@@ -347,18 +371,22 @@ def _origin(output: torch.Tensor) -> torch.Tensor:
 
 
 def _edges_to(leaf: torch.Tensor, output: Node, end: Node | None) -> list[tuple[Node, int]]:
-    """Return the nodes that pass a gradient of ``output`` to ``leaf``, without those beyond ``end``."""
+    """Return the nodes that pass a gradient of ``output`` to ``leaf``, without those beyond ``end``.
+
+    The node before a cast stands for it: autocast casts a weight once, so the gradients of several uses meet there.
+    """
     found: list[tuple[Node, int]] = []
-    nodes = [output]
+    nodes: list[tuple[Node, tuple[Node, int] | None]] = [(output, None)]
     for _ in range(GRAPH_DEPTH):
-        following: list[Node] = []
-        for node in nodes:
+        following: list[tuple[Node, tuple[Node, int] | None]] = []
+        for node, edge in nodes:
             for index, (child, _number) in enumerate(node.next_functions):
                 if child is None or child is end:
                     continue
                 if not hasattr(child, "variable"):
-                    following.append(child)
+                    following.append((child, (node, index)))
                 elif child.variable is leaf:
-                    found.append((node, index))
+                    is_cast = edge is not None and node.name().startswith("ToCopyBackward")
+                    found.append(edge if edge is not None and is_cast else (node, index))
         nodes = following
     return found

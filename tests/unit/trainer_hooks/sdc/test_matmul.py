@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from everstep_trainer.sdc import matmul
 from everstep_trainer.sdc.matmul import Matmul
 from torch import nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tests.support.audited_blocks import Block, audit_of, fresh, train
 
@@ -171,15 +173,42 @@ def test_penalty_in_the_loss_is_no_wrong_product():
     assert "model weight gradient" in audit._agreed
 
 
-def test_nothing_is_kept_after_the_step():
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Any]]:
+    """Return weak references to all calls of layers."""
+    made: list[weakref.ref[Any]] = []
+    original = matmul._Call
+
+    def call(linear: Any) -> Any:
+        one = original(linear)
+        made.append(weakref.ref(one))
+        return one
+
+    monkeypatch.setattr(matmul, "_Call", call)
+    return made
+
+
+def test_call_is_forgotten_with_its_graph(calls):
+    model = fresh(checkpointed=False)
+    audit, _ = audit_of(Matmul, model)
+    audit.begin_step(1, due=True)
+    loss = model(torch.randn(4, 8, 16)).square().mean()
+    assert all(one() is not None for one in calls)
+    del loss
+    assert all(one() is None for one in calls), "without a collection of cycles"
+
+
+def test_nothing_is_kept_after_the_step(calls):
     model = fresh(checkpointed=False)
     audit, _ = audit_of(Matmul, model)
     train(model, audit, 2)
     audit.begin_step(3, due=True)
+    calls.clear()
     loss = model(torch.randn(4, 8, 16)).square().mean()
-    calls = [linear._last_call() for linear in audit._linears]
     loss.backward()
-    assert all(one is not None and one.input is None and one._output_gradient is None for one in calls)
+    found = [one() for one in calls]
+    assert len(found) == 4
+    assert all(one is not None and one.input is None and one._output_gradient is None for one in found)
     audit.before_update(3, due=True)
     assert not any(linear._hooks or linear._recomputed for linear in audit._linears)
     assert not model[0].up._forward_hooks
@@ -219,3 +248,99 @@ def test_clean_products_are_seldom_suspicious(monkeypatch):
     train(model, audit, 30)
     assert len(flags) > 700
     assert sum(flags) == 0
+
+
+def test_loss_that_needs_a_gradient_in_some_steps_accuses_nobody():
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1))
+    audit, said = audit_of(Matmul, model)
+    for step in range(1, 9):
+        audit.begin_step(step, due=True)
+        loss = model(torch.randn(8, 16)).square().mean()
+        if step % 4 == 0:  # a penalty on the input's gradient
+            x = torch.randn(8, 16, requires_grad=True)
+            (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+            loss = loss + gradient.square().sum()
+        loss.backward()
+        audit.before_update(step, due=True)
+    assert not said
+
+
+def test_second_pass_with_another_loss_accuses_nobody():
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
+    audit, said = audit_of(Matmul, model)
+    for step in range(1, 9):
+        audit.begin_step(step, due=True)
+        x = torch.randn(8, 16, requires_grad=True)
+        output = model(x)
+        if step % 3 == 0:
+            torch.autograd.grad(output.sum(), x, retain_graph=True)
+        if step % 4 == 0:
+            torch.autograd.grad(output.sum(), model[0].weight, retain_graph=True)
+        output.square().mean().backward()
+        audit.before_update(step, due=True)
+    assert not said
+
+
+def test_weight_that_autocast_casts_once_for_several_uses_accuses_nobody():
+    model = nn.Linear(16, 16)
+    audit, said = audit_of(Matmul, model)
+    for step in range(1, 9):
+        audit.begin_step(step, due=True)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(torch.randn(8, 16)).float().square().mean()
+            if step % 4 == 0:
+                loss = loss + 50 * (model.weight @ model.weight.t()).float().square().mean()
+        loss.backward()
+        audit.before_update(step, due=True)
+    assert not said
+    assert "model weight gradient" in audit._agreed
+
+
+def test_leaf_that_autocast_casts_once_for_several_layers_keeps_its_gradient():
+    def gradient(audited: bool) -> Any:
+        torch.manual_seed(1)
+        layers, queries = nn.ModuleList(nn.Linear(16, 16) for _ in range(3)), nn.Parameter(torch.randn(8, 16))
+        audit, _ = audit_of(Matmul, layers)
+        audit.begin_step(1, due=audited)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = torch.stack([layer(queries).float().square().mean() for layer in layers]).sum()
+        loss.backward()
+        audit.before_update(1, due=audited)
+        return queries.grad
+
+    assert torch.equal(gradient(audited=True), gradient(audited=False))
+
+
+@pytest.mark.parametrize("saved", ["products", "everything"])
+def test_selective_checkpointing_keeps_its_own_results(saved):
+    products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+
+    def policy(context: Any, op: Any, *args: Any, **options: Any) -> CheckpointPolicy:
+        is_saved = saved == "everything" or op in products
+        return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def gradients(audited: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 32, bias=False), nn.ReLU(), nn.Linear(32, 16), nn.Tanh())
+        audit, said = audit_of(Matmul, model)
+        contexts = partial(create_selective_checkpoint_contexts, policy)
+        for step in range(1, 6):
+            audit.begin_step(step, due=audited)
+            x = torch.randn(8, 16, requires_grad=True) * 1
+            output = checkpoint(model, x, use_reentrant=False, context_fn=contexts)
+            if step == 4:  # is recomputed without hooks
+                audit.before_update(step, due=audited)
+            output.square().mean().backward()
+            audit.before_update(step, due=audited)
+        assert not said
+        return torch.cat([one.grad.flatten() for one in model.parameters() if one.grad is not None])
+
+    assert torch.equal(gradients(audited=True), gradients(audited=False))
+
+
+def test_nested_tensors_are_left_alone():
+    model = nn.Linear(16, 4)
+    audit, _ = audit_of(Matmul, model)
+    audit.begin_step(1, due=True)
+    ragged = torch.nested.nested_tensor([torch.randn(3, 16), torch.randn(5, 16)], layout=torch.jagged)
+    assert model(ragged).is_nested
