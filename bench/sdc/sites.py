@@ -17,6 +17,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.optim import adam
+from torch.utils.hooks import RemovableHandle
 
 from bench.sdc.injection import Fault, Site
 from bench.sdc.models import Stack
@@ -125,13 +126,25 @@ class _Attention(FaultySite):
 class _LocalGradients(FaultySite):
     """Gradients as the backward pass leaves them, before anything reads them."""
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._hooks: list[RemovableHandle] = []
+
     @contextmanager
     def install(self) -> Iterator[None]:
-        hooks = [one.register_post_accumulate_grad_hook(self._accumulated) for one in self.inner.parameters()]
         with patched(_fsdp_param_group, "foreach_reduce", self._wrap):
             yield
-        for hook in hooks:
+
+    @contextmanager
+    def forward_pass(self) -> Iterator[None]:
+        # After the audits' own hooks: what was hooked before them counts as the program's.
+        self._hooks = [one.register_post_accumulate_grad_hook(self._accumulated) for one in self.inner.parameters()]
+        yield
+
+    def after_backward(self) -> None:
+        for hook in self._hooks:
             hook.remove()
+        self._hooks.clear()
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
         if self.is_in_passes and not isinstance(parameter, DTensor) and parameter.grad is not None:

@@ -127,8 +127,8 @@ def _train(
     layers: Any = model.module if layout == "ddp" else model
     if fault == "gradient":
         layers[2].register_forward_hook(partial(_spoil_backward, active))
-    if fault == "rest":
-        parameters[2].register_post_accumulate_grad_hook(partial(_flip_gradient, active))
+    if fault == "own hook":  # changes gradients as a program may
+        parameters[2].register_post_accumulate_grad_hook(_halve_gradient)
     if first > 1:
         model.load_state_dict(_kept["model"])
         optimizer.load_state_dict(_kept["optimizer"])
@@ -141,7 +141,11 @@ def _train(
         if fault == "odd batch" and rank == FAULTY_RANK and step == FAULTY_STEP:
             target = target * 1e4
         optimizer.zero_grad()
+        flip = parameters[2].register_post_accumulate_grad_hook(
+            partial(_flip_gradient, bool(active) and fault == "rest")
+        )
         nn.functional.mse_loss(model(data), target).backward()
+        flip.remove()
         if active and fault == "result":
             parameters[0].grad.view(torch.int32).view(-1)[0] ^= 1  # type: ignore[union-attr]
         optimizer.step()
@@ -149,7 +153,12 @@ def _train(
     return [parameter.detach().clone() for parameter in parameters] if layout == "ddp" else []
 
 
-def _flip_gradient(active: FaultyAt, parameter: torch.Tensor) -> None:
+def _halve_gradient(parameter: torch.Tensor) -> None:
+    if parameter.grad is not None:
+        parameter.grad *= 0.5
+
+
+def _flip_gradient(active: bool, parameter: torch.Tensor) -> None:
     if active and parameter.grad is not None:
         parameter.grad.view(torch.int32).view(-1)[7] ^= 1
 

@@ -50,12 +50,19 @@ class AuditChain:
         self._due: frozenset[AuditLink] = frozenset()  # in the running step
         self._finished: deque[_FinishedStep] = deque()  # steps whose costs a GPU has not told yet
         self._step_began = 0.0
+        self._unmeasured: tuple[int, dict[AuditLink, StepReading]] | None = None  # until the next step begins
         self._updated_step = 0
         self._mismatch_step = 0
 
     def begin_step(self, step: int) -> None:
         """Prepare the audits of ``step``. No collective."""
-        self._step_began = perf_counter()
+        now = perf_counter()
+        if self._unmeasured is not None:  # a GPU computes on while the host has finished a step
+            finished, readings = self._unmeasured
+            self._finished.append(_FinishedStep(finished, now - self._step_began, self._due, readings))
+            self._unmeasured = None
+            self._record_costs()
+        self._step_began = now
         self._due = frozenset(audit.link for audit in self._audits if self._schedule.is_due(audit.link, step))
         for audit in self._audits:
             audit.meter.take()  # of a step without an update
@@ -83,10 +90,7 @@ class AuditChain:
                 audit.after_update(step, due=due)
             if due and audit.link in self._rotations and step != self._mismatch_step:
                 self._rotations[audit.link].record(step)
-        seconds = perf_counter() - self._step_began
-        readings = {audit.link: audit.meter.take() for audit in self._audits}
-        self._finished.append(_FinishedStep(step, seconds, self._due, readings))
-        self._record_costs()
+        self._unmeasured = step, {audit.link: audit.meter.take() for audit in self._audits}
         self._report_clean()
 
     def close(self) -> None:

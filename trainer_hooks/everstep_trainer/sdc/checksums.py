@@ -76,10 +76,9 @@ def screen(product: Product, residual: torch.Tensor) -> Screening:
 
     A residual is measured by the norm of its column's part in the block, and compared with those of other columns.
     """
-    squares = product.result.to(residual.dtype).square()
-    norms = _sums(squares, signed=False).sqrt_()
-    scale = norms.add_(norms.mean()).clamp_min_(torch.finfo(residual.dtype).tiny)
-    relative = residual.abs().div_(scale)
+    norms = _norms(product.result)
+    scale = norms.add_(norms.mean()).clamp_min_(torch.finfo(norms.dtype).tiny)
+    relative = residual.abs().to(norms.dtype).div_(scale)
     largest, place = relative.flatten().max(0)
     eps, accumulated = torch.finfo(product.result.dtype).eps, _accumulated_eps(product.result)
     most = MOST * eps + ACCUMULATED * accumulated * math.sqrt(product.left.shape[1])
@@ -118,6 +117,15 @@ def _sums(matrix: torch.Tensor, *, signed: bool = True) -> torch.Tensor:
     if whole * BLOCK_ROWS == rows:
         return sums
     return torch.cat([sums, signs[None, whole * BLOCK_ROWS :] @ matrix[whole * BLOCK_ROWS :]])
+
+
+def _norms(matrix: torch.Tensor) -> torch.Tensor:
+    """Return the norm of each column in each block of rows, in float32 or float64."""
+    dtype = torch.float64 if matrix.dtype is torch.float64 else torch.float32
+    if not matrix.is_cuda:  # squares and their sums take half the time of norms here
+        return _sums(matrix.to(dtype).square(), signed=False).sqrt_()
+    blocks = [torch.linalg.vector_norm(block, dim=0, dtype=dtype) for block in torch.split(matrix, BLOCK_ROWS)]
+    return torch.stack(blocks)
 
 
 @lru_cache(maxsize=256)

@@ -162,7 +162,7 @@ class _Linear:
     def watch(self) -> None:
         self._hooks = [
             self.module.register_forward_pre_hook(self._before_forward),
-            self.module.register_forward_hook(self._after_forward),
+            self.module.register_forward_hook(self._after_forward, prepend=True),  # others may change the output
         ]
 
     def leave(self) -> None:

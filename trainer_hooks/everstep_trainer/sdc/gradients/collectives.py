@@ -141,7 +141,9 @@ class Collectives(Audit, GradientReader):
                 with self.cost():
                     self._arrived[id(parameter)] = place, tensor_digest(parameter.grad, offset=place)
 
-        self._hooks.append(parameter.register_hook(arrives))  # type: ignore[no-untyped-call]
+        # The program's own hooks may change a gradient once it was added, so it counts as arrived after them.
+        if not parameter._post_accumulate_grad_hooks:
+            self._hooks.append(parameter.register_hook(arrives))  # type: ignore[no-untyped-call]
         self._hooks.append(parameter.register_post_accumulate_grad_hook(is_added))  # type: ignore[no-untyped-call]
 
     def on_local(

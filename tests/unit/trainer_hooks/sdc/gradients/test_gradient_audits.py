@@ -54,6 +54,10 @@ def test_flip_in_transport_accuses_both_ends(kept_ranks):
     assert sorted((rank, each.role) for rank, each in said) == [(0, AuditRole.OWNER), (FAULTY_RANK, AuditRole.PEER)]
 
 
+def test_hook_of_the_program_may_change_a_gradient(kept_ranks):
+    assert statements(train(kept_ranks, "ddp", "own hook")) == []
+
+
 @pytest.mark.parametrize("fault", ["rest", "sending"])
 def test_gradient_changed_after_its_arrival_is_stated_by_its_rank(kept_ranks, fault):
     ((rank, said),) = statements(train(kept_ranks, "ddp", fault))
