@@ -223,7 +223,7 @@ def test_a_killed_process_is_a_lost_rank(run_dir: Path) -> None:
             rank.kill()
             lost = await node.one(RankLost)
             assert (lost.generation, lost.rank, lost.local_rank, lost.has_replacement) == (1, 1, 1, True)
-            assert lost.detail == "its connection ended"
+            assert lost.detail.startswith("its connection "), "ended, or broke where the rank had not read everything"
 
     play(story())
 
