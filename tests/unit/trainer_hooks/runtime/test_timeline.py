@@ -38,6 +38,7 @@ def test_timeline_leaves_out_a_part_of_no_length() -> None:
     assert timeline.phases_s.keys() == {"first_step"}
 
 
+@pytest.mark.slow
 def test_compilations_are_counted_in_seconds() -> None:
     before = total_compile_s()
     torch.compile(torch.nn.Linear(2, 2), backend="eager")(torch.ones(1, 2))

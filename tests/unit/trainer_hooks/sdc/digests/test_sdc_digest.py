@@ -160,6 +160,7 @@ def test_gradients_and_parameters_are_digested_as_they_are() -> None:
     assert tensor_digest(torch.ones(3, dtype=torch.complex64).conj()).item()
 
 
+@pytest.mark.slow
 def test_compiled_function_keeps_the_digest() -> None:
     def digested(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         doubled = tensor * 2

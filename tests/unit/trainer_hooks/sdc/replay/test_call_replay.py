@@ -72,6 +72,7 @@ def test_capture_does_not_change_training(name: str) -> None:
     assert_equal_states(*results)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")  # torch.compile has its own
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("whole", [False, True])
@@ -98,6 +99,7 @@ def test_compiled_unit_is_replayed_compiled(in_place: bool, whole: bool) -> None
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 def test_hooks_stay_out_of_code_compiled_meanwhile() -> None:
     module = MODELS["gpt"].build()
