@@ -38,6 +38,7 @@ KILLS, QUICK_KILLS = 30, 3
 STEPS_APART = (3, 12)
 """Fewest and most steps between a recovery and the next kill."""
 STEPS_PER_KILL = 80
+"""Steps of a run for each kill, unless its steps take longer than others."""
 MIN_APART_S = 2.5
 """Seconds between two kills: a node that loses 30 ranks within 60 s is given up."""
 PATIENCE_S = 900.0
@@ -58,6 +59,7 @@ class Example:
         arguments: Further arguments of the script.
         starts_ranks: The script starts the ranks itself, without everstep-launch.
         script: ``FRAMEWORK`` of the script's name, where several examples share one.
+        steps_per_kill: Steps of a run for each kill.
     """
 
     ranks: int = 2
@@ -66,6 +68,7 @@ class Example:
     arguments: tuple[str, ...] = ()
     starts_ranks: bool = False
     script: str = ""
+    steps_per_kill: int = STEPS_PER_KILL
 
 
 EXAMPLES = {
@@ -76,7 +79,7 @@ EXAMPLES = {
     "deepspeed": Example(preload="deepspeed"),
     "deepspeed_zero0": Example(preload="deepspeed", script="deepspeed", arguments=("--stage", "0")),
     "deepspeed_zero3": Example(preload="deepspeed", script="deepspeed", arguments=("--stage", "3")),
-    "torchtitan": Example(preload="everstep_trainer.integrations.torchtitan"),
+    "torchtitan": Example(preload="everstep_trainer.integrations.torchtitan", steps_per_kill=25),
     "megatron": Example(preload="megatron.core"),
     "jax": Example(),
     "ray": Example(starts_ranks=True, arguments=("--workers", "1", "--ranks", "2")),
@@ -205,7 +208,7 @@ def kill_ranks(run: Process, kills: int, chance: random.Random) -> int:
 
 def measure(name: str, kills: int, seed: int) -> list[Row]:
     """Run one example undisturbed and with kills, and return its rows of the table."""
-    steps = kills * STEPS_PER_KILL
+    steps = kills * EXAMPLES[name].steps_per_kill
     with tempfile.TemporaryDirectory(prefix="ev-") as folder, Process(name, steps, Path(folder)) as run:
         undisturbed = run.result(0)
     with tempfile.TemporaryDirectory(prefix="ev-") as folder, Process(name, steps, Path(folder)) as run:
