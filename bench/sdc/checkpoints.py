@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import xxhash
 from everstep_trainer.sdc.audit import Mismatch
-from everstep_trainer.sdc.copies import CopyAudit
+from everstep_trainer.sdc.copy_audit import CopyAudit
 from everstep_trainer.sdc.digests.digest import combined_digest
 from everstep_trainer.sdc.presets import LinkOptions
 from everstep_trainer.snapshot.copy import CopyResult

@@ -15,7 +15,7 @@ import msgspec
 import bench.soak
 from bench.soak import checks
 from bench.soak.faults import draw_fault
-from bench.soak.machine_room import NAMES, Fleet, undisturbed
+from bench.soak.simulated_fleet import NAMES, Fleet, undisturbed
 from bench.table import Row, finish, parser_of
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1.operator import JobDetail

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from bench.soak.machine_room import FEWEST, Fleet, end, named
+from bench.soak.simulated_fleet import FEWEST, Fleet, end, named
 from everstep.client import calls
 from examples.demo.faults import flip_in_slots
 from examples.demo.world import Node

@@ -76,7 +76,7 @@ def find_nodes(
     return sorted(found, key=lambda node: (node.job, node.name, node.launcher.pid))
 
 
-def nodes_of(nodes: Iterable[LocalNode], job: str, controllers: str) -> list[LocalNode]:
+def nodes_of_run(nodes: Iterable[LocalNode], job: str, controllers: str) -> list[LocalNode]:
     """Return the nodes of the job that one of ``controllers`` runs. Another private run may have a job of that name.
 
     Ports are compared: a private controller is on this machine, and nodes may know it by other addresses of it.

@@ -17,7 +17,7 @@ from rich.text import Text
 from everstep.chaos.experiment import LASTING_S, run_experiment
 from everstep.chaos.faults import Fault
 from everstep.chaos.recovery import ChaosReport, FaultReport, JobWatch, Progress, Regroup
-from everstep.chaos.targets import LocalNode, find_nodes, nodes_of
+from everstep.chaos.targets import LocalNode, find_nodes, nodes_of_run
 from everstep.cli.context import (
     ConnectionOptions,
     Json,
@@ -72,7 +72,7 @@ def chaos(
                 report = run_experiment(
                     fault,
                     JobWatch(get_function(client), path("jobs", name), SYSTEM_CLOCK),
-                    nodes_of(find_nodes(read_processes()), name, access.controller),
+                    nodes_of_run(find_nodes(read_processes()), name, access.controller),
                     rank=rank,
                     seconds=LASTING_S.get(fault, 0.0) if seconds is None else seconds,
                     timeout_s=timeout_s,

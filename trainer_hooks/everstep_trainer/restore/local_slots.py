@@ -168,7 +168,7 @@ class BadSlot(Exception):
         self.slot, self.reason, self.is_corrupt = slot, reason, is_corrupt
 
 
-class WrongCopy(BadSlot):
+class SlotDiffersFromState(BadSlot):
     """The slot's bytes are those sealed, and not those of the state that was copied."""
 
     check = "digests of the tensors, kept when they were copied"

@@ -35,11 +35,11 @@ from everstep_trainer.restore.fetch import (
     SlotLoader,
     plan_reads,
 )
-from everstep_trainer.restore.local_slots import BadSlot, HashScope, LocalSlots, WrongCopy, threads_for
+from everstep_trainer.restore.local_slots import BadSlot, HashScope, LocalSlots, SlotDiffersFromState, threads_for
 from everstep_trainer.restore.remote_slots import BadTransfer
 from everstep_trainer.restore.version_choice import VersionChoice
 from everstep_trainer.sdc.audit import Mismatch
-from everstep_trainer.sdc.restored import RestoreAudit
+from everstep_trainer.sdc.restore_audit import RestoreAudit
 from everstep_trainer.state.python_state import MergedState, StateName
 from everstep_trainer.state.python_state import decode as decode_python
 from everstep_trainer.state.tensors import TrackedTensor
@@ -121,7 +121,7 @@ class SlotReporter:
         if isinstance(bad, BadTransfer):
             kind, subject = FindingKind.TRANSFER_CORRUPT, slot.node
             evidence = {"rank": str(slot.rank), "version": str(slot.version), "received_by": self._member.node}
-        elif isinstance(bad, WrongCopy) or (bad.is_corrupt and slot.is_on(self._member.node)):
+        elif isinstance(bad, SlotDiffersFromState) or (bad.is_corrupt and slot.is_on(self._member.node)):
             kind, subject = FindingKind.SLOT_CORRUPT, f"{self._spec.job}/rank{slot.rank}/{slot.version}"
             evidence = {"path": slot.path, "slot": str(slot.slot)}
         else:
@@ -320,7 +320,7 @@ class Restoration:
             failures += self._check_unread(slots, supplies, reads, source)
             if self._audit is not None and not failures:
                 failures += self._audit.check(loader, self._read_again)
-                if self._audit.is_refused:
+                if self._audit.refuses_version:
                     for failure in failures:
                         self._report(failure)
                     return RestoreOutcome(False, tuple(map(slot_key, choice.slots))), None, {}

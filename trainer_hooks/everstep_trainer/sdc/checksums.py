@@ -15,9 +15,9 @@ import torch
 
 BLOCK_ROWS = 256
 """Rows that are added to one. Rounding errors in a sum grow with the root of it, costs fall with it."""
-USUAL = 14.0
+USUAL_FACTOR = 14.0
 """Largest residual that is not suspicious, in usual ones: some nine standard deviations."""
-LEAST, MOST = 0.5, 8.0
+LEAST_EPS, MOST_EPS = 0.5, 8.0
 """Bounds of that, in relative rounding errors of the result: zeros have no residual, and faults may be everywhere."""
 ACCUMULATED = 32.0
 """Added to the upper bound, in rounding errors of a sum of k terms."""
@@ -81,8 +81,8 @@ def screen(product: Product, residual: torch.Tensor) -> Screening:
     relative = residual.abs().to(norms.dtype).div_(scale)
     largest, place = relative.flatten().max(0)
     eps, accumulated = torch.finfo(product.result.dtype).eps, _accumulated_eps(product.result)
-    most = MOST * eps + ACCUMULATED * accumulated * math.sqrt(product.left.shape[1])
-    allowed = relative.sqrt_().mean().square_().mul_(USUAL).clamp_(LEAST * eps, most)
+    most = MOST_EPS * eps + ACCUMULATED * accumulated * math.sqrt(product.left.shape[1])
+    allowed = relative.sqrt_().mean().square_().mul_(USUAL_FACTOR).clamp_(LEAST_EPS * eps, most)
     return Screening(~(largest <= allowed), place, scale.amax(0).mul_(allowed))
 
 
@@ -150,7 +150,7 @@ def product_of(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> t
     return (left.double() @ right.double()).to(dtype)
 
 
-def compare_rows(rows: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> str | None:
+def compare_elements(rows: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> str | None:
     """Return how ``rows`` differ from ``left @ right`` beyond rounding; None if they agree or nothing can be said."""
     exact = left.double() @ right.double()
     if not bool(torch.isfinite(exact).all()):

@@ -29,7 +29,7 @@ from everstep_trainer.sdc.audit import Audit, AuditSetup, Mismatch
 from everstep_trainer.sdc.checksums import (
     Patch,
     Product,
-    compare_rows,
+    compare_elements,
     product_of,
     residuals,
     screen,
@@ -121,7 +121,7 @@ class Matmul(Audit):
     def _judge(self, step: int, unit: str, patch: Patch) -> bool:
         """Report elements that are not those of their product; return whether they were reported."""
         with _no_autocast(patch.rows.device.type):
-            difference = compare_rows(patch.rows, patch.left, patch.right)
+            difference = compare_elements(patch.rows, patch.left, patch.right)
         if difference is None:
             if bool(torch.isfinite(patch.rows).all()):
                 self._agreed.add(unit)

@@ -39,7 +39,7 @@ class SnapshotOptions(msgspec.Struct, frozen=True, kw_only=True):
         require_checkpoints: Whether the training script gets an error if a node has no memory for checkpoints, instead
             of training without (everstep_trainer.snapshot.planner).
         copy_audits: How often a copy that may be committed is compared with its sources; None: never
-            (everstep_trainer.sdc.copies). The same on all ranks.
+            (everstep_trainer.sdc.copy_audit). The same on all ranks.
     """
 
     overlap: bool | None = None

@@ -29,7 +29,7 @@ from everstep_trainer.memory_tier.vault_client import VaultClient
 from everstep_trainer.restore.local_slots import map_read_only
 from everstep_trainer.runtime.interrupt import WAIT_SLICE_S
 from everstep_trainer.sdc.audit import Mismatch
-from everstep_trainer.sdc.copies import CopyAudit
+from everstep_trainer.sdc.copy_audit import CopyAudit
 from everstep_trainer.snapshot.copy import SnapshotSources, write_blob
 from everstep_trainer.snapshot.exchange import ROUND_CHECK_S, LayoutExchange, PythonStateComparison
 from everstep_trainer.snapshot.job import FilledSlot, MutationGuard, OneShotSignal, SnapshotJob, SnapshotPhase

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from everstep.chaos.targets import AGENT_SOCKET_VARIABLE, JOB_VARIABLE, LocalNode, find_nodes, nodes_of
+from everstep.chaos.targets import AGENT_SOCKET_VARIABLE, JOB_VARIABLE, LocalNode, find_nodes, nodes_of_run
 from everstep.processes import Process
 
 USER = 1000
@@ -84,5 +84,5 @@ def test_runs_of_one_job_name_are_told_apart() -> None:
     environments = {101: {JOB_VARIABLE: "gpt"}, 201: {JOB_VARIABLE: "gpt"}, 301: {JOB_VARIABLE: "gpt"}}
     first, second = (services(pid, "local", f"http://127.0.0.1:{pid}") for pid in (100, 200))
     nodes = found([*launcher(100), *first, *launcher(200), *second, *launcher(300)], environments)
-    assert {node.launcher.pid for node in nodes_of(nodes, "gpt", "http://10.0.0.1:200")} == {200, 300}
-    assert nodes_of(nodes, "llama", "http://10.0.0.1:200") == []
+    assert {node.launcher.pid for node in nodes_of_run(nodes, "gpt", "http://10.0.0.1:200")} == {200, 300}
+    assert nodes_of_run(nodes, "llama", "http://10.0.0.1:200") == []

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from everstep_trainer.restore.fetch import NeededBox, ReadSource, RestoreTarget, SlotLoader, plan_reads
 from everstep_trainer.restore.local_slots import LocalSlots
 from everstep_trainer.restore.restorer import Restoration
-from everstep_trainer.sdc import restored
+from everstep_trainer.sdc import restore_audit
 from everstep_trainer.sdc.audit import Mismatch
 from everstep_trainer.sdc.digests.digest import combined_digest
 from everstep_trainer.sdc.digests.piece_digests import digest_at_places, separate_digests
@@ -153,7 +153,7 @@ def test_tensor_restored_wrongly_once_is_restored_again(rank: LoneRank, monkeypa
 
 def test_many_wrong_tensors_are_read_again_in_portions(rank: LoneRank, monkeypatch: pytest.MonkeyPatch) -> None:
     model = store(rank)
-    monkeypatch.setattr(restored, "BATCH_BYTES", 1)
+    monkeypatch.setattr(restore_audit, "BATCH_BYTES", 1)
     read, again = SlotLoader._read_local, Restoration._read_again
     portions: list[int] = []
 
@@ -189,7 +189,7 @@ def test_tensor_that_stays_wrong_refuses_the_version(rank: LoneRank, monkeypatch
                 tensor.detach().view(torch.uint8)[0, 3] = 0
         return digest_at_places(tensors, places)
 
-    monkeypatch.setattr(restored, "digest_at_places", faulty)
+    monkeypatch.setattr(restore_audit, "digest_at_places", faulty)
     found = Restored(rank)
     assert found.version == Version(1, 1)
     assert [one.unit for one in found.mismatches] == ["restore of version 1:2", "second restore of version 1:2"]
@@ -218,7 +218,7 @@ def test_slot_with_other_bytes_accuses_no_rank(rank: LoneRank) -> None:
 def test_without_kept_digests_nothing_is_compared(rank: LoneRank, monkeypatch: pytest.MonkeyPatch, audit: bool) -> None:
     """The version was stored without audits, or its copy was not due."""
     if audit:
-        monkeypatch.setattr("everstep_trainer.sdc.copies.CopyAudit.begin", lambda *_, **__: False)
+        monkeypatch.setattr("everstep_trainer.sdc.copy_audit.CopyAudit.begin", lambda *_, **__: False)
     store(rank, audit=audit)
     flip_first_read(monkeypatch)
     found = Restored(rank)
@@ -254,6 +254,6 @@ def test_digests_come_with_the_bytes_of_another_node() -> None:
         torch.equal(target.local, part[: len(target.local)]) for target, part in zip(targets, parts, strict=True)
     )
     assert [piece.digest for piece in loader.filled_pieces] == digests[:2].tolist()
-    assert not restored.find_wrong(loader.filled_pieces)
+    assert not restore_audit.find_wrong(loader.filled_pieces)
     flip(targets[1].local)
-    assert [piece.name for piece in restored.find_wrong(loader.filled_pieces)] == ["b"]
+    assert [piece.name for piece in restore_audit.find_wrong(loader.filled_pieces)] == ["b"]

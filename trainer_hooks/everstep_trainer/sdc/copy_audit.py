@@ -2,7 +2,7 @@
 
 The state is digested on its device before the copy, and the slot's bytes on the host. From then on each chunk of the
 slot has a hash, which every reader checks. The slot keeps the digest of each of its tensors. They add up to the digest
-on the device, so that a restore can compare its tensors, on their device again (`everstep_trainer.sdc.restored`).
+on the device, so that a restore can compare its tensors, on their device again (`everstep_trainer.sdc.restore_audit`).
 """
 
 from __future__ import annotations

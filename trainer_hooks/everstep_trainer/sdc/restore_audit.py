@@ -1,8 +1,8 @@
 """Audit restores: the restored tensors must have the digests that were kept when the version was copied.
 
 Bytes are hashed up to the slot from which a rank reads. The last copy, from there into live tensors, has no other
-check. `everstep_trainer.sdc.copies` keeps the digests of whole stored boxes. So a box of which a rank restores only a
-part, for another layout, is not compared.
+check. `everstep_trainer.sdc.copy_audit` keeps the digests of whole stored boxes. So a box of which a rank restores only
+a part, for another layout, is not compared.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from everstep.vocabulary import AuditLink, AuditRole
-from everstep_trainer.restore.local_slots import BadSlot, WrongCopy
+from everstep_trainer.restore.local_slots import BadSlot, SlotDiffersFromState
 from everstep_trainer.sdc.audit import Mismatch
 from everstep_trainer.sdc.digests.digest import to_hex, to_unsigned
 from everstep_trainer.sdc.digests.piece_digests import digest_at, digest_at_places
@@ -42,16 +42,16 @@ class RestoreAudit:
     """Compares what one rank restored. ``report`` receives tensors that differ although the slot's bytes are right.
 
     Attributes:
-        is_refused: Such tensors stayed wrong when they were filled again, so the version must not be used here.
+        refuses_version: Such tensors stayed wrong when they were filled again, so the version must not be used here.
     """
 
     def __init__(self, rank: int, report: Callable[[Mismatch], None]) -> None:
         self._rank, self._report = rank, report
-        self.is_refused = False
+        self.refuses_version = False
 
     def check(self, loader: SlotLoader, read_again: ReadAgain) -> list[BadSlot]:
         """Compare the filled tensors; fill again those that are wrong. Return the slots whose bytes are wrong."""
-        self.is_refused = False
+        self.refuses_version = False
         failures: list[BadSlot] = []
         by_slot: dict[tuple[str, int, bool], list[FilledPiece]] = defaultdict(list)
         for piece in find_wrong(loader.filled_pieces):
@@ -62,7 +62,7 @@ class RestoreAudit:
             try:
                 for number, portion in enumerate(_batches(pieces)):  # bounds the host memory for what is read again
                     self._resolve(portion, read_again(portion), is_first=not number)
-                    if self.is_refused:
+                    if self.refuses_version:
                         break
             except BadSlot as bad:
                 failures.append(bad)
@@ -70,12 +70,12 @@ class RestoreAudit:
         return failures
 
     def _resolve(self, pieces: Sequence[FilledPiece], stored: Sequence[torch.Tensor], *, is_first: bool) -> None:
-        """Find out whether the slot or this rank is wrong. Raises WrongCopy if it is the slot. The rank is reported
-        once, with the ``is_first`` pieces of the slot."""
+        """Find out whether the slot or this rank is wrong. Raises SlotDiffersFromState if it is the slot. The rank is
+        reported once, with the ``is_first`` pieces of the slot."""
         for piece, tensor in zip(pieces, stored, strict=True):
             if to_unsigned(digest_at(tensor, piece.place)) != _unsigned(piece):
                 reason = f"{piece.name} is not what was copied into it: its digest is another one"
-                raise WrongCopy(piece.source.slot, reason, is_corrupt=True)
+                raise SlotDiffersFromState(piece.source.slot, reason, is_corrupt=True)
         version = pieces[0].source.slot.version
         if is_first:
             self._state(pieces[0], stored[0], f"restore of version {version}")
@@ -85,7 +85,7 @@ class RestoreAudit:
         for piece, tensor in zip(pieces, stored, strict=True):
             if _differs([piece]):
                 log.error("%s is still wrong after it was restored again: version %s is refused", piece.name, version)
-                self.is_refused = True
+                self.refuses_version = True
                 self._state(piece, tensor, f"second restore of version {version}")
                 return
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from everstep_trainer.restore.restorer import Restoration
 from everstep_trainer.sdc.audit import Mismatch
-from everstep_trainer.sdc.copies import CopyAudit
+from everstep_trainer.sdc.copy_audit import CopyAudit
 from everstep_trainer.sdc.digests.digest import combined_digest
 from everstep_trainer.sdc.presets import LinkOptions
 from everstep_trainer.snapshot.copy import CopyResult, HostMover, SlotTargets
