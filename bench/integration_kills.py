@@ -83,7 +83,7 @@ EXAMPLES = {
     "megatron": Example(preload="megatron.core"),
     "jax": Example(),
     "ray": Example(starts_ranks=True, arguments=("--workers", "1", "--ranks", "2")),
-    "dcp": Example(steps_per_kill=160),
+    "dcp": Example(steps_per_kill=240),
 }
 
 
