@@ -94,13 +94,14 @@ def test_spill_write_continues_after_its_requester_dies(short_path: Path, forks:
     argv += ["--spill-to", str(short_path / "stored"), "--spill-every", "10"]
     with launched(short_path, *argv, _script(short_path, 1024)) as launcher:
 
-        def caught() -> int:
-            """A writer is at work, and the version it writes is not whole."""
-            return _named(launcher, "everstep_agent.spill") if set(stored.begun()) - set(stored.whole()) else 0
+        def written_now() -> set[str]:
+            """Return the version that a writer is at work on; empty if there is none."""
+            return set(stored.begun()) - set(stored.whole()) if _named(launcher, "everstep_agent.spill") else set()
 
         for victim in ("everstep_controller.main", "everstep_agent.vault.process", "everstep_agent.main"):
-            launcher.eventually(caught, "a version being written")
-            (name,) = set(stored.begun()) - set(stored.whole())
+            being_written: set[str] = set()
+            launcher.eventually(lambda found=being_written: found.update(written_now()) or found, "a version to write")
+            (name,) = being_written
             os.kill(_named(launcher, victim), signal.SIGKILL)
             launcher.eventually(lambda name=name: name in stored.whole(), f"{name} whole after the death of {victim}")
             forks.start(load, str(stored.folder / name), 1024).result()
