@@ -281,7 +281,7 @@ def test_second_pass_with_another_loss_accuses_nobody():
     assert not said
 
 
-def test_weight_that_autocast_casts_once_for_several_uses_accuses_nobody():
+def test_weight_cast_once_for_several_uses_accuses_nobody():
     model = nn.Linear(16, 16)
     audit, said = audit_of(Matmul, model)
     for step in range(1, 9):
@@ -296,7 +296,7 @@ def test_weight_that_autocast_casts_once_for_several_uses_accuses_nobody():
     assert "model weight gradient" in audit._agreed
 
 
-def test_leaf_that_autocast_casts_once_for_several_layers_keeps_its_gradient():
+def test_leaf_cast_once_for_several_layers_keeps_its_gradient():
     def gradient(audited: bool) -> Any:
         torch.manual_seed(1)
         layers, queries = nn.ModuleList(nn.Linear(16, 16) for _ in range(3)), nn.Parameter(torch.randn(8, 16))

@@ -59,7 +59,7 @@ def test_hook_of_the_program_may_change_a_gradient(kept_ranks):
 
 
 @pytest.mark.parametrize("fault", ["rest", "sending"])
-def test_gradient_changed_after_its_arrival_is_stated_by_its_rank(kept_ranks, fault):
+def test_gradient_changed_after_arrival_is_stated_by_its_rank(kept_ranks, fault):
     ((rank, said),) = statements(train(kept_ranks, "ddp", fault))
     assert (rank, said.owner, said.step) == (FAULTY_RANK, FAULTY_RANK, FAULTY_STEP)
     assert said.difference == "1 of 6 gradients changed after they had arrived (bucket 0)"
@@ -156,12 +156,12 @@ def test_sender_that_contradicts_itself_accuses_no_receiver():
     assert judged([(2, 0), (2, 1), (2, 3)], changed=[2]) == set()
 
 
-def test_faulty_sender_and_receiver_do_not_accuse_each_other_s_partners():
+def test_faulty_sender_and_receiver_accuse_no_honest_partner():
     found = judged([(0, 1), (0, 3), (1, 2), (3, 2)])
     assert found == {(Outcome.TIE, None)}, "ranks 1 and 3 may be wrong as well as 0 and 2"
 
 
-def test_buffer_that_changes_while_it_is_sent_differs_from_what_arrived():
+def test_buffer_changed_while_sent_differs_from_arrivals():
     audit = Collectives(setup_of(print), _OrderedTap([], 3))
     parameter, gradient = torch.nn.Parameter(torch.zeros(9)), torch.randn(9)
     for flips in (False, False, True):  # where the gradient lies is learnt in the first exchange
