@@ -91,7 +91,8 @@ class AuditChain:
             if due and audit.link in self._rotations and step != self._mismatch_step:
                 self._rotations[audit.link].record(step)
         self._unmeasured = step, {audit.link: audit.meter.take() for audit in self._audits}
-        self._report_clean()
+        if self._due & self._rotations.keys():
+            self._report_clean()
 
     def close(self) -> None:
         """Remove all hooks."""
