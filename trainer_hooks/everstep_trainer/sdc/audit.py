@@ -45,6 +45,11 @@ class AuditSetup(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.nodes) and self.nodes[rank] == self.nodes[other]
 
 
+def is_in_backward() -> bool:
+    """Return whether this thread is in a backward pass, where a forward pass is a recomputation."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
 class Audit:
     """One link of the chain on one rank in one generation. All ranks call the same methods in the same order.
 
@@ -90,6 +95,24 @@ class Audit:
 
     def close(self) -> None:
         """Remove all hooks."""
+
+    def report_own(
+        self, step: int, unit: str, *, original: str = "", digest: str = "", difference: str = "", arbiter: bool = False
+    ) -> None:
+        """State that this rank's own work of ``unit`` differs; see `Mismatch`. ``arbiter``: one will state it, too."""
+        self.setup.report(
+            Mismatch(
+                link=self.link,
+                step=step,
+                unit=unit,
+                owner=self.setup.rank,
+                role=AuditRole.OWNER,
+                original=original,
+                digest=digest,
+                expects_arbiter=arbiter,
+                difference=difference,
+            )
+        )
 
     def cost(self) -> AbstractContextManager[None]:
         """Count the time of a ``with`` block as this link's cost."""

@@ -24,8 +24,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
-from everstep.vocabulary import AuditLink, AuditRole
-from everstep_trainer.sdc.audit import Audit, AuditSetup, Mismatch
+from everstep.vocabulary import AuditLink
+from everstep_trainer.sdc.audit import Audit, AuditSetup, is_in_backward
 from everstep_trainer.sdc.checksums import (
     Patch,
     Product,
@@ -131,17 +131,12 @@ class Matmul(Audit):
                 log.info("%s never agreed with its product, so it is not what it seems: this counts as no fault", unit)
             self._doubted.add(unit)
             return False
-        self.setup.report(
-            Mismatch(
-                link=self.link,
-                step=step,
-                unit=unit,
-                owner=self.setup.rank,
-                role=AuditRole.OWNER,
-                original=to_hex(tensor_digest(patch.rows)),
-                digest=to_hex(tensor_digest(product_of(patch.left, patch.right, patch.rows.dtype))),
-                difference=difference,
-            )
+        self.report_own(
+            step,
+            unit,
+            original=to_hex(tensor_digest(patch.rows)),
+            digest=to_hex(tensor_digest(product_of(patch.left, patch.right, patch.rows.dtype))),
+            difference=difference,
         )
         return True
 
@@ -182,7 +177,7 @@ class _Linear:
             return None
         with self.audit.cost():
             x, are_saved_elsewhere = args[0], _are_saved_elsewhere()
-            if are_saved_elsewhere and _is_in_backward():
+            if are_saved_elsewhere and is_in_backward():
                 if weight.requires_grad:
                     self._recomputed.append(x.detach())
                 return None
@@ -198,7 +193,7 @@ class _Linear:
 
     def _after_forward(self, module: nn.Linear, args: tuple[Any, ...], output: Any) -> None:
         call, self._call = self._call, None
-        is_recomputed = call is None and _is_in_backward() and torch.is_grad_enabled()
+        is_recomputed = call is None and is_in_backward() and torch.is_grad_enabled()
         if (call is None and not is_recomputed) or not args or not _is_plain(args[0]) or not _is_plain(output):
             return
         with self.audit.cost(), torch.no_grad(), _no_dispatch_modes():
@@ -334,10 +329,6 @@ def _is_plain(tensor: object) -> bool:
 def _current_pass() -> int:
     """Return the number of the backward pass that this thread is in, or -1."""
     return int(torch._C._current_graph_task_id())
-
-
-def _is_in_backward() -> bool:
-    return _current_pass() != -1
 
 
 def _are_saved_elsewhere() -> bool:

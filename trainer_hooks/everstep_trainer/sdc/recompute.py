@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from everstep.vocabulary import AuditLink, AuditRole
-from everstep_trainer.sdc.audit import Audit, AuditSetup, Mismatch
+from everstep.vocabulary import AuditLink
+from everstep_trainer.sdc.audit import Audit, AuditSetup, is_in_backward
 from everstep_trainer.sdc.digests.digest import combined_digest, to_hex
 from everstep_trainer.state.tracked_objects import as_list
 
@@ -73,7 +73,7 @@ class Recompute(Audit):
                 if not tensors:
                     return
                 digest = combined_digest(tensors)
-                if torch._C._current_graph_task_id() == -1:
+                if not is_in_backward():
                     self._digests.setdefault(name, []).append(digest)
                 elif name in self._digests:
                     call = _Call(module, args, kwargs)
@@ -88,19 +88,14 @@ class Recompute(Audit):
             self._unrepeatable.add(name)
             log.warning("%s is not bitwise repeatable, so its recomputation is no longer compared", name)
             return
-        self.setup.report(
-            Mismatch(
-                link=self.link,
-                step=step,
-                unit=f"{name} forward",
-                owner=self.setup.rank,
-                role=AuditRole.OWNER,
-                original=to_hex(originals[0]),
-                digest=to_hex(reruns[0]),
-                difference="the forward pass and its recomputation differ"
-                if bool(reruns[0] == again)
-                else "the recomputation differs from the forward pass and from a third run",
-            )
+        self.report_own(
+            step,
+            f"{name} forward",
+            original=to_hex(originals[0]),
+            digest=to_hex(reruns[0]),
+            difference="the forward pass and its recomputation differ"
+            if bool(reruns[0] == again)
+            else "the recomputation differs from the forward pass and from a third run",
         )
 
 

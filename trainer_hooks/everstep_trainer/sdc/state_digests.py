@@ -18,8 +18,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from everstep.vocabulary import AuditLink, AuditRole
-from everstep_trainer.sdc.audit import Audit, AuditSetup, Mismatch
+from everstep.vocabulary import AuditLink
+from everstep_trainer.sdc.audit import Audit, AuditSetup
 from everstep_trainer.sdc.digests.digest import SMALL_BYTES, combined_digest, to_hex
 from everstep_trainer.sdc.witnesses import describe_difference
 from everstep_trainer.state.tensors import list_names, local_part
@@ -246,17 +246,12 @@ class StateAudit(Audit):
                 name = list_names([piece.name for piece in watched.unit], MAX_NAMED)
         if first.stop:
             name += f"[{first.start}:{first.stop}]"
-        self.setup.report(
-            Mismatch(
-                link=self.link,
-                step=outcome.step,
-                unit=f"{name} in memory",
-                owner=self.setup.rank,
-                role=AuditRole.OWNER,
-                original=to_hex(watched.digest),
-                digest=to_hex(digest),
-                difference=difference,
-            )
+        self.report_own(
+            outcome.step,
+            f"{name} in memory",
+            original=to_hex(watched.digest),
+            digest=to_hex(digest),
+            difference=difference,
         )
 
 

@@ -488,18 +488,13 @@ class UpdateAudit(Audit):
             if key in again and result[key].shape == again[key].shape
         )
         difference = next((f"{key}: {text}" for key, text in differences if text), "")
-        self.setup.report(
-            Mismatch(
-                link=self.link,
-                step=step,
-                unit=self._unit_text(unit),
-                owner=self.setup.rank,
-                role=AuditRole.OWNER,
-                original=to_hex(digest_of([result])),
-                digest=to_hex(digest_of([again])),
-                expects_arbiter=expects_arbiter,
-                difference=difference,
-            )
+        self.report_own(
+            step,
+            self._unit_text(unit),
+            original=to_hex(digest_of([result])),
+            digest=to_hex(digest_of([again])),
+            arbiter=expects_arbiter,
+            difference=difference,
         )
 
     def _unit_text(self, unit: _Unit) -> str:

@@ -218,17 +218,12 @@ class Collectives(Audit, GradientReader):
             error = abs(float(got) - float(expected))
             if error <= float(tolerance) or not torch.isfinite(expected):  # infinite gradients are the model's
                 continue
-            self.setup.report(
-                Mismatch(
-                    link=self.link,
-                    step=step,
-                    unit=f"sum of bucket {bucket}",
-                    owner=self.setup.rank,
-                    role=AuditRole.OWNER,
-                    original=float_hex(got),
-                    digest=float_hex(expected),
-                    difference=f"the sum is off by {error:.3g}, rounding explains {float(tolerance):.3g}",
-                )
+            self.report_own(
+                step,
+                f"sum of bucket {bucket}",
+                original=float_hex(got),
+                digest=float_hex(expected),
+                difference=f"the sum is off by {error:.3g}, rounding explains {float(tolerance):.3g}",
             )
 
     def _check_between_ranks(self, step: int) -> None:
@@ -257,17 +252,12 @@ class Collectives(Audit, GradientReader):
         if number is None:
             return
         exchanged = self._exchanged[number]
-        self.setup.report(
-            Mismatch(
-                link=self.link,
-                step=step,
-                unit="gradients before the exchange",
-                owner=self.setup.rank,
-                role=AuditRole.OWNER,
-                original=to_hex(exchanged.sent.sum()),
-                digest=to_hex(exchanged.before),
-                difference=f"{exchanged.change} (bucket {number})",
-            )
+        self.report_own(
+            step,
+            "gradients before the exchange",
+            original=to_hex(exchanged.sent.sum()),
+            digest=to_hex(exchanged.before),
+            difference=f"{exchanged.change} (bucket {number})",
         )
 
     def _check_transport(self, step: int, sent: torch.Tensor, received: torch.Tensor, changed: torch.Tensor) -> None:
@@ -299,16 +289,11 @@ class Collectives(Audit, GradientReader):
     def _report_own_slice(self, step: int, rank: int, bucket: int, sent: torch.Tensor, received: torch.Tensor) -> None:
         """Report a slice that a rank keeps for itself and that is not what it was."""
         if self.setup.rank == rank:
-            self.setup.report(
-                Mismatch(
-                    link=self.link,
-                    step=step,
-                    unit=f"its own slice of bucket {bucket}",
-                    owner=rank,
-                    role=AuditRole.OWNER,
-                    original=to_hex(received[rank, bucket, rank]),
-                    digest=to_hex(sent[rank, bucket, rank]),
-                )
+            self.report_own(
+                step,
+                f"its own slice of bucket {bucket}",
+                original=to_hex(received[rank, bucket, rank]),
+                digest=to_hex(sent[rank, bucket, rank]),
             )
 
     def _report_end(self, step: int, rank: int, witnesses: list[int]) -> None:

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from everstep.vocabulary import AuditLink, AuditRole
+from everstep.vocabulary import AuditLink
 from everstep_trainer.parallel.exact.summation import all_gather
-from everstep_trainer.sdc.audit import Audit, AuditSetup, Mismatch
+from everstep_trainer.sdc.audit import Audit, AuditSetup
 from everstep_trainer.sdc.digests.digest import float_hex
 from everstep_trainer.sdc.gradients.gradient_exchange import GradientReader, GradientTap
 
@@ -157,15 +157,10 @@ class GradientNorms(Audit, GradientReader):
         medians = everyones.nanmedian(dim=0).values
         group = int((everyones[owner] / medians.clamp_min(1e-30)).nan_to_num(math.inf).argmax())
         norm, median = float(everyones[owner, group]), float(medians[group])
-        self.setup.report(
-            Mismatch(
-                link=self.link,
-                step=step,
-                unit=f"gradients, group {group} of {everyones.shape[1]}",
-                owner=owner,
-                role=AuditRole.OWNER,
-                difference=f"the norm is {norm:.4g}, the median of all ranks {median:.4g}",
-            )
+        self.report_own(
+            step,
+            f"gradients, group {group} of {everyones.shape[1]}",
+            difference=f"the norm is {norm:.4g}, the median of all ranks {median:.4g}",
         )
 
     def _compare_repetition(self, step: int, before: torch.Tensor, everyones: torch.Tensor) -> None:
@@ -175,15 +170,10 @@ class GradientNorms(Audit, GradientReader):
             log.warning("step %d was repeated: its unusual gradients come from its samples, not from hardware", step)
         if changed == [self.setup.rank]:
             rank = self.setup.rank
-            self.setup.report(
-                Mismatch(
-                    link=self.link,
-                    step=step,
-                    unit="gradients of a repeated step",
-                    owner=rank,
-                    role=AuditRole.OWNER,
-                    original=float_hex(torch.linalg.vector_norm(before[rank])),
-                    digest=float_hex(torch.linalg.vector_norm(everyones[rank])),
-                    difference="only this rank's gradients changed when the step was computed again",
-                )
+            self.report_own(
+                step,
+                "gradients of a repeated step",
+                original=float_hex(torch.linalg.vector_norm(before[rank])),
+                digest=float_hex(torch.linalg.vector_norm(everyones[rank])),
+                difference="only this rank's gradients changed when the step was computed again",
             )

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
+from everstep_trainer.sdc.audit import is_in_backward
 from everstep_trainer.sdc.digests.digest import combined_digest, tensor_digest
 from everstep_trainer.sdc.replay.units import Unit
 
@@ -442,7 +443,7 @@ class Capture:
         self._versions.clear()
 
     def _before_forward(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
+        if torch.compiler.is_compiling() or is_in_backward():
             return
         self.calls += 1
         if self.calls != self._call + 1:
@@ -491,7 +492,7 @@ class Capture:
         record.begin(list(tensors.values()))
 
     def _after_forward(self, module: torch.nn.Module, args: Any, outputs: Any) -> None:
-        if torch.compiler.is_compiling() or not self._is_open or torch._C._current_graph_task_id() != -1:
+        if torch.compiler.is_compiling() or not self._is_open or is_in_backward():
             return
         self._is_open = False
         with self._cost():
