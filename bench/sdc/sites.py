@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from everstep_trainer.sdc.audit import is_in_backward
 from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
@@ -243,7 +244,7 @@ class _Activations(FaultySite):
         self._held.clear()
 
     def _hold(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
-        if self.is_in_passes and torch._C._current_graph_task_id() == -1:
+        if self.is_in_passes and not is_in_backward():
             self._held.append(output.detach())
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
