@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,9 +27,15 @@ PROGRAMS: dict[str, tuple[typer.Typer, Program]] = {
 """The programs that users start, and their settings."""
 
 
+@functools.cache
+def _command(name: str) -> Any:
+    """The program's commands; Typer would make all of them anew for each line."""
+    return typer.main.get_command(PROGRAMS[name][0])
+
+
 def parse(name: str, arguments: Sequence[str]) -> tuple[str, dict[str, Any]]:
     """The chosen command of a program, and the arguments and flags that were given. Exits and errors are Typer's."""
-    command: Any = typer.main.get_command(PROGRAMS[name][0])
+    command = _command(name)
     words = list(arguments)
     while True:
         context = command.make_context(name, words)

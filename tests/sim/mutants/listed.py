@@ -349,7 +349,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a remedy is asked for before it is written that it begins",
         lambda: method_mistaken(RemediationExecutor, "_carry_out", "await self._write(row)", "pass"),
-        seeds=(4,),
+        seeds=(28,),
     ),
     Mutant(
         "a node is reset as often as it takes",

@@ -61,7 +61,7 @@ OF_PASSAGES: tuple[Mutant, ...] = (
         ),
         seeds=(13,),
     ),
-    Mutant("digests that differ are committed", _without_a_vote, seeds=(15,)),
+    Mutant("digests that differ are committed", _without_a_vote, seeds=(28,)),
     Mutant(
         "what nobody was compared with counts as verified",
         lambda: swapped(commits.all_ranks_compared, lambda digests, ranks: True),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import shlex
 import tomllib
@@ -79,13 +80,16 @@ def prose(document: Path) -> str:
 # --- commands ----------------------------------------------------------------------------------------------------
 
 
-def command_lines(document: Path) -> Iterator[list[str]]:
+@functools.cache
+def command_lines(document: Path) -> list[list[str]]:
     """Words of every simple command in a fenced block of no language or of a shell's."""
+    found: list[list[str]] = []
     for language, block in FENCE.findall(document.read_text()):
         if language not in ("", "sh", "bash", "console"):
             continue
         for line in block.replace("\\\n", " ").splitlines():
-            yield from simple_commands(re.sub(r"\$(\w+)", r"\1", line))  # a variable stands for any word
+            found += simple_commands(re.sub(r"\$(\w+)", r"\1", line))  # a variable stands for any word
+    return found
 
 
 def simple_commands(line: str) -> Iterator[list[str]]:

@@ -272,8 +272,8 @@ def test_retention_deletes_excess_rows_in_batches(
 def test_retention_deletes_one_job_per_transaction_by_key(
     database: str, engine: Engine, writer: DatabaseWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What hundreds of jobs have, little or much, holds up no decision: the writing thread is told primary keys."""
-    jobs = [f"j{number}" for number in range(300)]
+    """What many jobs have, little or much, holds up no decision: the writing thread is told primary keys."""
+    jobs = [f"j{number}" for number in range(112)]
     generations = [
         GenerationRow(job=job, number=number, reason="formed", trace="", issued_at=1.0, doc="{}")
         for job in jobs
