@@ -68,11 +68,11 @@ class SlurmJob:
         path = self.folder / f"everstep-{self.number}.out"
         return path.read_text() if path.exists() else "(no output)"
 
-    def eventually(self, condition: Callable[[], object], what: str) -> None:
+    def eventually(self, condition: Callable[[], object], what: str, every_s: float = 0.05) -> None:
         deadline = time.perf_counter() + DEADLINE_S
         while not condition():
             assert time.perf_counter() < deadline, f"never: {what}\n{self.output}\n{self.cluster.logs()}"
-            time.sleep(0.05)
+            time.sleep(every_s)
 
     def rows(self) -> list[tuple[int, int, int]]:
         """(rank, step, pid) of every step that any rank made."""
@@ -105,7 +105,7 @@ class SlurmJob:
     def wait_for_end(self) -> str:
         """The job's last state, once Slurm has its nodes back."""
         running = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "")
-        self.eventually(lambda: self.state not in running, "the job's end")
+        self.eventually(lambda: self.state not in running, "the job's end", slurm.LOOK_S)
         self.cluster.wait_for("IDLE")
         return self.state
 
@@ -124,6 +124,28 @@ def job(cluster: slurm.Cluster, short_path: Path) -> Iterator[SlurmJob]:
         yield made
 
 
+KILLED_ONCE = """\
+#!/bin/sh
+echo "$@" >> "tries-$SLURM_NODEID"
+[ "$(wc -l < "tries-$SLURM_NODEID")" != 1 ] || kill -KILL $$
+echo "ends in order"
+"""
+
+
+def test_killed_launcher_is_started_again(cluster: slurm.Cluster, short_path: Path) -> None:
+    """That it finds its checkpoints then is in test_launch_private.py, and with Slurm among the nightly tests."""
+    launcher = short_path / "launcher"
+    launcher.write_text(KILLED_ONCE)
+    launcher.chmod(0o700)
+    number = cluster.submit(["--nodes", "1", str(SCRIPT), "train.py", "--lr", "1"], short_path, LAUNCHER=str(launcher))
+    until(lambda: cluster.job_state(number) in ("COMPLETED", "FAILED"), "the job's end", DEADLINE_S)
+    assert cluster.job_state(number) == "COMPLETED"
+    first, second = (short_path / "tries-0").read_text().splitlines()
+    assert first == second
+    assert first.endswith(" train.py --lr 1")
+    assert "ends in order" in (short_path / f"everstep-{number}.out").read_text()
+
+
 def test_batch_script_trains_on_two_nodes_through_a_kill(job: SlurmJob) -> None:
     job.eventually(lambda: job.has_reached(20), "step 20")
     secret = job.folder / f".everstep-{job.number}" / "secret"
@@ -135,14 +157,22 @@ def test_batch_script_trains_on_two_nodes_through_a_kill(job: SlurmJob) -> None:
     os.kill(victim, signal.SIGKILL)
     job.eventually(lambda: "generation 2" in job.output, "a generation with the replacement")
     assert "restarting" not in job.output, "no process of a launcher ended by SIGUSR1"
-    os.kill(job.launcher_of(next(pid for rank, _, pid in job.rows() if rank == 0)), signal.SIGKILL)
-    job.eventually(lambda: "continuing with the checkpoints" in job.output, "another launcher on that node")
     (job.folder / "go").touch()
     assert job.wait_for_end() == "COMPLETED", job.output
     assert {step for rank, step, _ in job.rows() if rank == 1} == set(range(1, 41))
     assert {pid for rank, _, pid in job.rows() if rank == 1} > {victim}
     assert "saved by rank 0" in job.output
     assert secret.name not in {path.name for path in job.folder.rglob("*")}
+
+
+@pytest.mark.nightly
+def test_batch_job_continues_after_its_launcher_was_killed(job: SlurmJob) -> None:
+    job.eventually(lambda: job.has_reached(20), "step 20")
+    os.kill(job.launcher_of(next(pid for rank, _, pid in job.rows() if rank == 0)), signal.SIGKILL)
+    job.eventually(lambda: "continuing with the checkpoints" in job.output, "another launcher on that node")
+    (job.folder / "go").touch()
+    assert job.wait_for_end() == "COMPLETED", job.output
+    assert {step for rank, step, _ in job.rows() if rank == 0} == set(range(1, 41))
 
 
 @pytest.mark.nightly

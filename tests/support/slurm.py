@@ -21,6 +21,8 @@ from tests.support.processes import ended
 
 NODE = "n1"
 DEADLINE_S = 90.0
+LOOK_S = 0.2
+"""Seconds between looks at a state: each starts a process of Slurm's."""
 
 
 def missing() -> str:
@@ -149,7 +151,7 @@ class Cluster:
             while not any(f"State={state}" in self.scontrol("show", "node", node) for state in states):
                 if time.perf_counter() > end:
                     raise AssertionError(f"{self.scontrol('show', 'node', node)}\n{self.logs()}")
-                time.sleep(0.05)
+                time.sleep(LOOK_S)
 
     def submit(self, command: Sequence[str], folder: Path, **environment: str) -> str:
         """Calls sbatch with these arguments in ``folder``; returns the job's number."""
@@ -222,4 +224,4 @@ def _until(happens: object, made: Cluster) -> None:
     while not happens():
         if time.perf_counter() > end:
             raise AssertionError(made.logs())
-        time.sleep(0.02)
+        time.sleep(0.05)
