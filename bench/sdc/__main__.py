@@ -1,16 +1,19 @@
 """What the chain of audits catches of injected faults, in real training on four ranks, and what it costs.
 
-    python -m bench.sdc [--quick] [--cells PATTERN ...] [--per-cell 300] [--window 256] [--json FILE] [--plot PNG]
+    python -m bench.sdc [--quick] [--cells PATTERN ...] [--per-cell 300] [--window STEPS] [--json FILE] [--plot PNG]
     python -m bench.sdc --example PNG
 
 Each cell is a model, a preset and a place of faults. A fault is put into one rank of a trained model; the bench trains
-on until the chain finds it or the window is over, and goes back to the trained state. Records are kept under out/sdc;
-another call adds what is missing. Intervals between audits are those that the chain once chose on this machine.
+on until the chain finds it or the window is over, and goes back to the trained state. The window is as long as the
+chain takes to look at all parts of a rank's work: then a version with the fault would count as audited. Records are
+kept under out/sdc; another call adds what is missing. Intervals between audits are those that the chain once chose on
+this machine.
 Faults, their shapes and how often each occurs: `bench.sdc.injection`. Other detectors: `bench.sdc.peers`.
 """
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,7 +39,7 @@ def main() -> int:
     parser = parser_of("sdc", __doc__)
     parser.add_argument("--cells", nargs="*", default=[], metavar="PATTERN", help="CONFIG/PRESET/SITE, with * and ?")
     parser.add_argument("--per-cell", type=int, default=300, help="injections of each cell")
-    parser.add_argument("--window", type=int, default=256, help="steps in which a fault may be found")
+    parser.add_argument("--window", type=int, help="steps in which a fault may be found")
     parser.add_argument("--clean", type=int, default=0, metavar="N", help="thousands of undisturbed steps to look at")
     parser.add_argument("--overhead", type=int, default=0, metavar="BLOCKS", help="pairs of blocks of steps to time")
     parser.add_argument("--store", type=Path, default=Path("out/sdc"), help="folder of the records")
@@ -45,14 +48,16 @@ def main() -> int:
     parser.add_argument("--example", type=Path, metavar="PNG", help="only draw one run with and without the chain")
     given = parser.parse_args()
     if given.quick:
-        given.per_cell, given.window = min(given.per_cell, 3), min(given.window, 64)
+        given.per_cell, given.window = min(given.per_cell, 3), given.window or 64
         given.cells = given.cells or [f"{MAIN}/standard/gemm_*"]
         given.store /= "quick"  # its intervals are rough
-    store = Store(given.store / f"window-{given.window}")
+    store = Store(given.store / f"window-{given.window}" if given.window else given.store)
     if not given.report_only:
         warm_steps = 20 if given.quick else WARM_STEPS
-        with Ranks(RANKS, warm_steps, given.window) as ranks:
-            measures = Measure(ranks, store, QUICK_CALIBRATION_STEPS if given.quick else CALIBRATION_STEPS)
+        calibration_steps = QUICK_CALIBRATION_STEPS if given.quick else CALIBRATION_STEPS
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the ranks end with the bench
+        with Ranks(RANKS, warm_steps) as ranks:
+            measures = Measure(ranks, store, calibration_steps, given.window)
             if given.example:
                 return finish("One rank computes wrongly", show(ranks, measures, given.example), given.json)
             measure(measures, store, given)

@@ -92,10 +92,22 @@ def choose(patterns: list[str]) -> list[Cell]:
 
 
 class Measure:
-    """Measures cells on the ranks, and keeps the records in the store."""
+    """Measures cells on the ranks, and keeps the records in the store.
 
-    def __init__(self, ranks: Ranks, store: Store, calibration_steps: int = CALIBRATION_STEPS) -> None:
+    Args:
+        ranks: The processes.
+        store: The records.
+        calibration_steps: Steps until intervals are known.
+        window: Steps in which a fault may be found; None: those after which the ``standard`` chain would count a
+            version with the fault as audited.
+    """
+
+    def __init__(
+        self, ranks: Ranks, store: Store, calibration_steps: int = CALIBRATION_STEPS, window: int | None = None
+    ) -> None:
         self._ranks, self._store, self._calibration_steps = ranks, store, calibration_steps
+        self._window = window
+        self._windows: dict[Config, int] = {}
         self._thresholds: dict[Config, Thresholds] = {}
         self._checkpoints: Checkpoints | None = None
 
@@ -110,12 +122,20 @@ class Measure:
             self._store.add(cell, 0, self._ranks.call(config, "intervals", preset, self._calibration_steps)[0])
         return dict(known[0])
 
+    def window(self, config: Config) -> int:
+        """Return the steps in which a fault may be found."""
+        if self._window is not None:
+            return self._window
+        if config not in self._windows:
+            self._windows[config] = self._ranks.call(config, "rotation_steps", self.intervals(config, "standard"))[0]
+        return self._windows[config]
+
     def seeds(self, config: Config, count: int = SEEDS) -> None:
         """Record the final losses of undisturbed runs over other data."""
         cell = f"{config.name}/seeds/loss"
         for number in range(count):
             if number not in self._store.records(cell):
-                losses = self._ranks.call(config, "final_loss", DATA_SEED + number)
+                losses = self._ranks.call(config, "final_loss", DATA_SEED + number, self.window(config))
                 self._store.add(cell, number, {"loss": losses[0]})
 
     def injection(self, cell: Cell, number: int) -> None:
@@ -132,7 +152,7 @@ class Measure:
         intervals = self.intervals(cell.config, cell.kind)
         phase = injection.seed % 9973 / 9973
         try:
-            results = self._ranks.call(cell.config, "run", injection, intervals, phase)
+            results = self._ranks.call(cell.config, "run", injection, intervals, phase, self.window(cell.config))
         except RankFailed as failure:
             record = {"failed": str(failure).strip().splitlines()[-1], "rank": injection.rank, "changed_step": 0}
             self._store.add(cell.name, number, record)
@@ -142,7 +162,7 @@ class Measure:
     def clean(self, config: Config, preset: str, number: int, steps: int = CLEAN_STEPS) -> None:
         """Record undisturbed steps with a chain."""
         intervals = self.intervals(config, preset)
-        results = self._ranks.call(config, "run", None, intervals, number * 0.381966 % 1.0, steps)
+        results = self._ranks.call(config, "run", None, intervals, number * 0.381966 % 1.0, 0, steps)
         alarms = sum(len(one.statements) for one in results) + bool(results[0].replica_digests)
         record = {"steps": results[0].steps, "alarms": alarms, "rotations": results[0].clean_audits}
         links = sorted({str(said.link) for one in results for said in one.statements})
@@ -161,9 +181,9 @@ class Measure:
     def _before_peers(self, config: Config, injection: Injection) -> dict[str, Any]:
         thresholds = self._thresholds.get(config)
         if thresholds is None:
-            clean = [self._ranks.call(config, "run", None, {}, 0.0, 0, True)]
+            clean = [self._ranks.call(config, "run", None, {}, 0.0, self.window(config), signals=True)]
             thresholds = self._thresholds[config] = Thresholds.fit([[one.signals for one in run] for run in clean])
-        results = self._ranks.call(config, "run", injection, {}, 0.0, 0, True)
+        results = self._ranks.call(config, "run", injection, {}, 0.0, self.window(config), signals=True)
         alarms = thresholds.first_alarms([one.signals for one in results], results[0].differing_steps)
         return {**_about(injection, results), "final_loss": _number(results[0].final_loss), "alarms": alarms}
 

@@ -17,8 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 HEADS, BLOCKS, LENGTH, VOCABULARY = 4, 4, 64, 64
 WIDTHS = {"gpt": 128, "gpt64": 64, "gpt256": 256}
-SEQUENCES = {"gpt256": 4}
-"""Sequences of a rank's batch; 1 otherwise."""
+SEQUENCES = {"gpt64": 8, "gpt256": 4}
+"""Sequences of a rank's batch; 1 otherwise. The small model has more: then a fault of a given probability per element
+acts about as often in a step as in a larger model with fewer."""
 TIMED_AS = {"gpt": "gpt256", "gpt64": "gpt256"}
 """Models whose audits are as far apart as those of another one. A small model's step is so short that the fixed cost of
 an audit, some milliseconds of Python, would keep audits much further apart than on a model that is worth watching."""

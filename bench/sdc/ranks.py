@@ -32,11 +32,10 @@ class Ranks:
     Args:
         world: How many.
         warm_steps: Steps of training before the state that all runs begin with.
-        window: Steps in which a fault may be found.
     """
 
-    def __init__(self, world: int, warm_steps: int, window: int) -> None:
-        self.world, self.warm_steps, self.window = world, warm_steps, window
+    def __init__(self, world: int, warm_steps: int) -> None:
+        self.world, self.warm_steps = world, warm_steps
         self._start()
 
     def call(self, config: Config, method: str, *args: Any, **options: Any) -> list[Any]:
@@ -73,7 +72,7 @@ class Ranks:
         self._processes: list[BaseProcess] = []
         for rank in range(self.world):
             ours, theirs = context.Pipe()
-            arguments = (theirs, self._folder.name, rank, self.world, self.warm_steps, self.window)
+            arguments = (theirs, self._folder.name, rank, self.world, self.warm_steps)
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -103,7 +102,7 @@ def _is_consequence(failure: str) -> bool:
     return "did not answer" in failure or "Connection" in failure
 
 
-def _serve(pipe: Connection, folder: str, rank: int, world: int, warm_steps: int, window: int) -> None:
+def _serve(pipe: Connection, folder: str, rank: int, world: int, warm_steps: int) -> None:
     from bench.sdc.training import Training
 
     torch.set_num_threads(1)
@@ -116,7 +115,7 @@ def _serve(pipe: Connection, folder: str, rank: int, world: int, warm_steps: int
             try:
                 if config not in trainings:
                     trainings.clear()  # one model at a time
-                    trainings[config] = Training(config, rank, world, warm_steps, window)
+                    trainings[config] = Training(config, rank, world, warm_steps)
                 answer = (True, getattr(trainings[config], method)(*args, **options))
             except Exception:  # noqa: BLE001 - handed to the parent whole
                 answer = (False, traceback.format_exc())

@@ -123,12 +123,12 @@ class StrikeRule:
 class Training:
     """One configuration on one rank. All methods are collectives."""
 
-    def __init__(self, config: Config, rank: int, world: int, warm_steps: int, window: int) -> None:
-        self.config, self.rank, self.world, self.window = config, rank, world, window
+    def __init__(self, config: Config, rank: int, world: int, warm_steps: int) -> None:
+        self.config, self.rank, self.world = config, rank, world
         self.model, self.inner, self.optimizer = build(config, world)
         self._digest = WeightedDigest([local(one) for one in self.inner.parameters()])
         self._elements: dict[Site, int] = {}
-        self._references: dict[tuple[int, int], list[list[int]]] = {}
+        self._references: dict[int, list[list[int]]] = {}
         for step in range(-warm_steps, 1):
             self._step(step, DATA_SEED)
         self._statements: list[Mismatch] = []
@@ -136,21 +136,20 @@ class Training:
         self._chains: dict[tuple[tuple[str, int], ...], _WarmChain] = {}
         self._base = [one.clone() for one in self._state()]
 
-    def reference(self, seed: int = DATA_SEED) -> list[list[int]]:
+    def reference(self, window: int) -> list[list[int]]:
         """Return all ranks' digests after each step of the undisturbed run."""
-        key = seed, self.window
-        if key not in self._references:
+        if window not in self._references:
             self.reset()
-            self._references[key] = [[]]
-            for step in range(1, ONSET + self.window + 1):
-                self._step(step, seed)
-                self._references[key].append(self._gather(0)[1])
-        return self._references[key]
+            self._references[window] = [[]]
+            for step in range(1, ONSET + window + 1):
+                self._step(step, DATA_SEED)
+                self._references[window].append(self._gather(0)[1])
+        return self._references[window]
 
-    def final_loss(self, seed: int) -> float:
+    def final_loss(self, seed: int, window: int) -> float:
         """Return the loss on fixed data after an undisturbed run over other data."""
         self.reset()
-        for step in range(1, ONSET + self.window + 1):
+        for step in range(1, ONSET + window + 1):
             self._step(step, seed)
         return self._evaluate()
 
@@ -165,8 +164,24 @@ class Training:
         chain.close()
         return {str(audit.link): chain._schedule.interval(audit.link) for audit in chain._audits}
 
+    def rotation_steps(self, intervals: Intervals) -> int:
+        """Return the steps until every part of a rank's work was audited, and a version before them counts as audited.
+
+        Args:
+            intervals: The chain's.
+        """
+        warm = self._warm_chain(intervals)
+        audits = warm.chain._audits if warm is not None else []
+        return max((audit.rounds * intervals[str(audit.link)] for audit in audits), default=0)
+
     def run(
-        self, injection: Injection | None, intervals: Intervals, phase: float, steps: int = 0, signals: bool = False
+        self,
+        injection: Injection | None,
+        intervals: Intervals,
+        phase: float,
+        window: int,
+        steps: int = 0,
+        signals: bool = False,
     ) -> Result:
         """Return what happens after an injection: until the chain finds it, or to the end of the window.
 
@@ -174,10 +189,11 @@ class Training:
             injection: The fault; None: none.
             intervals: The chain's; empty: no chain, and no comparison of replicas.
             phase: Where in its interval and rotation each link begins, 0 to 1.
+            window: Steps in which the fault may be found.
             steps: Last step; 0: the window's.
             signals: Record what other detectors read, in each step.
         """
-        reference = self.reference() if not steps else None
+        reference = self.reference(window) if not steps else None
         warm = self._warm_chain(intervals)
         fault, site = self._faulty_site(injection)
         self.reset()
@@ -194,7 +210,7 @@ class Training:
                 stack.enter_context(site.install())
             if peers is not None:
                 stack.enter_context(peers.install())
-            last = steps or ONSET + self.window
+            last = steps or ONSET + window
             for step in range(1, last + 1):
                 fault.is_armed = step >= ONSET
                 loss = self._step(step, DATA_SEED, chain, site, offset=first - 1, peers=peers)

@@ -22,8 +22,8 @@ def test_bench_records_injections(tmp_path: Path) -> None:
     store = Store(tmp_path)
     store.add(f"{CONFIG.name}/intervals/standard", 0, {"gradient_norm": 2, "collective": 2, "matmul": 2})
     cell = Cell(CONFIG, "standard", "gemm_forward")
-    with Ranks(world=3, warm_steps=3, window=17) as ranks:
-        measure = Measure(ranks, store)
+    with Ranks(world=3, warm_steps=3) as ranks:
+        measure = Measure(ranks, store, window=17)
         for number in range(2):
             measure.injection(cell, number)
         measure.clean(CONFIG, "standard", 0, steps=10)
