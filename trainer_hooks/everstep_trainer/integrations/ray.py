@@ -81,6 +81,7 @@ _SET_HERE = """
 """
 """Settings of the launcher that follow from the Ray job."""
 MAX_PENDING_REPORTS = 16  # Ray takes one in RAY_TRAIN_HEALTH_CHECK_INTERVAL_S (2 s), and a rank must not wait for it
+ANSWER_S = 10.0  # for an actor that lives: without an answer it counts as alive, and Ray looks after it
 END_WAIT_S = 25.0  # for a launcher that was asked to end: its own waits add up to less
 
 
@@ -278,9 +279,11 @@ class _Replacements:
 def _is_dead(group: Any) -> bool:
     """Return whether one of the actors of a replica group has died."""
     try:
-        ray.get([worker.actor.clear_result_queue.remote() for worker in group.get_workers()])
+        ray.get([worker.actor.clear_result_queue.remote() for worker in group.get_workers()], timeout=ANSWER_S)
     except ray.exceptions.RayActorError:
         return True
+    except ray.exceptions.GetTimeoutError:  # a busy actor, or one that Ray has not given up yet
+        return False
     return False
 
 

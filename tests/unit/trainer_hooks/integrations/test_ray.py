@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -74,6 +75,22 @@ def test_plan_of_one_worker_meets_nobody(integration: Any, tmp_path: Path) -> No
 @pytest.mark.parametrize(("run", "job"), [("my run/1", "my-run-1-0123abcd"), ("___", "ray-0123abcd")])
 def test_job_is_named_after_the_run(integration: Any, run: str, job: str) -> None:
     assert integration._job_name(run, "0123abcdef") == job
+
+
+@pytest.mark.parametrize(("error", "is_dead"), [("", False), ("RayActorError", True), ("GetTimeoutError", False)])
+def test_actor_without_an_answer_counts_as_alive(
+    integration: Any, monkeypatch: pytest.MonkeyPatch, error: str, is_dead: bool
+) -> None:
+    waits = list[float]()
+
+    def get(references: list[object], *, timeout: float) -> None:
+        waits.append(timeout)
+        if error:
+            raise getattr(integration.ray.exceptions, error)
+
+    monkeypatch.setattr(integration.ray, "get", get)
+    assert integration._is_dead(SimpleNamespace(get_workers=list)) is is_dead
+    assert waits == [integration.ANSWER_S]
 
 
 class Group:
