@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 import torch
@@ -24,9 +24,21 @@ def witnesses_of(owner: int, nodes: Sequence[str]) -> tuple[int | None, int | No
     return peer, choose_arbiter(owner, peer, world_size, nodes) if world_size > 2 else None
 
 
-def choose_arbiter(owner: int, peer: int, world_size: int, nodes: Sequence[str]) -> int:
-    """Return the next rank after the peer on a third node; without one, the next rank that is neither of the two."""
+def choose_arbiter(
+    owner: int, peer: int, world_size: int, nodes: Sequence[str], candidates: Collection[int] | None = None
+) -> int:
+    """Return the next rank after the peer on a third node; without one, the next rank that is neither of the two.
+
+    Args:
+        owner: The rank whose work is judged.
+        peer: The other witness.
+        world_size: The number of ranks.
+        nodes: The node of each rank; empty if they are not known.
+        candidates: The ranks that can be chosen, at least one besides owner and peer; None: all.
+    """
     others = [rank for n in range(1, world_size) if (rank := (peer + n) % world_size) not in (owner, peer)]
+    if candidates is not None:
+        others = [rank for rank in others if rank in candidates]
     if len(nodes) == world_size:
         return next((rank for rank in others if nodes[rank] not in (nodes[owner], nodes[peer])), others[0])
     return others[0]

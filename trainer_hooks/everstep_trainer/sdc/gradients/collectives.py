@@ -29,6 +29,7 @@ from everstep_trainer.parallel.exact.summation import all_gather
 from everstep_trainer.sdc.audit import Audit, AuditSetup, Mismatch
 from everstep_trainer.sdc.digests.digest import combined_digest, float_hex, tensor_digest, to_hex
 from everstep_trainer.sdc.gradients.gradient_exchange import GradientReader, GradientTap
+from everstep_trainer.sdc.witnesses import choose_arbiter
 
 log = logging.getLogger(__name__)
 
@@ -273,15 +274,9 @@ class Collectives(Audit, GradientReader):
         for rank in (sender for sender, receiver in wrong if sender == receiver):
             self._report_own_slice(step, rank, wrong[rank, rank], sent, received)
         pairs = [pair for pair in wrong if pair[0] != pair[1]]
-        others: dict[int, set[int]] = defaultdict(set)  # the ranks from which each one differs
-        for sender, receiver in pairs:
-            others[sender].add(receiver)
-            others[receiver].add(sender)
-        # A rank that differs from several others may be wrong itself, and is no witness.
-        witnesses = {rank: sorted(one for one in others[rank] if others[one] == {rank}) for rank in others}
-        named = {rank for rank, found in witnesses.items() if len(found) > 1}
-        for rank in sorted(named):
-            self._report_end(step, rank, witnesses[rank])
+        named = witnessed(pairs)
+        for rank, witnesses in sorted(named.items()):
+            self._report_end(step, rank, witnesses)
         for sender, receiver in pairs:
             if sender not in named and receiver not in named:
                 self._report_transport(step, sender, wrong[sender, receiver], receiver, sent, received)
@@ -351,10 +346,8 @@ class Collectives(Audit, GradientReader):
         """
         setup = self.setup
         peer = min(candidates, key=lambda rank: (setup.on_same_node(rank, owner), rank))
-        rest = [rank for rank in candidates if rank != peer]
-        arbiter = min(
-            rest, key=lambda rank: (setup.on_same_node(rank, owner), setup.on_same_node(rank, peer), rank), default=None
-        )
+        others = [rank for rank in candidates if rank != peer]
+        arbiter = choose_arbiter(owner, peer, setup.world_size, setup.nodes, others) if others else None
         role = {owner: AuditRole.OWNER, peer: AuditRole.PEER, arbiter: AuditRole.ARBITER}.get(setup.rank)
         if role is None:
             return
@@ -372,6 +365,33 @@ class Collectives(Audit, GradientReader):
                 difference="" if is_owner else difference,
             )
         )
+
+
+def witnessed(pairs: Sequence[tuple[int, int]]) -> dict[int, list[int]]:
+    """Return the ranks that are named by two others, with these witnesses.
+
+    Two faults may meet in an honest rank: one partner sends it a wrong slice, and another one receives a right slice
+    and gets its digest wrong. So both witnesses must have received from the rank, or both must have sent to it.
+
+    Args:
+        pairs: Sender and receiver of each slice whose digests differ; not the same rank.
+    """
+    others: dict[int, set[int]] = defaultdict(set)  # the ranks from which each one differs
+    sent_to, received_from = defaultdict[int, set[int]](set), defaultdict[int, set[int]](set)
+    for sender, receiver in pairs:
+        others[sender].add(receiver)
+        others[receiver].add(sender)
+        sent_to[sender].add(receiver)
+        received_from[receiver].add(sender)
+    named = {}
+    for rank in others:
+        for ends in (sent_to[rank], received_from[rank]):
+            # A rank that differs from several others may be wrong itself, and is no witness.
+            witnesses = sorted(one for one in ends if others[one] == {rank})
+            if len(witnesses) > 1:
+                named[rank] = witnesses
+                break
+    return named
 
 
 @cache

@@ -74,6 +74,8 @@ class GradientTap:
 
     def open(self, reader: GradientReader) -> None:
         """Let ``reader`` read the gradients of the step that begins."""
+        if reader in self._open:  # the step before had no update
+            return
         if not self._open:
             if self._is_ordered:
                 observe_exchanges(self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from everstep_trainer.sdc.audit import AuditSetup, Mismatch
 from everstep_trainer.sdc.digests.digest import tensor_digest
-from everstep_trainer.sdc.gradients.collectives import Collectives, row_digests
+from everstep_trainer.sdc.gradients.collectives import Collectives, row_digests, witnessed
 from everstep_trainer.sdc.gradients.gradient_exchange import GradientTap
 
 from bench.sdc.judging import Outcome, Statement, judge_all
@@ -140,11 +141,27 @@ def test_one_wrong_slice_between_two_ranks_is_a_tie():
 
 @pytest.mark.parametrize(
     "wrong",
-    [[(2, 0), (2, 3)], [(0, 2), (1, 2), (3, 2)], [(2, 0), (1, 2)], [(2, 0), (2, 1), (0, 2), (1, 2)]],
-    ids=["sender", "receiver", "both", "everything"],
+    [[(2, 0), (2, 3)], [(0, 2), (1, 2), (3, 2)], [(2, 0), (2, 1), (0, 2), (1, 2)]],
+    ids=["sender", "receiver", "everything"],
 )
 def test_rank_at_several_wrong_slices_is_named_by_other_ends(wrong):
     assert judged(wrong) == {(Outcome.CONVICTED, 2)}
+
+
+def test_rank_between_two_faults_is_not_named():
+    assert judged([(2, 0), (1, 2)]) == {(Outcome.TIE, None)}, "1 may send wrongly, and 0 may receive wrongly"
+
+
+def subsets(pairs: Sequence[tuple[int, int]]) -> list[tuple[tuple[int, int], ...]]:
+    return [one for count in range(len(pairs) + 1) for one in itertools.combinations(pairs, count)]
+
+
+def test_faulty_sender_and_lying_receiver_convict_no_other():
+    sender, liar = 0, 1
+    sent_wrong = subsets([(sender, other) for other in range(WORLD) if other != sender])
+    lies = subsets([(other, liar) for other in range(WORLD) if other != liar])
+    named = {rank for a in sent_wrong for b in lies for rank in witnessed(sorted({*a, *b}))}
+    assert named == {sender, liar}
 
 
 def test_slice_that_a_rank_keeps_is_its_own():
@@ -175,6 +192,15 @@ def test_buffer_changed_while_sent_differs_from_arrivals():
     changes = [bool(one.sent.sum() != one.before) for one in audit._exchanged]
     assert changes == [False, False, True]
     assert audit._exchanged[2].change == "1 of 1 gradients changed after they had arrived"
+
+
+def test_tap_opened_twice_is_closed_at_once():
+    tap = _OrderedTap([], 3)
+    audit = Collectives(setup_of(print), tap)
+    for _ in range(2):  # the first step has no update
+        tap.open(audit)
+    tap.close(audit)
+    assert tap._open == []
 
 
 class _OrderedTap(GradientTap):
