@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 RANK_TIMEOUT_S = 60.0
 FORMER_NODE_TIMEOUT_S = 0.5
 """For vaults outside the roster, which may be gone; they are asked only if the roster lacks the newest version."""
+LAST_CHANCE_TIMEOUT_S = 10.0
+"""For the same vaults if no version is complete without them: the job would end, so even a busy one is waited for."""
 
 
 class SlotKey(msgspec.Struct, frozen=True):
@@ -196,12 +198,15 @@ class RestoreAgreement:
         """Publish the choice of this attempt, made without the slots that proved bad; for rank 0."""
         proposal = self._decide(bad_slots)
         if proposal.version is None or proposal.version != proposal.newest:
-            self._known += self._ask_former_nodes()
+            self._known += self._ask_former_nodes(FORMER_NODE_TIMEOUT_S)
             proposal = self._decide(bad_slots)
         if proposal.version is None and (protection := self._rule.protection) is not None:
             good = [slot for slot in self._known if slot_key(slot) not in bad_slots]
             ranks = {slot.rank for slot in good if slot.version == protection.version}
             self._known += tuple(self._parity_slots(protection, ranks))
+            proposal = self._decide(bad_slots)
+        if proposal.choice is None:
+            self._known += self._ask_former_nodes(LAST_CHANCE_TIMEOUT_S)
             proposal = self._decide(bad_slots)
         put_value(self._store, f"restore/choice/{attempt}", proposal)
 
@@ -214,14 +219,14 @@ class RestoreAgreement:
         except NotRestorable as error:
             return VersionProposal(None, newest, str(error))
 
-    def _ask_former_nodes(self) -> tuple[SlotInfo, ...]:
+    def _ask_former_nodes(self, timeout_s: float) -> tuple[SlotInfo, ...]:
         """Return slots in vaults of nodes that left the roster but may still answer, and publish their manifests."""
         known = {slot.node for slot in self._known}.union(self._spec.seated_nodes)
         outside = tuple(holder.node for holder in self._spec.holders if holder.node not in known)
         if not outside:
             return ()
         try:
-            slots = only_snapshots(self._vault.inventory(self._spec.job, outside, timeout_s=FORMER_NODE_TIMEOUT_S))
+            slots = only_snapshots(self._vault.inventory(self._spec.job, outside, timeout_s=timeout_s))
         except EverstepError as error:
             log.info("no inventory from %s: %s", outside, error, extra=self._log_fields)
             return ()

@@ -78,7 +78,7 @@ def test_leader_cut_off_from_database_steps_down_for_new_one(
         until(lambda: connected(new), "the agent to come to the new leader")
         until(lambda: ready(old)[0] == 503, "the old one to stand by")
         assert ready(old)[1]["role"] == "standby"
-        assert "stepping down" in old.log()
+        until(lambda: "stepping down" in old.log(), "the old one to end its writes, and say so")
         assert node_states(new) == ["healthy"]
         line.mend()
         until(lambda: ready(old)[1]["leader"] == new.url, "the old one to see who leads")
