@@ -13,6 +13,7 @@ Faults, their shapes and how often each occurs: `bench.sdc.injection`. Other det
 
 from __future__ import annotations
 
+import itertools
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from pathlib import Path
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from bench.sdc.cells import CALIBRATION_STEPS, MAIN, SEEDS, TIMED, Measure, choose
+from bench.sdc.cells import CALIBRATION_STEPS, CLEAN_STEPS, MAIN, OTHERS, SEEDS, TIMED, Measure, choose
 from bench.sdc.example import show
 from bench.sdc.models import Config
 from bench.sdc.ranks import Ranks
@@ -40,7 +41,9 @@ def main() -> int:
     parser.add_argument("--cells", nargs="*", default=[], metavar="PATTERN", help="CONFIG/PRESET/SITE, with * and ?")
     parser.add_argument("--per-cell", type=int, default=300, help="injections of each cell")
     parser.add_argument("--window", type=int, help="steps in which a fault may be found")
-    parser.add_argument("--clean", type=int, default=0, metavar="N", help="thousands of undisturbed steps to look at")
+    parser.add_argument(
+        "--clean", type=int, default=0, metavar="N", help="thousands of undisturbed steps, shared by all models"
+    )
     parser.add_argument("--overhead", type=int, default=0, metavar="BLOCKS", help="pairs of blocks of steps to time")
     parser.add_argument("--store", type=Path, default=Path("out/sdc"), help="folder of the records")
     parser.add_argument("--report-only", action="store_true", help="measure nothing; sum up the records")
@@ -97,9 +100,11 @@ def work(measures: Measure, store: Store, given: object) -> Iterator[Work]:
 def side_work(measures: Measure, store: Store, given: object) -> Iterator[Work]:
     """Yield false alarms and overhead."""
     config = Config.parse(MAIN)
-    for number in range(-(-given.clean * 1000 // 2000)):
-        if number not in store.records(f"{MAIN}/clean/standard"):
-            yield f"{MAIN}/clean", lambda number=number: measures.clean(config, "standard", number)
+    everyone = [Config.parse(name) for name in (MAIN, *OTHERS)]
+    runs = -(-given.clean * 1000 // (CLEAN_STEPS * len(everyone)))
+    for one, number in itertools.product(everyone, range(runs)):
+        if number not in store.records(f"{one.name}/clean/standard"):
+            yield f"{one.name}/clean", lambda one=one, number=number: measures.clean(one, "standard", number)
     if given.overhead:
         for preset in PRESETS:
             for link in ("all", *(measures.intervals(config, preset) if preset == "standard" else ())):
