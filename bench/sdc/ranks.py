@@ -67,7 +67,7 @@ class Ranks:
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="everstep-bench-")
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload([_serve.__module__, "bench.sdc.training"])
+        context.set_forkserver_preload([_serve.__module__, "bench.sdc.training", "torch._dynamo"])
         self._pipes: list[Connection] = []
         self._processes: list[BaseProcess] = []
         for rank in range(self.world):
