@@ -11,6 +11,7 @@ import pytest
 from everstep_controller.core.effects import PutVerdict
 from everstep_controller.core.events import DatabaseAvailabilityChanged, OperatorAction
 from everstep_controller.core.health.eviction import budget_left, eviction_scopes
+from everstep_controller.core.jobs.membership import spares
 from everstep_controller.core.policy import CorePolicy
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -175,7 +176,11 @@ class Budget(RuleBasedStateMachine):
         return Decision.DEFER_EVICTION if full else Decision.EVICT
 
     def _needed(self, name: str) -> bool:
-        return any(len(self.fleet.seats(job)) <= self.fleet.job(job).spec.min_nodes for job in self._jobs_of(name))
+        """A node that has come back and has no seat yet could take the place."""
+        jobs = [self.fleet.job(job) for job in self._jobs_of(name)]
+        return any(
+            len(self.fleet.seats(job.job)) - 1 + len(spares(self.fleet.state, job)) < job.spec.min_nodes for job in jobs
+        )
 
     def _jobs_of(self, name: str) -> list[str]:
         jobs = [

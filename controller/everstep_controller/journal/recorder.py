@@ -116,14 +116,15 @@ class Journal:
 
     def _begin_segment_if_due(self, state: FleetState, now: float) -> None:
         segment, follows = self._segment, False
+        path = self._directory / f"{int(now * 1000):015d}-{state.epoch}{SUFFIX}"
         if segment is not None:
             follows, age_s = not segment.failed, now - segment.began_at
-            if age_s < (RETRY_S if segment.failed else SEGMENT_S) and (
-                segment.failed or segment.written < self._segment_bytes
-            ):
+            is_young = age_s < (RETRY_S if segment.failed else SEGMENT_S)
+            is_small = segment.failed or segment.written < self._segment_bytes
+            if (is_young and is_small) or path == segment.path:
                 return
         self._end_segment()
-        self._segment = _Segment(self._directory / f"{int(now * 1000):015d}-{state.epoch}{SUFFIX}", now)
+        self._segment = _Segment(path, now)
         whole = msgspec.Raw(_without_secrets(state))
         self._add(SegmentStart(version=__version__, at=now, state=whole, is_continuation=follows))
         self._beginning_bytes = len(self._waiting)

@@ -160,6 +160,15 @@ def test_new_segment_starts_with_full_state_without_secrets(tmp_path: Path) -> N
     assert ENTROPY.encode() not in bytes(beginning.state)
 
 
+def test_segments_of_one_millisecond_do_not_replace_each_other(tmp_path: Path) -> None:
+    fleet = JournaledFleet(tmp_path / "journal", segment_bytes=1)
+    for node in ("n1", "n2", "n3"):
+        fleet.register(node)
+        asyncio.run(fleet.journal.drain())
+    fleet.journal.close()
+    assert len(_steps(tmp_path / "journal")) == 4, "the start and three registrations"
+
+
 def test_truncated_journal_replays_up_to_the_cut(fleet: JournaledFleet, tmp_path: Path) -> None:
     _incident(fleet)
     fleet.journal.close()
@@ -188,6 +197,7 @@ def test_journal_gap_on_full_disk_changes_no_decision(tmp_path: Path, caplog: py
     fleet.start(4)
     asyncio.run(fleet.journal.drain())
     folder.rename(tmp_path / "before")
+    fleet.now += 1.0  # the next segment has another name
     for step in range(5, 15):
         fleet.seal(step)
         asyncio.run(fleet.journal.drain())
