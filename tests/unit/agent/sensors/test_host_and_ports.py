@@ -3,6 +3,8 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -140,14 +142,21 @@ def test_network_mounts_stand_beside_odd_names(tmp_path: Path) -> None:
     assert sysfs.network_mounts(tmp_path) == ["/data"]
 
 
+@contextmanager
+def threads_ended() -> Iterator[None]:
+    """Wait for the threads that the block has started. Others may belong to servers of earlier tests."""
+    before = set(threading.enumerate())
+    yield
+    for thread in set(threading.enumerate()) - before:
+        thread.join(60)
+
+
 def test_path_on_a_network_mount_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tree(tmp_path, **{"self/mounts": "srv:/x / nfs4 rw 0 0\n"})
     asked: list[list[str]] = []
     monkeypatch.setattr(PathSensor, "_check_paths", lambda _, paths: asked.append(paths))
-    PathSensor(("/",), tmp_path, ManualClock(monotonic=100.0)).poll()
-    for thread in threading.enumerate():
-        if thread.daemon and thread is not threading.current_thread():
-            thread.join(60)
+    with threads_ended():
+        PathSensor(("/",), tmp_path, ManualClock(monotonic=100.0)).poll()
     assert asked == [["/"]]
 
 
@@ -164,16 +173,14 @@ def test_hung_mount_is_timed_and_blocks_no_poll(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(host_module.os, "statvfs", statvfs)
     clock = ManualClock(monotonic=100.0)
     sensor = PathSensor(("/",), tmp_path, clock)
-    sensor.poll()
-    clock.advance(15.0)
-    try:
-        dead = next(sample for sample in sensor.poll() if sample.path == "/dead")
-        assert (dead.silent_s, dead.free_fraction) == (15.0, None)
-    finally:
-        answer.set()
-    for thread in threading.enumerate():
-        if thread.daemon and thread is not threading.current_thread():
-            thread.join(60)
+    with threads_ended():
+        sensor.poll()
+        clock.advance(15.0)
+        try:
+            dead = next(sample for sample in sensor.poll() if sample.path == "/dead")
+            assert (dead.silent_s, dead.free_fraction) == (15.0, None)
+        finally:
+            answer.set()
     assert all(sample.silent_s == 0 and sample.free_fraction is not None for sample in sensor.poll())
 
 
